@@ -1,7 +1,9 @@
 """Proves that every kind of source gives its documents, in order, in bounded memory, or a clear error."""
 
+import bz2
 import gzip
 import json
+import lzma
 import os
 import tracemalloc
 from pathlib import Path
@@ -211,3 +213,81 @@ def test_a_file_of_one_long_line_is_read_in_little_memory(tmp_path: Path) -> Non
     tracemalloc.stop()
     assert n_bytes == path.stat().st_size > 60 * 2**20
     assert peak_bytes < 4 * 2**20
+
+
+RECORDS = [{"text": "one", "id": 1}, {"text": "two\nlines", "id": 2}, {"text": "é", "id": 3}]
+LINES = "".join(json.dumps(record) + "\n" for record in RECORDS).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.json", LINES),
+        ("a.JSONL", LINES),
+        ("a.txt", LINES),
+        ("a", b"\xef\xbb\xbf\n" + LINES),
+        ("a.json.gz", gzip.compress(LINES)),
+        ("a.JSONL.GZ", gzip.compress(LINES)),
+        ("a.json", gzip.compress(LINES)),
+        ("a.jsonl.gz", LINES),
+        ("a.ndjson.bz2", bz2.compress(LINES)),
+        ("a.json.xz", lzma.compress(LINES)),
+        ("a.json", json.dumps(RECORDS).encode()),
+        ("a.json", json.dumps(RECORDS, indent=2).encode()),
+        ("a.json.gz", gzip.compress(json.dumps(RECORDS).encode())),
+    ],
+)
+def test_records_are_read_as_records_whatever_the_name(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    meter = Meter()
+    assert texts(tmp_path / name, meter=meter) == ["one", "two\nlines", "é"]
+    assert meter.read_bytes == len(content)
+
+
+def test_an_array_is_read_in_bounded_memory(tmp_path: Path) -> None:
+    items = [{"text": f"{i} " * 500} for i in range(4000)]
+    (tmp_path / "a.json").write_text(json.dumps(items))
+    tracemalloc.start()
+    assert sum(1 for _ in documents(tmp_path / "a.json")) == 4000
+    assert tracemalloc.get_traced_memory()[1] < 2**21 < (tmp_path / "a.json").stat().st_size
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{\n  "name": "x"\n}\n',
+        '{"name": "x"}',
+        "[1, 2]",
+        "{ x }\n{ y }\n",
+        '{"a": 1}\nand more',
+        "[section]\nkey = 1\n",
+    ],
+)
+def test_what_has_no_records_is_text_of_one_document(tmp_path: Path, content: str) -> None:
+    (tmp_path / "a.json").write_text(content)
+    assert texts(tmp_path / "a.json") == [content]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            '{"body": "a"}\n{"body": "b"}\n',
+            "a JSON object on each of its first lines, .* no field 'text'; there are: body",
+        ),
+        ('[{"body": "a"}]', "an array of objects, .* no field 'text'; there are: body. Choose one with --text-key"),
+        ('{\n"data": [{"text": "a"}]}', "an object whose field 'data' has the records; write these as JSON lines"),
+        ('{"text": "a"}\n{"text": "b"', ":2: not JSON|not JSON"),
+        ('[{"text": "a"}, {"text": "b"', "item 2 of the JSON array has no end"),
+    ],
+)
+def test_records_that_cannot_be_read_are_refused(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(DataError, match=message):
+        texts(tmp_path / "a.json")
+
+
+def test_a_json_object_over_several_lines_may_be_a_record(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(RECORDS[1], indent=2))
+    assert texts(tmp_path / "a.json") == ["two\nlines"]

@@ -1,5 +1,7 @@
 """Proves that tokenizers trained here are lossless, and any tokenizer.json is used as a corpus needs."""
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -95,3 +97,21 @@ def test_a_file_that_is_no_tokenizer_is_an_error(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "absent.json")
     with pytest.raises(DataError, match=r"a folder, not a tokenizer; pass the file"):
         load_tokenizer(tmp_path)
+
+
+def test_a_word_is_trained_on_in_parts_of_bounded_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library takes time by the square of a word's length: 58 CPU-seconds for 0.3 MB of DNA in one word."""
+    seen: list[str] = []
+    train = Tokenizer.train_from_iterator
+
+    def watched(self: Tokenizer, texts: Iterable[str], trainer: object) -> None:
+        seen.extend(texts)
+        train(self, seen, trainer)
+
+    monkeypatch.setattr("shardwright.data.tokenizer.Tokenizer.train_from_iterator", watched, raising=False)
+    dna, blank = "ACGT" * 5000, " " * 3000
+    tokenizer = train_bpe([f"{dna} and{blank}more", "short words as they are"], 300)
+    assert "".join(seen) == f"{dna} and{blank}more" + "short words as they are"
+    assert max(len(word) for text in seen for word in re.findall(r"\S+|\s+", text)) <= 256
+    assert seen[-1] == "short words as they are"
+    assert tokenizer.decode(tokenizer.encode_batch([dna])[0].tolist()) == dna

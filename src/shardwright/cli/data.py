@@ -38,7 +38,7 @@ class Options:
         str,
         typer.Argument(
             metavar="SRC",
-            help="a file or folder of text, source code, .jsonl(.gz, .zst) or .parquet, on disk or at a URL of fsspec "
+            help="a file or folder of text, source code, JSON records or Parquet, on disk or at a URL of fsspec "
             "such as s3://BUCKET/FOLDER; or hf:NAME[:CONFIG][:SPLIT], a dataset of the Hugging Face hub (or its local "
             "folder)",
         ),
@@ -69,7 +69,7 @@ class Options:
     ] = USUAL["format"]
     chat_template: Annotated[
         Path | None,
-        typer.Option(help="a Jinja file that writes `messages` as text, in place of the tokenizer's own template"),
+        typer.Option(help="a Jinja file that writes `messages` as text, instead of the tokenizer's own template"),
     ] = None
     text_key: Annotated[str, typer.Option(help="the field (JSONL) or column (Parquet, hf:) that holds the text")] = (
         USUAL["text_key"]
@@ -199,6 +199,12 @@ def _print_summary(out: Path, manifest: Manifest, elapsed_s: float) -> None:
         console.print("the first that were left out:")
         for reason in manifest.source["skipped_first"][:3]:
             console.print(f"  {escape(reason)}", soft_wrap=True)
+    for marker, n_tokens in manifest.source.get("plain_markers", {}).items():
+        console.print(
+            f"[yellow]warning:[/] {escape(marker)} of the chat template is no token of the tokenizer, and becomes "
+            f"{n_tokens} tokens of text; take the tokenizer that belongs to the template, or add the token to it",
+            soft_wrap=True,
+        )
     if replaced := manifest.source["replaced"]:
         console.print(f"[yellow]note:[/] bytes that are not UTF-8 were replaced by U+FFFD in {replaced:,} places")
     read_bytes = manifest.source["read_bytes"]

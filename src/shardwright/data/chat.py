@@ -1,31 +1,51 @@
 """Prompts and answers: a record into text of which only the answers are trained on.
 
-A record has `messages`, each with a role and a text, which a chat template writes out; or a `prompt` and a
-`completion`, which are text as they stand. Templates are Jinja, as in the tokenizers of the Hugging Face hub. They run
-in Jinja's sandbox, without the date of today, so that the same record gives the same text at any time.
+A record has `messages`, which a chat template writes as `apply_chat_template` of transformers does; or a `prompt` and a
+`completion`, which are text as they stand. A known key of a record or message is used or refused, never left unread.
 """
 
-import json
+import itertools
+import os
+import re
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shardwright.data.template import ANSWER, MARKER, REASONING, Refused
+from shardwright.data.template_process import TemplateProcess
 from shardwright.errors import DataError, nearest
 from shardwright.files import parse_json, read_text, reason
 
 ROLES = ("system", "user", "assistant", "tool")
-ANSWER = "assistant"
+FURTHER_ROLES = ("developer", "function", "ipython")
+TRAINED_KEYS = ("weight", "train", "training", "loss")
+"""Names, in data sets, of what says whether a record or message is trained on: 0 or 1, false or true."""
+READ_BY_TEMPLATE = ("tool_calls", "function_call", "refusal", "audio", "image", "images", "video", "videos")
+"""Keys of a message that are content, so a template has to read them."""
+REFUSED_KEYS = (
+    "add_generation_prompt", "audio", "chat_template", "chosen", "continue_final_message", "conversations",
+    "function_call", "functions", "image", "images", "loss_mask", "mask", "parallel_tool_calls", "rejected", "system",
+    "train_on_turn", "video", "videos",
+)  # fmt: skip
 TEMPLATE = "chat_template.jinja"
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 CONFIG = "tokenizer_config.json"
+TOKENS_MAP = "special_tokens_map.json"
+TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+DATE = "SOURCE_DATE_EPOCH"
+"""The environment variable, of reproducible builds, that sets the date which templates write."""
 
 
 class Piece(NamedTuple):
-    """Text of a document, and whether its tokens are trained on: predicted in the loss."""
+    """Text of a document, and whether its tokens are trained on: predicted in the loss. `apart`: whether it is encoded
+    on its own, so that no token lies over its beginning."""
 
     text: str
     trained: bool
+    apart: bool = False
 
 
 class BadConversation(ValueError):
@@ -35,159 +55,275 @@ class BadConversation(ValueError):
 @dataclass(frozen=True)
 class ChatFormat:
     """How records become text: the template and the tokens it may name, both of the tokenizer. `template` is None where
-    there is none, which is enough for `prompt` and `completion`; `special_tokens` may not stand in a message."""
+    there is none, which is enough for `prompt` and `completion`; `tool_template` is for records with tools, where the
+    tokenizer has two. `special_tokens` may not stand in a message. `now`: the date that templates write."""
 
     template: str | None = None
     tokens: tuple[tuple[str, str], ...] = ()
     special_tokens: tuple[str, ...] = ()
+    tool_template: str | None = None
+    now: float = field(default_factory=lambda: float(os.environ.get(DATE) or time.time()))
+    markers: set[str] = field(default_factory=set, compare=False)
+    """Control tokens that the template wrote so far, by their form."""
 
     def pieces(self, record: dict[str, Any]) -> list[Piece]:
-        """The pieces of a record in order. Raises BadConversation."""
-        if "messages" in record:
-            return self._of_messages(_checked(record["messages"], self.special_tokens))
+        """The pieces of a record in order; those of messages are encoded as one text. Raises BadConversation."""
+        known = {key for key in REFUSED_KEYS if record.get(key) not in (None, [], {})}
+        if known:
+            raise BadConversation(f"the field {min(known)!r} is not read here, so it may not be left unread; remove it")
+        trained = _trained(record, "the record")
+        if record.get("messages") is not None:
+            return self._of_messages(record, trained is not False)
         if missing := [name for name in ("prompt", "completion") if name not in record]:
             there = ", ".join(record) or "none"
-            told = "messages, and neither prompt nor completion" if len(missing) == 2 else missing[0]
-            raise BadConversation(f"no field {told}; there are: {there}")
+            fields = "messages, and neither prompt nor completion" if len(missing) == 2 else missing[0]
+            raise BadConversation(f"no field {fields}; there are: {there}")
         for name in ("prompt", "completion"):
             if not isinstance(record[name], str) or not record[name]:
                 raise BadConversation(f"the field {name!r} is {_kind(record[name])}, not a text")
-        return [Piece(record["prompt"], False), Piece(record["completion"], True)]
+        if given := [name for name in ("tools", "documents", "chat_template_kwargs") if record.get(name)]:
+            raise BadConversation(
+                f"the field {given[0]!r} is for messages, and the record has a prompt and a completion"
+            )
+        return [Piece(record["prompt"], False), Piece(record["completion"], trained is not False, True)]
 
     @property
     def named_tokens(self) -> dict[str, str]:
         """The tokens that the template names; the text of one that the tokenizer does not have is empty."""
         return {name: text for name, text in self.tokens if self.template is not None and name in self.template}
 
-    @property
+    @cached_property
     def answer_end(self) -> str | None:
         """The special token that the template writes behind an answer; None where it writes none."""
         if self.template is None:
             return None
         turns = [{"role": "user", "content": "0"}, {"role": ANSWER, "content": "0"}]
         try:
-            [answer] = [piece.text for piece in self._of_messages(turns) if piece.trained]
-        except BadConversation:  # it wants other roles; records say whether it can write them
+            [answer] = [piece.text for piece in self._of_messages({"messages": turns}, True) if piece.trained]
+        except (BadConversation, ValueError):  # it wants other roles; records say whether it can write them
             return None
         return next((token for token in self.special_tokens if answer.endswith(token)), None)
 
-    def _of_messages(self, messages: list[dict[str, Any]]) -> list[Piece]:
-        whole, done, found = self._render(messages, False), 0, []
-        for number, message in enumerate(messages):
-            if message["role"] != ANSWER:
-                continue
-            begin = self._render(messages[:number], True)
-            end = self._render(messages[: number + 1], False)
-            if not (end.startswith(begin) and whole.startswith(end) and len(begin) >= done):
-                raise BadConversation(
-                    f"the chat template writes message {number + 1} in another way when it is an answer to come, or "
-                    f"when others follow, so its tokens cannot be told; choose another with --chat-template"
-                )
-            answer = end[len(begin) :]
-            # What a template writes after the token that ends an answer is never generated.
-            if (shown := answer.rstrip()).endswith(self.special_tokens):
-                answer = shown
-            found += [Piece(whole[done : len(begin)], False), Piece(answer, True)]
-            done = len(begin) + len(answer)
-        return [piece for piece in (*found, Piece(whole[done:], False)) if piece.text]
+    @property
+    def writes_date(self) -> bool:
+        """Whether the text depends on `now`."""
+        return any("strftime_now" in each for each in (self.template, self.tool_template) if each is not None)
 
-    def _render(self, messages: list[dict[str, Any]], generation: bool) -> str:
-        from jinja2 import TemplateError
-
-        template = self._compiled
-        try:
-            return str(
-                template.render(messages=messages, add_generation_prompt=generation, **dict(self.tokens))
-                if messages or generation
-                else ""
-            )
-        except (TemplateError, TypeError, ValueError) as error:
-            raise BadConversation(f"the chat template refuses it: {error}") from None
-
-    @cached_property
-    def _compiled(self) -> Any:
-        from jinja2 import TemplateSyntaxError, nodes
-        from jinja2.exceptions import TemplateError
-        from jinja2.ext import Extension
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        class Generation(Extension):
-            """`{% generation %}` of transformers, which marks the answers; they are found here without it."""
-
-            tags = {"generation"}  # noqa: RUF012 - Jinja declares it so
-
-            def parse(self, parser: Any) -> Any:
-                line = next(parser.stream).lineno
-                body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-                return nodes.Scope(body).set_lineno(line)
-
-        def refuse(message: str) -> None:
-            raise TemplateError(message)
-
-        if self.template is None:
+    def _of_messages(self, record: dict[str, Any], trained: bool) -> list[Piece]:
+        template, process = self.template, self._process
+        given = _given(record, process.reads if process else frozenset())
+        if given.get("tools") and self._tool_process is not None:
+            template, process = self.tool_template, self._tool_process
+        if template is None or process is None:
             raise DataError(
                 "the tokenizer has no chat template, and a record has messages; give one with --chat-template FILE"
             )
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = lambda value, **how: json.dumps(value, ensure_ascii=False, **how)
-        environment.globals["raise_exception"] = refuse
+        messages = _checked(record["messages"], template, self.special_tokens)
+        for name in ("tools", "documents"):
+            _refuse_special(given.get(name), f"the field {name!r}", self.special_tokens)
+        answers = [trained and _trained(each, f"message {n}") is not False for n, each in enumerate(messages, start=1)]
         try:
-            return environment.from_string(self.template)
-        except TemplateSyntaxError as error:
-            raise DataError(f"the chat template is not Jinja: line {error.lineno}: {error.message}") from None
+            text, spans = process.write(messages, answers, given)
+        except Refused as error:
+            raise BadConversation(str(error)) from None
+        if not text:
+            raise BadConversation("the chat template writes nothing for it")
+        for number, message in enumerate(messages, start=1):
+            if isinstance(message.get("content"), list) and str(message["content"]) in text:
+                raise BadConversation(
+                    f"the chat template does not read the parts of message {number}; make it one text"
+                )
+        self.markers.update(marker for marker in set(MARKER.findall(text)) - self.markers if not _holds(record, marker))
+        places = sorted({0, len(text), *itertools.chain.from_iterable(spans)})
+        return [
+            Piece(text[begin:end], any(first <= begin < last for first, last in spans))
+            for begin, end in itertools.pairwise(places)
+        ]
+
+    @cached_property
+    def _process(self) -> TemplateProcess | None:
+        return self._started(self.template)
+
+    @cached_property
+    def _tool_process(self) -> TemplateProcess | None:
+        return self._started(self.tool_template)
+
+    def _started(self, template: str | None) -> TemplateProcess | None:
+        if template is None:
+            return None
+        tokens = {name: text for name, text in self.tokens if text}
+        utc = bool(os.environ.get(DATE))
+        return TemplateProcess(
+            template=template, tokens=tokens, special_tokens=self.special_tokens, now=self.now, utc=utc
+        )
 
 
-def _checked(messages: Any, special_tokens: tuple[str, ...]) -> list[dict[str, Any]]:
-    """`messages` if they are a conversation with an answer. Raises BadConversation."""
+def without_nulls(value: Any) -> Any:
+    """A value of Arrow without the keys that are null: it fills every key of a column into every row."""
+    if isinstance(value, dict):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def _given(record: dict[str, Any], reads: frozenset[str]) -> dict[str, Any]:
+    """The variables of the template that a record sets. Raises BadConversation for one that it does not read."""
+    given: dict[str, Any] = {}
+    if record.get("completion") is not None:
+        raise BadConversation("it has messages and a completion; keep one of the two")
+    prompt = record.get("prompt")
+    if prompt is not None and not any(prompt in (message, message.get("content")) for message in _dicts(record)):
+        raise BadConversation("it has messages and a prompt that is none of them; keep one of the two")
+    for name in ("tools", "documents"):
+        value = record.get(name)
+        if isinstance(value, str):  # Arrow has no type for tools of different parameters, so data sets have JSON
+            try:
+                value = parse_json(value) if value.strip() else None
+            except ValueError as error:
+                raise BadConversation(f"the field {name!r} is a text but not JSON: {error}") from None
+        if value is None:
+            continue
+        if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+            raise BadConversation(f"the field {name!r} is {_kind(value)}, not a list of objects")
+        given[name] = value
+    extra = record.get("chat_template_kwargs") or {}
+    if not isinstance(extra, dict):
+        raise BadConversation(f"the field 'chat_template_kwargs' is {_kind(extra)}, not an object")
+    for name in [*(name for name, value in given.items() if value), *extra]:
+        if reads and name not in reads:
+            raise BadConversation(f"the chat template does not read {name!r}; remove it, or choose another template")
+    if clash := {"messages", "add_generation_prompt", *given} & set(extra):
+        raise BadConversation(f"'chat_template_kwargs' may not have {min(clash)!r}")
+    return given | extra
+
+
+def _checked(messages: Any, template: str, special_tokens: tuple[str, ...]) -> list[dict[str, Any]]:
+    """`messages`, without nulls, if they are a conversation with an answer. Raises BadConversation."""
     if not isinstance(messages, list) or not messages:
         raise BadConversation(f"the field 'messages' is {_kind(messages)}, not a list of messages")
-    for number, message in enumerate(messages, start=1):
-        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+    found = []
+    for number, given in enumerate(messages, start=1):
+        if not isinstance(given, dict):
             raise BadConversation(f"message {number} is not an object with a role and a text, its content")
-        if (role := message.get("role")) not in ROLES:
+        message = {key: value for key, value in given.items() if value is not None}
+        role = message.get("role")
+        if role not in ROLES + FURTHER_ROLES and not re.search(f"['\"]{re.escape(str(role))}['\"]", template):
             raise BadConversation(f"message {number} has the role {role!r}; {nearest(str(role), ROLES)}")
-        if token := next((token for token in special_tokens if token in message["content"]), None):
-            raise BadConversation(f"message {number} holds {token!r}, a special token of the tokenizer")
-    if not any(message["role"] == ANSWER for message in messages):
+        _check_content(message, f"message {number}")
+        for key in READ_BY_TEMPLATE:
+            if message.get(key) and not re.search(rf"\b{key}\b", template):
+                raise BadConversation(f"the chat template does not read {key!r}, which message {number} has")
+        if any(message.get(key) for key in REASONING) and not re.search(rf"\b({'|'.join(REASONING)})\b", template):
+            raise BadConversation(f"the chat template does not read the reasoning, which message {number} has")
+        if role != ANSWER and _trained(message, f"message {number}"):
+            raise BadConversation(f"message {number} is to be trained on, and is no answer: its role is {role!r}")
+        _refuse_special(message, f"message {number}", special_tokens)
+        found.append(message)
+    if not any(message["role"] == ANSWER for message in found):
         raise BadConversation(f"no message has the role {ANSWER!r}, so there is no answer to train on")
-    return messages
+    return found
+
+
+def _check_content(message: dict[str, Any], where: str) -> None:
+    content = message.get("content")
+    calls = message.get("tool_calls")
+    if calls is not None and not (isinstance(calls, list) and all(_is_call(call) for call in calls)):
+        raise BadConversation(f"{where} has 'tool_calls' that are not a list of objects with the name of a function")
+    if content is None and not (calls or any(message.get(key) for key in (*REASONING, "function_call"))):
+        raise BadConversation(f"{where} is not an object with a role and a text, its content, and has no tool_calls")
+    parts = content if isinstance(content, list) else []
+    if content is not None and not isinstance(content, str | list):
+        raise BadConversation(f"{where} is not an object with a role and a text, its content")
+    for part in parts:
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str) or part.get("type", "text") != "text":
+            told = part.get("type") if isinstance(part, dict) else part
+            raise BadConversation(f"{where} has a part of type {told!r}; only parts of text can be trained on")
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def _dicts(record: dict[str, Any]) -> list[dict[str, Any]]:
+    messages = record["messages"]
+    return [each for each in messages if isinstance(each, dict)] if isinstance(messages, list) else []
+
+
+def _trained(holder: dict[str, Any], where: str) -> bool | None:
+    """Whether a record or message says that it is trained on; None where it says nothing. Raises BadConversation."""
+    said = {key: holder[key] for key in TRAINED_KEYS if holder.get(key) is not None}
+    for key, value in said.items():
+        if isinstance(value, str) or value not in (0, 1):
+            raise BadConversation(f"{where} has {key} {value!r}; valid: 0, 1, false, true")
+    if len(set(map(bool, said.values()))) > 1:
+        raise BadConversation(f"{where} contradicts itself: {', '.join(f'{k} {v!r}' for k, v in said.items())}")
+    return bool(next(iter(said.values()))) if said else None
+
+
+def _refuse_special(value: Any, where: str, special_tokens: tuple[str, ...]) -> None:
+    for token in special_tokens:
+        if _holds(value, token):
+            raise BadConversation(f"{where} holds {token!r}, a special token of the tokenizer")
+
+
+def _holds(value: Any, text: str) -> bool:
+    """Whether a text stands in any text of a value of JSON."""
+    if isinstance(value, str):
+        return text in value
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(_holds(part, text) for part in parts)
 
 
 def read_chat_format(tokenizer: Path | None, template: Path | None, special_tokens: tuple[str, ...]) -> ChatFormat:
     """The format of conversations of a tokenizer.json: the template and tokens that its folder has, as models of the
     hub have them; or the `template` given. Raises DataError for files that cannot be read."""
-    config: dict[str, Any] = {}
-    text = None
-    if tokenizer is not None:
-        if (beside := tokenizer.with_name(CONFIG)).is_file():
-            try:
-                config = parse_json(_read(beside))
-            except ValueError as error:
-                raise DataError(f"{beside}: not JSON: {error}") from None
-            if not isinstance(config, dict):
-                raise DataError(f"{beside}: not the settings of a tokenizer: no JSON object")
-            text = _default_template(config.get("chat_template"))
-        if (beside := tokenizer.with_name(TEMPLATE)).is_file():
-            text = _read(beside)
+    if tokenizer is None:
+        return ChatFormat(None if template is None else _read(template), (), special_tokens)
+    config = _settings(tokenizer.with_name(CONFIG))
+    text, for_tools = _templates(config.get("chat_template"), tokenizer.with_name(CONFIG))
+    if (beside := tokenizer.with_name(TEMPLATE)).is_file():
+        text = _read(beside)
+    if (beside := tokenizer.parent / TOOL_TEMPLATE).is_file():
+        for_tools = _read(beside)
     if template is not None:
-        text = _read(template)
-    return ChatFormat(text, tuple(_tokens(config)), special_tokens)
+        text, for_tools = _read(template), None
+    tokens = dict(_tokens(_settings(tokenizer.with_name(TOKENS_MAP)))) | dict(_tokens(config))
+    absent = {name: "" for name in TOKEN_NAMES if name not in tokens}
+    return ChatFormat(text, tuple((tokens | absent).items()), special_tokens, for_tools)
 
 
-def _default_template(found: Any) -> str | None:
-    """Of several templates, which some models have, the one called default."""
-    if isinstance(found, list):
-        return next((str(each["template"]) for each in found if each["name"] == "default"), None)
-    return found if isinstance(found, str) else None
+def _settings(path: Path) -> dict[str, Any]:
+    """A file of settings beside a tokenizer; empty where it is not there."""
+    if not path.is_file():
+        return {}
+    try:
+        settings = parse_json(_read(path))
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON: {error}") from None
+    if not isinstance(settings, dict):
+        raise DataError(f"{path}: not the settings of a tokenizer: no JSON object")
+    return settings
+
+
+def _templates(given: Any, path: Path) -> tuple[str | None, str | None]:
+    """The default template and the one for records with tools; a tokenizer has one for both, or several by name."""
+    if given is None or isinstance(given, str):
+        return given, None
+    if isinstance(given, list) and all(isinstance(each, dict) for each in given):
+        given = {each.get("name"): each.get("template") for each in given}
+    if not isinstance(given, dict) or not all(isinstance(each, str) for pair in given.items() for each in pair):
+        raise DataError(f"{path}: chat_template is {_kind(given)}, and neither a text nor texts with names")
+    return given.get("default"), given.get("tool_use")
 
 
 def _tokens(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
-        value = config.get(name)
-        value = value.get("content") if isinstance(value, dict) else value
-        yield name, value if isinstance(value, str) else ""
+    """The tokens with names that a template may use."""
+    extra = config.get("extra_special_tokens")
+    named = {name: config.get(name) for name in TOKEN_NAMES} | (extra if isinstance(extra, dict) else {})
+    for name, given in named.items():
+        value = given.get("content") if isinstance(given, dict) else given
+        if isinstance(value, str):
+            yield name, value
 
 
 def _read(path: Path) -> str:

@@ -10,7 +10,8 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,11 +20,12 @@ import numpy as np
 from shardwright import __version__
 from shardwright.control_groups import usable_cores
 from shardwright.data import blocks
-from shardwright.data.chat import TEMPLATE, ChatFormat, Piece, read_chat_format
+from shardwright.data.chat import TEMPLATE, ChatFormat, read_chat_format
+from shardwright.data.encoding import Joiner, Section, Spans, Window, continued, encode, windows
 from shardwright.data.order import keyed_fractions
 from shardwright.data.remote import size_bytes
-from shardwright.data.shards import MANIFEST, TOKENIZER, Manifest, Split
-from shardwright.data.sources import HUB, EncodingErrors, Meter, documents, source_files
+from shardwright.data.shards import MANIFEST, TOKENIZER, Manifest
+from shardwright.data.sources import HUB, Document, EncodingErrors, Meter, documents, source_files
 from shardwright.data.tokenizer import TextTokenizer, all_cores, load_tokenizer, train_bpe
 from shardwright.data.writer import SplitWriter
 from shardwright.errors import DataError
@@ -78,15 +80,41 @@ class _Corpus:
             return None
         return sum(map(size_bytes, source_files(self.source, self.glob)))
 
-    def pieces(self, meter: Meter) -> Iterator[tuple[int, Piece]]:
+    def pieces(self, meter: Meter) -> Iterator[tuple[int, str]]:
         """(document number, piece of its text); only documents that have text are numbered."""
-        number = -1
+        for number, document in self._with_text(meter):
+            for text in document.pieces:
+                yield number, text
+
+    def sections(self, meter: Meter, tokenizer: TextTokenizer) -> Iterator[Section]:
+        """The text of every document in order, as it is to be encoded."""
+        specials = tokenizer.special_tokens
+        for number, document in self._with_text(meter):
+            if document.trained is None:
+                yield Section(number, document.pieces)
+                continue
+            texts = list(document.pieces)
+            closed = texts[-1].endswith(specials)
+            places = [0, *itertools.accumulate(map(len, texts))]
+            if document.apart:
+                prompt, completion = texts
+                spans: Spans = ((0, len(completion)),) if document.trained[1] else ()
+                yield Section(number, [prompt], ())
+                yield continued(number, completion, spans, tokenizer, closed)
+            else:
+                spans = tuple(
+                    place
+                    for place, trained in zip(itertools.pairwise(places), document.trained, strict=True)
+                    if trained
+                )
+                yield Section(number, ["".join(texts)], spans, closed=closed)
+
+    def _with_text(self, meter: Meter) -> Iterator[tuple[int, Document]]:
+        number = 0
         for document in documents(**vars(self), meter=meter):
-            begun = False
-            for text, trained in zip(document.pieces, document.trained or itertools.repeat(True), strict=False):
-                if not begun:
-                    begun, number = True, number + 1
-                yield number, Piece(text, trained)
+            if (first := next(document.pieces, None)) is not None:
+                yield number, replace(document, pieces=itertools.chain([first], document.pieces))
+                number += 1
 
     def described(self, meter: Meter) -> dict[str, Any]:
         """What a manifest says of the source."""
@@ -98,6 +126,8 @@ class _Corpus:
             "replaced": meter.n_replaced,
         }
         given = {name: value for name, value in vars(self).items() if name != "chat"}
+        if self.chat is not None and self.chat.writes_date:
+            counts["date"] = datetime.fromtimestamp(self.chat.now, UTC).isoformat(timespec="seconds")
         return given | counts | ({"skipped_first": meter.skipped} if meter.skipped else {})
 
 
@@ -125,10 +155,9 @@ def prepare(
 
     `tokenizer` is a tokenizer.json; without one a BPE of `vocab_size` is trained on up to `tokenizer_sample`
     bytes of the text, spread over the corpus where its size is known. With `format` "chat" each record is a
-    conversation (see `chat`), of which the answers are trained on; `chat_template` is a file with a template in place
-    of the tokenizer's. About the fraction `validation` of the
-    documents, chosen by a hash of (seed, document number), goes to the split "validation"; from two documents
-    on both splits have one. The same call writes the same bytes.
+    conversation (see `chat`), of which the answers are trained on; `chat_template` is a file with a template instead of
+    the tokenizer's. About the fraction `validation` of the documents, chosen by a hash of (seed, document number), goes
+    to the split "validation"; from two documents on both splits have one. The same call writes the same bytes.
 
     Raises DataError for bad input, an `out` that exists (`overwrite` replaces it, once the new one is
     complete), a full disk. Nothing is left behind then.
@@ -151,15 +180,13 @@ def prepare(
             texts = _sample(corpus, seed, tokenizer_sample, report)
             loaded = train_bpe(texts, vocab_size, sample_bytes=tokenizer_sample)
         meter = Meter()
-        splits, largest_id = _write_tokens(corpus, folder, loaded, validation, seed, shard_tokens, meter, report)
+        written = _write_tokens(corpus, folder, loaded, validation, seed, shard_tokens, meter, report)
         manifest = Manifest(
             created_by=f"shardwright {__version__}",
             dtype=_dtype(loaded),
             **_tokenizer_kept(folder, loaded, chat),
-            block_bytes=blocks.BLOCK_BYTES,
-            largest_id=largest_id,
-            splits=splits,
-            source=corpus.described(meter),
+            **written,
+            source=corpus.described(meter) | _plain_markers(loaded, chat),
             options={"validation": validation, "seed": seed, "shard_tokens": shard_tokens},
         )
         (folder / MANIFEST).write_bytes(manifest.model_dump_json(indent=2).encode() + b"\n")
@@ -193,6 +220,15 @@ def _tokenizer_kept(folder: Path, loaded: TextTokenizer, chat: ChatFormat | None
         "answer_end_id": loaded.tokenizer.token_to_id(chat.answer_end) if chat and chat.answer_end else None,
         "chat_tokens": chat.named_tokens if chat else {},
     }
+
+
+def _plain_markers(tokenizer: TextTokenizer, chat: ChatFormat | None) -> dict[str, Any]:
+    """What a manifest says of control tokens that the template wrote and the tokenizer does not have: their number of
+    tokens."""
+    markers = sorted(chat.markers) if chat is not None else []
+    counts = {marker: len(ids) for marker, ids in zip(markers, tokenizer.encode_batch(markers), strict=True)}
+    plain = {marker: n for marker, n in counts.items() if n > 1}
+    return {"plain_markers": plain} if plain else {}
 
 
 def _chat_format(
@@ -237,66 +273,72 @@ def _write_tokens(
     shard_tokens: int,
     meter: Meter,
     report: _Report,
-) -> tuple[dict[str, Split], int]:
-    """The splits, and the largest token id in them."""
+) -> dict[str, Any]:
+    """Write every document; returns what the manifest says of the splits."""
     names = (TRAIN, VALIDATION) if validation > 0 else (TRAIN,)
     dtype = np.dtype(_dtype(tokenizer)).newbyteorder("<")
     writers = {
         name: SplitWriter(folder, name, dtype, tokenizer.separator_id, shard_tokens, corpus.chat is not None)
         for name in names
     }
-    written, was_trained = -1, True
+    written = -1
+    ends_trained = True  # whether the separator of the document that is being written is trained on
+    joiner = Joiner(tokenizer)
 
-    def write(numbers: list[int], trained: list[bool], encoded: "Future[list[np.ndarray]]") -> None:
-        nonlocal written, was_trained
-        for number, is_trained, ids in zip(numbers, trained, encoded.result(), strict=True):
-            if number != written:
+    def write(parts: list[Window], encoded: "Future[list[Any]]") -> None:
+        nonlocal written, ends_trained
+        for window, encoding in zip(parts, encoded.result(), strict=True):
+            section = window.section
+            if section.document != written:
                 if written >= 0:
-                    writers[_split_of(written, validation, seed)].end_document(was_trained)
-                written = number
-            writers[_split_of(number, validation, seed)].write(ids.astype(dtype), is_trained)
-            was_trained = is_trained
+                    writers[_split_of(written, validation, seed)].end_document(ends_trained)
+                written = section.document
+            for ids, trained in joiner.add(window, encoding):
+                writers[_split_of(written, validation, seed)].write(ids.astype(dtype), trained)
+                ends_trained = bool(np.all(np.atleast_1d(trained)[-1:])) and not section.closed
         n_tokens = sum(writer.n_tokens for writer in writers.values())
         report("tokens", meter, written + 1, n_tokens)
 
     try:
         # One batch is encoded while the one before is written and the one after is read.
         with all_cores(), ThreadPoolExecutor(1) as encoder:
-            waiting: tuple[list[int], list[bool], Future[list[np.ndarray]]] | None = None
-            for numbers, pieces in _batches(corpus.pieces(meter)):
-                encoded = encoder.submit(tokenizer.encode_batch, [piece.text for piece in pieces])
+            waiting: tuple[list[Window], Future[list[Any]]] | None = None
+            for parts in _batches(corpus.sections(meter, tokenizer)):
+                encoded = encoder.submit(encode, tokenizer, parts)
                 if waiting is not None:
                     write(*waiting)
-                waiting = numbers, [piece.trained for piece in pieces], encoded
+                waiting = parts, encoded
             if waiting is not None:
                 write(*waiting)
         if written < 0:
             n_left_out = meter.n_skipped + meter.n_bad
             left_out = f" ({n_left_out} documents were skipped; the first: {meter.skipped[0]})" if n_left_out else ""
             raise DataError(f"{corpus.source}: there is no text in it{left_out}")
-        writers[_split_of(written, validation, seed)].end_document(was_trained)
+        writers[_split_of(written, validation, seed)].end_document(ends_trained)
     finally:
         for writer in writers.values():
             writer.close()
-    largest_id = max(writer.largest_id for writer in writers.values())
-    return {name: writer.split() for name, writer in writers.items()}, largest_id
+    return {
+        "block_bytes": blocks.BLOCK_BYTES,
+        "largest_id": max(writer.largest_id for writer in writers.values()),
+        "splits": {name: writer.split() for name, writer in writers.items()},
+    }
 
 
-def _batches(pieces: Iterator[tuple[int, Piece]]) -> Iterator[tuple[list[int], list[Piece]]]:
-    """Pieces gathered until there is enough for every core."""
+def _batches(sections: Iterator[Section]) -> Iterator[list[Window]]:
+    """Windows gathered until there is enough for every core."""
     enough = min(usable_cores() * BATCH_BYTES_PER_CORE, LARGEST_BATCH_BYTES)
-    numbers: list[int] = []
-    gathered: list[Piece] = []
+    gathered: list[Window] = []
     size = 0
-    for number, piece in pieces:
-        numbers.append(number)
-        gathered.append(piece)
-        size += len(piece.text)
-        if size >= enough:
-            yield numbers, gathered
-            numbers, gathered, size = [], [], 0
+    for section in sections:
+        for window in windows(section):
+            gathered.append(window)
+            size += len(window.text)
+            if size >= enough:
+                yield gathered
+                gathered, size = [], 0
     if gathered:
-        yield numbers, gathered
+        yield gathered
 
 
 def _split_of(document: int, validation: float, seed: int) -> str:
@@ -314,7 +356,7 @@ def _sample(corpus: _Corpus, seed: int, sample_bytes: int, report: _Report) -> I
     meter, number = Meter(), -1
     for i, (number, piece) in enumerate(corpus.pieces(meter)):
         if rate >= 1 or keyed_fractions((seed, 1), np.array(i))[0] < rate:
-            yield piece.text
+            yield piece
         if i % 64 == 0:
             report("tokenizer", meter, number + 1)
     report("tokenizer", meter, number + 1)

@@ -6,9 +6,8 @@ or one small batch of Parquet rows.
 """
 
 import functools
-import gzip
-import io
 import itertools
+import lzma
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -16,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from shardwright.data.chat import BadConversation, ChatFormat, Piece
+from shardwright.data.chat import BadConversation, ChatFormat, Piece, without_nulls
+from shardwright.data.content import LONGEST_RECORD_BYTES, Kind, array_items, opened
 from shardwright.data.remote import File, size_bytes
 from shardwright.errors import DataError
 from shardwright.files import parse_json
@@ -25,9 +25,7 @@ from shardwright.units import KiB, MiB, format_bytes
 EncodingErrors = Literal["error", "replace", "skip"]
 ENCODING_ERRORS: tuple[str, ...] = get_args(EncodingErrors)
 
-# Small enough to spread one long file over many cores, large enough that the cuts change next to no token.
 PIECE_BYTES = 256 * KiB
-LONGEST_RECORD_BYTES = 256 * MiB
 PARQUET_ROWS = 64
 SKIPPED_KEPT = 20
 
@@ -47,7 +45,8 @@ class BadRecord(DataError):
 @dataclass(frozen=True)
 class Document:
     """`name` is its location (`file`, `file:line`); `pieces`, joined, are its text. `trained` says of each piece of a
-    conversation whether its tokens are trained on; None of other text, whose tokens all are.
+    conversation whether its tokens are trained on; None of other text, whose tokens all are. `apart`: whether the
+    pieces are encoded one by one, as a prompt and a completion are, and not as one text.
 
     The pieces are read from the source as they are asked for: use them up before the next document.
     """
@@ -55,6 +54,7 @@ class Document:
     name: str
     pieces: Iterator[str]
     trained: tuple[bool, ...] | None = None
+    apart: bool = False
 
 
 @dataclass
@@ -99,7 +99,8 @@ class Reading:
             self.meter.skip(error)
             return
         if isinstance(text, list):
-            yield Document(where, iter([piece.text for piece in text]), tuple(piece.trained for piece in text))
+            texts, trained, apart = zip(*text, strict=True)
+            yield Document(where, iter(texts), trained, any(apart))
         elif text:
             yield Document(where, cut(text))
 
@@ -143,7 +144,7 @@ def text_documents(path: File, reading: Reading) -> Iterator[Document]:
     """One text file is one document. Under `skip` the file is read twice: first to see that it is clean."""
     if reading.encoding_errors == "skip":
         try:
-            for offset, raw in _raw_pieces(path):
+            for offset, raw, _ in _raw_pieces(path):
                 reading.decode(_without_nul(raw, path, offset), str(path), offset)
         except NotText as error:
             reading.meter.skip(error)
@@ -151,8 +152,9 @@ def text_documents(path: File, reading: Reading) -> Iterator[Document]:
             return
 
     def pieces() -> Iterator[str]:
-        for offset, raw in _raw_pieces(path):
-            reading.meter.read_bytes += len(raw)
+        already_bytes = reading.meter.read_bytes
+        for offset, raw, n_read in _raw_pieces(path):
+            reading.meter.read_bytes = already_bytes + n_read
             text = reading.decode(_without_nul(raw, path, offset), str(path), offset)
             if offset == 0:
                 text = text.removeprefix("\ufeff")
@@ -162,25 +164,40 @@ def text_documents(path: File, reading: Reading) -> Iterator[Document]:
     yield Document(str(path), pieces())
 
 
-def jsonl_documents(path: File, reading: Reading) -> Iterator[Document]:
-    """One line is one object, its field `text_key` one document; a null or empty text is no document."""
+def record_documents(path: File, reading: Reading, kind: Kind) -> Iterator[Document]:
+    """Each object is one document, its field `text_key` the text; null or empty is no document. `kind`: one object a
+    line, an array of objects, or one object over several lines."""
     already_bytes = reading.meter.read_bytes
-    with naming(path), path.open("rb") as file:
-        lines = _decompressed(path, file)
-        offset = 0
-        for number in itertools.count(1):
-            line = lines.readline(LONGEST_RECORD_BYTES + 1)
-            if not line:
-                return
-            where = f"{path}:{number}"
-            if len(line) > LONGEST_RECORD_BYTES:
-                raise DataError(
-                    f"{where}: the line is longer than {format_bytes(LONGEST_RECORD_BYTES)}, the most one "
-                    "record may have; if the file does not hold one record a line, name it .json or .txt"
-                )
-            reading.meter.read_bytes = already_bytes + file.tell()
-            yield from reading.document(where, functools.partial(_record_text, line, where, offset, reading))
-            offset += len(line)
+    with naming(path), opened(path) as (file, n_read):
+        if kind == "lines":
+            for where, offset, line in _lines(path, file):
+                reading.meter.read_bytes = already_bytes + n_read()
+                yield from reading.document(where, functools.partial(_record_text, line, where, offset, reading))
+        elif kind == "object":
+            yield from reading.document(str(path), functools.partial(_record_text, file.read(), str(path), 0, reading))
+        else:
+            for number, record in enumerate(array_items(file, str(path)), start=1):
+                where = f"{path}: item {number}"
+                reading.meter.read_bytes = already_bytes + n_read()
+                yield from reading.document(where, functools.partial(_object_text, record, where, reading))
+        reading.meter.read_bytes = already_bytes + size_bytes(path)
+
+
+def _lines(path: File, file: Any) -> Iterator[tuple[str, int, bytes]]:
+    """(place, offset, line) of each line."""
+    offset = 0
+    for number in itertools.count(1):
+        line = file.readline(LONGEST_RECORD_BYTES + 1)
+        if not line:
+            return
+        where = f"{path}:{number}"
+        if len(line) > LONGEST_RECORD_BYTES:
+            raise DataError(
+                f"{where}: the line is longer than {format_bytes(LONGEST_RECORD_BYTES)}, the most one "
+                "record may have; if the file does not hold one record a line, name it .json or .txt"
+            )
+        yield where, offset, line
+        offset += len(line)
 
 
 def parquet_documents(path: File, reading: Reading) -> Iterator[Document]:
@@ -205,7 +222,9 @@ def parquet_documents(path: File, reading: Reading) -> Iterator[Document]:
                     for record in batch.to_pylist():
                         row += 1
                         where = f"{path}: row {row}"
-                        yield from reading.document(where, functools.partial(field_text, record, where, reading))
+                        yield from reading.document(
+                            where, functools.partial(field_text, without_nulls(record), where, reading)
+                        )
                     reading.meter.read_bytes = already_bytes + file_bytes * row // file.metadata.num_rows
             return
         with naming(path, pa.ArrowException):
@@ -227,19 +246,6 @@ def parquet_documents(path: File, reading: Reading) -> Iterator[Document]:
                 reading.meter.read_bytes = already_bytes + file_bytes * row // file.metadata.num_rows
 
 
-def _decompressed(path: File, file: Any) -> Any:
-    """The content of an open file, as lines of bytes, by the suffix of its name."""
-    if path.name.endswith(".gz"):
-        return gzip.GzipFile(fileobj=file)
-    if not path.name.endswith(".zst"):
-        return file
-    try:
-        import pyarrow as pa
-    except ImportError:
-        raise DataError(f"{path}: Zstandard needs pyarrow; pip install pyarrow") from None
-    return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd"))
-
-
 def cut(text: str) -> Iterator[str]:
     """`text` in pieces of at most PIECE_BYTES characters, cut after a line end where there is one."""
     start = 0
@@ -250,9 +256,10 @@ def cut(text: str) -> Iterator[str]:
     yield text[start:] if start else text
 
 
-def _raw_pieces(path: File) -> Iterator[tuple[int, bytes]]:
-    """(offset, bytes) of a file, at most PIECE_BYTES each, never cut inside a UTF-8 character."""
-    with naming(path), path.open("rb") as file:
+def _raw_pieces(path: File) -> Iterator[tuple[int, bytes, int]]:
+    """(offset, bytes, bytes of the file that were read) of a file's content, at most PIECE_BYTES each, never cut inside
+    a UTF-8 character."""
+    with naming(path), opened(path) as (file, n_read):
         offset, held = 0, b""
         while True:
             held += file.read(PIECE_BYTES - len(held))
@@ -263,10 +270,10 @@ def _raw_pieces(path: File) -> Iterator[tuple[int, bytes]]:
                 # No line end (a gigabyte of JSON on one line): cut before the last character.
                 end = next((i for i in range(PIECE_BYTES - 1, PIECE_BYTES - 4, -1) if held[i] & 0xC0 != 0x80), 0)
                 end = end or PIECE_BYTES
-            yield offset, held[:end]
+            yield offset, held[:end], n_read()
             offset, held = offset + end, held[end:]
         if held:
-            yield offset, held
+            yield offset, held, n_read()
 
 
 def _without_nul(raw: bytes, path: File, offset: int) -> bytes:
@@ -287,6 +294,10 @@ def _record_text(raw: bytes, where: str, offset: int, reading: Reading) -> str |
         record = parse_json(line)
     except ValueError as error:
         raise BadRecord(f"{where}: not JSON ({error}); a .jsonl file holds one object a line. {SKIP_BAD}") from None
+    return _object_text(record, where, reading)
+
+
+def _object_text(record: Any, where: str, reading: Reading) -> str | list[Piece] | None:
     if not isinstance(record, dict):
         told = f"{where}: a JSON {type(record).__name__}, not an object with the field {reading.text_key!r}"
         raise BadRecord(f"{told}; {SKIP_BAD}")
@@ -304,7 +315,7 @@ def field_text(record: dict[str, Any], where: str, reading: Reading) -> str | li
             pieces = reading.chat.pieces(record)
         except BadConversation as error:
             raise BadRecord(f"{where}: {error}. {SKIP_BAD}") from None
-        return [Piece(reading.encodable(text, where), trained) for text, trained in pieces]
+        return [piece._replace(text=reading.encodable(piece.text, where)) for piece in pieces]
     if reading.text_key not in record:
         raise BadRecord(
             f"{where}: no field {reading.text_key!r}; there are: {', '.join(record) or 'none'}. "
@@ -324,7 +335,7 @@ def field_text(record: dict[str, Any], where: str, reading: Reading) -> str | li
 @contextmanager
 def naming(path: File, *more: type[Exception]) -> Iterator[None]:
     """What reading a file may raise becomes a DataError that names it."""
-    caught: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, *more)
+    caught: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, lzma.LZMAError, *more)
     try:
         yield
     except caught as error:

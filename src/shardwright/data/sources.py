@@ -1,12 +1,13 @@
 """Where documents come from: a file, a folder, a URL, or a dataset of the Hugging Face hub, as one stream.
 
     text, source code      one file, one document
-    .jsonl .ndjson (.gz .zst)   one line, one document: the field `text_key`
-    .parquet               one row, one document: the column `text_key`
+    JSON lines, an array of objects   one object, one document: the field `text_key`
+    Parquet                one row, one document: the column `text_key`
     hf:NAME[:CONFIG][:SPLIT]   one row, one document, streamed
     s3://BUCKET/FOLDER and other URLs of fsspec   files of these kinds, read as they stream
 
-A folder is read in sorted order, so that a source has the same documents in the same order every time.
+The content of a file decides what it is, and whether it is compressed (`content`). A folder is read in sorted order, so
+that a source has the same documents in the same order every time.
 Memory does not grow with the corpus.
 """
 
@@ -16,7 +17,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardwright.data.chat import ChatFormat
+from shardwright.data.chat import ChatFormat, without_nulls
+from shardwright.data.content import kind_of
 from shardwright.data.readers import (
     ENCODING_ERRORS,
     Document,
@@ -24,8 +26,9 @@ from shardwright.data.readers import (
     Meter,
     Reading,
     field_text,
-    jsonl_documents,
+    naming,
     parquet_documents,
+    record_documents,
     text_documents,
 )
 from shardwright.data.remote import File, remote_files
@@ -67,10 +70,12 @@ def documents(
         yield from _hub_documents(source, reading)
         return
     for path in source_files(source, glob):
-        if path.name.endswith(JSON_LINES):
-            yield from jsonl_documents(path, reading)
-        elif path.suffix == ".parquet":
+        with naming(path):
+            kind = kind_of(path, text_key if chat is None else None)
+        if kind == "parquet":
             yield from parquet_documents(path, reading)
+        elif kind != "text":
+            yield from record_documents(path, reading, kind)
         elif chat is not None:
             raise DataError(
                 f"{path}: conversations are records of {', '.join(JSON_LINES)} or .parquet files, or of hf:"
@@ -157,7 +162,7 @@ def _hub_documents(source: str, reading: Reading) -> Iterator[Document]:
             return
         number += 1
         where = f"{source}: row {number}"
-        yield from reading.document(where, functools.partial(field_text, row, where, reading))
+        yield from reading.document(where, functools.partial(field_text, without_nulls(row), where, reading))
 
 
 def _hub_name(source: str) -> tuple[str, str | None, str]:

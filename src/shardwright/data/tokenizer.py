@@ -3,10 +3,12 @@
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -18,6 +20,10 @@ from shardwright.units import MiB
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>")
 SMALLEST_BPE = 256 + 1
 LARGEST_BPE = 2**22
+LONGEST_WORD = 256
+"""Characters without white space that are trained on as one word: the library takes time by the square of their number.
+No token of a tokenizer trained here is longer."""
+_LONG_WORD = re.compile(rf"\S{{{LONGEST_WORD}}}|\s{{{LONGEST_WORD}}}")
 
 
 @dataclass(frozen=True)
@@ -48,8 +54,13 @@ class TextTokenizer:
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Ids of each text, uint32, on all cores; a `<|endoftext|>` in a text is text, no separator."""
-        encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+        return [np.array(encoding.ids, np.uint32) for encoding in self.encodings(texts)]
+
+    def encodings(self, texts: list[str], offsets: bool = False) -> list[Any]:
+        """As `encode_batch`, as the library has them; with `offsets` also the characters of each token."""
+        encode = self.tokenizer.encode_batch if offsets else self.tokenizer.encode_batch_fast
+        found: list[Any] = encode(texts, add_special_tokens=False)
+        return found
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
@@ -70,8 +81,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, sample_bytes: int = 256 
     """A byte-level BPE (Sennrich et al. 2016, on bytes as in GPT-2) of the first `sample_bytes` of `texts`.
 
     Its alphabet is the 256 bytes, so any text comes back exactly; `<|endoftext|>`, id 0, is the separator.
-    A small corpus may give fewer tokens than `vocab_size`. Raises DataError for vocab_size below 257 or
-    above `LARGEST_BPE`.
+    Words are cut after LONGEST_WORD characters. A small corpus may give fewer tokens than `vocab_size`. Raises
+    DataError for vocab_size below 257 or above `LARGEST_BPE`.
     """
     if vocab_size < SMALLEST_BPE:
         raise DataError(f"vocab_size={vocab_size} is below {SMALLEST_BPE} = 256 bytes + 1 separator")
@@ -141,6 +152,8 @@ def _ready(tokenizer: Tokenizer, separator: str, json_bytes: bytes) -> TextToken
     # A published tokenizer.json may cut at 512 tokens, or pad: both would change the corpus in silence.
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    # It adds tokens around a text, of which there are none here, and may take white space from the places of tokens.
+    tokenizer.post_processor = None
     # A corpus about language models quotes special tokens; unquoted they would end documents.
     tokenizer.encode_special_tokens = True
     separator_id = tokenizer.token_to_id(separator)
@@ -151,7 +164,17 @@ def _ready(tokenizer: Tokenizer, separator: str, json_bytes: bytes) -> TextToken
 
 def _first_bytes(texts: Iterable[str], sample_bytes: int) -> Iterator[str]:
     for text in texts:
-        yield text
+        yield from _short_words(text)
         sample_bytes -= len(text.encode())
         if sample_bytes <= 0:
             return
+
+
+def _short_words(text: str) -> Iterator[str]:
+    """`text` in parts, of which none has a word of more than LONGEST_WORD characters."""
+    begin = 0
+    for match in _LONG_WORD.finditer(text):
+        yield text[begin : match.end()]
+        begin = match.end()
+    if begin < len(text):
+        yield text[begin:]

@@ -54,9 +54,10 @@ class SplitWriter:
         self._shard_token_count = self._shard_document_count = 0
         self.n_tokens, self.largest_id = 0, 0
 
-    def write(self, tokens: np.ndarray, trained: bool = True) -> None:
-        """More tokens of the current document, all trained on or none; the first call after `end_document` begins
-        one."""
+    def write(self, tokens: np.ndarray, trained: np.ndarray | bool = True) -> None:
+        """More tokens of the current document, and which of them are trained on; the first call after `end_document`
+        begins one."""
+        mask = np.broadcast_to(np.asarray(trained, np.uint8), tokens.shape)
         while True:
             room = 2 * self._shard_tokens - self._shard_token_count
             if room == 0:
@@ -66,12 +67,12 @@ class SplitWriter:
             assert self._bin is not None
             self._bin.write(tokens[:room])
             if self._trained is not None:
-                self._trained.write(np.full(len(tokens[:room]), trained, np.uint8))
+                self._trained.write(mask[:room])
             if len(tokens):
                 self.largest_id = max(self.largest_id, int(tokens[:room].max()))
             self._shard_token_count += len(tokens[:room])
             self.n_tokens += len(tokens[:room])
-            tokens = tokens[room:]
+            tokens, mask = tokens[room:], mask[room:]
             if not len(tokens):
                 return
 

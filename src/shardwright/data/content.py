@@ -1,0 +1,166 @@
+"""What is in a file: compressed or not, records or text. The content says so; a name says it only of JSON lines."""
+
+import bz2
+import gzip
+import io
+import itertools
+import json
+import lzma
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import PurePath
+from typing import Any, Literal
+
+from shardwright.data.remote import File
+from shardwright.errors import DataError
+from shardwright.files import parse_json
+from shardwright.units import KiB, MiB, format_bytes
+
+Kind = Literal["lines", "array", "object", "parquet", "text"]
+LONGEST_RECORD_BYTES = 256 * MiB
+LARGEST_OBJECT_BYTES = 16 * MiB
+"""A JSON object over several lines is looked into up to this size; a larger one is text."""
+CHUNK_BYTES = 64 * KiB
+_PACKED = (".gz", ".gzip", ".zst", ".bz2", ".xz")
+_LINES = (".jsonl", ".ndjson")
+
+
+def suffix(path: File) -> str:
+    """The suffix of a name in small letters, without that of a compression."""
+    name = path.name.lower()
+    for packed in _PACKED:
+        name = name.removesuffix(packed)
+    return PurePath(name).suffix
+
+
+@contextmanager
+def opened(path: File) -> Iterator[tuple[Any, Callable[[], int]]]:
+    """The content of a file, decompressed, and a function that says how many bytes of the file were read."""
+    with path.open("rb") as file:
+        magic = file.read(6)
+        file.seek(0)
+        yield _decompressed(path, file, magic), file.tell
+
+
+def _decompressed(path: File, file: Any, magic: bytes) -> Any:
+    # A file that was decompressed without a new name is read as it is; any other that is no such file is damaged.
+    named = "" if magic.lstrip().startswith(b"{") else path.name.lower()
+    if magic.startswith(b"\x1f\x8b") or named.endswith((".gz", ".gzip")):
+        return gzip.GzipFile(fileobj=file)
+    if magic.startswith(b"BZh") or named.endswith(".bz2"):
+        return bz2.BZ2File(file)
+    if magic.startswith(b"\xfd7zXZ\0") or named.endswith(".xz"):
+        return lzma.LZMAFile(file)
+    if not (magic.startswith(b"\x28\xb5\x2f\xfd") or named.endswith(".zst")):
+        return file
+    try:
+        import pyarrow as pa
+    except ImportError:
+        raise DataError(f"{path}: Zstandard needs pyarrow; pip install pyarrow") from None
+    return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd"))
+
+
+def kind_of(path: File, text_key: str | None) -> Kind:
+    """How a file is read. `text_key`: the field of a record that holds its text; None where every object is a record.
+
+    Raises DataError for records without that field in a file whose name does not say that it has records.
+    """
+    if suffix(path) in _LINES:
+        return "lines"
+    with opened(path) as (file, _):
+        head = file.read(CHUNK_BYTES)
+        if head.startswith(b"PAR1") or suffix(path) == ".parquet":
+            return "parquet"
+        begin = head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+        if begin not in (b"{", b"["):
+            return "text"
+        if begin == b"[":
+            first = next(array_items(io.BytesIO(head), str(path), lenient=True), None)
+            return _checked(path, "array", [first], text_key) if isinstance(first, dict) else "text"
+    with opened(path) as (file, _):
+        lines = (file.readline(LONGEST_RECORD_BYTES) for _ in itertools.count())
+        full = (line.removeprefix(b"\xef\xbb\xbf").strip() for line in itertools.takewhile(bool, lines))
+        objects = [_object(line) for line in itertools.islice(filter(None, full), 2)]
+    if objects[0] is None:
+        return _kind_of_object(path, text_key)
+    if len(objects) == 1 or objects[1] is None:
+        return "lines" if _is_record(objects[0], text_key) else "text"
+    return _checked(path, "lines", objects, text_key)
+
+
+def _kind_of_object(path: File, text_key: str | None) -> Kind:
+    """Of one that begins with an object over several lines."""
+    with opened(path) as (file, _):
+        content = file.read(LARGEST_OBJECT_BYTES + 1)
+    value = _object(content) if len(content) <= LARGEST_OBJECT_BYTES else None
+    if value is None:
+        return "text"
+    if _is_record(value, text_key):
+        return "object"
+    for name, inner in value.items():
+        if isinstance(inner, list) and inner and _is_record(inner[0], text_key or "messages"):
+            raise DataError(
+                f"{path}: an object whose field {name!r} has the records; write these as JSON lines, one object a line"
+            )
+    return "text"
+
+
+def _is_record(value: Any, text_key: str | None) -> bool:
+    if not isinstance(value, dict):
+        return False
+    return text_key in value if text_key is not None else bool({"messages", "prompt"} & set(value))
+
+
+def _checked(path: File, kind: Kind, values: list[Any], text_key: str | None) -> Kind:
+    lacking = [value for value in values if text_key is not None and text_key not in value]
+    if lacking:
+        there = ", ".join(lacking[0]) or "none"
+        shape = "an array of objects" if kind == "array" else "a JSON object on each of its first lines"
+        raise DataError(
+            f"{path}: it has {shape}, so it is read as records, which have no field {text_key!r}; there are: "
+            f"{there}. Choose one with --text-key, or leave the file out with --glob if it is no data"
+        )
+    return kind
+
+
+def _object(raw: bytes) -> dict[str, Any] | None:
+    try:
+        value = parse_json(raw.removeprefix(b"\xef\xbb\xbf"))
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def array_items(file: Any, where: str, lenient: bool = False) -> Iterator[Any]:
+    """The items of a JSON array, read as they come. Raises DataError, or with `lenient` ends, where it is damaged."""
+    decoder, reader = json.JSONDecoder(), io.TextIOWrapper(file, "utf-8-sig", errors="strict")
+    try:
+        text, n = reader.read(CHUNK_BYTES).lstrip()[1:], 0
+        while True:
+            text = text.lstrip()
+            if n and text.startswith(","):
+                text = text[1:].lstrip()
+            if text.startswith("]"):
+                return
+            try:
+                item, end = decoder.raw_decode(text)
+                if end == len(text):
+                    raise ValueError("it may go on")
+            except ValueError as error:
+                more = reader.read(max(len(text), CHUNK_BYTES))
+                if not more or len(text) > LONGEST_RECORD_BYTES:
+                    long = f" within {format_bytes(LONGEST_RECORD_BYTES)}" if more else ""
+                    raise DataError(f"{where}: item {n + 1} of the JSON array has no end{long}: {error}") from None
+                text += more
+                continue
+            n += 1
+            yield item
+            text = text[end:]
+    except (DataError, RecursionError, UnicodeDecodeError) as error:
+        if lenient:
+            return
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{where}: the JSON array cannot be read: {error}") from None
+    finally:
+        reader.detach()

@@ -1,0 +1,157 @@
+"""Text of any length into the token ids of encoding it at once, in windows that fit into memory.
+
+Neighbouring windows overlap by 2 x CONTEXT characters. Their tokens are joined in the middle of the overlap, where both
+agree on a row of tokens that covers at least AGREED characters. Where they agree on none, the two are encoded as one.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardwright.data.tokenizer import TextTokenizer
+from shardwright.units import KiB
+
+WINDOW = 256 * KiB
+"""Characters of a window: few enough to spread one long file over many cores."""
+CONTEXT = 4 * KiB
+AGREED = KiB
+# Characters that may stand before a text without a share in its tokens.
+_NEUTRAL = ("\n", ".", "a", "0")
+Spans = tuple[tuple[int, int], ...]
+
+
+class Section(NamedTuple):
+    """Text that is encoded as one: a document, or the prompt or the completion of one.
+
+    `spans`: the characters that are trained on; None for all. `skip`: characters at its beginning that are no part of
+    the document (`continued`). `closed`: whether it ends with a token that ends an answer.
+    """
+
+    document: int
+    pieces: Iterable[str]
+    spans: Spans | None = None
+    skip: int = 0
+    closed: bool = False
+
+
+class Window(NamedTuple):
+    """A part of a section from character `start` on; `last`: whether the section ends with it."""
+
+    section: Section
+    text: str
+    start: int
+    last: bool
+
+    @property
+    def needs_offsets(self) -> bool:
+        """Whether the places of its tokens are needed."""
+        return bool(self.section.spans is not None or self.section.skip or self.start or not self.last)
+
+
+def windows(section: Section) -> Iterator[Window]:
+    """The windows of a section in order; none where it has no text."""
+    text, start = "", 0
+    for piece in section.pieces:
+        text += piece
+        while len(text) > WINDOW + 2 * CONTEXT:
+            yield Window(section, text[:WINDOW], start, False)
+            text, start = text[WINDOW - 2 * CONTEXT :], start + WINDOW - 2 * CONTEXT
+    if text:
+        yield Window(section, text, start, True)
+
+
+def continued(document: int, text: str, spans: Spans, tokenizer: TextTokenizer, closed: bool) -> Section:
+    """A section that continues the one before. Many tokenizers write a space before a text; a neutral character before
+    it takes that space, and its tokens are left out."""
+    head = text[:256]
+    for neutral in _NEUTRAL:
+        [encoding] = tokenizer.encodings([neutral + head], offsets=True)
+        if all(end <= 1 or start >= 1 for start, end in encoding.offsets):
+            moved = tuple((begin + 1, end + 1) for begin, end in spans)
+            return Section(document, [neutral + text], moved, 1, closed)
+    return Section(document, [text], spans, 0, closed)
+
+
+def encode(tokenizer: TextTokenizer, parts: list[Window]) -> list[Any]:
+    """The encoding of each window, on all cores."""
+    found: list[Any] = [None] * len(parts)
+    for offsets in (False, True):
+        chosen = [i for i, part in enumerate(parts) if part.needs_offsets == offsets]
+        if chosen:
+            encodings = tokenizer.encodings([parts[i].text for i in chosen], offsets=offsets)
+            for i, encoding in zip(chosen, encodings, strict=True):
+                found[i] = encoding
+    return found
+
+
+class Joiner:
+    """Joins the tokens of windows, which are added in order."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._held: tuple[Window, Any, int] | None = None
+        """A window whose tokens from the third value on are not given out."""
+
+    def add(self, window: Window, encoding: Any) -> Iterator[tuple[np.ndarray, np.ndarray | bool]]:
+        """Token ids that are settled by now, with which of them are trained on."""
+        if self._held is None:
+            self._held = window, encoding, _first_token(encoding, window.section.skip) if window.section.skip else 0
+        else:
+            before, ids_before, first = self._held
+            if (places := _meeting(before, ids_before, window, encoding)) is None:
+                text = before.text + window.text[before.start + len(before.text) - window.start :]
+                whole = Window(window.section, text, before.start, window.last)
+                self._held = whole, self._tokenizer.encodings([text], offsets=True)[0], first
+            else:
+                yield _settled(before, ids_before, first, places[0])
+                self._held = window, encoding, places[1]
+        if window.last:
+            before, ids_before, first = self._held
+            self._held = None
+            yield _settled(before, ids_before, first, len(ids_before))
+
+
+def _settled(window: Window, encoding: Any, first: int, last: int) -> tuple[np.ndarray, np.ndarray | bool]:
+    ids = np.array(encoding.ids[first:last], np.uint32)
+    if window.section.spans is None:
+        return ids, True
+    trained = np.zeros(len(encoding), bool)
+    for begin, end in window.section.spans:
+        begin, end = begin - window.start, end - window.start
+        if end > 0 and begin < len(window.text):
+            trained[_first_token(encoding, begin + 1, ends=True) : _first_token(encoding, end)] = True
+    return ids, trained[first:last]
+
+
+def _first_token(encoding: Any, place: int, ends: bool = False) -> int:
+    """The first token that begins, or ends, at or after a character."""
+    return bisect_left(range(len(encoding)), place, key=lambda i: encoding.token_to_chars(i)[ends])
+
+
+def _meeting(before: Window, ids_before: Any, after: Window, ids_after: Any) -> tuple[int, int] | None:
+    """The tokens of two overlapping windows at which the second may continue the first."""
+    middle = after.start + CONTEXT
+    low, high = middle - CONTEXT // 2, middle + CONTEXT // 2
+    rows = [
+        [
+            (*(place + window.start for place in encoding.token_to_chars(i)), ids[i], i)
+            for ids in (encoding.ids,)
+            for i in range(_first_token(encoding, low - window.start), _first_token(encoding, high - window.start))
+        ]
+        for window, encoding in ((before, ids_before), (after, ids_after))
+    ]
+    one, other, run, best = 0, 0, 0, (0, 0, 0, 0)
+    while one < len(rows[0]) and other < len(rows[1]):
+        ours, theirs = rows[0][one], rows[1][other]
+        if ours[:3] == theirs[:3]:
+            run += 1
+            best = max(best, (ours[1] - rows[0][one - run + 1][0], run, ours[3], theirs[3]))
+            one, other = one + 1, other + 1
+        else:
+            run = 0
+            one, other = (one + 1, other) if ours[:2] <= theirs[:2] else (one, other + 1)
+    n_characters, n_tokens, ours_last, theirs_last = best
+    half = n_tokens // 2
+    return (ours_last - half, theirs_last - half) if n_characters >= AGREED else None
