@@ -25,9 +25,9 @@ A run file is TOML. A key that is not on this page is an error that names the ne
 file are reported at once. On the command line `--set KEY=VALUE` changes a key, for example `--set layout.dp_shard=2`.
 The value is read as TOML; what is not TOML is taken as text, so `--set out=runs/b` needs no quotes.
 
-Relative paths in a run file (`out`, `data.path`, `data.sources`, `init.weights`, `model.from`, `offload_path`, `extensions`,
-and `resume`, `local` and `durable` of `[checkpoint]`) are relative to the folder of the run file, so the file means the
-same from every working folder. Paths in `--set` are relative to the working folder, where they are typed. The `run.toml`
+Relative paths in a run file (`out`, `data.path`, `data.sources`, `init.weights`, `model.from`, `offload_path`,
+`extensions`, and `resume`, `local` and `durable` of `[checkpoint]`) are relative to the folder of the run file, so the
+file means the same from every working folder. Paths in `--set` are relative to the working folder. The `run.toml`
 kept in a run and in its checkpoints has absolute paths.
 
 The smallest complete run file:
