@@ -11,11 +11,13 @@
     ├── SpikeError                 a loss or gradient that [faults] stops a run for
     ├── CopiesError                ranks that have to hold the same weights do not
     └── WorkerError                a worker process died or hung
+        └── FullError              a disk is full, or there are too few file descriptors
 
 An InputError states the value, the rule it breaks and the nearest valid choices, and is printed without
 a traceback. What only a bug can cause is an `assert`.
 """
 
+import errno
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
@@ -23,6 +25,7 @@ from typing import Self
 
 from shardwright.synonyms import called_here
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CUTOFF = 0.6
 """How alike two spellings have to be for one to be offered for the other, as difflib counts."""
 
@@ -84,6 +87,20 @@ class CopiesError(ShardwrightError):
 
 class WorkerError(ShardwrightError):
     """A worker process died, hung, or reported an error of its own."""
+
+
+class FullError(WorkerError):
+    """A disk is full, or a limit of the system is reached: to start the ranks again would end the same way."""
+
+
+def system_limit(error: OSError) -> str | None:
+    """A full disk, a quota, the size of a file or the number of open files as one sentence; None for other errors."""
+    where = f"{error.filename}: " if error.filename else ""
+    if error.errno in NO_ROOM:
+        return f"{where}no room to write ({error.strerror}); free some, or choose another `out`"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return f"{where}too many open files ({error.strerror}); raise the limit with `ulimit -n 65536`"
+    return None
 
 
 def near_path(path: str | Path, pattern: str) -> str:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from shardwright.errors import InputError
+from shardwright.errors import NO_ROOM, InputError
 from shardwright.units import MiB, format_bytes
 
 LONGEST_TEXT = 16 * MiB
@@ -34,7 +34,6 @@ DEEPEST = 32
 _MOST_DOTS = 1000
 """In a key of a TOML document, which could be no valid one by far."""
 _STRING = re.compile(r"\"(?:[^\"\\]|\\.)*\"|'[^']*'")
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # The folders this process is writing. The pid in a folder's name alone may be that of an earlier process.
 _in_use: set[Path] = set()
 
@@ -260,7 +259,7 @@ def new_folder(
         publish_folder(fresh, out, out.with_name(f"{out.name}.replaced-{owner}"))
     except OSError as cause:
         shutil.rmtree(fresh, ignore_errors=True)
-        if cause.errno not in _NO_ROOM:
+        if cause.errno not in NO_ROOM:
             raise error(f"{out}: cannot be written: {cause.strerror or cause}") from cause
         free = format_bytes(shutil.disk_usage(out.parent).free)
         raise error(

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from shardwright import extensions
 from shardwright.control_groups import memory_limit
-from shardwright.errors import ShardwrightError, WorkerError
+from shardwright.errors import FullError, ShardwrightError, WorkerError, system_limit
 from shardwright.units import GiB, format_bytes
 
 _POLL_S = 0.25  # how often processes are looked at whose connections say nothing
@@ -38,8 +38,9 @@ PROCESS_BYTES = 0.3 * GiB
 """Of a rank before it holds any of the model: Python, PyTorch and its libraries."""
 STACKS_SHOWN = 8
 """Of ranks that hang, so many tell where they stand: the others mostly stand in the same places."""
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""Signals that ask a run to end: Ctrl-C, the end of a job's time, the loss of the terminal, Ctrl-\\."""
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+"""Signals that ask a run to end: Ctrl-C, the end of a job's time, the loss of the terminal, Ctrl-\\, and the one that
+`sbatch --signal=USR1` sends before the end of a job's time."""
 _LOST_PEER = (
     "connection closed",
     "connection reset",
@@ -169,6 +170,8 @@ class Link:
     def failed(self, error: BaseException) -> None:
         """Tell the parent what went wrong. Without all ranks no collective completes, so this process has to end."""
         expected = error if isinstance(error, ShardwrightError) else None
+        if isinstance(error, OSError) and (told := system_limit(error)):
+            expected = FullError(told)
         text = "" if expected else f"failed: {type(error).__name__}: {error}\n\n{formatted(error)}\n"
         self.done(Failure(time.time(), text, expected, is_lost_peer(error), isinstance(error, KeyboardInterrupt)))
 

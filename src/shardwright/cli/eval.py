@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -26,23 +26,30 @@ class Options:
     """The arguments and options of the verb."""
 
     model: ModelArgument
-    data: Annotated[Path | None, typer.Option(metavar="FOLDER", help="a folder of `shardwright data prepare`")] = None
+    data: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="a folder of `shardwright data prepare` [default: the run's]")
+    ] = None
     split: Annotated[str, typer.Option(help="the split of that folder: validation or train")] = "validation"
     layout: Annotated[
         str, typer.Option(metavar="KEY=VALUE,...", help="keys of the layout to run on, such as tp=2,dp_shard=2")
     ] = ""
-    seq_len: Annotated[int | None, typer.Option(help="tokens of a sequence [default: max_seq_len of the model]")] = None
+    seq_len: Annotated[int | None, typer.Option(help="tokens of a sequence [default: the run's, or max_seq_len]")] = (
+        None
+    )
     samples: Annotated[int | None, typer.Option(help="sequences, spread evenly over the split [default: all]")] = None
     micro_batch: Annotated[int, typer.Option(help="sequences that a rank runs at a time")] = 4
     device: Device = "auto"
+    sequences: Annotated[str | None, typer.Option(help="packed or documents [default: as in the run, or packed]")] = (
+        None
+    )
     json: AsJson = False
 
 
 @reading_verb
 def eval(options: Options) -> None:
-    """Measure the perplexity of a run or a folder of transformers on prepared data.
+    """Measure the perplexity of a run on its validation data, or of any model on prepared data.
 
-    shardwright eval quickstart/run --data quickstart/data --seq-len 256
+    shardwright eval quickstart/run
 
     Perplexity is the exponential of the mean cross-entropy of a token. It does not depend on the layout.
     """
@@ -51,8 +58,8 @@ def eval(options: Options) -> None:
     problems = wrong_sizes(
         {"--seq-len": options.seq_len, "--samples": options.samples, "--micro-batch": options.micro_batch}
     )
-    if options.data is None:
-        problems.append("--data is missing; name a folder that `shardwright data prepare` wrote")
+    if options.sequences not in (None, "packed", "documents"):
+        problems.append(f"--sequences {options.sequences}: not one of packed, documents")
     if options.split not in ("validation", "train"):
         problems.append(f"--split {options.split}: not one of validation, train")
     problems += wrong_device(options.device)
@@ -62,7 +69,6 @@ def eval(options: Options) -> None:
         problems += error.problems
     if problems:
         raise InputError(*problems)
-    assert options.data is not None
     found = evaluate(
         EvalRequest(
             options.model,
@@ -73,15 +79,16 @@ def eval(options: Options) -> None:
             options.samples,
             options.micro_batch,
             options.device,
+            cast(Any, options.sequences),
         )
     )
     if found is None:
         return
     if options.json:
-        print_json(dataclasses.asdict(found) | {"n_tokens": found.n_tokens})
+        print_json(dataclasses.asdict(found))
     else:
         say(f"perplexity {found.perplexity:.4f}, loss {found.loss:.5f} a token")
         say(
             f"{format_count(found.n_tokens)} tokens: {found.n_samples} sequences of {found.seq_len} of the "
-            f"{options.split} split in {options.data}"
+            f"{options.split} split in {', '.join(found.data)}"
         )

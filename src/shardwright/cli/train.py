@@ -54,8 +54,8 @@ def train(
 
     shardwright train examples/debug.toml --set layout.dp_shard=2 --set steps=50
 
-    Ctrl-C (or SIGTERM, SIGHUP, SIGQUIT) finishes the step, saves a checkpoint and leaves; --resume continues from it,
-    on the same number of ranks or another.
+    Ctrl-C (or SIGTERM, SIGHUP, SIGQUIT, SIGUSR1) finishes the step, saves a checkpoint and leaves; --resume continues
+    from it, on the same number of ranks or another.
 
     Exit codes: 0 trained, 75 stopped by a signal and saved, 2 something in the run file or the data cannot be used,
     3 the run failed, 130 interrupted and not saved.

@@ -246,6 +246,11 @@ class DataSection(Section):
         description="packed: documents one after another, split every seq_len tokens; "
         "documents: each document starts a sequence, the rest of it is padding that does not count",
     )
+    other_tokenizer: bool = Field(
+        False,
+        description="take data whose tokenizer is another than that of init.weights or model.from, as a run from "
+        "random weights can; without it such data is refused, as its token ids mean other texts",
+    )
     mask_boundaries: bool = Field(False, description="packed only: leave the first token of a document out of the loss")
     attention: Scope = Field(
         "sequence",

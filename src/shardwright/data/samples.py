@@ -11,6 +11,7 @@ import numpy as np
 
 from shardwright.config import RunConfig
 from shardwright.config.mixture import name_of, sources_of
+from shardwright.config.sections import DataSection
 from shardwright.data.shards import Manifest, TokenSplit, open_split
 from shardwright.errors import DataError
 
@@ -153,7 +154,7 @@ def open_sources(config: RunConfig, name: str) -> list[Samples]:
             split = open_split(source.path, name)
             manifests[called] = split.manifest
             split.manifest.check_vocabulary(config.model.spec().vocab_size)
-            found[called] = _samples(split, config)
+            found[called] = samples_of(split, config.data, config.batch.seq_len)
         except DataError as error:
             where = f"source {called!r}: " if len(sources) > 1 else ""
             problems += [f"{where}{problem}" for problem in error.problems]
@@ -163,16 +164,17 @@ def open_sources(config: RunConfig, name: str) -> list[Samples]:
     return list(found.values())
 
 
-def _samples(split: TokenSplit, config: RunConfig) -> Samples:
-    if config.data.attention == "document" and not split.n_documents:
+def samples_of(split: TokenSplit, data: DataSection, seq_len: int) -> Samples:
+    """The samples of a split as a run file asks for them. Raises DataError for a split that has none."""
+    if data.attention == "document" and not split.n_documents:
         raise DataError(
             f"{split.folder}: data.attention='document' needs to know where documents begin, and the {split.name} "
             f"split has {split.n_tokens} tokens and no document in its index; prepare the data again, or take "
             f"data.attention='sequence'"
         )
-    if config.data.sequences == "documents":
-        return DocumentSamples(split, config.batch.seq_len)
-    return PackedSamples(split, config.batch.seq_len, mask_boundaries=config.data.mask_boundaries)
+    if data.sequences == "documents":
+        return DocumentSamples(split, seq_len)
+    return PackedSamples(split, seq_len, mask_boundaries=data.mask_boundaries)
 
 
 def _tokenizer_problems(manifests: dict[str, Manifest]) -> Iterator[str]:

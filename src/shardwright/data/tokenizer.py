@@ -178,3 +178,40 @@ def _short_words(text: str) -> Iterator[str]:
         begin = match.end()
     if begin < len(text):
         yield text[begin:]
+
+
+def tokenizer_difference(data: Path, model: Path) -> str | None:
+    """Why ids of the tokenizer.json `data` mean other texts in the tokenizer.json `model`, in words; None if they mean
+    the same. Added tokens that only one of them has (a token for padding) make no difference, nor does the layout of
+    the file. Raises DataError for a file that is no tokenizer."""
+    if read_bytes(data, LONGEST_TOKENIZER) == read_bytes(model, LONGEST_TOKENIZER):
+        return None
+    ours, theirs = (_id_of_tokens(path) for path in (data, model))
+    if ours.merges != theirs.merges or len(ours.vocabulary) != len(theirs.vocabulary):
+        sizes = f"{len(ours.vocabulary):,} and {len(theirs.vocabulary):,} tokens"
+        return f"{sizes} without added ones" if len(ours.vocabulary) != len(theirs.vocabulary) else "other merges"
+    for i, token in sorted((ours.vocabulary | ours.added).items()):
+        there = (theirs.vocabulary | theirs.added).get(i, token)
+        if there != token:
+            return f"token {i} is {token!r} there and {there!r} here"
+    return None
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """The tokens of a tokenizer by id, and the rules by which they are merged."""
+
+    vocabulary: dict[int, str]
+    added: dict[int, str]
+    merges: str
+
+
+def _id_of_tokens(path: Path) -> _Tokens:
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+        model = json.loads(tokenizer.to_str())["model"]
+    except Exception as error:  # the library raises bare Exception
+        raise DataError(f"{path}: not a tokenizer.json of the tokenizers library ({error})") from None
+    vocabulary = {i: token for token, i in tokenizer.get_vocab(with_added_tokens=False).items()}
+    added = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
+    return _Tokens(vocabulary, added, json.dumps(model.get("merges")))

@@ -3,111 +3,170 @@
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
+from shardwright.config import load
+from shardwright.config.mixture import mixtures_of, name_of, sources_of
+from shardwright.config.sections import DataSection
 from shardwright.data.batches import evaluation_batches
-from shardwright.data.samples import PackedSamples
+from shardwright.data.samples import Samples, samples_of
 from shardwright.data.shards import open_split
 from shardwright.errors import DataError, InputError
 from shardwright.generation.generate import layout_problems
-from shardwright.generation.source import open_source
+from shardwright.generation.source import Source, open_source
 from shardwright.layout import Layout
+from shardwright.run_folder import RUN_FILE
 from shardwright.training.ranks import Place, pick_device, place_from_environment, process_group
+from shardwright.training.sources import tokenizer_problems, weighted_mean
 from shardwright.training.step import ForwardBackward
+from shardwright.training.weights import CheckpointWeights
 from shardwright.verification.ranks import run_ranks
 
 
 @dataclass(frozen=True)
 class EvalRequest:
     """What is asked for. `model`: a run, a checkpoint or a folder of transformers; `data`: a prepared folder, of which
-    `split` is evaluated; `seq_len` None: max_seq_len of the model; `samples` None: all sequences."""
+    `split` is evaluated; `samples` None: all sequences. Of a run, data (all sources), seq_len and the way sequences are
+    made of documents are those of its run file unless they are given; else sequences of max_seq_len are packed."""
 
     model: Path
-    data: Path
+    data: Path | None = None
     split: str = "validation"
     layout: Layout = field(default_factory=Layout)
     seq_len: int | None = None
     samples: int | None = None
     micro_batch: int = 4
     device: str = "auto"
+    sequences: Literal["packed", "documents"] | None = None
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`loss`: mean cross-entropy of a predicted token, in nats; `perplexity`: its exponential."""
+    """`loss`: mean cross-entropy of a predicted token, in nats, of several sources weighted as the run mixes them;
+    `perplexity`: its exponential; `n_tokens`: tokens that were predicted and count; `data`: the folders."""
 
     loss: float
     perplexity: float
     n_samples: int
     seq_len: int
+    n_tokens: int
+    data: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Task:
+    """The data of an evaluation, and after how many steps of the run the model was saved."""
+
+    data: DataSection
+    seq_len: int
+    step: int = 0
 
     @property
-    def n_tokens(self) -> int:
-        """Tokens that were predicted."""
-        return self.n_samples * self.seq_len
+    def folders(self) -> dict[str, Path]:
+        """The folder of each source by its name."""
+        return {name_of(source): Path(source.path) for source in sources_of(self.data)}
+
+    def samples(self, split: str) -> dict[str, Samples]:
+        """Those of each source. Raises DataError with every problem."""
+        problems, result = [], {}
+        for name, folder in self.folders.items():
+            try:
+                result[name] = samples_of(open_split(folder, split), self.data, self.seq_len)
+            except DataError as error:
+                problems += error.problems
+        if problems:
+            raise DataError(*problems)
+        return result
+
+
+def _task(request: EvalRequest, source: Source) -> _Task:
+    run_file = source.weights.path / RUN_FILE
+    run = load(run_file) if isinstance(source.weights, CheckpointWeights) and run_file.is_file() else None
+    if run is None and request.data is None:
+        raise InputError(f"--data is missing: {request.model} is no run; name a folder of `shardwright data prepare`")
+    data = DataSection() if run is None else run.data
+    if request.data is not None:
+        data = data.model_copy(update={"path": str(request.data), "sources": [], "stages": []})
+    if request.sequences is not None:
+        packed = {"attention": "sequence", "positions": "sequence", "mask_boundaries": False}
+        data = data.model_copy(update={"sequences": request.sequences, **packed})
+    seq_len = request.seq_len or (source.spec.max_seq_len if run is None else run.batch.seq_len)
+    step = source.weights.manifest.progress.step if isinstance(source.weights, CheckpointWeights) else 0
+    return _Task(data, seq_len, step)
 
 
 def evaluate(request: EvalRequest) -> Evaluation | None:
     """Evaluate a model; None on a rank other than the first of those that torchrun or srun has started.
 
-    Sequences are packed, as training has them by default: each predicts `seq_len` tokens. Raises InputError, with every
-    problem at once, before anything is computed.
+    Raises InputError, with every problem at once, before anything is computed, and for data without a target token.
     """
     place = place_from_environment()
     source, layout = open_source(request.model), request.layout
-    seq_len = request.seq_len or source.spec.max_seq_len
-    problems = layout_problems(source.spec, layout, place, seq_len)
-    if seq_len > source.spec.max_seq_len:
+    task = _task(request, source)
+    problems = layout_problems(source.spec, layout, place, task.seq_len)
+    if task.seq_len > source.spec.max_seq_len:
         problems.append(
-            f"--seq-len {seq_len} is longer than max_seq_len={source.spec.max_seq_len} of the model; give that or less"
+            f"--seq-len {task.seq_len} is longer than max_seq_len={source.spec.max_seq_len} of the model; give that or "
+            f"less"
         )
+    samples: dict[str, Samples] = {}
     try:
-        samples = _samples(request, seq_len)
-        manifest = samples.split.manifest
-        manifest.check_vocabulary(source.spec.vocab_size)
-        if source.tokenizer_sha256() not in (None, manifest.tokenizer_sha256):
-            problems.append(
-                f"--data {request.data} was prepared with another tokenizer than that of the model, so its token ids "
-                f"mean other texts; prepare it again with --tokenizer and the tokenizer.json of the model"
-            )
+        samples = task.samples(request.split)
+        for each in samples.values():
+            each.origin(0)[0].manifest.check_vocabulary(source.spec.vocab_size)
+        if request.data is not None:
+            data = {f"--data {request.data}": request.data}
+            problems += tokenizer_problems(data, {"the model": source.weights.path})
     except DataError as error:
         problems += error.problems
     if problems:
         raise InputError(*problems)
     if place is None and layout.world_size > 1:
-        loss = run_ranks(_on_cpu, layout.world_size, request, seq_len)[0]
+        sums = run_ranks(_on_cpu, layout.world_size, request, task)[0]
     else:
         layout.check_world(place.world_size if place else 1)
         device = pick_device(request.device, place or Place())
         with process_group(place or Place(), device):
-            loss = _loss(request, seq_len, device)
+            sums = _sums(request, task, device)
         if place is not None and place.rank != 0:
             return None
-    n_samples = min(len(samples), request.samples or len(samples))
-    return Evaluation(loss, math.exp(min(loss, 700.0)), n_samples, seq_len)
+    n_samples = sum(min(len(each), request.samples or len(each)) for each in samples.values())
+    folders = tuple(map(str, task.folders.values()))
+    losses = {name: total / n for name, (total, n) in zip(samples, sums, strict=True) if n}
+    if not losses:
+        raise InputError(
+            f"none of the {n_samples:,} sequences of the {request.split} split in {', '.join(folders)} has a token "
+            f"that counts in the loss, so there is no perplexity"
+        )
+    loss = weighted_mean(mixtures_of(task.data), list(samples), task.step, losses)
+    n_tokens = int(sum(n for _, n in sums))
+    return Evaluation(loss, math.exp(min(loss, 700.0)), n_samples, task.seq_len, n_tokens, folders)
 
 
-def _samples(request: EvalRequest, seq_len: int) -> PackedSamples:
-    return PackedSamples(open_split(request.data, request.split), seq_len)
-
-
-def _on_cpu(request: EvalRequest, seq_len: int) -> float:
+def _on_cpu(request: EvalRequest, task: _Task) -> list[tuple[float, float]]:
     """One rank that was forked here."""
-    return _loss(request, seq_len, torch.device("cpu"))
+    return _sums(request, task, torch.device("cpu"))
 
 
-def _loss(request: EvalRequest, seq_len: int, device: torch.device) -> float:
-    """The mean over all target tokens, equal on every rank."""
+def _sums(request: EvalRequest, task: _Task, device: torch.device) -> list[tuple[float, float]]:
+    """Of each source the summed loss and the number of target tokens, equal on every rank."""
     source, layout = open_source(request.model), request.layout
-    model = source.on_rank(layout, device, seq_len)
-    batches = evaluation_batches(
-        _samples(request, seq_len),
-        micro_batch=request.micro_batch,
-        data_rank=layout.data_rank(dist.get_rank()),
-        data_ranks=layout.data_ranks,
-        vocab_size=source.spec.vocab_size,
-        max_samples=request.samples,
-    )
-    return float(ForwardBackward(model, device=device, seed=0).evaluate(batches)[0])
+    model = source.on_rank(layout, device, task.seq_len)
+    work = ForwardBackward(model, device=device, seed=0, restart_positions=task.data.positions == "document")
+    result = []
+    for samples in task.samples(request.split).values():
+        batches = evaluation_batches(
+            samples,
+            micro_batch=request.micro_batch,
+            data_rank=layout.data_rank(dist.get_rank()),
+            data_ranks=layout.data_ranks,
+            vocab_size=source.spec.vocab_size,
+            within_documents=task.data.attention == "document",
+            max_samples=request.samples,
+        )
+        sums = work.evaluation_sums(batches)
+        result.append((float(sums[0, 0]), float(sums[1, 0])))
+    return result

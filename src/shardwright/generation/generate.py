@@ -20,6 +20,7 @@ from shardwright.parallel.objects import gathered
 from shardwright.split.rules import problems as split_problems
 from shardwright.split.rules import sequence_cuts
 from shardwright.training.ranks import Place, pick_device, place_from_environment, process_group
+from shardwright.training.sources import tokenizer_file
 from shardwright.verification.ranks import run_ranks
 from shardwright.verification.reduce import most_ranks
 
@@ -173,7 +174,7 @@ def _draft_problems(draft: Path, spec: ModelSpec, text: Text) -> list[str]:
     try:
         source = open_source(draft)
         found = source.spec.vocab_size
-        ids = source.text().tokenizer.get_vocab() if source.tokenizer_sha256() else text.tokenizer.get_vocab()
+        ids = source.text().tokenizer.get_vocab() if tokenizer_file(source.weights.path) else text.tokenizer.get_vocab()
     except InputError as error:
         return [f"--draft: {problem}" for problem in error.problems]
     if found != spec.vocab_size:

@@ -1,6 +1,5 @@
 """Where a model comes from: its sizes, its weights, its tokenizer, and the token that ends a text."""
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -83,14 +82,6 @@ class Source:
         not there, or is another one by now."""
         path = self.weights.path
         return _text_of_data(path) if (path / RUN_FILE).is_file() else _text_of_folder(path)
-
-    def tokenizer_sha256(self) -> str | None:
-        """The checksum of the tokenizer's file; None where it is not there."""
-        path = self.weights.path
-        if (path / RUN_FILE).is_file():
-            path = tokenizer_folder(load_run_file(path / RUN_FILE).data)
-        file = path / TOKENIZER
-        return hashlib.sha256(read_bytes(file, LONGEST_TOKENIZER)).hexdigest() if file.is_file() else None
 
 
 def open_source(folder: Path) -> Source:

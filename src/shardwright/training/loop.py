@@ -229,7 +229,7 @@ class _Run:
         config, trainer = self.config, self.trainer
         step = logged = self.checked_at = start.step
         if step == 0:
-            self._evaluate(0, writers)
+            self._evaluate(0, writers, screen)
         trainer.clock.restart()
         while step < config.steps and not stop.everyone():
             self.monitor.enter("data", step)
@@ -250,6 +250,9 @@ class _Run:
             overflowed = trainer.spike is None and trainer.skipped_steps > skipped
             if overflowed:
                 self._skipped(step, skipped_in_words(step, trainer.loss_scale), screen)
+            if trainer.lacks_targets:
+                n = config.batch.global_batch
+                self._skipped(step, f"step {step} skipped: none of its {n} sequences has a token that counts", screen)
             self.finite.note(step, samples, result, overflowed)
             self.monitor.enter("log", step - 1)
             screen.at(step)
@@ -263,7 +266,7 @@ class _Run:
                 trainer.clock.restart()
                 logged = step
             if evaluates:
-                self._evaluate(step, writers)
+                self._evaluate(step, writers, screen)
             self._check_copies(step, saves)
             self.saving.tell()
             if saves:
@@ -302,7 +305,7 @@ class _Run:
         found = self.numbers.gather(result, n_steps)
         if self.timeline is not None:
             self.timeline.write(step)
-        if not writers:
+        if not writers or not found.n_targets:  # a step without targets has no loss
             return
         told, changes = self.numbers.record(step, found, n_samples, rate, result, self.order)
         for writer in writers:
@@ -311,7 +314,7 @@ class _Run:
             screen.say(f"step {change.step}: {change.text}")
             self._happened("straggler", change.step, change.text, change.rank)
 
-    def _evaluate(self, step: int, writers: list[Writer]) -> None:
+    def _evaluate(self, step: int, writers: list[Writer], screen: Screen) -> None:
         config = self.config
         if not self.sources.validation:
             return
@@ -327,9 +330,16 @@ class _Run:
                 within_documents=self.within_documents,
                 max_samples=config.evaluation.samples,
             )
-            losses[name], *of_modules = self.trainer.evaluate(batches).tolist()
+            sums, counts = self.trainer.evaluation_sums(batches).tolist()
+            if not counts[0]:
+                screen.say(f"no validation loss of {name}: none of the sequences has a token that counts")
+                continue
+            losses[name], *of_modules = (total / max(n, 1) for total, n in zip(sums, counts, strict=True))
             if of_modules:
                 ahead[name] = sum(of_modules) / len(of_modules)
+        self.trainer.clock.mark("evaluation")
+        if not losses:
+            return
         told = Evaluated(
             step,
             self.sources.mean(step, losses),
@@ -339,7 +349,6 @@ class _Run:
         )
         for writer in writers:
             writer.write(as_record(told))
-        self.trainer.clock.mark("evaluation")
 
     def _check_copies(self, step: int, saves: bool) -> None:
         """Compare copies of weights and states, if that is due or they are saved next: no checkpoint is to hold a wrong

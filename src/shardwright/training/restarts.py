@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shardwright.config import RunConfig
 from shardwright.config.shrink import shrunk
-from shardwright.errors import CopiesError, WorkerError
+from shardwright.errors import CopiesError, FullError, WorkerError
 from shardwright.run_folder import Event, step_of
 
 FAULTS_IN_A_ROW = 2
@@ -47,6 +47,8 @@ class Restarts:
         """Make `attempt` the next one, and say so; `saved`: the checkpoints there are, the oldest first.
 
         Raises the error, with the reason, where the run ends with it."""
+        if isinstance(error, FullError):
+            raise error
         if self.used == self.allowed:
             if not self.allowed:
                 raise error

@@ -6,15 +6,17 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwright.config import RunConfig
-from shardwright.config.mixture import Mixture, mixtures_of, name_of, sources_of
+from shardwright.config import RunConfig, load
+from shardwright.config.mixture import Mixture, mixtures_of, name_of, sources_of, tokenizer_folder
 from shardwright.config.sections import DataSection
 from shardwright.data.mixture import MixedSamples, MixtureOrder, Stage, stages_of
 from shardwright.data.packing import attended_tokens, packed_lengths
 from shardwright.data.samples import Samples, open_sources
+from shardwright.data.shards import TOKENIZER
 from shardwright.data.shards import Manifest as DataManifest
+from shardwright.data.tokenizer import tokenizer_difference
 from shardwright.errors import DataError
-from shardwright.run_folder import SamplePlace
+from shardwright.run_folder import CHECKPOINTS, RUN_FILE, SamplePlace, published
 from shardwright.training.checkpoint.manifest import DataRecord, Manifest, MixtureRecord, Progress, StageRecord
 
 
@@ -32,6 +34,14 @@ def ends_of_text(data: DataSection) -> list[int]:
     manifests = readable_sources(data).values()
     answers = [each.answer_end_id for each in manifests if each.answer_end_id is not None]
     return list(dict.fromkeys([*(each.separator_id for each in manifests), *answers]))
+
+
+def weighted_mean(mixtures: Sequence[Mixture], names: Sequence[str], step: int, values: Mapping[str, float]) -> float:
+    """As `Sources.mean`."""
+    weights = [each for each in mixtures if each.from_step < max(step, 1)][-1].weights
+    of = {name: weight for name, weight in zip(names, weights, strict=True) if name in values}
+    of = of if any(of.values()) else dict.fromkeys(values, 1)
+    return sum(weight * values[name] for name, weight in of.items() if weight) / sum(of.values())
 
 
 class Sources:
@@ -87,10 +97,8 @@ class Sources:
 
     def mean(self, step: int, values: Mapping[str, float]) -> float:
         """The mean of a value of each source after `step` steps, weighted as the last of these steps was mixed; the
-        first step for 0."""
-        weights = [each for each in self.mixtures if each.from_step < max(step, 1)][-1].weights
-        total = sum(weight * values[name] for weight, name in zip(weights, self.names, strict=True) if weight)
-        return total / sum(weights)
+        first step for 0. Of sources that take no part, all are of equal weight; those without a value are left out."""
+        return weighted_mean(self.mixtures, self.names, step, values)
 
     def attended_tokens(self, step: int) -> float:
         """Tokens that the attention of a token goes over, for the FLOPs of step `step`."""
@@ -185,3 +193,31 @@ def _weights(stage: StageRecord, described: MixtureRecord) -> str:
     """`web 7 : code 3`."""
     pairs = zip(described["sources"], stage["weights"], strict=False)
     return " : ".join(f"{source['name']} {weight}" for source, weight in pairs if weight)
+
+
+def tokenizer_file(folder: Path) -> Path | None:
+    """The tokenizer.json of the weights or of the model in a folder: the one that lies there, or that of a run's data;
+    None where there is none."""
+    if saved := published(folder / CHECKPOINTS):
+        folder = saved[-1]
+    if not (folder / TOKENIZER).is_file() and (folder / RUN_FILE).is_file():
+        folder = tokenizer_folder(load(folder / RUN_FILE).data)
+    file = folder / TOKENIZER
+    return file if file.is_file() else None
+
+
+def tokenizer_problems(data: Mapping[str, Path], models: Mapping[str, Path], way_out: str = "") -> list[str]:
+    """Why token ids of data are not those of a model. `data`, `models`: how each is called in the error -> its folder;
+    `way_out`: what else can be done."""
+    problems = []
+    for model, folder in models.items():
+        theirs = tokenizer_file(folder)
+        for called, prepared in data.items() if theirs is not None else ():
+            ours = prepared / TOKENIZER
+            difference = tokenizer_difference(ours, theirs) if theirs is not None and ours.is_file() else None
+            if difference:
+                problems.append(
+                    f"{called} was prepared with another tokenizer than that of {model} ({difference}), so its token "
+                    f"ids mean other texts; prepare it again with --tokenizer {theirs}{way_out}"
+                )
+    return problems

@@ -157,6 +157,10 @@ class SpikeGuard:
         """Whether the step that was not taken just now is to be run again before anything is made of it."""
         return self._first is not None
 
+    def pass_over(self) -> None:
+        """A step was not computed, as none of its tokens counts: there is nothing to judge."""
+        self._first, self.recheck, self.seen = None, None, None
+
     def takes(self, overflowed: bool = False) -> bool:
         """Whether the step that `start` was called for may change weights; `seen` is what was found. `overflowed`: a
         gradient did in fp16, which the loss scale is there for, so the step is not judged."""

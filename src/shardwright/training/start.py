@@ -12,15 +12,18 @@ from typing import Any
 import torch
 
 from shardwright.config import RunConfig
+from shardwright.config.mixture import sources_of
 from shardwright.config.shrink import shrunk
 from shardwright.errors import (
     CheckpointError,
     CopiesError,
+    FullError,
     InputError,
     LayoutError,
     ShardwrightError,
     SpikeError,
     WorkerError,
+    system_limit,
 )
 from shardwright.files import problem_of_owner
 from shardwright.model.modules import rows
@@ -47,7 +50,7 @@ from shardwright.training.launch import launch
 from shardwright.training.metrics import missing_extras, port_problems
 from shardwright.training.ranks import Place, pick_device, place_from_environment
 from shardwright.training.settle import settle
-from shardwright.training.sources import Sources
+from shardwright.training.sources import Sources, tokenizer_problems
 from shardwright.training.worker import exit_code
 from shardwright.units import format_bytes, format_count
 
@@ -99,8 +102,12 @@ def start(config: RunConfig, quiet: bool = False, max_restarts: int = 0) -> Ende
             raise _of_one_rank(error, place, in_training) from None
         if isinstance(error, ShardwrightError | KeyboardInterrupt):
             raise
-        if isinstance(error, OSError) and error.filename is not None and not in_training:
-            raise InputError(f"{error.filename}: {error.strerror}") from None
+        if isinstance(error, OSError) and not in_training:
+            raise InputError(f"{error.filename or config.out}: {error.strerror}") from None
+        if isinstance(error, OSError) and (told := system_limit(error)):
+            raise FullError(f"{told}\n{_way_on(config)}") from None
+        if isinstance(error, SystemExit):
+            raise WorkerError(f"training was ended by SystemExit({error.code!r}), which an extension raised") from None
         raise WorkerError(f"training failed: {type(error).__name__}: {error}\n\n{formatted(error)}") from None
 
 
@@ -262,6 +269,8 @@ def _check(config: RunConfig, alone: bool, serves: bool) -> None:
         Sources(config)
     except InputError as error:
         problems += error.problems
+    if not config.data.other_tokenizer:
+        problems += _tokenizer_problems(config)
     out = Path(config.out)
     problems += (wrong := wrong_kinds(out))
     saved = [] if wrong else published(out / CHECKPOINTS)
@@ -295,6 +304,17 @@ def _check(config: RunConfig, alone: bool, serves: bool) -> None:
             )
     if problems:
         raise InputError(*problems)
+
+
+def _tokenizer_problems(config: RunConfig) -> list[str]:
+    """Why the data of a run cannot be that of the model that it begins with."""
+    given = {"init.weights": config.init.weights, "model.from": config.model.folder}
+    models = {f"{key}={path!r}": Path(path) for key, path in given.items() if path is not None}
+    data = {f"data {source.path!r}": Path(source.path) for source in sources_of(config.data)}
+    try:
+        return tokenizer_problems(data, models, ", or set data.other_tokenizer=true")
+    except InputError as error:
+        return error.problems
 
 
 def _durable_problems(config: RunConfig, saved: Sequence[Path]) -> list[str]:

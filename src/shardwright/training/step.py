@@ -86,6 +86,8 @@ class ForwardBackward:
         self.loss_sum = self._loss_sum(compile_loss)
         self.local_norms: LocalNorms = []
         """Norms of this rank's shards of the gradients of the last `clip`."""
+        self.lacks_targets = False
+        """Whether no token of the last global batch counts in the loss, so that nothing was computed."""
 
     @property
     def loss_scale(self) -> float:
@@ -93,10 +95,16 @@ class ForwardBackward:
         return 1.0 if self.scaler is None else self.scaler.scale
 
     def forward_backward(self, batch: Batch, step: int) -> LossParts:
-        """Leave the gradient of the global batch in the parameters' `.grad`; this rank's parts of the losses."""
+        """Leave the gradient of the global batch in the parameters' `.grad`; this rank's parts of the losses. Where no
+        token of it counts (`lacks_targets`), there is no gradient."""
         self.model.train()
         n_targets = torch.full((), batch.n_targets, dtype=torch.int64, device=self.device)  # no copy to wait for
-        n_targets = self.model.sum_over_samples(n_targets).clamp(min=1)
+        n_targets = self.model.sum_over_samples(n_targets)
+        # Only a rank whose own sequences have no target has to read the sum.
+        self.lacks_targets = not batch.n_targets and not int(n_targets)
+        if self.lacks_targets:
+            nothing = torch.zeros((), dtype=torch.float64, device=self.device)
+            return LossParts(nothing, n_targets, nothing.clone() if self.model.spec.mtp_modules else None)
 
         self.model.set_batch(len(batch.tokens_ABT), self.loss_scale)
         loss_part = self.model.runner.train(self._microbatches(batch, step), self._loss(batch, n_targets))
@@ -217,10 +225,15 @@ class ForwardBackward:
         step = EVALUATION if step is None else step
         return sample_keys(self.seed, step, self._on_device(sample_ids_B))
 
-    @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Tensor:
         """Losses per target token over batches that are sharded over the data ranks, equal on every rank: that of the
-        next token, then those of modules of multi-token prediction; (1 + K,)."""
+        next token, then those of modules of multi-token prediction; (1 + K,). NaN where there is no target token."""
+        losses, counts = self.evaluation_sums(batches)
+        return losses / counts
+
+    @torch.no_grad()
+    def evaluation_sums(self, batches: Iterable[Batch]) -> Tensor:
+        """Sums of the losses of `evaluate`, and the numbers of their target tokens; (2, 1 + K)."""
         self.model.train(False)
         n_modules = self.model.spec.mtp_modules
         losses = self._ahead_sums if n_modules else self.loss_sum
@@ -233,7 +246,7 @@ class ForwardBackward:
                 sums[1] += torch.stack(counts).sum(0)
         self.model.runner.release()
         self.model.sum_over_losses(sums)
-        return sums[0] / sums[1].clamp(min=1)
+        return sums
 
     def _ahead_sums(self, logits: Sequence[Tensor], targets_PBT: Tensor) -> Tensor:
         return torch.stack([self.loss_sum(*each) for each in zip(logits, targets_PBT, strict=True)])
@@ -300,6 +313,11 @@ class Trainer(ForwardBackward):
         self.monitor.enter("forward_backward", step)
         loss_part, n_targets, mtp_part = self.forward_backward(batch, step)
         self.clock.mark("forward_backward")
+        if self.lacks_targets:
+            self.local_norms = []
+            if self.spikes is not None:
+                self.spikes.pass_over()
+            return StepResult(loss_part, torch.zeros_like(loss_part), n_targets, mtp_part)
         if self.spikes is not None:
             self.spikes.loss_part = loss_part
         self.monitor.enter("optimizer", step)

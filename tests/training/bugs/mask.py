@@ -56,7 +56,9 @@ MASK: dict[str, AnyBug] = {
         [TP],
     ),
     "an evaluation is divided by the number of all tokens": Bug(
-        Mutation(f"{TRAINER}.evaluate", "(targets_BT != IGNORE).sum((-2, -1))", "torch.tensor(targets_BT.numel())"),
+        Mutation(
+            f"{TRAINER}.evaluation_sums", "(targets_BT != IGNORE).sum((-2, -1))", "torch.tensor(targets_BT.numel())"
+        ),
         [ONE],
     ),
     "the own keys of a ring are not masked": Bug(

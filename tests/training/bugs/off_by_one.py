@@ -45,7 +45,7 @@ OFF_BY_ONE: dict[str, Bug] = {
     ),
     "an evaluation leaves out its last micro-batch": Bug(
         Mutation(
-            f"{TRAINER}.evaluate",
+            f"{TRAINER}.evaluation_sums",
             "self.model.runner.evaluate(microbatches, losses)",
             "self.model.runner.evaluate(microbatches[:-1], losses)",
         ),

@@ -217,11 +217,11 @@ REDUCTION: dict[str, Bug] = {
         Mutation(f"{MODEL}.sum_over_losses", "(self.groups.tokens, self.groups.pp)", "(self.groups.tokens,)"), [PP]
     ),
     "an evaluation is summed over ranks with other samples alone": Bug(
-        Mutation(f"{TRAINER}.evaluate", "self.model.sum_over_losses(sums)", "self.model.sum_over_samples(sums)"),
+        Mutation(f"{TRAINER}.evaluation_sums", "self.model.sum_over_losses(sums)", "self.model.sum_over_samples(sums)"),
         [ZIGZAG, PP],
     ),
     "every stage counts the target tokens of an evaluation": Bug(
-        Mutation(f"{TRAINER}.evaluate", "self.model.counts_targets", "True"), [PP]
+        Mutation(f"{TRAINER}.evaluation_sums", "self.model.counts_targets", "True"), [PP]
     ),
     "the gradient of the latent key on token shards is that of the own heads": Bug(
         Mutation(

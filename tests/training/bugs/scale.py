@@ -151,7 +151,7 @@ SCALE: dict[str, AnyBug] = {
     ),
     "an evaluation is the mean of the ranks' means": Bug(
         Mutation(
-            f"{TRAINER}.evaluate",
+            f"{TRAINER}.evaluation_sums",
             "self.model.sum_over_losses(sums)",
             "sums = torch.stack((sums[0] / sums[1].clamp(min=1), torch.ones_like(sums[1])))\n"
             "self.model.sum_over_losses(sums)",

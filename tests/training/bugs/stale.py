@@ -100,10 +100,12 @@ STALE: dict[str, AnyBug] = {
         Mutation(f"{TRAINER}.forward_backward", "self.model.train()", "pass"), [ONE], spec={"dropout": 0.2}
     ),
     "an evaluation has dropout": Bug(
-        Mutation(f"{TRAINER}.evaluate", "self.model.train(False)", "self.model.train(True)"),
+        Mutation(f"{TRAINER}.evaluation_sums", "self.model.train(False)", "self.model.train(True)"),
         [ONE],
         spec={"dropout": 0.2},
-        also=(Mutation(f"{TRAINER}.evaluate", "self._microbatches(batch, None)", "self._microbatches(batch, 0)"),),
+        also=(
+            Mutation(f"{TRAINER}.evaluation_sums", "self._microbatches(batch, None)", "self._microbatches(batch, 0)"),
+        ),
     ),
     "the scale of the balance losses is that of the step before": Bug(
         Mutation(

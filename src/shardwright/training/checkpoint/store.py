@@ -79,7 +79,7 @@ class CheckpointStore:
     def require_space(self, tensor_bytes: int) -> None:
         """Raises CheckpointError unless the next checkpoint fits on the disk beside those that are kept."""
         existing = next(p for p in (self.folder, *self.folder.absolute().parents) if p.exists())
-        free, needed = shutil.disk_usage(existing).free, int(tensor_bytes * _SLACK) + 2**20
+        free, needed = shutil.disk_usage(existing).free, int(tensor_bytes * _SLACK)
         if free < needed:
             kept = self.published()
             last = f"the last good one is {kept[-1]}" if kept else "none has been written yet"
