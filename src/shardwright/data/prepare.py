@@ -25,7 +25,7 @@ from shardwright.data.shards import FORMAT_VERSION, MANIFEST, TOKENIZER, Manifes
 from shardwright.data.sources import HUB, EncodingErrors, Meter, documents, source_files
 from shardwright.data.tokenizer import TextTokenizer, all_cores, load_tokenizer, train_bpe
 from shardwright.data.writer import SplitWriter
-from shardwright.errors import DataError
+from shardwright.errors import DataError, without_secrets
 from shardwright.files import new_folder
 from shardwright.remote import REMOTE
 from shardwright.units import MiB
@@ -160,7 +160,7 @@ def prepare(
             source=corpus.described(meter),
             options={"validation": validation, "seed": seed, "shard_tokens": shard_tokens},
         )
-        (folder / MANIFEST).write_bytes(manifest.model_dump_json(indent=2).encode() + b"\n")
+        (folder / MANIFEST).write_bytes(without_secrets(manifest.model_dump_json(indent=2)).encode() + b"\n")
     return manifest
 
 

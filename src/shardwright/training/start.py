@@ -13,6 +13,7 @@ import torch
 
 from shardwright.config import RunConfig
 from shardwright.config.shrink import shrunk
+from shardwright.console import visible
 from shardwright.errors import (
     CheckpointError,
     CopiesError,
@@ -140,7 +141,7 @@ def _train(config: RunConfig, place: Place | None, quiet: bool, max_restarts: in
     if place is None and (world_size > 1 or max_restarts):
         config, said = settle(config, pick_device(config.device, Place()), ranks_here=world_size)
         if said and not quiet:
-            print(said, flush=True)
+            print(visible(said), flush=True)
         try:
             stopped = launch(config, out / LOGS, quiet, max_restarts)
         except (WorkerError, *FOUND_BY_ALL) as error:
