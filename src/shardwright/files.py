@@ -80,16 +80,21 @@ def read_text(path: Path) -> str:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return the complete lines of a file of records; what follows the last newline is left out. Lines end at a newline
-    alone, which JSON escapes. Raises OSError as `open_regular` does, and for a line longer than `LONGEST_LINE`."""
-    lines = []
+    """Return the complete lines of a file of records. Raises OSError as `open_regular` and `complete_lines` do."""
     with open_regular(path) as file:
-        while (line := file.readline(LONGEST_LINE + 1)).endswith(b"\n"):
-            lines.append(line[:-1].decode("utf-8", errors="replace"))
-        if len(line) > LONGEST_LINE:
-            what = f"line {len(lines) + 1} is longer than {format_bytes(LONGEST_LINE)}"
-            raise OSError(errno.E2BIG, what, str(path))
-    return lines
+        return complete_lines(file, path)[0]
+
+
+def complete_lines(file: io.BufferedReader, path: Path) -> tuple[list[str], int]:
+    """Return the lines of a file from where it stands, and their bytes; what follows the last newline is left out. Lines
+    end at a newline alone, which JSON escapes. Raises OSError for a line longer than `LONGEST_LINE`."""
+    lines, n_bytes = [], 0
+    while (line := file.readline(LONGEST_LINE + 1)).endswith(b"\n"):
+        lines.append(line[:-1].decode("utf-8", errors="replace"))
+        n_bytes += len(line)
+    if len(line) > LONGEST_LINE:
+        raise OSError(errno.E2BIG, f"a line is longer than {format_bytes(LONGEST_LINE)}", str(path))
+    return lines, n_bytes
 
 
 def inside(folder: Path, name: str, error: type[InputError] = InputError) -> Path:

@@ -27,7 +27,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, TypeAdapter, ValidationError
 
 from shardwright.errors import InputError, without_secrets
-from shardwright.files import LOCK, open_regular, parse_json, problem_of_place, read_lines
+from shardwright.files import LOCK, complete_lines, open_regular, parse_json, problem_of_place, read_lines
 
 RUN_FILE, METRICS, CHECKPOINTS, LOGS, TENSORBOARD = "run.toml", "metrics.jsonl", "checkpoints", "logs", "tensorboard"
 EVENTS = "events.jsonl"
@@ -348,13 +348,11 @@ class GrowingFile:
                     self.begin()
                 self._file = status.st_ino
                 file.seek(self._at)
-                content = file.read()
+                lines, n_bytes = complete_lines(file, self.path)
         except FileNotFoundError:
-            anew, content = self._file != -1, b""
+            anew, lines, n_bytes = self._file != -1, [], 0
             self.begin()
-        content = content[: content.rfind(b"\n") + 1]
-        self._at += len(content)
-        lines = content.decode(errors="replace").split("\n")[:-1]
+        self._at += n_bytes
         self.n_lines += len(lines)
         return anew, lines
 
