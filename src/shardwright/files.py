@@ -86,8 +86,8 @@ def read_lines(path: Path) -> list[str]:
 
 
 def complete_lines(file: io.BufferedReader, path: Path) -> tuple[list[str], int]:
-    """Return the lines of a file from where it stands, and their bytes; what follows the last newline is left out. Lines
-    end at a newline alone, which JSON escapes. Raises OSError for a line longer than `LONGEST_LINE`."""
+    """Return the lines of a file from where it stands, and their bytes; the part after the last newline is left out. A
+    line ends at a newline alone, which JSON escapes. Raises OSError for a line longer than `LONGEST_LINE`."""
     lines, n_bytes = [], 0
     while (line := file.readline(LONGEST_LINE + 1)).endswith(b"\n"):
         lines.append(line[:-1].decode("utf-8", errors="replace"))
