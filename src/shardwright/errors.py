@@ -18,6 +18,7 @@ a traceback. What only a bug can cause is an `assert`.
 """
 
 import errno
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
@@ -30,12 +31,26 @@ CUTOFF = 0.6
 """How alike two spellings have to be for one to be offered for the other, as difflib counts."""
 
 
+MASK = "***"
+_USER = re.compile(r"""(?<=://)(?:[^\s"'/@:]*|[^\s"'/@:]*:[^\s"']*)@""")
+_SECRET_NAMES = "token|secret|password|passwd|signature|credential|key|sig|auth"
+_TOKEN = re.compile(rf"""([?&][\w.-]*(?:{_SECRET_NAMES})[\w.-]*=)[^\s"'&#]+""", re.IGNORECASE)
+
+
+def without_secrets(text: str) -> str:
+    """Return a text in which the user, the password and the tokens of URLs are `***`: `s3://***@bucket/run`."""
+    return _TOKEN.sub(rf"\1{MASK}", _USER.sub(f"{MASK}@", text)) if "://" in text else text
+
+
 class ShardwrightError(Exception):
     """Base of the tree; the command line prints the text and leaves with `exit_code`. `rank`: the one at fault, where
     one is known."""
 
     exit_code = 3
     rank: int | None = None
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(without_secrets(each) if isinstance(each, str) else each for each in args))
 
     def of_rank(self, rank: int | None) -> Self:
         """This error, with the rank at fault."""
@@ -49,7 +64,7 @@ class InputError(ShardwrightError, ValueError):
     exit_code = 2
 
     def __init__(self, *problems: str) -> None:
-        self.problems = list(problems)
+        self.problems = [without_secrets(problem) for problem in problems]
         super().__init__("\n".join(problems))
 
 

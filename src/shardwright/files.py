@@ -79,16 +79,24 @@ def read_text(path: Path) -> str:
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """Yield the complete lines of a file of records; what follows the last newline is left out. Lines end at a newline
-    alone, which JSON escapes. Raises OSError as `open_regular` does, and for a line longer than `LONGEST_LINE`."""
-    n_lines = 0
+    """Yield the complete lines of a file of records. Raises OSError as `open_regular` and `complete_lines` do."""
     with open_regular(path) as file:
-        while (line := file.readline(LONGEST_LINE + 1)).endswith(b"\n"):
-            n_lines += 1
-            yield line.rstrip(b"\r\n").decode("utf-8", errors="replace")
-        if len(line) > LONGEST_LINE:
-            what = f"line {n_lines + 1} is longer than {format_bytes(LONGEST_LINE)}"
-            raise OSError(errno.E2BIG, what, str(path))
+        for line in complete_lines(file, path):
+            yield decoded(line)
+
+
+def complete_lines(file: io.BufferedReader, path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file from its position on, with their newlines; the part after the last newline is left out.
+    A line ends at a newline alone, which JSON escapes. Raises OSError for a line longer than `LONGEST_LINE`."""
+    while (line := file.readline(LONGEST_LINE + 1)).endswith(b"\n"):
+        yield line
+    if len(line) > LONGEST_LINE:
+        raise OSError(errno.E2BIG, f"a line is longer than {format_bytes(LONGEST_LINE)}", str(path))
+
+
+def decoded(line: bytes) -> str:
+    """Return the text of a line without its newline."""
+    return line.rstrip(b"\r\n").decode("utf-8", errors="replace")
 
 
 def inside(folder: Path, name: str, error: type[InputError] = InputError) -> Path:

@@ -13,6 +13,7 @@ from typing import Any
 
 from shardwright.cli.common import layout_of
 from shardwright.cli.generate import LAYOUT_KEYS
+from shardwright.console import visible
 from shardwright.errors import InputError
 from shardwright.generation.generate import Request, generate, layout_problems, without_training
 from shardwright.generation.sampling import Sampling
@@ -210,7 +211,7 @@ def main() -> None:
         cli_evaluate()
     except InputError as error:
         for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
+            print(f"error: {visible(problem)}", file=sys.stderr)
         sys.exit(error.exit_code)
 
 

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from shardwright.errors import MASK
+
 REMOTE = "://"
 
 
@@ -10,6 +12,11 @@ def file_system(url: str) -> tuple[Any, str]:
     kind of URL that fsspec does not know, or that needs a package which is not installed."""
     import fsspec
 
+    if MASK in url:
+        raise ValueError(
+            f"the secrets of this URL are masked as {MASK}, as the folder of a run has them; give the URL again with "
+            f"--set, or leave secrets to the environment"
+        )
     try:
         system, path = fsspec.url_to_fs(url)
     except (ImportError, ValueError) as error:

@@ -22,12 +22,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
-from shardwright.errors import InputError
-from shardwright.files import LOCK, open_regular, parse_json, problem_of_place, read_lines
+from shardwright.errors import InputError, without_secrets
+from shardwright.files import LOCK, complete_lines, decoded, open_regular, parse_json, problem_of_place, read_lines
 
 RUN_FILE, METRICS, CHECKPOINTS, LOGS, TENSORBOARD = "run.toml", "metrics.jsonl", "checkpoints", "logs", "tensorboard"
 EVENTS = "events.jsonl"
@@ -46,6 +46,9 @@ READ_BYTES = 2**24
 """Bytes of a growing file that are read at once."""
 
 Record = dict[str, Any]
+Step = Annotated[int, Field(ge=0, lt=2**53)]
+Amount = Annotated[float, Field(ge=-1e18, le=1e18, allow_inf_nan=False)]
+"""Seconds, speeds and shares of a record: finite, so that sums and ticks of pictures are. A loss may be anything."""
 T = TypeVar("T")
 
 
@@ -103,11 +106,11 @@ class Started:
     `git_commit` is that of the working directory, if it is in a repository; `checkpoint` is what was loaded, if any.
     """
 
-    step: int
+    step: Step
     layout: str
     keys: str
     lr_schedule: str
-    world_size: int
+    world_size: Step
     host: str
     device: str
     torch: str
@@ -129,35 +132,35 @@ class Logged:
     the ranks that are too slow now, and `own_s_by_rank` the seconds a step that each rank takes for itself, without
     waiting for others (only up to 256 ranks). The rest is said of a model with experts alone."""
 
-    step: int
+    step: Step
     loss: float
     grad_norm: float
-    lr: float
-    target_tokens: int
-    tokens_per_s: float
-    tokens_per_s_per_device: float
-    tflops_per_s_per_device: float
-    mfu: float | None
-    memory_bytes: int
-    step_s: float
-    data_s: float
-    forward_backward_s: float
-    optimizer_s: float
-    load_max_over_mean: float | None = None
-    load_entropy: float | None = None
-    load_by_layer: tuple[float, ...] = ()
-    dropped_fraction: float | None = None
+    lr: Amount
+    target_tokens: Step
+    tokens_per_s: Amount
+    tokens_per_s_per_device: Amount
+    tflops_per_s_per_device: Amount
+    mfu: Amount | None
+    memory_bytes: Step
+    step_s: Amount
+    data_s: Amount
+    forward_backward_s: Amount
+    optimizer_s: Amount
+    load_max_over_mean: Amount | None = None
+    load_entropy: Amount | None = None
+    load_by_layer: tuple[Amount, ...] = ()
+    dropped_fraction: Amount | None = None
     balance_loss: float | None = None
     z_loss: float | None = None
-    expert_sent_bytes: float | None = None
+    expert_sent_bytes: Amount | None = None
     mtp_loss: float | None = None
-    loss_scale: float | None = None
-    skipped_steps: int = 0
-    epochs: dict[str, float] | None = None
+    loss_scale: Amount | None = None
+    skipped_steps: Step = 0
+    epochs: dict[str, Amount] | None = None
     slowest_rank: int | None = None
-    slowest_costs_s: float | None = None
+    slowest_costs_s: Amount | None = None
     stragglers: tuple[int, ...] = ()
-    own_s_by_rank: tuple[float, ...] = ()
+    own_s_by_rank: tuple[Amount, ...] = ()
     time: str | None = None
 
 
@@ -166,7 +169,7 @@ class Evaluated:
     """An `evaluation` record: the loss on the validation split after `step` steps. Of a mixture, `sources` has the loss
     on that of each source, and `loss` is their mean, weighted as that step was mixed. `mtp_loss` as in `Logged`."""
 
-    step: int
+    step: Step
     loss: float
     time: str | None = None
     sources: dict[str, float] | None = None
@@ -178,10 +181,10 @@ class Saved:
     """A `checkpoint` record: that after `step` steps was published, in OUT or, if `local`, on the hosts. `blocked_s`:
     how long training stood still for it; `took_s`: from its begin until it was published; `n_bytes`: of its tensors."""
 
-    step: int
-    blocked_s: float
-    took_s: float
-    n_bytes: int
+    step: Step
+    blocked_s: Amount
+    took_s: Amount
+    n_bytes: Step
     time: str | None = None
     local: bool = False
 
@@ -285,7 +288,7 @@ class Event:
     step that was not taken."""
 
     kind: EventKind
-    step: int
+    step: Step
     text: str
     rank: int | None = None
     time: str = field(default_factory=now)
@@ -298,7 +301,7 @@ def append_event(out: Path, event: Event) -> None:
     told = asdict(event)
     if not event.samples:
         del told["samples"]
-    line = json.dumps(told).encode() + b"\n"
+    line = without_secrets(json.dumps(told)).encode() + b"\n"
     with suppress(OSError), (out / EVENTS).open("a+b", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 1))
@@ -348,6 +351,8 @@ class GrowingFile:
         """Return whether the file was replaced since the last call, as a run that goes back to a checkpoint does, and
         lines that have not been returned, without an incomplete last one: those of about `READ_BYTES` bytes. Call
         again until there are none. A missing file has none."""
+        lines: list[str] = []
+        n_bytes = 0
         try:
             with open_regular(self.path) as file:
                 status = os.fstat(file.fileno())
@@ -356,15 +361,15 @@ class GrowingFile:
                     self.begin()
                 self._file = status.st_ino
                 file.seek(self._at)
-                content = file.read(READ_BYTES)
-                while b"\n" not in content and (more := file.read(READ_BYTES)):
-                    content += more
+                for line in complete_lines(file, self.path):
+                    lines.append(decoded(line))
+                    n_bytes += len(line)
+                    if n_bytes >= READ_BYTES:
+                        break
         except FileNotFoundError:
-            anew, content = self._file != -1, b""
+            anew = self._file != -1
             self.begin()
-        content = content[: content.rfind(b"\n") + 1]
-        self._at += len(content)
-        lines = content.decode(errors="replace").split("\n")[:-1]
+        self._at += n_bytes
         self.n_lines += len(lines)
         return anew, lines
 

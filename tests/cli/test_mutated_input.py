@@ -1,13 +1,17 @@
 """Proves that no verb answers a mistyped number or a damaged file with a traceback, work without end or half of its
-output: each takes arguments that are right but for one, and files with a few bytes changed."""
+output: each takes arguments that are right but for one, and files with a few bytes or a value changed, or that are no
+files."""
 
 import json
+import os
 import random
 import signal
+import struct
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -89,6 +93,10 @@ READERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("runs.csv", ("plan", "evaluate", "RUNS", "--json")),
     ("serving.csv", ("plan", "evaluate-serving", "SERVED", "--json")),
     ("hf/config.json", ("import", "HF", "--out", "OUT")),
+    ("hf/generation_config.json", ("import", "HF", "--out", "OUT")),
+    ("hf/model.safetensors", ("import", "HF", "--out", "OUT")),
+    ("hf/model.safetensors.index.json", ("import", "HF", "--out", "OUT")),
+    ("prompts.jsonl", ("generate", "NOTHING", "--prompts", "PROMPTS")),
     ("hardware.toml", (*PLAN, "--hardware", "HARDWARE", "--top", "1")),
 )
 """Files, and verbs that read them."""
@@ -125,7 +133,20 @@ BYTES = (
     b"\n[",
     b"= ",
     b"",
+    b"NaN",
+    b"1e999",
+    b"\xef\xbb\xbf",
+    "\u2028".encode(),
+    "\u202e".encode(),
+    b"\xed\xa0\x80",
+    b'"a\\ud800b"',
+    b'"../x"',
 )
+VALUES: tuple[Any, ...] = (
+    None, True, 0, 0.0, -1, 1.5, 10**17, 10**30, 10**400, 1e308, 5e-324, float("nan"), float("inf"), "", "x", "../x",
+    "/etc/passwd", "a\u2028b", "\u202e", "\ud800", "9999-12-31T23:59:59-14:00", [], {}, [1], ["a", 1], [[]], {"a": 1},
+)  # fmt: skip
+"""What may stand in the place of any value of a JSON document."""
 
 
 @contextmanager
@@ -147,7 +168,14 @@ def bounded_work() -> Iterator[None]:
 def answers(folder: Path, arguments: list[str]) -> None:
     """Run a verb; it must end with an exit code that it has, in words, and leave all of its output or none."""
     places = {"RUN": "run.toml", "TEXT": "text", "TOKENS": "tokens", "OUT": "made", "NOTHING": "nothing"}
-    places |= {"RUN_DIR": "run", "RUNS": "runs.csv", "SERVED": "serving.csv", "HF": "hf", "HARDWARE": "hardware.toml"}
+    places |= {
+        "PROMPTS": "prompts.jsonl",
+        "RUN_DIR": "run",
+        "RUNS": "runs.csv",
+        "SERVED": "serving.csv",
+        "HF": "hf",
+        "HARDWARE": "hardware.toml",
+    }
     given = [str(folder / places[each]) if each in places else each for each in arguments]
     there = sorted(path.name for path in folder.iterdir())
     with bounded_work():
@@ -188,6 +216,11 @@ def write_files(folder: Path) -> None:
     (folder / "hf").mkdir()
     config = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     (folder / "hf/config.json").write_text(json.dumps(config | {"vocab_size": 300, "intermediate_size": 32}))
+    (folder / "hf/generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3], "bos_token_id": 1}))
+    header = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (folder / "hf/model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"0000")
+    (folder / "hf/model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
+    (folder / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     (folder / "hardware.toml").write_text(HARDWARE)
 
 
@@ -211,9 +244,43 @@ def numbers() -> list[list[str]]:
 
 
 def damaged(draw: random.Random, content: bytes) -> bytes:
-    """Some bytes put in, taken out or changed."""
+    """Some bytes put in, taken out or changed, or a value of a line or a document of JSON."""
+    if draw.random() < 0.5:
+        with suppress(ValueError):
+            return json.dumps(with_another_value(draw, json.loads(content))).encode()
+        lines = content.splitlines(keepends=True)
+        number = draw.randrange(len(lines))
+        with suppress(ValueError):
+            lines[number] = json.dumps(with_another_value(draw, json.loads(lines[number]))).encode() + b"\n"
+            return b"".join(lines)
     at, n = draw.randrange(len(content)), draw.randrange(3)
     return content[:at] + draw.choice(BYTES) + content[at + n :]
+
+
+def with_another_value(draw: random.Random, document: Any) -> Any:
+    """A JSON document in which one value, at any depth, is another."""
+    if not isinstance(document, dict | list) or not document or draw.random() < 0.1:
+        return draw.choice(VALUES)
+    key = draw.choice(list(document)) if isinstance(document, dict) else draw.randrange(len(document))
+    changed = document.copy()
+    changed[key] = with_another_value(draw, document[key])
+    return changed
+
+
+def put_in_place(draw: random.Random, path: Path, whole: bytes) -> None:
+    """Write a damaged file, or one time in eight something that is no file, or has no end, in its place."""
+    kind = draw.randrange(24)
+    if kind > 2:
+        path.write_bytes(damaged(draw, whole))
+        return
+    path.unlink()
+    if kind == 0:
+        os.mkfifo(path)
+    elif kind == 1:
+        path.symlink_to("/dev/zero")
+    else:
+        with path.open("wb") as file:
+            file.truncate(2**40)
 
 
 def damaged_files(folder: Path, numbers: Iterable[int]) -> None:
@@ -221,10 +288,11 @@ def damaged_files(folder: Path, numbers: Iterable[int]) -> None:
     for number in numbers:
         name, arguments = READERS[number % len(READERS)]
         whole = (folder / name).read_bytes()
-        (folder / name).write_bytes(damaged(random.Random(number), whole))
+        put_in_place(random.Random(number), folder / name, whole)
         try:
             answers(folder, list(arguments))
         finally:
+            (folder / name).unlink()
             (folder / name).write_bytes(whole)
             for made in ("report.html", "curves.png"):
                 (folder / "run" / made).unlink(missing_ok=True)

@@ -4,18 +4,17 @@ import dataclasses
 import functools
 import inspect
 import json
-import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, ConsoleOptions, RenderableType
-from rich.segment import Segment, Segments
+from rich.segment import Segments
 from rich.table import Table
 
 from shardwright import extensions
+from shardwright.console import PlainConsole
 from shardwright.errors import InputError, LayoutError, ShardwrightError, nearest
 from shardwright.files import parse_toml, problem_of_place
 from shardwright.layout import Layout
@@ -23,28 +22,6 @@ from shardwright.layout_keys import KEYS
 
 MOST_PROBLEMS = 50
 """Errors that are printed; a damaged table may have one a cell."""
-
-
-class PlainConsole(Console):
-    """A console that shows control characters of a text, which may be from any file, as `\\x1b` and obeys none."""
-
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        for segment in super().render(renderable, options):
-            shown = segment.control or not _CONTROL.search(segment.text)
-            yield segment if shown else Segment(_CONTROL.sub(_as_escape, segment.text), segment.style)
-
-
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Control characters but tab and newline."""
-
-
-def visible(text: str) -> str:
-    """A text from any file, with its control characters as `\\x1b`: for what measures it before it is printed."""
-    return _CONTROL.sub(_as_escape, text)
-
-
-def _as_escape(found: re.Match[str]) -> str:
-    return f"\\x{ord(found[0]):02x}"
 
 
 console = PlainConsole(highlight=False)

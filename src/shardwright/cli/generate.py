@@ -14,9 +14,11 @@ from shardwright.cli.common import (
     layout_of,
     print_json,
     reading_verb,
+    say,
     wrong_device,
     wrong_sizes,
 )
+from shardwright.console import visible
 from shardwright.errors import InputError
 from shardwright.files import parse_json, read_text, reason
 from shardwright.units import format_bytes, percent
@@ -117,7 +119,7 @@ def generate(options: Options) -> None:
     for number, each in enumerate(answer.completions, start=1):
         if len(answer.completions) > 1:
             typer.echo(f"--- prompt {number} of {len(answer.completions)}")
-        typer.echo(each.prompt + each.text)
+        say(visible(each.prompt + each.text))
     n_tokens = sum(each.n_tokens for each in answer.completions)
     error_console.print(
         f"[dim]{n_tokens} tokens, {answer.tokens_per_s:.3g} a second; cache {format_bytes(answer.cache_bytes)}"
@@ -135,7 +137,7 @@ def _prompts(options: Options) -> tuple[tuple[str, ...], list[str]]:
         return tuple(given), [] if given else ["nothing to continue; give --prompt TEXT or --prompts FILE"]
     path = options.prompts
     try:
-        lines = read_text(path).splitlines()
+        lines = read_text(path).replace("\r\n", "\n").split("\n")
     except FileNotFoundError:
         return (), [f"--prompts {path}: there is no such file"]
     except IsADirectoryError:
@@ -156,6 +158,8 @@ def _prompts(options: Options) -> tuple[tuple[str, ...], list[str]]:
             continue
         if not isinstance(found, dict) or not isinstance(found.get("prompt"), str):
             problems.append(f'--prompts {path}, line {number}: not an object with a text "prompt": {line[:60]!r}')
+        elif any("\ud800" <= char <= "\udfff" for char in found["prompt"]):
+            problems.append(f"--prompts {path}, line {number}: half a surrogate pair is no text: {line[:60]!r}")
         else:
             given.append(found["prompt"])
     return tuple(given), problems

@@ -10,8 +10,9 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from shardwright.cli.common import columns, console, visible
+from shardwright.cli.common import columns, console
 from shardwright.cli.followed import MOST_RANKS, Followed
+from shardwright.console import visible
 from shardwright.report.words import layout_in_words, model_in_words
 from shardwright.run_folder import Evaluated, Event, Logged, Saved, checkpoint_name, step_of
 from shardwright.units import format_bytes, format_count, format_seconds, percent

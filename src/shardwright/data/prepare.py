@@ -28,7 +28,7 @@ from shardwright.data.shards import MANIFEST, TOKENIZER, Manifest
 from shardwright.data.sources import HUB, Document, EncodingErrors, Meter, documents, source_files
 from shardwright.data.tokenizer import TextTokenizer, all_cores, load_tokenizer, train_bpe
 from shardwright.data.writer import SplitWriter
-from shardwright.errors import DataError
+from shardwright.errors import DataError, without_secrets
 from shardwright.files import new_folder
 from shardwright.remote import REMOTE
 from shardwright.units import MiB
@@ -189,7 +189,7 @@ def prepare(
             source=corpus.described(meter) | _plain_markers(loaded, chat),
             options={"validation": validation, "seed": seed, "shard_tokens": shard_tokens},
         )
-        (folder / MANIFEST).write_bytes(manifest.model_dump_json(indent=2).encode() + b"\n")
+        (folder / MANIFEST).write_bytes(without_secrets(manifest.model_dump_json(indent=2)).encode() + b"\n")
     return manifest
 
 

@@ -82,7 +82,7 @@ class Headline:
         rows = [("steps", f"{self.steps:,}", planned), ("tokens", format_count(self.tokens), "")]
         first, last = self.first_validation_loss, self.validation_loss
         if last is not None:
-            fell = f"; from {first:.4f}, {last / first:.0%} of it" if first is not None else ""
+            fell = f"; from {first:.4f}, {last / first:.0%} of it" if first else ""
             known = self.validation_perplexity
             perplexity = "no finite perplexity" if known is None else f"perplexity {known:,.4g}"
             rows.append(("validation loss", f"{last:.4f}", f"{perplexity}{fell}"))

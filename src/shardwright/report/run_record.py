@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from shardwright.config import RunConfig, load
-from shardwright.errors import InputError
+from shardwright.errors import InputError, without_secrets
 from shardwright.files import read_text
 from shardwright.report.timeline import PipelineRecord, read_pipeline
 from shardwright.report.words import layout_in_words
@@ -146,7 +146,7 @@ def read_run(run_dir: str | Path) -> RunRecord:
     return RunRecord(
         folder=folder,
         config=config,
-        run_file=read_text(folder / RUN_FILE),
+        run_file=without_secrets(read_text(folder / RUN_FILE)),
         train=tuple(record for record in records if isinstance(record, Logged)),
         validation=tuple(record for record in records if isinstance(record, Evaluated)),
         starts=tuple(record for record in records if isinstance(record, Started)),

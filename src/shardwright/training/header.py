@@ -11,7 +11,7 @@ import torch
 import shardwright
 from shardwright.config import RunConfig, as_toml, flat, load, resolved_toml
 from shardwright.data.mixture import MixtureOrder
-from shardwright.errors import CheckpointError, InputError
+from shardwright.errors import CheckpointError, InputError, without_secrets
 from shardwright.files import parse_toml, read_text, reason
 from shardwright.report.words import batch_in_words, layout_in_words, learning_rate_in_words, model_in_words
 from shardwright.run_folder import Started, now
@@ -133,11 +133,11 @@ def _said(value: Any) -> str:
 
 
 def kept_run_file(config: RunConfig) -> str:
-    """The resolved run file that is written to `out` and into checkpoints.
+    """The resolved run file that is written to `out` and into checkpoints, with secrets in URLs masked.
 
     A run that was started with --resume does not pass that on: who trains from the file asks for it anew.
     """
     if config.checkpoint.resume == "auto":
         checkpoint = config.checkpoint.model_copy(update={"resume": "no"})
         config = config.model_copy(update={"checkpoint": checkpoint})
-    return resolved_toml(config, absolute=True)
+    return without_secrets(resolved_toml(config, absolute=True))

@@ -14,6 +14,7 @@ from types import FrameType
 
 from shardwright import forks, processes
 from shardwright.config import RunConfig, resolved_toml
+from shardwright.console import visible
 from shardwright.errors import CopiesError, WorkerError
 from shardwright.files import open_regular, parse_json
 from shardwright.forks import Descriptor, fork
@@ -70,7 +71,7 @@ def launch(config: RunConfig, log_dir: Path, quiet: bool = False, max_restarts: 
                     raise
                 event = restarts.after(error, resumable(out, config.checkpoint.local))
             append_event(out, event)
-            print(event.text, file=sys.stderr, flush=True)
+            print(visible(event.text), file=sys.stderr, flush=True)
 
 
 def _run(

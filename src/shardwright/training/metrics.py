@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shardwright.config import RunConfig
-from shardwright.errors import InputError
+from shardwright.errors import InputError, without_secrets
 from shardwright.files import parse_json, write_whole
 from shardwright.run_folder import METRICS, TENSORBOARD, Record, whole_lines
 from shardwright.units import format_bytes, format_count, format_seconds
@@ -61,7 +61,7 @@ class JsonLines:
                 f"{self.path} was deleted while the run goes on, perhaps with its folder; the run ends, since nobody "
                 f"could read what it would write there"
             )
-        self._unwritten += json.dumps(record).encode() + b"\n"
+        self._unwritten += without_secrets(json.dumps(record)).encode() + b"\n"
         try:
             self._write()
         except OSError as error:

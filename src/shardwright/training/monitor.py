@@ -27,6 +27,7 @@ from types import FrameType
 import torch
 from torch import nn
 
+from shardwright.console import visible
 from shardwright.data.batches import READER
 from shardwright.layout import Layout
 from shardwright.parallel.point_to_point import Line, begun, waited_for
@@ -166,7 +167,7 @@ class Monitor:
             if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
                 message = {"message": told, "extraInfo": {"py_callstack": told, "timestamp": str(int(time.time()))}}
                 Path(path).write_text(json.dumps({"message": message}))
-            print(text, file=sys.stderr, flush=True)
+            print(visible(text), file=sys.stderr, flush=True)
         else:
             time.sleep(_LAST_S)
         os._exit(3)

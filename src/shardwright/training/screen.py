@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from typing import IO, Any, TypeVar, cast
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from shardwright.console import PlainConsole
 from shardwright.processes import leave_dead_terminal
 from shardwright.run_folder import Record
 from shardwright.training.metrics import line
@@ -52,7 +52,9 @@ class Screen(Progress):
             MofNCompleteColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[note]}"),
-            console=Console(file=cast(IO[str], _Stdout()), highlight=False, soft_wrap=True, emoji=False, quiet=silent),
+            console=PlainConsole(
+                file=cast(IO[str], _Stdout()), highlight=False, soft_wrap=True, emoji=False, quiet=silent
+            ),
             disable=silent or not sys.stdout.isatty(),
         )
         self.steps = steps

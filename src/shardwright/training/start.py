@@ -14,6 +14,7 @@ import torch
 from shardwright.config import RunConfig
 from shardwright.config.mixture import sources_of
 from shardwright.config.shrink import shrunk
+from shardwright.console import visible
 from shardwright.errors import (
     CheckpointError,
     CopiesError,
@@ -147,7 +148,7 @@ def _train(config: RunConfig, place: Place | None, quiet: bool, max_restarts: in
     if place is None and (world_size > 1 or max_restarts):
         config, said = settle(config, pick_device(config.device, Place()), ranks_here=world_size)
         if said and not quiet:
-            print(said, flush=True)
+            print(visible(said), flush=True)
         try:
             stopped = launch(config, out / LOGS, quiet, max_restarts)
         except (WorkerError, *FOUND_BY_ALL) as error:

@@ -1,0 +1,31 @@
+"""What is printed: text from any file is shown, and never obeyed by a terminal; secrets in URLs are masked."""
+
+import re
+from collections.abc import Iterable
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from shardwright.errors import without_secrets
+
+_NOT_SHOWN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters but tab and newline, overrides of the direction of text, halves of surrogate pairs."""
+
+
+def visible(text: str) -> str:
+    """Return a text from any file as it may be printed: control characters as `\\x1b`, overrides of the direction as
+    `\\u202e`, secrets in URLs as `***`."""
+    return _NOT_SHOWN.sub(_as_escape, without_secrets(text))
+
+
+def _as_escape(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+
+
+class PlainConsole(Console):
+    """A console that prints every text as `visible` shows it."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(visible(segment.text), segment.style)

@@ -1,0 +1,65 @@
+"""Proves that no text from a file is obeyed by a terminal, and that no secret of a URL is printed or written."""
+
+import io
+
+import pytest
+
+from shardwright.config import load
+from shardwright.console import PlainConsole, visible
+from shardwright.errors import InputError, WorkerError, without_secrets
+from shardwright.remote import file_system
+from shardwright.run_folder import Event, append_event
+from shardwright.training.header import kept_run_file
+
+URLS = (
+    "s3://KEY:SECRET@bucket/run",
+    "s3://KEY:SEC/RET+@bucket/run",
+    "s3://KEY:SEC@RET@bucket/run",
+    "https://SECRET@host/a",
+    "https://host/a?X-Amz-Signature=SECRET&b=1",
+    "https://host/a?b=1&access_token=SECRET",
+    "az://c/a?sv=1&sig=SECRET%3D",
+)
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_the_secrets_of_a_url_are_masked_in_errors_events_and_print(url, tmp_path):
+    append_event(tmp_path, Event("save", 1, f"copied to {url}, and on"))
+    said = [
+        without_secrets(f"{url!r} cannot be reached"),
+        str(InputError(f"{url}: no")),
+        InputError(url).problems[0],
+        str(WorkerError(url)),
+        visible(url),
+        (tmp_path / "events.jsonl").read_text(),
+    ]
+    for text in said:
+        assert "***" in text
+        assert not any(part in text for part in ("SECRET", "KEY", "RET"))
+    assert said[5].endswith("}\n")
+    for plain in ("s3://bucket/run", "https://host:80/a?step=1", "hf:a/b@c", "a@b"):
+        assert without_secrets(plain) == plain
+    with pytest.raises(ValueError, match="give the URL again"):
+        file_system(without_secrets(url))
+
+
+def test_the_run_file_that_a_run_keeps_has_no_secret(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(
+        'out = "out"\nsteps = 1\ndata = { path = "d" }\nbatch = { seq_len = 16, global_batch = 8 }\n'
+        'checkpoint = { durable = "s3://KEY:SECRET@bucket/run" }\n'
+    )
+    kept = kept_run_file(load(path))
+    assert 'durable = "s3://***@bucket/run"' in kept
+    path.write_text(kept)
+    assert load(path).checkpoint.durable == "s3://***@bucket/run"
+
+
+def test_control_characters_and_overrides_of_direction_are_shown():
+    out = io.StringIO()
+    text = "\x1b[31m\x07a\u202eb\u2066c\x9b\ud800\td\ne \u05d0"
+    PlainConsole(file=out, highlight=False, width=200).print(text, markup=False)
+    shown = "\\x1b[31m\\x07a\\u202eb\\u2066c\\x9b\\ud800\td\ne \u05d0"
+    assert visible(text) == shown
+    assert out.getvalue() == visible(out.getvalue()), "rich drops some of them itself"
+    assert "\\u202eb\\u2066c\\x9b\\ud800" in out.getvalue()
