@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from shardwright.cli.common import columns, console, print_table, say
 from shardwright.cost.job import Job
 from shardwright.planner.alternatives import Alternative
+from shardwright.planner.batches import NearBatch
 from shardwright.planner.headline import accelerator_hours, days, headline
 from shardwright.planner.interval import unmeasured
 from shardwright.planner.nearest import Remedy
@@ -12,6 +13,7 @@ from shardwright.planner.priced import Priced
 from shardwright.planner.search import Plan
 from shardwright.planner.warnings import of_job, warnings
 from shardwright.planner.words import (
+    ALIKE,
     also_fast,
     choices_in_words,
     chosen_because,
@@ -22,6 +24,7 @@ from shardwright.planner.words import (
     merged,
     verdict,
     why,
+    worth_a_row,
 )
 from shardwright.units import GiB, format_bytes, format_count, format_seconds
 
@@ -49,6 +52,7 @@ def print_plan(
     plan: Plan,
     whole: Plan,
     own: Alternative | None,
+    batches: Sequence[NearBatch],
     alternatives: Sequence[Alternative],
     margin: float,
     budget_tokens: float | None,
@@ -70,13 +74,18 @@ def print_plan(
         say(fewer_accelerators(plan, whole))
     if because := chosen_because(plan):
         say(because)
+    for each in batches:
+        say(
+            f"--global-batch {each.global_batch} takes {each.saved:.1%} less time for a token, with "
+            f"{each.plan.best[0].choice}"
+        )
     console.print()
     print_layout(taken, plan.limit_bytes, budget_tokens)
     if taken.choice != plan.best[0].choice:
         console.print(f"\n[bold]fastest[/]: {plan.best[0].choice}", soft_wrap=True)
         say(f"  {why(taken, Alternative('fastest', plan.best[0], None))}")
     if len(plan.best) > 1:
-        console.print(f"\n[bold]The fastest {len(plan.best)}[/]")
+        console.print(f"\n[bold]Of the fastest {len(plan.best)}[/]")
         _print_top(plan, taken)
     if equal := left_out(plan.best, plan.equals):
         say(equal)
@@ -221,7 +230,8 @@ def _print_top(plan: Plan, taken: Priced) -> None:
     """The fastest layouts, each with what it chooses otherwise than the recommended one."""
     table = columns("", "step s", "slower", "MFU", "GiB", "instead", left=0)
     table.columns[-1].justify, table.columns[-1].overflow = "left", "fold"
-    for number, each in enumerate(plan.best, 1):
+    rows = worth_a_row(plan.best, taken)
+    for number, each in rows:
         table.add_row(
             str(number),
             f"{each.step_s:.4g}",
@@ -231,6 +241,8 @@ def _print_top(plan: Plan, taken: Priced) -> None:
             difference(taken.choice, each.choice),
         )
     console.print(table)
+    if more := len(plan.best) - len(rows):
+        say(f"{more} more of them differ from one of these in one choice, and by less than {ALIKE:.0%}")
 
 
 def _print_alternatives(best: Priced, rows: Sequence[tuple[str, Alternative]], limit_bytes: float) -> None:
