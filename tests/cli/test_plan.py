@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ from typer.testing import CliRunner, Result
 
 from shardwright.cli.main import VERBS, app
 from shardwright.config import load
+from shardwright.cost.hardware import cluster
+from shardwright.cost.job import Job
+from shardwright.model.presets import PRESETS
+from shardwright.planner.batches import tried
 from shardwright.planner.choice import read
 from shardwright.planner.tie import complexity
 from tests.cli.imports import help_imports_nothing_heavy, runs_without
@@ -433,14 +438,18 @@ def test_a_model_is_given_by_a_few_sizes_and_written_with_them(tmp_path: Path):
 
 
 def test_a_batch_that_does_not_divide_has_better_ones_beside_it():
-    asked = ("--model", "gpt2", "--cluster", "h100:16", "--seq-len", 256, "--top", 1)
-    near = document(*asked, "--global-batch", 50)["near_batches"]
-    assert {each["global_batch"] for each in near} <= {48, 64}
+    asked = ("--model", "debug", "--cluster", "h100:4", "--seq-len", 128, "--top", 1, "--global-batch", 11)
+    near = document(*asked)["near_batches"]
+    assert {each["global_batch"] for each in near} <= {8, 12}
     assert near[0]["saved"] > 0.01
-    shown = plan(*asked, "--global-batch", 50).output
-    assert f"--global-batch {near[0]['global_batch']} takes {near[0]['saved']:.1%} less time for a token" in shown
-    for even in (48, 64, 8):
-        assert document(*asked, "--global-batch", even)["near_batches"] == []
+    said = f"--global-batch {near[0]['global_batch']} takes {near[0]['saved']:.1%} less time for a token"
+    assert said in plan(*asked).output
+
+
+def test_batches_that_divide_well_have_none_beside_them():
+    of = Job(model=PRESETS["debug"], cluster=cluster("h100:64"), seq_len=128, global_batch=100)
+    assert tried(of) == [128, 96]
+    assert [tried(replace(of, global_batch=even)) for even in (64, 128, 8, 1)] == [[]] * 4
 
 
 def test_what_is_written_is_run_dry_without_another_option(tmp_path: Path):

@@ -180,7 +180,7 @@ def _cluster_memory(text: str, hardware: Path | None, world_size: int) -> float:
     found = cluster(text if ":" in text else f"{text}:1/1", hardware)
     if ":" in text and found.size != world_size:
         raise InputError(
-            f"--cluster {text}: it has {found.size:,} accelerators, and the layout of the run file {world_size:,} ranks; "
-            f"valid: {text.partition(':')[0]}:{world_size}"
+            f"--cluster {text}: it has {found.size:,} accelerators, and the layout of the run file {world_size:,} "
+            f"ranks; valid: {text.partition(':')[0]}:{world_size}"
         )
     return found.accelerator.memory_bytes
