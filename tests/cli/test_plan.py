@@ -511,3 +511,10 @@ def test_a_plan_prints_as_a_table_and_shows_html_in_a_notebook():
     assert result.recommended is not None
     assert str(result.recommended.choice) in str(result).splitlines()[2]
     assert f"<td>{result.recommended.choice}</td>" in result._repr_html_()  # type: ignore[attr-defined]
+
+
+def test_the_memory_of_the_host_that_an_offload_needs_is_a_row():
+    """8 bytes of parameters and gradients and 8 of optimizer states, of 8.03 billion parameters on one node."""
+    asked = (*REAL, "--explain", "dp_shard=8,zero=3,recompute=full,offload_optimizer=cpu,offload_parameters=cpu")
+    assert document(*asked)["host_bytes_per_node"] == pytest.approx(16 * 8.03e9, rel=0.01)
+    assert "memory of the host: 120 GiB for each node of 8" in plan(*asked).output

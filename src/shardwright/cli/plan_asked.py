@@ -252,9 +252,7 @@ def changed_cluster(text: str, options: Options, link: str | None, network: str 
                 found, inside=cluster(f"{link}:{found.node_size}/{found.node_size}", options.hardware).inside
             )
     except InputError as error:
-        raise InputError(
-            f"--link {link}: it is named by an accelerator that has it, such as h100-pcie; {error}"
-        ) from None
+        raise InputError(f"--link {link}: name an accelerator that has the link, such as h100-pcie; {error}") from None
     try:
         if network is not None:
             found = found.on(network, options.hardware)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from shardwright.cli.common import columns, console, print_table, say
+from shardwright.cost.host import node_host_bytes
 from shardwright.cost.job import Job
 from shardwright.planner.alternatives import Alternative
 from shardwright.planner.batches import NearBatch
@@ -131,6 +132,8 @@ def print_layout(priced: Priced, limit_bytes: float, budget_tokens: float | None
     _print_time(priced)
     console.print()
     _print_memory(priced, limit_bytes)
+    if on_host := node_host_bytes(priced.job, priced.layout, priced.micro_batch):
+        say(f"memory of the host: {format_bytes(on_host)} for each node of {priced.job.cluster.node_size}, by the plan")
     _print_warnings(warnings(priced))
 
 
