@@ -157,3 +157,10 @@ def test_other_methods_take_all_of_cp(method: str, degrees: tuple[int, int]):
 def test_choices_that_cannot_be_are_refused(choices: dict, complaint: str):
     with pytest.raises(LayoutError, match=re.escape(complaint)):
         Layout(**choices)
+
+
+@pytest.mark.parametrize(("name", "meant"), [("tpp", "'tp'"), ("vpp", "'virtual_stages'"), ("zero_stage", "'zero'")])
+def test_a_name_that_is_no_key_is_refused_with_the_nearest(name: str, meant: str):
+    for refused in (lambda: Layout(**{name: 2}), lambda: Layout(tp=2).changed(**{name: 2})):
+        with pytest.raises(LayoutError, match=f"layout.{name}: there is no such key; did you mean {meant}"):
+            refused()

@@ -20,14 +20,14 @@ innermost axes are folded into two:
 | `ep`           | the experts                                                                  |
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import gcd, prod
 from typing import Any
 
 from shardwright import compression
 from shardwright.box import DENSE_AXES, NumberedRanks
-from shardwright.errors import LayoutError
+from shardwright.errors import LayoutError, nearest
 from shardwright.keys import MOST_RANKS, written
 from shardwright.layout_keys import KEYS, LayoutKeys
 from shardwright.schedule import build
@@ -42,6 +42,10 @@ class Layout(LayoutKeys, NumberedRanks):
 
     Raises LayoutError, with every problem at once, for a layout that cannot exist on any world.
     """
+
+    def __new__(cls, *_: Any, **values: Any) -> "Layout":
+        _check_names(values)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name, key in KEYS.items():
@@ -146,6 +150,7 @@ class Layout(LayoutKeys, NumberedRanks):
 
         Raises LayoutError where the changes themselves do not fit.
         """
+        _check_names(changes)
         if changes.get("pp_schedule", self.pp_schedule) != self.pp_schedule:
             changes = {"virtual_stages": None, "stage_layers": None} | changes
         wanted = {name: changes.get(name, getattr(self, name)) for name in KEYS}
@@ -254,3 +259,9 @@ def accumulation(global_batch: int, micro_batch: int, data_ranks: int) -> int:
 
 def _divisors(n: int) -> str:
     return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+
+
+def _check_names(values: Mapping[str, Any]) -> None:
+    """Raises LayoutError for a name that is no key of the layout, with the nearest one."""
+    if unknown := [name for name in values if name not in KEYS]:
+        raise LayoutError(*(f"layout.{name}: there is no such key; {nearest(name, KEYS)}" for name in unknown))

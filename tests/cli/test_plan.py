@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ from typer.testing import CliRunner, Result
 
 from shardwright.cli.main import VERBS, app
 from shardwright.config import load
+from shardwright.cost.hardware import cluster
+from shardwright.cost.job import Job
+from shardwright.model.presets import PRESETS
+from shardwright.planner.batches import tried
 from shardwright.planner.choice import read
 from shardwright.planner.tie import complexity
 from tests.cli.imports import help_imports_nothing_heavy, runs_without
@@ -53,7 +58,7 @@ def test_the_best_layout_is_told_with_memory_time_and_what_others_lose():
         "activations",
         "peak",
         "limit",
-        "The fastest 10",
+        "Of the fastest 10",
         "another tp",
         "also with zero=3",
         "does not fit",
@@ -430,3 +435,86 @@ def test_a_model_is_given_by_a_few_sizes_and_written_with_them(tmp_path: Path):
     assert (spec.n_layers, spec.head_dim, spec.n_kv_heads, spec.max_seq_len) == (24, 128, 16, 4096)
     layer = 2048 * (4 * 2048 + 3 * 5632) + 2 * 2048
     assert spec.n_parameters == 2 * 32000 * 2048 + 24 * layer + 2048
+
+
+def test_a_batch_that_does_not_divide_has_better_ones_beside_it():
+    asked = ("--model", "debug", "--cluster", "h100:4", "--seq-len", 128, "--top", 1, "--global-batch", 11)
+    near = document(*asked)["near_batches"]
+    assert {each["global_batch"] for each in near} <= {8, 12}
+    assert near[0]["saved"] > 0.01
+    said = f"--global-batch {near[0]['global_batch']} takes {near[0]['saved']:.1%} less time for a token"
+    assert said in plan(*asked).output
+
+
+def test_batches_that_divide_well_have_none_beside_them():
+    of = Job(model=PRESETS["debug"], cluster=cluster("h100:64"), seq_len=128, global_batch=100)
+    assert tried(of) == [128, 96]
+    assert [tried(replace(of, global_batch=even)) for even in (64, 128, 8, 1)] == [[]] * 4
+
+
+def test_what_is_written_is_run_dry_without_another_option(tmp_path: Path):
+    path = tmp_path / "run.toml"
+    assert plan(*TINY, "--write", path).exit_code == 0
+    assert load(path).memory_gib == pytest.approx(79.1)
+    result = CliRunner().invoke(app, ["dryrun", str(path), "--json"])
+    assert result.exit_code == 0, result.output
+    assert CliRunner().invoke(app, ["dryrun", str(path), "--json", "--cluster", "h100:2"]).exit_code == 0
+
+
+def test_a_published_config_in_fp8_is_planned_and_its_sizes_are_written(tmp_path: Path):
+    config = tmp_path / "config.json"
+    sizes = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 128, "vocab_size": 512,
+        "max_position_embeddings": 256, "hidden_act": "silu", "rms_norm_eps": 1e-3,
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    }  # fmt: skip
+    config.write_text(json.dumps(sizes))
+    asked = ("--model", config, "--cluster", "h100:2", "--global-batch", 8, "--seq-len", 128)
+    told = document(*asked, "--write", tmp_path / "run.toml")
+    assert load(tmp_path / "run.toml").model.spec().n_parameters == told["parameters"]
+    served = [
+        "plan",
+        "serve",
+        "--model",
+        config,
+        "--cluster",
+        "h100:1",
+        "--input-len",
+        64,
+        "--output-len",
+        64,
+        "--json",
+    ]
+    assert CliRunner().invoke(app, list(map(str, served))).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--model", "nothere.json"), "--model nothere.json: no such file or folder"),
+        (("--model", "./nowhere"), "--model ./nowhere: no such file or folder"),
+        (("--link", "warp"), "--link warp: name an accelerator that has the link"),
+        (("--network", "warp"), "--network warp: network 'warp' is not known"),
+    ],
+)
+def test_what_is_missing_is_named_by_its_option(given: tuple[str, str], said: str):
+    result = plan(*TINY, *given)
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+def test_a_plan_prints_as_a_table_and_shows_html_in_a_notebook():
+    from shardwright import plan as python_plan
+
+    result = python_plan("debug", "h100:2", global_batch=16, seq_len=128, top=3, prefer="fastest")
+    assert result.recommended is not None
+    assert str(result.recommended.choice) in str(result).splitlines()[2]
+    assert f"<td>{result.recommended.choice}</td>" in result._repr_html_()  # type: ignore[attr-defined]
+
+
+def test_the_memory_of_the_host_that_an_offload_needs_is_a_row():
+    """8 bytes of parameters and gradients and 8 of optimizer states, of 8.03 billion parameters on one node."""
+    asked = (*REAL, "--explain", "dp_shard=8,zero=3,recompute=full,offload_optimizer=cpu,offload_parameters=cpu")
+    assert document(*asked)["host_bytes_per_node"] == pytest.approx(16 * 8.03e9, rel=0.01)
+    assert "memory of the host: 120 GiB for each node of 8" in plan(*asked).output

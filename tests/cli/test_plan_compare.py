@@ -32,7 +32,7 @@ def test_links_and_networks_are_those_of_the_options_without_a_comparison_too():
     [
         (("--compare", "link=h101"), "--compare cluster 'h101' is not known; did you mean"),
         (("--compare", "wire=h100"), "--compare wire=h100: there is no wire to change; "),
-        (("--compare", "h200:7"), "--compare cluster 'h200:7': 7 accelerators are less than a node of 8"),
+        (("--compare", "h200:12"), "--compare cluster 'h200:12': 12 accelerators do not fill nodes of 8"),
         (("--compare", "a100:16", "--precision", "fp8"), "--compare a100:16: --precision fp8: the peak of a100"),
         (("--network", "infinband"), "network 'infinband' is not known; did you mean 'infiniband'"),
         (("--compare", "h200:16", "--html", "x.html"), "--compare prints a line for each cluster; leave out --html"),

@@ -115,10 +115,9 @@ def test_a_rack_of_72_is_one_domain_of_nvlink_of_which_a_run_fills_as_few_as_hol
     assert (found.nodes, found.node_size) == (domains, count // domains)
 
 
-def test_a_cluster_smaller_than_a_node_is_refused_until_the_node_is_named():
-    with pytest.raises(InputError, match=r"2 accelerators are less than a node of 8; .* h100:2/2"):
-        cluster("h100:2")
-    found = cluster("h100:2/2")
+@pytest.mark.parametrize("text", ["h100:2", "h100:2/2"])
+def test_fewer_accelerators_than_a_usual_node_has_are_a_part_of_one_node(text: str):
+    found = cluster(text)
     assert (found.size, found.node_size, found.nodes) == (2, 2, 1)
     assert found.across == cluster("h100:64").across
 

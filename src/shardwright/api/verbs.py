@@ -71,6 +71,7 @@ def plan(
     from shardwright.planner.fixed import fixed_values
     from shardwright.planner.search import search
     from shardwright.planner.tie import PREFERENCES
+    from shardwright.report.plan_table import PlanTable
 
     job = Job(
         model=resolve(model) if isinstance(model, str) else model,
@@ -85,7 +86,8 @@ def plan(
         raise InputError(f"prefer={prefer!r}: not a preference; {nearest(prefer, PREFERENCES)}")
     fixed = None if fix is None else fixed_values(fix)
     result = search(on_machine(job), memory_margin=memory_margin, top=top, fixed=fixed, prefer=prefer)
-    return cheapest(result, memory_margin=memory_margin, top=top) if prefer == "cheapest" else result
+    result = cheapest(result, memory_margin=memory_margin, top=top) if prefer == "cheapest" else result
+    return PlanTable(**vars(result))
 
 
 def verify(

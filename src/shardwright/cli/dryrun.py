@@ -38,8 +38,15 @@ class Options:
         str | None,
         typer.Option(metavar="SIZE", help="memory of a rank's device, such as 80GiB; or name an accelerator"),
     ] = None
-    accelerator: Annotated[
-        str | None, typer.Option(metavar="NAME", help="an accelerator that `plan` knows, such as h100, for its memory")
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME[:COUNT]",
+            help="the cluster as for `plan`, such as h100:64, or h100, for its accelerator's memory",
+        ),
+    ] = None
+    hardware: Annotated[
+        Path | None, typer.Option(metavar="FILE.toml", help="your accelerators, networks and clusters")
     ] = None
     count_as: Annotated[
         str,
@@ -73,7 +80,7 @@ def dryrun(options: Options) -> None:
     and the collectives and messages by axis. With --ranks all, ranks of every kind are run, and whether they agree on
     their messages is checked: where they do not, the cluster would hang.
 
-    shardwright dryrun examples/llama-3.1-8b.toml --accelerator h100
+    shardwright dryrun examples/llama-3.1-8b.toml --cluster h100
 
     shardwright dryrun examples/llama-3.1-8b.toml --ranks all --device-memory 80GiB
 
@@ -139,28 +146,41 @@ def _problems(options: Options) -> list[str]:
         wrong.append(f"--ranks {options.ranks}: valid: {ALL}; a single one is given by --rank")
     if options.ranks is not None and options.rank is not None:
         wrong.append(f"--rank {options.rank} and --ranks {options.ranks}: leave one out")
-    if options.device_memory is not None and options.accelerator is not None:
-        wrong.append("--device-memory and --accelerator both say how much memory there is; leave one out")
+    if options.device_memory is not None and options.cluster is not None:
+        wrong.append("--device-memory and --cluster both say how much memory there is; leave one out")
     return wrong
 
 
 def _how(config: "RunConfig", options: Options) -> "How":
     """Raises InputError where nothing says how much memory the device of a rank has."""
-    from shardwright.cost.hardware import accelerator
     from shardwright.dry_run.run import how_of
     from shardwright.units import GiB
 
     memory: str | float
     if options.device_memory is not None:
         memory = options.device_memory
-    elif options.accelerator is not None:
-        memory = accelerator(options.accelerator).memory_bytes
+    elif options.cluster is not None:
+        memory = _cluster_memory(options.cluster, options.hardware, config.layout.layout().world_size)
     elif config.memory_gib is not None:
         memory = config.memory_gib * GiB
     else:
         raise InputError(
-            "the memory of a rank's device is not known; give --device-memory 80GiB, --accelerator h100, or memory_gib "
-            "in the run file"
+            "the memory of a rank's device is not known; give --device-memory 80GiB, --cluster h100, or memory_gib in "
+            "the run file"
         )
     history = options.trace is not None or options.snapshot is not None
     return how_of(memory, options.count_as, options.steps, options.imbalance, history)
+
+
+def _cluster_memory(text: str, hardware: Path | None, world_size: int) -> float:
+    """The bytes of one accelerator of a cluster. Raises InputError for one that is not known, or has another number of
+    accelerators than the layout has ranks."""
+    from shardwright.cost.hardware import cluster
+
+    found = cluster(text if ":" in text else f"{text}:1/1", hardware)
+    if ":" in text and found.size != world_size:
+        raise InputError(
+            f"--cluster {text}: it has {found.size:,} accelerators, and the layout of the run file {world_size:,} "
+            f"ranks; valid: {text.partition(':')[0]}:{world_size}"
+        )
+    return found.accelerator.memory_bytes

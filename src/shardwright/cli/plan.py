@@ -81,24 +81,33 @@ def _search(asked: Asked, options: Options) -> None:
     from shardwright.cli import plan_text
     from shardwright.control_groups import usable_cores
     from shardwright.planner.alternatives import runners_up, well_known
+    from shardwright.planner.batches import near_batches
     from shardwright.planner.document import plan_document
     from shardwright.planner.nearest import remedies
     from shardwright.planner.search import search
 
-    kept = {"memory_margin": options.memory_margin, "top": options.top, "processes": usable_cores()}
+    margin, processes = options.memory_margin, usable_cores()
     with error_console.status("evaluating every layout") as status:
         started = time.perf_counter()
-        whole = result = search(asked.job, fixed=asked.fixed, prefer=options.prefer, **kept)
+        whole = result = search(
+            asked.job,
+            memory_margin=margin,
+            top=options.top,
+            fixed=asked.fixed,
+            processes=processes,
+            prefer=options.prefer,
+        )
         if options.prefer == "cheapest":
             from shardwright.planner.cheapest import cheapest
 
             status.update("evaluating every layout of parts of the cluster")
-            result = cheapest(whole, **kept)
+            result = cheapest(whole, memory_margin=margin, top=options.top, processes=processes)
         took_s = time.perf_counter() - started
         status.update("looking at others")
         taken = result.recommended
         own = None if taken is None else _own(asked, result)
         others = [] if taken is None else [*runners_up(result), *well_known(result)]
+        batches = near_batches(result, margin, processes)
         instead = [] if taken is not None else remedies(asked.job, options.memory_margin, asked.fixed)
     # Whoever reads may stop reading (`| head`), so files are written before anything is printed.
     if taken is not None:
@@ -108,11 +117,13 @@ def _search(asked: Asked, options: Options) -> None:
 
             write_page(result, asked.name, own, others, options.budget_tokens, options.html)
     if options.json:
-        print_json(plan_document(result, asked.name, own, others, instead, options.budget_tokens))
+        near = [{"global_batch": each.global_batch, "saved": each.saved} for each in batches]
+        document = plan_document(result, asked.name, own, others, instead, options.budget_tokens)
+        print_json(document | {"near_batches": near})
     else:
         plan_text.print_job(result.job, asked.name)
         if taken is not None:
-            plan_text.print_plan(result, whole, own, others, options.memory_margin, options.budget_tokens, took_s)
+            plan_text.print_plan(result, whole, own, batches, others, margin, options.budget_tokens, took_s)
         else:
             plan_text.print_nothing_fits(result, options.memory_margin, instead)
     if taken is None:

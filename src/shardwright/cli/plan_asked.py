@@ -241,13 +241,22 @@ def _choice_of_file(path: str, config: "RunConfig | None", job: "Job", options: 
 def changed_cluster(text: str, options: Options, link: str | None, network: str | None) -> "Cluster":
     """A cluster, with the links of another accelerator and another network if they are given, and a name that says so.
     Raises InputError for what is in no file."""
-    from shardwright.cost.hardware import cluster
+    from shardwright.cost.hardware import accelerator, cluster
 
     found = cluster(text, options.hardware)
-    if link is not None:
-        found = replace(found, inside=cluster(f"{link}:{found.node_size}/{found.node_size}", options.hardware).inside)
-    if network is not None:
-        found = found.on(network, options.hardware)
+    try:
+        if link is not None:
+            accelerator(link, options.hardware)
+            found = replace(
+                found, inside=cluster(f"{link}:{found.node_size}/{found.node_size}", options.hardware).inside
+            )
+    except InputError as error:
+        raise InputError(f"--link {link}: name an accelerator that has the link, such as h100-pcie; {error}") from None
+    try:
+        if network is not None:
+            found = found.on(network, options.hardware)
+    except InputError as error:
+        raise InputError(f"--network {network}: {error}") from None
     changes = [f"{name}={value}" for name, value in (("link", link), ("network", network)) if value is not None]
     return replace(found, name=", ".join([found.name, *changes]))
 

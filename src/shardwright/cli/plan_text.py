@@ -3,8 +3,10 @@
 from collections.abc import Iterable, Sequence
 
 from shardwright.cli.common import columns, console, print_table, say
+from shardwright.cost.host import node_host_bytes
 from shardwright.cost.job import Job
 from shardwright.planner.alternatives import Alternative
+from shardwright.planner.batches import NearBatch
 from shardwright.planner.headline import accelerator_hours, days, headline
 from shardwright.planner.interval import unmeasured
 from shardwright.planner.nearest import Remedy
@@ -12,6 +14,7 @@ from shardwright.planner.priced import Priced
 from shardwright.planner.search import Plan
 from shardwright.planner.warnings import of_job, warnings
 from shardwright.planner.words import (
+    ALIKE,
     also_fast,
     choices_in_words,
     chosen_because,
@@ -22,6 +25,7 @@ from shardwright.planner.words import (
     merged,
     verdict,
     why,
+    worth_a_row,
 )
 from shardwright.units import GiB, format_bytes, format_count, format_seconds
 
@@ -49,6 +53,7 @@ def print_plan(
     plan: Plan,
     whole: Plan,
     own: Alternative | None,
+    batches: Sequence[NearBatch],
     alternatives: Sequence[Alternative],
     margin: float,
     budget_tokens: float | None,
@@ -70,13 +75,18 @@ def print_plan(
         say(fewer_accelerators(plan, whole))
     if because := chosen_because(plan):
         say(because)
+    for each in batches:
+        say(
+            f"--global-batch {each.global_batch} takes {each.saved:.1%} less time for a token, with "
+            f"{each.plan.best[0].choice}"
+        )
     console.print()
     print_layout(taken, plan.limit_bytes, budget_tokens)
     if taken.choice != plan.best[0].choice:
         console.print(f"\n[bold]fastest[/]: {plan.best[0].choice}", soft_wrap=True)
         say(f"  {why(taken, Alternative('fastest', plan.best[0], None))}")
     if len(plan.best) > 1:
-        console.print(f"\n[bold]The fastest {len(plan.best)}[/]")
+        console.print(f"\n[bold]Of the fastest {len(plan.best)}[/]")
         _print_top(plan, taken)
     if equal := left_out(plan.best, plan.equals):
         say(equal)
@@ -122,6 +132,8 @@ def print_layout(priced: Priced, limit_bytes: float, budget_tokens: float | None
     _print_time(priced)
     console.print()
     _print_memory(priced, limit_bytes)
+    if on_host := node_host_bytes(priced.job, priced.layout, priced.micro_batch):
+        say(f"memory of the host: {format_bytes(on_host)} for each node of {priced.job.cluster.node_size}, by the plan")
     _print_warnings(warnings(priced))
 
 
@@ -221,7 +233,8 @@ def _print_top(plan: Plan, taken: Priced) -> None:
     """The fastest layouts, each with what it chooses otherwise than the recommended one."""
     table = columns("", "step s", "slower", "MFU", "GiB", "instead", left=0)
     table.columns[-1].justify, table.columns[-1].overflow = "left", "fold"
-    for number, each in enumerate(plan.best, 1):
+    rows = worth_a_row(plan.best, taken)
+    for number, each in rows:
         table.add_row(
             str(number),
             f"{each.step_s:.4g}",
@@ -231,6 +244,8 @@ def _print_top(plan: Plan, taken: Priced) -> None:
             difference(taken.choice, each.choice),
         )
     console.print(table)
+    if more := len(plan.best) - len(rows):
+        say(f"{more} more of them differ from one of these in one choice, and by less than {ALIKE:.0%}")
 
 
 def _print_alternatives(best: Priced, rows: Sequence[tuple[str, Alternative]], limit_bytes: float) -> None:

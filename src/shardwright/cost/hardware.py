@@ -146,8 +146,8 @@ def cluster(text: str, extra: str | Path | None = None) -> Cluster:
     """A cluster from `NAME:COUNT`, `NAME:COUNT/NODE_SIZE` or `NAME:COUNT@GBIT_PER_S_PER_NODE`, or both, where NAME is
     an accelerator's or a cluster's.
 
-    Raises InputError for another form, an unknown name, a count smaller than a node, or one that does not fill its
-    nodes.
+    Fewer accelerators than a usual node has are a part of one node. Raises InputError for another form, an unknown
+    name, or a count that does not fill its nodes.
     """
     known = known_tables(extra)
     form = re.fullmatch(r"(.+?):(\d+)(?:/(\d+))?(?:@(\d+(?:\.\d+)?)(?:g\w*(?:/s)?)?)?", text.replace(" ", ""), re.I)
@@ -159,6 +159,8 @@ def cluster(text: str, extra: str | Path | None = None) -> Cluster:
     node_size = int(form[3] or table.node_size)
     if form[3] is None and isinstance(table, AcceleratorTable) and table.part_of_node and size:
         node_size = evenly(size, node_size)
+    if form[3] is None:  # fewer than a whole node has: a part of one node
+        node_size = min(node_size, max(size, 1))
     if node_size < 1 or not 1 <= size <= LARGEST:
         raise InputError(f"cluster {text!r}: a cluster has 1 to {LARGEST:,} accelerators, and a node 1 or more")
     if form[4] and not 0 < float(form[4]) < 1e6:
@@ -171,11 +173,6 @@ def cluster(text: str, extra: str | Path | None = None) -> Cluster:
         gbit_per_s = table.gbit_per_s
     if form[4]:
         gbit_per_s = float(form[4]) / node_size
-    if size < node_size:
-        raise InputError(
-            f"cluster {text!r}: {size} accelerators are less than a node of {node_size}; valid: {node_size} and its "
-            f"multiples, or name the node you have: {named}:{size}/{size}"
-        )
     if size % node_size:
         below = size - size % node_size
         raise InputError(

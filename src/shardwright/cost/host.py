@@ -28,3 +28,9 @@ def host_bytes(job: Job, layout: Layout, micro_batch: int, pp_rank: int) -> dict
         on_device = memory.of(job, Candidates.of(layout.changed(offload_activations="none"), micro_batch)).kinds
         found["activations"] = float((on_device["activations"] + on_device["experts"])[0, pp_rank])
     return found
+
+
+def node_host_bytes(job: Job, layout: Layout, micro_batch: int) -> float:
+    """What the ranks of a node keep in the memory of the host, at most: that of the fullest rank, times ranks a node."""
+    per_rank = [sum(host_bytes(job, layout, micro_batch, rank).values()) for rank in range(layout.pp)]
+    return max(per_rank) * job.cluster.node_size

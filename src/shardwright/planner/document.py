@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from shardwright.cost.host import node_host_bytes
 from shardwright.cost.job import Job
 from shardwright.planner.alternatives import Alternative, reasons, savings
 from shardwright.planner.headline import accelerator_hours, days, headline
@@ -42,6 +43,7 @@ def layout_document(priced: Priced, limit_bytes: float, budget_tokens: float | N
         "peak_bytes": priced.peak_bytes,
         "fits": priced.peak_bytes <= limit_bytes,
         "memory_by_kind_bytes": {kind: np.asarray(held)[0].tolist() for kind, held in priced.memory.kinds.items()},
+        "host_bytes_per_node": node_host_bytes(priced.job, priced.layout, priced.micro_batch),
         "warnings": warnings(priced),
     }
     if budget_tokens is not None:

@@ -14,9 +14,28 @@ from shardwright.planner.search import Plan
 from shardwright.planner.tie import MODEL_AXES, difference_error, leaves_nodes, ties
 from shardwright.units import format_bytes, format_seconds
 
+OFF = (None, "none", 0, False)
+"""Values of keys that switch nothing on, and have no row."""
+ALIKE = 0.01
+"""Share of a step by which a layout that differs in one choice is not worth a row of its own."""
+
+
+def worth_a_row(best: Sequence[Priced], taken: Priced) -> list[tuple[int, Priced]]:
+    """The fastest layouts with their numbers, without those that differ in one choice from one that is listed and take
+    as long within `ALIKE`; the recommended one stays."""
+    rows: list[tuple[int, Priced]] = []
+    for number, each in enumerate(best, 1):
+        alike = (
+            abs(each.step_s / other.step_s - 1) < ALIKE and len(differing(each.choice, other.choice)) == 1
+            for _, other in rows
+        )
+        if each.choice == taken.choice or not any(alike):
+            rows.append((number, each))
+    return rows
+
 
 def choices_in_words(job: Job, choice: Choice) -> list[tuple[str, str, str]]:
-    """Each key that is used, with its value and what it means for this job."""
+    """Each key that is used and switched on, with its value and what it means for this job."""
     layout = choice.layout
     experts = job.model.moe.n_experts if job.model.moe else 0
     sizes = Sizes(job.model.n_layers, experts, job.seq_len, job.cluster.node_size)
@@ -24,7 +43,7 @@ def choices_in_words(job: Job, choice: Choice) -> list[tuple[str, str, str]]:
     rows = [
         (name, written(value), KEYS[name].words(layout, sizes))
         for name, value in values.items()
-        if value is not None and KEYS[name].used(layout)
+        if value not in OFF and KEYS[name].used(layout)
     ]
     m = accumulation(job.global_batch, choice.micro_batch, layout.data_ranks)
     batch = f"{_count(layout.data_ranks, 'data rank')} x {_count(m, 'micro-batch')} x {choice.micro_batch}"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwright.files import write_whole
 from shardwright.report.frame import document, facts, picture
-from shardwright.report.style import rendered
+from shardwright.report.style import plain_log_ticks, rendered
 from shardwright.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -107,6 +107,7 @@ def _svg(lines: Sequence[Line], title: str) -> str:
             ax.plot(x, y, "o-", ms=3, lw=1, color=COLOURS[at % len(COLOURS)], label=name)
         ax.set_xscale("log")
         ax.set_yscale("log")
+        plain_log_ticks(ax)
         ax.grid(True, which="major", lw=0.4)
         figure.legend(*ax.get_legend_handles_labels(), loc="upper left", bbox_to_anchor=(0.81, 0.9))
         figure.text(0.02, 0.98, title, va="top", fontsize=10.5, fontweight="bold")

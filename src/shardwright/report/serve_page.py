@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardwright.files import write_whole
 from shardwright.report.frame import document, facts, picture, table
-from shardwright.report.style import COLOURS, rendered
+from shardwright.report.style import COLOURS, plain_log_ticks, rendered
 from shardwright.serving.search import PERCENTILE, Found, Option, Plan, Task
 from shardwright.serving.words import SIMULATED, reasons, simulated_cells
 from shardwright.units import format_count, format_seconds
@@ -135,3 +135,4 @@ def _points(ax: "Axes", options: list[Option], pareto: list[Option]) -> None:
         )
     ax.set_xscale("log")
     ax.set_yscale("log")
+    plain_log_ticks(ax)

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from shardwright.schedule.draw import IDLE, INK, PAPER, QUIET
+from shardwright.units import format_count
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # After Okabe and Ito, whose colours are told apart under every common kind of colour blindness. The page gives
@@ -96,3 +98,14 @@ def rendered(
         metadata = {"Date": None} if kind == "svg" else None
         figure.savefig(content, format=kind, dpi=200, transparent=transparent, metadata=metadata)
     return content.getvalue()
+
+
+def plain_log_ticks(ax: "Axes") -> None:
+    """Write the ticks of two logarithmic axes as numbers, 1, 2, 5, 10, ...; matplotlib's own labels are formulas, which
+    are not set here (`text.parse_math`)."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: format_count(float(value))))
+        axis.set_minor_formatter(NullFormatter())

@@ -1,0 +1,63 @@
+"""Batches near the one that was asked for, of which the accelerators of a cluster take equal parts."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from shardwright.cost.job import Job
+from shardwright.errors import LayoutError
+from shardwright.planner.search import Plan, search
+from shardwright.planner.space import divisors
+
+WITHIN = 0.3
+"""Share of the batch by which a near one may differ."""
+MOST = 2
+"""Batches that are tried, as each takes a search."""
+WORTH = 0.01
+"""Share of the time of a token that another batch has to save."""
+
+
+@dataclass(frozen=True)
+class NearBatch:
+    """Another batch, its plan, and the share of the time of a token that it saves."""
+
+    global_batch: int
+    plan: Plan
+    saved: float
+
+
+def near_batches(plan: Plan, memory_margin: float, processes: int = 1) -> list[NearBatch]:
+    """The near batches that take less time for a token, the best first; none where the batch divides well."""
+    taken = plan.recommended
+    if taken is None:
+        return []
+    found = []
+    for global_batch in tried(plan.job):
+        job = replace(plan.job, global_batch=global_batch)
+        try:
+            other = search(
+                job, memory_margin=memory_margin, top=1, fixed=plan.fixed, processes=processes, prefer="fastest"
+            )
+        except LayoutError:
+            continue
+        if other.recommended is not None:
+            saved = 1 - other.recommended.step_s / job.tokens * plan.job.tokens / plan.best[0].step_s
+            found.append(NearBatch(global_batch, other, saved))
+    return sorted((each for each in found if each.saved > WORTH), key=lambda each: -each.saved)
+
+
+def tried(job: Job) -> list[int]:
+    """The nearest batches that more accelerators than now could share equally, those of most accelerators first; none
+    where the batch is a multiple of the accelerators, or the accelerators of the batch."""
+    size, batch = job.cluster.size, job.global_batch
+    if batch % size == 0 or size % batch == 0:
+        return []
+    found = dict.fromkeys(each for each in _multiples(size, batch) if abs(each - batch) <= WITHIN * batch)
+    return list(found)[:MOST]
+
+
+def _multiples(size: int, batch: int) -> Iterator[int]:
+    for part in reversed(divisors(size)):
+        if batch % part == 0:
+            return
+        below = batch // part * part
+        yield from sorted((each for each in (below, below + part) if each), key=lambda each: abs(each - batch))
