@@ -78,6 +78,10 @@ class Architecture:
     def spec(self, given: Config) -> ModelSpec:
         """The model of a config.json. Raises ConfigError with every problem at once."""
         there = {key: value for key, value in given.items() if value is not None}
+        # Null is another value than that of a key which is left out.
+        there |= {key: 0 for key in self.null_if_zero if key in given and given[key] is None}
+        if "num_key_value_heads" in given and "num_attention_heads" in there:
+            there.setdefault("num_key_value_heads", there["num_attention_heads"])
         if wrong := list(self._wrong_types(there)):
             raise ConfigError(*wrong, *self._problems(there))
         config = self.complete(there)

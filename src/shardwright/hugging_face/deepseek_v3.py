@@ -43,9 +43,8 @@ def _has_query_latent(spec: ModelSpec) -> bool:
 
 def complete(config: Config) -> Config:
     """What DeepseekV3Config takes where a key is missing; a null q_lora_rank is a query without a latent vector."""
-    return llama.complete(
-        {"q_lora_rank": 0, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, **_NO_MODULE} | config
-    )
+    heads_and_groups = {"num_key_value_heads": 128, "q_lora_rank": 1536, "n_group": 8, "topk_group": 4}
+    return llama.complete({**heads_and_groups, "norm_topk_prob": True, **_NO_MODULE} | config)
 
 
 DEEPSEEK_V3 = register(

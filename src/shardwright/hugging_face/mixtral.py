@@ -11,6 +11,9 @@ EXPERTS: Table = {
     "ffn.experts.down": "block_sparse_moe.experts.{expert}.w2.weight",
 }
 
+_DEFAULTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 8, "rope_theta": 1e6}
+"""What MixtralConfig takes where a key is missing, except what all architectures do."""
+
 MIXTRAL = register(
     Architecture(
         model_type="mixtral",
@@ -23,9 +26,7 @@ MIXTRAL = register(
         },
         choices=llama.CHOICES | {"moe.score": "softmax", "moe.normalise": True, "moe.bias_rate": 0.0},
         fixed={"hidden_act": "silu", "sliding_window": None},
-        complete=lambda config: llama.complete(
-            {"num_local_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 8} | config, norm_eps=1e-5
-        ),
+        complete=lambda config: llama.complete(_DEFAULTS | config, norm_eps=1e-5),
         ends=llama.ENDS,
         layer=llama.ATTENTION | EXPERTS,
         ignored=llama.IGNORED,

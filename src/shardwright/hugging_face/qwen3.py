@@ -11,9 +11,9 @@ NORMS: Table = {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "sel
 ATTENTION = llama.ATTENTION | NORMS
 
 
-def complete(config: Config) -> Config:
-    """What Qwen3Config takes where a key is missing; its heads have 128 elements."""
-    return llama.complete({"head_dim": 128} | config)
+def complete(config: Config, kv_heads: int = 32) -> Config:
+    """What Qwen3Config takes where a key is missing: heads of 128 elements, and 32 key and value heads."""
+    return llama.complete({"head_dim": 128, "num_key_value_heads": kv_heads} | config)
 
 
 def windows(config: Config) -> Iterator[str]:

@@ -24,7 +24,7 @@ QWEN3_MOE = register(
         },
         choices=qwen3.CHOICES | {"moe.score": "softmax", "moe.bias_rate": 0.0},
         fixed=qwen3.FIXED | {"decoder_sparse_step": 1, "mlp_only_layers": []},
-        complete=lambda config: qwen3.complete({"norm_topk_prob": False} | config),
+        complete=lambda config: qwen3.complete({"norm_topk_prob": False} | config, kv_heads=4),
         ends=llama.ENDS,
         layer=qwen3.ATTENTION | EXPERTS,
         ignored=llama.IGNORED,

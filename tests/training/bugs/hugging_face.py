@@ -8,6 +8,7 @@ TESTS = "tests/hugging_face/test_families.py"
 LOGITS = f"{TESTS}:test_logits_are_those_of_transformers"
 SCALED = f"{TESTS}:test_scaled_frequencies_are_those_of_transformers"
 ROUND_TRIP = f"{TESTS}:test_a_model_comes_in_and_goes_out_bit_for_bit"
+DEFAULTS = "tests/hugging_face/test_defaults.py:check_defaults"
 BOXES = f"{TESTS}:test_any_box_is_that_of_the_whole_parameter"
 
 FILES: dict[str, AnyBug] = {
@@ -97,5 +98,8 @@ FILES: dict[str, AnyBug] = {
             "shardwright.training.exporting:_types", "dtype is None or here[name].kind == 'balance'", "dtype is None"
         ),
         f"{TESTS}:test_a_type_is_changed_when_asked_for_and_a_selection_bias_stays_wide",
+    ),
+    "Mixtral norms with the epsilon of Llama where none is given": UnitBug(
+        Mutation("shardwright.hugging_face.llama:complete", "norm_eps", "1e-6"), DEFAULTS, ("mixtral",)
     ),
 }
