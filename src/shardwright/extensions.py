@@ -115,7 +115,7 @@ def _fingerprint(name: str) -> str | None:
 
 def _is_trusted(name: str) -> bool:
     try:
-        return _fingerprint(name) in read_lines(_trusted_file())
+        return _fingerprint(name) in list(read_lines(_trusted_file()))
     except (OSError, RuntimeError):  # there is none, or no home
         return False
 
