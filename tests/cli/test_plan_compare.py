@@ -30,7 +30,7 @@ def test_links_and_networks_are_those_of_the_options_without_a_comparison_too():
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (("--compare", "link=h101"), "--compare cluster 'h101' is not known; did you mean"),
+        (("--compare", "link=h101"), "--compare --link h101: name an accelerator that has the link"),
         (("--compare", "wire=h100"), "--compare wire=h100: there is no wire to change; "),
         (("--compare", "h200:12"), "--compare cluster 'h200:12': 12 accelerators do not fill nodes of 8"),
         (("--compare", "a100:16", "--precision", "fp8"), "--compare a100:16: --precision fp8: the peak of a100"),

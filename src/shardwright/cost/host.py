@@ -31,6 +31,6 @@ def host_bytes(job: Job, layout: Layout, micro_batch: int, pp_rank: int) -> dict
 
 
 def node_host_bytes(job: Job, layout: Layout, micro_batch: int) -> float:
-    """What the ranks of a node keep in the memory of the host, at most: that of the fullest rank, times ranks a node."""
+    """The bytes that the ranks of a node keep in host memory, at most: those of the fullest rank x ranks of a node."""
     per_rank = [sum(host_bytes(job, layout, micro_batch, rank).values()) for rank in range(layout.pp)]
     return max(per_rank) * job.cluster.node_size
