@@ -12,9 +12,11 @@ from shardwright.cost.calibration import CALIBRATED
 from shardwright.cost.flops import executed_flops, model_flops
 from shardwright.cost.formats import FORMATS
 from shardwright.cost.hardware import cluster
+from shardwright.cost.job import Candidates
 from shardwright.cost.layer import layer
 from shardwright.cost.matmuls import Matmul, head_matmul, layer_matmuls, reached_flops_per_s
 from shardwright.cost.stack import STACKS
+from shardwright.layout import Layout
 from shardwright.model.presets import PRESETS
 from tests.cost.jobs import candidates, job
 
@@ -80,6 +82,22 @@ def test_recomputation_adds_a_forward_pass_of_the_layers_to_what_runs():
     head = vocab / (12 * layers * h)
     assert selective == pytest.approx(72 * layers * h**2 * (1 + 2 * s / (9 * h) + head), rel=1e-9)
     assert full == pytest.approx(96 * layers * h**2 * (1 + s / (6 * h) + 3 / 4 * head), rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_hfu_has_the_layers_that_recompute_and_no_others(kind: str):
+    check_recomputed_layers(kind)
+
+
+def check_recomputed_layers(kind: str = "full") -> None:
+    def flops(**layout: int | str) -> float:
+        of = Candidates.of(Layout(sequence_parallel=False, **layout), 1)  # type: ignore[arg-type]
+        return float(executed_flops(job("gpt-175b", seq_len=2048), of).full[0])
+
+    none, every = flops(), flops(recompute=kind)
+    for layers, pp, expected in ((1, 1, 1), (12, 1, 12), (96, 1, 96), (5, 4, 20), (24, 4, 96)):
+        some = flops(recompute=kind, recompute_layers=layers, pp=pp)
+        assert some - none == pytest.approx((every - none) * expected / 96, rel=1e-9), (layers, pp)
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))

@@ -43,6 +43,27 @@ def test_the_balance_loss_is_that_of_switch_transformers() -> None:
     assert aux_loss(scores_BTE, relative_load(counts_BE)).item() == pytest.approx(total / 2, rel=1e-13)
 
 
+def test_the_balance_loss_of_sigmoid_scores_is_that_of_deepseek_v3() -> None:
+    """Equations 17 to 20, written out: scores are divided by their sum over all experts, and f_i counts K of E."""
+    n_experts, k, n_tokens = 4, 2, 7
+    scores_BTE = torch.randn(2, n_tokens, n_experts, generator=torch.Generator().manual_seed(0)).double().sigmoid()
+    total = 0.0
+    for scores_TE in scores_BTE.tolist():
+        picked_T = [sorted(range(n_experts), key=lambda i, s=s_E: -s[i])[:k] for s_E in scores_TE]
+        for expert in range(n_experts):
+            f = n_experts / (k * n_tokens) * sum(expert in picked for picked in picked_T)
+            total += f * sum(s_E[expert] / sum(s_E) for s_E in scores_TE) / n_tokens
+    counts_BE = torch.nn.functional.one_hot(scores_BTE.topk(k).indices, n_experts).sum((1, 2))
+    assert aux_loss(scores_BTE, relative_load(counts_BE)).item() == pytest.approx(total / 2, rel=1e-13)
+
+
+def test_the_z_loss_is_that_of_st_moe() -> None:
+    """Equation 5, written out."""
+    logits_BTE = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0)).double()
+    each = [math.log(sum(map(math.exp, logits_E))) ** 2 for logits_E in logits_BTE.flatten(0, 1).tolist()]
+    assert z_loss(logits_BTE).item() == pytest.approx(sum(each) / len(each), rel=1e-13)
+
+
 @pytest.mark.parametrize("scope", ["sequence", "batch"])
 def test_the_balance_loss_takes_scores_from_the_busy_and_gives_them_to_the_idle(scope: str) -> None:
     torch.manual_seed(0)

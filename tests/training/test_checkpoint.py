@@ -6,7 +6,8 @@ Each test is a world of 1, 2 or 4 gloo ranks with a tiny model; what a rank meet
 import os
 import stat
 from contextlib import ExitStack
-from dataclasses import replace
+from copy import copy
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,12 @@ import torch.distributed as dist
 
 from shardwright.errors import CheckpointError
 from shardwright.layout import Layout
-from shardwright.model.sections import LatentAttentionSpec, MoESpec
+from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling
 from shardwright.model.spec import ModelSpec
 from shardwright.training.checkpoint import state
 from shardwright.training.checkpoint.manifest import Progress
 from shardwright.training.checkpoint.saver import save
+from shardwright.training.checkpoint.state import load
 from shardwright.training.checkpoint.store import CheckpointStore
 from shardwright.training.optimizer import build_optimizer
 from tests.distributed import run_ranks
@@ -194,6 +196,61 @@ def save_untrained(folder: Path, layout: Layout, spec: ModelSpec) -> Logical:
     trainer = build(layout, torch.float32, spec)
     save(CheckpointStore(folder), trainer, Progress(1, 12, SEED), DATA, "")
     return logical(trainer)
+
+
+FREE = ("dropout", "init_std", "max_seq_len")
+"""Fields of a model that a run may change when it goes on."""
+OTHERS = {
+    "family": "of an extension",
+    "norm": "layernorm",
+    "activation": "gelu_tanh",
+    "positions": "learned",
+    "rope_scaling": RopeScaling(kind="linear", factor=2.0),
+    "moe": MoESpec(n_experts=4, top_k=2, d_ffn=16),
+    "latent_attention": LATENT,
+}
+
+
+def load_with_each_field_changed(folder: Path) -> dict[str, str]:
+    """What is said of a checkpoint by a run whose model differs in one field, by the name of the field."""
+    trainer, found = build(ONE, torch.float32), {}
+    whole = trainer.model.spec
+    for each in fields(ModelSpec):
+        value = getattr(whole, each.name)
+        other = OTHERS[each.name] if each.name in OTHERS else not value if isinstance(value, bool) else value * 2 + 1
+        trainer.model.spec = copy(whole)
+        object.__setattr__(trainer.model.spec, each.name, other)  # past the rules, which other fields have a part in
+        try:
+            load(folder / "step-00000001", trainer, DATA)
+            found[each.name] = ""
+        except CheckpointError as error:
+            found[each.name] = str(error)
+    return found
+
+
+def test_a_run_whose_model_differs_in_any_one_field_does_not_go_on(tmp_path: Path):
+    run_ranks(save_ranks, 1, tmp_path, ONE)
+    (found,) = run_ranks(load_with_each_field_changed, 1, tmp_path)
+    assert [name for name, said in found.items() if not said] == [each for each in found if each in FREE]
+    assert all(f"it is of another model: {name}=" in said for name, said in found.items() if said)
+
+
+@pytest.mark.parametrize("field", ["rope_theta", "norm_eps"])
+def test_a_field_that_is_not_compared_is_seen(tmp_path: Path, field: str):
+    mutation = Mutation(
+        "shardwright.training.checkpoint.state:_differences",
+        "('dropout', 'init_std', 'max_seq_len')",
+        f"('dropout', 'init_std', 'max_seq_len', {field!r})",
+    )
+    run_ranks(save_ranks, 1, tmp_path, ONE)
+    (found,) = run_ranks(load_with_a_bug, 1, tmp_path, mutation)
+    assert not found[field]
+    assert sum(not said for said in found.values()) == len(FREE) + 1
+
+
+def load_with_a_bug(folder: Path, mutation: Mutation) -> dict[str, str]:
+    with mutated(mutation):
+        return load_with_each_field_changed(folder)
 
 
 def test_a_checkpoint_of_another_model_seed_or_data_is_refused_and_says_why(saved):
