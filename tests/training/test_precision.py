@@ -1,14 +1,20 @@
 """Proves that bf16 means bf16 products and nothing else: weights, reduced and accumulated gradients stay in fp32,
 and a layout is no farther from float64 than one process in bf16 is."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from shardwright.layout import Layout
+from shardwright.parallel import apply, data
+from shardwright.parallel.norm import local_part
 from shardwright.verification import Verifier
 from tests.distributed import run_ranks
-from tests.training.worlds import build, case, local_batch
+from tests.training.bugs.bug import EXPERTS
+from tests.training.worlds import SPEC, build, case, local_batch
 
 LAYOUTS = {
     "zero 0": Layout(dp_replicate=2),
@@ -46,6 +52,30 @@ def test_bf16_is_for_products_and_fp32_for_what_lasts(name: str):
             "gradients": lasting,
             "state": lasting,
         }
+
+
+def steps_of_one_rank(compute: torch.dtype, experts: bool, fsdp: bool) -> tuple[list[Tensor], bool]:
+    """Losses and norms of three steps, and the parameters after them; whether FSDP2 was used."""
+    with pytest.MonkeyPatch.context() as patch:
+        if fsdp:
+            patch.setattr(data, "needs_masters", lambda *_: False)
+            patch.setattr(apply, "needs_masters", lambda *_: False)
+        spec = replace(SPEC, moe=EXPERTS) if experts else SPEC
+        trainer = build(Layout(), torch.float32, spec=spec, compute=compute)
+    found = []
+    for step in range(3):
+        result = trainer.step(local_batch(step, 0, 1, 3), step, 1e-2)
+        found += [result.loss_part, result.gradient_norm]
+    parameters = [local_part(each.detach()) for each in trainer.model.named_parameters.values()]
+    return [*found, *parameters], not trainer.model.masters
+
+
+@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16])
+def test_one_rank_trains_as_with_fsdp_bit_for_bit(compute: torch.dtype, experts: bool):
+    ours, theirs = (run_ranks(steps_of_one_rank, 1, compute, experts, fsdp)[0] for fsdp in (False, True))
+    assert (ours[1], theirs[1]) == (False, True)
+    assert all(torch.equal(a, b) for a, b in zip(ours[0], theirs[0], strict=True))
 
 
 @pytest.mark.prove

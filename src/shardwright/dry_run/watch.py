@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.dry_run.record import READ, TO_DEVICE, TO_HOST, WRITE
 from shardwright.dry_run.recorder import Recorder
-from shardwright.parallel.data import DataEngine, Sharded
+from shardwright.parallel.data import DataEngine, MasterWeights, Replicated, Sharded
 from shardwright.parallel.microbatch_runner import SequentialRunner
 from shardwright.parallel.offload import ActivationsOnHost
 from shardwright.parallel.pipeline.messages import Messages, Need
@@ -152,7 +152,7 @@ def watch(trainer: Trainer, recorder: Recorder) -> None:
         runner.engine = _Engine(runner.engine, recorder)
     for store in model.on_host:
         _activations_on_host(store, recorder)
-    own = [*(model.named_parameters | model.plain_parameters).values(), *model.tied.duplicates]
+    own: list[Tensor] = [*(model.named_parameters | model.plain_parameters).values(), *model.tied.duplicates]
     if model.layout.offload_parameters != "none":
         for parameter in model.named_parameters.values():
             if parameter.requires_grad:
@@ -166,7 +166,11 @@ def watch(trainer: Trainer, recorder: Recorder) -> None:
     for engine in engines:
         if isinstance(engine, Sharded):
             own += _gathered(engine, recorder)
-        else:
+        elif isinstance(engine, MasterWeights):
+            own += engine.copies
+            for copy in engine.copies:
+                recorder.mark(copy.detach(), "parameters")
+        elif isinstance(engine, Replicated):
             for bucket in engine._buckets:
                 recorder.mark(bucket, "gradients")
     for parameter in own:

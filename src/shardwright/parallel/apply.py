@@ -20,7 +20,15 @@ from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.compressed import Compression
 from shardwright.parallel.context import ContextAttention
-from shardwright.parallel.data import DataEngine, Replicated, Sharded, needs_sharding, shard
+from shardwright.parallel.data import (
+    DataEngine,
+    MasterWeights,
+    Replicated,
+    Sharded,
+    needs_masters,
+    needs_sharding,
+    shard,
+)
 from shardwright.parallel.expert import ReadCounts, read_counts, split_experts
 from shardwright.parallel.fp8 import use_fp8
 from shardwright.parallel.initialise import materialise
@@ -97,8 +105,10 @@ def apply(
         fill(part, spec, seed, device, torch.device("cpu") if layout.offload_parameters == "cpu" else device)
     named = [dict(part.named_parameters()) for part in parts]
     plain = [{} if sharded else plain_parameters(part) for part in parts]
-    products = _products(spec, layout, mesh, named, seed, sharded)
-    engines: list[DataEngine] = [*shards] or [
+    copied = needs_masters(layout, compute_dtype, param_dtype)
+    products = _products(spec, layout, mesh, named, seed, sharded or copied)
+    masters = [MasterWeights(part, compute_dtype) for part in parts] if copied else []
+    engines: list[DataEngine] = [*shards, *masters] or [
         _replicated(part, groups, compression, products[i] if products else None) for i, part in enumerate(parts)
     ]
     stages = [Stage(part, engine) for part, engine in zip(parts, engines, strict=True) if isinstance(part, StageModel)]
@@ -110,7 +120,7 @@ def apply(
     else:
         stage_groups = {}
         runner = SequentialRunner(parts[0], engines[0])
-    model = ParallelModel(spec, parts, runner, layout, mesh, groups, named, plain, held_on, stage_groups)
+    model = ParallelModel(spec, parts, runner, layout, mesh, groups, named, plain, held_on, stage_groups, masters)
     model.on_host, model.expert_mesh = stores, expert_mesh
     model.compression_state = {name: each for low_rank in products for name, each in low_rank.state.items()}
     return model
@@ -138,7 +148,7 @@ def _products(
 ) -> list[PowerSGD]:
     """What sums the gradients of the matrices of each part as products; none where they are summed as they are.
 
-    Raises LayoutError where FSDP2 holds the parameters.
+    Raises LayoutError where matmuls are not in the type of the parameters.
     """
     rank = powersgd_rank(layout)
     if rank and sharded:

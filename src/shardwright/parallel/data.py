@@ -20,7 +20,9 @@ once and holds it until its last backward pass, as in the row of zero 1. With `l
 all-gathers of zero 3 are over those ranks alone.
 
 Where the compute type differs from the parameter type (bf16 and fp32), FSDP2 runs zero 0 too, with a shard group of one
-rank: it casts the parameters to the compute type, and accumulates and reduces gradients in the parameter type.
+rank: it casts the parameters to the compute type, and accumulates and reduces gradients in the parameter type. A single
+rank does the same without FSDP2, by a copy of the parameters in the compute type (`MasterWeights`); with zero 3, which
+frees such a copy layer by layer, it uses FSDP2.
 
 Optimizer states are replicated with zero 0 and sharded with 1, 2 and 3. With zero 3 each block is gathered for the
 forward pass, freed, and gathered again for the backward pass; the all-gather of the next block overlaps with the
@@ -216,6 +218,55 @@ class Sharded:
         root.set_requires_all_reduce(last)
 
 
+class MasterWeights:
+    """The engine of a single rank whose modules compute with copies of the parameters in another type.
+
+    The parameters themselves are the master weights: the optimizer updates them and checkpoints hold them. The gradient
+    of a copy is added to the gradient of its master weight as soon as it is complete, and freed, as FSDP2 does.
+    """
+
+    keeps_gradients = False
+
+    def __init__(self, model: nn.Module, compute_dtype: torch.dtype) -> None:
+        """Replace the trained parameters of `model`, which have values, by copies in `compute_dtype`."""
+        self.masters: list[Tensor] = []
+        self.copies: list[Tensor] = []
+        for name, master in list(model.named_parameters()):
+            if master.requires_grad:
+                module, _, own = name.rpartition(".")
+                copy = nn.Parameter(master.detach().to(compute_dtype))
+                copy.register_post_accumulate_grad_hook(partial(_add_to_master, master))
+                setattr(model.get_submodule(module), own, copy)
+                self.masters.append(master)
+                self.copies.append(copy)
+
+    def before_backward(self, split: bool, last: bool) -> None:
+        pass
+
+    def after_gradients(self, split: bool, last: bool) -> None:
+        pass
+
+    def end_step(self) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
+
+    @torch.no_grad()
+    def update_copies(self) -> None:
+        """Round the master weights into the copies."""
+        torch._foreach_copy_(self.copies, self.masters)
+
+
+def _add_to_master(master: nn.Parameter, copy: Tensor) -> None:
+    gradient, copy.grad = copy.grad, None
+    assert gradient is not None
+    if master.grad is None:
+        master.grad = gradient.to(master.dtype)
+    else:
+        master.grad.add_(gradient)
+
+
 def shard(
     model: nn.Module,
     blocks: Iterable[nn.Module],
@@ -296,7 +347,14 @@ def _gather_ahead(root: FSDPModule, units: Sequence[Sequence[FSDPModule]]) -> No
 
 
 def needs_sharding(layout: Layout, compute_dtype: torch.dtype, param_dtype: torch.dtype) -> bool:
-    """Whether FSDP2 is used: for ZeRO 1 to 3, wherever the compute type differs from the parameter type, and on one
-    rank whose parameters are in the memory of the host."""
+    """Whether FSDP2 is used: for ZeRO 1 to 3, on several ranks whose compute type differs from the parameter type, and
+    on one rank whose parameters are in the memory of the host."""
     shards = layout.zero > 0 and layout.dp_shard * layout.cp > 1
-    return shards or compute_dtype != param_dtype or layout.offload_parameters != "none"
+    casts = compute_dtype != param_dtype and not needs_masters(layout, compute_dtype, param_dtype)
+    return shards or casts or layout.offload_parameters != "none"
+
+
+def needs_masters(layout: Layout, compute_dtype: torch.dtype, param_dtype: torch.dtype) -> bool:
+    """Whether a single rank computes with copies of its parameters."""
+    alone = layout.world_size == 1 and layout.zero < 3 and layout.offload_parameters == "none"
+    return alone and compute_dtype != param_dtype

@@ -13,6 +13,7 @@ from shardwright.layout import Layout
 from shardwright.model.moe import expert_layers, learn_from_load, take_load
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
+from shardwright.parallel.data import MasterWeights
 from shardwright.parallel.mesh import Groups
 from shardwright.parallel.microbatch_runner import Runner
 from shardwright.parallel.norm import as_part
@@ -54,10 +55,12 @@ class ParallelModel:
         plain: Sequence[dict[str, nn.Parameter]],
         holders: Mapping[str, tuple[int, ...]],
         stage_groups: Mapping[tuple[int, ...], dist.ProcessGroup],
+        masters: Sequence[MasterWeights] = (),
     ) -> None:
         """`named`: the parameters of each part that are optimised and saved; `plain`: the plain tensors that a part
         computes with where the former are DTensors; `holders`: the ranks of `pp` that hold each parameter of the whole
-        model; `stage_groups`: the process groups of those sets of ranks."""
+        model; `stage_groups`: the process groups of those sets of ranks; `masters`: of each part, where it
+        computes with copies of the parameters."""
         self.spec, self.parts, self.runner = spec, parts, runner
         self.layout, self.mesh, self.groups = layout, mesh, groups
         self.tied = TiedParameters(named, plain, holders, stage_groups)
@@ -74,6 +77,7 @@ class ParallelModel:
         """That of the experts, where it is another than that of the other parameters."""
         self.compression_state: dict[str, Tensor] = {}
         """What compressed gradients keep from step to step, by `KIND/NAME`; a checkpoint holds it."""
+        self.masters = masters
         self.on_host: list[ActivationsOnHost] = []
         """What keeps activations on the host, of each part, where the layout has them there."""
         self.losses = LossScale(parts)
@@ -180,8 +184,10 @@ class ParallelModel:
             learn_from_load(part, {layer: counts_LE[int(layer), :-1] for layer in expert_layers(part)})
 
     def after_change(self) -> None:
-        """Call after writing to `named_parameters`: updates the duplicates on this rank."""
+        """Call after writing to `named_parameters`: updates the copies and duplicates on this rank."""
         self.tied.update_duplicates()
+        for each in self.masters:
+            each.update_copies()
 
 
 def _joined(spans: Sequence[range]) -> Tensor:
