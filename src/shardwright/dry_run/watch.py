@@ -160,9 +160,9 @@ def watch(trainer: Trainer, recorder: Recorder) -> None:
                 recorder.put_on_host(parameter.grad, "gradients")
     for tensor in model.compression_state.values():
         recorder.mark(tensor, "gradients")
-    for parameter in own:
-        recorder.mark(parameter.detach(), "parameters")
-        recorder.mark(parameter.grad, "gradients")
+    for tensor in own:
+        recorder.mark(tensor.detach(), "parameters")
+        recorder.mark(tensor.grad, "gradients")
     for engine in engines:
         if isinstance(engine, Sharded):
             own += _gathered(engine, recorder)
@@ -173,9 +173,9 @@ def watch(trainer: Trainer, recorder: Recorder) -> None:
         elif isinstance(engine, Replicated):
             for bucket in engine._buckets:
                 recorder.mark(bucket, "gradients")
-    for parameter in own:
-        if parameter.requires_grad and not isinstance(parameter, DTensor):
-            parameter.register_hook(lambda gradient: recorder.mark(gradient, "gradients"))
+    for tensor in own:
+        if tensor.requires_grad and not isinstance(tensor, DTensor):
+            tensor.register_hook(lambda gradient: recorder.mark(gradient, "gradients"))
     if isinstance(trainer.optimizer, OnHost):
         _on_host(trainer.optimizer, recorder)
     elif isinstance(trainer.optimizer, OnDisk):
