@@ -132,7 +132,7 @@ def test_groups_in_another_order_are_a_deadlock():
 
 
 def nccl(op: str, group: str = "01", ranks: tuple[int, ...] = (0, 1), **fields: Any) -> NcclCall:
-    return NcclCall(op, group, ranks, **{"count": 4, "dtype": "bf16", **fields})
+    return NcclCall(op, group, ranks, **{"n_elements": 4, "dtype": "bf16", **fields})
 
 
 def test_nccl_collectives_that_differ_on_one_rank_break_a_rule():
@@ -141,7 +141,7 @@ def test_nccl_collectives_that_differ_on_one_rank_break_a_rule():
     for other in (
         [reduce, gather],
         [gather],
-        [gather, reduce._replace(count=8)],
+        [gather, reduce._replace(n_elements=8)],
         [gather, reduce._replace(dtype="fp32")],
         [gather, reduce._replace(peer=1)],
     ):
@@ -153,7 +153,7 @@ def test_nccl_collectives_that_differ_on_one_rank_break_a_rule():
 def test_nccl_messages_of_another_communicator_or_size_break_a_rule():
     send, receive = nccl("send", peer=1), nccl("receive", peer=0)
     assert broken_nccl_rules({0: [send], 1: [receive]}) == []
-    for other in (receive._replace(group="also 01"), receive._replace(count=8), receive._replace(dtype="fp32")):
+    for other in (receive._replace(group="also 01"), receive._replace(n_elements=8), receive._replace(dtype="fp32")):
         broken = broken_nccl_rules({0: [send], 1: [other]})
         assert {each.what for each in broken} == {"message 1 from rank 0 to 1"}
 

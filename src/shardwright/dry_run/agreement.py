@@ -49,7 +49,7 @@ class NcclCall(NamedTuple):
     op: str
     group: str
     ranks: tuple[int, ...]
-    count: int
+    n_elements: int
     dtype: str
     peer: int = -1
     launch: int = 0
@@ -57,7 +57,7 @@ class NcclCall(NamedTuple):
     @property
     def content(self) -> tuple[object, ...]:
         """What all ranks of a collective have to agree on; `peer` is the root, if it has one."""
-        return self.op, self.count, self.dtype, () if self.op in _PAIRED else self.peer
+        return self.op, self.n_elements, self.dtype, () if self.op in _PAIRED else self.peer
 
     @property
     def splits(self) -> tuple[int, ...]:
