@@ -109,8 +109,17 @@ def speed() -> list[Step]:
 def rest() -> list[Step]:
     """This GPU measured and planned; offloads, long sequences, experts and generation at a size that counts."""
     measure = (*SHARDWRIGHT, "measure", "--out", "OUT/machine.toml", "--device", "cuda", "--overwrite")
-    plan = (*SHARDWRIGHT, "plan", "--model", "smollm2-1.7b", "--hardware", "OUT/machine.toml")
-    generate = (*SHARDWRIGHT, "generate", "WORK/1.7b-offload-activations", "--prompt", "import os")
+    plan = (
+        *SHARDWRIGHT,
+        "plan",
+        "--model",
+        "smollm2-1.7b",
+        "--hardware",
+        "OUT/machine.toml",
+        "--cluster",
+        "machine:1/1",
+    )
+    generate = (*SHARDWRIGHT, "generate", "WORK/1.7b-offload-optimizer", "--prompt", "import os")
     chunks = {"layout.recompute": "full", "layout.loss_chunk_tokens": 4096}
     return [
         Step("1.7b-offload-activations", 70, LARGE | {"layout.offload_activations": "cpu"}, 8),

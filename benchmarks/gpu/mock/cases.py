@@ -119,7 +119,7 @@ def layouts() -> list[Case]:
         "tp": layout(2, tp=2),
         "tp without sequence parallel": layout(2, tp=2, sequence_parallel=False),
         "tp over kv heads": layout(4, tp=4),
-        "tp fp8": layout(2, {"precision.fp8": "tensorwise"}, tp=2),
+        "tp fp8": layout(2, WIDE | {"precision.fp8": "tensorwise"}, tp=2),
         "tp recompute full": layout(2, tp=2, recompute="full"),
         **{f"cp {method}": layout(2, cp=2, cp_method=method) for method in ("zigzag", "ring", "allgather", "ulysses")},
         "cp usp": layout(4, cp=4, cp_method="usp", ulysses_degree=2),

@@ -64,6 +64,10 @@ class ExchangingMoE(MoE):
         self.tally, self.last_load = whole.tally, whole.last_load
         self.exchange = exchange
 
+    # The compiler of PyTorch 2.11 fails where the exchange interrupts a function that has made autograd functions; so
+    # the parts of a mixture are compiled, and what calls them is not.
+    forward = torch.compiler.disable(MoE.forward, recursive=False)
+
     def run(self, rows_RD: Tensor, counts_E: Tensor, x_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
         finish = self.exchange(self.experts, rows_RD, counts_E)
         shared_BTD = None if self.shared is None else self.shared(x_BTD)
