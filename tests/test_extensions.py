@@ -120,3 +120,9 @@ def test_what_is_wrong_with_it_is_one_line(tmp_path: Path, text: str | None, sai
 def test_a_module_is_found_by_its_name():
     extensions.load(["tests.test_extensions"])
     assert extensions.loaded() == ("tests.test_extensions",)
+
+
+def test_an_extension_that_exits_is_refused(tmp_path: Path):
+    (tmp_path / "leaves.py").write_text("raise SystemExit(0)\n")
+    with pytest.raises(ConfigError, match=r"leaves.py: cannot be imported, line 1: SystemExit: 0"):
+        extensions.load([str(tmp_path / "leaves.py")])
