@@ -203,3 +203,9 @@ def test_a_name_that_is_none_is_refused(tmp_path: Path, name: str):
 def test_a_module_is_found_by_its_name():
     extensions.load(["tests.test_extensions"])
     assert extensions.loaded() == ("tests.test_extensions",)
+
+
+def test_an_extension_that_exits_is_refused(tmp_path: Path):
+    (tmp_path / "leaves.py").write_text("raise SystemExit(0)\n")
+    with pytest.raises(ConfigError, match=r"leaves.py: cannot be imported, line 1: SystemExit: 0"):
+        extensions.load([str(tmp_path / "leaves.py")])

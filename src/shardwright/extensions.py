@@ -58,7 +58,7 @@ def load(names: Iterable[str]) -> None:
         if name not in _LOADED:
             try:
                 _import(name)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise ConfigError(f"extension {name}: {_reason(name, error)}") from error
             _LOADED.append(name)
 
@@ -154,7 +154,7 @@ def _import(name: str) -> None:
         raise
 
 
-def _reason(name: str, error: Exception) -> str:
+def _reason(name: str, error: BaseException) -> str:
     if name.endswith(".py") and not Path(name).is_file():
         return "no such file"
     trace, line = error.__traceback__, ""

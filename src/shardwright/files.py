@@ -391,8 +391,12 @@ def sole_owner(folder: Path) -> Iterator[None]:
 
     Raises InputError, naming the process, if another one owns it.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("a+") as file:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / LOCK).open("a+")
+    except OSError as error:
+        raise InputError(f"{folder} cannot be written: {error.strerror}; name another with --set out=...") from None
+    with lock as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

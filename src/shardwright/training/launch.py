@@ -102,6 +102,8 @@ def _run(
 
     try:
         _start(workers, attempt.places, log_dir, store)
+        if asked.signal is not None:  # it may have come before there were ranks to hand it to
+            raise KeyboardInterrupt
         for worker in workers:
             worker.send((resolved_toml(config), quiet))
         try:
