@@ -60,7 +60,7 @@ from shardwright.parallel.host import pins
 from shardwright.parallel.powersgd import PowerSGD
 from shardwright.parallel.secondary import drop_secondary_shards, keep_secondary_shards
 from shardwright.split.buckets import BUCKET_BYTES
-from shardwright.torch_private import end_backward, parameter_groups
+from shardwright.torch_private import end_backward, foreach_copy_, parameter_groups
 from shardwright.units import in_groups
 
 
@@ -255,7 +255,7 @@ class MasterWeights:
     @torch.no_grad()
     def update_copies(self) -> None:
         """Round the master weights into the copies."""
-        torch._foreach_copy_(self.copies, self.masters)
+        foreach_copy_(self.copies, self.masters)
 
 
 def _add_to_master(master: nn.Parameter, copy: Tensor) -> None:
