@@ -119,6 +119,11 @@ def test_a_text_ends_with_an_answer_too_where_conversations_were_trained_on(fold
     ends = [tokenizer.token_to_id(name) for name in ("<|endoftext|>", "<|im_end|>")]
     assert open_source(tmp_path / "run").text().ends == frozenset(ends)
     (remark,) = export(tmp_path / "run", tmp_path / "hf").remarks
+    for model in ("run", "hf"):
+        given = ("--chat", "--prompt", "2 + 2?", "--temperature", 0, "--max-tokens", 9, "--json")
+        [answer] = json.loads(run("generate", tmp_path / model, *given))["completions"]
+        assert answer["n_prompt_tokens"] == len(tokenizer.encode("2 + 2?<|im_end|>\n", add_special_tokens=False)) + 1
+    assert "has no chat template" in run("generate", folder / "run", "--chat", "--prompt", "2 + 2?", code=2)
     assert "in transformers the tokenizer adds <|im_end|> to a text, and the run's data had none" in remark
     assert json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"] == ends
     assert (tmp_path / "hf" / "chat_template.jinja").read_text() == template
@@ -192,15 +197,15 @@ def test_data_of_another_tokenizer_or_that_is_not_there_is_told(folder: Path, tm
         (("--prompt", ""), ["prompt 1 is empty; give it at least one character"]),
         (("--prompt", "word " * 40), ["tokens, and max_seq_len=32 of the model leaves no room"]),
         (
-            ("--prompt", "a", "--temperature", 0, "--top-p", 1.5, "--top-k", -1, "--max-tokens", 0),
+            ("--prompt", "a", "--temperature", -0.5, "--top-p", 1.5, "--top-k", -1, "--max-tokens", 0),
             [
-                "--temperature 0: a number above 0",
+                "--temperature -0.5: 0 (the most probable token) or more",
                 "--top-p 1.5: a prob",
                 "--top-k -1: 0 (all",
                 "--max-tokens 0: a number",
             ],
         ),
-        (("--prompt", "a", "--temperature", -1), ["--temperature -1: a number above 0"]),
+        (("--prompt", "a", "--temperature", -1), ["--temperature -1: 0 (the most probable token) or more"]),
         (("--prompt", "a", "--greedy", "--top-k", 3), ["--greedy draws nothing, so --top-k would mean nothing"]),
         (
             ("--prompt", "a", "--layout", "tpp=2,recompute=full,pp=x"),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from shardwright.data import template_process
-from shardwright.data.chat import BadConversation, ChatFormat, Piece, without_nulls
+from shardwright.data.chat import BadConversation, ChatFormat, Piece, read_chat_format, without_nulls
 from shardwright.data.prepare import prepare
 from shardwright.data.shards import open_split
 from shardwright.data.tokenizer import load_tokenizer
@@ -68,6 +68,21 @@ def test_ids_are_those_of_apply_chat_template(tmp_path: Path, template: str, kin
         assert trained.any()
         if template == "generation":
             assert trained.tolist() == [bool(each) for each in expected["assistant_masks"]], name
+
+
+@pytest.mark.parametrize("template", published.TEMPLATES)
+def test_a_prompt_is_written_as_by_apply_chat_template(tmp_path: Path, template: str) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = published.tokenizer_file(tmp_path / "tokenizer", KINDS[0], True)
+    (tmp_path / "template.jinja").write_text(published.TEMPLATES[template])
+    names = json.loads(tokenizer.with_name("tokenizer_config.json").read_text())
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer), **names)
+    expected = theirs.apply_chat_template(
+        [{"role": "user", "content": "2 + 2?"}], chat_template=published.TEMPLATES[template],
+        add_generation_prompt=True, tokenize=False,
+    )  # fmt: skip
+    assert read_chat_format(tokenizer, tmp_path / "template.jinja", ()).prompt("2 + 2?") == expected
 
 
 TRAINED = {

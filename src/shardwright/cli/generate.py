@@ -37,12 +37,15 @@ class Options:
         Path | None,
         typer.Option(metavar="FILE", help='a file of prompts: one a line, or for *.jsonl a {"prompt": "..."} a line'),
     ] = None
+    chat: Annotated[
+        bool, typer.Option("--chat", help="each prompt is a message of a user: print the answer, by the chat template")
+    ] = False
     max_tokens: Annotated[int, typer.Option(help="the most new tokens of each prompt")] = 80
     stop: Annotated[
         list[str] | None, typer.Option(help="a text that ends a continuation, and is not part of it; may be repeated")
     ] = None
     temperature: Annotated[
-        float | None, typer.Option(help="above 0; lower: closer to the most probable token [default: 0.8]")
+        float | None, typer.Option(help="0: always the most probable token; higher: more of the others [default: 0.8]")
     ] = None
     top_p: Annotated[
         float | None, typer.Option(help="draw from the most probable tokens that together reach it [default: 1.0]")
@@ -91,8 +94,9 @@ def generate(options: Options) -> None:
     problems += wrong_device(options.device)
     if problems:
         raise InputError(*problems)
+    temperature = 0.8 if options.temperature is None else options.temperature
     sampling = Sampling(
-        None if options.greedy else 0.8 if options.temperature is None else options.temperature,
+        None if options.greedy or temperature == 0 else temperature,
         40 if options.top_k is None else options.top_k,
         1.0 if options.top_p is None else options.top_p,
         options.seed,
@@ -109,6 +113,7 @@ def generate(options: Options) -> None:
             options.draft,
             options.draft_tokens,
             tuple(options.stop or ()),
+            options.chat,
         )
     )
     if answer is None:
@@ -119,7 +124,7 @@ def generate(options: Options) -> None:
     for number, each in enumerate(answer.completions, start=1):
         if len(answer.completions) > 1:
             typer.echo(f"--- prompt {number} of {len(answer.completions)}")
-        say(visible(each.prompt + each.text))
+        say(visible(each.text if options.chat else each.prompt + each.text))
     n_tokens = sum(each.n_tokens for each in answer.completions)
     error_console.print(
         f"[dim]{n_tokens} tokens, {answer.tokens_per_s:.3g} a second; cache {format_bytes(answer.cache_bytes)}"
@@ -172,10 +177,8 @@ def _sampling_problems(options: Options) -> list[str]:
         problems.append(
             f"--greedy draws nothing, so {', '.join(given)} would mean nothing; leave out the one or the other"
         )
-    if options.temperature is not None and not 0 < options.temperature < float("inf"):
-        problems.append(
-            f"--temperature {options.temperature:g}: a number above 0 is needed; for the most probable token: --greedy"
-        )
+    if options.temperature is not None and not 0 <= options.temperature < float("inf"):
+        problems.append(f"--temperature {options.temperature:g}: 0 (the most probable token) or more is needed")
     if options.top_p is not None and not 0 < options.top_p <= 1:
         problems.append(f"--top-p {options.top_p:g}: a probability above 0 and up to 1 is needed; 1 keeps all tokens")
     if options.top_k is not None and options.top_k < 0:

@@ -87,6 +87,20 @@ class ChatFormat:
             )
         return [Piece(record["prompt"], False), Piece(record["completion"], trained is not False, True)]
 
+    def prompt(self, text: str) -> str:
+        """Return the text with which a model begins its answer to one message of a user.
+
+        Raises DataError where there is no template, and BadConversation where it refuses the message.
+        """
+        if self._process is None:
+            raise DataError("--chat: the tokenizer has no chat template; leave --chat out, or prepare data of messages")
+        messages = [{"role": "user", "content": text}]
+        _refuse_special(messages, "the prompt", self.special_tokens)
+        try:
+            return self._process.prompt(messages)
+        except Refused as error:
+            raise BadConversation(str(error)) from None
+
     @property
     def named_tokens(self) -> dict[str, str]:
         """The tokens that the template names; the text of one that the tokenizer does not have is empty."""

@@ -104,6 +104,10 @@ class ChatTemplate:
                 spans = spans if trained[i] else [part for span in spans for part in _without(span, place)]
         return text, spans
 
+    def prompt(self, messages: list[Message]) -> str:
+        """Return the text of a conversation and of the beginning of the answer that is to follow. Raises Refused."""
+        return self._render(messages, {}, generation=True)
+
     def _generated(self, messages: list[Message], text: str, given: dict[str, Any]) -> list[list[int]]:
         self._shows_generation = True
         try:
@@ -302,7 +306,11 @@ def main() -> None:
     for line in sys.stdin:
         _limit_cpu(settings["cpu_s"])
         try:
-            text, spans = template.write(*json.loads(line))
+            messages, trained, given = json.loads(line)
+            if trained is None:
+                _answer({"text": template.prompt(messages)})
+                continue
+            text, spans = template.write(messages, trained, given)
             _answer({"text": text, "spans": spans})
         except (Refused, MemoryError) as error:
             _answer({"error": str(error) or "the chat template refuses it: it needs too much memory"})

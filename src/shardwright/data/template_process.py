@@ -50,6 +50,13 @@ class TemplateProcess:
             raise Refused(answer["error"])
         return answer["text"], answer["spans"]
 
+    def prompt(self, messages: list[dict[str, Any]]) -> str:
+        """As ChatTemplate.prompt."""
+        answer = self._ask([messages, None, {}])
+        if "error" in answer:
+            raise Refused(answer["error"])
+        return str(answer["text"])
+
     def _ask(self, question: Any) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from shardwright.data.chat import BadConversation, ChatFormat
 from shardwright.errors import InputError
 from shardwright.generation.continuous import Batcher
 from shardwright.generation.engine import Engine, LayoutEngine, WholeEngine
@@ -42,6 +43,8 @@ class Request:
     draft_tokens: int = 4
     stop: tuple[str, ...] = ()
     """Texts of which the first to come ends a continuation; it is not part of it."""
+    chat: bool = False
+    """Whether each prompt is a message of a user, which the chat template writes; the continuation is the answer."""
 
 
 @dataclass(frozen=True)
@@ -104,10 +107,8 @@ def generate(request: Request) -> Answer | None:
     layout = request.layout
     problems = layout_problems(source.spec, layout, place)
     text = source.text()
-    ids = {
-        index: text.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        for index, prompt in enumerate(request.prompts)
-    }
+    chat = source.chat() if request.chat else None
+    ids = {index: _ids(prompt, text, chat) for index, prompt in enumerate(request.prompts)}
     problems += _prompt_problems(ids, source.spec)
     if request.draft is not None:
         problems += _draft_problems(request.draft, source.spec, text)
@@ -125,6 +126,18 @@ def generate(request: Request) -> Answer | None:
     else:
         done = run_ranks(_on_cpu, layout.world_size, task)[0]
     return _answer(request, text, done, ids, source.spec)
+
+
+def _ids(prompt: str | tuple[int, ...], text: Text, chat: ChatFormat | None) -> list[int]:
+    """The token ids of a prompt, or of a message of a user by its chat template."""
+    if not isinstance(prompt, str):
+        return list(prompt)
+    if chat is None:
+        return text.encode(prompt)
+    try:
+        return [*text.tokenizer.encode(chat.prompt(prompt), add_special_tokens=False).ids]
+    except BadConversation as error:
+        raise InputError(f"--chat: {prompt[:40]!r}: {error}") from None
 
 
 def without_training(layout: Layout, spec: ModelSpec) -> Layout:
@@ -256,6 +269,8 @@ def _answer(request: Request, text: Text, done: _Done, ids: Mapping[int, Sequenc
         # Both together, so that a character of several tokens, or a space between them, is kept.
         whole = text.tokenizer.decode([*ids[index], *new], skip_special_tokens=False)
         begin = text.tokenizer.decode(list(ids[index]), skip_special_tokens=False)
+        if request.chat and new[-1] in text.ends:
+            whole = text.tokenizer.decode([*ids[index], *new[:-1]], skip_special_tokens=False)
         said, stopped = _cut(whole.removeprefix(begin), request.stop)
         if stopped:
             ended = "stop"

@@ -10,6 +10,7 @@ from torch import nn
 
 from shardwright.config import load as load_run_file
 from shardwright.config.mixture import tokenizer_folder
+from shardwright.data.chat import TEMPLATE, ChatFormat, read_chat_format
 from shardwright.data.shards import TOKENIZER
 from shardwright.data.shards import Manifest as DataManifest
 from shardwright.errors import DataError
@@ -23,7 +24,7 @@ from shardwright.parallel.boxes import local_box
 from shardwright.parallel.model import ParallelModel
 from shardwright.run_folder import RUN_FILE
 from shardwright.training.checkpoint.manifest import read_manifest
-from shardwright.training.sources import ends_of_text
+from shardwright.training.sources import ends_of_text, readable_sources
 from shardwright.training.weights import Weights, fill, open_weights
 
 
@@ -82,6 +83,21 @@ class Source:
         not there, or is another one by now."""
         path = self.weights.path
         return _text_of_data(path) if (path / RUN_FILE).is_file() else _text_of_folder(path)
+
+    def chat(self) -> ChatFormat:
+        """How a message of a user becomes a prompt: the chat template of the tokenizer, or of a run's data. Raises
+        DataError where there is none, or it cannot be read."""
+        path = self.weights.path
+        special_tokens = tuple(
+            token.content for token in self.text().tokenizer.get_added_tokens_decoder().values() if token.special
+        )
+        if not (path / RUN_FILE).is_file():
+            return read_chat_format(path / TOKENIZER, None, special_tokens)
+        for folder, data in readable_sources(load_run_file(path / RUN_FILE).data).items():
+            if data.chat_template_sha256:
+                found = read_chat_format(None, inside(folder, TEMPLATE, DataError), special_tokens)
+                return replace(found, tokens=tuple(data.chat_tokens.items()))
+        return ChatFormat()
 
 
 def open_source(folder: Path) -> Source:
