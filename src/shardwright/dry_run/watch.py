@@ -152,7 +152,7 @@ def watch(trainer: Trainer, recorder: Recorder) -> None:
         runner.engine = _Engine(runner.engine, recorder)
     for store in model.on_host:
         _activations_on_host(store, recorder)
-    own: list[Tensor] = [*(model.named_parameters | model.plain_parameters).values(), *model.tied.duplicates]
+    own = [*(model.named_parameters | model.plain_parameters).values(), *model.tied.duplicates]
     if model.layout.offload_parameters != "none":
         for parameter in model.named_parameters.values():
             if parameter.requires_grad:

@@ -120,18 +120,18 @@ class Fp8Linear:
         if self.settings.recipe == "blockwise":
             k = self.settings.block
             blocks = x_RK.unflatten(1, (-1, k)).unflatten(0, (-1, rows))
-            amax = blocks.abs().amax((1, 3))
+            amax = torch.linalg.vector_norm(blocks, torch.inf, (1, 3), dtype=wide)
         elif self.settings.recipe == "rowwise":
-            amax = x_RK.abs().amax(1, keepdim=True)
+            amax = torch.linalg.vector_norm(x_RK, torch.inf, 1, keepdim=True, dtype=wide)
         else:
-            amax = x_RK.abs().amax()
-        amax = amax.to(wide)
+            amax = torch.linalg.vector_norm(x_RK, torch.inf, dtype=wide)
         crossed = {"tensorwise": (along_rows, along_k), "rowwise": (along_k,), "blockwise": ()}
         for maximum in crossed[self.settings.recipe]:
             if maximum is not None:
                 maximum(amax)
         scale = (amax.clamp(min=_LEAST) / largest).float()
-        divided = x_RK.to(wide) / spread(scale, x_RK.shape)
+        # A divisor with dims widens x in the same kernel.
+        divided = x_RK / (spread(scale, x_RK.shape) if scale.dim() else scale.view(1, 1))
         return Scaled(divided.clamp(-largest, largest).to(dtype), scale)
 
 

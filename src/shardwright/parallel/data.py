@@ -229,8 +229,8 @@ class MasterWeights:
 
     def __init__(self, model: nn.Module, compute_dtype: torch.dtype) -> None:
         """Replace the trained parameters of `model`, which have values, by copies in `compute_dtype`."""
-        self.masters: list[Tensor] = []
-        self.copies: list[Tensor] = []
+        self.masters: list[nn.Parameter] = []
+        self.copies: list[nn.Parameter] = []
         for name, master in list(model.named_parameters()):
             if master.requires_grad:
                 module, _, own = name.rpartition(".")
@@ -255,7 +255,7 @@ class MasterWeights:
     @torch.no_grad()
     def update_copies(self) -> None:
         """Round the master weights into the copies."""
-        foreach_copy_(self.copies, self.masters)
+        foreach_copy_([*self.copies], [*self.masters])
 
 
 def _add_to_master(master: nn.Parameter, copy: Tensor) -> None:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.model import matmul
+from shardwright.model.device_type import device_type
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.norm import local_part
 from shardwright.parallel.tensor import TensorAxis, VocabularyHead
@@ -51,33 +52,41 @@ def cross_entropy(
     own_N = (targets_N >= rows.start) & (targets_N < rows.stop)
     columns_N1 = (targets_N - rows.start).where(own_N, 0)[:, None]
     target_N = (logits_Nv.gather(-1, columns_N1)[:, 0].to(wide) - largest_N) * own_N
+    counted_N = targets_N != ignore
     in_place = factor is not None and logits_Nv.dtype == wide
+    gradient = None
+    if factor is not None:
+        at_target_N1 = -factor * (own_N & counted_N)[:, None]
+        gradient = partial(_overwrite, _split(n_together, logits_Nv, columns_N1, at_target_N1), in_place)
+    weights_N1 = counted_N[:, None] if factor is None else factor * counted_N[:, None]
     kept, sums = [], []
-    for logits_Pv, largest_P1 in _split(n_together, logits_Nv, largest_N[:, None]):
+    for logits_Pv, largest_P1, weights_P1 in _split(n_together, logits_Nv, largest_N[:, None], weights_N1):
         powers_Pv = _powers(logits_Pv, largest_P1, in_place)
         sums.append(powers_Pv.sum(-1))
-        if in_place or len(logits_Nv) <= n_together:
+        if gradient is not None and group is None:
+            gradient(powers_Pv, weights_P1 / sums[-1][:, None])
+        elif in_place or len(logits_Nv) <= n_together:
             kept.append(powers_Pv)
         del powers_Pv  # before the next ones exist
-    sums_2N = torch.stack((torch.cat(sums), target_N))
+    sum_N = torch.cat(sums)
     if group is not None:
+        sums_2N = torch.stack((sum_N, target_N))
         dist.all_reduce(sums_2N, group=group)
-    sum_N, target_N = sums_2N.unbind(0)
-    counted_N = targets_N != ignore
-    total = ((sum_N.log() - target_N) * counted_N).sum()
-    if factor is None:
-        return total
-    # d loss / d logit = softmax, minus 1 at the target; 0 for ignored tokens
-    scale_N1 = factor * (counted_N / sum_N)[:, None]
-    at_target_N1 = -factor * (own_N & counted_N)[:, None]
-    each = _split(n_together, logits_Nv, largest_N[:, None], scale_N1, columns_N1, at_target_N1)
-    for i, (logits_Pv, largest_P1, scale_P1, columns_P1, at_target_P1) in enumerate(each):
-        powers_Pv = kept[i] if kept else _powers(logits_Pv, largest_P1, in_place)
-        powers_Pv.mul_(scale_P1).scatter_add_(-1, columns_P1, at_target_P1)
-        if not in_place:
-            logits_Pv.copy_(powers_Pv)
-        del powers_Pv
-    return total
+        sum_N, target_N = sums_2N.unbind(0)
+        if gradient is not None:
+            each = _split(n_together, logits_Nv, largest_N[:, None], weights_N1 / sum_N[:, None])
+            for i, (logits_Pv, largest_P1, scale_P1) in enumerate(each):
+                gradient(kept[i] if kept else _powers(logits_Pv, largest_P1, in_place), scale_P1)
+    return ((sum_N.log() - target_N) * counted_N).sum()
+
+
+def _overwrite(each: Iterator[tuple[Tensor, ...]], in_place: bool, powers_Pv: Tensor, scale_P1: Tensor) -> None:
+    """Overwrite the next logits of `each` with their gradient: d loss / d logit = softmax, minus 1 at the target; 0 for
+    ignored tokens."""
+    logits_Pv, columns_P1, at_target_P1 = next(each)
+    powers_Pv.mul_(scale_P1).scatter_add_(-1, columns_P1, at_target_P1)
+    if not in_place:
+        logits_Pv.copy_(powers_Pv)
 
 
 def _n_together(logits_Nv: Tensor) -> int:
@@ -94,7 +103,8 @@ def _powers(logits_Pv: Tensor, largest_P1: Tensor, in_place: bool) -> Tensor:
     """exp(logits - largest) in the type of `largest_P1`."""
     if in_place:
         return logits_Pv.sub_(largest_P1).exp_()
-    if logits_Pv.dtype == largest_P1.dtype:
+    # One kernel widens and subtracts on a GPU; a CPU would widen into a tensor beside the difference.
+    if logits_Pv.dtype == largest_P1.dtype or device_type(logits_Pv) == "cuda":
         return (logits_Pv - largest_P1).exp_()
     return logits_Pv.to(largest_P1.dtype).sub_(largest_P1).exp_()
 
@@ -107,7 +117,7 @@ def bound(rows: range, ignore: int, group: dist.ProcessGroup | None, compiled: b
     """`cross_entropy` with these; `compiled`: with torch.compile, unless it has collectives."""
     of = torch.compile(cross_entropy) if compiled and group is None else cross_entropy
     whole = partial(of, rows=rows, ignore=ignore, group=group)
-    return whole if group is not None else partial(_in_parts, whole)
+    return partial(_in_parts, whole) if compiled and group is None else whole
 
 
 def _in_parts(of: CrossEntropy, logits_Nv: Tensor, targets_N: Tensor, factor: Tensor | None) -> Tensor:

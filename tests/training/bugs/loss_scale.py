@@ -69,8 +69,8 @@ SCALE: dict[str, AnyBug] = {
     "the exponentials of logits in 16 bits are computed again with the largest logit of another token": UnitBug(
         Mutation(
             "shardwright.parallel.loss:cross_entropy",
-            "_split(n_together, logits_Nv, largest_N[:, None], scale_N1, columns_N1, at_target_N1)",
-            "_split(n_together, logits_Nv, largest_N.roll(1)[:, None], scale_N1, columns_N1, at_target_N1)",
+            "_split(n_together, logits_Nv, largest_N[:, None], weights_N1 / sum_N[:, None])",
+            "_split(n_together, logits_Nv, largest_N.roll(1)[:, None], weights_N1 / sum_N[:, None])",
         ),
         "tests/parallel/test_loss.py:test_the_gradient_in_16_bits_is_rounded_once_and_in_the_memory_of_the_logits",
         (True,),

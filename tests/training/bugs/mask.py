@@ -49,7 +49,7 @@ MASK: dict[str, AnyBug] = {
         spec={"dropout": 0.2},
     ),
     "masked targets have the gradient of a softmax": Bug(
-        Mutation(LOSS, "(counted_N / sum_N)[:, None]", "(1 / sum_N)[:, None]"), [TP]
+        Mutation(LOSS, "factor * counted_N[:, None]", "factor * torch.ones_like(counted_N)[:, None]"), [TP]
     ),
     "masked targets count in the loss": Bug(
         Mutation(LOSS, "((sum_N.log() - target_N) * counted_N).sum()", "(sum_N.log() - target_N).sum()"),

@@ -44,8 +44,8 @@ ON_RANKS: dict[str, tuple[str, Mutation]] = {
         _ALONE,
         Mutation(
             "shardwright.parallel.apply:needs_sharding",
-            "shards or compute_dtype != param_dtype or layout.offload_parameters != 'none'",
-            "shards or compute_dtype != param_dtype",
+            "shards or casts or layout.offload_parameters != 'none'",
+            "shards or casts",
         ),
     ),
 }
