@@ -36,6 +36,8 @@ TIMELINES = "timeline"
 MODEL_FILE = "model.toml"
 """In a folder that `shardwright import` wrote: the section [model] of its weights."""
 PAGE, CURVES, TIMELINE = "report.html", "curves.png", "timeline.svg"
+RUN_NAMES = {RUN_FILE, METRICS, CHECKPOINTS, LOGS, TENSORBOARD, EVENTS, OFFLOADED, TIMELINES, LOCK}
+"""Files and folders that training makes in the folder of a run."""
 PHASES = ("data", "forward_backward", "optimizer")
 """Parts of the time of a step; a record has the seconds of each as PHASE_s."""
 MOST_RANKS_LOGGED = 256

@@ -259,12 +259,38 @@ def until(what, timeout_s: float = 60.0) -> None:
         time.sleep(0.05)
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_run_that_is_starting_is_waited_for(tmp_path: Path, monkeypatch) -> None:
+    looks = []
+
+    def starts(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 1:
+            (tmp_path / "run").mkdir()
+            owned_by(tmp_path / "run", gone())
+        elif len(looks) == 3:
+            write_run(tmp_path / "run", [train_record(100)])
+
+    monkeypatch.setattr(module.time, "sleep", starts)
+    done = run(tmp_path / "run")
+    assert done.exit_code == 0, done.output
+    assert "there is no run in" in done.stderr
+    assert "waiting for a run to start there, up to 60 s" in done.stderr
+    assert "all 100 steps are done" in done.stdout
+    assert len(looks) == 3
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(module, "START_S", 0.0)
     assert run(tmp_path / "none").exit_code == 2
     (tmp_path / "empty").mkdir()
     empty = run(tmp_path / "empty", "--once")
     assert empty.exit_code == 2
     assert "has no metrics.jsonl and no run.toml" in empty.stderr
+    monkeypatch.setattr(module, "START_S", 1e9)
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "notes.txt").touch()
+    assert "has no metrics.jsonl" in run(tmp_path / "others").stderr
+    assert run(tmp_path / "no folder" / "run").exit_code == 2
     (tmp_path / "file").touch()
     assert "is a file; give the folder of a run" in run(tmp_path / "file").stderr
     for every in ("0", "-1", "nan", "1e9"):

@@ -8,14 +8,16 @@ from typing import Annotated
 import typer
 from rich.live import Live
 
-from shardwright.cli.common import console, reading_verb, say
+from shardwright.cli.common import console, error_console, reading_verb, say
 from shardwright.cli.followed import SHOWN_LINES, Followed, News
 from shardwright.cli.watch_page import page, state_in_words
 from shardwright.errors import InputError
-from shardwright.run_folder import as_record
+from shardwright.run_folder import RUN_NAMES, as_record
 from shardwright.training.metrics import line
 
 LEAST_EVERY_S, MOST_EVERY_S = 0.1, 3600.0
+START_S = 60.0
+"""How long a run that is starting is waited for: until its first process has written the run file and metrics.jsonl."""
 
 
 @reading_verb
@@ -27,7 +29,8 @@ def watch(
     """Show a run while it goes on: loss, speed, memory, ranks, checkpoints and events.
 
     On a terminal it is a page that changes with the run. Elsewhere, such as in a file or a pipe, the lines of the run
-    are printed as they come. It ends with the run, or at Ctrl-C, which leaves the run alone.
+    are printed as they come. A run that is starting is waited for, up to a minute. It ends with the run, or at Ctrl-C,
+    which leaves the run alone.
 
     shardwright watch runs/debug
 
@@ -37,18 +40,38 @@ def watch(
     """
     if not LEAST_EVERY_S <= every <= MOST_EVERY_S:
         raise InputError(f"--every {every:g}: from {LEAST_EVERY_S:g} to {MOST_EVERY_S:g} seconds are possible")
-    run = Followed(run_dir)
-    news = run.look()
     if once:
+        run = Followed(run_dir)
+        run.look()
         console.print(page(run))
         return
     try:
+        run = _started(run_dir)
+        news = run.look()
         if sys.stdout.isatty():
             _live(run, every)
         else:
             _lines(run, news, every)
     except KeyboardInterrupt:
         pass
+
+
+def _started(folder: Path) -> Followed:
+    """The run in a folder, waited for up to `START_S` seconds where a run may be starting there. Raises InputError for
+    a folder that is not one of a run, at once if it has files of something else."""
+    end_s = time.monotonic() + START_S
+    waits = False
+    while True:
+        try:
+            return Followed(folder)
+        except InputError as error:
+            others = {path.name for path in folder.iterdir()} - RUN_NAMES if folder.is_dir() else set()
+            if others or folder.is_file() or not folder.absolute().parent.is_dir() or time.monotonic() >= end_s:
+                raise
+            if not waits:
+                error_console.print(f"{error}\nwaiting for a run to start there, up to {START_S:g} s; Ctrl-C ends")
+            waits = True
+            time.sleep(LEAST_EVERY_S)
 
 
 def _live(run: Followed, every: float) -> None:
