@@ -131,6 +131,26 @@ def test_the_culprit_is_named_where_a_layout_is_not_equal(monkeypatch: pytest.Mo
 
 
 @pytest.mark.prove
+def test_a_module_of_a_users_own_and_what_is_no_layout_are_named():
+    module, layout = torch.nn.Linear(2, 2), shardwright.Layout(tp=2)
+    for act in (
+        lambda: shardwright.parallelize(module, layout),
+        lambda: shardwright.verify(layout, module),
+        lambda: shardwright.plan(module, "h100:8", global_batch=8, seq_len=128),
+    ):
+        with pytest.raises(
+            ConfigError, match=r"model is of type torch\.nn\..*\.Linear; valid: the name"
+        ):
+            act()
+    for act in (
+        lambda: shardwright.verify(module),
+        lambda: shardwright.parallelize("debug", {"tp": 2}),
+        lambda: shardwright.verify(layout, against="tp=2"),
+    ):
+        with pytest.raises(ConfigError, match=r"layout is of type .*; valid: a Layout, such as"):
+            act()
+
+
 def test_a_layout_of_more_ranks_than_this_machine_holds_is_reduced():
     report = shardwright.verify(shardwright.Layout(dp_shard=64, tp=2), global_batch=64, steps=1)
     assert report.equal

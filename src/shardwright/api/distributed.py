@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwright.api.arguments import as_spec, check_layout
 from shardwright.config import OptimizerSection
 from shardwright.data.batches import Batch
 from shardwright.errors import InputError, LayoutError
 from shardwright.layout import Layout
 from shardwright.model.modules import row_of
-from shardwright.model.presets import resolve
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.apply import apply
@@ -178,8 +178,9 @@ def parallelize(
     processes, or cannot split the model; ConfigError for an unknown preset.
     """
     given = model if isinstance(model, Transformer) else None
-    spec = model.spec if isinstance(model, Transformer) else resolve(model) if isinstance(model, str) else model
-    layout = layout or Layout()
+    spec = model.spec if isinstance(model, Transformer) else as_spec(model, ", a Transformer")
+    layout = Layout() if layout is None else layout
+    check_layout(layout)
     wrong = [*spec.problems(), *split_problems(spec, layout, seq_len or spec.max_seq_len)]
     if layout.offload_optimizer != "none":
         wrong.append(

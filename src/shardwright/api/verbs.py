@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwright import extensions
+from shardwright.api.arguments import as_spec, check_layout
 from shardwright.errors import InputError, nearest
 from shardwright.layout import Layout
 from shardwright.model.presets import resolve
@@ -74,7 +75,7 @@ def plan(
     from shardwright.report.plan_table import PlanTable
 
     job = Job(
-        model=resolve(model) if isinstance(model, str) else model,
+        model=as_spec(model),
         cluster=find_cluster(cluster, None if hardware is None else Path(hardware)),
         global_batch=global_batch,
         seq_len=seq_len,
@@ -115,6 +116,9 @@ def verify(
     the smallest layout that still differs. Raises LayoutError where the layout does not fit the model
     or the batch, WorkerError where a rank fails or takes more than `timeout_s` seconds.
     """
+    spec = as_spec(model)
+    for each in (layout,) if against is None else (layout, against):
+        check_layout(each)
     from shardwright.verification.ranks import start_server
 
     start_server()  # it imports PyTorch while this process does
@@ -123,7 +127,6 @@ def verify(
     from shardwright.verification.cut_case import cut, cut_layout
     from shardwright.verification.reduce import most_ranks, reduced
 
-    spec = resolve(model) if isinstance(model, str) else model
     true = Case(spec, seq_len, global_batch, micro_batch, seed, steps=steps, dtype=dtype)
     sides = [layout] if against is None else [layout, against]
     with Verifier(timeout_s=timeout_s) as verifier:

@@ -1,0 +1,29 @@
+"""Models and layouts as they are given to the functions of the Python API."""
+
+from shardwright.errors import ConfigError
+from shardwright.layout import Layout
+from shardwright.model.presets import resolve
+from shardwright.model.spec import ModelSpec
+
+
+def as_spec(model: object, also: str = "") -> ModelSpec:
+    """Return the sizes of a model that is given by the name of a preset or as a ModelSpec. `also`: other types that the
+    caller takes, in words.
+
+    Raises ConfigError for an unknown preset and for anything else, such as a module of the user's own.
+    """
+    if isinstance(model, str):
+        return resolve(model)
+    if isinstance(model, ModelSpec):
+        return model
+    kind = type(model)
+    raise ConfigError(
+        f"model is of type {kind.__module__}.{kind.__qualname__}; valid: the name of a preset, a ModelSpec{also}; a "
+        f"module of your own is split where its family is registered, with a row for each parameter (docs/extending.md)"
+    )
+
+
+def check_layout(layout: object) -> None:
+    """Raise ConfigError for anything but a Layout."""
+    if not isinstance(layout, Layout):
+        raise ConfigError(f"layout is of type {type(layout).__qualname__}; valid: a Layout, such as Layout(tp=2)")
