@@ -91,7 +91,11 @@ SCALE: dict[str, AnyBug] = {
         "tests/model/test_fp8.py:test_operands_are_rounded_to_the_nearest_number_of_the_format",
     ),
     "fp8: rows have one scale": UnitBug(
-        Mutation(_SCALED, "x_RK.abs().amax(1, keepdim=True)", "x_RK.abs().amax().expand(len(x_RK), 1)"),
+        Mutation(
+            _SCALED,
+            "torch.linalg.vector_norm(x_RK, torch.inf, 1, keepdim=True, dtype=wide)",
+            "x_RK.abs().amax().to(wide).expand(len(x_RK), 1)",
+        ),
         "tests/model/test_fp8.py:test_operands_are_rounded_to_the_nearest_number_of_the_format",
     ),
 }
