@@ -45,6 +45,8 @@ def test_it_says_what_a_rank_needs_and_whether_it_fits(run_file: Path, tmp_path:
     found = json.loads(result.stdout)
     assert found["fits"]
     assert found["disagreements"] == []
+    calls = [call for each in found["ranks"] for call in each["messages"] if call["n_ranks"] > 1]
+    assert found["checked"] == {"ranks": 2, "calls": len(calls), "communicators": 1, "matched_sends": 0}
     assert [each["rank"] for each in found["ranks"]] == [0, 1]
     rank = found["ranks"][0]
     assert rank["peak"]["bytes"] == sum(rank["peak"]["kinds"].values()) == max(each["bytes"] for each in rank["curve"])

@@ -176,10 +176,7 @@ def check(case: Case, folder: Path, tokens: Path) -> str:
 def check_log(folder: Path) -> str:
     """The calls of NCCL in words; raises Problem where they break a rule."""
     log = read_log(folder)
-    problems = []
-    for broken in log.broken_rules():
-        sides = zip(broken.ranks, broken.sides, strict=True)
-        problems += [broken.what, *(f"    rank {rank}: {side or 'nothing'}" for rank, side in sides)]
+    problems = [broken.sentence for broken in log.broken_rules()]
     if problems:
         raise Problem("calls of NCCL\n" + "\n".join(f"    {line}" for line in problems[:SHOWN_LINES]))
     if not log.n_calls:

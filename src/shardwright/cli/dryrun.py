@@ -77,8 +77,8 @@ def dryrun(options: Options) -> None:
 
     The program takes steps on tensors without values, in a process group that sends nothing. Printed are the peak
     memory of the rank by kind and where in the step it is, beside what the plan says; the largest tensors at the peak;
-    and the collectives and messages by axis. With --ranks all, ranks of every kind are run, and whether they agree on
-    their messages is checked: where they do not, the cluster would hang.
+    and the collectives and messages by axis. With --ranks all, ranks of every kind are run, and NCCL's rules are
+    checked over the calls of all of them: where one is broken, the cluster would hang.
 
     shardwright dryrun examples/llama-3.1-8b.toml --cluster h100
 

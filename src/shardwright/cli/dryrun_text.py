@@ -4,11 +4,11 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from shardwright.cli.common import columns, console, print_table, say
-from shardwright.dry_run.record import KINDS, WAIT, Message, RankRecord
+from shardwright.dry_run.agreement import checked
+from shardwright.dry_run.record import KINDS, WAIT, RankRecord
 from shardwright.units import format_bytes
 
 if TYPE_CHECKING:
-    from shardwright.dry_run.agreement import Disagreement
     from shardwright.dry_run.run import DryRun
 
 
@@ -31,7 +31,8 @@ def print_dry_run(found: "DryRun", messages: bool) -> None:
     if len(found.records) > 1:
         _print_ranks(found)
     for each in found.disagreements:
-        _print_disagreement(each)
+        console.print()
+        say(f"ranks do not agree: {each.sentence}")
     if not found.fits:
         _print_remedies(found)
     if messages:
@@ -104,24 +105,14 @@ def _print_ranks(found: "DryRun") -> None:
         n_messages = sum(sums.calls for sums in record.sent.values())
         table.add_row(str(record.rank), format_bytes(record.peak.n_bytes), record.peak.action, str(n_messages))
     print_table(table)
-    if not found.disagreements:
-        say(f"these {len(found.records)} ranks agree: same collectives in each group, a receive for each send")
-
-
-def _print_disagreement(each: "Disagreement[Message]") -> None:
-    console.print()
-    say(f"ranks do not agree: {each.what}")
-    table = columns("rank", "operation", "axis", "type", "shapes", "in", "action", left=7)
-    for rank, side in zip(each.ranks, each.sides, strict=True):
-        table.add_row(str(rank), *_words(side))
-    print_table(table)
-
-
-def _words(message: Message | None) -> tuple[str, ...]:
-    if message is None:
-        return "nothing", "", "", "", "", ""
-    shapes = ", ".join(" x ".join(map(str, shape)) or "scalar" for shape in message.shapes)
-    return message.op, message.axis, message.dtype, shapes, message.module or "-", message.action
+    counts = checked(found.records)
+    world_size = found.config.layout.layout().world_size
+    of = "all ranks" if counts.ranks == world_size else f"{counts.ranks} of {world_size:,} ranks, one of each class"
+    rules = "same collectives, order, counts and types; a receive for each send; no cycle if every call blocks"
+    say(
+        f"NCCL's rules {'are broken' if found.disagreements else 'hold'} over {counts.calls:,} calls of {of}, in "
+        f"{counts.communicators:,} communicators, {counts.matched_sends:,} sends among them: {rules}"
+    )
 
 
 def _print_remedies(found: "DryRun") -> None:

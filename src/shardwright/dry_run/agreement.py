@@ -1,24 +1,26 @@
-"""Whether ranks agree on their messages; where they do not, a cluster would hang or compute nonsense. No torch.
+"""Check the calls of several ranks against NCCL's rules; ranks that break one hang or compute nonsense. No torch.
 
-Three rules are checked on the calls of several ranks of one world, either the messages that dry runs record
-(`disagreements`) or calls of NCCL (`broken_nccl_rules`):
+The calls are those that dry runs record (`disagreements`) or those of NCCL's log (`broken_nccl_rules`). The rules:
 
-- every process group: its ranks issue the same collectives in the same order with the same sizes and types;
-- every pair of ranks of a group: each send has its receive, in the same order and of the same size and type;
-- the order as a whole: no ranks wait for one another. A collective always waits for all its ranks. Messages are
-  waited for where the program of a rank does; with NCCL, whose calls may all block, at once.
+- every communicator: its ranks issue the same collectives in the same order with the same counts and types;
+- every pair of ranks of a communicator: the k-th send matches the k-th receive in size and type;
+- the order as a whole: no ranks wait for each other if every call blocks until its peers have issued their part. NCCL
+  promises no more, since its calls wait for free channels and buffers. Calls of one launch do not wait for each other.
 
-A group of which only some ranks are recorded is compared among those.
+Of a communicator, the ranks whose calls are known are compared.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from itertools import groupby, permutations, zip_longest
+from itertools import groupby, zip_longest
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from shardwright.dry_run.record import WAIT, Message, RankRecord
+from shardwright.processes import ranks_in_words
 
 _PAIRED = ("send", "receive")
+_MOST_SIDES = 4
+"""Different calls that a sentence lists."""
 
 
 class Call(Protocol):
@@ -37,6 +39,10 @@ class Call(Protocol):
     def content(self) -> tuple[object, ...]: ...
     @property
     def splits(self) -> tuple[int, ...]: ...
+    @property
+    def launch(self) -> int: ...
+    @property
+    def words(self) -> str: ...
 
 
 class NcclCall(NamedTuple):
@@ -64,30 +70,66 @@ class NcclCall(NamedTuple):
         """NCCL has no uneven collectives; an uneven all-to-all is sends and receives of one launch."""
         return ()
 
+    @property
+    def words(self) -> str:
+        """Operation, communicator, number of elements and type."""
+        root = f", root {self.peer}" if self.op not in _PAIRED and self.peer >= 0 else ""
+        return f"{self.op} over {self.group} of {self.n_elements} {self.dtype}{root}"
+
 
 C = TypeVar("C", bound=Call)
 
 
 class Disagreement(NamedTuple, Generic[C]):
-    """What `ranks` do not agree on: for each its call, or None where it has none or has ended."""
+    """A broken rule: `what`, with the communicator and the number of the call in it; the ranks, and the call of each,
+    None where it has ended."""
 
     what: str
     ranks: tuple[int, ...]
     sides: tuple[C | None, ...]
 
+    @property
+    def sentence(self) -> str:
+        """The rule with the call of each rank, ranks with equal calls together."""
+        by_call: dict[object, list[int]] = defaultdict(list)
+        words: dict[object, str] = {}
+        for rank, side in zip(self.ranks, self.sides, strict=True):
+            key = None if side is None else (side.content, side.splits, side.peer)
+            by_call[key].append(rank)
+            words.setdefault(key, "no call" if side is None else side.words)
+        sides = [f"{words[key]} on {ranks_in_words(ranks)}" for key, ranks in by_call.items()]
+        more = [f"{len(sides) - _MOST_SIDES} other calls"] if len(sides) > _MOST_SIDES else []
+        return f"{self.what}: {'; '.join(sides[:_MOST_SIDES] + more)}"
+
 
 def disagreements(records: Sequence[RankRecord]) -> list[Disagreement[Message]]:
-    """Everything that the ranks do not agree on; a deadlock only where there is nothing else."""
-    messages = {record.rank: record.messages for record in records}
-    result = [*_of_groups(messages), *_of_pairs(messages)]
-    return result or [*_deadlocks(messages)]
+    """Every rule that the messages of these dry runs break."""
+    return broken_nccl_rules({record.rank: record.messages for record in records})
 
 
-def broken_nccl_rules(calls: Mapping[int, Sequence[NcclCall]]) -> list[Disagreement[NcclCall]]:
-    """Every rule of NCCL that the calls of these ranks break, in the order in which each rank issued them; that ranks
-    wait for one another only where no other rule is broken."""
+def broken_nccl_rules(calls: Mapping[int, Sequence[C]]) -> list[Disagreement[C]]:
+    """Every rule that the calls of these ranks break, in the order in which each rank issued them; that ranks wait for
+    each other only where no other rule is broken."""
     result = [*_of_groups(calls), *_of_pairs(calls)]
     return result or [*_stuck_launches(calls)]
+
+
+class Checked(NamedTuple):
+    """Counts of what `disagreements` compares: calls of all ranks, communicators, and sends whose receiver is one of
+    the ranks."""
+
+    ranks: int
+    calls: int
+    communicators: int
+    matched_sends: int
+
+
+def checked(records: Sequence[RankRecord]) -> Checked:
+    """Count the calls that `disagreements` compares."""
+    ranks = {record.rank for record in records}
+    calls = [each for record in records for each in record.messages if each.op != WAIT and len(each.ranks) > 1]
+    sends = sum(call.op == "send" and call.peer in ranks for call in calls)
+    return Checked(len(ranks), len(calls), len({call.group for call in calls}), sends)
 
 
 def _of_groups(calls: Mapping[int, Sequence[C]]) -> Iterator[Disagreement[C]]:
@@ -107,7 +149,9 @@ def _of_groups(calls: Mapping[int, Sequence[C]]) -> Iterator[Disagreement[C]]:
             if len({None if side is None else side.content for side in sides}) > 1 or not _splits_match(
                 recorded, ranks, sides
             ):
-                yield Disagreement(f"collective {at + 1} over {_name(group)}", tuple(recorded), sides)
+                yield Disagreement(
+                    f"collective {at + 1} over {_name(group)} ({ranks_in_words(ranks)})", tuple(recorded), sides
+                )
                 break
 
 
@@ -135,90 +179,67 @@ def _of_pairs(calls: Mapping[int, Sequence[C]]) -> Iterator[Disagreement[C]]:
         for call in issued:
             if call.op in _PAIRED:
                 by_line[call.op, call.group, rank, call.peer].append(call)
-    groups = dict.fromkeys(group for _, group, _, _ in by_line)
-    for (sender, receiver), group in ((pair, group) for pair in permutations(calls, 2) for group in groups):
+    lines = dict.fromkeys((group, *_ends(op, rank, peer)) for op, group, rank, peer in by_line)
+    for group, sender, receiver in lines:
+        if not {sender, receiver} <= calls.keys():
+            continue
         sends = by_line.get(("send", group, sender, receiver), [])
         receives = by_line.get(("receive", group, receiver, sender), [])
         for number, (sent, received) in enumerate(zip_longest(sends, receives), 1):
             if sent is None or received is None or sent.content[1:] != received.content[1:]:
-                yield Disagreement(
-                    f"message {number} from rank {sender} to {receiver}", (sender, receiver), (sent, received)
-                )
+                what = f"message {number} from rank {sender} to {receiver} over {_name(group)}"
+                yield Disagreement(what, (sender, receiver), (sent, received))
                 break
 
 
-def _deadlocks(calls: Mapping[int, Sequence[Message]]) -> Iterator[Disagreement[Message]]:
-    """Run the lists of all ranks together until none can go on."""
-    at = dict.fromkeys(calls, 0)
-    sent: dict[tuple[int, int], int] = defaultdict(int)
-    """(sender, receiver) -> messages that the sender has started."""
-
-    def now(rank: int) -> Message | None:
-        return calls[rank][at[rank]] if at[rank] < len(calls[rank]) else None
-
-    def can(rank: int) -> bool:
-        message = now(rank)
-        if message is None:
-            return False
-        if message.op in _PAIRED:
-            return True
-        if message.op == WAIT:
-            return message.peer not in calls or sent[message.peer, rank] > message.splits[0]
-        others = [other for other in message.ranks if other in calls]
-        return all((there := now(other)) is not None and there[:3] == message[:3] for other in others)
-
-    moved = True
-    while moved:
-        moved = False
-        for rank in calls:
-            while can(rank):
-                message = now(rank)
-                assert message is not None
-                moved = True
-                if message.op in _PAIRED or message.op == WAIT:
-                    sent[rank, message.peer] += message.op == "send"
-                    at[rank] += 1
-                else:
-                    for other in message.ranks:
-                        if other in calls:
-                            at[other] += 1
-    stuck = tuple(rank for rank in calls if now(rank) is not None)
-    if stuck:
-        yield Disagreement("deadlock: these ranks wait for one another", stuck, tuple(now(rank) for rank in stuck))
+def _ends(op: str, rank: int, peer: int) -> tuple[int, int]:
+    """(sender, receiver) of a message."""
+    return (rank, peer) if op == "send" else (peer, rank)
 
 
-class _Launches:
+class _Launches(Generic[C]):
     """The launches of a rank, of which the first is under way; its calls end in any order."""
 
-    def __init__(self, calls: Sequence[NcclCall]) -> None:
+    def __init__(self, calls: Sequence[C]) -> None:
         # A call that is launched alone has a number of its own, its place.
         numbered = groupby(enumerate(calls), lambda each: (each[1].launch, each[0] if not each[1].launch else -1))
         self._later = [[call for _, call in launch] for _, launch in numbered]
         self._later.reverse()
-        self.under_way: list[NcclCall] = self._later.pop() if self._later else []
+        self.under_way: list[C] = self._later.pop() if self._later else []
+        self.received: Counter[int] = Counter()
+        """Rank -> messages that have come from it."""
+        self.n_ended = 0
+        """Calls without waits."""
 
-    def counterpart(self, call: NcclCall, rank: int, other: int) -> NcclCall | None:
+    def counterpart(self, call: C, rank: int, other: int) -> C | None:
         """The first call under way here, on rank `other`, that is a part of `call` of `rank`, which is under way."""
         if call.op not in _PAIRED:
-            return next((each for each in self.under_way if each.group == call.group and each.op not in _PAIRED), None)
+            return next(
+                (each for each in self.under_way if each.group == call.group and each.op not in (*_PAIRED, WAIT)), None
+            )
         op = _PAIRED[1 - _PAIRED.index(call.op)]
         return next(
             (each for each in self.under_way if (each.op, each.group, each.peer) == (op, call.group, rank)), None
         )
 
-    def end(self, call: NcclCall) -> None:
-        """A call under way has ended, and with the last one of the launch the next launch begins."""
+    def end(self, call: C) -> None:
+        """End a call under way, and with the last one of the launch begin the next launch."""
         self.under_way.remove(call)
+        self.received[call.peer] += call.op == "receive"
+        self.n_ended += call.op != WAIT
         if not self.under_way and self._later:
             self.under_way = self._later.pop()
 
 
-def _stuck_launches(calls: Mapping[int, Sequence[NcclCall]]) -> Iterator[Disagreement[NcclCall]]:
+def _stuck_launches(calls: Mapping[int, Sequence[C]]) -> Iterator[Disagreement[C]]:
     """Run the launches of all ranks together, each blocking its rank until its calls have met their counterparts."""
     launches = {rank: _Launches(issued) for rank, issued in calls.items()}
 
-    def parts_of(rank: int, call: NcclCall) -> dict[int, NcclCall] | None:
+    def parts_of(rank: int, call: C) -> dict[int, C] | None:
         """The calls that end together with `call`, by rank; None while one is missing."""
+        if call.op == WAIT:
+            has_come = call.peer not in launches or launches[rank].received[call.peer] > call.splits[0]
+            return {rank: call} if has_come else None
         ranks = (rank, call.peer) if call.op in _PAIRED else call.ranks
         parts = {}
         for other in ranks:
@@ -237,7 +258,8 @@ def _stuck_launches(calls: Mapping[int, Sequence[NcclCall]]) -> Iterator[Disagre
                 moved = True
                 for other, part in ended.items():
                     launches[other].end(part)
-    stuck = {rank: of_rank.under_way[0] for rank, of_rank in launches.items() if of_rank.under_way}
+    stuck = {rank: of_rank for rank, of_rank in launches.items() if of_rank.under_way}
     if stuck:
-        what = "deadlock: these ranks wait for one another if every call blocks"
-        yield Disagreement(what, tuple(stuck), tuple(stuck.values()))
+        places = ", ".join(f"rank {rank} at its call {stuck[rank].n_ended + 1}" for rank in list(stuck)[:_MOST_SIDES])
+        what = f"deadlock: these ranks wait for each other if every call blocks ({places})"
+        yield Disagreement(what, tuple(stuck), tuple(of_rank.under_way[0] for of_rank in stuck.values()))

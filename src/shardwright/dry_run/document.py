@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from shardwright.dry_run.agreement import checked
 from shardwright.dry_run.planned import Planned
 from shardwright.dry_run.record import WAIT, Message, Moment, RankRecord
 from shardwright.dry_run.run import DryRun, needed_bytes
@@ -17,9 +18,11 @@ def document(found: DryRun) -> dict[str, Any]:
         "world_size": found.config.layout.layout().world_size,
         "fullest": found.fullest.rank,
         "ranks": [_rank(found, record) for record in found.records],
+        "checked": checked(found.records)._asdict(),
         "disagreements": [
             {
                 "what": each.what,
+                "sentence": each.sentence,
                 "sides": [
                     {"rank": rank, "message": None if side is None else _message(side)}
                     for rank, side in zip(each.ranks, each.sides, strict=True)

@@ -131,13 +131,4 @@ def _ranks(found: DryRun) -> str:
 
 
 def _disagreements(found: DryRun) -> str:
-    parts = []
-    for each in found.disagreements:
-        rows = [
-            (str(rank), "nothing" if side is None else escape(f"{side.op} {side.dtype} {side.shapes}"))
-            for rank, side in zip(each.ranks, each.sides, strict=True)
-        ]
-        parts.append(
-            f'<p class="bad">Ranks do not agree: {escape(each.what)}</p>\n{table(("rank", ""), rows, "words")}'
-        )
-    return "\n".join(parts)
+    return "\n".join(f'<p class="bad">Ranks do not agree: {escape(each.sentence)}</p>' for each in found.disagreements)

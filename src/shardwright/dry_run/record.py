@@ -37,7 +37,8 @@ class Message(NamedTuple):
     `ranks`: the process group, by number in the world; `axis`: the axes of the layout along which these differ;
     `n_bytes`: of the larger of the tensors given to it, of an all-to-all of equal parts without the rank's own as if
     that were there; `shapes`: of all of them; `splits`: rows to and from each rank of an uneven all-to-all, of a wait
-    the number of the message among those from `peer`; `peer`: the other rank of a send, receive or wait, in the world.
+    the number of the message among those from `peer`; `peer`: the other rank of a send, receive or wait, in the world;
+    `launch`: messages that follow each other with the same number are one `batch_isend_irecv`; 0 for one alone.
     """
 
     op: str
@@ -50,6 +51,7 @@ class Message(NamedTuple):
     module: str
     splits: tuple[int, ...] = ()
     peer: int = -1
+    launch: int = 0
 
     @property
     def group(self) -> tuple[str, tuple[int, ...]]:
@@ -60,6 +62,17 @@ class Message(NamedTuple):
     def content(self) -> tuple[object, ...]:
         """What all ranks of a collective have to agree on."""
         return self.op, self.n_bytes, self.dtype, self.shapes if not self.splits else ()
+
+    @property
+    def words(self) -> str:
+        """Operation, axis, type, shapes, module and action."""
+        if self.op == WAIT:
+            return f"wait for {self.module} from rank {self.peer} in {self.action}"
+        shapes = ", ".join(" x ".join(map(str, shape)) or "scalar" for shape in self.shapes)
+        rows = f", rows {self.splits[len(self.ranks) + 1 :]} to each rank" if self.splits else ""
+        return (
+            f"{self.op} over {self.axis} of {self.dtype} {shapes}{rows}, in {self.module or 'no module'}, {self.action}"
+        )
 
 
 @dataclass(slots=True)

@@ -76,6 +76,8 @@ class Recorder(DispatchMode):
         self._of_fsdp: set[int] = set()
         self._groups: dict[int, tuple[str, tuple[int, ...]]] = {}
         self._patches = ExitStack()
+        self._launch = self._n_launches = 0
+        """The number of the `batch_isend_irecv` that runs, 0 outside of one, and of the last."""
         self._asked = False
         """Whether DTensor asks for the shape of a whole tensor, by running an operation on fake ones."""
 
@@ -99,6 +101,19 @@ class Recorder(DispatchMode):
             return shape_of_whole
 
         self._patches.enter_context(replaced(Place(torch.UntypedStorage, "resize_"), resized))
+
+        def one_launch(start: Callable[..., Any]) -> Callable[..., Any]:
+            def start_and_number(*args: Any, **kwargs: Any) -> Any:
+                self._n_launches += 1
+                self._launch = self._n_launches
+                try:
+                    return start(*args, **kwargs)
+                finally:
+                    self._launch = 0
+
+            return start_and_number
+
+        self._patches.enter_context(replaced(Place(dist, "batch_isend_irecv"), one_launch))
         self._patches.enter_context(replaced(SHAPE_OF_WHOLE, unrecorded))
         super().__enter__()
         return self
@@ -355,6 +370,7 @@ class Recorder(DispatchMode):
                 self.places.module,
                 splits,
                 peer,
+                self._launch,
             )
         )
 
