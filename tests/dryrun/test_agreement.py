@@ -195,6 +195,13 @@ def test_two_ranks_that_wait_for_one_another_are_a_deadlock():
     assert "deadlock" in found[0].what
 
 
+def test_a_wait_before_the_receive_is_a_deadlock():
+    wait, received = message(WAIT, 1), message("receive", 1)
+    other = messages_of(1, message("send", 0))
+    assert disagreements([messages_of(0, received, wait), other]) == []
+    assert [each.ranks for each in disagreements([messages_of(0, wait, received), other])] == [(0, 1)]
+
+
 def test_groups_in_another_order_are_a_deadlock():
     tp, dp = message("all-gather", axis="tp"), message("all-gather", axis="dp_shard")
     found = disagreements([messages_of(0, tp, dp), messages_of(1, dp, tp)])
@@ -234,9 +241,9 @@ def test_nccl_messages_in_both_directions_wait_for_one_another_unless_they_are_o
         return [nccl("send", peer=peer, launch=launch), nccl("receive", peer=peer, launch=launch)]
 
     assert broken_nccl_rules({0: rank(1, 7), 1: rank(0, 3)}) == []
-    (broken,) = broken_nccl_rules({0: rank(1, 0), 1: rank(0, 0)})
-    assert broken.ranks == (0, 1)
-    assert "if every call blocks" in broken.what
+    broken = broken_nccl_rules({0: rank(1, 0), 1: rank(0, 0)})
+    assert [each.ranks for each in broken] == [(0, 1)]
+    assert "if every call blocks" in broken[0].what
 
 
 def test_a_ring_of_nccl_messages_is_a_deadlock_and_one_rank_in_the_other_order_resolves_it():

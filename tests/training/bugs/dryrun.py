@@ -5,7 +5,7 @@ from tests.training.bugs.bug import UnitBug
 
 _RECORD = "tests/dryrun/test_record.py:"
 _AGREEMENT = "tests/dryrun/test_agreement.py:"
-_DEADLOCKS = "shardwright.dry_run.agreement:_deadlocks"
+_CALLS = "shardwright.dry_run.agreement:"
 
 SCALE = {
     "the dry run counts micro-batches that it leaves out once": UnitBug(
@@ -23,11 +23,25 @@ SCALE = {
 }
 ORDER = {
     "a rank that waits for a message is not seen to wait": UnitBug(
-        Mutation(_DEADLOCKS, "sent[message.peer, rank] > message.splits[0]", "True"),
-        _AGREEMENT + "test_two_ranks_that_wait_for_one_another_are_a_deadlock",
+        Mutation(_CALLS + "_stuck_launches", "launches[rank].received[call.peer] > call.splits[0]", "True"),
+        _AGREEMENT + "test_a_wait_before_the_receive_is_a_deadlock",
     ),
     "collectives of two groups may come in any order": UnitBug(
-        Mutation(_DEADLOCKS, "there[:3] == message[:3]", "True"),
+        Mutation(
+            _CALLS + "_Launches.counterpart", "each.group == call.group and each.op not in (*_PAIRED, WAIT)", "True"
+        ),
         _AGREEMENT + "test_groups_in_another_order_are_a_deadlock",
+    ),
+    "calls that are launched alone do not wait for one another": UnitBug(
+        Mutation(_CALLS + "_Launches.__init__", "each[0] if not each[1].launch else -1", "-1"),
+        _AGREEMENT + "test_nccl_messages_in_both_directions_wait_for_one_another_unless_they_are_one_launch",
+    ),
+    "a message that has no receive is not seen": UnitBug(
+        Mutation(
+            _CALLS + "_of_pairs",
+            "sent is None or received is None or sent.content[1:] != received.content[1:]",
+            "sent and received and sent.content[1:] != received.content[1:]",
+        ),
+        _AGREEMENT + "test_a_disagreement_is_one_sentence_with_communicator_call_and_ranks",
     ),
 }
