@@ -17,6 +17,12 @@ def format_bytes(n_bytes: float) -> str:
     return f"{n_bytes:.0f} B"
 
 
+def format_host_bytes(n_bytes: float) -> str:
+    """`1.13e12` -> `1.03 TiB (1.13 TB)`: memory of a host, which is sold by decimal prefixes."""
+    unit, size = ("TB", 1e12) if n_bytes >= 1e12 else ("GB", 1e9)
+    return f"{format_bytes(n_bytes)} ({n_bytes / size:.3g} {unit})"
+
+
 def parsed_bytes(text: str) -> float | None:
     """`80GiB`, `80 GB` -> bytes; None for what is no number above 0 with a unit."""
     form = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGT])(i?)B\s*", text, re.IGNORECASE)

@@ -516,4 +516,33 @@ def test_the_memory_of_the_host_that_an_offload_needs_is_a_row():
     """8 bytes of parameters and gradients and 8 of optimizer states, of 8.03 billion parameters on one node."""
     asked = (*REAL, "--explain", "dp_shard=8,zero=3,recompute=full,offload_optimizer=cpu,offload_parameters=cpu")
     assert document(*asked)["host_bytes_per_node"] == pytest.approx(16 * 8.03e9, rel=0.01)
-    assert "memory of the host: 120 GiB for each node of 8" in plan(*asked).output
+    assert "memory of the host: 120 GiB (128 GB) for each node of 8, by the plan; 5.8% of 2 TiB" in plan(*asked).output
+
+
+def test_an_offload_that_needs_more_memory_than_the_host_of_a_node_has_does_not_fit():
+    """Of 70.6 billion parameters 16 bytes, in one node; what a node with RTX 4090 has is not published."""
+    asked = ("--model", "llama-3.1-70b", "--cluster", "rtx4090:8", "--global-batch", 64, "--seq-len", 4096)
+    offload = "zero=3,offload_optimizer=cpu,offload_parameters=cpu"
+    unknown = plan(*asked)
+    assert unknown.exit_code == 1
+    assert f"--fix {offload}, with 1.03 TiB (1.13 TB) of host memory in each node of 8; how much" in unknown.output
+    refused = plan(*asked, "--fix", offload, "--host-memory", "512GB")
+    assert refused.exit_code == 1
+    assert "or more than 477 GiB (512 GB) of host memory in each node" in refused.output
+    assert "needs 1.03 TiB (1.13 TB) of 477 GiB (512 GB) of host memory in each node" in refused.output
+    larger = re.search(
+        r"more memory of the host: (--host-memory \d+GiB), in nodes whose host has 1.03 T", refused.output
+    )
+    assert larger is not None, refused.output
+    fits = document(*asked, "--fix", offload, *larger[1].split())
+    needed, has = fits["recommended"]["host_bytes_per_node"], fits["host_memory_bytes_per_node"]
+    assert needed == pytest.approx(16 * 70.55e9, rel=0.01)
+    assert needed <= has == int(larger[1].split()[1].removesuffix("GiB")) * 2**30
+    layout = fits["recommended"]["text"]
+    explained = plan(*asked, "--explain", layout, "--host-memory", "512GB")
+    assert explained.exit_code == 1
+    assert re.search(r"memory of the host: 1.03 TiB .*; 220.\d% of 477 GiB \(512 GB\), does not fit", explained.output)
+    assert "; how much a node has is not known, --host-memory SIZE says it" in plan(*asked, "--explain", layout).output
+    mistyped = plan(*asked, "--host-memory", "512")
+    assert mistyped.exit_code == 2
+    assert "--host-memory 512: a number above 0 and a unit are needed" in mistyped.output

@@ -101,6 +101,14 @@ def test_another_node_size_keeps_the_network_of_each_accelerator():
     assert small.node_bytes_per_s == usual.node_bytes_per_s / 2
 
 
+def test_a_part_of_a_node_has_an_equal_part_of_the_memory_of_its_host():
+    assert cluster("dgx-a100:16").host_memory_bytes == 2048 * GiB
+    assert cluster("p4d:8").host_memory_bytes == 1152 * GiB
+    assert cluster("h100:2").host_memory_bytes == cluster("h100:64/2").host_memory_bytes == 512 * GiB
+    assert cluster("selene:8").host_memory_bytes == cluster("rtx4090:8").host_memory_bytes == 0
+    assert cluster("h100:2").with_host_memory("1TiB").host_memory_bytes == 1024 * GiB
+
+
 def test_a_network_is_given_for_a_node_and_shared_by_its_accelerators():
     found = cluster("a100-80gb:512@800Gb")
     assert found.node_bytes_per_s == 100e9

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from shardwright.cost import memory
 from shardwright.cost.estimate import estimate
 from shardwright.cost.hardware import cluster
+from shardwright.cost.host import node_host_bytes
 from shardwright.cost.job import Job
 from shardwright.cost.reserved import reserved_bytes
 from shardwright.cost.step import step_time
@@ -249,6 +250,25 @@ def test_where_logits_are_most_of_the_memory_the_loss_is_chunked_and_the_run_fil
     assert "loss_chunk_tokens = 4096" in run_file(asked, "llama-3.2-1b", best.choice, "plan")
 
 
+def test_no_layout_of_a_search_needs_more_of_the_host_than_there_is():
+    """Fewer layers that recompute leave more activations, which are on the host, so both limits bound them."""
+    roomy = job(DEEP, "h100:4/4", 16, 4096)
+    fixed = Fixed({"offload_activations": "cpu", "recompute": "full"})
+    most = max(each.host_bytes_per_node for each in search(roomy, fixed=fixed).best)
+    asked = replace(roomy, cluster=replace(roomy.cluster, host_memory_part=most / 2 / 4))
+    counts = []
+    for group in groups(asked, fixed.offload, fixed):
+        needed = node_host_bytes(asked, group)
+        assert needed[0] == node_host_bytes(asked, choice_at(group, 0).candidates)[0]
+        counts.append(((needed <= most / 2).sum(), len(group)))
+    within, everything = np.sum(counts, axis=0)
+    found = search(asked, fixed=fixed)
+    assert 0 < len(found.pool) == within < everything
+    assert all(each.host_bytes_per_node <= most / 2 for each in found.best)
+    free = search(asked, fixed=Fixed({"offload_activations": "cpu"})).best
+    assert all(each.host_bytes_per_node <= most / 2 for each in free)
+
+
 def test_a_margin_that_is_no_share_is_refused():
     for margin in (-0.1, 1.0, float("nan")):
         with pytest.raises(InputError, match="--memory-margin"):
@@ -347,6 +367,7 @@ def test_no_layout_with_some_pipeline_is_no_error_but_none_at_all_is():
 LARGE = """
 import json, pathlib, re, resource, sys
 from shardwright.cost.hardware import cluster
+from shardwright.cost.host import node_host_bytes
 from shardwright.cost.job import Job
 from shardwright.model.presets import resolve
 from shardwright.planner.search import search

@@ -47,6 +47,7 @@ def plan(
     memory_margin: float = 0.1,
     top: int = 10,
     hardware: str | Path | None = None,
+    host_memory: str | None = None,
     fix: Mapping[str, Any] | None = None,
     prefer: str | None = None,
 ) -> "Plan":
@@ -56,8 +57,9 @@ def plan(
     `global_batch` in sequences, `seq_len` in tokens. `precision` of matmuls: fp32, tf32, bf16, fp16,
     fp8, fp8-row, fp8-block, mxfp8 or nvfp4. `narrow_states`:
     the states of the optimizer are stored in bf16. `memory_margin`: share of an accelerator's memory that is kept free.
-    `hardware`: a TOML file with accelerators of your own. `fix`: search only layouts with these values of [layout] and
-    micro_batch, such as {"tp": 8, "pp": 1}. `prefer`: which layout is recommended, "fastest", "simplest" or "cheapest"
+    `hardware`: a TOML file with accelerators of your own. `host_memory`: of each node, such as "2TB", which limits what
+    layouts keep there. `fix`: search only layouts with these values of [layout] and micro_batch, such as
+    {"tp": 8, "pp": 1}. `prefer`: which layout is recommended, "fastest", "simplest" or "cheapest"
     (on a part of the cluster, if that takes fewer accelerator-hours), instead of the simplest that ties.
 
     Returns a Plan, which prints as a table: `recommended` is the simplest layout that ties with the fastest one, with
@@ -74,9 +76,10 @@ def plan(
     from shardwright.planner.tie import PREFERENCES
     from shardwright.report.plan_table import PlanTable
 
+    found = find_cluster(cluster, None if hardware is None else Path(hardware))
     job = Job(
         model=as_spec(model),
-        cluster=find_cluster(cluster, None if hardware is None else Path(hardware)),
+        cluster=found if host_memory is None else found.with_host_memory(host_memory),
         global_batch=global_batch,
         seq_len=seq_len,
         precision=precision,

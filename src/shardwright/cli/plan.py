@@ -143,7 +143,7 @@ def _own(asked: Asked, result: "Plan") -> "Alternative | None":
     except LayoutError as error:
         error_console.print(f"the layout of the run file: {error.problems[0]}", markup=False, soft_wrap=True)
         return None
-    fits = priced.peak_bytes <= result.limit_bytes
+    fits = priced.fits(result.limit_bytes)
     return Alternative("run file", priced if fits else None, (choice, priced.peak_bytes))
 
 
@@ -159,7 +159,7 @@ def _explain(asked: Asked, options: Options, choice: "Choice") -> None:
         raise LayoutError(*(f"--explain {choice}: {problem}" for problem in error.problems)) from None
     limit = limit_bytes(asked.job, options.memory_margin)
     entries = explain(priced)
-    fits = priced.peak_bytes <= limit
+    fits = priced.fits(limit)
     if fits:
         _write(asked, asked.job, choice, options)
     if options.json:

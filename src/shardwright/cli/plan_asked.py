@@ -91,6 +91,14 @@ class Options:
     hardware: Annotated[
         Path | None, typer.Option(metavar="FILE.toml", help="your accelerators, networks and clusters")
     ] = None
+    host_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="memory of each node's host, such as 2TB, which limits what layouts keep there; that of the hardware "
+            "file if not given",
+        ),
+    ] = None
     memory_margin: Annotated[
         float, typer.Option(metavar="X", help="share of the accelerator's memory to keep free")
     ] = 0.1
@@ -257,6 +265,11 @@ def changed_cluster(text: str, options: Options, link: str | None, network: str 
             found = found.on(network, options.hardware)
     except InputError as error:
         raise InputError(f"--network {network}: {error}") from None
+    try:
+        if options.host_memory is not None:
+            found = found.with_host_memory(options.host_memory)
+    except InputError as error:
+        raise InputError(f"--host-memory {options.host_memory}: {error}") from None
     changes = [f"{name}={value}" for name, value in (("link", link), ("network", network)) if value is not None]
     return replace(found, name=", ".join([found.name, *changes]))
 

@@ -8,7 +8,7 @@ import typer
 from shardwright.cli.common import columns, console, error_console, print_json, print_table, say
 from shardwright.cli.plan_asked import Asked, Options, changed_cluster, no_peak
 from shardwright.errors import InputError, LayoutError, nearest
-from shardwright.units import GiB, format_bytes, format_count
+from shardwright.units import GiB, format_count
 
 if TYPE_CHECKING:
     from shardwright.cost.hardware import Cluster
@@ -86,6 +86,7 @@ def _print_document(asked: Asked, found: "list[Plan]") -> None:
 
 def _print(asked: Asked, found: "list[Plan]") -> None:
     from shardwright.planner.headline import headline
+    from shardwright.planner.priced import shortage
 
     job, first = asked.job, found[0].recommended
     console.print(
@@ -97,7 +98,9 @@ def _print(asked: Asked, found: "list[Plan]") -> None:
     for plan in found:
         taken = plan.recommended
         if taken is None:
-            least = f"nothing fits: {format_bytes(plan.survey.nearest_bytes)} of {format_bytes(plan.limit_bytes)}"
+            assert plan.survey.nearest is not None
+            lacks = shortage(plan.job, plan.survey.nearest, plan.survey.nearest_bytes, plan.limit_bytes)
+            least = f"nothing fits: {lacks}"
             table.add_row(plan.job.cluster.name, "", "", "", "", "", least)
             continue
         told = headline(taken)

@@ -3,14 +3,13 @@
 from collections.abc import Iterable, Sequence
 
 from shardwright.cli.common import columns, console, print_table, say
-from shardwright.cost.host import node_host_bytes
 from shardwright.cost.job import Job
 from shardwright.planner.alternatives import Alternative
 from shardwright.planner.batches import NearBatch
 from shardwright.planner.headline import accelerator_hours, days, headline
 from shardwright.planner.interval import unmeasured
 from shardwright.planner.nearest import Remedy
-from shardwright.planner.priced import Priced
+from shardwright.planner.priced import Priced, shortage
 from shardwright.planner.search import Plan
 from shardwright.planner.warnings import of_job, warnings
 from shardwright.planner.words import (
@@ -21,8 +20,10 @@ from shardwright.planner.words import (
     compared,
     difference,
     fewer_accelerators,
+    host_row,
     left_out,
     merged,
+    or_of_host,
     verdict,
     why,
     worth_a_row,
@@ -104,7 +105,7 @@ def _print_compared(plan: Plan, taken: Priced, own: Alternative | None) -> None:
     table.columns[-1].justify = "left"
     for name, each in compared(plan, own):
         peak = each.priced.peak_bytes if each.priced else each.nearest[1] if each.nearest else 0.0
-        fits = "" if peak <= plan.limit_bytes else ", does not fit"
+        fits = "" if each.priced else ", does not fit"
         step = format_seconds(each.priced.step_s) if each.priced else ""
         slower = verdict(taken, each, plan.limit_bytes) if each.priced and each.choice != taken.choice else ""
         bold = f"[bold]{name}[/]" if each.choice == taken.choice else name
@@ -132,8 +133,8 @@ def print_layout(priced: Priced, limit_bytes: float, budget_tokens: float | None
     _print_time(priced)
     console.print()
     _print_memory(priced, limit_bytes)
-    if on_host := node_host_bytes(priced.job, priced.layout, priced.micro_batch):
-        say(f"memory of the host: {format_bytes(on_host)} for each node of {priced.job.cluster.node_size}, by the plan")
+    if priced.host_bytes_per_node:
+        say(f"memory of the host: {host_row(priced)}")
     _print_warnings(warnings(priced))
 
 
@@ -151,10 +152,11 @@ def print_nothing_fits(plan: Plan, margin: float, remedies: Sequence[Remedy]) ->
     nearest, memory = plan.survey.nearest, plan.job.cluster.accelerator.memory_bytes
     console.print(
         f"[bold red]nothing fits:[/] all {plan.survey.n_layouts:,} layouts{_restricted(plan)} need more than "
-        f"{format_bytes(plan.limit_bytes)} ({1 - margin:.0%} of {format_bytes(memory)})",
+        f"{format_bytes(plan.limit_bytes)} ({1 - margin:.0%} of {format_bytes(memory)}){or_of_host(plan)}",
         soft_wrap=True,
     )
-    say(f"nearest: {nearest} needs {format_bytes(plan.survey.nearest_bytes)}")
+    assert nearest is not None
+    say(f"nearest: {nearest} needs {shortage(plan.job, nearest, plan.survey.nearest_bytes, plan.limit_bytes)}")
     if remedies:
         console.print("what would make it fit, each tried by itself:")
         for each in remedies:

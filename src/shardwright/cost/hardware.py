@@ -26,7 +26,7 @@ from shardwright.cost.hardware_file import (
 )
 from shardwright.cost.measured import RatesTable, of_ranks
 from shardwright.errors import InputError, nearest
-from shardwright.units import GiB, MiB
+from shardwright.units import GiB, MiB, parsed_bytes
 
 LARGEST = 1_000_000
 """Maximum accelerators of a cluster; ten times the largest one in existence."""
@@ -95,7 +95,8 @@ class Cluster:
     """`size` accelerators in nodes of `node_size`, joined by `inside` in a node and by `across` between nodes.
 
     Ranks are numbered node by node. `across` is the link of one accelerator, with its equal part of the node's network,
-    and `node_bytes_per_s` the line rate of the whole node.
+    and `node_bytes_per_s` the line rate of the whole node. `host_memory_part`: bytes of a node's host memory for each
+    of its accelerators, 0 if that is not known.
     """
 
     name: str
@@ -105,6 +106,21 @@ class Cluster:
     inside: Link
     across: Link
     node_bytes_per_s: float
+    host_memory_part: float = 0.0
+
+    @property
+    def host_memory_bytes(self) -> float:
+        """Memory of the host of a node, 0 if that is not known."""
+        return self.host_memory_part * self.node_size
+
+    def with_host_memory(self, text: str) -> "Cluster":
+        """The same nodes, each with this memory of its host. Raises InputError for what is no size."""
+        n_bytes = parsed_bytes(text)
+        if n_bytes is None:
+            raise InputError(
+                "a number above 0 and a unit are needed, the memory of one node's host, such as 512GiB or 2TB"
+            )
+        return replace(self, host_memory_part=n_bytes / self.node_size)
 
     @property
     def nodes(self) -> int:
@@ -188,6 +204,7 @@ def cluster(text: str, extra: str | Path | None = None) -> Cluster:
         inside=_inside(usual.inside, _share(usual, node_size)),
         across=_across(table.network, known.networks[table.network], gbit_per_s),
         node_bytes_per_s=gbit_per_s * node_size * 1e9 / 8,
+        host_memory_part=(table.host_memory_gib or 0) * GiB / table.node_size,
     )
 
 

@@ -82,6 +82,11 @@ class AcceleratorTable(Table):
         description="its equal part of the memory bandwidth that an update on the host reaches, GB/s; without it none "
         "is priced",
     )
+    host_memory_gib: Positive | None = Field(
+        None,
+        description="memory of the host of a node of node_size accelerators, GiB, of which a part of a node has an "
+        "equal part; without it no layout is refused for what it keeps there",
+    )
     inside: InsideTable = Field(description="links in a node")
     cores: Count | None = Field(
         None, description="cores of a node, if its ranks are processes that share them: a CPU as an accelerator"
@@ -100,6 +105,7 @@ class ClusterTable(Table):
     node_size: Count = Field(description="accelerators of a node")
     network: str = Field(description="kind of network between nodes, a name of [networks]")
     gbit_per_s_per_node: Positive = Field(description="line rate of a node's network, Gbit/s")
+    host_memory_gib: Positive | None = Field(None, description="memory of the host of such a node, GiB")
     sources: dict[str, str] = Field(default_factory=dict, description="where each figure stands")
 
 

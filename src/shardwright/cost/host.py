@@ -1,36 +1,58 @@
-"""Bytes in the memory of the host that belong to one rank, with what a layout keeps there."""
+"""Bytes in the memory of the host that belong to one rank or to the ranks of a node, with what a layout keeps there."""
+
+from dataclasses import replace
+
+import numpy as np
 
 from shardwright.cost import memory
 from shardwright.cost.data_parallel import rank_parameters
-from shardwright.cost.job import Candidates, Job
-from shardwright.layout import Layout
+from shardwright.cost.job import Candidates, Floats, Job
 
 
-def host_bytes(job: Job, layout: Layout, micro_batch: int, pp_rank: int) -> dict[str, float]:
-    """By what it is, for a rank of `pp`; of a layout that has nothing there none.
+def host_bytes(job: Job, candidates: Candidates, pp_rank: int) -> dict[str, Floats]:
+    """Bytes of a rank of `pp` in host memory by what they are, each (n,); empty where nothing is offloaded.
 
     With the P parameters of the rank's shards: states of the optimizer; beside them a copy of the weights, 4 P, or with
     parameters there these and their gradients, 8 P; and what layers keep of the micro-batches in flight, at the peak.
     Ignored: buffers for gradients, and of states on a disk, of a few chunks.
     """
-    candidates = Candidates.of(layout, micro_batch)
+    layout = candidates.shared
     held = rank_parameters(job, candidates, pp_rank)
-    shards, expert_shards = (candidates.shards, candidates.expert_shards) if layout.zero else (1, 1)
-    n_parameters = float((held.dense / shards + held.experts / expert_shards)[0])
-    found: dict[str, float] = {}
+    shards, expert_shards = (
+        np.where(candidates.zero > 0, ranks, 1) for ranks in (candidates.shards, candidates.expert_shards)
+    )
+    n_parameters = held.dense / shards + held.experts / expert_shards
+    result: dict[str, Floats] = {}
     if layout.offload_parameters == "cpu":
-        found["parameters and gradients"] = 8 * n_parameters
+        result["parameters and gradients"] = 8 * n_parameters
     elif layout.offload_optimizer == "cpu":
-        found["copies of weights"] = 4 * n_parameters
+        result["copies of weights"] = 4 * n_parameters
     if layout.offload_optimizer == "cpu":
-        found["optimizer states"] = job.n_optimizer_states * job.state_bytes * n_parameters
+        result["optimizer states"] = job.n_optimizer_states * job.state_bytes * n_parameters
     if layout.offload_activations == "cpu":
-        on_device = memory.of(job, Candidates.of(layout.changed(offload_activations="none"), micro_batch)).kinds
-        found["activations"] = float((on_device["activations"] + on_device["experts"])[0, pp_rank])
-    return found
+        on_device = memory.of(job, replace(candidates, shared=layout.changed(offload_activations="none"))).kinds
+        result["activations"] = (on_device["activations"] + on_device["experts"])[:, pp_rank]
+    return result
 
 
-def node_host_bytes(job: Job, layout: Layout, micro_batch: int) -> float:
-    """The bytes that the ranks of a node keep in host memory, at most: those of the fullest rank x ranks of a node."""
-    per_rank = [sum(host_bytes(job, layout, micro_batch, rank).values()) for rank in range(layout.pp)]
-    return max(per_rank) * job.cluster.node_size
+def node_host_bytes(job: Job, candidates: Candidates) -> Floats:
+    """Upper bound on the bytes that the ranks of a node keep in host memory, (n,): the rank of `pp` with the most,
+    times the ranks of a node."""
+    per_rank = [
+        sum(host_bytes(job, candidates, rank).values(), np.zeros(len(candidates))) for rank in range(candidates.pp)
+    ]
+    result: Floats = np.max(per_rank, axis=0) * job.cluster.node_size
+    return result
+
+
+def host_share(job: Job, candidates: Candidates) -> Floats:
+    """`node_host_bytes` as a share of the memory of a node's host, (n,); 0 where nothing is offloaded, or where that
+    memory is not known. A layout does not fit where it is above 1."""
+    layout, memory_bytes = candidates.shared, job.cluster.host_memory_bytes
+    if not memory_bytes or "cpu" not in (
+        layout.offload_optimizer,
+        layout.offload_parameters,
+        layout.offload_activations,
+    ):
+        return np.zeros(len(candidates))
+    return node_host_bytes(job, candidates) / memory_bytes

@@ -183,6 +183,6 @@ def _evaluated(plan: Plan, kinds: Iterable[_Kind]) -> Iterator[Alternative]:
         if fastest:
             yield Alternative(kind.name, Priced.of(plan.job, plan.pool.choice(fastest[0])), None)
             continue
-        found = survey(plan.job, 0.0, condition, pp=kind.pp)
+        found = survey(plan.job, plan.limit_bytes, condition, pp=kind.pp)
         if found.nearest is not None:
             yield Alternative(kind.name, None, (found.nearest, found.nearest_bytes))

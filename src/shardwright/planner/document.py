@@ -4,12 +4,11 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.cost.host import node_host_bytes
 from shardwright.cost.job import Job
 from shardwright.planner.alternatives import Alternative, reasons, savings
 from shardwright.planner.headline import accelerator_hours, days, headline
 from shardwright.planner.nearest import Remedy
-from shardwright.planner.priced import Priced
+from shardwright.planner.priced import Priced, shortage
 from shardwright.planner.search import Plan
 from shardwright.planner.warnings import warnings
 
@@ -25,6 +24,7 @@ def job_document(job: Job, name: str, limit_bytes: float) -> dict[str, Any]:
         "node_size": job.cluster.node_size,
         "memory_bytes": job.cluster.accelerator.memory_bytes,
         "limit_bytes": limit_bytes,
+        "host_memory_bytes_per_node": job.cluster.host_memory_bytes or None,
         "global_batch": job.global_batch,
         "seq_len": job.seq_len,
         "document_tokens": job.document_tokens,
@@ -41,9 +41,9 @@ def layout_document(priced: Priced, limit_bytes: float, budget_tokens: float | N
         **vars(headline(priced)),
         "time_s": priced.parts_s,
         "peak_bytes": priced.peak_bytes,
-        "fits": priced.peak_bytes <= limit_bytes,
+        "fits": priced.fits(limit_bytes),
         "memory_by_kind_bytes": {kind: np.asarray(held)[0].tolist() for kind, held in priced.memory.kinds.items()},
-        "host_bytes_per_node": node_host_bytes(priced.job, priced.layout, priced.micro_batch),
+        "host_bytes_per_node": priced.host_bytes_per_node,
         "warnings": warnings(priced),
     }
     if budget_tokens is not None:
@@ -86,6 +86,7 @@ def plan_document(
         nearest = plan.survey.nearest
         assert nearest is not None
         found["nearest"] = {"text": str(nearest), "peak_bytes": plan.survey.nearest_bytes}
+        found["nearest"]["lacks"] = shortage(plan.job, nearest, plan.survey.nearest_bytes, plan.limit_bytes)
         found["remedies"] = [each.what for each in remedies]
     return found
 

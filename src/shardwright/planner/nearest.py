@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import gcd
+from math import ceil, gcd
 from typing import Any
 
 from shardwright.cost.job import Job
 from shardwright.errors import LayoutError
 from shardwright.planner.fixed import OFFLOADS, OPTION, Fixed
-from shardwright.planner.search import fits, limit_bytes
+from shardwright.planner.search import fits, least_host_bytes, limit_bytes
+from shardwright.units import GiB, format_host_bytes
 
 MOST_TIMES = 256
 """How many times as many accelerators are tried."""
@@ -56,14 +57,40 @@ def remedies(job: Job, memory_margin: float, fixed: Fixed | None = None) -> list
     if fixed is not None and works(job, condition=None):
         remedies.insert(0, Remedy(f"another layout: leave out {OPTION} {fixed}", job))
     chosen = fixed.values if fixed else {}
+    if fixed is not None and fixed.offload and (larger := _host_memory(job, memory_margin, fixed)):
+        remedies.append(replace(larger, what=f"more memory of the host: {larger.what.strip()}"))
     for words, values in OFFLOADED.items():
         offloaded = Fixed({**chosen, **values})
         priced = not [*job.offload_problems(*(str(values.get(name, "none")) for name in OFFLOADS))]
-        if offloaded.values != chosen and priced and works(job, condition=offloaded):
-            remedies.append(Remedy(f"{words}: {OPTION} {offloaded}", job))
+        if offloaded.values != chosen and priced and (needed := _host_memory(job, memory_margin, offloaded)):
+            remedies.append(replace(needed, what=f"{words}: {OPTION} {offloaded}{needed.what}"))
     if memory_margin and works(job, 0.0):
         remedies.append(Remedy("no margin: --memory-margin 0 (fragments and what is not counted may overflow)", job))
     return remedies
+
+
+def _host_memory(job: Job, margin: float, offloaded: Fixed) -> Remedy | None:
+    """With how much memory of each node's host a layout fits; None where none fits."""
+    try:
+        needed = least_host_bytes(job, limit_bytes(job, margin), offloaded)
+    except LayoutError:
+        return None
+    if needed is None:
+        return None
+    cluster = job.cluster
+    if cluster.host_memory_bytes and needed > cluster.host_memory_bytes:
+        has, least = format_host_bytes(cluster.host_memory_bytes), f"{ceil(needed / GiB)}GiB"
+        larger = replace(job, cluster=cluster.with_host_memory(least))
+        return Remedy(
+            f" --host-memory {least}, in nodes whose host has {format_host_bytes(needed)} instead of {has}", larger
+        )
+    known = "" if cluster.host_memory_bytes else "; how much a node has is not known"
+    what = (
+        f", with {format_host_bytes(needed)} of host memory in each node of {cluster.node_size}{known}"
+        if needed
+        else ""
+    )
+    return Remedy(what, job)
 
 
 def _larger(job: Job) -> Iterator[Remedy]:

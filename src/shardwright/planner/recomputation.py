@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from shardwright.cost.host import host_share
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.pipeline import stages
 from shardwright.cost.reserved import reserved_bytes
@@ -64,7 +65,8 @@ def fewest_layers(job: Job, choice: Choice, limit_bytes: float) -> Choice:
         return choice
 
     def fits(tried: Layout) -> bool:
-        return peak_bytes(job, tried, micro_batch) <= limit_bytes
+        room = host_share(job, Candidates.of(tried, micro_batch))[0] <= 1
+        return bool(room and peak_bytes(job, tried, micro_batch) <= limit_bytes)
 
     most = max(map(len, stages(job, choice.candidates).layers))
     too_few, enough = 0, most

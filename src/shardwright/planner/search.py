@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.cost.job import Candidates, Job
+from shardwright.cost.host import host_share, node_host_bytes
+from shardwright.cost.job import Candidates, Floats, Job
 from shardwright.cost.memo import EVERY, Memo
 from shardwright.cost.reserved import reserved_bytes
 from shardwright.cost.step import step_time
@@ -36,12 +37,17 @@ more the arrays leave the cache."""
 
 @dataclass(frozen=True)
 class Survey:
-    """Layouts of a job: how many, all that fit, and the one that needs least memory (None where there is none)."""
+    """Layouts of a job: how many, all that fit, and the one that needs least memory (None where there is none).
+
+    `nearest_bytes`: of its device; `least`: the same, or if that is more, the layout's share of its host's memory, as
+    that share of the limit of a device.
+    """
 
     n_layouts: int
     pool: Pool
     nearest: Choice | None
     nearest_bytes: float
+    least: float
 
 
 @dataclass(frozen=True)
@@ -167,37 +173,39 @@ def survey(
     if not found:
         if pp is None:
             raise LayoutError(no_layout(job))
-        return Survey(0, Pool(job, [], np.zeros(0), np.zeros(0)), None, np.inf)
-    nearest = min(found, key=lambda each: each.nearest_bytes)
+        return Survey(0, Pool(job, [], np.zeros(0), np.zeros(0)), None, np.inf, np.inf)
+    nearest = min(found, key=lambda each: each.least)
     pools = [each.pool for each in found]
     bounds, peaks = (np.concatenate([getattr(pool, name) for pool in pools]) for name in ("bound_s", "peak_bytes"))
     pool = Pool(job, [group for pool in pools for group in pool.groups], bounds, peaks)
-    return Survey(sum(each.n_layouts for each in found), pool, nearest.nearest, nearest.nearest_bytes)
+    n_layouts = sum(each.n_layouts for each in found)
+    return Survey(n_layouts, pool, nearest.nearest, nearest.nearest_bytes, nearest.least)
 
 
 def _survey_of(job: Job, limit: float, condition: Condition | None, memo: Memo | None, pp: int) -> Survey | None:
     """The survey of the layouts with `pp` stages; None where none can partition the batch. `memo`: of the job."""
     kept: list[Candidates] = []
     bounds, peaks = [np.zeros(0)], [np.zeros(0)]
-    n_layouts, least, exists, memo = 0, np.inf, False, memo or memo_of(job)
+    n_layouts, least, nearest_bytes, exists, memo = 0, np.inf, np.inf, False, memo or memo_of(job)
     nearest: Choice | None = None
     for whole in groups_of(job, pp, _offload(condition), condition):
         exists = True
         for group in _parts(whole):
-            needed = reserved_bytes(job, group, max(limit, least), memo)
+            on_device = reserved_bytes(job, group, max(limit, least), memo)
+            needed = _with_host(job, group, on_device, limit, max(limit, least))
             n_layouts += len(group)
             at = int(needed.argmin())
             if needed[at] < least:
-                nearest, least = choice_at(group, at), float(needed[at])
+                nearest, nearest_bytes, least = choice_at(group, at), float(on_device[at]), float(needed[at])
             fits = needed <= limit
             if fits.any():
                 kept.append(group.take(fits))
-                peaks.append(needed[fits])
+                peaks.append(on_device[fits])
                 bounds.append(step_time(job, kept[-1], simulated=False, memo=memo).total_s)
     if not exists:
         return None
     pool = Pool(job, kept, np.concatenate(bounds), np.concatenate(peaks))
-    return Survey(n_layouts, pool, nearest, float(least))
+    return Survey(n_layouts, pool, nearest, nearest_bytes, least)
 
 
 def memo_of(job: Job) -> Memo:
@@ -210,14 +218,36 @@ def memo_of(job: Job) -> Memo:
     })  # fmt: skip
 
 
+def _with_host(job: Job, candidates: Candidates, on_device: Floats, limit: float, most: float) -> Floats:
+    """The bytes that layouts need of a device, or if that is more, the share of their host's memory as that share of
+    `limit`; for those that need more than `most` of the device only this."""
+    needed, rows = on_device.copy(), np.flatnonzero(on_device <= most)
+    if len(rows):
+        needed[rows] = np.maximum(on_device[rows], limit * host_share(job, candidates.take(rows)))
+    return needed
+
+
 def fits(job: Job, limit: float, condition: Condition | None = None) -> bool:
-    """Whether any layout, of this kind, needs no more than `limit` bytes; returns at the first that does."""
+    """Whether any layout, of this kind, needs no more than `limit` bytes of a device and the memory of the host;
+    returns at the first that does."""
+    return any((host_share(job, part) <= 1).any() for part in _on_device(job, limit, condition))
+
+
+def least_host_bytes(job: Job, limit: float, condition: Condition | None = None) -> float | None:
+    """The least memory of a node's host with which a layout of this kind needs no more than `limit` bytes of a device;
+    None where none does."""
+    needed = [float(node_host_bytes(job, part).min()) for part in _on_device(job, limit, condition)]
+    return min(needed, default=None)
+
+
+def _on_device(job: Job, limit: float, condition: Condition | None) -> Iterator[Candidates]:
+    """Layouts that need no more than `limit` bytes of a device, whatever they keep in the memory of the host."""
     memo = memo_of(job)
-    return any(
-        (reserved_bytes(job, part, limit, memo) <= limit).any()
-        for group in groups(job, _offload(condition), condition)
-        for part in _parts(group)
-    )
+    for group in groups(job, _offload(condition), condition):
+        for part in _parts(group):
+            room = reserved_bytes(job, part, limit, memo) <= limit
+            if room.any():
+                yield part.take(room)
 
 
 def _offload(condition: Condition | None) -> dict[str, Any]:

@@ -9,10 +9,10 @@ from shardwright.layout_keys import KEYS
 from shardwright.planner.alternatives import Alternative, reasons, savings
 from shardwright.planner.choice import Choice
 from shardwright.planner.distinct import CHOICES, differing, value
-from shardwright.planner.priced import Priced
+from shardwright.planner.priced import Priced, shortage
 from shardwright.planner.search import Plan
 from shardwright.planner.tie import MODEL_AXES, difference_error, leaves_nodes, ties
-from shardwright.units import format_bytes, format_seconds
+from shardwright.units import format_bytes, format_host_bytes, format_seconds
 
 OFF = (None, "none", 0, False)
 """Values of keys that switch nothing on, and have no row."""
@@ -128,7 +128,25 @@ def verdict(best: Priced, other: Alternative, limit_bytes: float) -> str:
     if slower is not None:
         return f"{slower:+.1%}"
     assert other.nearest is not None
-    return f"does not fit: {format_bytes(other.nearest[1])} of {format_bytes(limit_bytes)}"
+    return f"does not fit: {shortage(best.job, *other.nearest, limit_bytes)}"
+
+
+def host_row(priced: Priced) -> str:
+    """The memory of the host that a layout needs, and how much a node has."""
+    cluster, needed = priced.job.cluster, format_host_bytes(priced.host_bytes_per_node)
+    row = f"{needed} for each node of {cluster.node_size}, by the plan"
+    if not (has := cluster.host_memory_bytes):
+        return f"{row}; how much a node has is not known, --host-memory SIZE says it"
+    share = priced.host_bytes_per_node / has
+    return f"{row}; {share:.1%} of {format_host_bytes(has)}" + (", does not fit" if share > 1 else "")
+
+
+def or_of_host(plan: Plan) -> str:
+    """The limit of the memory of the host, to follow that of a device where no layout fits; empty without offloads."""
+    has = plan.job.cluster.host_memory_bytes
+    if plan.fixed is None or not plan.fixed.offload or not has:
+        return ""
+    return f", or more than {format_host_bytes(has)} of host memory in each node"
 
 
 def why(best: Priced, other: Alternative) -> str:

@@ -11,7 +11,7 @@ from shardwright.planner.priced import Priced
 from shardwright.planner.search import Plan
 from shardwright.planner.sweep import by_length, by_size
 from shardwright.planner.warnings import warnings
-from shardwright.planner.words import choices_in_words, chosen_because, compared, merged, verdict, why
+from shardwright.planner.words import choices_in_words, chosen_because, compared, host_row, merged, verdict, why
 from shardwright.report.frame import document, facts, picture, table
 from shardwright.report.plan_pictures import ROLES, length_svg, memory_svg, scaling_svg, time_svg
 from shardwright.units import format_bytes, format_count, format_seconds
@@ -107,6 +107,8 @@ def _numbers(plan: Plan, budget_tokens: float | None) -> list[tuple[str, str, st
         rows.append(("HFU", f"{told.hfu_full:.1%}", f"{told.hfu_causal:.1%} with the causal half"))
     share = best.peak_bytes / plan.limit_bytes
     rows.append(("peak memory", format_bytes(best.peak_bytes), f"{share:.1%} of {format_bytes(plan.limit_bytes)}"))
+    if best.host_bytes_per_node:
+        rows.append(("memory of the host", host_row(best), ""))
     if budget_tokens is not None:
         hours = f"{accelerator_hours(plan.job, best.step_s, budget_tokens):,.0f} accelerator-hours"
         rows.append(

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from shardwright.config import RunConfig
 from shardwright.config.settle import job_of
 from shardwright.cost.host import host_bytes
+from shardwright.cost.job import Candidates
 from shardwright.errors import InputError
 from shardwright.parallel.objects import gathered
 from shardwright.processes import Memory, machine_memory
@@ -22,7 +23,8 @@ def require_host_memory(config: RunConfig) -> None:
     if config.precision.compute == "fp64":
         return  # for which the plan has no formulas
     pp_rank = layout.coordinates(dist.get_rank())["pp"]
-    mine = host_bytes(job_of(config), layout, config.batch.micro_batch, pp_rank)
+    parts = host_bytes(job_of(config), Candidates.of(layout, config.batch.micro_batch), pp_rank)
+    mine = {name: float(n_bytes[0]) for name, n_bytes in parts.items()}
     everyone = gathered((socket.gethostname(), machine_memory(), mine), tuple[str, Memory, dict[str, float]])
     problems = []
     for host in dict.fromkeys(name for name, _, _ in everyone):
