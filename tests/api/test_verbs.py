@@ -138,9 +138,7 @@ def test_a_module_of_a_users_own_and_what_is_no_layout_are_named():
         lambda: shardwright.verify(layout, module),
         lambda: shardwright.plan(module, "h100:8", global_batch=8, seq_len=128),
     ):
-        with pytest.raises(
-            ConfigError, match=r"model is of type torch\.nn\..*\.Linear; valid: the name"
-        ):
+        with pytest.raises(ConfigError, match=r"model is of type torch\.nn\..*\.Linear; valid: the name"):
             act()
     for act in (
         lambda: shardwright.verify(module),

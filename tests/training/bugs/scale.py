@@ -133,7 +133,12 @@ SCALE: dict[str, AnyBug] = {
         [HYBRID],
     ),
     "the loss is averaged over masked targets too": Bug(
-        Mutation(f"{TRAINER}.forward_backward", "batch.n_targets", "batch.targets_ABT.numel()"), [ZERO_0]
+        Mutation(
+            f"{TRAINER}.forward_backward",
+            "torch.full((), batch.n_targets, dtype=torch.int64, device=self.device)",
+            "torch.full((), batch.targets_ABT.numel(), dtype=torch.int64, device=self.device)",
+        ),
+        [ZERO_0],
     ),
     "the balance losses are counted once for every rank of cp": Bug(
         Mutation(
