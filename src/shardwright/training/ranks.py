@@ -152,7 +152,12 @@ def join(place: Place, device: torch.device) -> None:
 def process_group(place: Place, device: torch.device) -> Iterator[None]:
     """Join the group of all ranks, and leave it in order."""
     join(place, device)
-    yield
+    try:
+        yield
+    except BaseException:
+        if place.world_size == 1:  # nobody waits for it, and a program that goes on may train again
+            dist.destroy_process_group()
+        raise
     # Only a run that ended well leaves in step with the others; after an error they may never come.
     # Live FSDP and optimizer objects abort the process at exit on gloo: they go first.
     gc.collect()
