@@ -5,7 +5,9 @@ import functools
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,6 +28,27 @@ MOST_PROBLEMS = 50
 
 console = PlainConsole(highlight=False)
 error_console = PlainConsole(stderr=True, highlight=False, soft_wrap=True)
+
+_EVERY_S = 30.0
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[str], None]]:
+    """Show on stderr how far a long verb is: on a terminal one line that is replaced, else a line each half minute."""
+    if error_console.is_terminal:
+        with error_console.status(what) as status:
+            yield status.update
+        return
+    last_s = time.monotonic()
+
+    def tell(line: str) -> None:
+        nonlocal last_s
+        if time.monotonic() - last_s >= _EVERY_S:
+            last_s = time.monotonic()
+            error_console.print(line, markup=False)
+
+    yield tell
+
 
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON document, and nothing else")]
 ModelArgument = Annotated[

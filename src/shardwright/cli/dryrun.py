@@ -1,13 +1,13 @@
 """shardwright dryrun: the real training program as any rank of any world, on fake tensors."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwright.cli.common import AsJson, Overrides, error_console, print_json, reading_verb, say, wrong_place
+from shardwright.cli.common import AsJson, Overrides, print_json, progress, reading_verb, say, wrong_place
 from shardwright.errors import InputError
 
 if TYPE_CHECKING:
@@ -97,8 +97,8 @@ def dryrun(options: Options) -> None:
 
     config = load(options.run_file, options.overrides or [])
     how = _how(config, options)
-    with error_console.status("running dry"):
-        found = _found(config, how, options)
+    with progress("running dry") as tell:
+        found = _found(config, how, options, tell)
     written = list(_written(found, options))
     if options.json:
         from shardwright.dry_run.document import document
@@ -128,13 +128,13 @@ def _written(found: "DryRun", options: Options) -> Iterator[Path]:
         yield options.snapshot
 
 
-def _found(config: "RunConfig", how: "How", options: Options) -> "DryRun":
+def _found(config: "RunConfig", how: "How", options: Options, tell: Callable[[str], None]) -> "DryRun":
     from shardwright.dry_run.run import dry_run, fullest_by_plan
 
     rank = options.rank
     if rank is None and options.ranks is None:
         rank = fullest_by_plan(config)
-    return dry_run(config, how, rank, options.remedies)
+    return dry_run(config, how, rank, options.remedies, tell)
 
 
 def _problems(options: Options) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from shardwright.cli.common import AsJson, Overrides, console, error_console, print_json, reading_verb, say
+from shardwright.cli.common import AsJson, Overrides, console, error_console, print_json, progress, reading_verb, say
 from shardwright.config import RunConfig, load
 from shardwright.errors import InputError
 from shardwright.reference import keys
@@ -94,7 +94,8 @@ def _refuse_what_does_not_fit(config: RunConfig) -> None:
     if config.memory_gib is not None:
         memory_bytes = config.memory_gib * GiB
     how = how_of(memory_bytes, "gpu" if device.type == "cuda" else "cpu", steps=2, imbalance=1.0)
-    found = dry_run(config, how, fullest_by_plan(config))
+    with progress("running dry") as tell:
+        found = dry_run(config, how, fullest_by_plan(config), tell=tell)
     needed = f"{format_bytes(needed_bytes(found.config, found.fullest))} of the {format_bytes(how.limit_bytes)}"
     if not found.fits:
         ways = [f"it fits with {each.change} ({format_bytes(each.needed_bytes)})" for each in found.remedies or ()]

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwright.cli import verify_fuzz
-from shardwright.cli.common import AsJson, Overrides, error_console, print_json, reading_verb, say, wrong_place
+from shardwright.cli.common import (
+    AsJson,
+    Overrides,
+    error_console,
+    print_json,
+    progress,
+    reading_verb,
+    say,
+    wrong_place,
+)
 from shardwright.cli.verify_text import MatrixLines, collect, print_report, sizes
 from shardwright.errors import InputError, WorkerError, nearest
 
@@ -285,8 +294,7 @@ def _one(
 ) -> None:
     from shardwright.verification.culprit import find_culprit
 
-    with error_console.status(f"running {layout.world_size} ranks and the reference") as status:
-        verifier.tell = status.update
+    with progress(f"running {layout.world_size} ranks and the reference") as verifier.tell:
         report = verifier.parity(case, layout, against)
     if not report.equal:
         with error_console.status("looking for the culprit") as status:

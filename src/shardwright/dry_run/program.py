@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shardwright.config import RunConfig
 from shardwright.data.batches import Batch
+from shardwright.dry_run.length import run_microbatches
 from shardwright.dry_run.places import Places
 from shardwright.dry_run.record import RankRecord
 from shardwright.dry_run.recorder import Recorder
@@ -28,8 +29,6 @@ from shardwright.training.build import build_model, build_trainer
 from shardwright.training.step import Trainer
 
 CPU = torch.device("cpu")
-_DIFFERENT = 3
-"""Micro-batches of a step without a pipeline that can differ: the first, one between, and the last."""
 
 
 def dry_rank(
@@ -41,12 +40,14 @@ def dry_rank(
     imbalance: float = 1.0,
     history: bool = False,
     read: ReadCounts | None = None,
+    begun: Callable[[], None] = lambda: None,
 ) -> RankRecord:
     """The last of `steps` steps of `rank`, on a fake process group and fake tensors.
 
     It has to run in a process of its own, in which no process group was used: PyTorch keeps what it has worked out for
     the device meshes of a world. `gpu`: with the kernels and the allocator of a GPU, else as on a CPU. `read`: the
     numbers of rows that ranks of ep exchange; by default those of `balanced`.
+    `begun`: called when an action of the recorded step begins.
     """
     layout = config.layout.layout()
     if dist.is_initialized():
@@ -66,7 +67,7 @@ def dry_rank(
             trainer = build_trainer(config, model, CPU, compiled=False, opened=_NoFile)
             if gpu:
                 _fuse_norms(trainer.model.parts)
-            return record_steps(trainer, config, rank, lambda _, n: empty_batch(config, n), steps, gpu, history)
+            return record_steps(trainer, config, rank, lambda _, n: empty_batch(config, n), steps, gpu, history, begun)
 
 
 class _NoFile:
@@ -126,11 +127,12 @@ def record_steps(
     steps: int,
     gpu: bool,
     history: bool = False,
+    begun: Callable[[], None] = lambda: None,
 ) -> RankRecord:
     """Take steps, on `batch(step, number of micro-batches)`, and record the last of them, which is not the first."""
     rate, layout = config.optimizer.lr, config.layout.layout()
     n_microbatches = config.accumulation
-    some = n_microbatches if layout.pp > 1 else min(n_microbatches, _DIFFERENT)
+    some = run_microbatches(config)
     fewest = next(n for n in range(1, n_microbatches + 1) if not schedule_problems(layout, n))
     for step in range(steps - 1):
         trainer.step(batch(step, fewest), step, rate)
@@ -138,7 +140,11 @@ def record_steps(
     last = batch(steps - 1, some)
     left_out = n_microbatches - len(last.tokens_ABT)
     repeats = {str(Action(0, op, 1)): 1 + left_out for op in ("F", "B") if left_out}
-    with Places(trainer.model.parts) as places, Recorder(layout, rank, places, gpu) as recorder, ExitStack() as stack:
+    with (
+        Places(trainer.model.parts) as places,
+        Recorder(layout, rank, places, gpu, begun) as recorder,
+        ExitStack() as stack,
+    ):
         if layout.offload_parameters != "none":
             stack.enter_context(copies_of_shards(recorder))
         tensors = last.tokens_ABT, last.targets_ABT, last.sample_ids_AB

@@ -52,8 +52,12 @@ class Recorder(DispatchMode):
     flash attention on a GPU, `gpu` adds it by formula and rounds sizes as CUDA's allocator does.
     """
 
-    def __init__(self, layout: Layout, rank: int, places: Places, gpu: bool) -> None:
+    def __init__(
+        self, layout: Layout, rank: int, places: Places, gpu: bool, begun: Callable[[], None] = lambda: None
+    ) -> None:
+        """`begun`: called when an action of the step begins."""
         super().__init__()
+        self._begun = begun
         self.layout, self.rank, self.places, self.gpu = layout, rank, places, gpu
         self.allocations: list[Allocation] = []
         self.actions: list[tuple[int, str]] = []
@@ -126,6 +130,7 @@ class Recorder(DispatchMode):
 
     def begin(self, action: str) -> None:
         """An action of the step begins."""
+        self._begun()
         self._now += 1
         self.actions.append((self._now, action))
         self._of_action.clear()

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from os import cpu_count
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from shardwright.config import RunConfig, parse, resolved_toml
@@ -15,11 +17,13 @@ from shardwright.config.settle import MARGIN, needs_memory, settled
 from shardwright.cost.stack import SHARDWRIGHT
 from shardwright.dry_run.agreement import Disagreement, disagreements
 from shardwright.dry_run.classes import one_of_each_class
+from shardwright.dry_run.length import n_actions
 from shardwright.dry_run.planned import Planned, grouped, job_of, planned
 from shardwright.dry_run.record import Message, RankRecord, Traffic
 from shardwright.errors import InputError, LayoutError
 from shardwright.planner.recomputation import peak_bytes
 from shardwright.units import parsed_bytes
+from shardwright.verification.progress import Tell, told
 
 TIMEOUT_S = 3600.0
 MOST_STEPS = 100
@@ -125,11 +129,14 @@ def fullest_by_plan(config: RunConfig) -> int:
     return max(peaks, key=lambda rank: peaks[rank])
 
 
-def dry_run(config: RunConfig, how: How, rank: int | None = 0, remedies: bool = True) -> DryRun:
+def dry_run(
+    config: RunConfig, how: How, rank: int | None = 0, remedies: bool = True, tell: Tell = lambda line: None
+) -> DryRun:
     """Run `rank` dry, or with None one rank of each class that can differ, whose messages then have to agree.
 
-    `remedies`: where it does not fit, try changes. Raises LayoutError for a rank outside of the world, and where with
-    recompute='auto' nothing fits; InputError for what a run file cannot do.
+    `remedies`: where it does not fit, try changes. `tell`: called each second with how far it is. Raises LayoutError
+    for a rank outside of the world, and where with recompute='auto' nothing fits; InputError for what a run file cannot
+    do.
     """
     if needs_memory(config):
         config, _ = settled(config, how.memory_bytes)
@@ -139,7 +146,7 @@ def dry_run(config: RunConfig, how: How, rank: int | None = 0, remedies: bool = 
     if config.precision.compile:
         config = config.model_copy(update={"precision": config.precision.model_copy(update={"compile": False})})
     ranks = one_of_each_class(layout, how.imbalance) if rank is None else [rank]
-    records = _run(config, how, ranks)
+    records = _run(config, how, ranks, tell)
     found = DryRun(
         config,
         how,
@@ -149,21 +156,31 @@ def dry_run(config: RunConfig, how: How, rank: int | None = 0, remedies: bool = 
     )
     if found.fits or not remedies:
         return found
-    tried = tuple(_remedies(config, how, found.fullest.rank))
+    tried = tuple(_remedies(config, how, found.fullest.rank, tell))
     return replace(found, remedies=tried)
 
 
-def _run(config: RunConfig, how: How, ranks: Sequence[int]) -> list[RankRecord]:
+def _run(config: RunConfig, how: How, ranks: Sequence[int], tell: Tell, what: str = "dry run") -> list[RankRecord]:
+    """Run ranks dry; each appends a byte to a file of its own when an action begins, from which progress is counted."""
     from shardwright.verification.ranks import end_all, run_ranks
 
     text = resolved_toml(config)
 
     def of(rank: int) -> RankRecord:
-        (record,) = run_ranks(_in_process, 1, text, rank, how, timeout_s=TIMEOUT_S)
+        (record,) = run_ranks(_in_process, 1, text, rank, how, str(Path(folder, str(rank))), timeout_s=TIMEOUT_S)
         assert isinstance(record, RankRecord)
         return record
 
-    with ThreadPoolExecutor(min(len(ranks), cpu_count() or 1)) as pool:
+    def n_begun() -> int:
+        return sum(each.stat().st_size for each in Path(folder).iterdir())
+
+    total = sum(n_actions(config, rank) for rank in ranks)
+    what = f"{what} of {f'{len(ranks)} ranks' if len(ranks) > 1 else f'rank {ranks[0]}'}"
+    with (
+        TemporaryDirectory(prefix="shardwright-dryrun-") as folder,
+        told(tell, what, n_begun, total, "actions"),
+        ThreadPoolExecutor(min(len(ranks), cpu_count() or 1)) as pool,
+    ):
         try:
             return list(pool.map(of, ranks))
         except BaseException:
@@ -172,14 +189,27 @@ def _run(config: RunConfig, how: How, ranks: Sequence[int]) -> list[RankRecord]:
             raise
 
 
-def _in_process(text: str, rank: int, how: How) -> RankRecord:
+def _in_process(text: str, rank: int, how: How, progress: str) -> RankRecord:
     from shardwright.dry_run.program import dry_rank
 
     config = parse(tomllib.loads(text))
-    return dry_rank(config, rank, gpu=how.gpu, steps=how.steps, imbalance=how.imbalance, history=how.history)
+    with open(progress, "ab", buffering=0) as file:
+
+        def begun() -> None:
+            file.write(b".")
+
+        return dry_rank(
+            config,
+            rank,
+            gpu=how.gpu,
+            steps=how.steps,
+            imbalance=how.imbalance,
+            history=how.history,
+            begun=begun,
+        )
 
 
-def _remedies(config: RunConfig, how: How, rank: int) -> Iterator[Remedy]:
+def _remedies(config: RunConfig, how: How, rank: int, tell: Tell) -> Iterator[Remedy]:
     """Single changes after which the rank fits: first those that fit by the plan, each then run dry."""
     found = 0
     seen = [config]
@@ -193,10 +223,11 @@ def _remedies(config: RunConfig, how: How, rank: int) -> Iterator[Remedy]:
         seen.append(changed)
         if not _planned_to_fit(changed, how):
             continue
-        (record,) = _run(changed, replace(how, history=False), [rank])
+        change = " ".join(f"--set {path}={_written(value)}" for path, value in changes.items())
+        (record,) = _run(changed, replace(how, history=False), [rank], tell, f"dry run with {change}")
         needed = needed_bytes(changed, record)
         if needed <= how.limit_bytes:
-            yield Remedy(" ".join(f"--set {path}={_written(value)}" for path, value in changes.items()), needed)
+            yield Remedy(change, needed)
             found += 1
         if found == _MOST_REMEDIES:
             return
