@@ -1,6 +1,6 @@
 """A finished run next to its plan, term by term."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,8 +45,8 @@ class Term:
 
 @dataclass(frozen=True)
 class Measured:
-    """A run next to its plan. `terms`: of the whole step, then its parts, which add up to it; `steps`: those whose
-    records were read, of which each measured number is the median."""
+    """A run next to its plan. `terms`: of the whole step; `parts`: of its time, which add up to the planned step;
+    `steps`: those whose records were read, of which each measured number but the peak memory is the median."""
 
     terms: tuple[Term, ...]
     parts: tuple[Term, ...]
@@ -101,7 +101,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
     layout = config.layout.layout()
     spec = config.model.spec()
     return {
-        **{f"model.{name}": getattr(spec, name) for name in vars(spec)},
+        **{f"model.{each.name}": getattr(spec, each.name) for each in fields(spec)},
         **{f"batch.{name}": getattr(config.batch, name) for name in ("seq_len", "global_batch", "micro_batch")},
         "optimizer.name": config.optimizer.name,
         "optimizer.state_dtype": config.optimizer.state_dtype,
