@@ -49,7 +49,11 @@ def plan(options: Options) -> None:
         _evaluate(options)
         return
     asked = ask(options)
-    if options.compare:
+    if options.measured is not None:
+        from shardwright.cli.plan_measured import compare_with_run
+
+        compare_with_run(asked, options)
+    elif options.compare:
         from shardwright.cli.plan_compare import compare
 
         compare(asked, options)

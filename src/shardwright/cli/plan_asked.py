@@ -1,6 +1,6 @@
 """What `shardwright plan` is asked for, from options and a run file, and what is wrong with it."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +20,18 @@ if TYPE_CHECKING:
     from shardwright.planner.priced import Priced
 
 PRECISIONS = tuple(FORMATS)
+WITH_MEASURED = (
+    "target",
+    "cluster",
+    "hardware",
+    "link",
+    "network",
+    "document_tokens",
+    "memory_margin",
+    "measured",
+    "json",
+)
+"""The options that go with --measured: those that say what the run was and where it ran."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +123,14 @@ class Options:
             "tp=8,pp=4,micro_batch=1; keys of a run file's layout section; or for the layout of a run file",
         ),
     ] = None
+    measured: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN_FOLDER",
+            help="instead of searching, compare the plan of the run file's layout with its run in this folder, term by "
+            "term",
+        ),
+    ] = None
     fix: Annotated[
         str | None,
         typer.Option(
@@ -160,7 +180,7 @@ def ask(options: Options) -> Asked:
     if explains_file and target is None and model is None:
         target = options.explain
     global_batch, seq_len, precision = options.global_batch, options.seq_len, options.precision
-    wrong = _wrong_options(options)
+    wrong = _wrong_options(options) + _wrong_measured(options)
     if options.runs is not None:
         wrong.append(
             f"{options.runs}: a second argument goes with evaluate alone: shardwright plan evaluate {options.runs}"
@@ -173,12 +193,12 @@ def ask(options: Options) -> Asked:
         seq_len = config.batch.seq_len if seq_len is None else seq_len
         precision = config.precision.planned if precision is None else precision
     precision = (precision or "bf16").lower()
-    if target is None and model is None:
+    if target is None and model is None and options.measured is None:
         wrong.append("--model is missing; name a preset, such as llama-3.1-70b, give sizes, or name a run file")
     if cluster is None:
         wrong.append("--cluster is missing; give accelerators and how many, such as h100:64")
     sizes = {"--global-batch": global_batch, "--seq-len": seq_len}
-    wrong += wrong_sizes(sizes, needed=sizes if target is None else ())
+    wrong += wrong_sizes(sizes, needed=sizes if target is None and options.measured is None else ())
     document_tokens = _document_tokens(options, config, seq_len, wrong)
     if precision not in PRECISIONS:
         what = "precision.compute=" if config is not None and config.precision.planned == precision else "--precision "
@@ -403,3 +423,19 @@ def _wrong_options(options: Options) -> list[str]:
         wrong.append(f"--write {write}: the file exists; name another, or add --overwrite to replace it")
     wrong += wrong_place("--write", write, {".toml": "it is named"})
     return wrong + wrong_place("--html", html, {".html": "it is named"})
+
+
+def _wrong_measured(options: Options) -> list[str]:
+    """What is wrong with the options next to --measured."""
+    if options.measured is None:
+        return []
+    wrong = []
+    if options.target is None:
+        wrong.append(
+            f"--measured {options.measured}: name the run file whose plan it is compared with, such as "
+            f"{options.measured / 'run.toml'}"
+        )
+    given = [each.name for each in fields(options) if getattr(options, each.name) != each.default]
+    if others := " and ".join(f"--{name.replace('_', '-')}" for name in given if name not in WITH_MEASURED):
+        wrong.append(f"--measured compares the run file as it is with its run; leave out {others}")
+    return wrong

@@ -1,0 +1,141 @@
+"""A finished run next to its plan, term by term."""
+
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from shardwright.config import RunConfig
+from shardwright.config.settle import needs_memory
+from shardwright.errors import InputError
+from shardwright.keys import written
+from shardwright.layout_keys import KEYS
+from shardwright.planner.headline import headline
+from shardwright.planner.priced import Priced
+from shardwright.report.run_record import RunRecord, Segment, read_run
+from shardwright.run_folder import RUN_FILE
+from shardwright.units import format_bytes, format_count, format_seconds
+
+UPDATE = "optimizer"
+"""The part of a planned step that is measured as the optimizer's time."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """One quantity as planned and as measured, in seconds, bytes, tokens/s or a share of the peak; None where it was
+    not measured. `unit`: "s", "B", "tokens/s" or ""."""
+
+    name: str
+    unit: str
+    planned: float
+    measured: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured relative to planned; None where one of them is 0 or not known."""
+        return self.measured / self.planned if self.measured and self.planned else None
+
+    def in_words(self, value: float | None) -> str:
+        """A value of this term, as people read it."""
+        if value is None:
+            return "n/a"
+        formats = {"s": format_seconds, "B": format_bytes, "tokens/s": lambda n: f"{format_count(n)} tokens/s"}
+        return formats[self.unit](value) if self.unit in formats else f"{value:.1%}"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run next to its plan. `terms`: of the whole step; `parts`: of its time, which add up to the planned step;
+    `steps`: those whose records were read, of which each measured number but the peak memory is the median."""
+
+    terms: tuple[Term, ...]
+    parts: tuple[Term, ...]
+    steps: str
+    n_records: int
+
+    @property
+    def largest(self) -> str:
+        """The part of the step whose seconds differ most, as a sentence."""
+        gaps = {part: (part.measured or 0.0) - part.planned for part in self.parts}
+        part = max(gaps, key=lambda each: abs(gaps[each]))
+        more = "more" if gaps[part] > 0 else "less"
+        times = "" if part.ratio is None else f", {part.ratio:.2f} times"
+        return (
+            f"{part.name} differs most: {part.in_words(part.measured)} measured and {part.in_words(part.planned)} "
+            f"planned, {format_seconds(abs(gaps[part]))} {more}{times}"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        rows = [asdict(term) | {"ratio": term.ratio} for term in (*self.terms, *self.parts)]
+        return {"steps": self.steps, "n_records": self.n_records, "terms": rows, "largest": self.largest}
+
+
+def run_of(folder: Path, config: RunConfig, run_file: str) -> RunRecord:
+    """The run in a folder, which has to have logged steps of the model, batch and layout of the run file `config`.
+
+    Raises InputError for a folder that is not one of a run, for a run without steps, and with every key that differs.
+    """
+    run = read_run(folder)
+    if not run.train:
+        raise InputError(f"--measured {folder}: the run has evaluations and no logged step; wait for one")
+    if not run.segments[-1].train:
+        raise InputError(
+            f"--measured {folder}: no step is logged yet since the layout or the device changed; wait for one"
+        )
+    theirs, ours = _settings(run.config), _settings(config)
+    names = [name for name in ours if ours[name] != theirs[name]]
+    if needs_memory(config):
+        names = [name for name in names if name not in ("layout.recompute", "layout.recompute_layers")]
+    if names:
+        its, file = (", ".join(f"{name}={written(each[name])}" for name in names) for each in (theirs, ours))
+        raise InputError(
+            f"--measured {folder}: this is a run with {its}, and {run_file} has {file}; "
+            f"compare the run with its own file, {folder / RUN_FILE}"
+        )
+    return run
+
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    """The keys of a run file that its plan depends on."""
+    layout = config.layout.layout()
+    spec = config.model.spec()
+    return {
+        **{f"model.{each.name}": getattr(spec, each.name) for each in fields(spec)},
+        **{f"batch.{name}": getattr(config.batch, name) for name in ("seq_len", "global_batch", "micro_batch")},
+        "optimizer.name": config.optimizer.name,
+        "optimizer.state_dtype": config.optimizer.state_dtype,
+        "precision.compute": config.precision.planned,
+        "precision.compile": config.precision.compile,
+        **{f"layout.{name}": getattr(layout, name) for name in KEYS},
+    }
+
+
+def compare_run(run: RunRecord, priced: Priced) -> Measured:
+    """The medians of the logged steps on the run's last layout, next to the plan of that layout.
+
+    The plan has no time for reading data. Memory is that of rank 0: what the allocator of a GPU gave, or what is
+    resident in the process on a CPU.
+    """
+    segment = run.segments[-1]
+    planned, memory = headline(priced), priced.memory
+    on_device = bool(priced.job.cluster.accelerator.host_bytes_per_s)
+    bytes_of_rank = memory.rank_bytes if on_device else memory.rank_bytes + memory.lost_bytes
+    update_s = priced.parts_s[UPDATE]
+    terms = (
+        Term("step", "s", priced.step_s, _median(segment, "step_s")),
+        Term("tokens per second", "tokens/s", planned.tokens_per_s, _median(segment, "tokens_per_s")),
+        Term("MFU", "", planned.mfu_full, _median(segment, "mfu")),
+        Term("peak memory, rank 0", "B", float(bytes_of_rank[0, 0]), max(each.memory_bytes for each in segment.train)),
+    )
+    parts = (
+        Term("data", "s", 0.0, _median(segment, "data_s")),
+        Term("forward + backward", "s", priced.step_s - update_s, _median(segment, "forward_backward_s")),
+        Term("optimizer", "s", update_s, _median(segment, "optimizer_s")),
+    )
+    return Measured(terms, parts, segment.steps, len(segment.train))
+
+
+def _median(segment: Segment, name: str) -> float | None:
+    values = [value for record in segment.train if (value := getattr(record, name)) is not None]
+    return median(values) if values else None
