@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright import processes
+from shardwright.errors import cleaning_up
 from shardwright.forks import context, preload, undisturbed
 from shardwright.processes import Link, Worker
 
@@ -64,7 +65,7 @@ def run_ranks(
         workers: list[Worker] = []
         number = next(_numbers)
         _running[number] = workers
-        try:
+        with cleaning_up(lambda: processes.end(workers), lambda: _running.pop(number)):
             with _starting, undisturbed():
                 for rank in range(world_size):
                     ours, theirs = multiprocessing.Pipe()
@@ -75,9 +76,6 @@ def run_ranks(
             for worker in workers:
                 worker.send((function, args, world_size, timeout_s, n_threads))
             return processes.results(workers, timeout_s)
-        finally:
-            processes.end(workers)
-            del _running[number]
 
 
 def end_all() -> None:
