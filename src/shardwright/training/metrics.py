@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from shardwright.config import RunConfig
 from shardwright.errors import NO_ROOM, InputError, without_secrets
 from shardwright.files import parse_json, write_whole
 from shardwright.run_folder import METRICS, TENSORBOARD, Record, whole_lines
-from shardwright.units import format_bytes, format_count, format_seconds
+from shardwright.units import MiB, format_bytes, format_count, format_seconds
 
 
 class Writer(Protocol):
@@ -79,15 +80,18 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Events in OUT/tensorboard. Where a full disk takes no more of a file, the next record begins another one."""
+    """Events in OUT/tensorboard. After a full disk, the next record that there is room for begins another
+    file."""
 
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        self._begin = lambda: SummaryWriter(str(folder))
+        self._folder, self._begin = folder, lambda: SummaryWriter(str(folder))
         self._writer: SummaryWriter | None = self._begin()
 
     def write(self, record: Record) -> None:
+        if self._writer is None and shutil.disk_usage(self._folder).free < MiB:
+            return
         with self._leaving_full_disk():
             self._writer = self._writer or self._begin()
             for key, value in _numbers(record).items():

@@ -15,17 +15,17 @@ import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from shardwright import processes
 from shardwright.errors import cleaning_up
-from shardwright.forks import context, preload, undisturbed
+from shardwright.forks import context, preload, temporary_folder, undisturbed
 from shardwright.processes import Link, Worker
 
 TIMEOUT_S = 200.0
@@ -61,7 +61,7 @@ def run_ranks(
     Whatever happens, no rank is left behind.
     """
     preload("shardwright.verification.preload")
-    with tempfile.TemporaryDirectory(prefix="shardwright-ranks-") as folder:
+    with TemporaryDirectory(dir=temporary_folder()) as folder:
         workers: list[Worker] = []
         number = next(_numbers)
         _running[number] = workers
