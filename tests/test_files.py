@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.errors import InputError
+from shardwright.errors import InputError, cleaning_up
 from shardwright.files import inside, new_folder, open_regular, read_lines, read_text, sole_owner, write_whole
 from shardwright.run_folder import LOCK, METRICS, wrong_kinds
 
@@ -135,6 +135,22 @@ def test_what_a_run_cannot_write_to_is_named_before_it_starts(tmp_path: Path):
     (tmp_path / LOCK).symlink_to("/etc/hostname")
     os.mkfifo(tmp_path / METRICS)
     assert len(wrong_kinds(tmp_path)) == 2
+
+
+def test_clean_ups_are_all_done_and_hide_no_earlier_error():
+    done: list[str] = []
+
+    def fails(name: str) -> None:
+        done.append(name)
+        raise OSError(errno.ENOSPC, name)
+
+    with pytest.raises(KeyError), cleaning_up(lambda: fails("a"), lambda: fails("b"), lambda: done.append("c")):
+        raise KeyError
+    with pytest.raises(OSError, match="a"), cleaning_up(lambda: fails("a"), lambda: fails("b")):
+        pass
+    with cleaning_up(lambda: done.append("d")):
+        pass
+    assert done == ["a", "b", "c", "a", "b", "d"]
 
 
 def write_folder(out: Path, text: str, error: Exception | None = None) -> None:

@@ -4,12 +4,17 @@ with the environment that it needs."""
 import multiprocessing
 import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from multiprocessing import util
 from pathlib import Path
 
 import pytest
 
 from shardwright import forks, openmp
+from tests.marks import prove
 
 
 def test_where_the_temporary_folder_has_a_long_name_the_socket_is_in_tmp(tmp_path: Path, monkeypatch):
@@ -17,7 +22,7 @@ def test_where_the_temporary_folder_has_a_long_name_the_socket_is_in_tmp(tmp_pat
     for folder in (tmp_path / "short", tmp_path / ("long" * 30)):
         folder.mkdir()
         monkeypatch.setitem(config, "tempdir", str(folder))
-        there = Path(forks._temporary_folder())
+        there = Path(forks._folder_of_socket())
         if folder.name == "short":
             assert there == folder
             continue
@@ -26,6 +31,52 @@ def test_where_the_temporary_folder_has_a_long_name_the_socket_is_in_tmp(tmp_pat
         assert util.get_temp_dir() == str(there)
         assert len(f"{there}/listener-12345678") <= forks.LONGEST_ADDRESS
         shutil.rmtree(there)
+
+
+HAS_A_FOLDER = (
+    "import sys; from shardwright import forks; print(forks.temporary_folder(), flush=True); sys.stdin.read()"
+)
+
+
+def test_the_temporary_folder_of_a_killed_process_is_removed_by_the_next_one_and_that_of_a_live_one_is_not(tmp_path):
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    processes = []
+    for _ in range(3):
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", HAS_A_FOLDER],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
+        folder = Path(processes[-1].stdout.readline().strip())
+        (folder / "gradients").write_text("large")
+        if len(processes) == 1:
+            processes[0].kill()
+            processes[0].communicate()
+            assert folder.is_dir()
+    assert len(list(tmp_path.iterdir())) == 2
+    for process in processes[1:]:
+        process.communicate()  # which ends its stdin, and so the process
+    assert list(tmp_path.iterdir()) == []
+
+
+@prove
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_verify_that_is_ended_by_a_signal_leaves_nothing_in_the_temporary_folder(number, tmp_path):
+    command = [sys.executable, "-m", "shardwright", "verify", "examples/debug.toml", "--steps", "50"]
+    environment = os.environ | {"TMPDIR": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path.parent / "inductor")}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        while not list(tmp_path.rglob("gradient*")):
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(number)
+    until = time.monotonic() + 30
+    while list(tmp_path.iterdir()):  # the server removes them, after the ranks have ended
+        assert time.monotonic() < until, list(tmp_path.rglob("*"))
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("name", ["a", "b" * 90])
@@ -39,7 +90,7 @@ def test_an_address_of_the_length_that_is_let_through_can_be_bound(name: str, mo
         folder = Path(str(folder)[: forks.LONGEST_ADDRESS - len("/listener-12345678")])
         folder.mkdir()
         monkeypatch.setitem(config, "tempdir", str(folder))
-        assert forks._temporary_folder() == str(folder)
+        assert forks._folder_of_socket() == str(folder)
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(f"{folder}/listener-12345678")
 

@@ -7,7 +7,8 @@
     │   ├── ScheduleError          a pipeline schedule that cannot be built or cannot run
     │   ├── DataError              text, token shards, tokenizer
     │   └── CheckpointError        missing, damaged, or of another run
-    │       └── DamagedError       what is on the disk is not what was written
+    │       ├── DamagedError       what is on the disk is not what was written
+    │       └── SaveError          a run could not write a checkpoint and ends: exit code 3
     ├── SpikeError                 a loss or gradient that [faults] stops a run for
     ├── CopiesError                ranks that have to hold the same weights do not
     └── WorkerError                a worker process died or hung
@@ -19,7 +20,8 @@ a traceback. What only a bug can cause is an `assert`.
 
 import errno
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Self
@@ -92,6 +94,12 @@ class DamagedError(CheckpointError):
     """A checkpoint whose bytes are not, or not all, those that were written; an earlier one may be whole."""
 
 
+class SaveError(CheckpointError):
+    """A checkpoint that could not be written, for which the run ends; earlier ones are whole."""
+
+    exit_code = ShardwrightError.exit_code
+
+
 class SpikeError(ShardwrightError):
     """A loss or gradient norm of a step, the same on every rank, for which the run file stops a run."""
 
@@ -106,6 +114,27 @@ class WorkerError(ShardwrightError):
 
 class FullError(WorkerError):
     """A disk is full, or a limit of the system is reached: to start the ranks again would end the same way."""
+
+
+@contextmanager
+def cleaning_up(*clean_ups: Callable[[], object]) -> Iterator[None]:
+    """Call each of `clean_ups` when the block ends, however it ends and whatever the ones before raise.
+
+    The first error is raised: the error of the block where it has one, so that a clean-up that fails for the same
+    reason, such as a full disk, does not hide it.
+    """
+    errors: list[BaseException] = []
+    try:
+        yield
+    except BaseException as error:
+        errors.append(error)
+    for clean_up in clean_ups:
+        try:
+            clean_up()
+        except BaseException as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def system_limit(error: OSError) -> str | None:

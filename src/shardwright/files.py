@@ -205,8 +205,9 @@ def problem_of_place(path: Path) -> str | None:
     return None
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file, in place of a regular file that is there. Raises InputError if the place cannot be written."""
+def write_whole(path: Path, content: bytes, required: bool = True) -> None:
+    """Write a file, in place of a regular file that is there. Raises InputError if the place cannot be written, but
+    for a full disk where the file is not `required`."""
     if (problem := problem_of_place(path)) is not None:
         raise InputError(problem)
     special = path.exists() and not path.is_file()
@@ -225,6 +226,8 @@ def write_whole(path: Path, content: bytes) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             fresh.unlink(missing_ok=True)
+        if error.errno in NO_ROOM and not required:
+            return
         raise InputError(f"{path} cannot be written: {error.strerror}; choose another place") from None
 
 

@@ -2,11 +2,12 @@
 
 A new interpreter needs seconds to import PyTorch; a process that is forked from the server needs 0.1 s, also when a run
 starts its ranks again after a fault. The server is Python's own (`multiprocessing.forkserver`). It ends with the last
-process that uses it, and removes the folder of the socket that it is asked through, which its starter could not do if
-that was killed.
+process that uses it, and removes the temporary folders of its starter, which could not do that if it was killed.
 """
 
 import atexit
+import fcntl
+import functools
 import multiprocessing
 import os
 import shutil
@@ -14,9 +15,10 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, reduction, resource_tracker, util
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -27,8 +29,9 @@ LONGEST_ADDRESS = 107
 """Characters of the path of a Unix socket, on Linux."""
 _imported: list[str] = []
 _TEMPORARY = "SHARDWRIGHT_TEMPORARY"
-"""In the environment that the server starts with: the temporary folder of the process that starts it."""
-if _of_starter := os.environ.pop(_TEMPORARY, None):
+"""In the environment that the server starts with: the temporary folders of the process that starts it."""
+_PREFIX = "shardwright-temporary-"
+for _of_starter in filter(None, os.environ.pop(_TEMPORARY, "").split(os.pathsep)):
     atexit.register(shutil.rmtree, _of_starter, ignore_errors=True)
 
 
@@ -47,7 +50,8 @@ def undisturbed() -> Iterator[None]:
     resource_tracker.ensure_running()  # which ends by unblocking SIGINT, so it comes first
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     sys.modules["__main__"] = ModuleType("__main__")
-    given = {_TEMPORARY: _temporary_folder()} | brief_waiting()
+    folders = os.pathsep.join({temporary_folder(), _folder_of_socket()})
+    given = {_TEMPORARY: folders} | brief_waiting()
     os.environ.update(given)
     try:
         forkserver.ensure_running()
@@ -59,16 +63,50 @@ def undisturbed() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _temporary_folder() -> str:
-    """That of this process, in which the socket of the server will be; one in /tmp where the address of the socket, 107
-    characters at most, would be too long in TMPDIR."""
-    folder: str = util.get_temp_dir()
-    if len(folder) + len("/listener-12345678") <= LONGEST_ADDRESS:
-        return folder
-    folder = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")
-    util.Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-100)
-    multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
+@functools.cache
+def temporary_folder() -> str:
+    """Return the folder in TMPDIR for the temporary files of this process and its ranks.
+
+    It is removed when this process ends: by the process, by the server where the process is killed, and by the next
+    process with such a folder where the server is killed, too.
+    """
+    return _new_folder(tempfile.gettempdir())
+
+
+def _folder_of_socket() -> str:
+    """Return the folder of the socket of the server: `temporary_folder`, or one in /tmp where the address of the
+    socket, 107 characters at most, would be too long."""
+    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    folder: str = config.get("tempdir") or temporary_folder()
+    if len(folder) + len("/listener-12345678") > LONGEST_ADDRESS:
+        folder = _new_folder("/tmp")
+    config["tempdir"] = folder
     return folder
+
+
+def _new_folder(parent: str) -> str:
+    """Make a folder that this process has locked, after those of ended processes are removed."""
+    for path in Path(parent).glob(f"{_PREFIX}*"):
+        _remove_if_unlocked(path)
+    while True:
+        folder = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        with suppress(OSError):  # a file system without locks: nothing is removed there either
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.path.isdir(folder):  # another process may have removed it before it was locked
+            util.Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-100)
+            return folder
+        os.close(descriptor)
+
+
+def _remove_if_unlocked(path: Path) -> None:
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+        finally:
+            os.close(descriptor)
 
 
 def fork(target: Callable[..., None], *args: Any) -> BaseProcess:

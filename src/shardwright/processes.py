@@ -169,9 +169,7 @@ class Link:
 
     def failed(self, error: BaseException) -> None:
         """Tell the parent what went wrong. Without all ranks no collective completes, so this process has to end."""
-        expected = error if isinstance(error, ShardwrightError) else None
-        if isinstance(error, OSError) and (told := system_limit(error)):
-            expected = FullError(told)
+        expected = in_one_sentence(error)
         text = "" if expected else f"failed: {type(error).__name__}: {error}\n\n{formatted(error)}\n"
         self.done(Failure(time.time(), text, expected, is_lost_peer(error), isinstance(error, KeyboardInterrupt)))
 
@@ -225,6 +223,18 @@ def leave_dead_terminal() -> None:
 def formatted(error: BaseException) -> str:
     """The traceback of an error, as Python prints it."""
     return "".join(traceback.format_exception(error)).rstrip()
+
+
+def in_one_sentence(error: BaseException) -> ShardwrightError | None:
+    """Return the error of a rank as one that needs no traceback; None for what only a traceback explains."""
+    if isinstance(error, ShardwrightError):
+        return error
+    if isinstance(error, OSError) and (told := system_limit(error)):
+        return FullError(told)
+    if isinstance(error, SystemExit):
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        return WorkerError(f"training was ended by SystemExit({error.code!r}) at {place.filename}:{place.lineno}")
+    return None
 
 
 def is_lost_peer(error: BaseException) -> bool:

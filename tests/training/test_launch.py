@@ -138,6 +138,25 @@ def test_code_0_before_the_work_is_done_is_a_failure(run_file):
     assert run.stderr.startswith("error: rank 1 left with code 0, but before its work was done")
 
 
+def exits_as_if_all_were_well(rank: int) -> None:
+    in_step_3_of_rank_1(rank, lambda: sys.exit(0))
+
+
+def test_sys_exit_of_an_extension_on_a_worker_is_a_failure_told_in_one_sentence(run_file):
+    run = ends(run_file, exits_as_if_all_were_well, 3)
+    assert re.match(r"error: training was ended by SystemExit\(0\) at \S+test_launch.py:\d+\n", run.stderr)
+    assert "Traceback" not in run.stderr
+
+
+def only_rank_exits(rank: int) -> None:
+    in_step_3_of_rank_1(1, lambda: sys.exit(0))
+
+
+def test_sys_exit_of_an_extension_where_there_is_one_rank_is_a_failure_too(run_file):
+    run = train(run_file, "--set", "layout.dp_shard=1", fault=only_rank_exits, expect=3)
+    assert "training was ended by SystemExit(0) at" in run.stderr
+
+
 def complains_of_input(rank: int) -> None:
     def what():
         from shardwright.errors import DataError

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import resource
 import shutil
@@ -21,7 +22,7 @@ from shardwright.errors import InputError
 from shardwright.model.presets import resolve
 from shardwright.model.sections import MoESpec
 from shardwright.parallel.model import ExpertLoad
-from shardwright.run_folder import Evaluated, Logged, Saved
+from shardwright.run_folder import Evaluated, Logged, Saved, read_events
 from shardwright.training.device import peak_flops_per_s, peak_of_name
 from shardwright.training.load import expert_numbers
 from shardwright.training.metrics import JsonLines, _numbers, line, missing_extras, open_writers
@@ -203,6 +204,48 @@ def test_a_run_goes_on_over_a_disk_that_is_full_for_a_while_without_a_checkpoint
     assert told in " ".join(run.stdout.split())
     assert [record["step"] for record in records(path)] == list(range(1, 21))
     assert checkpoints(path) == ["step-00000015", "step-00000020"]
+
+
+def disk_stays_full_from_step_8(out: Path, rank: int) -> None:
+    """No file of any rank grows beyond the size that the metrics had after 8 steps."""
+    from shardwright.training.step import Trainer
+
+    step = Trainer.step
+
+    def limited(self, batch, at, rate):
+        if at == 8:
+            n_bytes = (out / "metrics.jsonl").stat().st_size
+            resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, n_bytes))
+        return step(self, batch, at, rate)
+
+    Trainer.step = limited
+
+
+@pytest.mark.parametrize("every", [5, 20])
+def test_a_disk_that_stays_full_ends_a_run_at_its_next_checkpoint_with_that_error_and_no_restart(
+    every, tmp_path, tokens
+):
+    """The metrics cannot be written at the end either, and that error comes later."""
+    path = write_run_file(tmp_path, tokens)
+    options = ("--max-restarts", "3", "--set", f"checkpoint.every={every}", "--set", "steps=12")
+    run = train(path, *options, fault=partial(disk_stays_full_from_step_8, tmp_path / "out"), expect=3)
+    assert "step-000000" + ("10" if every == 5 else "12") in run.stderr
+    assert "File too large" in run.stderr
+    assert "metrics.jsonl" not in run.stderr
+    assert "Traceback" not in run.stderr
+    assert ("saved up to" in run.stderr) == (every == 5)
+    assert [event.kind for event in read_events(tmp_path / "out")].count("restart") == 0
+    assert max(record["step"] for record in records(path)) == 8
+
+
+def stdout_is_on_a_full_disk(rank: int) -> None:
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+
+
+def test_a_run_goes_on_where_stdout_is_on_a_full_disk(tmp_path, tokens):
+    path = write_run_file(tmp_path, tokens)
+    train(path, "--set", "steps=2", fault=stdout_is_on_a_full_disk)
+    assert len(trajectory(path)) == 2
 
 
 def test_every_line_has_the_time_and_each_start_says_where_and_with_what(tmp_path: Path, tokens: Path):

@@ -15,7 +15,7 @@ from types import FrameType
 from shardwright import forks, processes
 from shardwright.config import RunConfig, resolved_toml
 from shardwright.console import visible
-from shardwright.errors import CopiesError, WorkerError
+from shardwright.errors import CopiesError, WorkerError, cleaning_up
 from shardwright.files import open_regular, parse_json
 from shardwright.forks import Descriptor, fork
 from shardwright.processes import Worker
@@ -100,7 +100,7 @@ def _run(
         append_event(out, Event("hang", step, told, rank))
         return WorkerError(told).of_rank(rank)
 
-    try:
+    with cleaning_up(lambda: processes.end(workers), workers.clear, watch.folder.clear):
         _start(workers, attempt.places, log_dir, store)
         if asked.signal is not None:  # it may have come before there were ranks to hand it to
             raise KeyboardInterrupt
@@ -113,10 +113,6 @@ def _run(
         for worker in workers:
             worker.wait()  # how it ends says nothing once its work is done
         return any(stopped)
-    finally:
-        processes.end(workers)
-        workers.clear()
-        watch.folder.clear()
 
 
 def _has_logged_since(out: Path, time: str) -> bool:

@@ -10,7 +10,7 @@ import torch
 from shardwright.config import RunConfig
 from shardwright.data.batches import Batches, evaluation_batches
 from shardwright.data.mixture import MixtureOrder
-from shardwright.errors import CheckpointError, CopiesError, DamagedError, WorkerError
+from shardwright.errors import CheckpointError, CopiesError, DamagedError, WorkerError, cleaning_up
 from shardwright.files import sole_owner, write_whole
 from shardwright.remote import REMOTE
 from shardwright.run_folder import (
@@ -145,13 +145,9 @@ class _Run:
                 record = as_record(started(config, self.device, start.step, start.checkpoint))
                 for writer in writers:
                     writer.write(record)
-            try:
-                with self.saving.told_to(screen, writers):
-                    self.saving.catch_up(start.step)
-                    done = self._train(start, stop, writers, screen)
-            finally:
-                for writer in writers:
-                    writer.close()
+            with cleaning_up(*(writer.close for writer in writers)), self.saving.told_to(screen, writers):
+                self.saving.catch_up(start.step)
+                done = self._train(start, stop, writers, screen)
             stop.settle()
         if start.step < done < steps:
             screen.say(

@@ -1,22 +1,21 @@
 """Writers of a run's records: JSON lines, TensorBoard, W&B, Prometheus, and a line of text for the screen."""
 
-import errno
 import importlib.util
 import json
 import os
+import shutil
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
 
 from shardwright.config import RunConfig
-from shardwright.errors import InputError, without_secrets
+from shardwright.errors import NO_ROOM, InputError, without_secrets
 from shardwright.files import parse_json, write_whole
 from shardwright.run_folder import METRICS, TENSORBOARD, Record, whole_lines
-from shardwright.units import format_bytes, format_count, format_seconds
-
-DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Of an OSError: there is no space, or a quota or a limit of the size of files is reached."""
+from shardwright.units import MiB, format_bytes, format_count, format_seconds
 
 
 class Writer(Protocol):
@@ -65,12 +64,15 @@ class JsonLines:
         try:
             self._write()
         except OSError as error:
-            if error.errno not in DISK_IS_FULL:
+            if error.errno not in NO_ROOM:
                 raise
 
     def _write(self) -> None:
-        while self._unwritten:
-            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
 
     def close(self) -> None:
         with self._file:
@@ -78,22 +80,39 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Events in OUT/tensorboard."""
+    """Events in OUT/tensorboard. After a full disk, the next record that there is room for begins another
+    file."""
 
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder))
+        self._folder, self._begin = folder, lambda: SummaryWriter(str(folder))
+        self._writer: SummaryWriter | None = self._begin()
 
     def write(self, record: Record) -> None:
-        for key, value in _numbers(record).items():
-            self._writer.add_scalar(f"{record['kind']}/{key}", value, record["step"])
+        if self._writer is None and shutil.disk_usage(self._folder).free < MiB:
+            return
+        with self._leaving_full_disk():
+            self._writer = self._writer or self._begin()
+            for key, value in _numbers(record).items():
+                self._writer.add_scalar(f"{record['kind']}/{key}", value, record["step"])
+
+    @contextmanager
+    def _leaving_full_disk(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:  # of the thread that writes, which has ended with it
+            self._writer = None
+            if error.errno not in NO_ROOM:
+                raise
 
     def rewind(self, step: int) -> None:
         """Nothing: a later value of a step is shown in place of an earlier one."""
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            with self._leaving_full_disk():
+                self._writer.close()
 
 
 class WeightsAndBiases:

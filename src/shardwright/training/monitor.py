@@ -29,6 +29,7 @@ from torch import nn
 
 from shardwright.console import visible
 from shardwright.data.batches import READER
+from shardwright.errors import cleaning_up
 from shardwright.layout import Layout
 from shardwright.parallel.point_to_point import Line, begun, waited_for
 from shardwright.ranks_at import (
@@ -267,7 +268,5 @@ def monitored(out: Path, rank: int, layout: Layout, device: torch.device, hang_a
         yield NoMonitor()
         return
     monitor = Monitor(out, rank, layout, device, hang_after_s)
-    try:
+    with cleaning_up(monitor.close):
         yield monitor
-    finally:
-        monitor.close()

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from shardwright.config import RunConfig
-from shardwright.errors import CheckpointError, CopiesError, SpikeError
+from shardwright.errors import CheckpointError, CopiesError, SaveError, SpikeError, cleaning_up
 from shardwright.run_folder import EventKind, as_record, step_of
 from shardwright.training.checkpoint.copier import Copier
 from shardwright.training.checkpoint.durable import durable_folder
@@ -49,16 +49,12 @@ class Saving:
         """While inside, checkpoints are told to these. At the end none is under way any more, whatever the error."""
         self._screen, self._writers = screen, writers
         self._saver.prepare()
-        try:
-            yield
-        except (SpikeError, CopiesError):  # raised by every rank, so that all are there
-            self.settle()
-            self._settle_copy()
-            raise
-        finally:
-            self._saver.abandon()
-            if self._copier is not None:
-                self._copier.abandon()
+        with cleaning_up(self._saver.abandon, *([] if self._copier is None else [self._copier.abandon])):
+            try:
+                yield
+            except (SpikeError, CopiesError):  # raised by every rank, so that all are there
+                with cleaning_up(self.settle, self._settle_copy):
+                    raise
         self.tell()
         if self.local is not None and (saved := self.store.published()):
             self.local.clear(step_of(saved[-1]))
@@ -150,7 +146,7 @@ class Saving:
             yield
         except CheckpointError as error:
             if required or self.config.checkpoint.on_error == "stop":
-                raise
+                raise SaveError(*error.problems) from None
             last = self.store.published()
             rest = f"the last good one is {last[-1]}" if last else "none has been written yet"
             told = f"the checkpoint after step {step} is not {done}: {error}; the run goes on, {rest}"

@@ -9,6 +9,7 @@ from typing import IO, Any, TypeVar, cast
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shardwright.console import PlainConsole
+from shardwright.errors import NO_ROOM
 from shardwright.processes import leave_dead_terminal
 from shardwright.run_folder import Record
 from shardwright.training.metrics import line
@@ -18,10 +19,11 @@ T = TypeVar("T")
 
 
 class _Stdout:
-    """stdout; a run goes on when the terminal goes away while it prints, before SIGHUP is heard."""
+    """stdout; a run goes on when the terminal goes away while it prints, before SIGHUP is heard, and when stdout is a
+    file on a full disk."""
 
     def write(self, text: str) -> int:
-        """Write, or drop the text with the terminal that is gone."""
+        """Write, or drop the text that a terminal that is gone or a full disk does not take."""
         return self._or_leave(lambda: sys.stdout.write(text), len(text))
 
     def flush(self) -> None:
@@ -32,9 +34,10 @@ class _Stdout:
         try:
             return act()
         except OSError as error:
-            if error.errno != errno.EIO:
+            if error.errno == errno.EIO:
+                leave_dead_terminal()
+            elif error.errno not in NO_ROOM:
                 raise
-            leave_dead_terminal()
             return otherwise
 
     def __getattr__(self, name: str) -> Any:

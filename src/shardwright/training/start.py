@@ -18,17 +18,16 @@ from shardwright.console import visible
 from shardwright.errors import (
     CheckpointError,
     CopiesError,
-    FullError,
     InputError,
     LayoutError,
+    SaveError,
     ShardwrightError,
     SpikeError,
     WorkerError,
-    system_limit,
 )
 from shardwright.files import problem_of_owner
 from shardwright.model.modules import rows
-from shardwright.processes import PROCESS_BYTES, formatted, is_lost_peer, machine_memory
+from shardwright.processes import PROCESS_BYTES, formatted, in_one_sentence, is_lost_peer, machine_memory
 from shardwright.remote import REMOTE
 from shardwright.report.headline import headline
 from shardwright.report.run_record import read_run
@@ -105,10 +104,8 @@ def start(config: RunConfig, quiet: bool = False, max_restarts: int = 0) -> Ende
             raise
         if isinstance(error, OSError) and not in_training:
             raise InputError(f"{error.filename or config.out}: {error.strerror}") from None
-        if isinstance(error, OSError) and (told := system_limit(error)):
-            raise FullError(f"{told}\n{_way_on(config)}") from None
-        if isinstance(error, SystemExit):
-            raise WorkerError(f"training was ended by SystemExit({error.code!r}), which an extension raised") from None
+        if (expected := in_one_sentence(error)) is not None:
+            raise type(expected)(f"{expected}\n{_way_on(config)}") from None
         raise WorkerError(f"training failed: {type(error).__name__}: {error}\n\n{formatted(error)}") from None
 
 
@@ -151,14 +148,14 @@ def _train(config: RunConfig, place: Place | None, quiet: bool, max_restarts: in
             print(visible(said), flush=True)
         try:
             stopped = launch(config, out / LOGS, quiet, max_restarts)
-        except (WorkerError, *FOUND_BY_ALL) as error:
+        except (WorkerError, SaveError, *FOUND_BY_ALL) as error:
             raise type(error)(f"{error}\n{_way_on(config)}") from None
     else:
         from shardwright.training.loop import run
 
         try:
             stopped = run(config, place or Place(), quiet=quiet)
-        except FOUND_BY_ALL as error:
+        except (SaveError, *FOUND_BY_ALL) as error:
             raise type(error)(f"{error}\n{_way_on(config)}") from None
     return Ended(summary(out) if place is None or place.rank == 0 else None, stopped)
 
@@ -186,6 +183,7 @@ def _of_one_rank(error: BaseException, place: Place, in_training: bool) -> BaseE
             f"rank {place.rank} could not reach another rank; if one failed, its own error tells why. Here: "
             f"{kind}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         )
+    error = in_one_sentence(error) or error
     problems = error.problems if isinstance(error, InputError) else [f"{kind}: {error}"]
     if isinstance(error, FOUND_BY_ALL):
         problems = [str(error)]

@@ -32,7 +32,7 @@ class TimelineFile:
         zero_s = spans[0][1]
         actions = tuple((str(a), round(start - zero_s, 7), round(end - zero_s, 7)) for a, start, end in spans)
         self._lines.append(PipelineStep(step, self.rank, zero_s, actions).line())
-        write_whole(self.path, "".join(self._lines).encode())
+        write_whole(self.path, "".join(self._lines).encode(), required=False)
 
 
 def timeline_file(config: RunConfig, runner: Runner, rank: int) -> TimelineFile | None:

@@ -15,16 +15,17 @@ import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from shardwright import processes
-from shardwright.forks import context, preload, undisturbed
+from shardwright.errors import cleaning_up
+from shardwright.forks import context, preload, temporary_folder, undisturbed
 from shardwright.processes import Link, Worker
 
 TIMEOUT_S = 200.0
@@ -60,11 +61,11 @@ def run_ranks(
     Whatever happens, no rank is left behind.
     """
     preload("shardwright.verification.preload")
-    with tempfile.TemporaryDirectory(prefix="shardwright-ranks-") as folder:
+    with TemporaryDirectory(dir=temporary_folder()) as folder:
         workers: list[Worker] = []
         number = next(_numbers)
         _running[number] = workers
-        try:
+        with cleaning_up(lambda: processes.end(workers), lambda: _running.pop(number)):
             with _starting, undisturbed():
                 for rank in range(world_size):
                     ours, theirs = multiprocessing.Pipe()
@@ -75,9 +76,6 @@ def run_ranks(
             for worker in workers:
                 worker.send((function, args, world_size, timeout_s, n_threads))
             return processes.results(workers, timeout_s)
-        finally:
-            processes.end(workers)
-            del _running[number]
 
 
 def end_all() -> None:

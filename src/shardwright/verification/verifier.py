@@ -12,6 +12,7 @@ from typing import Any
 
 from shardwright.compression import gradient_roundings
 from shardwright.errors import LayoutError, ShardwrightError
+from shardwright.forks import temporary_folder
 from shardwright.layout import Layout
 from shardwright.model.number_formats import replica_problems
 from shardwright.split import rules, stages
@@ -83,7 +84,7 @@ class Verifier:
         case = with_choices_of(layout, case)
         case = _with_overflow(with_drawn_experts(case, rounded=gradient_roundings(layout) > 0))
         ours = self._prepared(case)
-        with tempfile.TemporaryDirectory(prefix="shardwright-verify-") as folder:
+        with tempfile.TemporaryDirectory(dir=temporary_folder()) as folder:
             found = self._run(self.train, layout.world_size, Path(folder), ours, layout)
             if against is None:
                 expected, sides, name = self._exact(case), 1, "one process"
@@ -191,7 +192,7 @@ class Verifier:
     ) -> Trace:
         with self._keeping:
             if key not in self._kept:
-                folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="shardwright-verify-")))
+                folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(dir=temporary_folder())))
                 self._kept[key] = self._run(function, world_size, folder, case, *layout)
             return self._kept[key]
 
