@@ -17,12 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwright.config import parse
+from shardwright.data.batches import Batch
 from shardwright.data.samples import IGNORE
 from shardwright.layout import Layout
 from shardwright.model.init import initialise
 from shardwright.model.moe import learn_from_load, take_load
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
+from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
+from shardwright.parallel.model import ExpertLoad
 from shardwright.verification import Case, Verifier, case_of, cut
 from shardwright.verification.case import PLAIN_SGD
 from shardwright.verification.rank import build_trainer, local_batch
@@ -96,6 +99,67 @@ def check(verifier: Verifier, case: Case, layout: Layout) -> None:
 @pytest.mark.parametrize("layout", rest_prove(LAYOUTS, SP, ZERO_BUBBLE), ids=str)
 def test_experts_train_as_one_process_does(verifier: Verifier, layout: Layout):
     check(verifier, CASE, layout)
+
+
+PADDED = replace(with_experts(aux_scope="sequence", capacity_factor=1.0), padded=True)
+PADDED_CASES = [
+    *((PADDED, layout) for layout in (EP, SP, ZERO_BUBBLE, Layout(cp=2), Layout(cp=2, cp_method="ulysses", ep=2))),
+    (PADDED, Layout(tp=2, sequence_parallel=True, cp=2, zero=1, ep=4)),
+    (PADDED, Layout(dp_shard=2, zero=3, ep=2, recompute="full")),
+    (replace(CASE, padded=True), SP),
+    (replace(PADDED, spec=replace(PADDED.spec, mtp_modules=2)), Layout(cp=2)),
+    (replace(PADDED, spec=replace(PADDED.spec, mtp_modules=2)), Layout(pp=2, dp_shard=2, zero=1, ep=2)),
+    (replace(PADDED, compiled=True), SP),
+]
+
+
+@pytest.mark.parametrize(("case", "layout"), rest_prove(PADDED_CASES, (PADDED, SP), (PADDED, ZERO_BUBBLE)), ids=str)
+def test_experts_train_with_padding_as_one_process_does_with_sequences_without_it(
+    verifier: Verifier, case: Case, layout: Layout
+):
+    check(verifier, case, layout)
+
+
+def first_step(seq_len: int, spec: ModelSpec = PADDED.spec) -> tuple[float, ExpertLoad]:
+    """Gradient norm and load of a step on sequences of 8, 1, 5 and 8 tokens, padded with token 0 to `seq_len`."""
+    spec = replace(spec, max_seq_len=64)
+    case = replace(PADDED, spec=spec, seq_len=seq_len, global_batch=4, micro_batch=2)
+    n_real_B = torch.tensor([8, 1, 5, 8])
+    tokens_BT = torch.randint(1, spec.vocab_size, (4, 9), generator=torch.Generator().manual_seed(3))
+    padding_BT = torch.arange(8) >= n_real_B.unsqueeze(1)
+    inputs_BT, targets_BT = (
+        tokens_BT[:, :8].masked_fill(padding_BT, 0),
+        tokens_BT[:, 1:].masked_fill(padding_BT, IGNORE),
+    )
+    longer = (0, seq_len - 8)
+    batch = Batch.of(
+        F.pad(inputs_BT, longer), F.pad(targets_BT, longer, value=IGNORE), torch.arange(4), 2, n_real_B=n_real_B
+    )
+    trainer = build_trainer(case, Layout(), PLAIN_SGD)
+    trainer.forward_backward(batch, 0)
+    norm = trainer.update(0.01)
+    assert trainer.model.load is not None
+    return float(norm), trainer.model.load
+
+
+def norms_and_loads(spec: ModelSpec) -> list[tuple[float, ExpertLoad]]:
+    """On 1 rank: the first step for three lengths of sequences, 8 of which has the least padding."""
+    return [first_step(seq_len, spec) for seq_len in (8, 12, 40)]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [PADDED.spec, replace(MODEL, mtp_modules=2)],
+    ids=["capacity and balance of sequences", "balance of batches and prediction of three tokens"],
+)
+def test_gradient_norm_and_load_of_the_first_step_do_not_depend_on_the_padding(spec: ModelSpec):
+    ((norm, load), *others) = run_ranks(norms_and_loads, 1, spec)[0]
+    assert int(load.counts_LE[1].sum()) == 2 * (8 + 1 + 5 + 8)
+    for other_norm, other in others:
+        assert other_norm == pytest.approx(norm, rel=1e-13)
+        assert torch.equal(other.counts_LE, load.counts_LE)
+        assert torch.equal(other.dropped_L, load.dropped_L)
+        torch.testing.assert_close(other.losses_L2, load.losses_L2, rtol=1e-13, atol=0)
 
 
 @prove

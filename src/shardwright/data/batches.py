@@ -36,7 +36,8 @@ class Batch:
     tokens_ABT and targets_ABT are int64, targets IGNORE where they do not count; sample_ids_AB, int64, the
     running (global) sample indices, PADDING_ID for a row that only fills a micro-batch; n_targets is
     the number of targets that count in this batch, of this rank alone. documents_AB: the tokens of each
-    document of each sequence, which add up to T; None where attention goes over whole sequences.
+    document of each sequence, which add up to T; None where attention goes over whole sequences. n_real_AB: the tokens
+    of each sequence before its padding, int64; None where no sequence of the run has padding.
     """
 
     tokens_ABT: torch.Tensor
@@ -44,6 +45,7 @@ class Batch:
     sample_ids_AB: torch.Tensor
     n_targets: int
     documents_AB: DocumentsAB | None = None
+    n_real_AB: torch.Tensor | None = None
 
     @staticmethod
     def of(
@@ -52,6 +54,7 @@ class Batch:
         ids_B: torch.Tensor,
         micro_batch: int,
         documents_B: Sequence[Sequence[int]] | None = None,
+        n_real_B: torch.Tensor | None = None,
     ) -> "Batch":
         """The sequences of one data rank, in micro-batches that divide their number."""
         shape_AB = (len(ids_B) // micro_batch, micro_batch)
@@ -61,6 +64,7 @@ class Batch:
             ids_B.reshape(shape_AB),
             int((targets_BT != IGNORE).sum()),
             None if documents_B is None else _in_microbatches(documents_B, micro_batch),
+            None if n_real_B is None else n_real_B.reshape(shape_AB),
         )
 
 
@@ -72,8 +76,8 @@ class Batches:
     `prefetch` batches are read ahead by a thread (0 reads in the caller); `close`, or leaving a `with` block,
     stops it. What fails in the thread is raised, as it is, by the `next` that would have returned that batch.
 
-    `within_documents`: batches have the documents of their sequences, within which attention stays. `left_out`: ranges
-    of running samples that no batch has.
+    `within_documents`: batches have the documents of their sequences, within which attention stays. `padded`: they have
+    the numbers of real tokens of their sequences. `left_out`: ranges of running samples that no batch has.
 
     Raises LayoutError for a batch that does not divide. A token id of vocab_size or more, which only
     damaged or foreign data has, raises DataError from `next`.
@@ -90,6 +94,7 @@ class Batches:
         data_ranks: int,
         vocab_size: int,
         within_documents: bool = False,
+        padded: bool = False,
         start_sample: int = 0,
         left_out: Iterable[tuple[int, int]] = (),
         prefetch: int = 2,
@@ -106,7 +111,7 @@ class Batches:
             for first in itertools.count(start_sample, global_batch):
                 ids_AB = (first + data_rank * block + np.arange(block)).reshape(-1, micro_batch)
                 ids_AB = _past(ids_AB, start_sample, skipped)
-                yield _read(samples, ids_AB, order(ids_AB), vocab_size, pin_memory, within_documents)
+                yield _read(samples, ids_AB, order(ids_AB), vocab_size, pin_memory, within_documents, padded)
 
         self._source = read()
         self._closed = False
@@ -178,6 +183,7 @@ def evaluation_batches(
     data_ranks: int,
     vocab_size: int,
     within_documents: bool = False,
+    padded: bool = False,
     max_samples: int | None = None,
 ) -> Iterator[Batch]:
     """`max_samples` of a split (all if None), spread evenly over it, once each over all data ranks; A = 1.
@@ -190,7 +196,7 @@ def evaluation_batches(
     for first in range(0, n, micro_batch * data_ranks):
         ids = first + data_rank * micro_batch + np.arange(micro_batch)
         indices_B = np.where(ids < n, ids * len(samples) // n, PADDING_ID)
-        yield _read(samples, indices_B[None], indices_B[None], vocab_size, False, within_documents)
+        yield _read(samples, indices_B[None], indices_B[None], vocab_size, False, within_documents, padded)
 
 
 def _read(
@@ -200,9 +206,11 @@ def _read(
     vocab_size: int,
     pin_memory: bool,
     within_documents: bool,
+    padded: bool,
 ) -> Batch:
     shape = (*indices_AB.shape, samples.seq_len)
     tokens_ABT, targets_ABT = np.zeros(shape, np.int64), np.full(shape, IGNORE, np.int64)
+    n_real_AB = np.zeros(indices_AB.shape, np.int64)
     documents: list[Sequence[int]] = []
     n_targets = 0
     for place in np.ndindex(indices_AB.shape):
@@ -217,12 +225,15 @@ def _read(
         tokens_ABT[place] = tokens[:-1]
         targets_ABT[place][mask] = tokens[1:][mask]
         n_targets += int(mask.sum())
+        if padded:
+            n_real_AB[place] = samples.span(i)[1] - 1
 
     def tensor(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).pin_memory() if pin_memory else torch.from_numpy(array)
 
     documents_AB = _in_microbatches(documents, shape[1]) if within_documents else None
-    return Batch(tensor(tokens_ABT), tensor(targets_ABT), tensor(ids_AB.copy()), n_targets, documents_AB)
+    n_real = tensor(n_real_AB) if padded else None
+    return Batch(tensor(tokens_ABT), tensor(targets_ABT), tensor(ids_AB.copy()), n_targets, documents_AB, n_real)
 
 
 def _in_microbatches(documents: Sequence[Sequence[int]], micro_batch: int) -> DocumentsAB:

@@ -30,7 +30,8 @@ class Samples(Protocol):
         ...
 
     def span(self, i: int) -> tuple[int, int]:
-        """The first token of sample i in its split, and how many it has there: at most seq_len + 1."""
+        """The first token of sample i in its split, and how many it has there: at most seq_len + 1. All but the last
+        predict the next one, and the rest of seq_len predictions are padding."""
         ...
 
     def read(self, i: int) -> tuple[np.ndarray, np.ndarray]:

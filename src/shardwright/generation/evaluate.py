@@ -165,6 +165,7 @@ def _sums(request: EvalRequest, task: _Task, device: torch.device) -> list[tuple
             data_ranks=layout.data_ranks,
             vocab_size=source.spec.vocab_size,
             within_documents=task.data.attention == "document",
+            padded=task.data.sequences == "documents",
             max_samples=request.samples,
         )
         sums = work.evaluation_sums(batches)

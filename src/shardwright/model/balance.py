@@ -18,7 +18,9 @@ the selection bias does.
 
 A layer adds its losses in its own backward pass (`attach`), in any stage and for any micro-batch, so the loss that the
 caller sees is the cross-entropy alone. The losses are means over the tokens of a forward pass; `parallel/routing.py`
-scales them by the fraction of the global batch that the forward pass has.
+scales them by the fraction of the global batch that the forward pass has. Padding has weight 0 in these means, and
+real tokens weigh more in proportion (`RealTokens`), so that the sums are means over real tokens: in the balance loss
+over those of a sequence, in the z-loss over those of the global batch. No number depends on how much padding there is.
 
 Shapes: B sequences, T tokens of each, E experts, K experts of a token.
 """
@@ -28,6 +30,30 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class RealTokens(NamedTuple):
+    """How many tokens are not padding. The real tokens of a sequence come first; padding follows them. A router gives
+    no expert to padding and leaves it out of counts, capacity and losses."""
+
+    counts_B: Tensor
+    """Real tokens of each whole sequence of the micro-batch; int64."""
+    total: Tensor
+    """Real tokens of the global batch; int64 scalar."""
+    seq_len: int
+    """Tokens of a whole sequence, padding included."""
+    n_sequences: int
+    """Sequences of the global batch."""
+
+    def mask(self, positions_T: Tensor) -> Tensor:
+        """Whether the tokens at these positions of their sequences, (T,) or (B, T), are real; (B, T)."""
+        return positions_T < self.counts_B.unsqueeze(1)
+
+    def weights(self) -> tuple[Tensor, Tensor]:
+        """The weights of a real token in the balance loss, (B, 1), and in the z-loss, a scalar; float64. Together with
+        0 for padding the mean is 1: over each sequence in the balance loss, over the global batch in the z-loss."""
+        aux_B1 = self.seq_len / self.counts_B.double().clamp(min=1).unsqueeze(1)
+        return aux_B1, self.n_sequences * self.seq_len / self.total.double()
 
 
 class Load(NamedTuple):
@@ -55,21 +81,27 @@ def entropy(counts_E: Tensor) -> Tensor:
     return torch.special.entr(fractions_E).sum() / math.log(max(2, counts_E.numel()))
 
 
-def aux_loss(scores_BTE: Tensor, relative_load: Tensor) -> Tensor:
+def aux_loss(scores_BTE: Tensor, relative_load: Tensor, weights_BT: Tensor | None = None) -> Tensor:
     """sum_i (E f_i) P_i, the mean over sequences; 1 for a uniform load.
 
     f_i is expert i's fraction of the load, and `relative_load` = E f_i: of each sequence (B, E), or of a batch (E,); no
-    gradient. P_i is the mean over tokens of score i divided by the sum of the token's scores, which for a softmax is 1.
+    gradient. P_i is the mean over tokens of score i divided by the sum of the token's scores, which for a softmax is 1;
+    with `weights_BT` the mean over tokens of weight times that.
     Sources: Switch Transformers, arXiv 2101.03961, equations 4 to 6 (K = 1); GShard, arXiv 2006.16668, algorithm 1; for
     each sequence DeepSeek-V3, arXiv 2412.19437, equations 17 to 20.
     """
-    means_BE = (scores_BTE / scores_BTE.sum(-1, keepdim=True)).mean(1)
+    fractions_BTE = scores_BTE / scores_BTE.sum(-1, keepdim=True)
+    if weights_BT is not None:
+        fractions_BTE = fractions_BTE * weights_BT.to(fractions_BTE.dtype).unsqueeze(-1)
+    means_BE = fractions_BTE.mean(1)
     return (relative_load.to(means_BE.dtype) * means_BE).sum(-1).mean()
 
 
-def z_loss(logits_BTE: Tensor) -> Tensor:
-    """The mean over tokens of (ln sum_i e^logit_i)^2 (ST-MoE, arXiv 2202.08906, equation 5)."""
-    return logits_BTE.logsumexp(-1).square().mean()
+def z_loss(logits_BTE: Tensor, weights_BT: Tensor | None = None) -> Tensor:
+    """The mean over tokens of (ln sum_i e^logit_i)^2 (ST-MoE, arXiv 2202.08906, equation 5), with `weights_BT` of
+    weight times that."""
+    squares_BT = logits_BTE.logsumexp(-1).square()
+    return (squares_BT if weights_BT is None else squares_BT * weights_BT.to(squares_BT.dtype)).mean()
 
 
 def relative_load(counts: Tensor) -> Tensor:

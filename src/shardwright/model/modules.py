@@ -268,7 +268,8 @@ class Family:
     `block`: (spec, number of the layer) -> nn.Module with parameters of exactly those names and shapes, whose forward
     takes (x_BTD, positions_T, rotary_2TC or None, site_keys_2B or None) and returns x_BTD; or where to import it from,
     as "module:name". With cp, an attribute `attend` of its modules is replaced by context-parallel attention.
-    `documents`: whether that forward takes `model.documents.Documents` as fifth argument, and gives them to attention.
+    `documents`: whether that forward takes `model.documents.Documents` or None as fifth argument, and gives them to
+    attention, and `model.balance.RealTokens` as sixth, and gives them to mixtures of experts (`MoE.forward`).
     `problems`: spec -> the rules of the family that it breaks, one sentence each.
     """
 

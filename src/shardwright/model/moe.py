@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright.model.balance import Load, Tally, attach, aux_loss, relative_load, update_bias, z_loss
+from shardwright.model.balance import Load, RealTokens, Tally, attach, aux_loss, relative_load, update_bias, z_loss
 from shardwright.model.experts import build_experts, combine, dispatch, sort_rows
 from shardwright.model.feed_forward import FeedForward
 from shardwright.model.random import uniform
@@ -27,11 +27,11 @@ class Routing(NamedTuple):
     experts_BTK: Tensor
     """int64"""
     weights_BTK: Tensor
-    """fp32 or wider; 0 for dropped pairs."""
+    """fp32 or wider; 0 for dropped pairs and padding."""
     kept_BTK: Tensor | None
-    """Which pairs are not dropped; None if none is dropped."""
+    """Which pairs an expert computes: neither dropped nor padding; None if it computes all."""
     asked_BE: Tensor
-    """Tokens of each sequence that picked each expert; int64."""
+    """Tokens of each sequence that picked each expert, without padding; int64."""
     given_E: Tensor
     """Tokens that each expert computes: those that picked it, less those that are dropped; int64."""
     aux_loss: Tensor | None
@@ -60,9 +60,16 @@ class Router(nn.Module):
         # Load of the previous step, relative to the mean (`relative_load`).
         self.load = nn.Parameter(torch.ones(moe.n_experts), requires_grad=False) if moe.keeps_load else None
 
-    def forward(self, x_BTD: Tensor, site_keys_B: Tensor | None = None, positions_T: Tensor | None = None) -> Routing:
+    def forward(
+        self,
+        x_BTD: Tensor,
+        site_keys_B: Tensor | None = None,
+        positions_T: Tensor | None = None,
+        real: RealTokens | None = None,
+    ) -> Routing:
         """Route every token of (B, T, D). With keys and global positions the experts are drawn, else picked by score;
-        the weights are those of the scores in any case."""
+        the weights are those of the scores in any case. `real` and global positions: the sequences have padding, which
+        no expert computes."""
         moe = self.moe
         wide = torch.promote_types(x_BTD.dtype, torch.float32)
         logits_BTE = F.linear(x_BTD.to(wide), self.weight.to(wide))
@@ -75,13 +82,19 @@ class Router(nn.Module):
         if moe.normalise:
             weights_BTK = weights_BTK / (weights_BTK.sum(-1, keepdim=True) + 1e-20)
         weights_BTK = weights_BTK * moe.weight_scale
-        asked_BE = count(experts_BTK, moe.n_experts)
+        real_BT = None if real is None or positions_T is None else real.mask(positions_T)
+        asked_BE = count(experts_BTK, moe.n_experts, real_BT)
         kept_BTK, given_E = None, asked_BE.sum(0)
+        if real_BT is not None:
+            kept_BTK = real_BT.unsqueeze(-1).expand_as(experts_BTK)
         if moe.capacity_factor:
-            kept_BTK = self.keep(experts_BTK)
+            within_BTK = self.keep(experts_BTK, real)
+            kept_BTK = within_BTK if kept_BTK is None else within_BTK & kept_BTK
+        if kept_BTK is not None:
             given_E = torch.zeros_like(given_E).scatter_add_(0, experts_BTK.flatten(), kept_BTK.flatten().long())
             weights_BTK = weights_BTK.masked_fill(~kept_BTK, 0.0)
-        aux, z = self.losses(scores_BTE, logits_BTE, asked_BE) if self.training else (None, None)
+        weights = (None, None) if real is None or real_BT is None else [real_BT * each for each in real.weights()]
+        aux, z = self.losses(scores_BTE, logits_BTE, asked_BE, *weights) if self.training else (None, None)
         return Routing(experts_BTK, weights_BTK, kept_BTK, asked_BE, given_E, aux, z)
 
     def pick(self, scores_BTE: Tensor, biased: bool = True) -> Tensor:
@@ -97,23 +110,38 @@ class Router(nn.Module):
             ranked_BTE = ranked_BTGe.masked_fill(closed_BTG.unsqueeze(-1), -torch.inf).flatten(-2)
         return ranked_BTE.topk(moe.top_k).indices
 
-    def keep(self, experts_BTK: Tensor) -> Tensor:
+    def keep(self, experts_BTK: Tensor, real: RealTokens | None = None) -> Tensor:
         """Which pairs are within the capacity of their expert, which keeps the first tokens of a sequence; (B, T, K).
 
         Capacity is counted per sequence, so that dropped tokens do not depend on which sequences share a micro-batch or
-        a rank.
+        a rank. Padding follows the real tokens of its sequence, so it takes no place from them.
         """
         places_BTE = picked(experts_BTK, self.moe.n_experts).cumsum(1, dtype=torch.int32)
-        return places_BTE.gather(-1, experts_BTK) <= self.moe.capacity(experts_BTK.shape[1])
+        return places_BTE.gather(-1, experts_BTK) <= self.capacity(experts_BTK.shape[1], real)
 
-    def losses(self, scores_BTE: Tensor, logits_BTE: Tensor, asked_BE: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Balance loss and z-loss of `Routing`; `asked_BE`: tokens of each sequence that picked each expert."""
+    def capacity(self, n_tokens: int, real: RealTokens | None) -> int | Tensor:
+        """The capacity for sequences of `n_tokens`; with padding that for the real tokens of each, (B, 1, 1)."""
+        if real is None:
+            return self.moe.capacity(n_tokens)
+        exact_B: Tensor = self.moe.exact_capacity(real.counts_B.double())
+        return exact_B.ceil().view(-1, 1, 1)
+
+    def losses(
+        self,
+        scores_BTE: Tensor,
+        logits_BTE: Tensor,
+        asked_BE: Tensor,
+        aux_weights_BT: Tensor | None = None,
+        z_weights_BT: Tensor | None = None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Balance loss and z-loss of `Routing`; `asked_BE`: tokens of each sequence that picked each expert; with
+        padding the weights of the tokens in each loss."""
         moe, aux, z = self.moe, None, None
         if moe.aux_loss:
             load = relative_load(asked_BE) if self.load is None else self.load
-            aux = moe.aux_loss * aux_loss(scores_BTE, load)
+            aux = moe.aux_loss * aux_loss(scores_BTE, load, aux_weights_BT)
         if moe.z_loss:
-            z = moe.z_loss * z_loss(logits_BTE)
+            z = moe.z_loss * z_loss(logits_BTE, z_weights_BT)
         return aux, z
 
     @torch.no_grad()
@@ -126,10 +154,14 @@ class Router(nn.Module):
             self.load.copy_(relative_load(counts_E))
 
 
-def count(experts_BTK: Tensor, n_experts: int) -> Tensor:
-    """Tokens of each sequence that picked each expert; (B, E) int64."""
+def count(experts_BTK: Tensor, n_experts: int, real_BT: Tensor | None = None) -> Tensor:
+    """Tokens of each sequence that picked each expert, only the real ones if these are given; (B, E) int64."""
     picked_BP = experts_BTK.flatten(1)
-    return picked_BP.new_zeros(picked_BP.shape[0], n_experts).scatter_add_(1, picked_BP, torch.ones_like(picked_BP))
+    if real_BT is None:
+        ones_BP = torch.ones_like(picked_BP)
+    else:
+        ones_BP = real_BT.to(picked_BP.dtype).repeat_interleave(experts_BTK.shape[-1], 1)
+    return picked_BP.new_zeros(picked_BP.shape[0], n_experts).scatter_add_(1, picked_BP, ones_BP)
 
 
 def picked(experts_BTK: Tensor, n_experts: int) -> Tensor:
@@ -157,9 +189,16 @@ class MoE(nn.Module):
         """Whether `forward` takes random keys and positions, by which experts are drawn."""
         return self.router.moe.force_balance
 
-    def forward(self, x_BTD: Tensor, site_keys_B: Tensor | None = None, positions_T: Tensor | None = None) -> Tensor:
-        """(B, T, D) -> (B, T, D). Keys and positions as in `Router.forward`."""
-        routing = self.router(x_BTD, site_keys_B, positions_T)
+    def forward(
+        self,
+        x_BTD: Tensor,
+        site_keys_B: Tensor | None = None,
+        positions_T: Tensor | None = None,
+        real: RealTokens | None = None,
+    ) -> Tensor:
+        """(B, T, D) -> (B, T, D). Keys, positions and real tokens as in `Router.forward`; for padding the result is
+        the output of the shared experts, or 0."""
+        routing = self.router(x_BTD, site_keys_B, positions_T, real)
         experts_NK, weights_NK = routing.experts_BTK.flatten(0, 1), routing.weights_BTK.flatten(0, 1)
         kept_NK = None if routing.kept_BTK is None else routing.kept_BTK.flatten(0, 1)
         rows = sort_rows(experts_NK, kept_NK, routing.asked_BE.shape[1])

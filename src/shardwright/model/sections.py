@@ -241,7 +241,11 @@ class MoESpec:
     def capacity(self, n_tokens: int) -> int:
         """Maximum tokens of a sequence that an expert computes: ceil(factor T K / E) (GShard, arXiv 2006.16668, section
         2.2, with a sequence as the group)."""
-        return ceil(self.capacity_factor * n_tokens * self.top_k / self.n_experts)
+        return ceil(self.exact_capacity(n_tokens))
+
+    def exact_capacity(self, n_tokens: Any) -> Any:
+        """`capacity` before it is rounded up, also of a float64 tensor of numbers of tokens."""
+        return self.capacity_factor * n_tokens * self.top_k / self.n_experts
 
     def problems(self, n_layers: int, max_seq_len: int) -> Iterator[str]:
         """Every broken rule, for a model of `n_layers` layers and sequences of up to `max_seq_len` tokens."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shardwright.errors import InputError
 from shardwright.model.attention import Attention
+from shardwright.model.balance import RealTokens
 from shardwright.model.documents import Documents
 from shardwright.model.dropout import KeyedDropout
 from shardwright.model.feed_forward import FeedForward
@@ -55,14 +56,18 @@ class Block(nn.Module):
         rotary_2TC: Tensor | None,
         site_keys_2B: Tensor | None = None,
         documents: Documents | None = None,
+        real: RealTokens | None = None,
     ) -> Tensor:
-        """(B, T, D) -> (B, T, D). `site_keys_2B` are the random keys of the two branches."""
+        """(B, T, D) -> (B, T, D). `site_keys_2B` are the random keys of the two branches; `real`: the tokens that
+        experts compute, if there is padding."""
         keys_B, ffn_keys_B = (None, None) if site_keys_2B is None else site_keys_2B.unbind(0)
         attended_BTD = self.attention(part("norms", self.attention_norm, x_BTD), rotary_2TC, documents)
         x_BTD = x_BTD + self.dropout(attended_BTD, keys_B, positions_T)
         normed_BTD = part("norms", self.ffn_norm, x_BTD)
-        drawn = isinstance(self.ffn, MoE) and self.ffn.drawn
-        y_BTD = self.ffn(normed_BTD, ffn_keys_B, positions_T) if drawn else self.ffn(normed_BTD)
+        routed: tuple[Any, ...] = ()
+        if isinstance(self.ffn, MoE) and (self.ffn.drawn or real is not None):
+            routed = ffn_keys_B if self.ffn.drawn else None, positions_T, real
+        y_BTD = self.ffn(normed_BTD, *routed)
         return x_BTD + self.dropout(y_BTD, ffn_keys_B, positions_T)
 
 
@@ -97,6 +102,7 @@ class Transformer(nn.Module):
         random_keys_B: Tensor | None = None,
         documents: Documents | None = None,
         ahead_KBT: Tensor | None = None,
+        real: RealTokens | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
         """Logits (B, T, V) for the token after each one of `tokens_BT` (int64).
 
@@ -108,11 +114,13 @@ class Transformer(nn.Module):
         `ahead_KBT[k - 1]` are the tokens k places after `tokens_BT`, for the modules of multi-token prediction. With
         them K further logits are returned, those of module k for the token k + 1 places later; without them the modules
         are not run.
+
+        `real`: the sequences have padding, and only the real tokens are for experts.
         """
         positions_T = self._positions(tokens_BT, positions_T)
         x_BTD = self.embed(tokens_BT, positions_T, random_keys_B, documents)
-        x_BTD = self.run_layers(x_BTD, positions_T, random_keys_B, documents)
-        return self.finish(x_BTD, positions_T, random_keys_B, documents, ahead_KBT)
+        x_BTD = self.run_layers(x_BTD, positions_T, random_keys_B, documents, real)
+        return self.finish(x_BTD, positions_T, random_keys_B, documents, ahead_KBT, real)
 
     def finish(
         self,
@@ -121,12 +129,13 @@ class Transformer(nn.Module):
         random_keys_B: Tensor | None,
         documents: Documents | None = None,
         ahead_KBT: Tensor | None = None,
+        real: RealTokens | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
         """The results of `forward` from the output of the last layer."""
         result = self._result(self.norm(x_BTD))
         if ahead_KBT is None:
             return result
-        return (result, *self.predict_ahead(x_BTD, ahead_KBT, positions_T, random_keys_B, documents))
+        return (result, *self.predict_ahead(x_BTD, ahead_KBT, positions_T, random_keys_B, documents, real))
 
     def hidden(
         self,
@@ -163,10 +172,15 @@ class Transformer(nn.Module):
         return cast(Tensor, self.dropout(x_BTD, keys_B, positions_T))
 
     def run_layers(
-        self, x_BTD: Tensor, positions_T: Tensor, random_keys_B: Tensor | None, documents: Documents | None = None
+        self,
+        x_BTD: Tensor,
+        positions_T: Tensor,
+        random_keys_B: Tensor | None,
+        documents: Documents | None = None,
+        real: RealTokens | None = None,
     ) -> Tensor:
         """Run the layers one after another, without modules of multi-token prediction; (B, T, D) -> (B, T, D)."""
-        also = self._read_by_blocks(x_BTD, positions_T, documents)
+        also = self._read_by_blocks(x_BTD, positions_T, documents, real)
         for name, block in self.layers.items():
             if int(name) < self.spec.n_layers:
                 keys_2B = layer_site_keys(random_keys_B, int(name))
@@ -181,10 +195,11 @@ class Transformer(nn.Module):
         positions_T: Tensor,
         random_keys_B: Tensor | None,
         documents: Documents | None = None,
+        real: RealTokens | None = None,
     ) -> Iterator[Tensor]:
         """The result (B, T, V) of each module of multi-token prediction. `x_BTD`: the output of the last layer, before
         the last norm; other arguments as in `forward`."""
-        also = self._read_by_blocks(x_BTD, positions_T, documents)
+        also = self._read_by_blocks(x_BTD, positions_T, documents, real)
         for number, tokens_BT in enumerate(ahead_KBT, start=self.spec.n_layers):
             module = self.layers[str(number)]
             keys_2B = layer_site_keys(random_keys_B, number)
@@ -192,12 +207,16 @@ class Transformer(nn.Module):
             self._record_load(module, normed_BTD)
             yield self._result(normed_BTD)
 
-    def _read_by_blocks(self, x_BTD: Tensor, positions_T: Tensor, documents: Documents | None) -> tuple[Any, ...]:
-        """What all blocks read besides their input and their random keys: the rotary table, and documents if there are
-        any."""
+    def _read_by_blocks(
+        self, x_BTD: Tensor, positions_T: Tensor, documents: Documents | None, real: RealTokens | None
+    ) -> tuple[Any, ...]:
+        """What all blocks read besides their input and their random keys: the rotary table, and documents and real
+        tokens if there are any."""
         uses_rope = self.spec.positions == "rope"
         rotary_2TC = rotary_table(self.spec, _embedded(positions_T, documents), x_BTD.dtype) if uses_rope else None
-        # A family of models may not take documents (`Family.documents`); run files that ask for both are refused.
+        # A family of models may not take either (`Family.documents`); run files that need one are refused.
+        if real is not None:
+            return rotary_2TC, documents, real
         return (rotary_2TC,) if documents is None else (rotary_2TC, documents)
 
     def _record_load(self, block: nn.Module, y_BTD: Tensor) -> None:

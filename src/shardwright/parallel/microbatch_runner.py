@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from shardwright.model.balance import RealTokens
 from shardwright.model.documents import Documents
 from shardwright.parallel.data import DataEngine
 
@@ -27,6 +28,13 @@ class Microbatch(NamedTuple):
     """Within which attention stays; None: it goes over whole sequences."""
     ahead_KBT: Tensor | None = None
     """The tokens that modules of multi-token prediction read (`Transformer.forward`)."""
+    real: RealTokens | None = None
+    """The tokens that experts compute, where sequences have padding."""
+
+    @property
+    def read_by_model(self) -> tuple[Any, ...]:
+        """The arguments of a model, or of a pipeline stage, besides its input."""
+        return self.positions_T, self.random_keys_B, self.documents, self.ahead_KBT, self.real
 
 
 Loss = Callable[[Any, Tensor], Tensor]
@@ -77,10 +85,4 @@ class SequentialRunner:
         self.engine.release()
 
     def _outputs(self, microbatch: Microbatch) -> Any:
-        return self.model(
-            microbatch.tokens_BT,
-            microbatch.positions_T,
-            microbatch.random_keys_B,
-            microbatch.documents,
-            microbatch.ahead_KBT,
-        )
+        return self.model(microbatch.tokens_BT, *microbatch.read_by_model)

@@ -15,6 +15,9 @@ whole pieces: two per rank where `zigzag` gives it two chunks, else mostly one. 
 expert in each piece. The counts of a piece start from the sum over the pieces before it. So the same tokens are dropped
 as on one device, for every way of sharding the sequence.
 
+Which tokens are padding follows from their positions and from the number of real tokens of their sequence, which every
+rank knows (`RealTokens`).
+
 The balance loss needs no other communication: it is linear in the mean scores, and the partial means over shards of
 equal length add up. `LossScale` scales each partial loss by its fraction of the tokens of the global batch.
 
@@ -31,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.layout import Layout
+from shardwright.model.balance import RealTokens
 from shardwright.model.moe import Router, Routing, expert_layers, picked
 from shardwright.parallel.mesh import Groups
 from shardwright.parallel.tensor import TensorAxis
@@ -50,15 +54,22 @@ class ShardedRouter(Router):
         self.weight, self.bias, self.load = router.weight, router.bias, router.load
         self.groups, self.pieces, self.n_pieces = groups, pieces, n_pieces
 
-    def losses(self, scores_BTE: Tensor, logits_BTE: Tensor, asked_BE: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def losses(
+        self,
+        scores_BTE: Tensor,
+        logits_BTE: Tensor,
+        asked_BE: Tensor,
+        aux_weights_BT: Tensor | None = None,
+        z_weights_BT: Tensor | None = None,
+    ) -> tuple[Tensor | None, Tensor | None]:
         if self.moe.aux_loss and self.load is None:
             asked_BE = self.sum(asked_BE.clone())
-        return super().losses(scores_BTE, logits_BTE, asked_BE)
+        return super().losses(scores_BTE, logits_BTE, asked_BE, aux_weights_BT, z_weights_BT)
 
-    def keep(self, experts_BTK: Tensor) -> Tensor:
+    def keep(self, experts_BTK: Tensor, real: RealTokens | None = None) -> Tensor:
         places_BTE = self.places(picked(experts_BTK, self.moe.n_experts))
         n_tokens = experts_BTK.shape[1] // len(self.pieces) * self.n_pieces
-        return places_BTE.gather(-1, experts_BTK) <= self.moe.capacity(n_tokens)
+        return places_BTE.gather(-1, experts_BTK) <= self.capacity(n_tokens, real)
 
     @torch.compiler.disable
     def places(self, picked_BTE: Tensor) -> Tensor:
@@ -110,11 +121,11 @@ def shard_routers(model: nn.Module, layout: Layout, groups: Groups) -> None:
         pieces = [piece for span in held for piece in span]
         for layer in expert_layers(model).values():
             layer.router = ShardedRouter(layer.router, sharing, pieces, n_pieces)
-            if layer.drawn and layout.token_shards and groups.tp is not None:
+            if layout.token_shards and groups.tp is not None:
                 own_tokens = TensorAxis(groups.tp, token_shards=True).own_tokens
                 layer.router.register_forward_pre_hook(partial(_narrow_positions, own_tokens))
 
 
 def _narrow_positions(own_tokens: Callable[[Tensor], Tensor], router: nn.Module, inputs: Any) -> Any:
     """Positions of all tokens, the third argument of a router on token shards, become those of the own tokens."""
-    return (*inputs[:2], own_tokens(inputs[2])) if inputs[2] is not None else inputs
+    return (*inputs[:2], own_tokens(inputs[2]), *inputs[3:]) if inputs[2] is not None else inputs

@@ -102,6 +102,7 @@ class _Run:
         self.spec = config.model.spec()
         self.sources = Sources(config)
         self.within_documents = config.data.attention == "document"
+        self.padded = config.data.sequences == "documents"
         torch.backends.cuda.matmul.allow_tf32 = config.precision.tf32
         require_host_memory(config)
         model = build_model(config, device, compiled=config.precision.compile)
@@ -212,6 +213,7 @@ class _Run:
             data_ranks=self.layout.data_ranks,
             vocab_size=self.spec.vocab_size,
             within_documents=self.within_documents,
+            padded=self.padded,
             start_sample=start.samples,
             left_out=self.after_spike.left_out,
             prefetch=config.data.prefetch,
@@ -324,6 +326,7 @@ class _Run:
                 data_ranks=self.layout.data_ranks,
                 vocab_size=self.spec.vocab_size,
                 within_documents=self.within_documents,
+                padded=self.padded,
                 max_samples=config.evaluation.samples,
             )
             sums, counts = self.trainer.evaluation_sums(batches).tolist()

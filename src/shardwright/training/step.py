@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from shardwright.data.batches import Batch, DocumentsAB
 from shardwright.data.samples import IGNORE
+from shardwright.model.balance import RealTokens
 from shardwright.model.device_type import to_device
 from shardwright.model.documents import Documents, restarted
 from shardwright.model.random import EVALUATION, sample_keys
@@ -27,7 +28,7 @@ from shardwright.parallel.microbatch_runner import Loss, Microbatch
 from shardwright.parallel.model import ParallelModel
 from shardwright.parallel.norm import LocalNorms, clip_gradients, gradient_norm
 from shardwright.parallel.tensor import TensorAxis
-from shardwright.training.ahead import look_ahead
+from shardwright.training.ahead import BEYOND, look_ahead
 from shardwright.training.clock import Clock
 from shardwright.training.loss_scale import LossScaler
 from shardwright.training.monitor import AnyMonitor, NoMonitor
@@ -141,8 +142,31 @@ class ForwardBackward:
     def _ahead(self, batch: Batch) -> tuple[Tensor | None, Tensor]:
         """The tokens that modules of multi-token prediction read (A, K, B, T), and all targets (A, 1 + K, B, T);
         without modules none, and the targets (A, B, T)."""
-        n_modules = self.model.spec.mtp_modules
-        return look_ahead(batch.tokens_ABT, batch.targets_ABT, n_modules) if n_modules else (None, batch.targets_ABT)
+        n_modules, tokens_ABT = self.model.spec.mtp_modules, batch.tokens_ABT
+        if not n_modules:
+            return None, batch.targets_ABT
+        if (n_real_AB := self._n_real(batch)) is not None:
+            # So that the routers of modules read the same however much padding there is.
+            padding_ABT = torch.arange(tokens_ABT.shape[-1]) >= n_real_AB.unsqueeze(-1)
+            tokens_ABT = tokens_ABT.masked_fill(padding_ABT, BEYOND)
+        return look_ahead(tokens_ABT, batch.targets_ABT, n_modules)
+
+    def _n_real(self, batch: Batch) -> Tensor | None:
+        """The real tokens of each sequence, (A, B), if there is padding that experts must not compute."""
+        return None if self.model.spec.moe is None else batch.n_real_AB
+
+    def _real_tokens(self, batch: Batch, training: bool) -> list[RealTokens | None]:
+        """For each micro-batch its real tokens, or None if there is no padding that experts must not compute."""
+        n_microbatches, micro_batch, seq_len = batch.tokens_ABT.shape
+        n_real_AB = self._n_real(batch)
+        if n_real_AB is None:
+            return [None] * n_microbatches
+        total = torch.full((), int(n_real_AB.sum()), dtype=torch.int64, device=self.device)
+        if training:
+            self.model.sum_over_samples(total)
+        n_sequences = n_microbatches * micro_batch * self.model.layout.data_ranks
+        counts = [self._on_device(counts_B) for counts_B in n_real_AB]
+        return [RealTokens(counts_B, total, seq_len, n_sequences) for counts_B in counts]
 
     def clip(self, max_norm: float) -> Tensor:
         """Divide the gradients by the loss scale, and scale them to a global norm of at most `max_norm`; at 0 or
@@ -172,6 +196,7 @@ class ForwardBackward:
             tokens_ABT, targets_ABT = tokens_ABT[..., positions_T], targets_ABT[..., positions_T]
             ahead_AKBT = None if ahead_AKBT is None else ahead_AKBT[..., positions_T]
         positions_T = self._on_device(positions_T)
+        real_A = self._real_tokens(batch, training=step is not None)
         return [
             Microbatch(
                 self._on_device(tokens_BT),
@@ -179,6 +204,7 @@ class ForwardBackward:
                 positions_T,
                 self._random_keys(step, ids_B),
                 ahead_KBT=None if ahead_AKBT is None else self._on_device(ahead_AKBT[i]),
+                real=real_A[i],
             )
             for i, (tokens_BT, targets_BT, ids_B) in enumerate(
                 zip(tokens_ABT, targets_ABT, batch.sample_ids_AB, strict=True)

@@ -73,6 +73,8 @@ class Case:
     """With "document" a sequence has several documents, within which attention stays."""
     positions: Scope = "sequence"
     """With "document" positions restart with each document."""
+    padded: bool = False
+    """Whether sequences have padding, which mixtures of experts must leave out."""
     overflow_step: int | None = None
     """The step, 0-based, in which a gradient on the first rank is infinite; all ranks have to skip it."""
     fp8: Fp8 | None = None
@@ -142,25 +144,43 @@ class Case:
         """Tokens and targets (B, T) and sample ids (B,) of a step, from the seed.
 
         Masks are ragged: of every five samples, in an order made from the seed, a random half of the targets counts in
-        one, a single target in another, then none, all, and the first few.
+        one, a single target in another, then none, all, and the first few. Padding has no target.
         """
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         shape = (self.global_batch, self.seq_len)
         tokens_BT = torch.randint(self.spec.vocab_size, shape, generator=generator)
         targets_BT = torch.randint(self.spec.vocab_size, shape, generator=generator)
+        n_real_B = self.n_real(step)
         for row, kind in enumerate(torch.randperm(self.global_batch, generator=generator).tolist()):
+            n_real = self.seq_len if n_real_B is None else int(n_real_B[row])
             counts_T = torch.ones(self.seq_len, dtype=torch.bool)
             if kind % 5 == 0:
                 counts_T = torch.rand(self.seq_len, generator=generator) < 0.5
-                counts_T[-1] = True
+                counts_T[n_real - 1] = True
             elif kind % 5 == 1:
                 counts_T = torch.arange(self.seq_len) == torch.randint(self.seq_len, (), generator=generator)
             elif kind % 5 == 2:
                 counts_T[:] = False
             elif kind % 5 == 4:
                 counts_T = torch.arange(self.seq_len) <= torch.randint(self.seq_len, (), generator=generator)
+            counts_T[n_real:] = False
             targets_BT[row, ~counts_T] = IGNORE
         return tokens_BT, targets_BT, step * self.global_batch + torch.arange(self.global_batch)
+
+    def n_real(self, step: int) -> Tensor | None:
+        """The tokens of each sequence of a step before its padding, (B,), from the seed; None without padding.
+
+        Of every four sequences, in an order made from the seed, one has no padding, one has a single token, and two
+        have any number of tokens.
+        """
+        if not self.padded:
+            return None
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step + 250_007)
+        lengths_B = torch.randint(1, self.seq_len + 1, (self.global_batch,), generator=generator)
+        kinds_B = torch.randperm(self.global_batch, generator=generator) % 4
+        lengths_B[kinds_B == 0] = self.seq_len
+        lengths_B[kinds_B == 1] = 1
+        return lengths_B
 
     def documents(self, step: int) -> list[list[int]] | None:
         """Tokens of the documents of each sequence of a step, from the seed; None where attention is over sequences.
@@ -199,8 +219,9 @@ def case_of(
 ) -> Case:
     """The case of a run file with its true sizes; `lr_schedule`: with the learning rates of its schedule, shortened to
     `steps`."""
+    spec, fp8 = config.model.spec(), config.precision.fp8_settings
     return Case(
-        spec=config.model.spec(),
+        spec=spec,
         seq_len=config.batch.seq_len,
         global_batch=config.batch.global_batch,
         micro_batch=config.batch.micro_batch,
@@ -213,7 +234,9 @@ def case_of(
         compiled=compiled,
         attention=config.data.attention,
         positions=config.data.positions,
-        fp8=config.precision.fp8_settings,
+        # With fp8 a scale depends on all values of a tensor, and the reference has no padding.
+        padded=config.data.sequences == "documents" and spec.moe is not None and fp8 is None,
+        fp8=fp8,
     )
 
 

@@ -38,14 +38,14 @@ def train_alone(case: Case, folder: Path) -> RankTrace:
         optimizer = _optimizer(training, parameters, case)
         products = Products(parameters, case) if case.powersgd_rank else None
         loss_scale = 1.0 if case.loss_scaling is None else case.loss_scaling.loss_scale
-        _scale_losses_of_routers(model, loss_scale * _n_sequences(case) / case.global_batch)
+        routers = _RouterLosses(model, loss_scale)
         if case.fp8 is not None:
             use_fp8(model, case.spec, case.fp8)
         if training == PLAIN_SGD:
             recorder.tensors(Quantity("initial", training, 0), parameters)
         for step in range(case.steps):
             parts = []
-            for loss, ahead in _passes(model, case, parameters, step, step):
+            for loss, ahead in _passes(model, case, parameters, step, step, routers):
                 ((loss if ahead is None else loss + case.spec.mtp_weight * ahead) * loss_scale).backward()
                 parts.append((loss.detach(), None if ahead is None else ahead.detach()))
             loss, ahead = _summed(parts)
@@ -76,7 +76,7 @@ def train_alone(case: Case, folder: Path) -> RankTrace:
             optimizer.zero_grad()
             learn_from_load(model, {layer: load.counts_E for layer, load in take_load(model).items()})
             if case.evaluate and step == 0:
-                loss, ahead = _evaluate(model, case, parameters)
+                loss, ahead = _evaluate(model, case, parameters, routers)
                 recorder.scalar(Quantity("evaluation", training, 1), loss)
                 if ahead is not None:
                     recorder.scalar(Quantity("mtp evaluation", training, 1), ahead)
@@ -85,10 +85,12 @@ def train_alone(case: Case, folder: Path) -> RankTrace:
 
 
 @torch.no_grad()
-def _evaluate(model: Transformer, case: Case, parameters: dict[str, nn.Parameter]) -> tuple[Tensor, Tensor | None]:
+def _evaluate(
+    model: Transformer, case: Case, parameters: dict[str, nn.Parameter], routers: "_RouterLosses"
+) -> tuple[Tensor, Tensor | None]:
     """The losses of the batch that comes after those of the training steps, without dropout."""
     model.eval()
-    found = _summed([*_passes(model, case, parameters, case.steps, EVALUATION)])
+    found = _summed([*_passes(model, case, parameters, case.steps, EVALUATION, routers)])
     model.train()
     return found
 
@@ -97,42 +99,62 @@ Losses = tuple[Tensor, Tensor | None]
 """Of the next token, and the mean over modules of multi-token prediction of theirs, if there are any."""
 
 
-def _scale_losses_of_routers(model: Transformer, share: float) -> None:
-    """Multiply the losses that routers add, means over a forward pass, by its share of the batch and the loss scale."""
+class _RouterLosses:
+    """Multiplies the losses of routers, means over a forward pass, by its share of the batch and the loss scale."""
 
-    def scale(router: nn.Module, inputs: Any, routing: Routing) -> Routing:
-        aux, z = (None if loss is None else share * loss for loss in (routing.aux_loss, routing.z_loss))
-        return routing._replace(aux_loss=aux, z_loss=z)
+    def __init__(self, model: Transformer, loss_scale: float) -> None:
+        self.loss_scale, self.aux_share, self.z_share = loss_scale, 0.0, 0.0
+        for layer in expert_layers(model).values():
+            layer.router.register_forward_hook(self._scale)
 
-    for layer in expert_layers(model).values():
-        layer.router.register_forward_hook(scale)
+    def begin_pass(self, aux_share: float, z_share: float) -> None:
+        """Set the shares of the sequences and of the tokens of the batch that the next forward pass has."""
+        self.aux_share, self.z_share = aux_share, z_share
+
+    def _scale(self, router: nn.Module, inputs: Any, routing: Routing) -> Routing:
+        aux, z = routing.aux_loss, routing.z_loss
+        return routing._replace(
+            aux_loss=None if aux is None else self.loss_scale * self.aux_share * aux,
+            z_loss=None if z is None else self.loss_scale * self.z_share * z,
+        )
 
 
 def _n_sequences(case: Case) -> int:
-    """Sequences of a forward pass: all, but with fp8 those of a micro-batch, of which each has scales of its own."""
-    return case.global_batch if case.fp8 is None else case.micro_batch
+    """Sequences of a forward pass: all, but with fp8 those of a micro-batch, of which each has scales of its own, and
+    with padding one, from which it is removed."""
+    return 1 if case.padded else case.global_batch if case.fp8 is None else case.micro_batch
 
 
 def _passes(
-    model: Transformer, case: Case, parameters: dict[str, nn.Parameter], step: int, key_step: int
+    model: Transformer,
+    case: Case,
+    parameters: dict[str, nn.Parameter],
+    step: int,
+    key_step: int,
+    routers: _RouterLosses,
 ) -> Iterator[Losses]:
     """The parts of the mean losses of a step's batch, which add up to them: one for each forward pass."""
     tokens_BT, targets_BT, ids_B = case.batch(step)
     keys_B = sample_keys(case.seed, key_step, ids_B) if case.spec.draws else None
-    ahead_KBT, lengths = _tokens_ahead(case, tokens_BT), case.documents(step)
+    lengths = case.documents(step)
     restart = case.positions == "document"
     weights = _weights(case, parameters)
     counts = [max(1, int(counted_BT.sum())) for counted_BT in _counted(case, targets_BT)]
+    n_real_B = case.n_real(step)
+    if n_real_B is None:
+        n_real_B = torch.full_like(ids_B, case.seq_len)
     for first in range(0, case.global_batch, _n_sequences(case)):
         rows = slice(first, first + _n_sequences(case))
+        n_real = int(n_real_B[first])  # tokens from there on are padding, of the only sequence of the pass
+        routers.begin_pass(_n_sequences(case) / case.global_batch, int(n_real_B[rows].sum()) / int(n_real_B.sum()))
         also: dict[str, Any] = {
             "random_keys_B": None if keys_B is None else keys_B[rows],
             "documents": None if lengths is None else Documents.of(lengths[rows], case.seq_len, restart=restart),
         }
-        if ahead_KBT is not None:
-            also["ahead_KBT"] = ahead_KBT[:, rows]
-        outputs = functional_call(model, weights, (tokens_BT[rows],), also)
-        sums = _loss_sums(case, outputs, targets_BT[rows])
+        if case.spec.mtp_modules:
+            also["ahead_KBT"] = _tokens_ahead(case, tokens_BT[rows, :n_real])
+        outputs = functional_call(model, weights, (tokens_BT[rows, :n_real],), also)
+        sums = _loss_sums(case, outputs, targets_BT[rows, :n_real])
         losses = [each / count for each, count in zip(sums, counts, strict=True)]
         yield losses[0], torch.stack(losses[1:]).mean() if losses[1:] else None
 
@@ -177,7 +199,7 @@ def _counted(case: Case, targets_BT: Tensor) -> list[Tensor]:
     """For the model and each module of multi-token prediction, which positions count, (B, T - k) of number k: position
     t of module k predicts what position t + k of the model does, if positions t to t + k count."""
     return [
-        torch.stack([targets_BT[:, at : at + case.seq_len - k] != IGNORE for at in range(k + 1)]).all(0)
+        torch.stack([targets_BT[:, at:][:, : max(0, targets_BT.shape[1] - k)] != IGNORE for at in range(k + 1)]).all(0)
         for k in range(1 + case.spec.mtp_modules)
     ]
 
@@ -188,15 +210,13 @@ def _loss_sums(case: Case, outputs: Any, targets_BT: Tensor) -> list[Tensor]:
     logits = outputs if case.spec.mtp_modules else (outputs,)
     sums = []
     for k, (logits_BTV, counted_BT) in enumerate(zip(logits, _counted(case, targets_BT), strict=True)):
-        chosen_NV, chosen_N = logits_BTV[:, : case.seq_len - k][counted_BT], targets_BT[:, k:][counted_BT]
+        chosen_NV, chosen_N = logits_BTV[:, : counted_BT.shape[1]][counted_BT], targets_BT[:, k:][counted_BT]
         sums.append(F.cross_entropy(chosen_NV.to(kept), chosen_N, reduction="sum"))
     return sums
 
 
-def _tokens_ahead(case: Case, tokens_BT: Tensor) -> Tensor | None:
+def _tokens_ahead(case: Case, tokens_BT: Tensor) -> Tensor:
     """The tokens that modules of multi-token prediction read, (K, B, T); zeros beyond the end."""
-    if not case.spec.mtp_modules:
-        return None
     ahead_KBT = tokens_BT.new_zeros(case.spec.mtp_modules, *tokens_BT.shape)
     for k, ahead_BT in enumerate(ahead_KBT, start=1):
         ahead_BT[:, :-k] = tokens_BT[:, k:]

@@ -57,8 +57,8 @@ OFF_BY_ONE: dict[str, Bug] = {
     "an expert keeps one token less than its capacity": Bug(
         Mutation(
             f"{ROUTER}.keep",
-            "places_BTE.gather(-1, experts_BTK) <= self.moe.capacity(n_tokens)",
-            "places_BTE.gather(-1, experts_BTK) < self.moe.capacity(n_tokens)",
+            "places_BTE.gather(-1, experts_BTK) <= self.capacity(n_tokens, real)",
+            "places_BTE.gather(-1, experts_BTK) < self.capacity(n_tokens, real)",
         ),
         [ZIGZAG],
         spec={"moe": FEW_PLACES},

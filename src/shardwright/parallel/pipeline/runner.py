@@ -111,9 +111,7 @@ class _Step:
         model, microbatch = self.pipeline.stages[stage].model, self.microbatches[i]
         x = microbatch.tokens_BT if model.first else self._needed(stage, "F", i).requires_grad_(self.training)
         with self.timeline.action(action):
-            output: Tensor = model(
-                x, microbatch.positions_T, microbatch.random_keys_B, microbatch.documents, microbatch.ahead_KBT
-            )
+            output: Tensor = model(x, *microbatch.read_by_model)
             if model.last:
                 losses = self.loss(output, microbatch.targets_BT)
                 self.total = self.total + losses.detach().double()

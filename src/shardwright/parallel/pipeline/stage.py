@@ -13,6 +13,7 @@ from copy import deepcopy
 import torch
 from torch import Tensor, nn
 
+from shardwright.model.balance import RealTokens
 from shardwright.model.documents import Documents
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
@@ -48,13 +49,14 @@ class StageModel(Transformer):
         random_keys_B: Tensor | None = None,
         documents: Documents | None = None,
         ahead_KBT: Tensor | None = None,
+        real: RealTokens | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
         """Run the stage. `x`: token ids (B, T) in the first stage, else the output of the previous stage, (B, T, D) or
         a token shard of it. Returns (B, T, D), in the last stage logits (B, T, V), with `ahead_KBT` those of each
         module of multi-token prediction too; other arguments as in `Transformer.forward`."""
         x_BTD = self.embed(x, positions_T, random_keys_B, documents) if self.first else x
-        x_BTD = self.run_layers(x_BTD, positions_T, random_keys_B, documents)
-        return self.finish(x_BTD, positions_T, random_keys_B, documents, ahead_KBT) if self.last else x_BTD
+        x_BTD = self.run_layers(x_BTD, positions_T, random_keys_B, documents, real)
+        return self.finish(x_BTD, positions_T, random_keys_B, documents, ahead_KBT, real) if self.last else x_BTD
 
 
 def cut_stages(spec: ModelSpec, layers: tuple[range, ...], dtype: torch.dtype) -> list[StageModel]:
