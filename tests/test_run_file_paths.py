@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwright import extensions
 from shardwright.config import load
 from shardwright.config.reading import flat, resolved_toml
 from shardwright.config.run_config import RunConfig
@@ -41,11 +42,12 @@ PATHS = {
 
 
 @pytest.fixture
-def run_file(tmp_path: Path) -> Path:
+def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "above" / "here"
     (folder / "hf").mkdir(parents=True)
     (folder / "hf" / "model.toml").write_text('[model]\npreset = "debug"\n')
     (folder / "own.py").write_text("")
+    monkeypatch.setattr(extensions, "_LOADED", [str(folder / "own.py"), "json"])  # what is only read imports no others
     (folder / "run.toml").write_text(RUN_FILE)
     return folder / "run.toml"
 

@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from shardwright.errors import InputError, without_secrets
 from shardwright.files import LOCK, complete_lines, decoded, open_regular, parse_json, problem_of_place, read_lines
@@ -51,6 +51,16 @@ Record = dict[str, Any]
 Step = Annotated[int, Field(ge=0, lt=2**53)]
 Amount = Annotated[float, Field(ge=-1e18, le=1e18, allow_inf_nan=False)]
 """Seconds, speeds and shares of a record: finite, so that sums and ticks of pictures are. A loss may be anything."""
+
+
+def _nan_or_amount(value: float) -> float:
+    if abs(value) > 1e18:
+        raise ValueError("a number from -1e18 to 1e18, or NaN, is needed")
+    return value
+
+
+Load = Annotated[float, AfterValidator(_nan_or_amount)]
+"""The load of experts: NaN in a step without a token that counts."""
 T = TypeVar("T")
 
 
@@ -148,10 +158,10 @@ class Logged:
     data_s: Amount
     forward_backward_s: Amount
     optimizer_s: Amount
-    load_max_over_mean: Amount | None = None
-    load_entropy: Amount | None = None
-    load_by_layer: tuple[Amount, ...] = ()
-    dropped_fraction: Amount | None = None
+    load_max_over_mean: Load | None = None
+    load_entropy: Load | None = None
+    load_by_layer: tuple[Load, ...] = ()
+    dropped_fraction: Load | None = None
     balance_loss: float | None = None
     z_loss: float | None = None
     expert_sent_bytes: Amount | None = None

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from shardwright.cli.main import app
 from shardwright.config import load
+from shardwright.console import visible
 from shardwright.data.prepare import prepare
 from shardwright.generation.source import open_source
 from shardwright.training.exporting import export
@@ -69,7 +70,7 @@ def test_prompts_of_a_file_are_continued(folder: Path):
     assert one_by_one["completions"] == of_file
     assert all(each["n_tokens"] == 9 and each["ended"] == "max_tokens" for each in of_file)
     text = run("generate", folder / "run", "--prompts", folder / "prompts.jsonl", "--max-tokens", 9)
-    assert text.startswith("--- prompt 1 of 2\nimport json" + of_file[0]["text"])
+    assert text.startswith("--- prompt 1 of 2\nimport json" + visible(of_file[0]["text"]))
 
 
 def test_weights_that_are_not_finite_are_refused_in_one_sentence(folder: Path, tmp_path: Path):
@@ -87,6 +88,7 @@ def test_weights_that_are_not_finite_are_refused_in_one_sentence(folder: Path, t
         assert "are NaN or infinite" in run("export", tmp_path / "hf", "--out", out, "--dtype", dtype, "--allow-nan")
     tensors[name][0, 3] = -math.inf
     save_file(tensors, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    assert "--data is missing" in run("eval", tmp_path / "hf", code=2)
     data = ("--data", folder / "tokens", "--seq-len", 16)
     for verb, *options in (("generate", "--prompt", "x"), ("eval", *data), ("generate", "--prompt=x", "--layout=tp=2")):
         said = run(verb, tmp_path / "hf", *options, code=2)
@@ -183,7 +185,7 @@ def test_data_of_another_tokenizer_or_that_is_not_there_is_told(folder: Path, tm
     told = " ".join(run("eval", folder / "run", "--data", tmp_path / "other", code=2).split())
     assert "was prepared with another tokenizer than that of the model" in told
     told = " ".join(run("eval", folder / "run", "--seq-len", 0, "--split", "test", "--layout", "tp=x", code=2).split())
-    for words in ("--data is missing", "--seq-len 0: a number", "--split test: not one of", "tp=x: a whole number"):
+    for words in ("--seq-len 0: a number", "--split test: not one of", "tp=x: a whole number"):
         assert words in told
     told = run("eval", folder / "run", "--data", tmp_path, "--seq-len", 33, "--layout", "tp=3", code=2)
     assert "layout.tp=3 does not divide" in told

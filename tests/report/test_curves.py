@@ -178,7 +178,7 @@ def test_another_suffix_is_refused_before_anything_is_written(tmp_path: Path) ->
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     run = read_run(usual(tmp_path))
     (tmp_path / "taken.png").mkdir()
-    with pytest.raises(InputError, match=r"taken\.png cannot be written"):
+    with pytest.raises(InputError, match=r"taken\.png: that is a folder; name a file in it"):
         draw_curves(run, tmp_path / "taken.png")
     with pytest.raises(InputError, match="cannot be written"):
         draw_curves(run, tmp_path / "run.toml" / "curves.png")

@@ -164,7 +164,7 @@ def test_an_odd_run_has_a_page_too(tmp_path: Path, records: list[dict[str, objec
 def test_a_page_that_cannot_be_written_leaves_nothing_half_written(tmp_path: Path) -> None:
     run = read_run(usual(tmp_path / "run"))
     (tmp_path / "taken.html").mkdir()
-    with pytest.raises(InputError, match=r"taken\.html cannot be written"):
+    with pytest.raises(InputError, match=r"taken\.html: that is a folder; name a file in it"):
         write_page(run, tmp_path / "taken.html")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "taken.html"]
 

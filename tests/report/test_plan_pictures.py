@@ -85,7 +85,7 @@ def test_no_two_roles_have_one_colour():
 @prove
 def test_the_page_has_all_pictures_in_the_colours_of_the_screen(plan: Plan, tmp_path: Any):
     path = tmp_path / "plan.html"
-    write_page(plan, "llama <8b>", runners_up(plan), None, path)
+    write_page(plan, "llama <8b>", None, runners_up(plan), None, path)
     page = path.read_text()
     assert "llama &lt;8b&gt;" in page
     assert "llama <8b>" not in page

@@ -45,7 +45,7 @@ def write_half(path: Path, *_: Any) -> None:
 
 def test_a_disk_without_room_for_the_next_checkpoint_is_noticed_before_anything_is_written(tmp_path):
     for message in run_ranks(save_on_a_full_disk, 2, tmp_path / "run", 2**16):
-        needed, free = "the next checkpoint takes 1.1", "has 64 KiB free"
+        needed, free = "the next checkpoint takes 125 KiB", "has 64 KiB free; free 60.9 KiB more"
         assert needed in message, message
         assert free in message, message
         assert f"the last good one is {tmp_path / 'run' / 'step-00000001'}" in message

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from pydantic import BaseModel, ValidationError
 
 from shardwright.errors import CheckpointError, ConfigError, DamagedError, InputError
@@ -233,6 +232,8 @@ def equal_values(one: Held, other: Held) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _equal_values(one: Held, other: Held, *changed_ns: int) -> bool:
+    import numpy as np
+
     left = math.prod(one.shape)
     with open_regular(one.file) as a, open_regular(other.file) as b:
         a.seek(one.begin)
@@ -245,8 +246,10 @@ def _equal_values(one: Held, other: Held, *changed_ns: int) -> bool:
     return True
 
 
-def _values(file: io.BufferedReader, dtype: str, n: int) -> np.ndarray:
-    """The next n numbers of a file; bfloat16 is the upper half of float32."""
+def _values(file: io.BufferedReader, dtype: str, n: int) -> Any:
+    """The next n numbers of a file, as an array; bfloat16 is the upper half of float32."""
+    import numpy as np
+
     if dtype != "bfloat16":
         return np.frombuffer(file.read(n * np.dtype(dtype).itemsize), np.dtype(dtype).newbyteorder("<"))
     return (np.frombuffer(file.read(2 * n), "<u2").astype(np.uint32) << 16).view(np.float32)
