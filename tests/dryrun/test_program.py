@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from shardwright.config import parse
-from shardwright.dry_run.length import n_actions
+from shardwright.dry_run.length import step_length
 from shardwright.dry_run.planned import Planned, planned
 from shardwright.dry_run.program import dry_rank
 from shardwright.dry_run.record import DISK, LINK, READ, TO_DEVICE, TO_HOST, WRITE, RankRecord
@@ -192,6 +192,6 @@ def test_progress_counts_the_actions_of_the_schedule_and_says_how_long_the_other
     config = parse(run_file("dense", {"pp": 2}, "bf16"))
     (record,) = dry_run(config, How(80 * GiB), rank=1, tell=lines.append).records
     actions = [moment.action for moment in record.curve if re.fullmatch(r"\d+[FBIW]\d+", moment.action)]
-    assert n_actions(config, 1) == len(actions) == 8
+    assert step_length(config).n_actions[1] == len(actions) == 8
     assert lines[0] == "dry run of rank 1: 0 of 8 actions"
     assert any(re.fullmatch(r"dry run of rank 1: [1-8] of 8 actions, about .+ left", line) for line in lines)

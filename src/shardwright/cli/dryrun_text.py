@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from shardwright.cli.common import columns, console, print_table, say
 from shardwright.dry_run.agreement import checked
+from shardwright.dry_run.length import step_length
 from shardwright.dry_run.record import KINDS, WAIT, RankRecord
 from shardwright.units import format_bytes
 
@@ -25,6 +26,12 @@ def print_dry_run(found: "DryRun", messages: bool) -> None:
         f"{verdict}: {format_bytes(needed)} of the {format_bytes(limit)} that a rank may need; "
         f"{format_bytes(record.peak.n_bytes)} of tensors, the rest libraries and the allocator, by the plan's constants"
     )
+    if record.repeats:
+        n, n_run = found.config.accumulation, step_length(found.config).n_run
+        say(
+            f"{n_run} of {n} micro-batches were run: after the first ones the step repeats itself, so the peak is that "
+            f"of all {n}, and calls, bytes and FLOPs are counted for all {n}"
+        )
     _print_memory(found, record)
     _print_largest(record)
     _print_traffic(found, record)

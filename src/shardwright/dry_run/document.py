@@ -3,6 +3,7 @@
 from typing import Any
 
 from shardwright.dry_run.agreement import checked
+from shardwright.dry_run.length import step_length
 from shardwright.dry_run.planned import Planned
 from shardwright.dry_run.record import WAIT, Message, Moment, RankRecord
 from shardwright.dry_run.run import DryRun, needed_bytes
@@ -16,6 +17,8 @@ def document(found: DryRun) -> dict[str, Any]:
         "needed_bytes": needed_bytes(found.config, found.fullest),
         "layout": found.config.layout.layout().settings(),
         "world_size": found.config.layout.layout().world_size,
+        "microbatches": found.config.accumulation,
+        "microbatches_run": step_length(found.config).n_run,
         "fullest": found.fullest.rank,
         "ranks": [_rank(found, record) for record in found.records],
         "checked": checked(found.records)._asdict(),

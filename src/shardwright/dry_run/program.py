@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardwright.config import RunConfig
 from shardwright.data.batches import Batch
-from shardwright.dry_run.length import run_microbatches
+from shardwright.dry_run.length import Length, step_length
 from shardwright.dry_run.places import Places
 from shardwright.dry_run.record import RankRecord
 from shardwright.dry_run.recorder import Recorder
@@ -22,7 +22,6 @@ from shardwright.dry_run.watch import watch
 from shardwright.model.device_type import assumed
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.expert import ReadCounts
-from shardwright.schedule.actions import Action
 from shardwright.split.stages import schedule_problems
 from shardwright.torch_private import CHUNKS_OF_PARAMETER, FakeTensorMode, replaced, start_fake_world
 from shardwright.training.build import build_model, build_trainer
@@ -41,13 +40,14 @@ def dry_rank(
     history: bool = False,
     read: ReadCounts | None = None,
     begun: Callable[[], None] = lambda: None,
+    length: Length | None = None,
 ) -> RankRecord:
     """The last of `steps` steps of `rank`, on a fake process group and fake tensors.
 
     It has to run in a process of its own, in which no process group was used: PyTorch keeps what it has worked out for
     the device meshes of a world. `gpu`: with the kernels and the allocator of a GPU, else as on a CPU. `read`: the
     numbers of rows that ranks of ep exchange; by default those of `balanced`.
-    `begun`: called when an action of the recorded step begins.
+    `begun`: called when an action of the recorded step begins. `length`: as of `record_steps`.
     """
     layout = config.layout.layout()
     if dist.is_initialized():
@@ -67,7 +67,9 @@ def dry_rank(
             trainer = build_trainer(config, model, CPU, compiled=False, opened=_NoFile)
             if gpu:
                 _fuse_norms(trainer.model.parts)
-            return record_steps(trainer, config, rank, lambda _, n: empty_batch(config, n), steps, gpu, history, begun)
+            return record_steps(
+                trainer, config, rank, lambda _, n: empty_batch(config, n), steps, gpu, history, begun, length
+            )
 
 
 class _NoFile:
@@ -128,18 +130,20 @@ def record_steps(
     gpu: bool,
     history: bool = False,
     begun: Callable[[], None] = lambda: None,
+    length: Length | None = None,
 ) -> RankRecord:
-    """Take steps, on `batch(step, number of micro-batches)`, and record the last of them, which is not the first."""
+    """Take steps, on `batch(step, number of micro-batches)`, and record the last of them, which is not the first.
+    `length`: which micro-batches of that are run; by default those that `step_length` needs."""
     rate, layout = config.optimizer.lr, config.layout.layout()
     n_microbatches = config.accumulation
-    some = run_microbatches(config)
+    length = length or step_length(config)
     fewest = next(n for n in range(1, n_microbatches + 1) if not schedule_problems(layout, n))
     for step in range(steps - 1):
         trainer.step(batch(step, fewest), step, rate)
     gc.collect()
-    last = batch(steps - 1, some)
+    last = batch(steps - 1, length.n_run)
     left_out = n_microbatches - len(last.tokens_ABT)
-    repeats = {str(Action(0, op, 1)): 1 + left_out for op in ("F", "B") if left_out}
+    repeats = length.repeats[layout.coordinates(rank)["pp"]] if left_out else {}
     with (
         Places(trainer.model.parts) as places,
         Recorder(layout, rank, places, gpu, begun) as recorder,
@@ -150,7 +154,8 @@ def record_steps(
         tensors = last.tokens_ABT, last.targets_ABT, last.sample_ids_AB
         for tensor in tensors:
             recorder.mark(tensor, "activations")
-        recorder.hold(left_out * sum(each[0].nbytes for each in tensors), "activations")
+            whole_bytes = recorder.rounded(n_microbatches * tensor[0].nbytes)
+            recorder.hold(whole_bytes - recorder.rounded(tensor.nbytes), "activations")
         watch(trainer, recorder)
         recorder.begin("begin")
         trainer.step(last, steps - 1, rate)

@@ -146,7 +146,7 @@ class Recorder(DispatchMode):
 
     def hold(self, n_bytes: int, kind: str) -> None:
         """Bytes are held for the whole step, which are not there in this process."""
-        self.allocations.append(Allocation("", "", "", (n_bytes,), "uint8", [(0, self._rounded(n_bytes))], kind))
+        self.allocations.append(Allocation("", "", "", (n_bytes,), "uint8", [(0, self.rounded(n_bytes))], kind))
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
@@ -161,7 +161,7 @@ class Recorder(DispatchMode):
     def held(self, n_bytes: int, kind: str) -> Iterator[None]:
         """For the length of the block the device has so many bytes more. With `gpu` alone."""
         self._now += 1
-        sizes = [(self._now, self._rounded(n_bytes))]
+        sizes = [(self._now, self.rounded(n_bytes))]
         if self.gpu:
             self.allocations.append(Allocation("", "", self._action, (n_bytes,), "uint8", sizes, kind, running_line()))
         try:
@@ -293,7 +293,7 @@ class Recorder(DispatchMode):
         at = 0 if before else self._now
         module = "" if before else self.places.module
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        sizes = [(at, self._rounded(storage.nbytes()))]
+        sizes = [(at, self.rounded(storage.nbytes()))]
         action, line = ("", "") if before else (self._action, running_line())
         self.allocations.append(Allocation(op, module, action, shape, dtype, sizes, line=line))
         weakref.finalize(storage, self._freed, key)
@@ -310,11 +310,11 @@ class Recorder(DispatchMode):
         number = self._live.get(storage_id(storage))
         if number is not None:
             self._now += 1
-            self.allocations[number].sizes.append((self._now, self._rounded(storage.nbytes())))
+            self.allocations[number].sizes.append((self._now, self.rounded(storage.nbytes())))
 
     def _passing(self, n_bytes: int, func: Any) -> None:
         """Bytes that a kernel allocates and frees."""
-        sizes = [(self._now, self._rounded(n_bytes)), (self._now + 1, 0)]
+        sizes = [(self._now, self.rounded(n_bytes)), (self._now + 1, 0)]
         self._now += 1
         self.allocations.append(
             Allocation(
@@ -329,7 +329,8 @@ class Recorder(DispatchMode):
             )
         )
 
-    def _rounded(self, n_bytes: int) -> int:
+    def rounded(self, n_bytes: int) -> int:
+        """Return the bytes of a storage, as the allocator rounds them."""
         return -(-n_bytes // BLOCK_BYTES) * BLOCK_BYTES if self.gpu else n_bytes
 
     @property

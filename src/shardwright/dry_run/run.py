@@ -17,7 +17,7 @@ from shardwright.config.settle import MARGIN, needs_memory, settled
 from shardwright.cost.stack import SHARDWRIGHT
 from shardwright.dry_run.agreement import Disagreement, disagreements
 from shardwright.dry_run.classes import one_of_each_class
-from shardwright.dry_run.length import n_actions
+from shardwright.dry_run.length import step_length
 from shardwright.dry_run.planned import Planned, grouped, job_of, planned
 from shardwright.dry_run.record import Message, RankRecord, Traffic
 from shardwright.errors import InputError, LayoutError
@@ -174,7 +174,8 @@ def _run(config: RunConfig, how: How, ranks: Sequence[int], tell: Tell, what: st
     def n_begun() -> int:
         return sum(each.stat().st_size for each in Path(folder).iterdir())
 
-    total = sum(n_actions(config, rank) for rank in ranks)
+    layout, length = config.layout.layout(), step_length(config)
+    total = sum(length.n_actions[layout.coordinates(rank)["pp"]] for rank in ranks)
     what = f"{what} of {f'{len(ranks)} ranks' if len(ranks) > 1 else f'rank {ranks[0]}'}"
     with (
         TemporaryDirectory(prefix="shardwright-dryrun-") as folder,

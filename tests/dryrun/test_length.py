@@ -1,0 +1,85 @@
+"""Proves that a shortened step has the peak, messages and FLOPs of the whole one, and that it is short."""
+
+from typing import Any
+
+import pytest
+
+from shardwright.config import RunConfig, parse
+from shardwright.dry_run.length import Length, step_length
+from shardwright.dry_run.program import dry_rank
+from shardwright.dry_run.record import RankRecord
+from tests.distributed import run_ranks
+from tests.dryrun.worlds import Table, run_file
+from tests.marks import rest_prove
+
+STEPS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "no pipeline": ("dense", {"dp_shard": 2, "zero": 3}, 9),
+    "1f1b": ("dense", {"pp": 2}, 14),
+    "1f1b of four": ("dense", {"pp": 4, "dp_shard": 2, "zero": 1}, 22),
+    "1f1b, zero 3, tp": ("dense", {"pp": 2, "dp_shard": 2, "zero": 3, "tp": 2}, 13),
+    "1f1b, experts": ("mixture", {"pp": 2, "dp_shard": 2, "ep": 2, "zero": 2}, 12),
+    "1f1b, activations on the host": ("dense", {"pp": 2, "offload_activations": "cpu"}, 12),
+    "1f1b, parameters on the host": (
+        "dense",
+        {"pp": 2, "dp_shard": 2, "zero": 2, "offload_optimizer": "cpu", "offload_parameters": "cpu"},
+        12,
+    ),
+    "interleaved": (
+        "dense",
+        {"pp": 2, "pp_schedule": "interleaved-1f1b", "virtual_stages": 2, "dp_shard": 2, "zero": 3},
+        18,
+    ),
+    "zb-h1": ("dense", {"pp": 2, "pp_schedule": "zb-h1", "dp_shard": 2, "zero": 2}, 12),
+    "zb-h2": ("dense", {"pp": 2, "pp_schedule": "zb-h2"}, 13),
+    "zb-v": ("dense", {"pp": 2, "pp_schedule": "zb-v", "virtual_stages": 2, "dp_shard": 2, "zero": 3}, 11),
+    "dualpipe-v": ("dense", {"pp": 2, "pp_schedule": "dualpipe-v"}, 10),
+}
+
+
+def step(name: str) -> tuple[Table, RunConfig]:
+    model, layout, n = STEPS[name]
+    table = run_file(model, layout, "bf16")
+    table["batch"]["global_batch"] = 2 * n * layout.get("dp_shard", 1)
+    return table, parse(table)
+
+
+def dry(table: Table, rank: int, length: Length | None) -> RankRecord:
+    return dry_rank(parse(table), rank, gpu=True, length=length)
+
+
+@pytest.mark.parametrize("name", rest_prove(STEPS, "1f1b"))
+def test_a_shortened_step_needs_sends_and_computes_what_the_whole_one_does(name: str):
+    table, config = step(name)
+    layout, n = config.layout.layout(), config.accumulation
+    assert step_length(config).n_run < n
+    for pp_rank in {0, layout.pp - 1}:
+        rank = layout.rank_at({"pp": pp_rank})
+        short, whole = (
+            run_ranks(dry, 1, table, rank, length)[0] for length in (None, Length(n, ({},) * layout.pp, ()))
+        )
+        assert len(short.curve) < len(whole.curve)
+        assert short.repeats
+        assert not whole.repeats
+        for what in ("peak_of_kinds", "sent", "flops", "host_bytes"):
+            assert getattr(short, what) == getattr(whole, what), what
+        assert short.peak.kinds == whole.peak.kinds
+
+
+@pytest.mark.parametrize(
+    "layout", [{"pp_schedule": "afab"}, {"pp_schedule": "dualpipe"}, {"cp": 2}, {"recompute": "full"}]
+)
+def test_a_step_that_is_not_proven_to_repeat_itself_is_run_whole(layout: dict[str, Any]):
+    table = run_file("dense", {"pp": 2} | layout, "bf16")
+    table["batch"]["global_batch"] = 2 * 64
+    assert step_length(parse(table)).n_run == 64
+
+
+def test_a_step_of_128_micro_batches_is_as_short_as_one_of_its_steady_state():
+    table, _ = step("1f1b of four")
+    table["batch"]["global_batch"] = 2 * 2 * 128
+    length = step_length(parse(table))
+    assert length.n_run <= 16
+    assert all(
+        sum(repeats.values()) - len(repeats) + n == 2 * 128
+        for repeats, n in zip(length.repeats, length.n_actions, strict=True)
+    )
