@@ -40,7 +40,7 @@ NOT_TIMED = 1
 FEW_TURNS = 3
 """Turns of a phase up to which `FIRST_LIMIT_S` holds."""
 _PLACE = struct.Struct("<qqdd")
-_BEAT = struct.Struct("<q128s")
+_BEAT = struct.Struct("<qd128s")
 _HEARD_S = 5.0
 """How long the answers of ranks are waited for."""
 
@@ -48,7 +48,8 @@ _HEARD_S = 5.0
 @dataclass(frozen=True)
 class State:
     """What a rank has last reported: `beats` of its monitor, optimizer steps begun, the phase, `since_s` when (on the
-    monotonic clock of its machine), `limit_s` how long it may take, and the line of Python it was seen at."""
+    monotonic clock of its machine), `limit_s` how long it may take, and the line of Python it was last seen at in this
+    phase; "" where it has not been looked at since the phase began."""
 
     beats: int
     step: int
@@ -77,13 +78,15 @@ class Reported:
         """Of the training thread: a few microseconds, no system call."""
         _PLACE.pack_into(self._memory, 0, step, PHASES_SEEN.index(phase), since_s, limit_s)
 
-    def beat(self, beats: int, line: str) -> None:
-        """Of the monitor's thread."""
-        _BEAT.pack_into(self._memory, _PLACE.size, beats, line.encode()[:128])
+    def beat(self, beats: int, since_s: float, line: str) -> None:
+        """Of the monitor's thread, which has seen the line in the phase that began at `since_s`."""
+        _BEAT.pack_into(self._memory, _PLACE.size, beats, since_s, line.encode()[:128])
 
     def read(self) -> State:
         step, phase, since_s, limit_s = _PLACE.unpack_from(self._memory, 0)
-        beats, line = _BEAT.unpack_from(self._memory, _PLACE.size)
+        beats, seen_since_s, line = _BEAT.unpack_from(self._memory, _PLACE.size)
+        if seen_since_s != since_s:  # of a phase before
+            line = b""
         name = PHASES_SEEN[phase] if 0 <= phase < len(PHASES_SEEN) else "start"
         return State(beats, step, name, since_s, limit_s, line.rstrip(b"\0").decode(errors="replace"))
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardwright.layout import Layout
-from shardwright.ranks_at import Collective, Dump, Folder, Identity, State, Watch, describe
+from shardwright.ranks_at import Collective, Dump, Folder, Identity, Reported, State, Watch, describe
 from shardwright.run_folder import read_events
 from shardwright.training import monitor as module
 from shardwright.training.monitor import Monitor
@@ -157,6 +157,20 @@ def test_of_a_rank_on_another_machine_the_time_is_told_that_it_has_measured_itse
 
 def watcher(folder: Path, least_s: float = 2.0) -> Monitor:
     return Monitor(folder, 0, Layout(dp_shard=2), torch.device("cpu"), least_s)
+
+
+def test_the_line_of_a_rank_is_one_of_its_phase_or_none(tmp_path):
+    """The phase is told at once and the line twice a second: a rank that is killed is in another phase by then."""
+    reported = Reported(tmp_path / "state", writes=True)
+    reported.place(3, "data", 10.0, 60.0)
+    reported.beat(1, 10.0, "data/batches.py:7 next")
+    assert reported.read().line == "data/batches.py:7 next"
+    reported.place(3, "forward_backward", 10.2, 60.0)
+    assert (reported.read().phase, reported.read().line) == ("forward_backward", "")
+    reported.place(4, "data", 11.0, 60.0)  # the same phase of another step
+    assert reported.read().line == ""
+    reported.beat(2, 10.2, "training/step.py:105 forward_backward")  # seen before, written after the phase began
+    assert reported.read().line == ""
 
 
 def test_what_a_phase_may_take_is_learned(tmp_path, monkeypatch):

@@ -140,7 +140,8 @@ class Monitor:
                 allowed_from_s = now_s
             looked_s = now_s
             beats += 1
-            self._reported.beat(beats, self._ours(sys._current_frames().get(self._training)))
+            since_s = self._since_s  # before the line, which may only be one of a later phase then, and is left out
+            self._reported.beat(beats, since_s, self._ours(sys._current_frames().get(self._training)))
             late = bool(self._limit_s) and now_s > max(self._since_s, allowed_from_s) + self._limit_s
             if not answered and (late or self.folder.asked):
                 self.folder.answer(self.rank, self.dump())
