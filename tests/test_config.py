@@ -399,3 +399,7 @@ def test_a_family_whose_blocks_take_no_documents_is_refused(tmp_path: Path, monk
     (problem,) = refused(tmp_path, text, "model.family=other")
     assert "model.family='other': its blocks take no documents" in problem
     assert "a family of 'decoder'" in problem
+    experts = ("model.moe.n_experts=4", "model.moe.top_k=2", "model.moe.d_ffn=16")
+    padded = ("model.family=other", "data.attention=sequence", "data.sequences=documents")
+    (problem,) = refused(tmp_path, text, *padded, *experts)
+    assert "experts would compute padding; valid: data.sequences='packed', or a family of 'decoder'" in problem

@@ -290,6 +290,13 @@ def _document_problems(data: DataSection, spec: ModelSpec | None) -> Iterator[st
         yield (
             "data.mask_boundaries=true goes with data.sequences='packed'; in 'documents' no sequence crosses a boundary"
         )
+    able = ", ".join(repr(name) for name, family in FAMILIES.items() if family.documents)
+    if spec and spec.moe and data.sequences == "documents" and not FAMILIES[spec.family].documents:
+        yield (
+            f"data.sequences='documents' with experts in model.family={spec.family!r}: its blocks do not "
+            f"take real tokens (`Family.documents`, docs/extending.md), so experts would compute padding; valid: "
+            f"data.sequences='packed', or a family of {able}"
+        )
     if data.attention == "sequence":
         if data.positions == "document":
             yield (
@@ -303,7 +310,6 @@ def _document_problems(data: DataSection, spec: ModelSpec | None) -> Iterator[st
             f"document, and attention is within it already"
         )
     if spec and not FAMILIES[spec.family].documents:
-        able = ", ".join(repr(name) for name, family in FAMILIES.items() if family.documents)
         yield (
             f"data.attention='document' with model.family={spec.family!r}: its blocks take no documents "
             f"(`Family.documents`, docs/extending.md); valid: data.attention='sequence', or a family of {able}"

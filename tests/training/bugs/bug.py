@@ -63,6 +63,8 @@ class Bug:
     """Changes of other code, where the bug needs more than one."""
     documents: bool = False
     """Whether attention and positions are within documents."""
+    padded: bool = False
+    """Whether sequences have padding."""
     optimizer: str = "adamw"
     fp8: Fp8 | None = None
     crashes: bool = False
@@ -89,6 +91,7 @@ class Bug:
             else cut_optimizer(OptimizerSection(name=self.optimizer)),
             attention=scope,
             positions=scope,
+            padded=self.padded,
             fp8=self.fp8,
         )
 
