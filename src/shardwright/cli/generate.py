@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,6 +22,9 @@ from shardwright.console import visible
 from shardwright.errors import InputError
 from shardwright.files import parse_json, read_text, reason
 from shardwright.units import format_bytes, percent
+
+if TYPE_CHECKING:
+    from shardwright.generation.sampling import Sampling
 
 LAYOUT_KEYS = ("tp", "pp", "cp", "cp_method", "ulysses_degree", "ep", "dp_replicate", "dp_shard")
 """The keys of the layout that mean something without a backward pass."""
@@ -78,7 +81,6 @@ def generate(options: Options) -> None:
     dp_replicate; ranks are started here as local processes on the CPU, or by torchrun or srun.
     """
     from shardwright.generation.generate import Request, generate
-    from shardwright.generation.sampling import Sampling
 
     prompts, problems = _prompts(options)
     problems += _sampling_problems(options)
@@ -94,19 +96,12 @@ def generate(options: Options) -> None:
     problems += wrong_device(options.device)
     if problems:
         raise InputError(*problems)
-    temperature = 0.8 if options.temperature is None else options.temperature
-    sampling = Sampling(
-        None if options.greedy or temperature == 0 else temperature,
-        40 if options.top_k is None else options.top_k,
-        1.0 if options.top_p is None else options.top_p,
-        options.seed,
-    )
     answer = generate(
         Request(
             options.model,
             prompts,
             options.max_tokens,
-            sampling,
+            _sampling(options),
             layout,
             options.batch_size,
             options.device,
@@ -168,6 +163,18 @@ def _prompts(options: Options) -> tuple[tuple[str, ...], list[str]]:
         else:
             given.append(found["prompt"])
     return tuple(given), problems
+
+
+def _sampling(options: Options) -> "Sampling":
+    from shardwright.generation.sampling import Sampling
+
+    temperature = 0.8 if options.temperature is None else options.temperature
+    return Sampling(
+        None if options.greedy or temperature == 0 else temperature,
+        40 if options.top_k is None else options.top_k,
+        1.0 if options.top_p is None else options.top_p,
+        options.seed,
+    )
 
 
 def _sampling_problems(options: Options) -> list[str]:

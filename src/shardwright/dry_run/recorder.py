@@ -4,16 +4,15 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from shardwright.dry_run.axes import axes_of
+from shardwright.dry_run.operations import formulas_of, op_name
 from shardwright.dry_run.places import Places, running_line
 from shardwright.dry_run.record import (
     DISK,
@@ -41,8 +40,6 @@ from shardwright.torch_private import (
 
 BLOCK_BYTES = 512
 """CUDA's caching allocator rounds every tensor up to a multiple of this."""
-
-Flops = Callable[..., int]
 
 
 class Recorder(DispatchMode):
@@ -263,9 +260,9 @@ class Recorder(DispatchMode):
         for each in out if isinstance(out, list | tuple) else (out,):
             if isinstance(each, Tensor):
                 self._made(each, func, there)
-        count, inside = _formulas(func)
+        count, inside = formulas_of(func)
         if count is not None:
-            self.flops[self._action, _name(func)] += count(*args, **kwargs, out_val=out)
+            self.flops[self._action, op_name(func)] += count(*args, **kwargs, out_val=out)
         if self.gpu and inside is not None:
             self._passing(inside(*args), func)
         return out
@@ -279,7 +276,7 @@ class Recorder(DispatchMode):
         # A view of an unknown storage is of memory of the collectives' backend: gloo's reduce-scatter works on a copy.
         if func.is_view or storage_id(tensor.untyped_storage()) in self._live:
             return
-        self._of_action.append(self._number(tensor, _name(func), before=False))
+        self._of_action.append(self._number(tensor, op_name(func), before=False))
         if on_host:
             self.put_on_host(tensor, "temporaries")
 
@@ -318,7 +315,7 @@ class Recorder(DispatchMode):
         self._now += 1
         self.allocations.append(
             Allocation(
-                f"inside of {_name(func)}",
+                f"inside of {op_name(func)}",
                 self.places.module,
                 self._action,
                 (n_bytes,),
@@ -340,7 +337,7 @@ class Recorder(DispatchMode):
     # Messages
 
     def _message(self, func: Any, args: Any) -> None:
-        op = _name(func).strip("_")
+        op = op_name(func).strip("_")
         op = _NAMES.get(op, op)
         tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
         group = next((each for each in args if isinstance(each, torch.ScriptObject) and _is_group(each)), None)
@@ -402,66 +399,3 @@ _NAMES = {
 
 def _is_group(each: torch.ScriptObject) -> bool:
     return "ProcessGroup" in script_type(each)
-
-
-@cache
-def _name(func: Any) -> str:
-    """`mm` of `aten::mm`."""
-    return str(func.overloadpacket.__name__)
-
-
-@cache
-def _formulas(func: Any) -> tuple[Flops | None, Flops | None]:
-    """The FLOPs of an operation, and the bytes that it allocates and frees inside on a GPU; None where it has none."""
-    name = _name(func)
-    # PyTorch has formulas for operations that return a new tensor; one that works in place, addmm_, has as many.
-    known = getattr(torch.ops.aten, name.rstrip("_"), None) if func.namespace == "aten" else func.overloadpacket
-    return _OWN_FLOPS.get(name) or flop_registry.get(known), _WORKSPACE.get(name)
-
-
-def _grouped(x_RD: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:
-    return 2 * x_RD.shape[0] * weight.shape[-1] * weight.shape[-2]
-
-
-def _grouped_weight(dy_RF: Tensor, x_RD: Tensor, *_: Any, **__: Any) -> int:
-    return 2 * x_RD.shape[0] * x_RD.shape[1] * dy_RF.shape[1]
-
-
-def _attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    return int(
-        sdpa_flop_count(q.shape, (*k.shape[:1], q.shape[1], *k.shape[2:]), (*v.shape[:1], q.shape[1], *v.shape[2:]))
-    )
-
-
-def _attention_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    heads = q.shape[1]
-    k_shape, v_shape = ((*x.shape[:1], heads, *x.shape[2:]) for x in (k, v))
-    return int(sdpa_backward_flop_count(do.shape, q.shape, k_shape, v_shape))
-
-
-_OWN_FLOPS: dict[str, Flops] = {
-    "grouped_matmul": _grouped,
-    "grouped_weight_gradient": _grouped_weight,
-    "_scaled_dot_product_flash_attention_for_cpu": _attention,
-    "_scaled_dot_product_flash_attention": _attention,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
-    "_scaled_dot_product_flash_attention_backward": _attention_backward,
-}
-
-
-def _flash_backward_bytes(do: Tensor, q: Tensor, k: Tensor, *_: Any) -> int:
-    """What FlashAttention-2's backward pass allocates beside its results (`mha_bwd` of PyTorch 2.13): the sums of dq in
-    fp32 with tokens in blocks of 128 and heads in multiples of 32, the row sums of do * o, and with grouped heads dk
-    and dv of every query head."""
-    batch, heads, tokens, width = q.shape
-    rows = -(-tokens // 128) * 128
-    sums = batch * rows * heads * (-(-width // 32) * 32) * 4 + batch * heads * rows * 4
-    if k.shape[1] == heads:
-        return sums
-    return sums + 2 * batch * k.shape[2] * heads * width * k.element_size()
-
-
-_WORKSPACE: dict[str, Callable[..., int]] = {
-    "_scaled_dot_product_flash_attention_for_cpu_backward": _flash_backward_bytes,
-    "_scaled_dot_product_flash_attention_backward": _flash_backward_bytes,
-}
