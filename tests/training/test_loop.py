@@ -314,7 +314,7 @@ BUGS = {
                 TAKE,
                 TAKEN,
                 "if due(step + 1, config.evaluation.every) or step + 1 == config.steps:\n"
-                f"    self._evaluate(step + 1, writers)\n{TAKEN}",
+                f"    self._evaluate(step + 1, writers, screen)\n{TAKEN}",
             ),
             Mutation(TAKE, DUE, "False"),
         ],
