@@ -265,7 +265,7 @@ LOOP, STEP, OPTIMIZER = (f"shardwright.training.{name}" for name in ("loop", "st
 ADAMW = "shardwright.training.optimizers.adamw:adamw"
 TAKE, EVALUATE, LOG = (f"{LOOP}:_Run.{name}" for name in ("_steps", "_evaluate", "_log"))
 UPDATE, RATE, FOLLOW = f"{STEP}:Trainer.update", f"{LOOP}:learning_rate", f"{STEP}:set_learning_rate"
-PASSES, VALIDATE = f"{STEP}:ForwardBackward.forward_backward", f"{STEP}:ForwardBackward.evaluate"
+PASSES, VALIDATE = f"{STEP}:ForwardBackward.forward_backward", f"{STEP}:ForwardBackward.evaluation_sums"
 CLIP = "max_norm / (norm + 1e-6)"
 TAKEN = "result = trainer.step(batch, step, rate)"
 DUE = "due(step, config.evaluation.every) or last"
