@@ -221,7 +221,7 @@ def test_a_copy_that_fails_is_told_and_the_run_goes_on_but_for_the_last(run_file
 @prove
 def test_the_last_copy_has_to_be_complete_and_is_made_after_a_resume(run_file, tmp_path):
     options = given(tmp_path / "place", on_error="continue")
-    stopped = train(run_file, *options, fault=functools.partial(fails, 9, 20), expect=2)
+    stopped = train(run_file, *options, fault=functools.partial(fails, 9, 20), expect=3)
     assert "step-00000020: no route to host" in stopped.stderr
     assert checkpoints(run_file) == ["step-00000015", "step-00000020"]
     train(run_file, *options, "--resume", "--set", "steps=25", fault=functools.partial(fails, 2, 25))
