@@ -1,5 +1,5 @@
-"""Proves that a step without a token that counts is skipped, that `eval RUN` gives the validation loss of the run, and
-that data of another tokenizer is refused."""
+"""Proves that a step without a token that counts is skipped, that experts leave padding out of a run, that `eval RUN`
+gives the validation loss of the run, and that data of another tokenizer is refused."""
 
 import json
 import shutil
@@ -14,6 +14,7 @@ from shardwright.config import load
 from shardwright.data import prepare as module
 from shardwright.data.batches import Batch
 from shardwright.data.prepare import prepare
+from shardwright.data.shards import open_split
 from shardwright.data.tokenizer import tokenizer_difference
 from shardwright.errors import InputError
 from shardwright.training.exporting import export
@@ -56,6 +57,23 @@ def test_eval_of_a_run_gives_its_validation_loss(folder: Path):
     packed = json.loads(run("eval", folder / "out", "--samples", 7, "--sequences", "packed", "--json"))
     assert packed["n_tokens"] == 7 * 12
     assert "--data is missing" in run("eval", folder / "hf", code=2)
+
+
+def test_a_run_with_experts_on_documents_does_not_depend_on_seq_len(folder: Path, tmp_path: Path):
+    splits = [open_split(folder / "tokens", name) for name in ("train", "validation")]
+    longest = max(int(split.document_lengths().max()) for split in splits)
+    moe = {"n_experts": 4, "top_k": 2, "d_ffn": 16, "aux_loss": 0.5, "z_loss": 0.1, "capacity_factor": 1.0}
+    settings = ["steps=2", f"model.max_seq_len={longest + 20}", *(f"model.moe.{key}={moe[key]}" for key in moe)]
+    logged = []
+    for seq_len in (longest - 1, longest + 20):
+        out = tmp_path / str(seq_len)
+        start(load(folder / "run.toml", [*settings, f"batch.seq_len={seq_len}", f"out={out}"]), quiet=True)
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        logged.append([line for line in lines if line["kind"] in ("train", "evaluation")])
+    quantities = ("loss", "grad_norm", "balance_loss", "z_loss", "dropped_fraction", "load_max_over_mean")
+    for short, long in zip(*logged, strict=True):
+        for quantity in quantities if short["kind"] == "train" else ("loss",):
+            assert long[quantity] == pytest.approx(short[quantity], rel=1e-5), quantity
 
 
 @pytest.mark.parametrize("key", ["init.weights", "model.from"])
