@@ -187,6 +187,10 @@ def test_problems_between_sections_come_at_once_too(tmp_path: Path):
         ),
         (["steps=0", "layout.tp=3", "batch.seq_len=63"], ["steps=0", "4 query heads", "ffn features"]),
         (["optimizer.lr=-1", "model.n_kv_heads=3"], ["optimizer.lr=-1", "n_kv_heads=3 does not divide"]),
+        (
+            ["layout.vpp=2", "layout.tp=3", "batch.global_batch=7", "layout.dp_replicate=2"],
+            ["did you mean 'virtual_stages'?", "global_batch=7", "4 query heads", "ffn features"],
+        ),
         (["data.pathh=x", "lr_schedule.warmup_steps=11"], ["data.pathh", "warmup_steps=11 is more than the steps=10"]),
         (["lr_schedule.warmup_steps=11", "lr_schedule.decay_steps=2"], ["warmup_steps=11 is more", "is for"]),
     ],

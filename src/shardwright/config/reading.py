@@ -110,18 +110,24 @@ def _beyond_64_bits(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _valid_part(table: dict[str, Any], error: ValidationError) -> dict[str, Any]:
-    """The sections and keys at the top of a run file in which pydantic found nothing wrong, by name."""
-    wrong = {entry["loc"][0] for entry in error.errors()}
-    found: dict[str, Any] = {}
+    """Return the sections and keys at the top of a run file in which pydantic found nothing wrong, by name. A section
+    with unknown keys, and nothing else wrong, is there without these, so that its rules are checked as well."""
+    problems = error.errors()
+    unknown = {each["loc"] for each in problems if each["type"] == "extra_forbidden" and len(each["loc"]) == 2}
+    wrong = {each["loc"][0] for each in problems if each["loc"] not in unknown}
+    result: dict[str, Any] = {}
     for name, field in RunConfig.model_fields.items():
         if name in wrong:
             continue
         section = _section_of(field.annotation)
         if name not in table:
-            found[name] = field.get_default(call_default_factory=True)
+            result[name] = field.get_default(call_default_factory=True)
+        elif section is None:
+            result[name] = table[name]
         else:
-            found[name] = section.model_validate(table[name]) if section else table[name]
-    return found
+            known = {key: value for key, value in table[name].items() if (name, key) not in unknown}
+            result[name] = section.model_validate(known)
+    return result
 
 
 def _apply(table: dict[str, Any], override: str) -> list[str]:
