@@ -39,7 +39,11 @@ MASK: dict[str, AnyBug] = {
         documents=True,
     ),
     "a stage masks by the documents of the micro-batch before": Bug(
-        Mutation(f"{STAGE}._forward", "microbatch.documents", "self.microbatches[i - 1].documents"),
+        Mutation(
+            f"{STAGE}._forward",
+            "model(x, *microbatch.read_by_model)",
+            "model(x, *microbatch._replace(documents=self.microbatches[i - 1].documents).read_by_model)",
+        ),
         [PP],
         documents=True,
     ),

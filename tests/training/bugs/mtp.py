@@ -101,8 +101,8 @@ ORDER = {
     "modules of multi-token prediction read the output of the last norm": UnitBug(
         Mutation(
             "shardwright.model.transformer:Transformer.finish",
-            "self.predict_ahead(x_BTD, ahead_KBT, positions_T, random_keys_B, documents)",
-            "self.predict_ahead(self.norm(x_BTD), ahead_KBT, positions_T, random_keys_B, documents)",
+            "self.predict_ahead(x_BTD, ahead_KBT, positions_T, random_keys_B, documents, real)",
+            "self.predict_ahead(self.norm(x_BTD), ahead_KBT, positions_T, random_keys_B, documents, real)",
         ),
         EQUATIONS,
     ),

@@ -27,8 +27,8 @@ STALE: dict[str, AnyBug] = {
     "5: a stage forgets its gradients when the next microbatch comes": Bug(
         Mutation(
             f"{STAGE}._forward",
-            "model(x, microbatch.positions_T, microbatch.random_keys_B, microbatch.documents, microbatch.ahead_KBT)",
-            "(model.zero_grad(), model(x, microbatch.positions_T, microbatch.random_keys_B, microbatch.documents))[1]",
+            "model(x, *microbatch.read_by_model)",
+            "(model.zero_grad(), model(x, *microbatch.read_by_model))[1]",
         ),
         [PP, ZB],
     ),
