@@ -148,7 +148,7 @@ class Logged:
     loss: float
     grad_norm: float
     lr: Amount
-    target_tokens: Step
+    target_tokens: int
     tokens_per_s: Amount
     tokens_per_s_per_device: Amount
     tflops_per_s_per_device: Amount
