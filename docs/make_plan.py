@@ -27,6 +27,7 @@ _SHOWN = re.compile(
     re.DOTALL,
 )
 _CUT = "..."
+_OTHERS = "Of the fastest "
 _LAYOUT = re.compile(r"[a-z_]+=\S+")
 
 
@@ -42,14 +43,17 @@ def _fresh(path: Path, block: re.Match[str]) -> str:
     with TemporaryDirectory() as folder, chdir(folder if files else "."):
         for name, text in files:
             Path(name).write_text(text, encoding="utf-8")
-        printed = CliRunner().invoke(app, arguments, env={"COLUMNS": "110"}).output
+        printed = CliRunner().invoke(app, arguments, env={"COLUMNS": "110"}).output.rstrip()
     lines = [re.sub(r"searched in .*", "searched in seconds", line.rstrip()) for line in printed.splitlines()]
     old = shown.splitlines()
     cuts = [number for number, line in enumerate(old) if line == _CUT]
     if cuts == [0]:
         lines = [_CUT, *lines[max(number for number, line in enumerate(lines) if not line) + 1 :]]
     elif cuts == [len(old) - 1]:
-        lines = [*lines[: next((n for n, line in enumerate(lines) if line.startswith("The best ")), len(lines))], _CUT]
+        end = next((n for n, line in enumerate(lines) if line.startswith(_OTHERS)), None)
+        if end is None:
+            raise SystemExit(f"{path.name}, {command}: no list of others, which starts with: {_OTHERS}")
+        lines = [*lines[:end], _CUT]
     elif cuts:
         lines = _excerpt(f"{path.name}, {command}", old, lines)
     return f"```sh\n{before}{command}\n```\n\n```text\n" + "\n".join(lines) + "\n```\n"
