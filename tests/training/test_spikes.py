@@ -273,7 +273,10 @@ def test_every_rank_finds_the_same_first_step_with_a_number_that_is_not_finite(n
     found = run_ranks(unread_numbers, LAYOUTS[name].world_size, LAYOUTS[name], kind)
     ((step, told),) = set(found)
     assert step == 3
-    assert told.startswith("the loss is inf" if kind == "loss" else "the gradient norm is inf"), told
+    # Under tp two infinite sums of other signs meet in one gradient, and are NaN.
+    assert told.startswith(
+        "the loss is inf" if kind == "loss" else ("the gradient norm is inf", "the gradient norm is nan")
+    ), told
     assert ("the loss is not finite on rank" if kind == "loss" else "is that of embedding.weight on rank") in told
 
 

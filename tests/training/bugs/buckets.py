@@ -5,7 +5,7 @@ from tests.mutation import Mutation
 from tests.training.bugs.bug import ONE, TP, ZERO_3, AnyBug, Bug
 
 _REPLICAS = Layout(dp_replicate=2, dp_shard=2, zero=2, compress_gradients="int8")
-_IN_PARTS = "torch.stack([of(*part, factor) for part in parts])"
+_LOSSES = "((sum_N.log() - target_N) * counted_N)"
 
 BUCKETS: dict[str, AnyBug] = {
     "compressed gradients after the first bucket are not summed over replicas": Bug(
@@ -35,6 +35,7 @@ BUCKETS: dict[str, AnyBug] = {
         optimizer="adamw-8bit",
     ),
     "the reported loss of logits is that of the first tokens": Bug(
-        Mutation("shardwright.parallel.loss:_in_parts", f"{_IN_PARTS}.sum()", f"{_IN_PARTS}[0]"), [ONE, ZERO_3]
+        Mutation("shardwright.parallel.loss:cross_entropy", f"{_LOSSES}.sum()", f"{_LOSSES}[:n_together].sum()"),
+        [ONE, ZERO_3],
     ),
 }

@@ -131,7 +131,16 @@ DTYPE: dict[str, AnyBug] = {
             "    if each.grad is not None:\n"
             "        each.grad = each.grad.bfloat16().to(each.grad.dtype)",
         ),
-        [ONE, ZERO_3],
+        [ZERO_3],
+        dtype="bfloat16",
+    ),
+    "gradients of micro-batches are added up in bf16 where one rank has copies of its weights": Bug(
+        Mutation(
+            "shardwright.parallel.data:_add_to_master",
+            "master.grad.add_(gradient)",
+            "master.grad.add_(gradient).copy_(master.grad.bfloat16())",
+        ),
+        [ONE],
         dtype="bfloat16",
     ),
     "gradients of all micro-batches but the last are added up in bf16": Bug(
