@@ -59,6 +59,15 @@ CHUNKS: dict[str, AnyBug] = {
         "tests/parallel/test_loss.py:test_compiled_the_loss_has_two_buffers_of_some_tokens_at_a_time",
         (torch.bfloat16,),
     ),
+    "the compiled loss is that of the first tokens": UnitBug(
+        Mutation(
+            "shardwright.parallel.loss:_in_parts",
+            "torch.stack([of(*part, factor) for part in parts]).sum()",
+            "torch.stack([of(*part, factor) for part in parts])[0]",
+        ),
+        "tests/parallel/test_loss.py:test_compiled_the_loss_has_two_buffers_of_some_tokens_at_a_time",
+        (torch.bfloat16,),
+    ),
     "gradients of chunks are accumulated in 16 bits": UnitBug(
         Mutation(FORWARD, "torch.zeros_like(weight_vD, dtype=wide)", "torch.zeros_like(weight_vD)"),
         "tests/parallel/test_loss.py:test_the_heads_gradient_in_16_bits_is_rounded_once",
