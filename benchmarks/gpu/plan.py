@@ -1,6 +1,6 @@
 """The first half hour on a GPU: three parts of at most ten minutes each, the results written as they come.
 
-    python benchmarks/gpu/plan.py 1|2|3 [--out FOLDER] [--only NAME ...] [--mock FOLDER]
+    python benchmarks/gpu/plan.py 1|2|3 [--out FOLDER] [--only NAME ...] [--together N] [--mock FOLDER]
 
 Every step runs in processes of its own, under its own time limit, and a step that fails does not stop the others.
 FOLDER (by default that of the variable OUT, else gpu-results) gets part-N.jsonl, one line a step, and part-N.log, the
@@ -9,6 +9,7 @@ ends of the outputs of steps that failed. `page.py` makes the page of them. READ
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 import signal
@@ -17,6 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -25,7 +28,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT / "src")]
 
-from steps import PARTS, Settings, Step  # noqa: E402
+from steps import PARTS, TOGETHER, Settings, Step  # noqa: E402
 
 PART_S = 570.0
 ON_MOCK = 10.0
@@ -47,6 +50,7 @@ class Part:
         self.work = Path(tempfile.gettempdir()) / "shardwright-gpu"
         self.work.mkdir(exist_ok=True)
         self.results, self.log = self.out / f"part-{number}.jsonl", self.out / f"part-{number}.log"
+        self.accelerator = "h100"
         self.slower = 1.0 if mock is None else ON_MOCK
         self.until_s = time.monotonic() + self.slower * PART_S
         self.environment = {
@@ -115,12 +119,12 @@ class Part:
             run_file, probe = self.work / f"{step.name}.toml", self.work / f"{step.name}.json"
             run_file.write_text(self.run_file(step, step.settings))
             probe.unlink(missing_ok=True)
-            more["GPU_PROBE"] = str(probe)
+            more |= {"GPU_PROBE": str(probe)} | ({} if step.saves else {"GPU_SAVES_NOTHING": "1"})
             words = ("-m", "shardwright", "train", str(run_file))
         code, output = self.python(words, step.limit_s, **more)
         record: dict[str, Any] = {"step": step.name, "exit": code, "s": round(time.monotonic() - began_s, 1)}
         if step.settings is not None:
-            record |= measured(self.work / step.name, probe) | planned(run_file)
+            record |= measured(self.work / step.name, probe) | planned(run_file, self.accelerator)
         elif code == 0 and output.rstrip().endswith("}"):
             record |= last_document(output)
         if code != 0:
@@ -174,16 +178,18 @@ def measured(run: Path, probe: Path) -> dict[str, Any]:
     return result | (json.loads(probe.read_text()) if probe.exists() else {})
 
 
-def planned(run_file: Path) -> dict[str, Any]:
-    """The plan of a run file for one H100: seconds of a step, and bytes that are allocated and reserved at most."""
+def planned(run_file: Path, accelerator: str) -> dict[str, Any]:
+    """The plan of a run file for one accelerator: tokens per second, and the most bytes allocated and reserved."""
     from shardwright.config import load
     from shardwright.cost.estimate import estimate
+    from shardwright.cost.hardware import cluster
     from shardwright.dry_run.planned import job_of
     from shardwright.errors import ShardwrightError
 
     try:
         config = load(run_file)
-        result = estimate(job_of(config), config.layout.layout(), config.batch.micro_batch)
+        job = replace(job_of(config), cluster=cluster(f"{accelerator}:1/1"))
+        result = estimate(job, config.layout.layout(), config.batch.micro_batch)
         tokens_per_s = config.batch.global_batch * config.batch.seq_len / result.step_s
         allocated = float(sum(values[0].max() for values in result.memory.kinds.values()))
         return {
@@ -193,6 +199,14 @@ def planned(run_file: Path) -> dict[str, Any]:
         }
     except ShardwrightError as error:
         return {"planned": str(error)}
+
+
+def accelerator_of(name: str) -> str:
+    """What `plan` calls the device of this name; an H100 where it is not known."""
+    from shardwright.training.device import accelerator_of_name
+
+    found = accelerator_of_name(name)
+    return "h100" if found is None else found.name
 
 
 def last_document(output: str) -> dict[str, Any]:
@@ -208,7 +222,9 @@ def prepare(part: Part) -> None:
     """Write which machine this is, and make the data from the standard library, unless an earlier part has."""
     code, output = part.python(("-c", VERSIONS), 60)
     machine = last_document(output) if code == 0 else {"output": output[-500:]}
-    part.write({"part": part.number, "exit": code, "date": str(date.today()), "mock": part.mock is not None} | machine)
+    part.accelerator = accelerator_of(machine.get("device", ""))
+    about = {"date": str(date.today()), "mock": part.mock is not None, "planned_for": part.accelerator}
+    part.write({"part": part.number, "exit": code} | about | machine)
     if part.tokens.exists():
         return
     text = part.work / "text"
@@ -226,13 +242,16 @@ def main() -> None:
     parser.add_argument("part", type=int, choices=PARTS)
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "gpu-results")))
     parser.add_argument("--only", nargs="+", metavar="NAME", help="the steps to run, by name")
+    parser.add_argument("--together", type=int, metavar="N", help="steps at a time; of part 1 on a GPU six")
     parser.add_argument("--mock", type=Path, metavar="FOLDER", help="rehearse on the mock that mock/build.py has made")
     options = parser.parse_args()
     part = Part(options.part, options.out, options.mock)
     prepare(part)
-    for step in PARTS[options.part]():
-        if not options.only or step.name in options.only:
-            part.run(step)
+    steps = [step for step in PARTS[options.part]() if not options.only or step.name in options.only]
+    together = options.together or (TOGETHER if options.part == 1 and options.mock is None else 1)
+    for _, some in itertools.groupby(steps, lambda step: step.after):
+        with ThreadPoolExecutor(together) as threads:
+            list(threads.map(part.run, some))
 
 
 if __name__ == "__main__":

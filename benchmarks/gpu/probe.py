@@ -1,7 +1,8 @@
 """An extension of the runs of the GPU plan: writes the peaks of the allocator, and on request a profile.
 
-`GPU_PROBE` names a file that has the peaks after each step, of the steps so far. `GPU_PROFILE` names the beginning of
-two files: PROFILE.txt, a table of the kernels that took longest in the sixth step, and PROFILE.json.gz, its trace.
+`GPU_PROBE` names a file that has the peaks after each step, of the steps so far. `GPU_PROFILE` names one for a table of
+the kernels that took longest in the sixth step, and `GPU_TRACE` one for the trace of that step.
+With `GPU_SAVES_NOTHING` the run writes no checkpoint: one of a large model takes longer than its steps.
 """
 
 import json
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from shardwright.training.saving import Saving
 from shardwright.training.step import Trainer
 
 PROFILED_STEP = 5
@@ -35,15 +37,18 @@ def probed_step(self: Trainer, batch: Any, step: int, rate: float) -> Any:
 
 
 def profiled(work: Any, path: str) -> Any:
-    """The result of `work`, whose kernels are written to two files."""
+    """The result of `work`, whose kernels are written to files."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         result = work()
         torch.cuda.synchronize()
     table = profile.key_averages().table(sort_by="self_device_time_total", row_limit=40, max_name_column_width=80)
-    Path(f"{path}.txt").write_text(table)
-    profile.export_chrome_trace(f"{path}.json.gz")
+    Path(path).write_text(table)
+    if "GPU_TRACE" in os.environ:
+        profile.export_chrome_trace(os.environ["GPU_TRACE"])
     return result
 
 
 Trainer.step = probed_step  # type: ignore[method-assign]
+if "GPU_SAVES_NOTHING" in os.environ:
+    Saving.save = lambda *_: None  # type: ignore[method-assign]

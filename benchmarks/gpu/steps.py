@@ -1,6 +1,7 @@
 """The steps of the GPU plan, as data: three parts of at most ten minutes each."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 Settings = dict[str, Any]
@@ -12,7 +13,9 @@ class Step:
 
     A step with `settings` is a run of `train` with these keys, of `n_steps` steps. Otherwise `command` is what Python
     runs; in it OUT is the folder of results, WORK one for runs, TOKENS the data. `needs`: modules without which the
-    step is skipped. `kernels`: whether it is skipped on the mock, where kernels do nothing.
+    step is skipped. `kernels`: whether it is skipped on the mock, where kernels do nothing. `after`: whether it begins
+    when the steps before it have ended, also where some run together. `saves`: whether the run ends with a checkpoint,
+    of 12 bytes a parameter.
     """
 
     name: str
@@ -22,6 +25,8 @@ class Step:
     command: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     kernels: bool = False
+    after: bool = False
+    saves: bool = False
     environment: dict[str, str] = field(default_factory=dict)
 
 
@@ -45,6 +50,9 @@ EXPERTS = BF16 | {
 
 SHARDWRIGHT = ("-m", "shardwright")
 HERE = "benchmarks/gpu"
+ROOT = Path(__file__).parents[2]
+TOGETHER = 6
+"""Steps of part 1 that run at a time: they are small, and nobody reads their times."""
 
 
 def smoke() -> list[Step]:
@@ -68,8 +76,11 @@ def smoke() -> list[Step]:
         "async-checkpoints": BF16 | {"checkpoint.every": 2, "checkpoint.async_mode": "async"},
         "spikes": BF16 | {"faults.spike": "skip"},
     }
-    runs = [Step(name, 60, SMALL | each) for name, each in settings.items()]
-    runs += [Step("experts", 60, SMALL_EXPERTS), Step("experts-compile", 90, SMALL_EXPERTS | COMPILE)]
+    runs = [Step(name, 90, SMALL | each, saves=True) for name, each in settings.items()]
+    runs += [
+        Step("experts", 90, SMALL_EXPERTS, saves=True),
+        Step("experts-compile", 120, SMALL_EXPERTS | COMPILE, saves=True),
+    ]
     generate = (
         *SHARDWRIGHT,
         "generate",
@@ -82,26 +93,36 @@ def smoke() -> list[Step]:
         "cuda",
     )
     score = (*SHARDWRIGHT, "eval", "WORK/bf16", "--data", "TOKENS", "--device", "cuda")
-    tests = ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests")
+    tests = ("-m", "pytest", "-q", "--tb=short", "-m", "gpu", "-p", "no:cacheprovider", *files_of_gpu_tests())
     return [
-        *runs,
-        Step("generate", 60, command=generate),
-        Step("eval", 60, command=score),
         Step("tests", 180, command=tests, needs=("pytest", "hypothesis"), kernels=True),
+        *runs,
+        Step("generate", 60, command=generate, after=True),
+        Step("eval", 60, command=score, after=True),
     ]
+
+
+def files_of_gpu_tests() -> list[str]:
+    """The test files that have tests marked `gpu`: to collect all others takes longer than to run these."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [str(path.relative_to(ROOT)) for path in files if "mark.gpu" in path.read_text()]
 
 
 def speed() -> list[Step]:
     """SmolLM2-1.7B with sequences of 4,096 tokens, and the same model in a loop written by hand."""
-    profile = {"GPU_PROFILE": "OUT/profile"}
     loop = (f"{HERE}/torch_loop.py",)
+    eager, compiled, fp8 = ({"GPU_PROFILE": f"OUT/profile-{name}.txt"} for name in ("eager", "compile", "fp8"))
+    compiled["GPU_TRACE"] = "OUT/trace-compile.json.gz"
     return [
         Step("1.7b-eager", 80, LARGE, 14),
         Step("1.7b-compile", 110, LARGE | COMPILE, 14),
-        Step("1.7b-compile-fp8", 110, LARGE | COMPILE | TENSORWISE, 14),
         Step("torch-compile", 90, command=(*loop, "--compile")),
+        Step("1.7b-compile-fp8", 110, LARGE | COMPILE | TENSORWISE, 14),
+        Step("1.7b-compile-profile", 90, LARGE | COMPILE, 7, environment=compiled),
+        Step("1.7b-eager-profile", 60, LARGE, 7, environment=eager),
+        Step("1.7b-compile-fp8-profile", 90, LARGE | COMPILE | TENSORWISE, 7, environment=fp8),
+        Step("attention", 60, command=(f"{HERE}/attention.py",), kernels=True),
         Step("torch-eager", 60, command=loop),
-        Step("1.7b-compile-profile", 90, LARGE | COMPILE, 8, environment=profile),
         Step("1.7b-recompute-full", 60, LARGE | {"layout.recompute": "full"}, 8),
     ]
 
@@ -123,7 +144,7 @@ def rest() -> list[Step]:
     chunks = {"layout.recompute": "full", "layout.loss_chunk_tokens": 4096}
     return [
         Step("1.7b-offload-activations", 70, LARGE | {"layout.offload_activations": "cpu"}, 8),
-        Step("1.7b-offload-optimizer", 80, LARGE | {"layout.offload_optimizer": "cpu"}, 6),
+        Step("1.7b-offload-optimizer", 80, LARGE | {"layout.offload_optimizer": "cpu"}, 6, saves=True),
         Step("1b-32k", 80, LONG | chunks, 6),
         Step("2.4b-experts", 70, EXPERTS, 8),
         Step("2.4b-experts-compile", 90, EXPERTS | COMPILE, 8),

@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from shardwright.cost.hardware import packaged_accelerators
+from shardwright.cost.hardware import Accelerator, packaged_accelerators
 from shardwright.cost.holes import MAPPED_BYTES
 
 _FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -23,16 +23,22 @@ def peak_flops_per_s(device: torch.device, compute_dtype: torch.dtype, tf32: boo
 def peak_of_name(name: str, compute_dtype: torch.dtype, tf32: bool = False) -> float | None:
     """The same by the device's name, such as `NVIDIA H200`, from `cost/hardware.toml`. `tf32`: fp32 tensors are
     multiplied in TF32."""
+    known = accelerator_of_name(name)
+    form = "tf32" if tf32 and compute_dtype == torch.float32 else _FORMATS.get(compute_dtype)
+    return None if known is None or form is None else known.flops_per_s.get(form)
+
+
+def accelerator_of_name(name: str) -> Accelerator | None:
+    """The accelerator of `cost/hardware.toml` with the peaks of the device of this name, or None if none is known."""
     words = set(name.lower().replace("-", " ").split())
     variant = words & {"pcie", "nvl", "mig"}  # slower parts, and parts of a part, of the same name
     if "a100" in words:
         variant.discard("pcie")  # the same peaks as the SXM part
-    form = "tf32" if tf32 and compute_dtype == torch.float32 else _FORMATS.get(compute_dtype)
     for known in packaged_accelerators():
         told = set(known.name.removeprefix("rtx").split("-"))
         # Sizes of memory, which the names of two parts of one die have, do not change the peak.
         if {word for word in told if not re.fullmatch(r"\d+gb", word)} <= words and variant <= told:
-            return None if form is None else known.flops_per_s.get(form)
+            return known
     return None
 
 
