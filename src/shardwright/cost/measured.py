@@ -14,6 +14,7 @@ from pydantic import Field
 from shardwright.cost.calibration import OTHERS
 from shardwright.cost.kinds import CONTEXT, DATA, TENSOR
 from shardwright.cost.table import ByPrecision, Count, NotNegative, Positive, Table
+from shardwright.split.buckets import LOGITS_TOGETHER
 from shardwright.units import GiB
 
 if TYPE_CHECKING:
@@ -166,5 +167,5 @@ def on_machine(job: "Job") -> "Job":
         )
     stack = replace(job.stack, speed=speed, workspace_bytes=rates.process_gib * GiB)
     if chip.on_host:
-        stack = replace(stack, holes=tuple(rates.holes), of_process=True)
+        stack = replace(stack, holes=tuple(rates.holes), of_process=True, logits_together=LOGITS_TOGETHER)
     return replace(job, calibration=fitted, stack=stack)

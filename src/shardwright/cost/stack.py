@@ -9,7 +9,7 @@ from typing import Literal
 from shardwright.cost import speed
 from shardwright.cost.hardware import Accelerator
 from shardwright.cost.speed import Speed
-from shardwright.split.buckets import LOGITS_TOGETHER
+from shardwright.split.buckets import LOGITS_TOGETHER_ON_GPU
 from shardwright.units import MiB
 
 
@@ -129,7 +129,7 @@ SHARDWRIGHT = Stack(
     expands_heads=True,
     frees_inputs=True,
     logit_kept_bytes=2.0,
-    logits_together=LOGITS_TOGETHER,
+    logits_together=LOGITS_TOGETHER_ON_GPU,
 )
 SHARDWRIGHT_COMPILED = replace(
     SHARDWRIGHT,

@@ -12,6 +12,7 @@ the loss. So W is used in the forward pass alone, and there is nothing to defer 
 Shapes: B batch, T tokens, N tokens of B sequences, C tokens of a chunk, D model, v a rank's rows of the vocabulary.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -25,7 +26,7 @@ from shardwright.model.device_type import device_type
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.norm import local_part
 from shardwright.parallel.tensor import TensorAxis, VocabularyHead
-from shardwright.split.buckets import LOGITS_TOGETHER
+from shardwright.split.buckets import LOGITS_TOGETHER, LOGITS_TOGETHER_ON_GPU
 
 
 def cross_entropy(
@@ -91,7 +92,8 @@ def _overwrite(each: Iterator[tuple[Tensor, ...]], in_place: bool, powers_Pv: Te
 
 def _n_together(logits_Nv: Tensor) -> int:
     """Of how many tokens logits are raised to fp32 at a time."""
-    return max(1, LOGITS_TOGETHER // logits_Nv.shape[-1])
+    together = LOGITS_TOGETHER if device_type(logits_Nv) == "cpu" else LOGITS_TOGETHER_ON_GPU
+    return max(1, together // logits_Nv.shape[-1])
 
 
 def _split(n_tokens: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -122,11 +124,15 @@ def bound(rows: range, ignore: int, group: dist.ProcessGroup | None, compiled: b
 
 def _in_parts(of: CrossEntropy, logits_Nv: Tensor, targets_N: Tensor, factor: Tensor | None) -> Tensor:
     """The sum of `of` some tokens at a time: it holds all logits that it is given in fp32, compiled twice."""
-    n_together = _n_together(logits_Nv)
-    if len(logits_Nv) <= n_together:
+    n_tokens, n_together = len(logits_Nv), _n_together(logits_Nv)
+    if n_tokens <= n_together:
         return of(logits_Nv, targets_N, factor)
-    parts = zip(logits_Nv.split(n_together), targets_N.split(n_together), strict=True)
-    return torch.stack([of(*part, factor) for part in parts]).sum()
+    least = math.ceil(n_tokens / n_together)
+    # Parts of one size are compiled once, so up to twice as many are taken where they are then equal.
+    n_parts = next((n for n in range(least, 2 * least) if n_tokens % n == 0), least)
+    return torch.stack(
+        [of(*part, factor) for part in _split(math.ceil(n_tokens / n_parts), logits_Nv, targets_N)]
+    ).sum()
 
 
 def loss_sum(of: CrossEntropy, logits_BTv: Tensor, targets_BT: Tensor, factor: Tensor | None = None) -> Tensor:

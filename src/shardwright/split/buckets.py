@@ -10,4 +10,8 @@ REPLICA_BUCKET_BYTES = 64 * MiB
 """Bytes of compressed gradients, as they are before that, that are summed over replicas at once where FSDP2 shards,
 unless one has more."""
 LOGITS_TOGETHER = 2**22
-"""Logits that the loss takes at a time where it copies them to fp32: 16 MiB, which stay in the caches of a GPU."""
+"""Logits that the loss takes at a time on a CPU where it copies them to fp32: 16 MiB."""
+LOGITS_TOGETHER_ON_GPU = 2**26
+"""The same on a GPU: 256 MiB, enough that its kernels take longer than their launches."""
+CONVERTED_BYTES = 64 * MiB
+"""Bytes of gradients in the compute type that a single rank converts to the type of the parameters at once."""
