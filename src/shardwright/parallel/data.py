@@ -59,7 +59,7 @@ from shardwright.parallel.compression import Codec, start_sum_of_vector
 from shardwright.parallel.host import pins
 from shardwright.parallel.powersgd import PowerSGD
 from shardwright.parallel.secondary import drop_secondary_shards, keep_secondary_shards
-from shardwright.split.buckets import BUCKET_BYTES
+from shardwright.split.buckets import BUCKET_BYTES, CONVERTED_BYTES
 from shardwright.torch_private import end_backward, foreach_copy_, parameter_groups
 from shardwright.units import in_groups
 
@@ -221,8 +221,9 @@ class Sharded:
 class MasterWeights:
     """The engine of a single rank whose modules compute with copies of the parameters in another type.
 
-    The parameters themselves are the master weights: the optimizer updates them and checkpoints hold them. The gradient
-    of a copy is added to the gradient of its master weight as soon as it is complete, and freed, as FSDP2 does.
+    The parameters themselves are the master weights: the optimizer updates them and checkpoints hold them. Gradients of
+    the copies wait until there are `CONVERTED_BYTES` of them, or until the micro-batch ends; then they are added to the
+    gradients of the master weights, and freed.
     """
 
     keeps_gradients = False
@@ -231,11 +232,13 @@ class MasterWeights:
         """Replace the trained parameters of `model`, which have values, by copies in `compute_dtype`."""
         self.masters: list[nn.Parameter] = []
         self.copies: list[nn.Parameter] = []
+        self._waiting: list[tuple[nn.Parameter, Tensor]] = []
+        """Master weights, and the gradients of their copies."""
         for name, master in list(model.named_parameters()):
             if master.requires_grad:
                 module, _, own = name.rpartition(".")
                 copy = nn.Parameter(master.detach().to(compute_dtype))
-                copy.register_post_accumulate_grad_hook(partial(_add_to_master, master))
+                copy.register_post_accumulate_grad_hook(partial(self._take_gradient, master))
                 setattr(model.get_submodule(module), own, copy)
                 self.masters.append(master)
                 self.copies.append(copy)
@@ -244,7 +247,7 @@ class MasterWeights:
         pass
 
     def after_gradients(self, split: bool, last: bool) -> None:
-        pass
+        self._add_waiting()
 
     def end_step(self) -> None:
         pass
@@ -257,14 +260,29 @@ class MasterWeights:
         """Round the master weights into the copies."""
         foreach_copy_([*self.copies], [*self.masters])
 
+    def _take_gradient(self, master: nn.Parameter, copy: Tensor) -> None:
+        assert copy.grad is not None
+        self._waiting.append((master, copy.grad))
+        copy.grad = None
+        if sum(gradient.nbytes for _, gradient in self._waiting) >= CONVERTED_BYTES:
+            self._add_waiting()
 
-def _add_to_master(master: nn.Parameter, copy: Tensor) -> None:
-    gradient, copy.grad = copy.grad, None
-    assert gradient is not None
-    if master.grad is None:
-        master.grad = gradient.to(master.dtype)
-    else:
-        master.grad.add_(gradient)
+    @torch.no_grad()
+    def _add_waiting(self) -> None:
+        """Add the gradients that wait to those of the master weights. The first ones of a step are converted together:
+        on a GPU one kernel for many tensors took a third of the time of one kernel for each."""
+        first = []
+        for master, gradient in self._waiting:
+            if master.grad is None:
+                first.append((master, gradient))
+            else:
+                master.grad.add_(gradient)
+        self._waiting.clear()
+        converted = [torch.empty_like(gradient, dtype=master.dtype) for master, gradient in first]
+        if first:
+            foreach_copy_(converted, [gradient for _, gradient in first])
+        for (master, _), gradient in zip(first, converted, strict=True):
+            master.grad = gradient
 
 
 def shard(

@@ -32,12 +32,13 @@ from shardwright.verification.trace import Quantity, RankTrace, Recorder
 
 BUCKETS = (
     (data, "BUCKET_BYTES"),
+    (data, "CONVERTED_BYTES"),
     (compressed, "REPLICA_BUCKET_BYTES"),
     (whole_matrices, "BUCKET_BYTES"),
     (on_shards, "BUCKET_BYTES"),
     (adamw_8bit, "BUCKET_BYTES"),
 )
-"""The sizes of what is sent or updated together, each in the module that reads it."""
+"""The sizes of what is sent, converted or updated together, each in the module that reads it."""
 
 
 @contextmanager

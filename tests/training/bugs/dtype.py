@@ -136,7 +136,7 @@ DTYPE: dict[str, AnyBug] = {
     ),
     "gradients of micro-batches are added up in bf16 where one rank has copies of its weights": Bug(
         Mutation(
-            "shardwright.parallel.data:_add_to_master",
+            "shardwright.parallel.data:MasterWeights._add_waiting",
             "master.grad.add_(gradient)",
             "master.grad.add_(gradient).copy_(master.grad.bfloat16())",
         ),
