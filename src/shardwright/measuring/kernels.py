@@ -16,7 +16,7 @@ from shardwright.model.feed_forward import gated, gelu
 from shardwright.model.norm import RMSNorm
 from shardwright.model.rotary import rotate
 from shardwright.parallel.loss import bound, loss_sum
-from shardwright.training.build import DTYPES
+from shardwright.training.device import DTYPES
 
 MATMULS = (  # (tokens, features in, features out): those of small models on a CPU, and of large ones on a GPU
     (128, 128, 384), (512, 128, 128), (128, 256, 768), (512, 256, 256), (512, 256, 768), (512, 768, 256),

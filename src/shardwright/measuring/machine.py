@@ -18,6 +18,7 @@ from shardwright.measuring.kernels import attention, copies, kernels, matmuls
 from shardwright.measuring.messages import disk_bytes_per_s, host_bytes_per_s, messages
 from shardwright.measuring.overheads import overheads, update_seconds
 from shardwright.measuring.points import KernelPoint, Machine, MessagePoint, Overheads, RankPoints, WholeStep
+from shardwright.measuring.steps import selected
 from shardwright.parallel.objects import gathered
 from shardwright.processes import machine_bytes, threads_of_a_rank
 from shardwright.training.device import configure_malloc
@@ -114,7 +115,7 @@ def rank_points(
 ) -> tuple[RankPoints, tuple[MessagePoint, ...]]:
     """What this rank measures, while the others do the same; and the messages of the ranks of its machine, which are
     consecutive. `grouped`: there are others in the world; every rank calls it."""
-    where = torch.device(device) if device == "cpu" else torch.device(device, torch.cuda.current_device())
+    where = selected(device)
     clock = Clock(where, kind, budget_s)
     configure_malloc()  # as the training program does
     precisions = CPU_PRECISIONS if device == "cpu" else GPU_PRECISIONS

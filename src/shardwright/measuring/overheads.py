@@ -13,7 +13,7 @@ from shardwright.config import parse
 from shardwright.errors import WorkerError
 from shardwright.measuring.clock import Kind, worst
 from shardwright.measuring.points import Overheads
-from shardwright.measuring.steps import Steps, run_file, run_steps
+from shardwright.measuring.steps import Steps, run_file, run_steps, selected
 from shardwright.model.rotary import rotary_table
 from shardwright.model.transformer import Block
 from shardwright.training.build import build_model, build_trainer
@@ -24,6 +24,8 @@ STEPS, ROUNDS = 8, 3
 """Steps of a run, and runs, of which the fastest counts: what other programs take only adds."""
 SMALL_HEADS, SMALL_WIDTH = 2, 16
 """Heads of the small models, and their width."""
+UPDATED_WIDTHS = {"cpu": (128, 512), "cuda": (2048, 4096)}
+"""Widths of two models that are updated: on a GPU an update of 50M parameters takes as long as its launches."""
 RunRanks = Callable[..., list[Any]]
 
 
@@ -95,7 +97,8 @@ def backward_share(device: str) -> float:
 def update_seconds(device: str, clock: Kind) -> list[tuple[int, float]]:
     """Parameters, and seconds to clip their gradients and update them, of two models; as the only rank of a world."""
     found = []
-    for width in (128, 512):
+    where = selected(device)
+    for width in UPDATED_WIDTHS[where.type]:
         sizes = {
             "n_layers": 2,
             "d_model": width,
@@ -106,8 +109,8 @@ def update_seconds(device: str, clock: Kind) -> list[tuple[int, float]]:
         }
         table = run_file({"preset": "debug", **sizes, "vocab_size": 512, "max_seq_len": 64}, _batch(1), {}, "fp32")
         config = parse(table)
-        model = build_model(config, torch.device(device), compiled=False)
-        trainer = build_trainer(config, model, torch.device(device), compiled=False)
+        model = build_model(config, where, compiled=False)
+        trainer = build_trainer(config, model, where, compiled=False)
         seconds = []
         for _ in range(7):
             for parameter in model.named_parameters.values():

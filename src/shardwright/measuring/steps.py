@@ -43,7 +43,7 @@ def run_file(model: dict[str, Any], batch: dict[str, int], layout: dict[str, Any
 def run_steps(table: dict[str, Any], steps: int, device: str = "cpu", warm_up: int = 1) -> Steps:
     """Take steps as this rank of the process group that is set up; collective."""
     configure_malloc()
-    where = torch.device(device)
+    where = selected(device)
     if where.type == "cpu":
         reset_peak()
     before = resident_bytes(where)
@@ -64,6 +64,15 @@ def run_steps(table: dict[str, Any], steps: int, device: str = "cpu", warm_up: i
     gc.collect()
     dist.barrier()
     return Steps(tuple(wall), tuple(cpu), before, peak)
+
+
+def selected(device: str) -> torch.device:
+    """The device of this rank, as the current one: a mesh is built for that."""
+    if device == "cpu":
+        return torch.device(device)
+    where = torch.device(device, torch.cuda.current_device())
+    torch.cuda.set_device(where)
+    return where
 
 
 def random_batch(config: RunConfig) -> Batch:
