@@ -32,10 +32,13 @@ class Step:
 
 BF16 = {"precision.compute": "bf16"}
 COMPILE = {"precision.compile": True}
+GRAPHS = COMPILE | {"precision.cuda_graphs": True}
 TENSORWISE = {"precision.fp8": "tensorwise"}
 SMALL = {"model.preset": "debug", "batch.seq_len": 256, "batch.global_batch": 8, "batch.micro_batch": 2}
 SMALL_EXPERTS = SMALL | BF16 | {"model.preset": "debug-moe"}
 LARGE = BF16 | {"model.preset": "smollm2-1.7b", "batch.seq_len": 4096, "batch.global_batch": 4, "batch.micro_batch": 4}
+FEW = LARGE | {"model.preset": "smollm2-135m", "batch.seq_len": 1024}
+"""So little work for each launch that a GPU waits for the host."""
 LONG = BF16 | {"model.preset": "llama-3.2-1b", "batch.seq_len": 32768, "batch.global_batch": 1, "batch.micro_batch": 1}
 EXPERTS = BF16 | {
     "model.preset": "qwen3-0.6b",
@@ -80,6 +83,8 @@ def smoke() -> list[Step]:
     runs += [
         Step("experts", 90, SMALL_EXPERTS, saves=True),
         Step("experts-compile", 120, SMALL_EXPERTS | COMPILE, saves=True),
+        Step("cuda-graphs", 120, SMALL | BF16 | GRAPHS, saves=True),
+        Step("experts-cuda-graphs", 120, SMALL_EXPERTS | GRAPHS, saves=True),
     ]
     generate = (
         *SHARDWRIGHT,
@@ -148,6 +153,9 @@ def rest() -> list[Step]:
         Step("1b-32k", 80, LONG | chunks, 6),
         Step("2.4b-experts", 70, EXPERTS, 8),
         Step("2.4b-experts-compile", 90, EXPERTS | COMPILE, 8),
+        Step("2.4b-experts-cuda-graphs", 90, EXPERTS | GRAPHS, 8),
+        Step("135m-compile", 90, FEW | COMPILE, 20),
+        Step("135m-cuda-graphs", 90, FEW | GRAPHS, 20),
         Step("1.7b-generate", 60, command=(*generate, "--max-tokens", "64", "--device", "cuda")),
         Step("measure", 240, command=measure),
         Step("plan-of-this-gpu", 30, command=(*plan, "--global-batch", "4", "--seq-len", "4096")),

@@ -62,6 +62,7 @@ foreach_add_, foreach_copy_, foreach_mul_, foreach_sign_, foreach_zero_ = (
 )
 foreach_lerp, foreach_lerp_, foreach_norm = torch._foreach_lerp, torch._foreach_lerp_, torch._foreach_norm
 grouped_mm, fp8_mm = torch._grouped_mm, torch._scaled_mm
+fused_attention_choice = torch._fused_sdp_choice
 
 _aten = torch.ops.aten
 flash_attention_cpu = _aten._scaled_dot_product_flash_attention_for_cpu

@@ -3,14 +3,19 @@
 Runs where PyTorch sees a CUDA device; one rank, with the process group that `shardwright train` sets up.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch import Tensor
 
 from shardwright.layout import Layout
+from shardwright.model.spec import ModelSpec
 from shardwright.parallel.apply import apply
 from shardwright.training.optimizer import build_optimizer
 from shardwright.training.ranks import Place, process_group
 from shardwright.training.step import Trainer
+from tests.training.bugs.bug import EXPERTS
 from tests.training.worlds import OPTIMIZER, RATE, SEED, SPEC, local_batch, one_process, relative_error, whole
 
 pytestmark = [
@@ -43,3 +48,35 @@ def test_a_step_on_a_gpu_has_the_gradients_of_float64_on_the_cpu(
         assert float(loss) == pytest.approx(exact.losses[0], rel=tolerance)
         trainer.update(RATE)
         del model, optimizer, trainer, parameter, found, loss
+
+
+@pytest.mark.parametrize("spec", [SPEC, replace(SPEC, moe=EXPERTS)], ids=["dense", "experts"])
+def test_blocks_replayed_as_cuda_graphs_take_the_steps_of_blocks_that_are_launched(spec: ModelSpec):
+    """Three steps of three micro-batches, and an evaluation: every replay overwrites what the one before gave."""
+    device = torch.device("cuda", 0)
+
+    def after_three_steps(cuda_graphs: bool) -> dict[str, Tensor]:
+        model = apply(
+            spec,
+            Layout(),
+            device,
+            seed=SEED,
+            compute_dtype=torch.bfloat16,
+            compile_blocks=True,
+            cuda_graphs=cuda_graphs,
+        )
+        optimizer = build_optimizer(model.named_parameters, model.spec, OPTIMIZER)
+        trainer = Trainer(model, optimizer, device=device, seed=SEED, clip_norm=1.0, compile_loss=True)
+        results = {}
+        for step in range(3):
+            batch = local_batch(step, 0, 1, accumulation=3)
+            results[f"loss {step}"] = trainer.step(batch, step, RATE).loss_part.clone()
+            if model.load is not None:
+                results[f"load {step}"] = model.load.counts_LE.clone()
+        results["evaluation"] = trainer.evaluate([local_batch(3, 0, 1, accumulation=3)])
+        return results | {name: parameter.detach().clone() for name, parameter in model.named_parameters.items()}
+
+    with process_group(Place(), device):
+        launched, replayed = after_three_steps(False), after_three_steps(True)
+        for name, value in launched.items():
+            assert relative_error(replayed[name].cpu().double(), value.cpu().double()) < 1e-4, name

@@ -22,6 +22,11 @@ class PrecisionSection(Section):
         "accumulation stay in fp32; fp16 has a dynamic loss scale",
     )
     compile: bool = Field(False, description="compile each block, and the loss, with torch.compile")
+    cuda_graphs: bool = Field(
+        False,
+        description="with compile, on one GPU in 16 bits: record the kernels of each block as a CUDA graph and launch "
+        "them together; for models whose kernels take less time than their launches",
+    )
     tf32: bool = Field(
         False,
         description="matmuls of fp32 tensors in TF32 on GPUs: some 7 times as fast, with 10 of 23 bits of a mantissa",

@@ -119,6 +119,7 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
             found += _fp8_problems(spec, layout, batch, valid.get("precision"))
     if layout and (precision := valid.get("precision")):
         found += _compression_problems(layout, precision)
+        found += _graph_problems(layout, precision, data)
     how, layers = valid["layout"].recomputation if "layout" in valid else ("none", None)
     if how == AUTO and layers is not None:
         found = [problem for problem in found if "recompute_layers" not in problem]
@@ -177,6 +178,25 @@ def _compression_problems(layout: Layout, precision: PrecisionSection) -> Iterat
             f"layout.compress_gradients={how!r} needs matmuls in the type of the parameters, which are fp32, and here "
             f"precision.compute={precision.compute!r}; set precision.compute='fp32', or compress_gradients='bf16'"
         )
+
+
+def _graph_problems(layout: Layout, precision: PrecisionSection, data: DataSection | None) -> Iterator[str]:
+    """Why blocks cannot be replayed as CUDA graphs: each call has to find its weights, and put its gradients, where the
+    recorded one did."""
+    if not precision.cuda_graphs:
+        return
+    needed = {
+        "precision.compile=true": precision.compile,
+        "precision.compute='bf16' or 'fp16'": precision.compute in ("bf16", "fp16"),
+        "a layout of one rank": layout.world_size == 1,
+        "layout.zero below 3": layout.zero < 3,
+        "layout.offload_parameters='none'": layout.offload_parameters == "none",
+        "layout.offload_activations='none'": layout.offload_activations == "none",
+        "data.attention='sequence'": data is None or data.attention == "sequence",
+    }
+    missing = [name for name, holds in needed.items() if not holds]
+    if missing:
+        yield f"precision.cuda_graphs=true needs {', '.join(missing)}; set that, or leave precision.cuda_graphs out"
 
 
 def _saving_problems(checkpoint: CheckpointSection, layout: Layout) -> Iterator[str]:

@@ -131,6 +131,8 @@ class Tally:
 
     def __init__(self) -> None:
         self._load: Load | None = None
+        self.copies = False
+        """Whether the next micro-batch overwrites the load of this one, as CUDA graphs do."""
 
     def record(self, x: Tensor, load: Load) -> None:
         """Add `load` in the backward pass of `x`: once for every training micro-batch, also where its forward pass is
@@ -141,7 +143,10 @@ class Tally:
     def add(self, load: Load) -> None:
         """Add `load` to the sum."""
         held = self._load
-        self._load = load if held is None else Load(*(a + b for a, b in zip(held, load, strict=True)))
+        if held is None:
+            self._load = Load(*(each.clone() for each in load)) if self.copies else load
+            return
+        self._load = Load(*(a + b for a, b in zip(held, load, strict=True)))
 
     def take(self) -> Load | None:
         """Return the sum and reset it; None if there was no backward pass."""

@@ -73,7 +73,7 @@ class Fp8Linear:
         shared = self.shared
         a = self.scaled(x.flatten(0, -2), FORWARD, shared.tokens, shared.inputs, 1)
         b = self.scaled(weight, FORWARD, shared.outputs, shared.inputs, self.settings.block)
-        return product(a, b, x.dtype).unflatten(0, x.shape[:-1])
+        return product(a, b, x.dtype, fast=True).unflatten(0, x.shape[:-1])
 
     def input_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
         """dy W, summed over output features."""
@@ -142,11 +142,11 @@ def use_fp8(model: nn.Module, spec: ModelSpec, fp8: Fp8) -> None:
         linear.fp8 = Fp8Linear(fp8)
 
 
-def product(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
-    """a b^T, (M, K) and (N, K) -> (M, N)."""
+def product(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """a b^T, (M, K) and (N, K) -> (M, N). `fast`: as of `scaled_mm`."""
     in_blocks = any(x.scale.dim() and x.scale.shape != (len(x.values), 1) for x in (a, b))
     if has_fp8_matmul(a.values, b.values) and not in_blocks:
-        return scaled_mm(a, b, dtype)
+        return scaled_mm(a, b, dtype, fast)
     wide = torch.promote_types(dtype, torch.float32)
     return (a.wide(wide) @ b.wide(wide).T).to(dtype)
 
@@ -158,10 +158,14 @@ def has_fp8_matmul(a_MK: Tensor, b_NK: Tensor) -> bool:
     return torch.cuda.get_device_capability(a_MK.device) >= (8, 9)
 
 
-def scaled_mm(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
-    """The same by PyTorch's matmul in fp8; scales of rows ask for an output in bf16."""
+def scaled_mm(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """The same by PyTorch's matmul in fp8; scales of rows ask for an output in bf16. `fast`: products are summed with
+    the fewer digits of the tensor cores of a GPU, as torchao and Transformer Engine do in forward passes; otherwise
+    parts of each sum are added up in fp32."""
     out = torch.bfloat16 if a.scale.dim() or dtype == torch.float64 else dtype
     # The operands of the kernel are row-major and column-major.
     q_MK, q_KN = a.values.contiguous(), b.values.contiguous().T
-    y_MN = fp8_mm(q_MK, q_KN, scale_a=a.scale, scale_b=b.scale.T if b.scale.dim() else b.scale, out_dtype=out)
+    y_MN = fp8_mm(
+        q_MK, q_KN, scale_a=a.scale, scale_b=b.scale.T if b.scale.dim() else b.scale, out_dtype=out, use_fast_accum=fast
+    )
     return y_MN.to(dtype)

@@ -61,6 +61,7 @@ def apply(
     param_dtype: torch.dtype = torch.float32,
     compute_dtype: torch.dtype = torch.float32,
     compile_blocks: bool = False,
+    cuda_graphs: bool = False,
     seq_len: int | None = None,
     fill: Fill = materialise,
     read: ReadCounts = read_counts,
@@ -70,9 +71,10 @@ def apply(
 
     Every rank of the world calls this, after `init_process_group` (also where the world size is 1). The layout has to
     fit the model (`split.rules.problems`). `seq_len`, in tokens, is the sequence length that pipeline stages are
-    balanced for; by default `spec.max_seq_len`. `fp8`: how matmuls of the layers are computed in fp8, if they are.
-    `fill` moves a part of the model from the meta device and gives it its initial values; `read` reads the numbers of
-    rows that ranks of ep exchange.
+    balanced for; by default `spec.max_seq_len`. `cuda_graphs`: record compiled blocks as CUDA graphs, on a single rank
+    that computes with copies of its parameters (`MasterWeights`). `fp8`: how matmuls of the layers are computed in fp8,
+    if they are. `fill` moves a part of the model from the meta device and gives it its initial values; `read` reads the
+    numbers of rows that ranks of ep exchange.
     """
     mesh = build_mesh(layout, device.type, spec.n_kv_heads)
     groups = build_groups(layout, mesh)
@@ -98,7 +100,7 @@ def apply(
             split_experts(part, expert_mesh, groups.ep, read)
         if layout.offload_activations == "cpu":
             stores.append(ActivationsOnHost(device, layout.offload_min_bytes))
-        _run_blocks(blocks, layout, stores[-1] if stores else None, compile_blocks)
+        _run_blocks(blocks, layout, stores[-1] if stores else None, compile_blocks, cuda_graphs)
         if sharded:
             dtypes = compute_dtype, param_dtype
             shards.append(shard(part, blocks, layout, mesh, expert_mesh, compression, secondary, *dtypes))
@@ -119,7 +121,7 @@ def apply(
         runner = _pipeline(stages, layout, groups, stage_groups, device, compute_dtype, seq_len or spec.max_seq_len)
     else:
         stage_groups = {}
-        runner = SequentialRunner(parts[0], engines[0])
+        runner = SequentialRunner(parts[0], engines[0], cuda_graphs)
     model = ParallelModel(spec, parts, runner, layout, mesh, groups, named, plain, held_on, stage_groups, masters)
     model.on_host, model.expert_mesh = stores, expert_mesh
     model.compression_state = {name: each for low_rank in products for name, each in low_rank.state.items()}
@@ -211,8 +213,12 @@ def _pipeline(
     return Pipeline(stages, schedule, Messages(groups.pp.rank(), stage_groups), activation, device)
 
 
-def _run_blocks(blocks: Sequence[nn.Module], layout: Layout, store: ActivationsOnHost | None, compiled: bool) -> None:
+def _run_blocks(
+    blocks: Sequence[nn.Module], layout: Layout, store: ActivationsOnHost | None, compiled: bool, graphs: bool
+) -> None:
     """Have blocks compiled, recompute what the layout says, and `store`, if there is one, keep what they save.
+
+    `graphs`: the kernels of compiled blocks are recorded as CUDA graphs.
 
     What is compiled is the forward pass of a block. Hooks around it (of FSDP2, of saved tensors) are not. All blocks
     share its code, and so what it compiles to; collectives split it into several regions.
@@ -226,7 +232,9 @@ def _run_blocks(blocks: Sequence[nn.Module], layout: Layout, store: ActivationsO
             _recompute(block, compiled, one_region)
     if compiled:
         for block in blocks:
-            block.forward = torch.compile(block.forward)
+            block.forward = torch.compile(block.forward, options={"triton.cudagraphs": True} if graphs else None)
+            for layer in expert_layers(block).values():
+                layer.tally.copies = graphs
     if layout.recompute != "full":
         for block in recomputing:
             keep = None if store is None or block is last else store.keep

@@ -62,8 +62,9 @@ class Runner(Protocol):
 class SequentialRunner:
     """Runs the whole model on this rank: forward and backward of one micro-batch after another."""
 
-    def __init__(self, model: nn.Module, engine: DataEngine) -> None:
-        self.model, self.engine = model, engine
+    def __init__(self, model: nn.Module, engine: DataEngine, graphs: bool = False) -> None:
+        """`graphs`: blocks are replayed as CUDA graphs, which overwrite what they gave for the micro-batch before."""
+        self.model, self.engine, self.graphs = model, engine, graphs
         self.keeps_gradients = engine.keeps_gradients
 
     def train(self, microbatches: Sequence[Microbatch], loss: Loss) -> Tensor:
@@ -85,4 +86,6 @@ class SequentialRunner:
         self.engine.release()
 
     def _outputs(self, microbatch: Microbatch) -> Any:
+        if self.graphs:
+            torch.compiler.cudagraph_mark_step_begin()
         return self.model(microbatch.tokens_BT, *microbatch.read_by_model)

@@ -11,14 +11,12 @@ from shardwright.parallel.expert import ReadCounts, read_counts
 from shardwright.parallel.initialise import materialise
 from shardwright.parallel.model import ParallelModel
 from shardwright.run_folder import OFFLOADED
+from shardwright.training.device import DTYPES
 from shardwright.training.loss_scale import loss_scaler
 from shardwright.training.offload.scratch import File, scratch_file
 from shardwright.training.offload.states import Where, where_of
 from shardwright.training.optimizer import build_optimizer
 from shardwright.training.step import Trainer
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-"""`precision.compute` -> the type of matmuls."""
 
 
 def build_model(
@@ -40,6 +38,7 @@ def build_model(
         param_dtype=torch.promote_types(compute, torch.float32),
         compute_dtype=compute,
         compile_blocks=compiled,
+        cuda_graphs=compiled and config.precision.cuda_graphs,
         seq_len=config.batch.seq_len,
         fp8=config.precision.fp8_settings,
         fill=fill,

@@ -6,10 +6,21 @@ import resource
 import sys
 
 import torch
+from torch.nn.attention import SDPBackend
 
+from shardwright.config import RunConfig
 from shardwright.cost.hardware import Accelerator, packaged_accelerators
 from shardwright.cost.holes import MAPPED_BYTES
+from shardwright.torch_private import fused_attention_choice
 
+_ATTENTION = {
+    SDPBackend.CUDNN_ATTENTION: "cuDNN",
+    SDPBackend.FLASH_ATTENTION: "FlashAttention-2",
+    SDPBackend.EFFICIENT_ATTENTION: "memory-efficient",
+    SDPBackend.MATH: "unfused, which stores the scores",
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+"""`precision.compute` -> the type of matmuls."""
 _FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -40,6 +51,25 @@ def accelerator_of_name(name: str) -> Accelerator | None:
         if {word for word in told if not re.fullmatch(r"\d+gb", word)} <= words and variant <= told:
             return known
     return None
+
+
+def attention_kernels(config: RunConfig, device: torch.device) -> str | None:
+    """The kernels that PyTorch takes for the attention of a run, in words; None where it does not choose: on a CPU,
+    over ranks of cp, and within documents."""
+    layout, spec = config.layout.layout(), config.model.spec()
+    if device.type != "cuda" or layout.cp > 1 or config.data.attention == "document":
+        return None
+    dtype = DTYPES[config.precision.compute]
+    q, k, v = (
+        torch.empty(1, max(1, heads // layout.tp), 128, width, device=device, dtype=dtype, requires_grad=True)
+        for heads, width in (
+            (spec.n_heads, spec.qk_dim),
+            (spec.n_kv_heads, spec.qk_dim),
+            (spec.n_kv_heads, spec.head_dim),
+        )
+    )
+    grouped = q.shape[1] != k.shape[1]
+    return _ATTENTION[SDPBackend(fused_attention_choice(q, k, v, None, 0.0, True, enable_gqa=grouped))]
 
 
 def peak_memory_bytes(device: torch.device) -> int:

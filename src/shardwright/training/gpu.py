@@ -103,6 +103,8 @@ def interface_problems(value: str | None, interfaces: Iterable[str]) -> list[str
 def check_gpu(config: RunConfig, device: torch.device) -> None:
     """Raise InputError where a run cannot take a step on a GPU of this process."""
     if device.type != "cuda":
+        if config.precision.cuda_graphs:
+            raise InputError("precision.cuda_graphs=true needs a GPU, and device is 'cpu'; leave it out there")
         return
     problems = gpu_problems(facts_of(device), config)
     if config.layout.layout().world_size > 1:

@@ -15,6 +15,7 @@ from shardwright.errors import CheckpointError, InputError, without_secrets
 from shardwright.files import parse_toml, read_text, reason
 from shardwright.report.words import batch_in_words, layout_in_words, learning_rate_in_words, model_in_words
 from shardwright.run_folder import Started, now
+from shardwright.training.device import attention_kernels
 from shardwright.training.schedule import learning_rate
 from shardwright.training.sources import Sources
 from shardwright.units import format_count, percent
@@ -33,9 +34,11 @@ def header(
     taken = f"{steps:,}" if not first_step else f"{steps:,}, from {first_step + 1:,} to {config.steps:,}"
     layout = config.layout.layout()
     recompute = f"; recompute {layout.recompute}" if layout.recomputes else ""
+    kernels = attention_kernels(config, device)
+    computed = config.precision.in_words + (f", attention {kernels}" if kernels else "")
     return [
         f"model   {model_in_words(config)}",
-        f"layout  {layout_in_words(layout)}{recompute}; device {device_name(device)}, {config.precision.in_words}",
+        f"layout  {layout_in_words(layout)}{recompute}; device {device_name(device)}, {computed}",
         f"update  {config.optimizer.name}, learning rate {config.optimizer.lr:g}: {learning_rate_in_words(config)}",
         f"batch   {format_count(tokens_per_step)} tokens a step: {batch_in_words(config)}",
         f"steps   {taken}: {format_count(steps * tokens_per_step)} tokens{'' if sources.mixed else f', {told[0]}'}",

@@ -10,8 +10,7 @@ from shardwright.data.mixture import MixtureOrder
 from shardwright.parallel.expert import take_sent_bytes
 from shardwright.parallel.model import ExpertLoad
 from shardwright.run_folder import MOST_RANKS_LOGGED, PHASES, Logged, Record, now
-from shardwright.training.build import DTYPES
-from shardwright.training.device import peak_flops_per_s, peak_memory_bytes
+from shardwright.training.device import DTYPES, peak_flops_per_s, peak_memory_bytes
 from shardwright.training.load import expert_numbers
 from shardwright.training.sources import Sources
 from shardwright.training.step import StepResult, Trainer
