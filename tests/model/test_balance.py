@@ -9,7 +9,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.model.balance import attach, aux_loss, entropy, max_over_mean, relative_load, update_bias, z_loss
+from shardwright.model.balance import (
+    Load,
+    Tally,
+    attach,
+    aux_loss,
+    entropy,
+    max_over_mean,
+    relative_load,
+    update_bias,
+    z_loss,
+)
 from shardwright.model.moe import Router, learn_from_load
 from shardwright.model.presets import PRESETS
 from shardwright.model.sections import MoESpec
@@ -155,3 +165,16 @@ def test_load_is_measured_between_even_and_one_expert_for_all(counts: list[int])
     assert (max_over_mean(even), max_over_mean(one)) == (1, len(counts))
     assert entropy(even).item() == pytest.approx(1)
     assert entropy(one).item() == 0
+
+
+def test_the_load_of_a_micro_batch_counts_also_where_the_next_one_overwrites_it() -> None:
+    tally = Tally()
+    tally.copies = True  # as where blocks are replayed as CUDA graphs
+    load = Load(torch.tensor([1, 2]), torch.tensor(3), torch.tensor(4.0), torch.tensor(5.0))
+    for _ in range(2):
+        tally.add(load)
+        for each in load:
+            each.mul_(10)
+    taken = tally.take()
+    assert taken is not None
+    assert [each.tolist() for each in taken] == [[11, 22], 33, 44, 55]

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from shardwright.config import parse
 from shardwright.errors import InputError
-from shardwright.training.gpu import GpuFacts, claim_gpu, gpu_problems, interface_problems
+from shardwright.training.gpu import GpuFacts, check_gpu, claim_gpu, gpu_problems, interface_problems
 from shardwright.training.ranks import Place, pick_device
 from shardwright.units import GiB
 
@@ -33,6 +33,25 @@ def test_a_gpu_is_refused_for_formats_that_are_newer_than_it():
     assert "8.0" in bf16
     assert "precision.compute='fp16'" in bf16
     assert problems(replace(V100, built_for=(7, 0)), compute="fp16") == []
+
+
+def test_cuda_graphs_are_refused_where_a_replay_would_read_or_write_elsewhere():
+    run = {"model": {"preset": "debug"}, "data": {"path": "tokens"}, "out": "run"} | BATCH
+    graphs = {"precision": {"cuda_graphs": True, "compile": True, "compute": "bf16"}}
+    config = parse(run | graphs)
+    with pytest.raises(InputError, match="needs a GPU, and device is 'cpu'"):
+        check_gpu(config, torch.device("cpu"))
+    for section, keys, needed in (
+        ("precision", {"compile": False}, "precision.compile=true"),
+        ("precision", {"compute": "fp32"}, "precision.compute='bf16' or 'fp16'"),
+        ("layout", {"dp_replicate": 2}, "a layout of one rank"),
+        ("layout", {"zero": 3}, "layout.zero below 3"),
+        ("layout", {"offload_activations": "cpu"}, "layout.offload_activations='none'"),
+        ("data", {"attention": "document"}, "data.attention='sequence'"),
+    ):
+        changed = run | {"batch": BATCH["batch"] | {"global_batch": 2}} | graphs
+        with pytest.raises(InputError, match=f"precision.cuda_graphs=true needs {needed}"):
+            parse(changed | {section: changed.get(section, {}) | keys})
 
 
 def test_a_gpu_is_refused_that_pytorch_was_not_built_for():

@@ -130,9 +130,9 @@ def _in_parts(of: CrossEntropy, logits_Nv: Tensor, targets_N: Tensor, factor: Te
     least = math.ceil(n_tokens / n_together)
     # Parts of one size are compiled once, so up to twice as many are taken where they are then equal.
     n_parts = next((n for n in range(least, 2 * least) if n_tokens % n == 0), least)
-    return torch.stack(
-        [of(*part, factor) for part in _split(math.ceil(n_tokens / n_parts), logits_Nv, targets_N)]
-    ).sum()
+    of_part = math.ceil(n_tokens / n_parts)
+    parts = zip(logits_Nv.split(of_part), targets_N.split(of_part), strict=True)
+    return torch.stack([of(*part, factor) for part in parts]).sum()
 
 
 def loss_sum(of: CrossEntropy, logits_BTv: Tensor, targets_BT: Tensor, factor: Tensor | None = None) -> Tensor:

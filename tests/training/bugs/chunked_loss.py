@@ -55,7 +55,7 @@ CHUNKS: dict[str, AnyBug] = {
         [replace(SP, **CHUNKS)],
     ),
     "the compiled loss takes all tokens at once": UnitBug(
-        Mutation("shardwright.parallel.loss:_in_parts", "len(logits_Nv) <= n_together", "True"),
+        Mutation("shardwright.parallel.loss:_in_parts", "n_tokens <= n_together", "True"),
         "tests/parallel/test_loss.py:test_compiled_the_loss_has_two_buffers_of_some_tokens_at_a_time",
         (torch.bfloat16,),
     ),

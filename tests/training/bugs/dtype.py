@@ -143,6 +143,13 @@ DTYPE: dict[str, AnyBug] = {
         [ONE],
         dtype="bfloat16",
     ),
+    "gradients that wait to be converted are freed where a micro-batch ends": Bug(
+        Mutation(
+            "shardwright.parallel.data:MasterWeights.after_gradients", "self._add_waiting()", "self._waiting.clear()"
+        ),
+        [ONE],
+        dtype="bfloat16",
+    ),
     "gradients of all micro-batches but the last are added up in bf16": Bug(
         Mutation(
             f"{SEQUENTIAL}.train",
