@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.parallel import data
-from shardwright.parallel.data import Replicated
+from shardwright.parallel.data import MasterWeights, Replicated
 from tests.distributed import run_ranks
 
 WIDTH, LAYERS, BATCH = 8, 4, 3
@@ -68,3 +68,26 @@ def test_where_gradients_come_in_a_second_half_buckets_are_sent_after_it():
     for events, summed in run_ranks(events_of_a_step, 2, True):
         assert events[-3:] == ["end of pass", bucket, bucket]
         assert summed
+
+
+def test_the_gradients_of_copies_are_added_to_their_master_weights():
+    """Of three micro-batches, each with more gradients than are converted at once and with some that still wait when it
+    ends."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
+    masters = dict(model.named_parameters())
+    engine = MasterWeights(model, torch.bfloat16)
+    copies = dict(model.named_parameters())
+    expected = {name: torch.zeros_like(master) for name, master in masters.items()}
+    with patch.object(data, "CONVERTED_BYTES", 2 * copies["0.weight"].nbytes + 1):
+        for seed in range(3):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)).bfloat16()
+            gradients = torch.autograd.grad(model(x).square().sum(), list(copies.values()))
+            for name, gradient in zip(copies, gradients, strict=True):
+                expected[name] += gradient.float()
+            model(x).square().sum().backward()
+            engine.after_gradients(split=False, last=seed == 2)
+    for name, master in masters.items():
+        assert master.grad is not None
+        assert torch.equal(master.grad, expected[name]), name
+        assert copies[name].grad is None

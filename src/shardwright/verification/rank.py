@@ -47,8 +47,7 @@ def several_of_each(case: Case) -> Iterator[None]:
     several of each, as a model at true size has; sizes that are smaller already stay."""
     element_bytes, matrix = DTYPES[case.dtype][1].itemsize, case.spec.d_model * case.spec.d_ffn
     sizes = dict.fromkeys(BUCKETS, max(1, matrix * element_bytes // 2))
-    # Several owners in each, and gradients that still wait when a micro-batch ends.
-    sizes[whole_matrices, "BUCKET_BYTES"] = sizes[data, "CONVERTED_BYTES"] = 3 * matrix * element_bytes
+    sizes[whole_matrices, "BUCKET_BYTES"] = 3 * matrix * element_bytes  # several owners in each
     sizes[loss, "LOGITS_TOGETHER"] = max(1, case.micro_batch * case.seq_len // 5) * case.spec.vocab_size
     before = {(module, name): getattr(module, name) for module, name in sizes}
     try:

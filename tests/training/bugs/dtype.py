@@ -143,12 +143,11 @@ DTYPE: dict[str, AnyBug] = {
         [ONE],
         dtype="bfloat16",
     ),
-    "gradients that wait to be converted are freed where a micro-batch ends": Bug(
+    "gradients that wait to be converted are freed where a micro-batch ends": UnitBug(
         Mutation(
             "shardwright.parallel.data:MasterWeights.after_gradients", "self._add_waiting()", "self._waiting.clear()"
         ),
-        [ONE],
-        dtype="bfloat16",
+        "tests/parallel/test_data.py:test_the_gradients_of_copies_are_added_to_their_master_weights",
     ),
     "gradients of all micro-batches but the last are added up in bf16": Bug(
         Mutation(
