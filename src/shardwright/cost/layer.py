@@ -213,7 +213,7 @@ def _attend(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) ->
             "rate of attention", f"rate * (flash_share * c / (c + c0) * {attended} / ({attended} + s0)) * flash_gain",
             "FLOP/s", "cost/calibration.toml, cost/speed.py", c=width, c0=fitted.flash_width, s0=fitted.flash_length,
             rate=reached_flops_per_s(job, job.wide_precision), flash_share=fitted.flash(chip.die),
-            flash_gain=job.stack.speed.flash_gain, **{attended: n_attended},
+            flash_gain=job.stack.speed.on(chip.die).flash_gain, **{attended: n_attended},
         )  # fmt: skip
         symbols["flash_backward"] = fitted.flash_backward
         formulas = [f"FLOPs_of_attention{times} / rate_of_attention" for times in ("", " * flash_backward")]

@@ -89,7 +89,8 @@ _APART = _FORMULA.replace(" * batch / multiprocessors", " / multiprocessors", 1)
 def reached_flops_per_s(job: Job, precision: str) -> float:
     """The rate that matmuls of the best shapes reach in training: the peak of the format, of which microbenchmarks
     reach a share, of which a share lasts in training, by die and format; times the effect of the software."""
-    chip, form, gain = job.cluster.accelerator, FORMATS[precision], job.stack.speed.matmul_gain
+    chip, form = job.cluster.accelerator, FORMATS[precision]
+    gain = job.stack.speed.on(chip.die).matmul_gain
     lasting = job.calibration.matmuls(chip.die, form.peak) * chip.lasting
     peak, share = chip.flops_per_s[form.peak], chip.matmul_share[form.peak]
     rate = peak * share * lasting * (form.rate * gain)

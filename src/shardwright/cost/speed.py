@@ -56,6 +56,8 @@ class Speed:
     place, where each is copied alone. `in_step`: by kind of work, by how much its messages take longer
     in a step than alone, 1 where it is not there; what runs on the same processor slows them down.
 
+    `by_die`: numbers that replace those of this stack on a die.
+
     `bucket_elements`: parameters whose gradients are reduced, or which are gathered, in one message; 0: those of one
     block, as FSDP does; infinite: all of a rank.
 
@@ -101,6 +103,7 @@ class Speed:
     bucket_s: float = 0.0
     part_s: float = 0.0
     in_step: Mapping[str, float] = field(default_factory=dict, hash=False)
+    by_die: Mapping[str, Mapping[str, float]] = field(default_factory=dict, hash=False)
     bucket_elements: float = 0.0
     reduce_bytes: float = 2.0
     optimizer_bytes: float = 38.0
@@ -108,6 +111,11 @@ class Speed:
     def slowdown(self, kind: str) -> float:
         """By how much messages of a kind of work take longer in a step than alone."""
         return self.in_step.get(kind, 1.0)
+
+    def on(self, die: str) -> "Speed":
+        """This stack on accelerators of a die."""
+        given: dict[str, Any] = dict(self.by_die.get(die, {}))
+        return replace(self, **given) if given else self
 
     def calibrated(self, by: Calibration) -> "Speed":
         """This stack with its fitted numbers."""
@@ -163,10 +171,14 @@ COMPILED = Speed(
     fuses_casts=True,
     merge_bytes=38.0,
 ).calibrated(CALIBRATED)
+HOPPER = {"matmul_gain": 1.16, "flash_gain": 2.4}
+"""Of PyTorch 2.11 on an H200: a step of 1.7B has 229 ms of matmuls (266 ms at 1), and 68 ms of attention by cuDNN,
+which PyTorch takes there (benchmarks/results/gpu-2026-11-27.md)."""
 SHARDWRIGHT_COMPILED = Speed(
     kind="shardwright-compiled",
     hides_tp_backward=True,
     flash_gain=FLASH_2,
+    by_die={"h100": HOPPER},
     reduce_bytes=4.0,
     loss_bytes=36.0,
     loss_cast_bytes=6.0,
@@ -184,8 +196,9 @@ SHARDWRIGHT_COMPILED = Speed(
 SHARDWRIGHT = replace(
     SHARDWRIGHT_COMPILED,
     kind="shardwright",
-    rope_bytes=14.0,
-    gated_bytes=10.0,
+    rmsnorm_bytes=9.0,
+    rope_bytes=36.0,
+    gated_bytes=11.5,
     loss_bytes=40.0,
     loss_cast_bytes=22.0,
     loss_over_tp_bytes=22.0,
