@@ -30,9 +30,10 @@ def step_length(config: RunConfig) -> Length:
     """The shortest step whose memory and messages are those of the whole step.
 
     In a pipeline the lists of actions and exchanges of all ranks are compared: if the list of n micro-batches is the
-    list of fewer with its period inserted again and again, the program runs the same period again and again. Schedules
-    whose lists do not have this form, such as afab and dualpipe, are run whole, and so are pipelines with cp or
-    recomputation.
+    list of fewer with its period inserted again and again, the program runs the same period again and again. Three
+    schedules are run whole. afab has all micro-batches in flight at once, so each one more adds to its peak. dualpipe
+    starts the second half of the micro-batches at the other end, so the number of each of these depends on how many
+    there are. auto searches a schedule for one number of micro-batches, and for another one finds another.
     """
     layout, n = config.layout.layout(), config.accumulation
     if layout.pp == 1:
@@ -49,9 +50,7 @@ def step_length(config: RunConfig) -> Length:
         )
 
     whole = lists(n)
-    # With ring attention under recomputation the temporaries of a short step were 2 KiB lower: not proven equal.
-    proven = layout.cp == 1 and layout.recompute == "none"
-    if proven and not layout.kind.searched:
+    if not layout.kind.searched:
         for n_run in range(layout.pp + _PERIODS, min(n, 8 * layout.n_stages + 8)):
             if schedule_problems(layout, n_run):
                 continue
