@@ -187,7 +187,7 @@ def _hold_data_of_others(trainer: Trainer, recorder: Recorder, batch: Iterable[T
                 if isinstance(tensor, Tensor) and (name := storage_id(tensor.untyped_storage())) not in given:
                     _, owners, offsets = of_storage.setdefault(name, (tensor.untyped_storage().nbytes(), set(), set()))
                     owners.add(at)
-                    offsets.add(tensor.storage_offset())
+                    offsets.add(int(tensor.storage_offset()))
         for n_bytes, owners, offsets in of_storage.values():
             if len(owners) == 1:
                 of_each += recorder.rounded(n_bytes)
