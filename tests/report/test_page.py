@@ -98,7 +98,7 @@ def test_a_pipeline_is_drawn_as_planned_and_as_measured(tmp_path: Path) -> None:
     assert text.index("Planned: 1f1b, 2 ranks, 4 micro-batches") < text.index("Measured: step 50")
     assert "In step 50 the ranks did nothing for 29.4% of the time" in text
     assert "leaves 20.0%" in text
-    assert re.findall(r"<td>([^<]*)</td>", html)[:5] == ["0", "12,000.0", "20.0%", "29.4%", "2"]
+    assert re.findall(r"<td[^>]*>([^<]*)</td>", html)[:5] == ["0", "12,000.0", "20.0%", "29.4%", "2"]
     assert "partitioned into 2 stages; the schedule is 1f1b" in text
     assert "Each rank holds the layers of its stages" in text
     assert "clocks" not in text
