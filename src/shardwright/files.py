@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from shardwright.errors import NO_ROOM, InputError
+from shardwright.errors import NO_ROOM, FullError, InputError, system_limit
 from shardwright.units import MiB, format_bytes
 
 LONGEST_TEXT = 16 * MiB
@@ -206,8 +206,8 @@ def problem_of_place(path: Path) -> str | None:
 
 
 def write_whole(path: Path, content: bytes, required: bool = True) -> None:
-    """Write a file, in place of a regular file that is there. Raises InputError if the place cannot be written, but
-    for a full disk where the file is not `required`."""
+    """Write a file, in place of a regular file that is there. Raises InputError if the place cannot be written, and on
+    a full disk, if the file is `required`, FullError: what is there stays."""
     if (problem := problem_of_place(path)) is not None:
         raise InputError(problem)
     special = path.exists() and not path.is_file()
@@ -226,7 +226,9 @@ def write_whole(path: Path, content: bytes, required: bool = True) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             fresh.unlink(missing_ok=True)
-        if error.errno in NO_ROOM and not required:
+        if error.errno in NO_ROOM:
+            if required:
+                raise FullError(system_limit(OSError(error.errno, error.strerror, str(path)))) from None
             return
         raise InputError(f"{path} cannot be written: {error.strerror}; choose another place") from None
 

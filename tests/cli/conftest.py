@@ -1,10 +1,12 @@
-"""Data and a run file that bad input is tried on."""
+"""Data and a run file that bad input is tried on, and the plan that several tests read."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardwright.data.prepare import prepare
+from tests.cli.plans import REAL, document
 
 RUN = """
 out = "{out}"
@@ -34,3 +36,8 @@ def run_file(tmp_path: Path, data: Path) -> Path:
     path = tmp_path / "run.toml"
     path.write_text(RUN.format(out=tmp_path / "out", data=data))
     return path
+
+
+@pytest.fixture(scope="session")
+def told() -> Any:
+    return document(*REAL, "--budget-tokens", "15e12")

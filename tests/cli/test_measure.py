@@ -20,6 +20,7 @@ from shardwright.serving.setting import Degrees, Serving, Settings
 from shardwright.verification.ranks import run_ranks
 from tests.cli.imports import help_imports_nothing_heavy
 from tests.marks import prove
+from tests.report.pictures import assert_page_never_scrolls, readable_pictures
 
 
 def measure(*arguments: object) -> Result:
@@ -32,11 +33,14 @@ def test_this_machine_is_measured_and_planned_for(tmp_path: Path, monkeypatch: p
     for part in ("generation", "whole_steps"):
         monkeypatch.setattr(f"shardwright.measuring.{part}.ROUNDS", 1)  # the least or median of several takes minutes
     out, page = tmp_path / "mine.toml", tmp_path / "mine.html"
-    result = measure("--out", out, "--html", page, "--budget", 0.002, "--clock", "cpu", "--device", "cpu", "--ranks", 2)
+    asked = ("--out", out, "--html", page, "--budget", 0.002, "--clock", "cpu", "--device", "cpu", "--ranks", 2)
+    with readable_pictures(monkeypatch):
+        result = measure(*asked)
     assert result.exit_code == 0, result.output
     for part in ("measured in", "fp32", "messages in a node", "disk", f"written to {out}", "--cluster mine:2"):
         assert part in result.output
     assert "heads of 64" in page.read_text()
+    assert_page_never_scrolls(page.read_text())
     words = ["plan", "--model", "debug", "--cluster", "mine:2", "--global-batch", "8", "--seq-len", "128"]
     planned = CliRunner().invoke(app, [*words, "--precision", "fp32", "--hardware", str(out), "--json"])
     assert planned.exit_code == 0, planned.output

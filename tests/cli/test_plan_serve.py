@@ -9,6 +9,7 @@ from typer.testing import CliRunner, Result
 
 from shardwright.cli.main import OF_TWO_WORDS, app
 from tests.cli.imports import help_imports_nothing_heavy, runs_without
+from tests.report.pictures import assert_page_never_scrolls, readable_pictures
 
 ASKED = ("--model", "llama-3.1-8b", "--cluster", "h100:2/2", "--input-len", 1024, "--output-len", 128)
 
@@ -30,14 +31,15 @@ def test_the_best_is_told_with_its_times_memory_and_what_others_lose():
         assert part in result.output, part
 
 
-def test_the_document_holds_what_the_page_tells(tmp_path: Path):
-    found = document(*ASKED, "--precision", "fp8", "--html", tmp_path / "plan.html", "--price", 3)
+def test_the_document_holds_what_the_page_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with readable_pictures(monkeypatch):
+        found = document(*ASKED, "--precision", "fp8", "--html", tmp_path / "plan.html", "--price", 3)
     best = found["best"][0]
     assert best["cost_per_million_tokens"] == pytest.approx(3 / 3600 / best["tokens_per_s_per_accelerator"] * 1e6)
     assert best["ttft_s"]["p50"] <= best["ttft_s"]["p95"] <= best["ttft_s"]["p99"]
     page = (tmp_path / "plan.html").read_text()
     assert f"{best['tokens_per_s']:,.0f}" in page
-    assert "<svg" in page
+    assert_page_never_scrolls(page)
     assert "http" not in page.replace("http://www.w3.org", "").replace("https://matplotlib.org", "").replace(
         "http://purl.org", ""
     ).replace("http://creativecommons.org", "")

@@ -113,7 +113,7 @@ def test_several_runs_are_one_page_with_their_losses_and_a_table_of_numbers(tmp_
     assert done.exit_code == 0, done.output
     assert re.search(r"first\n.*validation loss +5\.1000\n.*second\n.*training loss +4\.0000\n", done.stdout, re.DOTALL)
     html = page.read_text()
-    cells = re.findall(r"<td>([^<]*)</td>", html)
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", html)
     assert [cells[0], *cells[2:8]] == ["first", "50 of 100", "3.2K", "5.0000", "5.1000", "164", "1K"]
     assert [cells[11], *cells[13:19]] == ["second", "100", "6.4K", "4.0000", "n/a", "n/a", "2K"]
     picture = html[html.index("<svg") : html.index("</svg>")]

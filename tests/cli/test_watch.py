@@ -187,8 +187,8 @@ def test_a_folder_that_is_copied_while_it_is_written_is_read_at_every_length(tmp
         (100, "gone", 0, True, "all 100 steps are done"),
         (100, "there", 0, False, "the run goes on to its end"),
         (50, "there", 1000, False, "step 50 of 100"),
-        (50, "gone", 0, False, "ended, or not going on yet, at step 50 of 100"),  # it may be restarted
-        (50, "gone", 1000, True, "ended, or not going on yet, at step 50 of 100; written last 16 min 40 s ago"),
+        (50, "gone", 0, False, "stopped after step 50 of 100: its process is gone"),  # it may be restarted
+        (50, "gone", 1000, True, "written last 16 min 40 s ago; no checkpoint is complete, so it can only start anew"),
         (50, "elsewhere", 1000, False, "not a process of this machine"),
         (100, "elsewhere", 0, True, "all 100 steps are done"),
     ],
@@ -203,6 +203,20 @@ def test_when_a_run_has_ended(step: int, owner: str, quiet_s: float, ended: bool
     followed.look()
     assert followed.has_ended == ended
     assert told in state_in_words(followed)
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_a_killed_run_says_from_where_and_how_it_continues(local: bool, tmp_path: Path) -> None:
+    keys = ("checkpoint.local_every=20", f"checkpoint.local={tmp_path}/local") if local else ()
+    folder = write_run(tmp_path / "run", [train_record(40), train_record(50)], *keys)
+    (tmp_path / "local/step-00000040" if local else folder / "checkpoints/step-00000040").mkdir(parents=True)
+    owned_by(folder, gone())
+    followed = Followed(folder)
+    followed.look()
+    told = state_in_words(followed)
+    assert told.startswith("stopped after step 50 of 100: its process is gone; written last ")
+    assert told.endswith(f"this continues from step 40: shardwright train {folder}/run.toml --resume")
+    assert told in " ".join(run(folder, "--once").stdout.split()).replace("│", "")
 
 
 def test_ctrl_c_ends_it_without_a_word(tmp_path: Path, monkeypatch) -> None:

@@ -28,7 +28,7 @@ LATENT = MIXTURE | {
     "n_kv_heads": 4,
     "latent_attention": {"kv_rank": 24, "q_rank": 16, "nope_dim": 16, "rope_dim": 8, "v_dim": 16},
 }
-MODELS = {"dense": DENSE, "mixture": MIXTURE, "latent": LATENT}
+MODELS = {"dense": DENSE, "mixture": MIXTURE, "latent": LATENT, "mtp": DENSE | {"mtp_modules": 1}}
 Counts = list[list[list[int]]]
 
 

@@ -16,6 +16,7 @@ from shardwright.report.page import write_page
 from shardwright.report.ranks import ratios_of
 from shardwright.report.run_record import read_run
 from shardwright.report.style import COLOURS, DARK_COLOURS
+from tests.report.pictures import assert_page_never_scrolls, readable_pictures
 from tests.report.runs import PIPELINE, evaluation, moe_record, started, train_record, usual, usual_pipeline, write_run
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
@@ -72,18 +73,22 @@ def test_a_page_is_sound_html_with_numbers_curves_layout_and_run_file(tmp_path: 
     assert f"shardwright train {tmp_path}/run.toml --resume" in text
 
 
-def test_a_page_says_where_when_and_with_what_a_run_was_started_each_time(tmp_path: Path) -> None:
-    resumed = started(10, "1 rank", "one rank") | {"lr_schedule": "cosine over 20 steps"}
+def test_a_page_says_where_when_and_with_what_a_run_was_started_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resumed = started(10, "1 rank", "one rank") | {"lr_schedule": "cosine over 20 steps, 6 of warm-up"}
     records = [started(0), train_record(10), resumed, train_record(20, tokens_per_s=9e3)]
-    html, page = page_of(write_run(tmp_path, records, "layout.dp_shard=1", "steps=20"))
+    with readable_pictures(monkeypatch):
+        html, page = page_of(write_run(tmp_path, records, "layout.dp_shard=1", "steps=20"))
+    assert_page_never_scrolls(html)
     text = " ".join(page.text)
     newest = "2026-11-11 10:52 UTC, 1 x NVIDIA H200 on node7; torch 2.13.0, shardwright 0.1.0, git commit 0123456789ab"
     assert newest in text
-    assert re.findall(r"<td>([^<]*)</td>", html)[:11] == [
+    assert re.findall(r"<td[^>]*>([^<]*)</td>", html)[:11] == [
         *("1 to 10", "2 ranks with ZeRO-3", "1K", "2026-11-01 10:52 UTC", "node7", "NVIDIA H200", "0123456789ab"),
         *("11 to 20", "1 rank", "9K", "2026-11-11 10:52 UTC"),
     ]
-    assert "from step 11: cosine over 20 steps" in text
+    assert re.search(r"from step 11: cosine\s+over\s+20 steps, 6 of warm-up", text)
 
 
 def test_a_pipeline_is_drawn_as_planned_and_as_measured(tmp_path: Path) -> None:
@@ -93,7 +98,7 @@ def test_a_pipeline_is_drawn_as_planned_and_as_measured(tmp_path: Path) -> None:
     assert text.index("Planned: 1f1b, 2 ranks, 4 micro-batches") < text.index("Measured: step 50")
     assert "In step 50 the ranks did nothing for 29.4% of the time" in text
     assert "leaves 20.0%" in text
-    assert re.findall(r"<td>([^<]*)</td>", html)[:5] == ["0", "12,000.0", "20.0%", "29.4%", "2"]
+    assert re.findall(r"<td[^>]*>([^<]*)</td>", html)[:5] == ["0", "12,000.0", "20.0%", "29.4%", "2"]
     assert "partitioned into 2 stages; the schedule is 1f1b" in text
     assert "Each rank holds the layers of its stages" in text
     assert "clocks" not in text

@@ -18,6 +18,7 @@ from shardwright.report.plan_pictures import KINDS, ROLES, length_svg, memory_sv
 from shardwright.report.style import COLOURS, DARK_COLOURS
 from shardwright.units import GiB
 from tests.marks import prove
+from tests.report.pictures import assert_page_never_scrolls, readable_pictures
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +84,13 @@ def test_no_two_roles_have_one_colour():
 
 
 @prove
-def test_the_page_has_all_pictures_in_the_colours_of_the_screen(plan: Plan, tmp_path: Any):
+def test_the_page_has_all_pictures_in_the_colours_of_the_screen(
+    plan: Plan, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+):
     path = tmp_path / "plan.html"
-    write_page(plan, "llama <8b>", None, runners_up(plan), None, path)
+    with readable_pictures(monkeypatch):
+        write_page(plan, "llama <8b>", None, runners_up(plan), None, path)
+    assert_page_never_scrolls(path.read_text())
     page = path.read_text()
     assert "llama &lt;8b&gt;" in page
     assert "llama <8b>" not in page

@@ -12,6 +12,7 @@ from shardwright.report.verify_page import write_matrix_page, write_page
 from shardwright.report.verify_pictures import CLASSES, ROLES, cells_by_panel, class_of, errors_svg, in_order, short
 from shardwright.verification import Case, Report, Row
 from shardwright.verification.trace import Quantity
+from tests.report.pictures import assert_page_never_scrolls, readable_pictures
 from tests.training.worlds import CASE
 
 LAYOUT = Layout(tp=2, dp_shard=2)
@@ -46,9 +47,11 @@ def page(path: Path) -> str:
     return text
 
 
-def test_a_page_has_the_verdict_the_culprit_and_what_is_not_equal(tmp_path: Path):
-    write_page(WRONG, "2 layers & 3 steps", path := tmp_path / "page.html")
+def test_a_page_has_the_verdict_the_culprit_and_what_is_not_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with readable_pictures(monkeypatch):
+        write_page(WRONG, "2 layers & 3 steps", path := tmp_path / "page.html")
     text = page(path)
+    assert_page_never_scrolls(text)
     assert "<h1>tp 2, dp_shard 2, zero 3: not equal</h1>" in text
     assert "Culprit: the smallest layout that still differs: tp 2 (2 ranks)." in text
     assert "2 layers &amp; 3 steps" in text

@@ -7,10 +7,11 @@ import pytest
 
 from shardwright.cost.cache import cache_bytes_per_token
 from shardwright.serving import forms
-from shardwright.serving.engines import UNNAMED
+from shardwright.serving.engines import REQUESTS_ON_SMALL, UNNAMED, VLLM_LOGIT_BYTES, engine_of
 from shardwright.serving.memory import BLOCK_TOKENS, largest_batch, memory
 from shardwright.serving.setting import Batch, Degrees, Settings
 from shardwright.serving.work import latency_s, period_s
+from shardwright.units import GiB
 from tests.serving.cases import IDEAL, serving
 
 ONE = Settings.of([Degrees(1)])
@@ -110,6 +111,31 @@ def test_an_engine_takes_its_part_of_all_memory_or_of_what_is_left():
     used = float(of_all.weights[0] + of_all.working[0])
     assert float(of_all.cache[0]) == pytest.approx(0.5 * whole - used)
     assert float(of_rest.cache[0]) == pytest.approx(0.5 * (whole - used))
+
+
+def test_vllm_leaves_the_cache_what_its_sampler_does_not_need():
+    """Published: 8.11 GiB of cache on each rank (vllm-project/vllm#21348)."""
+    vllm = engine_of("vllm")
+    assert vllm is not None
+    there = serving("qwen3-235b-a22b", "h100:4", precision="fp8", kv_precision="bf16")
+    four = Settings.of([Degrees(4)])
+    assert float(memory(there, four, vllm).cache[0]) / GiB == pytest.approx(8.11, rel=0.12)
+    # Without the sampler, 14.7 GiB are planned.
+    assert float(memory(there, four, replace(vllm, logit_bytes=0.0)).cache[0]) / GiB > 14
+
+
+@pytest.mark.parametrize(("machine", "requests"), [("h100:1/1", 1024), ("a100-80:1/1", 256), ("l40s:1/1", 256)])
+def test_the_requests_that_vllm_samples_depend_on_the_accelerator(machine: str, requests: int):
+    vllm = engine_of("vllm")
+    assert vllm is not None
+    assert REQUESTS_ON_SMALL == 256
+    there = serving("llama-3.1-8b", machine)
+    # With a short pass, so that the sampler is what needs most.
+    found = [
+        float(memory(there, ONE, replace(vllm, max_tokens=512, logit_bytes=each)).working[0])
+        for each in (VLLM_LOGIT_BYTES, 2 * VLLM_LOGIT_BYTES)
+    ]
+    assert found[1] - found[0] == pytest.approx(requests * there.model.vocab_size * VLLM_LOGIT_BYTES)
 
 
 def test_a_prompt_lengthens_a_pass_by_less_where_several_share_it():

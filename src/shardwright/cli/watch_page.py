@@ -13,8 +13,9 @@ from rich.text import Text
 from shardwright.cli.common import columns, console
 from shardwright.cli.followed import MOST_RANKS, Followed
 from shardwright.console import visible
+from shardwright.report.run_record import resume_command
 from shardwright.report.words import layout_in_words, model_in_words
-from shardwright.run_folder import Evaluated, Event, Logged, Saved, checkpoint_name, step_of
+from shardwright.run_folder import Evaluated, Event, Logged, Saved, checkpoint_name, resumable, step_of
 from shardwright.units import format_bytes, format_count, format_seconds, percent
 
 EVENTS_SHOWN = 8
@@ -45,17 +46,26 @@ def _rule(name: str) -> Rule:
 
 
 def state_in_words(run: Followed) -> str:
-    """`step 40 of 100, 12 s left`, `all 100 steps are done`, `ended at step 40 of 100`."""
+    """`step 40 of 100, 12 s left`, `all 100 steps are done`, `stopped after step 40 of 100: its process is gone`."""
     step, steps, runs = run.step, run.config.steps, run.runs
     if step >= steps:
         return f"all {steps:,} steps are done" + (", the run goes on to its end" if runs else "")
     told = f"step {step:,} of {steps:,}"
     if runs is False:
-        return f"ended, or not going on yet, at {told}; written last {_ago(run)}"
+        return f"stopped after {told}: its process is gone; written last {_ago(run)}; {_way_on(run)}"
     left = f", {format_seconds(run.train[-1].step_s * (steps - step))} of steps left" if run.train else ""
     if runs is None:
         return f"{told}{left}; not a process of this machine, written last {_ago(run)}"
     return f"{told}{left}; written last {_ago(run)}"
+
+
+def _way_on(run: Followed) -> str:
+    """How a run whose process is gone continues, unless what started it (`--max-restarts`, a scheduler) does so."""
+    saved = resumable(run.folder, run.config.checkpoint.local)
+    if not saved:
+        return "no checkpoint is complete, so it can only start anew"
+    command = resume_command(run.folder, run.config, run.step)
+    return f"unless it is restarted, this continues from step {step_of(saved[-1]):,}: {command}"
 
 
 def _ago(run: Followed) -> str:

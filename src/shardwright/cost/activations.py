@@ -87,7 +87,8 @@ def layer(job: Job, candidates: Candidates, block: Block, name: str | None = Non
             selective = f"everything - ({less})"
         elif job.stack.selective in ("products", "read products"):
             selective = "listed"
-            formulas("listed", "min(T_shard * h * e + listed_of_attention + listed_of_networks, everything)")
+            listed = " + ".join(f"listed_of_{part}" for part in parts)
+            formulas("listed", f"min(T_shard * h * e + {listed}, everything)")
         again, rows = candidates.recompute, formulas["rows_sent"] if block.experts else 0.0
         formulas.choose(
             "all kept", again, ["everything", selective, "T_shard * h * e"],
@@ -221,6 +222,7 @@ def features(job: Job, candidates: Candidates, block: Block) -> ledger.Inputs:
         found |= {
             "top_k": moe.top_k,
             "n_experts": moe.n_experts,
+            "exchanged": (candidates.ep > 1) + 0,
             "weighed": int(stack.weighs_outputs),
             "unweighted": int(not stack.weighs_outputs and not block.gated),
             "copied": int(stack.wide_router and job.element_bytes < 4),
@@ -235,7 +237,10 @@ def _attention(job: Job, formulas: Formulas) -> None:
         "scores", f"T * heads / tp * {f's * {a_score}' if stored else 4}", "stored" if stored else "log-sum-exp, fp32"
     )
     formulas("kept of attention", "T * ((q + k + v + padding) * e + out * e_input) + T_shard * narrow * e + scores")
-    formulas("listed of attention", "T * (q + v + out) * e")
+    # Of a mixture in eager mode, torchtitan recomputes the attention whole. It keeps what the norms around it read and
+    # write, which no recomputed module contains (distributed/activation_checkpoint.py since 0943771, 2025-09).
+    apart = job.model.moe is not None and job.stack.selective == "products"
+    formulas("listed of attention", "2 * T_shard * h * e" if apart else "T * (q + v + out) * e")
     formulas("attention for W", "T * (q + k + v + out) * e + T_shard * narrow * e")
     formulas(
         "working of attention",
@@ -263,6 +268,7 @@ def _experts(job: Job, formulas: Formulas, *, shared: bool) -> None:
     formulas("router", f"T_shard * (2 * 4 * n_experts + 4 * h * copied){less}", "scores in fp32")
     made = "T_shard * top_k * expert_inner * ((made + unweighted) * e + e_input)"
     formulas("kept of experts", f"rows_sent + router + {made}")
+    formulas("listed of experts", "2 * T_shard * top_k * h * e * exchanged", "outputs of both all-to-alls")
     formulas("experts for W", "T_shard * top_k * (2 * h + tensors * expert_inner) * e")
     formulas(
         "working of experts", "experts_for_W + T_shard * (h - top_k * expert_inner * frees_inputs) * e", "gradients"

@@ -75,8 +75,8 @@ _SYMBOLS = (
      "own; those with all query heads, and their gradients"),
     ("kept_by_a_block working_of_a_block several", "B", "what the backward pass of a block frees; its temporary "
      "buffers; 1 where a stage has several blocks"),
-    ("mask weighed unweighted copied keeps_outputs", "", "1 where kept: masks, experts' results, their inputs "
-     "without weight, the router's input in fp32, what a stage sends"),
+    ("mask weighed unweighted copied exchanged keeps_outputs", "", "1 where kept: masks, experts' results, their "
+     "inputs without weight, the router's input in fp32, results of all-to-alls, what a stage sends"),
     ("receives_ahead frees_inputs", "", "1 where the input of a stage is in a buffer for messages; where that of a "
      "network's last matmul is freed before all gradients of the network exist"),
     ("padding rows_of_experts", "B", "heads made as wide as a kernel wants, or normed; rows sent to experts"),

@@ -35,8 +35,9 @@ class Stack:
     kept so between I and W. `keeps_outputs`: a pipeline stage keeps its output until its backward pass.
     `receives_ahead`: it has a buffer for each message that it receives in a step (`torch.distributed.pipelining`).
     `selective`: activations that selective recomputation does not keep: "scores" of attention; or all but the outputs
-    of the "products" (matmuls) in torchtitan's list, or all but those of them that the backward pass reads; or the
-    "parts" that a layout names (cost/recompute.py). `stops_early`: full recomputation ends with the last tensor that
+    of the "products" (matmuls) in torchtitan's list, or all but those of them that the backward pass reads, with the
+    outputs of the all-to-alls of experts, and with eager products nothing of a mixture's attention; or the "parts" that
+    a layout names (cost/recompute.py). `stops_early`: full recomputation ends with the last tensor that
     the backward pass reads, as `torch.utils.checkpoint` does.
     `frees_inputs`: the backward pass of a network frees the input of its last matmul before the gradients of what it
     was made of exist. `weighs_outputs`: the outputs of experts are kept, since they are multiplied by the router's
@@ -178,6 +179,14 @@ FSDP = Stack(
     logit_peak_bytes=14.0,
     logit_cut_bytes=4.0,
 )
+FSDP_FUSED_LOSS = replace(
+    FSDP,
+    name="fsdp-fused-loss",
+    about="the same with a compiled loss alone, as torchtitan's recipes of mixtures have it",
+    logit_kept_bytes=2.0,
+    logit_peak_bytes=6.0,
+    logit_cut_bytes=0.0,
+)
 FSDP_COMPILED = replace(
     FSDP,
     name="fsdp-compiled",
@@ -214,6 +223,7 @@ STACKS = {
         MEGATRON_CORE,
         MEGATRON_CORE_FUSED_LOSS,
         FSDP,
+        FSDP_FUSED_LOSS,
         FSDP_COMPILED,
         FSDP_COMPILED_LOSS,
         NANOTRON,

@@ -1,6 +1,6 @@
 """How many micro-batches of a step a dry run takes, and which actions stand for the others. No torch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from shardwright.config import RunConfig
@@ -13,6 +13,9 @@ _DIFFERENT = 3
 _PERIODS = 3
 """Equal periods of a pipeline that are run: one that follows what differs, the one that is repeated, and one after it,
 since the first and the last action of a stage differ from the others."""
+
+_APART = 2**32
+"""Between the numbers of micro-batches of the first and of the second way through a pipeline (dualpipe)."""
 
 Entry = Action | Exchange
 
@@ -30,9 +33,9 @@ def step_length(config: RunConfig) -> Length:
     """The shortest step whose memory and messages are those of the whole step.
 
     In a pipeline the lists of actions and exchanges of all ranks are compared: if the list of n micro-batches is the
-    list of fewer with its period inserted again and again, the program runs the same period again and again. Schedules
-    whose lists do not have this form, such as afab and dualpipe, are run whole, and so are pipelines with cp or
-    recomputation.
+    list of fewer with its period inserted again and again, the program runs the same period again and again. Two
+    schedules are run whole. afab has all micro-batches in flight at once, so each one more adds to its peak. auto
+    searches a schedule for one number of micro-batches, and for another one finds another.
     """
     layout, n = config.layout.layout(), config.accumulation
     if layout.pp == 1:
@@ -48,48 +51,57 @@ def step_length(config: RunConfig) -> Length:
             n_run, tuple(repeats), tuple(sum(isinstance(entry, Action) for entry in of_rank) for of_rank in entries)
         )
 
-    whole = lists(n)
-    # With ring attention under recomputation the temporaries of a short step were 2 KiB lower: not proven equal.
-    proven = layout.cp == 1 and layout.recompute == "none"
-    if proven and not layout.kind.searched:
+    whole, n_ways = lists(n), len(layout.ways)
+    if not layout.kind.searched:
         for n_run in range(layout.pp + _PERIODS, min(n, 8 * layout.n_stages + 8)):
             if schedule_problems(layout, n_run):
                 continue
             part = lists(n_run)
             for period in sorted({1, 2, layout.pp, 2 * layout.pp}):
-                repeats = [_repeats(*pair, n - n_run, period) for pair in zip(part, whole, strict=True)]
+                if (n - n_run) % period or period % n_ways:
+                    continue
+                sizes = [each // n_ways for each in (n_run, n, period)]
+                repeats = [_repeats(*pair, *sizes) for pair in zip(part, whole, strict=True)]
                 if all(repeats):
                     return length(n_run, part, [each for each in repeats if each])
     return length(n, whole, [{} for _ in whole])
 
 
-def _repeats(part: Sequence[Entry], whole: Sequence[Entry], left_out: int, period: int) -> dict[str, int] | None:
+def _repeats(part: Sequence[Entry], whole: Sequence[Entry], n_run: int, n: int, period: int) -> dict[str, int] | None:
     """By action of the repeated period, how many actions it stands for; None if the whole list is not the shorter one
-    with a period of `period` micro-batches inserted."""
-    if left_out % period:
-        return None
+    with a period inserted. `n_run`, `n`, `period`: micro-batches of each way through the pipeline."""
+    few, every = _by_way(part, n_run), _by_way(whole, n)
+    left_out = n - n_run
     times = left_out // period
-    inserted = len(whole) - len(part)
+    inserted = len(every) - len(few)
     size, rest = divmod(inserted, times)
     if rest:
         return None
-    for at in range(2 * size, len(part) - size + 1):
+    for at in range(2 * size, len(few) - size + 1):
         # Three periods around the place, all of those that are inserted, and what comes before and after them.
         same = (
-            isinstance(part[at - size], Action)  # exchanges count with the action before them
-            and all(_later(part[i], period) == part[i + size] for i in range(at - 2 * size, at))
-            and part[:at] == whole[:at]
-            and all(_later(whole[i], period) == whole[i + size] for i in range(at - size, at + inserted - size))
-            and [_later(each, left_out) for each in part[at:]] == whole[at + inserted :]
+            isinstance(few[at - size], Action)  # exchanges count with the action before them
+            and all(_later(few[i], period) == few[i + size] for i in range(at - 2 * size, at))
+            and few[:at] == every[:at]
+            and all(_later(every[i], period) == every[i + size] for i in range(at - size, at + inserted - size))
+            and [_later(each, left_out) for each in few[at:]] == every[at + inserted :]
         )
         if same:
             return {str(each): 1 + times for each in part[at - size : at] if isinstance(each, Action)}
     return None
 
 
+def _by_way(entries: Sequence[Entry], n_of_way: int) -> list[Entry]:
+    """Entries whose micro-batches are numbered within their way, the second way from `_APART` on."""
+    return [_renumbered(each, lambda at: at // n_of_way * _APART + at % n_of_way) for each in entries]
+
+
 def _later(entry: Entry, n: int) -> Entry:
     """The same entry with micro-batches whose numbers are higher by n."""
+    return _renumbered(entry, lambda at: at + n)
+
+
+def _renumbered(entry: Entry, number: Callable[[int], int]) -> Entry:
     if isinstance(entry, Action):
-        return entry._replace(microbatch=entry.microbatch + n)
-    messages = tuple(each._replace(microbatch=each.microbatch + n) for each in entry.messages)
-    return entry._replace(messages=messages)
+        return entry._replace(microbatch=number(entry.microbatch))
+    return entry._replace(messages=tuple(each._replace(microbatch=number(each.microbatch)) for each in entry.messages))

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from html import escape
+from math import radians, sin
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from shardwright.files import write_whole
 from shardwright.report.frame import document, facts, picture, table
 from shardwright.report.plan_pictures import KINDS as COLOURS_OF_KINDS
 from shardwright.report.plan_pictures import ROLES
-from shardwright.report.style import COLOURS, rendered
+from shardwright.report.style import COLOURS, rendered, text_width_pt
 from shardwright.units import GiB, format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 _MOST_NAMES = 24
 """Actions that have their names written under the picture, evenly chosen."""
+_NAMES_AT = 60
+"""Degrees by which these names are turned."""
+_SIZE_IN = (10.0, 3.6)
 
 
 def write_page(found: DryRun, path: Path) -> None:
@@ -75,20 +79,22 @@ def _memory_svg(record: RankRecord) -> str:
     colours = [light for light, _ in COLOURS_OF_KINDS]
 
     def compose(figure: "Figure") -> None:
-        ax = figure.add_axes((0.06, 0.2, 0.92, 0.62))
+        step = -(-len(curve) // _MOST_NAMES)
+        names = [moment.action for moment in curve]
+        longest_pt = max(text_width_pt(name, 9) for name in names[::step])
+        bottom = (longest_pt * sin(radians(_NAMES_AT)) + 14) / (72 * _SIZE_IN[1])
+        ax = figure.add_axes((0.06, bottom, 0.92, 0.82 - bottom))
         below = np.zeros(len(curve))
         for colour, kind in zip(colours, KINDS, strict=False):
             held = np.array([moment.kinds[kind] for moment in curve]) / GiB
             ax.bar(places, held, bottom=below, width=1.0, color=colour, linewidth=0, label=kind)
             below = below + held
-        step = -(-len(curve) // _MOST_NAMES)
-        names = [moment.action for moment in curve]
-        ax.set_xticks(places[::step], names[::step], rotation=60, ha="right")
+        ax.set_xticks(places[::step], names[::step], rotation=_NAMES_AT, ha="right", rotation_mode="anchor")
         ax.set_xlim(-0.6, len(curve) - 0.4)
         figure.text(0.06, 0.98, "Memory, GiB", va="top", fontsize=10.5, fontweight="bold", color=COLOURS["ink"])
         figure.legend(ncols=len(KINDS), loc="upper left", bbox_to_anchor=(0.06, 0.92))
 
-    return rendered((10, 3.6), compose, "svg", transparent=True).decode("utf-8")
+    return rendered(_SIZE_IN, compose, "svg", transparent=True).decode("utf-8")
 
 
 def _beside_plan(found: DryRun, record: RankRecord) -> list[Sequence[str]]:

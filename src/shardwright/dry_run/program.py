@@ -22,8 +22,16 @@ from shardwright.dry_run.watch import watch
 from shardwright.model.device_type import assumed
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.expert import ReadCounts
+from shardwright.parallel.microbatch_runner import Microbatch
 from shardwright.split.stages import schedule_problems
-from shardwright.torch_private import CHUNKS_OF_PARAMETER, FakeTensorMode, replaced, start_fake_world
+from shardwright.torch_private import (
+    CHUNKS_OF_PARAMETER,
+    FakeTensorMode,
+    replaced,
+    start_fake_world,
+    storage_id,
+    tree_leaves,
+)
 from shardwright.training.build import build_model, build_trainer
 from shardwright.training.step import Trainer
 
@@ -156,10 +164,40 @@ def record_steps(
             recorder.mark(tensor, "activations")
             whole_bytes = recorder.rounded(n_microbatches * tensor[0].nbytes)
             recorder.hold(whole_bytes - recorder.rounded(tensor.nbytes), "activations")
+        if left_out:
+            _hold_data_of_others(trainer, recorder, tensors, left_out)
         watch(trainer, recorder)
         recorder.begin("begin")
         trainer.step(last, steps - 1, rate)
         return recorder.record(repeats, history)
+
+
+def _hold_data_of_others(trainer: Trainer, recorder: Recorder, batch: Iterable[Tensor], left_out: int) -> None:
+    """Have the recorder hold what the trainer makes of the batch for the micro-batches that are left out: parts of
+    sequences with cp, the tokens that MTP modules read, positions in documents. `batch`: the tensors it is made of."""
+    own, given = trainer._microbatches, {storage_id(tensor.untyped_storage()) for tensor in batch}
+
+    def made(batch: Batch, step: int | None) -> list[Microbatch]:
+        microbatches = own(batch, step)
+        n_run, of_each = len(microbatches), 0
+        of_storage: dict[int, tuple[int, set[int], set[int]]] = {}
+        for at, microbatch in enumerate(microbatches):
+            positions = None if microbatch.documents is None else microbatch.documents.positions_BT
+            for tensor in tree_leaves((*microbatch._replace(documents=None), positions)):
+                if isinstance(tensor, Tensor) and (name := storage_id(tensor.untyped_storage())) not in given:
+                    _, owners, offsets = of_storage.setdefault(name, (tensor.untyped_storage().nbytes(), set(), set()))
+                    owners.add(at)
+                    offsets.add(int(tensor.storage_offset()))
+        for n_bytes, owners, offsets in of_storage.values():
+            if len(owners) == 1:
+                of_each += recorder.rounded(n_bytes)
+            elif len(offsets) == n_run:  # one tensor, of which each micro-batch has a part
+                n_all = n_bytes * (n_run + left_out) // n_run
+                recorder.hold(recorder.rounded(n_all) - recorder.rounded(n_bytes), "temporaries")
+        recorder.hold(of_each * left_out // n_run, "temporaries")
+        return microbatches
+
+    trainer._microbatches = made  # type: ignore[method-assign]
 
 
 def empty_batch(config: RunConfig, n_microbatches: int) -> Batch:

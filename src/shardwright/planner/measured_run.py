@@ -34,7 +34,11 @@ STACK = {"deepspeed": "megatron", "automodel": "fsdp-compiled", "other": "megatr
 MEGATRON_SCHEDULE = {"zb-h2": "auto"}
 """What runs of Megatron-LM with "zb-h2" had: ZB-2p, a schedule that is searched for the times of the stages, with at
 most 2p micro-batches in flight (Qi et al., arXiv 2401.10241, section 4)."""
-FUSED_LOSS = {"megatron-core": "megatron-core-fused-loss", "fsdp-compiled": "fsdp-compiled-loss"}
+FUSED_LOSS = {
+    "megatron-core": "megatron-core-fused-loss",
+    "fsdp": "fsdp-fused-loss",
+    "fsdp-compiled": "fsdp-compiled-loss",
+}
 RECOMPUTE = {"none": 0, "selective": 1, "full": 2}
 """Places in `cost.job.RECOMPUTE`."""
 PARTS = {"mla_up_proj": "mla_up"}

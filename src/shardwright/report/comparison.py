@@ -55,6 +55,7 @@ def write_comparison(runs: Sequence[RunRecord], path: str | Path) -> None:
     """
     names = _names(runs)
     drawing = _render(runs, "svg", in_page=True).decode("utf-8")
+    rows = [[escape(cell) for cell in _row(name, run)] for name, run in zip(names, runs, strict=True)]
     body = f"""<header>
 <h1>{len(runs)} runs</h1>
 </header>
@@ -62,9 +63,7 @@ def write_comparison(runs: Sequence[RunRecord], path: str | Path) -> None:
 {picture(drawing, "losses", "Losses of the runs", RUN_COLOURS)}
 <figcaption>Training loss as a line (of {MANY} records or more the running mean), validation loss as dots.</figcaption>
 </figure>
-<div class="wide">
-{table(_NAMES, [[escape(cell) for cell in _row(name, run)] for name, run in zip(names, runs, strict=True)], "words")}
-</div>
+{table(_NAMES, rows, "words")}
 <p class="quiet">Speed and MFU are medians of the steps on the last layout of a run.</p>"""
     style = "table.words td:first-child, table.words td:nth-child(2) { text-align: left; }\n"
     page = document(f"{len(runs)} runs: {', '.join(names)}", body, style, (RUN_COLOURS, DARK_RUN_COLOURS))

@@ -20,9 +20,11 @@ dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(11.5rem, 1fr
 dd { margin: 0; font-size: 1.3rem; font-weight: 600; font-variant-numeric: tabular-nums; }
 dd small { display: block; font-size: .8125rem; font-weight: 400; color: var(--quiet); }
 figure { margin: 1.5rem 0; }
-figure svg { display: block; width: 100%; height: auto; }
-figure div, div.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+figure svg { display: block; width: 100%; min-width: 44rem; height: auto; }
+div.wide { overflow-x: auto; }
+table { border-collapse: collapse; width: max-content; max-width: max(100%, 44rem);
+  font-variant-numeric: tabular-nums; }
+td.short { white-space: nowrap; }
 th, td { padding: .2rem 1.5rem .2rem 0; text-align: right; font-weight: 400; }
 th { color: var(--quiet); font-size: .875rem; border-bottom: 1px solid var(--grid); }
 code, pre { font: .875rem/1.5 ui-monospace, monospace; }
@@ -67,14 +69,20 @@ def _variables(light: Mapping[str, str], dark: Mapping[str, str]) -> str:
 
 
 def picture(svg: str, name: str, title: str, colours: Mapping[str, str] | None = None) -> str:
-    """A picture of matplotlib as a part of a page, as wide as the page. `name` is its id there, one on a page, with
-    which the ids of its parts begin: matplotlib gives the parts of each picture the same."""
+    """A picture of matplotlib as a part of a page, as wide as the page, and on a narrow screen wide enough to be read.
+    `name` is its id there, one on a page, with which the ids of its parts begin: matplotlib gives the parts of each
+    picture the same."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg)
     svg = re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', rf'<svg \1 role="img" aria-labelledby="{name}">', svg, count=1)
     svg = svg.replace(">", f'><title id="{name}">{escape(title)}</title>', 1)
-    return in_roles(svg.replace("xlink:href", "href"), colours)
+    return scrolling(in_roles(svg.replace("xlink:href", "href"), colours))
+
+
+def scrolling(content: str) -> str:
+    """Content that scrolls by itself where it is wider than the page, so that the page never does."""
+    return f'<div class="wide">\n{content}\n</div>'
 
 
 def in_roles(svg: str, colours: Mapping[str, str] | None = None) -> str:
@@ -93,9 +101,19 @@ def facts(rows: Iterable[tuple[str, str, str]]) -> str:
     return f"<dl>\n{cells}\n</dl>"
 
 
+_SHORT = 24
+"""Letters of a cell that is not wrapped, such as a number with its unit."""
+
+
+def _cell(content: str) -> str:
+    """A cell of HTML."""
+    return f'<td class="short">{content}</td>' if len(content) <= _SHORT and " " in content else f"<td>{content}</td>"
+
+
 def table(names: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
-    """A table of cells of HTML, with a heading if there are `names`; `kind`: its class."""
+    """A table of cells of HTML, with a heading if there are `names`; `kind`: its class. Long cells are
+    wrapped where it is wider than the page, and on a narrow screen than a picture."""
     head = f"<thead><tr>{''.join(f'<th>{name}</th>' for name in names)}</tr></thead>\n" if names else ""
-    body = "\n".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    body = "\n".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     opening = f'<table class="{kind}">' if kind else "<table>"
-    return f"{opening}\n{head}<tbody>\n{body}\n</tbody>\n</table>"
+    return scrolling(f"{opening}\n{head}<tbody>\n{body}\n</tbody>\n</table>")

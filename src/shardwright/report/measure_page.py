@@ -104,7 +104,9 @@ def _svg(lines: Sequence[Line], title: str) -> str:
     def compose(figure: "Figure") -> None:
         ax = figure.add_axes((0.06, 0.13, 0.74, 0.75))
         for at, (name, x, y) in enumerate(lines):
-            ax.plot(x, y, "o-", ms=3, lw=1, color=COLOURS[at % len(COLOURS)], label=name)
+            # Matmuls of other shapes may have as many FLOPs; a line through them would say nothing.
+            joined = "-" if len(set(x)) == len(x) else ""
+            ax.plot(x, y, f"o{joined}", ms=3, lw=1, color=COLOURS[at % len(COLOURS)], label=name)
         ax.set_xscale("log")
         ax.set_yscale("log")
         plain_log_ticks(ax)

@@ -9,7 +9,7 @@ from statistics import median
 
 from shardwright.files import write_whole
 from shardwright.report.curves import curves_svg
-from shardwright.report.frame import document, facts, in_roles, picture, table
+from shardwright.report.frame import document, facts, in_roles, picture, scrolling, table
 from shardwright.report.headline import Headline, headline, title_of
 from shardwright.report.ranks import has_ranks, ranks_svg
 from shardwright.report.run_record import RunRecord
@@ -51,7 +51,7 @@ def _timelines(pipeline: PipelineRecord) -> str:
     """The picture of a step, as wide as the page, and wider where its numbers could not be read; one then scrolls."""
     svg = timelines_svg(pipeline.timelines).replace(' xmlns="http://www.w3.org/2000/svg"', "", 1)
     svg = re.sub(r' width="(\d+)" height="[^"]*"', r' style="min-width: calc(.9 * \1px)"', svg, count=1)
-    return in_roles(svg)
+    return scrolling(in_roles(svg))
 
 
 def _alarm(told: Headline) -> str:
@@ -127,9 +127,7 @@ def _step_of_pipeline(pipeline: PipelineRecord) -> str:
 computed the input of the next action; in the rest, {told.bubble_measured - told.bubble_waiting:.1%}, the input was
 being sent, or the rank started late.</p>
 {apart}<figure>
-<div>
 {_timelines(pipeline)}
-</div>
 <figcaption>{READING}</figcaption>
 </figure>
 {ranks}
@@ -174,7 +172,7 @@ def _starts(run: RunRecord) -> str:
         )
         rows.append(tuple(map(escape, told)))
     names = ("steps", "layout", "median tokens/s", "started", "host", "device", "git commit")
-    return f'<h2>Starts</h2>\n<div class="wide">\n{table(names, rows)}\n</div>\n'
+    return f"<h2>Starts</h2>\n{table(names, rows)}\n"
 
 
 def _events(run: RunRecord) -> str:
@@ -197,7 +195,7 @@ def _events(run: RunRecord) -> str:
         for event in run.faults
     ]
     told = table(("time", "event", "after step", "rank", "what"), rows)
-    return f'<h2>Events</h2>\n<div class="wide">\n{told}\n</div>\n'
+    return f"<h2>Events</h2>\n{told}\n"
 
 
 def _date(time: str | None) -> str:

@@ -8,13 +8,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardwright.report.run_record import RunRecord
-from shardwright.report.style import COLOURS
+from shardwright.report.style import COLOURS, text_width_pt
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 MANY = 60  # records from which a line is noisy enough to need its mean beside it
+_APART_PT = 12
+"""Between a title and what is beside it."""
+_HANDLE_PT = 27
+"""The handle of a label in a key, with the space before and after it, at 9 points (`report.style.SETTINGS`)."""
 POINTS = 2000
 """Points of a curve: a picture is about half as many pixels wide, and more records than that are thinned."""
 
@@ -91,24 +95,40 @@ def choose_scale(ax: "Axes", values: Sequence[float]) -> bool:
 
 
 def header(ax: "Axes", title: str, key: Sequence[tuple[Any, str]] = (), note: str = "", pad_pt: float = 7) -> None:
-    """A title at the left; at the right the key, or else a note: above the axes, where no curve runs into them."""
+    """A title at the left; at the right the key, or else a note: above the axes, where no curve runs into them. What
+    does not fit beside the title has two lines."""
     from matplotlib.transforms import ScaledTranslation
 
     ax.set_title(title, pad=pad_pt)
     key = key or list(zip(*ax.get_legend_handles_labels(), strict=True))
+    width_pt = 72 * ax.get_figure(root=True).get_figwidth() * ax.get_position().width  # type: ignore[union-attr]
+    left_pt = width_pt - text_width_pt(title, 10.5, bold=True) - _APART_PT
     if key:
         handles, labels = zip(*key, strict=True)
+        key_pt = sum(text_width_pt(label, 9) + _HANDLE_PT for label in labels) - _APART_PT
+        lines = 2 if key_pt > left_pt else 1
         above = ScaledTranslation(0, (pad_pt - 1.7) / 72, ax.get_figure(root=True).dpi_scale_trans)  # type: ignore[union-attr]
         ax.legend(
             handles,
             labels,
-            ncols=len(labels),
+            ncols=math.ceil(len(labels) / lines),
             loc="lower right",
             bbox_to_anchor=(1, 1),
             bbox_transform=ax.transAxes + above,
         )
     elif note:
+        if text_width_pt(note, 9) > left_pt:
+            note = _in_two_lines(note)
         ax.set_title(note, loc="right", pad=pad_pt, fontsize=9, fontweight="normal", color=COLOURS["quiet"])
+
+
+def _in_two_lines(text: str) -> str:
+    """Text broken at the space nearest to its middle."""
+    spaces = [at for at, letter in enumerate(text) if letter == " "]
+    if not spaces:
+        return text
+    middle = min(spaces, key=lambda at: abs(at - len(text) / 2))
+    return f"{text[:middle]}\n{text[middle + 1 :]}"
 
 
 def name_axis(ax: "Axes", name: str, at_top: bool = False) -> None:

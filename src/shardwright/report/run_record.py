@@ -118,13 +118,18 @@ class RunRecord:
 
     @property
     def resume_command(self) -> str:
-        """What to type to go on; a run that has taken all its steps needs more of them."""
-        words = ["shardwright", "train", str(self.folder / RUN_FILE), "--resume"]
-        if self.folder.resolve() != Path(self.config.out).resolve():
-            words += ["--set", f"out={self.folder.resolve()}"]
-        if self.last_step >= self.config.steps:
-            words += ["--set", f"steps={2 * self.config.steps}"]
-        return shlex.join(words)
+        """The command that continues the run."""
+        return resume_command(self.folder, self.config, self.last_step)
+
+
+def resume_command(folder: Path, config: RunConfig, last_step: int) -> str:
+    """Return the command that continues the run in a folder; a run that has taken all its steps needs more of them."""
+    words = ["shardwright", "train", str(folder / RUN_FILE), "--resume"]
+    if folder.resolve() != Path(config.out).resolve():
+        words += ["--set", f"out={folder.resolve()}"]
+    if last_step >= config.steps:
+        words += ["--set", f"steps={2 * config.steps}"]
+    return shlex.join(words)
 
 
 def read_run(run_dir: str | Path) -> RunRecord:

@@ -130,7 +130,7 @@ def _points(ax: "Axes", options: list[Option], pareto: list[Option]) -> None:
             place,
             (5, 3),
             textcoords="offset points",
-            fontsize=7.5,
+            fontsize=8.5,
             color=COLOURS["ink"],
         )
     ax.set_xscale("log")

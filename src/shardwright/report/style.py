@@ -100,6 +100,15 @@ def rendered(
     return content.getvalue()
 
 
+def text_width_pt(text: str, size_pt: float, *, bold: bool = False) -> float:
+    """The width of a line of text in points, in matplotlib's font; those of browsers are narrower."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import TextPath
+
+    font = FontProperties(family="sans-serif", weight="bold" if bold else "normal")
+    return float(TextPath((0, 0), text, size=size_pt, prop=font).get_extents().width) if text.strip() else 0.0
+
+
 def plain_log_ticks(ax: "Axes") -> None:
     """Write the ticks of two logarithmic axes as numbers, 1, 2, 5, 10, ...; matplotlib's own labels are formulas, which
     are not set here (`text.parse_math`)."""

@@ -55,16 +55,12 @@ def write_page(report: Report, sizes: str, path: str | Path) -> None:
 {_culprit(report)}{facts(_numbers(report))}
 <h2>Errors by layer and step</h2>
 <figure>
-<div>
 {picture(errors_svg(report.rows), "errors", "Errors by layer and step", ROLES[0])}
-</div>
 <figcaption>A tensor is equal up to 1, its tolerance. Step 0 of the parameters: their initial values. Losses, norms
 and what several ranks hold are below.</figcaption>
 </figure>
 <h2>The worst of each kind</h2>
-<div class="wide">
 {table(("compared", "worst at", "step", "error", "tolerance", "error / tolerance", "equal"), _rows(report), "verify")}
-</div>
 {_reasons(report)}
 <h2>What several ranks hold</h2>
 {_replicas(report)}"""
@@ -82,9 +78,7 @@ def write_matrix_page(reports: Sequence[Report], title: str, path: str | Path) -
 </header>
 {facts([(words, f"{n:,}", f"of {len(reports):,} layouts") for words, n in counts])}
 <h2>Layouts</h2>
-<div class="wide">
 {table(("layout", "verdict", "worst at", "error", "tolerance", "replicas"), map(_line, reports), "verify")}
-</div>
 <p class="quiet">Worst: the tensor or number with the largest error in multiples of its tolerance. Replicas: tensors and
 numbers that several ranks hold, compared bit for bit.</p>"""
     write_whole(Path(path), document(title, body, _STYLE).encode("utf-8"))

@@ -4,7 +4,19 @@ import re
 from dataclasses import dataclass
 from math import inf
 
+from shardwright.cost.hardware import Accelerator
 from shardwright.serving.rates import OTHERS
+from shardwright.units import GiB
+
+LARGE_MEMORY_BYTES = 70 * GiB
+REQUESTS_ON_SMALL = 256
+"""`max_num_seqs` of vLLM on accelerators with less memory than that, and on an A100."""
+VLLM_LOGIT_BYTES = 42.0
+"""Bytes of each logit in vLLM's sampler: logits in 16 bits and in fp32, sorted values and their indices, and buffers of
+the sort. Once the sampler was profiled, OPT-125m had 58,928 tokens of 36,864 bytes less cache for 1,024 requests with
+50,272 logits each (vllm-project/vllm#13594). It explains two other logs: Llama-3-8B on H100 reports 1.26 GiB of peak
+activations for 256 requests (#10511; this: 1.28), and Llama-3.1-8B on L40S has 5.6 GiB that are neither weights nor
+cache for 1,024 (#17122; this and 0.5 GiB of CUDA)."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +36,7 @@ class Engine:
     for which there has to be room in the cache before its request is admitted. TensorRT-LLM never evicts a request
     unless told to (`capacity_scheduler_policy`), so that is the whole answer; the others evict one that finds no room,
     which is not simulated, and requests that are at different places of their answers have half of each on average.
+    `logit_bytes`: of each logit in the sampler, where the engine runs it before it takes what is left for the cache.
 
     `hold_passes`: prompts wait beside requests that decode for at most so many passes, until with these they have
     `hold_share` of `max_tokens`, or are `hold_prompts` (`batch_wait_timeout_iters` and `attention_dp_config` of
@@ -42,9 +55,16 @@ class Engine:
     memory_share: float = 1.0
     cache_share: float = 0.9
     reserved: float = 0.5
+    logit_bytes: float = 0.0
     hold_passes: int = 0
     hold_share: float = inf
     hold_prompts: float = inf
+
+    def sampled_requests(self, accelerator: Accelerator) -> int:
+        """Requests whose tokens the engine samples to measure its memory: the default of vLLM's `max_num_seqs`, by the
+        accelerator's memory and name (vllm/engine/arg_utils.py, v0.10)."""
+        small = accelerator.memory_bytes < LARGE_MEMORY_BYTES or "a100" in accelerator.name
+        return min(self.max_batch, REQUESTS_ON_SMALL if small else self.max_batch)
 
 
 def _tensorrt(name: str, since: tuple[int, int], max_batch: int, *, mixed: bool, like: str = OTHERS) -> Engine:
@@ -58,7 +78,7 @@ ENGINES = (
     _tensorrt("trtllm-0.8", (0, 7), 1024, mixed=False, like="trtllm-0.17"),
     _tensorrt("trtllm-0.17", (0, 10), 2048, mixed=True),
     _tensorrt("trtllm-1", (1, 0), 2048, mixed=True),
-    Engine("vllm", r"vllm", (0, 0), 1024, kv_fp8=True, memory_share=0.9, cache_share=1.0),
+    Engine("vllm", r"vllm", (0, 0), 1024, kv_fp8=True, memory_share=0.9, cache_share=1.0, logit_bytes=VLLM_LOGIT_BYTES),
     Engine("sglang", r"sglang", (0, 0), 1024, memory_share=0.88, cache_share=1.0),
     Engine("lmdeploy", r"lmdeploy|turbomind", (0, 0), 256, mixed=False, like="trtllm-0.5"),
 )

@@ -40,7 +40,7 @@ def memory(serving: Serving, settings: Settings, engine: Engine) -> Memory:
     """The memory of a rank, as an engine divides it."""
     with ledger.section(_SECTION):
         weights = _weights(serving, settings)
-        working = _working(serving, settings, np.asarray(engine.max_tokens))
+        working = _working(serving, settings, engine)
         layers = np.ceil(serving.model.n_layers / settings.pp)
         token = ledger.compute(
             "cache of a token", "layers * cache_bytes", "B", "cost/cache.py", layers=layers,
@@ -74,8 +74,9 @@ def _weights(serving: Serving, settings: Settings) -> Floats:
     )  # fmt: skip
 
 
-def _working(serving: Serving, settings: Settings, max_tokens: Floats) -> Floats:
-    """Residual stream, inputs and outputs of the widest matmul, for the tokens of a pass; logits of its requests."""
+def _working(serving: Serving, settings: Settings, engine: Engine) -> Floats:
+    """Residual stream, inputs and outputs of the widest matmul, for the tokens of a pass; after it, in an engine that
+    reserves memory for its sampler, the logits of as many requests as it may serve, which each rank of tp has whole."""
     model = serving.model
     inner = max(
         block.inner + (model.moe.top_k * block.expert_inner if model.moe and block.experts else 0)
@@ -84,9 +85,12 @@ def _working(serving: Serving, settings: Settings, max_tokens: Floats) -> Floats
     rates = serving.cluster.accelerator.rates
     context_bytes = rates.process_gib * GiB if serving.on_host and rates is not None else CONTEXT_BYTES
     return ledger.compute(
-        "working memory", "context_bytes + max_tokens / dp * e * (4 * h + 3 * inner / tp)", "B", "",
-        context_bytes=context_bytes, max_tokens=max_tokens, dp=settings.dp, e=serving.wide_bytes, h=model.d_model,
-        inner=inner, tp=settings.tp,
+        "working memory",
+        "context_bytes + max(max_tokens / dp * e * (4 * h + 3 * inner / tp), sampled * vocabulary * logit_bytes)",
+        "B", "a pass, or its sampler; serving/engines.py",
+        context_bytes=context_bytes, max_tokens=engine.max_tokens, dp=settings.dp, e=serving.wide_bytes,
+        h=model.d_model, inner=inner, tp=settings.tp, vocabulary=model.vocab_size, logit_bytes=engine.logit_bytes,
+        sampled=engine.sampled_requests(serving.cluster.accelerator),
     )  # fmt: skip
 
 

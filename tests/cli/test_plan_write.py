@@ -1,0 +1,115 @@
+"""Proves what `shardwright plan` writes: run files that train takes, and a page that needs nothing else."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from shardwright.cli.main import app
+from shardwright.config import load
+from shardwright.planner.choice import read
+from tests.cli.plans import EXAMPLES, REAL, SMALL, TINY, document, plan
+
+
+def test_a_layout_is_written_as_a_run_file_that_train_takes(tmp_path: Path, told: Any):
+    path = tmp_path / "run.toml"
+    known = ("--fix", "pp=1,cp=1,tp=1")  # of the recommended layout; fewer are searched
+    assert plan(*REAL, *known, "--write", path).exit_code == 0
+    config = load(path)
+    assert config.layout.layout() == read(told["recommended"]["text"]).layout
+    assert config.model.preset == "llama-3.1-8b"
+    assert config.precision.compute == "bf16"
+    again = plan(path, "--cluster", "h100:8", *known, "--json")
+    assert again.exit_code == 0, again.output
+    assert json.loads(again.stdout)["recommended"]["text"] == told["recommended"]["text"]
+
+
+def test_a_run_file_is_planned_and_written_back_with_all_else_as_it_was(tmp_path: Path):
+    source, path = EXAMPLES / "llama-3.1-8b.toml", tmp_path / "planned.toml"
+    result = plan(source, "--cluster", "h100:32", "--fix", "pp=1,cp=1,tp=1", "--write", path)
+    assert result.exit_code == 0, result.output
+    before, after = load(source), load(path)
+    assert after.layout.layout().world_size == 32
+    assert after.data == before.data
+    assert after.optimizer == before.optimizer
+    assert after.batch.global_batch == before.batch.global_batch
+    given = document(source, "--cluster", "h100:32", "--fix", "pp=1,cp=1,tp=1", "--global-batch", 2048)
+    assert given["global_batch"] == 2048
+
+
+def test_a_run_file_that_is_written_back_begins_a_run_of_its_own(tmp_path: Path):
+    source, path = tmp_path / "run.toml", tmp_path / "planned.toml"
+    text = (EXAMPLES / "debug.toml").read_text()
+    source.write_text(text.replace("[checkpoint]", '[checkpoint]\nresume = "auto"\nkeep_last = 7'))
+    result = plan(source, "--cluster", "h100:1/1", "--precision", "bf16", "--write", path, columns=400)
+    assert result.exit_code == 0, result.output
+    before, after = load(source), load(path)
+    assert (before.checkpoint.resume, after.checkpoint.resume) == ("auto", "no")
+    assert after.checkpoint.keep_last == 7
+    assert after.out == f"{before.out}-planned"
+    assert f"its out is a new folder, {after.out}" in result.output
+    assert f"# out is a new folder, so that the run in {json.dumps(before.out)} stays" in path.read_text()
+
+
+def test_a_file_that_exists_is_replaced_only_where_that_is_asked_for(tmp_path: Path):
+    path = tmp_path / "run.toml"
+    path.write_text("mine")
+    result = plan(*TINY, "--write", path, columns=400)
+    assert result.exit_code == 2
+    assert result.output == f"error: --write {path}: the file exists; name another, or add --overwrite to replace it\n"
+    assert path.read_text() == "mine"
+    assert plan(*TINY, "--write", path, "--overwrite").exit_code == 0
+    assert load(path).model.preset == "debug"
+
+
+def test_files_are_written_even_where_the_reader_of_the_output_leaves(tmp_path: Path):
+    path = tmp_path / "run.toml"
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "shardwright", "plan", *map(str, TINY), "--write", str(path)]
+    subprocess.run(command, stdout=writer, stderr=subprocess.DEVNULL, timeout=60, check=False)
+    os.close(writer)
+    assert load(path).model.preset == "debug"
+
+
+def test_an_explained_layout_can_be_written_too(tmp_path: Path):
+    path = tmp_path / "run.toml"
+    text = "tp=2,dp_shard=4,zero=2,micro_batch=2"
+    assert plan(*SMALL, "--explain", text, "--write", path).exit_code == 0
+    assert load(path).layout.layout() == read(text).layout
+    assert load(path).batch.micro_batch == 2
+
+
+@pytest.mark.prove
+def test_a_page_needs_nothing_else(tmp_path: Path):
+    path = tmp_path / "plan.html"
+    result = plan(*REAL, "--fix", "pp=1,cp=1", "--top", 4, "--html", path, "--budget-tokens", "1e12")
+    assert result.exit_code == 0, result.output
+    page = path.read_text()
+    assert page.count("<svg") == 4
+    assert not re.search(r'(src|href)="(?!#)', page)
+    assert "<script" not in page
+    for part in (
+        "The best layout",
+        "Memory by kind",
+        "Speed against accelerators",
+        "accelerator-hours",
+        "another zero",
+    ):
+        assert part in page
+    assert not re.search(r"#[0-9a-f]{6}", page.split("</style>", 1)[1].split("<footer")[0]), "a colour without a role"
+
+
+def test_what_is_written_is_run_dry_without_another_option(tmp_path: Path):
+    path = tmp_path / "run.toml"
+    assert plan(*TINY, "--write", path).exit_code == 0
+    assert load(path).memory_gib == pytest.approx(79.1)
+    result = CliRunner().invoke(app, ["dryrun", str(path), "--json"])
+    assert result.exit_code == 0, result.output
+    assert CliRunner().invoke(app, ["dryrun", str(path), "--json", "--cluster", "h100:2"]).exit_code == 0
