@@ -132,7 +132,7 @@ def test_an_export_is_the_same_bytes_from_every_layout(family: str, layout: Layo
 
 
 ODD = replace(SPEC, n_heads=4, n_kv_heads=2, qk_norm=True, vocab_size=61, d_ffn=42)
-"""Of 61 rows 2 ranks have 31 and 30, and 3 ranks of each 11, 11, 9 and 10, 10, 10; 42 rows on 4 ranks are uneven, too."""
+"""Of 61 rows 2 ranks have 31 and 30, and 3 ranks of each 11, 11, 9 and 10, 10, 10; 4 ranks have 16, 16, 16 and 13."""
 UNEQUAL = [Layout(dp_shard=3, tp=2, zero=3, sequence_parallel=True), Layout(dp_shard=4, zero=3)]
 
 
@@ -143,9 +143,9 @@ def test_a_layout_with_unequal_shards_is_saved_resumed_and_exported_to_what_tran
     text = resolved_toml(parse(table | {"batch": {"seq_len": 16, "global_batch": 8}}))
     for step, layout in enumerate(UNEQUAL):
         outcomes = run_ranks(hop, layout.world_size, tmp_path / "run", layout, step, ODD, (), text)
-    trained = {name.removeprefix("model/"): each for name, each in outcomes[0][1].items() if name.startswith("model/")}
+    weights = {name.removeprefix("model/"): each for name, each in outcomes[0][1].items() if name.startswith("model/")}
     plain = Transformer(ODD).eval()
-    plain.load_state_dict(trained)
+    plain.load_state_dict(weights)
     export(tmp_path / "run" / "step-00000002", tmp_path / "hf")
     tokens_BT = torch.arange(24).view(2, 12)
     with torch.no_grad():

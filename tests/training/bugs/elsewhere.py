@@ -2,8 +2,9 @@
 
 from tests.api import test_distributed
 from tests.generation import test_lm_eval
+from tests.mutation import Mutation
 from tests.parallel import test_context
-from tests.training import test_checkpoint, test_checkpoint_damage
+from tests.training import test_checkpoint, test_checkpoint_damage, test_tf32
 from tests.training.bugs.bug import UnitBug
 
 _ATTENTION = "tests/parallel/test_context.py:test_a_wrong_backward_behind_a_right_forward_is_noticed"
@@ -63,6 +64,16 @@ STALE = {
         "the second copy of a tied embedding keeps its old values"
     ),
     "a loop of one's own keeps the gradients of the step before": _of_loop("gradients of the step before are kept"),
+}
+DTYPE = {
+    **{
+        name: UnitBug(mutation, "tests/training/test_tf32.py:test_a_bug_is_seen", put_in_there=True)
+        for name, (_, mutation) in test_tf32.BUGS.items()
+    },
+    "MFU of a run in TF32 is that of one in fp32": UnitBug(
+        Mutation("shardwright.training.numbers:Numbers._speed", "self.config.precision.tf32", "False"),
+        "tests/training/test_tf32.py:test_mfu_goes_by_the_peak_of_the_type_that_is_multiplied_in",
+    ),
 }
 MASK = _of_lm_eval("the stop texts of a task are not used")
 OFF_BY_ONE = {
