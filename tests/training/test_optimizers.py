@@ -46,14 +46,19 @@ def section(name: str, **values: Any) -> OptimizerSection:
     return OptimizerSection(name=name, lr=LR, weight_decay=DECAY, **values)
 
 
+BETA1, BETA2, EPS = 0.85, 0.97, 1e-6
+ADAM = {"beta1": BETA1, "beta2": BETA2, "eps": EPS}
+# No option has its default: a formula that does not read it would be right by chance.
 RUNS = {
-    "sgd": section("sgd", nesterov=True),
-    "lion": section("lion"),
-    "adafactor": section("adafactor"),
-    "adamw-8bit": section("adamw-8bit", block_size=16, least_elements=48),
+    "sgd": section("sgd", nesterov=True, momentum=0.8),
+    "lion": section("lion", beta1=BETA1, beta2=BETA2),
+    "adafactor": section("adafactor", decay_power=0.7, clip_threshold=1.25, least_rms=2e-3),
+    "adamw-8bit": section("adamw-8bit", block_size=16, least_elements=48, **ADAM),
     "adamw, bf16 states": section("adamw", state_dtype="bf16"),
     "muon, bf16 states": section("muon", state_dtype="bf16"),
-    "by kind": section("adamw", lr_scale=LrScaleSection(**KINDS), weight_decay_by_kind=WeightDecaySection(**DECAYS)),
+    "by kind": section(
+        "adamw", lr_scale=LrScaleSection(**KINDS), weight_decay_by_kind=WeightDecaySection(**DECAYS), **ADAM
+    ),
 }
 
 
@@ -114,10 +119,10 @@ class LionByHand(torch.optim.Optimizer):
         (group,) = self.param_groups
         (p,) = group["params"]
         m = self.state[p].get("m", torch.zeros_like(p))
-        direction = 0.9 * m + 0.1 * p.grad
+        direction = BETA1 * m + (1 - BETA1) * p.grad
         sign = (direction > 0).double() - (direction < 0).double()
         p.data.copy_(p.data - group["lr"] * (sign + group["weight_decay"] * p.data))
-        self.state[p]["m"] = 0.99 * m + 0.01 * p.grad
+        self.state[p]["m"] = BETA2 * m + (1 - BETA2) * p.grad
 
 
 class SGDByHand(torch.optim.Optimizer):
@@ -126,8 +131,8 @@ class SGDByHand(torch.optim.Optimizer):
     def step(self, closure: object = None) -> None:  # type: ignore[override]
         (group,) = self.param_groups
         (p,) = group["params"]
-        self.state[p]["m"] = m = 0.9 * self.state[p].get("m", 0.0) + p.grad
-        p.data.copy_(p.data - group["lr"] * (group["weight_decay"] * p.data + 0.9 * m + p.grad))
+        self.state[p]["m"] = m = 0.8 * self.state[p].get("m", 0.0) + p.grad
+        p.data.copy_(p.data - group["lr"] * (group["weight_decay"] * p.data + 0.8 * m + p.grad))
 
 
 def sgd_by_hand(p: nn.Parameter, lr: float, decay: float) -> torch.optim.Optimizer:
@@ -139,11 +144,11 @@ def lion_by_hand(p: nn.Parameter, lr: float, decay: float) -> torch.optim.Optimi
 
 
 def adafactor_of_pytorch(p: nn.Parameter, lr: float, decay: float) -> torch.optim.Optimizer:
-    return torch.optim.Adafactor([p], lr=lr, weight_decay=decay, eps=(1e-15, 1e-3))
+    return torch.optim.Adafactor([p], lr=lr, weight_decay=decay, beta2_decay=-0.7, d=1.25, eps=(1e-15, 2e-3))
 
 
 def adamw_of_pytorch(p: nn.Parameter, lr: float, decay: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p], lr=lr, weight_decay=decay, betas=(0.9, 0.95), eps=1e-8)
+    return torch.optim.AdamW([p], lr=lr, weight_decay=decay, betas=(BETA1, BETA2), eps=EPS)
 
 
 BY: dict[str, By] = {
