@@ -15,15 +15,15 @@ from tests.training.test_optimizers import (
     DECAY,
     EPS,
     LR,
-    RUNS,
     STEPS,
+    WITHOUT_DEFAULTS,
     gradient_of,
     of_one_process,
     section,
     trained,
 )
 
-RUN = RUNS["adamw-8bit"]
+RUN = WITHOUT_DEFAULTS["adamw-8bit"]
 BLOCK, LEAST = (int(RUN.options[name]) for name in ("block_size", "least_elements"))
 
 

@@ -31,19 +31,10 @@ from tests.training.checkpoints import logical as logical_states
 from tests.training.worlds import CASE, SPEC, build
 
 BESIDE = LrScaleSection(embedding=0.5, head=0.5, norm=0.5, bias=0.5, router=0.5)
-MUON = OptimizerSection(
-    name="muon",
-    lr=0.03,
-    weight_decay=0.1,
-    lr_scale=BESIDE,
-    momentum=0.9,
-    update_rms=0.3,
-    beta1=0.8,
-    beta2=0.9,
-    eps=1e-6,
-)
-"""No option has its default: a formula that does not read it would be right by chance."""
-PUBLISHED = MUON.model_copy(update={"update_rms": 0.2})
+MUON = OptimizerSection(name="muon", lr=0.03, weight_decay=0.1, lr_scale=BESIDE)
+OTHER = {"momentum": 0.9, "update_rms": 0.3, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6}
+WITHOUT_DEFAULTS = MUON.model_copy(update=OTHER)
+"""For the formulas: one that does not read an option would be right by chance where it has its default."""
 SPECS = {
     "grouped heads": EVEN,
     "latent attention": replace(EVEN, n_kv_heads=4, latent_attention=LATENT),
@@ -96,7 +87,7 @@ def test_each_logical_matrix_is_updated_by_itself(spec: ModelSpec) -> None:
     model = Transformer(spec).double()
     initialise(model, spec, 0)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = build_optimizer(parameters, spec, MUON)
+    optimizer = build_optimizer(parameters, spec, WITHOUT_DEFAULTS)
     set_learning_rate(optimizer, 0.03)
     before = {name: p.detach().clone() for name, p in parameters.items()}
     gradients = {name: torch.randn(2, *p.shape, dtype=p.dtype) for name, p in parameters.items()}
@@ -149,10 +140,8 @@ def test_a_step_is_about_that_of_pytorchs_muon() -> None:
     p = model.get_parameter("layers.0.ffn.up.weight")
     theirs = torch.nn.Parameter(p.detach().clone())
     gradient, before = torch.randn_like(p), p.detach().clone()
-    optimizer = build_optimizer({"layers.0.ffn.up.weight": p}, spec, PUBLISHED)
-    their_optimizer = torch.optim.Muon(
-        [theirs], lr=0.03, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw"
-    )
+    optimizer = build_optimizer({"layers.0.ffn.up.weight": p}, spec, MUON)
+    their_optimizer = torch.optim.Muon([theirs], lr=0.03, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     p.grad, theirs.grad = gradient.clone(), gradient.clone()
     optimizer.step()
     their_optimizer.step()
