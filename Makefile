@@ -35,6 +35,11 @@ unexport PYTHONDONTWRITEBYTECODE
 	$(PIP) -e '.[dev]'
 	@touch $@
 
+# lm-eval brings 29 packages, 146 MB: only `make prove` runs it; in `make test` tests/generation/lm_eval_interface.py does.
+.venv/.prove: .venv/.prove
+	$(PIP) -e '.[lm-eval]'
+	@touch $@
+
 quickstart: .venv/.base
 	$(BIN)/shardwright quickstart $(QUICKSTART)
 
@@ -62,7 +67,7 @@ test-oldest: .venv-oldest/.dev
 	$(OLDEST)/python -c 'import torch; assert torch.__version__.startswith("$(OLDEST_TORCH)."), torch.__version__'
 	$(OLDEST)/pytest -m "not prove and not commands" $(OLDEST_TESTS)
 
-prove: .venv/.dev
+prove: .venv/.prove
 	@echo "matrices of layouts, mutations, kill trials, planner accuracy: about 40 minutes on 2 cores"
 	$(PYTEST) -m prove
 

@@ -1,11 +1,18 @@
 """Settings of all tests."""
 
+import getpass
 import os
+import tempfile
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 # Matrices of tests are small, and several threads of every rank would take turns on the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# TorchInductor (2.13) takes code from its cache that was generated for another ATEN_CPU_CAPABILITY: the C++ compiler
+# then fails, or the code writes beyond its buffers.
+if _capability := os.environ.get("ATEN_CPU_CAPABILITY"):
+    _cache = os.path.join(tempfile.gettempdir(), f"torchinductor-{getpass.getuser()}-{_capability}")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", _cache)
 # The console of the verbs takes the width that COLUMNS has when it is made: before any test sets it.
 os.environ.pop("COLUMNS", None)
 

@@ -1,8 +1,10 @@
 """Proves that a mixture of experts is the sum it says: against every expert run on every token, in float64; that its
 router keeps its promises for any scores; that a capacity holds; and that it runs compiled and recomputed."""
 
+import math
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,7 +16,6 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from shardwright.model.balance import aux_loss, relative_load, z_loss
 from shardwright.model.moe import MoE, Router, expert_layers, take_load
 from shardwright.model.presets import PRESETS
 from shardwright.model.sections import MoESpec
@@ -40,18 +41,43 @@ def layer_of(moe: MoESpec, dtype: torch.dtype = torch.float64, **changes: Any) -
     return layer
 
 
+def picked_by_hand(moe: MoESpec, scores_E: list[float], bias_E: list[float]) -> list[int]:
+    """The experts of a token: the best of the best groups, which go by their best or, of sigmoid scores, two best."""
+    ranked = [score + bias for score, bias in zip(scores_E, bias_E, strict=True)]
+    size = moe.n_experts // moe.n_groups
+    groups = [sorted(ranked[at : at + size], reverse=True) for at in range(0, moe.n_experts, size)]
+    best = sorted(range(moe.n_groups), key=lambda i: -sum(groups[i][: 1 if moe.score == "softmax" else 2]))
+    open_ones = [i for i in range(moe.n_experts) if i // size in best[: moe.groups_per_token]]
+    return sorted(open_ones, key=lambda i: -ranked[i])[: moe.top_k]
+
+
+def losses_by_hand(moe: MoESpec, scores_BTE: Tensor, logits_BTE: Tensor, picked_BTE: Tensor, load: Any) -> Tensor:
+    """The balance loss E sum_i f_i P_i of each sequence, or with the load E f_i of the step before, and the z-loss."""
+    share_BTE = scores_BTE / scores_BTE.sum(-1, keepdim=True)
+    aux = torch.zeros((), dtype=scores_BTE.dtype)
+    for share_TE, picked_TE in zip(share_BTE, picked_BTE, strict=True):
+        for i in range(moe.n_experts):
+            f = moe.n_experts * picked_TE[:, i].sum() / picked_TE.sum() if load is None else load[i]
+            aux = aux + f * share_TE[:, i].mean() / len(share_BTE)
+    return moe.aux_loss * aux + moe.z_loss * logits_BTE.exp().sum(-1).log().square().mean()
+
+
 def dense(layer: MoE, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-    """The same sum with every expert run on every token, and the losses of its router."""
+    """The same sum with every expert run on every token, and the losses of its router; none of its code is used."""
     router, experts, moe = layer.router, layer.experts, layer.router.moe
     logits_BTE = x_BTD @ router.weight.T
     scores_BTE = logits_BTE.softmax(-1) if moe.score == "softmax" else logits_BTE.sigmoid()
-    picked_BTK = router.pick(scores_BTE)
-    picked_BTE = torch.zeros_like(scores_BTE).scatter(-1, picked_BTK, 1.0)
+    picked_BTE, bias_E = torch.zeros_like(scores_BTE), [0.0] * moe.n_experts
+    if router.bias is not None:
+        bias_E = router.bias.tolist()
+    for b, t in product(*map(range, x_BTD.shape[:2])):
+        picked_BTE[b, t, picked_by_hand(moe, scores_BTE[b, t].tolist(), bias_E)] = 1.0
     weights_BTE = scores_BTE * picked_BTE
     if moe.normalise:
         weights_BTE = weights_BTE / weights_BTE.sum(-1, keepdim=True)
     if moe.capacity_factor:
-        weights_BTE = weights_BTE * (picked_BTE.cumsum(1) <= moe.capacity(x_BTD.shape[1]))
+        room = math.ceil(moe.capacity_factor * x_BTD.shape[1] * moe.top_k / moe.n_experts)
+        weights_BTE = weights_BTE * (picked_BTE.cumsum(1) <= room)
     y_BTD = torch.zeros_like(x_BTD)
     for expert in range(moe.n_experts):
         up_BTF = x_BTD @ experts.up[expert].T
@@ -62,8 +88,7 @@ def dense(layer: MoE, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         y_BTD = y_BTD + moe.weight_scale * weights_BTE[..., expert, None] * (inner_BTF @ experts.down[expert].T)
     if layer.shared is not None:
         y_BTD = y_BTD + layer.shared(x_BTD)
-    load = relative_load(picked_BTE.sum(1)) if router.load is None else router.load
-    return y_BTD, moe.aux_loss * aux_loss(scores_BTE, load) + moe.z_loss * z_loss(logits_BTE)
+    return y_BTD, losses_by_hand(moe, scores_BTE, logits_BTE, picked_BTE, router.load)
 
 
 WAYS = {

@@ -74,7 +74,12 @@ def save_ranks(folder: Path, layout: Layout, steps: int = 1) -> Logical:
 
 
 def hop(
-    folder: Path, layout: Layout, step: int, spec: ModelSpec = SPEC, mutations: Sequence[Mutation] = ()
+    folder: Path,
+    layout: Layout,
+    step: int,
+    spec: ModelSpec = SPEC,
+    mutations: Sequence[Mutation] = (),
+    run_toml: str = "",
 ) -> tuple[Logical | None, Logical]:
     """Take up the checkpoint after `step` steps, if that is not 0, take one more and save it."""
     with mutated(*mutations):
@@ -84,7 +89,7 @@ def hop(
             assert load(store.path_of(step), trainer, DATA).progress == Progress(step, 12 * step, SEED)
             loaded = logical(trainer)
         take_step(trainer, layout, step)
-        save(store, trainer, Progress(step + 1, 12 * (step + 1), SEED), DATA, "")
+        save(store, trainer, Progress(step + 1, 12 * (step + 1), SEED), DATA, run_toml)
         return loaded, logical(trainer)
 
 

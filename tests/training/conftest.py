@@ -1,5 +1,6 @@
 """Tokens that runs train on and a checkpoint to take up, made once."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -18,6 +19,16 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("tokens") / "tokens"
     prepare(Path(module.__file__), out, vocab_size=300, validation=0.0)
     return out
+
+
+@pytest.fixture(scope="session")
+def ragged_tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Token shards, with a validation split, of documents of different lengths: the lines of a source file."""
+    folder = tmp_path_factory.mktemp("ragged")
+    lines = Path(module.__file__).read_text().splitlines()
+    (folder / "lines.jsonl").write_text("".join(json.dumps({"text": line * 2}) + "\n" for line in lines))
+    prepare(folder / "lines.jsonl", folder / "tokens", vocab_size=300, validation=0.2)
+    return folder / "tokens"
 
 
 @pytest.fixture

@@ -9,9 +9,21 @@ from shardwright.model.modules import rows
 from shardwright.training.optimizer import build_optimizer, named_state
 from shardwright.training.optimizers.adamw_8bit import table
 from tests.training.bugs.bug import EVEN
-from tests.training.test_optimizers import DECAY, LR, RUNS, STEPS, gradient_of, of_one_process, section, trained
+from tests.training.test_optimizers import (
+    BETA1,
+    BETA2,
+    DECAY,
+    EPS,
+    LR,
+    STEPS,
+    WITHOUT_DEFAULTS,
+    gradient_of,
+    of_one_process,
+    section,
+    trained,
+)
 
-RUN = RUNS["adamw-8bit"]
+RUN = WITHOUT_DEFAULTS["adamw-8bit"]
 BLOCK, LEAST = (int(RUN.options[name]) for name in ("block_size", "least_elements"))
 
 
@@ -64,9 +76,9 @@ def test_moments_are_rounded_in_blocks_of_rows_after_the_step_has_used_them() ->
         sizes.add((coded, p.shape[-1] % BLOCK == 0))
         for step in range(STEPS):
             g = gradient_of(name, p, step)
-            m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g**2
+            m, v = BETA1 * m + (1 - BETA1) * g, BETA2 * v + (1 - BETA2) * g**2
             w *= 1 - LR * (DECAY if p.dim() > 1 else 0.0)
-            w -= LR * (m / (1 - 0.9 ** (step + 1))) / ((v / (1 - 0.95 ** (step + 1))).sqrt() + 1e-8)
+            w -= LR * (m / (1 - BETA1 ** (step + 1))) / ((v / (1 - BETA2 ** (step + 1))).sqrt() + EPS)
             if coded:
                 m, v = rounded(m, signed=True), rounded(v, signed=False)
         torch.testing.assert_close(found[name].detach(), w, rtol=1e-10, atol=1e-12)
@@ -99,6 +111,6 @@ def test_blocks_of_very_small_and_large_gradients_are_rounded_as_any(size: float
     optimizer.step()
     assert torch.isfinite(weights).all()
     states = named_state(optimizer, [(name, weights)])
-    assert (states[f"exp_avg_sq/{name}"][weights.grad.square() * 0.05 > 1e-44] > 0).all()
+    assert (states[f"exp_avg_sq/{name}"][weights.grad.square() * (1 - BETA2) > 1e-44] > 0).all()
     numbers = table(signed=True).float()[states[f"exp_avg/{name}"].int()]
     assert numbers[0, :BLOCK].max() == 1

@@ -1,7 +1,7 @@
 """Proves that a run begins with exactly the weights that it is given, on every layout, whatever holds them, and that
 what goes out again is the same bytes from every layout."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from shardwright.config.sections import InitSection
 from shardwright.data.samples import IGNORE
 from shardwright.errors import CheckpointError
 from shardwright.layout import Layout
+from shardwright.model.transformer import Transformer
 from shardwright.training.checkpoint.manifest import Progress
 from shardwright.training.checkpoint.saver import save
 from shardwright.training.checkpoint.state import load
@@ -27,8 +28,8 @@ from shardwright.verification.rank import build_trainer, local_batch
 from tests.distributed import run_ranks
 from tests.hugging_face.models import FAMILIES, saved, their_logits
 from tests.marks import prove, rest_prove
-from tests.training.checkpoints import DATA
-from tests.training.worlds import CASE, RATE, whole
+from tests.training.checkpoints import DATA, hop
+from tests.training.worlds import CASE, RATE, SPEC, whole
 
 TWO = {
     "zero 3": Layout(dp_shard=2, zero=3),
@@ -128,6 +129,27 @@ def test_an_export_is_the_same_bytes_from_every_layout(family: str, layout: Layo
     for name in names - {"README.md", "config.json", "generation_config.json"}:
         assert (tmp_path / "found" / name).read_bytes() == (tmp_path / "expected" / name).read_bytes(), name
     assert open_weights(tmp_path / "found").spec == open_weights(source).spec
+
+
+ODD = replace(SPEC, n_heads=4, n_kv_heads=2, qk_norm=True, vocab_size=61, d_ffn=42)
+"""Of 61 rows 2 ranks have 31 and 30, and 3 ranks of each 11, 11, 9 and 10, 10, 10; 4 ranks have 16, 16, 16 and 13."""
+UNEQUAL = [Layout(dp_shard=3, tp=2, zero=3, sequence_parallel=True), Layout(dp_shard=4, zero=3)]
+
+
+def test_a_layout_with_unequal_shards_is_saved_resumed_and_exported_to_what_transformers_computes(tmp_path: Path):
+    """The other side is a plain model with the weights that the ranks hold in the end."""
+    model = {key: value for key, value in asdict(ODD).items() if value is not None}
+    table = {"out": str(tmp_path), "steps": 2, "model": model, "data": {"path": "none"}}
+    text = resolved_toml(parse(table | {"batch": {"seq_len": 16, "global_batch": 8}}))
+    for step, layout in enumerate(UNEQUAL):
+        outcomes = run_ranks(hop, layout.world_size, tmp_path / "run", layout, step, ODD, (), text)
+    weights = {name.removeprefix("model/"): each for name, each in outcomes[0][1].items() if name.startswith("model/")}
+    plain = Transformer(ODD).eval()
+    plain.load_state_dict(weights)
+    export(tmp_path / "run" / "step-00000002", tmp_path / "hf")
+    tokens_BT = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        torch.testing.assert_close(their_logits(tmp_path / "hf", torch.float32, tokens_BT), plain(tokens_BT))
 
 
 def take_steps(folder: Path, layout: Layout, path: Path, optimizer: bool) -> dict[str, torch.Tensor]:

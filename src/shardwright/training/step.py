@@ -35,7 +35,7 @@ from shardwright.training.monitor import AnyMonitor, NoMonitor
 from shardwright.training.optimizer import set_learning_rate
 from shardwright.training.spikes import Recheck, Spike, SpikeGuard
 
-_EVALUATED_TOGETHER = 32
+EVALUATED_TOGETHER = 32
 """Micro-batches of one evaluation pass; a pipeline runs them through its stages one after another."""
 
 
@@ -265,7 +265,7 @@ class ForwardBackward:
         losses = self._ahead_sums if n_modules else self.loss_sum
         sums = torch.zeros(2, 1 + n_modules, dtype=torch.float64, device=self.device)
         each = (microbatch for batch in batches for microbatch in self._microbatches(batch, None))
-        while microbatches := list(islice(each, _EVALUATED_TOGETHER)):
+        while microbatches := list(islice(each, EVALUATED_TOGETHER)):
             sums[0] += self.model.runner.evaluate(microbatches, losses)
             if self.model.counts_targets:
                 counts = [(targets_BT != IGNORE).sum((-2, -1)) for _, targets_BT, *_ in microbatches]

@@ -20,6 +20,7 @@ from shardwright.parallel import compressed, data, loss, whole_matrices
 from shardwright.parallel.apply import apply
 from shardwright.parallel.norm import local_part
 from shardwright.training import on_shards
+from shardwright.training import step as training_step
 from shardwright.training.loss_scale import loss_scaler
 from shardwright.training.offload.states import where_of
 from shardwright.training.on_shards import OnShards
@@ -42,13 +43,16 @@ BUCKETS = (
 
 
 @contextmanager
-def several_of_each(case: Case) -> Iterator[None]:
-    """Shrink the sizes of buckets, and of the logits that the loss takes at a time, so that a model at test size has
-    several of each, as a model at true size has; sizes that are smaller already stay."""
+def several_of_each(case: Case, layout: Layout) -> Iterator[None]:
+    """Shrink the sizes of buckets, of the logits that the loss takes at a time and of the micro-batches that are
+    evaluated together, so that a model at test size has several of each, as a model at true size has; sizes that are
+    smaller already stay."""
     element_bytes, matrix = DTYPES[case.dtype][1].itemsize, case.spec.d_model * case.spec.d_ffn
     sizes = dict.fromkeys(BUCKETS, max(1, matrix * element_bytes // 2))
     sizes[whole_matrices, "BUCKET_BYTES"] = 3 * matrix * element_bytes  # several owners in each
     sizes[loss, "LOGITS_TOGETHER"] = max(1, case.micro_batch * case.seq_len // 5) * case.spec.vocab_size
+    n_microbatches = case.global_batch // (layout.data_ranks * case.micro_batch)
+    sizes[training_step, "EVALUATED_TOGETHER"] = max(1, n_microbatches - 1)
     before = {(module, name): getattr(module, name) for module, name in sizes}
     try:
         for (module, name), size in sizes.items():
@@ -61,7 +65,7 @@ def several_of_each(case: Case) -> Iterator[None]:
 
 def train_rank(case: Case, layout: Layout, folder: Path) -> RankTrace:
     """Take the steps of a case with each optimizer, as one rank of a layout."""
-    with several_of_each(case):
+    with several_of_each(case, layout):
         return _train(case, layout, folder)
 
 

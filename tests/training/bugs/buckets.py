@@ -2,7 +2,7 @@
 
 from shardwright.layout import Layout
 from tests.mutation import Mutation
-from tests.training.bugs.bug import ONE, TP, ZERO_3, AnyBug, Bug
+from tests.training.bugs.bug import ONE, PP, TP, TRAINER, ZERO_3, AnyBug, Bug
 
 _REPLICAS = Layout(dp_replicate=2, dp_shard=2, zero=2, compress_gradients="int8")
 _LOSSES = "((sum_N.log() - target_N) * counted_N)"
@@ -36,6 +36,22 @@ BUCKETS: dict[str, AnyBug] = {
     ),
     "the reported loss of logits is that of the first tokens": Bug(
         Mutation("shardwright.parallel.loss:cross_entropy", f"{_LOSSES}.sum()", f"{_LOSSES}[:n_together].sum()"),
+        [ONE, ZERO_3],
+    ),
+    "an evaluation has the loss of the last micro-batches that are evaluated together": Bug(
+        Mutation(
+            f"{TRAINER}.evaluation_sums",
+            "sums[0] += self.model.runner.evaluate(microbatches, losses)",
+            "sums[0] = self.model.runner.evaluate(microbatches, losses)",
+        ),
+        [ONE, PP, ZERO_3],
+    ),
+    "an evaluation is divided by the targets of the last micro-batches that are evaluated together": Bug(
+        Mutation(
+            f"{TRAINER}.evaluation_sums",
+            "sums[1] += torch.stack(counts).sum(0)",
+            "sums[1] = torch.stack(counts).sum(0)",
+        ),
         [ONE, ZERO_3],
     ),
 }

@@ -1,13 +1,16 @@
 """Bugs that tests of other files put in, in families, with the names that they have there."""
 
 from tests.api import test_distributed
+from tests.generation import test_lm_eval
+from tests.mutation import Mutation
 from tests.parallel import test_context
-from tests.training import test_checkpoint, test_checkpoint_damage
+from tests.training import test_checkpoint, test_checkpoint_damage, test_tf32
 from tests.training.bugs.bug import UnitBug
 
 _ATTENTION = "tests/parallel/test_context.py:test_a_wrong_backward_behind_a_right_forward_is_noticed"
 _LOOP = "tests/api/test_distributed.py:test_a_bug_is_seen"
 _STALE = "tests/training/test_checkpoint.py:test_bug_24_a_parameter_group_that_is_stale_after_a_resume_is_seen"
+_LM_EVAL = "tests/generation/test_lm_eval.py:test_a_bug_is_seen"
 _CAST = "tests/training/test_checkpoint.py:test_bug_23_a_dtype_that_is_cast_in_loading_would_be_seen"
 
 
@@ -21,7 +24,13 @@ def _of_loop(name: str) -> UnitBug:
     return UnitBug(mutation, _LOOP, put_in_there=True)
 
 
+def _of_lm_eval(name: str) -> dict[str, UnitBug]:
+    _, mutation = test_lm_eval.BUGS[f"lm-eval: {name}"]
+    return {f"lm-eval: {name}": UnitBug(mutation, _LM_EVAL, put_in_there=True)}
+
+
 SCALE = {
+    **_of_lm_eval("a long text has the log-likelihood of its last part"),
     "attention's backward pass takes a block's own log-sum-exp": _of_attention("a block's own log-sum-exp in backward"),
     "the norm counts an embedding once for each rank of pp that holds it": _of_loop(
         "the norm counts an embedding once for each rank of pp that holds it"
@@ -47,6 +56,7 @@ ORDER = {
     ),
 }
 STALE = {
+    **_of_lm_eval("all contexts are continued as the first one wants"),
     "gradients that were let go are not put back into the buckets": _of_loop(
         "gradients that were let go are not put back into the buckets"
     ),
@@ -54,6 +64,21 @@ STALE = {
         "the second copy of a tied embedding keeps its old values"
     ),
     "a loop of one's own keeps the gradients of the step before": _of_loop("gradients of the step before are kept"),
+}
+DTYPE = {
+    **{
+        name: UnitBug(mutation, "tests/training/test_tf32.py:test_a_bug_is_seen", put_in_there=True)
+        for name, (_, mutation) in test_tf32.BUGS.items()
+    },
+    "MFU of a run in TF32 is that of one in fp32": UnitBug(
+        Mutation("shardwright.training.numbers:Numbers._speed", "self.config.precision.tf32", "False"),
+        "tests/training/test_tf32.py:test_mfu_goes_by_the_peak_of_the_type_that_is_multiplied_in",
+    ),
+}
+MASK = _of_lm_eval("the stop texts of a task are not used")
+OFF_BY_ONE = {
+    **_of_lm_eval("a continuation is scored without the first token that fits before it"),
+    **_of_lm_eval("a context is cut to what fits without the new tokens"),
 }
 FILES = {
     name: UnitBug(

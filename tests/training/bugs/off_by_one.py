@@ -47,7 +47,7 @@ OFF_BY_ONE: dict[str, Bug] = {
         Mutation(
             f"{TRAINER}.evaluation_sums",
             "self.model.runner.evaluate(microbatches, losses)",
-            "self.model.runner.evaluate(microbatches[:-1], losses)",
+            "self.model.runner.evaluate(microbatches[:-1] or microbatches, losses)",
         ),
         [ONE],
     ),

@@ -1,8 +1,10 @@
 """Bugs of optimizers: means of a shard, a sign that is never zero, a state rounded in another way, another's rate."""
 
+from typing import Any
+
 from shardwright.layout import Layout
 from tests.mutation import Mutation
-from tests.training.bugs.bug import TP, AnyBug, Bug, UnitBug
+from tests.training.bugs.bug import EVEN, TP, AnyBug, Bug, UnitBug
 
 _ADAFACTOR = "shardwright.training.optimizers.adafactor:_Member"
 _IN_8_BITS = "shardwright.training.optimizers.adamw_8bit"
@@ -129,7 +131,36 @@ STALE: dict[str, AnyBug] = {
         _ROUNDED,
     ),
 }
+_BY_HAND = "tests/training/test_muon.py:test_each_logical_matrix_is_updated_by_itself"
+
+
+def _default(function: str, option: str, value: str, test: str, *given: Any) -> UnitBug:
+    """An option is not read."""
+    return UnitBug(Mutation(f"shardwright.training.optimizers.{function}", option, value), test, given)
+
+
 SCALE: dict[str, AnyBug] = {
+    "Adafactor decays with the default power": _default(
+        "adafactor:_Member.moments", "self.group['decay_power']", "0.8", _FORMULA, "adafactor", _PLAIN
+    ),
+    "Adafactor clips an update at the default threshold": _default(
+        "adafactor:_Member.apply", "group['clip_threshold']", "1.0", _FORMULA, "adafactor", _PLAIN
+    ),
+    "Adafactor's steps are relative to the default least size": _default(
+        "adafactor:_Member.apply", "group['least_rms']", "0.001", _FORMULA, "adafactor", _PLAIN
+    ),
+    "Lion's mean decays by the default": _default("lion:Lion.step", "group['beta2']", "0.99", _FORMULA, "lion", _PLAIN),
+    "SGD has the default momentum": _default("sgd:SGD.__init__", "options['momentum']", "0.9", _FORMULA, "sgd", _PLAIN),
+    "Muon has the default momentum": _default(
+        "muon:Muon._direction", "self._groups[number]['momentum']", "0.95", _BY_HAND, EVEN
+    ),
+    "Muon's updates have the default size": _default(
+        "muon:Muon._orthogonal", "group['update_rms']", "0.2", _BY_HAND, EVEN
+    ),
+    "8-bit AdamW has the default epsilon": _default("adamw_8bit:_update", "group['eps']", "1e-8", _IN_BLOCKS),
+    "8-bit AdamW has the default decay of squares": _default(
+        "adamw_8bit:_update", "group['beta2']", "0.95", _IN_BLOCKS
+    ),
     "8-bit states are widened without their scale": UnitBug(
         Mutation(f"{_IN_8_BITS}:_Member.moments", "self.blocks.each(torch.mul, numbers, scale)", "numbers"),
         _IN_BLOCKS,
