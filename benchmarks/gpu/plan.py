@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT / "src")]
 
+from run_file import toml  # noqa: E402
 from steps import PARTS, TOGETHER, Settings, Step  # noqa: E402
 
 PART_S = 570.0
@@ -63,7 +63,7 @@ class Part:
             sys.path.insert(0, str(HERE / "mock"))
             from setting import environment
 
-            self.environment |= environment(mock.resolve())
+            self.environment |= environment(mock.resolve()) | {"MOCK_MAY_WAIT": "1"}
 
     @property
     def tokens(self) -> Path:
@@ -125,6 +125,8 @@ class Part:
         record: dict[str, Any] = {"step": step.name, "exit": code, "s": round(time.monotonic() - began_s, 1)}
         if step.settings is not None:
             record |= measured(self.work / step.name, probe) | planned(run_file, self.accelerator)
+            if code == 0 and record.get("steps", 0) < step.n_steps:
+                code = record["exit"] = f"{record.get('steps', 0)} of {step.n_steps} steps are in metrics.jsonl"
         elif code == 0 and output.rstrip().endswith("}"):
             record |= last_document(output)
         if code != 0:
@@ -139,19 +141,13 @@ class Part:
             "out": str(self.fresh(step.name)),
             "steps": step.n_steps,
             "device": "cuda",
-            "extensions": [str(HERE / "probe.py")],
+            "extensions": [str(HERE / "probe.py"), *([] if self.mock is None else [str(HERE / "mock/rank.py")])],
             "data.path": str(self.tokens),
             "metrics.every": 1,
             "evaluation.samples": 0,
             **settings,
         }
-        sections: dict[str, list[str]] = {"": []}
-        for path, value in every.items():
-            section, _, key = path.rpartition(".")
-            sections.setdefault(section, []).append(
-                f"{key} = {str(value).lower() if isinstance(value, bool) else repr(value)}"
-            )
-        return "\n".join(line for name, lines in sections.items() for line in ([f"[{name}]"] if name else []) + lines)
+        return toml(every)
 
     def fresh(self, name: str) -> Path:
         """The folder of a run; what an earlier try left there is renamed."""
@@ -181,20 +177,16 @@ def measured(run: Path, probe: Path) -> dict[str, Any]:
 def planned(run_file: Path, accelerator: str) -> dict[str, Any]:
     """The plan of a run file for one accelerator: tokens per second, and the most bytes allocated and reserved."""
     from shardwright.config import load
+    from shardwright.config.settle import job_of
     from shardwright.cost.estimate import estimate
-    from shardwright.cost.hardware import cluster
-    from shardwright.dry_run.planned import job_of
     from shardwright.errors import ShardwrightError
 
     try:
         config = load(run_file)
-        job = replace(job_of(config), cluster=cluster(f"{accelerator}:1/1"))
-        result = estimate(job, config.layout.layout(), config.batch.micro_batch)
-        tokens_per_s = config.batch.global_batch * config.batch.seq_len / result.step_s
-        allocated = float(sum(values[0].max() for values in result.memory.kinds.values()))
+        result = estimate(job_of(config, accelerator), config.layout.layout(), config.batch.micro_batch)
         return {
-            "planned_tokens_per_s": tokens_per_s,
-            "planned_allocated_bytes": allocated,
+            "planned_tokens_per_s": config.batch.global_batch * config.batch.seq_len / result.step_s,
+            "planned_allocated_bytes": float(result.memory.peak_bytes[0]),
             "planned_reserved_bytes": result.peak_bytes,
         }
     except ShardwrightError as error:

@@ -1,7 +1,8 @@
 """An extension of the runs of the GPU plan: writes the peaks of the allocator, and on request a profile.
 
-`GPU_PROBE` names a file that has the peaks after each step, of the steps so far. `GPU_PROFILE` names one for a table of
-the kernels that took longest in the sixth step, and `GPU_TRACE` one for the trace of that step.
+`GPU_PROBE` names a file that has the peaks after each step, of the steps so far; RANK in its name is the rank.
+`GPU_PROFILE` names one for a table of the kernels that took longest in the sixth step, and `GPU_TRACE` one for the
+trace of that step.
 With `GPU_SAVES_NOTHING` the run writes no checkpoint: one of a large model takes longer than its steps.
 """
 
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from shardwright.training.checkpoint.store import CheckpointStore
 from shardwright.training.saving import Saving
 from shardwright.training.step import Trainer
 
@@ -32,7 +34,8 @@ def probed_step(self: Trainer, batch: Any, step: int, rate: float) -> Any:
             "reserved_bytes": torch.cuda.max_memory_reserved(self.device),
             "retries": torch.cuda.memory_stats(self.device)["num_alloc_retries"],
         }
-        Path(os.environ["GPU_PROBE"]).write_text(json.dumps(peaks))
+        path = os.environ["GPU_PROBE"].replace("RANK", os.environ.get("RANK", "0"))
+        Path(path).write_text(json.dumps(peaks))
     return result
 
 
@@ -52,3 +55,4 @@ def profiled(work: Any, path: str) -> Any:
 Trainer.step = probed_step  # type: ignore[method-assign]
 if "GPU_SAVES_NOTHING" in os.environ:
     Saving.save = lambda *_: None  # type: ignore[method-assign]
+    CheckpointStore.require_space = lambda *_: None  # type: ignore[method-assign]

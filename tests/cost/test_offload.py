@@ -105,10 +105,10 @@ def test_reduced_gradients_leave_the_device_with_every_zero_stage_and_what_is_no
 
 
 def test_host_and_disk_are_offered_where_nothing_fits_and_found_where_they_are_asked_for():
-    job = replace(JOB, seq_len=16384)
+    job = replace(JOB, cluster=cluster("h100:3/3"), seq_len=65536, global_batch=96)
     assert not search(job).best
     offered = [each.what for each in remedies(job, 0.1) if "offload" in each.what]
-    host_bytes_said = [what.endswith("of host memory in each node of 2") for what in offered]
+    host_bytes_said = [what.endswith("of host memory in each node of 3") for what in offered]
     assert host_bytes_said == [True, True, False, True]
     assert [what.split(", with ")[0] for what in offered] == [
         "activations of layers in the memory of the host: --fix offload_activations=cpu",

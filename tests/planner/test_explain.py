@@ -102,7 +102,7 @@ def test_every_input_is_a_symbol_or_another_line(case: tuple[Priced, list[Entry]
 def test_what_adds_up_is_the_prediction(case: tuple[Priced, list[Entry]]):
     of, entries = case
     value = {entry.what: entry.value for entry in entries}
-    rank = int(of.memory.rank_bytes[0].argmax())
+    rank = of.memory.fullest_rank
     assert value["peak"] == pytest.approx(of.peak_bytes, rel=1e-12)
     memory = {entry.what: entry.value for entry in entries if entry.section.startswith("Memory")}
     kinds = {kind: float(held[0, rank]) for kind, held in of.memory.kinds.items() if held[0, rank]}

@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[3]
-sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "src")]
+sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "benchmarks/gpu"), str(ROOT / "src")]
 
 from cases import CASES, Case  # noqa: E402
 from nccl_log import read_log  # noqa: E402
+from run_file import toml  # noqa: E402
 from setting import environment  # noqa: E402
 
 import shardwright.cli.main  # noqa: E402
@@ -56,18 +57,7 @@ def run_file(case: Case, out: Path, tokens: Path) -> str:
         "evaluation.samples": 4,
         **case.settings,
     }
-    sections: dict[str, list[str]] = {"": []}
-    for path, value in settings.items():
-        section, _, key = path.rpartition(".")
-        sections.setdefault(section, []).append(f"{key} = {written(value)}")
-    return "\n".join(line for name, lines in sections.items() for line in ([f"[{name}]"] if name else []) + lines)
-
-
-def written(value: Any) -> str:
-    """A value as TOML has it."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {written(each)}" for key, each in value.items()) + "}"
-    return str(value).lower() if isinstance(value, bool) else repr(value)
+    return toml(settings)
 
 
 class Problem(Exception):

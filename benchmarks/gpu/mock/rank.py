@@ -1,19 +1,30 @@
 """What a rank of a run does differently on the mock; a run file names this file under `extensions`.
 
 - Ranks of ep exchange equally many rows: the counts that kernels would have computed are not there.
+- The logged loss, gradient norm and load of experts are 1: memory that kernels would have written may hold any number,
+  and a record of a run refuses some.
+- Sampled tokens are the first of the vocabulary, and sums of evaluation are 1, for the same reason.
+- The machine may have less memory than a run keeps on the host: nothing touches most of it.
 - Once a step of the same kind has warmed up, steps may neither wait for the device nor copy from or to memory of the
   host that is not pinned. `MOCK_MAY_WAIT=1` is for runs that are documented to read a value back in each step.
 """
 
 import ctypes
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwright.generation.sampling import Sampling
+from shardwright.model.sections import MoESpec
 from shardwright.parallel import expert
-from shardwright.training.step import Trainer
+from shardwright.parallel.model import ExpertLoad
+from shardwright.processes import Memory
+from shardwright.training import load, numbers
+from shardwright.training.offload import room
+from shardwright.training.step import ForwardBackward, Trainer
 
 WARM_UP = 2
 """Steps that may wait: the allocators, the compiler and the optimizer prepare what later steps use."""
@@ -27,6 +38,36 @@ def equal_counts(rows_2n: Tensor, n_rows: int) -> list[list[int]]:
 
 # The ranks' functions hold on to `read_counts` itself, so what it does is replaced and not the name.
 expert.read_counts.__code__ = equal_counts.__code__
+
+_choose, _evaluation_sums = Sampling.choose, ForwardBackward.evaluation_sums
+_gather, _expert_numbers = numbers.Numbers.gather, load.expert_numbers
+
+
+def choose_first(self: Sampling, *args: Any) -> Tensor:
+    """The first token of the vocabulary for each row."""
+    return torch.zeros_like(_choose(self, *args))
+
+
+def one_each(self: ForwardBackward, *args: Any) -> Tensor:
+    """A loss of 1 for one target token."""
+    return torch.ones_like(_evaluation_sums(self, *args), device="cpu")
+
+
+def gather_ones(self: numbers.Numbers, *args: Any, **kwargs: Any) -> numbers.Gathered:
+    """What the ranks know of a step, whose loss and norm are 1."""
+    return replace(_gather(self, *args, **kwargs), loss=1.0, norm=1.0)
+
+
+def equal_load(of: ExpertLoad, moe: MoESpec) -> dict[str, Any]:
+    """The numbers of experts that are all picked by one token."""
+    return _expert_numbers(ExpertLoad(*(torch.ones_like(each) for each in of)), moe)
+
+
+Sampling.choose = choose_first  # type: ignore[method-assign]
+ForwardBackward.evaluation_sums = one_each  # type: ignore[method-assign]
+numbers.Numbers.gather = gather_ones  # type: ignore[method-assign]
+numbers.expert_numbers = equal_load
+room.machine_memory = lambda: Memory(2**60)
 
 _step = Trainer.step
 

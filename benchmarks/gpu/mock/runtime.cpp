@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstring>
 #include <ctime>
+#include <unordered_map>
 
 #include "mock.h"
 
@@ -25,6 +26,39 @@ int n_devices() { return static_cast<int>(mock_setting("MOCK_DEVICES", 1)); }
 // A table of the data sheet of an H100 SXM: compute capability 9.0, 132 multiprocessors.
 constexpr int n_multiprocessors = 132;
 constexpr int shared_bytes_optin = 232448;
+
+// The kernels of PyTorch that fill a contiguous tensor, and the bytes of an element. Their parameters are the number of
+// elements, the value, and the address.
+std::unordered_map<const void*, size_t>& fills() {
+  static auto* map = new std::unordered_map<const void*, size_t>;
+  return *map;
+}
+
+// Larger tensors are left as they are, so that what nothing reads stays unmapped.
+constexpr size_t filled_bytes = 4096;
+
+size_t filled_element_bytes(const char* kernel) {
+  const char* functor = strstr(kernel, "11FillFunctorI");
+  if (!functor || !strstr(kernel, "elementwise_kernelI")) return 0;
+  switch (functor[strlen("11FillFunctorI")]) {
+    case 'b': case 'a': case 'h': return 1;
+    case 's': return 2;
+    case 'i': case 'f': return 4;
+    case 'l': case 'd': return 8;
+    default: return 0;
+  }
+}
+
+void launch(const void* kernel, void** parameters) {
+  mock_count_launch();
+  auto fill = fills().find(kernel);
+  if (fill == fills().end()) return;
+  size_t n = *static_cast<int*>(parameters[0]), element_bytes = fill->second;
+  char* address = *static_cast<char**>(parameters[2]);
+  for (size_t i = 0; n * element_bytes <= filled_bytes && i < n; i++) {
+    memcpy(address + i * element_bytes, parameters[1], element_bytes);
+  }
+}
 
 // The driver's functions that PyTorch looks up by name.
 int primary_context_state(int, unsigned* flags, int* active) {
@@ -215,12 +249,16 @@ cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t func
 
 // Kernels
 
-cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t) {
-  mock_count_launch();
+void __cudaRegisterFunction(void**, const char* function, char*, const char* name, int, uint3*, uint3*, dim3*, dim3*,
+                            int*) {
+  if (size_t element_bytes = filled_element_bytes(name)) fills()[function] = element_bytes;
+}
+cudaError_t cudaLaunchKernel(const void* kernel, dim3, dim3, void** parameters, size_t, cudaStream_t) {
+  launch(kernel, parameters);
   return cudaSuccess;
 }
-cudaError_t __cudaLaunchKernel(void*, dim3, dim3, void**, size_t, cudaStream_t) {
-  mock_count_launch();
+cudaError_t __cudaLaunchKernel(void* kernel, dim3, dim3, void** parameters, size_t, cudaStream_t) {
+  launch(kernel, parameters);
   return cudaSuccess;
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void*, void**) {

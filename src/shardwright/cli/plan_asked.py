@@ -204,9 +204,9 @@ def ask(options: Options) -> Asked:
         what = "precision.compute=" if config is not None and config.precision.planned == precision else "--precision "
         wrong.append(f"{what}{precision}: not one that is planned for; {nearest(precision, PRECISIONS)}")
 
+    from shardwright.config.settle import job_of
     from shardwright.cost.job import Job
     from shardwright.cost.measured import on_machine
-    from shardwright.cost.stack import SHARDWRIGHT, SHARDWRIGHT_COMPILED
     from shardwright.model.presets import resolve
     from shardwright.planner.choice import read
     from shardwright.planner.fixed import read_fixed
@@ -238,18 +238,15 @@ def ask(options: Options) -> Asked:
     if wrong or spec is None or found is None or global_batch is None or seq_len is None:
         raise InputError(*wrong)
     name = model if model is not None else _model_name(config, spec)
-    job = Job(
-        model=spec,
-        cluster=found,
-        seq_len=seq_len,
-        global_batch=global_batch,
-        precision=precision,
-        optimizer="adamw" if config is None else config.optimizer.name,
-        narrow_states=config is not None and config.optimizer.state_dtype == "bf16",
-        optimizer_options=() if config is None else tuple(config.optimizer.options.items()),
-        document_tokens=document_tokens,
-        stack=SHARDWRIGHT_COMPILED if config is not None and config.precision.compile else SHARDWRIGHT,
-    )
+    values: dict[str, Any] = {
+        "model": spec,
+        "cluster": found,
+        "seq_len": seq_len,
+        "global_batch": global_batch,
+        "precision": precision,
+        "document_tokens": document_tokens,
+    }
+    job = Job(**values) if config is None else replace(job_of(config), **values)
     machine = on_machine(job)
     if explains_file:
         explained = _choice_of_file(

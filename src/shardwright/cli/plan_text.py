@@ -207,7 +207,7 @@ def _print_time(priced: Priced) -> None:
 
 def _print_memory(priced: Priced, limit_bytes: float) -> None:
     memory = priced.memory
-    rank = int(memory.rank_bytes[0].argmax())
+    rank = memory.fullest_rank
     title = f"memory, pp rank {rank}" if priced.choice.layout.pp > 1 else "memory"
     table = columns(title, "GiB", "of limit", left=1)
     for kind, held in memory.kinds.items():

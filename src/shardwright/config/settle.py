@@ -39,21 +39,24 @@ def settled(config: RunConfig, memory_bytes: float, margin: float = MARGIN) -> t
     return with_recomputation(config, **found), str(chosen)
 
 
-def job_of(config: RunConfig) -> "Job":
-    """The job of a run file, for formulas of memory, which do not read what kind of accelerator it is."""
+def job_of(config: RunConfig, accelerator: str = "h100") -> "Job":
+    """The job of a run file, with its precision and its stack, on one node of an accelerator; formulas of memory read
+    of that only which libraries it has."""
     from shardwright.cost.hardware import cluster
     from shardwright.cost.job import Job
+    from shardwright.cost.stack import SHARDWRIGHT, SHARDWRIGHT_COMPILED
 
     size = config.layout.layout().world_size
     return Job(
         model=config.model.spec(),
-        cluster=cluster(f"h100:{size}/{size}"),
+        cluster=cluster(f"{accelerator}:{size}/{size}"),
         seq_len=config.batch.seq_len,
         global_batch=config.batch.global_batch,
         precision=config.precision.planned,
         optimizer=config.optimizer.name,
         narrow_states=config.optimizer.state_dtype == "bf16",
         optimizer_options=tuple(config.optimizer.options.items()),
+        stack=SHARDWRIGHT_COMPILED if config.precision.compile else SHARDWRIGHT,
     )
 
 

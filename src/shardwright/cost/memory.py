@@ -8,16 +8,17 @@ sum of peaks. The optimizer runs when no activations are left.
 Shapes: n candidates, S stages, R ranks of pp, v stages of a rank, k moments.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 
-from shardwright.cost import holes, ledger, parameters, pipeline, stage_bytes, states
+from shardwright.cost import holes, ledger, parameters, pipeline, pools, stage_bytes, states
 from shardwright.cost.distinct import numbered
-from shardwright.cost.job import Candidates, Floats, Ints, Job
+from shardwright.cost.job import FULL, Candidates, Floats, Ints, Job
 from shardwright.cost.memo import Memo
 from shardwright.cost.pipeline import Moments, Stages
+from shardwright.cost.pools import Pools
 from shardwright.cost.stage_bytes import MicrobatchBytes, ShardedBytes, StageBytes
 
 KINDS = (
@@ -52,12 +53,14 @@ class Memory:
 
     `kinds`: for each of `KINDS` an array (n, R). `moment`: (n, R), where in the step the peak is. `fragmentation`:
     (n,), bytes that the allocator reserves beyond that, as a fraction; `of_process`: of all but the workspace.
+    `pools`: bytes of its pools (cost/pools.py), which add up, each (n, R), where they are priced.
     """
 
     kinds: dict[str, Floats]
     moment: Ints
     fragmentation: Floats
     of_process: bool = False
+    pools: dict[str, Floats] = field(default_factory=dict)
 
     @property
     def rank_bytes(self) -> Floats:
@@ -70,10 +73,21 @@ class Memory:
         return np.max(self.rank_bytes, axis=1)
 
     @property
+    def fullest_rank(self) -> int:
+        """The rank of the first candidate for which the allocator reserves most."""
+        return int((self.rank_bytes + self.lost_bytes)[0].argmax())
+
+    @property
+    def other_pools(self) -> Floats:
+        """(n, R): by how much the sum of the peaks of the allocator's pools exceeds the peak of live tensors."""
+        return np.maximum(sum(self.pools.values(), np.zeros(1)) - self.rank_bytes, 0.0)
+
+    @property
     def lost_bytes(self) -> Floats:
         """(n, R): what the allocator reserves beyond the tensors."""
-        found: Floats = self.fragmentation[:, None] * (self.rank_bytes - self.kinds["workspace"] * self.of_process)
-        return found
+        beside = self.other_pools
+        of_pools = self.rank_bytes + beside - self.kinds["workspace"] * self.of_process
+        return np.asarray(beside + self.fragmentation[:, None] * of_pools)
 
     @property
     def reserved_bytes(self) -> Floats:
@@ -114,12 +128,29 @@ def of(job: Job, candidates: Candidates) -> Memory:
     last = step.at_update()
     update = np.sum(list(last.values()), axis=0) > np.sum(list(kinds.values()), axis=0)
     kinds = {kind: np.where(update, last[kind], kinds[kind]) for kind in KINDS}
-    return Memory(kinds, np.where(update, 3, moment), lost_share(job, candidates), job.stack.of_process)
+    result = Memory(kinds, np.where(update, 3, moment), lost_share(job, candidates), job.stack.of_process)
+    return replace(result, pools=_pools(step)) if pools.has_pools(job) else result
+
+
+def _pools(step: "Step") -> dict[str, Floats]:
+    """Bytes of the allocator's pools, which add up, each (n, R): what they hold for the whole step, the most that comes
+    and goes beside that, and parameters and gradients on their way."""
+    few, job, apart, stages = step.microbatches(), step.job, step.pools, step.stages
+    always = sum(step.states.values(), np.zeros(1)) + apart.reduced[:, stages.of_rank].sum(2)
+    update = step.update_bytes - step.states["gathered"] + step.pooled_shards.reduced[:, stages.of_rank].sum(2)
+    moving = np.zeros_like(update)
+    for m in np.unique(few):
+        rows = np.nonzero(few == m)[0]
+        at = pipeline.moments(job, step.candidates, int(m))
+        moving[rows] = stage_bytes.sizes_at(step.pooled.take(rows), stages, at).max(2)
+    room = pools.room(job, step.candidates, len(stages.layers))
+    passing = pools.in_passing(apart.gathered, apart.sent, room, stages)
+    return {"pools of the step": always, "pools at once": np.maximum(moving, update), "pools in passing": passing}
 
 
 def note_fullest(job: Job, candidates: Candidates, memory: Memory) -> None:
     """Record the parts of the peak memory of the rank with the most, for a single candidate; `memory`: its memory."""
-    rank = int(memory.rank_bytes[0].argmax())
+    rank = memory.fullest_rank
     at_update = MOMENTS[int(memory.moment[0, rank])] == "optimizer"
     with ledger.section(f"Memory of pp rank {rank}" if candidates.pp > 1 else "Memory"):
         step = Step(job, candidates, _of_rank(job, candidates, rank))
@@ -137,19 +168,30 @@ def note_fullest(job: Job, candidates: Candidates, memory: Memory) -> None:
         sums = {kind: ledger.total(kind, {f"{kind} kept": held[kind], f"{kind} now": now[kind]}, "B") for kind in both}
         held |= now | sums
         whole = ledger.total("all kinds", held, "B", "the allocator's peak of live tensors")
-        share, process = memory.fragmentation, held["workspace"] * memory.of_process
-        formula = "all_kinds + fragmentation * (all_kinds - workspace)"
-        ledger.note(
-            "peak", formula if memory.of_process else "(1 + fragmentation) * all_kinds",
-            whole + share * (whole - process), "B", "with what the allocator cannot use",
-            fragmentation=share, all_kinds=whole, **({"workspace": process} if memory.of_process else {}),
-        )  # fmt: skip
+        share, terms, all_pools = memory.fragmentation, {"all_kinds": whole}, "all_kinds"
+        if memory.of_process:
+            terms["workspace"] = held["workspace"]
+            formula = "all_kinds + fragmentation * (all_kinds - workspace)"
+        else:
+            if pools.has_pools(job):
+                terms["other_pools"], all_pools = memory.other_pools[:, rank], "(all_kinds + other_pools)"
+                parts = {ledger.identifier(name): n_bytes[:, rank] for name, n_bytes in memory.pools.items()}
+                ledger.note(
+                    "other pools", f"max({' + '.join(parts)} - all_kinds, 0)", terms["other_pools"], "B",
+                    "of the allocator; cost/pools.py", all_kinds=whole, **parts,
+                )  # fmt: skip
+            formula = f"(1 + fragmentation) * {all_pools}"
+        peak = whole + memory.lost_bytes[:, rank]
+        ledger.note("peak", formula, peak, "B", "with what the allocator cannot use", fragmentation=share, **terms)
 
 
 def lost_share(job: Job, candidates: Candidates) -> Floats:
     """What the allocator reserves beyond the tensors, as a fraction, (n,)."""
     if not job.stack.of_process:
-        return np.full(len(candidates), job.stack.fragmentation)
+        again = job.stack.again_fragmentation * (candidates.recompute == FULL) * (candidates.pp == 1)
+        if (layers := candidates.shared.recompute_layers) is not None:
+            again = again * min(1.0, layers * len(pipeline.stages(job, candidates).layers) / job.model.n_layers)
+        return np.asarray(job.stack.fragmentation + again, dtype=np.float64)
     kept = np.array(job.stack.holes)[candidates.zero]
     return np.asarray(kept * holes.small_share(job, candidates), dtype=np.float64)
 
@@ -197,6 +239,26 @@ class Step:
     def of_stage(self) -> StageBytes:
         """All of these."""
         return StageBytes(**vars(self.of_microbatch), **vars(self.sharded))
+
+    @cached_property
+    def pools(self) -> Pools:
+        """What the allocator holds apart."""
+        return pools.of_stages(self.job, self.candidates, self.stages, self.held, self.sharded.reduced)
+
+    @cached_property
+    def pooled_shards(self) -> ShardedBytes:
+        """What each stage has for a part of the step, without gradients that have a pool of their own."""
+        sharded, apart = self.sharded, self.pools
+        return replace(
+            sharded,
+            accumulating=np.maximum(sharded.accumulating - apart.accumulating, 0.0),
+            reduced=np.maximum(sharded.reduced - apart.reduced, 0.0),
+        )
+
+    @cached_property
+    def pooled(self) -> StageBytes:
+        """All of these, without such gradients."""
+        return StageBytes(**vars(self.of_microbatch), **vars(self.pooled_shards))
 
     @cached_property
     def update_bytes(self) -> Floats:

@@ -52,13 +52,15 @@ _SYMBOLS = (
     ("flops expert_flops matrix_bytes", "FLOP, B", "of the update of an element of a matrix; of its optimizer states"),
     ("matmul_rate over_zero over_tp", "FLOP/s, s", "of matmuls; a way of shards to their owners"),
     ("square", "FLOP", "of attention forward, all layers"),
-    ("n_bytes reduced_bytes weight_gradient_bytes fp8_weight_bytes", "B", "for each parameter; cost/stack.py"),
+    ("n_bytes gradient_bytes reduced_bytes weight_gradient_bytes fp8_weight_bytes", "B", "a parameter; cost/stack.py"),
     ("Q", "", "parameters in experts on a rank"),
     ("ranks expert_ranks", "", "over which ZeRO shards it, 1 where each has all; the same of experts"),
     ("beside experts_beside", "", "1 where shards of weights stand beside what is gathered from them; of experts"),
     ("kept_weights gathers gathers_all messages", "", "1 where weights are kept, where layers are gathered, where a "
      "stage is; messages that have buffers"),
     ("always always_two", "", "1 where gradients have memory for the whole step, where two layers are gathered in it"),
+    ("pools_of_the_step pools_at_once pools_in_passing", "B", "of the allocator's pools: for the whole step; the most "
+     "that comes and goes; of parameters and gradients on their way; cost/pools.py"),
     ("fragmentation", "", "what the allocator reserves beyond live tensors, as a share"),
     ("in_flight waiting", "microbatches", "of each stage of the rank: in flight; between I and W"),
     ("accumulating reduced", "", "1 for each stage of the rank with gradients of some microbatches; of all"),
@@ -70,6 +72,8 @@ _SYMBOLS = (
     ("made tensors", "", "tensors of inner width that a network keeps beside its last input; that its backward needs"),
     ("narrow_norms rotated keys_and_values padded_out", "", "features that recomputation need not keep: normed latent "
      "vectors; placed queries and keys; keys and values from latent vectors; padded results"),
+    ("eager_gate", "", "1 where experts keep silu(gate) although other networks are compiled and do not"),
+    ("first_pass tied_head", "", "1 where a step has one microbatch; elements of the head, if it is the embedding"),
     ("copied_alone", "", "1 where only a copy in fp32 of a router's input is kept"),
     ("cut visiting expanded", "", "1 where tokens are gathered over tp; keys and values of other ranks of cp, for each "
      "own; those with all query heads, and their gradients"),

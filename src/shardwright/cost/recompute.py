@@ -36,13 +36,14 @@ from shardwright.layout_keys import RECOMPUTE_MODULES
 from shardwright.model.spec import ModelSpec
 
 _A_NETWORK = "((made - tensors + 1) * e + e_input)"
+_AN_EXPERT = "((made + eager_gate - tensors + 1) * e + e_input)"
 _NOT_KEPT = {
     "norms": "((inputs - copied_alone) * T_read * h * e_input + T_shard * narrow_norms * e)",
     "activation": f"(T * inner / tp * {_A_NETWORK})",
     "rope": "(T * rotated * e)",
     "mla_up": "(T * keys_and_values * e)",
     "attention": "(T * (padded_out * e + out * e_input) + scores)",
-    "experts": "(T_shard * top_k * expert_inner * (made * e + e_input))",
+    "experts": "(T_shard * top_k * expert_inner * ((made + eager_gate) * e + e_input))",
 }
 assert tuple(_NOT_KEPT) == RECOMPUTE_MODULES
 
@@ -53,7 +54,7 @@ def not_kept(formulas: Formulas, parts: Sequence[str], *, latent: bool, experts:
     for name in _alone(parts, latent=latent, experts=experts):
         formula = _NOT_KEPT[name]
         if name == "activation" and experts and "experts" not in parts:
-            formula += f" + T_shard * top_k * expert_inner * {_A_NETWORK}"
+            formula += f" + T_shard * top_k * expert_inner * {_AN_EXPERT}"
         formulas(f"not kept of {name}", formula, "cost/recompute.py")
         terms.append(ledger.identifier(f"not kept of {name}"))
     return " + ".join(terms) or "0 * T"

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from shardwright.cost import memory, pipeline, stage_bytes, states
+from shardwright.cost import memory, pipeline, pools, stage_bytes, states
 from shardwright.cost.distinct import numbered
 from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.memo import (
@@ -26,6 +26,9 @@ def reserved_bytes(job: Job, candidates: Candidates, most: float = np.inf, memo:
     recomputation. Where they need no more than `most`, activations and temporary buffers follow, once for candidates
     that differ only in their data axes.
     """
+    if not job.stack.keeps_gradients and np.any(candidates.world == 1):
+        # One rank's gradients and pools depend on the micro-batch and on how many there are, and it has few layouts.
+        return memory.of(job, candidates).reserved_bytes
     memo = memo or Memo.of(candidates)
     stages = pipeline.stages(job, candidates)
     table = memo.table(OF_STATES, "states", stages.key, others(candidates, NOT_OF_STATES))
@@ -41,21 +44,33 @@ def reserved_bytes(job: Job, candidates: Candidates, most: float = np.inf, memo:
             always, update = (table.values[name][np.ix_(at[rows], ranks)] for name in ("always", "update"))
             whole = np.maximum(always + moving, update)
             whole += states.messages(job, left, stages.of_ranks(ranks))
+            if pools.has_pools(job):
+                gathered, sent = (table.values[name][at[rows]] for name in ("gathered", "sent"))
+                room = pools.room(job, left, len(stages.layers))
+                whole += pools.in_passing(gathered, np.moveaxis(sent, 2, 0), room, stages)[:, ranks]
             found[rows] = np.maximum(found[rows], whole.max(1) * (1 + share[rows]) - share[rows] * process)
     return found
 
 
 def _whole_step(job: Job, candidates: Candidates) -> dict[str, Floats]:
     """Bytes of each rank, (n, R), without activations, temporary buffers of passes and messages: `always`, and while
-    the optimizer runs; the most of both and of all ranks, and of it the workspace, (n,)."""
+    the optimizer runs; the most of both and of all ranks, and of it the workspace, (n,). What the allocator holds apart
+    is in all of them, but `gathered` and `sent`, which are of stages."""
     held = memory.Step(job, candidates)
     always = sum((n_bytes for kind, n_bytes in held.states.items() if kind != "buffers"), np.zeros(1))
-    update = always - held.states["gathered"] + held.update_bytes + held.reduced_bytes
+    reduced, apart = held.reduced_bytes, {}
+    if pools.has_pools(job):
+        apart = {"gathered": held.pools.gathered, "sent": np.moveaxis(held.pools.sent, 0, 2)}
+        of_rank = held.stages.of_rank
+        always = always + held.pools.reduced[:, of_rank].sum(2)
+        reduced = held.pooled_shards.reduced[:, of_rank].sum(2)
+    update = always - held.states["gathered"] + held.update_bytes + reduced
     return {
         "always": always,
         "update": update,
         "most": np.maximum(always, update).max(1),
         "workspace": held.states["workspace"].max(1),
+        **apart,
     }
 
 
@@ -73,11 +88,14 @@ def _while_running(job: Job, candidates: Candidates, memo: Memo, ranks: Ints) ->
     # Of the ZeRO stage it matters only whether gradients are accumulated in shards.
     alike = replace(candidates, zero=np.where(states.shares_gradients(candidates), 2, 0))
 
+    apart = pools.has_pools(job)
+
     def parts_of_microbatch(new: Candidates) -> dict[str, Floats]:
         return {"parts": stage_bytes.parts_of_microbatch(memory.Step(job, new, stages, memo).of_microbatch, stages)}
 
     def parts_sharded(new: Candidates) -> dict[str, Floats]:
-        return {"parts": stage_bytes.parts_sharded(memory.Step(job, new, stages).sharded, stages)}
+        step = memory.Step(job, new, stages)
+        return {"parts": stage_bytes.parts_sharded(step.pooled_shards if apart else step.sharded, stages)}
 
     passing, lasting = of_microbatches.rows(alike, parts_of_microbatch), sharded.rows(candidates, parts_sharded)
     theirs, own = of_microbatches.values["parts"], sharded.values["parts"]

@@ -45,7 +45,8 @@ class Stack:
     with a gate recomputes them. `wide_router`: the router's input is copied to fp32. `pads_values`: value heads are
     padded to the width of key heads for a fused kernel (latent attention). `fp8_input_bytes`: of the kept input of a
     matmul in fp8; `fp8_weight_bytes`: of the fp8 copies of its weight, plain and transposed, that are kept for all
-    micro-batches; `keeps_casts`: weights are cast once a step, and that is kept.
+    micro-batches; `keeps_casts`: weights are cast once a step, and that is kept. `casts_again`: in fp8 the backward
+    pass computes again the norms and the inner activations that it casts (cost/activations.py).
     `logit_kept_bytes`, `logit_peak_bytes`: for each logit, kept from the loss to its backward pass, and the maximum in
     between; `logit_cut_bytes`: added to that maximum if the vocabulary is sharded over tp. `logits_together`: the loss
     overwrites logits with their gradient, with a copy in fp32 of so many at a time in place of that maximum, and none
@@ -56,10 +57,12 @@ class Stack:
 
     Other memory: `vocabulary_multiple`: the vocabulary is padded to a multiple of this times tp. `workspace_bytes`: of
     libraries, beside `workspaces` of matmuls, each as large as the accelerator's; `expert_workspaces`: more of these,
-    with experts, whose matmuls run in streams of their own. `fragmentation`: bytes that the allocator
-    reserves beyond the tensors, as a fraction. `of_process`: on a CPU, where the allocator is the C library, the
-    workspace is what the process holds, of which nothing is reserved, and the fraction is `holes` of small tensors, by
-    ZeRO stage (cost/holes.py).
+    with experts, whose matmuls run in streams of their own. `fragmentation`: bytes that the allocator reserves beyond
+    the tensors, as a fraction; `again_fragmentation`: added to it where whole blocks are recomputed without a pipeline:
+    their forward passes leave pieces in which neither logits nor gradients fit; `pools`: beyond the sum of the peaks of
+    its pools (cost/pools.py). `of_process`: on a CPU, where the allocator is the C library, the workspace is what the
+    process holds, of which nothing is reserved, and the fraction is `holes` of small tensors, by ZeRO stage
+    (cost/holes.py).
     """
 
     name: str
@@ -92,6 +95,7 @@ class Stack:
     fp8_input_bytes: float = 2.0
     fp8_weight_bytes: float = 0.0
     keeps_casts: bool = False
+    casts_again: bool = False
     logit_kept_bytes: float = 4.0
     logit_peak_bytes: float = 6.0
     logit_cut_bytes: float = 0.0
@@ -102,6 +106,8 @@ class Stack:
     workspaces: int = 0
     expert_workspaces: int = 0
     fragmentation: float = 0.05
+    again_fragmentation: float = 0.0
+    pools: bool = False
     of_process: bool = False
     holes: tuple[float, ...] = (0.0,) * 4
 
@@ -131,12 +137,17 @@ SHARDWRIGHT = Stack(
     frees_inputs=True,
     logit_kept_bytes=2.0,
     logits_together=LOGITS_TOGETHER_ON_GPU,
+    fragmentation=0.01,
+    again_fragmentation=0.03,
+    pools=True,
 )
 SHARDWRIGHT_COMPILED = replace(
     SHARDWRIGHT,
     name="shardwright-compiled",
     about="the same with precision.compile: element-wise operations of a block, and the loss, fused",
     compiles_loss=True,
+    fused_gate=True,
+    casts_again=True,
     speed=speed.SHARDWRIGHT_COMPILED,
 )
 MEGATRON = Stack(

@@ -242,7 +242,10 @@ def moving_gradients(
     first block runs; the second one does, after the first has freed its activations, and while its gradients are
     reduced; the first is done, and has all its gradients, the buffer of their reduce-scatter, and no temporary buffers.
     With experts, whose gradients are reduced apart, all of this at once. The last stage has also the gradient of the
-    head, which is reduced at the end of the pass. If they are not sharded: the gradient of one matrix at a time.
+    head, which is reduced at the end of the pass. If they are not sharded: the gradient of one matrix at a time. On one
+    rank without FSDP2, with one micro-batch a step, the gradients of the block that runs do not exist yet; that of a
+    tied head waits, in 16 bits, until the embedding adds its own. Ignored with activations on the host, whose copies
+    hold some 0.8 of a layer more than is counted for them.
     """
     stack, layer = job.stack, held.layer_dense + held.layer_expert
     values: ledger.Inputs = {"e": job.element_bytes, "largest_layer": layer, "largest_matmul": held.matrix}
@@ -261,7 +264,17 @@ def moving_gradients(
         found += of_gradients(name, formula)[:, None]
         and_head = f"{ledger.identifier(name)} + e * head"
         found[:, -1] = of_gradients(f"{name} and the head", and_head, "last stage")
-    return np.where(shared, found, matrix[:, None])
+    alone = (candidates.world == 1) & ~uses_fsdp(job, candidates) & ~keeps_gradients(job, candidates)
+    alone &= not stack.keeps_gradients and candidates.shared.offload_activations == "none"
+    if not alone.any():
+        return np.where(shared, found, matrix[:, None])
+    of_gradients.values |= {"gradient_bytes": stack.gradient_bytes, "tied_head": held.head * job.model.tied_embedding}
+    of_gradients.values["first_pass"] = (candidates.microbatches(job.global_batch) == 1).astype(int)
+    own = of_gradients(
+        "gradients beside those of other layers",
+        "gradient_of_a_matmul + e * tied_head - first_pass * gradient_bytes * (largest_layer + tied_head)",
+    )
+    return np.where(shared, found, np.where(alone, own, matrix)[:, None])
 
 
 def weight_gradient_bytes(job: Job) -> float:
@@ -310,6 +323,16 @@ def keeps_gradients(job: Job, candidates: Candidates) -> NDArray[np.bool_]:
 def shares_gradients(candidates: Candidates) -> NDArray[np.bool_]:
     """Whether gradients are accumulated in shards."""
     return (candidates.zero >= 2) & ~_holds_stage(candidates)
+
+
+def uses_fsdp(job: Job, candidates: Candidates) -> NDArray[np.bool_]:
+    """As `parallel.data.needs_sharding`, and for experts that are sharded apart."""
+    on_host = candidates.shared.offload_parameters != "none"
+    shards = (candidates.zero > 0) & (candidates.shards > 1)
+    alone = (candidates.world == 1) & (candidates.zero < 3)
+    casts = (job.element_bytes < 4) & ~alone
+    apart = (candidates.ep * candidates.tp > 1) & (job.model.moe is not None)
+    return np.asarray(shards | casts | apart | on_host)
 
 
 def _holds_stage(candidates: Candidates) -> NDArray[np.bool_]:

@@ -2,17 +2,18 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from shardwright.config import RunConfig
+from shardwright.config.settle import job_of
 from shardwright.cost.collectives import point_to_point
 from shardwright.cost.estimate import estimate
 from shardwright.cost.flops import executed_flops
-from shardwright.cost.hardware import cluster
-from shardwright.cost.job import Candidates, Job
+from shardwright.cost.job import Candidates
 from shardwright.cost.message import Message, named
+from shardwright.cost.stack import SHARDWRIGHT
 from shardwright.cost.traffic import of_step, shards_over_link
 from shardwright.dry_run.axes import axes_of
 from shardwright.dry_run.record import LINK, RankRecord, Traffic
@@ -34,32 +35,17 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 @dataclass(frozen=True)
 class Planned:
     """Bytes of a rank by the plan. `peak_bytes`: at its peak, without `workspace_bytes` of libraries, which no dry run
-    sees; `groups`: those of GROUPS; `fragmentation`: what the allocator needs beyond that, as a fraction; `flops`: of a
+    sees; `groups`: those of GROUPS; `lost_share`: what the allocator reserves beyond both, as a fraction; `flops`: of a
     step, the mean over ranks; `sent`: what the rank sends, by axis and operation, without the numbers of a few bytes
     that the plan does not price, and shards of parameters that it copies between host and device."""
 
     peak_bytes: float
     workspace_bytes: float
-    fragmentation: float
+    lost_share: float
     groups: dict[str, float]
     moment: str
     flops: float
     sent: dict[tuple[str, str], Traffic]
-
-
-def job_of(config: RunConfig) -> Job:
-    """The job of a run file, for formulas of memory, which do not read what kind of accelerator it is."""
-    size = config.layout.layout().world_size
-    return Job(
-        model=config.model.spec(),
-        cluster=cluster(f"h100:{size}/{size}"),
-        seq_len=config.batch.seq_len,
-        global_batch=config.batch.global_batch,
-        precision=config.precision.compute,
-        optimizer=config.optimizer.name,
-        narrow_states=config.optimizer.state_dtype == "bf16",
-        optimizer_options=tuple(config.optimizer.options.items()),
-    )
 
 
 def planned(config: RunConfig, rank: int) -> Planned | str:
@@ -69,7 +55,7 @@ def planned(config: RunConfig, rank: int) -> Planned | str:
     from shardwright.cost.memory import MOMENTS
 
     layout = config.layout.layout()
-    job = job_of(config)
+    job = replace(job_of(config), stack=SHARDWRIGHT)  # a dry run compiles nothing
     try:
         memory = estimate(job, layout, config.batch.micro_batch).memory
         candidates = Candidates.of(layout, config.batch.micro_batch)
@@ -81,7 +67,7 @@ def planned(config: RunConfig, rank: int) -> Planned | str:
     return Planned(
         sum(groups.values()),
         kinds["workspace"],
-        float(memory.fragmentation[0]),
+        float(memory.lost_bytes[0, pp_rank] / memory.rank_bytes[0, pp_rank]),
         groups,
         MOMENTS[int(memory.moment[0, pp_rank])],
         float(executed_flops(job, candidates).full[0]) * job.seq_len * job.global_batch / layout.world_size,

@@ -13,12 +13,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from shardwright.config import RunConfig, parse, resolved_toml
-from shardwright.config.settle import MARGIN, needs_memory, settled
+from shardwright.config.settle import MARGIN, job_of, needs_memory, settled
 from shardwright.cost.stack import SHARDWRIGHT
 from shardwright.dry_run.agreement import Disagreement, disagreements
 from shardwright.dry_run.classes import one_of_each_class
 from shardwright.dry_run.length import step_length
-from shardwright.dry_run.planned import Planned, grouped, job_of, planned
+from shardwright.dry_run.planned import Planned, grouped, planned
 from shardwright.dry_run.record import Message, RankRecord, Traffic
 from shardwright.errors import InputError, LayoutError
 from shardwright.planner.recomputation import peak_bytes
@@ -113,9 +113,11 @@ class DryRun:
 
 
 def needed_bytes(config: RunConfig, record: RankRecord) -> float:
-    """The peak of a rank with what a dry run does not see, by the constants of the plan: workspace of libraries, and
-    what the allocator reserves beyond the tensors."""
-    return (record.peak.n_bytes + SHARDWRIGHT.workspace_bytes) * (1 + SHARDWRIGHT.fragmentation)
+    """The peak of a rank with what a dry run does not see, by the plan: workspace of libraries, and what the allocator
+    reserves beyond the tensors."""
+    plan = planned(config, record.rank)
+    share = SHARDWRIGHT.fragmentation if isinstance(plan, str) else plan.lost_share
+    return (record.peak.n_bytes + SHARDWRIGHT.workspace_bytes) * (1 + share)
 
 
 def fullest_by_plan(config: RunConfig) -> int:

@@ -82,7 +82,7 @@ def _terms(a: Mapping[str, float], b: Mapping[str, float], why: Mapping[str, tup
 
 def _memory(priced: Priced) -> dict[str, float]:
     held = priced.memory
-    rank = int(held.rank_bytes[0].argmax())
+    rank = held.fullest_rank
     kinds = {kind: float(n_bytes[0, rank]) for kind, n_bytes in held.kinds.items()}
     return kinds | {"allocator": priced.peak_bytes - sum(kinds.values())}
 

@@ -1,0 +1,108 @@
+"""What PyTorch's CUDA allocator reserves beyond the peak of live tensors, as its memory is not shared freely.
+
+A tensor can take memory that another one has freed only if that was allocated on the same stream, and in a segment that
+is large enough: segments are never joined. So the allocator reserves the sum of the peaks of its pools:
+
+| memory of its own                                        | bytes                     | when                          |
+| -------------------------------------------------------- | ------------------------- | ----------------------------- |
+| reduced gradients, on a stream of FSDP2                  | g P / N                   | FSDP2                         |
+| what is gathered: a block and the ends, and the shard of | e (B + E) + e max(B, E)/N | FSDP2 over N > 1 ranks        |
+| the larger one, on another stream                        |                           |                               |
+| gradients of a block or of the ends that are cast for a  | r B, r E                  | the same, if larger than the  |
+| reduce-scatter                                           |                           | logits and any activation     |
+| gradients of matrices that are larger than any           | their sum less the logits | one rank without FSDP2; freed |
+| activation                                               |                           | logits make room for them     |
+
+B, E are parameters of the largest block and of embedding, norm and head; other symbols are those of cost/states.py. The
+rest, the allocator's rounding and holes, is `Stack.fragmentation`. benchmarks/gpu/memory.py compares all of it with the
+allocator itself.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardwright.cost import parameters
+from shardwright.cost.blocks import blocks
+from shardwright.cost.job import Candidates, Floats, Job
+from shardwright.cost.parameters import Parameters
+from shardwright.cost.pipeline import Stages
+from shardwright.cost.states import shares_gradients, uses_fsdp
+
+
+@dataclass(frozen=True, eq=False)
+class Pools:
+    """Bytes of each stage that have pools of their own. `reduced`, `accumulating`, (n, S): of its gradients, once they
+    are complete and while they accumulate; `gathered`, (n, S): of parameters on their way; `sent`, (2, n, S): gradients
+    of a block and of the ends, as they are reduced."""
+
+    reduced: Floats
+    accumulating: Floats
+    gathered: Floats
+    sent: Floats
+
+
+def has_pools(job: Job) -> bool:
+    """Whether this is priced: for this system on GPUs."""
+    return job.stack.pools and not job.stack.of_process
+
+
+def of_stages(job: Job, candidates: Candidates, stages: Stages, held: Parameters, reduced: Floats) -> Pools:
+    """The pools of stages. `held`: their parameters, `reduced`: their complete gradients."""
+    fsdp = uses_fsdp(job, candidates)[:, None]
+    alone = (candidates.world == 1)[:, None] & ~fsdp
+    apart = np.where(fsdp, reduced, _outsized(job, candidates, stages) if alone.any() else 0.0)
+    shared = shares_gradients(candidates)[:, None] | ~fsdp
+    ranks = candidates.shards[:, None]
+    block = np.where(ranks > 1, held.layer_dense[:, None], 0)
+    block = block + np.where(candidates.expert_shards > 1, held.layer_expert, 0)[:, None]
+    ends = np.where(ranks > 1, held.ends, 0)
+    gathered = job.element_bytes * (block + ends + np.maximum(block, ends) / ranks)
+    sent = job.stack.reduced_bytes * np.stack([np.broadcast_to(block, ends.shape), ends])
+    return Pools(apart, apart * shared, fsdp * gathered, fsdp * sent)
+
+
+def in_passing(gathered: Floats, sent: Floats, room: Floats, stages: Stages) -> Floats:
+    """What the pools of a rank have of parameters and gradients on their way, (n, R); `room`: as of `room`."""
+    found: Floats = (gathered + np.where(sent > room, sent, 0.0).sum(0))[:, stages.of_rank].max(2)
+    return found
+
+
+def room(job: Job, candidates: Candidates, n_stages: int) -> Floats:
+    """The largest freed memory that a later tensor of a backward pass finds in each stage, (n, S): of an activation,
+    or in the last stage of the logits of a micro-batch; with a chunked loss of the sum of the head's gradients."""
+    result = np.broadcast_to(_largest_activation(job, candidates)[:, None], (len(candidates), n_stages)).copy()
+    result[:, -1] = np.maximum(result[:, -1], _logits(job, candidates))
+    return result
+
+
+def _largest_activation(job: Job, candidates: Candidates) -> Floats:
+    """Bytes of the largest tensor that a layer keeps of a micro-batch, (n,)."""
+    tokens, h = candidates.tokens(job.seq_len), job.model.d_model
+    outside = tokens / candidates.token_shards
+    top_k = 0 if job.model.moe is None else job.model.moe.top_k
+    result = outside * h
+    for block in blocks(job.model):
+        inner = tokens * block.inner / candidates.tp
+        experts = outside * top_k * max(h, block.expert_inner) * bool(block.experts)
+        result = np.maximum(result, np.maximum(inner, experts))
+    return np.asarray(job.element_bytes * result, dtype=np.float64)
+
+
+def _logits(job: Job, candidates: Candidates) -> Floats:
+    rows = parameters.vocabulary_rows(job.model, candidates.tp)
+    if candidates.shared.loss_chunk_tokens:
+        return np.asarray(rows * job.model.d_model * max(4.0, job.element_bytes))
+    return np.asarray(candidates.tokens(job.seq_len) * rows * job.element_bytes)
+
+
+def _outsized(job: Job, candidates: Candidates, stages: Stages) -> Floats:
+    """Bytes of the gradients of a stage's matrices that are larger than any activation, beyond the logits, (n, S)."""
+    largest = _largest_activation(job, candidates)
+    result = np.zeros((len(candidates), len(stages.layers)))
+    for block, counts in stages.of_kind.items():
+        for row in block.rows:
+            n_bytes = job.stack.gradient_bytes * parameters.elements(job.model, row, candidates.tp, candidates.ep)
+            result += np.where(n_bytes > largest, n_bytes, 0.0)[:, None] * counts * row.trained
+    result[:, -1] -= _logits(job, candidates)
+    return np.maximum(result, 0.0)
