@@ -216,7 +216,8 @@ def test_a_killed_run_says_from_where_and_how_it_continues(local: bool, tmp_path
     told = state_in_words(followed)
     assert told.startswith("stopped after step 50 of 100: its process is gone; written last ")
     assert told.endswith(f"this continues from step 40: shardwright train {folder}/run.toml --resume")
-    assert told in " ".join(run(folder, "--once").stdout.split()).replace("│", "")
+    shown = run(folder, "--once").stdout.replace("│", "")
+    assert "".join(told.split()) in "".join(shown.split())  # a long path is broken where a line ends
 
 
 def test_ctrl_c_ends_it_without_a_word(tmp_path: Path, monkeypatch) -> None:

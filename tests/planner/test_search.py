@@ -242,7 +242,7 @@ def test_a_remedy_is_the_least_of_its_kind():
 
 
 def test_where_logits_are_most_of_the_memory_the_loss_is_chunked_and_the_run_file_says_so():
-    asked = Job(model=PRESETS["llama-3.2-1b"], cluster=cluster("h100:1/1"), seq_len=49152, global_batch=8)
+    asked = Job(model=PRESETS["llama-3.2-1b"], cluster=cluster("h100:1/1"), seq_len=57344, global_batch=8)
     best = search(asked).best[0]
     assert best.layout.loss_chunk_tokens == 4096
     whole = search(asked, fixed=fixed_values({"loss_chunk_tokens": 0})).best

@@ -204,7 +204,6 @@ def ask(options: Options) -> Asked:
         what = "precision.compute=" if config is not None and config.precision.planned == precision else "--precision "
         wrong.append(f"{what}{precision}: not one that is planned for; {nearest(precision, PRECISIONS)}")
 
-    from shardwright.config.settle import job_of
     from shardwright.cost.job import Job
     from shardwright.cost.measured import on_machine
     from shardwright.model.presets import resolve
@@ -246,7 +245,12 @@ def ask(options: Options) -> Asked:
         "precision": precision,
         "document_tokens": document_tokens,
     }
-    job = Job(**values) if config is None else replace(job_of(config), **values)
+    if config is None:
+        job = Job(**values)
+    else:
+        from shardwright.config.settle import job_of
+
+        job = replace(job_of(config), **values)
     machine = on_machine(job)
     if explains_file:
         explained = _choice_of_file(
