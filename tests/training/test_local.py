@@ -162,6 +162,7 @@ def check_cleared(folder: Path, mutations: Sequence[Mutation] = ()) -> None:
     assert run_ranks(clear_after, 1, folder / "cleared", mutations) == [[True, False]]
 
 
+@pytest.mark.prove
 def test_a_lost_host_takes_nothing_with_it_and_what_is_not_whole_is_passed_over(tmp_path):
     check_lost(tmp_path)
 

@@ -13,6 +13,7 @@ from shardwright.parallel import apply, data
 from shardwright.parallel.norm import local_part
 from shardwright.verification import Verifier
 from tests.distributed import run_ranks
+from tests.marks import rest_prove
 from tests.training.bugs.bug import EXPERTS
 from tests.training.worlds import SPEC, build, case, local_batch
 
@@ -42,7 +43,7 @@ def types_of_a_step(layout: Layout) -> dict[str, set[torch.dtype]]:
     return found
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", rest_prove(LAYOUTS, "zero 0", "zero 1, hybrid"))
 def test_bf16_is_for_products_and_fp32_for_what_lasts(name: str):
     for found in run_ranks(types_of_a_step, LAYOUTS[name].world_size, LAYOUTS[name]):
         lasting = {torch.float32}
