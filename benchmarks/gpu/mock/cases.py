@@ -172,9 +172,8 @@ def verbs() -> list[Case]:
         for name, (n, settings, then) in commands.items()
     ]
     measure = [("measure", "--out", "RUN/machine.toml", "--device", "cuda", "--budget", "0.05")]
-    measure += [
-        ("plan", "--model", "debug", "--hardware", "RUN/machine.toml", "--global-batch", "8", "--seq-len", "128")
-    ]
+    small = ("--model", "debug", "--global-batch", "8", "--seq-len", "128")
+    measure += [("plan", *small, "--hardware", "RUN/machine.toml", "--cluster", "machine:1/1")]
     return [
         *with_run,
         Case("verb measure", BF16, then=tuple(measure)),
