@@ -1,6 +1,7 @@
 """The file of a measured machine is a hardware file that `plan` reads, with the rates that were measured."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,18 @@ def test_plan_takes_the_file(mine: Path):
     refused = CliRunner().invoke(app, [*words, "fp8"])
     assert refused.exit_code == 2
     assert "known: bf16, fp32" in refused.output or "known: fp32, bf16" in refused.output
+
+
+def test_an_update_that_was_too_quick_to_be_timed_is_planned_with_the_bytes_that_it_moves(tmp_path: Path):
+    measured = machine()
+    ranks = tuple(
+        replace(each, kernels=tuple(kernel for kernel in each.kernels if kernel.name != "optimizer_bytes"))
+        for each in measured.ranks
+    )
+    path = tmp_path / "quick.toml"
+    path.write_text(hardware_toml(replace(measured, ranks=ranks), "quick", "shardwright measure"))
+    job = Job(model=resolve("debug"), cluster=cluster("quick:1", path), seq_len=128, global_batch=8, precision="fp32")
+    assert on_machine(job).stack.speed.optimizer_bytes == job.stack.speed.optimizer_bytes
 
 
 def test_links_between_nodes_are_a_network_of_the_file(tmp_path: Path):

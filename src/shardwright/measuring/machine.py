@@ -153,9 +153,11 @@ def _with_overheads(
     message_s = min(small) if small and device == "cpu" else None
     found, process_bytes = overheads(run_ranks, kind, device, message_s)
     ((few, few_s), (many, many_s)) = run_ranks(update_seconds, 1, device, kind, n_threads=points.threads)[0]
-    update = KernelPoint("optimizer_bytes", many - few, 1.0, 1.0, many_s - few_s)
+    updates = [KernelPoint("optimizer_bytes", many - few, 1.0, 1.0, many_s - few_s)] if many_s > few_s else []
+    if not updates:
+        say(f"an update of {many:,} parameters took no longer than of {few:,}; plan takes the bytes that one moves")
     kept = float(process_bytes) if device == "cpu" else 0.0
-    return replace(points, overheads=found, process_bytes=kept, kernels=(*points.kernels, update))
+    return replace(points, overheads=found, process_bytes=kept, kernels=(*points.kernels, *updates))
 
 
 def _middle(found: Sequence[RankPoints]) -> RankPoints:

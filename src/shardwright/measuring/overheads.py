@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from shardwright.config import parse
-from shardwright.errors import WorkerError
 from shardwright.measuring.clock import Kind, worst
 from shardwright.measuring.points import Overheads
 from shardwright.measuring.steps import Steps, run_file, run_steps, selected
@@ -121,8 +120,6 @@ def update_seconds(device: str, clock: Kind) -> list[tuple[int, float]]:
         found.append((config.model.spec().n_parameters, statistics.median(seconds)))
         del trainer, model
         gc.collect()
-    if found[1][1] <= found[0][1]:
-        raise WorkerError(f"an update of {found[1][0]} parameters took no longer than of {found[0][0]}: {found}")
     return found
 
 
