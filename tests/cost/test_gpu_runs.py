@@ -1,4 +1,4 @@
-"""The plan of runs whose peaks were measured: those of PyTorch's CUDA allocator on a mock, and on an H200."""
+"""The plan of runs that were measured: peaks of PyTorch's CUDA allocator on a mock, and peaks and speed on an H200."""
 
 import json
 from pathlib import Path
@@ -47,6 +47,36 @@ def test_the_plan_is_within_two_percent_of_allocated_memory(record: dict[str, An
 def test_the_plan_is_within_three_percent_of_reserved_memory(name: str):
     record = RECORDS[NAMES.index(name)]
     assert planned(record).reserved_bytes[0] == pytest.approx(record["reserved_bytes"], rel=0.03)
+
+
+LARGE = {
+    "model.preset": "smollm2-1.7b",
+    "batch.seq_len": 4096,
+    "batch.global_batch": 4,
+    "batch.micro_batch": 4,
+    "precision.compute": "bf16",
+}
+LONG = {"model.preset": "llama-3.2-1b", "batch.seq_len": 32768, "batch.global_batch": 1, "layout.recompute": "full"}
+COMPILED = {"precision.compile": True}
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokens_per_s", "error"),
+    [
+        (LARGE, 39137, 0.04),
+        (LARGE | COMPILED, 44531, 0.04),
+        (LARGE | {"layout.recompute": "full"}, 30997, 0.04),
+        (LONG | {"layout.loss_chunk_tokens": 4096, "precision.compute": "bf16"}, 24363, 0.04),
+        (LARGE | {"layout.offload_activations": "cpu"}, 11474, 0.12),
+        (LARGE | COMPILED | {"precision.fp8": "tensorwise"}, 51685, 0.14),
+    ],
+    ids=["eager", "compiled", "recompute full", "32k", "offload activations", "fp8"],
+)
+def test_the_plan_of_an_h200_is_as_fast_as_the_run_was(settings: dict[str, Any], tokens_per_s: float, error: float):
+    """The runs of benchmarks/results/gpu-2026-11-27.md."""
+    config = parse(run_table(settings))
+    step_s = estimate(job_of(config, "h200"), config.layout.layout(), config.batch.micro_batch).step_s
+    assert config.batch.global_batch * config.batch.seq_len / step_s == pytest.approx(tokens_per_s, rel=error)
 
 
 def test_the_peaks_are_of_many_kinds_of_runs():
