@@ -120,6 +120,7 @@ def test_zero_is_3_where_something_is_sharded_and_nothing_else_is_asked_for(tmp_
         ("lr_schedule.warmup_steps=11", "is more than the steps=10 of the run"),
         ("lr_schedule.decay_steps=2", "lr_schedule.decay_steps=2 is for lr_schedule.shape='wsd'"),
         ("steps", "--set steps: write key=value"),
+        ("out=s3://bucket/run", "out='s3://bucket/run' is a URL; it is a folder of this machine"),
         ("=3", "--set =3: the key is ''; write key=value"),
         ("layout.=3", "--set layout.=3: the key is 'layout.'; write key=value"),
         ("layout..tp=3", "--set layout..tp=3: the key is 'layout..tp'; write key=value"),
