@@ -131,8 +131,8 @@ def _tokenizer(weights: Weights, out: Path, given: str | Path | None) -> tuple[l
             difference = theirs and tokenizer_difference(Path(given) / TOKENIZER, theirs)
         if difference:
             raise DataError(
-                f"--tokenizer {given} is another tokenizer than that of {weights.path} ({difference}), so the token ids "
-                f"of the model mean other texts; leave --tokenizer out to write {theirs}"
+                f"--tokenizer {given} is another tokenizer than that of {weights.path} ({difference}), so the token "
+                f"ids of the model mean other texts; leave --tokenizer out to write {theirs}"
             )
     for folder in [Path(given)] if given is not None else [weights.path]:
         if TOKENIZER in copy_tokenizer(folder, out):
