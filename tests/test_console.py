@@ -1,6 +1,7 @@
 """Proves that no text from a file is obeyed by a terminal, and that no secret of a URL is printed or written."""
 
 import io
+from pathlib import Path
 
 import pytest
 
@@ -31,12 +32,13 @@ def test_the_secrets_of_a_url_are_masked_in_errors_events_and_print(url, tmp_pat
         InputError(url).problems[0],
         str(WorkerError(url)),
         visible(url),
+        without_secrets(f"{Path(url)}: there is no such folder"),
         (tmp_path / "events.jsonl").read_text(),
     ]
     for text in said:
         assert "***" in text
         assert not any(part in text for part in ("SECRET", "KEY", "RET"))
-    assert said[5].endswith("}\n")
+    assert said[6].endswith("}\n")
     for plain in ("s3://bucket/run", "https://host:80/a?step=1", "hf:a/b@c", "a@b"):
         assert without_secrets(plain) == plain
     with pytest.raises(ValueError, match="give the URL again"):

@@ -164,3 +164,10 @@ def test_a_name_that_is_no_key_is_refused_with_the_nearest(name: str, meant: str
     for refused in (lambda: Layout(**{name: 2}), lambda: Layout(tp=2).changed(**{name: 2})):
         with pytest.raises(LayoutError, match=f"layout.{name}: there is no such key; did you mean {meant}"):
             refused()
+
+
+@pytest.mark.parametrize("value", ["2", 2.5, True, [2], float("nan")])
+@pytest.mark.parametrize("key", ["tp", "zero", "virtual_stages", "loss_chunk_tokens"])
+def test_a_number_of_a_layout_that_is_no_whole_number_is_refused(key: str, value: object):
+    with pytest.raises(LayoutError, match=f"layout.{key}=.*a whole number is needed"):
+        Layout(**{key: value})

@@ -34,14 +34,15 @@ CUTOFF = 0.6
 
 
 MASK = "***"
-_USER = re.compile(r"""(?<=://)(?:[^\s"'/@:]*|[^\s"'/@:]*:[^\s"']*)@""")
+_USER = re.compile(r"""(?<=\w)(://?)(?:[^\s"'/@:]*|[^\s"'/@:]*:[^\s"']*)@""")
+"""The user and the password of a URL, also where it became a path, which has one slash: `s3:/KEY:SECRET@bucket`."""
 _SECRET_NAMES = "token|secret|password|passwd|signature|credential|key|sig|auth"
 _TOKEN = re.compile(rf"""([?&][\w.-]*(?:{_SECRET_NAMES})[\w.-]*=)[^\s"'&#]+""", re.IGNORECASE)
 
 
 def without_secrets(text: str) -> str:
     """Return a text in which the user, the password and the tokens of URLs are `***`: `s3://***@bucket/run`."""
-    return _TOKEN.sub(rf"\1{MASK}", _USER.sub(f"{MASK}@", text)) if "://" in text else text
+    return _TOKEN.sub(rf"\1{MASK}", _USER.sub(rf"\1{MASK}@", text)) if ":/" in text else text
 
 
 class ShardwrightError(Exception):

@@ -262,6 +262,14 @@ def _divisors(n: int) -> str:
 
 
 def _check_names(values: Mapping[str, Any]) -> None:
-    """Raises LayoutError for a name that is no key of the layout, with the nearest one."""
+    """Raise LayoutError for names that are no keys of the layout, with the nearest, and values that are no numbers."""
     if unknown := [name for name in values if name not in KEYS]:
         raise LayoutError(*(f"layout.{name}: there is no such key; {nearest(name, KEYS)}" for name in unknown))
+    numbers = {name: value for name, value in values.items() if KEYS[name].type in (int, int | None)}
+    wrong = [
+        name
+        for name, value in numbers.items()
+        if type(value) is not int and not (value is None and (KEYS[name].derived or KEYS[name].default is None))
+    ]
+    if wrong:
+        raise LayoutError(*(f"layout.{name}={values[name]!r}: a whole number is needed" for name in wrong))

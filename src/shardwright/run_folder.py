@@ -35,6 +35,8 @@ OFFLOADED = "offload"
 TIMELINES = "timeline"
 MODEL_FILE = "model.toml"
 """In a folder that `shardwright import` wrote: the section [model] of its weights."""
+RESOLVED = "# resolved by shardwright"
+"""The first words of a run file that a run wrote."""
 PAGE, CURVES, TIMELINE = "report.html", "curves.png", "timeline.svg"
 RUN_NAMES = {RUN_FILE, METRICS, CHECKPOINTS, LOGS, TENSORBOARD, EVENTS, OFFLOADED, TIMELINES, LOCK}
 """Files and folders that training makes in the folder of a run."""
@@ -65,7 +67,8 @@ T = TypeVar("T")
 
 
 def wrong_kinds(out: Path) -> list[str]:
-    """What is in a folder in the place of a file or folder of a run, and cannot be."""
+    """Return what is in a folder in the place of a file or folder of a run: of another kind, or a run file that no run
+    wrote."""
     folders = [out / name for name in (CHECKPOINTS, LOGS, TENSORBOARD, TIMELINES)]
     files = [out / name for name in (RUN_FILE, METRICS, EVENTS, LOCK)]
     found = [f"{path} is a file, and a run keeps a folder there" for path in folders if path.is_file()]
@@ -76,6 +79,11 @@ def wrong_kinds(out: Path) -> list[str]:
         for path in others
         if not path.is_file() or problem_of_place(path) is not None
     ]
+    run_file = out / RUN_FILE
+    if run_file.is_file() and not (out / METRICS).exists():
+        with open_regular(run_file) as file:
+            if file.read(len(RESOLVED)) != RESOLVED.encode():
+                found.append(f"{run_file} was not written by a run, and this run would write its own run file over it")
     way_out = "move it away, or name another folder with --set out=..."
     return [f"{problem}; {way_out}" for problem in found]
 

@@ -92,6 +92,12 @@ def test_a_folder_in_the_place_of_a_file_of_the_run_is_refused(run_file, tmp_pat
     refused(["train", run_file], f"{name} is a folder, and a run keeps a file there")
 
 
+def test_a_run_file_of_the_user_in_the_folder_of_the_run_is_not_written_over(run_file):
+    before = run_file.read_bytes()
+    refused(["train", run_file, "--set", f"out={run_file.parent}", "--set", "device=cpu"], "was not written by a run")
+    assert run_file.read_bytes() == before
+
+
 def test_more_ranks_than_the_cores_can_run_are_refused(run_file):
     many = 64 * 1024
     arguments = ["train", run_file, "--set", f"layout.dp_shard={many}", "--set", f"batch.global_batch={many}"]

@@ -134,7 +134,7 @@ def test_a_text_ends_with_an_answer_too_where_conversations_were_trained_on(fold
     assert open_source(tmp_path / "hf").text().ends == frozenset(ends)
 
 
-def test_a_draft_of_another_tokenizer_is_refused(folder: Path, tmp_path: Path):
+def test_a_draft_or_an_export_of_another_tokenizer_is_refused(folder: Path, tmp_path: Path):
     export(folder / "run", tmp_path / "hf")
     assert generated(folder, "--prompt", "x", "--greedy", "--draft", tmp_path / "hf")["accepted"] > 0
     table = json.loads((tmp_path / "hf" / "tokenizer.json").read_text())
@@ -143,6 +143,9 @@ def test_a_draft_of_another_tokenizer_is_refused(folder: Path, tmp_path: Path):
     (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps(table))
     said = run("generate", folder / "run", "--prompt", "x", "--draft", tmp_path / "hf", code=2)
     assert "2 tokens, such as 'a', have another id" in said
+    said = run("export", folder / "run", "--out", tmp_path / "x", "--tokenizer", tmp_path / "hf", code=2)
+    assert "is another tokenizer than that of" in said
+    assert not (tmp_path / "x").exists()
 
 
 def test_a_sequence_ends_at_max_seq_len(folder: Path):

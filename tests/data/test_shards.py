@@ -150,6 +150,15 @@ def test_every_short_or_missing_file_is_named(copy: Path) -> None:
     assert len(verify_checksums(copy)) == 2
 
 
+@pytest.mark.parametrize("content", [b"", b"\0" * 100, b'{"version": "1.0"}'])
+def test_a_tokenizer_other_than_the_one_that_made_the_ids_is_refused(prepared: Path, tmp_path: Path, content: bytes):
+    folder = tmp_path / "copy"
+    shutil.copytree(prepared, folder)
+    (folder / "tokenizer.json").write_bytes(content)
+    with pytest.raises(DataError, match=r"tokenizer\.json is not the tokenizer that made the token ids"):
+        Manifest.read(folder)
+
+
 def test_one_flipped_bit_is_found_by_the_checksums(copy: Path) -> None:
     raw = bytearray((copy / "train-00001.bin").read_bytes())
     raw[100] ^= 1

@@ -17,6 +17,7 @@ from shardwright.config.sections import PATH, RENAMED, located
 from shardwright.errors import ConfigError, near_path, nearest
 from shardwright.files import parse_toml, read_text
 from shardwright.layout_keys import KEYS as LAYOUT_KEYS
+from shardwright.run_folder import RESOLVED
 from shardwright.synonyms import called_here
 
 
@@ -37,12 +38,9 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, started: bool = Fal
     except ValueError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     # A kept run file has absolute paths; those of earlier versions are relative to where the run was started.
-    resolved = text.startswith(_RESOLVED)
+    resolved = text.startswith(RESOLVED)
     folder = Path() if resolved else Path(path).parent
     return parse(table, overrides, source=str(path), folder=folder, started=started)
-
-
-_RESOLVED = "# resolved by shardwright"
 
 
 def parse(
@@ -141,6 +139,8 @@ def _apply(table: dict[str, Any], override: str) -> list[str]:
         if re.search(r",\s*\w[\w.]*=", text):
             return [f"--set {override}: one key is set at a time; give each a --set of its own"]
     *sections, key = path.strip().split(".")
+    if not all([*sections, key]):
+        return [f"--set {override}: the key is {path.strip()!r}; write key=value, such as --set layout.dp_shard=2"]
     for section in sections:
         below = table.setdefault(section, {})
         if not isinstance(below, dict):
@@ -242,7 +242,7 @@ def _owner(path: Sequence[str]) -> Any:
 def resolved_toml(config: RunConfig, absolute: bool = False) -> str:
     """A configuration as a run file with every default filled in; reading it back gives an equal one. `absolute`: paths
     are, so that the file means the same wherever it lies."""
-    lines = [f"{_RESOLVED}; `shardwright train` accepts this file"]
+    lines = [f"{RESOLVED}; `shardwright train` accepts this file"]
     values = config.model_dump(exclude_none=True)
     if absolute:
         change_paths(values, lambda path: located(path, Path.cwd()))

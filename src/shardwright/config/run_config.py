@@ -97,6 +97,8 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
     found: list[str] = []
     model, batch, data, lr_schedule = (valid.get(name) for name in ("model", "batch", "data", "lr_schedule"))
     spec, layout = None, None
+    if REMOTE in (out := str(valid.get("out", ""))):
+        found.append(f"out={out!r} is a URL; it is a folder of this machine: checkpoint.durable takes URLs")
     try:
         spec = model and model.spec()
     except ConfigError as error:

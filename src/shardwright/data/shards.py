@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from shardwright.data.blocks import BLOCK_BYTES, SUM_BYTES, CheckedFile, SumsFile, n_blocks
 from shardwright.data.chat import TEMPLATE
 from shardwright.errors import DataError, near_path, nearest
-from shardwright.files import inside, open_regular, parse_json, read_bytes
+from shardwright.files import LONGEST_TOKENIZER, inside, open_regular, parse_json, read_bytes
 from shardwright.units import MiB
 
 FORMAT = "shardwright.tokens"
@@ -121,6 +121,8 @@ class Manifest(_Record):
         for name in manifest._n_bytes_of_all_files():
             inside(folder, name, DataError)
         problems = manifest._contradictions() or (manifest.missing_files(folder) if check_files else [])
+        if check_files and not problems:
+            problems = manifest._tokenizer_problems(folder)
         if problems:
             raise DataError(*(f"{folder}: {problem}" for problem in problems))
         return manifest
@@ -204,6 +206,16 @@ class Manifest(_Record):
                     "copy it again, or prepare the data again"
                 )
         return problems
+
+    def _tokenizer_problems(self, folder: Path) -> list[str]:
+        """Complaints about a tokenizer that is not the one that made the token ids."""
+        actual = hashlib.sha256(read_bytes(folder / self.tokenizer_file, LONGEST_TOKENIZER)).hexdigest()
+        if actual == self.tokenizer_sha256:
+            return []
+        return [
+            f"{self.tokenizer_file} is not the tokenizer that made the token ids, or is damaged; copy it again, or "
+            f"prepare the data again"
+        ]
 
     def _n_bytes_of_all_files(self) -> dict[str, int]:
         """Name of each file -> its size, or -1 where the manifest has no size."""

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from shardwright.config.mixture import tokenizer_folder
 from shardwright.data.chat import TEMPLATE
 from shardwright.data.shards import TOKENIZER
 from shardwright.data.shards import Manifest as DataManifest
+from shardwright.data.tokenizer import tokenizer_difference
 from shardwright.errors import CheckpointError, DataError, InputError
 from shardwright.files import LONGEST_TOKENIZER, inside, new_folder, read_bytes
 from shardwright.hugging_face.architecture import Architecture, architecture_of
@@ -24,7 +26,7 @@ from shardwright.model.modules import rows
 from shardwright.run_folder import RUN_FILE
 from shardwright.training.importing import copy_tokenizer, is_free
 from shardwright.training.model_card import model_card
-from shardwright.training.sources import ends_of_text, readable_sources
+from shardwright.training.sources import ends_of_text, readable_sources, tokenizer_file
 from shardwright.training.weights import Weights, count_not_finite, not_finite_in_words, open_weights
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
@@ -123,6 +125,15 @@ def _added_tokens(tokenizer_json: bytes) -> list[str]:
 
 def _tokenizer(weights: Weights, out: Path, given: str | Path | None) -> tuple[list[str], dict[str, int | list[int]]]:
     """Write the tokenizer; returns what is to be said, and the ids of the tokens that begin and end a text."""
+    if given is not None and (Path(given) / TOKENIZER).is_file():
+        theirs, difference = tokenizer_file(weights.path), None
+        with suppress(DataError):  # a damaged one is why --tokenizer is given
+            difference = theirs and tokenizer_difference(Path(given) / TOKENIZER, theirs)
+        if difference:
+            raise DataError(
+                f"--tokenizer {given} is another tokenizer than that of {weights.path} ({difference}), so the token "
+                f"ids of the model mean other texts; leave --tokenizer out to write {theirs}"
+            )
     for folder in [Path(given)] if given is not None else [weights.path]:
         if TOKENIZER in copy_tokenizer(folder, out):
             return [], token_ids(folder)
