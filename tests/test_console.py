@@ -65,3 +65,10 @@ def test_control_characters_and_overrides_of_direction_are_shown():
     assert visible(text) == shown
     assert out.getvalue() == visible(out.getvalue()), "rich drops some of them itself"
     assert "\\u202eb\\u2066c\\x9b\\ud800" in out.getvalue()
+
+
+@pytest.mark.parametrize("url", [url for url in URLS if "@" in url])
+def test_a_secret_is_masked_where_a_library_repeats_it_without_its_url(url):
+    text = without_secrets(f"{url}: Invalid bucket name {url.partition('://')[2]!r}")
+    assert "SECRET" not in text
+    assert "RET@" not in text

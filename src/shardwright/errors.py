@@ -41,8 +41,15 @@ _TOKEN = re.compile(rf"""([?&][\w.-]*(?:{_SECRET_NAMES})[\w.-]*=)[^\s"'&#]+""", 
 
 
 def without_secrets(text: str) -> str:
-    """Return a text in which the user, the password and the tokens of URLs are `***`: `s3://***@bucket/run`."""
-    return _TOKEN.sub(rf"\1{MASK}", _USER.sub(rf"\1{MASK}@", text)) if ":/" in text else text
+    """Return a text in which the user, the password and the tokens of URLs are `***`: `s3://***@bucket/run`; a user
+    and password also where the text repeats them without their URL, as errors of libraries do."""
+    if ":/" not in text:
+        return text
+    users = {each[0].removeprefix(each[1]).removesuffix("@") for each in _USER.finditer(text)}
+    text = _USER.sub(rf"\1{MASK}@", text)
+    for user in users:
+        text = text.replace(f"{user}@", f"{MASK}@") if user else text
+    return _TOKEN.sub(rf"\1{MASK}", text)
 
 
 class ShardwrightError(Exception):
