@@ -69,7 +69,7 @@ def attention_kernels(config: RunConfig, device: torch.device) -> str | None:
         )
     )
     grouped = q.shape[1] != k.shape[1]
-    return _ATTENTION[SDPBackend(fused_attention_choice(q, k, v, None, 0.0, True, enable_gqa=grouped))]
+    return _ATTENTION.get(SDPBackend(fused_attention_choice(q, k, v, None, 0.0, True, enable_gqa=grouped)))
 
 
 def peak_memory_bytes(device: torch.device) -> int:
