@@ -9,6 +9,7 @@ Shapes: B batch, H heads, K heads of keys and values, T tokens, C width of a hea
 """
 
 import json
+import statistics
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ def time_ms(backend: SDPBackend, shape: tuple[int, int, int, int, int]) -> tuple
         for heads in (n_heads, n_kv_heads, n_kv_heads)
     )
     d_o = torch.randn(n_batch, n_tokens, n_heads, width, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
-    times: list[tuple[float, float]] = []
+    forward_ms, backward_ms = [], []
     with sdpa_kernel(backend):
         for _ in range(WARM_UP + TIMED):
             marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
@@ -44,8 +45,9 @@ def time_ms(backend: SDPBackend, shape: tuple[int, int, int, int, int]) -> tuple
             torch.autograd.grad(o, (q, k, v), d_o)
             marks[2].record()
             torch.cuda.synchronize()
-            times.append((marks[0].elapsed_time(marks[1]), marks[1].elapsed_time(marks[2])))
-    return tuple(sorted(column)[TIMED // 2] for column in zip(*times[WARM_UP:], strict=True))  # type: ignore[return-value]
+            forward_ms.append(marks[0].elapsed_time(marks[1]))
+            backward_ms.append(marks[1].elapsed_time(marks[2]))
+    return statistics.median(forward_ms[WARM_UP:]), statistics.median(backward_ms[WARM_UP:])
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Peaks of PyTorch's CUDA allocator at true size, next to the plan: about 40 pairs of model and setting on the mock.
+"""Peaks of PyTorch's CUDA allocator at true size, next to the plan: pairs of model and setting on the mock.
 
     VENV/bin/python benchmarks/gpu/memory.py MOCK [--out FILE] [--only PATTERN ...] [--list]
     python benchmarks/gpu/memory.py --table FILE

@@ -2,8 +2,8 @@
 
 `GPU_PROBE` names a file that has the peaks after each step, of the steps so far; RANK in its name is the rank.
 `GPU_PROFILE` names one for a table of the kernels that took longest in the sixth step, and `GPU_TRACE` one for the
-trace of that step.
-With `GPU_SAVES_NOTHING` the run writes no checkpoint: one of a large model takes longer than its steps.
+trace of that step. With `GPU_SAVES_NOTHING` the run writes no checkpoint: one of a large model takes longer than its
+steps.
 """
 
 import json
