@@ -45,10 +45,10 @@ def without_secrets(text: str) -> str:
     and password also where the text repeats them without their URL, as errors of libraries do."""
     if ":/" not in text:
         return text
-    users = {each[0].removeprefix(each[1]).removesuffix("@") for each in _USER.finditer(text)}
+    users = {each[0].removeprefix(each[1]) for each in _USER.finditer(text)} - {"@"}
     text = _USER.sub(rf"\1{MASK}@", text)
     for user in users:
-        text = text.replace(f"{user}@", f"{MASK}@") if user else text
+        text = text.replace(user, f"{MASK}@")
     return _TOKEN.sub(rf"\1{MASK}", text)
 
 

@@ -15,12 +15,10 @@ if TYPE_CHECKING:
 
 def print_dry_run(found: "DryRun", messages: bool) -> None:
     """The verdict, the fullest rank, the others, and what the ranks do not agree on."""
-    from shardwright.dry_run.run import needed_bytes
-
     record = found.fullest
     layout = found.config.layout.layout()
     say(f"rank {record.rank} of {layout.world_size}: {layout}")
-    needed, limit = needed_bytes(found.config, record), found.how.limit_bytes
+    needed, limit = found.needed_bytes(record), found.how.limit_bytes
     verdict = "fits" if found.fits else "does not fit"
     say(
         f"{verdict}: {format_bytes(needed)} of the {format_bytes(limit)} that a rank may need; "

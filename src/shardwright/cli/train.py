@@ -81,7 +81,7 @@ def train(
 def _refuse_what_does_not_fit(config: RunConfig) -> None:
     """Raises InputError for a run that needs more memory than a rank has, with what would help; and under torchrun and
     srun, where every rank would run dry."""
-    from shardwright.dry_run.run import dry_run, fullest_by_plan, how_of, needed_bytes
+    from shardwright.dry_run.run import dry_run, fullest_by_plan, how_of
     from shardwright.training.ranks import Place, pick_device, place_from_environment
     from shardwright.training.settle import memory_of
 
@@ -96,7 +96,7 @@ def _refuse_what_does_not_fit(config: RunConfig) -> None:
     how = how_of(memory_bytes, "gpu" if device.type == "cuda" else "cpu", steps=2, imbalance=1.0)
     with progress("running dry") as tell:
         found = dry_run(config, how, fullest_by_plan(config), tell=tell)
-    needed = f"{format_bytes(needed_bytes(found.config, found.fullest))} of the {format_bytes(how.limit_bytes)}"
+    needed = f"{format_bytes(found.needed_bytes(found.fullest))} of the {format_bytes(how.limit_bytes)}"
     if not found.fits:
         ways = [f"it fits with {each.change} ({format_bytes(each.needed_bytes)})" for each in found.remedies or ()]
         raise InputError(

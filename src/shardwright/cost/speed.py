@@ -192,7 +192,7 @@ SHARDWRIGHT_COMPILED = Speed(
 # 40, 62 and 84. Compiled, the kernels that torch.compile makes of it (PyTorch 2.13), where tp has none:
 #   fp32             amax w; exp and its sum 2 w; times the factor 2 w; copy into the logits 2 w; in I as above 2 w
 #   16 bits          amax e; exp and its sum e + w; times the factor 2 w; copy into the logits w + e; in I as above
-# 36 and 42. What stays in the caches of a GPU (LOGITS_TOGETHER) counts as memory. Ignored: over tp in fp32, 4 more.
+# 36 and 42. Ignored: over tp in fp32, 4 more.
 SHARDWRIGHT = replace(
     SHARDWRIGHT_COMPILED,
     kind="shardwright",

@@ -6,7 +6,7 @@ from shardwright.dry_run.agreement import checked
 from shardwright.dry_run.length import step_length
 from shardwright.dry_run.planned import Planned
 from shardwright.dry_run.record import WAIT, Message, Moment, RankRecord
-from shardwright.dry_run.run import DryRun, needed_bytes
+from shardwright.dry_run.run import DryRun
 
 
 def document(found: DryRun) -> dict[str, Any]:
@@ -14,7 +14,7 @@ def document(found: DryRun) -> dict[str, Any]:
     return {
         "fits": found.fits,
         "limit_bytes": found.how.limit_bytes,
-        "needed_bytes": needed_bytes(found.config, found.fullest),
+        "needed_bytes": found.needed_bytes(found.fullest),
         "layout": found.config.layout.layout().settings(),
         "world_size": found.config.layout.layout().world_size,
         "microbatches": found.config.accumulation,

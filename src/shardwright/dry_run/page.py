@@ -10,7 +10,7 @@ import numpy as np
 
 from shardwright.dry_run.planned import Planned
 from shardwright.dry_run.record import KINDS, RankRecord
-from shardwright.dry_run.run import DryRun, needed_bytes
+from shardwright.dry_run.run import DryRun
 from shardwright.files import write_whole
 from shardwright.report.frame import document, facts, picture, table
 from shardwright.report.plan_pictures import KINDS as COLOURS_OF_KINDS
@@ -62,7 +62,7 @@ _STYLE = """table.words td, table.words th { text-align: left; vertical-align: t
 
 
 def _numbers(found: DryRun, record: RankRecord) -> list[tuple[str, str, str]]:
-    needed, limit = needed_bytes(found.config, record), found.how.limit_bytes
+    needed, limit = found.needed_bytes(record), found.how.limit_bytes
     calls = sum(sums.calls for sums in record.sent.values())
     where = record.peak.action + (f", {record.peak.module}" if record.peak.module else "")
     return [

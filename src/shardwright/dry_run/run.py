@@ -97,7 +97,11 @@ class DryRun:
     @property
     def fits(self) -> bool:
         """Whether every rank needs no more than its limit."""
-        return needed_bytes(self.config, self.fullest) <= self.how.limit_bytes
+        return self.needed_bytes(self.fullest) <= self.how.limit_bytes
+
+    def needed_bytes(self, record: RankRecord) -> float:
+        """The peak of a rank with what a dry run does not see."""
+        return _needed_bytes(record, self.plans[record.rank])
 
     def groups(self, record: RankRecord) -> Iterator[tuple[str, int, float | None]]:
         """(group of kinds, bytes of the dry run, bytes of the plan) at the peak of a rank."""
@@ -112,10 +116,9 @@ class DryRun:
             yield axis, op, sums, None if isinstance(plan, str) else plan.sent.get((axis, op))
 
 
-def needed_bytes(config: RunConfig, record: RankRecord) -> float:
+def _needed_bytes(record: RankRecord, plan: Planned | str) -> float:
     """The peak of a rank with what a dry run does not see, by the plan: workspace of libraries, and what the allocator
     reserves beyond the tensors."""
-    plan = planned(config, record.rank)
     share = SHARDWRIGHT.fragmentation if isinstance(plan, str) else plan.lost_share
     return (record.peak.n_bytes + SHARDWRIGHT.workspace_bytes) * (1 + share)
 
@@ -228,7 +231,7 @@ def _remedies(config: RunConfig, how: How, rank: int, tell: Tell) -> Iterator[Re
             continue
         change = " ".join(f"--set {path}={_written(value)}" for path, value in changes.items())
         (record,) = _run(changed, replace(how, history=False), [rank], tell, f"dry run with {change}")
-        needed = needed_bytes(changed, record)
+        needed = _needed_bytes(record, planned(changed, record.rank))
         if needed <= how.limit_bytes:
             yield Remedy(change, needed)
             found += 1
