@@ -75,7 +75,7 @@ def page() -> str:
     """The whole page."""
     sys.path[:0] = [str(PAGE.parents[1])]  # of the tests, which are no package that is installed
     try:
-        from tests.training.bugs import FAMILIES
+        from tests.training.bugs.tables import FAMILIES
     finally:
         del sys.path[0]
     rows = [(family, name, bug) for family, bugs in FAMILIES.items() for name, bug in bugs.items()]

@@ -22,7 +22,8 @@ from shardwright.verification.reference import train_alone
 from tests.distributed import run_ranks
 from tests.marks import prove, rest_prove
 from tests.mutation import Mutation, mutated
-from tests.training.bugs import ALL, Bug, ResumeBug, UnitBug
+from tests.training.bugs.bug import Bug, ResumeBug, UnitBug
+from tests.training.bugs.tables import ALL
 from tests.training.checkpoints import hop
 from tests.training.worlds import LONG, train_alone_mutated, train_mutated
 
