@@ -1,6 +1,6 @@
 """What Shardwright's training loop costs beside loops written by hand in plain PyTorch (`plain.py`).
 
-    python benchmarks/overhead.py [--rounds 5] [--steps 12] [--only NAME ...] [--write]
+    python benchmarks/overhead.py [--rounds 5] [--steps 12] [--only NAME ...] [--anew] [--write]
 
 Same model, same batch, same optimizer, fp32, one thread a rank. Ours on one process, data parallel on 2 and sharded
 on 2 stand beside plain loops that do the same; tensor, context and pipeline parallelism beside the plain loop on one
@@ -11,11 +11,15 @@ interleaved, as fresh processes; the machine's drift then hits ours and theirs a
 CPU-seconds a step, summed over ranks, within a round. Ours does what the plain loops do not: counts target tokens over
 the ranks, takes and clips the true gradient norm, balances the experts, reads token shards ahead, listens for signals,
 logs. Below each of ours is its floor, what its matmuls, its attention and its collectives alone cost in the same
-processes (`floor.py`), and the ratio of that to the same loop. `--write` puts the result, with date and machine, into
-benchmarks/results/.
+processes (`floor.py`), and the ratio of that to the same loop.
+
+Each measurement is printed when it ends and kept in build/overhead.jsonl. A benchmark that was stopped continues from
+there when it is started again with the same code, options and machine; `--anew` starts from the first round. `--write`
+writes the table, with date and machine, to benchmarks/results/.
 """
 
 import argparse
+import hashlib
 import json
 import math
 import os
@@ -55,6 +59,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 PLAIN = ("single", "ddp", "fsdp", "moe")
 WARMUP = 3
+RECORDS = HERE.parent / "build" / "overhead.jsonl"
 
 
 def run_file(kind: str, data: Path, out: Path, steps: int) -> dict[str, Any]:
@@ -87,6 +92,7 @@ def run_file(kind: str, data: Path, out: Path, steps: int) -> dict[str, Any]:
         "optimizer": {"lr": 1e-3, "weight_decay": 0.01},
         "lr_schedule": {"shape": "constant"},
         "evaluation": {"samples": 0},
+        "faults": {"hang_after": 0.0},  # a loaded machine is slow, and no rank hangs
     }
 
 
@@ -200,30 +206,89 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=12, help="counted steps of each run")
     parser.add_argument("--only", choices=LAYOUTS, nargs="+", help="some of ours, and what they are set beside")
+    parser.add_argument("--anew", action="store_true", help="do not continue a benchmark that was stopped")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         who, kind, data, steps = options.child
         child(who, kind, data, int(steps))
-    kinds = options.only or list(LAYOUTS)
-    names = [name for kind in kinds for name in (beside(kind), f"ours {kind}", f"floor {kind}")]
-    results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    with tempfile.TemporaryDirectory() as folder:
-        data = write_tokens(Path(folder))
-        for round_ in range(options.rounds):
-            for who, kind in [name.split() for name in results if not name.startswith("floor")]:
-                for of, found in measure(who, kind, data, options.steps).items():
-                    if f"{of} {kind}" in results:  # without the floor of one of ours that another is set beside
-                        results[f"{of} {kind}"].append(found)
-            print(f"round {round_ + 1} of {options.rounds} done", file=sys.stderr)
-    table = summary(results)
-    print(table)
+    if options.anew:
+        RECORDS.unlink(missing_ok=True)
+    print(machine())
+    table = summary(all_rounds(options.only or list(LAYOUTS), options.rounds, options.steps))
+    print(f"\n{table}")
+    RECORDS.unlink()
     if options.write:
         path = HERE / "results" / f"overhead-{date.today()}.md"
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"# Overhead of the training loop, {date.today()}\n\n{machine()}\n\n{table}\n")
         print(f"written to {path}")
+
+
+def all_rounds(kinds: list[str], rounds: int, steps: int) -> dict[str, list[dict[str, float]]]:
+    """Return the measurements of each loop, one a round, and print each when it ends.
+
+    Measurements that RECORDS contains are not repeated.
+    """
+    results: dict[str, list[dict[str, float]]] = {
+        name: [] for kind in kinds for name in (beside(kind), f"ours {kind}", f"floor {kind}")
+    }
+    benchmark = {"machine": machine(), "code": fingerprint(), "kinds": kinds, "steps": steps}
+    records = Records(RECORDS, benchmark)
+    with tempfile.TemporaryDirectory() as folder:
+        data = write_tokens(Path(folder))
+        for round_ in range(rounds):
+            print(f"round {round_ + 1} of {rounds}", flush=True)
+            for loop in [name for name in results if not name.startswith("floor")]:
+                who, kind = loop.split()
+                measured = records.get(round_, loop)
+                if measured is None:
+                    measured = measure(who, kind, data, steps)
+                    records.add(round_, loop, measured)
+                for name, result in [(f"{who} {kind}", result) for who, result in measured.items()]:
+                    if name in results:  # a loop that another is compared with has no row for its floor
+                        results[name].append(result)
+                        print(f"  {name:20} {line(name, results, round_)}", flush=True)
+    return results
+
+
+def line(name: str, results: dict[str, list[dict[str, float]]], round_: int) -> str:
+    """Return the speed of a loop in one round and its ratio to the loop that it is compared with, if that ran."""
+    result = results[name][round_]
+    text = f"{result['tokens_per_s_median']:6.0f} tokens/s  {result['cpu_s_per_step']:6.3f} CPU-s a step"
+    base = "" if name.startswith("plain") else beside(name.split()[1])
+    if base in results:
+        text += f"  {result['cpu_s_per_step'] / results[base][round_]['cpu_s_per_step']:.3f} of {base}"
+    return text
+
+
+class Records:
+    """The measurements of a benchmark in a file of JSON lines; the first line says which benchmark it is."""
+
+    def __init__(self, path: Path, benchmark: dict[str, Any]) -> None:
+        self.path = path
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []  # without a line that was cut off
+        self._known = {(each["round"], each["loop"]): each["measured"] for each in map(json.loads, lines[1:])}
+        if lines and json.loads(lines[0]) == benchmark:
+            print(f"{len(self._known)} measurements of {path} are not repeated")
+            return
+        self._known = {}
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(benchmark) + "\n")
+
+    def get(self, round_: int, loop: str) -> dict[str, dict[str, float]] | None:
+        return self._known.get((round_, loop))
+
+    def add(self, round_: int, loop: str, measured: dict[str, dict[str, float]]) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps({"round": round_, "loop": loop, "measured": measured}) + "\n")
+
+
+def fingerprint() -> str:
+    """Return a hash of the package's code and of the loops that it is compared with."""
+    files = sorted([*HERE.parent.glob("src/**/*.py"), HERE / "plain.py", HERE / "floor.py", HERE / "overhead.py"])
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
 def beside(kind: str) -> str:
@@ -259,10 +324,11 @@ def machine() -> str:
 
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    cpu = names[0] if names else platform.processor()
+    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    kernels = torch.backends.cpu.get_cpu_capability() + (" and AMX" if "amx_tile" in facts.get("flags", "") else "")
     versions = f"Python {platform.python_version()}, torch {torch.__version__}"
-    return f"{cpu}, {os.cpu_count()} cores, {versions}, 1 thread a rank."
+    cpu = facts.get("model name", platform.processor())
+    return f"{cpu} ({kernels}), {os.cpu_count()} cores, {versions}, 1 thread a rank."
 
 
 if __name__ == "__main__":
