@@ -4,16 +4,19 @@ BIN := .venv/bin
 # Modules are compiled when they are first imported; all of them would take a minute, and most are never imported.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 QUICKSTART ?=
+# Arguments of `make fuzz`: how many settings, and the options that `python -m tests.fuzz --help` lists.
+FUZZ ?= 20
 # One test runner a core, four at most: tests start processes of their own. Tests that share a fixture stay together.
 PYTEST := $(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: help quickstart test test-oldest prove commands lint bench gpu-mock clean
+.PHONY: help quickstart test test-oldest prove fuzz commands lint bench gpu-mock clean
 
 help:
 	@echo "make quickstart   install, train a small model on this machine, show what it learned"
 	@echo "make test         install with the test tools and run the tests; 6 minutes on 2 cores"
 	@echo "make test-oldest  what depends on the version of PyTorch, on the oldest version allowed; 3 minutes on 2 cores"
 	@echo "make prove        matrices of layouts, mutations, kill trials, planner accuracy; about 40 minutes"
+	@echo "make fuzz         random models and layouts against one process, failures shrunk; some minutes on 2 cores"
 	@echo "make commands     every command of README and docs, run as typed; most of an hour"
 	@echo "make lint         ruff, mypy, import-linter"
 	@echo "make bench        CPU-seconds a step beside hand-written loops, printed"
@@ -70,6 +73,10 @@ test-oldest: .venv-oldest/.dev
 prove: .venv/.prove
 	@echo "matrices of layouts, mutations, kill trials, planner accuracy: about 40 minutes on 2 cores"
 	$(PYTEST) -m prove
+
+fuzz: .venv/.dev
+	@echo "random models and layouts, each compared with one process: some minutes on 2 cores"
+	$(BIN)/python -m tests.fuzz $(FUZZ)
 
 commands: .venv/.dev
 	@echo "every command of README and docs, as typed, in copies of this checkout: most of an hour on 2 cores"

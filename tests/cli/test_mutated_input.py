@@ -73,7 +73,6 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("quickstart", "--out", "RUN", "--steps", "3"),
     ("watch", "RUN_DIR", "--once", "--every", "2"),
     ("plan", "diff", "RUN", "RUN", "--cluster", "h100:8"),
-    ("verify", "RUN", "--fuzz", "2", "--seed", "1"),
 )
 """Right but for one word, which is wrong so that no command begins to train."""
 READERS: tuple[tuple[str, tuple[str, ...]], ...] = (

@@ -141,9 +141,9 @@ def _within_64_bits(given: Mapping[str, Any]) -> None:
         raise InputError(*wrong)
 
 
-def say(text: str, end: str = "\n") -> None:
+def say(text: str) -> None:
     """A line of text as it is, however wide the screen."""
-    console.print(text, markup=False, soft_wrap=True, end=end)
+    console.print(text, markup=False, soft_wrap=True)
 
 
 def columns(*names: str, left: int = 0) -> Table:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwright.cli import verify_fuzz
 from shardwright.cli.common import (
     AsJson,
     Overrides,
@@ -28,16 +27,14 @@ if TYPE_CHECKING:
     from shardwright.verification import Case, Verifier
 
 
-_DAY_S = 24 * 3600.0
+DAY_S = 24 * 3600.0
 
 
 @dataclass(frozen=True)
 class Options:
     """Arguments and options of the verb."""
 
-    run_file: Annotated[
-        Path | None, typer.Argument(help="the run file, TOML; see examples/; with --fuzz there is none")
-    ] = None
+    run_file: Annotated[Path | None, typer.Argument(help="the run file, TOML; see examples/")] = None
     overrides: Overrides = None
     against: Annotated[
         str, typer.Option("--against", help="single: one process in plain PyTorch; for a second layout see --set-b")
@@ -68,18 +65,6 @@ class Options:
             help="every valid layout of N ranks for this model, instead of the run file's own",
         ),
     ] = None
-    fuzz: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            max=100_000,
-            help="instead of a run file, N random settings: models at test size with every choice of [model], and "
-            "layouts of 2 to 8 ranks; what fails is made smaller and written as verify-fuzz-SEED-NUMBER.toml",
-        ),
-    ] = None
-    seed: Annotated[
-        int | None, typer.Option(metavar="S", help="with --fuzz: every setting follows from this, by default 0")
-    ] = None
     html: Annotated[
         Path | None, typer.Option(metavar="FILE.html", help="write one page with the errors of each layer and step")
     ] = None
@@ -105,7 +90,7 @@ class Options:
         typer.Option(
             "--timeout",
             min=1,
-            max=7 * _DAY_S,
+            max=7 * DAY_S,
             help="seconds a layout may take; if not given, 300, and with --full a day",
         ),
     ] = None
@@ -129,27 +114,21 @@ def verify(options: Options) -> None:
 
     shardwright verify examples/debug.toml --matrix 4
 
-    shardwright verify --fuzz 20
-
     Exit codes: 0 equal, 1 not equal, 2 the input cannot be used, 3 a rank crashed or hung.
     """
-    if options.run_file is None and options.fuzz is None:
-        raise typer.BadParameter(
-            "name a run file, such as examples/debug.toml, or draw settings with --fuzz N", param_hint="RUN_FILE"
-        )
+    if options.run_file is None:
+        raise typer.BadParameter("name a run file, such as examples/debug.toml", param_hint="RUN_FILE")
     from shardwright.verification.ranks import start_server
 
     start_server()  # it imports PyTorch while this process does
-    configs = _configs(options)
+    configs = _configs(options.run_file, options)
     from shardwright.processes import on_signals
     from shardwright.verification import Verifier
     from shardwright.verification.verifier import TIMEOUT_S
 
-    timeout_s = options.timeout_s or (_DAY_S if options.full else TIMEOUT_S)
+    timeout_s = options.timeout_s or (DAY_S if options.full else TIMEOUT_S)
     with on_signals(signal.default_int_handler), Verifier(timeout_s=timeout_s) as verifier:
-        if options.fuzz is not None:
-            verify_fuzz.fuzz(verifier, options)
-        elif options.matrix is not None:
+        if options.matrix is not None:
             _matrix(verifier, _of_matrix(configs[0], options.matrix, options), options)
         elif _is_too_large(configs, options):
             _reduced(verifier, _settled(configs[0]), options)
@@ -247,30 +226,31 @@ def _true_case(config: "RunConfig", options: Options) -> "Case":
     )
 
 
-def _configs(options: Options) -> "list[RunConfig]":
-    """The run file, and its second form if there is one; none with --fuzz. Raises InputError with everything that is
-    wrong with the options and with the run file."""
-    from shardwright.config import flat, load
+def dtype_problems(dtype: str) -> list[str]:
+    """Return a sentence if `dtype` is not one that can be compared, otherwise nothing."""
     from shardwright.verification.case import DTYPES
 
+    return [] if dtype in DTYPES else [f"--dtype {dtype}: not one that can be compared; {nearest(dtype, DTYPES)}"]
+
+
+def _configs(run_file: Path, options: Options) -> "list[RunConfig]":
+    """The run file, and its second form if there is one. Raises InputError with everything that is wrong with the
+    options and with the run file."""
+    from shardwright.config import flat, load
+
     overrides, overrides_b = options.overrides or [], options.overrides_b
-    wrong = verify_fuzz.wrong_options(options) + wrong_place("--html", options.html, {".html": "it is named"})
+    wrong = wrong_place("--html", options.html, {".html": "it is named"})
     if options.against != "single":
         wrong.append(
             f"--against {options.against}: valid is single; to compare with another layout use --set-b KEY=VALUE"
         )
-    if options.dtype not in DTYPES:
-        wrong.append(f"--dtype {options.dtype}: not one that can be compared; {nearest(options.dtype, DTYPES)}")
+    wrong += dtype_problems(options.dtype)
     if overrides_b is not None and options.matrix is not None:
         wrong.append("--set-b names a second layout and --matrix compares all with one process; leave one out")
     configs: list[RunConfig] = []
-    if options.run_file is None or options.fuzz is not None:
-        if wrong:
-            raise InputError(*wrong)
-        return configs
     for each in [overrides] if overrides_b is None else [overrides, [*overrides, *overrides_b]]:
         try:
-            configs.append(load(options.run_file, each))
+            configs.append(load(run_file, each))
         except InputError as error:
             wrong += [problem for problem in error.problems if problem not in wrong]
     if len(configs) == 2:

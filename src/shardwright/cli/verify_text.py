@@ -4,7 +4,6 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from shardwright.cli.common import columns, console, error_console, print_table, say
@@ -76,19 +75,19 @@ def print_report(report: "Report", sizes: str) -> None:
 
 
 class MatrixLines:
-    """Prints comparisons, a line each, as they come: of all of them, in order, `names`, and `remarks` at the end of
-    their lines. Names come last, since some are longer than all else."""
+    """Prints comparisons, a line each, as they come: of all of them, in order, `names`. Names come last, since some are
+    longer than all else."""
 
-    def __init__(self, names: Sequence[str], what: str = "layout", remarks: Sequence[str] = ()) -> None:
-        self._names = zip_longest(names, remarks, fillvalue="")
+    def __init__(self, names: Sequence[str], what: str = "layout") -> None:
+        self._names = iter(names)
         self._reasons: dict[str, dict[str, float]] = defaultdict(dict)
         self._line("", "error", "tolerance", "replicas", "worst at", what, style="bold")
 
     def add(self, report: "Report") -> None:
         """The next one that has been compared, or whose ranks failed."""
-        name, remark = next(self._names)
+        name = next(self._names)
         if report.crash:
-            self._line("failed", "", "", "", report.crash.splitlines()[0], name, remark, style="red")
+            self._line("failed", "", "", "", report.crash.splitlines()[0], name, style="red")
             return
         worst = report.worst
         for row in report.rows:
@@ -101,7 +100,6 @@ class MatrixLines:
             f"{len(report.differing)} differ" if report.differing else f"{report.n_replicated}",
             f"{worst.quantity.kind} {worst.name}".strip(),
             name,
-            remark,
             style="" if report.equal else "red",
         )
 
@@ -123,11 +121,9 @@ class MatrixLines:
         else:
             console.print(f"[bold green]equal:[/] all {len(reports)} layouts of {n_ranks} ranks")
 
-    def _line(
-        self, verdict: str, error: str, limit: str, replicas: str, at: str, name: str, remark: str = "", style: str = ""
-    ) -> None:
+    def _line(self, verdict: str, error: str, limit: str, replicas: str, at: str, name: str, style: str = "") -> None:
         line = f"{verdict:<9}  {error:>7}  {limit:>9}  {replicas:>10}  {at:<40}  {name}"
-        console.print(f"{line}  {remark}".rstrip(), style=style, soft_wrap=True, highlight=False, markup=False)
+        console.print(line, style=style, soft_wrap=True, highlight=False, markup=False)
 
 
 def collect(verifier: "Verifier", pairs: "Sequence[tuple[Case, Layout]]", lines: MatrixLines | None) -> "list[Report]":

@@ -16,8 +16,8 @@ from shardwright.split.rules import sequence_cuts
 from shardwright.verification.case import Case
 from shardwright.verification.compare import Report
 from shardwright.verification.culprit import Setting, switched_off
-from shardwright.verification.fuzz import problems
 from shardwright.verification.verifier import Verifier
+from tests.fuzz.settings import problems
 
 Step = Callable[[Case, Layout], Iterator[Setting]]
 

@@ -36,7 +36,7 @@ _TRIES = 30
 """So many models are tried with the axes that were drawn, before others are."""
 
 
-class Drawn(NamedTuple):
+class DrawnSetting(NamedTuple):
     """A setting, and how many drawn before it were refused by a rule of the model, the layout or the batch."""
 
     case: Case
@@ -44,7 +44,7 @@ class Drawn(NamedTuple):
     refused: int
 
 
-def draw(seed: int, number: int) -> Drawn:
+def draw(seed: int, number: int) -> DrawnSetting:
     """Setting `number` (0 or more) of a seed: every choice of a model, of `[batch]` and of `[optimizer]`, and a layout
     of 2 to 8 ranks with every key of `[layout]`. Families, schedules and optimizers are those that are registered."""
     rng, refused = Random(f"{seed}/{number}"), 0
@@ -55,7 +55,7 @@ def draw(seed: int, number: int) -> Drawn:
             if layout.n_stages <= _MOST_STAGES:
                 case, layout = _setting(rng, layout, experts, family)
                 if not problems(case, layout):
-                    return Drawn(_with_documents(rng, case), layout, refused)
+                    return DrawnSetting(_with_documents(rng, case), layout, refused)
             refused += 1
 
 
