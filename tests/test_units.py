@@ -1,8 +1,8 @@
-"""Proves that numbers are shown with three digits and the unit people expect."""
+"""Proves that numbers are shown with three digits and the unit people expect, and that divisors are all there."""
 
 import pytest
 
-from shardwright.units import format_bytes, format_count, format_seconds
+from shardwright.units import divisors, format_bytes, format_count, format_seconds
 
 
 @pytest.mark.parametrize(
@@ -24,3 +24,8 @@ from shardwright.units import format_bytes, format_count, format_seconds
 )
 def test_a_number_is_shown_as_people_read_it(shown: str, text: str):
     assert shown == text
+
+
+def test_divisors_are_the_numbers_that_divide_in_ascending_order():
+    for n in range(-2, 400):
+        assert divisors(n) == [d for d in range(1, n + 1) if n % d == 0]

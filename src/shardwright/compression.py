@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from shardwright.schedule.registry import names
+from shardwright.units import divisors
 
 if TYPE_CHECKING:
     from shardwright.layout import Layout
@@ -52,7 +53,7 @@ def problems(layout: "Layout") -> Iterator[str]:
     if shards % layout.node_ranks:
         yield (
             f"layout.node_ranks={layout.node_ranks} does not divide dp_shard x cp = {layout.dp_shard} x {layout.cp} = "
-            f"{shards}; valid: {', '.join(str(n) for n in range(1, shards + 1) if shards % n == 0)}"
+            f"{shards}; valid: {', '.join(map(str, divisors(shards)))}"
         )
 
 

@@ -33,6 +33,7 @@ from shardwright.layout_keys import KEYS, LayoutKeys
 from shardwright.schedule import build
 from shardwright.schedule.placement import Ways, stages_of_rank
 from shardwright.schedule.registry import Kind, find, names
+from shardwright.units import divisors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +85,7 @@ class Layout(LayoutKeys, NumberedRanks):
         if fold % self.ep:
             yield (
                 f"layout.ep={self.ep} does not divide dp_shard x cp x tp = {self.dp_shard} x {self.cp} x "
-                f"{self.tp} = {fold}; valid: {_divisors(fold)}"
+                f"{self.tp} = {fold}; valid: {', '.join(map(str, divisors(fold)))}"
             )
         if self.zero == 0 and self.dp_shard > 1:
             yield (
@@ -103,18 +104,18 @@ class Layout(LayoutKeys, NumberedRanks):
             yield (
                 f"layout.ulysses_degree={self.ulysses_degree} does not divide cp={self.cp} "
                 f"({self.cp} = {self.ulysses_degree}*{self.cp // self.ulysses_degree} + "
-                f"{self.cp % self.ulysses_degree}); valid: {_divisors(self.cp).removeprefix('1, ')}"
+                f"{self.cp % self.ulysses_degree}); valid: {', '.join(map(str, divisors(self.cp)[1:] or [1]))}"
             )
         if self.cp > 1 and self.ulysses_degree == 1:
             yield (
                 f"layout.cp_method='usp' needs layout.ulysses_degree, the part of cp={self.cp} that partitions heads; "
-                f"valid: {_divisors(self.cp).removeprefix('1, ')}; with 1 it would be cp_method='zigzag'"
+                f"valid: {', '.join(map(str, divisors(self.cp)[1:]))}; with 1 it would be cp_method='zigzag'"
             )
 
     def _secondary_problems(self) -> Iterator[str]:
         n, shards = self.zero_secondary_ranks, self.dp_shard * self.cp
         if n > 1 and not KEYS["zero_secondary_ranks"].used(self):
-            valid = ", ".join(str(d) for d in range(2, shards) if shards % d == 0)
+            valid = ", ".join(map(str, divisors(shards)[1:-1]))
             rest = f"; valid with so many: {valid}" if valid else ""
             yield (
                 f"layout.zero_secondary_ranks={n} needs zero=3, pp=1 and more ranks of dp_shard x cp, a multiple of "
@@ -255,10 +256,6 @@ def accumulation(global_batch: int, micro_batch: int, data_ranks: int) -> int:
             f"{data_ranks} data ranks = {unit} ({global_batch} = {unit}*{rounds} + {rest}); nearest: {near}"
         )
     return rounds
-
-
-def _divisors(n: int) -> str:
-    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
 
 
 def _check_names(values: Mapping[str, Any]) -> None:

@@ -1,7 +1,11 @@
-"""Bytes, seconds and counts as people read them, and items in groups of so many bytes. GiB is 2**30 bytes, GB 1e9."""
+"""Bytes, seconds and counts as people read them, divisors and multiples, and items in groups of so many bytes.
+
+GiB is 2**30 bytes, GB 1e9.
+"""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from math import isqrt
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -62,6 +66,12 @@ def percent(fraction: float) -> str:
 def round_up(n: int, unit: int) -> int:
     """The next multiple of `unit`, or `n` itself if it is one."""
     return -(-n // unit) * unit
+
+
+def divisors(n: int) -> list[int]:
+    """Return the divisors of `n` in ascending order, none for 0 and below."""
+    small = [d for d in range(1, isqrt(max(n, 0)) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
 
 
 def in_groups(items: Iterable[T], n_bytes: Callable[[T], int], max_bytes: int) -> Iterator[list[T]]:

@@ -22,8 +22,8 @@ from shardwright.model.spec import Activation, ModelSpec, Norm, Positions
 from shardwright.optimizers import OPTIMIZERS
 from shardwright.split import rules
 from shardwright.split.stages import schedule_problems
+from shardwright.units import divisors
 from shardwright.verification.case import Case
-from shardwright.verification.matrix import divisors
 
 WORLDS = {2: 1, 3: 1, 4: 4, 5: 1, 6: 4, 7: 1, 8: 6}
 """Numbers of ranks, and how often each is drawn: more often where there are several axes in it."""

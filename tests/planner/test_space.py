@@ -18,10 +18,11 @@ from shardwright.model.presets import PRESETS
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.planner.choice import Choice, choice_at
-from shardwright.planner.space import divisors, groups
+from shardwright.planner.space import groups
 from shardwright.schedule.registry import find, names
 from shardwright.split.rules import problems
 from shardwright.split.stages import schedule_problems
+from shardwright.units import divisors
 from tests.marks import rest_prove
 
 SMALL = replace(PRESETS["debug"], n_layers=5)

@@ -9,6 +9,7 @@ from math import ceil, log
 from typing import Any, ClassVar, Literal, Protocol, get_args
 
 from shardwright.keys import MOST_LAYERS
+from shardwright.units import divisors
 
 MOST_HEADS = 2**16
 MOST_WIDE = 2**31 - 1
@@ -278,10 +279,10 @@ class MoESpec:
                 "the loss; valid: moe.normalise=false, or moe.top_k of 2 or more"
             )
         if experts % groups:
-            divisors = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
+            valid = ", ".join(map(str, divisors(experts)))
             yield (
                 f"moe.n_groups={groups} does not divide moe.n_experts={experts} "
-                f"({experts} = {groups}*{experts // groups} + {experts % groups}); valid: {divisors}"
+                f"({experts} = {groups}*{experts // groups} + {experts % groups}); valid: {valid}"
             )
         elif self.groups_per_token > groups:
             yield (

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from shardwright.errors import nearest
 from shardwright.model.modules import FAMILIES, Row, layer_rows, rows
 from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling, too_large
+from shardwright.units import divisors
 
 Norm = Literal["rmsnorm", "layernorm"]
 Activation = Literal["swiglu", "gelu_tanh"]
@@ -111,10 +112,10 @@ class ModelSpec:
                 yield f"{name}={getattr(self, name)!r} is not known; valid: {', '.join(get_args(literal))}"
         heads, kv_heads = self.n_heads, self.n_kv_heads
         if "n_heads" not in broken and "n_kv_heads" not in broken and heads % kv_heads:
-            divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+            valid = ", ".join(map(str, divisors(heads)))
             yield (
                 f"n_kv_heads={kv_heads} does not divide n_heads={heads} "
-                f"({heads} = {kv_heads}*{heads // kv_heads} + {heads % kv_heads}); valid: {divisors}"
+                f"({heads} = {kv_heads}*{heads // kv_heads} + {heads % kv_heads}); valid: {valid}"
             )
         if self.positions == "rope":
             if self.head_dim > 0 and self.head_dim % 2:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from shardwright.cost.job import Job
 from shardwright.errors import LayoutError
 from shardwright.planner.search import Plan, search
-from shardwright.planner.space import divisors
+from shardwright.units import divisors
 
 WITHIN = 0.3
 """Share of the batch by which a near one may differ."""

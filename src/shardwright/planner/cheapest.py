@@ -7,7 +7,7 @@ from dataclasses import replace
 from shardwright.cost.hardware import Cluster
 from shardwright.errors import LayoutError
 from shardwright.planner.search import MARGIN, TOP, Plan, search
-from shardwright.planner.space import divisors
+from shardwright.units import divisors
 
 
 def cheapest(whole: Plan, *, memory_margin: float = MARGIN, top: int = TOP, processes: int = 1) -> Plan:

@@ -9,6 +9,7 @@ from shardwright.files import read_csv, reason
 from shardwright.planner.measured_run import Run, Skipped, prepared
 from shardwright.planner.run_columns import Measured, columns
 from shardwright.schedule.named import ONE_F_ONE_B
+from shardwright.units import divisors
 
 LONGEST_QUOTE = 40
 FEW = 3
@@ -126,7 +127,7 @@ def _contradictions(row: Measured) -> Iterator[str]:
     if row.experts is None and row.ep > 1:
         yield f"ep={row.ep} without experts; valid: 1"
     if row.experts is not None and row.experts % row.ep:
-        valid = ", ".join(str(n) for n in range(1, row.experts + 1) if row.experts % n == 0)
+        valid = ", ".join(map(str, divisors(row.experts)))
         yield f"ep={row.ep} does not divide {row.experts} experts; valid: {valid}"
     etp, stage = row.etp or row.tp, row.tp * row.cp * data_ranks
     if row.experts is not None and stage % (row.ep * etp):

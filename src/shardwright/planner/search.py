@@ -19,9 +19,10 @@ from shardwright.planner.fixed import OFFLOADS, Fixed, none_searched
 from shardwright.planner.pool import Pool
 from shardwright.planner.priced import Priced
 from shardwright.planner.recomputation import fewest_layers
-from shardwright.planner.space import Condition, divisors, groups, groups_of, no_layout
+from shardwright.planner.space import Condition, groups, groups_of, no_layout
 from shardwright.planner.spread import spread
 from shardwright.planner.tie import simpler, simplest, simplest_tie, ties
+from shardwright.units import divisors
 
 MARGIN = 0.1
 """Share of an accelerator's memory that is kept free, for what is not counted and for fragments."""

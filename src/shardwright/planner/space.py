@@ -39,6 +39,7 @@ from shardwright.layout_keys import KEYS
 from shardwright.model.spec import ModelSpec
 from shardwright.split.rules import tp_divides
 from shardwright.split.stages import schedule_problems
+from shardwright.units import divisors
 
 _ALL_AXES = Layout(dp_shard=2, cp=2, tp=2)
 """One of every axis but pp, so that the keys that go with an axis have a meaning."""
@@ -218,9 +219,3 @@ def no_layout(job: Job) -> str:
         f"and --seq-len {job.seq_len} need {least} data ranks or more, and a batch is a multiple of the number of data "
         f"ranks; nearest: {near}"
     )
-
-
-def divisors(n: int) -> list[int]:
-    """Of n, in order."""
-    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
-    return small + [n // d for d in reversed(small) if d * d != n]

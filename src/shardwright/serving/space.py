@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from shardwright.cost.hardware import Cluster
 from shardwright.model.spec import ModelSpec
 from shardwright.serving.setting import Degrees
+from shardwright.units import divisors
 
 DENSEST_BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28)
 
@@ -30,11 +31,11 @@ def layouts(model: ModelSpec, cluster: Cluster) -> Iterator[Layout]:
     ranks of a stage (whole experts), or the ranks of dp. On a measured processor, where `generate` runs, experts are
     whole.
     """
-    for size in _divisors(cluster.size):
-        for tp in _divisors(size):
+    for size in divisors(cluster.size):
+        for tp in divisors(size):
             if model.n_heads % tp or tp > cluster.node_size or not _splits(model, tp):
                 continue
-            for dp in _divisors(size // tp) if model.moe is not None else (1,):
+            for dp in divisors(size // tp) if model.moe is not None else (1,):
                 pp = size // (tp * dp)
                 if pp > min(model.n_layers, 16):
                     continue
@@ -60,10 +61,6 @@ def _splits(model: ModelSpec, tp: int) -> bool:
     latent = model.latent_attention is not None
     heads = latent or model.n_kv_heads % tp == 0 or tp % model.n_kv_heads == 0
     return heads and model.d_ffn % tp == 0
-
-
-def _divisors(n: int) -> list[int]:
-    return [each for each in range(1, n + 1) if n % each == 0]
 
 
 def batches(most: int) -> list[int]:

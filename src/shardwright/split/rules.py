@@ -9,6 +9,7 @@ from shardwright.layout_keys import RECOMPUTE_MODULES
 from shardwright.model.spec import ModelSpec
 from shardwright.split import stages
 from shardwright.split.tensor import vocabulary_rows
+from shardwright.units import divisors
 
 
 def problems(spec: ModelSpec, layout: Layout, seq_len: int) -> list[str]:
@@ -81,7 +82,7 @@ def _experts(spec: ModelSpec, layout: Layout) -> Iterator[str]:
         return
     experts = moe.n_experts
     if experts % layout.ep:
-        valid = ", ".join(str(ep) for ep in range(1, experts + 1) if experts % ep == 0)
+        valid = ", ".join(map(str, divisors(experts)))
         yield (
             f"layout.ep={layout.ep} does not divide {experts} experts (model.moe.n_experts) "
             f"{_division(experts, layout.ep)}; valid: {valid}"

@@ -15,6 +15,7 @@ from shardwright.layout import Layout
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.split.stages import most_layers, problems, schedule_problems
+from shardwright.units import divisors
 from shardwright.verification.case import Case
 from shardwright.verification.formats import cut_fp8, cut_optimizer
 
@@ -243,7 +244,7 @@ def _heads(n_heads: int, n_kv_heads: int, up_to: int) -> Iterator[tuple[int, int
     degrees = range(1, up_to + 1)
     for heads in range(1, n_heads + 1):
         if _divided_by(heads, up_to) == _divided_by(n_heads, up_to):
-            for kv_heads in (n for n in range(1, heads + 1) if heads % n == 0):
+            for kv_heads in divisors(heads):
                 alike = all(way(kv_heads, degree) == way(n_kv_heads, degree) for degree in degrees)
                 if alike and (heads > kv_heads) == (n_heads > n_kv_heads):
                     yield heads, kv_heads

@@ -16,6 +16,7 @@ from shardwright.layout import Layout
 from shardwright.layout_keys import KEYS
 from shardwright.model.spec import ModelSpec
 from shardwright.split.rules import problems
+from shardwright.units import divisors
 
 Choice = dict[str, Any]
 """Values of fields of a Layout that are chosen together."""
@@ -184,8 +185,3 @@ def _covering(possible: dict[Layout, tuple[int, ...]]) -> Sequence[Layout]:
         missing -= pairs[best]
         taken.add(best)
     return [layout for layout in possible if layout in taken]
-
-
-def divisors(n: int) -> list[int]:
-    """Every divisor of a number, in order."""
-    return [d for d in range(1, n + 1) if n % d == 0]

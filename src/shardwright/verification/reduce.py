@@ -17,6 +17,7 @@ from shardwright.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.processes import PROCESS_BYTES, machine_bytes
 from shardwright.split import rules
+from shardwright.units import divisors
 from shardwright.verification.case import Case
 from shardwright.verification.cut_case import cut_each
 
@@ -71,7 +72,7 @@ def _least(layout: Layout, axis: str) -> int:
 
 def _prime(n: int) -> int:
     """The smallest prime factor of a number; 1 of 1."""
-    return next((d for d in range(2, n + 1) if n % d == 0), 1)
+    return divisors(n)[:2][-1]
 
 
 def _lowered(degrees: dict[str, int], least: dict[str, int], most: int) -> dict[str, int]:
@@ -92,8 +93,8 @@ def _with_degrees(layout: Layout, degrees: dict[str, int]) -> Layout:
     changes: dict[str, object] = dict(degrees)
     fold, whole = degrees["dp_shard"] * degrees["cp"] * degrees["tp"], layout.dp_shard * layout.cp * layout.tp
     if layout.ep > 1 and fold > 1:
-        divisors = [n for n in range(2, fold + 1) if fold % n == 0 and (n < fold or layout.ep == whole or fold == 2)]
-        changes["ep"] = max(n for n in divisors or [fold])
+        kept = [n for n in divisors(fold)[1:] if n < fold or layout.ep == whole or fold == 2]
+        changes["ep"] = max(n for n in kept or [fold])
     if layout.cp_method == "usp" and degrees["cp"] > 1:
         changes["ulysses_degree"] = _prime(layout.ulysses_degree)
     for name in ("node_ranks", "zero_secondary_ranks"):
