@@ -2,6 +2,7 @@
 it decided into its folder, and goes on with it."""
 
 import tomllib
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.config import RunConfig, parse, resolved_toml
-from shardwright.config.settle import settled
+from shardwright.config import RunConfig, as_toml, parse, resolved_toml
+from shardwright.config.settle import job_of, settled
+from shardwright.cost.job import Job
 from shardwright.errors import ConfigError, LayoutError
 from shardwright.run_folder import RUN_FILE
 from shardwright.training import settle as settling
@@ -115,3 +117,34 @@ def test_what_contradicts_it_is_refused(changes: dict[str, Any], said: str):
 def test_64_bits_have_no_formulas():
     with pytest.raises(LayoutError, match=r"none for precision\.compute='fp64'"):
         settled(config(precision={"compute": "fp64"}), GiB)
+
+
+def test_the_job_of_a_run_file_follows_each_key_that_a_job_has():
+    base = {"out": "run", "steps": 1, "data.path": "tokens", "batch.seq_len": 64, "batch.global_batch": 8}
+    run = {"model.preset": "debug", "precision.compute": "bf16"}
+    changes: list[tuple[str, dict[str, Any]]] = [
+        ("model", {"model.preset": "gpt2"}),
+        ("cluster", {"layout.dp_replicate": 2}),
+        ("seq_len", {"batch.seq_len": 32}),
+        ("global_batch", {"batch.global_batch": 16}),
+        ("precision", {"precision.compute": "fp32"}),
+        ("precision", {"precision.compute": "fp32", "precision.tf32": True}),
+        ("precision", {"precision.fp8": "rowwise"}),
+        ("stack", {"precision.compile": True}),
+        ("optimizer", {"optimizer.name": "adafactor"}),
+        ("narrow_states", {"optimizer.state_dtype": "bf16"}),
+        ("optimizer_options", {"optimizer.beta1": 0.8}),
+    ]
+
+    def job(settings: dict[str, Any]) -> Job:
+        lines = (f"{key} = {as_toml(value)}\n" for key, value in (base | run | settings).items())
+        return job_of(parse(tomllib.loads("".join(lines))))
+
+    plain, jobs = job({}), [(name, job(change)) for name, change in changes]
+    for name, changed in jobs:
+        differing = {each.name for each in fields(Job) if getattr(changed, each.name) != getattr(plain, each.name)}
+        assert name in differing, name
+        assert differing <= {name, "optimizer_options"}
+    assert len({changed.precision for _, changed in jobs}) == 4
+    not_in_a_run_file = {"calibration", "document_tokens"}
+    assert {each.name for each in fields(Job)} == {name for name, _ in changes} | not_in_a_run_file
