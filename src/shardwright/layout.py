@@ -25,11 +25,10 @@ from dataclasses import dataclass
 from math import gcd, prod
 from typing import Any
 
-from shardwright import compression
 from shardwright.box import DENSE_AXES, NumberedRanks
 from shardwright.errors import LayoutError, nearest
 from shardwright.keys import MOST_RANKS, written
-from shardwright.layout_keys import KEYS, LayoutKeys
+from shardwright.layout_keys import INTEGERS, KEYS, POWERSGD, LayoutKeys
 from shardwright.schedule import build
 from shardwright.schedule.placement import Ways, stages_of_rank
 from shardwright.schedule.registry import Kind, find, names
@@ -76,7 +75,7 @@ class Layout(LayoutKeys, NumberedRanks):
             *found,
             *self._degree_problems(),
             *self._secondary_problems(),
-            *compression.problems(self),
+            *self._compression_problems(),
             *self._schedule_problems(),
         ]
 
@@ -121,6 +120,27 @@ class Layout(LayoutKeys, NumberedRanks):
                 f"layout.zero_secondary_ranks={n} needs zero=3, pp=1 and more ranks of dp_shard x cp, a multiple of "
                 f"{n}, and here zero={self.zero}, pp={self.pp} and dp_shard x cp = {self.dp_shard} x {self.cp} = "
                 f"{shards}{rest}; or leave it out"
+            )
+
+    def _compression_problems(self) -> Iterator[str]:
+        shards, how = self.dp_shard * self.cp, self.compress_gradients
+        if how in INTEGERS and not (self.zero and shards > 1):
+            yield (
+                f"layout.compress_gradients={how!r} needs zero=1, 2 or 3 with dp_shard x cp above 1, and here zero="
+                f"{self.zero} and dp_shard x cp = {shards}; set dp_shard and zero, or compress_gradients='bf16', which "
+                f"every stage can have"
+            )
+        replicated = self.pp_schedule in names() and len(self.ways) > 1
+        if how in POWERSGD and (self.zero or self.tp * self.ep > 1 or replicated):
+            yield (
+                f"layout.compress_gradients={how!r} needs whole gradients of whole matrices, once a rank: zero=0, "
+                f"tp=1, ep=1 and a pp_schedule without replicas of stages, and here zero={self.zero}, tp={self.tp}, "
+                f"ep={self.ep} and {self.pp_schedule!r}; change those, or set compress_gradients='bf16'"
+            )
+        if shards % self.node_ranks:
+            yield (
+                f"layout.node_ranks={self.node_ranks} does not divide dp_shard x cp = {self.dp_shard} x {self.cp} = "
+                f"{shards}; valid: {', '.join(map(str, divisors(shards)))}"
             )
 
     def _schedule_problems(self) -> Iterator[str]:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_type_hints
 
-from shardwright import compression
 from shardwright.keys import MOST_LAYERS, Key, Sizes
 from shardwright.schedule.named import ONE_F_ONE_B
 from shardwright.schedule.registry import find, names
@@ -20,6 +19,18 @@ OFFLOAD = ("none", "cpu", "disk")
 AUTO = "auto"
 """In a run file: the least of `RECOMPUTE` that fits, decided when the memory of the devices is known."""
 RECOMPUTE_MODULES = ("norms", "activation", "rope", "mla_up", "attention", "experts")
+_GRADIENT_WORDS = {
+    "none": "gradients travel in the type in which they accumulate",
+    "bf16": "gradients travel in bf16",
+    "int8": "gradients travel as integers of 8 bits",
+    "int4": "gradients travel as integers of 4 bits",
+    **{f"powersgd-{rank}": f"gradients of matrices travel as products of rank {rank}" for rank in (1, 2, 4, 8, 16, 32)},
+}
+"""Each value of `compress_gradients`, in words."""
+INTEGERS = ("int8", "int4")
+"""The values of `compress_gradients` that have a scale for each block."""
+POWERSGD = tuple(name for name in _GRADIENT_WORDS if name.startswith("powersgd-"))
+"""The values of `compress_gradients` that are products of thin matrices, each with its rank."""
 
 _ZERO_WORDS = (
     "every rank holds all parameters, gradients and optimizer states of its stage",
@@ -296,8 +307,8 @@ class LayoutKeys:
         "rounded to bf16, and summed in the former type where they arrive; int8, int4: as integers with a scale for "
         "each block of 128, from zero 1 on (ZeRO++, arXiv 2306.10209); powersgd-R: those of matrices as products of "
         "rank R, with zero 0 (arXiv 1905.13727)",
-        words=lambda layout, sizes: compression.WORDS[layout.compress_gradients],
-        choices=lambda: compression.GRADIENTS,
+        words=lambda layout, sizes: _GRADIENT_WORDS[layout.compress_gradients],
+        choices=lambda: tuple(_GRADIENT_WORDS),
         used=_over_data,
         needs="more than one rank of dp_replicate x dp_shard x cp",
         in_turn=("bf16", "int8"),
@@ -322,7 +333,7 @@ class LayoutKeys:
         help="compress_gradients='int8' or 'int4' only: consecutive ranks of dp_shard x cp that share a node and sum "
         "gradients before their sums go to other nodes; 1: all ranks sum at once",
         words=lambda layout, sizes: "ranks sum their gradients before they are sent to other nodes",
-        used=lambda layout: layout.compress_gradients in compression.INTEGERS,
+        used=lambda layout: layout.compress_gradients in INTEGERS,
         needs="compress_gradients='int8' or 'int4'",
         group="compress_gradients",
         in_turn=(1, 2),

@@ -7,7 +7,6 @@ from pydantic import (
     Field,
 )
 
-from shardwright.compression import POWERSGD
 from shardwright.config.faults import FaultsSection, OnSpike
 from shardwright.config.mixture import mixture_problems
 from shardwright.config.optimizer import OptimizerSection
@@ -29,7 +28,7 @@ from shardwright.config.sections import (
 )
 from shardwright.errors import ConfigError, LayoutError
 from shardwright.layout import Layout, accumulation
-from shardwright.layout_keys import AUTO
+from shardwright.layout_keys import AUTO, POWERSGD
 from shardwright.model.modules import FAMILIES
 from shardwright.model.number_formats import problems as fp8_problems
 from shardwright.model.spec import ModelSpec
