@@ -24,13 +24,11 @@ import pkgutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from shardwright import extensions
 from shardwright.errors import ConfigError
-
-if TYPE_CHECKING:
-    from shardwright.model.spec import ModelSpec
+from shardwright.model.sizes import ModelSizes
 
 Kind = Literal["matrix", "embedding", "head", "norm", "bias", "router", "expert", "balance"]
 """`matrix`: a hidden matrix; `balance`: not trained by gradients, updated from the load of the experts."""
@@ -156,7 +154,7 @@ def norm(name: str, width: int, kind: str = "rmsnorm", split: Split = "replicate
         yield Row(name=f"{name}.bias", shape=(width,), kind="bias", split=split)
 
 
-def attention(spec: "ModelSpec", input: str = "attention_norm") -> Iterator[Row]:
+def attention(spec: ModelSizes, input: str = "attention_norm") -> Iterator[Row]:
     """Grouped-query attention (`model.attention.Attention`), which reads `input`."""
     h, c, bias, std = spec.d_model, spec.head_dim, spec.bias, spec.init_std
     columns: tuple[tuple[str, Split, int], ...] = (
@@ -177,7 +175,7 @@ def attention(spec: "ModelSpec", input: str = "attention_norm") -> Iterator[Row]
     )
 
 
-def latent_attention(spec: "ModelSpec", input: str = "attention_norm") -> Iterator[Row]:
+def latent_attention(spec: ModelSizes, input: str = "attention_norm") -> Iterator[Row]:
     """Multi-head latent attention (`model.latent_attention.LatentAttention`), which reads `input`."""
     latent = spec.latent_attention
     assert latent is not None
@@ -204,7 +202,7 @@ def latent_attention(spec: "ModelSpec", input: str = "attention_norm") -> Iterat
 
 
 def feed_forward(
-    spec: "ModelSpec", name: str, width: int, input: str = "ffn_norm", ordered: bool = False
+    spec: ModelSizes, name: str, width: int, input: str = "ffn_norm", ordered: bool = False
 ) -> Iterator[Row]:
     """A feed-forward network of inner width `width` (`model.feed_forward.FeedForward`), which reads `input`. `ordered`
     if attention reads `input` too."""
@@ -219,7 +217,7 @@ def feed_forward(
     )  # fmt: skip
 
 
-def mixture(spec: "ModelSpec") -> Iterator[Row]:
+def mixture(spec: ModelSizes) -> Iterator[Row]:
     """A mixture of experts (`model.moe.MoE`): router, experts and shared experts."""
     moe = spec.moe
     assert moe is not None
@@ -246,13 +244,13 @@ def _expert(name: str, shape: tuple[int, int, int], input: str, std: float) -> R
     )  # fmt: skip
 
 
-def residual_std(spec: "ModelSpec") -> float:
+def residual_std(spec: ModelSizes) -> float:
     """Initial standard deviation of the projections that add to the residual stream: init_std / sqrt(2 L), L layers, so
     that the variance of the sum of all 2 L of them does not grow with L (GPT-2, Radford et al. 2019, section 2.3)."""
     return spec.init_std / math.sqrt(2 * spec.n_layers)
 
 
-def decoder_layer(spec: "ModelSpec", layer: int) -> Iterator[Row]:
+def decoder_layer(spec: ModelSizes, layer: int) -> Iterator[Row]:
     """A layer of a decoder: x + attention(norm x), then x + ffn(norm x) (`model.transformer.Block`)."""
     yield from norm("attention_norm", spec.d_model, spec.norm)
     yield from attention(spec) if spec.latent_attention is None else latent_attention(spec)
@@ -264,7 +262,7 @@ def decoder_layer(spec: "ModelSpec", layer: int) -> Iterator[Row]:
 class Family:
     """A family of models: the parameters of a layer, and the module that runs it.
 
-    `layer`: (spec, number of the layer) -> its rows, in the order in which the forward pass uses them.
+    `layer`: (`ModelSpec`, number of the layer) -> its rows, in the order in which the forward pass uses them.
     `block`: (spec, number of the layer) -> nn.Module with parameters of exactly those names and shapes, whose forward
     takes (x_BTD, positions_T, rotary_2TC or None, site_keys_2B or None) and returns x_BTD; or where to import it from,
     as "module:name". With cp, an attribute `attend` of its modules is replaced by context-parallel attention.
@@ -275,12 +273,12 @@ class Family:
 
     name: str
     help: str
-    layer: "Callable[[ModelSpec, int], Iterable[Row]]"
+    layer: Callable[[Any, int], Iterable[Row]]
     block: Callable[..., Any] | str
-    problems: "Callable[[ModelSpec], Iterable[str]]" = lambda _: ()
+    problems: Callable[[Any], Iterable[str]] = lambda _: ()
     documents: bool = False
 
-    def make(self, spec: "ModelSpec", layer: int) -> Any:
+    def make(self, spec: ModelSizes, layer: int) -> Any:
         """The module that runs layer number `layer`."""
         block = pkgutil.resolve_name(self.block) if isinstance(self.block, str) else self.block
         return block(spec, layer)
@@ -310,7 +308,7 @@ MTP_BLOCK = "block."
 """
 
 
-def mtp_module(spec: "ModelSpec", layer: int) -> Iterator[Row]:
+def mtp_module(spec: ModelSizes, layer: int) -> Iterator[Row]:
     """A module of multi-token prediction (`model.mtp.MTPModule`), whose block is layer number `layer` of the family.
     Embedding and head are those of the model."""
     yield from norm("embedding_norm", spec.d_model, spec.norm)
@@ -322,7 +320,7 @@ def mtp_module(spec: "ModelSpec", layer: int) -> Iterator[Row]:
 
 
 @cache
-def layer_rows(spec: "ModelSpec", layer: int) -> tuple[Row, ...]:
+def layer_rows(spec: ModelSizes, layer: int) -> tuple[Row, ...]:
     """The parameters of layer number `layer`, with names within the layer; from number `spec.n_layers` on, those of a
     module of multi-token prediction. Raises ConfigError where column-parallel rows read the same tensor and differ in
     `ordered`."""
@@ -339,7 +337,7 @@ def layer_rows(spec: "ModelSpec", layer: int) -> tuple[Row, ...]:
 
 
 @cache
-def end_rows(spec: "ModelSpec") -> tuple[Row, ...]:
+def end_rows(spec: ModelSizes) -> tuple[Row, ...]:
     """The parameters before the first layer and after the last. A tied embedding is one row, with a matmul."""
     h, vocabulary, std = spec.d_model, spec.vocab_size, spec.init_std
     embedding = Row(
@@ -359,13 +357,13 @@ def end_rows(spec: "ModelSpec") -> tuple[Row, ...]:
 
 
 @cache
-def rows(spec: "ModelSpec") -> dict[str, Row]:
+def rows(spec: ModelSizes) -> dict[str, Row]:
     """Every parameter of the model by its global name: `layers.3.attention.q.weight`, `norm.weight`."""
     in_layers = {f"layers.{layer}.{row.name}": row for layer in range(spec.n_blocks) for row in layer_rows(spec, layer)}
     return in_layers | {row.name: row for row in end_rows(spec)}
 
 
-def row_of(spec: "ModelSpec", name: str) -> Row:
+def row_of(spec: ModelSizes, name: str) -> Row:
     """The row of a parameter by its global name."""
     found = rows(spec).get(name)
     assert found is not None, f"no row of the {spec.family} family is named {name}"

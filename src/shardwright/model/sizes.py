@@ -1,0 +1,112 @@
+"""The sizes and choices that define a decoder, without the parameters that follow from them; no torch.
+
+`model.modules` makes rows of parameters from these fields, and `model.spec.ModelSpec` counts the rows.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling
+
+Norm = Literal["rmsnorm", "layernorm"]
+Activation = Literal["swiglu", "gelu_tanh"]
+Positions = Literal["rope", "learned"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSizes:
+    """The fields of a `ModelSpec`, and the numbers that follow from them alone."""
+
+    family: str = field(
+        default="decoder",
+        metadata={"help": "Family of models, which defines the layers: decoder, or one registered by an extension."},
+    )
+    n_layers: int = field(metadata={"help": "Transformer layers."})
+    d_model: int = field(metadata={"help": "Width of the residual stream."})
+    n_heads: int = field(metadata={"help": "Query heads of a layer."})
+    n_kv_heads: int = field(
+        metadata={"help": "Key and value heads of a layer; divides n_heads, equal to it without grouping."}
+    )
+    head_dim: int = field(metadata={"help": "Width of one head; n_heads * head_dim need not equal d_model."})
+    d_ffn: int = field(metadata={"help": "Inner width of the feed-forward network."})
+    vocab_size: int = field(metadata={"help": "Rows of the embedding, so the number of token ids."})
+    max_seq_len: int = field(metadata={"help": "Longest sequence in tokens the model is meant for."})
+    norm: Norm = field(
+        default="rmsnorm",
+        metadata={"help": "Normalisation before attention, before the network and at the end."},
+    )
+    norm_eps: float = field(default=1e-5, metadata={"help": "Added to the variance in the normalisation."})
+    activation: Activation = field(
+        default="swiglu",
+        metadata={"help": "swiglu: down(silu(gate(x)) * up(x)); gelu_tanh: down(gelu(up(x))), gelu as in GPT-2."},
+    )
+    positions: Positions = field(
+        default="rope",
+        metadata={"help": "rope: queries and keys are rotated; learned: a trained vector a position is added."},
+    )
+    rope_theta: float = field(
+        default=10000.0, metadata={"help": "Base of the rotary frequencies; not used with learned positions."}
+    )
+    rope_scaling: RopeScaling | None = field(
+        default=None, metadata={"help": "Scaling of the rotary frequencies for longer contexts, or none."}
+    )
+    qk_norm: bool = field(
+        default=False, metadata={"help": "RMSNorm of every query and key head before the rotation (Qwen3)."}
+    )
+    bias: bool = field(default=False, metadata={"help": "Bias in all linears of the layers; the head has none."})
+    tied_embedding: bool = field(default=False, metadata={"help": "The head uses the embedding's matrix."})
+    dropout: float = field(
+        default=0.0,
+        metadata={"help": "Probability of dropping an element of the embedding and of each residual branch."},
+    )
+    moe: MoESpec | None = field(
+        default=None, metadata={"help": "Mixture of experts instead of the feed-forward network, or none."}
+    )
+    latent_attention: LatentAttentionSpec | None = field(
+        default=None, metadata={"help": "Multi-head latent attention (DeepSeek), or none."}
+    )
+    mtp_modules: int = field(
+        default=0,
+        metadata={
+            "help": "Multi-token prediction modules (DeepSeek-V3 has 1): module k, a layer of its own, predicts from a "
+            "token the one k + 1 places later, in training only; 0: none."
+        },
+    )
+    mtp_weight: float = field(
+        default=0.3,
+        metadata={
+            "help": "The mean loss of the multi-token prediction modules is multiplied by this and added to the loss "
+            "(DeepSeek-V3: 0.3, and 0.1 for the last third of its tokens)."
+        },
+    )
+    init_std: float = field(default=0.02, metadata={"help": "Standard deviation of the initial values of matrices."})
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether layer number `layer` has a mixture of experts instead of its feed-forward network."""
+        return self.moe is not None and layer >= self.moe.first_dense
+
+    @property
+    def n_blocks(self) -> int:
+        """The layers and the modules of multi-token prediction, whose blocks are numbered after them."""
+        return self.n_layers + self.mtp_modules
+
+    @property
+    def n_expert_layers(self) -> int:
+        """Layers with a mixture of experts."""
+        return 0 if self.moe is None else self.n_layers - self.moe.first_dense
+
+    @property
+    def draws(self) -> bool:
+        """Whether training draws random numbers, which takes random keys."""
+        return self.dropout > 0 or (self.moe is not None and self.moe.force_balance)
+
+    @property
+    def qk_dim(self) -> int:
+        """Width of a query or key head."""
+        latent = self.latent_attention
+        return self.head_dim if latent is None else latent.nope_dim + latent.rope_dim
+
+    @property
+    def rope_dim(self) -> int:
+        """Elements of a query or key head that are rotated."""
+        return self.head_dim if self.latent_attention is None else self.latent_attention.rope_dim
