@@ -271,6 +271,12 @@ def test_other_models_on_layouts_take_the_steps_of_one_process(verifier: Verifie
         check(verifier, layout, SPECS[spec], RUNS[run])
 
 
+@pytest.mark.parametrize("run", rest_prove(("adafactor", "adamw-8bit", "muon, bf16 states"), "adafactor"))
+def test_a_rank_without_a_shard_of_an_expert_takes_the_steps_of_the_others(verifier: Verifier, run: str) -> None:
+    few = replace(EXPERTS, n_experts=2, top_k=1, n_groups=1, groups_per_token=1, normalise=False)
+    check(verifier, Layout(dp_shard=3, zero=1), replace(EVEN, moe=few), RUNS[run])
+
+
 def check(verifier: Verifier, layout: Layout, spec: ModelSpec, run: OptimizerSection) -> None:
     spec = replace(spec, n_layers=2 * layout.pp)
     case = replace(LONG, spec=spec, micro_batch=LONG.global_batch // (2 * layout.data_ranks), optimizer=run)

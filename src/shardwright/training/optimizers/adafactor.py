@@ -107,7 +107,7 @@ class _Member:
     def direction(self) -> Iterable[tuple[Tensor, Groups]]:
         """Makes u of the gradient, in its place; the sums of u^2 that have to be added up."""
         if self.is_matrix:
-            c_EPC = self.state["column"].view(self.shape_ERC[0], -1, self.shape_ERC[2])
+            c_EPC = self.state["column"].view(self.shape_ERC[0], len(self.n_rows_P), self.shape_ERC[2])
             r_ER = self.state["row"].view(self.shape_ERC[:2]) / self._of_rows(self.r_mean_EP.clamp(min=LEAST_SQUARE))
             self.u_ERC *= r_ER.clamp(min=LEAST_SQUARE).rsqrt()[..., None]
             self.u_ERC *= self._of_rows(c_EPC.clamp(min=LEAST_SQUARE).rsqrt())
