@@ -28,7 +28,7 @@ from shardwright.verification.reference import train_alone
 from shardwright.verification.trace import Quantity
 from tests.distributed import run_ranks
 from tests.marks import rest_prove
-from tests.training.worlds import SPEC
+from tests.training.worlds import CASE, SPEC
 
 
 def config(preset: str = "llama-3.1-8b", seq_len: int = 4096, **batch: int) -> RunConfig:
@@ -301,3 +301,18 @@ def test_rates_are_those_of_the_schedule_shortened():
 def test_a_matrix_has_many_layers_only_where_there_are_stages():
     pairs = cut_each(case_of(config()), [Layout(dp_replicate=2), Layout(pp=2), Layout(tp=2)])
     assert [case.spec.n_layers for case, _ in pairs] == [2, 11, 2]
+
+
+def test_a_module_without_a_target_in_the_evaluated_batch_is_equal_on_both_sides(verifier: Verifier):
+    spec = replace(CASE.spec, n_layers=1, mtp_modules=1)
+    short = replace(CASE, spec=spec, seq_len=4, global_batch=1, micro_batch=1, steps=1)
+
+    def n_targets_of_the_module(case: Case) -> int:
+        counts_T = case.batch(case.steps)[1][0] != IGNORE
+        return int((counts_T[:-1] & counts_T[1:]).sum())
+
+    cases = (replace(short, seed=seed) for seed in range(50))
+    case = next(each for each in cases if not n_targets_of_the_module(each))
+    report = verifier.parity(case, Layout())
+    assert report.equal, report.worst
+    assert 0.0 in {row.error for row in report.rows if row.quantity.kind == "mtp evaluation"}

@@ -96,7 +96,8 @@ def _train(case: Case, layout: Layout, folder: Path) -> RankTrace:
             if not overflows:
                 recorder.scalar(Quantity("grad norm", training, step + 1), norm)
             if case.evaluate and step == 0:
-                mean, *ahead = trainer.evaluate([local_batch(case, layout, rank, case.steps)])
+                sums, counts = trainer.evaluation_sums([local_batch(case, layout, rank, case.steps)])
+                mean, *ahead = sums / counts.clamp(min=1)  # a module may have no target in a batch of short sequences
                 recorder.scalar(Quantity("evaluation", training, 1), mean)
                 if ahead:
                     recorder.scalar(Quantity("mtp evaluation", training, 1), torch.stack(ahead).mean())
