@@ -1,6 +1,6 @@
-"""Random settings to verify: a model, a batch and an optimizer at test size, and a layout that fits them.
+"""Draw random settings to verify: a model, a batch and an optimizer at test size, and a layout that fits them.
 
-All follow from a seed and a number: `draw(seed, number)` is the same on every machine, whatever was drawn before.
+`draw(seed, number)` depends on nothing but its arguments and is the same on every machine.
 """
 
 from collections.abc import Iterator
@@ -26,18 +26,18 @@ from shardwright.units import divisors
 from shardwright.verification.case import Case
 
 WORLDS = {2: 1, 3: 1, 4: 4, 5: 1, 6: 4, 7: 1, 8: 6}
-"""Numbers of ranks, and how often each is drawn: more often where there are several axes in it."""
+"""World sizes with their weights: sizes that several axes can share are drawn more often."""
 INIT_STD = 0.2  # as of the models that `case.cut` reduces
 NOT_DRAWN = ("compress_gradients", "compress_weights", "node_ranks", "offload_min_bytes")
-"""Keys of the layout that stay at their default: the errors of what is rounded are bounded by what was measured of
-models as they are trained, which random ones exceed; and verify offloads tensors of any size."""
+"""Keys of the layout that stay at their defaults. The tolerances of compression were measured on models as they are
+trained, and random models exceed them; verify offloads tensors of any size."""
 _MOST_STAGES = 12
 _TRIES = 30
-"""So many models are tried with the axes that were drawn, before others are."""
+"""Models that are tried with one draw of axes, before other axes are drawn."""
 
 
 class DrawnSetting(NamedTuple):
-    """A setting, and how many drawn before it were refused by a rule of the model, the layout or the batch."""
+    """A setting, and the number of draws before it that broke a rule of the model, the layout or the batch."""
 
     case: Case
     layout: Layout
@@ -45,8 +45,8 @@ class DrawnSetting(NamedTuple):
 
 
 def draw(seed: int, number: int) -> DrawnSetting:
-    """Setting `number` (0 or more) of a seed: every choice of a model, of `[batch]` and of `[optimizer]`, and a layout
-    of 2 to 8 ranks with every key of `[layout]`. Families, schedules and optimizers are those that are registered."""
+    """Return setting `number` (0 or more) of a seed: any choice of `[model]`, `[batch]` and `[optimizer]`, and a layout
+    of 2 to 8 ranks with any key of `[layout]`. All registered families, schedules and optimizers take part."""
     rng, refused = Random(f"{seed}/{number}"), 0
     while True:
         degrees, experts, family = _degrees(rng), rng.random() < 0.4, rng.choice(list(FAMILIES))
@@ -60,18 +60,18 @@ def draw(seed: int, number: int) -> DrawnSetting:
 
 
 def problems(case: Case, layout: Layout) -> list[str]:
-    """Every rule that a setting breaks, one sentence each; empty for a valid one."""
-    found = case.spec.problems() or rules.problems(case.spec, layout, case.seq_len)
+    """Return a sentence for each rule that a setting breaks; none for a valid setting."""
+    broken = case.spec.problems() or rules.problems(case.spec, layout, case.seq_len)
     if case.seq_len > case.spec.max_seq_len:
-        found.append(f"seq_len={case.seq_len} is longer than max_seq_len={case.spec.max_seq_len}")
-    found += case.optimizer.kind.offload_problems(layout.offload_optimizer)
-    if not found and not case.shares(layout):
-        found.append(f"{layout} cannot take global_batch={case.global_batch} with micro_batch={case.micro_batch}")
-    return found
+        broken.append(f"seq_len={case.seq_len} is longer than max_seq_len={case.spec.max_seq_len}")
+    broken += case.optimizer.kind.offload_problems(layout.offload_optimizer)
+    if not broken and not case.shares(layout):
+        broken.append(f"{layout} cannot take global_batch={case.global_batch} with micro_batch={case.micro_batch}")
+    return broken
 
 
 def _degrees(rng: Random) -> dict[str, int]:
-    """A degree for each axis: the prime factors of a number of ranks, each given to an axis."""
+    """Draw a world size and assign each of its prime factors to an axis."""
     degrees, rest = dict.fromkeys(DENSE_AXES, 1), rng.choices(list(WORLDS), list(WORLDS.values()))[0]
     for factor in (2, 3, 5, 7):
         while rest % factor == 0:
@@ -81,7 +81,7 @@ def _degrees(rng: Random) -> dict[str, int]:
 
 
 def _layout(rng: Random, degrees: dict[str, int], experts: bool) -> Layout:
-    """These degrees, with a random value for every other key that has a meaning there but `stage_layers`."""
+    """Draw every other key that has a meaning with these degrees, except `stage_layers`."""
     layout = Layout().changed(**degrees, zero=None)
     for name, key in KEYS.items():
         if name in degrees or not (key.used(layout) or name == "ep"):
@@ -97,7 +97,7 @@ def _layout(rng: Random, degrees: dict[str, int], experts: bool) -> Layout:
 
 
 def _choices(rng: Random, layout: Layout, name: str, experts: bool) -> Iterator[dict[str, Any]]:
-    """The values of a key that are drawn in a layout, with other keys that each of them needs."""
+    """Yield the values of a key that are drawn in a layout, each with the other keys that it needs."""
     if name == "ep":
         yield from ({"ep": ep} for ep in divisors(layout.dp_shard * layout.cp * layout.tp) if experts or ep == 1)
     elif name == "virtual_stages":
@@ -122,7 +122,7 @@ def _choices(rng: Random, layout: Layout, name: str, experts: bool) -> Iterator[
 
 
 def _setting(rng: Random, layout: Layout, experts: bool, family: str) -> tuple[Case, Layout]:
-    """A model and a batch for a layout, which may break some rule, and the layout with its `stage_layers`."""
+    """Draw a model and a batch for a layout, and its `stage_layers`; the result may break a rule."""
     n_stages = layout.n_stages
     n_layers = n_stages + rng.choice((0, 1, 2, 3)) if layout.pp > 1 else rng.choice((1, 2, 3, 4))
     if layout.pp > 1 and rng.random() < 0.4:
@@ -147,7 +147,7 @@ def _setting(rng: Random, layout: Layout, experts: bool, family: str) -> tuple[C
 
 
 def _with_documents(rng: Random, case: Case) -> Case:
-    """In every other setting of a family that takes documents, attention within them, and positions of either kind."""
+    """Give half of the settings attention within documents and positions of either kind, if the family can."""
     if not FAMILIES[case.spec.family].documents or rng.random() < 0.5:
         return case
     return replace(case, attention="document", positions=rng.choice(get_args(Scope)))
@@ -272,30 +272,30 @@ def _optimizer(rng: Random) -> OptimizerSection:
 
 
 def _by_kind(rng: Random, values: tuple[float, ...]) -> dict[str, float]:
-    """A value for a few kinds of parameters; often for none."""
+    """Draw values for up to two kinds of parameters; often for none."""
     n = rng.choice((0, 0, 1, 2))
     return {kind: rng.choice(values) for kind in rng.sample(sorted(LrScaleSection.model_fields), n)}
 
 
 def in_words(case: Case) -> str:
-    """The model of a setting, in a line: sizes, and each choice that is not at its default."""
+    """Describe the model of a setting in a line: sizes, and each choice that is not at its default."""
     spec = case.spec
-    said = [f"{spec.n_layers} layers", f"{spec.n_heads}/{spec.n_kv_heads} heads"]
+    words = [f"{spec.n_layers} layers", f"{spec.n_heads}/{spec.n_kv_heads} heads"]
     for name, value in _given(spec).items():
         if name in MODEL_TABLES or value is True:
-            said.append(name)
+            words.append(name)
         elif isinstance(value, str):
-            said.append(value)
+            words.append(value)
         elif name == "dropout":
-            said.append(f"dropout {value:g}")
+            words.append(f"dropout {value:g}")
     if case.attention == "document":
-        said.append("documents" + " with own positions" * (case.positions == "document"))
-    return ", ".join(said)
+        words.append("documents" + " with own positions" * (case.positions == "document"))
+    return ", ".join(words)
 
 
 def run_file(case: Case, layout: Layout, remark: str) -> str:
-    """A setting as the text of a run file, which `shardwright verify --full` reads back as the same setting; `remark`:
-    its first line, without the #."""
+    """Return a run file that `shardwright verify --full` reads back as the same setting. `remark` is its first line,
+    without the #."""
     optimizer = case.optimizer.model_dump(exclude_none=True)
     usual = OptimizerSection(name=case.optimizer.name).model_dump(exclude_none=True) | {"name": OptimizerSection().name}
     sections: dict[str, dict[str, Any]] = {
@@ -322,7 +322,7 @@ def _scopes(case: Case) -> dict[str, Any]:
 
 
 def _changes(spec: ModelSpec) -> dict[str, Any]:
-    """What of a model differs from the preset "debug", which has none of the tables."""
+    """Return the fields in which a model differs from the preset "debug", which has none of the tables."""
     preset = PRESETS["debug"]
     changed = {each.name: getattr(spec, each.name) for each in fields(spec)}
     changed = {name: value for name, value in changed.items() if value != getattr(preset, name)}
@@ -330,6 +330,6 @@ def _changes(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _given(section: Any) -> dict[str, Any]:
-    """The fields of a model or of a table of it that are not at a default."""
+    """Return the fields of a model or of one of its tables that are not at their defaults."""
     values = {each.name: (getattr(section, each.name), each.default) for each in fields(section)}
     return {name: value for name, (value, default) in values.items() if default is MISSING or value != default}

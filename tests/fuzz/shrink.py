@@ -1,4 +1,4 @@
-"""Makes a setting that fails smaller and plainer, as long as it fails in the same way."""
+"""Shrink a setting that fails: a smaller and plainer one that fails in the same way."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -26,13 +26,13 @@ _LEAST = {"d_model": 8, "head_dim": 4, "d_ffn": 4, "vocab_size": 11}
 _LEAST_TOKENS = 4
 _LEAST_OF_EXPERTS = {"n_experts": 2, "top_k": 1, "d_ffn": 4, "n_shared": 1, "first_dense": 0, "n_groups": 1}
 _LEAST_OF_LATENT = {"kv_rank": 4, "q_rank": 4, "nope_dim": 4, "rope_dim": 2}
-# What a part of the model is when it is switched off, where that is not its default.
+# Values that switch a part of the model off, where its default does not.
 _OFF = {"bias_rate": 0.0}
 
 
 def failure(report: Report) -> str:
-    """How a comparison failed: "" where it is equal; a crash by the type of the error and the function it was raised
-    in, or by how the rank ended."""
+    """Name how a comparison failed: "" if it is equal, the type of the error and the function that raised it if a rank
+    crashed, or how the rank ended."""
     if not report.crash:
         return "" if report.equal else "not equal"
     first, *rest = report.crash.splitlines()
@@ -43,14 +43,14 @@ def failure(report: Report) -> str:
     return re.sub(r"\d+", "", first)
 
 
-def shrink(verifier: Verifier, report: Report, tell: Callable[[str], None] = lambda line: None) -> Report:
-    """The report of the smallest setting found that fails as that of `report` does.
+def shrink(verifier: Verifier, report: Report, on_trial: Callable[[str], None] = lambda line: None) -> Report:
+    """Return the report of the smallest setting found that fails in the same way as the setting of `report`.
 
     Axes and keys of the layout, parts of the model and options of the optimizer are switched off, and sizes and the
-    batch are lowered, one after another, until nothing more can be. Every trial is a run of its own, of which `tell` is
-    told.
+    batch are lowered, one after another, until no change keeps the failure. Each trial is a comparison of its own;
+    `on_trial` gets a line before each.
     """
-    wanted, smallest = failure(report), report
+    kind_of_failure, smallest = failure(report), report
     tried: set[Setting] = {(report.case, report.layout)}
 
     def smaller(step: Step) -> Report | None:
@@ -58,23 +58,23 @@ def shrink(verifier: Verifier, report: Report, tell: Callable[[str], None] = lam
             if (case, layout) in tried or problems(case, layout):
                 continue
             tried.add((case, layout))
-            tell(f"trial {len(tried) - 1}: {layout}")
-            found = verifier.outcome(case, layout)
-            if failure(found) == wanted:
-                return found
+            on_trial(f"trial {len(tried) - 1}: {layout}")
+            result = verifier.outcome(case, layout)
+            if failure(result) == kind_of_failure:
+                return result
         return None
 
     before = None
     while smallest is not before:
         before = smallest
         for step in _STEPS:
-            while (found := smaller(step)) is not None:
-                smallest = found
+            while (result := smaller(step)) is not None:
+                smallest = result
     return smallest
 
 
 def _whole_model(case: Case, layout: Layout) -> Iterator[Setting]:
-    """Every part of the model switched off at once, and the default optimizer, or the options of it at theirs."""
+    """Switch off every part of the model at once, and use the default optimizer, or the default options of its own."""
     spec, moe = case.spec, case.spec.moe
     off = {name: value for name, value in _off(spec).items() if moe is None or name != "moe"}
     if moe is not None:
@@ -95,8 +95,8 @@ def _layout(case: Case, layout: Layout) -> Iterator[Setting]:
 
 
 def _lower(case: Case, layout: Layout, axis: str, lower: int) -> Iterator[Setting]:
-    """A lower degree of an axis: as it is, with sizes that it divides, and with ep lowered alike; with pp the first
-    layers of `stage_layers`."""
+    """Lower the degree of an axis: alone, with sizes that the lower degree divides, and with ep lowered by the same
+    factor. A shorter pipeline keeps the first layers of `stage_layers`."""
     degree, n_layers, each = layout.degree(axis), case.spec.n_layers, case.micro_batch * case.accumulation(layout)
     changes: dict[str, Any] = {axis: lower}
     if axis == "pp" and layout.stage_layers:
@@ -114,8 +114,7 @@ def _lower(case: Case, layout: Layout, axis: str, lower: int) -> Iterator[Settin
 
 
 def _divisible(case: Case, degree: int, lower: int) -> Case:
-    """The case with the sizes that `degree` divides as multiples of `lower` instead: heads that 3 ranks shard become
-    heads for 2."""
+    """Replace sizes that `degree` divides by multiples of `lower`: 6 heads on 3 ranks become 4 heads on 2."""
 
     def scaled(size: int) -> int:
         return size if size % degree else size // degree * lower
@@ -128,7 +127,7 @@ def _divisible(case: Case, degree: int, lower: int) -> Case:
 
 
 def _parts(case: Case, layout: Layout) -> Iterator[Setting]:
-    """One part of the model switched off, or one option of the optimizer at its default."""
+    """Switch off one part of the model, or set one option of the optimizer to its default."""
     spec = case.spec
     for name, value in _off(spec).items():
         yield replace(case, spec=_with(spec, {name: value})), layout
@@ -152,7 +151,7 @@ def _with(spec: Any, changes: dict[str, Any]) -> ModelSpec:
 
 
 def _off(section: Any) -> dict[str, Any]:
-    """The fields of a model, or of its experts, that are not at their defaults, and the values that switch them off."""
+    """Return the fields of a model, or of its experts, that are not off, with the values that switch them off."""
     values = {each.name: _OFF.get(each.name, each.default) for each in fields(section) if each.default is not MISSING}
     return {
         name: value
@@ -162,7 +161,7 @@ def _off(section: Any) -> dict[str, Any]:
 
 
 def _layers(case: Case, layout: Layout) -> Iterator[Setting]:
-    """Fewer layers, those of one stage where `stage_layers` has them."""
+    """Remove layers, from one stage at a time where `stage_layers` is given."""
     n_layers, counts = case.spec.n_layers, layout.stage_layers
     if counts is None:
         for fewer in range(layout.n_stages if layout.pp > 1 else 1, n_layers):
@@ -206,7 +205,7 @@ def _size_of_table(table: str, name: str, case: Case, layout: Layout) -> Iterato
 
 
 def _smaller(size: int, least: int, unit: int = 1) -> list[int]:
-    """A few multiples of `unit` from `least` on that are smaller than a size, the smallest first."""
+    """Return a few multiples of `unit` between `least` and `size`, the smallest first."""
     first = -(-least // unit) * unit
     return sorted(n for n in {first, 2 * first, size // 2 // unit * unit} if first <= n < size)
 
@@ -238,4 +237,4 @@ _STEPS: list[Step] = [
     *(partial(_size_of_table, "moe", name) for name in _LEAST_OF_EXPERTS),
     *(partial(_size_of_table, "latent_attention", name) for name in _LEAST_OF_LATENT),
 ]
-"""The largest steps first: with fewer ranks and a plain model each of the later trials takes less time."""
+"""The largest steps come first: later trials take less time with fewer ranks and a plain model."""

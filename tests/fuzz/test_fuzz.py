@@ -1,4 +1,4 @@
-"""Proves that random settings follow from seed and number, hold every choice, and are made smaller where they fail."""
+"""Proves that random settings follow from seed and number, contain every choice, and are shrunk where they fail."""
 
 import json
 import tomllib
@@ -96,11 +96,11 @@ def test_every_choice_of_a_model_is_drawn():
     assert any(spec.vocab_size % 2 for spec in specs)
 
 
-def drawn_of(section: type, found: list, but: set[str] = frozenset()) -> None:
+def drawn_of(section: type, values: list, but: set[str] = frozenset()) -> None:
     """Every field has more than one value; both, if it is a bool."""
     for each in fields(section):
         if each.name not in but:
-            assert len({getattr(one, each.name) for one in found}) > 1, each.name
+            assert len({getattr(one, each.name) for one in values}) > 1, each.name
 
 
 def test_every_choice_of_batch_and_optimizer_is_drawn():
@@ -112,12 +112,12 @@ def test_every_choice_of_batch_and_optimizer_is_drawn():
         assert len({getattr(case.optimizer, name) for case in cases}) > 1, name
     assert 0 in {case.optimizer.clip_norm for case in cases}
     for kind in OPTIMIZERS.values():
-        found = [case.optimizer.options for case in cases if case.optimizer.name == kind.name]
-        assert all(len({options[key] for options in found}) > 1 for key in kind.options)
+        values = [case.optimizer.options for case in cases if case.optimizer.name == kind.name]
+        assert all(len({options[key] for options in values}) > 1 for key in kind.options)
 
 
 class Pretending(Verifier):
-    """Runs nothing: a setting is not equal where `wrong` says so."""
+    """Runs no ranks: a setting is not equal where `wrong` is true of it."""
 
     def __init__(self, wrong: Callable[[Case, Layout], object]) -> None:
         super().__init__()
@@ -143,25 +143,25 @@ class Pretending(Verifier):
 def test_what_is_left_is_what_the_failure_needs(wrong: Callable, left: str | None, kept: dict):
     for case, layout, _ in [each for each in drawn() if wrong(*each[:2])][:4]:
         with Pretending(wrong) as verifier:
-            found = shrink(verifier, verifier.outcome(case, layout))
-        assert wrong(found.case, found.layout)
-        assert found.layout.world_size <= 2
-        assert left in (None, str(found.layout)), found
-        assert {name: getattr(found.case.spec, name) for name in kept} == kept
-        assert found.case.spec.vocab_size == 11
-        assert (found.case.spec.norm, found.case.spec.activation) == ("rmsnorm", "swiglu")
-        assert found.case.optimizer.model_dump() == type(found.case.optimizer)().model_dump()
+            result = shrink(verifier, verifier.outcome(case, layout))
+        assert wrong(result.case, result.layout)
+        assert result.layout.world_size <= 2
+        assert left in (None, str(result.layout)), result
+        assert {name: getattr(result.case.spec, name) for name in kept} == kept
+        assert result.case.spec.vocab_size == 11
+        assert (result.case.spec.norm, result.case.spec.activation) == ("rmsnorm", "swiglu")
+        assert result.case.optimizer.model_dump() == type(result.case.optimizer)().model_dump()
         assert verifier.n < 100
 
 
 def test_a_crash_is_told_from_another_by_its_error_and_its_function():
     case, layout, _ = drawn()[0]
     report = Report(case, layout, "one process", [], 0)
-    told = 'rank {} failed: {}: a\n\n  File "x.py", line {}, in {}\n    y = z\nTypeError: a'
-    first = failure(replace(report, crash=told.format(1, "TypeError", 3, "send")))
-    assert first == failure(replace(report, crash=told.format(0, "TypeError", 4, "send")))
-    assert first != failure(replace(report, crash=told.format(1, "TypeError", 3, "receive")))
-    assert first != failure(replace(report, crash=told.format(1, "KeyError", 3, "send")))
+    crash_text = 'rank {} failed: {}: a\n\n  File "x.py", line {}, in {}\n    y = z\nTypeError: a'
+    first = failure(replace(report, crash=crash_text.format(1, "TypeError", 3, "send")))
+    assert first == failure(replace(report, crash=crash_text.format(0, "TypeError", 4, "send")))
+    assert first != failure(replace(report, crash=crash_text.format(1, "TypeError", 3, "receive")))
+    assert first != failure(replace(report, crash=crash_text.format(1, "KeyError", 3, "send")))
     assert failure(replace(report, crash="rank 1 was killed by signal 9")) == failure(
         replace(report, crash="rank 0 was killed by signal 9")
     )
