@@ -16,7 +16,7 @@ help:
 	@echo "make test         install with the test tools and run the tests; 6 minutes on 2 cores"
 	@echo "make test-oldest  what depends on the version of PyTorch, on the oldest version allowed; 3 minutes on 2 cores"
 	@echo "make prove        matrices of layouts, mutations, kill trials, planner accuracy; about 40 minutes"
-	@echo "make fuzz         random models and layouts against one process, failures shrunk; some minutes on 2 cores"
+	@echo "make fuzz         random models and layouts against one process, failures shrunk; 3 minutes on 2 cores"
 	@echo "make commands     every command of README and docs, run as typed; most of an hour"
 	@echo "make lint         ruff, mypy, import-linter"
 	@echo "make bench        CPU-seconds a step beside hand-written loops, printed"
@@ -75,7 +75,7 @@ prove: .venv/.prove
 	$(PYTEST) -m prove
 
 fuzz: .venv/.dev
-	@echo "random models and layouts, each compared with one process: some minutes on 2 cores"
+	@echo "random models and layouts, each compared with one process: 20 take 3 minutes on 2 cores, more if some fail"
 	$(BIN)/python -m tests.fuzz $(FUZZ)
 
 commands: .venv/.dev
