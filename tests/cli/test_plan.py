@@ -15,7 +15,7 @@ from shardwright.cost.job import Job
 from shardwright.model.presets import PRESETS
 from shardwright.planner.batches import tried
 from shardwright.planner.choice import read
-from shardwright.planner.tie import complexity
+from shardwright.planner.simplicity import complexity
 from tests.cli.imports import help_imports_nothing_heavy, runs_without
 from tests.cli.plans import EXAMPLES, REAL, SMALL, TIED, TINY, document, plan
 

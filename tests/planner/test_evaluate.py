@@ -4,13 +4,14 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 import pytest
 
 from shardwright.cost.calibration import LEFT_OUT
 from shardwright.errors import InputError
 from shardwright.planner.evaluate import MEASURED_RUNS, Evaluation, Row, evaluate, report_lines
+from shardwright.planner.recommendation import MEMORY_ERROR
 from tests.marks import prove, rest_prove
 from tests.planner.measured import DENSE, EXPERTS, PIPED, write
 
@@ -93,6 +94,13 @@ def test_step_times_of_torchtitan_in_bf16(published: Evaluation):
 def test_every_family_is_asked_something(published: Evaluation):
     for quantity, asked in ASKED.items():
         assert {each.group for each in published.families if each.quantity == quantity} - {"all"} == set(asked)
+
+
+@prove
+def test_half_of_the_published_peaks_are_predicted_within_the_error_that_headroom_covers(published: Evaluation):
+    errors = [abs(error) for row in published.rows if (error := row.error("peak memory")) is not None]
+    assert len(errors) == 70
+    assert median(errors) == pytest.approx(MEMORY_ERROR, abs=5e-4)
 
 
 @prove

@@ -60,9 +60,10 @@ def plan(
     `hardware`: a TOML file with accelerators of your own. `host_memory`: of each node, such as "2TB", which limits what
     layouts keep there. `fix`: search only layouts with these values of [layout] and micro_batch, such as
     {"tp": 8, "pp": 1}. `prefer`: which layout is recommended, "fastest", "simplest" or "cheapest"
-    (on a part of the cluster, if that takes fewer accelerator-hours), instead of the simplest that ties.
+    (on a part of the cluster, if that takes fewer accelerator-hours), instead of one that ties with the fastest.
 
-    Returns a Plan, which prints as a table: `recommended` is the simplest layout that ties with the fastest one, with
+    Returns a Plan, which prints as a table: `recommended` is the layout with headroom in memory and the fewest axes and
+    settings of those that tie with the fastest one, with
     `layout`, `micro_batch`, `step_s` in seconds, `peak_bytes` and `parts_s`, where the time of a step goes; None where
     nothing fits. `best` has up to `top` such layouts, the fastest first. Raises InputError for an unknown cluster,
     model or precision, LayoutError where no layout can share the batch.
@@ -73,7 +74,7 @@ def plan(
     from shardwright.planner.cheapest import cheapest
     from shardwright.planner.fixed import fixed_values
     from shardwright.planner.search import search
-    from shardwright.planner.tie import PREFERENCES
+    from shardwright.planner.simplicity import PREFERENCES
     from shardwright.report.plan_table import PlanTable
 
     found = find_cluster(cluster, None if hardware is None else Path(hardware))

@@ -29,7 +29,8 @@ def plan(options: Options) -> None:
     """Find the fastest layout that fits, without a GPU, and say why.
 
     Every valid layout of the cluster is evaluated: its memory from formulas, its time with its pipeline's schedule
-    simulated. Layouts whose predicted times cannot be told apart are a tie, and the simplest of them is recommended.
+    simulated. Of layouts whose predicted times cannot be told apart from the fastest, one with headroom in memory and
+    the fewest axes and settings is recommended.
     Printed are its memory and its step time by kind, what the fastest layout gains, and how much slower others are.
 
     shardwright plan --model llama-3.1-70b --cluster h100:64 --global-batch 1024 --seq-len 8192

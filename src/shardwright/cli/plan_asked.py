@@ -143,8 +143,8 @@ class Options:
         typer.Option(
             metavar="fastest|simplest|cheapest",
             help="which layout is recommended: fastest; simplest, fewest axes at most 25 % slower; cheapest, fewest "
-            "accelerator-hours on all accelerators or a part of them; if not given the simplest that ties with the "
-            "fastest",
+            "accelerator-hours on all accelerators or a part of them; if not given, of those that tie with the "
+            "fastest, one with headroom in memory and the fewest axes and settings",
         ),
     ] = None
     budget_tokens: Annotated[
@@ -394,7 +394,7 @@ def _model_name(config: "RunConfig | None", spec: Any) -> str:
 def _wrong_options(options: Options) -> list[str]:
     """What is wrong with the options that do not describe the job."""
     from shardwright.planner.search import margin_problems
-    from shardwright.planner.tie import PREFERENCES
+    from shardwright.planner.simplicity import PREFERENCES
 
     target, write, html, budget_tokens = options.target, options.write, options.html, options.budget_tokens
     wrong = margin_problems(options.memory_margin) + wrong_sizes({"--top": options.top})

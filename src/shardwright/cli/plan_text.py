@@ -16,7 +16,6 @@ from shardwright.planner.words import (
     ALIKE,
     also_fast,
     choices_in_words,
-    chosen_because,
     compared,
     difference,
     fewer_accelerators,
@@ -24,6 +23,7 @@ from shardwright.planner.words import (
     left_out,
     merged,
     or_of_host,
+    remarks,
     verdict,
     why,
     worth_a_row,
@@ -74,8 +74,8 @@ def print_plan(
     _print_compared(plan, taken, own)
     if whole is not plan:
         say(fewer_accelerators(plan, whole))
-    if because := chosen_because(plan):
-        say(because)
+    for remark in remarks(plan):
+        say(remark)
     for each in batches:
         say(
             f"--global-batch {each.global_batch} takes {each.saved:.1%} less time for a token, with "

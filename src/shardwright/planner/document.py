@@ -11,6 +11,7 @@ from shardwright.planner.nearest import Remedy
 from shardwright.planner.priced import Priced, shortage
 from shardwright.planner.search import Plan
 from shardwright.planner.warnings import warnings
+from shardwright.planner.words import remarks
 
 
 def job_document(job: Job, name: str, limit_bytes: float) -> dict[str, Any]:
@@ -61,10 +62,10 @@ def plan_document(
     budget_tokens: float | None,
 ) -> dict[str, Any]:
     """All that was found. `best` are the fastest layouts that fit, each with those that cost the same (`equals`);
-    `recommended` is the simplest that ties with the first (which may be that one), or the one of --prefer, and
-    `simplest` the simplest near the first; `run_file`, if one was given, is its own layout, `own`; `alternatives`
-    are the best of other kinds, with `slower` as a share of the recommended layout's time; where nothing fits,
-    `nearest` and `remedies` say what would."""
+    `recommended` is one that ties with the first (which may be that one), or the one of --prefer, `remarks` says why,
+    and `simplest` is the simplest near the first; `run_file`, if one was given, is its own layout, `own`;
+    `alternatives` are the best of other kinds, with `slower` as a share of the recommended layout's time; where nothing
+    fits, `nearest` and `remedies` say what would."""
     taken = plan.recommended
     found = {
         **job_document(plan.job, name, plan.limit_bytes),
@@ -78,6 +79,7 @@ def plan_document(
         ],
         "prefer": plan.prefer,
         "recommended": None if taken is None else layout_document(taken, plan.limit_bytes, budget_tokens),
+        "remarks": [] if taken is None else remarks(plan),
         "simplest": None if plan.simplest is None else layout_document(plan.simplest, plan.limit_bytes, budget_tokens),
         "run_file": None if taken is None or own is None else _alternative(taken, own),
         "alternatives": [] if taken is None else [_alternative(taken, each) for each in alternatives],

@@ -1,7 +1,7 @@
 """The fastest layouts that fit: memory of all, a bound on the time of those that fit, and simulation of the best."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,17 +18,15 @@ from shardwright.planner.distinct import distinct
 from shardwright.planner.fixed import OFFLOADS, Fixed, none_searched
 from shardwright.planner.pool import Pool
 from shardwright.planner.priced import Priced
-from shardwright.planner.recomputation import fewest_layers
+from shardwright.planner.recommendation import candidates, recommend, with_fewest_layers
+from shardwright.planner.simplicity import simplest, simplest_near
 from shardwright.planner.space import Condition, groups, groups_of, no_layout
 from shardwright.planner.spread import spread
-from shardwright.planner.tie import simpler, simplest, simplest_tie, ties
 from shardwright.units import divisors
 
 MARGIN = 0.1
 """Share of an accelerator's memory that is kept free, for what is not counted and for fragments."""
 TOP = 10
-WORTH_A_KEY = 0.01
-"""Share of the step that recomputation in fewer layers has to save."""
 PARALLEL_FROM = 512
 """Accelerators from which on the time that a search takes is worth several processes."""
 CELLS = 2**19
@@ -55,7 +53,7 @@ class Survey:
 class Plan:
     """What a search found. `best`: the fastest layouts that fit, the fastest first; empty where none fits. `equals`:
     for each of them, those that cost the same and differ from it, or from one another, in one choice (`distinct`).
-    `recommended`: the simplest layout that ties with the fastest (`planner.tie`), which may be that one, or the one of
+    `recommended`: one that ties with the fastest (`planner.recommendation`), which may be that one, or the one of
     `prefer`; `simplest`: the simplest that is shown beside it; both None where none fits. `fixed`: the values that all
     layouts have."""
 
@@ -104,7 +102,7 @@ def search(
     is found is what evaluating every layout of `planner.space` with a simulated schedule would find (`Pool.fastest`);
     of the `TOP` fastest, or `top` if that is more, that recompute, only as few layers of each stage as fit do so
     (`recomputation.fewest_layers`) where that saves `WORTH_A_KEY`, unless `fixed` says what recomputes. `prefer`: which
-    layout is recommended, "fastest" or "simplest" (`tie.PREFERENCES`), in place of the simplest that ties.
+    layout is recommended, "fastest" or "simplest" (`simplicity.PREFERENCES`), instead of `planner.recommendation`'s.
     `processes`: that evaluate layouts at a time (`survey`); below `PARALLEL_FROM` accelerators there is one.
 
     Raises LayoutError where no layout can partition the batch or has the fixed values, InputError for a margin that is
@@ -123,27 +121,26 @@ def search(
     equals = [each.others for each in listed]
     if not best:
         return Plan(job, limit, found, [], [], None, None, fixed, prefer)
-    simple = _worth_showing(best[0], found.pool)
-    if not (fixed and {"recompute", "recompute_layers"} & fixed.values.keys()):
+    fewer_layers = not (fixed and {"recompute", "recompute_layers"} & fixed.values.keys())
+    if fewer_layers:
         best, equals = _with_fewest_layers(best, equals, limit)
-        simple, _ = _with_fewest_layers(simple, [[] for _ in simple], limit)
-        faster = [each for each in simple if each.step_s < best[0].step_s]
+    plain = simplest_near(best[0], found.pool)
+    others = [*candidates(best[0], found.pool, limit, fewer_layers)]
+    if fewer_layers:
+        plain = [with_fewest_layers(each, limit) for each in plain]
+        fewer = [each for each in (*plain, *others) if each.layout.recompute_layers is not None]
+        faster = _whole([each for each in fewer if each.step_s < best[0].step_s])
+        faster, _ = _with_fewest_layers(faster, [[] for _ in faster], limit)
         best, equals = [*faster, *best], [*([] for _ in faster), *equals]
-    plain, tie = simplest([best[0], *simple]), simplest_tie([*best, *simple])
-    recommended = {"fastest": best[0], "simplest": plain}.get(prefer or "", tie)
-    return Plan(job, limit, found, best[:top], equals[:top], recommended, plain, fixed, prefer)
+    plainest = simplest([best[0], *plain, *others])
+    recommended = {"fastest": best[0], "simplest": plainest}.get(prefer or "") or recommend([best[0], *others], limit)
+    return Plan(job, limit, found, best[:top], equals[:top], recommended, plainest, fixed, prefer)
 
 
-def _worth_showing(best: Priced, pool: Pool) -> list[Priced]:
-    """The simplest layout near the fastest one, and the simplest that ties with it, if they are others."""
-    found: list[Priced] = []
-    for each in simpler(best, pool):
-        tied = ties(best, each)
-        if tied or not found:
-            found.append(each)
-        if tied:
-            break
-    return found
+def _whole(found: Sequence[Priced]) -> list[Priced]:
+    """Layouts with recomputation in all layers, each once."""
+    whole = {replace(each.choice, layout=each.layout.changed(recompute_layers=None)): each for each in found}
+    return [Priced.of(each.job, choice) for choice, each in whole.items()]
 
 
 def _with_fewest_layers(
@@ -153,8 +150,8 @@ def _with_fewest_layers(
     equals of those that stay."""
     rows = []
     for each, others in zip(found, equals, strict=True):
-        less = Priced.of(each.job, fewest_layers(each.job, each.choice, limit))
-        rows.append((less, []) if less.step_s < (1 - WORTH_A_KEY) * each.step_s else (each, others))
+        less = with_fewest_layers(each, limit)
+        rows.append((less, others if less is each else []))
     rows.sort(key=lambda row: row[0].step_s)
     return [less for less, _ in rows], [others for _, others in rows]
 

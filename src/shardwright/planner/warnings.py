@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from shardwright.cost.job import Job
 from shardwright.planner.choice import Choice
 from shardwright.planner.priced import Priced
-from shardwright.planner.tie import leaves_nodes
+from shardwright.planner.simplicity import leaves_nodes
 
 LONG = 4096
 """Tokens of a sequence from which the square of scores outgrows the rest of a layer."""

@@ -10,8 +10,10 @@ from shardwright.planner.alternatives import Alternative, reasons, savings
 from shardwright.planner.choice import Choice
 from shardwright.planner.distinct import CHOICES, differing, value
 from shardwright.planner.priced import Priced, shortage
+from shardwright.planner.recommendation import MEMORY_ERROR, with_headroom
 from shardwright.planner.search import Plan
-from shardwright.planner.tie import MODEL_AXES, difference_error, leaves_nodes, ties
+from shardwright.planner.simplicity import MODEL_AXES, SETTINGS, leaves_nodes
+from shardwright.planner.tie import difference_error, ties
 from shardwright.units import format_bytes, format_host_bytes, format_seconds
 
 OFF = (None, "none", 0, False)
@@ -43,7 +45,7 @@ def choices_in_words(job: Job, choice: Choice) -> list[tuple[str, str, str]]:
     rows = [
         (name, written(value), KEYS[name].words(layout, sizes))
         for name, value in values.items()
-        if value not in OFF and KEYS[name].used(layout)
+        if value not in OFF and not value == KEYS[name].default == 1 and KEYS[name].used(layout)
     ]
     m = accumulation(job.global_batch, choice.micro_batch, layout.data_ranks)
     batch = f"{_count(layout.data_ranks, 'data rank')} x {_count(m, 'micro-batch')} x {choice.micro_batch}"
@@ -86,8 +88,13 @@ def compared(plan: Plan, own: Alternative | None = None) -> list[tuple[str, Alte
     return [(", ".join(of_one), first[choice]) for choice, of_one in names.items()]
 
 
-def chosen_because(plan: Plan) -> str:
-    """Why the recommended layout is not the fastest one; empty where it is."""
+def remarks(plan: Plan) -> list[str]:
+    """Why the recommended layout is not the fastest one, if it is not, and a warning if it has little headroom."""
+    return [each for each in (_chosen_because(plan), _little_headroom(plan)) if each]
+
+
+def _chosen_because(plan: Plan) -> str:
+    """Empty where the recommended layout is the fastest one."""
     taken, fastest = plan.recommended, plan.best[0]
     assert taken is not None
     if taken.choice == fastest.choice:
@@ -95,16 +102,40 @@ def chosen_because(plan: Plan) -> str:
     gap, error = taken.step_s / fastest.step_s - 1, difference_error(fastest, taken)
     if not ties(fastest, taken):
         return f"the recommended layout takes {gap:.1%} longer than the fastest, as --prefer {plan.prefer} asks"
-    axes, fewer = (sum(each.layout.degree(axis) > 1 for axis in MODEL_AXES) for each in (fastest, taken))
-    if axes > fewer:
-        simpler = f"it uses {fewer or 'none'} of the axes tp, pp, cp and ep, the fastest {axes}"
-    elif leaves_nodes(fastest.layout.tp, fastest.job.cluster.node_size):
-        simpler = "its tp stays within nodes"
-    else:
-        simpler = "its schedule is plain 1f1b"
     return (
         f"a tie: the two steps differ by {gap:.1%}, and such a difference is predicted to within {error:.1%} for half "
-        f"of the published pairs; the simpler layout is recommended: {simpler}; --prefer fastest takes the other"
+        f"of the published pairs; the recommended layout {_safer_and_simpler(taken, fastest, plan.limit_bytes)}; "
+        f"--prefer fastest takes the other"
+    )
+
+
+def _safer_and_simpler(taken: Priced, fastest: Priced, limit_bytes: float) -> str:
+    """What speaks for a layout that ties with the fastest."""
+    parts = []
+    if fastest.peak_bytes > max(taken.peak_bytes, with_headroom(limit_bytes)):
+        free, less = (1 - each.peak_bytes / limit_bytes for each in (taken, fastest))
+        parts.append(f"leaves {free:.1%} of the limit free (the fastest {less:.1%})")
+    axes, fewer = (sum(each.layout.degree(axis) > 1 for axis in MODEL_AXES) for each in (fastest, taken))
+    if axes > fewer:
+        parts.append(f"uses {fewer or 'none'} of the axes tp, pp, cp and ep (the fastest {axes})")
+    elif leaves_nodes(fastest.layout.tp, fastest.job.cluster.node_size):
+        parts.append("has tp within nodes")
+    left = [name for name in fastest.choice.settings() if name in SETTINGS and name not in taken.choice.settings()]
+    if left:
+        parts.append(f"does without {' and '.join(left)}")
+    return ", and ".join(parts)
+
+
+def _little_headroom(plan: Plan) -> str:
+    """A warning where the error of the memory prediction decides whether the recommended layout fits; else empty."""
+    taken = plan.recommended
+    assert taken is not None
+    if taken.peak_bytes <= with_headroom(plan.limit_bytes):
+        return ""
+    none = "" if plan.prefer else "; no layout that ties, with as few axes, leaves more"
+    return (
+        f"little headroom: the peak is {1 - taken.peak_bytes / plan.limit_bytes:.1%} below the limit, and half of the "
+        f"published peaks are predicted to within {MEMORY_ERROR:.1%}{none}"
     )
 
 

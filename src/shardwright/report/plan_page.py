@@ -11,7 +11,7 @@ from shardwright.planner.priced import Priced
 from shardwright.planner.search import Plan
 from shardwright.planner.sweep import by_length, by_size
 from shardwright.planner.warnings import warnings
-from shardwright.planner.words import choices_in_words, chosen_because, compared, host_row, merged, verdict, why
+from shardwright.planner.words import choices_in_words, compared, host_row, merged, remarks, verdict, why
 from shardwright.report.frame import document, facts, picture, table
 from shardwright.report.plan_pictures import ROLES, length_svg, memory_svg, scaling_svg, time_svg
 from shardwright.units import format_bytes, format_count, format_seconds
@@ -48,7 +48,7 @@ def _page(
 </header>
 {facts(_numbers(plan, budget_tokens))}
 {table(("", "step", "slower", "memory", "layout"), _compared(plan, own), "compared")}
-{_tie(plan)}
+{_remarks(plan)}
 {_warnings(best)}<h2>The recommended layout</h2>
 <pre>{escape(str(best.choice))}</pre>
 {table((), _escaped(choices_in_words(job, best.choice)), "words")}
@@ -122,8 +122,8 @@ def _taken(plan: Plan) -> Priced:
     return plan.recommended
 
 
-def _tie(plan: Plan) -> str:
-    return f'<p class="quiet">{escape(because)}</p>' if (because := chosen_because(plan)) else ""
+def _remarks(plan: Plan) -> str:
+    return "".join(f'<p class="quiet">{escape(remark)}</p>' for remark in remarks(plan))
 
 
 def _compared(plan: Plan, own: Alternative | None) -> list[list[str]]:

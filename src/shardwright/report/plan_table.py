@@ -3,7 +3,7 @@
 from html import escape
 
 from shardwright.planner.search import Plan
-from shardwright.planner.words import chosen_because, compared
+from shardwright.planner.words import compared, remarks
 from shardwright.report.frame import table
 from shardwright.units import format_bytes, format_count, format_seconds
 
@@ -21,11 +21,12 @@ class PlanTable(Plan):
             "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:-1], widths[1:]), row[-1]]).rstrip()
             for row in rows
         ]
-        return "\n".join(filter(None, [self._title(), *lines, self._because()]))
+        return "\n".join(filter(None, [self._title(), *lines, *self._remarks()]))
 
     def _repr_html_(self) -> str:
         rows = [[escape(cell) for cell in row] for row in self._rows()]
-        return f"<p>{escape(self._title())}</p>{table(TITLES, rows)}<p>{escape(self._because())}</p>"
+        paragraphs = "".join(f"<p>{escape(remark)}</p>" for remark in self._remarks())
+        return f"<p>{escape(self._title())}</p>{table(TITLES, rows)}{paragraphs}"
 
     def _title(self) -> str:
         job, n_fit = self.job, len(self.pool)
@@ -35,8 +36,8 @@ class PlanTable(Plan):
             f"{format_bytes(self.limit_bytes)}"
         )
 
-    def _because(self) -> str:
-        return chosen_because(self) if self.recommended is not None else ""
+    def _remarks(self) -> list[str]:
+        return remarks(self) if self.recommended is not None else []
 
     def _rows(self) -> list[tuple[str, ...]]:
         taken, nearest = self.recommended, self.survey.nearest

@@ -1,0 +1,110 @@
+"""How simple a layout is: its axes, its schedule, and its settings."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from shardwright.cost.job import COLUMNS, Candidates, Ints
+from shardwright.layout import Layout
+from shardwright.layout_keys import KEYS
+from shardwright.planner.choice import Choice
+from shardwright.planner.pool import Pool
+from shardwright.planner.priced import Priced
+from shardwright.planner.space import Mask
+
+MODEL_AXES = ("tp", "pp", "cp", "ep")
+"""Degrees that divide the work on one sequence; data ranks divide only the batch."""
+WORTH_A_KEY = 0.01
+"""Share of the step that a setting has to save."""
+NEAR = 1.25
+"""Step time relative to the fastest layout's, up to which a simpler layout is shown."""
+_SHARED = tuple(name for name, key in KEYS.items() if name not in (*COLUMNS, *MODEL_AXES) and not key.derived)
+SETTINGS = ("dp_replicate", "recompute", *_SHARED)
+"""Keys that count as settings where they are not at their default; replicas where each of them is sharded."""
+PREFERENCES = {
+    "fastest": "the fastest layout, though a simpler one may be a tie",
+    "simplest": f"the layout with fewest axes of those that take at most {NEAR:g} times as long",
+    "cheapest": "the fewest accelerator-hours, on all accelerators or on a part of them",
+}
+
+
+def complexity(candidates: Candidates, node_size: int) -> Ints:
+    """A number for each of n layouts, (n,): larger for more axes that divide a model or a sequence; of as many axes,
+    larger for a schedule other than plain 1f1b.
+
+    tp counts as two axes where its groups do not stay within nodes: each layer then has four collectives over the
+    network, whose price is less certain than any other.
+    """
+    used = [getattr(candidates, axis) > 1 for axis in MODEL_AXES]
+    counted = [np.broadcast_to(each, len(candidates)) for each in (*used, leaves_nodes(candidates.tp, node_size))]
+    scheduled = candidates.pp > 1 and candidates.shared.pp_schedule != Layout.pp_schedule
+    return np.asarray(2 * np.sum(counted, axis=0) + scheduled)
+
+
+def leaves_nodes(tp: Any, node_size: int) -> Any:
+    """Whether the ranks of a tp group are in several nodes; for each candidate where `tp` is an array."""
+    return node_size % tp != 0
+
+
+def axes(priced: Priced) -> int:
+    """The degrees above 1 that divide the model or a sequence; tp over nodes counts twice (`complexity`)."""
+    return int(complexity(priced.choice.candidates, priced.job.cluster.node_size)[0]) // 2
+
+
+def settings(choice: Choice) -> int:
+    """The number of settings of one layout."""
+    return int(settings_of(choice.candidates)[0])
+
+
+def settings_of(candidates: Candidates) -> Ints:
+    """The number of `SETTINGS` of each of n layouts, (n,)."""
+    shared = candidates.shared
+    changed = sum(
+        getattr(shared, name) != KEYS[name].default_in(shared) and np.any(KEYS[name].used(shared)) for name in _SHARED
+    )
+    hybrid = (candidates.dp_replicate > 1) & (candidates.dp_shard > 1)
+    return np.asarray(changed + candidates.recomputes + hybrid, dtype=np.int64)
+
+
+def simplest_near(best: Priced, pool: Pool) -> list[Priced]:
+    """Return the layouts of a pool of which one is the simplest that takes at most `NEAR` times as long as the fastest
+    one, `best`; none where `best` is."""
+    node_size = best.job.cluster.node_size
+    near = pool.bound_s <= NEAR * best.step_s
+    of_each = np.concatenate([complexity(group, node_size) for group in pool.groups])
+    for least in np.unique(of_each[near]):
+        if least >= complexity(best.choice.candidates, node_size)[0]:
+            break
+        among = near & (of_each == least)
+        for number in pool.fastest(1, among):
+            result = Priced.of(best.job, pool.choice(number))
+            if result.step_s <= NEAR * best.step_s:
+                return [result, *plainer(result, pool, among)]
+    return []
+
+
+def plainer(best: Priced, pool: Pool, among: Mask) -> Iterator[Priced]:
+    """For each number of settings below that of `best`, the fastest layout of a part of a pool, if it takes at most
+    `WORTH_A_KEY` longer than `best`."""
+    kept = among & (pool.bound_s <= (1 + WORTH_A_KEY) * best.step_s)
+    n_settings = np.concatenate([settings_of(group) for group in pool.groups])
+    for count in range(settings(best.choice)):
+        for number in pool.fastest(1, kept & (n_settings == count)):
+            yield Priced.of(best.job, pool.choice(number))
+
+
+def simplest(found: Sequence[Priced]) -> Priced:
+    """Return the simplest of layouts; of equally simple ones the plainest."""
+    node_size = found[0].job.cluster.node_size
+    of_each = [int(complexity(each.choice.candidates, node_size)[0]) for each in found]
+    kept = [each for each, its_complexity in zip(found, of_each, strict=True) if its_complexity == min(of_each)]
+    return kept[plainest([each.step_s for each in kept], [settings(each.choice) for each in kept])]
+
+
+def plainest(steps_s: Sequence[float], n_settings: Sequence[int]) -> int:
+    """Return the index of the layout with the fewest settings among those that take at most `WORTH_A_KEY` longer than
+    the fastest; of equals the fastest."""
+    longest = (1 + WORTH_A_KEY) * min(steps_s)
+    kept = [index for index, step_s in enumerate(steps_s) if step_s <= longest]
+    return min(kept, key=lambda index: (n_settings[index], steps_s[index]))
