@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, get_args
 
-from shardwright.errors import nearest
+from shardwright.errors import ConfigError, checked_constructor, nearest
 from shardwright.model.modules import FAMILIES, Row, layer_rows, rows
 from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling, too_large
 
@@ -18,6 +18,7 @@ Activation = Literal["swiglu", "gelu_tanh"]
 Positions = Literal["rope", "learned"]
 
 
+@checked_constructor(ConfigError)
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """Everything that defines a decoder; `problems()` lists inconsistent values.
