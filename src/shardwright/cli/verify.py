@@ -1,6 +1,5 @@
 """shardwright verify: does the layout of a run file compute what one process computes?"""
 
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -141,12 +140,11 @@ def verify(options: Options) -> None:
 
     start_server()  # it imports PyTorch while this process does
     configs = _configs(options)
-    from shardwright.processes import on_signals
     from shardwright.verification import Verifier
     from shardwright.verification.verifier import TIMEOUT_S
 
     timeout_s = options.timeout_s or (_DAY_S if options.full else TIMEOUT_S)
-    with on_signals(signal.default_int_handler), Verifier(timeout_s=timeout_s) as verifier:
+    with Verifier(timeout_s=timeout_s) as verifier:
         if options.fuzz is not None:
             verify_fuzz.fuzz(verifier, options)
         elif options.matrix is not None:
