@@ -118,7 +118,9 @@ def _has_own_head(path: Path, architecture: Architecture) -> bool:
     held = held_tensors(path)
     head, embedding = (f"{architecture.ends[name]}.weight" for name in ("head", "embedding"))
     one, other = held.get(head), held.get(architecture.prefix + embedding, held.get(embedding))
-    return one is not None and other is not None and one.shape == other.shape and not equal_values(one, other)
+    if one is None or other is None:
+        return False
+    return one.shape != other.shape or not equal_values(one, other)  # of another shape it is refused by its name
 
 
 def _has_weights(path: Path) -> bool:
