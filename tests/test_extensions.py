@@ -1,8 +1,11 @@
 """Proves that a file of a user's own is imported where the user names it or starts a run file that does, that no folder
 which is only read has its code run, and that what is wrong in an extension is said."""
 
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -205,7 +208,29 @@ def test_a_module_is_found_by_its_name():
     assert extensions.loaded() == ("tests.test_extensions",)
 
 
-def test_an_extension_that_exits_is_refused(tmp_path: Path):
-    (tmp_path / "leaves.py").write_text("raise SystemExit(0)\n")
-    with pytest.raises(ConfigError, match=r"leaves.py: cannot be imported, line 1: SystemExit: 0"):
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ("SystemExit(0)", "SystemExit: 0"),
+        ("GeneratorExit", "GeneratorExit: "),
+        ("BaseException('x')", "BaseException: x"),
+    ],
+)
+def test_an_extension_that_exits_is_refused(tmp_path: Path, error: str, said: str):
+    (tmp_path / "leaves.py").write_text(f"raise {error}\n")
+    with pytest.raises(ConfigError, match=rf"leaves.py: cannot be imported, line 1: {said}"):
         extensions.load([str(tmp_path / "leaves.py")])
+
+
+def test_an_extension_that_exits_while_a_verb_runs_ends_it_with_an_error(tmp_path: Path):
+    (tmp_path / "leaves.py").write_text(
+        "import sys\n"
+        "from shardwright.schedule.registry import Kind, register\n"
+        "register(Kind(name='leaver', builder=lambda ranks, microbatches: sys.exit(0), help='leaves'))\n"
+    )
+    asked = ["schedule", "--schedule", "leaver", "--pp", "2", "--microbatches", "4", "--extension", "leaves.py"]
+    command = [sys.executable, "-m", "shardwright", *asked]
+    environment = os.environ | {"XDG_CONFIG_HOME": str(tmp_path)}
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert (ended.returncode, ended.stdout) == (3, "")
+    assert re.fullmatch(r"error: the command was ended by SystemExit\(0\) at \S+leaves.py:3\n", ended.stderr)

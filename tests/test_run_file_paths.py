@@ -10,6 +10,7 @@ from shardwright import extensions
 from shardwright.config import load
 from shardwright.config.reading import flat, resolved_toml
 from shardwright.config.run_config import RunConfig
+from shardwright.errors import ConfigError
 from shardwright.reference import keys
 
 RUN_FILE = """
@@ -90,6 +91,38 @@ def test_a_kept_run_file_of_an_earlier_version_is_relative_to_the_working_folder
     monkeypatch.chdir(run_file.parent)
     (tmp_path / "kept.toml").write_text(resolved_toml(load("run.toml")))
     assert load(tmp_path / "kept.toml").out == "runs/a"
+
+
+def test_a_tilde_is_the_home_folder_in_a_run_file_and_in_set(run_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    run_file.write_text(RUN_FILE.replace("runs/a", "~/runs/a").replace("data/one", "~/one"))
+    config = load(run_file, ["init.weights=~/w"])
+    found = [config.out, config.data.sources[0].path, config.init.weights]
+    assert found == [f"{tmp_path}/home/{name}" for name in ("runs/a", "one", "w")]
+
+
+def test_a_moved_run_is_not_started_anew_in_its_old_place(run_file, tmp_path, monkeypatch):
+    config = load(run_file)
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    (moved / "run.toml").write_text(resolved_toml(config, absolute=True))
+    assert load(moved / "run.toml", started=True).out == config.out, "a copy of the run file alone"
+    (moved / "metrics.jsonl").write_text("")
+    with pytest.raises(ConfigError, match=rf"the run in this folder was moved .*; go on with it by --set out={moved},"):
+        load(moved / "run.toml", started=True)
+    assert load(moved / "run.toml").out == config.out, "what is only read"
+    assert load(moved / "run.toml", [f"out={moved}"], started=True).out == str(moved)
+    Path(config.out).parent.mkdir()
+    Path(config.out).symlink_to(moved)
+    assert load(moved / "run.toml", started=True).out == config.out, "the same folder under another name"
+
+
+def test_a_folder_in_place_of_a_run_file_is_an_error_with_the_file_that_is_meant(run_file, tmp_path):
+    with pytest.raises(ConfigError, match=rf"the run file of the run in it is {run_file}"):
+        load(run_file.parent)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=rf"is named with --model {tmp_path} in a plan"):
+        load(tmp_path)
 
 
 def test_every_key_that_names_a_folder_is_marked_as_a_path():

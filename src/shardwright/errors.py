@@ -19,15 +19,21 @@ a traceback. What only a bug can cause is an `assert`.
 """
 
 import errno
+import functools
+import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Self
+from types import UnionType
+from typing import Any, ParamSpec, Self, TypeVar, get_args, get_origin
 
 from shardwright.synonyms import called_here
 
+P = ParamSpec("P")
+R = TypeVar("R")
+C = TypeVar("C")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CUTOFF = 0.6
 """How alike two spellings have to be for one to be offered for the other, as difflib counts."""
@@ -122,6 +128,77 @@ class WorkerError(ShardwrightError):
 
 class FullError(WorkerError):
     """A disk is full, or a limit of the system is reached: to start the ranks again would end the same way."""
+
+
+def checked_call(function: Callable[P, R], name: str = "", error: type[InputError] = InputError) -> Callable[P, R]:
+    """Return a function of the Python API, or a method, that raises `error` with a sentence for each argument that is
+    missing, unknown, given twice, of a wrong type, or given by place where it is taken by name. `name`: what the caller
+    knows it by, its own if not given."""
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except (TypeError, AttributeError, LookupError):  # the arguments may be why
+            if problems := list(_argument_problems(function, name or function.__qualname__, args, kwargs)):
+                raise error(*problems) from None
+            raise
+
+    return checked
+
+
+def checked_constructor(error: type[InputError]) -> Callable[[type[C]], type[C]]:
+    """Return a decorator of classes whose constructors are a `checked_call`."""
+
+    def decorate(kind: type[C]) -> type[C]:
+        kind.__init__ = checked_call(kind.__init__, kind.__name__, error)  # type: ignore[method-assign]
+        return kind
+
+    return decorate
+
+
+def _argument_problems(
+    function: Callable[..., object], name: str, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> Iterator[str]:
+    taken = list(inspect.signature(function).parameters.values())
+    n_self = len(taken) > 0 and taken[0].name == "self"
+    taken, placed = taken[n_self:], len(args) - n_self
+    names = [each.name for each in taken]
+    by_place = [each.name for each in taken if each.kind is each.POSITIONAL_OR_KEYWORD]
+    for key in kwargs:
+        if key not in names:
+            yield f"{name}: there is no argument {key!r}; {nearest(key, names) if names else 'it takes none'}"
+        elif key in by_place[:placed]:
+            yield f"{name}: {key} is given twice, by place and as {key}=; leave one out"
+    if placed > len(by_place):
+        most = f"only {', '.join(by_place)} may be" if by_place else "none may be"
+        rest = ", ".join(f"{each}=" for each in names if each not in by_place)
+        way_out = f"by name: {rest}" if rest else "leave the rest out"
+        yield f"{name}: {placed} arguments are given by place, and {most}; {way_out}"
+    given = {*by_place[: max(placed, 0)], *kwargs}
+    if missing := [each.name for each in taken if each.default is each.empty and each.name not in given]:
+        are = "is" if len(missing) == 1 else "are"
+        yield f"{name}: {' and '.join(missing)} {are} missing; it takes {', '.join(names)}"
+    kinds = {each.name: each.annotation for each in taken}
+    for key, value in {**dict(zip(by_place, args[n_self:], strict=False)), **kwargs}.items():
+        if key in kinds and not _is_of_type(value, kinds[key]):
+            needed = re.sub(r"\b\w+\.", "", inspect.formatannotation(kinds[key]))
+            yield f"{name}: {key}={value!r} is of type {type(value).__name__}; {needed} is needed"
+
+
+def _is_of_type(value: object, annotation: Any) -> bool:
+    """Whether a value has an annotated type, as far as `isinstance` can say."""
+    kinds = tuple(get_origin(each) or each for each in get_args(annotation) or (annotation,))
+    if not isinstance(annotation, UnionType):
+        kinds = (get_origin(annotation) or annotation,)
+    if not all(isinstance(each, type) for each in kinds):
+        return True
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    return whole if kinds == (int,) else isinstance(value, kinds) or (whole and float in kinds)
+
+
+class QuietExit(SystemExit):
+    """The end of a rank that prints no error, since another rank of its machine prints the same one."""
 
 
 @contextmanager

@@ -58,7 +58,9 @@ def load(names: Iterable[str]) -> None:
         if name not in _LOADED:
             try:
                 _import(name)
-            except (Exception, SystemExit) as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # SystemExit and what a file derives from BaseException included
                 raise ConfigError(f"extension {name}: {_reason(name, error)}") from error
             _LOADED.append(name)
 

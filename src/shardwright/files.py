@@ -99,6 +99,11 @@ def decoded(line: bytes) -> str:
     return line.rstrip(b"\r\n").decode("utf-8", errors="replace")
 
 
+def is_text(name: str) -> bool:
+    """Whether a string can be written as UTF-8: JSON may hold half of a surrogate pair, which is no name of a file."""
+    return not any("\ud800" <= character <= "\udfff" for character in name)
+
+
 def inside(folder: Path, name: str, error: type[InputError] = InputError) -> Path:
     """Return the path of the file that a file of `folder` calls `name`.
 
@@ -107,7 +112,7 @@ def inside(folder: Path, name: str, error: type[InputError] = InputError) -> Pat
     """
     way_out = "only files of the folder itself are read; copy the file into it"
     parts = Path(name).parts
-    if not parts or "\0" in name or Path(name).is_absolute() or ".." in parts:
+    if not parts or "\0" in name or not is_text(name) or Path(name).is_absolute() or ".." in parts:
         raise error(f"{folder}: {name!r} is no name of a file in this folder; {way_out}")
     root, target = Path(os.path.realpath(folder)), Path(os.path.realpath(folder / name))
     roots = [root]

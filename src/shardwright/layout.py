@@ -26,7 +26,7 @@ from math import gcd, prod
 from typing import Any
 
 from shardwright.box import DENSE_AXES, NumberedRanks
-from shardwright.errors import LayoutError, nearest
+from shardwright.errors import LayoutError, checked_constructor, nearest
 from shardwright.keys import MOST_RANKS, written
 from shardwright.layout_keys import INTEGERS, KEYS, POWERSGD, LayoutKeys
 from shardwright.schedule import build
@@ -35,6 +35,7 @@ from shardwright.schedule.registry import Kind, find, names
 from shardwright.units import divisors
 
 
+@checked_constructor(LayoutError)
 @dataclass(frozen=True, kw_only=True)
 class Layout(LayoutKeys, NumberedRanks):
     """The degrees of a run and the choices that go with them: the keys of a run file's section [layout], with the same

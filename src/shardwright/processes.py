@@ -233,7 +233,7 @@ def in_one_sentence(error: BaseException) -> ShardwrightError | None:
         return FullError(told)
     if isinstance(error, SystemExit):
         place = traceback.extract_tb(error.__traceback__)[-1]
-        return WorkerError(f"training was ended by SystemExit({error.code!r}) at {place.filename}:{place.lineno}")
+        return WorkerError(f"the command was ended by SystemExit({error.code!r}) at {place.filename}:{place.lineno}")
     return None
 
 

@@ -1,16 +1,21 @@
 """Proves that the command tells a usage error as it tells every other, wraps its help once, and completes words."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from shardwright.cli.common import verb
 from shardwright.cli.main import app
+from shardwright.files import new_folder
+from shardwright.processes import STOPPING
 
 
 @pytest.mark.parametrize(
@@ -18,7 +23,7 @@ from shardwright.cli.main import app
     [
         (
             ["verify"],
-            "error: invalid value for RUN_FILE: name a run file, such as examples/debug.toml, or draw settings",
+            "error: invalid value for RUN_FILE: name a run file, such as examples/debug.toml (shardwright verify --help)",
         ),
         (["generate"], "error: missing argument 'model' ("),
         (["sample", "runs/x"], "error: sample is called generate now; see shardwright generate --help ("),
@@ -51,6 +56,45 @@ def test_a_usage_error_is_one_line_and_names_the_help(arguments: list[str], said
     (line,) = result.stderr.splitlines()
     assert line.startswith(said)
     assert line.endswith(" --help)")
+
+
+@pytest.mark.parametrize("number", STOPPING)
+def test_a_signal_ends_a_verb_as_ctrl_c_does_and_nothing_is_left_of_what_it_wrote(tmp_path: Path, number: int):
+    @verb
+    def write() -> None:
+        with new_folder(tmp_path / "out") as fresh:
+            (fresh / "part").write_text("half of it")
+            os.kill(os.getpid(), number)
+            raise AssertionError("it goes on")
+
+    before = signal.getsignal(number)
+    with pytest.raises(typer.Exit) as ended:
+        write()
+    assert (ended.value.exit_code, list(tmp_path.iterdir()), signal.getsignal(number)) == (130, [], before)
+
+
+@pytest.mark.parametrize("code", [0, 1, None, "a text"])
+def test_a_verb_that_is_left_by_system_exit_has_failed(code: object, capsys: pytest.CaptureFixture[str]):
+    @verb
+    def leave() -> None:
+        sys.exit(code)  # type: ignore[arg-type]
+
+    with pytest.raises(typer.Exit) as ended:
+        leave()
+    assert ended.value.exit_code == 3
+    assert f"error: the command was ended by SystemExit({code!r}) at {__file__}:" in capsys.readouterr().err
+
+
+def test_a_tilde_that_the_shell_leaves_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    got = []
+
+    @verb
+    def take(out: Path, name: str) -> None:
+        got.extend((out, name))
+
+    take(out=Path("~/a"), name="~/b")
+    assert got == [tmp_path / "a", "~/b"]
 
 
 def test_the_command_alone_shows_its_help():

@@ -85,3 +85,25 @@ def test_what_cannot_be_compared_is_refused_in_a_line(tmp_path: Path):
         assert result.exit_code == 2, arguments
         assert said in result.output, result.output
         assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("step_s", 0.0), ("step_s", -1.0), ("data_s", -0.1), ("optimizer_s", -2.0)]
+)
+def test_a_record_whose_time_is_none_is_refused_with_its_step(tmp_path: Path, name: str, value: float):
+    run = write_run(tmp_path / "run", [train_record(10), train_record(20, **{name: value})])
+    result = plan(run / "run.toml", "--measured", run, "--cluster", "h100:2")
+    assert (result.exit_code, f"the record of step 20 has {name}={value}: no time" in result.output) == (2, True)
+
+
+def test_a_run_on_a_cpu_is_not_set_next_to_the_plan_of_a_gpu_nor_the_other_way(tmp_path: Path):
+    on_cpu = write_run(tmp_path / "cpu", [started(0) | {"device": "cpu"}, train_record(10)])
+    on_gpu = write_run(tmp_path / "gpu", [started(0), train_record(10)])
+    for run, cluster, said in (
+        (on_cpu, "h100:2", "a run on cpu, and --cluster h100:2 has h100; name what it ran on, such as --cluster cpu:2"),
+        (on_gpu, "cpu:2", "a run on NVIDIA H200, and --cluster cpu:2 has cpu"),
+    ):
+        result = plan(run / "run.toml", "--measured", run, "--cluster", cluster)
+        assert (result.exit_code, said in result.output) == (2, True), result.output
+    same = plan(on_cpu / "run.toml", "--measured", on_cpu, "--cluster", "cpu:2")
+    assert "medians of 1 record on cpu" in same.output, same.output

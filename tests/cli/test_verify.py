@@ -14,8 +14,11 @@ from typer.testing import CliRunner, Result
 
 from shardwright.cli import common
 from shardwright.cli.main import app
+from shardwright.cli.verify_text import sizes
+from shardwright.config import parse
 from shardwright.layout import Layout
 from shardwright.verification import Case, Verifier
+from shardwright.verification.case import case_of
 from shardwright.verification.trace import RankTrace
 from tests.marks import prove
 from tests.mutation import Mutation
@@ -265,3 +268,10 @@ def test_ctrl_c_ends_every_rank_and_says_one_word(run_file: Path):
     while any(is_alive(pid) for pid in below) and time.monotonic() < until:
         time.sleep(0.05)
     assert not [pid for pid in below if is_alive(pid)]
+
+
+def test_the_report_says_that_initial_values_are_not_those_of_init_weights():
+    table = {"out": "x", "steps": 1, "data": {"path": "d"}, "batch": {"seq_len": 8, "global_batch": 2}}
+    plain, begun = (parse({**table, **more}) for more in ({}, {"init": {"weights": "w"}}))
+    said = "; initial values from the seed, and not init.weights"
+    assert [said in sizes(config, case_of(config)) for config in (plain, begun)] == [False, True]

@@ -151,6 +151,7 @@ REFUSED = {
     "does not read 'enable_thinking'": {"chat_template_kwargs": {"enable_thinking": False}, "messages": [published.user("a"), published.said("b")]},
     "message 1 has a part of type 'image_url'": {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, published.said("b")]},
     "message 2 is not an object with a role and a text, its content, and has no tool_calls": {"messages": [published.user("a"), published.said(None)]},
+    "it has one of U\\+FDD0 to U\\+FDD3, which are no characters": {"messages": [published.user("a"), published.said("x \ufdd00\ufdd1 y")]},
     "it has messages and a completion": {"completion": "b", "messages": [published.user("a"), published.said("b")]},
 }  # fmt: skip
 

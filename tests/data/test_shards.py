@@ -128,12 +128,38 @@ def test_a_newer_format_names_its_writer(copy: Path) -> None:
         (lambda raw: raw["splits"]["train"]["shards"][0].update(file="../x"), "'../x' is no name of a file in this"),
         (lambda raw: raw["splits"]["train"]["shards"][0].update(index_file="a/../../x"), "is no name of a file in"),
         (lambda raw: raw.update(tokenizer_file="/etc/passwd"), "'/etc/passwd' is no name of a file in this folder"),
+        (lambda raw: raw.update(tokenizer_file="\ud800"), "is no name of a file in this folder"),
+        (
+            lambda raw: raw.update(separator_id=-1),
+            "damaged at separator_id: Input should be greater than or equal to 0",
+        ),
+        (lambda raw: raw.update(separator_id=raw["vocab_size"]), "separator_id=\\d+ is no id of a vocabulary of "),
+        (lambda raw: raw.update(largest_id=10**30), "damaged at largest_id"),
+        (lambda raw: raw.update(vocab_size=-1), "damaged at vocab_size"),
+        (lambda raw: raw.update(block_bytes=10**30), "damaged at block_bytes"),
+        (lambda raw: raw.update(format_version=True), "format version True, but this Shardwright reads up to 3"),
+        (lambda raw: raw.update(format_version=0), "format version 0, but this Shardwright reads up to 3"),
     ],
 )
 def test_a_damaged_manifest_is_an_error(copy: Path, change: Callable[[dict], None], message: str) -> None:
     edit(copy, change)
     with pytest.raises(DataError, match=message):
         Manifest.read(copy)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "tokenizer.json", "train-00000.bin", "chat_template.jinja"])
+def test_a_file_of_the_folder_that_is_a_link_out_of_it_is_not_read(copy: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "elsewhere").write_bytes((copy / name).read_bytes() if (copy / name).exists() else b"")
+    (copy / name).unlink(missing_ok=True)
+    (copy / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match=f"'{name}' is a link out of this folder"):
+        Manifest.read(copy)
+
+
+def test_a_folder_without_splits_says_so(copy: Path) -> None:
+    edit(copy, lambda raw: raw.update(splits={}))
+    with pytest.raises(DataError, match="no split 'train'; it has none; prepare the data again"):
+        open_split(copy, "train")
 
 
 def test_every_short_or_missing_file_is_named(copy: Path) -> None:

@@ -244,6 +244,23 @@ def test_records_are_read_as_records_whatever_the_name(tmp_path: Path, name: str
     assert meter.read_bytes == len(content)
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (LINES.replace(b"}\n", b"}"), "more than one object on a line"),
+        (LINES.replace(b"\n", b"\r"), "more than one object on a line"),
+        (LINES.replace(b"{", b"\x1e{"), "more than one object on a line"),
+        (LINES.replace(b"}\n{", b"},\n{"), "more than one object on a line"),
+        (json.dumps({"data": RECORDS}).encode(), "an object whose field 'data' has the records"),
+        (json.dumps({"data": RECORDS}, indent=1).encode(), "an object whose field 'data' has the records"),
+    ],
+)
+def test_records_in_another_form_are_refused_and_never_one_document_of_raw_json(tmp_path, content, said) -> None:
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(DataError, match=said):
+        texts(tmp_path / "a.json")
+
+
 def test_an_array_is_read_in_bounded_memory(tmp_path: Path) -> None:
     items = [{"text": f"{i} " * 500} for i in range(4000)]
     (tmp_path / "a.json").write_text(json.dumps(items))

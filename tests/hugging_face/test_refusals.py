@@ -256,6 +256,17 @@ def test_an_index_that_is_none_is_refused(folder: Path):
         ('"hidden_size": 1' + "0" * 400, "is too large for 64 bits"),
         ('"a": ' + "[" * 100_000 + "]" * 100_000, "is damaged: nested too deeply"),
         ('"transformers_weights": "x.safetensors"', "names other files of weights"),
+        ('"torch_dtype": "bf17"', "torch_dtype='bf17': input should be 'auto', 'float64', "),
+        ('"dtype": ["float32"]', "dtype=['float32']: input should be 'auto', 'float64', "),
+        ('"torch_dtype": NaN', "is damaged: NaN is no number of JSON"),
+        ('"eos_token_id": "2"', "eos_token_id='2': input should be a valid integer"),
+        ('"eos_token_id": ["2", 3]', "eos_token_id='2': input should be a valid integer"),
+        ('"eos_token_id": true', "eos_token_id=True: input should be a valid integer"),
+        ('"eos_token_id": 2.5', "eos_token_id=2.5: input should be a valid integer"),
+        ('"eos_token_id": NaN', "is damaged: NaN is no number of JSON"),
+        ('"eos_token_id": -2', "config.json: eos_token_id=-2 is no token of a vocabulary of "),
+        ('"eos_token_id": [1, 1000000]', "config.json: eos_token_id=1000000 is no token of a vocabulary of "),
+        ('"bos_token_id": -1', "config.json: bos_token_id=-1 is no token of a vocabulary of "),
     ],
 )
 def test_a_configuration_of_other_types_is_one_sentence(folder: Path, text: str, said: str):
@@ -264,7 +275,18 @@ def test_a_configuration_of_other_types_is_one_sentence(folder: Path, text: str,
     assert said in refused(open_weights, folder)
 
 
-@pytest.mark.parametrize("text", ["[]", '{"eos_token_id": "2"}', '{"eos_token_id": [[2]]}', "nothing"])
+def test_a_padding_token_of_minus_one_is_none(folder: Path, tmp_path: Path):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token_id": -1, "eos_token_id": [1, 2]}))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    import_weights(folder, tmp_path / "out")
+    ids = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert (ids["eos_token_id"], "pad_token_id" in ids) == ([1, 2], False)
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", '{"eos_token_id": "2"}', '{"eos_token_id": [[2]]}', "nothing", '{"eos_token_id": -3}']
+)
 def test_a_generation_config_of_other_types_is_refused(folder: Path, tmp_path: Path, text: str):
     (folder / "generation_config.json").write_text(text)
     assert "generation_config.json" in refused(import_weights, folder, tmp_path / "out")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from shardwright.errors import InputError
 from shardwright.hugging_face.files import INDEX, WHOLE
 from shardwright.hugging_face.reader import open_weights
 from shardwright.training.exporting import export
@@ -75,3 +76,16 @@ def test_a_name_in_an_index_that_no_file_has_is_no_tensor_to_load(tmp_path: Path
     index["weight_map"]["model.layers.0.self_attn.rotary_emb.inv_freq"] = file
     (folder / INDEX).write_text(json.dumps(index))
     assert logits_error(folder, folder, torch.float64) < 1e-12
+
+
+def test_of_a_tied_configuration_a_head_of_another_shape_is_refused_as_in_transformers(tmp_path: Path):
+    folder = tied(tmp_path / "hf", "llama")
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    (embedding,) = [tensor for name, tensor in tensors.items() if "embed" in name]
+    save_file(tensors | {"lm_head.weight": torch.ones(len(embedding) + 1, embedding.shape[1])}, path, {"format": "pt"})
+    with pytest.raises(InputError, match=rf"lm_head.weight is \[{len(embedding) + 1}, "):
+        open_weights(folder)
+    transformers = pytest.importorskip("transformers")
+    with pytest.raises(RuntimeError):
+        transformers.AutoModelForCausalLM.from_pretrained(folder)

@@ -144,7 +144,7 @@ def exits_as_if_all_were_well(rank: int) -> None:
 
 def test_sys_exit_of_an_extension_on_a_worker_is_a_failure_told_in_one_sentence(run_file):
     run = ends(run_file, exits_as_if_all_were_well, 3)
-    assert re.match(r"error: training was ended by SystemExit\(0\) at \S+test_launch.py:\d+\n", run.stderr)
+    assert re.match(r"error: the command was ended by SystemExit\(0\) at \S+test_launch.py:\d+\n", run.stderr)
     assert "Traceback" not in run.stderr
 
 
@@ -154,7 +154,7 @@ def only_rank_exits(rank: int) -> None:
 
 def test_sys_exit_of_an_extension_where_there_is_one_rank_is_a_failure_too(run_file):
     run = train(run_file, "--set", "layout.dp_shard=1", fault=only_rank_exits, expect=3)
-    assert "training was ended by SystemExit(0) at" in run.stderr
+    assert "the command was ended by SystemExit(0) at" in run.stderr
 
 
 def complains_of_input(rank: int) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwright.layout import Layout
 from shardwright.verification import Row, Verifier
 from shardwright.verification.case import PLAIN_SGD
-from shardwright.verification.compare import differing_replicas, errors
+from shardwright.verification.compare import Report, differing_replicas, errors
 from shardwright.verification.trace import Quantity, RankTrace, Recorder, Trace
 from tests.distributed import run_ranks
 from tests.marks import prove
@@ -65,10 +65,24 @@ def test_what_is_missing_or_of_another_shape_is_infinitely_wrong(tmp_path: Path)
     assert found[GRADIENT, "w"] == found[GRADIENT, "b"] == math.inf
 
 
-def test_what_is_not_a_number_is_not_equal():
-    row = Row(GRADIENT, "w", math.nan, 1e-10, "")
+@pytest.mark.parametrize("tolerance", [0.0, 1e-10, math.inf, math.nan])
+@pytest.mark.parametrize("error", [math.nan, math.inf])
+def test_what_is_not_a_number_is_not_equal(error: float, tolerance: float):
+    row = Row(GRADIENT, "w", error, tolerance, "")
     assert not row.equal
     assert row.excess == math.inf
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_the_same_value_that_is_not_finite_on_both_sides_is_not_equal_and_is_named(tmp_path: Path, value: float):
+    weights = {"good": torch.ones(4), "bad": torch.tensor([1.0, value])}
+    expected = trace(tmp_path / "a", weights, loss=[value])
+    found = errors(trace(tmp_path / "b", weights, loss=[value]), expected)
+    rows = [Row(quantity, name, error, math.inf, "") for (quantity, name), error in found.items()]
+    assert {(row.quantity.kind, row.name) for row in rows if not row.equal} == {("gradient", "bad"), ("loss", "")}
+    report = Report(case(Layout(), 1), Layout(), "one process", rows, 0)
+    assert not report.equal
+    assert {each["name"] for each in report.document()["worst"]} == {"bad", ""}
 
 
 @prove

@@ -1,6 +1,6 @@
 """Models and layouts as they are given to the functions of the Python API."""
 
-from shardwright.errors import ConfigError
+from shardwright.errors import ConfigError, InputError
 from shardwright.layout import Layout
 from shardwright.model.presets import resolve
 from shardwright.model.spec import ModelSpec
@@ -21,6 +21,12 @@ def as_spec(model: object, also: str = "") -> ModelSpec:
         f"model is of type {kind.__module__}.{kind.__qualname__}; valid: the name of a preset, a ModelSpec{also}; a "
         f"module of your own is split where its family is registered, with a row for each parameter (docs/extending.md)"
     )
+
+
+def check_counts(**counts: int) -> None:
+    """Raise InputError for each argument that counts something and is below 1."""
+    if small := [f"{name}={n}: a number of 1 or more is needed" for name, n in counts.items() if n < 1]:
+        raise InputError(*small)
 
 
 def check_layout(layout: object) -> None:

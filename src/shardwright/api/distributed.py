@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwright.api.arguments import as_spec, check_layout
 from shardwright.config import OptimizerSection
 from shardwright.data.batches import Batch
-from shardwright.errors import InputError, LayoutError
+from shardwright.errors import InputError, LayoutError, checked_call
 from shardwright.layout import Layout
 from shardwright.model.modules import row_of
 from shardwright.model.spec import ModelSpec
@@ -65,6 +65,7 @@ class DistributedModel:
         """The parameters of `named_parameters`, for an optimizer."""
         yield from self._model.named_parameters.values()
 
+    @checked_call
     def parameter_groups(self, weight_decay: float = 0.1) -> list[dict[str, Any]]:
         """Groups for a PyTorch optimizer: `weight_decay` for matrices and embeddings, 0 for norms and biases; and a
         group for each DeviceMesh, since one fused update cannot take parameters of two.
@@ -74,6 +75,7 @@ class DistributedModel:
         groups = parameter_groups(self._model.named_parameters, self.spec, OptimizerSection(weight_decay=weight_decay))
         return [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups]
 
+    @checked_call
     def forward_backward(self, tokens: Tensor, targets: Tensor, *, micro_batch: int | None = None) -> Tensor:
         """Compute the loss and the gradients of one global batch, with gradient accumulation over micro-batches.
 
@@ -95,17 +97,20 @@ class DistributedModel:
         self._steps += 1
         return self._model.sum_over_losses(loss_part.detach())
 
+    @checked_call
     def clip_grad_norm(self, max_norm: float = float("inf")) -> Tensor:
         """Scale the gradients so that their global norm is at most `max_norm`. Returns the norm before that, a scalar,
         of the whole model and equal on every rank; `torch.nn.utils.clip_grad_norm_` would give that of a shard."""
         return self._work.clip(max_norm)
 
+    @checked_call
     def evaluate(self, tokens: Tensor, targets: Tensor, *, micro_batch: int = 1) -> Tensor:
         """The loss per target token, without gradients and dropout; arguments and errors as in `forward_backward`."""
         batch = self._batch(tokens, targets, micro_batch)
         self._model.after_change()
         return self._work.evaluate([batch])[0]
 
+    @checked_call
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, Tensor]:
         """Every parameter of the whole model by its name, on this rank's device, to load into a `Transformer` of one
@@ -152,6 +157,7 @@ class DistributedModel:
         self._checked.add((n_sequences, seq_len, micro_batch))
 
 
+@checked_call
 def parallelize(
     model: ModelSpec | Transformer | str,
     layout: Layout | None = None,

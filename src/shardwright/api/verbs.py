@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwright import extensions
-from shardwright.api.arguments import as_spec, check_layout
-from shardwright.errors import InputError, nearest
+from shardwright.api.arguments import as_spec, check_counts, check_layout
+from shardwright.errors import InputError, checked_call, nearest
 from shardwright.layout import Layout
 from shardwright.model.presets import resolve
 from shardwright.model.spec import ModelSpec
@@ -23,18 +23,21 @@ if TYPE_CHECKING:
     from shardwright.verification import Report
 
 
+@checked_call
 def extend(name: str | Path) -> None:
     """Import a Python file, or a module by its name, that registers schedules, optimizers or families of models; here
     and in every process that is started from here. Raises ConfigError, with the line, where that fails."""
     extensions.load_trusted([str(name)])
 
 
+@checked_call
 def preset(name: str) -> ModelSpec:
     """The sizes of a named model, such as "debug" or "llama-3.1-8b" (docs/run-file.md lists them); change some with
     `dataclasses.replace`. Raises ConfigError, with the nearest name, for one that is not there."""
     return resolve(name)
 
 
+@checked_call
 def plan(
     model: ModelSpec | str,
     cluster: str,
@@ -77,6 +80,7 @@ def plan(
     from shardwright.planner.simplicity import PREFERENCES
     from shardwright.report.plan_table import PlanTable
 
+    check_counts(global_batch=global_batch, seq_len=seq_len, top=top)
     found = find_cluster(cluster, None if hardware is None else Path(hardware))
     job = Job(
         model=as_spec(model),
@@ -95,6 +99,7 @@ def plan(
     return PlanTable(**vars(result))
 
 
+@checked_call
 def verify(
     layout: Layout,
     model: ModelSpec | str = "debug",
@@ -121,6 +126,7 @@ def verify(
     or the batch, WorkerError where a rank fails or takes more than `timeout_s` seconds.
     """
     spec = as_spec(model)
+    check_counts(seq_len=seq_len, global_batch=global_batch, micro_batch=micro_batch, steps=steps)
     for each in (layout,) if against is None else (layout, against):
         check_layout(each)
     from shardwright.verification.ranks import start_server
@@ -145,6 +151,7 @@ def verify(
         return report if report.equal else replace(report, culprit=find_culprit(verifier, report))
 
 
+@checked_call
 def dryrun(
     run: str | Path | Mapping[str, Any],
     changes: Mapping[str, Any] | None = None,
@@ -181,6 +188,7 @@ def dryrun(
     return dry_run(config, how, rank, remedies)
 
 
+@checked_call
 def train(
     run: str | Path | Mapping[str, Any],
     changes: Mapping[str, Any] | None = None,
@@ -209,6 +217,7 @@ def train(
     return None if start(config, quiet=quiet, max_restarts=max_restarts).summary is None else load_run(config.out)
 
 
+@checked_call
 def load_run(folder: str | Path) -> "Run":
     """Read the folder of a run, one that is still going on included.
 
@@ -251,6 +260,7 @@ class Run:
         """Folders of the checkpoints that are kept, the oldest first."""
         return published(self.folder / CHECKPOINTS)
 
+    @checked_call
     def model(self, checkpoint: str | Path | None = None) -> "Transformer":
         """The whole model of a checkpoint, the newest if none is named, on one process: on the CPU, in evaluation mode,
         in the type it was trained in. Raises CheckpointError where there is none, or it is damaged."""

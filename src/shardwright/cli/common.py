@@ -4,10 +4,12 @@ import dataclasses
 import functools
 import inspect
 import json
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,10 +19,11 @@ from rich.table import Table
 
 from shardwright import extensions
 from shardwright.console import PlainConsole
-from shardwright.errors import InputError, LayoutError, ShardwrightError, nearest
+from shardwright.errors import InputError, LayoutError, QuietExit, ShardwrightError, nearest
 from shardwright.files import parse_toml, problem_of_place
 from shardwright.layout import Layout
 from shardwright.layout_keys import KEYS
+from shardwright.processes import in_one_sentence, on_signals
 
 MOST_PROBLEMS = 50
 """Errors that are printed; a damaged table may have one a cell."""
@@ -84,8 +87,10 @@ def reading_verb(function: Callable[..., None]) -> Callable[..., None]:
     return verb(function, extends=True)
 
 
-def verb(function: Callable[..., None], extends: bool = False) -> Callable[..., None]:
-    """Make a function a verb: a ShardwrightError becomes a message and its exit code, never a traceback.
+def verb(function: Callable[..., None], extends: bool = False, hears_signals: bool = False) -> Callable[..., None]:
+    """Make a function a verb: a ShardwrightError becomes a message and its exit code, never a traceback. A signal that
+    asks it to end interrupts it as Ctrl-C does, so that it removes what it has written in part; unless the function
+    `hears_signals` itself.
 
     The parameters of the function are the arguments and options of the verb. Where its only parameter is a
     dataclass, the fields of that are. `extends`: it has the option `--extension`, too.
@@ -96,14 +101,16 @@ def verb(function: Callable[..., None], extends: bool = False) -> Callable[..., 
 
     @functools.wraps(function)
     def run(**given: Any) -> None:
+        given = {name: _with_home(value) for name, value in given.items()}
         try:
-            _within_64_bits(given)
-            if extends:
-                extensions.load_trusted(given.pop("extension") or ())
-            if options is None:
-                function(**given)
-            else:
-                function(options(**given))
+            with nullcontext() if hears_signals else on_signals(signal.default_int_handler):
+                _within_64_bits(given)
+                if extends:
+                    extensions.load_trusted(given.pop("extension") or ())
+                if options is None:
+                    function(**given)
+                else:
+                    function(options(**given))
         except ShardwrightError as error:
             fail(error)
             raise typer.Exit(error.exit_code) from None
@@ -115,6 +122,13 @@ def verb(function: Callable[..., None], extends: bool = False) -> Callable[..., 
         except KeyboardInterrupt:
             error_console.print("interrupted")
             raise typer.Exit(130) from None
+        except SystemExit as error:
+            if isinstance(error, QuietExit):
+                raise
+            told = in_one_sentence(error)
+            assert told is not None
+            fail(told)
+            raise typer.Exit(told.exit_code) from None
 
     if options is not None:
         takes = inspect.signature(options, eval_str=True)
@@ -124,6 +138,11 @@ def verb(function: Callable[..., None], extends: bool = False) -> Callable[..., 
     run.__annotations__ = {name: each.annotation for name, each in takes.parameters.items()}
     vars(run)["__signature__"] = takes  # what typer makes options from
     return run
+
+
+def _with_home(value: Any) -> Any:
+    """A path whose `~` the shell has left, as in `--out=~/data`, below the home folder."""
+    return Path(os.path.expanduser(value)) if isinstance(value, Path) else value
 
 
 LONGEST_NUMBER = 18

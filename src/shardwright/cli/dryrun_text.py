@@ -22,7 +22,7 @@ def print_dry_run(found: "DryRun", messages: bool) -> None:
     verdict = "fits" if found.fits else "does not fit"
     say(
         f"{verdict}: {format_bytes(needed)} of the {format_bytes(limit)} that a rank may need; "
-        f"{format_bytes(record.peak.n_bytes)} of tensors, the rest libraries and the allocator, by the plan's constants"
+        f"{format_bytes(record.peak.n_bytes)} of tensors, and what the plan estimates for libraries and the allocator"
     )
     if record.repeats:
         n, n_run = found.config.accumulation, step_length(found.config).n_run

@@ -12,7 +12,7 @@ def compare_with_run(asked: Asked, options: Options) -> None:
 
     assert options.measured is not None
     assert asked.config is not None
-    run = run_of(options.measured, asked.config, str(options.target))
+    run = run_of(options.measured, asked.config, str(options.target), asked.job.cluster)
     limit = limit_bytes(asked.job, options.memory_margin)
     priced = priced_of(asked.job, choice_of_run(run.config, asked.job, limit))
     result = compare_run(run, priced)
@@ -28,7 +28,8 @@ def compare_with_run(asked: Asked, options: Options) -> None:
     print_job(asked.job, asked.name)
     console.print(f"[bold]{priced.choice}[/]", soft_wrap=True)
     n = result.n_records
-    say(f"{options.measured}, {result.steps}: medians of {n} {'record' if n == 1 else 'records'}")
+    on = "" if result.device is None else f" on {result.device}"
+    say(f"{options.measured}, {result.steps}: medians of {n} {'record' if n == 1 else 'records'}{on}")
     table = columns("", "planned", "measured", "measured / planned", left=1)
     for term in (*result.terms, *result.parts):
         ratio = "" if term.ratio is None else f"{term.ratio:.2f}"

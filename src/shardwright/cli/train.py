@@ -2,19 +2,20 @@
 
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from shardwright.cli.common import AsJson, Overrides, console, error_console, print_json, progress, reading_verb, say
+from shardwright.cli.common import AsJson, Overrides, console, error_console, print_json, progress, say, verb
 from shardwright.config import RunConfig, load
 from shardwright.errors import InputError
 from shardwright.reference import keys
 from shardwright.units import GiB, format_bytes
 
 
-@reading_verb
+@partial(verb, extends=True, hears_signals=True)
 def train(
     run_file: Annotated[Path | None, typer.Argument(help="the run file, TOML; see examples/")] = None,
     overrides: Overrides = None,

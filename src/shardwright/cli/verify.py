@@ -1,6 +1,5 @@
 """shardwright verify: does the layout of a run file compute what one process computes?"""
 
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -122,12 +121,11 @@ def verify(options: Options) -> None:
 
     start_server()  # it imports PyTorch while this process does
     configs = _configs(options.run_file, options)
-    from shardwright.processes import on_signals
     from shardwright.verification import Verifier
     from shardwright.verification.verifier import TIMEOUT_S
 
     timeout_s = options.timeout_s or (DAY_S if options.full else TIMEOUT_S)
-    with on_signals(signal.default_int_handler), Verifier(timeout_s=timeout_s) as verifier:
+    with Verifier(timeout_s=timeout_s) as verifier:
         if options.matrix is not None:
             _matrix(verifier, _of_matrix(configs[0], options.matrix, options), options)
         elif _is_too_large(configs, options):

@@ -30,6 +30,8 @@ def sizes(config: "RunConfig", case: "Case") -> str:
     narrow = {"bf16": "bfloat16", "fp16": "float16"}.get(config.precision.compute, case.dtype)
     if case.dtype != narrow and case.fp8 is None:
         sizes += f", not the {config.precision.compute} of precision.compute, which --dtype {narrow} takes"
+    if config.init.weights is not None:
+        sizes += "; initial values from the seed, and not init.weights"
     return sizes if spec == whole else f"reduced to {sizes} (--full for the true sizes)"
 
 

@@ -1,7 +1,9 @@
 """Read a run file, strictly, with every problem told at once; and write one back."""
 
 import json
+import os
 import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from shardwright.config.sections import PATH, RENAMED, located
 from shardwright.errors import ConfigError, near_path, nearest
 from shardwright.files import parse_toml, read_text
 from shardwright.layout_keys import KEYS as LAYOUT_KEYS
-from shardwright.run_folder import RESOLVED
+from shardwright.run_folder import METRICS, RESOLVED, RUN_FILE
 from shardwright.synonyms import called_here
 
 
@@ -32,7 +34,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, started: bool = Fal
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such run file{near_path(path, '*.toml')}") from None
     except IsADirectoryError:
-        raise ConfigError(f"{path} is a folder; a run file is TOML, like those in examples/") from None
+        raise ConfigError(f"{path} is a folder; {_run_file_of(Path(path))}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
@@ -40,7 +42,32 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, started: bool = Fal
     # A kept run file has absolute paths; those of earlier versions are relative to where the run was started.
     resolved = text.startswith(RESOLVED)
     folder = Path() if resolved else Path(path).parent
-    return parse(table, overrides, source=str(path), folder=folder, started=started)
+    config = parse(table, overrides, source=str(path), folder=folder, started=started)
+    if started and resolved:
+        _refuse_moved(Path(path), config, overrides)
+    return config
+
+
+def _run_file_of(folder: Path) -> str:
+    """Which run file is meant by a folder, in words."""
+    if (folder / RUN_FILE).is_file():
+        return f"the run file of the run in it is {folder / RUN_FILE}"
+    if (folder / "config.json").is_file():
+        return f"a model of transformers is named with --model {folder} in a plan, or as model.from in a run file"
+    return "a run file is TOML, like those in examples/"
+
+
+def _refuse_moved(path: Path, config: RunConfig, overrides: Sequence[str]) -> None:
+    """Raise ConfigError for the run file of a run whose folder was moved or copied: its `out` still names the old
+    place, where the run would start anew."""
+    folder = path.parent
+    is_kept = path.name == RUN_FILE and (folder / METRICS).is_file()
+    is_given = any(override.partition("=")[0].strip() == "out" for override in overrides)
+    if is_kept and not is_given and os.path.realpath(folder) != os.path.realpath(config.out):
+        raise ConfigError(
+            f"{path}: the run in this folder was moved or copied here from out={config.out!r}; go on with it by "
+            f"--set out={shlex.quote(str(folder))}, or start anew in another folder by --set out=..."
+        )
 
 
 def parse(
@@ -62,6 +89,7 @@ def parse(
         change_paths(table, lambda path: located(path, folder))
     for override in overrides:
         problems += _apply(table, override)
+    change_paths(table, os.path.expanduser)
     problems += [f"{key}={n}: a number of at most 64 bits is needed" for key, n in _beyond_64_bits(table)]
     if problems:
         raise ConfigError(*(f"{source}: {problem}" for problem in problems))

@@ -56,8 +56,9 @@ PATH: dict[str, Any] = {"path": True}
 
 
 def located(path: str, folder: Path) -> str:
-    """A path of a run file that lies in `folder`, as the process can open it; URLs stay as they are."""
-    return path if not path or REMOTE in path else os.path.normpath(folder / path)
+    """A path of a run file that lies in `folder`, as the process can open it: `~` is the home folder, URLs stay as they
+    are."""
+    return path if not path or REMOTE in path else os.path.normpath(folder / os.path.expanduser(path))
 
 
 Positive = Annotated[int, Field(ge=1)]

@@ -23,6 +23,8 @@ LARGEST_OBJECT_BYTES = 16 * MiB
 CHUNK_BYTES = 64 * KiB
 _PACKED = (".gz", ".gzip", ".zst", ".bz2", ".xz")
 _LINES = (".jsonl", ".ndjson")
+_BEFORE_RECORDS = "\ufeff\x1e \t\r\n"
+"""What may stand before the first record: U+001E begins each one of a JSON text sequence (RFC 7464)."""
 
 
 def suffix(path: File) -> str:
@@ -71,7 +73,7 @@ def kind_of(path: File, text_key: str | None) -> Kind:
         head = file.read(CHUNK_BYTES)
         if head.startswith(b"PAR1") or suffix(path) == ".parquet":
             return "parquet"
-        begin = head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+        begin = head.removeprefix(b"\xef\xbb\xbf").lstrip(_BEFORE_RECORDS.encode()[3:])[:1]
         if begin not in (b"{", b"["):
             return "text"
         if begin == b"[":
@@ -81,19 +83,25 @@ def kind_of(path: File, text_key: str | None) -> Kind:
         lines = (file.readline(LONGEST_RECORD_BYTES) for _ in itertools.count())
         full = (line.removeprefix(b"\xef\xbb\xbf").strip() for line in itertools.takewhile(bool, lines))
         objects = [_object(line) for line in itertools.islice(filter(None, full), 2)]
-    if objects[0] is None:
+    if objects[0] is None or len(objects) == 1:
         return _kind_of_object(path, text_key)
-    if len(objects) == 1 or objects[1] is None:
+    if objects[1] is None:
         return "lines" if _is_record(objects[0], text_key) else "text"
     return _checked(path, "lines", objects, text_key)
 
 
 def _kind_of_object(path: File, text_key: str | None) -> Kind:
-    """Of one that begins with an object over several lines."""
+    """Return the kind of a file that begins with an object and is not one object a line. Raises DataError for records
+    in another form: such a file would be one document of raw JSON."""
     with opened(path) as (file, _):
         content = file.read(LARGEST_OBJECT_BYTES + 1)
     value = _object(content) if len(content) <= LARGEST_OBJECT_BYTES else None
     if value is None:
+        if _is_record(_first_object(content), text_key):
+            raise DataError(
+                f"{path}: it begins with a JSON object that is a record, and has more than one object on a line or "
+                f"something else behind it; write one object a line"
+            )
         return "text"
     if _is_record(value, text_key):
         return "object"
@@ -103,6 +111,14 @@ def _kind_of_object(path: File, text_key: str | None) -> Kind:
                 f"{path}: an object whose field {name!r} has the records; write these as JSON lines, one object a line"
             )
     return "text"
+
+
+def _first_object(content: bytes) -> Any:
+    """The JSON object with which a file begins, whatever follows; None where there is none."""
+    try:
+        return json.JSONDecoder().raw_decode(content.decode("utf-8", "replace").lstrip(_BEFORE_RECORDS))[0]
+    except (ValueError, RecursionError):
+        return None
 
 
 def _is_record(value: Any, text_key: str | None) -> bool:

@@ -19,7 +19,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -41,6 +41,9 @@ INDEX_CHECKED_AT_START_BYTES = 256 * MiB
 PREPARE = "shardwright data prepare SRC --out DIR"
 
 
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
 class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -49,9 +52,9 @@ class Shard(_Record):
     """The files of one shard: `tokens` ids in `bytes` bytes; `documents` of them begin here."""
 
     file: str
-    tokens: int
-    documents: int
-    bytes: int
+    tokens: Count
+    documents: Count
+    bytes: Count
     sha256: str
     index_file: str
     index_sha256: str
@@ -64,8 +67,8 @@ class Shard(_Record):
 class Split(_Record):
     """The shards of one split, in order, with their totals."""
 
-    tokens: int
-    documents: int
+    tokens: Count
+    documents: Count
     shards: tuple[Shard, ...]
 
 
@@ -76,19 +79,19 @@ class Manifest(_Record):
     format_version: int = FORMAT_VERSION
     created_by: str
     dtype: Literal["uint16", "uint32"]
-    vocab_size: int
+    vocab_size: int = Field(ge=1, le=2**32)
     separator: str
-    separator_id: int
+    separator_id: Count
     tokenizer_file: str
     tokenizer_sha256: str
     tokenizer_fingerprint: str | None = None
     """Equal for tokenizers that make the same ids, however their files are formatted; None before version 3."""
-    block_bytes: int = Field(BLOCK_BYTES, gt=0)
+    block_bytes: int = Field(BLOCK_BYTES, gt=0, lt=2**63)
     """Bytes of the blocks that `.sums` files have checksums of."""
-    largest_id: int | None = None
+    largest_id: Count | None = None
     """The largest token id in all splits; None before version 3."""
     chat_template_sha256: str | None = None
-    answer_end_id: int | None = None
+    answer_end_id: Count | None = None
     """Of conversations, the special token that the template writes behind an answer."""
     chat_tokens: dict[str, str] = {}
     """Of conversations, the tokens that the template names: `bos_token` and the like, with their texts."""
@@ -107,7 +110,7 @@ class Manifest(_Record):
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:
             raise DataError(f"{folder}: its {MANIFEST} is not of token shards; they are made by `{PREPARE}`")
         version = raw.get("format_version")
-        if not isinstance(version, int) or version > FORMAT_VERSION:
+        if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
             raise DataError(
                 f"{folder}: format version {version}, but this Shardwright reads up to {FORMAT_VERSION}; "
                 f"it was written by {raw.get('created_by')}: upgrade to that, or prepare the data again"
@@ -118,7 +121,7 @@ class Manifest(_Record):
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
             raise DataError(f"{folder}: {MANIFEST} is damaged at {where}: {first['msg']}; prepare it again") from None
-        for name in manifest._n_bytes_of_all_files():
+        for name in (*manifest._n_bytes_of_all_files(), TEMPLATE):
             inside(folder, name, DataError)
         problems = manifest._contradictions() or (manifest.missing_files(folder) if check_files else [])
         if check_files and not problems:
@@ -235,7 +238,11 @@ class Manifest(_Record):
         return found
 
     def _contradictions(self) -> list[str]:
-        problems = []
+        problems = [
+            f"{MANIFEST} contradicts itself: {name}={token} is no id of a vocabulary of {self.vocab_size}"
+            for name in ("separator_id", "largest_id", "answer_end_id")
+            if (token := getattr(self, name)) is not None and token >= self.vocab_size
+        ]
         for name, split in self.splits.items():
             for shard in split.shards:
                 if shard.tokens * self.itemsize != shard.bytes:
@@ -363,7 +370,8 @@ def open_split(directory: str | Path, name: str) -> TokenSplit:
     """The split `name` ("train", "validation") of a folder of tokens; raises as Manifest.read does."""
     manifest = Manifest.read(directory)
     if name not in manifest.splits:
-        raise DataError(f"{directory}: no split {name!r}; {nearest(name, manifest.splits)}")
+        there = nearest(name, manifest.splits) if manifest.splits else "it has none; prepare the data again"
+        raise DataError(f"{directory}: no split {name!r}; {there}")
     split = TokenSplit(Path(directory), name, manifest)
     split.check_index()
     return split
@@ -411,7 +419,7 @@ def _read_json(folder: Path) -> Any:
         raise DataError(f"{folder}: there is no such data folder{near_path(folder, '*/')}; make it with `{PREPARE}`")
     if not folder.is_dir():
         raise DataError(f"{folder}: a file, not a folder of token shards; make one with `{PREPARE}`")
-    path = folder / MANIFEST
+    path = inside(folder, MANIFEST, DataError)
     if not path.exists():
         names = sorted(entry.name for entry in folder.iterdir())
         found = f"holds {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}, but no" if names else "is empty: no"

@@ -91,6 +91,8 @@ class ChatTemplate:
         the other variables of the template. Raises Refused."""
         messages = [_with_reasoning(message) for message in messages]
         text = self._render(messages, given)
+        if not {_MARK, _MARK_END, _BEGIN, _END}.isdisjoint(text):
+            raise Refused("it has one of U+FDD0 to U+FDD3, which are no characters; answers are marked with them here")
         answers = [i for i, message in enumerate(messages) if message["role"] == ANSWER]
         if not any(trained[i] for i in answers):
             return text, []

@@ -47,6 +47,8 @@ TOKENIZER_FILES = (
 """Files of a tokenizer, which are carried along."""
 GENERATION = "generation_config.json"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+NO_PADDING = ("pad_token_id", -1)
+"""How configurations of the first Llama say that there is no token for padding."""
 WITHOUT_SIZE = (
     "quantization_config",
     "rms_norm_eps",
@@ -100,6 +102,8 @@ def read_folder(path: Path) -> Folder:
     Raises ConfigError if it is not supported, with every reason.
     """
     config, architecture, spec = _read_config(path / CONFIG)
+    if wrong := list(_wrong_token_ids(path, spec.vocab_size)):
+        raise ConfigError(*wrong)
     if spec.mtp_modules and not _holds_layer(path, architecture, spec.n_layers):
         spec = replace(spec, mtp_modules=0)
     untied = spec.tied_embedding and _has_own_head(path, architecture)
@@ -114,7 +118,9 @@ def _has_own_head(path: Path, architecture: Architecture) -> bool:
     held = held_tensors(path)
     head, embedding = (f"{architecture.ends[name]}.weight" for name in ("head", "embedding"))
     one, other = held.get(head), held.get(architecture.prefix + embedding, held.get(embedding))
-    return one is not None and other is not None and one.shape == other.shape and not equal_values(one, other)
+    if one is None or other is None:
+        return False
+    return one.shape != other.shape or not equal_values(one, other)  # of another shape it is refused by its name
 
 
 def _has_weights(path: Path) -> bool:
@@ -279,6 +285,20 @@ def said_shortly(problems: list[str], n: int = 4) -> Iterator[str]:
         yield f"and {len(problems) - n} more"
 
 
+def _wrong_token_ids(path: Path, vocab_size: int) -> Iterator[str]:
+    """A sentence for each id that is no token of the model: a text would never end, or the first step would fail."""
+    for name in (CONFIG, GENERATION):
+        table = _object(path / name, GenerationFile) if (path / name).is_file() else {}
+        for key in TOKEN_IDS:
+            ids = table.get(key)
+            for each in ids if isinstance(ids, list) else [ids]:
+                if each is not None and not 0 <= each < vocab_size and (key, each) != NO_PADDING:
+                    yield (
+                        f"{path / name}: {key}={each} is no token of a vocabulary of {vocab_size} (0 to "
+                        f"{vocab_size - 1}); write the id of a token, or null"
+                    )
+
+
 def token_ids(path: Path) -> dict[str, int | list[int]]:
     """The ids of the tokens that begin, end and pad a text, of generation_config.json or else config.json; those that
     are there."""
@@ -286,7 +306,9 @@ def token_ids(path: Path) -> dict[str, int | list[int]]:
     for name in (CONFIG, GENERATION):
         if (path / name).is_file():
             table = _object(path / name, GenerationFile)
-            found |= {key: table[key] for key in TOKEN_IDS if table.get(key) is not None}
+            found |= {
+                key: table[key] for key in TOKEN_IDS if table.get(key) is not None and (key, table[key]) != NO_PADDING
+            }
     return found
 
 

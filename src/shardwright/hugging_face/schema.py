@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -17,6 +17,10 @@ MOST_SHOWN = 60
 """Characters of a value that an error repeats."""
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 TokenId = int | list[int] | None
+Dtype = (
+    Literal["auto", "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8"] | None
+)
+"""The type in which the weights were saved. The files say it too, so it is checked and not used."""
 
 
 class Rope(BaseModel):
@@ -52,6 +56,8 @@ class ConfigFile(GenerationFile):
     """The keys of config.json whose type every architecture shares; sizes are checked by `Architecture`."""
 
     model_type: str
+    torch_dtype: Dtype = None
+    dtype: Dtype = None
     architectures: list[str] | None = None
     quantization_config: dict[str, Any] | None = None
     rope_parameters: Rope | None = None

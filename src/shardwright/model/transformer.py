@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from shardwright.errors import InputError
+from shardwright.errors import ConfigError, InputError, checked_constructor
 from shardwright.model.attention import Attention
 from shardwright.model.balance import RealTokens
 from shardwright.model.documents import Documents
@@ -71,6 +71,7 @@ class Block(nn.Module):
         return x_BTD + self.dropout(y_BTD, ffn_keys_B, positions_T)
 
 
+@checked_constructor(ConfigError)
 class Transformer(nn.Module):
     """A decoder on one device. `shardwright.model.init.initialise` fills its initial weights.
 

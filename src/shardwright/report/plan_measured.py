@@ -7,6 +7,7 @@ from typing import Any
 
 from shardwright.config import RunConfig
 from shardwright.config.settle import needs_memory
+from shardwright.cost.hardware import Cluster
 from shardwright.errors import InputError
 from shardwright.keys import written
 from shardwright.layout_keys import KEYS
@@ -16,6 +17,9 @@ from shardwright.report.run_record import RunRecord, Segment, read_run
 from shardwright.run_folder import RUN_FILE
 from shardwright.units import format_bytes, format_count, format_seconds
 
+CPU = "cpu"
+"""The device of a run, and the accelerator of a cluster, that is none."""
+_TIMES = ("step_s", "data_s", "forward_backward_s", "optimizer_s")
 UPDATE = "optimizer"
 """The part of a planned step that is measured as the optimizer's time."""
 
@@ -46,12 +50,14 @@ class Term:
 @dataclass(frozen=True)
 class Measured:
     """A run next to its plan. `terms`: of the whole step; `parts`: of its time, which add up to the planned step;
-    `steps`: those whose records were read, of which each measured number but the peak memory is the median."""
+    `steps`: those whose records were read, of which each measured number but the peak memory is the median; `device`:
+    what they ran on, None where an older version did not record it."""
 
     terms: tuple[Term, ...]
     parts: tuple[Term, ...]
     steps: str
     n_records: int
+    device: str | None
 
     @property
     def largest(self) -> str:
@@ -68,13 +74,21 @@ class Measured:
     def as_json(self) -> dict[str, Any]:
         """For programs."""
         rows = [asdict(term) | {"ratio": term.ratio} for term in (*self.terms, *self.parts)]
-        return {"steps": self.steps, "n_records": self.n_records, "terms": rows, "largest": self.largest}
+        return {
+            "steps": self.steps,
+            "n_records": self.n_records,
+            "device": self.device,
+            "terms": rows,
+            "largest": self.largest,
+        }
 
 
-def run_of(folder: Path, config: RunConfig, run_file: str) -> RunRecord:
-    """The run in a folder, which has to have logged steps of the model, batch and layout of the run file `config`.
+def run_of(folder: Path, config: RunConfig, run_file: str, cluster: Cluster) -> RunRecord:
+    """The run in a folder, which has to have logged steps of the model, batch and layout of the run file `config`, on
+    a device of the kind of `cluster`.
 
-    Raises InputError for a folder that is not one of a run, for a run without steps, and with every key that differs.
+    Raises InputError for a folder that is not one of a run, for a run without steps, for records whose times are none,
+    for a run on a CPU beside the plan of accelerators or the other way round, and with every key that differs.
     """
     run = read_run(folder)
     if not run.train:
@@ -82,6 +96,18 @@ def run_of(folder: Path, config: RunConfig, run_file: str) -> RunRecord:
     if not run.segments[-1].train:
         raise InputError(
             f"--measured {folder}: no step is logged yet since the layout or the device changed; wait for one"
+        )
+    for record in run.segments[-1].train:
+        if wrong := [
+            f"{name}={value}" for name in _TIMES if (value := getattr(record, name)) < (name == "step_s") * 1e-9
+        ]:
+            raise InputError(f"--measured {folder}: the record of step {record.step} has {', '.join(wrong)}: no time")
+    device, accelerator = run.starts[-1].device if run.starts else None, cluster.accelerator
+    if (device == CPU and accelerator.host_bytes_per_s) or (device not in (CPU, None) and accelerator.name == CPU):
+        right = CPU if device == CPU else "h100"
+        raise InputError(
+            f"--measured {folder}: this is a run on {device}, and --cluster {cluster.name} has {accelerator.name}; "
+            f"name what it ran on, such as --cluster {right}:{cluster.size}"
         )
     theirs, ours = _settings(run.config), _settings(config)
     names = [name for name in ours if ours[name] != theirs[name]]
@@ -133,7 +159,7 @@ def compare_run(run: RunRecord, priced: Priced) -> Measured:
         Term("forward + backward", "s", priced.step_s - update_s, _median(segment, "forward_backward_s")),
         Term("optimizer", "s", update_s, _median(segment, "optimizer_s")),
     )
-    return Measured(terms, parts, segment.steps, len(segment.train))
+    return Measured(terms, parts, segment.steps, len(segment.train), run.starts[-1].device if run.starts else None)
 
 
 def _median(segment: Segment, name: str) -> float | None:

@@ -20,6 +20,7 @@ from shardwright.errors import (
     CopiesError,
     InputError,
     LayoutError,
+    QuietExit,
     SaveError,
     ShardwrightError,
     SpikeError,
@@ -194,7 +195,7 @@ def _of_one_rank(error: BaseException, place: Place, in_training: bool) -> BaseE
     _tell_torchrun("\n".join(problems))
     if shared and place.local_rank != 0:
         time.sleep(_LOST_PEER_WAIT_S)  # the launcher ends the others with the first that leaves: let rank 0 speak
-        return SystemExit(code)
+        return QuietExit(code)
     return InputError(*problems) if isinstance(error, InputError) else WorkerError(*problems)
 
 

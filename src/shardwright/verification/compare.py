@@ -32,13 +32,14 @@ class Row:
 
     @property
     def equal(self) -> bool:
-        """Within the tolerance; what is not a number is not equal."""
-        return self.error <= self.tolerance
+        """Within the tolerance; what is not finite is not equal, also where both sides have it, and also where the
+        tolerance is not finite because one process in the same type is as wrong."""
+        return math.isfinite(self.error) and self.error <= self.tolerance
 
     @property
     def excess(self) -> float:
         """The error as a multiple of the tolerance."""
-        if math.isnan(self.error):
+        if not math.isfinite(self.error):
             return math.inf
         return self.error / self.tolerance if self.tolerance else (math.inf if self.error else 0.0)
 

@@ -220,7 +220,7 @@ _MANIFEST = TypeAdapter(Manifest)
 
 def _table_of(folder: Path) -> dict[str, Any]:
     """What a manifest holds, if it is as it was written."""
-    path = folder / FILE_NAME
+    path = inside(folder, FILE_NAME, DamagedError)
     try:
         table = parse_json(read_bytes(path, LONGEST_MANIFEST))
         if isinstance(table, dict) and table.pop("sha256", None) == _sha256_of(table):
