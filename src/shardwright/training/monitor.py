@@ -48,7 +48,7 @@ from shardwright.ranks_at import (
 )
 from shardwright.run_folder import Event, append_event
 from shardwright.torch_private import flight_record, group_names
-from shardwright.training.launch import SUPERVISED
+from shardwright.training.ranks import SUPERVISED
 
 TICK_S = 0.5
 STACK_SHOWN = 12
