@@ -404,7 +404,7 @@ BUGS = {
     ),
     "the window of losses begins anew on a resume": (
         check_checkpoint,
-        Mutation("tests.training.test_spikes:load", "trainer.spikes.state = manifest.spikes", "pass"),
+        Mutation("tests.training.test_spikes:load", "trainer.spikes.resume(manifest.spikes)", "pass"),
     ),
     "the window of losses is not saved": (
         check_checkpoint,

@@ -50,12 +50,13 @@ def mfu(**precision: Any) -> float:
     text = {"out": "x", "steps": 1, "model": {"preset": "debug"}, "data": {"path": "none"}, "precision": precision}
     config = parse(text | {"batch": {"seq_len": 16, "global_batch": 8}})
     phases = {"data": 0.0, "forward_backward": 1.5, "optimizer": 0.5}
-    trainer: Any = SimpleNamespace(clock=SimpleNamespace(read=lambda: phases))
+    clock: Any = SimpleNamespace(read=lambda: phases)
+    trainer: Any = SimpleNamespace()
     sources: Any = SimpleNamespace(attended_tokens=lambda step: 16.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
         patch.setattr(torch.cuda, "max_memory_allocated", lambda device: 0)
-        found = Numbers(config, trainer, sources, torch.device("cuda"))._speed(0, 1)
+        found = Numbers(config, trainer, sources, torch.device("cuda"), clock)._speed(0, 1)
     assert found["tokens_per_s"] == 64
     return float(found["mfu"]) / float(found["tflops_per_s_per_device"])
 

@@ -30,6 +30,7 @@ from shardwright.training.checkpoint.durable import durable_copy
 from shardwright.training.checkpoint.manifest import Progress
 from shardwright.training.checkpoint.state import checkpoint_bytes, load
 from shardwright.training.checkpoint.store import CheckpointStore
+from shardwright.training.clock import Clock, RunPhases
 from shardwright.training.copies import differing_copies
 from shardwright.training.device import configure_malloc
 from shardwright.training.finite import FiniteCheck
@@ -106,21 +107,28 @@ class _Run:
         torch.backends.cuda.matmul.allow_tf32 = config.precision.tf32
         require_host_memory(config)
         model = build_model(config, device, compiled=config.precision.compile)
-        self.trainer = build_trainer(config, model, device, compiled=config.precision.compile)
+        self.monitor, self.clock = monitor, Clock(device)
+        self.phases = RunPhases(self.clock, monitor.enter)
+        self.trainer = build_trainer(
+            config,
+            model,
+            device,
+            compiled=config.precision.compile,
+            spikes=spike_guard(config.faults, model, device),
+            phases=self.phases,
+        )
         self.timeline = timeline_file(config, model.runner, place.rank)
         self.store = CheckpointStore(Path(config.out) / CHECKPOINTS, config.checkpoint.keep_last)
         self.saving = Saving(config, self.store, self.trainer, self._happened)
-        self.monitor = self.trainer.monitor = monitor
         monitor.name_modules(model.parts)
         self.checked_at = 0
         """Steps after which copies were equal."""
         self.remarks = [*remarks]
         if (local := self.saving.local) is not None and local.remark:
             self.remarks.append(local.remark)
-        self.trainer.spikes = spike_guard(config.faults, model, device)
         self.after_spike = AfterSpike(config.faults, self.trainer, self.sources, self._happened)
         self.finite = FiniteCheck(self.trainer)
-        self.numbers = Numbers(config, self.trainer, self.sources, device)
+        self.numbers = Numbers(config, self.trainer, self.sources, device, self.clock)
 
     def go(self) -> bool:
         """Returns whether a signal stopped the run before its last step."""
@@ -228,13 +236,12 @@ class _Run:
         step = logged = self.checked_at = start.step
         if step == 0:
             self._evaluate(0, writers, screen)
-        trainer.clock.restart()
+        self.clock.restart()
         while step < config.steps and not stop.everyone():
-            self.monitor.enter("data", step)
-            trainer.clock.begin_step()
+            self.phases.begin("data", step)
             first_sample, batch = batches.next_sample, next(batches)
             samples = first_sample, batches.next_sample
-            trainer.clock.mark("data")
+            self.phases.end("data")
             skipped = trainer.skipped_steps
             # As in Megatron-LM, the learning rate stays where it is in a step that is skipped.
             rate = learning_rate(step - skipped, config.steps, config.optimizer.lr, config.lr_schedule)
@@ -252,7 +259,7 @@ class _Run:
                 n = config.batch.global_batch
                 self._skipped(step, f"step {step} skipped: none of its {n} sequences has a token that counts", screen)
             self.finite.note(step, samples, result, overflowed)
-            self.monitor.enter("log", step - 1)
+            self.phases.begin("log", step - 1)
             screen.at(step)
             last = step == config.steps
             logs, evaluates = step % config.metrics.every == 0 or last, due(step, config.evaluation.every) or last
@@ -261,7 +268,7 @@ class _Run:
                 self._require_finite(step)
             if logs:
                 self._log(step, step - logged, batches.next_sample, rate, result, writers, screen)
-                trainer.clock.restart()
+                self.clock.restart()
                 logged = step
             if evaluates:
                 self._evaluate(step, writers, screen)
@@ -269,7 +276,7 @@ class _Run:
             self.saving.tell()
             if saves:
                 self._save(step, batches.next_sample, last)
-            self.monitor.enter("agreement", step)
+            self.phases.begin("agreement", step)
         if start.step < step < config.steps:
             self._require_finite(step)
             if logged < step:
@@ -316,7 +323,7 @@ class _Run:
         config = self.config
         if not self.sources.validation:
             return
-        self.monitor.enter("evaluation", step)
+        self.phases.begin("evaluation", step)
         losses, ahead = {}, {}
         for name, samples in self.sources.validation.items():
             batches = evaluation_batches(
@@ -336,7 +343,7 @@ class _Run:
             losses[name], *of_modules = (total / max(n, 1) for total, n in zip(sums, counts, strict=True))
             if of_modules:
                 ahead[name] = sum(of_modules) / len(of_modules)
-        self.trainer.clock.mark("evaluation")
+        self.phases.end("evaluation")
         if not losses:
             return
         told = Evaluated(
@@ -364,11 +371,11 @@ class _Run:
         self.checked_at = step
 
     def _save(self, step: int, samples: int, last: bool) -> None:
-        self.monitor.enter("checkpoint", step)
+        self.phases.begin("checkpoint", step)
         progress = Progress(step, samples, self.config.seed, tuple(self.after_spike.left_out))
         begun = [stage for stage in self.order.stages if stage.from_step < step]
         self.saving.save(progress, self.sources.described(begun), last)
-        self.trainer.clock.mark("checkpoint")
+        self.phases.end("checkpoint")
 
     def _start(self) -> Start:
         """Load the checkpoint the run is to go on from, if any; a damaged one is passed over under `auto`."""

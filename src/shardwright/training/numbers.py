@@ -10,6 +10,7 @@ from shardwright.data.mixture import MixtureOrder
 from shardwright.parallel.expert import take_sent_bytes
 from shardwright.parallel.model import ExpertLoad
 from shardwright.run_folder import MOST_RANKS_LOGGED, PHASES, Logged, Record, now
+from shardwright.training.clock import Clock
 from shardwright.training.device import DTYPES, peak_flops_per_s, peak_memory_bytes
 from shardwright.training.load import expert_numbers
 from shardwright.training.sources import Sources
@@ -33,7 +34,10 @@ class Gathered:
 class Numbers:
     """Makes the records of logged steps of one run; every rank has one."""
 
-    def __init__(self, config: RunConfig, trainer: Trainer, sources: Sources, device: torch.device) -> None:
+    def __init__(
+        self, config: RunConfig, trainer: Trainer, sources: Sources, device: torch.device, clock: Clock
+    ) -> None:
+        self.clock = clock
         self.config, self.trainer, self.sources, self.device = config, trainer, sources, device
         self.layout, self.spec = config.layout.layout(), config.model.spec()
         self.compute_dtype = DTYPES[config.precision.compute]
@@ -49,7 +53,7 @@ class Numbers:
             model.sum_over_losses(result.mtp_part)
         loss, norm, n_targets = (float(value) for value in (result.loss_part, result.gradient_norm, result.n_targets))
         sent_bytes = sum(take_sent_bytes(part) for part in model.parts)
-        own_s = None if self.stragglers is None else gathered_times(self.trainer.clock.own_s)
+        own_s = None if self.stragglers is None else gathered_times(self.clock.own_s)
         return Gathered(n_steps, loss, norm, int(n_targets), sent_bytes, own_s)
 
     def record(
@@ -76,7 +80,7 @@ class Numbers:
         return told, changes
 
     def _speed(self, step: int, n_steps: int) -> Record:
-        phases = self.trainer.clock.read()
+        phases = self.clock.read()
         phase_means_s: Record = {f"{phase}_s": phases[phase] / n_steps for phase in PHASES}
         step_s = sum(phase_means_s.values())
         batch = self.config.batch
