@@ -423,7 +423,7 @@ def test_a_bug_is_seen(name: str):
 
 RUN_BUGS = {
     "samples of a spike come again after the run has gone back": Mutation(
-        "shardwright.training.loop:_Run._batches", "self.after_spike.left_out", "[]"
+        "shardwright.training.run_samples:RunSamples.batches", "self.left_out", "[]"
     ),
 }
 

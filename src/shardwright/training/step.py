@@ -308,11 +308,17 @@ class Trainer(ForwardBackward):
         self.spikes = spikes
         self.phases: Phases = phases or NoPhases()
         self._before_change: list[Callable[[], None]] = []
+        self._rules: list[Callable[[Tensor], bool]] = []
         self._loss_part: Tensor | None = None
 
     def call_before_change(self, act: Callable[[], None]) -> None:
         """Call `act` each time before weights and optimizer states change, from now on."""
         self._before_change.append(act)
+
+    def take_steps_if(self, rule: Callable[[Tensor], bool]) -> None:
+        """Change weights and optimizer states in a step only if `rule` returns true for the norm of its gradients,
+        which are in `.grad`; the same on every rank."""
+        self._rules.append(rule)
 
     @property
     def skipped_steps(self) -> int:
@@ -362,6 +368,7 @@ class Trainer(ForwardBackward):
         taken = self.scaler is None or self.scaler.takes(norm)
         if self.spikes is not None:
             taken = self.spikes.takes(overflowed=not taken) and taken
+        taken = taken and all(rule(norm) for rule in self._rules)
         for act in self._before_change:
             act()
         if taken:

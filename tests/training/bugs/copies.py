@@ -36,7 +36,7 @@ BUGS = {
     ),
 }
 """Each with the name of the flipped bit that shows it."""
-NOT_BEFORE_A_CHECKPOINT = Mutation("shardwright.training.loop:_Run._check_copies", "every and saves", "False")
+NOT_BEFORE_A_CHECKPOINT = Mutation("shardwright.training.copies:CompareCopies.on_save", "self.every", "False")
 
 REDUCTION: dict[str, AnyBug] = {
     name: UnitBug(mutation, f"{_TESTS}:test_a_bug_is_seen", put_in_there=True) for name, (_, mutation) in BUGS.items()
