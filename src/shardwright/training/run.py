@@ -100,7 +100,7 @@ def _run(
     samples = RunSamples(config, sources, place.rank, device, start)
     log = RunLog(config, place.rank, quiet, start.step)
     saving = Saving(config, checkpoints, trainer, samples, log, phases)
-    hooks = _hooks(config, place, device, trainer, samples, log, clock, phases, saving)
+    hooks = build_hooks(config, place, device, trainer, samples, log, clock, phases, saving)
     stop = StopRequest()
     loop = TrainLoop(config, trainer, hooks, samples.batches, phases, stop.everyone)
     with log.screen, stop.listening():
@@ -116,7 +116,7 @@ def _run(
     return done < config.steps
 
 
-def _hooks(
+def build_hooks(
     config: RunConfig,
     place: Place,
     device: torch.device,
