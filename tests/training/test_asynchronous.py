@@ -28,7 +28,7 @@ from shardwright.training.checkpoint.shards import file_name
 from shardwright.training.checkpoint.snapshot import Snapshot
 from shardwright.training.checkpoint.storage import read_shard
 from shardwright.training.checkpoint.store import CheckpointStore
-from shardwright.training.spikes import SpikeState
+from shardwright.training.resilience.spikes import SpikeState
 from tests.distributed import run_ranks
 from tests.marks import prove
 from tests.mutation import Mutation, mutated

@@ -28,7 +28,7 @@ PARTS = {
     "trainer": "training/step.py:Trainer",
     "model": "parallel/model.py:ParallelModel",
     "store": "training/checkpoint/store.py:CheckpointStore",
-    "spikes": "training/spikes.py:SpikeGuard",
+    "spikes": "training/resilience/spikes.py:SpikeGuard",
     "scaler": "training/loss_scale.py:LossScaler",
     "clock": "training/clock.py:Clock",
     "samples": "training/run_samples.py:RunSamples",

@@ -151,7 +151,7 @@ BUGS = {
     "a rollback keeps the last sample of the spike": (
         functools.partial(errors_of, "rollback"),
         Mutation(
-            "shardwright.training.after_spike:AfterSpike.next",
+            "shardwright.training.resilience.after_spike:AfterSpike.next",
             "self.samples.leave_out([samples])",
             "self.samples.leave_out([(samples[0], samples[1] - 1)])",
         ),

@@ -17,7 +17,7 @@ from shardwright.training.checkpoint.plan import Piece, Plan
 from shardwright.training.checkpoint.snapshot import Snapshot
 from shardwright.training.offload.states import Host
 from shardwright.training.optimizer import build_optimizer
-from shardwright.training.spikes import SpikeGuard
+from shardwright.training.resilience.spikes import SpikeGuard
 from tests.streams import DEVICE, Streams, watched
 from tests.training.bugs.bug import EVEN
 from tests.training.test_offload_activations import Layers

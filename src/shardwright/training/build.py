@@ -17,7 +17,7 @@ from shardwright.training.loss_scale import loss_scaler
 from shardwright.training.offload.scratch import File, scratch_file
 from shardwright.training.offload.states import Where, where_of
 from shardwright.training.optimizer import build_optimizer
-from shardwright.training.spikes import SpikeGuard
+from shardwright.training.resilience.spikes import SpikeGuard
 from shardwright.training.step import Trainer
 
 

@@ -22,7 +22,7 @@ from shardwright.processes import Worker
 from shardwright.ranks_at import Watch
 from shardwright.run_folder import METRICS, Event, append_event, now, resumable
 from shardwright.training.ranks import STORE, SUPERVISED
-from shardwright.training.restarts import Restarts
+from shardwright.training.resilience.restarts import Restarts
 from shardwright.training.worker import serve
 from shardwright.units import KiB
 

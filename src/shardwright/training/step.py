@@ -32,7 +32,7 @@ from shardwright.training.ahead import BEYOND, look_ahead
 from shardwright.training.clock import NoPhases, Phases
 from shardwright.training.loss_scale import LossScaler
 from shardwright.training.optimizer import set_learning_rate
-from shardwright.training.spikes import Recheck, Spike, SpikeGuard
+from shardwright.training.resilience.spikes import Recheck, Spike, SpikeGuard
 
 EVALUATED_TOGETHER = 32
 """Micro-batches of one evaluation pass; a pipeline runs them through its stages one after another."""

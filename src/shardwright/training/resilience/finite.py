@@ -14,9 +14,9 @@ from torch import Tensor
 
 from shardwright.parallel.norm import LocalNorms
 from shardwright.parallel.objects import gathered
-from shardwright.training.after_spike import AfterSpike
 from shardwright.training.hooks import Hook, TakenStep
-from shardwright.training.spikes import Spike, origin
+from shardwright.training.resilience.after_spike import AfterSpike
+from shardwright.training.resilience.spikes import Spike, origin
 from shardwright.training.step import StepResult, Trainer
 
 MOST_UNREAD = 256

@@ -55,7 +55,7 @@ STACK_SHOWN = 12
 """Frames of a stack, the innermost."""
 RECORDED = "1000"
 """Collectives of a rank that PyTorch's Flight Recorder keeps."""
-_OURS = str(Path(__file__).parents[1])
+_OURS = str(Path(__file__).parents[2])
 _WAITS = re.compile(
     r"\.wait\(|\bdist\.|all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|barrier|synchronize|\.tolist\(|float\("
 )

@@ -10,9 +10,9 @@ from shardwright.processes import ranks_in_words
 from shardwright.run_folder import EVENTS, SamplePlace
 from shardwright.training.hooks import Hook, Start, TakenStep
 from shardwright.training.loss_scale import skipped_in_words
+from shardwright.training.resilience.spikes import Spike
 from shardwright.training.run_log import RunLog
 from shardwright.training.run_samples import RunSamples
-from shardwright.training.spikes import Spike
 from shardwright.training.step import Trainer
 
 PLACES_SHOWN = 4
