@@ -31,7 +31,7 @@ PARTS = {
     "spikes": "training/resilience/spikes.py:SpikeGuard",
     "scaler": "training/loss_scale.py:LossScaler",
     "clock": "training/clock.py:Clock",
-    "samples": "training/run_samples.py:RunSamples",
+    "samples": "training/sources.py:RunSamples",
     "log": "training/run_log.py:RunLog",
 }
 """The name that code gives an object -> its class."""

@@ -119,7 +119,7 @@ TAKE, STOP, LOAD = (
     f"{LOOP}:TrainLoop._stop",
     "shardwright.training.resuming:RunCheckpoints._load",
 )
-SAMPLES, DUE_AFTER = "shardwright.training.run_samples:RunSamples", f"{LOOP}:due_after"
+SAMPLES, DUE_AFTER = "shardwright.training.sources:RunSamples", f"{LOOP}:due_after"
 UPDATE, RATE, FOLLOW = f"{STEP}:Trainer.update", f"{LOOP}:learning_rate", f"{STEP}:set_learning_rate"
 PASSES, VALIDATE = f"{STEP}:ForwardBackward.forward_backward", f"{STEP}:ForwardBackward.evaluation_sums"
 CLIP = "max_norm / (norm + 1e-6)"

@@ -423,7 +423,7 @@ def test_a_bug_is_seen(name: str):
 
 RUN_BUGS = {
     "samples of a spike come again after the run has gone back": Mutation(
-        "shardwright.training.run_samples:RunSamples.batches", "self.left_out", "[]"
+        "shardwright.training.sources:RunSamples.batches", "self.left_out", "[]"
     ),
 }
 

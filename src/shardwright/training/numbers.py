@@ -1,4 +1,4 @@
-"""The numbers of a logged step: the one place of the step path where values are read back from the device."""
+"""The records of a run: the numbers of logged steps, which are read back from the device here, and evaluations."""
 
 from dataclasses import fields
 
@@ -7,13 +7,13 @@ import torch
 from shardwright.config import RunConfig
 from shardwright.parallel.expert import take_sent_bytes
 from shardwright.parallel.model import ExpertLoad
-from shardwright.run_folder import PHASES, Logged, Record, now
-from shardwright.training.clock import Clock
+from shardwright.run_folder import PHASES, Evaluated, Logged, Record, now
+from shardwright.training.clock import Clock, Phases
 from shardwright.training.device import DTYPES, peak_flops_per_s, peak_memory_bytes
 from shardwright.training.hooks import Hook, Start, TakenStep
 from shardwright.training.load import expert_numbers
 from shardwright.training.run_log import RunLog
-from shardwright.training.run_samples import RunSamples
+from shardwright.training.sources import RunSamples
 from shardwright.training.step import Trainer
 
 _FIELDS = {field.name for field in fields(Logged)}
@@ -109,3 +109,34 @@ class LogNumbers(Hook):
         if self.layout.ep > 1:
             experts["expert_sent_bytes"] = sent_bytes // n_steps
         return experts
+
+
+class Evaluate(Hook):
+    """Writes an `evaluation` record before the first step of a run and whenever one is due."""
+
+    def __init__(self, trainer: Trainer, samples: RunSamples, log: RunLog, phases: Phases) -> None:
+        self.trainer, self.samples, self.log, self.phases = trainer, samples, log, phases
+
+    def on_start(self, start: Start) -> None:
+        if start.step == 0:
+            self.on_evaluation(0)
+
+    def on_evaluation(self, step: int) -> None:
+        sources = self.samples.sources
+        if not sources.validation:
+            return
+        self.phases.begin("evaluation", step)
+        losses, ahead = {}, {}
+        for name, samples in sources.validation.items():
+            sums, counts = self.trainer.evaluation_sums(self.samples.evaluation_batches(samples)).tolist()
+            if not counts[0]:
+                self.log.say(f"no validation loss of {name}: none of the sequences has a token that counts")
+                continue
+            losses[name], *of_modules = (total / max(n, 1) for total, n in zip(sums, counts, strict=True))
+            if of_modules:
+                ahead[name] = sum(of_modules) / len(of_modules)
+        self.phases.end("evaluation")
+        if losses:
+            by_source = losses if sources.mixed else None
+            mtp_loss = sources.mean(step, ahead) if ahead else None
+            self.log.write(Evaluated(step, sources.mean(step, losses), now(), by_source, mtp_loss))

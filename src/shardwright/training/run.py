@@ -16,13 +16,12 @@ from shardwright.training.build import build_model, build_trainer
 from shardwright.training.checkpoint.state import checkpoint_bytes
 from shardwright.training.clock import Clock, RunPhases
 from shardwright.training.device import configure_malloc
-from shardwright.training.evaluation import Evaluate
 from shardwright.training.gpu import check_gpu
 from shardwright.training.header import changes_since, header, kept_run_file, rate_change, started
 from shardwright.training.hooks import HOOKS, Hook, RunParts, Start
 from shardwright.training.initial_weights import begin_with
 from shardwright.training.loop import TrainLoop
-from shardwright.training.numbers import LogNumbers
+from shardwright.training.numbers import Evaluate, LogNumbers
 from shardwright.training.offload.room import require_host_memory
 from shardwright.training.ranks import Place, pick_device, process_group, restarts_of_torchrun
 from shardwright.training.resilience.after_spike import AfterSpike, ReportSkipped
@@ -33,10 +32,9 @@ from shardwright.training.resilience.spikes import spike_guard
 from shardwright.training.resilience.stragglers import WatchStragglers
 from shardwright.training.resuming import RunCheckpoints
 from shardwright.training.run_log import RunLog
-from shardwright.training.run_samples import RunSamples
 from shardwright.training.saving import Saving
 from shardwright.training.settle import settle
-from shardwright.training.sources import Sources
+from shardwright.training.sources import RunSamples, Sources
 from shardwright.training.step import Trainer
 from shardwright.training.stop import StopRequest
 from shardwright.training.timeline import timeline_file
@@ -135,7 +133,7 @@ def build_hooks(
     compared = device.type == "cpu" and layout.world_size > 1
     return [
         after_spike,
-        ReportSkipped(config, trainer, log),
+        ReportSkipped(config.batch.global_batch, trainer, log),
         *([] if timeline is None else [timeline]),
         LogNumbers(config, trainer, samples, device, clock, log),
         StopAtNotFinite(trainer, after_spike),

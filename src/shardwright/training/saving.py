@@ -16,7 +16,7 @@ from shardwright.training.header import kept_run_file
 from shardwright.training.hooks import Due, Hook, Start, TakenStep, due
 from shardwright.training.resuming import RunCheckpoints, from_first
 from shardwright.training.run_log import RunLog
-from shardwright.training.run_samples import RunSamples
+from shardwright.training.sources import RunSamples
 from shardwright.training.step import Trainer
 from shardwright.units import format_bytes, format_seconds
 

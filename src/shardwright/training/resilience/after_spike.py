@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from shardwright.config import RunConfig
 from shardwright.config.faults import IN_A_ROW, FaultsSection
 from shardwright.errors import SpikeError
 from shardwright.processes import ranks_in_words
@@ -12,7 +11,7 @@ from shardwright.training.hooks import Hook, Start, TakenStep
 from shardwright.training.loss_scale import skipped_in_words
 from shardwright.training.resilience.spikes import Spike
 from shardwright.training.run_log import RunLog
-from shardwright.training.run_samples import RunSamples
+from shardwright.training.sources import RunSamples
 from shardwright.training.step import Trainer
 
 PLACES_SHOWN = 4
@@ -115,11 +114,11 @@ class AfterSpike(Hook):
 class ReportSkipped(Hook):
     """Reports steps that changed nothing: a gradient overflowed in fp16, or no token counts in the loss."""
 
-    def __init__(self, config: RunConfig, trainer: Trainer, log: RunLog) -> None:
-        self.config, self.trainer, self.log = config, trainer, log
+    def __init__(self, global_batch: int, trainer: Trainer, log: RunLog) -> None:
+        self.global_batch, self.trainer, self.log = global_batch, trainer, log
 
     def after_step(self, taken: TakenStep) -> None:
-        step, n = taken.step, self.config.batch.global_batch
+        step, n = taken.step, self.global_batch
         if taken.overflowed:
             self.log.tell("skip", step, skipped_in_words(step, self.trainer.loss_scale))
         if self.trainer.lacks_targets:
