@@ -90,7 +90,7 @@ def run_ours(row: Row, folder: Path, steps: int) -> tuple[list[float], int]:
 
     from shardwright.config import parse
     from shardwright.data.batches import Batches
-    from shardwright.training import loop
+    from shardwright.training import run, sources
     from shardwright.training.ranks import Place, place_from_environment
 
     stamps: list[float] = []
@@ -102,7 +102,7 @@ def run_ours(row: Row, folder: Path, steps: int) -> tuple[list[float], int]:
                 forget_peak()
             return super().__next__()
 
-    loop.Batches = Stamped  # type: ignore[misc]
+    sources.Batches = Stamped  # type: ignore[misc]
     torch.set_num_threads(1)
     # The step after the last counted one is there to end that one's span.
     table = overhead.run_file("single", folder / "tokens", folder / "run", WARMUP - overhead.WARMUP + steps + 1)
@@ -113,7 +113,7 @@ def run_ours(row: Row, folder: Path, steps: int) -> tuple[list[float], int]:
         section, _, name = key.partition(".")
         table.setdefault(section, {})[name] = value
     before = resident("VmRSS")
-    loop.run(parse(table), place_from_environment() or Place(), quiet=True)
+    run.run(parse(table), place_from_environment() or Place(), quiet=True)
     return [end - begin for begin, end in pairwise(stamps)][WARMUP:], resident("VmHWM") - before
 
 

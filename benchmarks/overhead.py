@@ -104,7 +104,7 @@ def ours(kind: str, data: Path, steps: int) -> dict[str, list[tuple[float, float
     from floor import Recorder
     from shardwright.config import parse
     from shardwright.data.batches import Batches
-    from shardwright.training import loop
+    from shardwright.training import run, sources
     from shardwright.training.ranks import Place, place_from_environment
 
     stamps: list[tuple[float, float]] = []
@@ -121,10 +121,10 @@ def ours(kind: str, data: Path, steps: int) -> dict[str, list[tuple[float, float
                 floor.extend([recorder.replay() for _ in range(WARMUP + steps)][WARMUP:])
             return super().__next__()
 
-    loop.Batches = Stamped  # type: ignore[misc]
+    sources.Batches = Stamped  # type: ignore[misc]
     torch.set_num_threads(1)
     table = run_file(kind, data, data.parent / "run", steps + 2)
-    loop.run(parse(table), place_from_environment() or Place(), quiet=True)
+    run.run(parse(table), place_from_environment() or Place(), quiet=True)
     spans = list(pairwise(stamps))[WARMUP : WARMUP + steps]
     return {"ours": [(after[0] - before[0], after[1] - before[1]) for before, after in spans], "floor": floor}
 

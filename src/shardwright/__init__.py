@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from shardwright.layout import Layout
+from shardwright.version import PACKAGE_VERSION
 
 if TYPE_CHECKING:
     from shardwright.api.distributed import DistributedModel, parallelize
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from shardwright.model.spec import ModelSpec
     from shardwright.model.transformer import Transformer
 
-__version__ = "0.1.0"
+__version__ = PACKAGE_VERSION
 __all__ = [
     "DistributedModel",
     "Layout",

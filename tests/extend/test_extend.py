@@ -16,6 +16,8 @@ from tests.marks import prove, rest_prove
 
 HERE = Path(__file__).parent
 FILES = [HERE / f"{name}.py" for name in ("eager_1f1b", "signum", "parallel_block")]
+HOOKS = [HERE / f"{name}.py" for name in ("tokens_seen", "skip_large_norms")]
+"""Run by tests/training/test_hooks.py."""
 RUN = HERE / "run.toml"
 NAMED = tuple(word for file in FILES for word in ("--extension", file))
 """What a verb that only reads the run file is given, the first time."""
@@ -40,14 +42,14 @@ def shardwright(*arguments: object, exit_code: int = 0) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("file", [*FILES, RUN], ids=lambda file: file.name)
+@pytest.mark.parametrize("file", [*FILES, *HOOKS, RUN], ids=lambda file: file.name)
 def test_the_page_shows_the_file(file: Path):
     page = HERE.parents[1] / "docs" / "extending.md"
     language = {".py": "python"}.get(file.suffix, "toml")
     assert f"```{language}\n{file.read_text()}```" in page.read_text()
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", [*FILES, *HOOKS], ids=lambda file: file.stem)
 def test_an_extension_is_short_and_imports_public_modules_alone(file: Path):
     text = file.read_text()
     assert len(text.splitlines()) < 100

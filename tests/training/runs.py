@@ -175,7 +175,8 @@ def kill_itself() -> None:
 def _command(
     command: Sequence[str], folder: Path, fault: Fault | None, environment: dict[str, str], torchrun: bool
 ) -> None:
-    from shardwright.training import launch, loop
+    from shardwright.training import launch
+    from shardwright.training import run as run_module
 
     _redirect(os.open(folder / "stdout", os.O_WRONLY | os.O_APPEND), 1)
     _redirect(os.open(folder / "stderr", os.O_WRONLY | os.O_APPEND), 2)
@@ -183,7 +184,7 @@ def _command(
     _usual_signals()
     launch.fork = functools.partial(_forked, folder)
     if fault is not None:
-        loop.run = functools.partial(_run_with, fault, loop.run)
+        run_module.run = functools.partial(_run_with, fault, run_module.run)
     _leave_with(lambda: _torchrun(command, folder) if torchrun else _shardwright(command))
 
 

@@ -28,7 +28,7 @@ from shardwright.training.checkpoint.shards import file_name
 from shardwright.training.checkpoint.snapshot import Snapshot
 from shardwright.training.checkpoint.storage import read_shard
 from shardwright.training.checkpoint.store import CheckpointStore
-from shardwright.training.spikes import SpikeState
+from shardwright.training.resilience.spikes import SpikeState
 from tests.distributed import run_ranks
 from tests.marks import prove
 from tests.mutation import Mutation, mutated
@@ -121,20 +121,19 @@ def save_while_a_step_is_taken(folder: Path, mutations: Sequence[Mutation] = ())
         progress = Progress(1, 12, SEED)
         Saver(CheckpointStore(folder / "still"), trainer).save(progress, DATA, "")
         saver = Saver(CheckpointStore(folder / "beside"), trainer, asynchronous=True)
-        saver.prepare()
-        late, make, wait, waited = threading.Event(), Snapshot.make, trainer.before_change, []
+        late, make, wait, waited = threading.Event(), Snapshot.make, Snapshot.wait, []
 
         def make_late(self: Snapshot) -> Any:
             assert late.wait(60)
             return make(self)
 
-        def wait_for_it() -> None:
+        def wait_for_it(self: Snapshot) -> None:
             threading.Timer(0.2, late.set).start()
             began_s = time.monotonic()
-            wait()
+            wait(self)
             waited.append(time.monotonic() - began_s)
 
-        Snapshot.make, trainer.before_change = make_late, wait_for_it
+        Snapshot.make, Snapshot.wait = make_late, wait_for_it
         saver.save(progress, DATA, "")
         take_step(trainer, COMPRESSED, 1)
         late.set()

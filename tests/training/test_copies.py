@@ -16,7 +16,14 @@ from shardwright.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.norm import local_part
 from shardwright.training.checkpoint.state import named_tensors, stored_tensors
-from shardwright.training.copies import Differing, Found, checksum, differing_copies, groups_of_copies, in_words
+from shardwright.training.resilience.copies import (
+    Differing,
+    Found,
+    checksum,
+    differing_copies,
+    groups_of_copies,
+    in_words,
+)
 from shardwright.training.step import Trainer
 from shardwright.verification import rank as verify_rank
 from shardwright.verification.formats import cut_optimizer

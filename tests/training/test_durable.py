@@ -65,12 +65,12 @@ def copies_are_complete_in_order(folder: Path) -> None:
 
 def a_checkpoint_is_there_as_long_as_it_is_copied(folder: Path) -> None:
     store = CheckpointStore(folder, keep_last=1)
-    store.held = 1
+    store.keep(1)
     for step in (1, 2, 3):
         store.begin(step, 0)
         store.publish(step)
     assert [path.name for path in published(folder)] == [checkpoint_name(1), checkpoint_name(3)]
-    store.held = 0
+    store.keep(0)
     store.begin(4, 0)
     store.publish(4)
     assert [path.name for path in published(folder)] == [checkpoint_name(4)]

@@ -14,8 +14,8 @@ import torch
 from shardwright.layout import Layout
 from shardwright.ranks_at import Collective, Dump, Folder, Identity, Reported, State, Watch, describe
 from shardwright.run_folder import read_events
-from shardwright.training import monitor as module
-from shardwright.training.monitor import Monitor
+from shardwright.training.resilience import monitor as module
+from shardwright.training.resilience.monitor import Monitor
 from tests.marks import prove
 from tests.training.runs import is_alive, training, trajectory
 

@@ -173,12 +173,12 @@ def test_bad_input_found_by_a_worker_is_the_plain_message_once_and_exit_code_2(r
 
 def all_complain_of_input(rank: int) -> None:
     from shardwright.errors import DataError
-    from shardwright.training import loop
+    from shardwright.training import run
 
     def fail(*arguments, **named):
         raise DataError("no rank can read this")
 
-    loop.build_model = fail
+    run.build_model = fail
 
 
 def test_bad_input_found_by_every_worker_is_told_once(run_file):

@@ -114,14 +114,23 @@ def test_a_run_takes_the_steps_of_a_plain_loop(case, ragged_tokens, tmp_path):
 
 LOOP, STEP, OPTIMIZER = (f"shardwright.training.{name}" for name in ("loop", "step", "optimizer"))
 ADAMW = "shardwright.training.optimizers.adamw:adamw"
-TAKE, EVALUATE, LOG = (f"{LOOP}:_Run.{name}" for name in ("_steps", "_evaluate", "_log"))
+TAKE, STOP, LOAD = (
+    f"{LOOP}:TrainLoop._take",
+    f"{LOOP}:TrainLoop._stop",
+    "shardwright.training.resuming:RunCheckpoints._load",
+)
+SAMPLES, DUE_AFTER = "shardwright.training.sources:RunSamples", f"{LOOP}:due_after"
 UPDATE, RATE, FOLLOW = f"{STEP}:Trainer.update", f"{LOOP}:learning_rate", f"{STEP}:set_learning_rate"
 PASSES, VALIDATE = f"{STEP}:ForwardBackward.forward_backward", f"{STEP}:ForwardBackward.evaluation_sums"
 CLIP = "max_norm / (norm + 1e-6)"
-TAKEN = "result = trainer.step(batch, step, rate)"
+TAKEN = "result = trainer.step(batch, self.step, rate)"
 DUE = "due(step, config.evaluation.every) or last"
-RATE_OF_STEP = "learning_rate(step - skipped, config.steps, config.optimizer.lr, config.lr_schedule)"
-DATA_RANK = "self.layout.data_rank(self.place.rank)"
+RATE_OF_STEP = "learning_rate(self.step - skipped, config.steps, config.optimizer.lr, config.lr_schedule)"
+TAKEN_STEP = "TakenStep(step, samples, rate, result, overflowed, due_after(config, step))"
+LATER_RATE = "learning_rate(step, config.steps, config.optimizer.lr, config.lr_schedule)"
+DUE_TO_LOG = "due(step, config.metrics.every) or last"
+RESUMED = "Start(progress.step, progress.samples, path, past_stages(manifest), progress.left_out)"
+DATA_RANK = "self.layout.data_rank(self.rank)"
 
 
 @dataclass(frozen=True)
@@ -142,7 +151,7 @@ def forgotten(state: str) -> Mutation:
 
 BUGS = {
     "clip_norm is not handed to the trainer": Bug(
-        [Mutation(f"{LOOP}:build_trainer", "config.optimizer.clip_norm", "0.0")], "weights"
+        [Mutation("shardwright.training.run:build_trainer", "config.optimizer.clip_norm", "0.0")], "weights"
     ),
     "the norm is logged after clipping": Bug(
         [Mutation(f"{STEP}:ForwardBackward.clip", "return norm", "return norm.clamp(max=max_norm)")], "grad_norm"
@@ -151,23 +160,24 @@ BUGS = {
         [Mutation(f"{STEP}:clip_gradients", f"({CLIP}).clamp(max=1.0)", CLIP)], "weights"
     ),
     "every rank trains on the samples of data rank 0": Bug(
-        [Mutation(f"{LOOP}:_Run._batches", DATA_RANK, "0")], "loss", SHARDED
+        [Mutation(f"{SAMPLES}.batches", DATA_RANK, "0")], "loss", SHARDED
     ),
     "every rank evaluates the samples of data rank 0": Bug(
-        [Mutation(EVALUATE, DATA_RANK, "0")], "validation loss", SHARDED
+        [Mutation(f"{SAMPLES}.evaluation_batches", DATA_RANK, "0")], "validation loss", SHARDED
     ),
     "one sample less is evaluated": Bug(
-        [Mutation(EVALUATE, "config.evaluation.samples", "config.evaluation.samples - 1")], "validation loss"
+        [Mutation(f"{SAMPLES}.evaluation_batches", "config.evaluation.samples", "config.evaluation.samples - 1")],
+        "validation loss",
     ),
     "evaluation comes before the step": Bug(
         [
             Mutation(
                 TAKE,
                 TAKEN,
-                "if due(step + 1, config.evaluation.every) or step + 1 == config.steps:\n"
-                f"    self._evaluate(step + 1, writers, screen)\n{TAKEN}",
+                "if (self.step + 1) % config.evaluation.every == 0 or self.step + 1 == config.steps:\n"
+                f"    for hook in self.hooks:\n        hook.on_evaluation(self.step + 1)\n{TAKEN}",
             ),
-            Mutation(TAKE, DUE, "False"),
+            Mutation(DUE_AFTER, DUE, "False"),
         ],
         "validation loss",
         STAGES,
@@ -180,7 +190,7 @@ BUGS = {
         "validation loss",
     ),
     "dropout stays off after an evaluation": Bug([Mutation(PASSES, "self.model.train()", "None")], "loss"),
-    "the last step is not evaluated": Bug([Mutation(TAKE, DUE, DUE.removesuffix(" or last"))], "validation loss"),
+    "the last step is not evaluated": Bug([Mutation(DUE_AFTER, DUE, DUE.removesuffix(" or last"))], "validation loss"),
     "no update in each fifth step": Bug(
         [
             Mutation(
@@ -193,7 +203,11 @@ BUGS = {
         TENSORS,
     ),
     "no update in the last step": Bug(
-        [Mutation(TAKE, TAKEN, f"if step + 1 == config.steps:\n    trainer.optimizer.step = lambda: None\n{TAKEN}")],
+        [
+            Mutation(
+                TAKE, TAKEN, f"if self.step + 1 == config.steps:\n    trainer.optimizer.step = lambda: None\n{TAKEN}"
+            )
+        ],
         "weights",
     ),
     "gradients of a step are added to those of the next": Bug(
@@ -239,38 +253,50 @@ BUGS = {
     ),
     "the linear fall ends a step late": Bug([Mutation(RATE, "steps - 1 - step", "steps - step")], "lr", WSD),
     "the rate that is logged is that of the next step": Bug(
-        [Mutation(LOG, "rate", RATE_OF_STEP.replace("config", "self.config").replace(" - skipped", ""))], "lr"
+        [Mutation(TAKE, TAKEN_STEP, TAKEN_STEP.replace("rate", LATER_RATE))], "lr"
     ),
     "the last step is not logged": Bug(
-        [Mutation(TAKE, "step % config.metrics.every == 0 or last", "step % config.metrics.every == 0")], "loss", SPARSE
+        [Mutation(DUE_AFTER, DUE_TO_LOG, DUE_TO_LOG.removesuffix(" or last"))], "loss", SPARSE
     ),
-    "the step of a stop is not logged": Bug([Mutation(TAKE, "logged < step", "False")], "loss", SPARSE),
+    "the step of a stop is not logged": Bug([Mutation(STOP, "not taken.due.log", "False")], "loss", SPARSE),
     "after a resume the rate is a step ahead": Bug(
-        [Mutation(TAKE, RATE_OF_STEP, RATE_OF_STEP.replace("(step", "(step + (start.step > 0)"))], "lr", STOPPED
+        [
+            Mutation(
+                TAKE, RATE_OF_STEP, RATE_OF_STEP.replace("(self.step", f"(self.step + (self.step >= {STOPPED_STEPS})")
+            )
+        ],
+        "lr",
+        STOPPED,
     ),
     "after a resume a batch comes again": Bug(
-        [Mutation(f"{LOOP}:_Run._load", "progress.samples", "progress.samples - self.config.batch.global_batch")],
+        [Mutation(LOAD, "progress.samples", "progress.samples - self.config.batch.global_batch")],
         "loss",
         STOPPED,
     ),
     "after a resume a batch is left out": Bug(
-        [Mutation(f"{LOOP}:_Run._load", "progress.samples", "progress.samples + self.config.batch.global_batch")],
+        [Mutation(LOAD, "progress.samples", "progress.samples + self.config.batch.global_batch")],
         "loss",
         STOPPED,
     ),
     "after a resume the last step is taken again": Bug(
         [
             Mutation(
-                f"{LOOP}:_Run._load",
-                "Start(progress.step, progress.samples, path, past)",
-                "Start(progress.step - 1, progress.samples - self.config.batch.global_batch, path, past)",
+                LOAD,
+                RESUMED,
+                RESUMED.replace("step,", "step - 1,").replace("samples,", "samples - self.config.batch.global_batch,"),
             )
         ],
         "loss",
         STOPPED,
     ),
     "after a resume the keys of dropout begin anew": Bug(
-        [Mutation(TAKE, TAKEN, TAKEN.replace("step, rate", "step - start.step, rate"))], "loss", STOPPED
+        [
+            Mutation(
+                TAKE, TAKEN, TAKEN.replace("self.step", f"self.step - {STOPPED_STEPS} * (self.step >= {STOPPED_STEPS})")
+            )
+        ],
+        "loss",
+        STOPPED,
     ),
     "after a resume the optimizer's counters of steps begin anew": Bug([forgotten("step")], "weights", STOPPED),
     "after a resume the second moments begin anew": Bug([forgotten("exp_avg_sq")], "weights", STOPPED),

@@ -185,7 +185,7 @@ BUGS = {
     ),
     "the loss scale begins anew on a resume": (
         check_checkpoint,
-        Mutation("tests.training.test_loss_scale:load", "trainer.scaler.state = manifest.loss_scale", "pass"),
+        Mutation("tests.training.test_loss_scale:load", "trainer.scaler.resume(manifest.loss_scale)", "pass"),
     ),
     "the loss scale is not saved": (
         check_checkpoint,

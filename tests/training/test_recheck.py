@@ -11,7 +11,7 @@ import torch.distributed as dist
 from shardwright.config.faults import FaultsSection
 from shardwright.data.batches import Batch
 from shardwright.layout import Layout
-from shardwright.training.spikes import Recheck, Spike, SpikeGuard, SpikeState, suspects
+from shardwright.training.resilience.spikes import Recheck, Spike, SpikeGuard, SpikeState, suspects
 from shardwright.training.step import LossParts, Trainer
 from shardwright.verification import rank as verify_rank
 from tests.distributed import run_ranks
@@ -138,7 +138,7 @@ def test_a_run_whose_data_or_model_gives_no_number_says_so(run_file):
     assert of_rank_1 in run.stderr
 
 
-_STEP, _TAKES = "shardwright.training.step:Trainer.step", "shardwright.training.spikes:SpikeGuard.takes"
+_STEP, _TAKES = "shardwright.training.step:Trainer.step", "shardwright.training.resilience.spikes:SpikeGuard.takes"
 _AGAIN = """if self.spikes is not None and self.spikes.doubts:
     result = self._try(batch, step, rate)"""
 BUGS = {

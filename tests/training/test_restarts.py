@@ -15,7 +15,7 @@ from shardwright.config import RunConfig, parse
 from shardwright.config.shrink import shrunk
 from shardwright.errors import WorkerError
 from shardwright.run_folder import Event
-from shardwright.training.restarts import Restarts
+from shardwright.training.resilience.restarts import Restarts
 from tests.marks import prove
 from tests.training.runs import (
     checkpoints,
@@ -100,7 +100,7 @@ def test_a_place_that_was_lost_is_tried_again_later_and_then_after_twice_that_ti
 def lost_places_are_tried_again() -> None:
     with pytest.MonkeyPatch.context() as patch:
         now_s = [0.0]
-        patch.setattr("shardwright.training.restarts.time.monotonic", lambda: now_s[0])
+        patch.setattr("shardwright.training.resilience.restarts.time.monotonic", lambda: now_s[0])
         tried_again(now_s)
 
 

@@ -202,13 +202,13 @@ def test_a_second_ctrl_c_leaves_at_once(run_file):
 
 
 def waits_before_it_trains(rank: int) -> None:
-    from shardwright.training import loop
+    from shardwright.training import run
 
     def wait(*arguments, **named):
         print("building", flush=True)
         time.sleep(600)
 
-    loop.build_model = wait
+    run.build_model = wait
 
 
 def test_ctrl_c_before_the_first_step_is_no_failure(run_file):

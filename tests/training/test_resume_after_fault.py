@@ -135,34 +135,34 @@ def test_a_run_that_begins_with_the_states_of_an_optimizer_takes_the_steps_of_a_
     assert max(errors.values()) <= TOLERANCE, errors
 
 
-LOOP, STATES = "shardwright.training.loop:_Run", "shardwright.training.loop:begin_with"
+STATES = "shardwright.training.run:begin_with"
 NAMED = "named_state(trainer.optimizer, model.named_parameters.items()).items()"
 BUGS = {
     "samples that a rollback left out come again after a resume": (
         functools.partial(errors_of, "rollback"),
-        Mutation(f"{LOOP}._load", "self.after_spike.leave_out(progress.left_out)", "pass"),
+        Mutation("shardwright.training.resuming:RunCheckpoints._load", "progress.left_out", "()"),
         "loss",
     ),
     "a checkpoint does not say which samples a rollback left out": (
         functools.partial(errors_of, "rollback"),
-        Mutation(f"{LOOP}._save", "tuple(self.after_spike.left_out)", "()"),
+        Mutation("shardwright.training.saving:Saving.on_save", "tuple(self.samples.left_out)", "()"),
         "loss",
     ),
     "a rollback keeps the last sample of the spike": (
         functools.partial(errors_of, "rollback"),
         Mutation(
-            "shardwright.training.after_spike:AfterSpike.next",
-            "self.leave_out([samples])",
-            "self.leave_out([(samples[0], samples[1] - 1)])",
+            "shardwright.training.resilience.after_spike:AfterSpike.next",
+            "self.samples.leave_out([samples])",
+            "self.samples.leave_out([(samples[0], samples[1] - 1)])",
         ),
         "loss",
     ),
     "the learning rate runs on in skipped steps": (
         functools.partial(errors_of, "skip"),
         Mutation(
-            f"{LOOP}._steps",
-            "learning_rate(step - skipped, config.steps, config.optimizer.lr, config.lr_schedule)",
-            "learning_rate(step, config.steps, config.optimizer.lr, config.lr_schedule)",
+            "shardwright.training.loop:TrainLoop._take",
+            "learning_rate(self.step - skipped, config.steps, config.optimizer.lr, config.lr_schedule)",
+            "learning_rate(self.step, config.steps, config.optimizer.lr, config.lr_schedule)",
         ),
         "lr",
     ),

@@ -24,8 +24,8 @@ from shardwright.training.checkpoint.manifest import Progress
 from shardwright.training.checkpoint.saver import save
 from shardwright.training.checkpoint.state import load
 from shardwright.training.checkpoint.store import CheckpointStore
-from shardwright.training.finite import FiniteCheck
-from shardwright.training.spikes import SpikeGuard, SpikeState, in_words
+from shardwright.training.resilience.finite import FiniteCheck
+from shardwright.training.resilience.spikes import SpikeGuard, SpikeState, in_words
 from shardwright.training.step import Trainer
 from shardwright.verification import rank as verify_rank
 from tests.distributed import run_ranks
@@ -389,7 +389,7 @@ def test_policies_that_make_no_sense_are_refused(run_file, settings, said):
 
 
 SAVED = "shardwright.training.checkpoint.saver:Saver._head"
-_STEP, _GUARD = "shardwright.training.step:Trainer.update", "shardwright.training.spikes:SpikeGuard"
+_STEP, _GUARD = "shardwright.training.step:Trainer.update", "shardwright.training.resilience.spikes:SpikeGuard"
 _TAKES = "self.spikes.takes(overflowed=not taken) and taken"
 BUGS = {
     "a loss spike is seen by the rank alone that has it": (
@@ -404,7 +404,7 @@ BUGS = {
     ),
     "the window of losses begins anew on a resume": (
         check_checkpoint,
-        Mutation("tests.training.test_spikes:load", "trainer.spikes.state = manifest.spikes", "pass"),
+        Mutation("tests.training.test_spikes:load", "trainer.spikes.resume(manifest.spikes)", "pass"),
     ),
     "the window of losses is not saved": (
         check_checkpoint,
@@ -423,7 +423,7 @@ def test_a_bug_is_seen(name: str):
 
 RUN_BUGS = {
     "samples of a spike come again after the run has gone back": Mutation(
-        "shardwright.training.loop:_Run._batches", "self.after_spike.left_out", "[]"
+        "shardwright.training.sources:RunSamples.batches", "self.left_out", "[]"
     ),
 }
 

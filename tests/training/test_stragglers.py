@@ -10,7 +10,7 @@ import torch
 from shardwright.layout import Layout
 from shardwright.run_folder import Event, Logged, read_events, read_metrics
 from shardwright.training.clock import Clock
-from shardwright.training.stragglers import Change, Slowest, Stragglers, Times, _median_of_others, peers
+from shardwright.training.resilience.stragglers import Change, Slowest, Stragglers, Times, _median_of_others, peers
 from tests.marks import prove
 from tests.training.runs import Run, train, write_run_file
 

@@ -17,7 +17,7 @@ from shardwright.training.checkpoint.plan import Piece, Plan
 from shardwright.training.checkpoint.snapshot import Snapshot
 from shardwright.training.offload.states import Host
 from shardwright.training.optimizer import build_optimizer
-from shardwright.training.spikes import SpikeGuard
+from shardwright.training.resilience.spikes import SpikeGuard
 from tests.streams import DEVICE, Streams, watched
 from tests.training.bugs.bug import EVEN
 from tests.training.test_offload_activations import Layers
@@ -84,8 +84,7 @@ def test_a_step_is_judged_by_its_own_loss_and_norm_while_the_device_clips():
         streams.on_device(loss, norm, gradient)
         guard = SpikeGuard(SKIP, model, CUDA)
         for _ in range(2):
-            guard.loss_part = loss.mul_(1.5)
-            guard.start(norm.mul_(0.5))
+            guard.start(loss.mul_(1.5), norm.mul_(0.5))
             gradient.mul_(0.5)  # clipped meanwhile
             after = streams.default.clock[streams.default.number]
             assert guard.takes()

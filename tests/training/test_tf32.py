@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardwright.config import parse
-from shardwright.training.numbers import Numbers
+from shardwright.training.numbers import LogNumbers
 from shardwright.training.step import Trainer
 from tests.mutation import Mutation, mutated
 from tests.training.runs import train, write_run_file
@@ -50,12 +50,13 @@ def mfu(**precision: Any) -> float:
     text = {"out": "x", "steps": 1, "model": {"preset": "debug"}, "data": {"path": "none"}, "precision": precision}
     config = parse(text | {"batch": {"seq_len": 16, "global_batch": 8}})
     phases = {"data": 0.0, "forward_backward": 1.5, "optimizer": 0.5}
-    trainer: Any = SimpleNamespace(clock=SimpleNamespace(read=lambda: phases))
-    sources: Any = SimpleNamespace(attended_tokens=lambda step: 16.0)
+    clock: Any = SimpleNamespace(read=lambda: phases)
+    nothing: Any = SimpleNamespace()
+    samples: Any = SimpleNamespace(sources=SimpleNamespace(attended_tokens=lambda step: 16.0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
         patch.setattr(torch.cuda, "max_memory_allocated", lambda device: 0)
-        found = Numbers(config, trainer, sources, torch.device("cuda"))._speed(0, 1)
+        found = LogNumbers(config, nothing, samples, torch.device("cuda"), clock, nothing)._speed(0, 1)
     assert found["tokens_per_s"] == 64
     return float(found["mfu"]) / float(found["tflops_per_s_per_device"])
 
@@ -67,7 +68,7 @@ def test_mfu_goes_by_the_peak_of_the_type_that_is_multiplied_in():
 
 
 SETTING = "torch.backends.cuda.matmul.allow_tf32 = config.precision.tf32"
-_INIT = "shardwright.training.loop:_Run.__init__"
+_INIT = "shardwright.training.run:_run"
 BUGS = {
     "a run that asks for TF32 multiplies in fp32": (True, Mutation(_INIT, SETTING, "pass")),
     "every run in fp32 multiplies in TF32": (

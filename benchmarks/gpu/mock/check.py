@@ -30,7 +30,7 @@ from setting import environment  # noqa: E402
 
 import shardwright.cli.main  # noqa: E402
 import shardwright.cli.train  # noqa: E402
-import shardwright.training.loop  # noqa: E402
+import shardwright.training.run  # noqa: E402
 
 STEPS = 4
 SEQ_LEN = 128

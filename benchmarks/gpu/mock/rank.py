@@ -11,7 +11,6 @@
 
 import ctypes
 import os
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ def equal_counts(rows_2n: Tensor, n_rows: int) -> list[list[int]]:
 expert.read_counts.__code__ = equal_counts.__code__
 
 _choose, _evaluation_sums = Sampling.choose, ForwardBackward.evaluation_sums
-_gather, _expert_numbers = numbers.Numbers.gather, load.expert_numbers
+_numbers, _expert_numbers = numbers.LogNumbers.numbers, load.expert_numbers
 
 
 def choose_first(self: Sampling, *args: Any) -> Tensor:
@@ -53,9 +52,10 @@ def one_each(self: ForwardBackward, *args: Any) -> Tensor:
     return torch.ones_like(_evaluation_sums(self, *args), device="cpu")
 
 
-def gather_ones(self: numbers.Numbers, *args: Any, **kwargs: Any) -> numbers.Gathered:
-    """What the ranks know of a step, whose loss and norm are 1."""
-    return replace(_gather(self, *args, **kwargs), loss=1.0, norm=1.0)
+def numbers_of_ones(self: numbers.LogNumbers, *args: Any) -> dict[str, Any]:
+    """The numbers of a logged step, whose loss and norm are 1."""
+    logged = _numbers(self, *args)
+    return logged and logged | {"loss": 1.0, "grad_norm": 1.0}
 
 
 def equal_load(of: ExpertLoad, moe: MoESpec) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def equal_load(of: ExpertLoad, moe: MoESpec) -> dict[str, Any]:
 
 Sampling.choose = choose_first  # type: ignore[method-assign]
 ForwardBackward.evaluation_sums = one_each  # type: ignore[method-assign]
-numbers.Numbers.gather = gather_ones  # type: ignore[method-assign]
+numbers.LogNumbers.numbers = numbers_of_ones  # type: ignore[method-assign]
 numbers.expert_numbers = equal_load
 room.machine_memory = lambda: Memory(2**60)
 

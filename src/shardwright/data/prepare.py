@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from shardwright import __version__
 from shardwright.control_groups import usable_cores
 from shardwright.data import blocks
 from shardwright.data.chat import TEMPLATE, ChatFormat, read_chat_format
@@ -32,6 +31,7 @@ from shardwright.errors import DataError, without_secrets
 from shardwright.files import new_folder
 from shardwright.remote import REMOTE
 from shardwright.units import MiB
+from shardwright.version import PACKAGE_VERSION
 
 TRAIN, VALIDATION = "train", "validation"
 # The tokenizers library holds about 100 bytes a token while it works: 35 times the text.
@@ -182,7 +182,7 @@ def prepare(
         meter = Meter()
         written = _write_tokens(corpus, folder, loaded, validation, seed, shard_tokens, meter, report)
         manifest = Manifest(
-            created_by=f"shardwright {__version__}",
+            created_by=f"shardwright {PACKAGE_VERSION}",
             dtype=_dtype(loaded),
             **_tokenizer_kept(folder, loaded, chat),
             **written,

@@ -8,7 +8,6 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import shardwright
 from shardwright.data.template import Refused
 from shardwright.errors import DataError
 from shardwright.units import GiB, format_bytes
@@ -28,7 +27,7 @@ class TemplateProcess:
     """
 
     def __init__(self, **settings: Any) -> None:
-        root = str(Path(shardwright.__file__).parents[1])
+        root = str(Path(__file__).parents[2])
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", _START, root],
             stdin=subprocess.PIPE,

@@ -18,7 +18,7 @@ from shardwright.dry_run.places import Places
 from shardwright.dry_run.record import RankRecord
 from shardwright.dry_run.recorder import Recorder
 from shardwright.dry_run.shards_on_host import copies_of_shards
-from shardwright.dry_run.watch import watch
+from shardwright.dry_run.watch import RecordedPhases, watch
 from shardwright.model.device_type import assumed
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.expert import ReadCounts
@@ -72,7 +72,8 @@ def dry_rank(
     with assumed("cuda") if gpu else nullcontext(), few_empty_shards:
         model = build_model(config, CPU, compiled=False, fill=fill, read=read)
         with fake:
-            trainer = build_trainer(config, model, CPU, compiled=False, opened=_NoFile)
+            phases = RecordedPhases()
+            trainer = build_trainer(config, model, CPU, compiled=False, opened=_NoFile, phases=phases)
             if gpu:
                 _fuse_norms(trainer.model.parts)
             return record_steps(

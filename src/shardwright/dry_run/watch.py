@@ -18,6 +18,7 @@ from shardwright.parallel.offload import ActivationsOnHost
 from shardwright.parallel.pipeline.messages import Messages, Need
 from shardwright.parallel.pipeline.runner import Pipeline
 from shardwright.parallel.pipeline.timeline import Timeline
+from shardwright.ranks_at import Phase
 from shardwright.schedule.actions import Action
 from shardwright.schedule.messages import Exchange
 from shardwright.torch_private import parameter_groups, secondary_shard_of, whole_parameter
@@ -120,24 +121,36 @@ class _Messages(Messages):
         return tensor
 
 
-class _Clock:
-    """The clock of a trainer: its phases are the last actions of a step."""
+class RecordedPhases:
+    """The phases of a step as its last actions: of the step that is recorded alone."""
 
-    def __init__(self, recorder: Recorder, parameters: Iterable[Tensor]) -> None:
-        self.recorder, self.parameters = recorder, list(parameters)
+    def __init__(self) -> None:
+        self._recorder: Recorder | None = None
+        self._parameters: list[Tensor] = []
 
-    def mark(self, phase: str) -> None:
+    def record(self, recorder: Recorder, parameters: Iterable[Tensor]) -> None:
+        """Tell the recorder of phases from now on. `parameters`: the trained ones, whose gradients it marks."""
+        self._recorder, self._parameters = recorder, list(parameters)
+
+    def begin(self, phase: Phase, step: int) -> None:
+        """Do nothing: the phase before has ended, or the actions of a pass begin by themselves."""
+
+    def end(self, phase: Phase) -> None:
+        """Begin the actions that follow a phase."""
+        if self._recorder is None:
+            return
         if phase == "forward_backward":
-            for parameter in self.parameters:
-                self.recorder.mark(parameter.grad, "gradients")
-        self.recorder.begin(UPDATE if phase == "forward_backward" else AFTER)
+            for parameter in self._parameters:
+                self._recorder.mark(parameter.grad, "gradients")
+        self._recorder.begin(UPDATE if phase == "forward_backward" else AFTER)
 
 
 def watch(trainer: Trainer, recorder: Recorder) -> None:
-    """Have the next step of a trainer recorded. It has to have taken a step before, in which FSDP makes the tensors
-    that it gathers parameters into."""
+    """Have the next step of a trainer with `RecordedPhases` recorded. It has to have taken a step before, in which FSDP
+    makes the tensors that it gathers parameters into."""
     model, runner = trainer.model, trainer.model.runner
-    trainer.clock = _Clock(recorder, model.named_parameters.values())  # type: ignore[assignment]
+    assert isinstance(trainer.phases, RecordedPhases)
+    trainer.phases.record(recorder, model.named_parameters.values())
     engines: list[Any] = []
     if isinstance(runner, Pipeline):
         engines = [stage.engine for stage in runner.stages.values()]

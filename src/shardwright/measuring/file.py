@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-import shardwright
 from shardwright.cost.hardware import packaged_accelerators
 from shardwright.cost.measured import VERSION
 from shardwright.measuring.fit import (
@@ -24,6 +23,7 @@ from shardwright.measuring.fit import (
 from shardwright.measuring.points import Machine, RankPoints
 from shardwright.measuring.whole_steps import holes, in_step
 from shardwright.units import GiB, MiB
+from shardwright.version import PACKAGE_VERSION
 
 ASSUMED_GBIT = 10.0
 """Of a network that was not measured."""
@@ -50,7 +50,7 @@ def _lines(machine: Machine, name: str, command: str, factors: Mapping[int, dict
     yield from (f"# {remark}" for remark in machine.remarks)
     yield "\n[measured]"
     yield from _pairs(
-        version=VERSION, date=date.today().isoformat(), shardwright=shardwright.__version__,
+        version=VERSION, date=date.today().isoformat(), shardwright=PACKAGE_VERSION,
         torch=torch.__version__, python=platform.python_version(), machine=machine.name, clock=machine.clock,
         took_s=round(machine.took_s, 1),
     )  # fmt: skip

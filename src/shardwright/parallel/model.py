@@ -56,11 +56,16 @@ class ParallelModel:
         holders: Mapping[str, tuple[int, ...]],
         stage_groups: Mapping[tuple[int, ...], dist.ProcessGroup],
         masters: Sequence[MasterWeights] = (),
+        expert_mesh: DeviceMesh | None = None,
+        compression_state: Mapping[str, Tensor] | None = None,
+        on_host: Sequence[ActivationsOnHost] = (),
     ) -> None:
         """`named`: the parameters of each part that are optimised and saved; `plain`: the plain tensors that a part
         computes with where the former are DTensors; `holders`: the ranks of `pp` that hold each parameter of the whole
         model; `stage_groups`: the process groups of those sets of ranks; `masters`: of each part, where it
-        computes with copies of the parameters."""
+        computes with copies of the parameters; `expert_mesh`: the mesh of the experts, where it is another than the
+        mesh of the other parameters; `compression_state`: what compressed gradients keep from step to step, by
+        `KIND/NAME`; `on_host`: the activations that each part keeps on the host, if the layout has them there."""
         self.spec, self.parts, self.runner = spec, parts, runner
         self.layout, self.mesh, self.groups = layout, mesh, groups
         self.tied = TiedParameters(named, plain, holders, stage_groups)
@@ -73,13 +78,9 @@ class ParallelModel:
         """For each parameter of the whole model, the ranks of `pp` that hold it."""
         self.holders = [len(holders[name]) for name in self.named_parameters]
         """For each of `named_parameters`, how many ranks of `pp` hold it."""
-        self.expert_mesh: DeviceMesh | None = None
-        """That of the experts, where it is another than that of the other parameters."""
-        self.compression_state: dict[str, Tensor] = {}
-        """What compressed gradients keep from step to step, by `KIND/NAME`; a checkpoint holds it."""
-        self.masters = masters
-        self.on_host: list[ActivationsOnHost] = []
-        """What keeps activations on the host, of each part, where the layout has them there."""
+        self.expert_mesh, self.masters, self.on_host = expert_mesh, masters, on_host
+        self.compression_state = dict(compression_state or {})
+        """A checkpoint contains it."""
         self.losses = LossScale(parts)
         self.loss_scale = 1.0
         """What the losses of the step are multiplied by."""

@@ -1,7 +1,7 @@
 """Messages between two ranks: starts them, and knows which of them this rank has begun and which it waits for.
 
 PyTorch's Flight Recorder keeps the collectives of a rank, and on gloo no messages. What is known here is for the
-monitor of a run that hangs (`training/monitor.py`), which reads it from a thread of its own.
+monitor of a run that hangs (`training/resilience/monitor.py`), which reads it from a thread of its own.
 """
 
 from collections import Counter

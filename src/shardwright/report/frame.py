@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
-import shardwright
 from shardwright.report.style import COLOURS, DARK_COLOURS
+from shardwright.version import PACKAGE_VERSION
 
 _STYLE = """
 body { margin: 0 auto; max-width: 62rem; padding: 2rem 1.25rem 3rem; background: var(--paper); color: var(--ink);
@@ -55,7 +55,7 @@ def document(
 </head>
 <body>
 {body}
-<footer>Written by shardwright {escape(shardwright.__version__)}.</footer>
+<footer>Written by shardwright {escape(PACKAGE_VERSION)}.</footer>
 </body>
 </html>
 """

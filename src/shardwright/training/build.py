@@ -11,11 +11,13 @@ from shardwright.parallel.expert import ReadCounts, read_counts
 from shardwright.parallel.initialise import materialise
 from shardwright.parallel.model import ParallelModel
 from shardwright.run_folder import OFFLOADED
+from shardwright.training.clock import Phases
 from shardwright.training.device import DTYPES
 from shardwright.training.loss_scale import loss_scaler
 from shardwright.training.offload.scratch import File, scratch_file
 from shardwright.training.offload.states import Where, where_of
 from shardwright.training.optimizer import build_optimizer
+from shardwright.training.resilience.spikes import SpikeGuard
 from shardwright.training.step import Trainer
 
 
@@ -53,8 +55,11 @@ def build_trainer(
     *,
     compiled: bool,
     opened: Callable[[Path, int], File] = scratch_file,
+    spikes: SpikeGuard | None = None,
+    phases: Phases | None = None,
 ) -> Trainer:
-    """What takes the steps of a run. `compiled`: the loss is. `opened`: as of a `training.offload.states.Disk`."""
+    """Return the trainer of a run. `compiled`: the loss is compiled. `opened`: as of a `training.offload.states.Disk`.
+    `spikes` and `phases`: as of a `Trainer`."""
     return Trainer(
         model,
         build_optimizer(model.named_parameters, model.spec, config.optimizer, states_of(config, opened)),
@@ -64,6 +69,8 @@ def build_trainer(
         compile_loss=compiled,
         restart_positions=config.data.positions == "document",
         scaler=loss_scaler(config.precision),
+        spikes=spikes,
+        phases=phases,
     )
 
 

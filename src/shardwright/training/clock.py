@@ -2,10 +2,34 @@
 
 import time
 from collections import defaultdict
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
 from shardwright.parallel.pipeline.timeline import Mark, mark, seconds
+from shardwright.ranks_at import Phase
+
+
+class Phases(Protocol):
+    """Is told when a phase of a step begins and ends: the clock and the hang monitor of a run, the recorder of a dry
+    run."""
+
+    def begin(self, phase: Phase, step: int) -> None:
+        """A phase of step number `step` (0-based) begins."""
+
+    def end(self, phase: Phase) -> None:
+        """That phase ends."""
+
+
+class NoPhases:
+    """Phases that nobody listens to."""
+
+    def begin(self, phase: Phase, step: int) -> None:
+        """Do nothing."""
+
+    def end(self, phase: Phase) -> None:
+        """Do nothing."""
 
 
 class Clock:
@@ -52,3 +76,20 @@ class Clock:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         return {phase: sum(seconds(*span) for span in spans) for phase, spans in self._spans.items()}
+
+
+class RunPhases:
+    """The phases of a run: its clock takes their times, and `enter` tells its hang monitor which one begins."""
+
+    def __init__(self, clock: Clock, enter: Callable[[Phase, int], None]) -> None:
+        self.clock, self._enter = clock, enter
+
+    def begin(self, phase: Phase, step: int) -> None:
+        """A step begins with its data."""
+        self._enter(phase, step)
+        if phase == "data":
+            self.clock.begin_step()
+
+    def end(self, phase: Phase) -> None:
+        """The time since the last phase ended belongs to this one."""
+        self.clock.mark(phase)

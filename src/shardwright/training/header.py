@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-import shardwright
 from shardwright.config import RunConfig, as_toml, flat, load, resolved_toml
 from shardwright.data.mixture import MixtureOrder
 from shardwright.errors import CheckpointError, InputError, without_secrets
@@ -19,6 +18,7 @@ from shardwright.training.device import attention_kernels
 from shardwright.training.schedule import learning_rate
 from shardwright.training.sources import Sources
 from shardwright.units import format_count, percent
+from shardwright.version import PACKAGE_VERSION
 
 _GIT_TIMEOUT_S = 5.0
 
@@ -82,7 +82,7 @@ def started(config: RunConfig, device: torch.device, step: int, checkpoint: Path
         host=platform.node(),
         device=device_name(device),
         torch=torch.__version__,
-        shardwright=shardwright.__version__,
+        shardwright=PACKAGE_VERSION,
         git_commit=_git_commit(),
         checkpoint=None if checkpoint is None else str(checkpoint),
         time=now(),

@@ -21,17 +21,13 @@ from shardwright.forks import Descriptor, fork
 from shardwright.processes import Worker
 from shardwright.ranks_at import Watch
 from shardwright.run_folder import METRICS, Event, append_event, now, resumable
-from shardwright.training.restarts import Restarts
+from shardwright.training.ranks import STORE, SUPERVISED
+from shardwright.training.resilience.restarts import Restarts
 from shardwright.training.worker import serve
 from shardwright.units import KiB
 
-STORE = "SHARDWRIGHT_STORE"
-"""In the environment of a rank: the file in which the ranks meet."""
-
 _TAIL_BYTES = 64 * KiB
 """Of metrics.jsonl: more than a line has."""
-SUPERVISED = "SHARDWRIGHT_SUPERVISED"
-"""In the environment of a rank whose parent process compares the ranks."""
 
 
 @dataclass

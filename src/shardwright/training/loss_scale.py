@@ -46,6 +46,10 @@ class LossScaler:
         self.least = config.min_loss_scale
         self.state = LossScaleState(config.loss_scale, self.hysteresis)
 
+    def resume(self, state: LossScaleState) -> None:
+        """Continue with the state that a checkpoint contains."""
+        self.state = state
+
     @property
     def scale(self) -> float:
         """What the loss of the next step is multiplied by."""

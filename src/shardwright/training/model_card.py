@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import shardwright
 from shardwright.config import load as load_run_file
 from shardwright.config.mixture import sources_of
 from shardwright.hugging_face.architecture import Architecture
@@ -11,6 +10,7 @@ from shardwright.report.words import learning_rate_in_words
 from shardwright.run_folder import CHECKPOINTS, METRICS, RUN_FILE, Evaluated, Logged, read_metrics
 from shardwright.training.weights import CheckpointWeights, Weights
 from shardwright.units import format_count
+from shardwright.version import PACKAGE_VERSION
 
 _HEAD = """\
 ---
@@ -40,7 +40,7 @@ def model_card(weights: Weights, architecture: Architecture, dtype: str) -> str:
         architecture=architecture.class_name,
         parameters=format_count(weights.spec.n_parameters),
         dtype=dtype,
-        version=shardwright.__version__,
+        version=PACKAGE_VERSION,
     )
     if isinstance(weights, CheckpointWeights) and (weights.path / RUN_FILE).is_file():
         rows = [f"| {what} | {value} |" for what, value in _facts(weights)]

@@ -1,87 +1,94 @@
-"""The numbers of a logged step: the one place of the step path where values are read back from the device."""
+"""The records of a run: the numbers of logged steps, which are read back from the device here, and evaluations."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import fields
 
 import torch
 
 from shardwright.config import RunConfig
-from shardwright.data.mixture import MixtureOrder
 from shardwright.parallel.expert import take_sent_bytes
 from shardwright.parallel.model import ExpertLoad
-from shardwright.run_folder import MOST_RANKS_LOGGED, PHASES, Logged, Record, now
+from shardwright.run_folder import PHASES, Evaluated, Logged, Record, now
+from shardwright.training.clock import Clock, Phases
 from shardwright.training.device import DTYPES, peak_flops_per_s, peak_memory_bytes
+from shardwright.training.hooks import Hook, Start, TakenStep
 from shardwright.training.load import expert_numbers
-from shardwright.training.sources import Sources
-from shardwright.training.step import StepResult, Trainer
-from shardwright.training.stragglers import Change, Stragglers, Times, gathered_times
+from shardwright.training.run_log import RunLog
+from shardwright.training.sources import RunSamples
+from shardwright.training.step import Trainer
+
+_FIELDS = {field.name for field in fields(Logged)}
 
 
-@dataclass(frozen=True)
-class Gathered:
-    """Loss, gradient norm and target tokens of a step; of the `n_steps` steps since the record before the bytes that
-    this rank has sent for experts, and the own times of all ranks, where they are known."""
+class LogNumbers(Hook):
+    """Writes the `train` record of a logged step, with the numbers of all hooks, and shows the progress of the run."""
 
-    n_steps: int
-    loss: float
-    norm: float
-    n_targets: int
-    sent_bytes: int
-    own_s: Times | None
-
-
-class Numbers:
-    """Makes the records of logged steps of one run; every rank has one."""
-
-    def __init__(self, config: RunConfig, trainer: Trainer, sources: Sources, device: torch.device) -> None:
-        self.config, self.trainer, self.sources, self.device = config, trainer, sources, device
+    def __init__(
+        self,
+        config: RunConfig,
+        trainer: Trainer,
+        samples: RunSamples,
+        device: torch.device,
+        clock: Clock,
+        log: RunLog,
+    ) -> None:
+        self.config, self.trainer, self.samples, self.device = config, trainer, samples, device
+        self.clock, self.log = clock, log
         self.layout, self.spec = config.layout.layout(), config.model.spec()
         self.compute_dtype = DTYPES[config.precision.compute]
-        # On a GPU a rank's own time is not measured.
-        compared = device.type == "cpu" and self.layout.world_size > 1
-        self.stragglers = Stragglers(self.layout) if compared else None
+        self._logged = 0
+        """Steps done at the last record."""
 
-    def gather(self, result: StepResult, n_steps: int) -> Gathered:
-        """What all ranks together know of the last `n_steps` steps; every rank calls this."""
-        model = self.trainer.model
+    def on_start(self, start: Start) -> None:
+        self._logged = start.step
+        self.clock.restart()
+
+    def on_rollback(self, start: Start) -> None:
+        self.log.rewind(start.step)
+
+    def after_step(self, taken: TakenStep) -> None:
+        self.log.screen.at(taken.step)
+
+    def numbers(self, taken: TakenStep) -> Record:
+        """Sum up the numbers of all ranks; every rank calls this."""
+        model, result, n_steps = self.trainer.model, taken.result, taken.step - self._logged
         model.sum_over_losses(result.loss_part)
         if result.mtp_part is not None:
             model.sum_over_losses(result.mtp_part)
         loss, norm, n_targets = (float(value) for value in (result.loss_part, result.gradient_norm, result.n_targets))
         sent_bytes = sum(take_sent_bytes(part) for part in model.parts)
-        own_s = None if self.stragglers is None else gathered_times(self.trainer.clock.own_s)
-        return Gathered(n_steps, loss, norm, int(n_targets), sent_bytes, own_s)
+        if not self.log.writes or not n_targets:  # a step without targets has no loss
+            return {}
+        return {
+            "loss": loss,
+            "grad_norm": norm,
+            "lr": taken.rate,
+            "target_tokens": int(n_targets),
+            **self._speed(taken.step, n_steps),
+            **self._experts(n_steps, sent_bytes),
+            "loss_scale": None if self.trainer.scaler is None else self.trainer.loss_scale,
+            "skipped_steps": self.trainer.skipped_steps,
+            "mtp_loss": None if result.mtp_part is None else float(result.mtp_part),
+            "epochs": self.samples.sources.by_name(self.samples.order.epochs(taken.samples[1])),
+        }
 
-    def record(
-        self, step: int, found: Gathered, n_samples: int, rate: float, result: StepResult, order: MixtureOrder
-    ) -> tuple[Logged, Sequence[Change]]:
-        """The record of step number `step`, and the ranks that have become stragglers in the steps since the record
-        before, or are none any more. `n_samples`: consumed by the run so far."""
-        compared, changes = self._ranks(step, found.own_s)
-        told = Logged(
-            step=step,
-            loss=found.loss,
-            grad_norm=found.norm,
-            lr=rate,
-            target_tokens=found.n_targets,
-            **self._speed(step, found.n_steps),
-            **self._experts(found),
-            **compared,
-            loss_scale=None if self.trainer.scaler is None else self.trainer.loss_scale,
-            skipped_steps=self.trainer.skipped_steps,
-            mtp_loss=None if result.mtp_part is None else float(result.mtp_part),
-            epochs=self.sources.by_name(order.epochs(n_samples)),
-            time=now(),
-        )
-        return told, changes
+    def on_log(self, taken: TakenStep, numbers: Record) -> None:
+        if "loss" in numbers:
+            known = {name: value for name, value in numbers.items() if name in _FIELDS}
+            more = {name: value for name, value in numbers.items() if name not in _FIELDS}
+            self.log.write(Logged(step=taken.step, time=now(), **known), more)
+        self._logged = taken.step
+        self.clock.restart()
+
+    def close(self) -> None:
+        self.log.close()
 
     def _speed(self, step: int, n_steps: int) -> Record:
-        phases = self.trainer.clock.read()
+        phases = self.clock.read()
         phase_means_s: Record = {f"{phase}_s": phases[phase] / n_steps for phase in PHASES}
         step_s = sum(phase_means_s.values())
         batch = self.config.batch
         tokens_per_s = batch.global_batch * batch.seq_len / step_s
-        attended = self.sources.attended_tokens(step)
+        attended = self.samples.sources.attended_tokens(step)
         flops_per_s = tokens_per_s / self.layout.world_size * self.spec.train_flops_per_token(attended)
         peak = peak_flops_per_s(self.device, self.compute_dtype, self.config.precision.tf32)
         return {
@@ -94,26 +101,42 @@ class Numbers:
             **phase_means_s,
         }
 
-    def _experts(self, found: Gathered) -> Record:
+    def _experts(self, n_steps: int, sent_bytes: int) -> Record:
         load, moe = self.trainer.model.load, self.spec.moe
         if load is None or moe is None:
             return {}
         experts = expert_numbers(ExpertLoad(*(values.cpu() for values in load)), moe)
         if self.layout.ep > 1:
-            experts["expert_sent_bytes"] = found.sent_bytes // found.n_steps
+            experts["expert_sent_bytes"] = sent_bytes // n_steps
         return experts
 
-    def _ranks(self, step: int, own_s: Times | None) -> tuple[Record, Sequence[Change]]:
-        """What is known of each rank's own time."""
-        if self.stragglers is None or own_s is None:
-            return {}, []
-        changes = self.stragglers.judge(own_s, step)
-        slowest = self.stragglers.slowest(own_s)
-        numbers: Record = {
-            "slowest_rank": slowest.rank,
-            "slowest_costs_s": slowest.costs_s,
-            "stragglers": tuple(sorted(self.stragglers.named)),
-        }
-        if self.layout.world_size <= MOST_RANKS_LOGGED:
-            numbers["own_s_by_rank"] = tuple(float(f"{each:.4g}") for each in own_s.mean(0))
-        return numbers, changes
+
+class Evaluate(Hook):
+    """Writes an `evaluation` record before the first step of a run and whenever one is due."""
+
+    def __init__(self, trainer: Trainer, samples: RunSamples, log: RunLog, phases: Phases) -> None:
+        self.trainer, self.samples, self.log, self.phases = trainer, samples, log, phases
+
+    def on_start(self, start: Start) -> None:
+        if start.step == 0:
+            self.on_evaluation(0)
+
+    def on_evaluation(self, step: int) -> None:
+        sources = self.samples.sources
+        if not sources.validation:
+            return
+        self.phases.begin("evaluation", step)
+        losses, ahead = {}, {}
+        for name, samples in sources.validation.items():
+            sums, counts = self.trainer.evaluation_sums(self.samples.evaluation_batches(samples)).tolist()
+            if not counts[0]:
+                self.log.say(f"no validation loss of {name}: none of the sequences has a token that counts")
+                continue
+            losses[name], *of_modules = (total / max(n, 1) for total, n in zip(sums, counts, strict=True))
+            if of_modules:
+                ahead[name] = sum(of_modules) / len(of_modules)
+        self.phases.end("evaluation")
+        if losses:
+            by_source = losses if sources.mixed else None
+            mtp_loss = sources.mean(step, ahead) if ahead else None
+            self.log.write(Evaluated(step, sources.mean(step, losses), now(), by_source, mtp_loss))

@@ -9,7 +9,7 @@ import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.optim
 
-import shardwright.training.loop
+import shardwright.training.run
 import shardwright.training.worker  # noqa: F401
 from shardwright.model.random import normal
 

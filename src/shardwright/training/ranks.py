@@ -30,8 +30,11 @@ import torch.distributed as dist
 from shardwright.errors import InputError, WorkerError
 from shardwright.processes import ranks_in_words
 from shardwright.training.gpu import claim_gpu, name_of_gpu, why_no_gpu
-from shardwright.training.launch import STORE, SUPERVISED
 
+STORE = "SHARDWRIGHT_STORE"
+"""Environment variable of a rank: the file in which the ranks meet."""
+SUPERVISED = "SHARDWRIGHT_SUPERVISED"
+"""Environment variable that is set on a rank whose parent process compares the ranks."""
 COLLECTIVE_TIMEOUT_S = 600
 _POLL_S = 0.02
 LAST_PORT = 65535

@@ -8,16 +8,76 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardwright.errors import CheckpointError
+from shardwright.config import RunConfig
+from shardwright.errors import CheckpointError, DamagedError
 from shardwright.parallel.objects import gathered
-from shardwright.run_folder import step_of
-from shardwright.training.checkpoint.durable import DurableFolder, part_of
-from shardwright.training.checkpoint.local import LocalLevel
-from shardwright.training.checkpoint.state import together
+from shardwright.remote import REMOTE
+from shardwright.run_folder import CHECKPOINTS, step_of
+from shardwright.training.checkpoint.durable import DurableFolder, durable_copy, durable_folder, part_of
+from shardwright.training.checkpoint.local import LocalLevel, local_level
+from shardwright.training.checkpoint.state import load, together
 from shardwright.training.checkpoint.store import CheckpointStore
+from shardwright.training.hooks import Start
+from shardwright.training.sources import Sources, past_stages
+from shardwright.training.step import Trainer
 
 IN_OUT, LOCAL, DURABLE = 2, 1, 0
 """Where a checkpoint is; of the same step the one with the higher number is tried first."""
+
+
+class RunCheckpoints:
+    """The checkpoints of a run: those in OUT, those on its hosts, and durable copies."""
+
+    def __init__(self, config: RunConfig, trainer: Trainer, sources: Sources, remarks: list[str]) -> None:
+        """What there is to say is added to `remarks`. Every rank calls this."""
+        self.config, self.trainer, self.sources, self.remarks = config, trainer, sources, remarks
+        self.store = CheckpointStore(Path(config.out) / CHECKPOINTS, config.checkpoint.keep_last)
+        self.local = local_level(config, trainer)
+        self.durable = durable_folder(config)
+        if self.local is not None and self.local.remark:
+            remarks.append(self.local.remark)
+
+    def start(self) -> Start:
+        """Load the checkpoint the run is to go on from, if any; a damaged one is passed over under `auto`."""
+        resume = self.config.checkpoint.resume
+        if dist.get_rank() == 0:
+            self.store.sweep()
+        if resume == "no":
+            return Start()
+        if resume == "auto":
+            return self.newest() or Start()
+        if REMOTE in resume:
+            durable, step = durable_copy(resume)
+            return self._load(fetched(durable, step, self.store))
+        return self._load(Path(resume))
+
+    def newest(self) -> Start | None:
+        """Load the newest checkpoint that is whole, if there is any; every rank calls this.
+
+        Raises CheckpointError where all are damaged."""
+        damage: list[str] = []
+        for path in newest_first(self.store, self.durable, self.remarks, self.local):
+            try:
+                return self._load(path)
+            except DamagedError as error:
+                damage += error.problems
+                self.remarks += [*error.problems, f"passing over {path.name}"]
+        if damage:
+            raise CheckpointError(
+                *damage,
+                f"no checkpoint in {self.store.folder} is whole, and --resume does not start anew over "
+                f"them; to start anew, name another folder with --set out=..., or move this one away",
+            )
+        return None
+
+    def _load(self, path: Path) -> Start:
+        manifest = load(path, self.trainer, self.sources.described(self.sources.mixtures))
+        progress = manifest.progress
+        if progress.step > self.config.steps:
+            raise CheckpointError(
+                f"{path} is at step {progress.step}, beyond the steps={self.config.steps} of this run; raise steps"
+            )
+        return Start(progress.step, progress.samples, path, past_stages(manifest), progress.left_out)
 
 
 def newest_first(

@@ -1,56 +1,54 @@
 """When a run saves, what it tells of it, and what it does about checkpoints that cannot be written."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
 
 from shardwright.config import RunConfig
 from shardwright.errors import CheckpointError, CopiesError, SaveError, SpikeError, cleaning_up
-from shardwright.run_folder import EventKind, as_record, step_of
+from shardwright.run_folder import step_of
 from shardwright.training.checkpoint.copier import Copier
-from shardwright.training.checkpoint.durable import durable_folder
-from shardwright.training.checkpoint.local import local_level
 from shardwright.training.checkpoint.manifest import DataRecord, Progress
 from shardwright.training.checkpoint.saver import Saver
-from shardwright.training.checkpoint.store import CheckpointStore
+from shardwright.training.clock import Phases
 from shardwright.training.header import kept_run_file
-from shardwright.training.metrics import Writer
-from shardwright.training.resuming import from_first
-from shardwright.training.screen import Screen
+from shardwright.training.hooks import Due, Hook, Start, TakenStep, due
+from shardwright.training.resuming import RunCheckpoints, from_first
+from shardwright.training.run_log import RunLog
+from shardwright.training.sources import RunSamples
 from shardwright.training.step import Trainer
 from shardwright.units import format_bytes, format_seconds
 
 
-def due(step: int, every: int) -> bool:
-    """Whether something that is done every so many steps, 0 for never, is done after this one."""
-    return every > 0 and step % every == 0
+class Saving(Hook):
+    """Saves the checkpoints of a run as it goes on, and copies them to the durable folder; every rank calls each method
+    at the same step."""
 
-
-Happened = Callable[[EventKind, int, str], None]
-
-
-class Saving:
-    """The checkpoints of a run as it goes on; every rank calls each method at the same step. `happened` notes an event
-    of (kind, step, text)."""
-
-    def __init__(self, config: RunConfig, store: CheckpointStore, trainer: Trainer, happened: Happened) -> None:
-        self.config, self.store, self._happened = config, store, happened
+    def __init__(
+        self,
+        config: RunConfig,
+        checkpoints: RunCheckpoints,
+        trainer: Trainer,
+        samples: RunSamples,
+        log: RunLog,
+        phases: Phases,
+    ) -> None:
+        self.config, self.samples, self.log, self.phases = config, samples, log, phases
+        self.checkpoints, self.store = checkpoints, checkpoints.store
         section = config.checkpoint
-        self.local = local_level(config, trainer)
-        self._saver = Saver(store, trainer, section.async_mode == "async", section.retries, self.local)
-        self.durable = durable_folder(config)
-        self._copier = None if self.durable is None else Copier(self.durable, store, section.retries)
-        self._writers: Sequence[Writer] = ()
-        self._screen: Screen | None = None
+        self.local, self.durable = checkpoints.local, checkpoints.durable
+        self._saver = Saver(self.store, trainer, section.async_mode == "async", section.retries, self.local)
+        self._copier = None if self.durable is None else Copier(self.durable, self.store, section.retries)
 
     @contextmanager
-    def told_to(self, screen: Screen, writers: Sequence[Writer]) -> Iterator[None]:
-        """While inside, checkpoints are told to these. At the end none is under way any more, whatever the error."""
-        self._screen, self._writers = screen, writers
+    def during_steps(self, step: int) -> Iterator[None]:
+        """While inside, the run takes the steps after `step`. At the end no checkpoint is under way any more, whatever
+        the error."""
         self._saver.prepare()
         with cleaning_up(self._saver.abandon, *([] if self._copier is None else [self._copier.abandon])):
             try:
+                self._catch_up(step)
                 yield
             except (SpikeError, CopiesError):  # raised by every rank, so that all are there
                 with cleaning_up(self.settle, self._settle_copy):
@@ -59,7 +57,7 @@ class Saving:
         if self.local is not None and (saved := self.store.published()):
             self.local.clear(step_of(saved[-1]))
 
-    def catch_up(self, step: int) -> None:
+    def _catch_up(self, step: int) -> None:
         """Begin to copy the checkpoint that the run goes on from, if that is due and no copy of it is complete."""
         durable, checkpoint = self.durable, self.store.path_of(step)
         if self._copier is None or durable is None or not due(step, self.config.checkpoint.durable_every):
@@ -68,19 +66,31 @@ class Saving:
             if from_first(lambda: checkpoint.is_dir() and not durable.is_complete(step), bool):
                 self._copier.begin(step)
 
-    def due(self, step: int) -> bool:
-        """Whether the run saves to OUT after so many steps."""
-        return due(step, self.config.checkpoint.every)
+    def newest_checkpoint(self) -> Start | None:
+        """Load the newest whole checkpoint, if there is one, after the one that is under way."""
+        self.settle()
+        return self.checkpoints.newest()
 
-    def due_locally(self, step: int) -> bool:
-        """Whether the run saves on its hosts after so many steps."""
-        return self.local is not None and due(step, self.config.checkpoint.local_every)
+    def on_save(self, taken: TakenStep) -> None:
+        self.tell()
+        self.phases.begin("checkpoint", taken.step)
+        progress = Progress(taken.step, taken.samples[1], self.config.seed, tuple(self.samples.left_out))
+        self.save(progress, self.samples.described(taken.step), taken.due)
+        self.phases.end("checkpoint")
 
-    def save(self, progress: Progress, data: DataRecord, last: bool) -> None:
-        """Save to OUT, or on the hosts where only that is due; `last`: at the end of the run, which this has to be
-        published for."""
+    def end_step(self, taken: TakenStep) -> None:
+        if not (taken.due.save or taken.due.save_locally):
+            self.tell()
+
+    def on_stop(self, taken: TakenStep) -> None:
+        self.settle(required=True)
+
+    def save(self, progress: Progress, data: DataRecord, follows: Due) -> None:
+        """Save to OUT, or on the hosts where only that is due. The last checkpoint of a run is published when this
+        returns."""
+        last = follows.last
         self.settle(required=False)
-        if not last and not self.due(progress.step):
+        if not follows.save:
             with self._failing(progress.step, required=False):
                 self._saver.save_locally(progress, data, kept_run_file(self.config))
             return
@@ -107,7 +117,7 @@ class Saving:
     def _copy(self, copier: Copier, step: int, last: bool) -> None:
         """Begin to copy a checkpoint to the durable folder; the last one of a run is complete when this returns."""
         if not last and copier.busy():
-            self._tell(
+            self.log.tell(
                 "fault", step, f"the checkpoint after step {step} is not copied: {copier.what} is under way still"
             )
             return
@@ -128,17 +138,16 @@ class Saving:
         """Tell of what has been published and copied since the last time; rank 0 does."""
         for saved in self._saver.news():
             path = self.store.path_of(saved.step)
-            for writer in self._writers:
-                writer.write(as_record(saved))
+            self.log.write(saved)
             if saved.local:  # too many to tell of each
                 continue
             told = f"saved {path}: steps waited {format_seconds(saved.blocked_s)} for {format_bytes(saved.n_bytes)}"
             if self._saver.asynchronous:
                 told += f", written beside them in {format_seconds(saved.took_s)}"
-                self._say(told)
-            self._happened("save", saved.step, told)
+                self.log.say(told)
+            self.log.event("save", saved.step, told)
         for copied in [] if self._copier is None else self._copier.news():
-            self._tell("save", copied.step, f"copied to {copied.url} in {format_seconds(copied.took_s)}")
+            self.log.tell("save", copied.step, f"copied to {copied.url} in {format_seconds(copied.took_s)}")
 
     @contextmanager
     def _failing(self, step: int, required: bool, done: str = "written") -> Iterator[None]:
@@ -150,12 +159,4 @@ class Saving:
             last = self.store.published()
             rest = f"the last good one is {last[-1]}" if last else "none has been written yet"
             told = f"the checkpoint after step {step} is not {done}: {error}; the run goes on, {rest}"
-            self._tell("fault", step, told)
-
-    def _tell(self, kind: EventKind, step: int, text: str) -> None:
-        self._say(text)
-        self._happened(kind, step, text)
-
-    def _say(self, text: str) -> None:
-        if self._screen is not None:
-            self._screen.say(text)
+            self.log.tell("fault", step, told)

@@ -152,7 +152,7 @@ def _train(config: RunConfig, place: Place | None, quiet: bool, max_restarts: in
         except (WorkerError, SaveError, *FOUND_BY_ALL) as error:
             raise type(error)(f"{error}\n{_way_on(config)}") from None
     else:
-        from shardwright.training.loop import run
+        from shardwright.training.run import run
 
         try:
             stopped = run(config, place or Place(), quiet=quiet)

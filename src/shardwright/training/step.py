@@ -29,11 +29,10 @@ from shardwright.parallel.model import ParallelModel
 from shardwright.parallel.norm import LocalNorms, clip_gradients, gradient_norm
 from shardwright.parallel.tensor import TensorAxis
 from shardwright.training.ahead import BEYOND, look_ahead
-from shardwright.training.clock import Clock
+from shardwright.training.clock import NoPhases, Phases
 from shardwright.training.loss_scale import LossScaler
-from shardwright.training.monitor import AnyMonitor, NoMonitor
 from shardwright.training.optimizer import set_learning_rate
-from shardwright.training.spikes import Recheck, Spike, SpikeGuard
+from shardwright.training.resilience.spikes import Recheck, Spike, SpikeGuard
 
 EVALUATED_TOGETHER = 32
 """Micro-batches of one evaluation pass; a pipeline runs them through its stages one after another."""
@@ -292,7 +291,10 @@ class Trainer(ForwardBackward):
         compile_loss: bool = False,
         restart_positions: bool = False,
         scaler: LossScaler | None = None,
+        spikes: SpikeGuard | None = None,
+        phases: Phases | None = None,
     ) -> None:
+        """`spikes` judges each step before weights change; `phases` is told when a phase of a step begins and ends."""
         super().__init__(
             model,
             device=device,
@@ -303,13 +305,20 @@ class Trainer(ForwardBackward):
         )
         self.optimizer = optimizer
         self.clip_norm = clip_norm
-        self.clock = Clock(device)
-        self.spikes: SpikeGuard | None = None
-        """Judges each step before weights change; a run sets it."""
-        self.before_change: Callable[[], None] = lambda: None
-        """Called before weights and states change; what still copies them sets it."""
-        self.monitor: AnyMonitor = NoMonitor()
-        """Is told which phase a step is in; a run sets it."""
+        self.spikes = spikes
+        self.phases: Phases = phases or NoPhases()
+        self._before_change: list[Callable[[], None]] = []
+        self._rules: list[Callable[[Tensor], bool]] = []
+        self._loss_part: Tensor | None = None
+
+    def call_before_change(self, act: Callable[[], None]) -> None:
+        """Call `act` each time before weights and optimizer states change, from now on."""
+        self._before_change.append(act)
+
+    def take_steps_if(self, rule: Callable[[Tensor], bool]) -> None:
+        """Change weights and optimizer states in a step only if `rule` returns true for the norm of its gradients,
+        which are in `.grad`; the same on every rank."""
+        self._rules.append(rule)
 
     @property
     def skipped_steps(self) -> int:
@@ -336,29 +345,32 @@ class Trainer(ForwardBackward):
         return result
 
     def _try(self, batch: Batch, step: int, rate: float) -> StepResult:
-        self.monitor.enter("forward_backward", step)
+        self.phases.begin("forward_backward", step)
         loss_part, n_targets, mtp_part = self.forward_backward(batch, step)
-        self.clock.mark("forward_backward")
+        self.phases.end("forward_backward")
         if self.lacks_targets:
             self.local_norms = []
             if self.spikes is not None:
                 self.spikes.pass_over()
             return StepResult(loss_part, torch.zeros_like(loss_part), n_targets, mtp_part)
         if self.spikes is not None:
-            self.spikes.loss_part = loss_part
-        self.monitor.enter("optimizer", step)
+            self._loss_part = loss_part
+        self.phases.begin("optimizer", step)
         norm = self.update(rate)
-        self.clock.mark("optimizer")
+        self.phases.end("optimizer")
         return StepResult(loss_part, norm, n_targets, mtp_part)
 
-    def update(self, rate: float) -> Tensor:
+    def update(self, rate: float, clip_norm: float | None = None) -> Tensor:
         """Clip the gradients in `.grad`, let the optimizer use them up, and return their norm before clipping. Where
-        that is not finite and there is a loss scale, or the step is a spike, weights and states stay as they are."""
-        norm = self.clip(self.clip_norm)
+        that is not finite and there is a loss scale, or the step is a spike, weights and states stay as they are.
+        `clip_norm`: of this step alone, in place of the trainer's."""
+        norm = self.clip(self.clip_norm if clip_norm is None else clip_norm)
         taken = self.scaler is None or self.scaler.takes(norm)
         if self.spikes is not None:
             taken = self.spikes.takes(overflowed=not taken) and taken
-        self.before_change()
+        taken = taken and all(rule(norm) for rule in self._rules)
+        for act in self._before_change:
+            act()
         if taken:
             set_learning_rate(self.optimizer, rate)
             self.optimizer.step()
@@ -369,4 +381,5 @@ class Trainer(ForwardBackward):
 
     def _norm_known(self, norm: Tensor) -> None:
         if self.spikes is not None:
-            self.spikes.start(norm.to(self.device))
+            assert self._loss_part is not None
+            self.spikes.start(self._loss_part, norm.to(self.device))

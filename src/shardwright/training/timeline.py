@@ -8,14 +8,15 @@ from shardwright.config import RunConfig
 from shardwright.files import write_whole
 from shardwright.parallel.microbatch_runner import Runner
 from shardwright.parallel.pipeline.runner import Pipeline
-from shardwright.run_folder import PipelineStep, timeline_path
+from shardwright.run_folder import PipelineStep, Record, timeline_path
+from shardwright.training.hooks import Hook, TakenStep
 
 KEPT_STEPS = 4
 """Logged steps in a file. A report needs one that all ranks have written; with 256 micro-batches of 3 ops each, a step
 is some 25 kB, and a run of a million steps must not fill a disk."""
 
 
-class TimelineFile:
+class TimelineFile(Hook):
     """The last logged steps of one rank, as `run_folder.PipelineStep`.
 
     The file is rewritten for each logged step and renamed, so that a reader sees a complete file. A resumed run starts
@@ -25,6 +26,9 @@ class TimelineFile:
     def __init__(self, path: Path, rank: int, pipeline: Pipeline) -> None:
         self.path, self.rank, self.pipeline = path, rank, pipeline
         self._lines: deque[str] = deque(maxlen=KEPT_STEPS)
+
+    def on_log(self, taken: TakenStep, numbers: Record) -> None:
+        self.write(taken.step)
 
     def write(self, step: int) -> None:
         """Add the actions of the step that was taken last, number `step`; waits for the device."""

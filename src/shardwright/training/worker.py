@@ -40,8 +40,8 @@ def serve(
     import torch
 
     from shardwright.config import parse
-    from shardwright.training.loop import run
     from shardwright.training.ranks import place_from_environment
+    from shardwright.training.run import run
 
     torch.set_num_threads(n_threads)  # the server has read OMP_NUM_THREADS of its own
     gc.freeze()  # what the server has imported need not be walked by this process's collector: 0.4 s of CPU

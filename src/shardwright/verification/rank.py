@@ -91,8 +91,7 @@ def _train(case: Case, layout: Layout, folder: Path) -> RankTrace:
             for parameter in parameters.values():
                 if parameter.grad is not None and scale != 1:
                     local_part(parameter.grad).mul_(scale)
-            trainer.clip_norm = case.clip_norm(training, step)
-            norm = trainer.update(case.rate(training, step) / scale)
+            norm = trainer.update(case.rate(training, step) / scale, case.clip_norm(training, step))
             if not overflows:
                 recorder.scalar(Quantity("grad norm", training, step + 1), norm)
             if case.evaluate and step == 0:

@@ -4,7 +4,7 @@ from tests.mutation import Mutation
 from tests.training.bugs.bug import AnyBug, UnitBug
 
 _TESTS = "tests/training/test_copies.py"
-COPIES = "shardwright.training.copies"
+COPIES = "shardwright.training.resilience.copies"
 BUGS = {
     "copies of weights are compared with themselves": (
         "hybrid",
@@ -36,7 +36,9 @@ BUGS = {
     ),
 }
 """Each with the name of the flipped bit that shows it."""
-NOT_BEFORE_A_CHECKPOINT = Mutation("shardwright.training.loop:_Run._check_copies", "every and saves", "False")
+NOT_BEFORE_A_CHECKPOINT = Mutation(
+    "shardwright.training.resilience.copies:CompareCopies.on_save", "self.every", "False"
+)
 
 REDUCTION: dict[str, AnyBug] = {
     name: UnitBug(mutation, f"{_TESTS}:test_a_bug_is_seen", put_in_there=True) for name, (_, mutation) in BUGS.items()

@@ -29,7 +29,9 @@ STALE: dict[str, AnyBug] = {
         f"{DURABLE}:part_of", "sorted(names)[rank::world_size]", "sorted(names)[rank::world_size + 1]"
     ),
     "a checkpoint is deleted while it is copied": _bug(
-        "shardwright.training.checkpoint.store:CheckpointStore.delete_others", "step_of(path) != self.held", "True"
+        "shardwright.training.checkpoint.store:CheckpointStore.delete_others",
+        "step_of(path) != self._kept_step",
+        "True",
     ),
     "a durable copy that is not complete is fetched": _bug(
         "shardwright.training.resuming:newest_first",

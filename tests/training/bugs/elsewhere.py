@@ -71,7 +71,7 @@ DTYPE = {
         for name, (_, mutation) in test_tf32.BUGS.items()
     },
     "MFU of a run in TF32 is that of one in fp32": UnitBug(
-        Mutation("shardwright.training.numbers:Numbers._speed", "self.config.precision.tf32", "False"),
+        Mutation("shardwright.training.numbers:LogNumbers._speed", "self.config.precision.tf32", "False"),
         "tests/training/test_tf32.py:test_mfu_goes_by_the_peak_of_the_type_that_is_multiplied_in",
     ),
 }

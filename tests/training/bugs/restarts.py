@@ -9,7 +9,7 @@ _PLACE = f"{_TESTS}:test_a_place_with_two_faults_in_a_row_is_used_no_more"
 _DP = f"{_TESTS}:test_a_layout_shrinks_along_dp_alone"
 _GROWS = f"{_TESTS}:lost_places_are_tried_again"
 _SPARE = f"{_TESTS}:test_a_spare_takes_the_place_of_the_one_at_fault_which_is_then_the_last_spare"
-_RESTARTS = "shardwright.training.restarts:Restarts"
+_RESTARTS = "shardwright.training.resilience.restarts:Restarts"
 _SHRUNK = "shardwright.config.shrink"
 
 RESUME: dict[str, AnyBug] = {

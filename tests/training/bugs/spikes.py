@@ -6,7 +6,7 @@ from tests.training.bugs.bug import AnyBug, UnitBug
 
 _SPIKES, _RECHECK = "tests/training/test_spikes.py", "tests/training/test_recheck.py"
 _ROLLBACK = f"{_SPIKES}:test_a_bug_of_rollback_is_seen"
-_JUDGE = "shardwright.training.spikes:SpikeGuard.judge"
+_JUDGE = "shardwright.training.resilience.spikes:SpikeGuard.judge"
 
 
 def _there(name: str) -> UnitBug:
@@ -38,7 +38,7 @@ RECOMPUTATION: dict[str, AnyBug] = {
     )
 } | {
     "every second try of a step is said to give the same": UnitBug(
-        Mutation("shardwright.training.spikes:_not_finite", "(*numbers, spike.where)", "()"),
+        Mutation("shardwright.training.resilience.spikes:_not_finite", "(*numbers, spike.where)", "()"),
         f"{_RECHECK}:test_what_two_tries_of_a_step_tell",
     )
 }

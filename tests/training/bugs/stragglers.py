@@ -4,7 +4,7 @@ from tests.mutation import Mutation
 from tests.training.bugs.bug import AnyBug, UnitBug
 
 _TESTS = "tests/training/test_stragglers.py"
-_FOUND = "shardwright.training.stragglers:Stragglers"
+_FOUND = "shardwright.training.resilience.stragglers:Stragglers"
 _WITHIN_20 = f"{_TESTS}:test_a_rank_that_becomes_slower_by_30_percent_is_named_within_20_steps_and_taken_back"
 _STAGES = f"{_TESTS}:test_stages_are_compared_with_their_own_past_and_not_with_other_stages"
 _SOMETIMES = f"{_TESTS}:test_a_rank_that_is_slow_in_some_steps_is_not_named"

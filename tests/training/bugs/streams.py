@@ -4,7 +4,10 @@ from tests.mutation import Mutation
 from tests.training.bugs.bug import AnyBug, UnitBug
 
 _TESTS = "tests/training/test_streams.py"
-_SNAPSHOT, _GUARD = "shardwright.training.checkpoint.snapshot:Snapshot", "shardwright.training.spikes:SpikeGuard"
+_SNAPSHOT, _GUARD = (
+    "shardwright.training.checkpoint.snapshot:Snapshot",
+    "shardwright.training.resilience.spikes:SpikeGuard",
+)
 _LINK, _ACTIVATIONS = "shardwright.training.offload.link:Link", "shardwright.parallel.offload:ActivationsOnHost"
 
 

@@ -49,7 +49,8 @@ class Copier:
 
     def begin(self, step: int) -> None:
         """Begin to copy a checkpoint, which may be under way itself. The one before has to be settled."""
-        self.step, self.store.held = step, step
+        self.step = step
+        self.store.keep(step)
         checkpoint, rank, world_size = self.store.path_of(step), dist.get_rank(), dist.get_world_size()
 
         def as_error(error: Exception) -> CheckpointError:
@@ -97,4 +98,4 @@ class Copier:
                 self._news.append(Copied(self.folder.url_of(step), step, time.monotonic() - began_s))
         finally:
             if rank == 0:
-                self.store.held = 0
+                self.store.keep(0)

@@ -21,7 +21,7 @@ from typing_extensions import TypedDict
 from shardwright.errors import CheckpointError, DamagedError
 from shardwright.files import inside, parse_json, read_bytes
 from shardwright.training.loss_scale import LossScaleState
-from shardwright.training.spikes import SpikeState
+from shardwright.training.resilience.spikes import SpikeState
 from shardwright.units import MiB
 
 FORMAT = 4

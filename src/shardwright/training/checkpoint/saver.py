@@ -96,7 +96,7 @@ class Saver:
             self._plan = plan_of(named_tensors(self.trainer))
             if self.asynchronous or self.local is not None:
                 self._snapshot = Snapshot(self._plan, self.trainer.device)
-                self.trainer.before_change = self._snapshot.wait
+                self.trainer.call_before_change(self._snapshot.wait)
         return self._plan
 
     def save(self, progress: Progress, data: DataRecord, run_toml: str) -> Path:

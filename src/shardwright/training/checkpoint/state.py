@@ -71,9 +71,9 @@ def load(folder: Path, trainer: Trainer, data: DataRecord | None) -> Manifest:
     read_into(folder, manifest, tensors, stored_tensors(trainer))
     trainer.model.after_change()
     if trainer.scaler is not None and manifest.loss_scale is not None:
-        trainer.scaler.state = manifest.loss_scale
+        trainer.scaler.resume(manifest.loss_scale)
     if trainer.spikes is not None and manifest.spikes is not None:
-        trainer.spikes.state = manifest.spikes
+        trainer.spikes.resume(manifest.spikes)
     return manifest
 
 

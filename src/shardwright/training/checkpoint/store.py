@@ -22,8 +22,12 @@ class CheckpointStore:
     def __init__(self, folder: Path, keep_last: int = 1) -> None:
         self.folder = folder
         self.keep_last = keep_last
-        self.held = 0
-        """The step of a checkpoint that is being copied elsewhere, and is not deleted meanwhile."""
+        self._kept_step = 0
+
+    def keep(self, step: int) -> None:
+        """Do not delete the checkpoint after `step` steps, which is being copied elsewhere, until the next call; 0
+        names none."""
+        self._kept_step = step
 
     def published(self) -> list[Path]:
         """Whole checkpoints, the oldest first."""
@@ -58,7 +62,7 @@ class CheckpointStore:
         published = self.published()
         here = published.index(self.path_of(step))
         for path in (*published[: max(0, here + 1 - self.keep_last)], *published[here + 1 :]):
-            if step_of(path) != self.held:
+            if step_of(path) != self._kept_step:
                 # Renamed first: a process killed in the middle leaves no folder with the name of a whole checkpoint.
                 remove(path.rename(path.with_name(path.name + _DELETED)))
 

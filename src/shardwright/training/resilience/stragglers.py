@@ -24,7 +24,12 @@ from numpy.typing import NDArray
 
 from shardwright.layout import Layout
 from shardwright.processes import ranks_in_words
+from shardwright.run_folder import MOST_RANKS_LOGGED, Record
 from shardwright.torch_private import all_gather_single
+from shardwright.training.clock import Clock
+from shardwright.training.hooks import Hook, TakenStep
+from shardwright.training.run_log import RunLog
+from shardwright.training.step import Trainer
 from shardwright.units import format_seconds
 
 WINDOW = 20
@@ -177,3 +182,33 @@ def _median_of_others(own_s: Times) -> Times:
     # Without the element at `place`, those from there on move one place to the front.
     halves = [np.where(at < place, order[:, at, None], order[:, at + 1, None]) for at in middle]
     return (halves[0] + halves[1]) / 2
+
+
+class WatchStragglers(Hook):
+    """Adds the slowest rank to log records, and reports the ranks that become stragglers or are none any more."""
+
+    def __init__(self, layout: Layout, trainer: Trainer, clock: Clock, log: RunLog) -> None:
+        self.layout, self.trainer, self.clock, self.log = layout, trainer, clock, log
+        self.stragglers = Stragglers(layout)
+        self._changes: list[Change] = []
+
+    def numbers(self, taken: TakenStep) -> Record:
+        own_s = gathered_times(self.clock.own_s)
+        if not self.log.writes or self.trainer.lacks_targets:  # a step without targets is not logged
+            return {}
+        self._changes = self.stragglers.judge(own_s, taken.step)
+        slowest = self.stragglers.slowest(own_s)
+        numbers: Record = {
+            "slowest_rank": slowest.rank,
+            "slowest_costs_s": slowest.costs_s,
+            "stragglers": tuple(sorted(self.stragglers.named)),
+        }
+        if self.layout.world_size <= MOST_RANKS_LOGGED:
+            numbers["own_s_by_rank"] = tuple(float(f"{rank_s:.4g}") for rank_s in own_s.mean(0))
+        return numbers
+
+    def on_log(self, taken: TakenStep, numbers: Record) -> None:
+        for change in self._changes:
+            self.log.say(f"step {change.step}: {change.text}")
+            self.log.event("straggler", change.step, change.text, change.rank)
+        self._changes = []

@@ -121,8 +121,7 @@ class SpikeGuard:
     def __init__(self, config: FaultsSection, model: ParallelModel, device: torch.device) -> None:
         self.config, self.model = config, model
         self.state = SpikeState()
-        self.loss_part: Tensor | None = None
-        """This rank's part of the loss of the step; to be set before `start`."""
+        self._loss_part: Tensor | None = None
         self.seen: Spike | None = None
         """The last step, if it was a spike."""
         self.recheck: Recheck | None = None
@@ -133,11 +132,16 @@ class SpikeGuard:
         self._sums: Tensor | None = None
         self._ready: Any = None
 
-    def start(self, norm: Tensor) -> None:
-        """Start to sum what the step is judged by; `norm`: that of the gradients, equal on every rank."""
-        assert self.loss_part is not None
+    def resume(self, state: SpikeState) -> None:
+        """Continue with the state that a checkpoint contains."""
+        self.state = state
+
+    def start(self, loss_part: Tensor, norm: Tensor) -> None:
+        """Start to sum the numbers that the step is judged by: this rank's part of the loss, and the norm of the
+        gradients, which is equal on every rank."""
+        self._loss_part = loss_part
         # Ranks of tp compute the same part of the loss.
-        parts = [self.loss_part.double() / self.model.layout.tp, norm.double() / dist.get_world_size()]
+        parts = [loss_part.double() / self.model.layout.tp, norm.double() / dist.get_world_size()]
         sums = torch.stack(parts)
         work = dist.all_reduce(sums, async_op=True)
         if self._stream is None:
@@ -191,8 +195,8 @@ class SpikeGuard:
             return None if why is None else Spike(loss, norm, why)
         held = [(k, p.grad) for k, p in self.model.named_parameters.items() if p.grad is not None]
         bad = [name for name, gradient in held if not bool(torch.isfinite(local_part(gradient)).all())]
-        assert self.loss_part is not None
-        where, losing = origin(self.model, not bool(torch.isfinite(self.loss_part)), bad)
+        assert self._loss_part is not None
+        where, losing = origin(self.model, not bool(torch.isfinite(self._loss_part)), bad)
         return Spike(loss, norm, why, where, losing)
 
     def judge(self, loss: float, norm: float) -> str | None:

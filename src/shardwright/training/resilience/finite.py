@@ -14,7 +14,9 @@ from torch import Tensor
 
 from shardwright.parallel.norm import LocalNorms
 from shardwright.parallel.objects import gathered
-from shardwright.training.spikes import Spike, origin
+from shardwright.training.hooks import Hook, TakenStep
+from shardwright.training.resilience.after_spike import AfterSpike
+from shardwright.training.resilience.spikes import Spike, origin
 from shardwright.training.step import StepResult, Trainer
 
 MOST_UNREAD = 256
@@ -113,3 +115,20 @@ class FiniteCheck:
                 f"(precision.min_loss_scale)"
             )
         return NotFinite(at.step, at.samples, Spike(loss, norm, why, where, losing))
+
+
+class StopAtNotFinite(Hook):
+    """Stops the run, on every rank, at a number that is not finite."""
+
+    def __init__(self, trainer: Trainer, after_spike: AfterSpike) -> None:
+        self.check, self.after_spike = FiniteCheck(trainer), after_spike
+
+    def after_step(self, taken: TakenStep) -> None:
+        self.check.note(taken.step, taken.samples, taken.result, taken.overflowed)
+        if self.check.due:
+            self.before_reading(taken)
+
+    def before_reading(self, taken: TakenStep) -> None:
+        """Raise SpikeError if a number of the steps since the last check is not finite."""
+        if (first := self.check.first()) is not None:
+            self.after_spike.stop(first.spike, first.step, first.samples, done=taken.step)

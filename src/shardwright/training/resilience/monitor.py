@@ -48,14 +48,14 @@ from shardwright.ranks_at import (
 )
 from shardwright.run_folder import Event, append_event
 from shardwright.torch_private import flight_record, group_names
-from shardwright.training.launch import SUPERVISED
+from shardwright.training.ranks import SUPERVISED
 
 TICK_S = 0.5
 STACK_SHOWN = 12
 """Frames of a stack, the innermost."""
 RECORDED = "1000"
 """Collectives of a rank that PyTorch's Flight Recorder keeps."""
-_OURS = str(Path(__file__).parents[1])
+_OURS = str(Path(__file__).parents[2])
 _WAITS = re.compile(
     r"\.wait\(|\bdist\.|all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|barrier|synchronize|\.tolist\(|float\("
 )

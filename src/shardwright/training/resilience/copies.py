@@ -24,12 +24,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardwright.errors import CopiesError
 from shardwright.model.modules import row_of
 from shardwright.parallel.model import ParallelModel
 from shardwright.parallel.norm import local_part
 from shardwright.parallel.objects import gathered
 from shardwright.processes import ranks_in_words
 from shardwright.training.checkpoint.state import named_tensors, stored_tensors
+from shardwright.training.hooks import Hook, Start, TakenStep, due
+from shardwright.training.run_log import RunLog
 from shardwright.training.step import Trainer
 
 _WORD_BYTES = 8
@@ -165,3 +168,36 @@ def in_words(found: Mapping[int, Found]) -> Differing:
         return Differing(told, odd[0] if len(odd) == 1 else None)
     sides = " and ".join(ranks_in_words(ranks) for ranks in parties)
     return Differing(f"{told}{sides} hold other bits, and so few copies do not tell which are right")
+
+
+class CompareCopies(Hook):
+    """Compares copies of weights and states every faults.check_copies_every steps, and before they are saved: no
+    checkpoint is to contain a wrong one."""
+
+    def __init__(self, every: int, trainer: Trainer, log: RunLog) -> None:
+        self.every, self.trainer, self.log = every, trainer, log
+        self._equal_at = 0
+        """Steps after which the copies were equal."""
+
+    def on_start(self, start: Start) -> None:
+        self._equal_at = start.step
+
+    def on_save(self, taken: TakenStep) -> None:
+        if self.every:
+            self._compare(taken.step)
+
+    def end_step(self, taken: TakenStep) -> None:
+        if due(taken.step, self.every):
+            self._compare(taken.step)
+
+    def _compare(self, step: int) -> None:
+        """Raise CopiesError, on every rank, where copies differ."""
+        if step == self._equal_at:
+            return
+        if differing := differing_copies(self.trainer):
+            self.log.event("fault", step, f"after step {step} {differing.text}", differing.rank)
+            raise CopiesError(
+                f"after step {step} {differing.text}; the check before, after step {self._equal_at}, found no "
+                f"difference: checkpoints up to that step hold equal copies"
+            ).of_rank(differing.rank)
+        self._equal_at = step

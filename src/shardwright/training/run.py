@@ -1,0 +1,178 @@
+"""A run from its resolved run file to its last checkpoint, as one rank: builds the parts, and lets `loop.py` take the
+steps."""
+
+import shlex
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+from shardwright.config import RunConfig
+from shardwright.errors import WorkerError, cleaning_up
+from shardwright.files import sole_owner, write_whole
+from shardwright.run_folder import RUN_FILE
+from shardwright.training.build import build_model, build_trainer
+from shardwright.training.checkpoint.state import checkpoint_bytes
+from shardwright.training.clock import Clock, RunPhases
+from shardwright.training.device import configure_malloc
+from shardwright.training.gpu import check_gpu
+from shardwright.training.header import changes_since, header, kept_run_file, rate_change, started
+from shardwright.training.hooks import HOOKS, Hook, RunParts, Start
+from shardwright.training.initial_weights import begin_with
+from shardwright.training.loop import TrainLoop
+from shardwright.training.numbers import Evaluate, LogNumbers
+from shardwright.training.offload.room import require_host_memory
+from shardwright.training.ranks import Place, pick_device, process_group, restarts_of_torchrun
+from shardwright.training.resilience.after_spike import AfterSpike, ReportSkipped
+from shardwright.training.resilience.copies import CompareCopies
+from shardwright.training.resilience.finite import StopAtNotFinite
+from shardwright.training.resilience.monitor import AnyMonitor, monitored, record_collectives
+from shardwright.training.resilience.spikes import spike_guard
+from shardwright.training.resilience.stragglers import WatchStragglers
+from shardwright.training.resuming import RunCheckpoints
+from shardwright.training.run_log import RunLog
+from shardwright.training.saving import Saving
+from shardwright.training.settle import settle
+from shardwright.training.sources import RunSamples, Sources
+from shardwright.training.step import Trainer
+from shardwright.training.stop import StopRequest
+from shardwright.training.timeline import timeline_file
+
+
+def run(config: RunConfig, place: Place, quiet: bool = False) -> bool:
+    """Train as rank `place.rank` until the steps are done or a signal asks to stop. Returns whether a signal did.
+
+    Every rank of the layout's world calls this, each in a process of its own. Raises InputError for what the
+    user can mend; whatever it raises, published checkpoints stay good.
+    """
+    layout = config.layout.layout()
+    layout.check_world(place.world_size)
+    device = pick_device(config.device, place)
+    check_gpu(config, device)
+    if device.type == "cpu":
+        configure_malloc()
+    record_collectives()
+    owned = sole_owner(Path(config.out)) if place.rank == 0 else nullcontext()
+    with owned, process_group(place, device):
+        config, said = settle(config, device)
+        layout = config.layout.layout()
+        try:
+            after_s = config.faults.hang_after
+            with monitored(Path(config.out), place.rank, layout, device, after_s) as monitor:
+                return _run(config, place, device, quiet, monitor, [said] if said else [])
+        except torch.OutOfMemoryError as error:
+            raise WorkerError(
+                f"rank {place.rank}: {str(error).splitlines()[0]}; to need less: batch.micro_batch below "
+                f"{config.batch.micro_batch}, layout.zero above {layout.zero}, a larger layout.dp_shard, "
+                f"tp or cp, layout.recompute='selective' or 'full', layout.loss_chunk_tokens, "
+                f"layout.offload_optimizer='cpu' or 'disk', with zero above 0 layout.offload_parameters='cpu', "
+                f"layout.offload_activations='cpu', or precision.compute='bf16'"
+            ) from None
+
+
+def _run(
+    config: RunConfig, place: Place, device: torch.device, quiet: bool, monitor: AnyMonitor, remarks: list[str]
+) -> bool:
+    """Return whether a signal stopped the run before its last step. The parts of the run are deleted when this returns,
+    before the process group is destroyed."""
+    sources = Sources(config)
+    torch.backends.cuda.matmul.allow_tf32 = config.precision.tf32
+    require_host_memory(config)
+    compiled = config.precision.compile
+    model = build_model(config, device, compiled=compiled)
+    monitor.name_modules(model.parts)
+    clock = Clock(device)
+    phases = RunPhases(clock, monitor.enter)
+    guard = spike_guard(config.faults, model, device)
+    trainer = build_trainer(config, model, device, compiled=compiled, spikes=guard, phases=phases)
+    checkpoints = RunCheckpoints(config, trainer, sources, remarks)
+    start = checkpoints.start()
+    # A collective of the disk's state would be one more thing to fail: rank 0 looks, and its error ends all.
+    if place.rank == 0:
+        checkpoints.store.require_space(checkpoint_bytes(trainer))
+        # Only now: a run that is refused must not write over the run file of the one that is there.
+        write_whole(Path(config.out) / RUN_FILE, kept_run_file(config).encode())
+    if start.checkpoint is None and config.init.weights is not None:
+        remarks += begin_with(trainer, config.init)
+    samples = RunSamples(config, sources, place.rank, device, start)
+    log = RunLog(config, place.rank, quiet, start.step)
+    saving = Saving(config, checkpoints, trainer, samples, log, phases)
+    hooks = build_hooks(config, place, device, trainer, samples, log, clock, phases, saving)
+    stop = StopRequest()
+    loop = TrainLoop(config, trainer, hooks, samples.batches, phases, stop.everyone)
+    with log.screen, stop.listening():
+        _report_start(config, start, checkpoints, log)
+        if log.writes and start.step < config.steps:
+            for line in header(config, sources, samples.order, device, start.step, start.samples):
+                log.say(line)
+            log.write(started(config, device, start.step, start.checkpoint))
+        with cleaning_up(*(hook.close for hook in hooks)), saving.during_steps(start.step):
+            done = loop.run(start)
+        stop.settle()
+    _report_end(config, start, done, checkpoints, log)
+    return done < config.steps
+
+
+def build_hooks(
+    config: RunConfig,
+    place: Place,
+    device: torch.device,
+    trainer: Trainer,
+    samples: RunSamples,
+    log: RunLog,
+    clock: Clock,
+    phases: RunPhases,
+    saving: Saving,
+) -> Sequence[Hook]:
+    """Return what the run does beside taking steps, in the order in which it is done."""
+    layout = config.layout.layout()
+    after_spike = AfterSpike(config.faults, trainer, samples, log, saving.newest_checkpoint)
+    timeline = timeline_file(config, trainer.model.runner, place.rank)
+    # On a GPU a rank's own time is not measured.
+    compared = device.type == "cpu" and layout.world_size > 1
+    return [
+        after_spike,
+        ReportSkipped(config.batch.global_batch, trainer, log),
+        *([] if timeline is None else [timeline]),
+        LogNumbers(config, trainer, samples, device, clock, log),
+        StopAtNotFinite(trainer, after_spike),
+        *([WatchStragglers(layout, trainer, clock, log)] if compared else []),
+        Evaluate(trainer, samples, log, phases),
+        CompareCopies(config.faults.check_copies_every, trainer, log),
+        *(kind.make(RunParts(config, trainer, log)) for kind in HOOKS.values()),
+        saving,
+    ]
+
+
+def _report_start(config: RunConfig, start: Start, checkpoints: RunCheckpoints, log: RunLog) -> None:
+    begins = "begins"
+    for remark in checkpoints.remarks:
+        log.say(remark)
+    if start.checkpoint is not None:
+        begins = f"resumed from {start.checkpoint}: step {start.step}, {start.samples} samples seen"
+        log.say(begins)
+        if changed := changes_since(start.checkpoint / RUN_FILE, kept_run_file(config)):
+            log.say(f"changed since then: {', '.join(changed)}")
+        if rate := rate_change(start.checkpoint / RUN_FILE, config, start.step):
+            log.say(rate)
+    elif config.checkpoint.resume == "auto":
+        log.say(f"no checkpoint in {checkpoints.store.folder} to resume from: starting from step 0")
+    again, n = restarts_of_torchrun(), config.layout.layout().world_size
+    text = f"{f'restart {again} by torchrun: ' if again else ''}{begins}, on {n} rank{'s' * (n > 1)}"
+    log.event("restart" if again else "start", start.step, text)
+
+
+def _report_end(config: RunConfig, start: Start, done: int, checkpoints: RunCheckpoints, log: RunLog) -> None:
+    steps = config.steps
+    if start.step < done < steps:
+        log.say(
+            f"stopped at step {done} of {steps}, as asked; the last checkpoint is of this step. Go on with\n"
+            f"  shardwright train {shlex.quote(str(Path(config.out) / RUN_FILE))} --resume"
+        )
+    elif done < steps:
+        log.say(f"stopped at step {done} of {steps}, as asked, before another step. Give the same command again")
+    else:
+        out = shlex.quote(config.out)
+        log.say(f"saved to {checkpoints.store.path_of(done)}")
+        log.say(f'  shardwright report {out}\n  shardwright generate {out} --prompt "..."')

@@ -1,0 +1,66 @@
+"""Proves that a user's own hooks take part in a run, and that the parts of a run are complete when they are made."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import shardwright
+from tests.training.runs import checksums, events, records, train
+
+EXTEND = Path(__file__).parents[1] / "extend"
+
+
+def test_a_users_hooks_add_a_metric_and_skip_steps_on_every_rank(run_file: Path):
+    text = (EXTEND / "skip_large_norms.py").read_text()
+    eager = run_file.parent / "skip_all_after_two.py"
+    eager.write_text(text.replace("LEAST, TIMES = 10, 3.0", "LEAST, TIMES = 2, 0.0"))
+    extensions = [str(EXTEND / "tokens_seen.py"), str(eager)]
+    settings = (f"extensions={extensions!r}", "steps=4", "checkpoint.every=1", "checkpoint.keep_last=4")
+    run = train(run_file, *(word for setting in settings for word in ("--set", setting)))
+    assert [record["tokens_seen"] for record in records(run_file)] == [64, 128, 192, 256]
+    first, second, third, fourth = (checksums(run_file, step) for step in (1, 2, 3, 4))
+    assert first != second == third == fourth
+    assert [event.step for event in events(run_file) if event.kind == "skip"] == [3, 4]
+    assert "step 3 skipped: its gradient norm is " in run.stdout
+
+
+PARTS = {
+    "trainer": "training/step.py:Trainer",
+    "model": "parallel/model.py:ParallelModel",
+    "store": "training/checkpoint/store.py:CheckpointStore",
+    "spikes": "training/resilience/spikes.py:SpikeGuard",
+    "scaler": "training/loss_scale.py:LossScaler",
+    "clock": "training/clock.py:Clock",
+    "samples": "training/sources.py:RunSamples",
+    "log": "training/run_log.py:RunLog",
+}
+"""The name that code gives an object -> its class."""
+
+
+def stored_attributes(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """The last name of each object of which an attribute is set, and the attribute."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            owner = node.value
+            yield owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", ""), node.attr
+
+
+def attributes_of(root: Path, part: str) -> set[str]:
+    """The attributes that the constructors of a class and its bases in the same file set."""
+    file, _, name = part.partition(":")
+    classes = {node.name: node for node in ast.parse((root / file).read_text()).body if isinstance(node, ast.ClassDef)}
+    assert name in classes
+    return {attribute for made in classes.values() for owner, attribute in stored_attributes(made) if owner == "self"}
+
+
+def test_no_file_sets_an_attribute_of_a_part_of_a_run_from_outside():
+    root = Path(shardwright.__file__).parent
+    attributes = {name: attributes_of(root, part) for name, part in PARTS.items()}
+    assert {"optimizer", "spikes", "phases"} <= attributes["trainer"]
+    outside = [
+        f"{path.relative_to(root)}: {owner}.{attribute}"
+        for path in sorted(root.rglob("*.py"))
+        for owner, attribute in stored_attributes(ast.parse(path.read_text()))
+        if attribute in attributes.get(owner, ())
+    ]
+    assert outside == []
