@@ -13,9 +13,9 @@ from functools import cache
 
 import numpy as np
 
-from shardwright.cost import ledger
 from shardwright.cost.collectives import all_to_all
 from shardwright.cost.job import Candidates, Floats, Ints, Job
+from shardwright.cost.ledger import Formulas
 from shardwright.cost.matmuls import reached_flops_per_s
 from shardwright.model.modules import flops_of_matrices, rows
 from shardwright.model.spec import ModelSpec
@@ -30,21 +30,20 @@ def matrix_updates(job: Job, candidates: Candidates, hidden: Ints, experts: Ints
     replicas = np.where(sharded, candidates.world // (candidates.pp * candidates.tp * candidates.shards), 1)
     owners = np.where(sharded, candidates.shards, 1) * replicas * candidates.tp
     expert_owners = np.where(sharded, candidates.expert_shards, 1) * replicas * candidates.ep
-    rate = reached_flops_per_s(job, job.wide_precision)
-    computed = ledger.compute(
-        "orthogonal matrices", "(H * tp * flops / owners + Q * ep * expert_flops / expert_owners) / matmul_rate",
-        H=hidden, Q=experts, tp=candidates.tp, ep=candidates.ep, owners=owners, expert_owners=expert_owners,
+    f = Formulas(
+        "s", H=hidden, Q=experts, tp=candidates.tp, ep=candidates.ep, owners=owners, expert_owners=expert_owners,
         flops=_flops(job.model, job.optimizer, False), expert_flops=_flops(job.model, job.optimizer, True),
-        matmul_rate=rate,
+        matmul_rate=reached_flops_per_s(job, job.wide_precision),
     )  # fmt: skip
+    updates = f.H * f.tp * f.flops / f.owners + f.Q * f.ep * f.expert_flops / f.expert_owners
+    f("orthogonal matrices", updates / f.matmul_rate)
     shards = np.where(sharded, candidates.shards, 1)
     what = "shards of matrices to their owners, all-to-all"
-    over_zero = all_to_all(job.cluster, hidden * SENT_BYTES / shards, shards, candidates.tp, what)
-    over_tp = all_to_all(job.cluster, hidden * SENT_BYTES / shards, candidates.tp, 1, f"{what}, tp")
-    return ledger.compute(
-        "updates of matrices", "orthogonal_matrices + 2 * (over_zero + over_tp)", orthogonal_matrices=computed,
-        over_zero=over_zero, over_tp=over_tp,
-    )  # fmt: skip
+    f.add(
+        over_zero=all_to_all(job.cluster, hidden * SENT_BYTES / shards, shards, candidates.tp, what),
+        over_tp=all_to_all(job.cluster, hidden * SENT_BYTES / shards, candidates.tp, 1, f"{what}, tp"),
+    )
+    return f("updates of matrices", f.orthogonal_matrices + 2 * (f.over_zero + f.over_tp))
 
 
 @cache

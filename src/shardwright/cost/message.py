@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from shardwright.cost import ledger
 from shardwright.cost.hardware import Cluster
 from shardwright.cost.job import Floats, Ints
+from shardwright.cost.ledger import Formulas
 
 Number = Floats | NDArray[np.floating[Any]] | Ints | float
 Collective = Callable[[Cluster, ArrayLike, ArrayLike, ArrayLike, str], Floats]
@@ -38,17 +38,16 @@ class Message:
             seconds = replace(self, what=alone).seconds(cluster)
             if not seconds.any():
                 return seconds
-            name = ledger.identifier(alone)
-            inputs: ledger.Inputs = {"in_step": in_step, name: seconds}
-            return ledger.compute(self.what, f"in_step * {name}", **inputs)
+            f = Formulas("s", {"in_step": in_step, alone: seconds})
+            return f(self.what, f.in_step * f[alone])
         if np.all(self.calls == 1):
             return self.collective(cluster, self.n_bytes, self.size, self.stride, self.what)
         once = f"{self.what}, one call"
-        formula = f"calls * {ledger.identifier(once)}"
         one = self.collective(cluster, self.n_bytes, self.size, self.stride, once)
         if not one.any():
             return one
-        return ledger.compute(self.what, formula, **{"calls": self.calls, ledger.identifier(once): one})
+        f = Formulas("s", {"calls": self.calls, once: one})
+        return f(self.what, f.calls * f[once])
 
 
 def named(collective: Collective) -> str:

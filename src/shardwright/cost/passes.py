@@ -7,6 +7,7 @@ from numpy.typing import ArrayLike
 
 from shardwright.cost import ledger
 from shardwright.cost.job import Floats, Job
+from shardwright.cost.ledger import Formulas
 from shardwright.cost.message import Message
 
 
@@ -65,9 +66,9 @@ class Passes:
 def reached_bytes_per_s(job: Job) -> Floats:
     """The memory bandwidth that element-wise kernels of the stack reach."""
     chip = job.cluster.accelerator
-    return ledger.compute(
-        "rate of element-wise kernels", "bandwidth * copy_share * lasting_share * kernel_share", "B/s",
-        "cost/hardware.toml, cost/calibration.toml", "Rates", bandwidth=chip.memory_bytes_per_s,
-        copy_share=chip.memory_share, lasting_share=job.calibration.memory_share,
-        kernel_share=job.stack.speed.kernel_share,
+    f = Formulas(
+        "B/s", bandwidth=chip.memory_bytes_per_s, copy_share=chip.memory_share,
+        lasting_share=job.calibration.memory_share, kernel_share=job.stack.speed.kernel_share,
     )  # fmt: skip
+    rate = f.bandwidth * f.copy_share * f.lasting_share * f.kernel_share
+    return f("rate of element-wise kernels", rate, "cost/hardware.toml, cost/calibration.toml", at="Rates")

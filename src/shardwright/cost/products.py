@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardwright.compression import factored, powersgd_rank
-from shardwright.cost import ledger
 from shardwright.cost.collectives import all_reduce
 from shardwright.cost.job import Candidates, Floats, Ints, Job
+from shardwright.cost.ledger import Formulas
 from shardwright.cost.matmuls import reached_flops_per_s
 from shardwright.cost.message import Message
 from shardwright.cost.passes import reached_bytes_per_s
@@ -68,14 +68,15 @@ def messages(candidates: Candidates, held: "RankParameters") -> list[Message]:
 
 def computed(job: Job, candidates: Candidates, held: "RankParameters") -> Floats:
     """Seconds of the products and of the orthonormal columns in a step, (n,)."""
-    return ledger.compute(
-        "products of gradients",
-        "max(moved_bytes * factored / element_rate, 8 * r * factored / matmul_rate)"
-        " + 8 * r * r * left_rows / matmul_rate",
-        "s", "after the last backward pass; arXiv 1905.13727, algorithm 1", moved_bytes=MOVED_BYTES,
-        r=powersgd_rank(candidates.shared), factored=held.factored, left_rows=held.left_rows,
-        element_rate=reached_bytes_per_s(job), matmul_rate=reached_flops_per_s(job, job.precision),
+    f = Formulas(
+        "s", moved_bytes=MOVED_BYTES, r=powersgd_rank(candidates.shared), factored=held.factored,
+        left_rows=held.left_rows, element_rate=reached_bytes_per_s(job),
+        matmul_rate=reached_flops_per_s(job, job.precision),
     )  # fmt: skip
+    moving, multiplying = f.moved_bytes * f.factored / f.element_rate, 8 * f.r * f.factored / f.matmul_rate
+    orthonormal = 8 * f.r * f.r * f.left_rows / f.matmul_rate
+    source = "after the last backward pass; arXiv 1905.13727, algorithm 1"
+    return f("products of gradients", np.maximum(moving, multiplying) + orthonormal, source)
 
 
 def problems(job: Job, layout: Layout) -> Iterator[str]:

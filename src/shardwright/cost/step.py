@@ -13,6 +13,7 @@ from shardwright.cost.idle import StageTimes, busy
 from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.kinds import DATA
 from shardwright.cost.layer import embedding, head, layer
+from shardwright.cost.ledger import Formulas
 from shardwright.cost.matrix_updates import matrix_updates
 from shardwright.cost.memo import NOT_OF_STATES, OF_STATES, Memo, others, remembers
 from shardwright.cost.passes import Passes, reached_bytes_per_s
@@ -65,9 +66,8 @@ def step_time(job: Job, candidates: Candidates, *, simulated: bool = True, memo:
         rest = StepTime(parts).total_s
         share = stragglers(job, candidates)
         ledger.total("all but stragglers", parts, value=rest)
-        parts["stragglers"] = ledger.compute(
-            "stragglers", "share_of_stragglers * all_but_stragglers", share_of_stragglers=share, all_but_stragglers=rest
-        )
+        f = Formulas("s", share_of_stragglers=share, all_but_stragglers=rest)
+        parts["stragglers"] = f("stragglers", f.share_of_stragglers * f.all_but_stragglers)
         ledger.total("step", parts)
     return StepTime(parts)
 
@@ -90,11 +90,11 @@ def _waiting(job: Job, candidates: Candidates, makespan: Floats, work: Floats) -
     if ledger.recording():
         simulated_with = f"{candidates.shared.pp_schedule} simulated with these times; cost/idle.py"
         ledger.note("makespan", "", makespan, "s", simulated_with)
-    span = "makespan"
-    share = job.cluster.accelerator.core_share
-    if share < 1:
-        span = f"max(work, {span} * core_share)"
-    return ledger.compute("pipeline", f"{span} - work", "s", "waiting", makespan=makespan, work=work, core_share=share)
+    f = Formulas("s", makespan=makespan, work=work, core_share=job.cluster.accelerator.core_share)
+    span = f.makespan
+    if job.cluster.accelerator.core_share < 1:
+        span = np.maximum(f.work, span * f.core_share)
+    return f("pipeline", span - f.work, "waiting")
 
 
 class StagePasses:
@@ -145,7 +145,8 @@ class StagePasses:
         cut = candidates.tp if speed.scatters_messages else candidates.token_shards
         with ledger.section(PIPELINE):
             sent = point_to_point(job.cluster, n_bytes / cut, candidates.pp, candidates.world // candidates.pp, "sent")
-            return ledger.compute("message between stages", "sent + message_s", sent=sent, message_s=speed.message_s)
+            f = Formulas("s", sent=sent, message_s=speed.message_s)
+            return f("message between stages", f.sent + f.message_s)
 
     def of_rank(self, rank: Ints) -> dict[str, Floats]:
         """Seconds of one micro-batch on a rank of `pp` of each candidate, by kind: {kind: (n,)}."""
@@ -241,53 +242,42 @@ def optimizer(job: Job, candidates: Candidates, held: RankParameters) -> Floats:
     stack, kind = job.stack, job.optimizer_kind
     n_states = 0 if kind.means is not None else job.n_optimizer_states
     of_states = n_states * 2 * job.state_bytes - 2 * 8 if job.narrow_states or kind.in_blocks else 8 * (n_states - 2)
-    shards, expert_shards = (
-        np.where(candidates.zero > 0, over, 1) for over in (candidates.shards, candidates.expert_shards)
-    )
-    parts = [("P", "shards"), ("Q", "expert_shards")][: 1 + bool(np.any(held.experts))]
-    changed = " + ".join(f"{count} / {over}" if np.any(candidates.zero > 0) else count for count, over in parts)
+    f = Formulas("s", P=held.dense, Q=held.experts)
+    f.add(shards=np.where(candidates.zero > 0, candidates.shards, 1))
+    f.add(expert_shards=np.where(candidates.zero > 0, candidates.expert_shards, 1))
+    f.add(state_bytes=job.n_optimizer_states * job.state_bytes, step_s=stack.speed.step_s)
+    changed, experts = f.P, f.Q
+    if np.any(candidates.zero > 0):
+        changed, experts = changed / f.shards, experts / f.expert_shards
+    if np.any(held.experts):
+        changed = changed + experts
     where, sent = candidates.shared.offload_optimizer, candidates.shared.offload_parameters == "none"
     if where == "cpu" or not sent:
-        on_host = _on_host(job, held, changed, shards, expert_shards, sent=sent)
-        return on_host if where == "cpu" else _on_disk(job, held, changed, shards, expert_shards, on_host, sent=sent)
-    by_element = ledger.compute(
-        "optimizer", f"optimizer_bytes * ({changed}) / element_rate + step_s", P=held.dense, Q=held.experts,
-        shards=shards, expert_shards=expert_shards, element_rate=reached_bytes_per_s(job), step_s=stack.speed.step_s,
-        optimizer_bytes=stack.speed.optimizer_bytes + kind.step_bytes + of_states,
-    )  # fmt: skip
+        on_host = _on_host(job, f, changed, sent=sent)
+        return on_host if where == "cpu" else _on_disk(job, f, changed, on_host, sent=sent)
+    f.add(optimizer_bytes=stack.speed.optimizer_bytes + kind.step_bytes + of_states)
+    f.add(element_rate=reached_bytes_per_s(job))
+    by_element = f("optimizer", f.optimizer_bytes * changed / f.element_rate + f.step_s)
     if where == "disk":
-        return _on_disk(job, held, changed, shards, expert_shards, by_element)
+        return _on_disk(job, f, changed, by_element)
     if kind.matrix_state is None:
         return by_element
-    matrices = matrix_updates(job, candidates, held.hidden, held.experts)
-    return ledger.compute(
-        "optimizer of all parameters", "optimizer + updates_of_matrices", optimizer=by_element,
-        updates_of_matrices=matrices,
-    )  # fmt: skip
+    f.add(updates_of_matrices=matrix_updates(job, candidates, held.hidden, held.experts))
+    return f("optimizer of all parameters", f.optimizer + f.updates_of_matrices)
 
 
-def _on_disk(
-    job: Job,
-    held: RankParameters,
-    changed: str,
-    shards: Ints,
-    expert_shards: Ints,
-    update: Floats,
-    sent: bool = True,
-) -> Floats:
+def _on_disk(job: Job, f: Formulas, changed: Floats, update: Floats, sent: bool = True) -> Floats:
     """Seconds of the optimizer with states on a disk: all are read and written once a step, and `sent` to the device
-    and back. `update`: seconds of the update itself."""
+    and back. `changed`: parameters of the rank; `update`: seconds of the update itself."""
     chip = job.cluster.accelerator
-    on_disk = ledger.compute(
-        "states on a disk", f"2 * state_bytes * ({changed}) * (1 / disk_rate + host_s)", "s",
-        "read and written once a step, not overlapped", state_bytes=job.n_optimizer_states * job.state_bytes,
-        P=held.dense, Q=held.experts, shards=shards, expert_shards=expert_shards, disk_rate=chip.disk_bytes_per_s,
+    f.add(
+        optimizer=update,
+        disk_rate=chip.disk_bytes_per_s,
         host_s=1 / chip.host_bytes_per_s if sent and chip.host_bytes_per_s else 0.0,
-    )  # fmt: skip
-    return ledger.compute(
-        "optimizer with states on a disk", "optimizer + states_on_a_disk", optimizer=update,
-        states_on_a_disk=on_disk,
-    )  # fmt: skip
+    )
+    on_disk = 2 * f.state_bytes * changed * (1 / f.disk_rate + f.host_s)
+    f("states on a disk", on_disk, "read and written once a step, not overlapped")
+    return f("optimizer with states on a disk", f.optimizer + f.states_on_a_disk)
 
 
 ON_DEVICE_BYTES = 16.0
@@ -297,35 +287,23 @@ SENT_BYTES = 4.0
 """Of a gradient to the host, and of a weight to the device, which are both in fp32."""
 
 
-def _on_host(job: Job, held: RankParameters, changed: str, shards: Ints, expert_shards: Ints, sent: bool) -> Floats:
+def _on_host(job: Job, f: Formulas, changed: Floats, sent: bool) -> Floats:
     """Seconds of the optimizer with states and update on the host (`training/offload/on_host.py`). Gradients of some
     parameters come down the link while others are updated and the weights of others go up, so that the slowest of the
     three takes the time. An update reads gradient and weight, writes the weight, and reads and writes each state.
     Ignored: the first and the last bucket, which nothing overlaps with. Unless they are `sent`, gradients and weights
     are on the host before and after, where the norm reads the gradients."""
     chip = job.cluster.accelerator
-    held_by: ledger.Inputs = {"P": held.dense, "Q": held.experts, "shards": shards, "expert_shards": expert_shards}
-    link = ledger.compute(
-        "link to the host", f"sent_bytes * ({changed}) / host_rate", "s", "each direction; arXiv 2101.06840",
-        sent_bytes=SENT_BYTES, host_rate=chip.host_bytes_per_s, **held_by,
-    )  # fmt: skip
-    update = ledger.compute(
-        "update on the host", f"(3 * 4 + 2 * state_bytes) * ({changed}) / host_memory_rate", "s",
-        "bound by memory bandwidth", state_bytes=job.n_optimizer_states * job.state_bytes,
-        host_memory_rate=chip.host_memory_bytes_per_s, **held_by,
-    )  # fmt: skip
+    f.add(sent_bytes=SENT_BYTES, host_rate=chip.host_bytes_per_s, host_memory_rate=chip.host_memory_bytes_per_s)
+    f("link to the host", f.sent_bytes * changed / f.host_rate, "each direction; arXiv 2101.06840")
+    moved = (f.constant(3) * 4 + 2 * f.state_bytes) * changed
+    f("update on the host", moved / f.host_memory_rate, "bound by memory bandwidth")
     if not sent:
-        return ledger.compute(
-            "optimizer beside shards on the host",
-            f"update_on_the_host + 4 * ({changed}) / host_memory_rate + step_s", update_on_the_host=update,
-            host_memory_rate=chip.host_memory_bytes_per_s, step_s=job.stack.speed.step_s, **held_by,
-        )  # fmt: skip
-    return ledger.compute(
-        "optimizer on the host",
-        f"max(link_to_the_host, update_on_the_host) + on_device_bytes * ({changed}) / element_rate + step_s",
-        link_to_the_host=link, update_on_the_host=update, on_device_bytes=ON_DEVICE_BYTES,
-        element_rate=reached_bytes_per_s(job), step_s=job.stack.speed.step_s, **held_by,
-    )  # fmt: skip
+        seconds = f.update_on_the_host + 4 * changed / f.host_memory_rate + f.step_s
+        return f("optimizer beside shards on the host", seconds)
+    f.add(on_device_bytes=ON_DEVICE_BYTES, element_rate=reached_bytes_per_s(job))
+    slower = np.maximum(f.link_to_the_host, f.update_on_the_host)
+    return f("optimizer on the host", slower + f.on_device_bytes * changed / f.element_rate + f.step_s)
 
 
 def stragglers(job: Job, candidates: Candidates) -> Floats:
@@ -335,7 +313,5 @@ def stragglers(job: Job, candidates: Candidates) -> Floats:
     than the accelerators in one node. Ignored: failures, and noise of the network, which grows with its load.
     """
     nodes = np.maximum(candidates.world / job.cluster.node_size, 1)
-    return ledger.compute(
-        "share of stragglers", "straggler_share * log2(nodes)", "", "all wait for the slowest",
-        straggler_share=job.calibration.straggler_share, nodes=nodes,
-    )  # fmt: skip
+    f = Formulas("", straggler_share=job.calibration.straggler_share, nodes=nodes)
+    return f("share of stragglers", f.straggler_share * np.log2(f.nodes), "all wait for the slowest")
