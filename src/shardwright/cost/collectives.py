@@ -1,4 +1,5 @@
-"""Seconds of a collective, for arrays of sizes and groups at once, over the links of a cluster.
+"""Seconds of a collective, for arrays of sizes and groups at once, over the links of a cluster; and the messages of a
+step, which the step time prices and `cost.traffic` lists.
 
 Every function takes `n_bytes`, `size` (ranks of the process group) and `stride` (distance between consecutive ranks of
 it) as numbers or arrays that broadcast. The result is the time when all groups of the kind communicate at the same
@@ -20,10 +21,10 @@ adds that), the topology above the nodes (a full fat tree is assumed), straggler
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import reduce, wraps
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from shardwright.cost.hardware import Cluster, Link
 from shardwright.cost.job import Floats, Ints
@@ -44,6 +45,11 @@ class Collective(Protocol):
     def __call__(
         self, cluster: Cluster, n_bytes: ArrayLike, size: ArrayLike, stride: ArrayLike = 1, what: str = ..., /
     ) -> Floats: ...
+
+
+Seconds = Callable[[Cluster, ArrayLike, ArrayLike, ArrayLike, str], Floats]
+"""A `Collective`, or one with further arguments that are given (`functools.partial`)."""
+Number = Floats | NDArray[np.floating[Any]] | Ints | float
 
 
 @dataclass(frozen=True)
@@ -286,3 +292,43 @@ def _bandwidth(link: Link, members: Ints) -> Floats:
         return np.asarray(link.bytes_per_s)
     wires: Floats = link.peer_bytes_per_s * np.maximum(members - 1, 1)
     return np.minimum(link.bytes_per_s, wires)
+
+
+@dataclass(frozen=True)
+class Message:
+    """A collective, or a send, with which a group of ranks communicates `calls` times a step. Numbers or arrays (n,).
+
+    `n_bytes`: of the whole buffer of one call, as the functions of `cost.collectives` count them; `size`, `stride`:
+    ranks of the group and their distance. A group of one rank sends nothing.
+    """
+
+    what: str
+    collective: Seconds
+    n_bytes: Number
+    size: Number
+    stride: Number
+    calls: Number = 1
+
+    def seconds(self, cluster: Cluster, in_step: float = 1.0) -> Floats:
+        """Seconds of all calls, one after another; (n,). `in_step`: by how much that is longer in a step than
+        alone."""
+        if in_step != 1:
+            alone = f"{self.what}, alone"
+            seconds = replace(self, what=alone).seconds(cluster)
+            if not seconds.any():
+                return seconds
+            f = Formulas("s", {"in_step": in_step, alone: seconds})
+            return f(self.what, f.in_step * f[alone])
+        if np.all(self.calls == 1):
+            return self.collective(cluster, self.n_bytes, self.size, self.stride, self.what)
+        once = f"{self.what}, one call"
+        one = self.collective(cluster, self.n_bytes, self.size, self.stride, once)
+        if not one.any():
+            return one
+        f = Formulas("s", {"calls": self.calls, once: one})
+        return f(self.what, f.calls * f[once])
+
+
+def named(collective: Seconds) -> str:
+    """`all-gather`."""
+    return collective.__name__.replace("_", "-")

@@ -9,47 +9,16 @@ from numpy.typing import NDArray
 
 from shardwright.cost import ledger, parameters, pipeline, products
 from shardwright.cost.blocks import Block, blocks
-from shardwright.cost.collectives import all_gather, all_reduce
+from shardwright.cost.collectives import Message, all_gather, all_reduce
 from shardwright.cost.compression import SENT_BYTES, Sums, waits_for_replicas
 from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.kinds import DATA
 from shardwright.cost.ledger import Formulas, plus
-from shardwright.cost.message import Message
 from shardwright.cost.messages import HIDDEN, hidden
+from shardwright.cost.parameters import RankParameters
 from shardwright.cost.secondary import again_ranks
 from shardwright.layout import Layout
 from shardwright.split.buckets import BUCKET_BYTES, REPLICA_BUCKET_BYTES
-
-
-class RankParameters(NamedTuple):
-    """Parameters on a rank of `pp`, each (n,). `ends`: embedding, last norm and head, and `hidden`: hidden matrices,
-    both included in `dense`. `replicas`, `kv_replicas`: of those that tp does not shard, the ones with partial
-    gradients on all its ranks, and on those with the same kv heads. `blocks`: layers of the rank, of which
-    `expert_blocks` have experts; `end_groups`: its stages with parameters outside of the layers.
-    `untrained`: of `dense`, those without gradients, which every rank keeps. `factored`: those whose gradients travel
-    as products, with the rows and the columns of their logical matrices and the stages that have some. `layer_padding`,
-    `end_padding`, `expert_padding`: elements that fill up rows (`parameters.padding`). `buckets`: of gradients in fp32
-    without ZeRO, 0 where they are not counted."""
-
-    dense: Ints
-    experts: Ints
-    ends: Ints
-    hidden: Ints
-    replicas: Ints
-    kv_replicas: Ints
-    blocks: Ints
-    expert_blocks: Ints
-    end_groups: Ints
-    untrained: Ints
-    factored: Ints
-    left_rows: Ints
-    right_columns: Ints
-    factored_stages: Ints
-    layer_padding: Ints
-    end_padding: Ints
-    expert_padding: Ints
-    buckets: Ints
-
 
 F, I_AND_W = "F of a microbatch", "I and W of a microbatch"
 """Passes of a rank, in the ledger."""

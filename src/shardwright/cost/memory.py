@@ -14,10 +14,9 @@ from functools import cached_property
 import numpy as np
 
 from shardwright.cost import holes, ledger, parameters, pipeline, pools, stage_bytes, states
-from shardwright.cost.distinct import numbered
 from shardwright.cost.job import FULL, Candidates, Floats, Ints, Job
 from shardwright.cost.ledger import Formulas, plus
-from shardwright.cost.memo import Memo
+from shardwright.cost.memo import Memo, numbered
 from shardwright.cost.pipeline import Moments, Stages
 from shardwright.cost.pools import Pools
 from shardwright.cost.stage_bytes import MicrobatchBytes, ShardedBytes, StageBytes

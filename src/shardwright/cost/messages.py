@@ -8,10 +8,13 @@ import numpy as np
 from shardwright.cost import ledger
 from shardwright.cost.blocks import Block, Region
 from shardwright.cost.collectives import (
+    Collective,
+    Message,
     all_gather,
     all_reduce,
     all_to_all,
     all_to_all_by_node,
+    named,
     point_to_point,
     reduce_scatter,
 )
@@ -19,7 +22,6 @@ from shardwright.cost.formats import FORMATS
 from shardwright.cost.job import Candidates, Floats, Job
 from shardwright.cost.kinds import CONTEXT, EXPERT, MATMULS, TENSOR
 from shardwright.cost.ledger import Formulas
-from shardwright.cost.message import Collective, Message, named
 from shardwright.cost.passes import Passes, reached_bytes_per_s
 
 HIDDEN = ", exposed"

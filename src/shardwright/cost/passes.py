@@ -6,9 +6,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from shardwright.cost import ledger
+from shardwright.cost.collectives import Message
 from shardwright.cost.job import Floats, Job
 from shardwright.cost.ledger import Formulas
-from shardwright.cost.message import Message
 
 
 @dataclass

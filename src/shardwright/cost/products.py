@@ -16,23 +16,19 @@ Source: Vogels et al., arXiv 1905.13727; parallel/powersgd.py.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shardwright.compression import factored, powersgd_rank
-from shardwright.cost.collectives import all_reduce
+from shardwright.cost.collectives import Message, all_reduce
 from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.ledger import Formulas
 from shardwright.cost.matmuls import reached_flops_per_s
-from shardwright.cost.message import Message
+from shardwright.cost.parameters import RankParameters
 from shardwright.cost.passes import reached_bytes_per_s
 from shardwright.cost.pipeline import Stages
 from shardwright.layout import Layout
 from shardwright.model.modules import Row
-
-if TYPE_CHECKING:
-    from shardwright.cost.data_parallel import RankParameters
 
 MOVED_BYTES = 64.0
 """Bytes that are read and written of an element of a matrix."""
@@ -55,7 +51,7 @@ def _of_row(row: Row) -> tuple[int, int, int]:
     return row.numel, experts * row.shape[-2], experts * len(row.parts) * row.shape[-1]
 
 
-def messages(candidates: Candidates, held: "RankParameters") -> list[Message]:
+def messages(candidates: Candidates, held: RankParameters) -> list[Message]:
     """The all-reduces of the factors, once a step for each stage of the rank; none where gradients travel whole."""
     rank, calls = powersgd_rank(candidates.shared), np.maximum(held.factored_stages, 1)
     if not rank:
@@ -66,7 +62,7 @@ def messages(candidates: Candidates, held: "RankParameters") -> list[Message]:
     ]
 
 
-def computed(job: Job, candidates: Candidates, held: "RankParameters") -> Floats:
+def computed(job: Job, candidates: Candidates, held: RankParameters) -> Floats:
     """Seconds of the products and of the orthonormal columns in a step, (n,)."""
     f = Formulas(
         "s", moved_bytes=MOVED_BYTES, r=powersgd_rank(candidates.shared), factored=held.factored,

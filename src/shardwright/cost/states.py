@@ -103,12 +103,9 @@ def _shards_beside(candidates: Candidates, f: Formulas) -> Floats:
     """In fp32, the shards from which zero 1 and 2 gather the weights once a step. FSDP2 gathers them into tensors of
     their own; one rank's shard is the weight itself."""
     gathered = (candidates.zero == 1) | (candidates.zero == 2)
-    f.add(
-        ranks=candidates.shards[:, None],
-        expert_ranks=candidates.expert_shards[:, None],
-        beside=(gathered & (candidates.shards > 1))[:, None] + 0,
-        experts_beside=(gathered & (candidates.expert_shards > 1))[:, None] + 0,
-    )
+    _share(f, candidates, np.ones_like(gathered))
+    f.add(beside=(gathered & (candidates.shards > 1))[:, None] + 0)
+    f.add(experts_beside=(gathered & (candidates.expert_shards > 1))[:, None] + 0)
     shards = f.beside * f.P / f.ranks + f.experts_beside * f.Q / f.expert_ranks
     return f("master", f.e * shards, "FSDP2 gathers a copy")
 
@@ -180,14 +177,10 @@ def _means(job: Job, candidates: Candidates, stages: Stages, f: Formulas) -> Flo
     """States of an optimizer that keeps means over the rows and columns of a matrix. ZeRO shards rows, and so the means
     over each of them; means over each column are on every rank. Of experts it shards whole ones, and both means."""
     counts = parameters.means(job.model, stages, candidates.tp, candidates.ep)
-    sharded = candidates.zero >= 1
     names = ("by_row", "by_column", "expert_means")
     f.add({name: each[:, stages.of_rank].sum(2) for name, each in zip(names, counts, strict=True)})
-    f.add(
-        state_bytes=job.state_bytes,
-        ranks=np.where(sharded, candidates.shards, 1)[:, None],
-        expert_ranks=np.where(sharded, candidates.expert_shards, 1)[:, None],
-    )
+    _share(f, candidates, candidates.zero >= 1)
+    f.add(state_bytes=job.state_bytes)
     means = f.by_row / f.ranks + f.by_column + f.expert_means / f.expert_ranks
     return f("optimizer", f.state_bytes * means, "arXiv 1804.04235")
 
@@ -197,14 +190,9 @@ def _in_blocks(job: Job, candidates: Candidates, stages: Stages, f: Formulas) ->
     a matrix whose columns tp shards, every rank of tp has the scales of all blocks of its rows."""
     counts = parameters.in_blocks(job, stages, candidates.tp, candidates.ep)
     names = ("coded", "scales", "expert_coded", "expert_scales")
-    sharded = candidates.zero >= 1
     f.add({name: each[:, stages.of_rank].sum(2) for name, each in zip(names, counts, strict=True)})
-    f.add(
-        states=job.n_optimizer_states,
-        element=job.stack.state_bytes,
-        ranks=np.where(sharded, candidates.shards, 1)[:, None],
-        expert_ranks=np.where(sharded, candidates.expert_shards, 1)[:, None],
-    )
+    _share(f, candidates, candidates.zero >= 1)
+    f.add(states=job.n_optimizer_states, element=job.stack.state_bytes)
     dense = (f.P - f.coded) * f.element + f.coded + f.scales * f.element
     expert = (f.Q - f.expert_coded) * f.element + f.expert_coded + f.expert_scales * f.element
     states = f.states * (dense / f.ranks + expert / f.expert_ranks)
@@ -216,9 +204,15 @@ _ZERO = "ZeRO, arXiv 1910.02054, section 5"
 
 def _sharded(f: Formulas, candidates: Candidates, shared: NDArray[np.bool_], n_bytes: float) -> Floats:
     """`n_bytes` for each parameter, sharded for the candidates in `shared`."""
-    ranks, expert_ranks = np.where(shared, candidates.shards, 1), np.where(shared, candidates.expert_shards, 1)
-    f.add(ranks=ranks[:, None], expert_ranks=expert_ranks[:, None], n_bytes=n_bytes)
+    _share(f, candidates, shared)
+    f.add(n_bytes=n_bytes)
     return f.n_bytes * (f.P / f.ranks + f.Q / f.expert_ranks)
+
+
+def _share(f: Formulas, candidates: Candidates, shared: NDArray[np.bool_]) -> None:
+    """Add the numbers of ranks over which dense parameters and experts are sharded: 1 where they are not `shared`."""
+    f.add(ranks=np.where(shared, candidates.shards, 1)[:, None])
+    f.add(expert_ranks=np.where(shared, candidates.expert_shards, 1)[:, None])
 
 
 def moving_gradients(
