@@ -12,11 +12,11 @@ from shardwright.cost.blocks import Block, blocks
 from shardwright.cost.collectives import Message, all_gather, all_reduce
 from shardwright.cost.compression import SENT_BYTES, Sums, waits_for_replicas
 from shardwright.cost.job import Candidates, Floats, Ints, Job
-from shardwright.cost.kinds import DATA
 from shardwright.cost.ledger import Formulas, plus
 from shardwright.cost.messages import HIDDEN, hidden
 from shardwright.cost.parameters import RankParameters
 from shardwright.cost.secondary import again_ranks
+from shardwright.cost.speed import DATA
 from shardwright.layout import Layout
 from shardwright.split.buckets import BUCKET_BYTES, REPLICA_BUCKET_BYTES
 

@@ -13,11 +13,11 @@ from shardwright.cost.blocks import Block
 from shardwright.cost.collectives import all_gather, all_reduce, reduce_scatter
 from shardwright.cost.formats import FORMATS
 from shardwright.cost.job import FULL, RECOMPUTE, Candidates, Floats, Job
-from shardwright.cost.kinds import ELEMENTWISE, HOST, MATMULS, TENSOR
 from shardwright.cost.ledger import Formulas, plus
 from shardwright.cost.matmuls import Matmul, head_matmul, layer_matmuls, reached_flops_per_s
 from shardwright.cost.messages import context, dispatch, head_over_tp, loss_sums, over_tp, tensor
 from shardwright.cost.passes import Passes, reached_bytes_per_s
+from shardwright.cost.speed import ELEMENTWISE, HOST, MATMULS, TENSOR
 
 CASTS = "casts of inputs"
 BACKWARD_TRAFFIC = 1.5

@@ -20,9 +20,9 @@ from shardwright.cost.collectives import (
 )
 from shardwright.cost.formats import FORMATS
 from shardwright.cost.job import Candidates, Floats, Job
-from shardwright.cost.kinds import CONTEXT, EXPERT, MATMULS, TENSOR
 from shardwright.cost.ledger import Formulas
 from shardwright.cost.passes import Passes, reached_bytes_per_s
+from shardwright.cost.speed import CONTEXT, EXPERT, MATMULS, TENSOR
 
 HIDDEN = ", exposed"
 """Suffix in the ledger of communication that overlaps with computation."""

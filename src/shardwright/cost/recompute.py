@@ -27,11 +27,11 @@ import numpy as np
 from shardwright.cost import ledger
 from shardwright.cost.blocks import Block, Group
 from shardwright.cost.job import FULL, Candidates, Floats, Job
-from shardwright.cost.kinds import CONTEXT, TENSOR
 from shardwright.cost.ledger import Formulas, plus
 from shardwright.cost.matmuls import layer_matmuls
 from shardwright.cost.messages import result_of
 from shardwright.cost.passes import Passes, reached_bytes_per_s
+from shardwright.cost.speed import CONTEXT, TENSOR
 from shardwright.layout_keys import RECOMPUTE_MODULES
 from shardwright.model.spec import ModelSpec
 

@@ -11,13 +11,13 @@ from shardwright.cost.collectives import point_to_point
 from shardwright.cost.data_parallel import I_AND_W, Beside, F, data_parallel, rank_parameters
 from shardwright.cost.idle import StageTimes, busy
 from shardwright.cost.job import Candidates, Floats, Ints, Job
-from shardwright.cost.kinds import DATA
 from shardwright.cost.layer import embedding, head, layer
 from shardwright.cost.ledger import Formulas
 from shardwright.cost.memo import NOT_OF_STATES, OF_STATES, Memo, others, remembers
 from shardwright.cost.optimizer_step import optimizer_step
 from shardwright.cost.parameters import RankParameters
 from shardwright.cost.passes import Passes
+from shardwright.cost.speed import DATA
 
 PIPELINE = "Pipeline, busiest rank"
 """A section of the ledger."""
