@@ -16,7 +16,7 @@ from shardwright.cost.job import FULL, RECOMPUTE, Candidates, Floats, Job
 from shardwright.cost.ledger import Formulas, plus
 from shardwright.cost.matmuls import Matmul, head_matmul, layer_matmuls, reached_flops_per_s
 from shardwright.cost.messages import context, dispatch, head_over_tp, loss_sums, over_tp, tensor
-from shardwright.cost.passes import Passes, reached_bytes_per_s
+from shardwright.cost.passes import Passes, kernel_symbols, reached_bytes_per_s
 from shardwright.cost.speed import ELEMENTWISE, HOST, MATMULS, TENSOR
 
 CASTS = "casts of inputs"
@@ -32,7 +32,7 @@ def layer(job: Job, candidates: Candidates, block: Block, name: str | None = Non
         tokens = candidates.tokens(job.seq_len)
         _multiply(passes, job, candidates, layer_matmuls(job, candidates, block, tokens))
         _attend(passes, job, candidates, tokens)
-        _elementwise(passes, job, candidates, block, tokens)
+        _elementwise(passes, job, candidates, block)
         tensor(passes, job, candidates, block, tokens)
         context(passes, job, candidates, tokens)
         if block.experts:
@@ -225,20 +225,9 @@ def _attend(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) ->
     passes.add("attention", *(f(f"attention, {name}", each, source) for name, each in zip("FI", formulas, strict=True)))
 
 
-def _elementwise(passes: Passes, job: Job, candidates: Candidates, block: Block, tokens: Floats) -> None:
+def _elementwise(passes: Passes, job: Job, candidates: Candidates, block: Block) -> None:
     """Norms, residual additions, activations, rotary embedding, permutation of heads, sorting of tokens by expert."""
-    spec, speed = job.model, job.stack.speed
-    f = Formulas(
-        "B", norms=block.norms, norm_bytes=speed.norm_bytes if spec.norm == "layernorm" else speed.rmsnorm_bytes,
-        branches=block.branches, residual_bytes=speed.residual_bytes,
-        dropout_bytes=speed.dropout_bytes if spec.dropout else 0.0,
-        T=tokens, T_shard=tokens / candidates.token_shards, h=spec.d_model, tp=candidates.tp,
-        heads=spec.n_heads, kv_heads=spec.n_kv_heads, c=spec.head_dim, qk_dim=spec.qk_dim,
-        heads_bytes=speed.heads_bytes, rope_bytes=speed.rope_bytes, top_k=0 if spec.moe is None else spec.moe.top_k,
-        inner=block.inner, expert_inner=block.expert_inner, permute_bytes=speed.permute_bytes,
-        activation_bytes=speed.gated_bytes if block.gated else speed.gelu_bytes,
-        e=job.element_bytes, element_rate=reached_bytes_per_s(job),
-    )  # fmt: skip
+    spec, f = job.model, kernel_symbols(job, candidates, block)
     around = f.norms * f.norm_bytes + f.branches * f.residual_bytes + f.branches * f.dropout_bytes
     formulas = {
         "norms and residuals": f.T_shard * f.h * around,

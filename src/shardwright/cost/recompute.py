@@ -30,7 +30,7 @@ from shardwright.cost.job import FULL, Candidates, Floats, Job
 from shardwright.cost.ledger import Formulas, plus
 from shardwright.cost.matmuls import layer_matmuls
 from shardwright.cost.messages import result_of
-from shardwright.cost.passes import Passes, reached_bytes_per_s
+from shardwright.cost.passes import Passes, kernel_symbols
 from shardwright.cost.speed import CONTEXT, TENSOR
 from shardwright.layout_keys import RECOMPUTE_MODULES
 from shardwright.model.spec import ModelSpec
@@ -77,18 +77,11 @@ def features(model: ModelSpec, heads: Floats, kv_heads: Floats) -> ledger.Inputs
 
 def seconds(passes: Passes, job: Job, candidates: Candidates, block: Block) -> Floats:
     """Seconds that the backward pass of a layer takes to compute the parts again; `passes`: its own, without that."""
-    spec, speed, tokens = job.model, job.stack.speed, candidates.tokens(job.seq_len)
+    spec, tokens = job.model, candidates.tokens(job.seq_len)
     parts = candidates.shared.recompute_modules
     mine = _alone(parts, latent=spec.latent_attention is not None, experts=bool(block.experts))
     spread = "mla_up" in mine or ("rope" in mine and (spec.qk_norm or spec.latent_attention is not None))
-    f = Formulas(
-        "B", norms=block.norms, norm_bytes=speed.norm_bytes if spec.norm == "layernorm" else speed.rmsnorm_bytes,
-        T=tokens, T_shard=tokens / candidates.token_shards, h=spec.d_model, tp=candidates.tp, inner=block.inner,
-        expert_inner=block.expert_inner, qk_dim=spec.qk_dim, heads=spec.n_heads, kv_heads=spec.n_kv_heads,
-        top_k=0 if spec.moe is None else spec.moe.top_k, rope_bytes=speed.rope_bytes,
-        activation_bytes=speed.gated_bytes if block.gated else speed.gelu_bytes, e=job.element_bytes,
-        element_rate=reached_bytes_per_s(job),
-    )  # fmt: skip
+    f = kernel_symbols(job, candidates, block)
     moved = {}
     if "norms" in mine:
         moved["norms"] = f.T_shard * f.h * f.norms * f.norm_bytes
