@@ -27,8 +27,7 @@ import numpy as np
 from shardwright.config import parse
 from shardwright.cost.estimate import Estimate, estimate
 from shardwright.cost.hardware import cluster
-from shardwright.cost.job import Job
-from shardwright.cost.measured import on_machine
+from shardwright.cost.job import Job, on_machine
 from shardwright.files import parse_toml
 from shardwright.units import MiB
 from shardwright.verification.ranks import run_ranks, start_server

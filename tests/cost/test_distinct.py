@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.cost.distinct import numbered
-from shardwright.cost.memo import Column
+from shardwright.cost.memo import Column, numbered
 
 
 @given(st.lists(st.integers(0, 40) | st.integers(0, 10**12)))

@@ -7,7 +7,7 @@ import pytest
 from shardwright.config import OptimizerSection
 from shardwright.cost import memory
 from shardwright.cost.matmuls import reached_flops_per_s
-from shardwright.cost.matrix_updates import matrix_updates
+from shardwright.cost.optimizer_step import matrix_updates
 from shardwright.cost.step import rank_parameters, step_time
 from shardwright.model.presets import resolve
 from shardwright.model.transformer import Transformer

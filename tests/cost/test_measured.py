@@ -10,9 +10,8 @@ import pytest
 from shardwright.cost import holes, memory
 from shardwright.cost.estimate import estimate
 from shardwright.cost.hardware import cluster
-from shardwright.cost.job import Candidates, Job
+from shardwright.cost.job import Candidates, Job, on_machine
 from shardwright.cost.matmuls import Matmul
-from shardwright.cost.measured import on_machine
 from shardwright.cost.reserved import reserved_bytes
 from shardwright.errors import InputError
 from shardwright.layout import Layout

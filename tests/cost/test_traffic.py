@@ -12,10 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwright.cost.collectives import point_to_point
+from shardwright.cost.collectives import named, point_to_point
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Candidates, Job
-from shardwright.cost.message import named
 from shardwright.cost.traffic import of_step
 from shardwright.layout import Layout
 from shardwright.model.sections import LatentAttentionSpec, MoESpec

@@ -72,8 +72,7 @@ def plan(
     model or precision, LayoutError where no layout can share the batch.
     """
     from shardwright.cost.hardware import cluster as find_cluster
-    from shardwright.cost.job import Job
-    from shardwright.cost.measured import on_machine
+    from shardwright.cost.job import Job, on_machine
     from shardwright.planner.cheapest import cheapest
     from shardwright.planner.fixed import fixed_values
     from shardwright.planner.search import search

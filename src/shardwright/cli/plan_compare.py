@@ -23,7 +23,7 @@ def compare(asked: Asked, options: Options) -> None:
     Raises InputError for clusters that are not known, and typer.Exit(1) where nothing fits on any.
     """
     from shardwright.control_groups import usable_cores
-    from shardwright.cost.measured import on_machine
+    from shardwright.cost.job import on_machine
     from shardwright.planner.search import search
 
     wrong: list[str] = []

@@ -38,7 +38,7 @@ from shardwright.cost import ledger, recompute
 from shardwright.cost.blocks import Block
 from shardwright.cost.formats import FORMATS
 from shardwright.cost.job import FULL, SELECTIVE, Candidates, Floats, Job
-from shardwright.cost.ledger import Formulas
+from shardwright.cost.ledger import Formulas, greatest, plus
 from shardwright.cost.parameters import vocabulary_rows
 
 
@@ -77,62 +77,60 @@ def layer(job: Job, candidates: Candidates, block: Block, name: str | None = Non
     `name`: that in the ledger, by default the kind's."""
     name = name or block.name
     with ledger.section(f"Kept of a microbatch by {name}"):
-        formulas = Formulas(_symbols(job, candidates) | features(job, candidates, block), "B")
-        _attention(job, formulas)
-        _networks(job, formulas)
+        f = Formulas("B", _symbols(job, candidates) | features(job, candidates, block))
+        _attention(job, f)
+        _networks(job, f)
         parts = ["attention", "networks"]
+        rows: Floats | float = 0.0
         if block.experts:
-            _experts(job, formulas, shared=block.inner > 0)
+            rows = _experts(f, shared=block.inner > 0)
             parts.append("experts")
-        formulas("kept around them", "T_shard * h * (norms * e + branches * mask) + inputs * T_read * h * e_input")
-        formulas("everything", " + ".join(["kept_around_them", *(f"kept_of_{part}" for part in parts)]))
-        whole, selective = "everything", f"everything{' - scores' * (not job.stack.flash_attention)}"
-        shared = candidates.shared
+        norms_and_masks = f.T_shard * f.h * (f.norms * f.e + f.branches * f.mask)
+        f("kept around them", norms_and_masks + f.inputs * f.T_read * f.h * f.e_input)
+        f("everything", plus(f.kept_around_them, *(f[f"kept of {part}"] for part in parts)))
+        whole, selective = f.everything, f.everything
         if job.stack.selective in ("products", "read products"):
-            selective = "listed"
-            listed = " + ".join(f"listed_of_{part}" for part in parts)
-            formulas("listed", f"min(T_shard * h * e + {listed}, everything)")
+            listed = plus(f.T_shard * f.h * f.e, *(f[f"listed of {part}"] for part in parts))
+            f("listed", np.minimum(listed, f.everything))
+            selective = f.listed
         elif job.stack.selective == "parts":
             # Under torch.compile only what a matmul reads as it is has to exist before it.
             cast = _CAST * (job.stack.casts_again and FORMATS[job.precision].narrow)
-            whole = _without(cast, job, formulas, experts=False)
+            whole = _without(cast, job, f, experts=False)
             if np.any(candidates.recomputes_parts):
-                parts_again = (*cast, *shared.recompute_modules)
-                selective = _without(parts_again, job, formulas, experts=bool(block.experts))
-        again, rows = candidates.recompute, formulas["rows_sent"] if block.experts else 0.0
-        formulas.choose(
-            "all kept", again, [whole, selective, "T_shard * h * e"],
+                parts_again = (*cast, *candidates.shared.recompute_modules)
+                selective = _without(parts_again, job, f, experts=bool(block.experts))
+        elif not job.stack.flash_attention:
+            selective = f.everything - f.scores
+        again = candidates.recompute
+        kept = f.choose(
+            "all kept", again, [whole, selective, f.T_shard * f.h * f.e],
             "after Korthikanti et al., arXiv 2205.05198, table 2",
         )  # fmt: skip
-        gone = (again == FULL) | ((again == SELECTIVE) & (selective == "listed"))
-        formulas.values["rows_of_experts"] = np.where(gone, 0.0, rows)
-        formulas(f"kept by {name}", "all_kept - rows_of_experts")
-        at_once = f"max({', '.join(f'working_of_{part}' for part in parts)})"
-        recomputed = f"{at_once} + everything - all_kept"
-        formulas.choose(
-            f"working of {name}", again, [at_once if whole == "everything" else recomputed, recomputed, recomputed]
-        )
-        ends = "(norms + inputs) * T" if job.stack.waits_gathered else "(norms * T_shard + inputs * T_read)"
-        waiting = " + ".join([f"{ends} * h * e", *(f"{part}_for_W" for part in parts)])
-        return Layer(
-            kept=formulas["all_kept"],
-            experts=formulas["rows_of_experts"],
-            waiting=formulas("all for W", waiting),
-            working=formulas[ledger.identifier(f"working of {name}")],
-        )
+        gone = (again == FULL) | ((again == SELECTIVE) & (job.stack.selective in ("products", "read products")))
+        experts = np.where(gone, 0.0, rows)
+        f.add(rows_of_experts=experts)
+        f(f"kept by {name}", f.all_kept - f.rows_of_experts)
+        at_once = greatest(*(f[f"working of {part}"] for part in parts))
+        recomputed = at_once + f.everything - f.all_kept
+        not_again = at_once if whole is f.everything else recomputed
+        working = f.choose(f"working of {name}", again, [not_again, recomputed, recomputed])
+        gathered = job.stack.waits_gathered
+        ends = (f.norms + f.inputs) * f.T if gathered else f.norms * f.T_shard + f.inputs * f.T_read
+        waiting = f("all for W", plus(ends * f.h * f.e, *(f[f"{part} for W"] for part in parts)))
+        return Layer(kept, experts, waiting, working)
 
 
 _CAST = ("norms", "activation")
 """The parts of a block whose outputs matmuls alone read."""
 
 
-def _without(parts: tuple[str, ...], job: Job, formulas: Formulas, *, experts: bool) -> str:
-    """The formula of everything but the outputs of some parts, those of experts only with `experts`."""
+def _without(parts: tuple[str, ...], job: Job, f: Formulas, *, experts: bool) -> Floats:
+    """Everything but the outputs of some parts, those of experts only with `experts`."""
     if not parts:
-        return "everything"
+        return f.everything
     latent = job.model.latent_attention is not None
-    less = recompute.not_kept(formulas, tuple(dict.fromkeys(parts)), latent=latent, experts=experts)
-    return f"everything - ({less})"
+    return f.everything - recompute.not_kept(f, tuple(dict.fromkeys(parts)), latent=latent, experts=experts)
 
 
 def ends(job: Job, candidates: Candidates) -> Ends:
@@ -148,45 +146,46 @@ def ends(job: Job, candidates: Candidates) -> Ends:
     """
     stack, e = job.stack, job.element_bytes
     kept = np.maximum(stack.logit_kept_bytes, e)
+    cut = np.where(candidates.tp > 1, stack.logit_cut_bytes, 0.0)
     with ledger.section("Kept of a microbatch around the layers"):
-        formulas = Formulas(_symbols(job, candidates), "B")
-        rows = vocabulary_rows(job.model, candidates.tp, multiple=stack.vocabulary_multiple)
-        cut = np.where(candidates.tp > 1, stack.logit_cut_bytes, 0.0)
-        formulas.values |= {"vocabulary_rows": rows, "logit_bytes": kept, "keeps_outputs": stack.keeps_outputs}
-        formulas.values["receives_ahead"] = stack.receives_ahead
-        formulas.values["predictions"] = 1 + job.model.mtp_modules
-        times = "predictions * " * (job.model.mtp_modules > 0)
-        formulas.values["loss_bytes_a_logit"] = cut + np.maximum(stack.logit_peak_bytes, kept + e) - kept
-        formulas.values |= {"sum_bytes": max(4.0, e), "copied": int(e < 4), "logits_together": stack.logits_together}
-        formulas.values["loss_buffers"] = np.where(stack.compiles_loss & (candidates.tp == 1), 2, int(e < 4))
-        first = formulas("dropout mask", "T_shard * h * mask")
-        last = formulas("around the last norm", "(T_shard + T_read) * h * e")
-        sent = formulas("sent on", "T_shard * h * e * keeps_outputs")
-        received = formulas("in a buffer", "T_shard * h * e * receives_ahead")
+        f = Formulas(
+            "B", _symbols(job, candidates),
+            vocabulary_rows=vocabulary_rows(job.model, candidates.tp, multiple=stack.vocabulary_multiple),
+            logit_bytes=kept, keeps_outputs=stack.keeps_outputs, receives_ahead=stack.receives_ahead,
+            predictions=1 + job.model.mtp_modules,
+            loss_bytes_a_logit=cut + np.maximum(stack.logit_peak_bytes, kept + e) - kept,
+            sum_bytes=max(4.0, e), copied=int(e < 4), logits_together=stack.logits_together,
+            loss_buffers=np.where(stack.compiles_loss & (candidates.tp == 1), 2, int(e < 4)),
+        )  # fmt: skip
+        first = f("dropout mask", f.T_shard * f.h * f.mask)
+        last = f("around the last norm", (f.T_shard + f.T_read) * f.h * f.e)
+        sent = f("sent on", f.T_shard * f.h * f.e * f.keeps_outputs)
+        received = f("in a buffer", f.T_shard * f.h * f.e * f.receives_ahead)
         if candidates.shared.loss_chunk_tokens:
-            return Ends(first, last, sent, received, *_chunked_loss(candidates, formulas, times))
-        logits = formulas("logits of a microbatch", f"{times}T * vocabulary_rows * logit_bytes")
-        waiting = formulas("logits for W of a microbatch", f"{times}T * vocabulary_rows * e")
-        in_loss = "T * vocabulary_rows * loss_bytes_a_logit"
+            return Ends(first, last, sent, received, *_chunked_loss(job, candidates, f))
+        tokens = f.predictions * f.T if job.model.mtp_modules else f.T
+        logits = f("logits of a microbatch", tokens * f.vocabulary_rows * f.logit_bytes)
+        waiting = f("logits for W of a microbatch", tokens * f.vocabulary_rows * f.e)
+        in_loss = f.T * f.vocabulary_rows * f.loss_bytes_a_logit
         if stack.logits_together:
-            in_loss = "min(T * vocabulary_rows, logits_together) * sum_bytes * loss_buffers"
-        loss = formulas("loss", in_loss, "logits, copies, gradients; cost/stack.py")
-        to_head = formulas("gradient of the head's input", "T * h * e")
+            in_loss = np.minimum(f.T * f.vocabulary_rows, f.logits_together) * f.sum_bytes * f.loss_buffers
+        loss = f("loss", in_loss, "logits, copies, gradients; cost/stack.py")
+        to_head = f("gradient of the head's input", f.T * f.h * f.e)
         return Ends(first, last, sent, received, logits, waiting, loss, to_head, logits - waiting)
 
 
-def _chunked_loss(candidates: Candidates, formulas: Formulas, times: str) -> tuple[Floats, ...]:
-    """`logits` and what follows it in `Ends`; `times`: factor of what each prediction keeps."""
-    tokens = formulas["T"]
-    formulas.values["C"] = np.minimum(tokens, candidates.shared.loss_chunk_tokens)
-    kept = formulas(
-        "gradients kept by the loss", f"{times}(T_shard * h * e + vocabulary_rows * h * sum_bytes)", "parallel/loss.py"
-    )
-    chunk = "C * vocabulary_rows * e + min(C * vocabulary_rows, logits_together) * sum_bytes * loss_buffers"
-    product = "(C * vocabulary_rows + vocabulary_rows * h) * e * copied"
-    loss = formulas(
-        "loss", f"max({chunk}, {product}) + cut * 2 * T * h * e", "logits of a chunk; gathered inputs; parallel/loss.py"
-    )
+def _chunked_loss(job: Job, candidates: Candidates, f: Formulas) -> tuple[Floats, ...]:
+    """`logits` and what follows it in `Ends`."""
+    f.add(C=np.minimum(candidates.tokens(job.seq_len), candidates.shared.loss_chunk_tokens))
+    gradients = f.T_shard * f.h * f.e + f.vocabulary_rows * f.h * f.sum_bytes
+    if job.model.mtp_modules:
+        gradients = f.predictions * gradients
+    kept = f("gradients kept by the loss", gradients, "parallel/loss.py")
+    together = np.minimum(f.C * f.vocabulary_rows, f.logits_together) * f.sum_bytes * f.loss_buffers
+    chunk = f.C * f.vocabulary_rows * f.e + together
+    product = (f.C * f.vocabulary_rows + f.vocabulary_rows * f.h) * f.e * f.copied
+    source = "logits of a chunk; gathered inputs; parallel/loss.py"
+    loss = f("loss", np.maximum(chunk, product) + f.cut * 2 * f.T * f.h * f.e, source)
     nothing = np.zeros_like(kept)
     return kept, nothing, loss, nothing, nothing
 
@@ -258,46 +257,49 @@ def features(job: Job, candidates: Candidates, block: Block) -> ledger.Inputs:
     return found
 
 
-def _attention(job: Job, formulas: Formulas) -> None:
+def _attention(job: Job, f: Formulas) -> None:
     stored = not job.stack.flash_attention
-    a_score = "(2 * e + mask)" if formulas["mask"] else "e"
-    formulas(
-        "scores", f"T * heads / tp * {f's * {a_score}' if stored else 4}", "stored" if stored else "log-sum-exp, fp32"
-    )
-    formulas("kept of attention", "T * ((q + k + v + padding) * e + out * e_input) + T_shard * narrow * e + scores")
+    if stored:
+        a_score = 2 * f.e + f.mask if job.model.dropout > 0 or job.stack.dropout_masks else f.e
+        f("scores", f.T * f.heads / f.tp * f.s * a_score, "stored")
+    else:
+        f("scores", f.T * f.heads / f.tp * 4, "log-sum-exp, fp32")
+    kept = f.T * ((f.q + f.k + f.v + f.padding) * f.e + f.out * f.e_input) + f.T_shard * f.narrow * f.e + f.scores
+    f("kept of attention", kept)
     # Of a mixture in eager mode, torchtitan recomputes the attention whole. It keeps what the norms around it read and
     # write, which no recomputed module contains (distributed/activation_checkpoint.py since 0943771, 2025-09).
     apart = job.model.moe is not None and job.stack.selective == "products"
-    formulas("listed of attention", "2 * T_shard * h * e" if apart else "T * (q + v + out) * e")
-    formulas("attention for W", "T * (q + k + v + out) * e + T_shard * narrow * e")
-    formulas(
-        "working of attention",
-        "(T * (q + k + v + out + cut * h + visiting * (k + v) + expanded * (q + out)) + 2 * T_shard * h) * e"
-        + " + 2 * T * s * heads / tp * e" * stored, "gradients, and inputs gathered over tp and cp",
-    )  # fmt: skip
+    f("listed of attention", 2 * f.T_shard * f.h * f.e if apart else f.T * (f.q + f.v + f.out) * f.e)
+    f("attention for W", f.T * (f.q + f.k + f.v + f.out) * f.e + f.T_shard * f.narrow * f.e)
+    features = f.q + f.k + f.v + f.out + f.cut * f.h + f.visiting * (f.k + f.v) + f.expanded * (f.q + f.out)
+    working = (f.T * features + 2 * f.T_shard * f.h) * f.e
+    if stored:
+        working = working + 2 * f.T * f.s * f.heads / f.tp * f.e
+    f("working of attention", working, "gradients, and inputs gathered over tp and cp")
 
 
-def _networks(job: Job, formulas: Formulas) -> None:
+def _networks(job: Job, f: Formulas) -> None:
     """Networks that compute all tokens: a feed-forward network, or shared experts."""
-    formulas("kept of networks", "T * inner / tp * (made * e + e_input)")
-    formulas("listed of networks", "T * inner / tp * e" + " + T_shard * h * e" * (job.stack.selective == "products"))
-    formulas("networks for W", "T * inner / tp * tensors * e")
-    formulas(
-        "working of networks",
-        "(2 * T * cut * h + 2 * T_shard * h + T * inner / tp * (tensors - frees_inputs)) * e", "gradients, inputs",
-    )  # fmt: skip
+    inner = f.T * f.inner / f.tp
+    f("kept of networks", inner * (f.made * f.e + f.e_input))
+    listed = inner * f.e
+    f("listed of networks", listed + f.T_shard * f.h * f.e if job.stack.selective == "products" else listed)
+    f("networks for W", inner * f.tensors * f.e)
+    gradients = 2 * f.T * f.cut * f.h + 2 * f.T_shard * f.h + inner * (f.tensors - f.frees_inputs)
+    f("working of networks", gradients * f.e, "gradients, inputs")
 
 
-def _experts(job: Job, formulas: Formulas, *, shared: bool) -> None:
-    """The router and the routed experts, which are never sharded over tp."""
-    formulas("rows sent", "T_shard * top_k * h * (e_input + e * weighed)")
-    # The router's input is kept in fp32; without shared experts no other matmul keeps it in 16 bits.
-    less = "" if shared else " - T_read * h * e_input * copied"
-    formulas("router", f"T_shard * (2 * 4 * n_experts + 4 * h * copied){less}", "scores in fp32")
-    made = "T_shard * top_k * expert_inner * ((made + eager_gate + unweighted) * e + e_input)"
-    formulas("kept of experts", f"rows_sent + router + {made}")
-    formulas("listed of experts", "2 * T_shard * top_k * h * e * exchanged", "outputs of both all-to-alls")
-    formulas("experts for W", "T_shard * top_k * (2 * h + tensors * expert_inner) * e")
-    formulas(
-        "working of experts", "experts_for_W + T_shard * (h - top_k * expert_inner * frees_inputs) * e", "gradients"
-    )
+def _experts(f: Formulas, *, shared: bool) -> Floats:
+    """The router and the routed experts, which are never sharded over tp; the bytes of the rows sent to experts."""
+    sent = f("rows sent", f.T_shard * f.top_k * f.h * (f.e_input + f.e * f.weighed))
+    router = f.T_shard * (f.constant(2) * 4 * f.n_experts + 4 * f.h * f.copied)
+    if not shared:  # the router's input is kept in fp32, and no other matmul keeps it in 16 bits
+        router = router - f.T_read * f.h * f.e_input * f.copied
+    f("router", router, "scores in fp32")
+    made = f.T_shard * f.top_k * f.expert_inner * ((f.made + f.eager_gate + f.unweighted) * f.e + f.e_input)
+    f("kept of experts", f.rows_sent + f.router + made)
+    f("listed of experts", 2 * f.T_shard * f.top_k * f.h * f.e * f.exchanged, "outputs of both all-to-alls")
+    f("experts for W", f.T_shard * f.top_k * (2 * f.h + f.tensors * f.expert_inner) * f.e)
+    freed = f.top_k * f.expert_inner * f.frees_inputs
+    f("working of experts", f.experts_for_W + f.T_shard * (f.h - freed) * f.e, "gradients")
+    return sent

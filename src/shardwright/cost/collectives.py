@@ -1,4 +1,5 @@
-"""Seconds of a collective, for arrays of sizes and groups at once, over the links of a cluster.
+"""Seconds of a collective, for arrays of sizes and groups at once, over the links of a cluster; and the messages of a
+step, which the step time prices and `cost.traffic` lists.
 
 Every function takes `n_bytes`, `size` (ranks of the process group) and `stride` (distance between consecutive ranks of
 it) as numbers or arrays that broadcast. The result is the time when all groups of the kind communicate at the same
@@ -17,21 +18,23 @@ Ignored throughout: contention with other kinds of group, with computation for m
 adds that), the topology above the nodes (a full fat tree is assumed), stragglers.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, wraps
-from typing import Any, Protocol
+from functools import reduce, wraps
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
-from shardwright.cost import ledger
 from shardwright.cost.hardware import Cluster, Link
 from shardwright.cost.job import Floats, Ints
+from shardwright.cost.ledger import Formulas, greatest
 
 SATURATION = 0.7
 """Exponent q of the rise of bandwidth with size, B V^q / (V^q + H^q). Fitted once to the first three measured curves of
 tests/cost/test_collectives.py, which prefer 0.65 to 0.8; with 1, the rise would be one more latency, a third off. The
 library changes protocol and channels little by little as buffers grow."""
+FLATNESS = round(1 - SATURATION, 9)
 
 
 class Collective(Protocol):
@@ -42,6 +45,11 @@ class Collective(Protocol):
     def __call__(
         self, cluster: Cluster, n_bytes: ArrayLike, size: ArrayLike, stride: ArrayLike = 1, what: str = ..., /
     ) -> Floats: ...
+
+
+Seconds = Callable[[Cluster, ArrayLike, ArrayLike, ArrayLike, str], Floats]
+"""A `Collective`, or one with further arguments that are given (`functools.partial`)."""
+Number = Floats | NDArray[np.floating[Any]] | Ints | float
 
 
 @dataclass(frozen=True)
@@ -84,9 +92,8 @@ def _as_measured(collective: Collective) -> Collective:
         seconds = collective(cluster, n_bytes, size, stride, formula)
         if not seconds.any():
             return seconds
-        name = ledger.identifier(formula)
-        inputs: ledger.Inputs = {"relative": relative, name: seconds}
-        return ledger.compute(what, f"relative * {name}", **inputs)
+        f = Formulas("s", {"relative": relative, formula: seconds})
+        return f(what, f.relative * f[formula])
 
     return priced
 
@@ -108,22 +115,22 @@ def all_reduce(
     NVIDIA/nccl-tests issues 175 and 100), and that switches can reduce across nodes as well.
     """
     at = Placement.of(cluster, size, stride)
-    symbols = _symbols(cluster, at, n_bytes)
     if at.size.max() == 1:
         return np.zeros(np.broadcast_shapes(np.shape(n_bytes), at.size.shape))
-    k, switch = at.nodes, cluster.inside.switch_bytes_per_s
-    steps = "messages_in = 2 * (n - k); messages_across = 2 * (k - 1); V = 2 * S * (n - 1) / n"
-    algorithms = {"ring": _links_s(f"{what}, ring", at, steps, symbols)}
+    f, k, switch = _symbols(cluster, at, n_bytes), at.nodes, cluster.inside.switch_bytes_per_s
+    ring = _links_s(f, f"{what}, ring", at, 2 * (f.n - f.k), 2 * (f.k - 1), 2 * f.S * (f.n - 1) / f.n)
+    algorithms = {"ring": ring}
     if k.max() > 1:
-        steps = "messages_in = 2 * (g - 1); messages_across = 2 * ceil(log2(k)); V = 2 * S"
-        algorithms["double tree"] = np.where(k > 1, _links_s(f"{what}, double tree", at, steps, symbols), np.inf)
+        tree = _links_s(f, f"{what}, double tree", at, 2 * (f.g - 1), 2 * np.ceil(np.log2(f.k)), 2 * f.S)
+        algorithms["double tree"] = np.where(k > 1, tree, np.inf)
     if switch and k.min() == 1:
-        formula = f"start_s + 2 * ceil(log2(n)) * latency_in_s + {_full_rate_bytes('S', 'in')} / switch"
-        switched = ledger.compute(f"{what}, in the switch", formula, **symbols, switch=switch)
+        f.add(switch=switch)
+        messages_s = f.start_s + 2 * np.ceil(np.log2(f.n)) * f.latency_in_s
+        switched = f(f"{what}, in the switch", messages_s + _full_rate_bytes(f.S, f.half_in) / f.switch)
         algorithms["in the switch"] = np.where(k == 1, switched, np.inf)
-    names = {ledger.identifier(f"{what}, {algorithm}"): seconds for algorithm, seconds in algorithms.items()}
-    fastest = f"min({', '.join(names)})" if len(names) > 1 else next(iter(names))
-    return np.where(at.size > 1, ledger.compute(what, fastest, **names), 0.0)
+    of_all = Formulas("s", {f"{what}, {name}": seconds for name, seconds in algorithms.items()})
+    fastest = reduce(np.minimum, [of_all[f"{what}, {name}"] for name in algorithms])
+    return np.where(at.size > 1, of_all(what, fastest), 0.0)
 
 
 @_as_measured
@@ -134,8 +141,7 @@ def all_gather(
 
     Ring: V = S (n-1)/n inside and V/g across nodes, in n-1 messages, of which k-1 are across nodes.
     """
-    steps = "messages_in = n - k; messages_across = k - 1; V = S * (n - 1) / n"
-    return _one_algorithm(what, cluster, n_bytes, size, stride, steps)
+    return _one_algorithm(what, cluster, n_bytes, size, stride, _ring)
 
 
 @_as_measured
@@ -146,8 +152,7 @@ def reduce_scatter(
 
     The same ring as in `all_gather`, in the other direction.
     """
-    steps = "messages_in = n - k; messages_across = k - 1; V = S * (n - 1) / n"
-    return _one_algorithm(what, cluster, n_bytes, size, stride, steps)
+    return _one_algorithm(what, cluster, n_bytes, size, stride, _ring)
 
 
 @_as_measured
@@ -159,8 +164,11 @@ def all_to_all(
     V = S (g-1)/n inside and S (n-g)/n across nodes, each rank through its own port. Messages: g-1 inside, k-1 across,
     as those to the ranks of one other node overlap. Ignores the uneven parts of a router's load.
     """
-    steps = "messages_in = g - 1; messages_across = k - 1; V = S * (g - 1) / n; V_across = S * (n - g) / n"
-    return _one_algorithm(what, cluster, n_bytes, size, stride, steps)
+
+    def sent(f: Formulas) -> _Sent:
+        return _Sent(f.g - 1, f.k - 1, f.S * (f.g - 1) / f.n, f.S * (f.n - f.g) / f.n)
+
+    return _one_algorithm(what, cluster, n_bytes, size, stride, sent)
 
 
 def all_to_all_by_node(
@@ -184,11 +192,13 @@ def all_to_all_by_node(
     cluster = replace(
         cluster, inside=replace(cluster.inside, half_bytes=0.0), across=replace(cluster.across, half_bytes=0.0)
     )
-    steps = (
-        "messages_in = g - 1; messages_across = k - 1; V = n * (1 - (1 - 1 / n) ** top_k) * S / top_k * (g - 1) / g; "
-        "V_across = (k - 1) * (1 - (1 - 1 / k) ** top_k) * S / top_k"
-    )
-    return _one_algorithm(what, cluster, n_bytes, size, stride, steps, top_k=top_k)
+
+    def sent(f: Formulas) -> _Sent:
+        inside = f.n * (1 - (1 - 1 / f.n) ** f.top_k) * f.S / f.top_k * (f.g - 1) / f.g
+        across = (f.k - 1) * (1 - (1 - 1 / f.k) ** f.top_k) * f.S / f.top_k
+        return _Sent(f.g - 1, f.k - 1, inside, across)
+
+    return _one_algorithm(what, cluster, n_bytes, size, stride, sent, top_k=top_k)
 
 
 @_as_measured
@@ -203,67 +213,76 @@ def point_to_point(
     found = np.zeros(np.broadcast_shapes(np.shape(n_bytes), at.size.shape))
     if at.size.max() == 1:
         return found
-    symbols = _symbols(cluster, at, n_bytes) | {"bandwidth_in": _bandwidth(cluster.inside, np.asarray(2))}
-    for side, there in (("in", (at.size > 1) & (at.nodes == 1)), ("across", at.nodes > 1)):
-        if there.any():
-            formula = f"start_s + latency_{side}_s + {_full_rate_bytes('S', side)} / bandwidth_{side}"
-            found = np.where(there, ledger.compute(what, formula, **symbols), found)
+    f = _symbols(cluster, at, n_bytes)
+    if (in_node := (at.size > 1) & (at.nodes == 1)).any():
+        f.add(bandwidth_in=_bandwidth(cluster.inside, np.asarray(2)))
+        sent_s = f.start_s + f.latency_in_s + _full_rate_bytes(f.S, f.half_in) / f.bandwidth_in
+        found = np.where(in_node, f(what, sent_s), found)
+    if (leaves := at.nodes > 1).any():
+        sent_s = f.start_s + f.latency_across_s + _full_rate_bytes(f.S, f.half_across) / f.bandwidth_across
+        found = np.where(leaves, f(what, sent_s), found)
     return found
 
 
-def _symbols(cluster: Cluster, at: Placement, n_bytes: ArrayLike) -> dict[str, Any]:
+def _symbols(cluster: Cluster, at: Placement, n_bytes: ArrayLike, **more: float) -> Formulas:
     """The inputs of the formulas of collectives. A link that a group does not use has infinite bandwidth."""
     inside, across, leaves = cluster.inside, cluster.across, at.nodes > 1
-    return {
-        "start_s": np.where(leaves, across.start_s, inside.start_s),
-        "S": np.asarray(n_bytes, dtype=np.float64),
-        "n": at.size,
-        "g": at.per_node,
-        "k": at.nodes,
-        "latency_in_s": inside.latency_s,
-        "half_in": inside.half_bytes,
-        "bandwidth_in": np.where(at.per_node > 1, _bandwidth(inside, at.per_node), np.inf),
-        "latency_across_s": across.latency_s,
-        "half_across": across.half_bytes,
-        "bandwidth_across": np.where(leaves, across.bytes_per_s, np.inf),
-    }
+    return Formulas(
+        "s", start_s=np.where(leaves, across.start_s, inside.start_s), S=np.asarray(n_bytes, dtype=np.float64),
+        n=at.size, g=at.per_node, k=at.nodes, latency_in_s=inside.latency_s, half_in=inside.half_bytes,
+        bandwidth_in=np.where(at.per_node > 1, _bandwidth(inside, at.per_node), np.inf),
+        latency_across_s=across.latency_s, half_across=across.half_bytes,
+        bandwidth_across=np.where(leaves, across.bytes_per_s, np.inf), **more,
+    )  # fmt: skip
+
+
+class _Sent(NamedTuple):
+    """Messages one after another and bytes that a rank sends, inside a node (V) and across nodes, by default V / g."""
+
+    messages_in: Floats
+    messages_across: Floats
+    inside: Floats
+    across: Floats | None = None
+
+
+def _ring(f: Formulas) -> _Sent:
+    return _Sent(f.n - f.k, f.k - 1, f.S * (f.n - 1) / f.n)
 
 
 def _one_algorithm(
-    what: str, cluster: Cluster, n_bytes: ArrayLike, size: ArrayLike, stride: ArrayLike, steps: str, **more: float
-) -> Floats:
+    what: str, cluster: Cluster, n_bytes: ArrayLike, size: ArrayLike, stride: ArrayLike,
+    sent: Callable[[Formulas], _Sent], **more: float,
+) -> Floats:  # fmt: skip
     at = Placement.of(cluster, size, stride)
-    symbols = _symbols(cluster, at, n_bytes) | more
     if at.size.max() == 1:
         return np.zeros(np.broadcast_shapes(np.shape(n_bytes), at.size.shape))
-    found = _links_s(what, at, steps, symbols)
-    return found if at.size.min() > 1 else np.where(at.size > 1, found, 0.0)
+    f = _symbols(cluster, at, n_bytes, **more)
+    seconds = _links_s(f, what, at, *sent(f))
+    return seconds if at.size.min() > 1 else np.where(at.size > 1, seconds, 0.0)
 
 
-def _links_s(what: str, at: Placement, steps: str, symbols: dict[str, Any]) -> Floats:
-    """The sum of the latencies of messages, and the time of the slower kind of link, as transfers on both overlap.
-    `steps`: numbers of messages and bytes (V, and V_across if not V / g) from n, g, k and S."""
+def _links_s(
+    f: Formulas, what: str, at: Placement, messages_in: Floats, messages_across: Floats, inside: Floats,
+    across: Floats | None = None,
+) -> Floats:  # fmt: skip
+    """The sum of the latencies of messages, and the time of the slower kind of link, as transfers on both overlap. With
+    only those terms that some group needs; for the other groups they are 0. The last arguments: those of `_Sent`."""
     shares, leaves = bool(at.per_node.max() > 1), bool(at.nodes.max() > 1)
-    formula = _formula(steps, shares or bool((at.size > at.nodes).any()), shares, leaves)
-    return ledger.compute(what, formula, "s", "cost/collectives.py", **symbols)
+    V, seconds, sent_s = f.let("V", inside), f.start_s, []
+    if shares or (at.size > at.nodes).any():
+        seconds = seconds + f.let("messages_in", messages_in) * f.latency_in_s
+    if shares:
+        sent_s.append(_full_rate_bytes(V, f.half_in) / f.bandwidth_in)
+    if leaves:
+        seconds = seconds + f.let("messages_across", messages_across) * f.latency_across_s
+        V_across = f.let("V_across", V / f.g if across is None else across)
+        sent_s.append(_full_rate_bytes(V_across, f.half_across) / f.bandwidth_across)
+    return f(what, seconds + greatest(*sent_s), "cost/collectives.py")
 
 
-@cache
-def _formula(steps: str, messages_in: bool, shares: bool, leaves: bool) -> str:
-    """A formula with only those terms that some group needs; for the other groups they are 0."""
-    terms = ["start_s"] + ["messages_in * latency_in_s"] * messages_in + ["messages_across * latency_across_s"] * leaves
-    sent = [f"{_full_rate_bytes('V', 'in')} / bandwidth_in"] * shares
-    sent += [f"{_full_rate_bytes('V_across', 'across')} / bandwidth_across"] * leaves
-    formula = " + ".join([*terms, f"max({', '.join(sent)})" if len(sent) > 1 else sent[0]])
-    if "V_across" not in steps:
-        steps += "; V_across = V / g"
-    used = [step for step in steps.split("; ") if step.partition(" = ")[0] in formula]
-    return "; ".join([*used, formula])
-
-
-def _full_rate_bytes(sent: str, side: str) -> str:
+def _full_rate_bytes(sent: Floats, half_bytes: Floats) -> Floats:
     """Bytes that would take the same time at full bandwidth: V (1 + (H/V)^q) = V + H^q V^(1-q), with q = SATURATION."""
-    return f"({sent} + half_{side} ** {SATURATION} * {sent} ** {1 - SATURATION:.9g})"
+    return sent + half_bytes**SATURATION * sent**FLATNESS
 
 
 def _bandwidth(link: Link, members: Ints) -> Floats:
@@ -273,3 +292,43 @@ def _bandwidth(link: Link, members: Ints) -> Floats:
         return np.asarray(link.bytes_per_s)
     wires: Floats = link.peer_bytes_per_s * np.maximum(members - 1, 1)
     return np.minimum(link.bytes_per_s, wires)
+
+
+@dataclass(frozen=True)
+class Message:
+    """A collective, or a send, with which a group of ranks communicates `calls` times a step. Numbers or arrays (n,).
+
+    `n_bytes`: of the whole buffer of one call, as the functions of `cost.collectives` count them; `size`, `stride`:
+    ranks of the group and their distance. A group of one rank sends nothing.
+    """
+
+    what: str
+    collective: Seconds
+    n_bytes: Number
+    size: Number
+    stride: Number
+    calls: Number = 1
+
+    def seconds(self, cluster: Cluster, in_step: float = 1.0) -> Floats:
+        """Seconds of all calls, one after another; (n,). `in_step`: by how much that is longer in a step than
+        alone."""
+        if in_step != 1:
+            alone = f"{self.what}, alone"
+            seconds = replace(self, what=alone).seconds(cluster)
+            if not seconds.any():
+                return seconds
+            f = Formulas("s", {"in_step": in_step, alone: seconds})
+            return f(self.what, f.in_step * f[alone])
+        if np.all(self.calls == 1):
+            return self.collective(cluster, self.n_bytes, self.size, self.stride, self.what)
+        once = f"{self.what}, one call"
+        one = self.collective(cluster, self.n_bytes, self.size, self.stride, once)
+        if not one.any():
+            return one
+        f = Formulas("s", {"calls": self.calls, once: one})
+        return f(self.what, f.calls * f[once])
+
+
+def named(collective: Seconds) -> str:
+    """`all-gather`."""
+    return collective.__name__.replace("_", "-")

@@ -20,9 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwright.compression import BLOCK, POWERSGD
-from shardwright.cost.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from shardwright.cost.collectives import Message, Number, all_gather, all_reduce, all_to_all, reduce_scatter
 from shardwright.cost.job import Ints, Job
-from shardwright.cost.message import Message, Number
 from shardwright.layout import Layout
 
 _SCALE = 4 / BLOCK

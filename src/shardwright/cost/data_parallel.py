@@ -9,46 +9,16 @@ from numpy.typing import NDArray
 
 from shardwright.cost import ledger, parameters, pipeline, products
 from shardwright.cost.blocks import Block, blocks
-from shardwright.cost.collectives import all_gather, all_reduce
+from shardwright.cost.collectives import Message, all_gather, all_reduce
 from shardwright.cost.compression import SENT_BYTES, Sums, waits_for_replicas
 from shardwright.cost.job import Candidates, Floats, Ints, Job
-from shardwright.cost.kinds import DATA
-from shardwright.cost.message import Message
+from shardwright.cost.ledger import Formulas, plus
 from shardwright.cost.messages import HIDDEN, hidden
+from shardwright.cost.parameters import RankParameters
 from shardwright.cost.secondary import again_ranks
+from shardwright.cost.speed import DATA
 from shardwright.layout import Layout
 from shardwright.split.buckets import BUCKET_BYTES, REPLICA_BUCKET_BYTES
-
-
-class RankParameters(NamedTuple):
-    """Parameters on a rank of `pp`, each (n,). `ends`: embedding, last norm and head, and `hidden`: hidden matrices,
-    both included in `dense`. `replicas`, `kv_replicas`: of those that tp does not shard, the ones with partial
-    gradients on all its ranks, and on those with the same kv heads. `blocks`: layers of the rank, of which
-    `expert_blocks` have experts; `end_groups`: its stages with parameters outside of the layers.
-    `untrained`: of `dense`, those without gradients, which every rank keeps. `factored`: those whose gradients travel
-    as products, with the rows and the columns of their logical matrices and the stages that have some. `layer_padding`,
-    `end_padding`, `expert_padding`: elements that fill up rows (`parameters.padding`). `buckets`: of gradients in fp32
-    without ZeRO, 0 where they are not counted."""
-
-    dense: Ints
-    experts: Ints
-    ends: Ints
-    hidden: Ints
-    replicas: Ints
-    kv_replicas: Ints
-    blocks: Ints
-    expert_blocks: Ints
-    end_groups: Ints
-    untrained: Ints
-    factored: Ints
-    left_rows: Ints
-    right_columns: Ints
-    factored_stages: Ints
-    layer_padding: Ints
-    end_padding: Ints
-    expert_padding: Ints
-    buckets: Ints
-
 
 F, I_AND_W = "F of a microbatch", "I and W of a microbatch"
 """Passes of a rank, in the ledger."""
@@ -112,28 +82,32 @@ def _beside_passes(job: Job, candidates: Candidates, held: RankParameters, m: In
     found = np.zeros(beside.forward.shape)
     for zero in np.unique(candidates.zero):
         sent = [
-            (f"{times} * " * (times != "1"), each)
+            (times, each)
             for times, whats, passes in stage_collectives(candidates, int(zero))
             if np.any((each := traffic.exposed(whats, passes)).seconds)
         ]
         if not sent:
             continue
-        exposed = {ledger.identifier(each.name): each.seconds for _, each in sent}
-        formula = " + ".join(f"{times}{ledger.identifier(each.name)}" for times, each in sent)
+        f = Formulas("s", m=m[:, None])
+        f.add({each.name: each.seconds for _, each in sent})
         takes_slack = any(each.longer for _, each in sent)
         what = "messages beside passes" if takes_slack else "weights and gradients"
-        seconds = ledger.compute(what, formula, m=m[:, None], **exposed)
+        seconds = f(what, plus(*(_in_step(f, times, f[each.name]) for times, each in sent)))
         if takes_slack:
-            inputs = {name: value for _, each in sent for name, value in each.inputs.items()}
-            formula = " + ".join(f"{times}{each.anyway}" for times, each in sent)
-            anyway = ledger.compute("messages that no slack takes", formula, m=m[:, None], **inputs)
+            for _, each in sent:
+                f.add(each.inputs)
+            f("messages that no slack takes", plus(*(_in_step(f, times, each.anyway(f)) for times, each in sent)))
             ledger.note("slack", "", beside.slack, "s", f"{candidates.shared.pp_schedule} simulated; cost/idle.py")
-            seconds = ledger.compute(
-                "weights and gradients", "max(messages_beside_passes - slack, messages_that_no_slack_takes)",
-                messages_beside_passes=seconds, slack=beside.slack, messages_that_no_slack_takes=anyway,
-            )  # fmt: skip
+            f.add(slack=beside.slack)
+            longer = np.maximum(f.messages_beside_passes - f.slack, f.messages_that_no_slack_takes)
+            seconds = f("weights and gradients", longer)
         found = np.where((candidates.zero == zero)[:, None], seconds, found)
     return found
+
+
+def _in_step(f: Formulas, times: str, seconds: Floats) -> Floats:
+    """Seconds of collectives that are sent as many times in a step as `stage_collectives` says."""
+    return seconds if times == "1" else f.m * seconds if times == "m" else (f.m - 1) * seconds
 
 
 SUMMED, SCATTERED, ACROSS = "gradients, all-reduce", "gradients, reduce-scatter", "shards over replicas, all-reduce"
@@ -208,13 +182,13 @@ def groups(job: Job, candidates: Candidates, held: RankParameters) -> list[Group
 
 
 class Exposed(NamedTuple):
-    """Collectives that overlap with a pass: their name, what they add to it, (n, R) seconds, and the formula of what of
-    that no slack takes, the part of one layer and the slowdown of the pass, with its inputs. `longer`: whether slack
-    can take anything."""
+    """Collectives that overlap with a pass: their name, what they add to it, (n, R) seconds, and the formula, with its
+    inputs, of the part that no slack takes: of one layer and the slowdown of the pass. `longer`: whether slack can take
+    anything."""
 
     name: str
     seconds: Floats
-    anyway: str
+    anyway: Callable[[Formulas], Floats]
     inputs: ledger.Inputs
     longer: bool
 
@@ -235,17 +209,18 @@ class _Traffic:
         message_s = (
             self.sent(name) if len(whats) == 1 else ledger.total(name, {what: self.sent(what) for what in whats})
         )[:, None]
-        message, layers = ledger.identifier(name), max(self.job.model.n_layers / self.candidates.pp, 1)
+        layers = max(self.job.model.n_layers / self.candidates.pp, 1)
+        inputs: ledger.Inputs = {name: message_s}
         if not speed.hides_dp:
-            return Exposed(name, message_s, message, {message: message_s}, longer=False)
+            return Exposed(name, message_s, lambda f: f[name], inputs, longer=False)
         work, of_a_layer = self.passes[beside], message_s / layers
         left = hidden(message_s, work, speed.interference, of_a_layer, what=name, beside=beside)
-        inputs: ledger.Inputs = {message: message_s, ledger.identifier(beside): work, "layers": layers}
+        inputs |= {beside: work, "layers": layers, "interference": speed.interference}
         return Exposed(
             name + HIDDEN,
             left,
-            f"({message} / layers + interference * min({message}, {ledger.identifier(beside)}))",
-            inputs | {"interference": speed.interference},
+            lambda f: f[name] / f.layers + f.interference * np.minimum(f[name], f[beside]),
+            inputs,
             longer=self.candidates.pp > 1 and bool(np.any(message_s - work > of_a_layer)),
         )
 
@@ -262,16 +237,14 @@ class _Traffic:
             if bucket_s := self.job.stack.speed.bucket_s:
                 calls = sum((np.where(np.asarray(each.size) > 1, each.calls, 0) for each in messages), np.zeros(1))
                 host = f"host for {what}"
-                terms[host] = ledger.compute(
-                    host, "in_step * calls * bucket_s", in_step=slower, calls=calls, bucket_s=bucket_s
-                )
+                f = Formulas("s", in_step=slower, calls=calls, bucket_s=bucket_s)
+                terms[host] = f(host, f.in_step * f.calls * f.bucket_s)
             if (part_s := self.job.stack.speed.part_s) and what == GATHERED:
                 a_layer = max(block.tensors for block in blocks(self.job.model))
                 of_all = np.where(self.candidates.shards > 1, self.candidates.shards, 0)
                 parts = of_all * (self.held.blocks * a_layer + self.held.end_groups)
-                terms["parts to their places"] = ledger.compute(
-                    "parts to their places", "parts_of_tensors * part_s", parts_of_tensors=parts, part_s=part_s
-                )
+                f = Formulas("s", parts_of_tensors=parts, part_s=part_s)
+                terms["parts to their places"] = f("parts to their places", f.parts_of_tensors * f.part_s)
             if self.candidates.shared.offload_parameters == "cpu" and what != SUMMED:
                 terms |= {f"{what}, {group.name}, host": self._over_link(what, group) for group in self.groups}
             self._sent[what] = ledger.total(what, terms)
@@ -279,11 +252,11 @@ class _Traffic:
 
     def _over_link(self, what: str, group: Group) -> Floats:
         """Seconds in which shards in fp32 come from the host to be gathered, or go there when they are reduced."""
-        return ledger.compute(
-            f"{what}, {group.name}, host", "4 * elements / host_rate", "s", "FSDP2 copies shards in fp32",
-            elements=over_link(self.candidates.shared, what, group)[1],
+        f = Formulas(
+            "s", elements=over_link(self.candidates.shared, what, group)[1],
             host_rate=self.job.cluster.accelerator.host_bytes_per_s,
         )  # fmt: skip
+        return f(f"{what}, {group.name}, host", 4 * f.elements / f.host_rate, "FSDP2 copies shards in fp32")
 
 
 def over_link(layout: Layout, what: str, group: Group) -> tuple[Ints, Floats]:

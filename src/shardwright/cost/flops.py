@@ -6,6 +6,7 @@ import numpy as np
 
 from shardwright.cost import ledger, pipeline, recompute
 from shardwright.cost.job import RECOMPUTE, Candidates, Floats, Job
+from shardwright.cost.ledger import Formulas, plus
 
 
 @dataclass(frozen=True)
@@ -46,18 +47,18 @@ def model_flops(job: Job) -> TokenFlops:
 SECTION = "FLOPs of a token"
 
 
-def _parts(job: Job, candidates: Candidates) -> str:
+def _parts(job: Job, candidates: Candidates, f: Formulas) -> Floats:
     """The FLOPs of the parts of a layout that are matmuls; element-wise work does not count."""
     parts, moe, latent = candidates.shared.recompute_modules, job.model.moe, job.model.latent_attention
-    found = ["square"] if "attention" in parts else []
+    terms = [f.square] if "attention" in parts else []
     if "mla_up" in parts and latent is not None:
         width = latent.nope_dim + latent.v_dim
-        found.append(f"2 * {job.model.n_blocks} * {latent.kv_rank} * {job.model.n_heads} * {width}")
+        terms.append(f.constant(2) * job.model.n_blocks * latent.kv_rank * job.model.n_heads * width)
     if "experts" in parts and moe is not None:
         first = 2 if job.model.activation == "swiglu" else 1
         layers = sum(job.model.has_experts(layer) for layer in range(job.model.n_blocks))
-        found.append(f"2 * {layers} * {moe.top_k} * {first} * h * {moe.d_ffn}")
-    return " + ".join(found) or "0"
+        terms.append(f.constant(2) * layers * moe.top_k * first * f.h * moe.d_ffn)
+    return plus(*terms) if terms else f.constant(0)
 
 
 def executed_flops(job: Job, candidates: Candidates) -> TokenFlops:
@@ -70,37 +71,33 @@ def executed_flops(job: Job, candidates: Candidates) -> TokenFlops:
     Ignored: recomputation inside a fused attention's backward pass, which no convention counts.
     """
     spec, needed = job.model, model_flops(job)
-    matmuls = f"2 * (N_matmul - {'predictions * ' * (spec.mtp_modules > 0)}V * h)"
     first, held = candidates.shared.recompute_layers, pipeline.stages(job, candidates).layers
     again = spec.n_blocks if first is None else sum(min(first, len(stage)) for stage in held)
-    share = "" if again == spec.n_blocks else f" * {again} / {spec.n_blocks}"
-    by_stack = {"scores": "square", "parts": _parts(job, candidates)}
-    selective = by_stack.get(job.stack.selective, f"{matmuls} / 2")
     last = sum(
         len(layers) * row.numel
         for block, layers in pipeline.blocks(spec).items()
         if (group := recompute.last_matmul(job, block)) is not None
         for row in group.rows
     )
-    stops = " - 2 * N_last" * bool(last)
     square = 2.0 * spec.n_blocks * spec.n_heads * (spec.qk_dim + spec.head_dim) * job.attended[1]
 
     def executed(name: str, needed: Floats, square: float) -> Floats:
-        model = ledger.identifier(f"model FLOPs, {name}")
-        values: ledger.Inputs = {model: needed + np.zeros(len(candidates)), "square": square, "h": spec.d_model}
-        formulas = ledger.Formulas({**values, "N_matmul": spec.n_matmul_parameters, "V": spec.vocab_size}, "FLOP")
-        formulas.values["N_last"] = last
-        formulas.values["predictions"] = 1 + spec.mtp_modules
+        model, of_model = f"model FLOPs, {name}", needed + np.zeros(len(candidates))
         if not np.any(candidates.recompute):
-            return formulas[model]
-        extra = {"none": "0", "selective": selective, "full": f"{matmuls} + square{stops}"}
-        by_recompute = {how: f"{model} + ({each}){share}" for how, each in extra.items()}
+            return of_model
+        f = Formulas(
+            "FLOP", {model: of_model}, square=square, h=spec.d_model,
+            N_matmul=spec.n_matmul_parameters, V=spec.vocab_size, N_last=last, predictions=1 + spec.mtp_modules,
+        )  # fmt: skip
+        matmuls = 2 * (f.N_matmul - (f.predictions * f.V if spec.mtp_modules else f.V) * f.h)
+        by_stack = {"scores": lambda: f.square, "parts": lambda: _parts(job, candidates, f)}
+        selective = by_stack.get(job.stack.selective, lambda: matmuls / 2)()
+        full = matmuls + f.square - 2 * f.N_last if last else matmuls + f.square
+        extra = {"none": f.constant(0), "selective": selective, "full": full}
+        if again != spec.n_blocks:
+            extra = {how: flops * again / spec.n_blocks for how, flops in extra.items()}
+        by_recompute = [f[model] + extra[how] for how in RECOMPUTE]
         with ledger.section(SECTION):
-            return formulas.choose(
-                f"executed FLOPs, {name}",
-                candidates.recompute,
-                [by_recompute[each] for each in RECOMPUTE],
-                "square: attention",
-            )
+            return f.choose(f"executed FLOPs, {name}", candidates.recompute, by_recompute, "square: attention")
 
     return TokenFlops(executed("full square", needed.full, square), executed("causal half", needed.causal, square / 2))

@@ -11,8 +11,19 @@ from typing import Any, TypeVar
 
 from pydantic import Field, ValidationError
 
-from shardwright.cost.measured import VERSION, MeasuredTable, RatesTable
-from shardwright.cost.table import ByPrecision, CollectiveName, Count, NotNegative, Peak, Positive, Share, Table
+from shardwright.cost.measured import (
+    VERSION,
+    ByPrecision,
+    CollectiveName,
+    Count,
+    MeasuredTable,
+    NotNegative,
+    Peak,
+    Positive,
+    RatesTable,
+    Share,
+    Table,
+)
 from shardwright.errors import InputError, nearest
 from shardwright.files import parse_toml, read_text
 

@@ -13,10 +13,11 @@ from shardwright.cost.blocks import Block
 from shardwright.cost.collectives import all_gather, all_reduce, reduce_scatter
 from shardwright.cost.formats import FORMATS
 from shardwright.cost.job import FULL, RECOMPUTE, Candidates, Floats, Job
-from shardwright.cost.kinds import ELEMENTWISE, HOST, MATMULS, TENSOR
+from shardwright.cost.ledger import Formulas, plus
 from shardwright.cost.matmuls import Matmul, head_matmul, layer_matmuls, reached_flops_per_s
 from shardwright.cost.messages import context, dispatch, head_over_tp, loss_sums, over_tp, tensor
-from shardwright.cost.passes import Passes, reached_bytes_per_s
+from shardwright.cost.passes import Passes, kernel_symbols, reached_bytes_per_s
+from shardwright.cost.speed import ELEMENTWISE, HOST, MATMULS, TENSOR
 
 CASTS = "casts of inputs"
 BACKWARD_TRAFFIC = 1.5
@@ -31,7 +32,7 @@ def layer(job: Job, candidates: Candidates, block: Block, name: str | None = Non
         tokens = candidates.tokens(job.seq_len)
         _multiply(passes, job, candidates, layer_matmuls(job, candidates, block, tokens))
         _attend(passes, job, candidates, tokens)
-        _elementwise(passes, job, candidates, block, tokens)
+        _elementwise(passes, job, candidates, block)
         tensor(passes, job, candidates, block, tokens)
         context(passes, job, candidates, tokens)
         if block.experts:
@@ -51,10 +52,11 @@ def _copy_activations(passes: Passes, job: Job, candidates: Candidates, block: B
     forward, backward_input, weight = passes.totals
     backward = backward_input if candidates.kind.splits_backward else backward_input + weight
     for name, beside in (("F", forward), ("I", backward)):
-        longer = ledger.compute(
-            f"{HOST}, {name}", "max(0 * kept, kept / host_rate - pass_beside_it)", "s", "parallel/offload.py",
-            kept=kept, host_rate=job.cluster.accelerator.host_bytes_per_s, pass_beside_it=beside,
+        f = Formulas(
+            "s", kept=kept, host_rate=job.cluster.accelerator.host_bytes_per_s, pass_beside_it=beside
         )  # fmt: skip
+        longer = np.maximum(0 * f.kept, f.kept / f.host_rate - f.pass_beside_it)
+        longer = f(f"{HOST}, {name}", longer, "parallel/offload.py")
         passes.add(HOST, *((longer, 0.0) if name == "F" else (0.0, longer)))
 
 
@@ -67,14 +69,12 @@ def head(job: Job, candidates: Candidates) -> Passes:
     with ledger.section("Head, one microbatch"):
         tokens, spec = candidates.tokens(job.seq_len), job.model
         _multiply(passes, job, candidates, [head_matmul(job, candidates, tokens)])
-        moved = [
-            ledger.compute(
-                f"{ELEMENTWISE}, {name}", "loss_bytes * (T * V / tp) / 2 / element_rate", "s", "cost/speed.py",
-                loss_bytes=_loss_bytes(job, candidates), T=tokens, V=spec.vocab_size, tp=candidates.tp,
-                element_rate=reached_bytes_per_s(job),
-            ) for name in "FI"
-        ]  # fmt: skip
-        passes.add(ELEMENTWISE, *moved)
+        f = Formulas(
+            "s", loss_bytes=_loss_bytes(job, candidates), T=tokens, V=spec.vocab_size, tp=candidates.tp,
+            element_rate=reached_bytes_per_s(job),
+        )  # fmt: skip
+        half = f.loss_bytes * (f.T * f.V / f.tp) / 2 / f.element_rate
+        passes.add(ELEMENTWISE, *(f(f"{ELEMENTWISE}, {name}", half, "cost/speed.py") for name in "FI"))
         head_over_tp(passes, job, candidates, tokens)
         _launch_ends(passes, job)
         passes.note()
@@ -99,25 +99,18 @@ def _chunked_head(job: Job, candidates: Candidates) -> Passes:
         chunk = np.minimum(tokens, candidates.shared.loss_chunk_tokens)
         one, e = head_matmul(job, candidates, chunk), job.element_bytes
         inside = {each.name: each.seconds(job) for each in (one, one.for_input, one.for_weight)}
-        symbols: ledger.Inputs = {
-            "T": tokens, "C": chunk, "V": spec.vocab_size, "tp": candidates.tp, "h": spec.d_model, "e": e,
-            "sum_bytes": max(4, e), "loss_bytes": _loss_bytes(job, candidates),
-            "element_rate": reached_bytes_per_s(job),
-            "matmuls_of_a_chunk": ledger.total("matmuls of a chunk", inside),
-        }  # fmt: skip
-        passes.add(MATMULS, ledger.compute(f"{MATMULS}, F", "ceil(T / C) * matmuls_of_a_chunk", **symbols), 0.0)
-        added = "2 * sum_bytes" + " + 2 * e" * (e < 4)
-        forward = ledger.compute(
-            f"{ELEMENTWISE}, F",
-            f"(loss_bytes * (T * V / tp) + ceil(T / C) * ({added}) * (V / tp * h)) / element_rate",
-            "s",
-            "cost/speed.py; sum of the gradients over chunks",
-            **symbols,
-        )
-        backward = ledger.compute(
-            f"{ELEMENTWISE}, I", "(2 * sum_bytes + e) * (V / tp * h) / element_rate", "s",
-            "gradients times that of the loss", **symbols,
+        f = Formulas(
+            "s", T=tokens, C=chunk, V=spec.vocab_size, tp=candidates.tp, h=spec.d_model, e=e, sum_bytes=max(4, e),
+            loss_bytes=_loss_bytes(job, candidates), element_rate=reached_bytes_per_s(job),
+            matmuls_of_a_chunk=ledger.total("matmuls of a chunk", inside),
         )  # fmt: skip
+        passes.add(MATMULS, f(f"{MATMULS}, F", np.ceil(f.T / f.C) * f.matmuls_of_a_chunk), 0.0)
+        added = 2 * f.sum_bytes + 2 * f.e if e < 4 else 2 * f.sum_bytes
+        moved = f.loss_bytes * (f.T * f.V / f.tp) + np.ceil(f.T / f.C) * added * (f.V / f.tp * f.h)
+        source = "cost/speed.py; sum of the gradients over chunks"
+        forward = f(f"{ELEMENTWISE}, F", moved / f.element_rate, source)
+        moved = (2 * f.sum_bytes + f.e) * (f.V / f.tp * f.h)
+        backward = f(f"{ELEMENTWISE}, I", moved / f.element_rate, "gradients times that of the loss")
         passes.add(ELEMENTWISE, forward, backward)
         given = tokens * spec.d_model * e
         both = over_tp(passes, job, candidates, given, "input", all_gather, None)
@@ -135,13 +128,9 @@ def embedding(job: Job, candidates: Candidates) -> Passes:
     passes = Passes("the embedding")
     with ledger.section("Embedding, one microbatch"):
         tokens, h = candidates.tokens(job.seq_len), job.model.d_model
-        moved = [
-            ledger.compute(
-                f"{ELEMENTWISE}, {name}", "2 * (T * h * e) / element_rate", "s", "rows read and written", T=tokens,
-                h=h, e=job.element_bytes, element_rate=reached_bytes_per_s(job),
-            ) for name in "FI"
-        ]  # fmt: skip
-        passes.add(ELEMENTWISE, *moved)
+        f = Formulas("s", T=tokens, h=h, e=job.element_bytes, element_rate=reached_bytes_per_s(job))
+        moved = 2 * (f.T * f.h * f.e) / f.element_rate
+        passes.add(ELEMENTWISE, *(f(f"{ELEMENTWISE}, {name}", moved, "rows read and written") for name in "FI"))
         n_bytes = tokens * h * job.element_bytes
         forward = over_tp(passes, job, candidates, n_bytes, "rows", reduce_scatter, all_reduce)
         backward = over_tp(passes, job, candidates, n_bytes, "gradients of rows", all_gather, None)
@@ -163,10 +152,8 @@ def _multiply(passes: Passes, job: Job, candidates: Candidates, matmuls: Iterabl
     passes.add(MATMULS, *seconds)
     weights = sum((np.asarray(each.batch * each.k * each.n) for each in those), np.zeros(1))
     if sum_bytes := job.stack.speed.sum_bytes:
-        summed = ledger.compute(
-            f"{ELEMENTWISE}, W", "sum_bytes * elements / element_rate", "s", "sums of gradients in fp32",
-            sum_bytes=sum_bytes, elements=weights, element_rate=reached_bytes_per_s(job),
-        )  # fmt: skip
+        f = Formulas("s", sum_bytes=sum_bytes, elements=weights, element_rate=reached_bytes_per_s(job))
+        summed = f(f"{ELEMENTWISE}, W", f.sum_bytes * f.elements / f.element_rate, "sums of gradients in fp32")
         passes.add(ELEMENTWISE, 0.0, 0.0, summed)
     form = FORMATS[job.precision]
     cast = [each for each in those if not each.precision] if form.narrow else []
@@ -177,13 +164,11 @@ def _multiply(passes: Passes, job: Job, candidates: Candidates, matmuls: Iterabl
         of_weights = sum(each.batch * each.k * each.n for each in cast)
         again = sum(each.batch * each.m * each.k for each in cast)
         times = candidates.microbatches(job.global_batch) if job.stack.keeps_casts else 1
-        elements = (inputs + of_weights / times, again + of_results)
-        moved = [
-            ledger.compute(
-                f"{CASTS}, {name}", "cast_bytes * elements / element_rate", "s", "cost/formats.py",
-                cast_bytes=form.casts(job.stack.speed.fuses_casts), elements=n, element_rate=reached_bytes_per_s(job),
-            ) for name, n in zip("FI", elements, strict=True)
-        ]  # fmt: skip
+        moved = []
+        for name, elements in (("F", inputs + of_weights / times), ("I", again + of_results)):
+            cast_bytes = form.casts(job.stack.speed.fuses_casts)
+            f = Formulas("s", cast_bytes=cast_bytes, elements=elements, element_rate=reached_bytes_per_s(job))
+            moved.append(f(f"{CASTS}, {name}", f.cast_bytes * f.elements / f.element_rate, "cost/formats.py"))
         passes.add(ELEMENTWISE, *moved)
 
 
@@ -199,24 +184,20 @@ def _attend(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) ->
     attended, n_attended = job.attended
     spec, fitted, chip = job.model, job.calibration, job.cluster.accelerator
     width = (spec.qk_dim + spec.head_dim) / 2
-    symbols: ledger.Inputs = {"T": tokens, "s": job.seq_len, "heads": spec.n_heads, "c": width, "tp": candidates.tp}
-    symbols |= {"cp": candidates.cp, attended: n_attended}
+    f = Formulas("s", T=tokens, s=job.seq_len, heads=spec.n_heads, c=width, tp=candidates.tp, cp=candidates.cp)
+    f.add({attended: n_attended})
     if job.stack.flash_attention:
-        symbols["FLOPs_of_attention"] = ledger.compute(
-            "FLOPs of attention",
-            f"4 * T * {attended} * (heads / tp) * c * (0.5 + 64 / {attended})",
-            "FLOP",
-            "of F",
-            **symbols,
-        )
-        symbols["rate_of_attention"] = ledger.compute(
-            "rate of attention", f"rate * (flash_share * c / (c + c0) * {attended} / ({attended} + s0)) * flash_gain",
-            "FLOP/s", "cost/calibration.toml, cost/speed.py", c=width, c0=fitted.flash_width, s0=fitted.flash_length,
-            rate=reached_flops_per_s(job, job.wide_precision), flash_share=fitted.flash(chip.die),
-            flash_gain=job.stack.speed.on(chip.die).flash_gain, **{attended: n_attended},
+        length = f[attended]
+        f("FLOPs of attention", 4 * f.T * length * (f.heads / f.tp) * f.c * (0.5 + 64 / length), "of F", unit="FLOP")
+        f.add(
+            c0=fitted.flash_width, s0=fitted.flash_length, rate=reached_flops_per_s(job, job.wide_precision),
+            flash_share=fitted.flash(chip.die), flash_gain=job.stack.speed.on(chip.die).flash_gain,
+            flash_backward=fitted.flash_backward,
         )  # fmt: skip
-        symbols["flash_backward"] = fitted.flash_backward
-        formulas = [f"FLOPs_of_attention{times} / rate_of_attention" for times in ("", " * flash_backward")]
+        reached = f.flash_share * f.c / (f.c + f.c0) * length / (length + f.s0)
+        f("rate of attention", f.rate * reached * f.flash_gain, "cost/calibration.toml, cost/speed.py", unit="FLOP/s")
+        source, flops = "Dao, arXiv 2307.08691, section 3", f.FLOPs_of_attention
+        formulas = [flops / f.rate_of_attention, flops * f.flash_backward / f.rate_of_attention]
     else:
         queries, keys, batch = (
             job.seq_len / candidates.cp,
@@ -227,58 +208,45 @@ def _attend(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) ->
             Matmul("scores", queries, spec.qk_dim, keys, batch, job.wide_precision),
             Matmul("scores by values", queries, keys, spec.head_dim, batch, job.wide_precision),
         ]
-        gradients = [(each.for_input, each.for_weight) for each in products]
-        for each in (*products, *gradients[0], *gradients[1]):
-            symbols[ledger.identifier(each.name)] = each.seconds(job)
-        symbols |= {"element_rate": reached_bytes_per_s(job), "score_bytes": fitted.score_bytes}
-        symbols["score_bytes_I"] = fitted.score_bytes_backward
-        forward = " + ".join(ledger.identifier(each.name) for each in products)
-        backward = " + ".join(f"({ledger.identifier(i.name)} + {ledger.identifier(w.name)})" for i, w in gradients)
-        moved = "* (T * s * (heads / tp)) / element_rate"
-        formulas = [f"{forward} + score_bytes {moved}", f"{backward} + score_bytes_I {moved}"]
+        gradients = [one for each in products for one in (each.for_input, each.for_weight)]
+        f.add({each.name: each.seconds(job) for each in (*products, *gradients)})
+        f.add(element_rate=reached_bytes_per_s(job), score_bytes=fitted.score_bytes)
+        f.add(score_bytes_I=fitted.score_bytes_backward)
+        forward = plus(*(f[each.name] for each in products))
+        backward = plus(*(f[each.for_input.name] + f[each.for_weight.name] for each in products))
+        scores = f.T * f.s * (f.heads / f.tp)
+        source = "stored scores; cost/calibration.toml"
+        formulas = [
+            forward + f.score_bytes * scores / f.element_rate,
+            backward + f.score_bytes_I * scores / f.element_rate,
+        ]
     if candidates.shared.cp_method == "ring" and np.any(candidates.cp > 1):
-        formulas = [f"({formula}) + ({formula}) * (1 - 1 / cp)" for formula in formulas]
-    source = "Dao, arXiv 2307.08691, section 3" if job.stack.flash_attention else "stored scores; cost/calibration.toml"
-    seconds = [ledger.compute(f"attention, {name}", formula, "s", source, **symbols)
-               for name, formula in zip("FI", formulas, strict=True)]  # fmt: skip
-    passes.add("attention", *seconds)
+        formulas = [formula + formula * (1 - 1 / f.cp) for formula in formulas]
+    passes.add("attention", *(f(f"attention, {name}", each, source) for name, each in zip("FI", formulas, strict=True)))
 
 
-def _elementwise(passes: Passes, job: Job, candidates: Candidates, block: Block, tokens: Floats) -> None:
+def _elementwise(passes: Passes, job: Job, candidates: Candidates, block: Block) -> None:
     """Norms, residual additions, activations, rotary embedding, permutation of heads, sorting of tokens by expert."""
-    spec, speed = job.model, job.stack.speed
-    symbols: ledger.Inputs = {
-        "norms": block.norms, "norm_bytes": speed.norm_bytes if spec.norm == "layernorm" else speed.rmsnorm_bytes,
-        "branches": block.branches, "residual_bytes": speed.residual_bytes,
-        "dropout_bytes": speed.dropout_bytes if spec.dropout else 0.0,
-        "T": tokens, "T_shard": tokens / candidates.token_shards, "h": spec.d_model, "tp": candidates.tp,
-        "heads": spec.n_heads, "kv_heads": spec.n_kv_heads, "c": spec.head_dim, "qk_dim": spec.qk_dim,
-        "heads_bytes": speed.heads_bytes,
-        "rope_bytes": speed.rope_bytes, "top_k": 0 if spec.moe is None else spec.moe.top_k,
-        "inner": block.inner, "expert_inner": block.expert_inner, "permute_bytes": speed.permute_bytes,
-        "activation_bytes": speed.gated_bytes if block.gated else speed.gelu_bytes,
-        "e": job.element_bytes, "element_rate": reached_bytes_per_s(job),
-    }  # fmt: skip
+    spec, f = job.model, kernel_symbols(job, candidates, block)
+    around = f.norms * f.norm_bytes + f.branches * f.residual_bytes + f.branches * f.dropout_bytes
     formulas = {
-        "norms and residuals": "T_shard * h * (norms * norm_bytes + branches * residual_bytes"
-        " + branches * dropout_bytes)",
-        "laying out heads": "T * heads * c / tp * heads_bytes",
-        "rotation": "T * qk_dim * (heads + kv_heads) / tp * rope_bytes" * (spec.positions == "rope"),
-        "activation": "(T / tp * top_k * expert_inner + T * inner / tp) * activation_bytes",
-        "sorting by expert": "T / tp * top_k * h * permute_bytes" * bool(block.experts),
+        "norms and residuals": f.T_shard * f.h * around,
+        "laying out heads": f.T * f.heads * f.c / f.tp * f.heads_bytes,
     }
-    moved = {
-        f"bytes of {what}": ledger.compute(f"bytes of {what}", formula, "B", "of F, for elements of 2 bytes", **symbols)
-        for what, formula in formulas.items()
-        if formula
-    }
-    symbols["bytes_moved"] = ledger.total("bytes moved", moved, "B", "cost/speed.py")
+    if spec.positions == "rope":
+        formulas["rotation"] = f.T * f.qk_dim * (f.heads + f.kv_heads) / f.tp * f.rope_bytes
+    inner = f.T / f.tp * f.top_k * f.expert_inner + f.T * f.inner / f.tp
+    formulas["activation"] = inner * f.activation_bytes
+    if block.experts:
+        formulas["sorting by expert"] = f.T / f.tp * f.top_k * f.h * f.permute_bytes
+    source = "of F, for elements of 2 bytes"
+    moved = {name: f(name, each, source) for what, each in formulas.items() if (name := f"bytes of {what}")}
+    f.add(bytes_moved=ledger.total("bytes moved", moved, "B", "cost/speed.py"))
     casts = {"F": passes.forward.get(ELEMENTWISE), "I": passes.backward_input.get(ELEMENTWISE)}
+    once = f.e / 2 * f.bytes_moved
     seconds = {
-        name: ledger.compute(
-            f"operations, {name}", f"e / 2 * bytes_moved{times} / element_rate", "s", "memory bounds them", **symbols
-        )
-        for name, times in (("F", ""), ("I", f" * {BACKWARD_TRAFFIC}"))
+        name: f(f"operations, {name}", n_bytes / f.element_rate, "memory bounds them", unit="s")
+        for name, n_bytes in (("F", once), ("I", once * BACKWARD_TRAFFIC))
     }
     passes.add(ELEMENTWISE, *seconds.values())
     for name, part in (("F", passes.forward), ("I", passes.backward_input)):
@@ -293,25 +261,24 @@ def _recompute(passes: Passes, job: Job, candidates: Candidates, block: Block) -
     half of the matmuls and of the tp communication and all element-wise work."""
     again = np.zeros(len(candidates))
     if np.any(candidates.recompute):
-        once: ledger.Inputs = {ledger.identifier(f"{kind}, F"): seconds for kind, seconds in passes.forward.items()}
-        whole = " + ".join(name for name, seconds in once.items() if np.any(seconds))
+        f = Formulas("s", {f"{kind}, F": seconds for kind, seconds in passes.forward.items()})
         left_out = recompute.left_out(passes, job, candidates, block)
-        once |= {ledger.identifier(name): seconds for name, seconds in left_out.items()}
-        whole += "".join(f" - {ledger.identifier(name)}" for name in left_out)
+        whole = plus(*(f[f"{kind}, F"] for kind, seconds in passes.forward.items() if np.any(seconds)))
+        f.add(left_out)
+        for name in left_out:
+            whole = whole - f[name]
         recompute.record_messages(passes, job, candidates, left_out)
-        selective = "attention_F"
+        selective = f["attention, F"]
         if job.stack.selective == "parts" and np.any(candidates.recomputes_parts):
-            selective = "selective_recomputation"
-            once[selective] = recompute.seconds(passes, job, candidates, block)
+            f.add(selective_recomputation=recompute.seconds(passes, job, candidates, block))
+            selective = f.selective_recomputation
         elif job.stack.selective in ("products", "read products"):
-            selective = "matmuls_F / 2 + element_wise_F" + " + tensor_parallel_F / 2" * bool(np.any(candidates.tp > 1))
-        by_recompute = {"none": "0", "selective": selective, "full": whole}
-        again = ledger.Formulas(once, "s").choose(
-            "recomputation, I",
-            candidates.recompute,
-            [by_recompute[each] for each in RECOMPUTE],
-            "recomputed in the backward pass",
-        )
+            selective = f[f"{MATMULS}, F"] / 2 + f[f"{ELEMENTWISE}, F"]
+            if np.any(candidates.tp > 1):
+                selective = selective + f[f"{TENSOR}, F"] / 2
+        by_recompute = {"none": f.constant(0), "selective": selective, "full": whole}
+        formulas = [by_recompute[each] for each in RECOMPUTE]
+        again = f.choose("recomputation, I", candidates.recompute, formulas, "recomputed in the backward pass")
     passes.add("recomputation", np.zeros_like(again), again)
 
 
@@ -320,31 +287,26 @@ def _launch(passes: Passes, job: Job, candidates: Candidates, block: Block) -> N
     parts launches half of its kernels in each. Where the accelerator is the host itself, launches add to the work."""
     speed = job.stack.speed
     total_f, total_i, total_w = passes.totals
-    inputs: ledger.Inputs = {
-        "launch_s": speed.launch_s, "kernels": job.calibration.expert_launches if block.experts else 1.0,
-        "again": candidates.recompute == FULL, "launch_backward": speed.launch_backward,
-        "work_of_F": total_f, "work_of_I": total_i, "work_of_W": total_w,
-    }  # fmt: skip
+    in_two = candidates.kind.splits_backward and not speed.adds_launches
+    f = Formulas(
+        "s", launch_s=speed.launch_s, kernels=job.calibration.expert_launches if block.experts else 1.0,
+        again=candidates.recompute == FULL, launch_backward=speed.launch_backward / (2 if in_two else 1),
+        work_of_F=total_f, work_of_I=total_i, work_of_W=total_w,
+    )  # fmt: skip
     for name, part in passes.parts.items():
         ledger.total(f"work of {name}", {f"{kind}, {name}": seconds for kind, seconds in part.items()})
-    in_two = candidates.kind.splits_backward and not speed.adds_launches
-    if in_two:
-        inputs["launch_backward"] = speed.launch_backward / 2
-    left_F, left_I = (" - work_of_F", " - work_of_I" if in_two else " - work_of_I - work_of_W")
-    if speed.adds_launches:
-        left_F = left_I = ""
     waits = bool(block.experts) and speed.waits_for_counts
-    forward = ledger.compute(
-        "launch, F", "launch_s * kernels" if waits else f"max(launch_s * kernels{left_F}, 0)", **inputs
-    )
-    backward = ledger.compute(
-        "launch, I",
-        f"max(launch_s * kernels * launch_backward + again * (launch_s * kernels){left_I}, 0)",
-        **inputs,
-    )
+    once = f.launch_s * f.kernels
+    left_F, left_I = once, once * f.launch_backward + f.again * once
+    if not speed.adds_launches:
+        left_F, left_I = left_F - f.work_of_F, left_I - f.work_of_I
+    if not speed.adds_launches and not in_two:
+        left_I = left_I - f.work_of_W
+    forward = f("launch, F", once if waits else np.maximum(left_F, 0))
+    backward = f("launch, I", np.maximum(left_I, 0))
     weight = np.zeros(1)
     if in_two:
-        weight = ledger.compute("launch, W", "max(launch_s * kernels * launch_backward - work_of_W, 0)", **inputs)
+        weight = f("launch, W", np.maximum(once * f.launch_backward - f.work_of_W, 0))
     passes.add("launch", forward, backward, weight)
 
 
@@ -352,10 +314,8 @@ def _launch_ends(passes: Passes, job: Job) -> None:
     """Where launches add to the work, those of embedding, head and loss."""
     speed = job.stack.speed
     if speed.adds_launches:
-        symbols: ledger.Inputs = {
-            "launch_s": speed.launch_s, "head_launches": speed.head_launches, "launch_backward": speed.launch_backward,
-        }  # fmt: skip
-        times = (("F", ""), ("I", " * launch_backward"))
-        passes.add("launch", *(
-            ledger.compute(f"launch, {name}", f"launch_s * head_launches{more}", **symbols) for name, more in times
-        ))  # fmt: skip
+        f = Formulas(
+            "s", launch_s=speed.launch_s, head_launches=speed.head_launches, launch_backward=speed.launch_backward
+        )  # fmt: skip
+        once = f.launch_s * f.head_launches
+        passes.add("launch", f("launch, F", once), f("launch, I", once * f.launch_backward))

@@ -1,20 +1,23 @@
 """Records the inputs and results of the formulas of this package while they are evaluated.
 
-An arithmetic formula is a text that `compute` evaluates and records. Other code (groups of ranks, a schedule) computes
-its value in Python and calls `note` to record it. Outside of `record` nothing is recorded, at the cost of one check;
-within it each call becomes an `Entry`, which `plan --explain` prints and a test evaluates again. Layouts are recorded
-one at a time.
+A formula is arithmetic on the symbols of a `Formulas`. Outside of `record` a symbol is the number or array that was
+given, and the formula is plain NumPy at the cost of one check. Within `record` it is a `Traced`, which computes the
+same and writes down the arithmetic, so each formula becomes an `Entry`, which `plan --explain` prints and a test
+evaluates again. Other code (groups of ranks, a schedule) calls `note` to record a value that it has computed. Layouts
+are recorded one at a time.
 """
 
+import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, reduce
-from types import CodeType
+from typing import Any
 
 import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.typing import ArrayLike
 
 from shardwright.cost.job import Floats, Ints
@@ -119,67 +122,145 @@ def total(
     return found
 
 
-def compute(what: str, formula: str, unit: str = "s", source: str = "", at: str = "", /, **inputs: ArrayLike) -> Floats:
-    """Evaluate and record a formula."""
-    found = _evaluated(formula, inputs)
-    if recording():
-        note(what, formula, found, unit, source, at, **inputs)
-    return found
+_OPERATORS: dict[np.ufunc, tuple[str, int, Callable[[Any, Any], Any]]] = {
+    np.add: ("+", 1, operator.add),
+    np.subtract: ("-", 1, operator.sub),
+    np.multiply: ("*", 2, operator.mul),
+    np.true_divide: ("/", 2, operator.truediv),
+    np.floor_divide: ("//", 2, operator.floordiv),
+    np.power: ("**", 3, operator.pow),
+}
+"""The sign, the precedence and the function of an operator. Python's operators, as plain formulas use them, since
+`np.power` rounds otherwise than `**`."""
+_ATOM = 4
+_FUNCTIONS = {np.maximum: "max", np.minimum: "min", np.ceil: "ceil", np.log2: "log2", np.sum: "sum", np.max: "max"}
+
+
+@dataclass(frozen=True, eq=False)
+class Traced(NDArrayOperatorsMixin):
+    """A number or an array with the arithmetic that it comes from: `text` and its `precedence`, the values of the
+    symbols in it by name, and the named steps before it, in order."""
+
+    value: Any
+    text: str
+    precedence: int = _ATOM
+    inputs: dict[str, Any] = field(default_factory=dict)
+    steps: dict[tuple[str, str], None] = field(default_factory=dict)
+
+    @staticmethod
+    def of(value: Any) -> "Traced":
+        """The value itself, or a number as a constant of a formula."""
+        if isinstance(value, Traced):
+            return value
+        if isinstance(value, np.ndarray):
+            raise TypeError("an array in a formula needs a name: make it a symbol of `Formulas`")
+        return Traced(value, f"{float(value):.9g}" if isinstance(value, float) else str(int(value)))
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *operands: Any, **options: Any) -> "Traced":
+        terms = [Traced.of(each) for each in operands]
+        values = [each.value for each in terms]
+        inputs = reduce(operator.or_, (each.inputs for each in terms))
+        steps = reduce(operator.or_, (each.steps for each in terms))
+        if ufunc in _OPERATORS:
+            sign, precedence, apply = _OPERATORS[ufunc]
+            left, right = terms
+            text = f"{left.inside(precedence + (sign == '**'))} {sign} {right.inside(precedence + (sign != '**'))}"
+            return Traced(apply(*values), text, precedence, inputs, steps)
+        name = _FUNCTIONS[ufunc]
+        first, *others = (each.text for each in terms)
+        if (
+            others and terms[0].precedence == _ATOM and first.startswith(f"{name}(")
+        ):  # one maximum of three, not a maximum of a maximum
+            first = first.removeprefix(f"{name}(").removesuffix(")")
+        return Traced(ufunc(*values), f"{name}({', '.join([first, *others])})", _ATOM, inputs, steps)
+
+    def __array_function__(self, function: Any, types: Any, args: tuple["Traced"], options: dict[str, Any]) -> "Traced":
+        value = function(self.value, **options)
+        return Traced(value, f"{_FUNCTIONS[function]}({self.text})", _ATOM, self.inputs, self.steps)
+
+    def __bool__(self) -> bool:
+        raise TypeError("a formula must not depend on the values of its symbols")
+
+    def inside(self, precedence: int) -> str:
+        """The text as an operand of an operator, in parentheses if the operator binds more tightly."""
+        return self.text if self.precedence >= precedence else f"({self.text})"
 
 
 class Formulas:
-    """Formulas over the same arrays: `formulas("kept", "T * h * e")` is `compute`, and its value is an input named
-    `kept` of later formulas."""
+    """Named numbers and arrays, and formulas over them.
 
-    def __init__(self, values: Inputs, unit: str) -> None:
-        self.values, self.unit = values, unit
+    With `f = Formulas("B", T=tokens, h=model.d_model)`, `f("bytes kept", f.T * f.h)` computes and records a quantity
+    in bytes, returns its value as an array, and makes it a symbol of later formulas, `f.bytes_kept`. A mapping of
+    symbols may have names of quantities, with spaces and commas.
+    """
+
+    def __init__(self, unit: str = "s", symbols: Mapping[str, ArrayLike] | None = None, /, **more: ArrayLike) -> None:
+        self._unit, self._records = unit, recording()
+        self.add(symbols or {}, **more)
+
+    def add(self, symbols: Mapping[str, ArrayLike] | None = None, /, **more: ArrayLike) -> None:
+        """Add symbols."""
+        named: dict[str, Any] = {identifier(name): value for name, value in symbols.items()} if symbols else {}
+        named |= more
+        if self._records:
+            named = {name: Traced(value, name, inputs={name: value}) for name, value in named.items()}
+        self.__dict__.update(named)
+
+    def __getattr__(self, name: str) -> Floats:
+        there = [symbol for symbol in vars(self) if not symbol.startswith("_")]
+        raise AttributeError(f"no symbol {name!r}; there are {', '.join(there)}")
 
     def __getitem__(self, name: str) -> Floats:
-        return np.asarray(self.values[name])
+        """The symbol for the name of a quantity."""
+        symbol: Floats = getattr(self, identifier(name))
+        return symbol
 
-    def __call__(self, what: str, formula: str, source: str = "") -> Floats:
-        found = compute(what, formula, self.unit, source, **self.values)
-        self.values[identifier(what)] = found
-        return found
+    def __call__(
+        self, what: str, formula: ArrayLike | Traced, source: str = "", *, unit: str | None = None, at: str = ""
+    ) -> Floats:
+        """Record a quantity in the current section, or in section `at`, and return its value."""
+        name = identifier(what)
+        if not self._records:
+            result = np.asarray(formula)
+            self.__dict__[name] = result
+            return result
+        traced = Traced.of(formula)
+        result = np.asarray(traced.value)
+        text = "; ".join([*(f"{step} = {text}" for step, text in traced.steps), traced.text])
+        order = {symbol: place for place, symbol in enumerate(vars(self))}
+        inputs = {symbol: traced.inputs[symbol] for symbol in sorted(traced.inputs, key=order.__getitem__)}
+        note(what, text, result, self._unit if unit is None else unit, source, at, **inputs)
+        self.add({name: result})
+        return result
 
-    def choose(self, what: str, which: Ints, formulas: Sequence[str], source: str = "") -> Floats:
-        """Evaluate for each candidate the formula whose index is in `which`."""
+    def let(self, name: str, step: Floats) -> Floats:
+        """A part of a formula under a name of its own, as a step before the formula."""
+        if not isinstance(step, Traced):
+            return step
+        named: Any = replace(step, text=name, precedence=_ATOM, steps={**step.steps, (name, step.text): None})
+        return named
+
+    def constant(self, value: float) -> Floats:
+        """A number that is shown as a factor of its own in a product of numbers."""
+        constant: Any = Traced.of(value) if self._records else value
+        return constant
+
+    def choose(self, what: str, which: Ints, formulas: Sequence[Floats], source: str = "") -> Floats:
+        """For each candidate the formula whose index is in `which`."""
         there = np.unique(which)
         if len(there) == 1:
             return self(what, formulas[int(there[0])], source)
-        found = np.select(
-            [which == each for each in there], [_evaluated(formulas[each], self.values) for each in there]
-        )
-        self.values[identifier(what)] = found
-        return found
+        return self(what, np.select([which == each for each in there], [formulas[each] for each in there]), source)
 
 
-_FUNCTIONS = {
-    "max": lambda *args: reduce(np.maximum, args) if len(args) > 1 else np.max(args[0], axis=-1),
-    "min": lambda *args: reduce(np.minimum, args),
-    "sum": lambda terms: np.sum(terms, axis=-1),
-    "log2": np.log2,
-    "ceil": np.ceil,
-    "__builtins__": {},
-}
+def plus(*terms: Floats) -> Floats:
+    """The sum of some terms of a formula."""
+    return reduce(operator.add, terms)
 
 
-def _evaluated(formula: str, inputs: Inputs) -> Floats:
-    steps, value = _compiled(formula)
-    if steps:
-        inputs = dict(inputs)
-        for name, code in steps:
-            inputs[name] = eval(code, _FUNCTIONS, inputs)
-    return np.asarray(eval(value, _FUNCTIONS, inputs))
-
-
-@cache
-def _compiled(formula: str) -> tuple[list[tuple[str, CodeType]], CodeType]:
-    """The compiled steps of a formula, and its compiled value."""
-    *steps, value = formula.split("; ")
-    named = (step.partition(" = ")[::2] for step in steps)
-    compiled = [(name, compile(expression, "<formula>", "eval")) for name, expression in named]
-    return compiled, compile(value, "<formula>", "eval")
+def greatest(*terms: Floats) -> Floats:
+    """The largest of some terms of a formula, by element."""
+    return reduce(np.maximum, terms)
 
 
 @cache

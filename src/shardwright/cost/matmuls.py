@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwright.cost import ledger
 from shardwright.cost.blocks import Block, Group
 from shardwright.cost.formats import FORMATS
 from shardwright.cost.job import Candidates, Floats, Ints, Job
+from shardwright.cost.ledger import Formulas
 from shardwright.cost.parameters import tp_shards
 
 TILE_ROWS, TILE_COLUMNS = 256, 128
@@ -68,22 +68,18 @@ class Matmul:
         memory layout of operands, and that the power limit lowers the clock for some shapes more than for others.
         """
         chip, fitted = job.cluster.accelerator, job.calibration
-        return ledger.compute(
-            self.name, _APART if self.apart else _FORMULA, "s",
-            "tile and wave quantisation, NVIDIA's Matrix Multiplication Background",
-            M=self.m, K=self.k, N=self.n, batch=self.batch, multiprocessors=chip.multiprocessors,
+        f = Formulas(
+            "s", M=self.m, K=self.k, N=self.n, batch=self.batch, multiprocessors=chip.multiprocessors,
             w0=fitted.partial_wave, k0=fitted.ramp_k, rate=reached_flops_per_s(job, self.precision or job.precision),
             e=job.element_bytes, bandwidth=chip.memory_bytes_per_s,
         )  # fmt: skip
-
-
-_FORMULA = (
-    f"w = max(M / {TILE_ROWS}, 0.25) * max(N / {TILE_COLUMNS}, 0.25) * batch / multiprocessors; "
-    "q = w / (w + w0) * (K / (K + k0)); "
-    "max(2 * M * K * N * batch / (rate * q), e * ((M * K + K * N + M * N) * batch) / bandwidth)"
-)
-
-_APART = _FORMULA.replace(" * batch / multiprocessors", " / multiprocessors", 1)
+        tiles = np.maximum(f.M / TILE_ROWS, 0.25) * np.maximum(f.N / TILE_COLUMNS, 0.25)
+        w = f.let("w", (tiles if self.apart else tiles * f.batch) / f.multiprocessors)
+        q = f.let("q", w / (w + f.w0) * (f.K / (f.K + f.k0)))
+        computing = 2 * f.M * f.K * f.N * f.batch / (f.rate * q)
+        moving = f.e * ((f.M * f.K + f.K * f.N + f.M * f.N) * f.batch) / f.bandwidth
+        source = "tile and wave quantisation, NVIDIA's Matrix Multiplication Background"
+        return f(self.name, np.maximum(computing, moving), source)
 
 
 def reached_flops_per_s(job: Job, precision: str) -> float:
@@ -91,16 +87,14 @@ def reached_flops_per_s(job: Job, precision: str) -> float:
     reach a share, of which a share lasts in training, by die and format; times the effect of the software."""
     chip, form = job.cluster.accelerator, FORMATS[precision]
     gain = job.stack.speed.on(chip.die).matmul_gain
-    lasting = job.calibration.matmuls(chip.die, form.peak) * chip.lasting
-    peak, share = chip.flops_per_s[form.peak], chip.matmul_share[form.peak]
-    rate = peak * share * lasting * (form.rate * gain)
-    if ledger.recording():
-        ledger.note(
-            f"rate of matmuls in {precision}", "peak_rate * matmul_share * lasting_share * (format_rate * matmul_gain)",
-            rate, "FLOP/s", "cost/hardware.toml, cost/calibration.toml, cost/formats.py", "Rates", peak_rate=peak,
-            matmul_share=share, lasting_share=lasting, format_rate=form.rate, matmul_gain=gain,
-        )  # fmt: skip
-    return rate
+    f = Formulas(
+        "FLOP/s", peak_rate=chip.flops_per_s[form.peak], matmul_share=chip.matmul_share[form.peak],
+        lasting_share=job.calibration.matmuls(chip.die, form.peak) * chip.lasting, format_rate=form.rate,
+        matmul_gain=gain,
+    )  # fmt: skip
+    rate = f.peak_rate * f.matmul_share * f.lasting_share * (f.format_rate * f.matmul_gain)
+    source = "cost/hardware.toml, cost/calibration.toml, cost/formats.py"
+    return float(f(f"rate of matmuls in {precision}", rate, source, at="Rates"))
 
 
 def layer_matmuls(job: Job, candidates: Candidates, block: Block, tokens: Floats) -> Iterator[Matmul]:

@@ -1,24 +1,15 @@
-"""Rates that `shardwright measure` has measured on a machine, in the place of the constants fitted to published runs.
+"""Tables of a hardware file: what all of them have in common, and the rates that `shardwright measure` has measured on
+a machine, in the place of the constants fitted to published runs.
 
-An accelerator of a hardware file has them by the number of ranks of a node that they were measured with, since ranks on
-the processor of one host share its cores and its memory's bandwidth. Rates for more ranks than were measured follow
+An accelerator of a hardware file has rates by the number of ranks of a node that they were measured with, since ranks
+on the processor of one host share its cores and its memory's bandwidth. Rates for more ranks than were measured follow
 from the shares of the cores.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
-
-from shardwright.cost.calibration import OTHERS
-from shardwright.cost.kinds import CONTEXT, DATA, TENSOR
-from shardwright.cost.table import ByPrecision, Count, NotNegative, Positive, Table
-from shardwright.split.buckets import LOGITS_TOGETHER
-from shardwright.units import GiB
-
-if TYPE_CHECKING:
-    from shardwright.cost.job import Job
+from pydantic import BaseModel, ConfigDict, Field
 
 VERSION = 3
 """Of the tables below; a file of another version was written by another version of shardwright."""
@@ -26,6 +17,21 @@ Kernel = Literal[
     "norm_bytes", "rmsnorm_bytes", "residual_bytes", "heads_bytes", "rope_bytes", "gated_bytes", "gelu_bytes",
     "loss_bytes", "optimizer_bytes",
 ]  # fmt: skip
+
+
+class Table(BaseModel):
+    """A table of a hardware file: unknown keys are errors, values are not coerced."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+Peak = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
+ByPrecision = dict[Peak, Positive]
+CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "point_to_point"]
 
 
 class MeasuredTable(Table):
@@ -123,49 +129,3 @@ def of_ranks(tables: Mapping[str, RatesTable], ranks: int, cores: int | None) ->
     nearest = max((count for count in measured if count <= ranks), default=measured[0])
     share = min(1.0, max(nearest, cores) / ranks) if cores is not None else 1.0
     return tables[str(nearest)], share
-
-
-def on_machine(job: "Job") -> "Job":
-    """The job with the rates measured on its cluster's machine, if there are any. They are those of this system's eager
-    stack; of a compiled one the matmuls and attention alone."""
-    chip = job.cluster.accelerator
-    if chip.rates is None:
-        return job
-    rates, share = chip.rates, chip.core_share
-    fitted = replace(
-        job.calibration,
-        product_share={OTHERS: dict.fromkeys(("bf16", "fp8"), 1 / rates.in_step.work)},
-        flash_share={OTHERS: rates.attention_share},
-        ramp_k=rates.ramp_k,
-        partial_wave=rates.partial_wave,
-        flash_width=rates.attention_width,
-        flash_length=rates.attention_length,
-        flash_backward=rates.attention_backward,
-        memory_share=1 / rates.in_step.work,
-    )
-    speed = replace(job.stack.speed, kernel_share=1.0, matmul_gain=1.0, flash_gain=1.0, by_die={})
-    if not job.compiled:
-        kernels: dict[str, Any] = {str(name): moved for name, moved in rates.kernels.items()}
-        if "loss_bytes" in kernels:  # in the type that was measured
-            kernels |= {"loss_cast_bytes": 0.0, "loss_over_tp_bytes": 0.0}
-        speed = replace(
-            speed,
-            launch_s=rates.launch_us * 1e-6 / share,
-            launch_backward=rates.launch_backward,
-            head_launches=rates.launch_ends,
-            step_s=rates.step_us * 1e-6 / share,
-            bucket_s=rates.bucket_us * 1e-6 / share,
-            **kernels,
-        )
-    if chip.on_host:
-        messages = {
-            DATA: rates.in_step.data_parallel, TENSOR: rates.in_step.tensor_parallel,
-            CONTEXT: rates.in_step.context_parallel,
-        }  # fmt: skip
-        speed = replace(
-            speed, in_step=messages, adds_launches=True, hides_dp=False, hides_tp_backward=False, message_s=0.0
-        )
-    stack = replace(job.stack, speed=speed, workspace_bytes=rates.process_gib * GiB)
-    if chip.on_host:
-        stack = replace(stack, holes=tuple(rates.holes), of_process=True, logits_together=LOGITS_TOGETHER)
-    return replace(job, calibration=fitted, stack=stack)

@@ -14,9 +14,9 @@ from functools import cached_property
 import numpy as np
 
 from shardwright.cost import holes, ledger, parameters, pipeline, pools, stage_bytes, states
-from shardwright.cost.distinct import numbered
 from shardwright.cost.job import FULL, Candidates, Floats, Ints, Job
-from shardwright.cost.memo import Memo
+from shardwright.cost.ledger import Formulas, plus
+from shardwright.cost.memo import Memo, numbered
 from shardwright.cost.pipeline import Moments, Stages
 from shardwright.cost.pools import Pools
 from shardwright.cost.stage_bytes import MicrobatchBytes, ShardedBytes, StageBytes
@@ -321,50 +321,64 @@ def _held(of_stage: StageBytes, stages: Stages, at: dict[str, Ints]) -> dict[str
 
     is_loss, is_last, embeds = kind == pipeline.LOSS, kind == pipeline.BACKWARD_LAST, kind == pipeline.EMBEDDING
     backward = is_last | (kind == pipeline.BACKWARD)
-    values: ledger.Inputs = {
-        **{name: count.astype(np.float64) for name, count in at.items() if name != "kind"},
-        "kept": of_ranks(of_stage.activations),
-        "kept_for_W": of_ranks(of_stage.waiting),
-        "experts_kept": of_ranks(of_stage.experts),
-        "logits_kept": of_ranks(of_stage.logits),
-        "logits_for_W": of_ranks(of_stage.waiting_logits),
-        "loss": of_stage.loss[:, -1:, None] * is_loss,
-        "logits_of_a_microbatch": of_stage.logits[:, -1:, None] * is_last,
-        "around_the_last_norm": of_stage.last_norm[:, -1:, None] * is_last,
-        "gradients_of_stages": of_ranks(of_stage.gradients) * backward[..., None],
-        "all_of_stages": of_ranks(of_stage.accumulating),
-        "reduced_of_stages": of_ranks(of_stage.reduced),
-        "of_embedding": of_stage.embedding[:, :1, None] * embeds,
-        "gathered_of_stages": np.where(
+    f = Formulas("B", {name: count.astype(np.float64) for name, count in at.items() if name != "kind"})
+    f.add(
+        kept=of_ranks(of_stage.activations),
+        kept_for_W=of_ranks(of_stage.waiting),
+        experts_kept=of_ranks(of_stage.experts),
+        logits_kept=of_ranks(of_stage.logits),
+        logits_for_W=of_ranks(of_stage.waiting_logits),
+        loss=of_stage.loss[:, -1:, None] * is_loss,
+        logits_of_a_microbatch=of_stage.logits[:, -1:, None] * is_last,
+        around_the_last_norm=of_stage.last_norm[:, -1:, None] * is_last,
+        gradients_of_stages=of_ranks(of_stage.gradients) * backward[..., None],
+        all_of_stages=of_ranks(of_stage.accumulating),
+        reduced_of_stages=of_ranks(of_stage.reduced),
+        of_embedding=of_stage.embedding[:, :1, None] * embeds,
+        gathered_of_stages=np.where(
             is_loss[..., None], of_ranks(of_stage.gathered_for_head), of_ranks(of_stage.gathered)
         ),
-        "working_of_stages": of_ranks(of_stage.working) * backward[..., None],
-    }
+        working_of_stages=of_ranks(of_stage.working) * backward[..., None],
+    )
     waits, running = bool(at["waiting"].any()), ""
     if ledger.recording():
         mine = ", ".join(map(str, stages.of_rank[0]))
         running = f"{pipeline.ACTIONS[int(kind[0, 0, 0])]} runs; microbatches in flight of stages {mine}"
-    logits = "sum(in_flight * logits_kept)" + " + sum(waiting * logits_for_W)" * waits
-    logits += " + loss" * bool(is_loss.any()) + " - logits_of_a_microbatch" * bool(is_last.any())
-    freed = " - around_the_last_norm" * bool(of_stage.last_norm.any() and is_last.any())
-    formulas = {
-        "activations": "sum(in_flight * kept)" + " + sum(waiting * kept_for_W)" * waits + freed,
-        "experts": "sum(in_flight * experts_kept)" * bool(of_stage.experts.any()),
-        "logits": logits * bool(of_stage.logits[:, stages.of_rank].any()),
-        "gradients now": _gradients(at, bool(of_stage.accumulating.any()), bool(backward.any()), bool(embeds.any())),
-        "gathered now": "max(gathered_of_stages)" * bool(of_stage.gathered.any()),
-        "working": "max(working_of_stages)" * bool(backward.any()),
-    }
-    return {
-        what.partition(" ")[0]: ledger.compute(what, formula, "B", running, **values)
-        if formula
-        else np.zeros(kind.shape)
-        for what, formula in formulas.items()
-    }
+    activations, logits = _sum(f.in_flight * f.kept), _sum(f.in_flight * f.logits_kept)
+    if waits:
+        activations = activations + _sum(f.waiting * f.kept_for_W)
+        logits = logits + _sum(f.waiting * f.logits_for_W)
+    if is_loss.any():
+        logits = logits + f.loss
+    if is_last.any():
+        logits = logits - f.logits_of_a_microbatch
+        if of_stage.last_norm.any():
+            activations = activations - f.around_the_last_norm
+    gradients = _gradients(f, at, bool(of_stage.accumulating.any()), bool(backward.any()), bool(embeds.any()))
+    formulas = {"activations": activations}
+    if of_stage.experts.any():
+        formulas["experts"] = _sum(f.in_flight * f.experts_kept)
+    if of_stage.logits[:, stages.of_rank].any():
+        formulas["logits"] = logits
+    if gradients:
+        formulas["gradients now"] = plus(*gradients)
+    if of_stage.gathered.any():
+        formulas["gathered now"] = np.max(f.gathered_of_stages, axis=-1)
+    if backward.any():
+        formulas["working"] = np.max(f.working_of_stages, axis=-1)
+    n_bytes = {what.partition(" ")[0]: f(what, formula, running) for what, formula in formulas.items()}
+    kinds = ("activations", "experts", "logits", "gradients", "gathered", "working")
+    return {name: n_bytes.get(name, np.zeros(kind.shape)) for name in kinds}
 
 
-def _gradients(at: dict[str, Ints], accumulate: bool, backward: bool, embedding: bool) -> str:
-    """The formula of gradients that are not held for the whole step."""
-    terms = ["sum(accumulating * all_of_stages)"] * (accumulate and bool(at["accumulating"].any()))
-    terms += ["sum(reduced * reduced_of_stages)"] * (accumulate and bool(at["reduced"].any()))
-    return " + ".join([*terms, *["max(gradients_of_stages)"] * backward, *["of_embedding"] * embedding])
+def _gradients(f: Formulas, at: dict[str, Ints], accumulate: bool, backward: bool, embedding: bool) -> list[Floats]:
+    """The terms of gradients that are not held for the whole step."""
+    terms = [_sum(f.accumulating * f.all_of_stages)] * (accumulate and bool(at["accumulating"].any()))
+    terms += [_sum(f.reduced * f.reduced_of_stages)] * (accumulate and bool(at["reduced"].any()))
+    return terms + [np.max(f.gradients_of_stages, axis=-1)] * backward + [f.of_embedding] * embedding
+
+
+def _sum(of_stages: Floats) -> Floats:
+    """The sum over the stages of a rank."""
+    total: Floats = np.sum(of_stages, axis=-1)
+    return total

@@ -8,18 +8,21 @@ import numpy as np
 from shardwright.cost import ledger
 from shardwright.cost.blocks import Block, Region
 from shardwright.cost.collectives import (
+    Collective,
+    Message,
     all_gather,
     all_reduce,
     all_to_all,
     all_to_all_by_node,
+    named,
     point_to_point,
     reduce_scatter,
 )
 from shardwright.cost.formats import FORMATS
 from shardwright.cost.job import Candidates, Floats, Job
-from shardwright.cost.kinds import CONTEXT, EXPERT, MATMULS, TENSOR
-from shardwright.cost.message import Collective, Message, named
+from shardwright.cost.ledger import Formulas
 from shardwright.cost.passes import Passes, reached_bytes_per_s
+from shardwright.cost.speed import CONTEXT, EXPERT, MATMULS, TENSOR
 
 HIDDEN = ", exposed"
 """Suffix in the ledger of communication that overlaps with computation."""
@@ -185,11 +188,11 @@ def hidden(
     `beside` the computation."""
     if not message_s.any():
         return np.zeros_like(message_s)
-    message, work = ledger.identifier(what), ledger.identifier(beside)
-    return ledger.compute(
-        f"{what}{HIDDEN}", f"max({message} - {work}, least_s) + interference * min({message}, {work})",
-        least_s=least_s, interference=interference, **{message: message_s, work: beside_s},
-    )  # fmt: skip
+    f = Formulas("s", {"least_s": least_s, "interference": interference})
+    f.add({what: message_s, beside: beside_s})
+    message, work = f[what], f[beside]
+    exposed = np.maximum(message - work, f.least_s) + f.interference * np.minimum(message, work)
+    return f(f"{what}{HIDDEN}", exposed)
 
 
 def context(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -> None:
@@ -233,11 +236,12 @@ def context(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) ->
         again |= send("gradients of keys and values, all-to-all", all_to_all, kv * candidates.cp * e)
         if merge_bytes := job.stack.speed.merge_bytes:
             for found, name, moved in ((gathered, "merging", merge_bytes), (again, "gradients merged", MERGE_BYTES)):
-                found[name] = ledger.compute(
-                    name, "(cp - 1) * merge_bytes * T * heads * c / tp / element_rate", cp=candidates.cp,
-                    merge_bytes=moved, T=tokens, heads=spec.n_heads, c=spec.head_dim, tp=candidates.tp,
-                    element_rate=reached_bytes_per_s(job),
+                f = Formulas(
+                    "s", cp=candidates.cp, merge_bytes=moved, T=tokens, heads=spec.n_heads, c=spec.head_dim,
+                    tp=candidates.tp, element_rate=reached_bytes_per_s(job),
                 )  # fmt: skip
+                n_bytes = (f.cp - 1) * f.merge_bytes * f.T * f.heads * f.c / f.tp
+                found[name] = f(name, n_bytes / f.element_rate)
         passes.add(CONTEXT, ledger.total(f"{CONTEXT}, F", gathered), ledger.total(f"{CONTEXT}, I", again))
         return
     _ring(passes, job, candidates, tokens, kv)
@@ -255,24 +259,20 @@ def _ring(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, kv: 
     keys = hop("keys and values", kv * job.element_bytes, CONTEXT)
     passes.record(replace(passes.messages[-1], what="keys and values again"))
     sums = hop("gradients of keys and values", kv * max(job.element_bytes, 4.0))
-    symbols: ledger.Inputs = {
-        "cp": candidates.cp, "T": tokens, "heads": spec.n_heads, "c": spec.head_dim, "tp": candidates.tp,
-        "merge_bytes": MERGE_BYTES, "element_rate": reached_bytes_per_s(job), "keys_and_values": keys,
-        "gradients_of_keys_and_values": sums, "attention_F": passes.forward["attention"],
-        "attention_I": passes.backward_input["attention"],
-    }  # fmt: skip
-    symbols["merging"] = ledger.compute("merging", "merge_bytes * T * heads * c / tp / element_rate", **symbols)
-    forward = ledger.compute(
-        f"{CONTEXT}, F", "(cp - 1) * (max(keys_and_values - attention_F / cp, 0) + merging)", **symbols
-    )
+    f = Formulas(
+        "s", cp=candidates.cp, T=tokens, heads=spec.n_heads, c=spec.head_dim, tp=candidates.tp,
+        merge_bytes=MERGE_BYTES, element_rate=reached_bytes_per_s(job), keys_and_values=keys,
+        gradients_of_keys_and_values=sums, attention_F=passes.forward["attention"],
+        attention_I=passes.backward_input["attention"],
+    )  # fmt: skip
+    f("merging", f.merge_bytes * f.T * f.heads * f.c / f.tp / f.element_rate)
+    exposed = np.maximum(f.keys_and_values - f.attention_F / f.cp, 0)
+    forward = f(f"{CONTEXT}, F", (f.cp - 1) * (exposed + f.merging))
     # The first hop has keys and values alone, the last gradients alone, and those between have both.
-    backward = ledger.compute(
-        f"{CONTEXT}, I",
-        "min(cp - 1, 1) * (max(keys_and_values - attention_I / cp, 0) + gradients_of_keys_and_values)"
-        " + max(cp - 2, 0) * max(keys_and_values + gradients_of_keys_and_values - attention_I / cp, 0)"
-        " + (cp - 1) * merging",
-        **symbols,
-    )
+    ends = np.maximum(f.keys_and_values - f.attention_I / f.cp, 0) + f.gradients_of_keys_and_values
+    between = np.maximum(f.keys_and_values + f.gradients_of_keys_and_values - f.attention_I / f.cp, 0)
+    hops_s = np.minimum(f.cp - 1, 1) * ends + np.maximum(f.cp - 2, 0) * between
+    backward = f(f"{CONTEXT}, I", hops_s + (f.cp - 1) * f.merging)
     passes.add(CONTEXT, forward, backward)
 
 
@@ -282,10 +282,10 @@ def dispatch(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -
     spec = job.model
     assert spec.moe is not None
     what = "tokens of experts, all-to-all"
-    n_bytes = ledger.compute(
-        "bytes to experts", "T / tp * top_k * h * e", "B", T=tokens, tp=candidates.tp, top_k=spec.moe.top_k,
-        h=spec.d_model, e=job.element_bytes,
+    f = Formulas(
+        "B", T=tokens, tp=candidates.tp, top_k=spec.moe.top_k, h=spec.d_model, e=job.element_bytes
     )  # fmt: skip
+    n_bytes = f("bytes to experts", f.T / f.tp * f.top_k * f.h * f.e)
     by_node = partial(all_to_all_by_node, top_k=spec.moe.top_k)
     collective = by_node if job.stack.speed.copies_by_node else all_to_all
     message = Message(what, collective, n_bytes, candidates.ep, np.ones_like(candidates.ep))

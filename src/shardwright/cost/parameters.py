@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -61,6 +62,36 @@ class Parameters:
             if np.any(value := held[:, mine].sum(1)):
                 inputs = {term: self.of_block[block][place] for term, block in terms.items()}
                 ledger.note(name, " + ".join(formula), value, "", f"parameters, rank {rank} of pp", ends=ends, **inputs)
+
+
+class RankParameters(NamedTuple):
+    """Parameters on a rank of `pp`, each (n,). `ends`: embedding, last norm and head, and `hidden`: hidden matrices,
+    both included in `dense`. `replicas`, `kv_replicas`: of those that tp does not shard, the ones with partial
+    gradients on all its ranks, and on those with the same kv heads. `blocks`: layers of the rank, of which
+    `expert_blocks` have experts; `end_groups`: its stages with parameters outside of the layers.
+    `untrained`: of `dense`, those without gradients, which every rank keeps. `factored`: those whose gradients travel
+    as products, with the rows and the columns of their logical matrices and the stages that have some. `layer_padding`,
+    `end_padding`, `expert_padding`: elements that fill up rows (`parameters.padding`). `buckets`: of gradients in fp32
+    without ZeRO, 0 where they are not counted."""
+
+    dense: Ints
+    experts: Ints
+    ends: Ints
+    hidden: Ints
+    replicas: Ints
+    kv_replicas: Ints
+    blocks: Ints
+    expert_blocks: Ints
+    end_groups: Ints
+    untrained: Ints
+    factored: Ints
+    left_rows: Ints
+    right_columns: Ints
+    factored_stages: Ints
+    layer_padding: Ints
+    end_padding: Ints
+    expert_padding: Ints
+    buckets: Ints
 
 
 def of_ranks(

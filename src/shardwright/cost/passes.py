@@ -6,8 +6,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from shardwright.cost import ledger
-from shardwright.cost.job import Floats, Job
-from shardwright.cost.message import Message
+from shardwright.cost.blocks import Block
+from shardwright.cost.collectives import Message
+from shardwright.cost.job import Candidates, Floats, Job
+from shardwright.cost.ledger import Formulas
 
 
 @dataclass
@@ -65,9 +67,25 @@ class Passes:
 def reached_bytes_per_s(job: Job) -> Floats:
     """The memory bandwidth that element-wise kernels of the stack reach."""
     chip = job.cluster.accelerator
-    return ledger.compute(
-        "rate of element-wise kernels", "bandwidth * copy_share * lasting_share * kernel_share", "B/s",
-        "cost/hardware.toml, cost/calibration.toml", "Rates", bandwidth=chip.memory_bytes_per_s,
-        copy_share=chip.memory_share, lasting_share=job.calibration.memory_share,
-        kernel_share=job.stack.speed.kernel_share,
+    f = Formulas(
+        "B/s", bandwidth=chip.memory_bytes_per_s, copy_share=chip.memory_share,
+        lasting_share=job.calibration.memory_share, kernel_share=job.stack.speed.kernel_share,
+    )  # fmt: skip
+    rate = f.bandwidth * f.copy_share * f.lasting_share * f.kernel_share
+    return f("rate of element-wise kernels", rate, "cost/hardware.toml, cost/calibration.toml", at="Rates")
+
+
+def kernel_symbols(job: Job, candidates: Candidates, block: Block) -> Formulas:
+    """The sizes of a layer on a rank, and the bytes that its element-wise kernels move for each element of 16 bits."""
+    spec, speed, tokens = job.model, job.stack.speed, candidates.tokens(job.seq_len)
+    return Formulas(
+        "B", norms=block.norms, norm_bytes=speed.norm_bytes if spec.norm == "layernorm" else speed.rmsnorm_bytes,
+        branches=block.branches, residual_bytes=speed.residual_bytes,
+        dropout_bytes=speed.dropout_bytes if spec.dropout else 0.0,
+        T=tokens, T_shard=tokens / candidates.token_shards, h=spec.d_model, tp=candidates.tp,
+        heads=spec.n_heads, kv_heads=spec.n_kv_heads, c=spec.head_dim, qk_dim=spec.qk_dim,
+        heads_bytes=speed.heads_bytes, rope_bytes=speed.rope_bytes, top_k=0 if spec.moe is None else spec.moe.top_k,
+        inner=block.inner, expert_inner=block.expert_inner, permute_bytes=speed.permute_bytes,
+        activation_bytes=speed.gated_bytes if block.gated else speed.gelu_bytes,
+        e=job.element_bytes, element_rate=reached_bytes_per_s(job),
     )  # fmt: skip

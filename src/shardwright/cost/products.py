@@ -16,23 +16,19 @@ Source: Vogels et al., arXiv 1905.13727; parallel/powersgd.py.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shardwright.compression import factored, powersgd_rank
-from shardwright.cost import ledger
-from shardwright.cost.collectives import all_reduce
+from shardwright.cost.collectives import Message, all_reduce
 from shardwright.cost.job import Candidates, Floats, Ints, Job
+from shardwright.cost.ledger import Formulas
 from shardwright.cost.matmuls import reached_flops_per_s
-from shardwright.cost.message import Message
+from shardwright.cost.parameters import RankParameters
 from shardwright.cost.passes import reached_bytes_per_s
 from shardwright.cost.pipeline import Stages
 from shardwright.layout import Layout
 from shardwright.model.modules import Row
-
-if TYPE_CHECKING:
-    from shardwright.cost.data_parallel import RankParameters
 
 MOVED_BYTES = 64.0
 """Bytes that are read and written of an element of a matrix."""
@@ -55,7 +51,7 @@ def _of_row(row: Row) -> tuple[int, int, int]:
     return row.numel, experts * row.shape[-2], experts * len(row.parts) * row.shape[-1]
 
 
-def messages(candidates: Candidates, held: "RankParameters") -> list[Message]:
+def messages(candidates: Candidates, held: RankParameters) -> list[Message]:
     """The all-reduces of the factors, once a step for each stage of the rank; none where gradients travel whole."""
     rank, calls = powersgd_rank(candidates.shared), np.maximum(held.factored_stages, 1)
     if not rank:
@@ -66,16 +62,17 @@ def messages(candidates: Candidates, held: "RankParameters") -> list[Message]:
     ]
 
 
-def computed(job: Job, candidates: Candidates, held: "RankParameters") -> Floats:
+def computed(job: Job, candidates: Candidates, held: RankParameters) -> Floats:
     """Seconds of the products and of the orthonormal columns in a step, (n,)."""
-    return ledger.compute(
-        "products of gradients",
-        "max(moved_bytes * factored / element_rate, 8 * r * factored / matmul_rate)"
-        " + 8 * r * r * left_rows / matmul_rate",
-        "s", "after the last backward pass; arXiv 1905.13727, algorithm 1", moved_bytes=MOVED_BYTES,
-        r=powersgd_rank(candidates.shared), factored=held.factored, left_rows=held.left_rows,
-        element_rate=reached_bytes_per_s(job), matmul_rate=reached_flops_per_s(job, job.precision),
+    f = Formulas(
+        "s", moved_bytes=MOVED_BYTES, r=powersgd_rank(candidates.shared), factored=held.factored,
+        left_rows=held.left_rows, element_rate=reached_bytes_per_s(job),
+        matmul_rate=reached_flops_per_s(job, job.precision),
     )  # fmt: skip
+    moving, multiplying = f.moved_bytes * f.factored / f.element_rate, 8 * f.r * f.factored / f.matmul_rate
+    orthonormal = 8 * f.r * f.r * f.left_rows / f.matmul_rate
+    source = "after the last backward pass; arXiv 1905.13727, algorithm 1"
+    return f("products of gradients", np.maximum(moving, multiplying) + orthonormal, source)
 
 
 def problems(job: Job, layout: Layout) -> Iterator[str]:

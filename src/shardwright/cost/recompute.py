@@ -19,7 +19,7 @@ So a Llama layer with the default, norms and activation, keeps T (2 h + 2 H c + 
 log-sum-exp. Ignored: the all-gather of latent vectors over tp that mla_up repeats.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -27,37 +27,37 @@ import numpy as np
 from shardwright.cost import ledger
 from shardwright.cost.blocks import Block, Group
 from shardwright.cost.job import FULL, Candidates, Floats, Job
-from shardwright.cost.kinds import CONTEXT, TENSOR
-from shardwright.cost.ledger import Formulas
+from shardwright.cost.ledger import Formulas, plus
 from shardwright.cost.matmuls import layer_matmuls
 from shardwright.cost.messages import result_of
-from shardwright.cost.passes import Passes, reached_bytes_per_s
+from shardwright.cost.passes import Passes, kernel_symbols
+from shardwright.cost.speed import CONTEXT, TENSOR
 from shardwright.layout_keys import RECOMPUTE_MODULES
 from shardwright.model.spec import ModelSpec
 
-_A_NETWORK = "((made - tensors + 1) * e + e_input)"
-_AN_EXPERT = "((made + eager_gate - tensors + 1) * e + e_input)"
-_NOT_KEPT = {
-    "norms": "((inputs - copied_alone) * T_read * h * e_input + T_shard * narrow_norms * e)",
-    "activation": f"(T * inner / tp * {_A_NETWORK})",
-    "rope": "(T * rotated * e)",
-    "mla_up": "(T * keys_and_values * e)",
-    "attention": "(T * (padded_out * e + out * e_input) + scores)",
-    "experts": "(T_shard * top_k * expert_inner * ((made + eager_gate) * e + e_input))",
+_NOT_KEPT: dict[str, Callable[[Formulas], Floats]] = {
+    "norms": lambda f: (f.inputs - f.copied_alone) * f.T_read * f.h * f.e_input + f.T_shard * f.narrow_norms * f.e,
+    "activation": lambda f: f.T * f.inner / f.tp * ((f.made - f.tensors + 1) * f.e + f.e_input),
+    "rope": lambda f: f.T * f.rotated * f.e,
+    "mla_up": lambda f: f.T * f.keys_and_values * f.e,
+    "attention": lambda f: f.T * (f.padded_out * f.e + f.out * f.e_input) + f.scores,
+    "experts": lambda f: f.T_shard * f.top_k * f.expert_inner * ((f.made + f.eager_gate) * f.e + f.e_input),
 }
+"""The bytes of a layer that are not kept with a part of `layout.recompute_modules`."""
 assert tuple(_NOT_KEPT) == RECOMPUTE_MODULES
 
 
-def not_kept(formulas: Formulas, parts: Sequence[str], *, latent: bool, experts: bool) -> str:
-    """The bytes of a layer that are not kept, as a formula; notes those of each part."""
+def not_kept(f: Formulas, parts: Sequence[str], *, latent: bool, experts: bool) -> Floats:
+    """The bytes of a layer that are not kept; records those of each part."""
     terms = []
     for name in _alone(parts, latent=latent, experts=experts):
-        formula = _NOT_KEPT[name]
+        n_bytes = _NOT_KEPT[name](f)
         if name == "activation" and experts and "experts" not in parts:
-            formula += f" + T_shard * top_k * expert_inner * {_AN_EXPERT}"
-        formulas(f"not kept of {name}", formula, "cost/recompute.py")
-        terms.append(ledger.identifier(f"not kept of {name}"))
-    return " + ".join(terms) or "0 * T"
+            of_an_expert = (f.made + f.eager_gate - f.tensors + 1) * f.e + f.e_input
+            n_bytes = n_bytes + f.T_shard * f.top_k * f.expert_inner * of_an_expert
+        f(f"not kept of {name}", n_bytes, "cost/recompute.py")
+        terms.append(f[f"not kept of {name}"])
+    return plus(*terms) if terms else 0 * f.T
 
 
 def features(model: ModelSpec, heads: Floats, kv_heads: Floats) -> ledger.Inputs:
@@ -77,37 +77,24 @@ def features(model: ModelSpec, heads: Floats, kv_heads: Floats) -> ledger.Inputs
 
 def seconds(passes: Passes, job: Job, candidates: Candidates, block: Block) -> Floats:
     """Seconds that the backward pass of a layer takes to compute the parts again; `passes`: its own, without that."""
-    spec, speed, tokens = job.model, job.stack.speed, candidates.tokens(job.seq_len)
+    spec, tokens = job.model, candidates.tokens(job.seq_len)
     parts = candidates.shared.recompute_modules
     mine = _alone(parts, latent=spec.latent_attention is not None, experts=bool(block.experts))
     spread = "mla_up" in mine or ("rope" in mine and (spec.qk_norm or spec.latent_attention is not None))
-    networks = "T * inner / tp * activation_bytes"
-    of_experts = "T / tp * top_k * expert_inner * activation_bytes"
-    moved = {
-        "norms": "T_shard * h * norms * norm_bytes" * ("norms" in mine),
-        "activation": networks * ("activation" in mine),
-        "activation of experts": of_experts * bool(block.experts and {"activation", "experts"} & set(parts)),
-        "heads": "T * qk_dim * (heads + kv_heads) / tp * rope_bytes" * spread,
-    }
-    formulas = Formulas(
-        {
-            "norms": block.norms, "norm_bytes": speed.norm_bytes if spec.norm == "layernorm" else speed.rmsnorm_bytes,
-            "T": tokens, "T_shard": tokens / candidates.token_shards, "h": spec.d_model, "tp": candidates.tp,
-            "inner": block.inner, "expert_inner": block.expert_inner, "qk_dim": spec.qk_dim, "heads": spec.n_heads,
-            "kv_heads": spec.n_kv_heads, "top_k": 0 if spec.moe is None else spec.moe.top_k,
-            "activation_bytes": speed.gated_bytes if block.gated else speed.gelu_bytes, "rope_bytes": speed.rope_bytes,
-        },
-        "B",
-    )  # fmt: skip
-    names = {what: f"bytes of {what} again" for what in moved}
-    n_bytes = {names[what]: formulas(names[what], each) for what, each in moved.items() if each}
-    whole = ledger.total("bytes moved again", n_bytes, "B") if n_bytes else 0.0 * tokens
-    terms = {
-        "element-wise, again": ledger.compute(
-            "element-wise, again", "e / 2 * bytes_moved_again / element_rate", "s", "memory bounds them",
-            e=job.element_bytes, bytes_moved_again=whole, element_rate=reached_bytes_per_s(job),
-        )
-    }  # fmt: skip
+    f = kernel_symbols(job, candidates, block)
+    moved = {}
+    if "norms" in mine:
+        moved["norms"] = f.T_shard * f.h * f.norms * f.norm_bytes
+    if "activation" in mine:
+        moved["activation"] = f.T * f.inner / f.tp * f.activation_bytes
+    if block.experts and {"activation", "experts"} & set(parts):
+        moved["activation of experts"] = f.T / f.tp * f.top_k * f.expert_inner * f.activation_bytes
+    if spread:
+        moved["heads"] = f.T * f.qk_dim * (f.heads + f.kv_heads) / f.tp * f.rope_bytes
+    n_bytes = {name: f(name, formula) for what, formula in moved.items() if (name := f"bytes of {what} again")}
+    f.add(bytes_moved_again=ledger.total("bytes moved again", n_bytes, "B") if n_bytes else 0.0 * tokens)
+    again_s = f.e / 2 * f.bytes_moved_again / f.element_rate
+    terms = {"element-wise, again": f("element-wise, again", again_s, "memory bounds them", unit="s")}
     if "attention" in mine:
         terms |= {f"{kind}, F": passes.forward[kind] for kind in ("attention", CONTEXT) if kind in passes.forward}
     wanted = {group.name for group in block.matmuls if _again(group, mine)}

@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 
 from shardwright.cost import memory, pipeline, pools, stage_bytes, states
-from shardwright.cost.distinct import numbered
 from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.memo import (
     NOT_OF_A_MICROBATCH,
@@ -14,6 +13,7 @@ from shardwright.cost.memo import (
     OF_A_MICROBATCH,
     OF_STATES,
     Memo,
+    numbered,
     others,
 )
 

@@ -11,6 +11,17 @@ from typing import Any
 
 from shardwright.cost.calibration import CALIBRATED, Calibration
 
+MATMULS, ELEMENTWISE, TENSOR, CONTEXT, EXPERT, DATA, HOST = (
+    "matmuls",
+    "element-wise",
+    "tensor parallel",
+    "context parallel",
+    "expert parallel",
+    "data parallel",
+    "copies to and from the host",
+)
+"""Kinds of work, the parts of a step's time."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:

@@ -31,6 +31,7 @@ from shardwright.compression import powersgd_rank
 from shardwright.cost import ledger, parameters, products
 from shardwright.cost.compression import waits_for_replicas
 from shardwright.cost.job import Candidates, Floats, Job
+from shardwright.cost.ledger import Formulas
 from shardwright.cost.parameters import Parameters
 from shardwright.cost.pipeline import Stages
 from shardwright.cost.secondary import again_ranks
@@ -41,36 +42,35 @@ def of_ranks(job: Job, candidates: Candidates, stages: Stages, held: Parameters)
     """Bytes by kind, each (n, R)."""
     stack, has_master = job.stack, job.precision != "fp32"
     sharded = candidates.zero == 3
-    formulas = _formulas(job, candidates, stages, held)
-    formulas.values |= {
-        "kept_weights": ~(sharded & (stack.gathers_master and has_master))[:, None] + 0,
-        "fp8_weight_bytes": stack.fp8_weight_bytes * (job.precision == "fp8"),
-        "gathers": sharded[:, None] + 0,
-        "gathers_all": _holds_stage(candidates)[:, None] + 0,
-        "always_two": int(stack.gathers_in_loss),
-        "always": keeps_gradients(job, candidates)[:, None] + 0,
-        "layers": np.array([len(each) for each in stages.layers])[stages.of_rank].sum(1),
-        "largest_layer": (held.layer_dense + held.layer_expert)[:, None],
-    }
+    f = _formulas(job, candidates, stages, held)
+    f.add(
+        kept_weights=~(sharded & (stack.gathers_master and has_master))[:, None] + 0,
+        fp8_weight_bytes=stack.fp8_weight_bytes * (job.precision == "fp8"),
+        gathers=sharded[:, None] + 0,
+        gathers_all=_holds_stage(candidates)[:, None] + 0,
+        always_two=int(stack.gathers_in_loss),
+        always=keeps_gradients(job, candidates)[:, None] + 0,
+        layers=np.array([len(each) for each in stages.layers])[stages.of_rank].sum(1),
+        largest_layer=(held.layer_dense + held.layer_expert)[:, None],
+    )
     workspace = stack.held_by_libraries(job.cluster.accelerator, experts=job.model.moe is not None)
 
-    def spent(what: str, shared: NDArray[np.bool_], n_bytes: float, more: str = "") -> Floats:
-        return _spent(formulas, candidates, what, shared, n_bytes, more)
-
-    fp8 = " + (P + Q - ends) * fp8_weight_bytes" * (job.precision == "fp8")
+    weights = _sharded(f, candidates, sharded, job.element_bytes)
+    if job.precision == "fp8":
+        weights = weights + (f.P + f.Q - f.ends) * f.fp8_weight_bytes
+    weights = f("weights", weights * f.kept_weights, _ZERO)
+    if has_master or not stack.gathers_master:
+        master = f("master", _sharded(f, candidates, candidates.zero >= 1, stack.master_bytes * has_master), _ZERO)
+    else:
+        master = _shards_beside(candidates, f)
+    gradients = _sharded(f, candidates, shares_gradients(candidates), stack.gradient_bytes) * f.always
+    gradients = f("gradients kept", gradients, _ZERO)
     found = {
-        "weights": spent("weights", sharded, job.element_bytes, f"{fp8}) * kept_weights"),
-        "master": spent("master", candidates.zero >= 1, stack.master_bytes * has_master)
-        if has_master or not stack.gathers_master
-        else _shards_beside(candidates, formulas),
-        "gradients": _with_errors(
-            candidates,
-            stages,
-            formulas,
-            spent("gradients kept", shares_gradients(candidates), stack.gradient_bytes, ") * always"),
-        ),
-        "optimizer": _optimizer(job, candidates, stages, formulas),
-        "gathered": _gathered(job, candidates, formulas),
+        "weights": weights,
+        "master": master,
+        "gradients": _with_errors(candidates, stages, f, gradients),
+        "optimizer": _optimizer(job, candidates, stages, f),
+        "gathered": _gathered(job, candidates, f),
         "buffers": messages(job, candidates, stages),
         "workspace": np.asarray(workspace),
     }
@@ -93,29 +93,28 @@ def messages(job: Job, candidates: Candidates, stages: Stages) -> Floats:
         m = candidates.microbatches(job.global_batch)
         buffers = m[:, None] * from_others // len(candidates.shared.ways)
     tokens = candidates.tokens(job.seq_len) / candidates.token_shards
-    return ledger.compute(
-        "buffers", "messages * T_shard * h * e", "B", messages=buffers, T_shard=tokens[:, None], h=job.model.d_model,
-        e=job.element_bytes,
+    f = Formulas(
+        "B", messages=buffers, T_shard=tokens[:, None], h=job.model.d_model, e=job.element_bytes
     )  # fmt: skip
+    return f("buffers", f.messages * f.T_shard * f.h * f.e)
 
 
-def _shards_beside(candidates: Candidates, formulas: ledger.Formulas) -> Floats:
+def _shards_beside(candidates: Candidates, f: Formulas) -> Floats:
     """In fp32, the shards from which zero 1 and 2 gather the weights once a step. FSDP2 gathers them into tensors of
     their own; one rank's shard is the weight itself."""
     gathered = (candidates.zero == 1) | (candidates.zero == 2)
-    formulas.values |= {
-        "ranks": candidates.shards[:, None],
-        "expert_ranks": candidates.expert_shards[:, None],
-        "beside": (gathered & (candidates.shards > 1))[:, None] + 0,
-        "experts_beside": (gathered & (candidates.expert_shards > 1))[:, None] + 0,
-    }
-    return formulas("master", "e * (beside * P / ranks + experts_beside * Q / expert_ranks)", "FSDP2 gathers a copy")
+    _share(f, candidates, np.ones_like(gathered))
+    f.add(beside=(gathered & (candidates.shards > 1))[:, None] + 0)
+    f.add(experts_beside=(gathered & (candidates.expert_shards > 1))[:, None] + 0)
+    shards = f.beside * f.P / f.ranks + f.experts_beside * f.Q / f.expert_ranks
+    return f("master", f.e * shards, "FSDP2 gathers a copy")
 
 
-def _gathered(job: Job, candidates: Candidates, formulas: ledger.Formulas) -> Floats:
+def _gathered(job: Job, candidates: Candidates, f: Formulas) -> Floats:
     """The parameters outside of blocks, and the current block and the next one; or with one gather a step all. With
     secondary ranks also a part of those of every layer, until its backward pass; the latter is not counted."""
-    formula = "e * gathers * max(gathers_all * (P + Q), min(always_two * min(layers, 2) * largest_layer + ends, P + Q))"
+    blocks = f.always_two * np.minimum(f.layers, 2) * f.largest_layer + f.ends
+    gathered = f.e * f.gathers * np.maximum(f.gathers_all * (f.P + f.Q), np.minimum(blocks, f.P + f.Q))
     if candidates.shared.zero_secondary_ranks > 1:
         apart = candidates.ep * candidates.tp > 1
         of_dense = again_ranks(job, candidates)
@@ -123,113 +122,97 @@ def _gathered(job: Job, candidates: Candidates, formulas: ledger.Formulas) -> Fl
         kept = [of_dense < candidates.shards, of_experts < np.where(apart, candidates.expert_shards, candidates.shards)]
         names = ("again_ranks", "again_expert_ranks", "parts", "expert_parts")
         for name, value in zip(names, (of_dense, of_experts, *kept), strict=True):
-            formulas.values |= {name: value[:, None] + 0}
-        formula += " + e * (parts * (P - ends) / again_ranks + expert_parts * Q / again_expert_ranks)"
-    return formulas("gathered kept", formula)
+            f.add({name: value[:, None] + 0})
+        of_dense_parts = f.parts * (f.P - f.ends) / f.again_ranks
+        gathered = gathered + f.e * (of_dense_parts + f.expert_parts * f.Q / f.again_expert_ranks)
+    return f("gathered kept", gathered)
 
 
-def _with_errors(candidates: Candidates, stages: Stages, formulas: ledger.Formulas, kept: Floats) -> Floats:
+def _with_errors(candidates: Candidates, stages: Stages, f: Formulas, kept: Floats) -> Floats:
     """Gradients, and what is held between steps where they travel as products (`cost.products`)."""
     if not (rank := powersgd_rank(candidates.shared)):
         return kept
     factored, _, columns = products.counts(stages, candidates.shared)[:, stages.of_rank].sum(2)
-    formulas.values |= {"r": rank, "factored": factored[None], "right_columns": columns[None]}
-    return formulas("gradients and errors", "gradients_kept + 4 * (factored + r * right_columns)", "arXiv 1905.13727")
+    f.add(r=rank, factored=factored[None], right_columns=columns[None])
+    return f("gradients and errors", f.gradients_kept + 4 * (f.factored + f.r * f.right_columns), "arXiv 1905.13727")
 
 
 def optimizer_step(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> Floats:
     """Temporary buffers of the optimizer, in bytes, (n, R)."""
-    return _spent(
-        _formulas(job, candidates, stages, held), candidates, "working", candidates.zero >= 1, job.stack.step_bytes
-    )
+    f = _formulas(job, candidates, stages, held)
+    return f("working", _sharded(f, candidates, candidates.zero >= 1, job.stack.step_bytes), _ZERO)
 
 
-def _formulas(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> ledger.Formulas:
+def _formulas(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> Formulas:
     """Formulas with the parameters of each rank as inputs, (n, R): P dense ones, Q in experts, and of P `ends`, which
     are in no layer, and `hidden`, in hidden matrices."""
     dense, expert, ends, hidden = (
         part[:, stages.of_rank].sum(2) for part in (held.dense, held.expert, held.ends, held.hidden)
     )
-    values = {"P": dense.astype(np.float64), "Q": expert.astype(np.float64), "ends": ends, "e": job.element_bytes}
-    return ledger.Formulas({**values, "h": job.model.d_model, "hidden": hidden}, "B")
+    P, Q = dense.astype(np.float64), expert.astype(np.float64)
+    return Formulas("B", P=P, Q=Q, ends=ends, e=job.element_bytes, h=job.model.d_model, hidden=hidden)
 
 
-def _optimizer(job: Job, candidates: Candidates, stages: Stages, formulas: ledger.Formulas) -> Floats:
+def _optimizer(job: Job, candidates: Candidates, stages: Stages, f: Formulas) -> Floats:
     """Optimizer states; matrices may have fewer than other parameters."""
     if "cpu" in (candidates.shared.offload_optimizer, candidates.shared.offload_parameters):
-        return formulas("optimizer", "0 * P", "in the memory of the host")
+        return f("optimizer", 0 * f.P, "in the memory of the host")
     if candidates.shared.offload_optimizer == "disk":
-        formulas.values |= {"chunk_bytes": OFFLOAD_CHUNK_BYTES}
-        return formulas("optimizer", "chunk_bytes", "a chunk; the others are on a disk")
+        f.add(chunk_bytes=OFFLOAD_CHUNK_BYTES)
+        return f("optimizer", f.chunk_bytes, "a chunk; the others are on a disk")
     sharded, n_bytes = candidates.zero >= 1, job.n_optimizer_states * job.state_bytes
     if job.optimizer_kind.means is not None:
-        return _means(job, candidates, stages, formulas)
+        return _means(job, candidates, stages, f)
     if job.optimizer_kind.in_blocks:
-        return _in_blocks(job, candidates, stages, formulas)
-    if job.n_matrix_states == job.n_optimizer_states:
-        return _spent(formulas, candidates, "optimizer", sharded, n_bytes)
-    formulas.values |= {"matrix_bytes": job.n_matrix_states * job.state_bytes}
-    all_else = " - n_bytes * (hidden / ranks + Q / expert_ranks)"
-    return _spent(
-        formulas, candidates, "optimizer", sharded, n_bytes,
-        f"{all_else} + matrix_bytes * (hidden / ranks + Q / expert_ranks))",
-    )  # fmt: skip
+        return _in_blocks(job, candidates, stages, f)
+    states = _sharded(f, candidates, sharded, n_bytes)
+    if job.n_matrix_states != job.n_optimizer_states:
+        f.add(matrix_bytes=job.n_matrix_states * job.state_bytes)
+        matrices = f.hidden / f.ranks + f.Q / f.expert_ranks
+        states = states - f.n_bytes * matrices + f.matrix_bytes * matrices
+    return f("optimizer", states, _ZERO)
 
 
-def _means(job: Job, candidates: Candidates, stages: Stages, formulas: ledger.Formulas) -> Floats:
+def _means(job: Job, candidates: Candidates, stages: Stages, f: Formulas) -> Floats:
     """States of an optimizer that keeps means over the rows and columns of a matrix. ZeRO shards rows, and so the means
     over each of them; means over each column are on every rank. Of experts it shards whole ones, and both means."""
     counts = parameters.means(job.model, stages, candidates.tp, candidates.ep)
-    sharded = candidates.zero >= 1
-    formulas.values |= {
-        name: each[:, stages.of_rank].sum(2)
-        for name, each in zip(("by_row", "by_column", "expert_means"), counts, strict=True)
-    }
-    formulas.values |= {
-        "state_bytes": job.state_bytes,
-        "ranks": np.where(sharded, candidates.shards, 1)[:, None],
-        "expert_ranks": np.where(sharded, candidates.expert_shards, 1)[:, None],
-    }
-    return formulas(
-        "optimizer", "state_bytes * (by_row / ranks + by_column + expert_means / expert_ranks)", "arXiv 1804.04235"
-    )
+    names = ("by_row", "by_column", "expert_means")
+    f.add({name: each[:, stages.of_rank].sum(2) for name, each in zip(names, counts, strict=True)})
+    _share(f, candidates, candidates.zero >= 1)
+    f.add(state_bytes=job.state_bytes)
+    means = f.by_row / f.ranks + f.by_column + f.expert_means / f.expert_ranks
+    return f("optimizer", f.state_bytes * means, "arXiv 1804.04235")
 
 
-def _in_blocks(job: Job, candidates: Candidates, stages: Stages, formulas: ledger.Formulas) -> Floats:
+def _in_blocks(job: Job, candidates: Candidates, stages: Stages, f: Formulas) -> Floats:
     """States that are codes of a byte with a scale for each block of a row, of large matrices; others as they are. Of
     a matrix whose columns tp shards, every rank of tp has the scales of all blocks of its rows."""
     counts = parameters.in_blocks(job, stages, candidates.tp, candidates.ep)
     names = ("coded", "scales", "expert_coded", "expert_scales")
-    sharded = candidates.zero >= 1
-    formulas.values |= {name: each[:, stages.of_rank].sum(2) for name, each in zip(names, counts, strict=True)}
-    formulas.values |= {
-        "states": job.n_optimizer_states,
-        "element": job.stack.state_bytes,
-        "ranks": np.where(sharded, candidates.shards, 1)[:, None],
-        "expert_ranks": np.where(sharded, candidates.expert_shards, 1)[:, None],
-    }
-    dense, expert = (
-        f"({whole} - {part}coded) * element + {part}coded + {part}scales * element"
-        for whole, part in (("P", ""), ("Q", "expert_"))
-    )
-    return formulas(
-        "optimizer", f"states * (({dense}) / ranks + ({expert}) / expert_ranks)", "arXiv 2110.02861, section 2"
-    )
+    f.add({name: each[:, stages.of_rank].sum(2) for name, each in zip(names, counts, strict=True)})
+    _share(f, candidates, candidates.zero >= 1)
+    f.add(states=job.n_optimizer_states, element=job.stack.state_bytes)
+    dense = (f.P - f.coded) * f.element + f.coded + f.scales * f.element
+    expert = (f.Q - f.expert_coded) * f.element + f.expert_coded + f.expert_scales * f.element
+    states = f.states * (dense / f.ranks + expert / f.expert_ranks)
+    return f("optimizer", states, "arXiv 2110.02861, section 2")
 
 
-def _spent(
-    formulas: ledger.Formulas,
-    candidates: Candidates,
-    what: str,
-    shared: NDArray[np.bool_],
-    n_bytes: float,
-    more: str = "",
-) -> Floats:
-    """`n_bytes` for each parameter, sharded for the candidates in `shared`; `more`: the rest of the formula."""
-    ranks, expert_ranks = np.where(shared, candidates.shards, 1), np.where(shared, candidates.expert_shards, 1)
-    formulas.values |= {"ranks": ranks[:, None], "expert_ranks": expert_ranks[:, None], "n_bytes": n_bytes}
-    formula = "n_bytes * (P / ranks + Q / expert_ranks)"
-    return formulas(what, f"({formula}{more}" if more else formula, "ZeRO, arXiv 1910.02054, section 5")
+_ZERO = "ZeRO, arXiv 1910.02054, section 5"
+
+
+def _sharded(f: Formulas, candidates: Candidates, shared: NDArray[np.bool_], n_bytes: float) -> Floats:
+    """`n_bytes` for each parameter, sharded for the candidates in `shared`."""
+    _share(f, candidates, shared)
+    f.add(n_bytes=n_bytes)
+    return f.n_bytes * (f.P / f.ranks + f.Q / f.expert_ranks)
+
+
+def _share(f: Formulas, candidates: Candidates, shared: NDArray[np.bool_]) -> None:
+    """Add the numbers of ranks over which dense parameters and experts are sharded: 1 where they are not `shared`."""
+    f.add(ranks=np.where(shared, candidates.shards, 1)[:, None])
+    f.add(expert_ranks=np.where(shared, candidates.expert_shards, 1)[:, None])
 
 
 def moving_gradients(
@@ -248,32 +231,32 @@ def moving_gradients(
     hold some 0.8 of a layer more than is counted for them.
     """
     stack, layer = job.stack, held.layer_dense + held.layer_expert
-    values: ledger.Inputs = {"e": job.element_bytes, "largest_layer": layer, "largest_matmul": held.matrix}
-    values |= {"reduced_bytes": stack.reduced_bytes, "weight_gradient_bytes": weight_gradient_bytes(job)}
-    values |= {"kept_by_a_block": kept, "working_of_a_block": working, "several": stages.several}
-    of_gradients = ledger.Formulas({**values, "head": held.head}, "B")
+    f = Formulas(
+        "B", e=job.element_bytes, largest_layer=layer, largest_matmul=held.matrix, reduced_bytes=stack.reduced_bytes,
+        weight_gradient_bytes=weight_gradient_bytes(job), kept_by_a_block=kept, working_of_a_block=working,
+        several=stages.several, head=held.head,
+    )  # fmt: skip
     shared = shares_gradients(candidates)[:, None]
     found = np.zeros(held.ends.shape)
-    matrix = of_gradients("gradient of a matmul", "weight_gradient_bytes * largest_matmul")
+    matrix = f("gradient of a matmul", f.weight_gradient_bytes * f.largest_matmul)
     if np.any(shared):
-        name, formula = "gradients of a layer", "(e + reduced_bytes) * largest_layer"
+        name, of_layer = "gradients of a layer", (f.e + f.reduced_bytes) * f.largest_layer
         if not np.any(held.layer_expert):
-            reduced = "several * max(reduced_bytes * largest_layer - kept_by_a_block, 0)"
-            done = f"{formula} - kept_by_a_block - working_of_a_block"
-            name, formula = "gradients beside a layer", f"max(gradient_of_a_matmul + {reduced}, {done})"
-        found += of_gradients(name, formula)[:, None]
-        and_head = f"{ledger.identifier(name)} + e * head"
-        found[:, -1] = of_gradients(f"{name} and the head", and_head, "last stage")
+            reduced = f.several * np.maximum(f.reduced_bytes * f.largest_layer - f.kept_by_a_block, 0)
+            done = of_layer - f.kept_by_a_block - f.working_of_a_block
+            name, of_layer = "gradients beside a layer", np.maximum(f.gradient_of_a_matmul + reduced, done)
+        found += f(name, of_layer)[:, None]
+        found[:, -1] = f(f"{name} and the head", f[name] + f.e * f.head, "last stage")
     alone = (candidates.world == 1) & ~uses_fsdp(job, candidates) & ~keeps_gradients(job, candidates)
     alone &= not stack.keeps_gradients and candidates.shared.offload_activations == "none"
     if not alone.any():
         return np.where(shared, found, matrix[:, None])
-    of_gradients.values |= {"gradient_bytes": stack.gradient_bytes, "tied_head": held.head * job.model.tied_embedding}
-    of_gradients.values["first_pass"] = (candidates.microbatches(job.global_batch) == 1).astype(int)
-    own = of_gradients(
-        "gradients beside those of other layers",
-        "gradient_of_a_matmul + e * tied_head - first_pass * gradient_bytes * (largest_layer + tied_head)",
-    )
+    f.add(
+        gradient_bytes=stack.gradient_bytes, tied_head=held.head * job.model.tied_embedding,
+        first_pass=(candidates.microbatches(job.global_batch) == 1).astype(int),
+    )  # fmt: skip
+    not_yet = f.first_pass * f.gradient_bytes * (f.largest_layer + f.tied_head)
+    own = f("gradients beside those of other layers", f.gradient_of_a_matmul + f.e * f.tied_head - not_yet)
     return np.where(shared, found, np.where(alone, own, matrix)[:, None])
 
 

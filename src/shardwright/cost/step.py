@@ -8,14 +8,16 @@ import numpy as np
 
 from shardwright.cost import idle, ledger, pipeline
 from shardwright.cost.collectives import point_to_point
-from shardwright.cost.data_parallel import I_AND_W, Beside, F, RankParameters, data_parallel, rank_parameters
+from shardwright.cost.data_parallel import I_AND_W, Beside, F, data_parallel, rank_parameters
 from shardwright.cost.idle import StageTimes, busy
 from shardwright.cost.job import Candidates, Floats, Ints, Job
-from shardwright.cost.kinds import DATA
 from shardwright.cost.layer import embedding, head, layer
-from shardwright.cost.matrix_updates import matrix_updates
+from shardwright.cost.ledger import Formulas
 from shardwright.cost.memo import NOT_OF_STATES, OF_STATES, Memo, others, remembers
-from shardwright.cost.passes import Passes, reached_bytes_per_s
+from shardwright.cost.optimizer_step import optimizer_step
+from shardwright.cost.parameters import RankParameters
+from shardwright.cost.passes import Passes
+from shardwright.cost.speed import DATA
 
 PIPELINE = "Pipeline, busiest rank"
 """A section of the ledger."""
@@ -61,13 +63,12 @@ def step_time(job: Job, candidates: Candidates, *, simulated: bool = True, memo:
         beside = Beside(*stages.passes_of_ranks(), span[:, None] - ends, stages.note_passes)
         parts[DATA] = data_parallel(job, candidates, held, m, beside)
     with ledger.section("Step"):
-        parts["optimizer"] = optimizer(job, candidates, held)
+        parts["optimizer"] = optimizer_step(job, candidates, held)
         rest = StepTime(parts).total_s
         share = stragglers(job, candidates)
         ledger.total("all but stragglers", parts, value=rest)
-        parts["stragglers"] = ledger.compute(
-            "stragglers", "share_of_stragglers * all_but_stragglers", share_of_stragglers=share, all_but_stragglers=rest
-        )
+        f = Formulas("s", share_of_stragglers=share, all_but_stragglers=rest)
+        parts["stragglers"] = f("stragglers", f.share_of_stragglers * f.all_but_stragglers)
         ledger.total("step", parts)
     return StepTime(parts)
 
@@ -90,11 +91,11 @@ def _waiting(job: Job, candidates: Candidates, makespan: Floats, work: Floats) -
     if ledger.recording():
         simulated_with = f"{candidates.shared.pp_schedule} simulated with these times; cost/idle.py"
         ledger.note("makespan", "", makespan, "s", simulated_with)
-    span = "makespan"
-    share = job.cluster.accelerator.core_share
-    if share < 1:
-        span = f"max(work, {span} * core_share)"
-    return ledger.compute("pipeline", f"{span} - work", "s", "waiting", makespan=makespan, work=work, core_share=share)
+    f = Formulas("s", makespan=makespan, work=work, core_share=job.cluster.accelerator.core_share)
+    span = f.makespan
+    if job.cluster.accelerator.core_share < 1:
+        span = np.maximum(f.work, span * f.core_share)
+    return f("pipeline", span - f.work, "waiting")
 
 
 class StagePasses:
@@ -145,7 +146,8 @@ class StagePasses:
         cut = candidates.tp if speed.scatters_messages else candidates.token_shards
         with ledger.section(PIPELINE):
             sent = point_to_point(job.cluster, n_bytes / cut, candidates.pp, candidates.world // candidates.pp, "sent")
-            return ledger.compute("message between stages", "sent + message_s", sent=sent, message_s=speed.message_s)
+            f = Formulas("s", sent=sent, message_s=speed.message_s)
+            return f("message between stages", f.sent + f.message_s)
 
     def of_rank(self, rank: Ints) -> dict[str, Floats]:
         """Seconds of one micro-batch on a rank of `pp` of each candidate, by kind: {kind: (n,)}."""
@@ -227,107 +229,6 @@ def _note_shares(
         ledger.note(what, formula, value, **inputs)
 
 
-def optimizer(job: Job, candidates: Candidates, held: RankParameters) -> Floats:
-    """Seconds of the optimizer, which is bound by memory bandwidth, and the fixed overhead of a step.
-
-    For each parameter of the rank's shard, Adam in fp32 reads gradient (4 bytes), master weight (4) and moments (8) and
-    writes weight and moments (12) and the working weight (2); the gradient norm reads the gradients before (4), and
-    they are zeroed after (4): 38. Each optimizer state more or fewer than two adds or saves 8 bytes, and one that is
-    stored in bf16 saves 4, in blocks of bytes 6; of an optimizer that keeps means of matrices none is counted. What an
-    optimizer reads and writes more is `OptimizerKind.step_bytes`. The overhead is that of the loss, the norm's
-    all-reduce and the start of the next step. Whole matrices: `cost.matrix_updates`. Ignored: the all-reduces of means
-    and of the scales of blocks, and that small matrices are not in blocks.
-    """
-    stack, kind = job.stack, job.optimizer_kind
-    n_states = 0 if kind.means is not None else job.n_optimizer_states
-    of_states = n_states * 2 * job.state_bytes - 2 * 8 if job.narrow_states or kind.in_blocks else 8 * (n_states - 2)
-    shards, expert_shards = (
-        np.where(candidates.zero > 0, over, 1) for over in (candidates.shards, candidates.expert_shards)
-    )
-    parts = [("P", "shards"), ("Q", "expert_shards")][: 1 + bool(np.any(held.experts))]
-    changed = " + ".join(f"{count} / {over}" if np.any(candidates.zero > 0) else count for count, over in parts)
-    where, sent = candidates.shared.offload_optimizer, candidates.shared.offload_parameters == "none"
-    if where == "cpu" or not sent:
-        on_host = _on_host(job, held, changed, shards, expert_shards, sent=sent)
-        return on_host if where == "cpu" else _on_disk(job, held, changed, shards, expert_shards, on_host, sent=sent)
-    by_element = ledger.compute(
-        "optimizer", f"optimizer_bytes * ({changed}) / element_rate + step_s", P=held.dense, Q=held.experts,
-        shards=shards, expert_shards=expert_shards, element_rate=reached_bytes_per_s(job), step_s=stack.speed.step_s,
-        optimizer_bytes=stack.speed.optimizer_bytes + kind.step_bytes + of_states,
-    )  # fmt: skip
-    if where == "disk":
-        return _on_disk(job, held, changed, shards, expert_shards, by_element)
-    if kind.matrix_state is None:
-        return by_element
-    matrices = matrix_updates(job, candidates, held.hidden, held.experts)
-    return ledger.compute(
-        "optimizer of all parameters", "optimizer + updates_of_matrices", optimizer=by_element,
-        updates_of_matrices=matrices,
-    )  # fmt: skip
-
-
-def _on_disk(
-    job: Job,
-    held: RankParameters,
-    changed: str,
-    shards: Ints,
-    expert_shards: Ints,
-    update: Floats,
-    sent: bool = True,
-) -> Floats:
-    """Seconds of the optimizer with states on a disk: all are read and written once a step, and `sent` to the device
-    and back. `update`: seconds of the update itself."""
-    chip = job.cluster.accelerator
-    on_disk = ledger.compute(
-        "states on a disk", f"2 * state_bytes * ({changed}) * (1 / disk_rate + host_s)", "s",
-        "read and written once a step, not overlapped", state_bytes=job.n_optimizer_states * job.state_bytes,
-        P=held.dense, Q=held.experts, shards=shards, expert_shards=expert_shards, disk_rate=chip.disk_bytes_per_s,
-        host_s=1 / chip.host_bytes_per_s if sent and chip.host_bytes_per_s else 0.0,
-    )  # fmt: skip
-    return ledger.compute(
-        "optimizer with states on a disk", "optimizer + states_on_a_disk", optimizer=update,
-        states_on_a_disk=on_disk,
-    )  # fmt: skip
-
-
-ON_DEVICE_BYTES = 16.0
-"""Moved on the device for a parameter that the host updates: its gradient is read for the norm and for the copy, and
-zeroed, and its weight is written; 4 bytes each."""
-SENT_BYTES = 4.0
-"""Of a gradient to the host, and of a weight to the device, which are both in fp32."""
-
-
-def _on_host(job: Job, held: RankParameters, changed: str, shards: Ints, expert_shards: Ints, sent: bool) -> Floats:
-    """Seconds of the optimizer with states and update on the host (`training/offload/on_host.py`). Gradients of some
-    parameters come down the link while others are updated and the weights of others go up, so that the slowest of the
-    three takes the time. An update reads gradient and weight, writes the weight, and reads and writes each state.
-    Ignored: the first and the last bucket, which nothing overlaps with. Unless they are `sent`, gradients and weights
-    are on the host before and after, where the norm reads the gradients."""
-    chip = job.cluster.accelerator
-    held_by: ledger.Inputs = {"P": held.dense, "Q": held.experts, "shards": shards, "expert_shards": expert_shards}
-    link = ledger.compute(
-        "link to the host", f"sent_bytes * ({changed}) / host_rate", "s", "each direction; arXiv 2101.06840",
-        sent_bytes=SENT_BYTES, host_rate=chip.host_bytes_per_s, **held_by,
-    )  # fmt: skip
-    update = ledger.compute(
-        "update on the host", f"(3 * 4 + 2 * state_bytes) * ({changed}) / host_memory_rate", "s",
-        "bound by memory bandwidth", state_bytes=job.n_optimizer_states * job.state_bytes,
-        host_memory_rate=chip.host_memory_bytes_per_s, **held_by,
-    )  # fmt: skip
-    if not sent:
-        return ledger.compute(
-            "optimizer beside shards on the host",
-            f"update_on_the_host + 4 * ({changed}) / host_memory_rate + step_s", update_on_the_host=update,
-            host_memory_rate=chip.host_memory_bytes_per_s, step_s=job.stack.speed.step_s, **held_by,
-        )  # fmt: skip
-    return ledger.compute(
-        "optimizer on the host",
-        f"max(link_to_the_host, update_on_the_host) + on_device_bytes * ({changed}) / element_rate + step_s",
-        link_to_the_host=link, update_on_the_host=update, on_device_bytes=ON_DEVICE_BYTES,
-        element_rate=reached_bytes_per_s(job), step_s=job.stack.speed.step_s, **held_by,
-    )  # fmt: skip
-
-
 def stragglers(job: Job, candidates: Candidates) -> Floats:
     """Relative increase of the step time because all ranks wait for the slowest: c log2(world size / node size).
 
@@ -335,7 +236,5 @@ def stragglers(job: Job, candidates: Candidates) -> Floats:
     than the accelerators in one node. Ignored: failures, and noise of the network, which grows with its load.
     """
     nodes = np.maximum(candidates.world / job.cluster.node_size, 1)
-    return ledger.compute(
-        "share of stragglers", "straggler_share * log2(nodes)", "", "all wait for the slowest",
-        straggler_share=job.calibration.straggler_share, nodes=nodes,
-    )  # fmt: skip
+    f = Formulas("", straggler_share=job.calibration.straggler_share, nodes=nodes)
+    return f("share of stragglers", f.straggler_share * np.log2(f.nodes), "all wait for the slowest")

@@ -12,10 +12,9 @@ from itertools import pairwise
 import numpy as np
 
 from shardwright.cost import data_parallel, products
-from shardwright.cost.collectives import point_to_point
-from shardwright.cost.data_parallel import RankParameters
+from shardwright.cost.collectives import Message, point_to_point
 from shardwright.cost.job import Candidates, Job
-from shardwright.cost.message import Message
+from shardwright.cost.parameters import RankParameters
 from shardwright.cost.step import StagePasses
 
 

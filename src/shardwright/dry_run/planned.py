@@ -8,11 +8,10 @@ import numpy as np
 
 from shardwright.config import RunConfig
 from shardwright.config.settle import job_of
-from shardwright.cost.collectives import point_to_point
+from shardwright.cost.collectives import Message, named, point_to_point
 from shardwright.cost.estimate import estimate
 from shardwright.cost.flops import executed_flops
 from shardwright.cost.job import Candidates
-from shardwright.cost.message import Message, named
 from shardwright.cost.stack import SHARDWRIGHT
 from shardwright.cost.traffic import of_step, shards_over_link
 from shardwright.dry_run.axes import axes_of

@@ -14,9 +14,9 @@ from shardwright.config import parse
 from shardwright.cost.estimate import Estimate, estimate
 from shardwright.cost.hardware import cluster
 from shardwright.cost.holes import small_share
-from shardwright.cost.job import Job
-from shardwright.cost.kinds import CONTEXT, DATA, TENSOR
-from shardwright.cost.measured import WORK, on_machine
+from shardwright.cost.job import Job, on_machine
+from shardwright.cost.measured import WORK
+from shardwright.cost.speed import CONTEXT, DATA, TENSOR
 from shardwright.measuring.clock import Kind
 from shardwright.measuring.fit import not_negative
 from shardwright.measuring.overheads import RunRanks, seconds_of

@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.cost.distinct import numbered
 from shardwright.cost.job import COLUMNS, RECOMPUTE, Candidates, Ints, Job
+from shardwright.cost.memo import numbered
 from shardwright.errors import LayoutError
 from shardwright.layout import Layout
 from shardwright.layout_keys import KEYS

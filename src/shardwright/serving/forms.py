@@ -7,8 +7,8 @@ All functions take numbers or arrays (n,) and give arrays. `requests` of an inst
 import numpy as np
 from numpy.typing import ArrayLike
 
-from shardwright.cost import ledger
 from shardwright.cost.job import Floats
+from shardwright.cost.ledger import Formulas
 from shardwright.serving.setting import Batch, Serving, Settings
 from shardwright.serving.work import latency_s, period_s
 
@@ -36,10 +36,8 @@ def generation_s(
     """Seconds of a static batch, all requests of which start together and end together."""
     first = prefill_s(serving, settings, requests, input_len)
     each = decode_s(serving, settings, requests, middle(input_len, output_len))
-    return ledger.compute(
-        "whole generation", "prefill + (output_len - 1) * each_token", "s", "", prefill=first,
-        output_len=np.asarray(output_len), each_token=each,
-    )  # fmt: skip
+    f = Formulas("s", prefill=first, output_len=np.asarray(output_len), each_token=each)
+    return f("whole generation", f.prefill + (f.output_len - 1) * f.each_token)
 
 
 def prompt_in_passing_s(
@@ -67,8 +65,8 @@ def full_load_tokens_per_s(
     prompts = np.maximum(1.0, np.minimum(np.asarray(max_tokens) / np.asarray(input_len), requests))
     prompt = prompt_in_passing_s(serving, settings, requests, context, input_len, prompts)
     each = decode_s(serving, settings, requests, context)
-    return ledger.compute(
-        "output tokens a second", "requests * output_len / (output_len * decode + requests * prompt_in_passing)",
-        "1/s", "", requests=np.asarray(requests), output_len=np.asarray(output_len), decode=each,
-        prompt_in_passing=prompt,
+    f = Formulas(
+        "1/s", requests=np.asarray(requests), output_len=np.asarray(output_len), decode=each, prompt_in_passing=prompt
     )  # fmt: skip
+    seconds = f.output_len * f.decode + f.requests * f.prompt_in_passing
+    return f("output tokens a second", f.requests * f.output_len / seconds)

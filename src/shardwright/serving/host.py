@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from shardwright.cost import collectives, ledger
+from shardwright.cost import collectives
 from shardwright.cost.blocks import Block
 from shardwright.cost.job import Floats
+from shardwright.cost.ledger import Formulas
 from shardwright.cost.matmuls import TILE_COLUMNS, TILE_ROWS
 from shardwright.cost.measured import GenerationTable, RatesTable
 from shardwright.cost.speed import SHARDWRIGHT, Speed
@@ -49,15 +50,6 @@ def measured_of(serving: "Serving") -> tuple[RatesTable, GenerationTable]:
     return rates, rates.generation
 
 
-_MATMUL = (
-    f"w = max(M / {TILE_ROWS}, 0.25) * max(N / {TILE_COLUMNS}, 0.25); "
-    "q = w / (w + partial_wave) * (K / (K + ramp_k)); "
-    "one_by_one = e * M * K * N * batch / row_rate; "
-    "together = e * K * N * batch / weights_rate + 2 * M * K * N * batch / (rate * q); "
-    "min(one_by_one, together)"
-)
-
-
 def matmul_s(
     serving: "Serving", what: str, m: ArrayLike, k: ArrayLike, n: ArrayLike, precision: str, e: int, batch: ArrayLike
 ) -> Floats:
@@ -65,36 +57,43 @@ def matmul_s(
     once for the multiplication of all tokens, whichever is faster."""
     rates, generation = measured_of(serving)
     share = serving.cluster.accelerator.core_share
-    return ledger.compute(
-        what, _MATMUL, "s", SOURCE, M=m, K=k, N=n, batch=batch, e=e, partial_wave=rates.partial_wave,
-        ramp_k=rates.ramp_k, row_rate=generation.row_gb_per_s * 1e9 * share,
-        weights_rate=generation.weights_gb_per_s * 1e9 * share, rate=serving.flops_per_s(precision),
+    f = Formulas(
+        "s", M=m, K=k, N=n, batch=batch, e=e, partial_wave=rates.partial_wave, ramp_k=rates.ramp_k,
+        row_rate=generation.row_gb_per_s * 1e9 * share, weights_rate=generation.weights_gb_per_s * 1e9 * share,
+        rate=serving.flops_per_s(precision),
     )  # fmt: skip
+    w = f.let("w", np.maximum(f.M / TILE_ROWS, 0.25) * np.maximum(f.N / TILE_COLUMNS, 0.25))
+    q = f.let("q", w / (w + f.partial_wave) * (f.K / (f.K + f.ramp_k)))
+    one_by_one = f.let("one_by_one", f.e * f.M * f.K * f.N * f.batch / f.row_rate)
+    laid_out = f.e * f.K * f.N * f.batch / f.weights_rate
+    together = f.let("together", laid_out + 2 * f.M * f.K * f.N * f.batch / (f.rate * q))
+    return f(what, np.minimum(one_by_one, together), SOURCE)
 
 
 def layer_s(serving: "Serving", settings: "Settings", batch: "Batch") -> Floats:
     """What a layer takes beside its work: its operations are started one by one, attention once for each prompt."""
     _, passes = measured_of(serving)
-    return ledger.compute(
-        "waiting between kernels",
-        "(layer_s + (sequence_s + head_s * heads / tp) * requests + prompt_s * prompts) / core_share", "s", SOURCE,
-        layer_s=np.where(settings.tp > 1, passes.split_layer_us, passes.layer_us) * 1e-6,
+    f = Formulas(
+        "s", layer_s=np.where(settings.tp > 1, passes.split_layer_us, passes.layer_us) * 1e-6,
         sequence_s=passes.sequence_us * 1e-6, head_s=passes.head_us * 1e-6, heads=serving.model.n_heads,
         tp=settings.tp, requests=batch.requests, prompt_s=passes.prompt_us * 1e-6, prompts=batch.prompts,
         core_share=serving.cluster.accelerator.core_share,
     )  # fmt: skip
+    attention_s = (f.sequence_s + f.head_s * f.heads / f.tp) * f.requests
+    waiting = (f.layer_s + attention_s + f.prompt_s * f.prompts) / f.core_share
+    return f("waiting between kernels", waiting, SOURCE)
 
 
 def pass_s(serving: "Serving", settings: "Settings", batch: "Batch") -> Floats:
     """What a pass takes once beside its work; over tp the sum of the embedding's rows and the logits of all ranks."""
     _, passes = measured_of(serving)
     tokens = np.asarray(batch.tokens)
-    found = ledger.compute(
-        "scheduling and sampling", "(pass_s + request_s * requests) / core_share", "s", SOURCE,
-        pass_s=np.where(settings.tp > 1, passes.split_pass_us, passes.pass_us) * 1e-6,
+    f = Formulas(
+        "s", pass_s=np.where(settings.tp > 1, passes.split_pass_us, passes.pass_us) * 1e-6,
         request_s=passes.request_us * 1e-6, requests=np.asarray(batch.requests) + batch.prompts,
         core_share=serving.cluster.accelerator.core_share,
     )  # fmt: skip
+    found = f("scheduling and sampling", (f.pass_s + f.request_s * f.requests) / f.core_share, SOURCE)
     if np.max(settings.tp) == 1:
         return found
     model, e = serving.model, serving.wide_bytes
@@ -113,10 +112,8 @@ def prompt_s(serving: "Serving") -> float:
 def elementwise_s(serving: "Serving", settings: "Settings", block: Block, tokens: Floats) -> Floats:
     """The operations of a layer as training's forward pass has them (`cost.layer`), in measured bytes."""
     model, speed = serving.model, _speed(serving)
-    return ledger.compute(
-        "element-wise kernels",
-        "tokens * e / 2 * (h * (norms * norm_bytes + branches * residual_bytes) + qk_dim * (heads + kv_heads) / tp * "
-        "rope_bytes + inner / tp * activation_bytes) / bandwidth", "s", SOURCE, tokens=tokens, e=serving.wide_bytes,
+    f = Formulas(
+        "s", tokens=tokens, e=serving.wide_bytes,
         h=model.d_model, norms=block.norms, branches=block.branches, residual_bytes=speed.residual_bytes,
         norm_bytes=speed.norm_bytes if model.norm == "layernorm" else speed.rmsnorm_bytes, qk_dim=model.qk_dim,
         heads=model.n_heads, kv_heads=model.n_kv_heads,
@@ -124,6 +121,10 @@ def elementwise_s(serving: "Serving", settings: "Settings", block: Block, tokens
         inner=block.inner + (model.moe.top_k * block.expert_inner if model.moe is not None and block.experts else 0),
         activation_bytes=speed.gated_bytes if block.gated else speed.gelu_bytes, bandwidth=serving.bytes_per_s,
     )  # fmt: skip
+    around = f.h * (f.norms * f.norm_bytes + f.branches * f.residual_bytes)
+    rotation = f.qk_dim * (f.heads + f.kv_heads) / f.tp * f.rope_bytes
+    moved = f.tokens * f.e / 2 * (around + rotation + f.inner / f.tp * f.activation_bytes)
+    return f("element-wise kernels", moved / f.bandwidth, SOURCE)
 
 
 def _speed(serving: "Serving") -> Speed:
@@ -135,12 +136,13 @@ def _speed(serving: "Serving") -> Speed:
 def prompt_attention_s(serving: "Serving", settings: "Settings", batch: "Batch") -> Floats:
     """Attention over prompts at its measured rate for the width of a head and the length of a prompt."""
     rates, model = measured_of(serving)[0], serving.model
-    return ledger.compute(
-        "attention over prompts",
-        "length = max(2 * attended, 1); reached = c / (c + width) * (length / (length + half_length)); "
-        f"scores = prompt * min(attended + {ATTENTION_BLOCK}, 3 * attended); "
-        "2 * scores * heads / tp * (qk_dim + c) / (rate * share * reached)",
-        "s", SOURCE, attended=batch.attended, c=model.head_dim, width=rates.attention_width,
+    f = Formulas(
+        "s", attended=batch.attended, c=model.head_dim, width=rates.attention_width,
         half_length=rates.attention_length, prompt=batch.prompt, heads=model.n_heads, tp=settings.tp,
         qk_dim=model.qk_dim, rate=serving.flops_per_s(serving.wide), share=np.asarray(serving.rates.flash_share),
     )  # fmt: skip
+    length = f.let("length", np.maximum(2 * f.attended, 1))
+    reached = f.let("reached", f.c / (f.c + f.width) * (length / (length + f.half_length)))
+    scores = f.let("scores", f.prompt * np.minimum(f.attended + ATTENTION_BLOCK, 3 * f.attended))
+    seconds = 2 * scores * f.heads / f.tp * (f.qk_dim + f.c) / (f.rate * f.share * reached)
+    return f("attention over prompts", seconds, SOURCE)

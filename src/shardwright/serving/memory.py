@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike
 from shardwright.cost import ledger
 from shardwright.cost.blocks import blocks
 from shardwright.cost.job import Floats
+from shardwright.cost.ledger import Formulas
 from shardwright.model.modules import end_rows
 from shardwright.serving.engines import Engine
 from shardwright.serving.setting import Serving, Settings
@@ -42,15 +43,14 @@ def memory(serving: Serving, settings: Settings, engine: Engine) -> Memory:
         weights = _weights(serving, settings)
         working = _working(serving, settings, engine)
         layers = np.ceil(serving.model.n_layers / settings.pp)
-        token = ledger.compute(
-            "cache of a token", "layers * cache_bytes", "B", "cost/cache.py", layers=layers,
-            cache_bytes=cache_token_bytes(serving, settings.tp),
-        )  # fmt: skip
-        cache = ledger.compute(
-            "memory for the cache", "max(0, (accelerator * memory_share - weights - working) * cache_share)", "B",
-            "serving/engines.py", accelerator=serving.cluster.accelerator.memory_bytes,
+        chip = serving.cluster.accelerator
+        f = Formulas(
+            "B", layers=layers, cache_bytes=cache_token_bytes(serving, settings.tp), accelerator=chip.memory_bytes,
             memory_share=engine.memory_share, weights=weights, working=working, cache_share=engine.cache_share,
         )  # fmt: skip
+        token = f("cache of a token", f.layers * f.cache_bytes, "cost/cache.py")
+        left = f.accelerator * f.memory_share - f.weights - f.working
+        cache = f("memory for the cache", np.maximum(0, left * f.cache_share), "serving/engines.py")
     return Memory(weights, working, token, cache)
 
 
@@ -68,10 +68,8 @@ def _weights(serving: Serving, settings: Settings) -> Floats:
         layers = layers + count * e * (dense + block.expert_numel / settings.stage_ranks)
     ends = sum(row.numel for row in end_rows(model)) * wide
     first_or_last = np.where(settings.pp > 1, ends / 2, ends)
-    return ledger.compute(
-        "weights", "layers_bytes / pp + ends_bytes / tp", "B", "rows of the model", layers_bytes=layers,
-        pp=settings.pp, ends_bytes=first_or_last, tp=settings.tp,
-    )  # fmt: skip
+    f = Formulas("B", layers_bytes=layers, pp=settings.pp, ends_bytes=first_or_last, tp=settings.tp)
+    return f("weights", f.layers_bytes / f.pp + f.ends_bytes / f.tp, "rows of the model")
 
 
 def _working(serving: Serving, settings: Settings, engine: Engine) -> Floats:
@@ -84,21 +82,22 @@ def _working(serving: Serving, settings: Settings, engine: Engine) -> Floats:
     )
     rates = serving.cluster.accelerator.rates
     context_bytes = rates.process_gib * GiB if serving.on_host and rates is not None else CONTEXT_BYTES
-    return ledger.compute(
-        "working memory",
-        "context_bytes + max(max_tokens / dp * e * (4 * h + 3 * inner / tp), sampled * vocabulary * logit_bytes)",
-        "B", "a pass, or its sampler; serving/engines.py",
-        context_bytes=context_bytes, max_tokens=engine.max_tokens, dp=settings.dp, e=serving.wide_bytes,
+    f = Formulas(
+        "B", context_bytes=context_bytes, max_tokens=engine.max_tokens, dp=settings.dp, e=serving.wide_bytes,
         h=model.d_model, inner=inner, tp=settings.tp, vocabulary=model.vocab_size, logit_bytes=engine.logit_bytes,
         sampled=engine.sampled_requests(serving.cluster.accelerator),
     )  # fmt: skip
+    of_a_pass = f.max_tokens / f.dp * f.e * (4 * f.h + 3 * f.inner / f.tp)
+    working = f.context_bytes + np.maximum(of_a_pass, f.sampled * f.vocabulary * f.logit_bytes)
+    return f("working memory", working, "a pass, or its sampler; serving/engines.py")
 
 
 def largest_batch(serving: Serving, settings: Settings, length: ArrayLike, engine: Engine) -> Floats:
     """Requests of an instance whose `length` cached tokens each fit beside the weights, 0 where none does."""
     found = memory(serving, settings, engine)
-    return ledger.compute(
-        "largest batch", "floor_cache / (token_bytes * (length + half_block)) * dp", "", "arXiv 2309.06180",
-        floor_cache=found.cache, token_bytes=found.token, length=np.asarray(length), half_block=BLOCK_TOKENS / 2,
+    f = Formulas(
+        "", floor_cache=found.cache, token_bytes=found.token, length=np.asarray(length), half_block=BLOCK_TOKENS / 2,
         dp=settings.dp,
-    ) // 1  # fmt: skip
+    )  # fmt: skip
+    requests = f.floor_cache / (f.token_bytes * (f.length + f.half_block)) * f.dp
+    return f("largest batch", requests, "arXiv 2309.06180") // 1

@@ -13,6 +13,7 @@ from shardwright.cost import collectives, ledger
 from shardwright.cost.blocks import Block, Group, blocks
 from shardwright.cost.cache import cache_bytes_per_token
 from shardwright.cost.job import Floats, Ints
+from shardwright.cost.ledger import Formulas
 from shardwright.cost.matmuls import TILE_COLUMNS, TILE_ROWS
 from shardwright.serving import host
 from shardwright.serving.setting import ELEMENT_BYTES, Batch, Serving, Settings
@@ -77,11 +78,12 @@ def pass_time(serving: Serving, settings: Settings, batch: Batch) -> PassTime:
             send = collectives.point_to_point(serving.cluster, n_bytes, settings.pp, stride, "to the next stage")
         if serving.on_host:
             return PassTime(layers, head, host.pass_s(serving, settings, batch), send)
-        once = ledger.compute(
-            "scheduling and sampling", "pass_s + prefill_s * reads_prompts + request_s * requests", "s", "rates.toml",
-            pass_s=rates.pass_s, prefill_s=rates.prefill_s, reads_prompts=np.asarray(batch.prompt) > 0,
+        f = Formulas(
+            "s", pass_s=rates.pass_s, prefill_s=rates.prefill_s, reads_prompts=np.asarray(batch.prompt) > 0,
             request_s=rates.request_s, requests=batch.requests,
         )  # fmt: skip
+        seconds = f.pass_s + f.prefill_s * f.reads_prompts + f.request_s * f.requests
+        once = f("scheduling and sampling", seconds, "rates.toml")
         layers = _at_least_started(serving, batch, layers)
     return PassTime(layers, head, once, send)
 
@@ -89,12 +91,12 @@ def pass_time(serving: Serving, settings: Settings, batch: Batch) -> PassTime:
 def _at_least_started(serving: Serving, batch: Batch, layers_s: Floats) -> Floats:
     """Seconds of the layers of a pass; with prompts in it, at least what the host takes to start their kernels."""
     model, rates = serving.model, serving.rates
-    return ledger.compute(
-        "all layers",
-        "max(computing, reads_prompts * (n_layers * launch_s + expert_layers * expert_launch_s))", "s", "",
-        computing=layers_s, reads_prompts=np.asarray(batch.prompt) > 0, n_layers=model.n_layers,
+    f = Formulas(
+        "s", computing=layers_s, reads_prompts=np.asarray(batch.prompt) > 0, n_layers=model.n_layers,
         launch_s=rates.launch_s, expert_layers=model.n_expert_layers, expert_launch_s=rates.expert_launch_s,
     )  # fmt: skip
+    starting = f.reads_prompts * (f.n_layers * f.launch_s + f.expert_layers * f.expert_launch_s)
+    return f("all layers", np.maximum(f.computing, starting))
 
 
 def _layer_s(serving: Serving, settings: Settings, batch: Batch, block: Block) -> Floats:
@@ -132,14 +134,10 @@ def _shape(serving: Serving, settings: Settings, group: Group) -> tuple[Floats, 
     return np.asarray(k), n
 
 
-_MATMUL = (
-    f"q = max(M, {LEAST_TILE_ROWS}) / {TILE_ROWS} * max(N / {TILE_COLUMNS}, 0.25) * batch / multiprocessors; "
-    f"q = max(q, min(1, q * K / {SPLIT_K:g})); "
-    f"q = q / (q + {PARTIAL_WAVE}) * (K / (K + {RAMP_K:g})); "
-    "computing = 2 * M * K * N * batch / (rate * q); "
-    "reading = (e * K * N + e_input * M * (K + N)) * batch / bandwidth; "
-    f"(computing ** {SMOOTH:g} + reading ** {SMOOTH:g}) ** {1 / SMOOTH:g}"
-)
+def _smoothly(f: Formulas, computing: Floats, reading: Floats) -> Floats:
+    """The time of computing and of reading memory together."""
+    computing, reading = f.let("computing", computing), f.let("reading", reading)
+    return (computing**SMOOTH + reading**SMOOTH) ** (1 / SMOOTH)
 
 
 def _matmul_s(
@@ -150,12 +148,18 @@ def _matmul_s(
     m, e = np.maximum(m, 1e-9), serving.weight_bytes if precision == serving.precision else serving.wide_bytes
     if serving.on_host:
         return host.matmul_s(serving, what, m, k, n, precision, e, batch)
-    return ledger.compute(
-        what, _MATMUL, "s", "roofline; tiles as in training (cost/matmuls.py)", M=m, K=k, N=n,
-        batch=batch, multiprocessors=serving.cluster.accelerator.multiprocessors,
+    f = Formulas(
+        "s", M=m, K=k, N=n, batch=batch, multiprocessors=serving.cluster.accelerator.multiprocessors,
         rate=serving.flops_per_s(precision), e=e, e_input=serving.wide_bytes,
         bandwidth=serving.bytes_per_s if bandwidth is None else bandwidth,
     )  # fmt: skip
+    rows, columns = np.maximum(f.M, LEAST_TILE_ROWS) / TILE_ROWS, np.maximum(f.N / TILE_COLUMNS, 0.25)
+    q = f.let("q", rows * columns * f.batch / f.multiprocessors)
+    q = f.let("q", np.maximum(q, np.minimum(1, q * f.K / SPLIT_K)))
+    q = f.let("q", q / (q + PARTIAL_WAVE) * (f.K / (f.K + RAMP_K)))
+    computing = 2 * f.M * f.K * f.N * f.batch / (f.rate * q)
+    reading = (f.e * f.K * f.N + f.e_input * f.M * (f.K + f.N)) * f.batch / f.bandwidth
+    return f(what, _smoothly(f, computing, reading), "roofline; tiles as in training (cost/matmuls.py)")
 
 
 def _experts_s(serving: Serving, settings: Settings, batch: Batch, group: Group) -> Floats:
@@ -167,16 +171,14 @@ def _experts_s(serving: Serving, settings: Settings, batch: Batch, group: Group)
     moe, tokens = serving.model.moe, batch.tokens
     assert moe is not None
     first = group.rows[0]
-    inputs: ledger.Inputs = {"tokens": tokens, "n_experts": moe.n_experts, "top_k": moe.top_k, "ep": settings.ep}
-    touched = ledger.compute(
-        f"{group.name}: experts touched", "n_experts / ep * (1 - (1 - top_k / n_experts) ** tokens)", "",
-        "top_k of n_experts, evenly", **inputs,
+    f = Formulas(
+        "", tokens=tokens, n_experts=moe.n_experts, top_k=moe.top_k, ep=settings.ep, ln_ep=np.log(settings.ep)
     )  # fmt: skip
-    rows = ledger.compute(
-        f"{group.name}: rows of the busiest rank",
-        "mean = tokens * top_k / ep; mean * (1 + (2 * ln_ep / max(mean, 1)) ** 0.5)", "", "largest of Poisson counts",
-        ln_ep=np.log(settings.ep), **inputs,
-    )  # fmt: skip
+    touched = f.n_experts / f.ep * (1 - (1 - f.top_k / f.n_experts) ** f.tokens)
+    touched = f(f"{group.name}: experts touched", touched, "top_k of n_experts, evenly")
+    mean = f.let("mean", f.tokens * f.top_k / f.ep)
+    rows = mean * (1 + (2 * f.ln_ep / np.maximum(mean, 1)) ** 0.5)
+    rows = f(f"{group.name}: rows of the busiest rank", rows, "largest of Poisson counts")
     split_output = first.shape[-1] == serving.model.d_model
     k = first.shape[-1] / (1 if split_output else settings.expert_tp)
     n = sum(row.shape[-2] for row in group.rows) / (settings.expert_tp if split_output else 1)
@@ -199,17 +201,16 @@ def _decode_attention_s(serving: Serving, settings: Settings, batch: Batch) -> F
     model, chip = serving.model, serving.cluster.accelerator
     latent = model.latent_attention
     width = 2 * latent.kv_rank + latent.rope_dim if latent else model.qk_dim + model.head_dim
-    return ledger.compute(
-        "attention over the cache",
-        "cached = requests / dp * context; reading = cached * cache_bytes / bandwidth; "
-        "computing = 2 * cached * (1 + drafted) * heads / tp * width / rate; "
-        f"(computing ** {SMOOTH:g} + reading ** {SMOOTH:g}) ** {1 / SMOOTH:g}", "s",
-        "each cached token read once; arXiv 2405.04434 for latent attention",
-        requests=batch.requests, dp=settings.dp, context=batch.context, drafted=batch.drafted, heads=model.n_heads,
-        tp=settings.tp, width=width, cache_bytes=cache_token_bytes(serving, settings.tp),
+    f = Formulas(
+        "s", requests=batch.requests, dp=settings.dp, context=batch.context, drafted=batch.drafted,
+        heads=model.n_heads, tp=settings.tp, width=width, cache_bytes=cache_token_bytes(serving, settings.tp),
         bandwidth=chip.memory_bytes_per_s * np.asarray(serving.rates.cache_share),
         rate=serving.flops_per_s(serving.wide) * np.asarray(serving.rates.cached_share),
     )  # fmt: skip
+    cached = f.let("cached", f.requests / f.dp * f.context)
+    computing = 2 * cached * (1 + f.drafted) * f.heads / f.tp * f.width / f.rate
+    seconds = _smoothly(f, computing, cached * f.cache_bytes / f.bandwidth)
+    return f("attention over the cache", seconds, "each cached token read once; arXiv 2405.04434 for latent attention")
 
 
 def _prompt_attention_s(serving: Serving, settings: Settings, batch: Batch) -> Floats:
@@ -217,12 +218,13 @@ def _prompt_attention_s(serving: Serving, settings: Settings, batch: Batch) -> F
     if serving.on_host:
         return host.prompt_attention_s(serving, settings, batch)
     model = serving.model
-    return ledger.compute(
-        "attention over prompts", "2 * prompt / dp * attended * heads / tp * (qk_dim + c) / rate", "s",
-        "FlashAttention-2, arXiv 2307.08691", prompt=batch.prompt, dp=settings.dp, attended=batch.attended,
-        heads=model.n_heads, tp=settings.tp, qk_dim=model.qk_dim, c=model.head_dim,
+    f = Formulas(
+        "s", prompt=batch.prompt, dp=settings.dp, attended=batch.attended, heads=model.n_heads, tp=settings.tp,
+        qk_dim=model.qk_dim, c=model.head_dim,
         rate=serving.flops_per_s(serving.wide) * np.asarray(serving.rates.flash_share),
     )  # fmt: skip
+    flops = 2 * f.prompt / f.dp * f.attended * f.heads / f.tp * (f.qk_dim + f.c)
+    return f("attention over prompts", flops / f.rate, "FlashAttention-2, arXiv 2307.08691")
 
 
 def _elementwise_s(serving: Serving, settings: Settings, block: Block, tokens: Floats) -> Floats:
@@ -232,12 +234,13 @@ def _elementwise_s(serving: Serving, settings: Settings, block: Block, tokens: F
     inner = block.inner / settings.tp
     if block.experts and serving.model.moe is not None:
         inner = inner + serving.model.moe.top_k * block.expert_inner / settings.stage_ranks
-    return ledger.compute(
-        "element-wise kernels", "tokens * e * (10 * h + 4 * heads_width / tp + 3 * inner) / bandwidth", "s",
-        "two norms and sums (5 h each), rotation, activation", tokens=tokens, e=serving.wide_bytes,
-        h=serving.model.d_model, heads_width=serving.model.n_heads * serving.model.head_dim, tp=settings.tp,
-        inner=inner, bandwidth=serving.bytes_per_s,
+    f = Formulas(
+        "s", tokens=tokens, e=serving.wide_bytes, h=serving.model.d_model,
+        heads_width=serving.model.n_heads * serving.model.head_dim, tp=settings.tp, inner=inner,
+        bandwidth=serving.bytes_per_s,
     )  # fmt: skip
+    moved = f.tokens * f.e * (10 * f.h + 4 * f.heads_width / f.tp + 3 * f.inner)
+    return f("element-wise kernels", moved / f.bandwidth, "two norms and sums (5 h each), rotation, activation")
 
 
 def _communication_s(serving: Serving, settings: Settings, batch: Batch, block: Block) -> dict[str, Floats]:
@@ -247,10 +250,8 @@ def _communication_s(serving: Serving, settings: Settings, batch: Batch, block: 
     n_bytes = batch.tokens / settings.dp * serving.model.d_model * serving.wide_bytes
     each = _all_reduce_s(serving, n_bytes, settings.tp)
     across = (settings.dp > 1) & bool(block.experts)
-    found = {"all-reduces": ledger.compute(
-        "all-reduces", "reductions * small_or_large_all_reduce", "s", "",
-        reductions=np.where(across, 1, block.branches), small_or_large_all_reduce=each,
-    )}  # fmt: skip
+    f = Formulas("s", reductions=np.where(across, 1, block.branches), small_or_large_all_reduce=each)
+    found = {"all-reduces": f("all-reduces", f.reductions * f.small_or_large_all_reduce)}
     if np.any(across):
         found["tokens to experts and back"] = np.where(across, _exchange_s(serving, settings, batch), 0.0)
     return found

@@ -13,8 +13,8 @@ SERVING: dict[str, AnyBug] = {
     "each token of a batch touches experts of its own": UnitBug(
         Mutation(
             f"{_WORK}:_experts_s",
-            "'n_experts / ep * (1 - (1 - top_k / n_experts) ** tokens)'",
-            "'min(n_experts, top_k * tokens) / ep'",
+            "f.n_experts / f.ep * (1 - (1 - f.top_k / f.n_experts) ** f.tokens)",
+            "np.minimum(f.n_experts, f.top_k * f.tokens) / f.ep",
         ),
         _TOUCHED,
     ),
@@ -27,14 +27,18 @@ SERVING: dict[str, AnyBug] = {
         _SHARED,
     ),
     "a measured processor reads its weights once for each token of a batch": UnitBug(
-        Mutation("shardwright.serving.work:host.matmul_s", "_MATMUL", "_MATMUL.replace('min(', 'max(')"),
+        Mutation(
+            "shardwright.serving.work:host.matmul_s",
+            "np.minimum(one_by_one, together)",
+            "np.maximum(one_by_one, together)",
+        ),
         f"{_HOST}:test_many_tokens_read_the_weights_together",
     ),
     "a sequence on a processor takes its own time once for each head": UnitBug(
         Mutation(
             "shardwright.serving.work:host.layer_s",
-            "'(layer_s + (sequence_s + head_s * heads / tp) * requests + prompt_s * prompts) / core_share'",
-            "'(layer_s + (sequence_s + head_s) * heads / tp * requests + prompt_s * prompts) / core_share'",
+            "(f.sequence_s + f.head_s * f.heads / f.tp) * f.requests",
+            "(f.sequence_s + f.head_s) * f.heads / f.tp * f.requests",
         ),
         f"{_HOST}:test_a_token_takes_the_launches_the_weights_and_the_operations",
     ),

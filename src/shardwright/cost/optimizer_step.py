@@ -1,0 +1,137 @@
+"""Seconds of the optimizer in a step, on the device, on the host or with a disk, and of updates of whole matrices."""
+
+from functools import cache
+
+import numpy as np
+
+from shardwright.cost.collectives import all_to_all
+from shardwright.cost.job import Candidates, Floats, Ints, Job
+from shardwright.cost.ledger import Formulas
+from shardwright.cost.matmuls import reached_flops_per_s
+from shardwright.cost.parameters import RankParameters
+from shardwright.cost.passes import reached_bytes_per_s
+from shardwright.model.modules import flops_of_matrices, rows
+from shardwright.model.spec import ModelSpec
+from shardwright.optimizers import OPTIMIZERS
+
+
+def optimizer_step(job: Job, candidates: Candidates, held: RankParameters) -> Floats:
+    """Seconds of the optimizer, which is bound by memory bandwidth, and the fixed overhead of a step.
+
+    For each parameter of the rank's shard, Adam in fp32 reads gradient (4 bytes), master weight (4) and moments (8) and
+    writes weight and moments (12) and the working weight (2); the gradient norm reads the gradients before (4), and
+    they are zeroed after (4): 38. Each optimizer state more or fewer than two adds or saves 8 bytes, and one that is
+    stored in bf16 saves 4, in blocks of bytes 6; of an optimizer that keeps means of matrices none is counted. What an
+    optimizer reads and writes more is `OptimizerKind.step_bytes`. The overhead is that of the loss, the norm's
+    all-reduce and the start of the next step. Whole matrices: `matrix_updates`. Ignored: the all-reduces of means
+    and of the scales of blocks, and that small matrices are not in blocks.
+    """
+    stack, kind = job.stack, job.optimizer_kind
+    n_states = 0 if kind.means is not None else job.n_optimizer_states
+    of_states = n_states * 2 * job.state_bytes - 2 * 8 if job.narrow_states or kind.in_blocks else 8 * (n_states - 2)
+    f = Formulas("s", P=held.dense, Q=held.experts)
+    f.add(shards=np.where(candidates.zero > 0, candidates.shards, 1))
+    f.add(expert_shards=np.where(candidates.zero > 0, candidates.expert_shards, 1))
+    f.add(state_bytes=job.n_optimizer_states * job.state_bytes, step_s=stack.speed.step_s)
+    changed, experts = f.P, f.Q
+    if np.any(candidates.zero > 0):
+        changed, experts = changed / f.shards, experts / f.expert_shards
+    if np.any(held.experts):
+        changed = changed + experts
+    where, sent = candidates.shared.offload_optimizer, candidates.shared.offload_parameters == "none"
+    if where == "cpu" or not sent:
+        on_host = _on_host(job, f, changed, sent=sent)
+        return on_host if where == "cpu" else _on_disk(job, f, changed, on_host, sent=sent)
+    f.add(optimizer_bytes=stack.speed.optimizer_bytes + kind.step_bytes + of_states)
+    f.add(element_rate=reached_bytes_per_s(job))
+    by_element = f("optimizer", f.optimizer_bytes * changed / f.element_rate + f.step_s)
+    if where == "disk":
+        return _on_disk(job, f, changed, by_element)
+    if kind.matrix_state is None:
+        return by_element
+    f.add(updates_of_matrices=matrix_updates(job, candidates, held.hidden, held.experts))
+    return f("optimizer of all parameters", f.optimizer + f.updates_of_matrices)
+
+
+def _on_disk(job: Job, f: Formulas, changed: Floats, update: Floats, sent: bool = True) -> Floats:
+    """Seconds of the optimizer with states on a disk: all are read and written once a step, and `sent` to the device
+    and back. `changed`: parameters of the rank; `update`: seconds of the update itself."""
+    chip = job.cluster.accelerator
+    f.add(
+        optimizer=update,
+        disk_rate=chip.disk_bytes_per_s,
+        host_s=1 / chip.host_bytes_per_s if sent and chip.host_bytes_per_s else 0.0,
+    )
+    on_disk = 2 * f.state_bytes * changed * (1 / f.disk_rate + f.host_s)
+    f("states on a disk", on_disk, "read and written once a step, not overlapped")
+    return f("optimizer with states on a disk", f.optimizer + f.states_on_a_disk)
+
+
+ON_DEVICE_BYTES = 16.0
+"""Moved on the device for a parameter that the host updates: its gradient is read for the norm and for the copy, and
+zeroed, and its weight is written; 4 bytes each."""
+SENT_BYTES = 4.0
+"""Of a gradient to the host, and of a weight to the device, which are both in fp32."""
+
+
+def _on_host(job: Job, f: Formulas, changed: Floats, sent: bool) -> Floats:
+    """Seconds of the optimizer with states and update on the host (`training/offload/on_host.py`). Gradients of some
+    parameters come down the link while others are updated and the weights of others go up, so that the slowest of the
+    three takes the time. An update reads gradient and weight, writes the weight, and reads and writes each state.
+    Ignored: the first and the last bucket, which nothing overlaps with. Unless they are `sent`, gradients and weights
+    are on the host before and after, where the norm reads the gradients."""
+    chip = job.cluster.accelerator
+    f.add(sent_bytes=SENT_BYTES, host_rate=chip.host_bytes_per_s, host_memory_rate=chip.host_memory_bytes_per_s)
+    f("link to the host", f.sent_bytes * changed / f.host_rate, "each direction; arXiv 2101.06840")
+    moved = (f.constant(3) * 4 + 2 * f.state_bytes) * changed
+    f("update on the host", moved / f.host_memory_rate, "bound by memory bandwidth")
+    if not sent:
+        seconds = f.update_on_the_host + 4 * changed / f.host_memory_rate + f.step_s
+        return f("optimizer beside shards on the host", seconds)
+    f.add(on_device_bytes=ON_DEVICE_BYTES, element_rate=reached_bytes_per_s(job))
+    slower = np.maximum(f.link_to_the_host, f.update_on_the_host)
+    return f("optimizer on the host", slower + f.on_device_bytes * changed / f.element_rate + f.step_s)
+
+
+MATRIX_BYTES = 2
+"""Of an element of a matrix that is sent to its owner and back."""
+
+
+def matrix_updates(job: Job, candidates: Candidates, hidden: Ints, experts: Ints) -> Floats:
+    """Seconds a step in which whole hidden matrices are updated (Muon), beyond those of the element-wise part, (n,).
+    `hidden`, `experts`: elements of hidden matrices on a rank of tp and ep before ZeRO.
+
+    The owners of matrices are spread over all ranks that hold shards or replicas of them as DTensors: tp, the ranks of
+    ZeRO, and with ZeRO 1 to 3 dp_replicate. Shards go to the owners and back by an all-to-all over the ranks of ZeRO,
+    and one over tp, 2 bytes an element. The element-wise part is priced as that of Adam: a moment less saves 8 bytes,
+    and about as many are written and read for what is sent.
+
+    Ignored: that owners cannot be balanced exactly, that one bucket is exchanged while another is computed, and the
+    lower rates of small matmuls.
+    """
+    sharded = candidates.zero > 0
+    replicas = np.where(sharded, candidates.world // (candidates.pp * candidates.tp * candidates.shards), 1)
+    owners = np.where(sharded, candidates.shards, 1) * replicas * candidates.tp
+    expert_owners = np.where(sharded, candidates.expert_shards, 1) * replicas * candidates.ep
+    f = Formulas(
+        "s", H=hidden, Q=experts, tp=candidates.tp, ep=candidates.ep, owners=owners, expert_owners=expert_owners,
+        flops=_flops(job.model, job.optimizer, False), expert_flops=_flops(job.model, job.optimizer, True),
+        matmul_rate=reached_flops_per_s(job, job.wide_precision),
+    )  # fmt: skip
+    updates = f.H * f.tp * f.flops / f.owners + f.Q * f.ep * f.expert_flops / f.expert_owners
+    f("orthogonal matrices", updates / f.matmul_rate)
+    shards = np.where(sharded, candidates.shards, 1)
+    what = "shards of matrices to their owners, all-to-all"
+    f.add(
+        over_zero=all_to_all(job.cluster, hidden * MATRIX_BYTES / shards, shards, candidates.tp, what),
+        over_tp=all_to_all(job.cluster, hidden * MATRIX_BYTES / shards, candidates.tp, 1, f"{what}, tp"),
+    )
+    return f("updates of matrices", f.orthogonal_matrices + 2 * (f.over_zero + f.over_tp))
+
+
+@cache
+def _flops(spec: ModelSpec, optimizer: str, of_experts: bool) -> float:
+    """FLOPs of the updates of all experts, or of all other hidden matrices, divided by their elements."""
+    found = [row for row in rows(spec).values() if row.hidden and (row.kind == "expert") is of_experts]
+    compute = OPTIMIZERS[optimizer].matrix_flops
+    return sum(flops_of_matrices(row, compute) for row in found) / max(sum(row.numel for row in found), 1)
