@@ -110,7 +110,7 @@ def changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> P
     ("change", "said"),
     [
         (lambda held: held.pop("model.norm.weight"), "model.norm.weight is missing"),
-        (lambda held: held.update({"score.weight": torch.ones(2)}), "score.weight is no tensor of this model"),
+        (lambda held: held.update({"score.weight": torch.ones(2)}), "score.weight is not a tensor of this model"),
         (
             lambda held: held.update({"model.norm.weight": torch.ones(31)}),
             "model.norm.weight is [31], and config.json makes it [32]",

@@ -260,7 +260,7 @@ def _object(path: Path, form: type[BaseModel], error: type[InputError] = ConfigE
         return read_object(path, form, error)
     except FileNotFoundError:
         raise ConfigError(
-            f"{path.parent} is no folder of transformers: it has no {path.name}; supported architectures: "
+            f"{path.parent} is not a folder of transformers: it has no {path.name}; supported architectures: "
             f"{', '.join(ARCHITECTURES)}"
         ) from None
     except OSError as problem:

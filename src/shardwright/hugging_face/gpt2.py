@@ -52,6 +52,6 @@ GPT2 = register(
         },
         layers="h.{layer}.",
         prefix="transformer.",
-        ignored={r".*\.attn\.(masked_)?bias": "the causal mask is no weight"},
+        ignored={r".*\.attn\.(masked_)?bias": "the causal mask is not a weight"},
     )
 )

@@ -46,7 +46,7 @@ class HuggingFaceWeights:
             held = self._held.get(tensor.name)
             if held is not None and held.shape != tensor.shape:
                 found.append(f"{tensor.name} is {list(held.shape)}, and config.json makes it {list(tensor.shape)}")
-        found += [f"{name} is no tensor of this model" for name, reason in sorted(others.items()) if reason is None]
+        found += [f"{name} is not a tensor of this model" for name, reason in sorted(others.items()) if reason is None]
         if found:
             raise CheckpointError(*(f"{self.path}: {problem}" for problem in said_shortly(found)))
 

@@ -98,7 +98,7 @@ def problems(spec: ModelSpec, layout: Layout, fp8: Fp8, tokens: int) -> Iterator
         )
     if fp8.weight_gradient and tokens % ALIGNED:
         yield (
-            f"{name} sums the gradient of a weight over {tokens} tokens of a micro-batch on a rank, which is no "
+            f"{name} sums the gradient of a weight over {tokens} tokens of a micro-batch on a rank, which is not a "
             f"multiple of {ALIGNED}; change batch.micro_batch or batch.seq_len, or set "
             f"precision.fp8_weight_gradient=false"
         )

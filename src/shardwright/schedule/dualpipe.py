@@ -104,8 +104,7 @@ def _along_v(n_ranks: int, rank: int, n_microbatches: int, steps: Steps) -> list
 
 
 def _expand(steps: Steps) -> Iterator[tuple[Op, int, int]]:
-    """Yield (op, queue, micro-batch) of steps. A step is a text like `F0 B1`, ops with their queues, and a repeat
-    count.
+    """Yield (op, queue, micro-batch) of steps. A step is ops with their queues, like `F0 B1`, and a repeat count.
 
     A queue runs its micro-batches in order; `W` without a queue is the oldest deferred weight gradient of either queue.
 

@@ -117,9 +117,8 @@ def least_cost(problem: Problem) -> float:
     the cost is at least
 
     1.  m (F_b + I_b + W_b) + wait
-    2.  bound 1 + R(a) + W_a - n W_b: b begins sum(F + comm) after a; after its last I, b has at most n W to run, while
-    a
-        starts its last I sum(I + comm) later and has a W to run after it
+    2.  bound 1 + R(a) + W_a - n W_b: b starts sum(F + comm) after a; after its last I, b has at most n W to run, while
+        a starts its last I sum(I + comm) later and has a W to run after it
     3.  (q + 1) held + r F_b, for m - 1 = q L + r, 0 <= r < L: memory of a micro-batch is reused q + 1 times in sequence
     4.  trip + Y + (m - 1 - L) F_b + trip + I_b + W_b, if m > L: the actions of b between its first I and its last F,
         and the trip of the last micro-batch
@@ -161,8 +160,7 @@ class Policy(NamedTuple):
     ahead: int
     """Maximum number of forward passes before the first I."""
     prefer: int
-    """The choice between I and F if both could run: 0 I, 1 F, 2 alternately. If F needs memory first, W runs
-    instead."""
+    """0: prefer I to F if both could run; 1: prefer F; 2: alternate. If F needs memory first, a W runs instead."""
     gap: float
     """A W runs in an idle gap if no input is known to arrive sooner than this fraction of the W's time."""
 
