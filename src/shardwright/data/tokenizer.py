@@ -69,7 +69,7 @@ class TextTokenizer:
         return tuple(token.content for _, token in added if token.special)
 
     def reads_special_tokens(self) -> None:
-        """From now on read a special token in a text as that token, for text that a chat template has rendered."""
+        """Read a special token in a text as that token from now on, for text that a chat template has rendered."""
         self.tokenizer.encode_special_tokens = False
 
     def decode(self, ids: list[int]) -> str:

@@ -42,7 +42,7 @@ class RaggedBatch:
         self.tokens = tokens
         self.n_wanted = [1] * len(segments) if n_wanted is None else n_wanted
         self.held: list[range] | None = None
-        """With context parallelism: this rank's tokens of the padded row; None if it has all."""
+        """This rank's tokens of the padded row with context parallelism; None if it has all."""
 
     @property
     def n_tokens(self) -> int:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 
 def _signed(word: int) -> int:
-    """An unsigned 64-bit constant as the int64 with the same bits."""
+    """Return the int64 with the bits of an unsigned 64-bit constant."""
     return word - 2**64 if word >= 2**63 else word
 
 

@@ -55,7 +55,7 @@ _one_region = False
 _keep_elsewhere: Keep | None = None
 """Saves the tensors of the block that runs; None: they are saved themselves."""
 _outputs: dict[int, "_Output"] = {}
-"""In the block that runs, the outputs of its recomputed parts, by their storage."""
+"""Outputs of recomputed parts of the block that runs, by their storage."""
 _decisions: "_Decisions | None" = None
 """The choices of the block that runs, if it runs again as a whole."""
 

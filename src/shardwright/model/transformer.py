@@ -111,8 +111,9 @@ class Transformer(nn.Module):
         InputError if T exceeds `max_seq_len` and no positions are given; with positions a row may hold several
         sequences.
 
-        `ahead_KBT[k - 1]` are the tokens k places after `tokens_BT`, for the MTP modules. With them K further logits
-        are returned, from module k for the token k + 1 places later; without them the modules are not run.
+        `ahead_KBT[k - 1]` are the tokens k places after `tokens_BT`, for the multi-token prediction (MTP) modules. With
+        them K further logits are returned, from module k for the token k + 1 places later; without them the modules are
+        not run.
 
         `real`: the sequences have padding, and experts compute only the real tokens.
         """

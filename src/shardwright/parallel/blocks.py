@@ -109,7 +109,7 @@ def _expand(x_BKSC: Tensor, q_BHTC: Tensor) -> Tensor:
 
 
 def _fold(dx_BHSC: Tensor, x_BKSC: Tensor) -> Tensor:
-    """The gradient of `_expand`: summed over each group (16-bit sums are accumulated in fp32 by torch)."""
+    """Return the gradient of `_expand`: summed over each group (16-bit sums are accumulated in fp32 by torch)."""
     kv_heads = x_BKSC.shape[1]
     return dx_BHSC if dx_BHSC.shape[1] == kv_heads else dx_BHSC.unflatten(1, (kv_heads, -1)).sum(2)
 

@@ -74,14 +74,14 @@ class DataEngine(Protocol):
     """Whether gradients are views of all-reduce buckets, which are zeroed between steps, not freed."""
 
     def before_backward(self, split: bool, last: bool) -> None:
-        """Call before a backward pass. `split`: gradients of weights are computed later. `last`: this micro-batch is
+        """Prepare a backward pass. `split`: gradients of weights are computed later. `last`: this micro-batch is
         the last of the step whose gradients are completed."""
 
     def after_gradients(self, split: bool, last: bool) -> None:
-        """Call when all gradients of a micro-batch have been accumulated."""
+        """Reduce or convert the gradients of a micro-batch after all have been accumulated."""
 
     def end_step(self) -> None:
-        """Call after the last backward pass of the step; waits for the reduced gradients."""
+        """Wait for the reduced gradients after the last backward pass of the step."""
 
     def release(self) -> None:
         """Free the gathered parameters after forward passes without a backward pass, so that only shards remain."""
