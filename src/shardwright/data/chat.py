@@ -137,7 +137,7 @@ class ChatFormat:
         messages = _checked(record["messages"], template, self.special_tokens)
         for name in ("tools", "documents"):
             _refuse_special(given.get(name), f"the field {name!r}", self.special_tokens)
-        answers = [trained and _trained(each, f"message {n}") is not False for n, each in enumerate(messages, start=1)]
+        answers = [trained and _trained(m, f"message {n}") is not False for n, m in enumerate(messages, start=1)]
         try:
             text, spans = process.write(messages, answers, given)
         except Refused as error:

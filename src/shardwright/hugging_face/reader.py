@@ -94,15 +94,15 @@ class HuggingFaceWeights:
         return f"{self.folder.architecture.class_name} of {self.path}"
 
 
-def _found(expected: list[FileTensor], held: dict[str, Held], folder: Folder) -> list[FileTensor]:
+def _found(expected: list[FileTensor], stored: dict[str, Held], folder: Folder) -> list[FileTensor]:
     """Return the tensors under their names in the files, which may omit the prefix, as the first GPT-2's do."""
     prefix = folder.architecture.prefix
-    if not any(name.startswith(prefix) for name in held):
+    if not any(name.startswith(prefix) for name in stored):
         expected = [replace(tensor, name=tensor.name.removeprefix(prefix)) for tensor in expected]
     # The one matrix of a tied model may be stored under the name of the head alone.
     ends, head = folder.architecture.ends, f"{folder.architecture.ends['head']}.weight"
     embeddings = (f"{prefix}{ends['embedding']}.weight", f"{ends['embedding']}.weight")
-    if folder.spec.tied_embedding and head in held and not held.keys() & set(embeddings):
+    if folder.spec.tied_embedding and head in stored and not stored.keys() & set(embeddings):
         expected = [replace(tensor, name=head) if tensor.name in embeddings else tensor for tensor in expected]
     return expected
 

@@ -32,7 +32,7 @@ class Integers:
 
     def encode(self, x_nK: Tensor, parts: Sequence[Part]) -> Tensor:
         vectors, scales, integers = [], [], []
-        for part, x_nP in zip(parts, x_nK.split([each.n_elements for each in parts], 1), strict=True):
+        for part, x_nP in zip(parts, x_nK.split([part.n_elements for part in parts], 1), strict=True):
             if not part.columns:
                 vectors.append(x_nP)
                 continue

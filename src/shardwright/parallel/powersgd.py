@@ -100,13 +100,13 @@ class PowerSGD:
         if not members:
             return
         # For each member the matrices of its parts; all have the same number of experts.
-        counts = [[len(m_BNM) for m_BNM in those] for those in matrices]
+        counts = [[len(m_BNM) for m_BNM in group] for group in matrices]
         bases = [member.bases.split(count) for member, count in zip(members, counts, strict=True)]
         lefts = [[m_BNM @ q_BMR for m_BNM, q_BMR in _pairs(*each)] for each in _pairs(matrices, bases)]
         sum_together(_flat(lefts), self.group)
-        lefts = [[_orthonormal(p_BNR) for p_BNR in those] for those in lefts]
+        lefts = [[_orthonormal(p_BNR) for p_BNR in group] for group in lefts]
         own = [[m_BNM.mT @ p_BNR for m_BNM, p_BNR in _pairs(*each)] for each in _pairs(matrices, lefts)]
-        rights = [[matrix.clone() for matrix in those] for those in own]
+        rights = [[matrix.clone() for matrix in group] for group in own]
         sum_together(_flat(rights), self.group)
         for member, p, own_q, q, before in zip(members, lefts, own, rights, bases, strict=True):
             assert member.parameter.grad is not None
@@ -116,7 +116,7 @@ class PowerSGD:
             member.parameter.grad.copy_(product.view_as(member.error))
             # If a column of P is zero, the column of Q stays for the next step.
             directions = [p_BNR.norm(dim=-2, keepdim=True) > 0 for p_BNR in p]
-            chosen = [torch.where(*each) for each in zip(directions, q, before, strict=True)]
+            chosen = [torch.where(*arguments) for arguments in zip(directions, q, before, strict=True)]
             member.bases.copy_(torch.cat(chosen))
 
 
@@ -125,7 +125,7 @@ def _pairs(first: Iterable[_T], second: Iterable[_U]) -> Iterator[tuple[_T, _U]]
 
 
 def _flat(factors: Iterable[Sequence[Tensor]]) -> list[Tensor]:
-    return [each for those in factors for each in those]
+    return [factor for group in factors for factor in group]
 
 
 def _matrices(whole: Tensor, row: Row) -> Iterator[Tensor]:

@@ -157,7 +157,7 @@ def _exchange(
         whole = own
     else:
         sent = [[shards[i] for i in there] for there in owned]
-        shapes = [[_shape_at(*each, depth, place) for each in zip(local, own, strict=True)] for place in range(n)]
+        shapes = [[_shape_at(*pair, depth, place) for pair in zip(local, own, strict=True)] for place in range(n)]
         received = yield from _all_to_all(sent, shapes, shards[0], axis.group)
         whole = [torch.cat(parts, axis.dim) for parts in zip(*received, strict=True)]
     updates = yield from _exchange(axes, local, whole, depth + 1, compute)

@@ -67,5 +67,5 @@ def count_messages(schedule: Schedule) -> int:
 
 def parameters_held(schedule: Schedule) -> float:
     """Parameters of the rank with the most, in units of 1 / n_ranks of the model: 2 in DualPipe, else 1."""
-    held = max(len(schedule.stages_of(rank)) for rank in range(schedule.n_ranks))
-    return held * schedule.n_ranks / schedule.n_stages
+    most_stages = max(len(schedule.stages_of(rank)) for rank in range(schedule.n_ranks))
+    return most_stages * schedule.n_ranks / schedule.n_stages

@@ -127,7 +127,7 @@ def _finite(error: float) -> float | str:
     return error if math.isfinite(error) else str(error)  # JSON has no infinity
 
 
-def errors(found: Trace, expected: Trace, kinds: Iterable[str] | None = None, steps: int | None = None) -> Errors:
+def errors(trace: Trace, expected: Trace, kinds: Iterable[str] | None = None, steps: int | None = None) -> Errors:
     """Return the error of everything that both computed; infinite if there is nothing to compare with."""
 
     def wanted(quantity: Quantity) -> bool:
@@ -136,19 +136,19 @@ def errors(found: Trace, expected: Trace, kinds: Iterable[str] | None = None, st
     result: Errors = {}
     for quantity, value in expected.scalars.items():
         if wanted(quantity):
-            ours = found.scalars.get(quantity, math.inf)
+            ours = trace.scalars.get(quantity, math.inf)
             result[quantity, ""] = abs(ours - value) / max(abs(value), math.ulp(1.0))
     for quantity in filter(wanted, expected.quantities):
-        result |= _tensor_errors(found, expected, quantity)
+        result |= _tensor_errors(trace, expected, quantity)
     return result
 
 
-def _tensor_errors(found: Trace, expected: Trace, quantity: Quantity) -> Errors:
-    ours, theirs = found.shapes, expected.shapes
+def _tensor_errors(trace: Trace, expected: Trace, quantity: Quantity) -> Errors:
+    ours, theirs = trace.shapes, expected.shapes
     result: Errors = {}
     measured: list[tuple[str, float, float, int]] = []
     for name in sorted(ours.keys() | theirs.keys()):
-        a = found.tensor(quantity, name) if ours.get(name) == theirs.get(name) else None
+        a = trace.tensor(quantity, name) if ours.get(name) == theirs.get(name) else None
         b = expected.tensor(quantity, name) if a is not None else None
         if a is None or b is None:
             result[quantity, name] = math.inf
@@ -185,11 +185,11 @@ def share_of_bfloat16(trace: Trace, quantity: Quantity) -> Errors:
 
 def differing_replicas(trace: Trace) -> tuple[int, list[str]]:
     """Return the number of tensors and numbers that several ranks hold, and a sentence for each whose bits differ."""
-    count, found = 0, []
+    count, problems = 0, []
     for quantity, name, groups in trace.replicas():
         count += 1
         if len(groups) > 1:
             ranks = " | ".join(",".join(map(str, group)) for group in groups)
             what = f"{quantity.kind} {name}".strip()
-            found.append(f"{what}, {quantity.training}, step {quantity.step}: not the same bits on ranks {ranks}")
-    return count, found
+            problems.append(f"{what}, {quantity.training}, step {quantity.step}: not the same bits on ranks {ranks}")
+    return count, problems

@@ -49,9 +49,9 @@ def cut(case: Case, layouts: Iterable[Layout]) -> Case:
     world_size = max(layout.world_size for layout in layouts)
     data_ranks = math.lcm(*(layout.data_ranks for layout in layouts))
     seq_len = _like(case.seq_len, _TOKENS, 2 * world_size)
-    each = max(1, case.global_batch // data_ranks)  # sequences of a data rank
+    per_rank = max(1, case.global_batch // data_ranks)  # sequences of a data rank
     fewest = _ACCUMULATION_IN_16_BITS if case.dtype == "bfloat16" else _ACCUMULATION
-    micro_batch = 2 if case.micro_batch > 1 and each >= 2 * _ACCUMULATION else 1
+    micro_batch = 2 if case.micro_batch > 1 and per_rank >= 2 * _ACCUMULATION else 1
     spec = replace(cut_spec(case.spec, world_size, _layers(case.spec, layouts)), max_seq_len=seq_len)
     return replace(
         case,
@@ -72,7 +72,7 @@ def cut_each(case: Case, layouts: Sequence[Layout]) -> list[tuple[Case, Layout]]
         alike[layout.n_stages, layout.data_ranks].append(layout)
     small = {degrees: cut(case, some) for degrees, some in alike.items()}
     pairs = [(small[layout.n_stages, layout.data_ranks], layout) for layout in layouts]
-    return [(each, cut_layout(layout, case, each)) for each, layout in pairs]
+    return [(small_case, cut_layout(layout, case, small_case)) for small_case, layout in pairs]
 
 
 def cut_layout(layout: Layout, true: Case, case: Case) -> Layout:
@@ -92,7 +92,7 @@ def cut_layout(layout: Layout, true: Case, case: Case) -> Layout:
         )
     chunk, whole, tokens = (
         layout.loss_chunk_tokens,
-        *(each.micro_batch * each.seq_len // layout.cp for each in (true, case)),
+        *(one.micro_batch * one.seq_len // layout.cp for one in (true, case)),
     )
     if 0 < chunk < whole and tokens > 1:
         few = -(-tokens // min(_CHUNKS, -(-whole // chunk)))
@@ -171,7 +171,8 @@ def _layers(spec: ModelSpec, layouts: Sequence[Layout]) -> int:
     uneven = [layout for layout in layouts if layout.pp > 1 and not layout.stage_layers]
     some = _LAYERS_OF_PIPELINES if uneven or ordered else _LAYERS
     least = max([some, *(layout.n_stages for layout in ordered), *(layout.n_stages + 1 for layout in uneven)])
-    enough = (n for n in range(least, spec.n_layers) if all(_cut_stages(each, spec.n_layers, n) for each in ordered))
+    whole = spec.n_layers
+    enough = (n for n in range(least, whole) if all(_cut_stages(layout, whole, n) for layout in ordered))
     return next(enough, spec.n_layers)
 
 

@@ -58,7 +58,7 @@ def layouts(spec: ModelSpec, world_size: int, seq_len: int) -> list[Layout]:
         taken = _covering(possible) if degrees["pp"] > 1 else list(possible)
         result += taken
         of_degrees.append(taken)
-    return result + _varied([those for those in of_degrees if those])
+    return result + _varied([group for group in of_degrees if group])
 
 
 def _degrees(world_size: int) -> Iterator[Choice]:
@@ -99,7 +99,7 @@ def _makes_sense(choice: Choice) -> bool:
 def _varied(of_degrees: Sequence[Sequence[Layout]]) -> list[Layout]:
     """Return layouts in which the keys of `_IN_TURN` have other values: first one for each combination of degrees,
     whose layouts are given, then more until any two values are together in one."""
-    plain = [layout for those in of_degrees for layout in those]
+    plain = [layout for group in of_degrees for layout in group]
     met = {pair for layout in plain for pair in _pairs(layout)}
     result: list[Layout] = []
 
@@ -107,8 +107,8 @@ def _varied(of_degrees: Sequence[Sequence[Layout]]) -> list[Layout]:
         result.append(layout)
         met.update(_pairs(layout))
 
-    for number, those in enumerate(of_degrees):
-        take(_filled(those[(number + 1) % len(those)], met))
+    for number, group in enumerate(of_degrees):
+        take(_filled(group[(number + 1) % len(group)], met))
     # The axes and the ZeRO stage decide which of these keys a layout can have; layouts with the most come first.
     alike = {(len(_axes(layout)), layout.zero, _axes(layout)): layout for layout in reversed(plain)}
     for layout in (alike[key] for key in sorted(alike, reverse=True)):

@@ -188,6 +188,6 @@ def local_batch(case: Case, layout: Layout, rank: int, step: int) -> Batch:
     first = layout.data_rank(rank) * block
     tokens_BT, targets_BT, ids_B = (whole[first : first + block] for whole in case.batch(step))
     documents_B, n_real_B = case.documents(step), case.n_real(step)
-    mine = None if documents_B is None else documents_B[first : first + block]
+    documents = None if documents_B is None else documents_B[first : first + block]
     n_real = None if n_real_B is None else n_real_B[first : first + block]
-    return Batch.of(tokens_BT, targets_BT, ids_B, case.micro_batch, mine, n_real)
+    return Batch.of(tokens_BT, targets_BT, ids_B, case.micro_batch, documents, n_real)

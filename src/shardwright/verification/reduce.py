@@ -127,10 +127,10 @@ def _alike(spec: ModelSpec, layout: Layout, few: Layout) -> ModelSpec:
 
 
 def _sentence(layout: Layout, degrees: dict[str, int], chosen: list[dict[str, int]], smaller: Layout, most: int) -> str:
-    def changes(each: dict[str, int]) -> Iterator[str]:
+    def changes(lowered: dict[str, int]) -> Iterator[str]:
         for axis, degree in degrees.items():
-            if each[axis] != degree:
-                yield f"{axis} {degree} to {each[axis]}"
+            if lowered[axis] != degree:
+                yield f"{axis} {degree} to {lowered[axis]}"
         if smaller.virtual_stages != layout.virtual_stages:
             yield f"virtual_stages {layout.virtual_stages} to {smaller.virtual_stages}"
 

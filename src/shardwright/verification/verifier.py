@@ -85,7 +85,7 @@ class Verifier:
         case = _with_overflow(with_drawn_experts(case, rounded=gradient_roundings(layout) > 0))
         ours = self._prepared(case)
         with tempfile.TemporaryDirectory(dir=temporary_folder()) as folder:
-            found = self._run(self.train, layout.world_size, Path(folder), ours, layout)
+            trace = self._run(self.train, layout.world_size, Path(folder), ours, layout)
             if against is None:
                 expected, sides, name = self._exact(case), 1, "one process"
             else:
@@ -94,12 +94,12 @@ class Verifier:
                 sides, name = 2, str(against[1])
             tolerance = with_compression(self._tolerance(case, sides), case, layout)
             tolerance = with_adams_noise(tolerance, case, self._noise_of(expected))
-            rows = tolerance.rows(compare.errors(found, expected))
+            rows = tolerance.rows(compare.errors(trace, expected))
             if case.dtype in ("bfloat16", "float16") and not gradient_roundings(layout):
-                rows += self._in_16_bits(ours, layout, found)
+                rows += self._in_16_bits(ours, layout, trace)
             if gradient_roundings(layout) == 1 and layout.compress_gradients == "bf16":
-                rows += _summed_wide(ours, layout, found)
-            n_replicated, differing = compare.differing_replicas(found)
+                rows += _summed_wide(ours, layout, trace)
+            n_replicated, differing = compare.differing_replicas(trace)
             return Report(case, layout, name, rows, n_replicated, differing)
 
     def parities(self, pairs: Sequence[tuple[Case, Layout]]) -> Iterator[Report]:
@@ -132,7 +132,7 @@ class Verifier:
         norms = self._exact(case).ranks[0].clip_norms
         return replace(case, clip_norms=tuple(tuple(norms[training]) for training in case.trainings))
 
-    def _in_16_bits(self, case: Case, layout: Layout, found: Trace) -> list[Row]:
+    def _in_16_bits(self, case: Case, layout: Layout, trace: Trace) -> list[Row]:
         """Return the errors of reductions in 16 bits, which the errors of matmuls in 16 bits would hide.
 
         The first gradient is compared with the same layout's on one data rank, which is far nearer than float64's. This
@@ -145,7 +145,7 @@ class Verifier:
         if layout.data_ranks > 1 and layout.ep == 1 and layout.compress_weights == "none":
             single = layout.changed(dp_replicate=1, dp_shard=1, zero=0)
             expected = self._keep((case, single), self.train, single.world_size, case, single)
-            errors = compare.errors(found, expected, kinds=["gradient"], steps=1)
+            errors = compare.errors(trace, expected, kinds=["gradient"], steps=1)
             microbatches = case.global_batch // case.micro_batch
             rows += of_partition(microbatches).rows(errors, kind="gradient vs one data rank")
         first = Quantity("gradient", PLAIN_SGD, 1)
@@ -153,7 +153,7 @@ class Verifier:
             return rows
         terms = layout.data_ranks * layout.cp * case.accumulation(layout)
         if terms >= _ENOUGH_TERMS:
-            rows += of_sums(terms).rows(compare.share_of_bfloat16(found, first), kind="bfloat16 share")
+            rows += of_sums(terms).rows(compare.share_of_bfloat16(trace, first), kind="bfloat16 share")
         if layout.zero > 1 and layout.cp > 1 and layout.pp == 1 and case.accumulation(layout) > 1:
             whole = replace(case, micro_batch=case.global_batch // layout.data_ranks, steps=1)
             once = self._keep((whole, layout), self.train, layout.world_size, whole, layout)
@@ -218,13 +218,13 @@ class Verifier:
         return Trace(folder, ranks)
 
 
-def _summed_wide(case: Case, layout: Layout, found: Trace) -> list[Row]:
+def _summed_wide(case: Case, layout: Layout, trace: Trace) -> list[Row]:
     """Return whether gradients sent in bfloat16 were not also summed in it: ZeRO-2's and -3's have a term for each rank
     and micro-batch, ZeRO-1's for each rank."""
     terms = layout.data_ranks * layout.cp * (case.accumulation(layout) if layout.zero > 1 else 1)
     if terms < _ENOUGH_TERMS:
         return []
-    return of_sums(terms).rows(compare.share_of_bfloat16(found, Quantity("gradient", PLAIN_SGD, 1)), "bfloat16 share")
+    return of_sums(terms).rows(compare.share_of_bfloat16(trace, Quantity("gradient", PLAIN_SGD, 1)), "bfloat16 share")
 
 
 def _with_overflow(case: Case) -> Case:
