@@ -124,7 +124,7 @@ def apply(
         runner = SequentialRunner(parts[0], engines[0], cuda_graphs)
     model = ParallelModel(spec, parts, runner, layout, mesh, groups, named, plain, held_on, stage_groups, masters)
     model.on_host, model.expert_mesh = stores, expert_mesh
-    model.compression_state = {name: tensor for low_rank in products for name, tensor in low_rank.state.items()}
+    model.compression_state = {name: each for low_rank in products for name, each in low_rank.state.items()}
     return model
 
 

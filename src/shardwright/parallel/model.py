@@ -58,9 +58,9 @@ class ParallelModel:
         masters: Sequence[MasterWeights] = (),
     ) -> None:
         """`named`: the parameters of each part that are optimised and saved; `plain`: the plain tensors that a part
-        uses in place of DTensors; `holders`: the ranks of `pp` that hold each parameter of the whole model;
-        `stage_groups`: the process groups of those sets of ranks; `masters`: one for each part that computes with
-        copies of the parameters."""
+        computes with where the former are DTensors; `holders`: the ranks of `pp` that hold each parameter of the whole
+        model; `stage_groups`: the process groups of those sets of ranks; `masters`: of each part, where it
+        computes with copies of the parameters."""
         self.spec, self.parts, self.runner = spec, parts, runner
         self.layout, self.mesh, self.groups = layout, mesh, groups
         self.tied = TiedParameters(named, plain, holders, stage_groups)
@@ -72,14 +72,14 @@ class ParallelModel:
         self.held_on = holders
         """For each parameter of the whole model, the ranks of `pp` that hold it."""
         self.holders = [len(holders[name]) for name in self.named_parameters]
-        """For each of `named_parameters`, the number of ranks of `pp` that hold it."""
+        """For each of `named_parameters`, how many ranks of `pp` hold it."""
         self.expert_mesh: DeviceMesh | None = None
-        """The experts' mesh, if it differs from the mesh of the other parameters."""
+        """That of the experts, where it is another than that of the other parameters."""
         self.compression_state: dict[str, Tensor] = {}
-        """The state of compressed gradients, by `KIND/NAME`; checkpoints contain it."""
+        """What compressed gradients keep from step to step, by `KIND/NAME`; a checkpoint holds it."""
         self.masters = masters
         self.on_host: list[ActivationsOnHost] = []
-        """The activation store of each part, if the layout keeps activations on the host."""
+        """What keeps activations on the host, of each part, where the layout has them there."""
         self.losses = LossScale(parts)
         self.loss_scale = 1.0
         """The factor of the step's losses."""
