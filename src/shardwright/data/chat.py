@@ -1,4 +1,4 @@
-"""Conversations and prompts with completions: turns a record into text of which only the answers are trained on.
+"""Turns conversations, and prompts with completions, into text; only the answers are trained on.
 
 A record has `messages`, which a chat template renders as `apply_chat_template` of transformers does, or a `prompt` and
 a `completion`, which are used unchanged. A known key of a record or message is used or refused, never ignored.

@@ -42,7 +42,7 @@ class Request:
     draft: Path | None = None
     draft_tokens: int = 4
     stop: tuple[str, ...] = ()
-    """Texts, the first of which to occur ends a continuation; the text is not part of it."""
+    """Texts that end a continuation where the first one occurs; the text is not part of it."""
     chat: bool = False
     """Whether each prompt is a user's message, which the chat template renders; the continuation is the answer."""
 

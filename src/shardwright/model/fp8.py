@@ -6,7 +6,7 @@ For y = a b^T, with a (M, K) and b (N, K), and a scale s for each scaled part of
 
 Scales are fp32, computed for each matmul ("current scaling"), so there is no state. On a GPU with fp8 matmuls (compute
 capability 8.9) PyTorch's `_scaled_mm` computes them, except blockwise. Elsewhere the rounded operands are multiplied in
-fp32 (in fp64 if the operands are): the rounding is that of fp8, the speed is not.
+fp32 (in fp64 if the operands are): results are rounded as in fp8, at the speed of fp32.
 
 Sharded operands: if ranks hold parts of a tensor with one scale, its amax is the maximum over them (`Shared`), so that
 every layout has the scales of the whole tensor. The tensor of an activation is a micro-batch.

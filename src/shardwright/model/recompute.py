@@ -223,7 +223,7 @@ def _keep(x: Tensor) -> Tensor | Kept:
     """Return the object to save for the backward pass in place of a tensor: a reference if a part can recompute it."""
     if type(x) in (Tensor, FakeTensor) and _outputs:
         output = _outputs.get(storage_id(x.untyped_storage()))
-        # An output that was changed in place later is not what the part computes.
+        # An output that was changed in place later differs from the part's result.
         if output is not None and output.version == tensor_version(x):
             return _View(output.again, output.number, x.dtype, x.size(), x.stride(), int(x.storage_offset()))
     return x if _keep_elsewhere is None else _keep_elsewhere(x)
@@ -257,7 +257,7 @@ class _Again:
         return self._outputs
 
     def gradients(self, dys: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradients of inputs and weights, None if there is none, and free what was saved."""
+        """Return the gradients of inputs and weights, None if there is none, and free the saved tensors."""
         given = [(y, dy) for y, dy in zip(self.outputs(), dys, strict=True) if dy is not None]
         wanted = [x for x in (*self.inputs, *self.weights) if x.requires_grad]
         results: list[Tensor | None] = [None] * len(wanted)

@@ -118,7 +118,7 @@ class ModelSpec(ModelSizes):
         return sum(self._met(row) for row in layer_rows(self, layer) if row.matmul)
 
     def _met(self, row: Row) -> int:
-        """Return the elements of a parameter that one token uses: for experts, those of its top_k experts."""
+        """Return the elements of a parameter that one token uses: for experts, only its top_k ones."""
         if row.matmul != "routed":
             return row.numel
         assert self.moe is not None

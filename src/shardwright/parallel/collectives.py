@@ -60,7 +60,7 @@ def start_gather_tokens(x_BtD: Tensor, group: dist.ProcessGroup, by_rank: bool =
 
 
 def start_sum_tokens(x_BTD: Tensor, group: dist.ProcessGroup, by_rank: bool = False) -> Sent:
-    """Reduce-scatter: sum over the ranks, each of which gets its token shard; `by_rank` as in the all-gather."""
+    """Reduce-scatter: sum over the ranks; each rank gets its token shard. `by_rank` as in the all-gather."""
     n = group.size()
     if by_rank:
         parts_nBtD = x_BTD.unflatten(0, (n, -1)).contiguous()

@@ -4,7 +4,7 @@ Parameters are DTensors on a DeviceMesh, sharded or replicated along each of its
 
 | axis                   | its ranks                                                                          |
 | ---------------------- | ---------------------------------------------------------------------------------- |
-| `pp`, `tp`             | those of the layout                                                                |
+| `pp`, `tp`             | as in the layout                                                                   |
 | `replicas`             | dp_replicate, with ZeRO-0 also cp: ranks that hold replicas                        |
 | `shards`               | dp_shard x cp: ranks over which ZeRO shards; with ZeRO-0 one rank                  |
 | `tp_kv`, `tp_replicas` | tp with fewer kv heads than ranks: kv heads are sharded and then replicated        |
@@ -14,7 +14,7 @@ all ranks of dp_shard x cp x tp are data ranks, except that ep shards whole expe
 
 | axis                   | its ranks                                                                          |
 | ---------------------- | ---------------------------------------------------------------------------------- |
-| `pp`, `ep`             | those of the layout                                                                |
+| `pp`, `ep`             | as in the layout                                                                   |
 | `expert_replicas`      | dp_replicate; with ZeRO-0 all ranks that have the same experts                     |
 | `expert_shards`        | dp_shard x cp x tp / ep: ranks over which ZeRO shards; with ZeRO-0 one rank        |
 

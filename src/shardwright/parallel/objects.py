@@ -1,5 +1,5 @@
-"""Exchanges small objects between ranks as JSON. The object collectives of torch.distributed unpickle what they
-receive, which can run code; JSON cannot."""
+"""Exchanges small objects between ranks as JSON. The object collectives of torch.distributed unpickle
+received data, which can run code; JSON cannot."""
 
 import json
 from collections.abc import Sequence

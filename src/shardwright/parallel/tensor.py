@@ -1,6 +1,6 @@
 """Tensor and sequence parallelism: modules are replaced, in place, by shards, as `model.modules` declares.
 
-Parameters become DTensors over tp, so that checkpoints, clipping and FSDP know which part of which tensor a rank holds.
+Parameters become DTensors over tp, so that checkpoints, clipping and FSDP know the rank's part of each tensor.
 Activations are plain tensors. Without sequence parallelism:
 
     x ---- column-parallel matmuls ---- (this rank's features) ---- row-parallel matmul ---- all-reduce ---- y
@@ -314,7 +314,7 @@ class _ColumnProducts(torch.autograd.Function):
         summing = axis.start_sum(_input_gradient(dys_BTF, weights, ctx.fp8))
         if gathering is not None:
             x_BTD = gathering.wait()
-        # What follows overlaps with the reduction of the input's gradient.
+        # The weight gradients overlap with the reduction of the input's gradient.
         dweights = [
             matmul.weight_gradient_or_defer(weight, dy_BTF, x_BTD, fp8=ctx.fp8)
             for weight, dy_BTF in zip(ctx.weights, dys_BTF, strict=True)

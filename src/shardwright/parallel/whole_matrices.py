@@ -98,7 +98,7 @@ class WholeMatrices:
 
         `take` returns this rank's shard of parameter `number`, `compute` maps the whole matrix (for a stack of experts,
         this rank's experts) to its update of the same shape, and `give` takes this rank's shard of the update. Every
-        rank has to call all three in the same order.
+        rank has to call this at the same point of the program.
         """
 
         def exchange(bucket: list[Matrix]) -> Exchange:

@@ -19,7 +19,7 @@ def _few(n_ranks: int, n_microbatches: int) -> int:
 
 def _few_rounds(n_ranks: int, n_microbatches: int) -> int:
     """Return a number with rounds of the same lengths, up to three of each: interleaved-1f1b runs micro-batches in
-    rounds, the first of which may be longer by one."""
+    rounds, and the first rounds may be longer by one."""
     if n_microbatches <= 4 * n_ranks:
         return n_microbatches
     rounds = n_microbatches // n_ranks

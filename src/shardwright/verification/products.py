@@ -52,7 +52,7 @@ class Products:
 
 
 def orthonormal(matrix: Tensor) -> Tensor:
-    """Return orthonormal columns by Gram-Schmidt; zeros for a column of which less than 1e-10 is left."""
+    """Return orthonormal columns by Gram-Schmidt; zeros for a column with less than 1e-10 left."""
     basis = torch.zeros_like(matrix)
     for number, column in enumerate(matrix.unbind(1)):
         rest = column.clone()

@@ -34,7 +34,7 @@ def most_ranks() -> int:
 
 def reduced(case: Case, layout: Layout, most: int) -> tuple[list[tuple[Case, Layout]], str]:
     """Return cases at test size with layouts of at most `most` ranks that have every axis and choice of `layout`
-    between them, and a sentence that says what was reduced. `case` has the true sizes.
+    between them, and a sentence about the reduction. `case` has the true sizes.
 
     Raises LayoutError for a layout that the model cannot have, and if `most` is too small for any two axes.
     """

@@ -88,7 +88,7 @@ def train_alone(case: Case, folder: Path) -> RankTrace:
 def _evaluate(
     model: Transformer, case: Case, parameters: dict[str, nn.Parameter], routers: "_RouterLosses"
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the losses of the batch after those of the training steps, without dropout."""
+    """Return the losses of the batch after the training steps' batches, without dropout."""
     model.eval()
     losses = _summed([*_passes(model, case, parameters, case.steps, EVALUATION, routers)])
     model.train()

@@ -43,8 +43,8 @@ TrainRank = Callable[[Case, Layout, Path], RankTrace]
 TIMEOUT_S = 300.0
 _SMALL = 10_000_000  # parameters
 _ENOUGH_TERMS = 4
-"""Micro-batches and ranks, at least two of which have a gradient in every tensor: a query's gradient is zero if the
-only target is the first token."""
+"""Number of micro-batches and ranks; at least two of them have a gradient in every tensor: a query's gradient is zero
+if the only target is the first token."""
 MOST_RANKS = 64
 """Every rank is a process of this machine with at least `processes.PROCESS_BYTES`."""
 
