@@ -22,16 +22,13 @@ class RemoteFile:
 
     @property
     def name(self) -> str:
-        """The last part of the URL."""
         return PurePosixPath(self.url).name
 
     @property
     def suffix(self) -> str:
-        """The suffix of the name, `.parquet`."""
         return PurePosixPath(self.url).suffix
 
     def open(self, mode: str) -> Any:
-        """Open the file for reading bytes."""
         import fsspec
 
         return fsspec.open(self.url, mode).open()
@@ -41,7 +38,6 @@ File = Path | RemoteFile
 
 
 def size_bytes(file: File) -> int:
-    """Return the size of a file."""
     return file.size_bytes if isinstance(file, RemoteFile) else file.stat().st_size
 
 

@@ -51,7 +51,6 @@ class RaggedBatch:
 
     @cached_property
     def positions(self) -> list[int]:
-        """The position of each token in its sequence."""
         return [position for segment in self.segments for position in range(segment.start, segment.stop)]
 
     @cached_property

@@ -45,7 +45,6 @@ class Cache:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all keys and values."""
         return sum(tensor.numel() * tensor.element_size() for layer in self.layers for tensor in layer.tensors)
 
 

@@ -67,7 +67,6 @@ class _Task:
 
     @property
     def folders(self) -> dict[str, Path]:
-        """The folder of each source by its name."""
         return {name_of(source): Path(source.path) for source in sources_of(self.data)}
 
     def samples(self, split: str) -> dict[str, Samples]:

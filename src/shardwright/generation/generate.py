@@ -72,7 +72,6 @@ class Answer:
 
     @property
     def tokens_per_s(self) -> float:
-        """New tokens of all prompts per second."""
         return sum(completion.n_tokens for completion in self.completions) / self.seconds
 
 

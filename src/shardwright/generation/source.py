@@ -40,7 +40,6 @@ class Text:
     """The id of the token that starts a text; None if there is none."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a prompt."""
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=self.begins).ids
         return ids
 

@@ -116,5 +116,4 @@ class Speculative:
 
     @property
     def sampling(self) -> Sampling:
-        """The sampling parameters of the batcher."""
         return self.batcher.sampling

@@ -90,7 +90,6 @@ class HuggingFaceWeights:
         return box
 
     def describe(self) -> str:
-        """Return one line that names the weights."""
         return f"{self.folder.architecture.class_name} of {self.path}"
 
 

@@ -78,7 +78,6 @@ class Entry(BaseModel):
 
     @property
     def n_elements(self) -> int:
-        """The number of elements of the tensor."""
         return math.prod(self.shape)
 
 

@@ -33,7 +33,6 @@ class Entry:
 
     @property
     def n_bytes(self) -> int:
-        """The number of bytes of its elements."""
         return torch.Size(self.shape).numel() * getattr(torch, self.dtype).itemsize
 
 

@@ -142,7 +142,6 @@ class Tally:
             x.register_hook(lambda _: self.add(load))
 
     def add(self, load: Load) -> None:
-        """Add `load` to the sum."""
         load_sum = self._load
         if load_sum is None:
             self._load = Load(*(each.clone() for each in load)) if self.copies else load

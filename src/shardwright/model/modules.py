@@ -79,7 +79,6 @@ class Row:
 
     @property
     def numel(self) -> int:
-        """The number of elements of the whole parameter."""
         return math.prod(self.shape)
 
     @property

@@ -169,7 +169,7 @@ def _recomputing(names: frozenset[str], keep: Keep | None = None, one_region: bo
 def part(name: str, compute: Part, *inputs: Tensor, weights: Sequence[Tensor] = (), compiles: bool = True) -> Any:
     """Return `compute(*inputs)`, which the backward pass computes again if the block that runs recomputes this part.
 
-    `weights`: parameters that `compute` reads next to its inputs; its own parameters if it is a module. It must return
+    `weights`: parameters that `compute` reads next to its inputs; a module's own parameters are added. It must return
     the same values whenever it is called, and so draw random numbers only by keys. `compiles`: the compiler can trace
     it.
     """

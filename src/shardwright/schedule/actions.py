@@ -69,7 +69,6 @@ class Schedule:
         return len(self.ranks)
 
     def actions(self) -> Iterator[tuple[int, Action]]:
-        """Return every action, with its rank."""
         return ((rank, action) for rank, actions in enumerate(self.ranks) for action in actions)
 
     @cached_property
@@ -82,7 +81,6 @@ class Schedule:
         return tuple(self.place[stage, microbatch] for stage in range(self.n_stages))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Return the stages of a rank, in order."""
         return tuple(sorted({action.stage for action in self.ranks[rank]}))
 
     @cached_property

@@ -83,7 +83,6 @@ class Report:
 
     @property
     def worst_error(self) -> float:
-        """The largest error of all rows."""
         errors = [row.error for row in self.rows] or [math.inf]
         return max(errors, key=lambda error: math.inf if math.isnan(error) else error)
 
@@ -97,7 +96,6 @@ class Report:
         return list(worst.values())
 
     def document(self) -> dict[str, Any]:
-        """Return the report for `--json`."""
         rows = [row for row in self.rows if not row.equal] or self.worst_of_each()
         return {
             "layout": str(self.layout),

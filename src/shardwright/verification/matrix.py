@@ -126,7 +126,6 @@ def _axes(layout: Layout) -> tuple[str, ...]:
 
 
 def _pairs(layout: Layout) -> set[Pair]:
-    """Return the pairs of a layout."""
     values = [(name, getattr(layout, name)) for name in _IN_TURN]
     return {*combinations(values, 2), *product([(axis, True) for axis in _axes(layout)], values)}
 

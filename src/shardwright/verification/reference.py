@@ -160,7 +160,6 @@ def _passes(
 
 
 def _weights(case: Case, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Return the weights that matmuls use."""
     compute = DTYPES[case.dtype][1]
     # A tensor that is not trained (a router's bias) is added to values with more digits than `compute`.
     weights = {name: p.to(compute) if p.requires_grad else p for name, p in parameters.items()}
