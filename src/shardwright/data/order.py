@@ -57,8 +57,8 @@ class SampleOrder:
     source: int = 0
 
     def __call__(self, global_index: np.ndarray) -> np.ndarray:
-        """Return the sample in range(n) at each running index g >= 0: perm(seed, epoch, source)(g mod n), epoch =
-        g // n."""
+        """Return the sample in range(n) at each running index g >= 0: perm(seed, epoch, source)(g mod n), where
+        epoch = g // n."""
         g = np.asarray(global_index, dtype=np.int64)
         epochs, positions = g // self.n, g % self.n
         samples = np.empty_like(positions)

@@ -100,7 +100,7 @@ class Manifest(_Record):
     def read(directory: str | Path, *, check_files: bool = True) -> "Manifest":
         """Return the manifest of `directory`; with `check_files` every file must exist in its full size.
 
-        Raises DataError for a folder that is missing, empty, damaged, of a newer format, or has something else.
+        Raises DataError for a folder that is missing, empty, damaged, of a newer format or of another kind.
         """
         folder = Path(directory)
         raw = _read_json(folder)

@@ -98,7 +98,7 @@ class Replicated:
         codec: Codec | None = None,
         products: PowerSGD | None = None,
     ) -> None:
-        """`parameters`: plain tensors that have storage. `group`: None: nothing is reduced. `codec`: the encoding of
+        """`parameters`: plain tensors that have storage. Without a `group` nothing is reduced. `codec`: the encoding of
         gradients, if they are compressed. `products` sums the gradients of other parameters, after the last backward
         pass."""
         self.group, self.products = group, products

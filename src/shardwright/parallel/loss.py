@@ -136,9 +136,9 @@ def _in_parts(of: CrossEntropy, logits_Nv: Tensor, targets_N: Tensor, factor: Te
 
 
 def loss_sum(of: CrossEntropy, logits_BTv: Tensor, targets_BT: Tensor, factor: Tensor | None = None) -> Tensor:
-    """Return `of` a micro-batch, differentiable. The forward pass overwrites the logits with their gradient, because it
-    has the exponentials then. `factor`, a scalar in fp32 or wider: the gradient of the loss in the backward pass, if
-    known; the gradient of 16-bit logits is then rounded once, after this multiplication."""
+    """Return the loss `of` for a micro-batch, differentiable. The forward pass overwrites the logits with their
+    gradient, because it has the exponentials then. `factor`, a scalar in fp32 or wider: the gradient of the loss in the
+    backward pass, if known; the gradient of 16-bit logits is then rounded once, after this multiplication."""
     total: Tensor = _Loss.apply(logits_BTv, targets_BT, of, factor)
     return total
 
