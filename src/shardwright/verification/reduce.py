@@ -71,7 +71,7 @@ def _least(layout: Layout, axis: str) -> int:
 
 
 def _prime(n: int) -> int:
-    """The smallest prime factor of a number; 1 of 1."""
+    """Return the smallest prime factor of a number; 1 for 1."""
     return divisors(n)[:2][-1]
 
 
