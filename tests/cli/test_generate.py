@@ -244,4 +244,4 @@ def test_a_folder_without_a_model_or_a_tokenizer_is_told(folder: Path, tmp_path:
         told = " ".join(run("generate", folder / "run", "--prompt", "a", code=2).split())
     finally:
         (tmp_path / "tokens").rename(folder / "tokens")
-    assert "the tokenizer of a run is that of its data: prepare" in told
+    assert "a run uses the tokenizer of its data: prepare" in told

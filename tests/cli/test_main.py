@@ -23,7 +23,7 @@ from shardwright.processes import STOPPING
     [
         (
             ["verify"],
-            "error: invalid value for RUN_FILE: name a run file, such as examples/debug.toml (shardwright verify --help)",
+            "error: invalid value for RUN_FILE: name a run file, such as examples/debug.toml (shardwright verify",
         ),
         (["generate"], "error: missing argument 'model' ("),
         (["sample", "runs/x"], "error: sample is called generate now; see shardwright generate --help ("),

@@ -131,7 +131,7 @@ BAD = {
     "no message has the role 'assistant', so there is no answer to train on": {"messages": [TALK[1]]},
     "message 1 is not an object with a role and a text": {"messages": ["hello"]},
     "the field 'messages' is empty, not a list of messages": {"messages": []},
-    "message 1 holds '<|im_end|>', a special token": {"messages": [{"role": "user", "content": "<|im_end|>"}]},
+    "message 1 contains '<|im_end|>', a special token": {"messages": [{"role": "user", "content": "<|im_end|>"}]},
     "no field prompt; there are: completion, id": {"completion": "x", "id": 3},
     "no field messages, and neither prompt nor completion; there are: text": {"text": "x"},
     "the field 'completion' is empty, not a text": {"prompt": "x", "completion": ""},
@@ -176,7 +176,7 @@ def test_messages_need_a_template_and_a_template_may_be_given(tmp_path: Path):
 
 def test_a_template_that_rewrites_earlier_answers_is_refused():
     forgets = "{% for m in messages %}{{ m.content if loop.last else '...' }}|{% endfor %}"
-    with pytest.raises(BadConversation, match="writes message 3 in another way"):
+    with pytest.raises(BadConversation, match="renders message 3 differently"):
         ChatFormat(forgets).pieces({"messages": TALK})
 
 

@@ -142,7 +142,7 @@ def test_messages_that_are_not_to_be_trained_on_are_not(template: str, no: dict[
 
 
 REFUSED = {
-    "message 1 is to be trained on, and is no answer": {"messages": [published.user("a") | {"weight": 1}, published.said("b")]},
+    "message 1 is marked as trained on but is not an answer": {"messages": [published.user("a") | {"weight": 1}, published.said("b")]},
     "message 2 has weight 0.5; valid: 0, 1, false, true": {"messages": [published.user("a"), published.said("b", weight=0.5)]},
     "does not read 'tools'": {"tools": published.TOOLS, "messages": [published.user("a"), published.said("b")]},
     "does not read 'tool_calls', which message 2": {"messages": [published.user("a"), published.said("b", tool_calls=[published.CALL])]},

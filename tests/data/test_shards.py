@@ -253,7 +253,7 @@ def test_a_folder_without_checksums_of_blocks_still_has_a_checked_index(copy: Pa
     assert split.tokens(0, split.n_tokens).max() > 0
     index = copy / "train-00000.idx"
     index.write_bytes(index.read_bytes()[:-1] + b"\1")
-    with pytest.raises(DataError, match=r"train-00000\.idx is damaged: it has another sha256"):
+    with pytest.raises(DataError, match=r"train-00000\.idx is damaged: its sha256 differs"):
         open_split(copy, "train")
 
 

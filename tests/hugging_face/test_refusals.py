@@ -56,7 +56,7 @@ def configured(folder: Path, **keys: Any) -> Path:
     ("keys", "said"),
     [
         ({"model_type": "mamba"}, "model_type='mamba' is not supported; supported: llama, mistral, qwen3"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "has no LlamaForCausalLM, the only one supported"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "has no LlamaForCausalLM, the only supported one"),
         ({"hidden_act": "relu"}, "hidden_act='relu' is not supported for llama; valid: 'silu'"),
         ({"attention_bias": True}, "attention_bias=True and mlp_bias=False differ"),
         ({"hidden_size": "64", "rms_norm_eps": []}, "hidden_size='64' is not a whole number; it is model.d_model here"),
@@ -110,7 +110,7 @@ def changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> P
     ("change", "said"),
     [
         (lambda held: held.pop("model.norm.weight"), "model.norm.weight is missing"),
-        (lambda held: held.update({"score.weight": torch.ones(2)}), "score.weight is no tensor of this model"),
+        (lambda held: held.update({"score.weight": torch.ones(2)}), "score.weight is not a tensor of this model"),
         (
             lambda held: held.update({"model.norm.weight": torch.ones(31)}),
             "model.norm.weight is [31], and config.json makes it [32]",

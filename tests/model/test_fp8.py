@@ -204,7 +204,7 @@ def test_gradients_of_a_linear_are_those_of_its_matmuls():
 @pytest.mark.parametrize(
     ("fp8", "layout", "tokens", "said"),
     [
-        (Fp8("tensorwise"), Layout(), 24, ["24 tokens", "no multiple of 16", "fp8_weight_gradient=false"]),
+        (Fp8("tensorwise"), Layout(), 24, ["24 tokens", "not a multiple of 16", "fp8_weight_gradient=false"]),
         (Fp8("tensorwise", skip_layers=2), Layout(), 32, ["leaves none of the 4 layers", "valid: 0 to 1"]),
         (Fp8("blockwise", weight_gradient=False), Layout(tp=2), 32, ["multiples of 128", "lower layout.tp"]),
         (Fp8("rowwise", experts=True), Layout(), 32, ["precision.fp8_experts=true: this model has no experts"]),

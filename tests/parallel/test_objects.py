@@ -42,13 +42,13 @@ def test_every_rank_has_the_objects_of_all_and_what_is_too_long_or_of_another_ty
     for objects_of_all, paths, of_another_type, too_long in run_ranks(exchanged, 2):
         assert objects_of_all == expected
         assert paths == [None, Path("a")]
-        assert of_another_type.startswith("what rank 1 of 2 sent is not what was expected: 1 validation error")
-        assert too_long == "rank 1 of 2 sends an object of 152 B to the others, and at most 100 B are taken"
+        assert of_another_type.startswith("rank 1 of 2 sent an object of the wrong type: 1 validation error")
+        assert too_long == "rank 1 of 2 sends an object of 152 B to the others; the maximum is 100 B"
 
 
 def test_what_another_rank_has_nested_too_deeply_is_refused():
     text = torch.frombuffer(bytearray(b"[" * 100_000), dtype=torch.uint8)
-    with pytest.raises(WorkerError, match="what rank 0 of 1 sent is not what was expected: nested too deeply"):
+    with pytest.raises(WorkerError, match="rank 0 of 1 sent an object of the wrong type: nested too deeply"):
         objects._decoded([text], [len(text)], list)
 
 

@@ -1,1 +1,1 @@
-"""Text into token shards, and token shards into batches: tokenise, store, order, load."""
+"""Tokenises text into token shards and loads batches from them: prepare, store, order, read."""

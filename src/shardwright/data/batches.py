@@ -1,8 +1,8 @@
-"""Batches of samples for one data rank, prefetched by a thread; the position in the data is one integer.
+"""Batches of samples for one data rank, prefetched by a thread; one integer is the position in the data.
 
 Running sample g (0, 1, 2, ... over the whole run) is the sample `order(g)`: `SampleOrder` for one source,
-`MixtureOrder` for several. A step takes the next global_batch of them, data rank r the r-th contiguous block. So what a
-step trains on depends on neither the number of ranks nor where a run was resumed.
+`MixtureOrder` for several. A step takes the next global_batch running samples, data rank r the r-th contiguous block.
+So a step's samples depend on neither the number of ranks nor the step at which a run was resumed.
 
 Letters of shapes: A accumulated micro-batches, B micro_batch, T seq_len.
 """
@@ -31,13 +31,13 @@ DocumentsAB = tuple[tuple[tuple[int, ...], ...], ...]
 
 @dataclass(frozen=True)
 class Batch:
-    """What one data rank computes in one step.
+    """The samples of one data rank in one step.
 
-    tokens_ABT and targets_ABT are int64, targets IGNORE where they do not count; sample_ids_AB, int64, the
-    running (global) sample indices, PADDING_ID for a row that only fills a micro-batch; n_targets is
-    the number of targets that count in this batch, of this rank alone. documents_AB: the tokens of each
-    document of each sequence, which add up to T; None where attention goes over whole sequences. n_real_AB: the tokens
-    of each sequence before its padding, int64; None where no sequence of the run has padding.
+    tokens_ABT and targets_ABT are int64; targets that do not count are IGNORE. sample_ids_AB: int64, the running
+    (global) sample indices, PADDING_ID for a row that only fills a micro-batch. n_targets: the number of targets that
+    count in this batch, on this rank alone. documents_AB: the tokens of each document of each sequence, which add up to
+    T; None if attention covers whole sequences. n_real_AB: the tokens of each sequence before its padding, int64; None
+    if no sequence of the run has padding.
     """
 
     tokens_ABT: torch.Tensor
@@ -56,7 +56,7 @@ class Batch:
         documents_B: Sequence[Sequence[int]] | None = None,
         n_real_B: torch.Tensor | None = None,
     ) -> "Batch":
-        """The sequences of one data rank, in micro-batches that divide their number."""
+        """Return a batch of the sequences of one data rank, in micro-batches that divide their number."""
         shape_AB = (len(ids_B) // micro_batch, micro_batch)
         return Batch(
             tokens_BT.reshape(*shape_AB, -1),
@@ -69,18 +69,18 @@ class Batch:
 
 
 class Batches:
-    """An endless iterator of Batch, epoch after epoch, from running sample `start_sample` on; `order` gives the number
-    in `samples` of running samples.
+    """An endless iterator of Batch, epoch after epoch, from running sample `start_sample` on; `order` maps running
+    samples to indices in `samples`.
 
-    Save `next_sample` and give it back as `start_sample` to resume, on any number of ranks, with any batch.
-    `prefetch` batches are read ahead by a thread (0 reads in the caller); `close`, or leaving a `with` block,
-    stops it. What fails in the thread is raised, as it is, by the `next` that would have returned that batch.
+    Save `next_sample` and pass it as `start_sample` to resume, on any number of ranks, with any batch. `prefetch`
+    batches are read ahead by a thread (0 reads in the caller); `close`, or leaving a `with` block, stops it. An error
+    in the thread is raised by the `next` that would have returned that batch.
 
-    `within_documents`: batches have the documents of their sequences, within which attention stays. `padded`: they have
-    the numbers of real tokens of their sequences. `left_out`: ranges of running samples that no batch has.
+    `within_documents`: batches have the documents of their sequences, within which attention stays. `padded`: batches
+    have the numbers of real tokens of their sequences. `left_out`: ranges of running samples that no batch has.
 
-    Raises LayoutError for a batch that does not divide. A token id of vocab_size or more, which only
-    damaged or foreign data has, raises DataError from `next`.
+    Raises LayoutError for a batch that does not divide. A token id of vocab_size or more, which only damaged or foreign
+    data has, raises DataError from `next`.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Batches:
 
     @property
     def next_sample(self) -> int:
-        """Running index of the first sample of the batch that `next` returns next, read ahead or not."""
+        """Running index of the first sample of the batch that `next` returns next, whether read ahead or not."""
         return int(_past(np.array(self._start_sample + self._taken), self._start_sample, self._left_out))
 
     def __iter__(self) -> Iterator[Batch]:
@@ -142,7 +142,7 @@ class Batches:
         return batch
 
     def close(self) -> None:
-        """Stop the thread; returns when it has ended."""
+        """Stop the thread; return when it has ended."""
         self._closed = True
         if self._reader is not None:
             self._reader.stop()
@@ -155,19 +155,19 @@ class Batches:
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges (first, one after the last) in order, those that touch or overlap as one."""
-    found: list[tuple[int, int]] = []
+    """Return ranges (first, one after the last) in order; ranges that touch or overlap are merged."""
+    result: list[tuple[int, int]] = []
     for first, end in sorted(ranges):
-        if found and first <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
+        if result and first <= result[-1][1]:
+            result[-1] = result[-1][0], max(end, result[-1][1])
         else:
-            found.append((first, end))
-    return found
+            result.append((first, end))
+    return result
 
 
 def _past(ids: np.ndarray, start: int, left_out: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Running indices (any shape, int64) counted from `start` on as if nothing were left out, moved past the ranges
-    that are."""
+    """Return running indices (any shape, int64), counted from `start` as if nothing were left out, moved past the
+    ranges that are left out."""
     for first, end in left_out:
         if end > start:
             begins = max(first, start)
@@ -186,10 +186,10 @@ def evaluation_batches(
     padded: bool = False,
     max_samples: int | None = None,
 ) -> Iterator[Batch]:
-    """`max_samples` of a split (all if None), spread evenly over it, once each over all data ranks; A = 1.
+    """Yield `max_samples` of a split (all if None), spread evenly over it, once each over all data ranks; A = 1.
 
-    Every rank gets ceil(max_samples / (micro_batch * data_ranks)) batches, because a rank that stays out of a
-    collective hangs the others; the rows too many are masked whole. Raises DataError as Batches does.
+    Every rank gets ceil(max_samples / (micro_batch * data_ranks)) batches, because a rank that skips a collective hangs
+    the others; surplus rows are masked whole. Raises DataError as Batches does.
     """
     assert 0 <= data_rank < data_ranks, (data_rank, data_ranks)
     n = len(samples) if max_samples is None else min(max_samples, len(samples))
@@ -237,7 +237,7 @@ def _read(
 
 
 def _in_microbatches(documents: Sequence[Sequence[int]], micro_batch: int) -> DocumentsAB:
-    whole = [tuple(each) for each in documents]
+    whole = [tuple(lengths) for lengths in documents]
     return tuple(tuple(whole[at : at + micro_batch]) for at in range(0, len(whole), micro_batch))
 
 
@@ -252,7 +252,7 @@ def _outside_vocabulary(samples: Samples, i: int, tokens: np.ndarray, vocab_size
 
 
 class _Reader:
-    """One thread that keeps a bounded queue of batches full. It knows nothing of the Batches that owns it."""
+    """One thread that keeps a bounded queue of batches full. It has no reference to the Batches that owns it."""
 
     def __init__(self, source: Iterator[Batch], ahead: int) -> None:
         self._queue: queue.Queue[Batch | Exception] = queue.Queue(ahead)
@@ -263,7 +263,7 @@ class _Reader:
         self._thread.start()
 
     def take(self) -> Batch:
-        """The next batch, or the exception in its place."""
+        """Return the next batch, or raise the exception in its place."""
         taken = self._queue.get()
         if isinstance(taken, Exception):
             raise taken
@@ -271,7 +271,7 @@ class _Reader:
 
     def stop(self) -> None:
         self._stopping.set()
-        # The thread may be waiting for room: after this it puts at most one more, and there is room for it.
+        # The thread may be waiting for room: after this it puts at most one more batch, for which there is room.
         while not self._queue.empty():
             self._queue.get_nowait()
         if self._thread is not threading.current_thread():

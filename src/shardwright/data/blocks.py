@@ -1,4 +1,4 @@
-"""Checksums of the blocks of a shard's files: written beside the shard, compared when a block is first read.
+"""Checksums of the blocks of a shard's files: written next to the shard, compared when a block is first read.
 
     train-00000.sums   uint64, little-endian: the xxh3_64 of each BLOCK_BYTES of .bin, then of .idx, then of .trained
 
@@ -18,13 +18,13 @@ from shardwright.files import read_bytes, reason
 from shardwright.units import KiB
 
 BLOCK_BYTES = 64 * KiB
-"""The size in folders that are written now; a reader takes the size that the manifest says."""
+"""The block size of folders that are written now; readers take the manifest's block size."""
 SUM_BYTES = 8
 WAY_OUT = "copy the file again, or prepare the data again; `shardwright data inspect DIR --verify` reads every file"
 
 
 def n_blocks(n_bytes: int, block_bytes: int) -> int:
-    """The number of blocks in a file; the last one may be short."""
+    """Return the number of blocks in a file; the last one may be short."""
     return -(-n_bytes // block_bytes)
 
 
@@ -47,7 +47,7 @@ class BlockSums:
         self._room_bytes -= len(view)
 
     def finish(self) -> bytes:
-        """The checksums of all blocks, as they are written to the `.sums` file."""
+        """Return the checksums of all blocks, as they are written to the `.sums` file."""
         last = [self._block.intdigest()] if self._room_bytes < BLOCK_BYTES else []
         return np.array(self._sums + last, "<u8").tobytes()
 
@@ -66,17 +66,17 @@ class SumsFile:
             except OSError as error:
                 raise DataError(f"{self._path}: cannot be read: {reason(error)}; {WAY_OUT}") from None
             if hashlib.sha256(content).hexdigest() != self._sha256:
-                raise DataError(f"{self._path} is damaged: it has another sha256 than in the manifest; {WAY_OUT}")
+                raise DataError(f"{self._path} is damaged: its sha256 differs from the manifest's; {WAY_OUT}")
             self._sums = np.frombuffer(content, "<u8")
         return int(self._sums[block])
 
 
 class CheckedFile:
-    """A file of a shard as a memory-mapped row of numbers. Each block is compared with its checksum when it is first
+    """A file of a shard as a memory-mapped array of numbers. Each block is compared with its checksum when it is first
     read.
 
-    `sums`: the shard's checksums, of which this file's begin at `first_block`; None in folders of format version 1 and
-    2, whose files only have the checksum `sha256`.
+    `sums`: the shard's checksums; this file's start at `first_block`. None in folders of format versions 1 and 2, whose
+    files only have the checksum `sha256`.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class CheckedFile:
         return len(self._row)
 
     def read(self, start: int, length: int) -> np.ndarray:
-        """At most `length` numbers from number `start` on, read-only. Raises DataError for a damaged block."""
+        """Return at most `length` numbers from number `start` on, read-only. Raises DataError for a damaged block."""
         self._require_whole_file()
         piece: np.ndarray = self._row[start : start + length]
         if self._sums is not None and len(piece):
@@ -102,11 +102,11 @@ class CheckedFile:
         return piece
 
     def read_all(self) -> np.ndarray:
-        """Every number of the file, which is checked as a whole at the first call. Raises DataError."""
+        """Return every number of the file, which is checked as a whole at the first call. Raises DataError."""
         if self._sums is None and self._unread.any():
             self._require_whole_file()
             if hashlib.sha256(self._row).hexdigest() != self._sha256:
-                raise DataError(f"{self.path} is damaged: it has another sha256 than in the manifest; {WAY_OUT}")
+                raise DataError(f"{self.path} is damaged: its sha256 differs from the manifest's; {WAY_OUT}")
             self._unread[:] = False
         return self.read(0, len(self))
 
@@ -119,12 +119,12 @@ class CheckedFile:
             if self._unread[block] and xxhash.xxh3_64_intdigest(content) != self._sums[self._first_block + block]:
                 raise DataError(
                     f"{self.path} is damaged in block {block} (bytes {begin} to {begin + len(content) - 1}): "
-                    f"its checksum is not the one that was written; {WAY_OUT}"
+                    f"its checksum differs from the written one; {WAY_OUT}"
                 )
             self._unread[block] = False
 
     def _require_whole_file(self) -> None:
-        """Raise DataError if the file is shorter than when it was mapped: a read behind its end would end the process
+        """Raise DataError if the file is shorter than when it was mapped: a read beyond its end would end the process
         by SIGBUS. A file that was deleted can still be read."""
         try:
             size = self.path.stat().st_size
@@ -133,5 +133,5 @@ class CheckedFile:
         if size < self._row.nbytes:
             raise DataError(
                 f"{self.path} has {size} bytes, and had {self._row.nbytes} when it was opened: it was cut short since; "
-                f"copy it again, or prepare the data again, and go on with --resume"
+                f"copy it again, or prepare the data again, and continue with --resume"
             )

@@ -1,7 +1,7 @@
-"""Prompts and answers: a record into text of which only the answers are trained on.
+"""Turns conversations, and prompts with completions, into text; only the answers are trained on.
 
-A record has `messages`, which a chat template writes as `apply_chat_template` of transformers does; or a `prompt` and a
-`completion`, which are text as they stand. A known key of a record or message is used or refused, never left unread.
+A record has `messages`, which a chat template renders as `apply_chat_template` of transformers does, or a `prompt` and
+a `completion`, which are used unchanged. A known key of a record or message is used or refused, never ignored.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from shardwright.files import parse_json, read_text, reason
 ROLES = ("system", "user", "assistant", "tool")
 FURTHER_ROLES = ("developer", "function", "ipython")
 TRAINED_KEYS = ("weight", "train", "training", "loss")
-"""Names, in data sets, of what says whether a record or message is trained on: 0 or 1, false or true."""
+"""Keys, in published data sets, for whether a record or message is trained on: 0 or 1, false or true."""
 READ_BY_TEMPLATE = ("tool_calls", "function_call", "refusal", "audio", "image", "images", "video", "videos")
 """Keys of a message that are content, so a template has to read them."""
 REFUSED_KEYS = (
@@ -36,12 +36,12 @@ CONFIG = "tokenizer_config.json"
 TOKENS_MAP = "special_tokens_map.json"
 TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 DATE = "SOURCE_DATE_EPOCH"
-"""The environment variable, of reproducible builds, that sets the date which templates write."""
+"""The environment variable of reproducible builds that sets the date that templates write."""
 
 
 class Piece(NamedTuple):
-    """Text of a document, and whether its tokens are trained on: predicted in the loss. `apart`: whether it is encoded
-    on its own, so that no token lies over its beginning."""
+    """Text of a document. The boolean: whether its tokens are trained on, that is, predicted in the loss. `apart`:
+    whether it is encoded on its own, so that no token spans its start."""
 
     text: str
     trained: bool
@@ -49,14 +49,14 @@ class Piece(NamedTuple):
 
 
 class BadConversation(ValueError):
-    """A record that is no conversation with an answer, or that the template cannot write."""
+    """A record that is not a conversation with an answer, or that the template cannot render."""
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How records become text: the template and the tokens it may name, both of the tokenizer. `template` is None where
-    there is none, which is enough for `prompt` and `completion`; `tool_template` is for records with tools, where the
-    tokenizer has two. `special_tokens` may not stand in a message. `now`: the date that templates write."""
+    """The rendering of records: the tokenizer's template and the tokens that it may name. `template` is None if there
+    is none, which is enough for `prompt` and `completion`; `tool_template` is for records with tools, if the tokenizer
+    has two. `special_tokens` may not occur in a message. `now`: the date that templates write."""
 
     template: str | None = None
     tokens: tuple[tuple[str, str], ...] = ()
@@ -64,13 +64,13 @@ class ChatFormat:
     tool_template: str | None = None
     now: float = field(default_factory=lambda: float(os.environ.get(DATE) or time.time()))
     markers: set[str] = field(default_factory=set, compare=False)
-    """Control tokens that the template wrote so far, by their form."""
+    """Control tokens that the template has written so far, recognised by their form."""
 
     def pieces(self, record: dict[str, Any]) -> list[Piece]:
-        """The pieces of a record in order; those of messages are encoded as one text. Raises BadConversation."""
+        """Return the pieces of a record in order; messages are encoded as one text. Raises BadConversation."""
         known = {key for key in REFUSED_KEYS if record.get(key) not in (None, [], {})}
         if known:
-            raise BadConversation(f"the field {min(known)!r} is not read here, so it may not be left unread; remove it")
+            raise BadConversation(f"the field {min(known)!r} is not read here and may not be ignored; remove it")
         trained = _trained(record, "the record")
         if record.get("messages") is not None:
             return self._of_messages(record, trained is not False)
@@ -88,9 +88,9 @@ class ChatFormat:
         return [Piece(record["prompt"], False), Piece(record["completion"], trained is not False, True)]
 
     def prompt(self, text: str) -> str:
-        """Return the text with which a model begins its answer to one message of a user.
+        """Return the text with which a model starts its answer to one message of a user.
 
-        Raises DataError where there is no template, and BadConversation where it refuses the message.
+        Raises DataError if there is no template, and BadConversation if it refuses the message.
         """
         if self._process is None:
             raise DataError("--chat: the tokenizer has no chat template; leave --chat out, or prepare data of messages")
@@ -103,12 +103,12 @@ class ChatFormat:
 
     @property
     def named_tokens(self) -> dict[str, str]:
-        """The tokens that the template names; the text of one that the tokenizer does not have is empty."""
+        """Return the tokens that the template names; a token that the tokenizer does not have is empty text."""
         return {name: text for name, text in self.tokens if self.template is not None and name in self.template}
 
     @cached_property
     def answer_end(self) -> str | None:
-        """The special token that the template writes behind an answer; None where it writes none."""
+        """The special token that the template writes after an answer; None if it writes none."""
         if self.template is None:
             return None
         turns = [{"role": "user", "content": "0"}, {"role": ANSWER, "content": "0"}]
@@ -120,8 +120,10 @@ class ChatFormat:
 
     @property
     def writes_date(self) -> bool:
-        """Whether the text depends on `now`."""
-        return any("strftime_now" in each for each in (self.template, self.tool_template) if each is not None)
+        """Whether the rendered text depends on `now`."""
+        return any(
+            "strftime_now" in template for template in (self.template, self.tool_template) if template is not None
+        )
 
     def _of_messages(self, record: dict[str, Any], trained: bool) -> list[Piece]:
         template, process = self.template, self._process
@@ -135,7 +137,7 @@ class ChatFormat:
         messages = _checked(record["messages"], template, self.special_tokens)
         for name in ("tools", "documents"):
             _refuse_special(given.get(name), f"the field {name!r}", self.special_tokens)
-        answers = [trained and _trained(each, f"message {n}") is not False for n, each in enumerate(messages, start=1)]
+        answers = [trained and _trained(m, f"message {n}") is not False for n, m in enumerate(messages, start=1)]
         try:
             text, spans = process.write(messages, answers, given)
         except Refused as error:
@@ -173,14 +175,15 @@ class ChatFormat:
 
 
 def without_nulls(value: Any) -> Any:
-    """A value of Arrow without the keys that are null: it fills every key of a column into every row."""
+    """Return a value of Arrow without its null keys: Arrow fills every key of a column into every row."""
     if isinstance(value, dict):
-        return {key: without_nulls(each) for key, each in value.items() if each is not None}
-    return [without_nulls(each) for each in value] if isinstance(value, list) else value
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _given(record: dict[str, Any], reads: frozenset[str]) -> dict[str, Any]:
-    """The variables of the template that a record sets. Raises BadConversation for one that it does not read."""
+    """Return the template variables that a record sets. Raises BadConversation for one that the template does not
+    read."""
     given: dict[str, Any] = {}
     if record.get("completion") is not None:
         raise BadConversation("it has messages and a completion; keep one of the two")
@@ -196,7 +199,7 @@ def _given(record: dict[str, Any], reads: frozenset[str]) -> dict[str, Any]:
                 raise BadConversation(f"the field {name!r} is a text but not JSON: {error}") from None
         if value is None:
             continue
-        if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
             raise BadConversation(f"the field {name!r} is {_kind(value)}, not a list of objects")
         given[name] = value
     extra = record.get("chat_template_kwargs") or {}
@@ -211,10 +214,10 @@ def _given(record: dict[str, Any], reads: frozenset[str]) -> dict[str, Any]:
 
 
 def _checked(messages: Any, template: str, special_tokens: tuple[str, ...]) -> list[dict[str, Any]]:
-    """`messages`, without nulls, if they are a conversation with an answer. Raises BadConversation."""
+    """Return `messages`, without nulls, if they are a conversation with an answer. Raises BadConversation."""
     if not isinstance(messages, list) or not messages:
         raise BadConversation(f"the field 'messages' is {_kind(messages)}, not a list of messages")
-    found = []
+    checked = []
     for number, given in enumerate(messages, start=1):
         if not isinstance(given, dict):
             raise BadConversation(f"message {number} is not an object with a role and a text, its content")
@@ -229,12 +232,14 @@ def _checked(messages: Any, template: str, special_tokens: tuple[str, ...]) -> l
         if any(message.get(key) for key in REASONING) and not re.search(rf"\b({'|'.join(REASONING)})\b", template):
             raise BadConversation(f"the chat template does not read the reasoning, which message {number} has")
         if role != ANSWER and _trained(message, f"message {number}"):
-            raise BadConversation(f"message {number} is to be trained on, and is no answer: its role is {role!r}")
+            raise BadConversation(
+                f"message {number} is marked as trained on but is not an answer: its role is {role!r}"
+            )
         _refuse_special(message, f"message {number}", special_tokens)
-        found.append(message)
-    if not any(message["role"] == ANSWER for message in found):
+        checked.append(message)
+    if not any(message["role"] == ANSWER for message in checked):
         raise BadConversation(f"no message has the role {ANSWER!r}, so there is no answer to train on")
-    return found
+    return checked
 
 
 def _check_content(message: dict[str, Any], where: str) -> None:
@@ -249,8 +254,8 @@ def _check_content(message: dict[str, Any], where: str) -> None:
         raise BadConversation(f"{where} is not an object with a role and a text, its content")
     for part in parts:
         if not isinstance(part, dict) or not isinstance(part.get("text"), str) or part.get("type", "text") != "text":
-            told = part.get("type") if isinstance(part, dict) else part
-            raise BadConversation(f"{where} has a part of type {told!r}; only parts of text can be trained on")
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise BadConversation(f"{where} has a part of type {kind!r}; only parts of text can be trained on")
 
 
 def _is_call(call: Any) -> bool:
@@ -260,28 +265,28 @@ def _is_call(call: Any) -> bool:
 
 def _dicts(record: dict[str, Any]) -> list[dict[str, Any]]:
     messages = record["messages"]
-    return [each for each in messages if isinstance(each, dict)] if isinstance(messages, list) else []
+    return [message for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
 
 
 def _trained(holder: dict[str, Any], where: str) -> bool | None:
-    """Whether a record or message says that it is trained on; None where it says nothing. Raises BadConversation."""
-    said = {key: holder[key] for key in TRAINED_KEYS if holder.get(key) is not None}
-    for key, value in said.items():
+    """Return whether a record or message is marked as trained on; None if it is not marked. Raises BadConversation."""
+    marks = {key: holder[key] for key in TRAINED_KEYS if holder.get(key) is not None}
+    for key, value in marks.items():
         if isinstance(value, str) or value not in (0, 1):
             raise BadConversation(f"{where} has {key} {value!r}; valid: 0, 1, false, true")
-    if len(set(map(bool, said.values()))) > 1:
-        raise BadConversation(f"{where} contradicts itself: {', '.join(f'{k} {v!r}' for k, v in said.items())}")
-    return bool(next(iter(said.values()))) if said else None
+    if len(set(map(bool, marks.values()))) > 1:
+        raise BadConversation(f"{where} contradicts itself: {', '.join(f'{k} {v!r}' for k, v in marks.items())}")
+    return bool(next(iter(marks.values()))) if marks else None
 
 
 def _refuse_special(value: Any, where: str, special_tokens: tuple[str, ...]) -> None:
     for token in special_tokens:
         if _holds(value, token):
-            raise BadConversation(f"{where} holds {token!r}, a special token of the tokenizer")
+            raise BadConversation(f"{where} contains {token!r}, a special token of the tokenizer")
 
 
 def _holds(value: Any, text: str) -> bool:
-    """Whether a text stands in any text of a value of JSON."""
+    """Return whether a text occurs in any text of a JSON value."""
     if isinstance(value, str):
         return text in value
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -289,8 +294,8 @@ def _holds(value: Any, text: str) -> bool:
 
 
 def read_chat_format(tokenizer: Path | None, template: Path | None, special_tokens: tuple[str, ...]) -> ChatFormat:
-    """The format of conversations of a tokenizer.json: the template and tokens that its folder has, as models of the
-    hub have them; or the `template` given. Raises DataError for files that cannot be read."""
+    """Return the chat format of a tokenizer.json: the template and tokens from its folder, as in models of the hub, or
+    the given `template`. Raises DataError for files that cannot be read."""
     if tokenizer is None:
         return ChatFormat(None if template is None else _read(template), (), special_tokens)
     config = _settings(tokenizer.with_name(CONFIG))
@@ -307,7 +312,7 @@ def read_chat_format(tokenizer: Path | None, template: Path | None, special_toke
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    """A file of settings beside a tokenizer; empty where it is not there."""
+    """Return the settings in a file next to a tokenizer; empty if the file is missing."""
     if not path.is_file():
         return {}
     try:
@@ -315,23 +320,23 @@ def _settings(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise DataError(f"{path}: not JSON: {error}") from None
     if not isinstance(settings, dict):
-        raise DataError(f"{path}: not the settings of a tokenizer: no JSON object")
+        raise DataError(f"{path}: not a JSON object, so not the settings of a tokenizer")
     return settings
 
 
 def _templates(given: Any, path: Path) -> tuple[str | None, str | None]:
-    """The default template and the one for records with tools; a tokenizer has one for both, or several by name."""
+    """Return the default template and the template for records with tools; a tokenizer has one or several by name."""
     if given is None or isinstance(given, str):
         return given, None
-    if isinstance(given, list) and all(isinstance(each, dict) for each in given):
-        given = {each.get("name"): each.get("template") for each in given}
-    if not isinstance(given, dict) or not all(isinstance(each, str) for pair in given.items() for each in pair):
+    if isinstance(given, list) and all(isinstance(item, dict) for item in given):
+        given = {item.get("name"): item.get("template") for item in given}
+    if not isinstance(given, dict) or not all(isinstance(item, str) for pair in given.items() for item in pair):
         raise DataError(f"{path}: chat_template is {_kind(given)}, and neither a text nor texts with names")
     return given.get("default"), given.get("tool_use")
 
 
 def _tokens(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The tokens with names that a template may use."""
+    """Yield the named tokens that a template may use."""
     extra = config.get("extra_special_tokens")
     named = {name: config.get(name) for name in TOKEN_NAMES} | (extra if isinstance(extra, dict) else {})
     for name, given in named.items():

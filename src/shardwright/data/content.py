@@ -1,4 +1,4 @@
-"""What is in a file: compressed or not, records or text. The content says so; a name says it only of JSON lines."""
+"""Detects the content of a file: compressed or not, records or text. The name decides only for JSON lines."""
 
 import bz2
 import gzip
@@ -19,7 +19,7 @@ from shardwright.units import KiB, MiB, format_bytes
 Kind = Literal["lines", "array", "object", "parquet", "text"]
 LONGEST_RECORD_BYTES = 256 * MiB
 LARGEST_OBJECT_BYTES = 16 * MiB
-"""A JSON object over several lines is looked into up to this size; a larger one is text."""
+"""A JSON object over several lines is examined up to this size; a larger one is text."""
 CHUNK_BYTES = 64 * KiB
 _PACKED = (".gz", ".gzip", ".zst", ".bz2", ".xz")
 _LINES = (".jsonl", ".ndjson")
@@ -28,7 +28,7 @@ _BEFORE_RECORDS = "\ufeff\x1e \t\r\n"
 
 
 def suffix(path: File) -> str:
-    """The suffix of a name in small letters, without that of a compression."""
+    """Return the suffix of a name in lower case, without a compression's suffix."""
     name = path.name.lower()
     for packed in _PACKED:
         name = name.removesuffix(packed)
@@ -37,7 +37,7 @@ def suffix(path: File) -> str:
 
 @contextmanager
 def opened(path: File) -> Iterator[tuple[Any, Callable[[], int]]]:
-    """The content of a file, decompressed, and a function that says how many bytes of the file were read."""
+    """Open a file and decompress it; also yield a function that returns the number of bytes read of the file."""
     with path.open("rb") as file:
         magic = file.read(6)
         file.seek(0)
@@ -45,7 +45,7 @@ def opened(path: File) -> Iterator[tuple[Any, Callable[[], int]]]:
 
 
 def _decompressed(path: File, file: Any, magic: bytes) -> Any:
-    # A file that was decompressed without a new name is read as it is; any other that is no such file is damaged.
+    # A file that was decompressed without a new name is read unchanged; any other mismatch is damage.
     named = "" if magic.lstrip().startswith(b"{") else path.name.lower()
     if magic.startswith(b"\x1f\x8b") or named.endswith((".gz", ".gzip")):
         return gzip.GzipFile(fileobj=file)
@@ -63,7 +63,7 @@ def _decompressed(path: File, file: Any, magic: bytes) -> Any:
 
 
 def kind_of(path: File, text_key: str | None) -> Kind:
-    """How a file is read. `text_key`: the field of a record that holds its text; None where every object is a record.
+    """Return how a file is read. `text_key`: the field of a record that has its text; None: every object is a record.
 
     Raises DataError for records without that field in a file whose name does not say that it has records.
     """
@@ -91,8 +91,8 @@ def kind_of(path: File, text_key: str | None) -> Kind:
 
 
 def _kind_of_object(path: File, text_key: str | None) -> Kind:
-    """Return the kind of a file that begins with an object and is not one object a line. Raises DataError for records
-    in another form: such a file would be one document of raw JSON."""
+    """Return the kind of a file that starts with an object over several lines. Raises DataError for records in another
+    form: such a file would become one document of raw JSON."""
     with opened(path) as (file, _):
         content = file.read(LARGEST_OBJECT_BYTES + 1)
     value = _object(content) if len(content) <= LARGEST_OBJECT_BYTES else None
@@ -134,7 +134,7 @@ def _checked(path: File, kind: Kind, values: list[Any], text_key: str | None) ->
         shape = "an array of objects" if kind == "array" else "a JSON object on each of its first lines"
         raise DataError(
             f"{path}: it has {shape}, so it is read as records, which have no field {text_key!r}; there are: "
-            f"{there}. Choose one with --text-key, or leave the file out with --glob if it is no data"
+            f"{there}. Choose one with --text-key, or leave the file out with --glob if it is not data"
         )
     return kind
 
@@ -148,7 +148,7 @@ def _object(raw: bytes) -> dict[str, Any] | None:
 
 
 def array_items(file: Any, where: str, lenient: bool = False) -> Iterator[Any]:
-    """The items of a JSON array, read as they come. Raises DataError, or with `lenient` ends, where it is damaged."""
+    """Yield the items of a JSON array as they are read. Raises DataError, or with `lenient` stops, at damage."""
     decoder, reader = json.JSONDecoder(), io.TextIOWrapper(file, "utf-8-sig", errors="strict")
     try:
         text, n = reader.read(CHUNK_BYTES).lstrip()[1:], 0

@@ -1,7 +1,8 @@
-"""Text of any length into the token ids of encoding it at once, in windows that fit into memory.
+"""Encodes text of any length into the token ids of encoding it at once, in windows that fit into memory.
 
-Neighbouring windows overlap by 2 x CONTEXT characters. Their tokens are joined in the middle of the overlap, where both
-agree on a row of tokens that covers at least AGREED characters. Where they agree on none, the two are encoded as one.
+Neighbouring windows overlap by 2 x CONTEXT characters. Their tokens are joined in the middle of the overlap, at a run
+of tokens on which both agree and that covers at least AGREED characters. Without such a run the two windows are encoded
+as one.
 """
 
 from bisect import bisect_left
@@ -17,16 +18,16 @@ WINDOW = 256 * KiB
 """Characters of a window: few enough to spread one long file over many cores."""
 CONTEXT = 4 * KiB
 AGREED = KiB
-# Characters that may stand before a text without a share in its tokens.
+# Characters that may precede a text without changing its tokens.
 _NEUTRAL = ("\n", ".", "a", "0")
 Spans = tuple[tuple[int, int], ...]
 
 
 class Section(NamedTuple):
-    """Text that is encoded as one: a document, or the prompt or the completion of one.
+    """Text that is encoded as one: a document, or its prompt or completion.
 
-    `spans`: the characters that are trained on; None for all. `skip`: characters at its beginning that are no part of
-    the document (`continued`). `closed`: whether it ends with a token that ends an answer.
+    `spans`: the characters that are trained on; None for all. `skip`: characters at its start that are not part of the
+    document (`continued`). `closed`: whether it ends with a token that ends an answer.
     """
 
     document: int
@@ -46,12 +47,12 @@ class Window(NamedTuple):
 
     @property
     def needs_offsets(self) -> bool:
-        """Whether the places of its tokens are needed."""
+        """Whether the character positions of its tokens are needed."""
         return bool(self.section.spans is not None or self.section.skip or self.start or not self.last)
 
 
 def windows(section: Section) -> Iterator[Window]:
-    """The windows of a section in order; none where it has no text."""
+    """Yield the windows of a section in order; none if it has no text."""
     text, start = "", 0
     for piece in section.pieces:
         text += piece
@@ -63,8 +64,8 @@ def windows(section: Section) -> Iterator[Window]:
 
 
 def continued(document: int, text: str, spans: Spans, tokenizer: TextTokenizer, closed: bool) -> Section:
-    """A section that continues the one before. Many tokenizers write a space before a text; a neutral character before
-    it takes that space, and its tokens are left out."""
+    """Return a section that continues the previous one. Many tokenizers write a space before a text; a neutral
+    character before the text takes that space, and its tokens are left out."""
     head = text[:256]
     for neutral in _NEUTRAL:
         [encoding] = tokenizer.encodings([neutral + head], offsets=True)
@@ -75,15 +76,15 @@ def continued(document: int, text: str, spans: Spans, tokenizer: TextTokenizer, 
 
 
 def encode(tokenizer: TextTokenizer, parts: list[Window]) -> list[Any]:
-    """The encoding of each window, on all cores."""
-    found: list[Any] = [None] * len(parts)
+    """Return the encoding of each window, computed on all cores."""
+    encodings: list[Any] = [None] * len(parts)
     for offsets in (False, True):
         chosen = [i for i, part in enumerate(parts) if part.needs_offsets == offsets]
         if chosen:
             encodings = tokenizer.encodings([parts[i].text for i in chosen], offsets=offsets)
             for i, encoding in zip(chosen, encodings, strict=True):
-                found[i] = encoding
-    return found
+                encodings[i] = encoding
+    return encodings
 
 
 class Joiner:
@@ -92,10 +93,10 @@ class Joiner:
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
         self._held: tuple[Window, Any, int] | None = None
-        """A window whose tokens from the third value on are not given out."""
+        """A window, and the index of its first token that has not been yielded."""
 
     def add(self, window: Window, encoding: Any) -> Iterator[tuple[np.ndarray, np.ndarray | bool]]:
-        """Token ids that are settled by now, with which of them are trained on."""
+        """Yield the token ids that are settled by now, with a mask of the ids that are trained on."""
         if self._held is None:
             self._held = window, encoding, _first_token(encoding, window.section.skip) if window.section.skip else 0
         else:
@@ -126,12 +127,12 @@ def _settled(window: Window, encoding: Any, first: int, last: int) -> tuple[np.n
 
 
 def _first_token(encoding: Any, place: int, ends: bool = False) -> int:
-    """The first token that begins, or ends, at or after a character."""
+    """Return the first token that starts, or ends, at or after a character."""
     return bisect_left(range(len(encoding)), place, key=lambda i: encoding.token_to_chars(i)[ends])
 
 
 def _meeting(before: Window, ids_before: Any, after: Window, ids_after: Any) -> tuple[int, int] | None:
-    """The tokens of two overlapping windows at which the second may continue the first."""
+    """Return the tokens of two overlapping windows at which the second may continue the first."""
     middle = after.start + CONTEXT
     low, high = middle - CONTEXT // 2, middle + CONTEXT // 2
     rows = [

@@ -1,4 +1,4 @@
-"""What is in a folder of tokens, for people: totals, shards, the first documents decoded."""
+"""Describes a folder of tokens: totals, shards, the first documents decoded."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,12 +19,12 @@ RINGS = (2, 4, 8)
 
 
 def inspect(directory: str | Path, split: str = "train", n: int = 3, seq_len: int | None = None) -> dict[str, Any]:
-    """The manifest's totals, the lengths of `split`'s documents, and its first `n` documents decoded; with `seq_len`
-    instead the first `n` packed samples of so many tokens, and what attention within documents does in such samples
-    (`packing`).
+    """Return the manifest's totals, the lengths of `split`'s documents, and its first `n` documents decoded; with
+    `seq_len` instead the first `n` packed samples of that many tokens, and the effect of attention within documents in
+    such samples (`packing`).
 
-    A document's text is of its first SHOWN_TOKENS tokens. Of conversations, `segments` are its pieces of text with
-    whether their tokens are trained on. Raises DataError for a folder or split that is not there or is damaged.
+    A document's text is decoded from its first SHOWN_TOKENS tokens. For conversations, `segments` are the pieces of
+    text with whether their tokens are trained on. Raises DataError for a folder or split that is missing or damaged.
     """
     if n < 0:
         raise DataError(f"documents={n} must be 0 or more")
@@ -63,7 +63,7 @@ def inspect(directory: str | Path, split: str = "train", n: int = 3, seq_len: in
 
 
 def _shown(tokens: TokenSplit, tokenizer: TextTokenizer, i: int, span: tuple[int, int], most: int) -> dict[str, Any]:
-    """Document or sample i of a split, tokens span[0] to span[1] of it, decoded up to `most` tokens."""
+    """Return document or sample i of a split, its tokens span[0] to span[1], decoded up to `most` tokens."""
     start, end = span
     ids, trained = tokens.tokens(start, end - start), tokens.trained(start, end - start)
     shown = ids[:most]
@@ -84,14 +84,15 @@ def _shown(tokens: TokenSplit, tokenizer: TextTokenizer, i: int, span: tuple[int
 
 
 def packing(tokens: TokenSplit, seq_len: int) -> dict[str, Any]:
-    """Attention within documents in packed sequences of `seq_len` tokens: the mean length of a token's document, the
-    scores as a share of those over whole sequences, and for each ring the imbalance of its ranks.
+    """Return the statistics of attention within documents in packed sequences of `seq_len` tokens: the mean length of a
+    token's document, the scores as a fraction of the scores over whole sequences, and for each ring the imbalance of
+    its ranks.
 
-    The imbalance is the scores of the rank with the most over the mean, with the chunks of a zig-zag over the sequence
-    and with documents dealt on their own (`split.documents`): `sum` of all steps of the ring, `steps` if ranks wait for
-    each other after each, `worst` the sum of the worst sequence; `sent`: keys that are sent, as a share of those that a
-    ring over whole sequences sends. Of SHOWN_SEQUENCES sequences, spread evenly, and for those RINGS of which
-    the chunks of a zig-zag divide `seq_len`. Raises DataError where the split has fewer tokens.
+    The imbalance is the scores of the rank with the most over the mean, with zig-zag chunks over the sequence and with
+    documents dealt on their own (`split.documents`): `sum` over all steps of the ring, `steps` if ranks wait for each
+    other after each step, `worst` the sum of the worst sequence; `sent`: keys that are sent, as a fraction of the keys
+    that a ring over whole sequences sends. Computed for SHOWN_SEQUENCES sequences, spread evenly, and for the RINGS
+    whose zig-zag chunks divide `seq_len`. Raises DataError if the split has fewer tokens.
     """
     samples = PackedSamples(tokens, seq_len)
     n = min(len(samples), SHOWN_SEQUENCES)
@@ -109,16 +110,16 @@ def packing(tokens: TokenSplit, seq_len: int) -> dict[str, Any]:
 
 
 def _balance(sequences: Sequence[Lengths], ring: int) -> dict[str, Any]:
-    found = {}
+    by_method = {}
     for name, deals in (("zigzag", False), ("dealt", True)):
         total, steps = imbalance(sequences, "zigzag", ring, deals)
-        worst = max(imbalance([each], "zigzag", ring, deals)[0] for each in sequences)
+        worst = max(imbalance([lengths], "zigzag", ring, deals)[0] for lengths in sequences)
         sent = sum(
-            sum(plan((each,), "zigzag", ring, rank, deals).receives) for each in sequences for rank in range(ring)
+            sum(plan((lengths,), "zigzag", ring, rank, deals).receives) for lengths in sequences for rank in range(ring)
         )
-        whole = sum(sum(each) for each in sequences) * (ring - 1)
-        found[name] = {"sum": total, "steps": steps, "worst": worst, "sent": sent / whole if whole else 0.0}
-    return found
+        whole = sum(sum(lengths) for lengths in sequences) * (ring - 1)
+        by_method[name] = {"sum": total, "steps": steps, "worst": worst, "sent": sent / whole if whole else 0.0}
+    return by_method
 
 
 def _quantiles(lengths: np.ndarray) -> dict[str, float]:

@@ -1,7 +1,7 @@
-"""The order of samples of several sources: which source each running sample is of, and which sample of it.
+"""The order of samples of several sources: the source of each running sample, and its index in the source.
 
-Both are pure functions of the running index, so a run over a mixture resumes from one integer, as one over a single
-folder does, and every layout sees the same samples.
+Both are pure functions of the running index, so a run over a mixture resumes from one integer, like a run over a single
+folder, and every layout sees the same samples.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ from shardwright.data.shards import TokenSplit
 
 @lru_cache(maxsize=32)
 def interleaving(weights: tuple[int, ...]) -> np.ndarray:
-    """The source of each of sum(weights) samples, after which the order of sources repeats; int64.
+    """Return the source of each of sum(weights) samples, after which the order of sources repeats; int64.
 
     Of the first n samples x_k are of source k, and |x_k - n w_k / W| <= 1 - 1 / (2K - 2), where W is the sum of the
-    weights and K the number of those above 0 (Tijdeman 1980, The chairman assignment problem, Discrete Math. 32):
-    each sample goes to the source that has to have its next one the soonest, among those that would not have too many.
+    weights and K the number of positive weights (Tijdeman 1980, The chairman assignment problem, Discrete Math. 32):
+    each sample goes to the source that must have its next one soonest, among sources that would not get too many.
     """
     period, taking = sum(weights), [k for k, weight in enumerate(weights) if weight]
     if len(taking) == 1:
@@ -44,27 +44,27 @@ def interleaving(weights: tuple[int, ...]) -> np.ndarray:
 
 @lru_cache(maxsize=32)
 def _counts_before(weights: tuple[int, ...]) -> np.ndarray:
-    """How many of each source there are before each place of the interleaving; int64 [sum(weights), sources]."""
+    """Return the samples of each source before each place of the interleaving; int64 [sum(weights), sources]."""
     is_of = interleaving(weights)[:, None] == np.arange(len(weights))
     return np.cumsum(is_of, axis=0) - is_of
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The samples from running index `from_sample` on, which are taken after `from_step` steps, in a ratio of
-    `weights` by source."""
+    """The samples from running index `from_sample` on, taken after `from_step` steps, in a ratio of `weights` by
+    source."""
 
     from_step: int
     from_sample: int
     weights: tuple[int, ...]
 
     def counts(self, n: np.ndarray) -> np.ndarray:
-        """Samples of each source among the first `n` (integers, any shape) of the stage; int64 [..., sources]."""
+        """Return the samples of each source among the stage's first `n` (integers, any shape); int64 [..., sources]."""
         before, n = _counts_before(self.weights), np.asarray(n, np.int64)
         return n[..., None] // len(before) * np.array(self.weights) + before[n % len(before)]
 
     def source_of(self, n: np.ndarray) -> np.ndarray:
-        """The source of sample number `n` of the stage, from 0."""
+        """Return the source of sample number `n` of the stage, from 0."""
         pattern = interleaving(self.weights)
         return pattern[n % len(pattern)]
 
@@ -76,13 +76,13 @@ def stages_of(
     step: int = 0,
     n_samples: int = 0,
 ) -> list[Stage]:
-    """The stages of a run that has taken `step` steps and `n_samples` samples, in the stages `past`; those that follow
-    begin where their step takes its first sample, at `global_batch` samples a step from here on."""
+    """Return the stages of a run that has taken `step` steps and `n_samples` samples, in the stages `past`. Later
+    stages start at the first sample of their step, at `global_batch` samples a step from here on."""
     n_sources = len(mixtures[0].weights)
-    begun = [replace(each, weights=each.weights + (0,) * (n_sources - len(each.weights))) for each in past]
+    begun = [replace(stage, weights=stage.weights + (0,) * (n_sources - len(stage.weights))) for stage in past]
     return begun + [
-        Stage(each.from_step, n_samples + (each.from_step - step) * global_batch, each.weights)
-        for each in mixtures[len(past) :]
+        Stage(stage.from_step, n_samples + (stage.from_step - step) * global_batch, stage.weights)
+        for stage in mixtures[len(past) :]
     ]
 
 
@@ -90,7 +90,7 @@ class MixtureOrder:
     """The order in which a run with `seed` sees samples of several sources: a pure function of (seed, stages, index).
 
     Source k has `sizes[k]` samples and takes them in the order of `SampleOrder`, each once an epoch of that source,
-    however often the weights change. `stages` begin with one from sample 0.
+    regardless of changes of the weights. `stages` start with one from sample 0.
     """
 
     def __init__(self, seed: int, sizes: Sequence[int], stages: Sequence[Stage]) -> None:
@@ -104,17 +104,17 @@ class MixtureOrder:
         self._taken_before = taken
 
     def taken(self, n_samples: int) -> np.ndarray:
-        """How many of the first `n_samples` samples of the run are of each source; int64 [sources]."""
+        """Return the number of each source's samples among the run's first `n_samples`; int64 [sources]."""
         at = int(np.searchsorted(self._begins, n_samples, side="right")) - 1
         stage = self.stages[at]
         return self._taken_before[at] + stage.counts(np.array(n_samples - stage.from_sample))
 
     def epochs(self, n_samples: int) -> list[float]:
-        """How often the first `n_samples` samples of the run went through each source."""
+        """Return how often the first `n_samples` samples of the run went through each source."""
         return [float(taken / size) for taken, size in zip(self.taken(n_samples), self.sizes, strict=True)]
 
     def located(self, global_index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The source of each running index g >= 0, and the sample of that source; int64 of the same shape."""
+        """Return the source of each running index g >= 0, and the sample of that source; int64 of the same shape."""
         g = np.asarray(global_index, np.int64)
         sources, samples = np.empty_like(g), np.empty_like(g)
         at = np.searchsorted(self._begins, g, side="right") - 1
@@ -130,13 +130,13 @@ class MixtureOrder:
         return sources, samples
 
     def __call__(self, global_index: np.ndarray) -> np.ndarray:
-        """The sample at each running index, as `MixedSamples` numbers them."""
+        """Return the sample at each running index, as `MixedSamples` numbers them."""
         sources, samples = self.located(global_index)
         return np.concatenate([[0], np.cumsum(self.sizes)])[sources] + samples
 
 
 class MixedSamples:
-    """The samples of several sources as one row of `Samples`, one source after another."""
+    """The samples of several sources as one sequence of `Samples`, one source after another."""
 
     def __init__(self, sources: Sequence[Samples]) -> None:
         self.sources, self.seq_len = tuple(sources), sources[0].seq_len
@@ -146,26 +146,22 @@ class MixedSamples:
         return int(self._ends[-1])
 
     def located(self, i: int) -> tuple[Samples, int]:
-        """The source that holds sample i, and its number there."""
+        """Return the source that has sample i, and the sample's number there."""
         source = int(np.searchsorted(self._ends, i, side="right"))
         return self.sources[source], i - int(self._ends[source]) + len(self.sources[source])
 
     def origin(self, i: int) -> tuple[TokenSplit, int]:
-        """As Samples.origin."""
         source, inside = self.located(i)
         return source.origin(inside)
 
     def span(self, i: int) -> tuple[int, int]:
-        """As Samples.span."""
         source, inside = self.located(i)
         return source.span(inside)
 
     def read(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        """As Samples.read."""
         source, inside = self.located(i)
         return source.read(inside)
 
     def documents(self, i: int) -> list[int]:
-        """As Samples.documents."""
         source, inside = self.located(i)
         return source.documents(inside)

@@ -1,10 +1,10 @@
 """The order of samples: a keyed permutation, computed by index and never stored.
 
-A Feistel network (Luby and Rackoff 1988) permutes the smallest power-of-four domain that holds range(n);
-an index that lands outside of range(n) is sent through again until it lands inside (cycle walking, Black
-and Rogaway 2002), which leaves a permutation of range(n). Any index costs the same, whatever n is, so a
-run over a billion samples starts at once, and resumes from one integer. A handful of samples is sorted by
-hash instead: there a network reaches too few of the permutations, and walking takes many rounds.
+A Feistel network (Luby and Rackoff 1988) permutes the smallest power-of-four domain that contains range(n). An index
+that lands outside of range(n) is mapped again until it lands inside (cycle walking, Black and Rogaway 2002), which
+leaves a permutation of range(n). Any index costs the same, for any n, so a run over a billion samples starts at once,
+and resumes from one integer. A handful of samples is sorted by hash instead: for these a network reaches too few of the
+permutations, and walking takes many rounds.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ class Permutation:
         self._round_keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
     def __call__(self, indices: np.ndarray) -> np.ndarray:
-        """Where each of `indices` (integers in range(n), any shape) goes; int64 of the same shape."""
+        """Return the image of each of `indices` (integers in range(n), any shape); int64 of the same shape."""
         start = np.asarray(indices)
         assert start.size == 0 or (start.min() >= 0 and start.max() < self.n), "an index outside of range(n)"
         if self._sorted is not None:
@@ -49,15 +49,16 @@ class Permutation:
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """The order in which a run with `seed` sees the n samples of a source, epoch after epoch, each in an order of its
-    own: a pure function of (seed, place of the source among those of the run, index in the source)."""
+    """The order in which a run with `seed` sees the n samples of a source, epoch after epoch, each in its own order: a
+    pure function of (seed, index of the source in the run, index in the source)."""
 
     seed: int
     n: int
     source: int = 0
 
     def __call__(self, global_index: np.ndarray) -> np.ndarray:
-        """The sample in range(n) at each running index g >= 0: perm(seed, epoch, source)(g mod n), epoch = g // n."""
+        """Return the sample in range(n) at each running index g >= 0: perm(seed, epoch, source)(g mod n), where
+        epoch = g // n."""
         g = np.asarray(global_index, dtype=np.int64)
         epochs, positions = g // self.n, g % self.n
         samples = np.empty_like(positions)
@@ -69,14 +70,14 @@ class SampleOrder:
 
 
 def keyed_fractions(key: tuple[int, ...], indices: np.ndarray) -> np.ndarray:
-    """A number in [0, 1) for each index, fixed by the key: what a choice by document number is made with."""
+    """Return a number in [0, 1) for each index, fixed by the key; used for choices by document number."""
     start = np.uint64(int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little"))
     mixed = _mix(_mix(np.atleast_1d(np.asarray(indices)).astype(np.uint64) ^ start))
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The output function of SplitMix64 (Steele, Lea and Flood 2014): every bit depends on all."""
+    """Apply the output function of SplitMix64 (Steele, Lea and Flood 2014): every bit depends on all."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""Lengths of the documents that packed sequences hold, and what they mean for attention; no torch."""
+"""Lengths of the documents in packed sequences, and their effect on attention; no torch."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def packed_lengths(document_lengths: np.ndarray, seq_len: int) -> np.ndarray:
-    """The lengths of the documents of all packed sequences, one sequence after another; int64.
+    """Return the lengths of the documents of all packed sequences, one sequence after another; int64.
 
     Documents are packed one after another and split every `seq_len` tokens; the incomplete sequence at the end is left
     out. Empty for too few tokens.
@@ -18,7 +18,7 @@ def packed_lengths(document_lengths: np.ndarray, seq_len: int) -> np.ndarray:
 
 
 def attended_tokens(lengths: np.ndarray | Sequence[int]) -> float:
-    """The mean length of a token's document, sum L^2 / sum L.
+    """Return the mean length of a token's document, sum L^2 / sum L.
 
     Attention within documents has as many scores as attention over sequences of this length.
     """

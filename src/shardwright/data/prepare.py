@@ -1,8 +1,8 @@
-"""A corpus into a folder of tokens: train or load a tokenizer, encode on all cores, write shards, publish.
+"""Tokenises a corpus into a folder: train or load a tokenizer, encode on all cores, write shards, publish.
 
-Everything is written to a folder beside OUT, `OUT.partial-<pid>-<host>`, and renamed to OUT when it is
-complete and on disk. A prepare that dies, by any death, leaves no OUT; the next one on the same machine
-clears what it left. Memory holds two batches of text and their ids, whatever the size of the corpus.
+Everything is written to a folder next to OUT, `OUT.partial-<pid>-<host>`, and renamed to OUT when it is complete and on
+disk. A prepare that is killed leaves no OUT; the next one on the same machine deletes its partial folder. Memory holds
+two batches of text and their ids, for a corpus of any size.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ from shardwright.units import MiB
 from shardwright.version import PACKAGE_VERSION
 
 TRAIN, VALIDATION = "train", "validation"
-# The tokenizers library holds about 100 bytes a token while it works: 35 times the text.
+# The tokenizers library holds about 100 bytes a token while it encodes: 35 times the text.
 BATCH_BYTES_PER_CORE = 2 * MiB
 LARGEST_BATCH_BYTES = 32 * MiB
 NO_ROOM_HINT = ". Tokens take half the size of most text, all of it with a vocabulary above 65,536"
@@ -42,8 +42,8 @@ NO_ROOM_HINT = ". Tokens take half the size of most text, all of it with a vocab
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a prepare has come. `stage` is "tokenizer" (the sample it is trained on) or "tokens";
-    `read_bytes` of `total_bytes` of the source's files (None where unknown: a dataset of the hub)."""
+    """The progress of a prepare. `stage` is "tokenizer" (the sample it is trained on) or "tokens"; `read_bytes` of
+    `total_bytes` of the source's files have been read (None if unknown: a dataset of the hub)."""
 
     stage: str
     read_bytes: int
@@ -54,7 +54,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class _Report:
-    """Tells `show`, if there is one, how far a prepare of `total_bytes` has come."""
+    """Reports the progress of a prepare of `total_bytes` to `show`, if there is one."""
 
     total_bytes: int | None
     show: Callable[[Progress], None] | None
@@ -81,13 +81,13 @@ class _Corpus:
         return sum(map(size_bytes, source_files(self.source, self.glob)))
 
     def pieces(self, meter: Meter) -> Iterator[tuple[int, str]]:
-        """(document number, piece of its text); only documents that have text are numbered."""
+        """Yield (document number, piece of its text); only documents that have text are numbered."""
         for number, document in self._with_text(meter):
             for text in document.pieces:
                 yield number, text
 
     def sections(self, meter: Meter, tokenizer: TextTokenizer) -> Iterator[Section]:
-        """The text of every document in order, as it is to be encoded."""
+        """Yield the text of every document in order, as it will be encoded."""
         specials = tokenizer.special_tokens
         for number, document in self._with_text(meter):
             if document.trained is None:
@@ -117,7 +117,7 @@ class _Corpus:
                 number += 1
 
     def described(self, meter: Meter) -> dict[str, Any]:
-        """What a manifest says of the source."""
+        """Return the manifest's description of the source."""
         counts = {
             "format": "text" if self.chat is None else "chat",
             "read_bytes": meter.read_bytes,
@@ -153,14 +153,14 @@ def prepare(
 ) -> Manifest:
     """Tokenise `source` (see `sources.documents`) into the new folder `out`, and return its manifest.
 
-    `tokenizer` is a tokenizer.json; without one a BPE of `vocab_size` is trained on up to `tokenizer_sample`
-    bytes of the text, spread over the corpus where its size is known. With `format` "chat" each record is a
-    conversation (see `chat`), of which the answers are trained on; `chat_template` is a file with a template instead of
-    the tokenizer's. About the fraction `validation` of the documents, chosen by a hash of (seed, document number), goes
-    to the split "validation"; from two documents on both splits have one. The same call writes the same bytes.
+    `tokenizer` is a tokenizer.json; without one a BPE of `vocab_size` is trained on up to `tokenizer_sample` bytes of
+    the text, spread over the corpus if its size is known. With `format` "chat" each record is a conversation (see
+    `chat`) whose answers are trained on; `chat_template` is a file with a template instead of the tokenizer's. About
+    the fraction `validation` of the documents, chosen by a hash of (seed, document number), goes to the split
+    "validation"; with two or more documents both splits have one. The same call writes the same bytes.
 
-    Raises DataError for bad input, an `out` that exists (`overwrite` replaces it, once the new one is
-    complete), a full disk. Nothing is left behind then.
+    Raises DataError for bad input, a full disk, and an `out` that exists (`overwrite` replaces it, once the new one is
+    complete). Nothing is left behind then.
     """
     _check(validation, shard_tokens=shard_tokens, tokenizer_sample=tokenizer_sample)
     if chat_template is not None and format != "chat":
@@ -202,13 +202,13 @@ def _check(validation: float, **least_1: int) -> None:
 
 
 def _kept(path: Path, content: bytes) -> str:
-    """Write a file; its checksum."""
+    """Write a file and return its checksum."""
     path.write_bytes(content)
     return hashlib.sha256(content).hexdigest()
 
 
 def _tokenizer_kept(folder: Path, loaded: TextTokenizer, chat: ChatFormat | None) -> dict[str, Any]:
-    """The tokenizer and the chat template written to `folder`, and what the manifest says of them."""
+    """Write the tokenizer and the chat template to `folder`, and return the manifest's entries for them."""
     return {
         "vocab_size": loaded.vocab_size,
         "separator": loaded.separator,
@@ -223,8 +223,8 @@ def _tokenizer_kept(folder: Path, loaded: TextTokenizer, chat: ChatFormat | None
 
 
 def _plain_markers(tokenizer: TextTokenizer, chat: ChatFormat | None) -> dict[str, Any]:
-    """What a manifest says of control tokens that the template wrote and the tokenizer does not have: their number of
-    tokens."""
+    """Return the manifest's entry for control tokens that the template wrote and the tokenizer does not have: their
+    numbers of tokens."""
     markers = sorted(chat.markers) if chat is not None else []
     counts = {marker: len(ids) for marker, ids in zip(markers, tokenizer.encode_batch(markers), strict=True)}
     plain = {marker: n for marker, n in counts.items() if n > 1}
@@ -234,7 +234,7 @@ def _plain_markers(tokenizer: TextTokenizer, chat: ChatFormat | None) -> dict[st
 def _chat_format(
     tokenizer: TextTokenizer | None, tokenizer_file: str | Path | None, template: str | Path | None
 ) -> ChatFormat:
-    """The format of conversations; the tokenizer now reads the special tokens that a template writes."""
+    """Return the chat format; from now on the tokenizer reads the special tokens that a template writes."""
     given = None if template is None else Path(template)
     if tokenizer is None or tokenizer_file is None:
         return read_chat_format(None, given, ())
@@ -243,7 +243,7 @@ def _chat_format(
 
 
 def _may_replace(out: Path, overwrite: bool) -> None:
-    """Raises DataError unless `out` is absent, an empty folder or, with `overwrite`, token shards and nothing else."""
+    """Raise DataError unless `out` is absent, an empty folder or, with `overwrite`, token shards and nothing else."""
     if not os.path.lexists(out):
         return
     if not out.is_dir() or out.is_symlink():
@@ -274,7 +274,7 @@ def _write_tokens(
     meter: Meter,
     report: _Report,
 ) -> dict[str, Any]:
-    """Write every document; returns what the manifest says of the splits."""
+    """Write every document; return the manifest's entries for the splits."""
     names = (TRAIN, VALIDATION) if validation > 0 else (TRAIN,)
     dtype = np.dtype(_dtype(tokenizer)).newbyteorder("<")
     writers = {
@@ -326,7 +326,7 @@ def _write_tokens(
 
 
 def _batches(sections: Iterator[Section]) -> Iterator[list[Window]]:
-    """Windows gathered until there is enough for every core."""
+    """Yield windows in groups that are large enough for every core."""
     enough = min(usable_cores() * BATCH_BYTES_PER_CORE, LARGEST_BATCH_BYTES)
     gathered: list[Window] = []
     size = 0
@@ -351,7 +351,7 @@ def _split_of(document: int, validation: float, seed: int) -> str:
 
 
 def _sample(corpus: _Corpus, seed: int, sample_bytes: int, report: _Report) -> Iterator[str]:
-    """Text to train a tokenizer on: of a corpus larger than the sample, pieces from all over it."""
+    """Yield text to train a tokenizer on: for a corpus larger than the sample, pieces from all over it."""
     rate = sample_bytes / report.total_bytes if report.total_bytes else 1.0
     meter, number = Meter(), -1
     for i, (number, piece) in enumerate(corpus.pieces(meter)):

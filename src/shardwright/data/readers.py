@@ -1,8 +1,7 @@
-"""One file format each: text, JSON lines, Parquet, as documents made of bounded pieces of text.
+"""Readers of one file format each: text, JSON lines, Parquet, as documents made of bounded pieces of text.
 
-A document may be larger than memory, so its text comes as an iterator of pieces of about PIECE_BYTES,
-cut after a line end where there is one. What is held at a time is one piece of text, one JSON line,
-or one small batch of Parquet rows.
+A document may be larger than memory, so its text is an iterator of pieces of about PIECE_BYTES, cut after a line end if
+there is one. One piece of text, one JSON line, or one small batch of Parquet rows is in memory at a time.
 """
 
 import functools
@@ -35,20 +34,20 @@ SKIP_BAD = "--skip-bad leaves such records out"
 
 
 class NotText(DataError):
-    """Bytes that are no UTF-8 text: an error, or a document left out under `skip`."""
+    """Bytes that are not UTF-8 text: an error, or a document left out under `skip`."""
 
 
 class BadRecord(DataError):
-    """A record that is not JSON or has no text where it should: an error, or left out under `skip_bad`."""
+    """A record that is not JSON or has no text in its field: an error, or left out under `skip_bad`."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """`name` is its location (`file`, `file:line`); `pieces`, joined, are its text. `trained` says of each piece of a
-    conversation whether its tokens are trained on; None of other text, whose tokens all are. `apart`: whether the
-    pieces are encoded one by one, as a prompt and a completion are, and not as one text.
+    """`name` is its location (`file`, `file:line`); `pieces`, joined, are its text. `trained`: for each piece of a
+    conversation whether its tokens are trained on; None for other text, whose tokens all are. `apart`: whether the
+    pieces are encoded one by one (a prompt and a completion) instead of as one text.
 
-    The pieces are read from the source as they are asked for: use them up before the next document.
+    The pieces are read from the source lazily: use them up before the next document.
     """
 
     name: str
@@ -59,8 +58,8 @@ class Document:
 
 @dataclass
 class Meter:
-    """Counts of what was read: bytes of the files, documents left out because they are not UTF-8, records left
-    out because they are bad, the first reasons of both, and U+FFFD that were put in the place of other bytes."""
+    """Counts of the input: bytes of the files, documents left out because they are not UTF-8, records left out because
+    they are bad, the first reasons of both, and the number of U+FFFD that replaced other bytes."""
 
     read_bytes: int = 0
     n_skipped: int = 0
@@ -80,8 +79,8 @@ class Meter:
 
 @dataclass(frozen=True)
 class Reading:
-    """How to read: the field that holds the text, what to do about bytes that are not UTF-8, whether bad records are
-    left out, the meter; with `chat`, records are conversations, and no field is text."""
+    """The settings of reading: the field that has the text, the treatment of bytes that are not UTF-8, whether bad
+    records are left out, the meter. With `chat`, records are conversations, and no field is text."""
 
     text_key: str
     encoding_errors: EncodingErrors
@@ -90,7 +89,7 @@ class Reading:
     chat: ChatFormat | None = None
 
     def document(self, where: str, text_of: Callable[[], str | list[Piece] | None]) -> Iterator[Document]:
-        """The document at `where`; none where its text is empty, or it is left out, which is counted."""
+        """Yield the document at `where`; nothing if its text is empty or it is left out, which is counted."""
         try:
             text = text_of()
         except (NotText, BadRecord) as error:
@@ -105,7 +104,8 @@ class Reading:
             yield Document(where, cut(text))
 
     def decode(self, raw: bytes, where: str, offset: int) -> str:
-        """UTF-8 as text; `offset` is where `raw` begins in its file. Raises NotText, or replaces what is not UTF-8."""
+        """Decode UTF-8; `offset` is the start of `raw` in its file. Raises NotText, or replaces bytes that are not
+        UTF-8."""
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -119,7 +119,7 @@ class Reading:
         return text
 
     def encodable(self, text: str, where: str) -> str:
-        """`text`, if UTF-8 can hold it: JSON may carry half of a surrogate pair (`\\ud83d`), no character."""
+        """Return `text`, if UTF-8 can encode it: JSON may have half of a surrogate pair (`\\ud83d`), no character."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -134,14 +134,14 @@ class Reading:
         return text
 
     def check_column(self, source: object, columns: Iterable[str]) -> None:
-        """Raises DataError if the column that is to hold the text is not there."""
+        """Raise DataError if the column for the text is missing."""
         if self.chat is None and self.text_key not in columns:
             there = ", ".join(columns)
             raise DataError(f"{source}: no column {self.text_key!r}; there are: {there}. Choose one with --text-key")
 
 
 def text_documents(path: File, reading: Reading) -> Iterator[Document]:
-    """One text file is one document. Under `skip` the file is read twice: first to see that it is clean."""
+    """Yield one text file as one document. Under `skip` the file is read twice: first to check that it is clean."""
     if reading.encoding_errors == "skip":
         try:
             for offset, raw, _ in _raw_pieces(path):
@@ -165,8 +165,8 @@ def text_documents(path: File, reading: Reading) -> Iterator[Document]:
 
 
 def record_documents(path: File, reading: Reading, kind: Kind) -> Iterator[Document]:
-    """Each object is one document, its field `text_key` the text; null or empty is no document. `kind`: one object a
-    line, an array of objects, or one object over several lines."""
+    """Yield each object as one document, its field `text_key` the text; null or empty is no document. `kind`: one
+    object a line, an array of objects, or one object over several lines."""
     already_bytes = reading.meter.read_bytes
     with naming(path), opened(path) as (file, n_read):
         if kind == "lines":
@@ -184,7 +184,7 @@ def record_documents(path: File, reading: Reading, kind: Kind) -> Iterator[Docum
 
 
 def _lines(path: File, file: Any) -> Iterator[tuple[str, int, bytes]]:
-    """(place, offset, line) of each line."""
+    """Yield (place, offset, line) for each line."""
     offset = 0
     for number in itertools.count(1):
         line = file.readline(LONGEST_RECORD_BYTES + 1)
@@ -201,7 +201,7 @@ def _lines(path: File, file: Any) -> Iterator[tuple[str, int, bytes]]:
 
 
 def parquet_documents(path: File, reading: Reading) -> Iterator[Document]:
-    """One row is one document, its column `text_key` the text; only that column is read, in bits."""
+    """Yield each row as one document, its column `text_key` the text; only that column is read, in parts."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -237,7 +237,7 @@ def parquet_documents(path: File, reading: Reading) -> Iterator[Document]:
                         f"{path}: column {reading.text_key!r} holds {column.type}, not text; "
                         "choose another with --text-key"
                     )
-                # As bytes, so that a damaged string is met by the same rule as everywhere else.
+                # As bytes, so that a damaged string is treated by the same rule as in other formats.
                 for raw in column.cast("large_binary").to_pylist():
                     row += 1
                     where = f"{path}: row {row}"
@@ -247,7 +247,7 @@ def parquet_documents(path: File, reading: Reading) -> Iterator[Document]:
 
 
 def cut(text: str) -> Iterator[str]:
-    """`text` in pieces of at most PIECE_BYTES characters, cut after a line end where there is one."""
+    """Yield `text` in pieces of at most PIECE_BYTES characters, cut after a line end if there is one."""
     start = 0
     while len(text) - start > PIECE_BYTES:
         end = text.rfind("\n", start, start + PIECE_BYTES) + 1 or start + PIECE_BYTES
@@ -257,23 +257,23 @@ def cut(text: str) -> Iterator[str]:
 
 
 def _raw_pieces(path: File) -> Iterator[tuple[int, bytes, int]]:
-    """(offset, bytes, bytes of the file that were read) of a file's content, at most PIECE_BYTES each, never cut inside
-    a UTF-8 character."""
+    """Yield (offset, bytes, bytes of the file that were read) of a file's content, at most PIECE_BYTES each, never cut
+    inside a UTF-8 character."""
     with naming(path), opened(path) as (file, n_read):
-        offset, held = 0, b""
+        offset, buffer = 0, b""
         while True:
-            held += file.read(PIECE_BYTES - len(held))
-            if len(held) < PIECE_BYTES:
+            buffer += file.read(PIECE_BYTES - len(buffer))
+            if len(buffer) < PIECE_BYTES:
                 break
-            end = held.rfind(b"\n") + 1
+            end = buffer.rfind(b"\n") + 1
             if not end:
                 # No line end (a gigabyte of JSON on one line): cut before the last character.
-                end = next((i for i in range(PIECE_BYTES - 1, PIECE_BYTES - 4, -1) if held[i] & 0xC0 != 0x80), 0)
+                end = next((i for i in range(PIECE_BYTES - 1, PIECE_BYTES - 4, -1) if buffer[i] & 0xC0 != 0x80), 0)
                 end = end or PIECE_BYTES
-            yield offset, held[:end], n_read()
-            offset, held = offset + end, held[end:]
-        if held:
-            yield offset, held, n_read()
+            yield offset, buffer[:end], n_read()
+            offset, buffer = offset + end, buffer[end:]
+        if buffer:
+            yield offset, buffer, n_read()
 
 
 def _without_nul(raw: bytes, path: File, offset: int) -> bytes:
@@ -299,16 +299,16 @@ def _record_text(raw: bytes, where: str, offset: int, reading: Reading) -> str |
 
 def _object_text(record: Any, where: str, reading: Reading) -> str | list[Piece] | None:
     if not isinstance(record, dict):
-        told = f"{where}: a JSON {type(record).__name__}, not an object with the field {reading.text_key!r}"
-        raise BadRecord(f"{told}; {SKIP_BAD}")
+        problem = f"{where}: a JSON {type(record).__name__}, not an object with the field {reading.text_key!r}"
+        raise BadRecord(f"{problem}; {SKIP_BAD}")
     return field_text(record, where, reading)
 
 
 def field_text(record: dict[str, Any], where: str, reading: Reading) -> str | list[Piece] | None:
-    """The text of a record's field `text_key`; None where it is null; or the pieces of a conversation.
+    """Return the text of a record's field `text_key`, None if it is null, or the pieces of a conversation.
 
-    Raises BadRecord for a missing field, one that is no string and what is no conversation, NotText for half a
-    surrogate pair.
+    Raises BadRecord for a missing field, a field that is not a string and a record that is not a conversation, NotText
+    for half a surrogate pair.
     """
     if reading.chat is not None:
         try:
@@ -334,7 +334,7 @@ def field_text(record: dict[str, Any], where: str, reading: Reading) -> str | li
 
 @contextmanager
 def naming(path: File, *more: type[Exception]) -> Iterator[None]:
-    """What reading a file may raise becomes a DataError that names it."""
+    """Turn an error while reading a file into a DataError that names the file."""
     caught: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, lzma.LZMAError, *more)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Files of other places than the disk, by fsspec: s3://, gs://, https://, memory:// and the like."""
+"""Files that are not on the disk, by fsspec: s3://, gs://, https://, memory:// and others."""
 
 import fnmatch
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from shardwright.remote import file_system
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file named by a URL, as far as readers need a `Path`."""
+    """A file named by a URL, with the attributes of `Path` that readers need."""
 
     url: str
     size_bytes: int
@@ -22,16 +22,13 @@ class RemoteFile:
 
     @property
     def name(self) -> str:
-        """The last part of the URL."""
         return PurePosixPath(self.url).name
 
     @property
     def suffix(self) -> str:
-        """The suffix of the name, `.parquet`."""
         return PurePosixPath(self.url).suffix
 
     def open(self, mode: str) -> Any:
-        """The file, open for reading bytes."""
         import fsspec
 
         return fsspec.open(self.url, mode).open()
@@ -41,29 +38,28 @@ File = Path | RemoteFile
 
 
 def size_bytes(file: File) -> int:
-    """The size of a file."""
     return file.size_bytes if isinstance(file, RemoteFile) else file.stat().st_size
 
 
 def remote_files(source: str, glob: str | None) -> Iterator[RemoteFile]:
-    """The file at a URL, or the files below it in sorted order; hidden ones are left out, and `glob` chooses as in a
-    folder. Raises DataError where there is none, and for a place that needs a package or cannot be reached."""
+    """Yield the file at a URL, or the files below it in sorted order; hidden files are left out, and `glob` chooses as
+    in a folder. Raises DataError if there is none, and for a place that needs a package or cannot be reached."""
     try:
         system, root = file_system(source)
-        found = {root: system.info(root)} if system.isfile(root) else system.find(root, detail=True)
+        entries = {root: system.info(root)} if system.isfile(root) else system.find(root, detail=True)
     except ValueError as error:
         raise DataError(f"{source}: {error}") from None
-    except Exception as error:  # each file system raises types of its own: no network, no such bucket, no permission
+    except Exception as error:  # each file system raises its own types: no network, no such bucket, no permission
         raise DataError(f"{source}: cannot be listed: {type(error).__name__}: {error}") from error
-    if not found:
+    if not entries:
         raise DataError(f"{source}: there is no such file, and no files below it")
-    if glob is not None and root in found:
+    if glob is not None and root in entries:
         raise DataError(f"--glob {glob!r} chooses files of a folder, but {source} is a file; leave it out")
-    chosen = [path for path in sorted(found) if path == root or _is_chosen(path[len(root) :].lstrip("/"), glob)]
+    chosen = [path for path in sorted(entries) if path == root or _is_chosen(path[len(root) :].lstrip("/"), glob)]
     if not chosen:
         raise DataError(f"{source}: the folder has no files" + (f" that match --glob {glob!r}" if glob else ""))
     for path in chosen:
-        yield RemoteFile(system.unstrip_protocol(path), int(found[path]["size"] or 0))
+        yield RemoteFile(system.unstrip_protocol(path), int(entries[path]["size"] or 0))
 
 
 def _is_chosen(below: str, glob: str | None) -> bool:

@@ -1,7 +1,7 @@
-"""What one training sample is: seq_len + 1 tokens, and which of the seq_len predictions count.
+"""Training samples: seq_len + 1 tokens, and a mask of the seq_len predictions that count.
 
-Position t of a sample reads token t and predicts token t + 1; where the mask is False the prediction has
-no part in the loss (its target becomes IGNORE). Of conversations only the tokens of answers count.
+Position t of a sample reads token t and predicts token t + 1; where the mask is False the prediction is not part of the
+loss (its target becomes IGNORE). In conversations only the tokens of answers count.
 """
 
 from collections.abc import Iterator
@@ -26,30 +26,30 @@ class Samples(Protocol):
     def __len__(self) -> int: ...
 
     def origin(self, i: int) -> tuple[TokenSplit, int]:
-        """The split that sample i is of, and its first token there."""
+        """Return the split of sample i, and its first token there."""
         ...
 
     def span(self, i: int) -> tuple[int, int]:
-        """The first token of sample i in its split, and how many it has there: at most seq_len + 1. All but the last
-        predict the next one, and the rest of seq_len predictions are padding."""
+        """Return the first token of sample i in its split, and its number of tokens there: at most seq_len + 1. All but
+        the last predict the next one; the rest of the seq_len predictions are padding."""
         ...
 
     def read(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        """Sample i: tokens int64 [seq_len + 1] and mask bool [seq_len]."""
+        """Return sample i: tokens int64 [seq_len + 1] and mask bool [seq_len]."""
         ...
 
     def documents(self, i: int) -> list[int]:
-        """How many of the first seq_len tokens of sample i each of its documents has, in order; a separator belongs
-        to the document that it ends, and what the sample cuts off on either side is not counted."""
+        """Return the numbers of sample i's first seq_len tokens in each of its documents, in order. A separator belongs
+        to the document that it ends; tokens that the sample cuts off on either side are not counted."""
         ...
 
 
 class PackedSamples:
-    """The split as one row of tokens, split every seq_len: no padding, and a sample may span documents.
+    """The split as one sequence of tokens, split every seq_len: no padding, and a sample may span documents.
 
-    Sample i reads tokens [i*T, i*T + T) and predicts the successor of each: n = (n_tokens - 1) // T, and each
-    token but the first, and less than T at the end, is predicted once. With `mask_boundaries` what follows a
-    separator, the first token of another document, is not predicted. Raises DataError for fewer than T + 1.
+    Sample i reads tokens [i*T, i*T + T) and predicts the successor of each: n = (n_tokens - 1) // T, and each token
+    except the first, and less than T at the end, is predicted once. With `mask_boundaries` the token after a separator,
+    the first token of another document, is not predicted. Raises DataError for fewer than T + 1 tokens.
     """
 
     def __init__(self, split: TokenSplit, seq_len: int, *, mask_boundaries: bool = False) -> None:
@@ -68,23 +68,20 @@ class PackedSamples:
         return self._n
 
     def origin(self, i: int) -> tuple[TokenSplit, int]:
-        """As Samples.origin."""
         return self.split, self.span(i)[0]
 
     def span(self, i: int) -> tuple[int, int]:
-        """(first token, number of tokens) of sample i in the split."""
+        """Return (first token, number of tokens) of sample i in the split."""
         assert 0 <= i < self._n, (i, self._n)
         return i * self.seq_len, self.seq_len + 1
 
     def read(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        """As Samples.read."""
         start, length = self.span(i)
         tokens = self.split.tokens(start, length).astype(np.int64)
         mask = self.split.trained(start + 1, length - 1)
         return tokens, mask & (tokens[:-1] != self.split.separator_id) if self.mask_boundaries else mask
 
     def documents(self, i: int) -> list[int]:
-        """As Samples.documents."""
         begins = self.split.document_starts(self.span(i)[0], self.seq_len)
         ends = np.concatenate([[0], begins[begins > 0], [self.seq_len]])
         lengths: list[int] = np.diff(ends).tolist()
@@ -92,11 +89,11 @@ class PackedSamples:
 
 
 class DocumentSamples:
-    """Every document begins a sample of its own; a long one is split every T, the rest is padded and masked.
+    """Every document starts its own sample; a long document is split every T, the rest is padded and masked.
 
-    A document of L tokens (its separator included) has L - 1 predictions and makes ceil((L - 1) / T) samples;
-    each of its tokens but the first is predicted once. Padding is the separator. Takes 8 bytes of memory a
-    document, for finding the document of a sample. Raises DataError for a split without any prediction.
+    A document of L tokens (its separator included) has L - 1 predictions and makes ceil((L - 1) / T) samples; each of
+    its tokens except the first is predicted once. Padding is the separator. Takes 8 bytes of memory a document, to find
+    the document of a sample. Raises DataError for a split without any prediction.
     """
 
     def __init__(self, split: TokenSplit, seq_len: int) -> None:
@@ -113,11 +110,10 @@ class DocumentSamples:
         return int(self._sample_ends[-1]) if len(self._sample_ends) else 0
 
     def origin(self, i: int) -> tuple[TokenSplit, int]:
-        """As Samples.origin."""
         return self.split, self.span(i)[0]
 
     def span(self, i: int) -> tuple[int, int]:
-        """(first token, number of tokens) of sample i; fewer than seq_len + 1 tokens where the document ends."""
+        """Return (first token, number of tokens) of sample i; fewer than seq_len + 1 tokens if the document ends."""
         assert 0 <= i < len(self), (i, len(self))
         document = int(np.searchsorted(self._sample_ends, i, side="right"))
         piece = i - (int(self._sample_ends[document - 1]) if document else 0)
@@ -125,7 +121,6 @@ class DocumentSamples:
         return start, min(self.seq_len + 1, self.split.document_start(document + 1) - start)
 
     def read(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        """As Samples.read."""
         start, length = self.span(i)
         tokens = np.full(self.seq_len + 1, self.split.separator_id, np.int64)
         tokens[:length] = self.split.tokens(start, length)
@@ -134,20 +129,20 @@ class DocumentSamples:
         return tokens, mask
 
     def documents(self, i: int) -> list[int]:
-        """As Samples.documents; padding is a document."""
+        """Return the numbers of tokens of sample i's document and, if there is any, of its padding."""
         length = min(self.span(i)[1], self.seq_len)
         return [n for n in (length, self.seq_len - length) if n]
 
 
 def open_sources(config: RunConfig, name: str) -> list[Samples]:
-    """The samples of the split `name` (train, validation) of each source of a run, as its run file asks for them.
+    """Return the samples of the split `name` (train, validation) of each source of a run, by its run file.
 
-    Raises DataError with every problem at once: data that is missing or damaged or that the model's vocabulary is too
-    small for, sources of different tokenizers, and splits with too few tokens.
+    Raises DataError with every problem at once: data that is missing, damaged or has token ids beyond the model's
+    vocabulary, sources with different tokenizers, and splits with too few tokens.
     """
     sources = sources_of(config.data)
     problems: list[str] = []
-    found: dict[str, Samples] = {}
+    samples: dict[str, Samples] = {}
     manifests: dict[str, Manifest] = {}
     for source in sources:
         called = name_of(source)
@@ -155,18 +150,18 @@ def open_sources(config: RunConfig, name: str) -> list[Samples]:
             split = open_split(source.path, name)
             manifests[called] = split.manifest
             split.manifest.check_vocabulary(config.model.spec().vocab_size)
-            found[called] = samples_of(split, config.data, config.batch.seq_len)
+            samples[called] = samples_of(split, config.data, config.batch.seq_len)
         except DataError as error:
             where = f"source {called!r}: " if len(sources) > 1 else ""
             problems += [f"{where}{problem}" for problem in error.problems]
     problems += _tokenizer_problems(manifests)
     if problems:
         raise DataError(*problems)
-    return list(found.values())
+    return list(samples.values())
 
 
 def samples_of(split: TokenSplit, data: DataSection, seq_len: int) -> Samples:
-    """The samples of a split as a run file asks for them. Raises DataError for a split that has none."""
+    """Return the samples of a split, by the run file. Raises DataError for a split that has none."""
     if data.attention == "document" and not split.n_documents:
         raise DataError(
             f"{split.folder}: data.attention='document' needs to know where documents begin, and the {split.name} "
@@ -179,7 +174,7 @@ def samples_of(split: TokenSplit, data: DataSection, seq_len: int) -> Samples:
 
 
 def _tokenizer_problems(manifests: dict[str, Manifest]) -> Iterator[str]:
-    """What of the tokenizer differs between the first source and others; one that stands there twice is named too."""
+    """Yield the differences of tokenizers between the first source and others; a source given twice is named too."""
     for called, manifest in manifests.items():
         first_called, first = next(iter(manifests.items()))
         facts = {

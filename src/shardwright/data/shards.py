@@ -1,17 +1,17 @@
-"""A folder of tokens on disk: its manifest, and a split of it as one long memory-mapped row of tokens.
+"""A folder of tokens on disk: its manifest, and each split as one long memory-mapped array of tokens.
 
-    manifest.json            written last; what is not in it does not count
+    manifest.json            written last; a file that it does not list does not count
     tokenizer.json           the tokenizer that made the ids
     train-00000.bin          token ids, little-endian uint16, or uint32 for a vocabulary above 65,536
-    train-00000.idx          uint64: where each document that begins in this shard begins, in tokens
-    train-00000.trained      of conversations: a byte for each token, 1 if it is trained on
+    train-00000.idx          uint64: the first token of each document that starts in this shard
+    train-00000.trained      for conversations: a byte for each token, 1 if it is trained on
     train-00000.sums         checksums of the blocks of these files (`blocks`)
-    chat_template.jinja      of conversations: the template that wrote the messages
+    chat_template.jinja      for conversations: the template that rendered the messages
     validation-00000.bin ...
 
-Every document ends with one separator. A shard is closed at the first document end at or after
-`shard_tokens`, and in any case at 2 x `shard_tokens`: so a document of at most `shard_tokens` is in one
-shard, and only a longer one may continue in the next.
+Every document ends with one separator. A shard is closed at the first document end at or after `shard_tokens`, and in
+any case at 2 x `shard_tokens`: so a document of at most `shard_tokens` is in one shard, and only a longer one may
+continue in the next.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 INDEX_BYTES = 8
 INDEX_CHECKED_AT_START_BYTES = 256 * MiB
-"""Indices of up to this size in all are checked when a split is opened, larger ones when they are first used."""
+"""Indices of up to this size in total are checked when a split is opened, larger ones when they are first used."""
 PREPARE = "shardwright data prepare SRC --out DIR"
 
 
@@ -49,7 +49,7 @@ class _Record(BaseModel):
 
 
 class Shard(_Record):
-    """The files of one shard: `tokens` ids in `bytes` bytes; `documents` of them begin here."""
+    """The files of one shard: `tokens` ids in `bytes` bytes; `documents` of them start here."""
 
     file: str
     tokens: Count
@@ -73,7 +73,7 @@ class Split(_Record):
 
 
 class Manifest(_Record):
-    """What is in a folder of tokens. `source` and `options` say how it was made; nothing depends on them."""
+    """The contents of a folder of tokens. `source` and `options` record its making; nothing depends on them."""
 
     format: str = FORMAT
     format_version: int = FORMAT_VERSION
@@ -85,25 +85,25 @@ class Manifest(_Record):
     tokenizer_file: str
     tokenizer_sha256: str
     tokenizer_fingerprint: str | None = None
-    """Equal for tokenizers that make the same ids, however their files are formatted; None before version 3."""
+    """Equal for tokenizers that produce the same ids, in any file format; None before version 3."""
     block_bytes: int = Field(BLOCK_BYTES, gt=0, lt=2**63)
-    """Bytes of the blocks that `.sums` files have checksums of."""
+    """Bytes of each block whose checksum is in a `.sums` file."""
     largest_id: Count | None = None
     """The largest token id in all splits; None before version 3."""
     chat_template_sha256: str | None = None
     answer_end_id: Count | None = None
-    """Of conversations, the special token that the template writes behind an answer."""
+    """For conversations, the special token that the template writes after an answer."""
     chat_tokens: dict[str, str] = {}
-    """Of conversations, the tokens that the template names: `bos_token` and the like, with their texts."""
+    """For conversations, the tokens that the template names: `bos_token` and the like, with their texts."""
     splits: dict[str, Split]
     source: dict[str, Any]
     options: dict[str, Any]
 
     @staticmethod
     def read(directory: str | Path, *, check_files: bool = True) -> "Manifest":
-        """The manifest of `directory`; with `check_files` every file must be there in its full size.
+        """Return the manifest of `directory`; with `check_files` every file must exist in its full size.
 
-        Raises DataError for a folder that is missing, empty, of something else, of a newer format, damaged.
+        Raises DataError for a folder that is missing, empty, damaged, of a newer format or of another kind.
         """
         folder = Path(directory)
         raw = _read_json(folder)
@@ -137,7 +137,7 @@ class Manifest(_Record):
 
     @property
     def fingerprint(self) -> str:
-        """A sha256 over the checksums of all shards: equal for equal tokens, partitioned into equal shards."""
+        """A sha256 over the checksums of all shards: equal for equal tokens in equal shards."""
         lines: list[str] = [self.dtype]
         for name in sorted(self.splits):
             for shard in self.splits[name].shards:
@@ -147,22 +147,22 @@ class Manifest(_Record):
 
     @property
     def sha256_of_files(self) -> dict[str, str]:
-        """Name of every file of the folder but the manifest -> its checksum."""
-        found = {self.tokenizer_file: self.tokenizer_sha256}
+        """Return the checksum of every file of the folder except the manifest, by name."""
+        sums = {self.tokenizer_file: self.tokenizer_sha256}
         if self.chat_template_sha256:
-            found[TEMPLATE] = self.chat_template_sha256
+            sums[TEMPLATE] = self.chat_template_sha256
         for split in self.splits.values():
             for shard in split.shards:
-                found |= {shard.file: shard.sha256, shard.index_file: shard.index_sha256}
+                sums |= {shard.file: shard.sha256, shard.index_file: shard.index_sha256}
                 for file, sha256 in ((shard.trained_file, shard.trained_sha256), (shard.sums_file, shard.sums_sha256)):
                     if file and sha256:
-                        found[file] = sha256
-        return found
+                        sums[file] = sha256
+        return sums
 
     def check_vocabulary(self, model_vocab_size: int) -> None:
         """Raise DataError if a model with that many rows (possibly padded) has no row for a token id of the data.
 
-        A tokenizer may have more tokens than the model has rows, as long as the data has none of them.
+        A tokenizer may have more tokens than the model has rows, if the data has none of them.
         """
         rows = f"the model's vocab_size={model_vocab_size}"
         fitting = f"{self.vocab_size} or more (the next multiple of 128: {-(-self.vocab_size // 128) * 128})"
@@ -179,22 +179,22 @@ class Manifest(_Record):
             )
 
     def remarks(self, model_vocab_size: int) -> list[str]:
-        """What a run on this data has to say at its start."""
-        found = []
+        """Return the remarks that a run on this data prints at its start."""
+        remarks = []
         if self.vocab_size > model_vocab_size:
-            found.append(
+            remarks.append(
                 f"the tokenizer has {self.vocab_size:,} tokens and the model {model_vocab_size:,} rows; the data fits: "
                 f"its largest token id is {self.largest_id:,}"
             )
         if self.format_version < FORMAT_VERSION:
-            found.append(
+            remarks.append(
                 f"format version {self.format_version} has no checksums of blocks, so damaged tokens are not noticed "
                 f"while training; prepare the data again, or check it with `shardwright data inspect DIR --verify`"
             )
-        return found
+        return remarks
 
     def missing_files(self, folder: Path) -> list[str]:
-        """Complaints about files that are not there, or not of the size that the manifest says."""
+        """Return problems with files that are missing, or not of the manifest's size."""
         problems = []
         for name, n_bytes in self._n_bytes_of_all_files().items():
             try:
@@ -211,7 +211,7 @@ class Manifest(_Record):
         return problems
 
     def _tokenizer_problems(self, folder: Path) -> list[str]:
-        """Complaints about a tokenizer that is not the one that made the token ids."""
+        """Return the problem of a tokenizer that is not the one that made the token ids."""
         actual = hashlib.sha256(read_bytes(folder / self.tokenizer_file, LONGEST_TOKENIZER)).hexdigest()
         if actual == self.tokenizer_sha256:
             return []
@@ -221,7 +221,7 @@ class Manifest(_Record):
         ]
 
     def _n_bytes_of_all_files(self) -> dict[str, int]:
-        """Name of each file -> its size, or -1 where the manifest has no size."""
+        """Return name -> size of each file, or -1 if the manifest has no size."""
         result = {self.tokenizer_file: -1}
         for split in self.splits.values():
             for shard in split.shards:
@@ -229,13 +229,13 @@ class Manifest(_Record):
         return result
 
     def _n_bytes_of_files(self, shard: Shard) -> dict[str, int]:
-        """Name of each file -> its size; the `.sums` file has the checksums of the others in this order."""
-        found = {shard.file: shard.bytes, shard.index_file: shard.documents * INDEX_BYTES}
+        """Return name -> size of each file; the `.sums` file has the checksums of the others in this order."""
+        sizes = {shard.file: shard.bytes, shard.index_file: shard.documents * INDEX_BYTES}
         if shard.trained_file:
-            found[shard.trained_file] = shard.tokens
+            sizes[shard.trained_file] = shard.tokens
         if shard.sums_file:
-            found[shard.sums_file] = sum(n_blocks(n, self.block_bytes) for n in found.values()) * SUM_BYTES
-        return found
+            sizes[shard.sums_file] = sum(n_blocks(n, self.block_bytes) for n in sizes.values()) * SUM_BYTES
+        return sizes
 
     def _contradictions(self) -> list[str]:
         problems = [
@@ -261,7 +261,7 @@ class Manifest(_Record):
 
 
 class TokenSplit:
-    """All shards of a split as one row of `n_tokens` ids and `n_documents` documents, read by memory map."""
+    """All shards of a split as one array of `n_tokens` ids and `n_documents` documents, read by memory map."""
 
     def __init__(self, folder: Path, name: str, manifest: Manifest) -> None:
         self.folder, self.name, self.manifest = folder, name, manifest
@@ -280,22 +280,22 @@ class TokenSplit:
         self._document_ends = list(accumulate(shard.documents for shard in split.shards))
 
     def tokens(self, start: int, length: int) -> np.ndarray:
-        """Ids [length] from token `start` of the split on, across shards; uint16 or uint32, read-only."""
+        """Return ids [length] from token `start` of the split on, across shards; uint16 or uint32, read-only."""
         return self._row(self._tokens, start, length)
 
     @property
     def masked(self) -> bool:
-        """Whether these are conversations, of which some tokens are not trained on."""
+        """Whether these are conversations, with some tokens that are not trained on."""
         return any(file is not None for file in self._trained)
 
     def trained(self, start: int, length: int) -> np.ndarray:
-        """Which of the tokens [length] from token `start` of the split on are trained on; bool."""
+        """Return which of the tokens [length] from token `start` of the split on are trained on; bool."""
         if not self.masked:
             return np.ones(length, bool)
         return self._row([file for file in self._trained if file is not None], start, length).astype(bool)
 
     def check_index(self) -> None:
-        """Raise DataError if an index is damaged, unless all of them together are so large that it would take long."""
+        """Raise DataError if an index is damaged; skipped if all indices together are too large to check quickly."""
         if self.n_documents * INDEX_BYTES <= INDEX_CHECKED_AT_START_BYTES:
             for index in self._indices:
                 index.read_all()
@@ -314,12 +314,12 @@ class TokenSplit:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def document(self, i: int) -> np.ndarray:
-        """The ids of document i, its separator last."""
+        """Return the ids of document i, its separator last."""
         start, end = self.document_start(i), self.document_start(i + 1)
         return self.tokens(start, end - start)
 
     def document_start(self, i: int) -> int:
-        """Where document i begins in the split, in tokens; n_tokens for i = n_documents."""
+        """Return the first token of document i in the split; n_tokens for i = n_documents."""
         if not 0 <= i <= self.n_documents:
             raise IndexError(f"document {i} of a split of {self.n_documents}")
         if i == self.n_documents:
@@ -329,36 +329,36 @@ class TokenSplit:
         return self._shard_start(shard) + int(self._indices[shard].read_all()[i - first])
 
     def document_starts(self, start: int, length: int) -> np.ndarray:
-        """Where documents begin among `length` tokens from token `start` of the split on, counted from there; int64."""
-        found = [np.empty(0, np.int64)]
+        """Return the starts of documents among `length` tokens from token `start` on, counted from `start`; int64."""
+        starts = [np.empty(0, np.int64)]
         for shard in range(bisect_right(self._token_ends, start), len(self._tokens)):
             first = self._shard_start(shard) - start
             if first >= length:
                 break
             index = self._indices[shard].read_all()
             low, high = np.searchsorted(index, np.array([max(0, -first), max(0, length - first)], index.dtype))
-            found.append(index[low:high].astype(np.int64) + first)
-        return np.concatenate(found)
+            starts.append(index[low:high].astype(np.int64) + first)
+        return np.concatenate(starts)
 
     def document_at(self, token: int) -> int:
-        """The number of the document that a token of the split is of."""
+        """Return the number of the document of a token of the split."""
         shard = bisect_right(self._token_ends, token)
         index = self._indices[shard].read_all()
         offset = np.array(token - self._shard_start(shard), index.dtype)
         return self._document_ends[shard] - len(index) + int(np.searchsorted(index, offset, side="right")) - 1
 
     def document_lengths(self) -> np.ndarray:
-        """Tokens of every document, separators counted; int64 [n_documents], 8 bytes a document of memory."""
+        """Return the length of every document with its separator; int64 [n_documents], 8 bytes of memory each."""
         starts = [index.read_all().astype(np.int64) + self._shard_start(i) for i, index in enumerate(self._indices)]
         return np.diff(np.concatenate([*starts, np.array([self.n_tokens])]))
 
     def place(self, token: int) -> tuple[Path, int]:
-        """The file that holds a token of the split, and the number of the token in it."""
+        """Return the file of a token of the split, and the number of the token in it."""
         shard = bisect_right(self._token_ends, token)
         return self._tokens[shard].path, token - self._shard_start(shard)
 
     def where(self, token: int) -> str:
-        """`FILE, token N of it`: the place of a token of the split, for messages."""
+        """Return `FILE, token N of it`: the place of a token of the split, for messages."""
         file, offset = self.place(token)
         return f"{file}, token {offset} of it"
 
@@ -367,7 +367,7 @@ class TokenSplit:
 
 
 def open_split(directory: str | Path, name: str) -> TokenSplit:
-    """The split `name` ("train", "validation") of a folder of tokens; raises as Manifest.read does."""
+    """Return the split `name` ("train", "validation") of a folder of tokens; raises as Manifest.read does."""
     manifest = Manifest.read(directory)
     if name not in manifest.splits:
         there = nearest(name, manifest.splits) if manifest.splits else "it has none; prepare the data again"
@@ -378,7 +378,7 @@ def open_split(directory: str | Path, name: str) -> TokenSplit:
 
 
 def _open_files(folder: Path, shard: Shard, manifest: Manifest) -> tuple[CheckedFile, CheckedFile, CheckedFile | None]:
-    """The tokens, the index and, of conversations, the mask of a shard."""
+    """Return the tokens, the index and, for conversations, the mask of a shard."""
     size, sums = manifest.block_bytes, None
     if shard.sums_file and shard.sums_sha256:
         sums = SumsFile(folder / shard.sums_file, shard.sums_sha256, size)
@@ -395,7 +395,7 @@ def _open_files(folder: Path, shard: Shard, manifest: Manifest) -> tuple[Checked
 
 
 def verify_checksums(directory: str | Path, progress: Callable[[str], None] | None = None) -> list[str]:
-    """Read every file and compare its sha256 with the manifest's; returns the complaints, if any.
+    """Read every file and compare its sha256 with the manifest's; return the problems, if any.
 
     `progress` is called with the name of each file. Raises DataError only if the manifest cannot be read.
     """
@@ -422,8 +422,10 @@ def _read_json(folder: Path) -> Any:
     path = inside(folder, MANIFEST, DataError)
     if not path.exists():
         names = sorted(entry.name for entry in folder.iterdir())
-        found = f"holds {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}, but no" if names else "is empty: no"
-        raise DataError(f"{folder}: the folder {found} {MANIFEST}; token shards are made by `{PREPARE}`")
+        contents = (
+            f"holds {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}, but no" if names else "is empty: no"
+        )
+        raise DataError(f"{folder}: the folder {contents} {MANIFEST}; token shards are made by `{PREPARE}`")
     try:
         return parse_json(read_bytes(path))
     except OSError as error:

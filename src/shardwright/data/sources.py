@@ -1,4 +1,4 @@
-"""Where documents come from: a file, a folder, a URL, or a dataset of the Hugging Face hub, as one stream.
+"""Streams documents from a file, a folder, a URL, or a dataset of the Hugging Face hub.
 
     text, source code      one file, one document
     JSON lines, an array of objects   one object, one document: the field `text_key`
@@ -6,9 +6,8 @@
     hf:NAME[:CONFIG][:SPLIT]   one row, one document, streamed
     s3://BUCKET/FOLDER and other URLs of fsspec   files of these kinds, read as they stream
 
-The content of a file decides what it is, and whether it is compressed (`content`). A folder is read in sorted order, so
-that a source has the same documents in the same order every time.
-Memory does not grow with the corpus.
+The content of a file decides its kind, and whether it is compressed (`content`). A folder is read in sorted order, so
+that a source has the same documents in the same order every time. Memory does not grow with the corpus.
 """
 
 import fnmatch
@@ -51,17 +50,16 @@ def documents(
     meter: Meter | None = None,
     chat: ChatFormat | None = None,
 ) -> Iterator[Document]:
-    """Every document of `source`, in an order that is the same every time.
+    """Yield every document of `source`, in an order that is the same every time.
 
-    `glob` chooses among the files of a folder: by file name (`*.py`), or by path below the folder if it has
-    a slash (`src/*.py`; there `*` also crosses slashes). Hidden files and folders are left out, each folder
-    is read once however many links lead to it. `meter` counts as the stream is read.
+    `glob` chooses among the files of a folder: by file name (`*.py`), or by path below the folder if it has a slash
+    (`src/*.py`; there `*` also crosses slashes). Hidden files and folders are left out; each folder is read once, even
+    if several links lead to it. `meter` counts as the stream is read.
 
-    Raises DataError, when the stream gets there: a path that is missing, a folder without files, a file that
-    is not UTF-8 text or not what its suffix says. With `encoding_errors` "skip" a document that is not UTF-8
-    is left out and counted; with "replace" its bad bytes become U+FFFD, which are counted. With `skip_bad` a record
-    that is not JSON, or has no string in the field `text_key`, is left out and counted. With `chat` each record is a
-    conversation.
+    Raises DataError, when the stream gets there: a path that is missing, a folder without files, a file that is not
+    UTF-8 text or not of its suffix's kind. With `encoding_errors` "skip" a document that is not UTF-8 is left out and
+    counted; with "replace" its bad bytes become U+FFFD, which are counted. With `skip_bad` a record that is not JSON,
+    or has no string in the field `text_key`, is left out and counted. With `chat` each record is a conversation.
     """
     if encoding_errors not in ENCODING_ERRORS:
         raise DataError(f"encoding_errors={encoding_errors!r}; {nearest(str(encoding_errors), ENCODING_ERRORS)}")
@@ -85,7 +83,7 @@ def documents(
 
 
 def source_files(source: str | Path, glob: str | None = None) -> Iterator[File]:
-    """The files `documents` reads, in its order. Raises DataError if there are none."""
+    """Yield the files that `documents` reads, in its order. Raises DataError if there are none."""
     if REMOTE in str(source):
         yield from remote_files(str(source), glob)
         return
@@ -114,7 +112,7 @@ def source_files(source: str | Path, glob: str | None = None) -> Iterator[File]:
 
 
 def _walk(folder: Path, seen: set[tuple[int, int]]) -> Iterator[Path]:
-    """Regular files below `folder`; a device, pipe or link to nothing is no file."""
+    """Yield the regular files below `folder`; a device, a pipe or a dangling link is not a file."""
     try:
         status = folder.stat()
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
@@ -166,7 +164,7 @@ def _hub_documents(source: str, reading: Reading) -> Iterator[Document]:
 
 
 def _hub_name(source: str) -> tuple[str, str | None, str]:
-    """`hf:NAME[:CONFIG][:SPLIT]` -> (name, config, split); an empty CONFIG is the dataset's own default."""
+    """Parse `hf:NAME[:CONFIG][:SPLIT]` into (name, config, split); an empty CONFIG is the dataset's own default."""
     parts = source.removeprefix(HUB).split(":")
     if len(parts) > 3 or not parts[0]:
         raise DataError(

@@ -1,10 +1,10 @@
-"""A chat template, and which characters of the conversation that it writes are answers. Runs in a process of its own.
+"""Renders conversations by a chat template and finds the characters of their answers, in its own process.
 
-The template sees what `apply_chat_template` of transformers shows it, so the text is the same. A conversation is
-written once as a whole. Where the template has `{% generation %}`, these blocks are the answers. Elsewhere an answer
-begins where the generation prompt ends, and ends where the conversation would end after it. Some templates write an
-earlier turn in another way when others follow (Qwen3 drops its thinking). So places are carried over from the shorter
-conversations to the whole by marks, which are put at the end of each message and taken out of the text again.
+The template sees the variables that `apply_chat_template` of transformers shows, so the text is the same. A
+conversation is rendered once as a whole. If the template has `{% generation %}`, these blocks are the answers.
+Otherwise an answer starts where the generation prompt ends, and ends where the conversation would end after it. Some
+templates render an earlier turn differently when others follow (Qwen3 drops its thinking). So places are mapped from
+the shorter conversations to the whole by marks, which are put at the end of each message and removed from the text.
 """
 
 import json
@@ -24,7 +24,7 @@ MARKER = re.compile(
 """The usual forms of control tokens."""
 MOST_CHARACTERS = 2**26
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""The names of a message's reasoning; transformers shows a template the first two whichever is given."""
+"""The names of a message's reasoning; transformers shows a template the first two for any of them."""
 # Noncharacters of Unicode, which no text has.
 _MARK, _MARK_END, _BEGIN, _END = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
 _MARKS = re.compile(f"{_MARK}(\\d+){_MARK_END}")
@@ -36,7 +36,7 @@ class Refused(ValueError):
 
 
 class _Marked(NamedTuple):
-    """A text without its marks, and where the mark of each message was."""
+    """A text without its marks, and the place of each message's mark."""
 
     text: str
     places: dict[int, int]
@@ -87,8 +87,8 @@ class ChatTemplate:
         self._compiled = environment.from_string(source)
 
     def write(self, messages: list[Message], trained: list[bool], given: dict[str, Any]) -> tuple[str, list[list[int]]]:
-        """The text of a conversation, and the places [begin, end) of the answers of which `trained` is true. `given`:
-        the other variables of the template. Raises Refused."""
+        """Return the text of a conversation, and the places [begin, end) of the answers whose `trained` is true.
+        `given`: the other variables of the template. Raises Refused."""
         messages = [_with_reasoning(message) for message in messages]
         text = self._render(messages, given)
         if not {_MARK, _MARK_END, _BEGIN, _END}.isdisjoint(text):
@@ -107,7 +107,7 @@ class ChatTemplate:
         return text, spans
 
     def prompt(self, messages: list[Message]) -> str:
-        """Return the text of a conversation and of the beginning of the answer that is to follow. Raises Refused."""
+        """Return the text of a conversation and of the start of the next answer. Raises Refused."""
         return self._render(messages, {}, generation=True)
 
     def _generated(self, messages: list[Message], text: str, given: dict[str, Any]) -> list[list[int]]:
@@ -132,30 +132,30 @@ class ChatTemplate:
         return [span for span in spans if span[0] < span[1]]
 
     def _places(self, messages: list[Message], text: str, given: dict[str, Any]) -> list[list[int]]:
-        """Where each answer is in `text`, its end token included."""
+        """Return the place of each answer in `text`, its end token included."""
         messages, whole = self._marked(messages, text, given)
-        found: list[list[int]] = []
+        places: list[list[int]] = []
         for number, message in enumerate(messages):
             if message["role"] != ANSWER:
                 continue
             begin = self._begin(whole, messages[:number], given)
             end = None if begin is None else self._end(whole, self._try(messages[: number + 1], given), number, begin)
-            if begin is None or end is None or begin < (found[-1][1] if found else 0):
+            if begin is None or end is None or begin < (places[-1][1] if places else 0):
                 raise Refused(
-                    f"the chat template writes message {number + 1} in another way when others follow, or not at all, "
+                    f"the chat template renders message {number + 1} differently when others follow, or not at all, "
                     f"so its tokens cannot be found; choose another with --chat-template, or mark the answers in it "
                     f"with {{% generation %}}"
                 )
-            found.append([begin, end])
-        return found
+            places.append([begin, end])
+        return places
 
     def _begin(self, whole: _Marked, earlier: list[Message], given: dict[str, Any]) -> int | None:
-        """Where the answer to `earlier` begins in the whole: behind the generation prompt."""
+        """Return the start of the answer to `earlier` in the whole: after the generation prompt."""
         before, prompt = self._try(earlier, given), self._try(earlier, given, generation=True)
         if prompt.text:
             there, here = _anchor(prompt, whole, len(earlier) - 1) or (0, 0)
             shared = self._shared(prompt.text[there:], whole.text[here:])
-            # Only the generation prompt may differ: the one of some templates begins the reasoning of the answer.
+            # Only the generation prompt may differ: some templates start the answer's reasoning in it.
             if there + shared >= _n_common(before.text, prompt.text):
                 return here + shared
         generation = prompt.text[len(before.text) :] if prompt.text.startswith(before.text) else ""
@@ -166,9 +166,9 @@ class ChatTemplate:
         return None if earlier else 0
 
     def _end(self, whole: _Marked, until: _Marked, number: int, begin: int) -> int | None:
-        """Where the answer `number` ends: where the conversation until it ends, less white space behind a token."""
+        """Return the end of answer `number`: of the conversation up to it, without white space after a token."""
         there, here = _anchor(until, whole, number) or (0, 0)
-        if here < begin:  # the answer has no mark, so it has to stand in the whole as it is
+        if here < begin:  # the answer has no mark, so it has to occur unchanged in the whole
             if number in until.places:
                 return None
             there, here = there + begin - here, begin
@@ -182,7 +182,7 @@ class ChatTemplate:
         return end if end > begin else None
 
     def _shared(self, one: str, other: str) -> int:
-        """How many characters two texts have in common at their beginning, without a part of a token or tag."""
+        """Return the length of the common start of two texts, without a part of a token or tag."""
         n = _n_common(one, other)
         for text in (one, other):
             for match in self._units.finditer(text, max(0, n - 200), n + 200):
@@ -191,18 +191,18 @@ class ChatTemplate:
         return n
 
     def _marked(self, messages: list[Message], text: str, given: dict[str, Any]) -> tuple[list[Message], _Marked]:
-        """The messages with marks, as far as these do not change what the template writes, and the whole text."""
+        """Return the messages with marks, if these do not change the template's output, and the whole text."""
         marked = [_with_mark(message, i) for i, message in enumerate(messages)]
         whole = self._try(marked, given)
         if whole.text != text:
             alone = ([*messages[:i], marked[i], *messages[i + 1 :]] for i in range(len(messages)))
-            usable = [self._try(each, given).text == text for each in alone]
+            usable = [self._try(messages_with_mark, given).text == text for messages_with_mark in alone]
             marked = [marked[i] if usable[i] else message for i, message in enumerate(messages)]
             whole = self._try(marked, given)
         return (marked, whole) if whole.text == text else (messages, _Marked(text, {}))
 
     def _try(self, messages: list[Message], given: dict[str, Any], generation: bool = False) -> _Marked:
-        """A part of a conversation; empty if the template does not write such a part."""
+        """Render a part of a conversation; empty if the template refuses such a part."""
         if not messages and not generation:
             return _Marked("", {})
         try:
@@ -234,18 +234,18 @@ class ChatTemplate:
             raise Refused("the chat template refuses it: it calls itself too often") from None
         except MemoryError:
             raise Refused("the chat template refuses it: it needs too much memory") from None
-        except Exception as error:  # a template may raise whatever its operators and filters raise
+        except Exception as error:  # operators and filters of a template may raise any type
             raise Refused(f"the chat template refuses it: {error}") from None
 
 
 def _anchor(part: _Marked, whole: _Marked, last: int) -> tuple[int, int] | None:
-    """The places of the mark that is furthest on in `part`, of a message up to `last`, in `part` and in `whole`."""
+    """Return the place, in `part` and in `whole`, of the last mark in `part` of a message up to `last`."""
     both = [(place, whole.places[i]) for i, place in part.places.items() if i <= last and i in whole.places]
     return max(both, default=None)
 
 
 def _n_common(one: str, other: str) -> int:
-    """How many characters two texts have in common at their beginning."""
+    """Return the length of the common start of two texts."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -259,8 +259,8 @@ def _with_reasoning(message: Message) -> Message:
 
 
 def _with_mark(message: Message, number: int) -> Message:
-    """A message with a mark behind the name of its last tool call, or behind the last letter of its text: before white
-    space, which a template may strip."""
+    """Return a message with a mark after the name of its last tool call, or after the last letter of its text: before
+    white space, which a template may strip."""
 
     def mark(text: str) -> str:
         shown = text.rstrip()
@@ -280,7 +280,7 @@ def _with_mark(message: Message, number: int) -> Message:
 
 
 def _without(span: list[int], place: list[int]) -> Iterator[list[int]]:
-    """The parts of `span` outside of `place`."""
+    """Yield the parts of `span` outside of `place`."""
     for part in ([span[0], min(span[1], place[0])], [max(span[0], place[1]), span[1]]):
         if part[0] < part[1]:
             yield part
@@ -289,7 +289,7 @@ def _without(span: list[int], place: list[int]) -> Iterator[list[int]]:
 def main() -> None:
     """Read settings and then conversations from the standard input, a line of JSON each, and answer each with a line.
 
-    Before each line the limit of CPU time is set anew; the kernel ends the process that passes it.
+    The limit of CPU time is reset before each line; the kernel ends the process that exceeds it.
     """
     settings = json.loads(sys.stdin.readline())
     resource.setrlimit(resource.RLIMIT_AS, (settings["memory_bytes"],) * 2)
@@ -300,7 +300,7 @@ def main() -> None:
         now = datetime.fromtimestamp(settings["now"], UTC if settings["utc"] else None)
         template = ChatTemplate(settings["template"], settings["tokens"], settings["special_tokens"], now)
         _answer({"reads": template.reads})
-    except Exception as error:  # whatever the parser of a stranger's template raises
+    except Exception as error:  # the parser may raise any type for a stranger's template
         line = getattr(error, "lineno", None)
         reason = getattr(error, "message", None) or str(error) or type(error).__name__
         _answer({"error": (f"line {line}: " if line else "") + reason})

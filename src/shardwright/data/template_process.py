@@ -1,4 +1,4 @@
-"""The process that writes conversations by a chat template: a stranger's program, bounded in time and memory."""
+"""The process that renders conversations by a chat template: a stranger's program, bounded in time and memory."""
 
 import json
 import signal
@@ -19,11 +19,10 @@ _START = "import sys; sys.path.append(sys.argv[1]); from shardwright.data.templa
 
 
 class TemplateProcess:
-    """Writes conversations by a template. `reads`: the variables that the template reads.
+    """Renders conversations by a template. `reads`: the variables that the template reads.
 
     `settings`: `template`, `tokens` (name -> text), `special_tokens`, `now` (seconds since 1970) and `utc`. Raises
-    DataError for a template that is not Jinja, and, with what was asked of it, once it takes more than CPU_S or
-    MEMORY_BYTES.
+    DataError for a template that is not Jinja, and for a conversation that takes more than CPU_S or MEMORY_BYTES.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -43,14 +42,12 @@ class TemplateProcess:
     def write(
         self, messages: list[dict[str, Any]], trained: list[bool], given: dict[str, Any]
     ) -> tuple[str, list[list[int]]]:
-        """As ChatTemplate.write."""
         answer = self._ask([messages, trained, given])
         if "error" in answer:
             raise Refused(answer["error"])
         return answer["text"], answer["spans"]
 
     def prompt(self, messages: list[dict[str, Any]]) -> str:
-        """As ChatTemplate.prompt."""
         answer = self._ask([messages, None, {}])
         if "error" in answer:
             raise Refused(answer["error"])
@@ -60,7 +57,7 @@ class TemplateProcess:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
-            # What is not JSON (the dates and bytes of Parquet) is shown to a template as the name of its type.
+            # Values that are not JSON (dates and bytes of Parquet) are shown to a template as the name of their type.
             self._process.stdin.write(json.dumps(question, default=_type_name).encode() + b"\n")
             self._process.stdin.flush()
             line = self._process.stdout.readline()

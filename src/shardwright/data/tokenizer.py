@@ -1,4 +1,4 @@
-"""Tokenizers: one trained here (byte-level BPE), or any `tokenizer.json` of the `tokenizers` library."""
+"""Tokenizers: trained here (byte-level BPE), or any `tokenizer.json` of the `tokenizers` library."""
 
 import hashlib
 import json
@@ -21,8 +21,8 @@ SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>")
 SMALLEST_BPE = 256 + 1
 LARGEST_BPE = 2**22
 LONGEST_WORD = 256
-"""Characters without white space that are trained on as one word: the library takes time by the square of their number.
-No token of a tokenizer trained here is longer."""
+"""Characters without white space that are trained on as one word; the library's time is quadratic in their number. No
+token of a tokenizer trained here is longer."""
 _LONG_WORD = re.compile(rf"\S{{{LONGEST_WORD}}}|\s{{{LONGEST_WORD}}}")
 
 
@@ -46,21 +46,21 @@ class TextTokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """A sha256 of what determines the ids: equal for files that differ only in format, in padding, truncation,
-        decoder or the tokens that are added around a text."""
+        """A sha256 of everything that determines the ids: equal for files that differ only in format, padding,
+        truncation, decoder or the tokens that are added around a text."""
         table = json.loads(Tokenizer.from_buffer(self.json_bytes).to_str())
         relevant = {key: table.get(key) for key in ("normalizer", "pre_tokenizer", "model", "added_tokens")}
         return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Ids of each text, uint32, on all cores; a `<|endoftext|>` in a text is text, no separator."""
+        """Return the ids of each text, uint32, on all cores; a `<|endoftext|>` in a text is text, not a separator."""
         return [np.array(encoding.ids, np.uint32) for encoding in self.encodings(texts)]
 
     def encodings(self, texts: list[str], offsets: bool = False) -> list[Any]:
-        """As `encode_batch`, as the library has them; with `offsets` also the characters of each token."""
+        """Return the library's encoding of each text; with `offsets` also the characters of each token."""
         encode = self.tokenizer.encode_batch if offsets else self.tokenizer.encode_batch_fast
-        found: list[Any] = encode(texts, add_special_tokens=False)
-        return found
+        encodings: list[Any] = encode(texts, add_special_tokens=False)
+        return encodings
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
@@ -69,20 +69,20 @@ class TextTokenizer:
         return tuple(token.content for _, token in added if token.special)
 
     def reads_special_tokens(self) -> None:
-        """From now on a special token that is written in a text is that token, as a chat template means it."""
+        """Read a special token in a text as that token from now on, for text that a chat template has rendered."""
         self.tokenizer.encode_special_tokens = False
 
     def decode(self, ids: list[int]) -> str:
-        """Text of `ids`, separators shown."""
+        """Return the text of `ids`, with separators."""
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, *, sample_bytes: int = 256 * MiB) -> TextTokenizer:
-    """A byte-level BPE (Sennrich et al. 2016, on bytes as in GPT-2) of the first `sample_bytes` of `texts`.
+    """Train a byte-level BPE (Sennrich et al. 2016, on bytes as in GPT-2) on the first `sample_bytes` of `texts`.
 
-    Its alphabet is the 256 bytes, so any text comes back exactly; `<|endoftext|>`, id 0, is the separator.
-    Words are cut after LONGEST_WORD characters. A small corpus may give fewer tokens than `vocab_size`. Raises
-    DataError for vocab_size below 257 or above `LARGEST_BPE`.
+    Its alphabet is the 256 bytes, so any text is decoded exactly; `<|endoftext|>`, id 0, is the separator. Words are
+    cut after LONGEST_WORD characters. A small corpus may give fewer tokens than `vocab_size`. Raises DataError for
+    vocab_size below 257 or above `LARGEST_BPE`.
     """
     if vocab_size < SMALLEST_BPE:
         raise DataError(f"vocab_size={vocab_size} is below {SMALLEST_BPE} = 256 bytes + 1 separator")
@@ -103,9 +103,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, sample_bytes: int = 256 
 
 
 def load_tokenizer(path: str | Path, separator: str | None = None) -> TextTokenizer:
-    """A `tokenizer.json`, with the token that ends a document: `separator`, or the first of SEPARATORS.
+    """Load a `tokenizer.json`, with the token that ends a document: `separator`, or the first of SEPARATORS.
 
-    Raises DataError for a file that is missing or no tokenizer, and where there is no separator.
+    Raises DataError for a file that is missing or not a tokenizer, and if there is no separator.
     """
     path = Path(path)
     if path.is_dir():
@@ -136,7 +136,7 @@ def load_tokenizer(path: str | Path, separator: str | None = None) -> TextTokeni
 
 @contextmanager
 def all_cores() -> Iterator[None]:
-    """Let the library use its threads in here, whatever the environment or an earlier fork told it."""
+    """Let the library use its threads in a context, regardless of the environment or an earlier fork."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     try:
@@ -149,10 +149,10 @@ def all_cores() -> Iterator[None]:
 
 
 def _ready(tokenizer: Tokenizer, separator: str, json_bytes: bytes) -> TextTokenizer:
-    # A published tokenizer.json may cut at 512 tokens, or pad: both would change the corpus in silence.
+    # A published tokenizer.json may cut at 512 tokens, or pad: both would change the corpus silently.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    # It adds tokens around a text, of which there are none here, and may take white space from the places of tokens.
+    # It adds tokens around a text, which are not wanted here, and may remove white space from the places of tokens.
     tokenizer.post_processor = None
     # A corpus about language models quotes special tokens; unquoted they would end documents.
     tokenizer.encode_special_tokens = True
@@ -171,7 +171,7 @@ def _first_bytes(texts: Iterable[str], sample_bytes: int) -> Iterator[str]:
 
 
 def _short_words(text: str) -> Iterator[str]:
-    """`text` in parts, of which none has a word of more than LONGEST_WORD characters."""
+    """Yield `text` in parts without words of more than LONGEST_WORD characters."""
     begin = 0
     for match in _LONG_WORD.finditer(text):
         yield text[begin : match.end()]
@@ -181,9 +181,9 @@ def _short_words(text: str) -> Iterator[str]:
 
 
 def tokenizer_difference(data: Path, model: Path) -> str | None:
-    """Why ids of the tokenizer.json `data` mean other texts in the tokenizer.json `model`, in words; None if they mean
-    the same. Added tokens that only one of them has (a token for padding) make no difference, nor does the layout of
-    the file. Raises DataError for a file that is no tokenizer."""
+    """Return why ids of the tokenizer.json `data` mean other texts in the tokenizer.json `model`, in words; None if
+    they mean the same. Added tokens that only one has (a padding token) make no difference, nor does the format of the
+    file. Raises DataError for a file that is not a tokenizer."""
     if read_bytes(data, LONGEST_TOKENIZER) == read_bytes(model, LONGEST_TOKENIZER):
         return None
     ours, theirs = (_id_of_tokens(path) for path in (data, model))

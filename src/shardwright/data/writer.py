@@ -11,7 +11,7 @@ from shardwright.data.shards import Shard, Split
 
 
 class _HashedFile:
-    """A new file whose checksum is known when it is closed, and whose bytes are on disk by then."""
+    """A new file with a checksum, whose bytes are on disk when it is closed."""
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "xb")  # noqa: SIM115 - closed by the writer that owns it
@@ -37,12 +37,12 @@ class _HashedFile:
 
 
 class SplitWriter:
-    """Takes documents piece by piece and lays them out in shards by the rule that `shards` states."""
+    """Takes documents piece by piece and writes them to shards by the rule in `shards`."""
 
     def __init__(
         self, folder: Path, name: str, dtype: np.dtype, separator_id: int, shard_tokens: int, masked: bool = False
     ) -> None:
-        """With `masked`, which tokens are trained on is written beside the tokens."""
+        """`masked`: write a mask of the tokens that are trained on next to the tokens."""
         self._folder, self._name, self._dtype, self._shard_tokens = folder, name, dtype, shard_tokens
         self._masked = masked
         self._separator = np.array([separator_id], dtype)
@@ -55,8 +55,8 @@ class SplitWriter:
         self.n_tokens, self.largest_id = 0, 0
 
     def write(self, tokens: np.ndarray, trained: np.ndarray | bool = True) -> None:
-        """More tokens of the current document, and which of them are trained on; the first call after `end_document`
-        begins one."""
+        """Write more tokens of the current document, and which of them are trained on; the first call after
+        `end_document` starts a document."""
         mask = np.broadcast_to(np.asarray(trained, np.uint8), tokens.shape)
         while True:
             room = 2 * self._shard_tokens - self._shard_token_count
@@ -77,14 +77,14 @@ class SplitWriter:
                 return
 
     def end_document(self, trained: bool = True) -> None:
-        """The separator, trained on or not, and a new shard if this one has its size."""
+        """Write the separator, trained on or not, and start a new shard if this one has reached its size."""
         self.write(self._separator, trained)
         self._inside_document = False
         if self._shard_token_count >= self._shard_tokens:
             self._close_shard()
 
     def close(self) -> None:
-        """Finish the last shard; where an error left a document unfinished, only let go of the files."""
+        """Finish the last shard; if an error left a document unfinished, only close the files."""
         if self._inside_document:
             for file in (self._bin, self._idx, self._trained):
                 if file is not None:
@@ -93,7 +93,7 @@ class SplitWriter:
             self._close_shard()
 
     def split(self) -> Split:
-        """What was written, after `close`."""
+        """Return the written split, after `close`."""
         return Split(
             tokens=sum(shard.tokens for shard in self._shards),
             documents=sum(shard.documents for shard in self._shards),

@@ -3,7 +3,7 @@
     sequence a, positions 5 to 7    sequence b, position 12    ->    a5 a6 a7 b12     (1, N), N = 4
 
 So a pass may have sequences of any lengths, and the model sees one sequence of N tokens with their positions. Only
-attention knows which tokens belong together (`cache.py`).
+attention knows the sequence of each token (`cache.py`).
 
 Shapes: N tokens of a pass, B sequences, S positions of the cache.
 """
@@ -17,8 +17,8 @@ from torch import Tensor
 
 
 class Segment(NamedTuple):
-    """Consecutive new tokens of one sequence, at positions `start` to `start + length - 1`; its keys and values are in
-    row `slot` of the cache."""
+    """Consecutive new tokens of one sequence, at positions `start` to `start + length - 1`; their keys and values are
+    in row `slot` of the cache."""
 
     slot: int
     start: int
@@ -26,13 +26,13 @@ class Segment(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The position after the last of these tokens, and so the number of tokens that the last attends to."""
+        """The position after the last of these tokens, equal to the number of tokens that the last attends to."""
         return self.start + self.length
 
 
 class RaggedBatch:
-    """The segments of one forward pass, and the tokens whose logits are wanted: the last `n_wanted` of each segment, by
-    default one."""
+    """The segments of one forward pass, and the wanted tokens, whose logits are returned: the last `n_wanted` of each
+    segment, by default one."""
 
     def __init__(
         self, segments: Sequence[Segment], tokens: Sequence[int], n_wanted: Sequence[int] | None = None
@@ -42,7 +42,7 @@ class RaggedBatch:
         self.tokens = tokens
         self.n_wanted = [1] * len(segments) if n_wanted is None else n_wanted
         self.held: list[range] | None = None
-        """With context parallelism: which tokens of the padded row this rank has; None where it has all."""
+        """This rank's tokens of the padded row with context parallelism; None if it has all."""
 
     @property
     def n_tokens(self) -> int:
@@ -51,22 +51,21 @@ class RaggedBatch:
 
     @cached_property
     def positions(self) -> list[int]:
-        """The position of each token in its sequence."""
         return [position for segment in self.segments for position in range(segment.start, segment.stop)]
 
     @cached_property
     def wanted(self) -> list[int]:
-        """Indices in the row of the tokens whose logits are wanted."""
-        found: list[int] = []
+        """Indices in the row of the wanted tokens."""
+        indices: list[int] = []
         at = 0
         for segment, n in zip(self.segments, self.n_wanted, strict=True):
             at += segment.length
-            found += range(at - n, at)
-        return found
+            indices += range(at - n, at)
+        return indices
 
     @cached_property
     def is_prefill(self) -> bool:
-        """Whether every sequence begins with this pass, so that it attends to nothing in the cache."""
+        """Whether every sequence starts with this pass, so that it attends to nothing in the cache."""
         return all(segment.start == 0 for segment in self.segments)
 
     @cached_property
@@ -91,14 +90,13 @@ class RaggedBatch:
 
     @cached_property
     def rows(self) -> slice | Tensor:
-        """The rows of the cache, as a slice where they are neighbours, which is read without a copy."""
+        """The rows of the cache; a slice if they are adjacent, because it is read without a copy."""
         first, n = self.segments[0].slot, len(self.segments)
         neighbours = all(segment.slot == first + i for i, segment in enumerate(self.segments))
         return slice(first, first + n) if neighbours else self.slots
 
     def decode_mask(self, device: torch.device) -> Tensor | None:
-        """Which positions of the cache each sequence of a decode pass attends to, (B, 1, 1, S); None where it is all
-        of them."""
+        """Return the cache positions that each sequence of a decode pass attends to, (B, 1, 1, S); None for all."""
         stops = [segment.stop for segment in self.segments]
         if min(stops) == max(stops):
             return None

@@ -1,8 +1,8 @@
 """The cache of keys and values: attention of new tokens to all tokens of their sequences.
 
-The modules of a model are not changed. Their attribute `attend`, which context parallelism replaces too, gets an
-attention that writes the keys and values of the new tokens into the cache and reads those of all earlier ones. A module
-of a family of a user's own that has `attend` is served in the same way.
+The modules of a model are not changed. Their attribute `attend`, which context parallelism replaces too, becomes an
+attention that writes the keys and values of the new tokens into the cache and reads all earlier ones. A module with
+`attend` in a user's own family is served in the same way.
 
 A rank of tp has the keys and values of its own heads alone. `cost.cache` has the bytes as a formula.
 
@@ -29,39 +29,38 @@ class Cache:
         self.n_slots, self.n_positions = n_slots, n_positions
         self.layers: list[LayerCache] = []
         self.batch = RaggedBatch((), ())
-        """The pass that runs."""
+        """The current pass."""
         self.mask: Tensor | None = None
-        """Its `decode_mask`, made once for all layers."""
+        """The `decode_mask` of the current pass, made once for all layers."""
 
     def begin(self, batch: RaggedBatch, device: torch.device) -> None:
-        """Call before a forward pass."""
+        """Set the pass of the next forward pass."""
         self.batch = batch
         self.mask = batch.decode_mask(device) if batch.segments and batch.is_decode else None
 
     def layer(self) -> "LayerCache":
-        """The cache of one more layer."""
+        """Return the cache of one more layer."""
         self.layers.append(LayerCache(self))
         return self.layers[-1]
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all keys and values."""
         return sum(tensor.numel() * tensor.element_size() for layer in self.layers for tensor in layer.tensors)
 
 
 class LayerCache:
-    """The keys and values of one layer, (slots, K, S, C); allocated when the first are written, which tells K and C."""
+    """The keys and values of one layer, (slots, K, S, C); allocated by the first write, whose tensors give K and C."""
 
     def __init__(self, cache: Cache) -> None:
         self.cache = cache
         self.tensors: list[Tensor] = []
 
     def write(self, *new_NKC: Tensor) -> None:
-        """Store the keys, and the values if they are others, of the tokens of the pass that runs."""
+        """Store the keys, and the values if they differ, of the tokens of the current pass."""
         cache = self.cache
         if not self.tensors:
             shapes = [(cache.n_slots, x.shape[1], cache.n_positions, x.shape[2]) for x in new_NKC]
-            # Zeros: what is masked is multiplied by 0, and a stray nan times 0 is nan.
+            # Zeros: masked values are multiplied by 0, and a stray nan times 0 is nan.
             self.tensors = [x.new_zeros(shape) for x, shape in zip(new_NKC, shapes, strict=True)]
         for kept, x_NKC in zip(self.tensors, new_NKC, strict=True):
             if cache.batch.is_decode and len(cache.batch.segments) > 1:
@@ -71,8 +70,8 @@ class LayerCache:
                 kept[segment.slot, :, segment.start : segment.stop] = x_TKC.transpose(0, 1)
 
     def attend(self, q_NHC: Tensor, scale: float | None = None) -> Tensor:
-        """Attention of the new tokens to all tokens of their own sequences, which are written; (N, H, C). With `scale`
-        in the place of 1 / sqrt(C)."""
+        """Return attention of the new tokens to all tokens of their own sequences, which are written; (N, H, C).
+        `scale` replaces 1 / sqrt(C)."""
         batch, (keys, values) = self.cache.batch, (self.tensors[0], self.tensors[-1])
         if batch.is_decode:
             k_BKSC, v_BKSC = (x[batch.rows, :, : batch.longest] for x in (keys, values))
@@ -87,8 +86,8 @@ class LayerCache:
 
 
 class PrefillAttention:
-    """A replacement for `causal_attention` in a pass in which every sequence begins, so that nothing is read from the
-    cache; (1, N, H, C) each. `sharded`: context-parallel attention, for a sequence whose tokens are sharded over cp."""
+    """A replacement for `causal_attention` in a pass in which every sequence starts, so nothing is read from the cache;
+    (1, N, H, C) each. `sharded`: context-parallel attention, for a sequence whose tokens are sharded over cp."""
 
     def __init__(self, cache: Cache, sharded: Attend) -> None:
         self.cache, self.sharded = cache, sharded
@@ -98,14 +97,14 @@ class PrefillAttention:
         if batch.held is not None:
             return self.sharded(q_1NHC, k_1NKC, v_1NKC, documents)
         parts = [x[:, : batch.n_tokens].split(_lengths(batch), 1) for x in (q_1NHC, k_1NKC, v_1NKC)]
-        o_1NHC = torch.cat([causal_attention(*each) for each in zip(*parts, strict=True)], 1)
+        o_1NHC = torch.cat([causal_attention(*segment) for segment in zip(*parts, strict=True)], 1)
         return padded(o_1NHC[0], q_1NHC)
 
 
 class CachedAttention:
     """A replacement for `causal_attention` over the tokens of any pass, with the cache of one layer.
 
-    `gather` brings the keys or values of all tokens of a sequence that is sharded over cp, in their order."""
+    `gather` returns the keys or values of all tokens of a sequence that is sharded over cp, in their order."""
 
     def __init__(self, layer: LayerCache, prefill: PrefillAttention, gather: Callable[[Tensor], Tensor]) -> None:
         self.layer, self.prefill, self.gather = layer, prefill, gather
@@ -123,13 +122,13 @@ class CachedAttention:
 
 
 def padded(o_NHC: Tensor, like_1NHC: Tensor) -> Tensor:
-    """The output of the tokens of a pass with zeros for its padding, in the shape of its queries."""
+    """Return the output of the tokens of a pass with zeros for its padding, in the shape of its queries."""
     missing = like_1NHC.shape[1] - o_NHC.shape[0]
     return (F.pad(o_NHC, (0, 0, 0, 0, 0, missing)) if missing else o_NHC).unsqueeze(0)
 
 
 def attend_modules(model: nn.Module) -> list[Any]:
-    """The modules of a model whose attention can be replaced, in the order of its layers."""
+    """Return the modules of a model whose attention can be replaced, in the order of its layers."""
     return [module for module in model.modules() if hasattr(module, "attend")]
 
 
@@ -138,7 +137,7 @@ def _lengths(batch: RaggedBatch) -> list[int]:
 
 
 def _causal_mask(segment: Segment, device: torch.device) -> Tensor | None:
-    """What each token of a segment attends to, (T, S); None where it is everything."""
+    """Return the tokens that each token of a segment attends to, (T, S); None for all."""
     if segment.length == 1:
         return None
     return torch.ones(segment.length, segment.stop, dtype=torch.bool, device=device).tril(segment.start)

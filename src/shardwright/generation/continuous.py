@@ -1,6 +1,6 @@
-"""Continuous batching: a sequence that ends gives its row of the cache to the next prompt (Orca, Yu et al., OSDI 2022).
+"""Continuous batching: a sequence that ends frees its row of the cache (Orca, Yu et al., OSDI 2022).
 
-A pass either begins sequences (prefill) or has one new token of each that is running (decode).
+A pass either starts sequences (prefill) or has one new token of each running sequence (decode).
 """
 
 from collections import deque
@@ -16,7 +16,7 @@ from shardwright.generation.sampling import Sampling
 
 @dataclass
 class Running:
-    """A sequence with a row of the cache. `tokens`: the prompt and its continuation; all but the last are in the
+    """A sequence with a row of the cache. `tokens`: the prompt and its continuation; all except the last are in the
     cache after a pass. `stop`: the number of tokens at which it ends."""
 
     prompt: int
@@ -32,14 +32,14 @@ class Running:
 
 
 Decode = Callable[[Sequence[Running]], list[list[int]]]
-"""Runs one step of all running sequences; the new tokens of each, one or more."""
+"""Runs one step of all running sequences; returns the new tokens of each, one or more."""
 
 
 @dataclass
 class Batcher:
     """Continues prompts in the rows of an engine's cache.
 
-    `limit`: the most tokens of a sequence, prompt included; `ends`: tokens that end a sequence, as its last.
+    `limit`: maximum tokens of a sequence, prompt included; `ends`: tokens that end a sequence, as its last.
     """
 
     engine: Engine
@@ -47,12 +47,12 @@ class Batcher:
     limit: int
     ends: frozenset[int] = frozenset()
     decode: Decode | None = None
-    """Speculative decoding, in the place of a pass with one token of each sequence."""
+    """Speculative decoding, instead of a pass with one token of each sequence."""
     stops: Callable[[Sequence[int]], bool] = lambda continuation: False
     """Whether a sequence ends with this continuation."""
 
     def complete(self, prompts: Mapping[int, Sequence[int]], max_tokens: int) -> dict[int, list[int]]:
-        """Up to `max_tokens` tokens after each prompt, by the index of the prompt; `prompts` are those of this rank."""
+        """Return up to `max_tokens` tokens after each of this rank's prompts, by the index of the prompt."""
         waiting = deque(sorted(prompts.items()))
         free = list(range(self.engine.cache.n_slots))
         running: list[Running] = []
@@ -66,8 +66,8 @@ class Batcher:
                 fresh.append(Running(index, list(ids), len(ids), stop, free.pop(0)))
             for sequence, new in zip(fresh or running, self._step(fresh, running), strict=True):
                 self._extend(sequence, new)
-            running = sorted([*running, *fresh], key=lambda each: each.slot)
-            for sequence in [each for each in running if self._is_complete(each)]:
+            running = sorted([*running, *fresh], key=lambda sequence: sequence.slot)
+            for sequence in [s for s in running if self._is_complete(s)]:
                 done[sequence.prompt] = sequence.continuation
                 running.remove(sequence)
                 free.append(sequence.slot)
@@ -76,17 +76,17 @@ class Batcher:
 
     def _step(self, fresh: list[Running], running: list[Running]) -> list[list[int]]:
         if fresh:
-            return self.next_tokens(fresh, [(0, len(each.tokens)) for each in fresh])
+            return self.next_tokens(fresh, [(0, len(sequence.tokens)) for sequence in fresh])
         if self.decode is not None:
             return self.decode(running)
-        return self.next_tokens(running, [(len(each.tokens) - 1, 1) for each in running])
+        return self.next_tokens(running, [(len(sequence.tokens) - 1, 1) for sequence in running])
 
     def next_tokens(self, sequences: Sequence[Running], new: Sequence[tuple[int, int]]) -> list[list[int]]:
-        """The token after each sequence, from a pass with `new` (first position, length) of its tokens."""
+        """Return the token after each sequence, from a pass with `new` (first position, length) of its tokens."""
 
         def choose(logits: list[Tensor]) -> Tensor:
             chosen = [
-                self.sampling.choose(logits_WV, [each.prompt for each in group], [len(each.tokens) for each in group])
+                self.sampling.choose(logits_WV, [s.prompt for s in group], [len(s.tokens) for s in group])
                 for logits_WV, group in zip(logits, groups, strict=False)
                 if group
             ]
@@ -100,15 +100,15 @@ class Batcher:
     def run(
         self, sequences: Sequence[Running], new: Sequence[tuple[int, int]], n_wanted: Sequence[int] | None = None
     ) -> tuple[list[list[Running]], list[Tensor]]:
-        """Run `new` tokens of each sequence; the sequences of each pass and, where the head is, the logits of the last
-        `n_wanted` of these tokens of each sequence, by default one."""
+        """Run `new` tokens of each sequence; return the sequences of each pass and, on a rank with the head, the logits
+        of the last `n_wanted` of these tokens of each sequence, by default one."""
         batches, groups = [], []
         wanted = [1] * len(sequences) if n_wanted is None else n_wanted
         for part in _groups(list(zip(sequences, new, wanted, strict=True)), self.engine):
-            segments = [Segment(each.slot, start, length) for each, (start, length), _ in part]
-            tokens = [token for each, (start, length), _ in part for token in each.tokens[start : start + length]]
+            segments = [Segment(sequence.slot, start, length) for sequence, (start, length), _ in part]
+            tokens = [token for s, (start, length), _ in part for token in s.tokens[start : start + length]]
             batches.append(RaggedBatch(segments, tokens, [n for _, _, n in part]))
-            groups.append([each for each, _, _ in part])
+            groups.append([sequence for sequence, _, _ in part])
         return groups, self.engine.run(batches)
 
     def _extend(self, sequence: Running, new: Sequence[int]) -> None:
@@ -127,7 +127,7 @@ Part = list[tuple[Running, tuple[int, int], int]]
 
 
 def _groups(sequences: Part, engine: Engine) -> Iterator[Part]:
-    """The sequences of each pass: equal parts of neighbours, as many as the engine runs at once."""
+    """Yield the sequences of each pass: equal parts of neighbours, as many as the engine runs at once."""
     n = engine.n_batches if engine.in_step else min(engine.n_batches, len(sequences))
     begin = 0
     for number in range(n):

@@ -1,8 +1,8 @@
-"""Forward passes with a cache, on any layout: the runner, the stages and the collectives are those of training.
+"""Forward passes with a cache, on any layout, by the runner, stages and collectives of training.
 
-A rank of tp has the cache of its heads, a rank of pp that of its layers. Tokens of a pass are one sequence of N tokens
-to the model, padded to a multiple of the token shards. Where cp is above 1, a pass in which one sequence begins has its
-tokens sharded over cp; all ranks of cp then keep all keys and values, and later passes run on each of them.
+A rank of tp has the cache of its heads, a rank of pp the cache of its layers. Tokens of a pass are one sequence of N
+tokens to the model, padded to a multiple of the token shards. If cp is above 1, a pass in which one sequence starts has
+its tokens sharded over cp; all ranks of cp then keep all keys and values, and later passes run on each of them.
 
 Shapes: N tokens of a pass (padded), t tokens of a shard, W tokens whose logits are wanted, D model, V vocab, v a rank's
 rows of the vocabulary.
@@ -34,28 +34,28 @@ from shardwright.training.device import configure_malloc
 
 
 class Engine(Protocol):
-    """What runs forward passes."""
+    """Runs forward passes."""
 
     cache: Cache
     n_batches: int
-    """The most passes that `run` takes at once: more than one keeps the stages of a pipeline busy."""
+    """The maximum passes of one `run`: more than one keeps the stages of a pipeline busy."""
     one_prompt: bool
-    """Whether a pass can begin one sequence alone."""
+    """Whether a pass can start only one sequence."""
     in_step: bool
-    """Whether `run` needs exactly `n_batches` passes, empty ones among them, since other ranks wait for this one."""
+    """Whether `run` needs exactly `n_batches` passes, including empty ones, because other ranks wait for this one."""
 
     def run(self, batches: Sequence[RaggedBatch]) -> list[Tensor]:
-        """The logits (W, V) of the wanted tokens of each pass, on a rank that has the head; elsewhere none."""
+        """Return the logits (W, V) of the wanted tokens of each pass, on a rank that has the head; elsewhere none."""
 
     def agree(self, choose: Callable[[], Tensor], shape: tuple[int, ...]) -> Tensor:
-        """The integers that `choose` gives, on the CPU: one rank of those that run the same sequences calls it."""
+        """Return the integers of `choose`, on the CPU; one of the ranks that run the same sequences calls it."""
 
     def anywhere(self, left: bool) -> bool:
-        """Whether any rank has something left to do."""
+        """Return whether any rank has work left."""
 
 
 class WholeEngine:
-    """The passes of a whole model on this process alone."""
+    """Runs passes of a whole model on this process alone."""
 
     n_batches, one_prompt, in_step = 1, False, False
 
@@ -68,15 +68,12 @@ class WholeEngine:
 
     @torch.inference_mode()
     def run(self, batches: Sequence[RaggedBatch]) -> list[Tensor]:
-        """As `Engine.run`."""
         return [self._logits(batch) for batch in batches]
 
     def agree(self, choose: Callable[[], Tensor], shape: tuple[int, ...]) -> Tensor:
-        """As `Engine.agree`."""
         return choose().cpu()
 
     def anywhere(self, left: bool) -> bool:
-        """As `Engine.anywhere`."""
         return left
 
     def _logits(self, batch: RaggedBatch) -> Tensor:
@@ -90,7 +87,7 @@ class WholeEngine:
 
 
 class LayoutEngine:
-    """The passes of a model on this rank of a layout; every rank of the world makes one and calls `run` as often, with
+    """Runs passes of a model on this rank of a layout; every rank of the world makes one and calls `run` as often, with
     as many passes."""
 
     def __init__(self, model: ParallelModel, device: torch.device, n_slots: int, n_positions: int) -> None:
@@ -100,7 +97,7 @@ class LayoutEngine:
             configure_malloc()
         layout, rank = self.layout, dist.get_rank()
         self.n_batches, self.one_prompt, self.in_step = layout.pp, layout.cp > 1, layout.data_ranks > 1
-        # Ranks of one replica run the same sequences; one of those with the head chooses their tokens.
+        # Ranks of one replica run the same sequences; one rank with the head chooses their tokens.
         replicas = layout.groups("pp", "cp", "tp")
         self._replica, _ = dist.new_subgroups_by_enumeration([list(replica) for replica in replicas])
         data_axes = {axis: layout.coordinates(rank)[axis] for axis in ("dp_replicate", "dp_shard")}
@@ -118,7 +115,6 @@ class LayoutEngine:
 
     @torch.no_grad()
     def run(self, batches: Sequence[RaggedBatch]) -> list[Tensor]:
-        """As `Engine.run`."""
         sharded = self._is_sharded(batches)
         cuts = sequence_cuts(self.layout) if sharded else self.layout.tp if self.layout.token_shards else 1
         n_padded = max(1, *(-(-batch.n_tokens // cuts) for batch in batches)) * cuts
@@ -129,7 +125,6 @@ class LayoutEngine:
         return [self._whole_vocabulary(logits_Wv) for logits_Wv in self._logits]
 
     def agree(self, choose: Callable[[], Tensor], shape: tuple[int, ...]) -> Tensor:
-        """As `Engine.agree`."""
         if self._replica.size() == 1:
             return choose().cpu()
         chosen = torch.empty(shape, dtype=torch.int64, device=self.device)
@@ -139,12 +134,11 @@ class LayoutEngine:
         return chosen.cpu()
 
     def anywhere(self, left: bool) -> bool:
-        """As `Engine.anywhere`."""
         if not self.in_step:
             return left
-        found = torch.tensor(int(left), device=self.device)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return bool(found)
+        any_left = torch.tensor(int(left), device=self.device)
+        dist.all_reduce(any_left, dist.ReduceOp.MAX)
+        return bool(any_left)
 
     def _microbatch(self, batch: RaggedBatch, n_padded: int) -> Microbatch:
         tokens_N = torch.zeros(n_padded, dtype=torch.int64)
@@ -152,17 +146,17 @@ class LayoutEngine:
         positions_N = torch.zeros(n_padded, dtype=torch.int64)
         positions_N[: batch.n_tokens] = torch.tensor(batch.positions, dtype=torch.int64)
         if batch.held is not None:
-            held = torch.cat([torch.arange(span.start, span.stop) for span in batch.held])
-            tokens_N, positions_N = tokens_N[held], positions_N[held]
+            local = torch.cat([torch.arange(span.start, span.stop) for span in batch.held])
+            tokens_N, positions_N = tokens_N[local], positions_N[local]
         tokens_1N = tokens_N[None].to(self.device)
         return Microbatch(tokens_1N, tokens_1N, positions_N.to(self.device), None)
 
     def _begin(self, module: nn.Module, inputs: Any) -> None:
-        """A runner takes the micro-batches of a pass in their order."""
+        """Start the next pass: a runner takes the micro-batches of a pass in their order."""
         self.cache.begin(next(self._upcoming), self.device)
 
     def _select(self, module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
-        """The last norm and the head compute the wanted tokens alone."""
+        """Return the wanted tokens alone, for the last norm and the head."""
         x_1ND = self._gather_shards(inputs[0])
         batch = self.cache.batch
         if batch.held is not None:
@@ -174,7 +168,7 @@ class LayoutEngine:
         return logits_1Wv.new_zeros(())
 
     def _whole_vocabulary(self, logits_Wv: Tensor) -> Tensor:
-        """All-gather of the logits over tp; (W, v) -> (W, V)."""
+        """All-gather the logits over tp; (W, v) -> (W, V)."""
         group, size = self.model.groups.tp, self.model.spec.vocab_size
         if group is None:
             return logits_Wv
@@ -185,14 +179,14 @@ class LayoutEngine:
         return gathered_nWv.transpose(0, 1).flatten(1)[:, :size]
 
     def _gather_shards(self, x_1tD: Tensor) -> Tensor:
-        """The tokens of all ranks of tp, with sequence parallelism."""
+        """Return the tokens of all ranks of tp, with sequence parallelism."""
         if not self.layout.token_shards:
             return x_1tD
         assert self.model.groups.tp is not None
         return start_gather_tokens(x_1tD, self.model.groups.tp).wait()
 
     def _gather_context(self, x_1tD: Tensor) -> Tensor:
-        """The tokens of all ranks of cp, in the order of the sequence; (1, t, ...) -> (1, N, ...)."""
+        """Return the tokens of all ranks of cp, in the order of the sequence; (1, t, ...) -> (1, N, ...)."""
         whole = x_1tD
         for group in (self.model.groups.cp_ulysses, self.model.groups.cp_ring):
             if group is not None:
@@ -206,12 +200,12 @@ class LayoutEngine:
         return ordered
 
     def _is_sharded(self, batches: Sequence[RaggedBatch]) -> bool:
-        """Whether the tokens of these passes are sharded over cp: each begins one sequence."""
+        """Return whether the tokens of these passes are sharded over cp: each starts one sequence."""
         begins = all(batch.is_prefill and len(batch.segments) <= 1 for batch in batches)
         return self.layout.cp > 1 and begins and any(batch.n_tokens for batch in batches)
 
     def _held(self, n_padded: int) -> list[range]:
-        """Which tokens of a row that is sharded over cp this rank has."""
+        """Return this rank's tokens of a row that is sharded over cp."""
         layout, at = self.layout, self.layout.coordinates(dist.get_rank())
         return spans(layout.cp_method, n_padded, layout.cp_ring, layout.cp_ulysses, at["cp_ring"], at["cp_ulysses"])
 

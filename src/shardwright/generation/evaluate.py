@@ -1,4 +1,4 @@
-"""What `shardwright eval` does: the loss and perplexity of a model on prepared data, on any layout."""
+"""Implements `shardwright eval`: the loss and perplexity of a model on prepared data, on any layout."""
 
 import math
 from dataclasses import dataclass, field
@@ -28,9 +28,10 @@ from shardwright.verification.ranks import run_ranks
 
 @dataclass(frozen=True)
 class EvalRequest:
-    """What is asked for. `model`: a run, a checkpoint or a folder of transformers; `data`: a prepared folder, of which
-    `split` is evaluated; `samples` None: all sequences. Of a run, data (all sources), seq_len and the way sequences are
-    made of documents are those of its run file unless they are given; else sequences of max_seq_len are packed."""
+    """The options of an evaluation. `model`: a run, a checkpoint or a folder of transformers; `data`: a prepared
+    folder, whose `split` is evaluated; `samples` None: all sequences. For a run, data (all sources), seq_len and the
+    way of making sequences come from its run file unless they are given; otherwise sequences of max_seq_len are packed.
+    """
 
     model: Path
     data: Path | None = None
@@ -45,8 +46,8 @@ class EvalRequest:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`loss`: mean cross-entropy of a predicted token, in nats, of several sources weighted as the run mixes them;
-    `perplexity`: its exponential; `n_tokens`: tokens that were predicted and count; `data`: the folders."""
+    """`loss`: mean cross-entropy of a predicted token, in nats; several sources are weighted as the run mixes them.
+    `perplexity`: its exponential; `n_tokens`: predicted tokens that count; `data`: the folders."""
 
     loss: float
     perplexity: float
@@ -58,7 +59,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class _Task:
-    """The data of an evaluation, and after how many steps of the run the model was saved."""
+    """The data of an evaluation, and the step of the run at which the model was saved."""
 
     data: DataSection
     seq_len: int
@@ -66,11 +67,10 @@ class _Task:
 
     @property
     def folders(self) -> dict[str, Path]:
-        """The folder of each source by its name."""
         return {name_of(source): Path(source.path) for source in sources_of(self.data)}
 
     def samples(self, split: str) -> dict[str, Samples]:
-        """Those of each source. Raises DataError with every problem."""
+        """Return the samples of each source. Raises DataError with every problem."""
         problems, result = [], {}
         for name, folder in self.folders.items():
             try:
@@ -86,7 +86,9 @@ def _task(request: EvalRequest, source: Source) -> _Task:
     run_file = source.weights.path / RUN_FILE
     run = load(run_file) if isinstance(source.weights, CheckpointWeights) and run_file.is_file() else None
     if run is None and request.data is None:
-        raise InputError(f"--data is missing: {request.model} is no run; name a folder of `shardwright data prepare`")
+        raise InputError(
+            f"--data is missing: {request.model} is not a run; name a folder of `shardwright data prepare`"
+        )
     data = DataSection() if run is None else run.data
     if request.data is not None:
         data = data.model_copy(update={"path": str(request.data), "sources": [], "stages": []})
@@ -99,7 +101,7 @@ def _task(request: EvalRequest, source: Source) -> _Task:
 
 
 def evaluate(request: EvalRequest) -> Evaluation | None:
-    """Evaluate a model; None on a rank other than the first of those that torchrun or srun has started.
+    """Evaluate a model; return None on every rank of torchrun or srun except the first.
 
     Raises InputError, with every problem at once, before anything is computed, and for data without a target token.
     """
@@ -109,14 +111,14 @@ def evaluate(request: EvalRequest) -> Evaluation | None:
     problems = layout_problems(source.spec, layout, place, task.seq_len)
     if task.seq_len > source.spec.max_seq_len:
         problems.append(
-            f"--seq-len {task.seq_len} is longer than max_seq_len={source.spec.max_seq_len} of the model; give that or "
-            f"less"
+            f"--seq-len {task.seq_len} is longer than max_seq_len={source.spec.max_seq_len} of the model; valid: 1 to "
+            f"{source.spec.max_seq_len}"
         )
     samples: dict[str, Samples] = {}
     try:
         samples = task.samples(request.split)
-        for each in samples.values():
-            each.origin(0)[0].manifest.check_vocabulary(source.spec.vocab_size)
+        for source_samples in samples.values():
+            source_samples.origin(0)[0].manifest.check_vocabulary(source.spec.vocab_size)
         if request.data is not None:
             data = {f"--data {request.data}": request.data}
             problems += tokenizer_problems(data, {"the model": source.weights.path})
@@ -133,7 +135,7 @@ def evaluate(request: EvalRequest) -> Evaluation | None:
             sums = _sums(request, task, device)
         if place is not None and place.rank != 0:
             return None
-    n_samples = sum(min(len(each), request.samples or len(each)) for each in samples.values())
+    n_samples = sum(min(len(s), request.samples or len(s)) for s in samples.values())
     folders = tuple(map(str, task.folders.values()))
     losses = {name: total / n for name, (total, n) in zip(samples, sums, strict=True) if n}
     if not losses:
@@ -147,12 +149,12 @@ def evaluate(request: EvalRequest) -> Evaluation | None:
 
 
 def _on_cpu(request: EvalRequest, task: _Task) -> list[tuple[float, float]]:
-    """One rank that was forked here."""
+    """Compute `_sums` on one rank that was forked here."""
     return _sums(request, task, torch.device("cpu"))
 
 
 def _sums(request: EvalRequest, task: _Task, device: torch.device) -> list[tuple[float, float]]:
-    """Of each source the summed loss and the number of target tokens, equal on every rank."""
+    """Return the summed loss and the number of target tokens of each source, equal on every rank."""
     source, layout = open_source(request.model), request.layout
     model = source.on_rank(layout, device, task.seq_len)
     work = ForwardBackward(model, device=device, seed=0, restart_positions=task.data.positions == "document")

@@ -1,4 +1,4 @@
-"""What `shardwright generate` does: check the request, start the ranks of its layout, continue the prompts."""
+"""Implements `shardwright generate`: checks the request, starts the ranks of its layout, continues the prompts."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -28,9 +28,9 @@ from shardwright.verification.reduce import most_ranks
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for. `model`: a run, a checkpoint or a folder of transformers; `prompts`: texts, or token ids;
-    `batch_size`: sequences that a replica of the model runs at once, each in a row of its cache; `draft`: a model that
-    proposes up to `draft_tokens` tokens a step (`speculative.py`)."""
+    """The options of a generation. `model`: a run, a checkpoint or a folder of transformers; `prompts`: texts, or token
+    ids; `batch_size`: sequences that a replica of the model runs at once, each in a row of its cache; `draft`: a model
+    that proposes up to `draft_tokens` tokens a step (`speculative.py`)."""
 
     model: Path
     prompts: tuple[str | tuple[int, ...], ...]
@@ -42,14 +42,14 @@ class Request:
     draft: Path | None = None
     draft_tokens: int = 4
     stop: tuple[str, ...] = ()
-    """Texts of which the first to come ends a continuation; it is not part of it."""
+    """Texts that end a continuation where the first one occurs; the text is not part of it."""
     chat: bool = False
-    """Whether each prompt is a message of a user, which the chat template writes; the continuation is the answer."""
+    """Whether each prompt is a user's message, which the chat template renders; the continuation is the answer."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """The continuation of one prompt. `ended`: "end of text", "stop" at a text that was named, "max_tokens", or
+    """The continuation of one prompt. `ended`: "end of text", "stop" (at a `stop` text), "max_tokens", or
     "max_seq_len" of the model."""
 
     prompt: str
@@ -61,8 +61,8 @@ class Completion:
 
 @dataclass(frozen=True)
 class Answer:
-    """`seconds`: from the first pass to the last, of all ranks together; `cache_bytes`: keys and values of the first
-    rank; `proposed`, `accepted`: tokens of the draft model."""
+    """`seconds`: from the first pass to the last, over all ranks; `cache_bytes`: keys and values of the first rank;
+    `proposed`, `accepted`: tokens of the draft model."""
 
     completions: tuple[Completion, ...]
     seconds: float
@@ -72,13 +72,12 @@ class Answer:
 
     @property
     def tokens_per_s(self) -> float:
-        """New tokens of all prompts a second."""
-        return sum(each.n_tokens for each in self.completions) / self.seconds
+        return sum(completion.n_tokens for completion in self.completions) / self.seconds
 
 
 @dataclass(frozen=True)
 class _Task:
-    """What every rank gets: the request, with prompts as token ids."""
+    """The input of every rank: the request, with prompts as token ids."""
 
     request: Request
     prompts: Mapping[int, Sequence[int]]
@@ -87,7 +86,7 @@ class _Task:
 
 @dataclass(frozen=True)
 class _Done:
-    """What a rank gives: the continuations of its prompts by their index, and its numbers as in `Answer`."""
+    """The output of a rank: the continuations of its prompts by their index, and its numbers as in `Answer`."""
 
     tokens: Mapping[int, Sequence[int]]
     seconds: float
@@ -97,7 +96,7 @@ class _Done:
 
 
 def generate(request: Request) -> Answer | None:
-    """Continue the prompts; None on a rank other than the first of those that torchrun or srun has started.
+    """Continue the prompts; return None on every rank of torchrun or srun except the first.
 
     Raises InputError, with every problem at once, before anything is computed.
     """
@@ -129,7 +128,7 @@ def generate(request: Request) -> Answer | None:
 
 
 def _ids(prompt: str | tuple[int, ...], text: Text, chat: ChatFormat | None) -> list[int]:
-    """The token ids of a prompt, or of a message of a user by its chat template."""
+    """Return the token ids of a prompt, or of a user's message by its chat template."""
     if not isinstance(prompt, str):
         return list(prompt)
     if chat is None:
@@ -141,8 +140,8 @@ def _ids(prompt: str | tuple[int, ...], text: Text, chat: ChatFormat | None) -> 
 
 
 def without_training(layout: Layout, spec: ModelSpec) -> Layout:
-    """The same degrees for forward passes of few tokens: activations are not sharded by token, unless experts need it,
-    and a rank of dp_shard holds whole parameters from one pass to the next."""
+    """Return a layout of the same degrees for forward passes of few tokens: activations are not sharded by token,
+    unless experts need it, and a rank of dp_shard has whole parameters from one pass to the next."""
     return replace(
         layout,
         sequence_parallel=layout.tp > 1 and spec.moe is not None,
@@ -151,8 +150,8 @@ def without_training(layout: Layout, spec: ModelSpec) -> Layout:
 
 
 def layout_problems(spec: ModelSpec, layout: Layout, place: Place | None, seq_len: int | None = None) -> list[str]:
-    """Why a model cannot run on a layout, or this machine cannot run all of its ranks, one sentence each. `seq_len`:
-    the length of all sequences; by default passes are padded to one that fits."""
+    """Return why a model cannot run on a layout, or this machine cannot run all of its ranks, one sentence each.
+    `seq_len`: the length of all sequences; by default passes are padded to a valid one."""
     if seq_len is None:
         seq_len = sequence_cuts(layout)
     problems = split_problems(spec, layout, seq_len)
@@ -168,7 +167,7 @@ def _prompt_problems(ids: Mapping[int, Sequence[int]], spec: ModelSpec) -> list[
     problems = []
     for index, tokens in ids.items():
         if not tokens:
-            problems.append(f"prompt {index + 1} is empty; give it at least one character to go on from")
+            problems.append(f"prompt {index + 1} is empty; give it at least one character to continue from")
         elif len(tokens) >= spec.max_seq_len:
             problems.append(
                 f"prompt {index + 1} has {len(tokens)} tokens, and max_seq_len={spec.max_seq_len} of the model leaves "
@@ -183,17 +182,17 @@ def _prompt_problems(ids: Mapping[int, Sequence[int]], spec: ModelSpec) -> list[
 
 
 def _draft_problems(draft: Path, spec: ModelSpec, text: Text) -> list[str]:
-    """Why a draft does not propose tokens of the model; one without a tokenizer is taken to have the same."""
+    """Return why a draft cannot propose tokens of the model; one without a tokenizer is assumed to have the same."""
     try:
         source = open_source(draft)
-        found = source.spec.vocab_size
+        draft_size = source.spec.vocab_size
         ids = source.text().tokenizer.get_vocab() if tokenizer_file(source.weights.path) else text.tokenizer.get_vocab()
     except InputError as error:
         return [f"--draft: {problem}" for problem in error.problems]
-    if found != spec.vocab_size:
+    if draft_size != spec.vocab_size:
         return [
-            f"--draft {draft}: its vocabulary has {found} tokens and that of the model {spec.vocab_size}; a draft "
-            f"model needs the same tokenizer"
+            f"--draft {draft}: its vocabulary has {draft_size} tokens and the model's {spec.vocab_size}; a draft model "
+            f"needs the same tokenizer"
         ]
     other = sorted(ids.items() ^ text.tokenizer.get_vocab().items())
     if not other:
@@ -201,22 +200,22 @@ def _draft_problems(draft: Path, spec: ModelSpec, text: Text) -> list[str]:
     n_tokens = len({token for token, _ in other})
     return [
         f"--draft {draft}: {n_tokens} tokens, such as {other[0][0]!r}, have another id or none in its tokenizer or in "
-        f"that of the model; a draft model needs the same tokenizer"
+        f"the model's; a draft model needs the same tokenizer"
     ]
 
 
 def _on_cpu(task: _Task) -> _Done:
-    """One rank that was forked here."""
+    """Run `_on_rank` on one rank that was forked here."""
     return _on_rank(task, torch.device("cpu"))
 
 
 def _on_rank(task: _Task, device: torch.device) -> _Done:
-    """One rank of the layout; every rank gets the continuations of all."""
+    """Continue the prompts of one rank of the layout; return the continuations of all ranks."""
     request, layout = task.request, task.request.layout
     source = open_source(request.model)
     model = source.on_rank(layout, device)
-    mine = layout.data_rank(dist.get_rank())
-    prompts = {index: ids for index, ids in task.prompts.items() if index % layout.data_ranks == mine}
+    data_rank = layout.data_rank(dist.get_rank())
+    prompts = {index: ids for index, ids in task.prompts.items() if index % layout.data_ranks == data_rank}
     done = _complete(task, LayoutEngine(model, device, *_cache_sizes(task, source, prompts)), source, prompts, device)
     parts: list[_Done] = gathered(done, _Done)
     tokens = {index: ids for part in parts for index, ids in part.tokens.items()}
@@ -237,7 +236,7 @@ def _alone(task: _Task, device: torch.device) -> _Done:
 
 
 def _cache_sizes(task: _Task, source: Source, prompts: Mapping[int, Sequence[int]]) -> tuple[int, int]:
-    """The rows of the cache, and the positions of each."""
+    """Return the rows of the cache, and the positions of each."""
     longest = max(map(len, task.prompts.values())) + task.request.max_tokens
     return max(1, min(task.request.batch_size, len(prompts))), min(longest, source.spec.max_seq_len)
 
@@ -266,12 +265,12 @@ def _answer(request: Request, text: Text, done: _Done, ids: Mapping[int, Sequenc
     completions = []
     for index, prompt in enumerate(request.prompts):
         new = done.tokens[index]
-        # Both together, so that a character of several tokens, or a space between them, is kept.
+        # Decoded together, so that a character of several tokens, or a space between them, is kept.
         whole = text.tokenizer.decode([*ids[index], *new], skip_special_tokens=False)
         begin = text.tokenizer.decode(list(ids[index]), skip_special_tokens=False)
         if request.chat and new[-1] in text.ends:
             whole = text.tokenizer.decode([*ids[index], *new[:-1]], skip_special_tokens=False)
-        said, stopped = _cut(whole.removeprefix(begin), request.stop)
+        continuation, stopped = _cut(whole.removeprefix(begin), request.stop)
         if stopped:
             ended = "stop"
         elif new[-1] in text.ends:
@@ -279,11 +278,11 @@ def _answer(request: Request, text: Text, done: _Done, ids: Mapping[int, Sequenc
         else:
             ended = "max_tokens" if len(new) == request.max_tokens else "max_seq_len"
         shown = prompt if isinstance(prompt, str) else begin
-        completions.append(Completion(shown, said, len(ids[index]), len(new), ended))
+        completions.append(Completion(shown, continuation, len(ids[index]), len(new), ended))
     return Answer(tuple(completions), done.seconds, done.cache_bytes, done.proposed, done.accepted)
 
 
 def _cut(text: str, stop: Sequence[str]) -> tuple[str, bool]:
-    """A text up to the first of the texts in `stop`, and whether there is one."""
-    found = [at for each in stop if (at := text.find(each)) >= 0]
-    return (text[: min(found)], True) if found else (text, False)
+    """Return a text up to the first of the texts in `stop`, and whether there is one."""
+    places = [at for end in stop if (at := text.find(end)) >= 0]
+    return (text[: min(places)], True) if places else (text, False)

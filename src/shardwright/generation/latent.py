@@ -1,12 +1,12 @@
 """The cache of multi-head latent attention: one latent vector and one rotated key a token, for all heads.
 
-The query of a head is multiplied by that head's matrix of keys, and the output by that of values, instead of every
-cached latent vector (DeepSeek-V2, arXiv 2405.04434, section 2.1.2: the matrices are absorbed):
+The query of a head is multiplied by that head's matrix of keys, and the output by its matrix of values, instead of
+every cached latent vector (DeepSeek-V2, arXiv 2405.04434, section 2.1.2: the matrices are absorbed):
 
     q_N . (W_k latent) = (q_N W_k) . latent        sum_s p_s (W_v latent_s) = W_v (sum_s p_s latent_s)
 
 So the scores of all heads read one cached row of L + P elements, whose first L elements are the values too. The pass in
-which a sequence begins computes keys and values of every head, as training does, which is less work for many queries.
+which a sequence starts computes keys and values of every head, as training does, which is less work for many queries.
 
 Shapes: N tokens of a pass, H heads, L latent, N unrotated part of a head, P rotated part, V value, X = N + V.
 """
@@ -26,8 +26,8 @@ from shardwright.parallel.norm import local_part
 class CachedLatentAttention:
     """A replacement for `LatentAttention.over_latents` of `module`, with the cache of one layer.
 
-    `gather_shards`: this rank's token shard of latent vectors -> those of all tokens (sequence parallelism);
-    `gather_context`: the same over cp, in the pass that begins a sequence.
+    `gather_shards`: this rank's token shard of latent vectors -> the latent vectors of all tokens (sequence
+    parallelism); `gather_context`: the same over cp, in the pass that starts a sequence.
     """
 
     def __init__(

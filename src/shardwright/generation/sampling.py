@@ -15,13 +15,13 @@ from torch import Tensor
 from shardwright.model.random import sampling_uniform
 
 DRAWN, PROPOSED, ACCEPTED, REPLACED = range(4)
-"""What each of the uniform numbers of a position is for: the token itself; in speculative decoding the proposal of the
-draft model, whether it is accepted, and what replaces it if it is not."""
+"""The uses of the uniform numbers of a position: the token itself; in speculative decoding the draft model's proposal,
+its acceptance, and its replacement if it is rejected."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. `temperature` None: the most probable token (greedy), and the rest is not used.
+    """The parameters of drawing tokens. `temperature` None: the most probable token (greedy); the rest is not used.
 
     `top_k`: draw from this many most probable tokens; 0: all. `top_p`: from the most probable tokens whose
     probabilities together reach it (nucleus sampling, Holtzman et al., arXiv 1904.09751).
@@ -33,7 +33,7 @@ class Sampling:
     seed: int = 0
 
     def probabilities(self, logits_NV: Tensor) -> Tensor:
-        """The distribution of each token in float64, (N, V); with greedy choice 1 for the most probable one."""
+        """Return the distribution of each token in float64, (N, V); greedy choice has 1 for the most probable one."""
         logits_NV = logits_NV.double()
         if self.temperature is None:
             return torch.zeros_like(logits_NV).scatter_(-1, logits_NV.argmax(-1, keepdim=True), 1.0)
@@ -51,11 +51,11 @@ class Sampling:
         return p_NV
 
     def uniform(self, prompts: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """The uniform numbers of each position, (N, 4), in the order of DRAWN, PROPOSED, ACCEPTED, REPLACED."""
+        """Return the uniform numbers of each position, (N, 4), in the order of DRAWN, PROPOSED, ACCEPTED, REPLACED."""
         return sampling_uniform(self.seed, torch.tensor(prompts), torch.tensor(positions), 4)
 
     def choose(self, logits_NV: Tensor, prompts: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """The token of each row, which will stand at `positions` of the continuation of `prompts`; (N,) int64."""
+        """Return the token of each row, for `positions` of the continuation of `prompts`; (N,) int64."""
         if self.temperature is None:
             return logits_NV.argmax(-1)
         p_NV = self.probabilities(logits_NV)
@@ -63,8 +63,8 @@ class Sampling:
 
 
 def draw(p_NV: Tensor, u_N: Tensor) -> Tensor:
-    """The token at which the cumulative distribution passes u, (N,): distributed as p for uniform u in [0, 1)."""
+    """Return the token at which the cumulative distribution passes u, (N,): drawn from p if u is uniform in [0, 1)."""
     upto_NV = p_NV.cumsum(-1)
-    whole_N = upto_NV[:, -1]  # 1, but for roundings
+    whole_N = upto_NV[:, -1]  # 1, except for rounding
     below_N = torch.minimum(u_N * whole_N, whole_N.nextafter(torch.zeros_like(whole_N)))
     return torch.searchsorted(upto_NV, below_N[:, None], right=True)[:, 0]

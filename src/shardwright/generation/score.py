@@ -1,4 +1,4 @@
-"""The log-likelihood of tokens that are given: one prefill pass for each sequence, on any layout.
+"""The log-likelihood of given tokens: one prefill pass for each sequence, on any layout.
 
 Shapes: W tokens that are scored, V vocab, N sequences of a step.
 """
@@ -24,21 +24,21 @@ from shardwright.verification.ranks import run_ranks
 
 @dataclass(frozen=True)
 class Scored:
-    """`log_likelihood`: of the scored tokens of a sequence given those before, in nats; `greedy`: whether each of them
-    is the most probable one."""
+    """`log_likelihood`: of the scored tokens of a sequence given the tokens before, in nats; `greedy`: whether each is
+    the most probable one."""
 
     log_likelihood: float
     greedy: bool
 
 
 Sequences = Mapping[int, tuple[Sequence[int], int]]
-"""By index: the token ids of a sequence, at least two, and how many of its last ones are scored, fewer than all."""
+"""By index: the token ids of a sequence, at least two, and the number of its last ones to score, fewer than all."""
 
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """What is asked for. `model`: a run, a checkpoint or a folder of transformers; `layout`: as `without_training`
-    makes it, its ranks are started here; `batch_size`: sequences that a replica of the model runs at once."""
+    """The options of scoring. `model`: a run, a checkpoint or a folder of transformers; `layout`: a result of
+    `without_training`, whose ranks are started here; `batch_size`: sequences that a replica runs at once."""
 
     model: Path
     sequences: Sequences
@@ -48,24 +48,24 @@ class ScoreRequest:
 
 
 def score(request: ScoreRequest) -> list[Scored]:
-    """Score each sequence, in the order of their indices. No sequence may have more than max_seq_len + 1 tokens."""
+    """Score each sequence, in the order of the indices. No sequence may have more than max_seq_len + 1 tokens."""
     if not request.sequences:
         return []
     if request.layout.world_size > 1:
-        found = run_ranks(_on_cpu, request.layout.world_size, request)[0]
+        scores = run_ranks(_on_cpu, request.layout.world_size, request)[0]
     else:
         device = pick_device(request.device, Place())
         engine = WholeEngine(open_source(request.model).whole(device), *_cache_sizes(request, request.sequences))
-        found = scored(engine, request.sequences)
-    return [found[index] for index in sorted(found)]
+        scores = scored(engine, request.sequences)
+    return [scores[index] for index in sorted(scores)]
 
 
 def scored(engine: Engine, sequences: Sequences) -> dict[int, Scored]:
     """Score the sequences of this rank, the longest first."""
     batcher = Batcher(engine, Sampling(), engine.cache.n_positions)
     most = min(engine.cache.n_slots, engine.n_batches) if engine.one_prompt else engine.cache.n_slots
-    waiting = deque(sorted(sequences.items(), key=lambda each: -len(each[1][0])))
-    found: dict[int, Scored] = {}
+    waiting = deque(sorted(sequences.items(), key=lambda item: -len(item[1][0])))
+    scores: dict[int, Scored] = {}
     while engine.anywhere(bool(waiting)):
         taken = [waiting.popleft() for _ in range(min(most, len(waiting)))]
         running = [
@@ -73,19 +73,19 @@ def scored(engine: Engine, sequences: Sequences) -> dict[int, Scored]:
             for slot, (index, (tokens, _)) in enumerate(taken)
         ]
         n_scored = [n for _, (_, n) in taken]
-        _, logits = batcher.run(running, [(0, len(each.tokens) - 1) for each in running], n_scored)
+        _, logits = batcher.run(running, [(0, len(sequence.tokens) - 1) for sequence in running], n_scored)
         if not running:
             continue
         targets = [tokens[-n:] for _, (tokens, n) in taken]
         rows = engine.agree(lambda logits=logits, targets=targets: _rows(logits, targets), (len(taken), 2))  # type: ignore[misc]
         values, greedy = rows[:, 0].contiguous().view(torch.float64).tolist(), rows[:, 1].tolist()
         for (index, _), value, is_greedy in zip(taken, values, greedy, strict=True):
-            found[index] = Scored(value, bool(is_greedy))
-    return found
+            scores[index] = Scored(value, bool(is_greedy))
+    return scores
 
 
 def _rows(logits: Sequence[Tensor], targets: Sequence[Sequence[int]]) -> Tensor:
-    """(N, 2) int64: the bits of the log-likelihood in float64, and whether all targets are the most probable tokens."""
+    """Return (N, 2) int64: the bits of the log-likelihood in float64, and whether all targets are most probable."""
     rows = []
     rows_1V = (row for logits_WV in logits for row in logits_WV.split(1))
     for target in targets:
@@ -99,16 +99,16 @@ def _rows(logits: Sequence[Tensor], targets: Sequence[Sequence[int]]) -> Tensor:
 
 
 def _on_cpu(request: ScoreRequest) -> dict[int, Scored]:
-    """One rank that was forked here; every rank gets the scores of all."""
+    """Score sequences on one rank that was forked here; return the scores of all ranks."""
     layout, device = request.layout, torch.device("cpu")
-    mine = layout.data_rank(dist.get_rank())
-    sequences = {i: each for i, each in request.sequences.items() if i % layout.data_ranks == mine}
+    rank = layout.data_rank(dist.get_rank())
+    sequences = {i: sequence for i, sequence in request.sequences.items() if i % layout.data_ranks == rank}
     model = open_source(request.model).on_rank(layout, device)
-    found = scored(LayoutEngine(model, device, *_cache_sizes(request, sequences)), sequences)
-    return {index: each for part in gathered(found, dict[int, Scored]) for index, each in part.items()}
+    local_scores = scored(LayoutEngine(model, device, *_cache_sizes(request, sequences)), sequences)
+    return {index: value for part in gathered(local_scores, dict[int, Scored]) for index, value in part.items()}
 
 
 def _cache_sizes(request: ScoreRequest, sequences: Sequences) -> tuple[int, int]:
-    """The rows of the cache, and the positions of each."""
+    """Return the rows of the cache, and the positions of each."""
     longest = max(len(tokens) for tokens, _ in request.sequences.values()) - 1
     return max(1, min(request.batch_size, len(sequences))), longest

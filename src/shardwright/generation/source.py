@@ -1,4 +1,4 @@
-"""Where a model comes from: its sizes, its weights, its tokenizer, and the token that ends a text."""
+"""Opens a model for generation: its sizes, its weights, its tokenizer, and the token that ends a text."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -30,25 +30,24 @@ from shardwright.training.weights import Weights, fill, open_weights
 
 @dataclass(frozen=True)
 class Text:
-    """A tokenizer, and the ids of the tokens that end a text. `begins`: whether a text begins with the tokens that the
-    tokenizer adds, as it does in transformers; data that are prepared here have none."""
+    """A tokenizer, and the ids of the tokens that end a text. `begins`: whether a text starts with the tokens that the
+    tokenizer adds, as in transformers; data prepared by Shardwright have none."""
 
     tokenizer: Tokenizer
     ends: frozenset[int]
     begins: bool = False
     begin: int | None = None
-    """The id of the token that begins a text; None where there is none."""
+    """The id of the token that starts a text; None if there is none."""
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of a prompt."""
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=self.begins).ids
         return ids
 
 
 @dataclass(frozen=True)
 class Source:
-    """The model of a run, a checkpoint or a folder of transformers. `spec` is the model without what only training
-    does: no expert has a capacity, and no router draws."""
+    """The model of a run, a checkpoint or a folder of transformers. `spec` is the model without settings of training:
+    no expert has a capacity, and no router draws."""
 
     weights: Weights
     spec: ModelSpec
@@ -57,12 +56,12 @@ class Source:
     def fill(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Fill parameters, whole or this rank's shards of them, by their global names.
 
-        Raises DamagedError for a checkpoint that is not as it was written.
+        Raises DamagedError for a checkpoint that is damaged.
         """
         fill(parameters, self.spec, self.weights, local_box)
 
     def whole(self, device: torch.device) -> Transformer:
-        """All of the model on this process, in evaluation mode."""
+        """Return the whole model on this process, in evaluation mode."""
         with torch.device("meta"):
             model = Transformer(self.spec).to(self.dtype)
         model = model.to_empty(device=device).eval()
@@ -70,7 +69,7 @@ class Source:
         return model
 
     def on_rank(self, layout: Layout, device: torch.device, seq_len: int | None = None) -> ParallelModel:
-        """The part of this rank of a layout, with its weights; every rank of the world calls it."""
+        """Return this rank's part of a layout, with its weights; every rank of the world calls it."""
         model = apply(
             self.spec, layout, device, seed=0, param_dtype=self.dtype, compute_dtype=self.dtype, seq_len=seq_len
         )
@@ -79,14 +78,14 @@ class Source:
         return model
 
     def text(self) -> Text:
-        """The tokenizer beside the weights; of a run, that of the data it was trained on. Raises DataError where it is
-        not there, or is another one by now."""
+        """Return the tokenizer next to the weights; for a run, its data's. Raises DataError if it is missing or has
+        changed."""
         path = self.weights.path
         return _text_of_data(path) if (path / RUN_FILE).is_file() else _text_of_folder(path)
 
     def chat(self) -> ChatFormat:
-        """How a message of a user becomes a prompt: the chat template of the tokenizer, or of a run's data. Raises
-        DataError where there is none, or it cannot be read."""
+        """Return the chat format of prompts: the chat template of the tokenizer, or of a run's data. Raises DataError
+        if there is none, or it cannot be read."""
         path = self.weights.path
         special_tokens = tuple(
             token.content for token in self.text().tokenizer.get_added_tokens_decoder().values() if token.special
@@ -95,13 +94,13 @@ class Source:
             return read_chat_format(path / TOKENIZER, None, special_tokens)
         for folder, data in readable_sources(load_run_file(path / RUN_FILE).data).items():
             if data.chat_template_sha256:
-                found = read_chat_format(None, inside(folder, TEMPLATE, DataError), special_tokens)
-                return replace(found, tokens=tuple(data.chat_tokens.items()))
+                chat_format = read_chat_format(None, inside(folder, TEMPLATE, DataError), special_tokens)
+                return replace(chat_format, tokens=tuple(data.chat_tokens.items()))
         return ChatFormat()
 
 
 def open_source(folder: Path) -> Source:
-    """The model in a folder: a run (its newest checkpoint), a checkpoint, or a folder of transformers.
+    """Return the model in a folder: a run (its newest checkpoint), a checkpoint, or a folder of transformers.
 
     Raises InputError for a folder that is none of these or is damaged.
     """
@@ -121,7 +120,7 @@ def _text_of_data(checkpoint: Path) -> Text:
         if trained_on is not None and data.fingerprint != trained_on["mixture"]["sources"][0]["fingerprint"]:
             raise DataError(f"{folder} holds other data now than the run was trained on")
     except DataError as error:
-        way_out = "the tokenizer of a run is that of its data: prepare that folder again as it was"
+        way_out = "a run uses the tokenizer of its data: prepare that folder again as it was"
         raise DataError(*(f"{problem}; {way_out}" for problem in error.problems)) from None
     tokenizer = _tokenizer(folder, "prepare the data again")
     return Text(tokenizer, frozenset(ends_of_text(section)), begin=data.separator_id)

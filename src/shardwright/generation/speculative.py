@@ -2,10 +2,10 @@
 
     proposal x ~ q (draft)        accepted with probability min(1, p(x) / q(x)) (p: target)
     at the first rejection, and then the step ends:       a token ~ max(p - q, 0), normalised
-    where all are accepted:                               one more token ~ p
+    if all are accepted:                                  one more token ~ p
 
 Every token is distributed as the target's own (Leviathan et al., arXiv 2211.17192, theorem 1 in appendix A.1; Chen et
-al., arXiv 2302.01318). With greedy choice p and q are 1 for one token, and the tokens are those of the target alone.
+al., arXiv 2302.01318). With greedy choice p and q are 1 for one token, and the tokens are the target's own.
 
 Every rank has the whole draft model; the target model runs on its layout.
 
@@ -35,58 +35,57 @@ class Proposals:
 class Speculative:
     """Decodes the sequences of `batcher` with proposals of a draft model; a `continuous.Decode`.
 
-    `n_proposed`: the most proposals of a step; `draft_limit`: the most tokens of a sequence that the draft takes.
+    `n_proposed`: maximum proposals of a step; `draft_limit`: maximum tokens of a sequence in the draft.
     """
 
     def __init__(self, batcher: Batcher, draft: WholeEngine, n_proposed: int, draft_limit: int) -> None:
         self.batcher, self.n_proposed, self.draft_limit = batcher, n_proposed, draft_limit
         self.draft = Batcher(draft, batcher.sampling, draft_limit)
         self.n_cached: dict[int, int] = {}
-        """How many tokens of each prompt's sequence the draft's cache has; those after them are stale."""
+        """The number of tokens of each prompt's sequence in the draft's cache; later tokens there are stale."""
         self.proposed = self.accepted = 0
-        """Proposals of all steps, and how many of them were accepted."""
+        """Numbers of proposals and of accepted proposals, over all steps."""
 
     def __call__(self, running: Sequence[Running]) -> list[list[int]]:
         proposals = self._propose(running)
         checked = [
-            replace(each, tokens=each.tokens + proposal.tokens)
-            for each, proposal in zip(running, proposals, strict=True)
+            replace(sequence, tokens=sequence.tokens + proposal.tokens)
+            for sequence, proposal in zip(running, proposals, strict=True)
         ]
-        new = [(len(each.tokens) - 1, 1 + len(p.tokens)) for each, p in zip(running, proposals, strict=True)]
+        new = [(len(sequence.tokens) - 1, 1 + len(p.tokens)) for sequence, p in zip(running, proposals, strict=True)]
         _, logits = self.batcher.run(checked, new, [length for _, length in new])
         if not running:
             return []
 
         def choose() -> Tensor:
             rows = torch.cat(logits).split([length for _, length in new])
-            kept = [self.check(*each) for each in zip(running, proposals, rows, strict=True)]
-            return torch.tensor([[len(each), *each] + [0] * (self.n_proposed + 1 - len(each)) for each in kept])
+            accepted = [self.check(*arguments) for arguments in zip(running, proposals, rows, strict=True)]
+            width = self.n_proposed + 1
+            return torch.tensor([[len(tokens), *tokens] + [0] * (width - len(tokens)) for tokens in accepted])
 
-        found = self.batcher.engine.agree(choose, (len(running), self.n_proposed + 2)).tolist()
-        for each, proposal, (count, *_) in zip(running, proposals, found, strict=True):
+        chosen = self.batcher.engine.agree(choose, (len(running), self.n_proposed + 2)).tolist()
+        for sequence, proposal, (count, *_) in zip(running, proposals, chosen, strict=True):
             self.proposed += len(proposal.tokens)
             self.accepted += count - 1
             if proposal.tokens:  # the last proposal has not been through the draft
-                self.n_cached[each.prompt] = len(each.tokens) + min(count, len(proposal.tokens)) - 1
-        return [tokens[:count] for count, *tokens in found]
+                self.n_cached[sequence.prompt] = len(sequence.tokens) + min(count, len(proposal.tokens)) - 1
+        return [tokens[:count] for count, *tokens in chosen]
 
     def _propose(self, running: Sequence[Running]) -> list[Proposals]:
-        """Up to `n_proposed` proposals for each sequence, one pass of the draft for each."""
+        """Return up to `n_proposed` proposals for each sequence, by one pass of the draft for each number."""
         proposals = [
-            Proposals(
-                max(0, min(self.n_proposed, each.stop - len(each.tokens) - 1, self.draft_limit - len(each.tokens)))
-            )
-            for each in running
+            Proposals(max(0, min(self.n_proposed, s.stop - len(s.tokens) - 1, self.draft_limit - len(s.tokens))))
+            for s in running
         ]
-        drafts = [replace(each, tokens=list(each.tokens)) for each in running]
+        drafts = [replace(sequence, tokens=list(sequence.tokens)) for sequence in running]
         for number in range(self.n_proposed):
             now = [i for i, proposal in enumerate(proposals) if proposal.wanted > number]
             if not now:
                 break
             sequences = [drafts[i] for i in now]
-            # Tokens that the draft has not seen: at first the prompt, later what the target has added.
-            starts = [self.n_cached.get(each.prompt, 0) if number == 0 else len(each.tokens) - 1 for each in sequences]
-            new = [(start, len(each.tokens) - start) for each, start in zip(sequences, starts, strict=True)]
+            # Tokens that the draft has not seen: at first the prompt, later the target's additions.
+            starts = [self.n_cached.get(s.prompt, 0) if number == 0 else len(s.tokens) - 1 for s in sequences]
+            new = [(start, len(sequence.tokens) - start) for sequence, start in zip(sequences, starts, strict=True)]
             _, (logits_NV,) = self.draft.run(sequences, new)
             q_NV = self.sampling.probabilities(logits_NV)
             u_N = self._uniform(sequences)[:, PROPOSED]
@@ -98,8 +97,8 @@ class Speculative:
         return proposals
 
     def check(self, sequence: Running, proposal: Proposals, logits_WV: Tensor) -> list[int]:
-        """The accepted proposals and one token more; `logits_WV`: the target's, after the last token and after each
-        proposal."""
+        """Return the accepted proposals and one more token; `logits_WV`: the target's, after the last token and after
+        each proposal."""
         p_WV = self.sampling.probabilities(logits_WV)
         first = len(sequence.tokens)
         positions = range(first, first + len(p_WV))
@@ -113,9 +112,8 @@ class Speculative:
         return [*kept, int(draw(p_WV[-1:], u_W4[-1:, DRAWN]))]
 
     def _uniform(self, sequences: Sequence[Running]) -> Tensor:
-        return self.sampling.uniform([each.prompt for each in sequences], [len(each.tokens) for each in sequences])
+        return self.sampling.uniform([s.prompt for s in sequences], [len(s.tokens) for s in sequences])
 
     @property
     def sampling(self) -> Sampling:
-        """How tokens are drawn."""
         return self.batcher.sampling

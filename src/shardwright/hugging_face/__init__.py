@@ -1,5 +1,5 @@
 """Models in the format of Hugging Face's `transformers`: config.json, safetensors files, tokenizer.
 
-One file an architecture (`llama.py`, ...) has its table: the keys of config.json and the names of tensors, each beside
-what they are here. Reading and writing use the same tables. Only `reader.py` and `writer.py` import torch.
+Each architecture has one file (`llama.py`, ...) with its table: the keys of config.json and the names of tensors, next
+to Shardwright's names. Reading and writing use the same tables. Only `reader.py` and `writer.py` import torch.
 """

@@ -1,4 +1,4 @@
-"""What is known of an architecture of `transformers`, and the registry of those that are supported; no torch.
+"""The registry of supported architectures of `transformers` and their tables; no torch.
 
 To add one: a file like `llama.py` that registers an `Architecture`, and its name in `files.py`.
 """
@@ -21,12 +21,12 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class Stored:
-    """How one tensor of a file holds parameters of ours.
+    """The place of Shardwright's parameters in one tensor of a file.
 
-    `name`: in the file; `{expert}` stands for the number of the expert where each has a tensor of its own.
-    `transposed`: (in, out) in the file, as GPT-2's Conv1D has it; (out, in) otherwise.
+    `name`: in the file; `{expert}` stands for the number of the expert if each has its own tensor.
+    `transposed`: (in, out) in the file, as in GPT-2's Conv1D; (out, in) otherwise.
     `interleaved`: the rotated elements of a head are paired 2i with 2i + 1 in the file, and i with i + C/2 here. The
-    rotated ones are the parts of the row whose name ends with `_rope`.
+    rotated elements are the parts of the row whose name ends with `_rope`.
     """
 
     name: str
@@ -39,23 +39,25 @@ Table = dict[str | tuple[str, ...], str | Stored]
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """An architecture of `transformers` and the model that it is here.
+    """An architecture of `transformers` and its model in Shardwright.
 
     `model_type`, `class_name`: as in config.json.
     `sizes`: field of ModelSpec (`n_layers`, `moe.top_k`) -> key of config.json, or the keys that all have its value; a
-    key that begins with `_` is only made by `complete`, and is not written.
-    `choices`: field of ModelSpec -> the value that this architecture stands for.
+    key that starts with `_` is only made by `complete`, and is not written.
+    `choices`: field of ModelSpec -> its value for this architecture.
     `fixed`: key of config.json -> the one value that is supported; it is written.
-    `complete`: config.json with what `transformers` takes where a key is missing or null.
-    `ends`, `layer`: our parameter, or the module whose weight and bias it is -> its tensor; several that are stacked
-    along their output dim in one tensor are one key, a tuple. The names of `layer` follow `layers` with the number.
-    `module`: what a module of multi-token prediction has besides its block, which is as `layer` says, under the name of
-    a layer after the last; `copied`: our parameter -> its name there, where files repeat it. Empty: no place for them.
-    `also`: what is other in `layer` for some models.
+    `complete`: config.json -> config.json with the defaults of `transformers` for keys that are missing or null.
+    `ends`, `layer`: our parameter, or the module that has the weight and bias -> its tensor; parameters that are
+    stacked along their output dim in one tensor are one key, a tuple. The names of `layer` follow `layers` with the
+    number.
+    `module`: tensors of a multi-token prediction (MTP) module besides its block, whose tensors are in `layer`, under
+    the name of a layer after the last; `copied`: our parameter -> its name there, if files repeat it. Empty: MTP
+    modules are not supported.
+    `also`: changes of `layer` for some models.
     `null_if_zero`: keys of config.json that are null where they are 0 here.
-    `prefix`: what every name but the head's begins with; a file may leave it out.
-    `ignored`: regular expression of names that are left out -> why; `{n_layers}` in it stands for the number.
-    `problems`: config.json, completed but with its nulls -> what is not supported of it, one sentence each.
+    `prefix`: start of every name except the head's; a file may leave it out.
+    `ignored`: regular expression of names that are left out -> the reason; `{n_layers}` in it stands for the number.
+    `problems`: config.json, completed but with its nulls -> its unsupported values, one sentence each.
     """
 
     model_type: str
@@ -76,38 +78,38 @@ class Architecture:
     problems: Callable[[Config], Iterator[str]] = lambda config: iter(())
 
     def spec(self, given: Config) -> ModelSpec:
-        """The model of a config.json. Raises ConfigError with every problem at once."""
+        """Return the model of a config.json. Raises ConfigError with every problem at once."""
         there = {key: value for key, value in given.items() if value is not None}
-        # Null is another value than that of a key which is left out.
+        # A null differs from a missing key.
         there |= {key: 0 for key in self.null_if_zero if key in given and given[key] is None}
         if "num_key_value_heads" in given and "num_attention_heads" in there:
             there.setdefault("num_key_value_heads", there["num_attention_heads"])
-        if wrong := list(self._wrong_types(there)):
-            raise ConfigError(*wrong, *self._problems(there))
+        if problems := list(self._wrong_types(there)):
+            raise ConfigError(*problems, *self._problems(there))
         config = self.complete(there)
-        found = [*self._problems(config), *self.problems({**given, **config})]
+        problems = [*self._problems(config), *self.problems({**given, **config})]
         values: dict[str, Any] = dict(self.choices)
         for ours, keys in self.sizes.items():
             there = {key: config[key] for key in _keys(keys) if key in config}
             if not there:
-                found.append(f"{_keys(keys)[0]} is missing; it is model.{ours} here")
+                problems.append(f"{_keys(keys)[0]} is missing; it is model.{ours} here")
             elif len({str(value) for value in there.values()}) > 1:
-                said = " and ".join(f"{key}={value!r}" for key, value in there.items())
-                found.append(f"{said} differ; only one value for both is supported")
+                values_in_words = " and ".join(f"{key}={value!r}" for key, value in there.items())
+                problems.append(f"{values_in_words} differ; only one value for both is supported")
             else:
                 values[ours] = next(iter(there.values()))
         if values.get("positions") == "rope":
-            theta, scaling, wrong = read_rope(config)
-            found += wrong
+            theta, scaling, unsupported = read_rope(config)
+            problems += unsupported
             values |= {"rope_theta": theta, "rope_scaling": scaling}
         spec = _build(values) if self.sizes.keys() <= values.keys() else None
-        found += [] if spec is None else spec.problems()
-        if spec is None or found:
-            raise ConfigError(*found)
+        problems += [] if spec is None else spec.problems()
+        if spec is None or problems:
+            raise ConfigError(*problems)
         return spec
 
     def _wrong_types(self, config: Config) -> Iterator[str]:
-        """Sizes that are no numbers, or of which there cannot be none: nothing can be computed from them."""
+        """Yield sizes that are not numbers, or that cannot be 0: nothing can be computed from them."""
         for ours, keys in self.sizes.items():
             kind = _kind(ours)
             for key in (key for key in _keys(keys) if key in config):
@@ -137,7 +139,7 @@ class Architecture:
                 yield f"{key}={config[key]!r} is not supported for {self.model_type}; valid: {valid[0]!r}"
 
     def config(self, spec: ModelSpec) -> Config:
-        """The config.json of a model, without the ids of tokens and the type of its weights."""
+        """Return the config.json of a model, without the ids of tokens and the type of its weights."""
         written: Config = {"architectures": [self.class_name], "model_type": self.model_type}
         for ours, keys in self.sizes.items():
             for key in _keys(keys):
@@ -148,7 +150,7 @@ class Architecture:
         return written | (write_rope(spec) if spec.positions == "rope" else {})
 
     def misfits(self, spec: ModelSpec) -> list[str]:
-        """Why a model is not one of this architecture: what would be another after writing and reading config.json."""
+        """Return why a model is not of this architecture: fields that change by writing and reading config.json."""
         try:
             if absent := [ours for ours in self.sizes if _value(spec, ours) is _ABSENT]:
                 return [f"it has no {ours}" for ours in absent]
@@ -163,9 +165,9 @@ def _keys(keys: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _kind(path: str) -> Any:
-    """The type of a field of ModelSpec, or of one of its tables."""
+    """Return the type of a field of ModelSpec, or of one of its tables."""
     table, _, name = path.rpartition(".")
-    return next(each.type for each in dataclasses.fields(_TABLES[table] if table else ModelSpec) if each.name == name)
+    return next(key.type for key in dataclasses.fields(_TABLES[table] if table else ModelSpec) if key.name == name)
 
 
 def _value(spec: ModelSpec, path: str) -> Any:
@@ -176,10 +178,10 @@ def _value(spec: ModelSpec, path: str) -> Any:
 
 
 def _build(values: Mapping[str, Any]) -> ModelSpec:
-    """A spec from the values of its fields, those of tables as `moe.top_k`."""
+    """Return a spec from the values of its fields, fields of tables as `moe.top_k`."""
     tables: dict[str, dict[str, Any]] = {}
     plain: dict[str, Any] = {}
-    kinds = {each.name: each.type for each in dataclasses.fields(ModelSpec)}
+    kinds = {key.name: key.type for key in dataclasses.fields(ModelSpec)}
     for path, value in values.items():
         table, _, name = path.rpartition(".")
         if table:
@@ -193,7 +195,7 @@ ARCHITECTURES: dict[str, Architecture] = {}
 
 
 def register(architecture: Architecture) -> Architecture:
-    """Add an architecture: its `model_type` is then valid in a config.json. Raises ConfigError if that is taken."""
+    """Add an architecture: its `model_type` is then valid in a config.json. Raises ConfigError if the type is taken."""
     if architecture.model_type in ARCHITECTURES:
         raise ConfigError(f"the architecture {architecture.model_type!r} is registered already")
     ARCHITECTURES[architecture.model_type] = architecture
@@ -201,23 +203,26 @@ def register(architecture: Architecture) -> Architecture:
 
 
 def find(config: Config) -> Architecture:
-    """The architecture of a config.json. Raises ConfigError for one that is not supported."""
+    """Return the architecture of a config.json. Raises ConfigError if it is not supported."""
     model_type = config.get("model_type")
     if model_type not in ARCHITECTURES:
         raise ConfigError(f"model_type={model_type!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
     architecture = ARCHITECTURES[model_type]
     named = config.get("architectures") or [architecture.class_name]
     if architecture.class_name not in named:
-        raise ConfigError(f"architectures={named} has no {architecture.class_name}, the only one supported of it")
+        raise ConfigError(f"architectures={named} has no {architecture.class_name}, the only supported one")
     return architecture
 
 
 def architecture_of(spec: ModelSpec) -> Architecture:
-    """The architecture that a model is one of, or is without its modules of multi-token prediction. Raises ConfigError,
-    saying for the nearest why it is not."""
+    """Return the architecture of a model, or of the model without its MTP modules. Raises ConfigError with the misfits
+    of the nearest architecture."""
     without = replace(spec, mtp_modules=0)
-    misfits = {name: each.misfits(spec if each.module else without) for name, each in ARCHITECTURES.items()}
-    fitting = [name for name, found in misfits.items() if not found]
+    misfits = {
+        name: architecture.misfits(spec if architecture.module else without)
+        for name, architecture in ARCHITECTURES.items()
+    }
+    fitting = [name for name, problems in misfits.items() if not problems]
     if fitting:
         return ARCHITECTURES[fitting[0]]
     name = min(misfits, key=lambda name: len(misfits[name]))

@@ -1,7 +1,7 @@
 """DeepSeek-V3: latent attention, dense first layers, then experts with a selection bias and shared experts.
 
-Its rotated elements are interleaved. `transformers` norms the latent vectors with an epsilon of 1e-6 whatever
-`rms_norm_eps` says, so that only that value is supported.
+Its rotated elements are interleaved. `transformers` norms the latent vectors with an epsilon of 1e-6 for any
+`rms_norm_eps`, so only that value is supported.
 """
 
 from shardwright.hugging_face import llama
@@ -42,7 +42,7 @@ def _has_query_latent(spec: ModelSpec) -> bool:
 
 
 def complete(config: Config) -> Config:
-    """What DeepseekV3Config takes where a key is missing; a null q_lora_rank is a query without a latent vector."""
+    """Return config.json with DeepseekV3Config's defaults; a null q_lora_rank is a query without a latent vector."""
     heads_and_groups = {"num_key_value_heads": 128, "q_lora_rank": 1536, "n_group": 8, "topk_group": 4}
     return llama.complete({**heads_and_groups, "norm_topk_prob": True, **_NO_MODULE} | config)
 

@@ -1,4 +1,4 @@
-"""A folder of `transformers`: its config.json, and which tensor lies where in its safetensors files; no torch."""
+"""A folder of `transformers`: its config.json, and the places of tensors in its safetensors files; no torch."""
 
 import functools
 import io
@@ -31,7 +31,7 @@ from shardwright.units import format_bytes
 
 CONFIG, INDEX, WHOLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Type in a safetensors file -> its name in torch, of those that are read."""
+"""Type in a safetensors file -> its name in torch, for the types that are read."""
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _COMPARED_AT_ONCE = 2**22
 TOKENIZER_FILES = (
@@ -44,7 +44,7 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "chat_template.jinja",
 )
-"""Files of a tokenizer, which are carried along."""
+"""Files of a tokenizer, which are copied."""
 GENERATION = "generation_config.json"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NO_PADDING = ("pad_token_id", -1)
@@ -57,7 +57,7 @@ WITHOUT_SIZE = (
     "topk_method",
     "rope_interleave",
 )
-"""Keys of a config.json on which neither the sizes of a model nor its cost depend."""
+"""Keys of a config.json that affect neither the sizes of a model nor its cost."""
 LENGTH = struct.Struct("<Q")
 _BUILT_IN = (llama, qwen3, gpt2, mixtral, qwen3_moe, deepseek_v3)  # their imports register them
 
@@ -74,14 +74,14 @@ class Held:
 
 @dataclass(frozen=True)
 class Folder:
-    """What a folder says of its model."""
+    """A folder of `transformers` and the model in it."""
 
     path: Path
     config: dict[str, Any]
     architecture: Architecture
     spec: ModelSpec
     untied: bool = False
-    """Whether config.json ties the head to the embedding, and the files have a head with other values."""
+    """Whether config.json ties the head to the embedding, but the files have a head with other values."""
 
     @property
     def tokenizer(self) -> Path | None:
@@ -91,13 +91,13 @@ class Folder:
 
 
 def is_folder_of_transformers(path: Path) -> bool:
-    """Whether there is a config.json."""
+    """Return whether a folder has a config.json."""
     return (path / CONFIG).is_file()
 
 
 def read_folder(path: Path) -> Folder:
-    """The model of a folder, from its config.json; with modules of multi-token prediction only if their weights are
-    there, since `transformers` saves none and leaves their number in config.json.
+    """Return the model of a folder, from its config.json; with multi-token prediction modules only if their weights
+    exist, because `transformers` saves none and leaves their number in config.json.
 
     Raises ConfigError if it is not supported, with every reason.
     """
@@ -111,16 +111,16 @@ def read_folder(path: Path) -> Folder:
 
 
 def _has_own_head(path: Path, architecture: Architecture) -> bool:
-    """Whether a folder whose config.json ties the head to the embedding has a head with other values. `transformers`
-    then keeps both, whatever config.json says."""
+    """Return whether a folder whose config.json ties the head to the embedding has a head with other values.
+    `transformers` then keeps both, regardless of config.json."""
     if not _has_weights(path):
         return False
-    held = held_tensors(path)
+    tensors = held_tensors(path)
     head, embedding = (f"{architecture.ends[name]}.weight" for name in ("head", "embedding"))
-    one, other = held.get(head), held.get(architecture.prefix + embedding, held.get(embedding))
+    one, other = tensors.get(head), tensors.get(architecture.prefix + embedding, tensors.get(embedding))
     if one is None or other is None:
         return False
-    return one.shape != other.shape or not equal_values(one, other)  # of another shape it is refused by its name
+    return one.shape != other.shape or not equal_values(one, other)  # a head of another shape is refused by its name
 
 
 def _has_weights(path: Path) -> bool:
@@ -128,8 +128,8 @@ def _has_weights(path: Path) -> bool:
 
 
 def read_sizes(file: Path) -> ModelSpec:
-    """The sizes of the model of a config.json, for a plan: the published type of the weights and keys that change no
-    size are ignored. Modules of multi-token prediction count as in `read_folder`.
+    """Return the sizes of the model of a config.json, for a plan: the published type of the weights and keys that
+    change no size are ignored. Multi-token prediction modules count as in `read_folder`.
 
     Raises ConfigError if the model is not supported, with every reason.
     """
@@ -149,7 +149,7 @@ def _read_config(file: Path, ignored: tuple[str, ...] = ()) -> tuple[dict[str, A
 
 
 def _holds_layer(path: Path, architecture: Architecture, layer: int) -> bool:
-    """Whether a folder has weights, and a layer of that number among them."""
+    """Return whether a folder has weights, and a layer of that number among them."""
     if not _has_weights(path):
         return False
     begin = architecture.layers.format(layer=layer)
@@ -157,11 +157,11 @@ def _holds_layer(path: Path, architecture: Architecture, layer: int) -> bool:
 
 
 def held_tensors(path: Path) -> dict[str, Held]:
-    """Every tensor of a folder by its name, from the headers of its safetensors files: of model.safetensors, or else of
-    the files that the index names, as `transformers` chooses them. What the index says of single tensors is not read:
-    the headers say it, and an older index may name tensors that are not there any more.
+    """Return every tensor of a folder by its name, from the headers of its safetensors files: of model.safetensors, or
+    otherwise of the files in the index, as `transformers` chooses them. The index's entries of single tensors are not
+    read, because an older index may name tensors that no longer exist.
 
-    Raises CheckpointError where there is none, and DamagedError for a shard that is missing or shorter than its header
+    Raises CheckpointError if there is none, and DamagedError for a shard that is missing or shorter than its header
     says.
     """
     if (path / WHOLE).is_file():
@@ -175,8 +175,8 @@ def held_tensors(path: Path) -> dict[str, Held]:
                 f"{path}: {len(missing)} of the {len(names)} files that {INDEX} names are missing: {_some(missing)}; "
                 f"download them again"
             )
-        return {key: held for file in files for key, held in read_header(file).items()}
-    pickled = sorted(each.name for each in path.glob("*") if each.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+        return {key: tensor for file in files for key, tensor in read_header(file).items()}
+    pickled = sorted(file.name for file in path.glob("*") if file.suffix in (".bin", ".pt", ".pth", ".ckpt"))
     if pickled:
         raise CheckpointError(
             f"{path} has weights as {_some(pickled)} only, pickle files that can run any code when they are read; only "
@@ -187,7 +187,7 @@ def held_tensors(path: Path) -> dict[str, Held]:
 
 
 def read_header(path: Path) -> dict[str, Held]:
-    """The tensors of a safetensors file. Raises DamagedError for one that is cut off or no such file."""
+    """Return the tensors of a safetensors file. Raises DamagedError for one that is cut off or of another kind."""
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -231,9 +231,9 @@ def read_header(path: Path) -> dict[str, Held]:
 
 
 def equal_values(one: Held, other: Held) -> bool:
-    """Whether two tensors of the same shape have the same values, each as it is stored. The result is kept as long as
-    the files stay as they are."""
-    return _equal_values(one, other, *(each.file.stat().st_mtime_ns for each in (one, other)))
+    """Return whether two tensors of the same shape have the same stored values. The result is cached while the files
+    do not change."""
+    return _equal_values(one, other, *(tensor.file.stat().st_mtime_ns for tensor in (one, other)))
 
 
 @functools.lru_cache(maxsize=64)
@@ -253,7 +253,7 @@ def _equal_values(one: Held, other: Held, *changed_ns: int) -> bool:
 
 
 def _values(file: io.BufferedReader, dtype: str, n: int) -> Any:
-    """The next n numbers of a file, as an array; bfloat16 is the upper half of float32."""
+    """Return the next n numbers of a file, as an array; bfloat16 is the upper half of float32."""
     import numpy as np
 
     if dtype != "bfloat16":
@@ -266,7 +266,7 @@ def _object(path: Path, form: type[BaseModel], error: type[InputError] = ConfigE
         return read_object(path, form, error)
     except FileNotFoundError:
         raise ConfigError(
-            f"{path.parent} is no folder of transformers: it has no {path.name}; supported architectures: "
+            f"{path.parent} is not a folder of transformers: it has no {path.name}; supported architectures: "
             f"{', '.join(ARCHITECTURES)}"
         ) from None
     except OSError as problem:
@@ -279,7 +279,7 @@ def _some(names: list[str], n: int = 3) -> str:
 
 
 def said_shortly(problems: list[str], n: int = 4) -> Iterator[str]:
-    """The first problems, and how many there are besides."""
+    """Yield the first problems, and the number of further ones."""
     yield from problems[:n]
     if len(problems) > n:
         yield f"and {len(problems) - n} more"
@@ -300,16 +300,16 @@ def _wrong_token_ids(path: Path, vocab_size: int) -> Iterator[str]:
 
 
 def token_ids(path: Path) -> dict[str, int | list[int]]:
-    """The ids of the tokens that begin, end and pad a text, of generation_config.json or else config.json; those that
-    are there."""
-    found: dict[str, int | list[int]] = {}
+    """Return the existing ids of the tokens that begin, end and pad a text, from generation_config.json or otherwise
+    config.json."""
+    ids: dict[str, int | list[int]] = {}
     for name in (CONFIG, GENERATION):
         if (path / name).is_file():
             table = _object(path / name, GenerationFile)
-            found |= {
+            ids |= {
                 key: table[key] for key in TOKEN_IDS if table.get(key) is not None and (key, table[key]) != NO_PADDING
             }
-    return found
+    return ids
 
 
 def write_token_ids(path: Path, ids: dict[str, int | list[int]]) -> None:

@@ -4,7 +4,7 @@ from shardwright.hugging_face.architecture import Architecture, Config, Stored, 
 
 
 def complete(config: Config) -> Config:
-    """What GPT2Config takes where a key is missing."""
+    """Return config.json with GPT2Config's defaults for missing keys."""
     width, heads = config.get("n_embd", 768), config.get("n_head", 12)
     return {
         "n_inner": 4 * width,
@@ -52,6 +52,6 @@ GPT2 = register(
         },
         layers="h.{layer}.",
         prefix="transformer.",
-        ignored={r".*\.attn\.(masked_)?bias": "the causal mask is no weight"},
+        ignored={r".*\.attn\.(masked_)?bias": "the causal mask is not a weight"},
     )
 )

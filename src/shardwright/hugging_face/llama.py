@@ -1,4 +1,4 @@
-"""Llama 3, SmolLM2 and what else is a `LlamaForCausalLM`; Mistral without a sliding window, which is the same model."""
+"""Llama 3, SmolLM2 and other `LlamaForCausalLM`s; Mistral without a sliding window, which is the same model."""
 
 from collections.abc import Iterator
 
@@ -38,7 +38,7 @@ IGNORED = {
 
 
 def complete(config: Config, *, tied: bool = False, norm_eps: float = 1e-6) -> Config:
-    """What LlamaConfig takes where a key is missing."""
+    """Return config.json with LlamaConfig's defaults for missing keys."""
     heads, width = config.get("num_attention_heads", 1), config.get("hidden_size", 0)
     return {
         "num_key_value_heads": heads,
@@ -66,8 +66,8 @@ LLAMA = register(
 
 
 def _window(config: Config) -> Iterator[str]:
-    """A window is no limit where it reaches over the longest sequence. MistralConfig has one of 4,096 where the key is
-    missing; null is none."""
+    """Yield why a sliding window is not supported. A window that covers the longest sequence is no limit. MistralConfig
+    has one of 4,096 if the key is missing; null is none."""
     window, longest = config.get("sliding_window", 4096), config.get("max_position_embeddings", 0)
     if window is not None and not (isinstance(window, int) and window >= longest):
         yield (

@@ -12,7 +12,7 @@ EXPERTS: Table = {
 }
 
 _DEFAULTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 8, "rope_theta": 1e6}
-"""What MixtralConfig takes where a key is missing, except what all architectures do."""
+"""MixtralConfig's defaults for missing keys, except the defaults of all architectures."""
 
 MIXTRAL = register(
     Architecture(

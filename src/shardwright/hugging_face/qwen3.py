@@ -12,12 +12,12 @@ ATTENTION = llama.ATTENTION | NORMS
 
 
 def complete(config: Config, kv_heads: int = 32) -> Config:
-    """What Qwen3Config takes where a key is missing: heads of 128 elements, and 32 key and value heads."""
+    """Return config.json with Qwen3Config's defaults: heads of 128 elements, and 32 key and value heads."""
     return llama.complete({"head_dim": 128, "num_key_value_heads": kv_heads} | config)
 
 
 def windows(config: Config) -> Iterator[str]:
-    """Layers that attend to a window of the sequence only."""
+    """Yield the unsupported kinds of layers, which attend to a window of the sequence."""
     kinds = set(config.get("layer_types", ())) - {"full_attention"}
     if kinds:
         yield f"layer_types has {', '.join(sorted(kinds))}; valid: full_attention in every layer"

@@ -1,4 +1,4 @@
-"""Reads any box of a parameter of ours from a folder of `transformers`, and only the bytes that it needs."""
+"""Reads boxes of our parameters from a folder of `transformers`, and only the bytes that they need."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,8 +18,8 @@ from shardwright.model.modules import rows
 class HuggingFaceWeights:
     """The weights of a folder of `transformers` under our names.
 
-    `spec`: the model; `dtypes`: parameter -> the type it has in the file, by torch's name; `left_out`: tensors of the
-    files that the model has no parameter for -> why.
+    `spec`: the model; `dtypes`: parameter -> its type in the file, by torch's name; `left_out`: tensors of the files
+    without a parameter of the model -> the reason.
     """
 
     def __init__(self, folder: Folder) -> None:
@@ -41,19 +41,21 @@ class HuggingFaceWeights:
         self._open: dict[Path, safe_open] = {}
 
     def _raise_problems(self, others: dict[str, str | None]) -> None:
-        found = [f"{tensor.name} is missing" for tensor in self._tensors if tensor.name not in self._held]
+        problems = [f"{tensor.name} is missing" for tensor in self._tensors if tensor.name not in self._held]
         for tensor in self._tensors:
-            held = self._held.get(tensor.name)
-            if held is not None and held.shape != tensor.shape:
-                found.append(f"{tensor.name} is {list(held.shape)}, and config.json makes it {list(tensor.shape)}")
-        found += [f"{name} is no tensor of this model" for name, reason in sorted(others.items()) if reason is None]
-        if found:
-            raise CheckpointError(*(f"{self.path}: {problem}" for problem in said_shortly(found)))
+            stored = self._held.get(tensor.name)
+            if stored is not None and stored.shape != tensor.shape:
+                problems.append(f"{tensor.name} is {list(stored.shape)}, and config.json makes it {list(tensor.shape)}")
+        problems += [
+            f"{name} is not a tensor of this model" for name, reason in sorted(others.items()) if reason is None
+        ]
+        if problems:
+            raise CheckpointError(*(f"{self.path}: {problem}" for problem in said_shortly(problems)))
 
     def read(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """The box [offsets, offsets + shape) of the parameter `name`, on the CPU, in the type of the file.
+        """Return the box [offsets, offsets + shape) of the parameter `name`, on the CPU, in the type of the file.
 
-        Raises DamagedError where the file is not readable.
+        Raises DamagedError if the file is not readable.
         """
         places = self._places[name]
         if places[0][1].expert is None:
@@ -64,7 +66,7 @@ class HuggingFaceWeights:
         return torch.stack(boxes) if boxes else torch.empty(tuple(shape), dtype=getattr(torch, self.dtypes[name]))
 
     def _box(self, tensor: FileTensor, part: Part, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """A box of one tensor of a file; `offsets` within the part."""
+        """Return a box of one tensor of a file; `offsets` within the part."""
         first = tensor.first_row(part) + offsets[0]
         spans = [(first, first + shape[0]), *((o, o + n) for o, n in zip(offsets[1:], shape[1:], strict=True))]
         if tensor.order is not None:
@@ -77,36 +79,35 @@ class HuggingFaceWeights:
         return self._slice(tensor.name, spans)
 
     def _slice(self, name: str, spans: Sequence[tuple[int, int]]) -> Tensor:
-        held = self._held[name]
+        stored = self._held[name]
         try:
-            if held.file not in self._open:
-                open_regular(held.file).close()
-                self._open[held.file] = safe_open(held.file, framework="pt")
-            found: Tensor = self._open[held.file].get_slice(name)[tuple(slice(*span) for span in spans)]
+            if stored.file not in self._open:
+                open_regular(stored.file).close()
+                self._open[stored.file] = safe_open(stored.file, framework="pt")
+            box: Tensor = self._open[stored.file].get_slice(name)[tuple(slice(*span) for span in spans)]
         except (SafetensorError, OSError) as error:
-            raise DamagedError(f"{held.file}: {name} cannot be read: {error}") from None
-        return found
+            raise DamagedError(f"{stored.file}: {name} cannot be read: {error}") from None
+        return box
 
     def describe(self) -> str:
-        """One line: what it is."""
         return f"{self.folder.architecture.class_name} of {self.path}"
 
 
-def _found(expected: list[FileTensor], held: dict[str, Held], folder: Folder) -> list[FileTensor]:
-    """The tensors under the names of the files, which may leave the prefix out, as those of the first GPT-2 do."""
+def _found(expected: list[FileTensor], stored: dict[str, Held], folder: Folder) -> list[FileTensor]:
+    """Return the tensors under their names in the files, which may omit the prefix, as the first GPT-2's do."""
     prefix = folder.architecture.prefix
-    if not any(name.startswith(prefix) for name in held):
+    if not any(name.startswith(prefix) for name in stored):
         expected = [replace(tensor, name=tensor.name.removeprefix(prefix)) for tensor in expected]
-    # Of a tied model the one matrix may be there under the name of the head alone.
+    # The one matrix of a tied model may be stored under the name of the head alone.
     ends, head = folder.architecture.ends, f"{folder.architecture.ends['head']}.weight"
     embeddings = (f"{prefix}{ends['embedding']}.weight", f"{ends['embedding']}.weight")
-    if folder.spec.tied_embedding and head in held and not held.keys() & set(embeddings):
+    if folder.spec.tied_embedding and head in stored and not stored.keys() & set(embeddings):
         expected = [replace(tensor, name=head) if tensor.name in embeddings else tensor for tensor in expected]
     return expected
 
 
 def open_weights(path: str | Path) -> HuggingFaceWeights:
-    """The weights of a folder of `transformers`.
+    """Return the weights of a folder of `transformers`.
 
     Raises ConfigError if its architecture is not supported, and CheckpointError or DamagedError for files that are
     missing, damaged or of another model.

@@ -22,7 +22,7 @@ _NAMES = {
 
 
 def read_rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None, list[str]]:
-    """The base of the frequencies, their scaling, and what is not supported."""
+    """Return the base of the frequencies, their scaling, and the unsupported values."""
     given: dict[str, Any] = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = float(given.pop("rope_theta", None) or config.get("rope_theta", _THETA))
     kinds = {given.pop("type", None), given.pop("rope_type", None)} - {None}
@@ -46,9 +46,9 @@ def read_rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None, list[s
         length = given.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
         if given.get("factor") is None and length and "max_position_embeddings" in config:
             given["factor"] = config["max_position_embeddings"] / length
-    ours = {each: given[key] for each, key in _NAMES.items() if given.get(key) is not None}
+    ours = {field: given[key] for field, key in _NAMES.items() if given.get(key) is not None}
     whole: dict[str, Any] = {
-        each: value if each in ("truncate", "original_max_seq_len") else float(value) for each, value in ours.items()
+        field: value if field in ("truncate", "original_max_seq_len") else float(value) for field, value in ours.items()
     }
     whole["kind"] = kind
     if "factor" not in whole:
@@ -57,7 +57,7 @@ def read_rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None, list[s
 
 
 def write_rope(spec: ModelSpec) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling`, which every version of `transformers` and vLLM reads."""
+    """Return `rope_theta` and `rope_scaling`, which every version of `transformers` and vLLM reads."""
     scaling = spec.rope_scaling
     if scaling is None:
         return {"rope_theta": spec.rope_theta, "rope_scaling": None}

@@ -1,4 +1,4 @@
-"""The form of the JSON files of a folder of `transformers`, checked before anything of them is used; no torch."""
+"""The schema of the JSON files of a folder of `transformers`, checked before anything is used; no torch."""
 
 import math
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ Dtype = (
 
 
 class Rope(BaseModel):
-    """`rope_parameters` or `rope_scaling`. Other keys stay as they are, for `rope.read_rope` to refuse."""
+    """`rope_parameters` or `rope_scaling`. Other keys are kept, for `rope.read_rope` to refuse."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     rope_type: str | None = None
@@ -53,7 +53,7 @@ class GenerationFile(BaseModel):
 
 
 class ConfigFile(GenerationFile):
-    """The keys of config.json whose type every architecture shares; sizes are checked by `Architecture`."""
+    """The keys of config.json that have one type in every architecture; `Architecture` checks sizes."""
 
     model_type: str
     torch_dtype: Dtype = None
@@ -84,7 +84,6 @@ class Entry(BaseModel):
 
     @property
     def n_elements(self) -> int:
-        """The elements of the tensor."""
         return math.prod(self.shape)
 
 
@@ -92,9 +91,9 @@ HEADER = TypeAdapter(dict[str, Entry])
 
 
 def read_object(path: Path, form: type[BaseModel], error: type[InputError] = ConfigError) -> dict[str, Any]:
-    """Return the object in a JSON file, whose keys have the types of `form` where it names them.
+    """Return the object in a JSON file, whose keys have the types of `form` if `form` names them.
 
-    Raises `error` with every key that has another type, DamagedError for what is no JSON or has a number that is not
+    Raises `error` with every key of another type, DamagedError for a file that is not JSON or has a number that is not
     finite, and OSError.
     """
     try:
@@ -106,12 +105,12 @@ def read_object(path: Path, form: type[BaseModel], error: type[InputError] = Con
     try:
         form.model_validate(table)
     except ValidationError as problem:
-        raise error(*dict.fromkeys(f"{path}: {each}" for each in problems_of(problem, table))) from None
+        raise error(*dict.fromkeys(f"{path}: {sentence}" for sentence in problems_of(problem, table))) from None
     return table
 
 
 def problems_of(error: ValidationError, table: dict[str, Any]) -> Iterator[str]:
-    """One sentence for each key that pydantic refuses, named up to the first that is there."""
+    """Yield one sentence for each key that pydantic refuses, named up to the first existing one."""
     for entry in error.errors():
         key = ".".join(str(part) for part in entry["loc"] if isinstance(part, str) and part not in ("int", "list[int]"))
         if entry["type"] == "missing":

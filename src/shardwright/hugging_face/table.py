@@ -1,7 +1,7 @@
-"""Which tensor of a file holds which rows of which parameter: from an architecture's table and the rows of the model.
+"""Maps parameters to tensors of files, from an architecture's table and the rows of the model; no torch.
 
-No torch. A tensor of a file is a stack of parameters of ours along the output dim, often of one; a parameter of ours
-lies in one tensor, or with experts in one for each.
+A tensor of a file is a stack of our parameters along the output dim, often of one. A parameter is in one tensor or, if
+it is of experts, in one for each.
 """
 
 import re
@@ -16,7 +16,7 @@ from shardwright.model.spec import ModelSpec
 
 @dataclass(frozen=True)
 class Part:
-    """A parameter of ours in a tensor of a file: its name, which expert of it (None: no experts), how many rows."""
+    """One of our parameters in a tensor of a file: name, number of the expert (None: no experts), number of rows."""
 
     name: str
     expert: int | None
@@ -27,9 +27,9 @@ class Part:
 class FileTensor:
     """One tensor of a file.
 
-    `parts`: what is stacked in it along the output dim, in order. `shape`: as in the file. `transposed`: (in, out).
-    `order`: of an interleaved tensor, for each of our rows its row in the file. `copy`: another tensor has the same
-    values; it is written, and never read.
+    `parts`: the parameters stacked in it along the output dim, in order. `shape`: as in the file. `transposed`: (in,
+    out). `order`: for an interleaved tensor, for each of our rows its row in the file. `copy`: another tensor has the
+    same values; this one is written, and never read.
     """
 
     name: str
@@ -40,38 +40,38 @@ class FileTensor:
     copy: bool = False
 
     def first_row(self, part: Part) -> int:
-        """Where a part begins along the output dim."""
-        return sum(each.n_rows for each in self.parts[: self.parts.index(part)])
+        """Return the first row of a part along the output dim."""
+        return sum(earlier.n_rows for earlier in self.parts[: self.parts.index(part)])
 
 
 def file_tensors(architecture: Architecture, spec: ModelSpec) -> list[FileTensor]:
-    """Every tensor that the files of a model have, sorted by name. Raises ConfigError for a parameter without one."""
+    """Return every tensor of a model's files, sorted by name. Raises ConfigError for a parameter without one."""
     ends = {row.name: row for row in end_rows(spec)}
-    found = list(_tensors(architecture.ends, ends, "", architecture.prefix))
+    tensors = list(_tensors(architecture.ends, ends, "", architecture.prefix))
     of_layer = {**architecture.layer, **architecture.also(spec)}
     of_module = {**architecture.module, **{_in_module(name): stored for name, stored in of_layer.items()}}
     for layer in range(spec.n_blocks if architecture.module else spec.n_layers):
         is_module = layer >= spec.n_layers
         prefix = architecture.prefix + architecture.layers.format(layer=layer)
         rows = {row.name: row for row in layer_rows(spec, layer)}
-        found += _tensors(of_module if is_module else of_layer, rows, f"layers.{layer}.", prefix)
+        tensors += _tensors(of_module if is_module else of_layer, rows, f"layers.{layer}.", prefix)
         for name, stored in architecture.copied.items() if is_module else ():
             source = ends.get(f"{name}.weight", ends["embedding.weight"])  # a tied head is the embedding's matrix
-            found.append(replace(_tensor(stored, [source], "", prefix, ".weight"), copy=True))
-    return sorted(found, key=lambda tensor: tensor.name)
+            tensors.append(replace(_tensor(stored, [source], "", prefix, ".weight"), copy=True))
+    return sorted(tensors, key=lambda tensor: tensor.name)
 
 
 def _in_module(name: str | tuple[str, ...]) -> str | tuple[str, ...]:
-    """A key of the table of a layer for the block of a module of multi-token prediction."""
-    return MTP_BLOCK + name if isinstance(name, str) else tuple(MTP_BLOCK + each for each in name)
+    """Return a key of a layer's table for the block of a multi-token prediction module."""
+    return MTP_BLOCK + name if isinstance(name, str) else tuple(MTP_BLOCK + part for part in name)
 
 
 def _tensors(table: Table, rows: dict[str, Row], ours: str, theirs: str) -> Iterator[FileTensor]:
-    """The tensors of a layer, or of what is outside of the layers; `ours` and `theirs` begin the global names."""
+    """Yield the tensors of a layer, or outside of the layers; `ours` and `theirs` are prefixes of the global names."""
     stacked = {name: group for group in table if isinstance(group, tuple) for name in group}
     for row in rows.values():
         if not row.counted:
-            continue  # the load of the last step is a state of training, no weight
+            continue  # the load of the last step is a training state, not a weight
         module, _, kind = row.name.rpartition(".")
         if module in stacked:
             group = stacked[module]
@@ -108,7 +108,7 @@ def _tensor(stored: str | Stored, rows: list[Row], ours: str, theirs: str, suffi
 
 
 def _interleaved(row: Row) -> Iterator[int]:
-    """For each row of a matrix its row where rotated elements are paired 2i with 2i + 1.
+    """Yield for each row of a matrix its row in a file whose rotated elements are paired 2i with 2i + 1.
 
     Element i of the first half of a rotated part is 2i there, element i of the second half 2i + 1.
     """
@@ -122,7 +122,7 @@ def _interleaved(row: Row) -> Iterator[int]:
 
 
 def reasons_to_ignore(architecture: Architecture, spec: ModelSpec, names: Iterable[str]) -> dict[str, str | None]:
-    """Why each tensor of a file that the model has no parameter for is left out; None if nothing says so."""
+    """Return, for each tensor of a file without a parameter of the model, why it is left out; None if unknown."""
     copies = {tensor.name for tensor in file_tensors(architecture, spec) if tensor.copy}
     patterns = [
         (re.compile(pattern.replace("{n_layers}", str(spec.n_layers))), why)

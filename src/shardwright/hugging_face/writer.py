@@ -16,16 +16,16 @@ from shardwright.hugging_face.table import FileTensor
 from shardwright.units import in_groups
 
 Read = Callable[[str, Sequence[int], Sequence[int]], Tensor]
-"""(parameter, offsets, shape) -> that box of it."""
+"""(parameter, offsets, shape) -> that box of the parameter."""
 FILE_METADATA = {"format": "pt"}
-"""What each file says of itself, as those of `transformers` do: its tensors are torch's."""
+"""Metadata of each file, as in files of `transformers`: its tensors are torch's."""
 _NAMES = {torch_name: name for name, torch_name in DTYPES.items()} | {"uint8": "U8"}
-"""Type in torch -> its name in a safetensors file; uint8 for optimizer states alone, which a checkpoint holds."""
+"""Type in torch -> its name in a safetensors file; uint8 only for optimizer states in checkpoints."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor that is to be written; `dtype` by torch's name."""
+    """A tensor to write; `dtype` by torch's name."""
 
     name: str
     dtype: str
@@ -33,12 +33,11 @@ class Entry:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of its elements."""
         return torch.Size(self.shape).numel() * getattr(torch, self.dtype).itemsize
 
 
 def write_safetensors(path: Path, entries: Sequence[Entry], make: Callable[[Entry], Tensor]) -> None:
-    """Write a safetensors file; `make` gives the tensor of each entry when it is its turn."""
+    """Write a safetensors file; `make` returns the tensor of an entry when it is written."""
     header: dict[str, object] = {"__metadata__": FILE_METADATA}
     begin = 0
     for entry in entries:
@@ -62,9 +61,9 @@ def write_weights(
     max_shard_bytes: int,
     seen: Callable[[str, Tensor], None],
 ) -> int:
-    """Write tensors as `transformers` names them, in one file or in several with an index; returns their bytes.
+    """Write tensors under `transformers`' names, in one file or in several with an index; return their bytes.
 
-    `dtypes`: name of the tensor -> its type in the file. A file holds at most `max_shard_bytes`, or one tensor. Calls
+    `dtypes`: name of the tensor -> its type in the file. A file has at most `max_shard_bytes`, or one tensor. Calls
     `seen` with the name and the values of each tensor.
     """
     named = {tensor.name: tensor for tensor in tensors}
@@ -91,7 +90,7 @@ def write_weights(
 
 
 def tensor_of_file(tensor: FileTensor, read: Read, dtype: torch.dtype) -> Tensor:
-    """A tensor as a file of `transformers` has it, from our parameters."""
+    """Return a tensor as a file of `transformers` has it, from our parameters."""
     plain = tensor.shape[::-1] if tensor.transposed else tensor.shape
     stack = []
     for part in tensor.parts:

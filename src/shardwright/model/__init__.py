@@ -1,1 +1,1 @@
-"""A decoder-only transformer on one device: its sizes, its layers, its random numbers."""
+"""A decoder-only transformer on one device: sizes, layers, random numbers."""

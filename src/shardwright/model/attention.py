@@ -1,4 +1,4 @@
-"""Causal self-attention with grouped key and value heads, over whole sequences or within the documents of each.
+"""Causal self-attention with grouped key and value heads, over whole sequences or within their documents.
 
 Shapes: B batch, T tokens, D model, H heads, K kv heads, C width of one head, N = B T.
 """
@@ -43,7 +43,7 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor, rotary_2TC: Tensor | None, documents: Documents | None = None) -> Tensor:
         """(B, T, D) -> (B, T, D); tokens are in causal order. `rotary_2TC` is None without rope; with `documents` a
-        token attends to those of its own document only."""
+        token attends only to tokens of its own document."""
         q_BTHC = self.q(x_BTD).unflatten(-1, (-1, self.head_dim))
         k_BTKC = self.k(x_BTD).unflatten(-1, (-1, self.head_dim))
         v_BTKC = self.v(x_BTD).unflatten(-1, (-1, self.head_dim))
@@ -56,8 +56,8 @@ class Attention(nn.Module):
 
 
 def _place(x_BTHC: Tensor, norm: nn.Module | None, rotary_2TC: Tensor | None) -> Tensor:
-    """The norm and the rotation of queries or keys. Attention keeps the result, and only a norm keeps its input, so it
-    is a part for recomputation where there is a norm."""
+    """Apply the norm and the rotation to queries or keys. Attention saves the result, and only a norm saves its input,
+    so this is a part for recomputation if there is a norm."""
 
     def placed(x_BTHC: Tensor) -> Tensor:
         normed_BTHC = x_BTHC if norm is None else norm(x_BTHC)
@@ -67,14 +67,14 @@ def _place(x_BTHC: Tensor, norm: nn.Module | None, rotary_2TC: Tensor | None) ->
 
 
 def attend(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, documents: Documents | None = None) -> Tensor:
-    """Attention of every token to itself and to those before it, in its document if there are any; (B, T, H, C)."""
+    """Return the attention of every token to itself and to earlier tokens, of its document if given; (B, T, H, C)."""
     if documents is None:
         return causal_attention(q_BTHC, k_BTKC, v_BTKC)
     return document_attention(q_BTHC, k_BTKC, v_BTKC, documents.lengths)
 
 
 def causal_attention(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor) -> Tensor:
-    """Attention of every token to itself and to those before it; (B, T, H, C). H is a multiple of K."""
+    """Return the attention of every token to itself and to earlier tokens; (B, T, H, C). H is a multiple of K."""
     q_BHTC, k_BKTC, v_BKTC = (x.transpose(1, 2) for x in (q_BTHC, k_BTKC, v_BTKC))
     # The flash kernel for CPUs handles grouped heads itself: forward and backward of the benchmark's layer took
     # 15.2 ms, against 16.1 ms with expanded and 17.0 ms with repeated keys and values (torch 2.13, one thread).
@@ -85,12 +85,12 @@ def causal_attention(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor) -> Tensor:
 
 @torch.compiler.disable  # the number of calls and their shapes differ from one micro-batch to the next
 def document_attention(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, lengths: tuple[tuple[int, ...], ...]) -> Tensor:
-    """Causal attention within each document; `lengths`: of each sequence, the tokens of each of its documents.
+    """Return causal attention within each document; `lengths`: for each sequence, the tokens of each of its documents.
 
-    One call for all documents on a GPU in 16 bits (PyTorch's variable-length attention), elsewhere one a document.
+    On a GPU in 16 bits all documents take one call (PyTorch's variable-length attention), elsewhere one call each.
     """
     q_NHC, k_NKC, v_NKC = (x.flatten(0, 1) for x in (q_BTHC, k_BTKC, v_BTKC))
-    documents = [length for each in lengths for length in each]
+    documents = [length for row in lengths for length in row]
     if has_varlen(q_BTHC):
         o_NHC = _varlen_attention(q_NHC, k_NKC, v_NKC, documents)
     else:
@@ -100,7 +100,7 @@ def document_attention(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, lengths: 
 
 
 def has_varlen(q: Tensor) -> bool:
-    """Whether PyTorch has variable-length attention for the device, type and head width (the last dim) of a tensor."""
+    """Return whether PyTorch has variable-length attention for a tensor's device, type and head width (last dim)."""
     width = q.shape[-1]
     return device_type(q) == "cuda" and q.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
 
@@ -110,5 +110,5 @@ def _varlen_attention(q_NHC: Tensor, k_NKC: Tensor, v_NKC: Tensor, documents: li
 
 
 def cumulative(lengths: list[int], device: torch.device) -> Tensor:
-    """0 and the sums of the first 1, 2, ... lengths, int32, as variable-length kernels take them."""
+    """Return 0 and the sums of the first 1, 2, ... lengths, int32, as variable-length kernels need them."""
     return to_device(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), device)

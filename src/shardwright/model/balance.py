@@ -1,26 +1,26 @@
 """Load balancing of experts: the balance loss and the z-loss of a router, its selection bias, and the load counts.
 
-None of these may depend on how samples are assigned to ranks and micro-batches. Why each does not:
+None of these may depend on how samples are assigned to ranks and micro-batches. The reason for each:
 
 | quantity            | computed from                                  | independent of the layout because             |
 | ------------------- | ---------------------------------------------- | ----------------------------------------------|
 | aux, scope sequence | load and mean scores of the same sequence      | a mean over sequences; within one, linear in  |
-|                     |                                                | the scores, with the load of the whole one    |
+|                     |                                                | the scores, with its whole load               |
 | aux, scope batch    | load of the previous step, mean scores of this | linear in the scores: partial means add up    |
 | z-loss              | each token on its own                          | a mean over tokens: partial means add up      |
 | selection bias      | load of the whole global batch, after the step | integer sums have no rounding                 |
 
 The balance loss is a product of two means, of counts and of scores. Over the global batch its gradient in the first
-micro-batch would need the counts of the last one, which are not known yet, and a product of partial means would be
-another loss for each layout. So scope batch uses the counts of the previous step (in the first step a uniform load,
-which has no gradient). Counts have no gradient, so the gradient has the form of the paper's; it lags by one step, as
-the selection bias does.
+micro-batch would need the counts of the last one, which are not known yet, and a product of partial means would be a
+different loss for each layout. So scope batch uses the counts of the previous step (in the first step a uniform load,
+which has no gradient). Counts have no gradient, so the gradient has the paper's form; it lags by one step, like the
+selection bias.
 
 A layer adds its losses in its own backward pass (`attach`), in any stage and for any micro-batch, so the loss that the
 caller sees is the cross-entropy alone. The losses are means over the tokens of a forward pass; `parallel/routing.py`
-scales them by the fraction of the global batch that the forward pass has. Padding has weight 0 in these means, and
-real tokens weigh more in proportion (`RealTokens`), so that the sums are means over real tokens: in the balance loss
-over those of a sequence, in the z-loss over those of the global batch. No number depends on how much padding there is.
+scales them by the forward pass's fraction of the global batch. Padding has weight 0 in these means, and real tokens
+weigh more in proportion (`RealTokens`), so that the sums are means over real tokens: over a sequence's in the balance
+loss, over the global batch's in the z-loss. No number depends on the amount of padding.
 
 Shapes: B sequences, T tokens of each, E experts, K experts of a token.
 """
@@ -33,8 +33,8 @@ from torch import Tensor
 
 
 class RealTokens(NamedTuple):
-    """How many tokens are not padding. The real tokens of a sequence come first; padding follows them. A router gives
-    no expert to padding and leaves it out of counts, capacity and losses."""
+    """The numbers of tokens that are not padding. The real tokens of a sequence come first; padding follows them. A
+    router gives no expert to padding and leaves it out of counts, capacity and losses."""
 
     counts_B: Tensor
     """Real tokens of each whole sequence of the micro-batch; int64."""
@@ -46,12 +46,13 @@ class RealTokens(NamedTuple):
     """Sequences of the global batch."""
 
     def mask(self, positions_T: Tensor) -> Tensor:
-        """Whether the tokens at these positions of their sequences, (T,) or (B, T), are real; (B, T)."""
+        """Return whether the tokens at these positions of their sequences, (T,) or (B, T), are real; (B, T)."""
         return positions_T < self.counts_B.unsqueeze(1)
 
     def weights(self) -> tuple[Tensor, Tensor]:
-        """The weights of a real token in the balance loss, (B, 1), and in the z-loss, a scalar; float64. Together with
-        0 for padding the mean is 1: over each sequence in the balance loss, over the global batch in the z-loss."""
+        """Return the weights of a real token in the balance loss, (B, 1), and in the z-loss, a scalar; float64. With
+        weight 0 for padding their mean is 1: over each sequence in the balance loss, over the global batch in the
+        z-loss."""
         aux_B1 = self.seq_len / self.counts_B.double().clamp(min=1).unsqueeze(1)
         return aux_B1, self.n_sequences * self.seq_len / self.total.double()
 
@@ -64,29 +65,29 @@ class Load(NamedTuple):
     dropped: Tensor
     """Pairs of a token and an expert that were dropped; int64 scalar."""
     aux_loss: Tensor
-    """The balance loss with its coefficient, scaled as a part of that of the global batch; scalar, 0 if it is off."""
+    """The balance loss with its coefficient, scaled to its part of the global batch; scalar, 0 if it is off."""
     z_loss: Tensor
-    """The z-loss, likewise."""
+    """The z-loss, scaled likewise."""
 
 
 def max_over_mean(counts_E: Tensor) -> Tensor:
-    """The load of the busiest expert divided by the mean load, 1 to E; a scalar."""
+    """Return the load of the busiest expert divided by the mean load, 1 to E; a scalar."""
     return counts_E.max() * counts_E.numel() / counts_E.sum()
 
 
 def entropy(counts_E: Tensor) -> Tensor:
-    """-sum_i f_i ln f_i of the fractions f of the load, divided by its maximum ln E: 1 for a uniform load, 0 if one
-    expert gets all tokens; a scalar."""
+    """Return the entropy -sum_i f_i ln f_i of the load's fractions f, divided by its maximum ln E: 1 for a uniform
+    load, 0 if one expert gets all tokens; a scalar."""
     fractions_E = counts_E / counts_E.sum()
     return torch.special.entr(fractions_E).sum() / math.log(max(2, counts_E.numel()))
 
 
 def aux_loss(scores_BTE: Tensor, relative_load: Tensor, weights_BT: Tensor | None = None) -> Tensor:
-    """sum_i (E f_i) P_i, the mean over sequences; 1 for a uniform load.
+    """Return sum_i (E f_i) P_i, the mean over sequences; 1 for a uniform load.
 
     f_i is expert i's fraction of the load, and `relative_load` = E f_i: of each sequence (B, E), or of a batch (E,); no
-    gradient. P_i is the mean over tokens of score i divided by the sum of the token's scores, which for a softmax is 1;
-    with `weights_BT` the mean over tokens of weight times that.
+    gradient. P_i is the mean over tokens of score i divided by the sum of the token's scores (1 for a softmax), times
+    the token's weight with `weights_BT`.
     Sources: Switch Transformers, arXiv 2101.03961, equations 4 to 6 (K = 1); GShard, arXiv 2006.16668, algorithm 1; for
     each sequence DeepSeek-V3, arXiv 2412.19437, equations 17 to 20.
     """
@@ -98,14 +99,14 @@ def aux_loss(scores_BTE: Tensor, relative_load: Tensor, weights_BT: Tensor | Non
 
 
 def z_loss(logits_BTE: Tensor, weights_BT: Tensor | None = None) -> Tensor:
-    """The mean over tokens of (ln sum_i e^logit_i)^2 (ST-MoE, arXiv 2202.08906, equation 5), with `weights_BT` of
-    weight times that."""
+    """Return the mean over tokens of (ln sum_i e^logit_i)^2 (ST-MoE, arXiv 2202.08906, equation 5), times the token's
+    weight with `weights_BT`."""
     squares_BT = logits_BTE.logsumexp(-1).square()
     return (squares_BT if weights_BT is None else squares_BT * weights_BT.to(squares_BT.dtype)).mean()
 
 
 def relative_load(counts: Tensor) -> Tensor:
-    """Counts (..., E) divided by their mean over the experts, E f_i; float64."""
+    """Return counts (..., E) divided by their mean over the experts, E f_i; float64."""
     return counts.double() * counts.shape[-1] / counts.sum(-1, keepdim=True)
 
 
@@ -135,18 +136,17 @@ class Tally:
         """Whether the next micro-batch overwrites the load of this one, as CUDA graphs do."""
 
     def record(self, x: Tensor, load: Load) -> None:
-        """Add `load` in the backward pass of `x`: once for every training micro-batch, also where its forward pass is
+        """Add `load` in the backward pass of `x`: once for every training micro-batch, even if its forward pass is
         recomputed, and never in evaluation."""
         if x.requires_grad:
             x.register_hook(lambda _: self.add(load))
 
     def add(self, load: Load) -> None:
-        """Add `load` to the sum."""
-        held = self._load
-        if held is None:
+        load_sum = self._load
+        if load_sum is None:
             self._load = Load(*(each.clone() for each in load)) if self.copies else load
             return
-        self._load = Load(*(a + b for a, b in zip(held, load, strict=True)))
+        self._load = Load(*(a + b for a, b in zip(load_sum, load, strict=True)))
 
     def take(self) -> Load | None:
         """Return the sum and reset it; None if there was no backward pass."""
@@ -156,7 +156,7 @@ class Tally:
 
 @torch.no_grad()
 def update_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> None:
-    """In place, b_i += rate * sign(mean count - count_i), with the counts of the whole global batch
-    (Wang et al., arXiv 2408.15664, algorithm 1). The comparison is exact, of the integers E * count_i and the sum."""
+    """Add rate * sign(mean count - count_i) to each b_i, in place, with the counts of the whole global batch
+    (Wang et al., arXiv 2408.15664, algorithm 1). The comparison of the integers E * count_i and their sum is exact."""
     below_E = torch.sign(counts_E.sum() - counts_E * counts_E.numel())
     bias_E.add_(below_E.to(bias_E.dtype), alpha=rate)

@@ -1,5 +1,5 @@
-"""A decoder from a few sizes, as `plan --model n_layers=32,d_model=4096,n_heads=32,d_ffn=11008,vocab_size=32000`; no
-torch."""
+"""Builds a decoder from a few sizes, for
+`plan --model n_layers=32,d_model=4096,n_heads=32,d_ffn=11008,vocab_size=32000`; no torch."""
 
 from dataclasses import MISSING, Field, fields
 from typing import Any, get_args
@@ -13,19 +13,19 @@ _TABLES = {"moe": MoESpec, "latent_attention": LatentAttentionSpec}
 
 
 def _keys() -> dict[str, Field[Any]]:
-    """Every key with a single value, those of a table with its name before them."""
-    found = {each.name: each for each in fields(ModelSpec) if each.name not in (*_TABLES, "rope_scaling")}
+    """Return every key with a single value; keys of a table have its name as prefix."""
+    keys = {key.name: key for key in fields(ModelSpec) if key.name not in (*_TABLES, "rope_scaling")}
     for table, spec in _TABLES.items():
-        found |= {f"{table}.{each.name}": each for each in fields(spec)}
-    return found
+        keys |= {f"{table}.{key.name}": key for key in fields(spec)}
+    return keys
 
 
 def spec_of_sizes(text: str, seq_len: int) -> ModelSpec:
-    """A model from `key=value` pairs with the keys of [model] in a run file, separated by commas.
+    """Return a model from `key=value` pairs, separated by commas, with the keys of [model] in a run file.
 
-    What is missing: n_kv_heads is n_heads, head_dim is d_model / n_heads (with latent attention its v_dim), max_seq_len
-    is `seq_len`, d_ffn of a mixture that of an expert, and others but `NEEDED` have the default of their key; nothing
-    comes from a preset.
+    Missing sizes: n_kv_heads is n_heads, head_dim is d_model / n_heads (with latent attention its v_dim), max_seq_len
+    is `seq_len`, d_ffn of a mixture is its experts' d_ffn, and other keys, except `NEEDED`, have their defaults.
+    Nothing comes from a preset.
 
     Raises ConfigError with every problem at once.
     """
@@ -51,13 +51,13 @@ def spec_of_sizes(text: str, seq_len: int) -> ModelSpec:
     if problems:
         raise ConfigError(*problems)
     spec = ModelSpec(**_filled(values, seq_len))
-    if wrong := spec.problems():
-        raise ConfigError(*(f"--model: {problem}" for problem in wrong))
+    if problems := spec.problems():
+        raise ConfigError(*(f"--model: {problem}" for problem in problems))
     return spec
 
 
 def _read(text: str, kind: Any) -> Any:
-    """A value of a type, or one of its words. Raises ValueError that says what is needed."""
+    """Return a value of a type, or one of its words. Raises ValueError with the values that are valid."""
     if kind is bool:
         if text not in ("true", "false"):
             raise ValueError("true or false is needed")
@@ -75,27 +75,27 @@ def _read(text: str, kind: Any) -> Any:
 
 
 def _needed_of(table: str, values: dict[str, Any]) -> list[str]:
-    """The sizes of a table without which it means nothing, if one of its keys is given."""
+    """Return the sizes that a table needs, if one of its keys is given."""
     if not any(key.startswith(f"{table}.") for key in values):
         return []
-    return [each.name for each in fields(_TABLES[table]) if each.default is MISSING]
+    return [key.name for key in fields(_TABLES[table]) if key.default is MISSING]
 
 
 def _filled(values: dict[str, Any], seq_len: int) -> dict[str, Any]:
-    """The arguments of a spec, with what follows from other sizes."""
-    found = {key: value for key, value in values.items() if "." not in key}
+    """Return the arguments of a spec, including sizes that follow from others."""
+    sizes = {key: value for key, value in values.items() if "." not in key}
     for table, spec in _TABLES.items():
         inner = {key.partition(".")[2]: value for key, value in values.items() if key.startswith(f"{table}.")}
         if inner:
-            found[table] = spec(**inner)
-    found.setdefault("d_ffn", values.get("moe.d_ffn"))
-    found.setdefault("n_kv_heads", found["n_heads"])
-    found.setdefault("max_seq_len", seq_len)
-    if "head_dim" not in found:
-        latent, width, heads = found.get("latent_attention"), found["d_model"], found["n_heads"]
+            sizes[table] = spec(**inner)
+    sizes.setdefault("d_ffn", values.get("moe.d_ffn"))
+    sizes.setdefault("n_kv_heads", sizes["n_heads"])
+    sizes.setdefault("max_seq_len", seq_len)
+    if "head_dim" not in sizes:
+        latent, width, heads = sizes.get("latent_attention"), sizes["d_model"], sizes["n_heads"]
         if latent is None and (heads < 1 or width % heads):
             raise ConfigError(
                 f"--model: head_dim is missing, and d_model / n_heads = {width} / {heads} is not whole; give head_dim"
             )
-        found["head_dim"] = latent.v_dim if latent is not None else width // heads
-    return found
+        sizes["head_dim"] = latent.v_dim if latent is not None else width // heads
+    return sizes

@@ -1,4 +1,4 @@
-"""The kind of device that a tensor is on, for the few places where the program differs between a CPU and a GPU."""
+"""The device type of a tensor, for the few places where a CPU and a GPU take different paths."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,16 +10,15 @@ _assumed: str | None = None
 
 
 def device_type(x: Tensor) -> str:
-    """`cpu` or `cuda`: that of the tensor, or within `assumed` that one."""
+    """Return `cpu` or `cuda`: the type assumed within `assumed`, otherwise the tensor's."""
     return x.device.type if _assumed is None else _assumed
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor of the host to a device without waiting for it.
+    """Copy a tensor from the host to a device without waiting for the copy.
 
-    A GPU copies memory that is not pinned by way of a buffer, and the host may have to wait for everything that the
-    device has to do before; so memory that is not pinned is copied to memory that is. PyTorch uses that again only
-    after the device has read it.
+    A GPU copies unpinned memory through a buffer, and the host may have to wait for all earlier work of the device. So
+    unpinned memory is first copied to pinned memory, which PyTorch reuses only after the device has read it.
     """
     if device.type == "cuda" and x.device.type == "cpu" and not x.is_pinned():
         x = x.pin_memory()
@@ -28,8 +27,8 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 
 @contextmanager
 def assumed(kind: str) -> Iterator[None]:
-    """Context in which the program takes the path of this kind of device, for a dry run: its tensors have no values,
-    and a build of PyTorch for CPUs has no tensors on a GPU."""
+    """Assume a device type in a context, for a dry run: its tensors have no values, and a CPU build of PyTorch has no
+    tensors on a GPU."""
     global _assumed
     before, _assumed = _assumed, kind
     try:

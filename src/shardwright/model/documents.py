@@ -16,9 +16,9 @@ from shardwright.errors import InputError
 class Documents:
     """The documents of a micro-batch.
 
-    `lengths`: for each sequence the tokens of each of its documents, in order; they are on the host, since kernels are
-    launched by them. `positions_BT`: the positions for rotary or learned position embeddings of the tokens that a rank
-    holds, where they restart with each document; None where they are those in the sequence.
+    `lengths`: for each sequence the tokens of each of its documents, in order, on the host, because kernels are
+    launched by them. `positions_BT`: the positions of this rank's tokens for position embeddings, if they restart with
+    each document; None if they are the positions in the sequence.
     """
 
     lengths: tuple[tuple[int, ...], ...]
@@ -26,20 +26,20 @@ class Documents:
 
     @staticmethod
     def of(lengths: Sequence[Sequence[int]], seq_len: int, *, restart: bool = False) -> "Documents":
-        """The documents of whole sequences of `seq_len` tokens; with `restart` each begins at position 0.
+        """Return the documents of whole sequences of `seq_len` tokens; with `restart` each starts at position 0.
 
         Raises InputError for lengths below 1 or that do not add up to `seq_len`.
         """
-        for row, each in enumerate(lengths):
-            if sum(each) != seq_len or min(each) < 1:
+        for row, tokens in enumerate(lengths):
+            if sum(tokens) != seq_len or min(tokens) < 1:
                 raise InputError(
-                    f"documents of sequence {row} have {list(each)} tokens, {sum(each)} together; each needs 1 or "
+                    f"documents of sequence {row} have {list(tokens)} tokens, {sum(tokens)} together; each needs 1 or "
                     f"more, and together they have to be the {seq_len} of the sequence"
                 )
-        whole = tuple(tuple(each) for each in lengths)
+        whole = tuple(tuple(row) for row in lengths)
         return Documents(whole, restarted(whole) if restart else None)
 
 
 def restarted(lengths: Sequence[Sequence[int]]) -> Tensor:
-    """The position of every token in its document, int64 (B, T)."""
-    return torch.stack([torch.cat([torch.arange(length) for length in each]) for each in lengths])
+    """Return the position of every token in its document, int64 (B, T)."""
+    return torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])

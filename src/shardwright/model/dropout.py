@@ -20,8 +20,8 @@ class KeyedDropout(nn.Module):
         self.p = p
 
     def forward(self, x_BTD: Tensor, site_keys_B: Tensor | None, positions_T: Tensor) -> Tensor:
-        """`x_BTD` with dropout, whose mask is a function of key, global position and feature; unchanged in evaluation,
-        with p = 0, or without keys."""
+        """Return `x_BTD` with dropout, whose mask is a function of key, global position and feature; unchanged in
+        evaluation, with p = 0, or without keys."""
         if site_keys_B is None or self.p == 0 or not self.training:
             return x_BTD
         keep_BTD = keep_mask(site_keys_B, positions_T, x_BTD.shape[-1], self.p)

@@ -12,7 +12,7 @@ from shardwright.model.spec import ModelSpec
 
 
 class FeedForward(nn.Module):
-    """down(silu(gate x) * up x) (SwiGLU, Shazeer, arXiv 2002.05202), or down(gelu(up x)) as GPT-2 has it."""
+    """down(silu(gate x) * up x) (SwiGLU, Shazeer, arXiv 2002.05202), or down(gelu(up x)) as in GPT-2."""
 
     def __init__(self, spec: ModelSpec, d_ffn: int) -> None:
         super().__init__()
@@ -29,10 +29,10 @@ class FeedForward(nn.Module):
 
 
 def gelu(up: Tensor) -> Tensor:
-    """gelu(up) in its approximation by tanh, as GPT-2 has it."""
+    """Return gelu(up) in its approximation by tanh, as in GPT-2."""
     return F.gelu(up, approximate="tanh")
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up."""
+    """Return silu(gate) * up."""
     return F.silu(gate) * up

@@ -1,15 +1,15 @@
-"""Matmuls of operands that are rounded to fp8, scaled so that the largest absolute value is the end of its range.
+"""Matmuls of operands rounded to fp8 and scaled so that the largest absolute value is the end of the range.
 
 For y = a b^T, with a (M, K) and b (N, K), and a scale s for each scaled part of an operand (`number_formats.py`):
 
     s = amax / largest        q = round(a / s)        y = (q_a s_a) (q_b s_b)^T        summed in fp32 or wider
 
-Scales are fp32, made anew for each matmul ("current scaling"), so there is no state. On a GPU with matmuls in fp8
-(compute capability 8.9) PyTorch's `_scaled_mm` computes them, but for blocks. Elsewhere the rounded operands are
-multiplied in fp32 (in fp64 if the operands are): the rounding is that of fp8, the rate is not.
+Scales are fp32, computed for each matmul ("current scaling"), so there is no state. On a GPU with fp8 matmuls (compute
+capability 8.9) PyTorch's `_scaled_mm` computes them, except blockwise. Elsewhere the rounded operands are multiplied in
+fp32 (in fp64 if the operands are): results are rounded as in fp8, at the speed of fp32.
 
-Sharded operands: where ranks hold parts of what has one scale, its amax is the maximum over them (`Shared`), so that
-the scales are those of the whole tensor, for every layout. The tensor of an activation is a micro-batch.
+Sharded operands: if ranks hold parts of a tensor with one scale, its amax is the maximum over them (`Shared`), so that
+every layout has the scales of the whole tensor. The tensor of an activation is a micro-batch.
 """
 
 from collections.abc import Callable
@@ -26,15 +26,15 @@ from shardwright.torch_private import fp8_mm
 FORWARD = torch.float8_e4m3fn
 GRADIENT = {"tensorwise": torch.float8_e5m2, "rowwise": torch.float8_e4m3fn, "blockwise": torch.float8_e4m3fn}
 _LEAST = 1e-12
-"""Of an amax; a part that is all zeros has some scale."""
+"""The smallest amax; a part that is all zeros gets a scale too."""
 
 Maximum = Callable[[Tensor], None]
-"""Makes each element of a tensor, in place, the largest of those of the ranks that hold other parts."""
+"""Replaces each element, in place, by its maximum over the ranks that hold other parts of the tensor."""
 
 
 @dataclass(frozen=True)
 class Shared:
-    """The ranks over which the operands of one linear are sharded: along tokens, input and output features; None where
+    """The ranks over which the operands of one linear are sharded: along tokens, input and output features; None if
     every rank has all."""
 
     tokens: Maximum | None = None
@@ -50,12 +50,12 @@ class Scaled:
     scale: Tensor
 
     def wide(self, dtype: torch.dtype) -> Tensor:
-        """values x scale in `dtype`, which holds the products without rounding if it is float64."""
+        """Return values x scale in `dtype`; in float64 the products are exact."""
         return self.values.to(dtype) * spread(self.scale, self.values.shape).to(dtype)
 
 
 def spread(scale: Tensor, shape: torch.Size) -> Tensor:
-    """The scale of each element of a tensor of this shape, (R, K); one for all or for each row is to be broadcast."""
+    """Return the scale of each element of an (R, K) tensor, or a scale that broadcasts to it."""
     if scale.dim() == 0 or scale.shape == (shape[0], 1):
         return scale
     rows, columns = (n // max(m, 1) for n, m in zip(shape, scale.shape, strict=True))
@@ -69,32 +69,31 @@ class Fp8Linear:
         self.settings, self.shared = settings, shared
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x W^T, summed over input features."""
+        """Return x W^T, summed over input features."""
         shared = self.shared
         a = self.scaled(x.flatten(0, -2), FORWARD, shared.tokens, shared.inputs, 1)
         b = self.scaled(weight, FORWARD, shared.outputs, shared.inputs, self.settings.block)
         return product(a, b, x.dtype, fast=True).unflatten(0, x.shape[:-1])
 
     def input_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
-        """dy W, summed over output features."""
+        """Return dy W, summed over output features."""
         shared = self.shared
         a = self.scaled(dy.flatten(0, -2), self.gradient, shared.tokens, shared.outputs, 1)
         b = self.scaled(weight.T, FORWARD, shared.inputs, shared.outputs, self.settings.block)
         return product(a, b, dy.dtype).unflatten(0, dy.shape[:-1])
 
     def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
-        """dy^T x, summed over tokens."""
+        """Return dy^T x, summed over tokens."""
         shared = self.shared
         a = self.scaled(dy.flatten(0, -2).T, self.gradient, shared.outputs, shared.tokens, 1)
         b = self.scaled(x.flatten(0, -2).T, FORWARD, shared.inputs, shared.tokens, 1)
         return product(a, b, x.dtype)
 
     def grouped(self, rows_RK: Tensor, weight_ENK: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The rounded operands of a grouped matmul, each row by the matrix of its expert, in fp32 or wider.
+        """Return the rounded operands of a grouped matmul, of each row and its expert's matrix, in fp32 or wider.
 
-        Every row has a scale of its own, or one for each 1 x k block. With one for all rows it would depend on which
-        tokens are sent to the experts of a rank, and so on the layout. The matrix of an expert has what the recipe says
-        of a weight.
+        Every row has its own scale, or one for each 1 x k block. A scale of all rows would depend on which tokens are
+        sent to a rank's experts, and so on the layout. An expert's matrix is scaled as a weight of the recipe.
         """
         wide = torch.promote_types(rows_RK.dtype, torch.float32)
         recipe: Fp8Recipe = "blockwise" if self.settings.recipe == "blockwise" else "rowwise"
@@ -107,14 +106,14 @@ class Fp8Linear:
 
     @property
     def gradient(self) -> torch.dtype:
-        """The type of dy."""
+        """The fp8 type of dy."""
         return GRADIENT[self.settings.recipe]
 
     def scaled(
         self, x_RK: Tensor, dtype: torch.dtype, along_rows: Maximum | None, along_k: Maximum | None, rows: int
     ) -> Scaled:
-        """An operand in fp8, which is summed over its last dim. `along_rows`, `along_k`: over the ranks that hold its
-        other rows and columns; `rows` of a block."""
+        """Return an operand in fp8, which is summed over its last dim. `along_rows`, `along_k`: maxima over the ranks
+        that hold its other rows and columns; `rows`: the rows of a block."""
         largest = torch.finfo(dtype).max
         wide = torch.promote_types(x_RK.dtype, torch.float32)
         if self.settings.recipe == "blockwise":
@@ -136,14 +135,14 @@ class Fp8Linear:
 
 
 def use_fp8(model: nn.Module, spec: ModelSpec, fp8: Fp8) -> None:
-    """Let the linears of a whole `Transformer` compute in fp8."""
+    """Make the linears of a whole `Transformer` compute in fp8."""
     for layer, row in fp8.linears(spec):
         linear: Any = model.get_submodule(f"layers.{layer}.{row.module}")
         linear.fp8 = Fp8Linear(fp8)
 
 
 def product(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """a b^T, (M, K) and (N, K) -> (M, N). `fast`: as of `scaled_mm`."""
+    """Return a b^T, (M, K) and (N, K) -> (M, N). `fast`: see `scaled_mm`."""
     in_blocks = any(x.scale.dim() and x.scale.shape != (len(x.values), 1) for x in (a, b))
     if has_fp8_matmul(a.values, b.values) and not in_blocks:
         return scaled_mm(a, b, dtype, fast)
@@ -152,16 +151,16 @@ def product(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool = False) -> Ten
 
 
 def has_fp8_matmul(a_MK: Tensor, b_NK: Tensor) -> bool:
-    """Whether `_scaled_mm` computes this on the device: in multiples of 16, on a GPU of capability 8.9 or newer."""
+    """Return whether `_scaled_mm` computes this on the device: multiples of 16, on a GPU of capability 8.9 or newer."""
     if not a_MK.is_cuda or a_MK.shape[1] % 16 or b_NK.shape[0] % 16:
         return False
     return torch.cuda.get_device_capability(a_MK.device) >= (8, 9)
 
 
 def scaled_mm(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """The same by PyTorch's matmul in fp8; scales of rows ask for an output in bf16. `fast`: products are summed with
-    the fewer digits of the tensor cores of a GPU, as torchao and Transformer Engine do in forward passes; otherwise
-    parts of each sum are added up in fp32."""
+    """Return `product` by PyTorch's fp8 matmul; scales of rows need an output in bf16. `fast`: sum products with the
+    lower precision of the GPU's tensor cores, as torchao and Transformer Engine do in forward passes; otherwise partial
+    sums are added up in fp32."""
     out = torch.bfloat16 if a.scale.dim() or dtype == torch.float64 else dtype
     # The operands of the kernel are row-major and column-major.
     q_MK, q_KN = a.values.contiguous(), b.values.contiguous().T

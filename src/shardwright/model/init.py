@@ -20,9 +20,9 @@ def initial_values(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """The box [offsets, offsets + shape) of the initial values of the whole parameter `name`.
+    """Return the box [offsets, offsets + shape) of the initial values of the whole parameter `name`.
 
-    They are constant or normal, as the parameter's row says, and bit-equal for every partition into boxes.
+    Values are constant or normal, as the parameter's row says, and bit-equal for every partition into boxes.
     """
     row = row_of(spec, name)
     if row.std == 0:
@@ -35,14 +35,14 @@ Box = tuple[Tensor, Sequence[int]]
 
 
 def whole(parameter: nn.Parameter) -> Box:
-    """The whole parameter as a box."""
+    """Return the whole parameter as a box."""
     return parameter, (0,) * parameter.dim()
 
 
 @torch.no_grad()
 def initialise(model: nn.Module, spec: ModelSpec, seed: int, box: Callable[[nn.Parameter], Box] = whole) -> None:
-    """Fill every parameter of a model, or the `box` of it that this rank holds, with its initial values, in place."""
+    """Fill every parameter of a model, or this rank's `box` of it, with its initial values, in place."""
     for name, parameter in model.named_parameters():
-        held, offsets = box(parameter)
+        local, offsets = box(parameter)
         shape = tuple(parameter.shape)
-        held.copy_(initial_values(spec, seed, name, shape, offsets, tuple(held.shape), held.dtype, held.device))
+        local.copy_(initial_values(spec, seed, name, shape, offsets, tuple(local.shape), local.dtype, local.device))

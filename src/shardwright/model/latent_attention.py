@@ -4,10 +4,10 @@
     latent = norm(x W_down)          k, v of every head = latent W_up          one rotated key a token, for all heads
     q = norm(x W_q_down) W_q_up      or q = x W_q
 
-Training runs attention on full keys and values, since it uses them once. Generation stores only the latent vector and
+Training runs attention on full keys and values, because it uses them once. Generation stores only the latent vector and
 the rotated key of a token (`generation/latent.py`).
 
-The rotated elements of a head are paired as everywhere in Shardwright, i with i + P/2. DeepSeek's checkpoints pair 2i
+The rotated elements of a head are paired i with i + P/2, as everywhere in Shardwright; DeepSeek's checkpoints pair 2i
 with 2i + 1. The scores do not depend on the order of the elements, so it is enough to permute the rows of the weights
 that produce the rotated elements once, when a checkpoint is read.
 
@@ -31,7 +31,7 @@ from shardwright.model.spec import ModelSpec
 class LatentAttention(nn.Module):
     """softmax(q k^T / sqrt(C)) v, with q and k of C elements a head and v of V.
 
-    `attend` is that of `model.attention` or a replacement that computes the same. The number of heads follows from the
+    `attend` is `model.attention.attend` or a replacement that computes the same. The number of heads follows from the
     output of the projections, so the module also works with a shard of the heads.
     """
 
@@ -68,8 +68,8 @@ class LatentAttention(nn.Module):
         return self.o(self.over_latents(q_BTHC, normed_BTL, k_BT1P, documents).flatten(-2))
 
     def over_latents(self, q_BTHC: Tensor, latent_BTL: Tensor, k_BT1P: Tensor, documents: Documents | None) -> Tensor:
-        """Attention on the keys and values of every head that the latent vectors and the rotated keys give;
-        (B, T, H, V). Generation replaces it, to keep the latent vectors alone."""
+        """Return attention on every head's keys and values, computed from the latent vectors and the rotated keys;
+        (B, T, H, V). Generation replaces this method, to store the latent vectors alone."""
         weights = list(self.kv_up.parameters())
         k_BTHC, v_BTHC = part("mla_up", self.keys_and_values, latent_BTL, k_BT1P, weights=weights)
 
@@ -79,7 +79,7 @@ class LatentAttention(nn.Module):
         return part("attention", attended, q_BTHC, k_BTHC, v_BTHC, compiles=documents is None)
 
     def keys_and_values(self, latent_BTL: Tensor, k_BT1P: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and the padded values of every head, each (B, T, H, C)."""
+        """Return the keys and the padded values of every head, each (B, T, H, C)."""
         kv_BTHX = self.kv_up(latent_BTL).unflatten(-1, (-1, sum(self.kv_widths)))
         return part("rope", self._padded, kv_BTHX, k_BT1P)
 
@@ -92,11 +92,11 @@ class LatentAttention(nn.Module):
 
 
 class LatentAndKey(nn.Module):
-    """The matmul whose two outputs all heads read: (B, T, D) -> the latent vector of keys and values (B, T, L), and the
-    rotated part of the key (B, T, P)."""
+    """The matmul with two outputs that all heads read: (B, T, D) -> the latent vector of keys and values (B, T, L), and
+    the rotated part of the key (B, T, P)."""
 
     fp8: Fp8Linear | None = None
-    """As of `matmul.Linear`."""
+    """See `matmul.Linear`."""
 
     def __init__(self, d_model: int, kv_rank: int, rope_dim: int) -> None:
         super().__init__()

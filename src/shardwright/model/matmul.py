@@ -5,8 +5,8 @@
 
 With `counts_E` the matmul is grouped (grouped GEMM): rows of x are sorted by expert, counts_E[e] of them (integers)
 belong to expert e and are multiplied by its matrix W_e. Rows after the last counted one have undefined outputs and do
-not contribute to weight gradients. With `fp8` the operands are rounded to fp8 (`model/fp8.py`), grouped ones but for
-weight gradients, whose scales would depend on which tokens are sent to a rank.
+not contribute to weight gradients. With `fp8` the operands are rounded to fp8 (`model/fp8.py`), except in weight
+gradients of grouped matmuls, whose scales would depend on which tokens are sent to a rank.
 
 `linear` is the differentiable function that the modules of a model call. Layers with collectives between the matmuls
 (parallel/tensor.py) call the three functions themselves, and `weight_gradient_or_defer` in the backward pass.
@@ -33,7 +33,7 @@ def forward(
     out: Tensor | None = None,
     fp8: Fp8Linear | None = None,
 ) -> Tensor:
-    """y; written into `out` (contiguous, not grouped) if given. A grouped matmul has no bias."""
+    """Compute y; written into `out` (contiguous, not grouped) if given. A grouped matmul has no bias."""
     if counts_E is not None:
         assert bias_F is None
         return _grouped(x, weight, counts_E, fp8, FORWARD)
@@ -55,7 +55,7 @@ def input_gradient(
     add_to: Tensor | None = None,
     fp8: Fp8Linear | None = None,
 ) -> Tensor:
-    """dx; added to `add_to` (contiguous, not grouped) in place if given."""
+    """Compute dx; added to `add_to` (contiguous, not grouped) in place if given."""
     if counts_E is not None:
         return _grouped(dy, weight.mT, counts_E, fp8, FORWARD if fp8 is None else fp8.gradient)
     if fp8 is not None:
@@ -74,7 +74,7 @@ def weight_gradient(
     add_to: Tensor | None = None,
     fp8: Fp8Linear | None = None,
 ) -> Tensor:
-    """dW; added to `add_to` in place if given, which may be of a wider type. An expert without rows has gradient 0."""
+    """Compute dW; added in place to `add_to`, which may have a wider type, if given. Without rows an expert gets 0."""
     if counts_E is not None:
         dweight_EFD = grouped_weight_gradient(dy, x, counts_E)
         return dweight_EFD if add_to is None else add_to.add_(dweight_EFD)
@@ -88,7 +88,7 @@ def weight_gradient(
 
 
 def _grouped(x_RK: Tensor, weight_ENK: Tensor, counts_E: Tensor, fp8: Fp8Linear | None, dtype: torch.dtype) -> Tensor:
-    """x W_e^T for the rows of each expert; with `fp8` the rows are rounded to `dtype`."""
+    """Compute x W_e^T for the rows of each expert; with `fp8` the rows are rounded to `dtype`."""
     if fp8 is None:
         return grouped_matmul(x_RK, weight_ENK, counts_E)
     return grouped_matmul(*fp8.grouped(x_RK, weight_ENK, dtype), counts_E).to(x_RK.dtype)
@@ -104,7 +104,7 @@ defer: Defer | None = None
 def weight_gradient_or_defer(
     weight: Tensor, dy: Tensor, x: Tensor, counts_E: Tensor | None = None, fp8: Fp8Linear | None = None
 ) -> Tensor | None:
-    """dW as the result of a backward pass; None where it is deferred."""
+    """Return dW as the result of a backward pass, or None if it is deferred."""
     # A compiled backward pass cannot be split, so it does not read `defer`, which changes at run time.
     if torch.compiler.is_compiling() or defer is None:
         return weight_gradient(dy, x, counts_E, fp8=fp8)
@@ -121,7 +121,7 @@ def linear(
     saves_first: bool = False,
     fp8: Fp8Linear | None = None,
 ) -> Tensor:
-    """y, differentiable. `saves_first`: save the tensors for the backward pass before the matmul, not after it."""
+    """Return y, differentiable. `saves_first`: save the tensors for the backward pass before the matmul, not after."""
     if not torch.is_grad_enabled():
         return forward(x, weight, bias_F, counts_E, fp8=fp8)
     saves_first = saves_first and not torch.compiler.is_compiling()
@@ -143,7 +143,7 @@ class _Linear(torch.autograd.Function):
         saves_first: bool,
         fp8: Fp8Linear | None,
     ) -> Tensor:
-        # The weight itself, beside the saved tensor: with activation checkpointing the saved tensor is another object.
+        # The weight itself, next to the saved tensor: activation checkpointing replaces the saved tensor.
         ctx.weight, ctx.has_bias, ctx.fp8 = weight, bias_F is not None, fp8
         ctx.save_for_backward(x, weight, counts_E)
         if saves_first:
@@ -164,29 +164,29 @@ class Linear(nn.Linear):
     """`nn.Linear` that uses the matmuls of this file."""
 
     saves_first = False
-    """Set for blocks under activation checkpointing: the recomputation stops when all tensors are saved again, and so
-    skips the last matmul."""
+    """Set for blocks under activation checkpointing: recomputation stops when all tensors are saved again, and so skips
+    the last matmul."""
     fp8: Fp8Linear | None = None
-    """How its matmuls are computed in fp8, if they are."""
+    """The fp8 recipe of the matmuls, or None."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias, saves_first=self.saves_first, fp8=self.fp8)
 
 
 def has_grouped_mm(x: Tensor, *widths: int) -> bool:
-    """Whether PyTorch's grouped matmul supports this type: 16- and 32-bit floats, in rows whose bytes are a multiple of
-    16 (torch 2.13 raises for 64 bits and for other rows)."""
+    """Return whether PyTorch's grouped matmul supports this type: 16- and 32-bit floats, in rows whose bytes are a
+    multiple of 16 (torch 2.13 raises for 64 bits and for other rows)."""
     aligned = all(width * x.element_size() % 16 == 0 for width in widths)
     return x.dtype in (torch.bfloat16, torch.float16, torch.float32) and aligned
 
 
-# Custom operators, since PyTorch's grouped matmul rejects 32-bit fake tensors (and so fails under torch.compile), and
-# does not support 64 bits, for which a loop reads the counts on the host. Neither is visible outside of an operator.
+# Custom operators hide two limits of PyTorch's grouped matmul: it rejects 32-bit fake tensors (and so fails under
+# torch.compile), and it does not support 64 bits, for which a loop reads the counts on the host.
 
 
 @torch.library.custom_op("shardwright::grouped_matmul", mutates_args=())
 def grouped_matmul(x_RD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Tensor:
-    """x W_e^T for the rows of each expert e; (R, D) -> (R, F). Without a gradient."""
+    """Return x W_e^T for the rows of each expert e; (R, D) -> (R, F). Not differentiable."""
     if has_grouped_mm(x_RD, *weight_EFD.shape[1:]):
         return grouped_mm(x_RD, weight_EFD.mT, offs=counts_E.cumsum(0, dtype=torch.int32))
     y_RF = x_RD.new_empty(x_RD.shape[0], weight_EFD.shape[1])
@@ -199,7 +199,7 @@ def grouped_matmul(x_RD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Tensor
 
 @torch.library.custom_op("shardwright::grouped_weight_gradient", mutates_args=())
 def grouped_weight_gradient(dy_RF: Tensor, x_RD: Tensor, counts_E: Tensor) -> Tensor:
-    """dy^T x over the rows of each expert; (R, F), (R, D) -> (E, F, D), 0 for an expert without rows."""
+    """Return dy^T x over the rows of each expert; (R, F), (R, D) -> (E, F, D), 0 for an expert without rows."""
     if has_grouped_mm(x_RD, dy_RF.shape[1], x_RD.shape[1]):
         return grouped_mm(dy_RF.T, x_RD, offs=counts_E.cumsum(0, dtype=torch.int32))
     dweight_EFD = x_RD.new_empty(counts_E.shape[0], dy_RF.shape[1], x_RD.shape[1])

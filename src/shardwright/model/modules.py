@@ -2,7 +2,7 @@
 
 Parameter counts, initial values, the split over tensor-parallel ranks, matmuls and FLOPs, the memory and time of the
 cost model, and the optimizer's parameter groups are all read from these rows. A family of models is a function that
-yields the rows of a layer, and the module that runs the layer; `register` adds one, ours as well as a user's.
+yields the rows of a layer, and the module that runs the layer; `register` adds one, built-in or a user's.
 
 | split      | dim split over tp             | a rank's input of the matmul        | a rank's output                 |
 | ---------- | ----------------------------- | ----------------------------------- | ------------------------------- |
@@ -51,7 +51,7 @@ class Row:
     `input`: the tensor that the matmul reads. Rows of a layer with one `input` and split over their outputs are one
     matmul, and one all-gather or all-reduce of that tensor over tp.
     `ordered`: the output needs the tokens in the order of the sequence (attention); otherwise each token is computed on
-    its own, and any order will do.
+    its own, in any order.
     `parts`: the logical matrices that are stacked along the output dim, as (name, rows); `heads`: how often that stack
     is repeated (the K and V rows of every head in latent attention).
     `every_head`: the number of last outputs that the heads of all tp ranks read (the rotated key of latent attention).
@@ -79,17 +79,16 @@ class Row:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole parameter."""
         return math.prod(self.shape)
 
     @property
     def module(self) -> str:
-        """The module that holds it: `attention.q` for `attention.q.weight`."""
+        """The module that has the parameter: `attention.q` for `attention.q.weight`."""
         return self.name.rpartition(".")[0]
 
     @property
     def split_dim(self) -> int | None:
-        """The dim that is sharded over tp; None where every rank of tp has the whole parameter."""
+        """The dim that is sharded over tp; None if every rank of tp has the whole parameter."""
         return SPLIT_DIM.get(self.split)
 
     @property
@@ -99,7 +98,7 @@ class Row:
 
     @property
     def hidden(self) -> bool:
-        """Whether it is a matrix, or a stack of them, inside of the layers; not a router, embedding or head."""
+        """Whether it is a matrix, or a stack of matrices, inside the layers; not a router, embedding or head."""
         return self.kind in ("matrix", "expert")
 
     @property
@@ -109,7 +108,7 @@ class Row:
 
 
 def flops_of_matrices(row: Row, flops: Callable[[int, int], float]) -> float:
-    """The sum of `flops` of (rows, columns) over the logical matrices of a parameter."""
+    """Return the sum of `flops(rows, columns)` over the logical matrices of a parameter."""
     matrices = [n * row.heads for _, n in row.parts] or [row.shape[-2]]
     return sum(flops(rows, row.shape[-1]) for rows in matrices) * math.prod(row.shape[:-2])
 
@@ -128,8 +127,8 @@ def linear(
     ordered: bool = False,
     every_head: int = 0,
 ) -> Iterator[Row]:
-    """The rows of a linear: its weight (n_out, n_in) and, with `bias`, its bias (n_out,), which is sharded like the
-    output: with a column-parallel weight, but not with a row-parallel one."""
+    """Yield the rows of a linear: its weight (n_out, n_in) and, with `bias`, its bias (n_out,), which is sharded like
+    the output: with a column-parallel weight, but not with a row-parallel one."""
     yield Row(
         name=f"{name}.weight",
         shape=(n_out, n_in),
@@ -148,14 +147,14 @@ def linear(
 
 
 def norm(name: str, width: int, kind: str = "rmsnorm", split: Split = "replicated") -> Iterator[Row]:
-    """The rows of a norm over `width` features: a weight of ones and, for a "layernorm", a bias of zeros."""
+    """Yield the rows of a norm over `width` features: a weight of ones and, for a "layernorm", a bias of zeros."""
     yield Row(name=f"{name}.weight", shape=(width,), kind="norm", split=split, fill=1.0)
     if kind == "layernorm":
         yield Row(name=f"{name}.bias", shape=(width,), kind="bias", split=split)
 
 
 def attention(spec: ModelSizes, input: str = "attention_norm") -> Iterator[Row]:
-    """Grouped-query attention (`model.attention.Attention`), which reads `input`."""
+    """Yield the rows of grouped-query attention (`model.attention.Attention`), which reads `input`."""
     h, c, bias, std = spec.d_model, spec.head_dim, spec.bias, spec.init_std
     columns: tuple[tuple[str, Split, int], ...] = (
         ("q", "column", spec.n_heads),
@@ -176,7 +175,7 @@ def attention(spec: ModelSizes, input: str = "attention_norm") -> Iterator[Row]:
 
 
 def latent_attention(spec: ModelSizes, input: str = "attention_norm") -> Iterator[Row]:
-    """Multi-head latent attention (`model.latent_attention.LatentAttention`), which reads `input`."""
+    """Yield the rows of latent attention (`model.latent_attention.LatentAttention`), which reads `input`."""
     latent = spec.latent_attention
     assert latent is not None
     h, heads, std = spec.d_model, spec.n_heads, spec.init_std
@@ -204,8 +203,8 @@ def latent_attention(spec: ModelSizes, input: str = "attention_norm") -> Iterato
 def feed_forward(
     spec: ModelSizes, name: str, width: int, input: str = "ffn_norm", ordered: bool = False
 ) -> Iterator[Row]:
-    """A feed-forward network of inner width `width` (`model.feed_forward.FeedForward`), which reads `input`. `ordered`
-    if attention reads `input` too."""
+    """Yield the rows of a feed-forward network of inner width `width` (`model.feed_forward.FeedForward`), which reads
+    `input`. `ordered`: attention reads `input` too."""
     for inner in ("gate", "up") if spec.activation == "swiglu" else ("up",):
         yield from linear(
             f"{name}.{inner}", width, spec.d_model, "column", input,
@@ -218,7 +217,7 @@ def feed_forward(
 
 
 def mixture(spec: ModelSizes) -> Iterator[Row]:
-    """A mixture of experts (`model.moe.MoE`): router, experts and shared experts."""
+    """Yield the rows of a mixture of experts (`model.moe.MoE`): router, experts and shared experts."""
     moe = spec.moe
     assert moe is not None
     h, g, n, std = spec.d_model, moe.d_ffn, moe.n_experts, spec.init_std
@@ -245,13 +244,13 @@ def _expert(name: str, shape: tuple[int, int, int], input: str, std: float) -> R
 
 
 def residual_std(spec: ModelSizes) -> float:
-    """Initial standard deviation of the projections that add to the residual stream: init_std / sqrt(2 L), L layers, so
-    that the variance of the sum of all 2 L of them does not grow with L (GPT-2, Radford et al. 2019, section 2.3)."""
+    """Return the initial standard deviation of projections that add to the residual stream: init_std / sqrt(2 L), L
+    layers. The variance of the sum of all 2 L does not grow with L (GPT-2, Radford et al. 2019, section 2.3)."""
     return spec.init_std / math.sqrt(2 * spec.n_layers)
 
 
 def decoder_layer(spec: ModelSizes, layer: int) -> Iterator[Row]:
-    """A layer of a decoder: x + attention(norm x), then x + ffn(norm x) (`model.transformer.Block`)."""
+    """Yield the rows of a decoder layer: x + attention(norm x), then x + ffn(norm x) (`model.transformer.Block`)."""
     yield from norm("attention_norm", spec.d_model, spec.norm)
     yield from attention(spec) if spec.latent_attention is None else latent_attention(spec)
     yield from norm("ffn_norm", spec.d_model, spec.norm)
@@ -266,8 +265,8 @@ class Family:
     `block`: (spec, number of the layer) -> nn.Module with parameters of exactly those names and shapes, whose forward
     takes (x_BTD, positions_T, rotary_2TC or None, site_keys_2B or None) and returns x_BTD; or where to import it from,
     as "module:name". With cp, an attribute `attend` of its modules is replaced by context-parallel attention.
-    `documents`: whether that forward takes `model.documents.Documents` or None as fifth argument, and gives them to
-    attention, and `model.balance.RealTokens` as sixth, and gives them to mixtures of experts (`MoE.forward`).
+    `documents`: whether that forward takes `model.documents.Documents` or None as fifth argument, and passes them to
+    attention, and `model.balance.RealTokens` as sixth, and passes them to mixtures of experts (`MoE.forward`).
     `problems`: spec -> the rules of the family that it breaks, one sentence each.
     """
 
@@ -279,7 +278,7 @@ class Family:
     documents: bool = False
 
     def make(self, spec: ModelSizes, layer: int) -> Any:
-        """The module that runs layer number `layer`."""
+        """Return the module that runs layer number `layer`."""
         block = pkgutil.resolve_name(self.block) if isinstance(self.block, str) else self.block
         return block(spec, layer)
 
@@ -288,7 +287,7 @@ FAMILIES: dict[str, Family] = {}
 
 
 def register(family: Family) -> Family:
-    """Add a family; its name is then valid for `[model] family`. Raises ConfigError for a name that is taken."""
+    """Add a family; its name is then valid for `[model] family`. Raises ConfigError if the name is taken."""
     return extensions.add(FAMILIES, "a model family", family)
 
 
@@ -304,13 +303,12 @@ register(
 
 
 MTP_BLOCK = "block."
-"""What the names of the rows of a layer begin with where the layer is the block of a module of multi-token prediction.
-"""
+"""Prefix of the names of a layer's rows if the layer is the block of a multi-token prediction module."""
 
 
 def mtp_module(spec: ModelSizes, layer: int) -> Iterator[Row]:
-    """A module of multi-token prediction (`model.mtp.MTPModule`), whose block is layer number `layer` of the family.
-    Embedding and head are those of the model."""
+    """Yield the rows of a multi-token prediction module (`model.mtp.MTPModule`), whose block is layer number `layer` of
+    the family. It uses the model's embedding and head."""
     yield from norm("embedding_norm", spec.d_model, spec.norm)
     yield from norm("hidden_norm", spec.d_model, spec.norm)
     yield from linear("projection", spec.d_model, 2 * spec.d_model, "replicated", "projection", std=spec.init_std)
@@ -321,24 +319,24 @@ def mtp_module(spec: ModelSizes, layer: int) -> Iterator[Row]:
 
 @cache
 def layer_rows(spec: ModelSizes, layer: int) -> tuple[Row, ...]:
-    """The parameters of layer number `layer`, with names within the layer; from number `spec.n_layers` on, those of a
-    module of multi-token prediction. Raises ConfigError where column-parallel rows read the same tensor and differ in
+    """Return the parameters of layer number `layer`, with names within the layer; from number `spec.n_layers` on, of a
+    multi-token prediction module. Raises ConfigError if column-parallel rows read the same tensor and differ in
     `ordered`."""
-    found = tuple((mtp_module if layer >= spec.n_layers else FAMILIES[spec.family].layer)(spec, layer))
+    in_layer = tuple((mtp_module if layer >= spec.n_layers else FAMILIES[spec.family].layer)(spec, layer))
     ordered: dict[str, Row] = {}
-    for row in (row for row in found if row.split in ("column", "kv_column") and row.input):
+    for row in (row for row in in_layer if row.split in ("column", "kv_column") and row.input):
         first = ordered.setdefault(row.input, row)
         if row.ordered != first.ordered:
             raise ConfigError(
                 f"model family {spec.family!r}: {first.name} and {row.name} read {row.input!r} and are computed "
                 f"together, but ordered={first.ordered} and {row.ordered}; valid: the same for both"
             )
-    return found
+    return in_layer
 
 
 @cache
 def end_rows(spec: ModelSizes) -> tuple[Row, ...]:
-    """The parameters before the first layer and after the last. A tied embedding is one row, with a matmul."""
+    """Return the parameters before the first layer and after the last. A tied embedding is one row, with a matmul."""
     h, vocabulary, std = spec.d_model, spec.vocab_size, spec.init_std
     embedding = Row(
         name="embedding.weight", shape=(vocabulary, h), kind="embedding", split="vocabulary", std=std,
@@ -358,13 +356,13 @@ def end_rows(spec: ModelSizes) -> tuple[Row, ...]:
 
 @cache
 def rows(spec: ModelSizes) -> dict[str, Row]:
-    """Every parameter of the model by its global name: `layers.3.attention.q.weight`, `norm.weight`."""
+    """Return every parameter of the model by its global name: `layers.3.attention.q.weight`, `norm.weight`."""
     in_layers = {f"layers.{layer}.{row.name}": row for layer in range(spec.n_blocks) for row in layer_rows(spec, layer)}
     return in_layers | {row.name: row for row in end_rows(spec)}
 
 
 def row_of(spec: ModelSizes, name: str) -> Row:
-    """The row of a parameter by its global name."""
-    found = rows(spec).get(name)
-    assert found is not None, f"no row of the {spec.family} family is named {name}"
-    return found
+    """Return the row of a parameter by its global name."""
+    row = rows(spec).get(name)
+    assert row is not None, f"no row of the {spec.family} family is named {name}"
+    return row

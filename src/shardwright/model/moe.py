@@ -1,4 +1,4 @@
-"""A mixture of experts in the place of the feed-forward network.
+"""A mixture of experts, which replaces the feed-forward network.
 
     y = sum over the K experts e of the token: weight_e * expert_e(x), + shared(x)
 
@@ -29,16 +29,16 @@ class Routing(NamedTuple):
     weights_BTK: Tensor
     """fp32 or wider; 0 for dropped pairs and padding."""
     kept_BTK: Tensor | None
-    """Which pairs an expert computes: neither dropped nor padding; None if it computes all."""
+    """The pairs that an expert computes: neither dropped nor padding; None if experts compute all."""
     asked_BE: Tensor
     """Tokens of each sequence that picked each expert, without padding; int64."""
     given_E: Tensor
-    """Tokens that each expert computes: those that picked it, less those that are dropped; int64."""
+    """Tokens that each expert computes: the tokens that picked it, except dropped ones; int64."""
     aux_loss: Tensor | None
     """The balance loss with its coefficient, a mean over the local sequences; scalar, None outside of training or if it
     is off."""
     z_loss: Tensor | None
-    """The z-loss, likewise."""
+    """The z-loss, under the same conditions."""
 
 
 class Router(nn.Module):
@@ -47,9 +47,9 @@ class Router(nn.Module):
         logits = x W^T      scores s = softmax(logits) or sigmoid(logits)      picked = top K of s + bias
         weight_e = scale * s_e / sum of s over picked, or scale * s_e
 
-    With groups of experts, a token picks from its best groups. The score of a group is that of its best expert for a
-    softmax (DeepSeek-V2, arXiv 2405.04434, section 2.2.2) and the sum of its two best, with their biases, for a sigmoid
-    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    With groups of experts, a token picks from its best groups. The score of a group is the score of its best expert for
+    a softmax (DeepSeek-V2, arXiv 2405.04434, section 2.2.2) and the sum of its two best scores, with biases, for a
+    sigmoid (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
     """
 
     def __init__(self, moe: MoESpec, d_model: int) -> None:
@@ -67,8 +67,8 @@ class Router(nn.Module):
         positions_T: Tensor | None = None,
         real: RealTokens | None = None,
     ) -> Routing:
-        """Route every token of (B, T, D). With keys and global positions the experts are drawn, else picked by score;
-        the weights are those of the scores in any case. `real` and global positions: the sequences have padding, which
+        """Route every token of (B, T, D). With keys and global positions the experts are drawn, otherwise picked by
+        score; the weights always follow from the scores. `real` and global positions: the sequences have padding, which
         no expert computes."""
         moe = self.moe
         wide = torch.promote_types(x_BTD.dtype, torch.float32)
@@ -93,12 +93,12 @@ class Router(nn.Module):
         if kept_BTK is not None:
             given_E = torch.zeros_like(given_E).scatter_add_(0, experts_BTK.flatten(), kept_BTK.flatten().long())
             weights_BTK = weights_BTK.masked_fill(~kept_BTK, 0.0)
-        weights = (None, None) if real is None or real_BT is None else [real_BT * each for each in real.weights()]
+        weights = (None, None) if real is None or real_BT is None else [real_BT * weight for weight in real.weights()]
         aux, z = self.losses(scores_BTE, logits_BTE, asked_BE, *weights) if self.training else (None, None)
         return Routing(experts_BTK, weights_BTK, kept_BTK, asked_BE, given_E, aux, z)
 
     def pick(self, scores_BTE: Tensor, biased: bool = True) -> Tensor:
-        """The K different experts of every token, (B, T, K). The bias affects this choice, but not the weights."""
+        """Return the K different experts of every token, (B, T, K). The bias affects this choice, not the weights."""
         moe = self.moe
         ranked_BTE = scores_BTE + self.bias.to(scores_BTE.dtype) if biased and self.bias is not None else scores_BTE
         if moe.groups_per_token < moe.n_groups:
@@ -111,7 +111,7 @@ class Router(nn.Module):
         return ranked_BTE.topk(moe.top_k).indices
 
     def keep(self, experts_BTK: Tensor, real: RealTokens | None = None) -> Tensor:
-        """Which pairs are within the capacity of their expert, which keeps the first tokens of a sequence; (B, T, K).
+        """Return which pairs are within the capacity of their expert, which keeps a sequence's first tokens; (B, T, K).
 
         Capacity is counted per sequence, so that dropped tokens do not depend on which sequences share a micro-batch or
         a rank. Padding follows the real tokens of its sequence, so it takes no place from them.
@@ -120,7 +120,7 @@ class Router(nn.Module):
         return places_BTE.gather(-1, experts_BTK) <= self.capacity(experts_BTK.shape[1], real)
 
     def capacity(self, n_tokens: int, real: RealTokens | None) -> int | Tensor:
-        """The capacity for sequences of `n_tokens`; with padding that for the real tokens of each, (B, 1, 1)."""
+        """Return the capacity for sequences of `n_tokens`, or, with padding, for the real tokens of each, (B, 1, 1)."""
         if real is None:
             return self.moe.capacity(n_tokens)
         exact_B: Tensor = self.moe.exact_capacity(real.counts_B.double())
@@ -134,8 +134,8 @@ class Router(nn.Module):
         aux_weights_BT: Tensor | None = None,
         z_weights_BT: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Balance loss and z-loss of `Routing`; `asked_BE`: tokens of each sequence that picked each expert; with
-        padding the weights of the tokens in each loss."""
+        """Return balance loss and z-loss of `Routing`. `asked_BE`: tokens of each sequence that picked each expert;
+        `aux_weights_BT`, `z_weights_BT`: with padding, the weights of the tokens in each loss."""
         moe, aux, z = self.moe, None, None
         if moe.aux_loss:
             load = relative_load(asked_BE) if self.load is None else self.load
@@ -155,7 +155,7 @@ class Router(nn.Module):
 
 
 def count(experts_BTK: Tensor, n_experts: int, real_BT: Tensor | None = None) -> Tensor:
-    """Tokens of each sequence that picked each expert, only the real ones if these are given; (B, E) int64."""
+    """Count the tokens of each sequence that picked each expert, only the real ones if given; (B, E) int64."""
     picked_BP = experts_BTK.flatten(1)
     if real_BT is None:
         ones_BP = torch.ones_like(picked_BP)
@@ -165,7 +165,7 @@ def count(experts_BTK: Tensor, n_experts: int, real_BT: Tensor | None = None) ->
 
 
 def picked(experts_BTK: Tensor, n_experts: int) -> Tensor:
-    """1 for the experts that a token has picked, else 0; (B, T, E) int32."""
+    """Return 1 for the experts that a token has picked, otherwise 0; (B, T, E) int32."""
     shape = (*experts_BTK.shape[:2], n_experts)
     return torch.zeros(shape, dtype=torch.int32, device=experts_BTK.device).scatter_(-1, experts_BTK, 1)
 
@@ -186,7 +186,7 @@ class MoE(nn.Module):
 
     @property
     def drawn(self) -> bool:
-        """Whether `forward` takes random keys and positions, by which experts are drawn."""
+        """Whether experts are drawn, for which `forward` needs random keys and positions."""
         return self.router.moe.force_balance
 
     def forward(
@@ -196,8 +196,8 @@ class MoE(nn.Module):
         positions_T: Tensor | None = None,
         real: RealTokens | None = None,
     ) -> Tensor:
-        """(B, T, D) -> (B, T, D). Keys, positions and real tokens as in `Router.forward`; for padding the result is
-        the output of the shared experts, or 0."""
+        """(B, T, D) -> (B, T, D). Keys, positions and real tokens as in `Router.forward`; for padding the result is the
+        output of the shared experts, or 0."""
         routing = self.router(x_BTD, site_keys_B, positions_T, real)
         experts_NK, weights_NK = routing.experts_BTK.flatten(0, 1), routing.weights_BTK.flatten(0, 1)
         kept_NK = None if routing.kept_BTK is None else routing.kept_BTK.flatten(0, 1)
@@ -218,19 +218,19 @@ class MoE(nn.Module):
         return y_BTD
 
     def run(self, rows_RD: Tensor, counts_E: Tensor, x_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Outputs of the experts for their rows, (R, D), and of the shared experts for all tokens, (B, T, D)."""
+        """Return the experts' outputs for their rows, (R, D), and the shared experts' for all tokens, (B, T, D)."""
         shared_BTD = None if self.shared is None else self.shared(x_BTD)
         return self.experts(rows_RD, counts_E), shared_BTD
 
 
 def expert_layers(model: nn.Module) -> dict[str, MoE]:
-    """The mixtures of a model, or of a pipeline stage, by the number of their layer in the whole model."""
-    found = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
-    return {name.removeprefix("layers.").split(".")[0]: module for name, module in found.items()}
+    """Return the mixtures of a model, or of a pipeline stage, by the number of their layer in the whole model."""
+    mixtures = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+    return {name.removeprefix("layers.").split(".")[0]: module for name, module in mixtures.items()}
 
 
 def take_load(model: nn.Module) -> dict[str, Load]:
-    """The load of each layer in the backward passes since the last call, by the number of the layer."""
+    """Return the load of each layer in the backward passes since the last call, by the number of the layer."""
     taken = {name: layer.tally.take() for name, layer in expert_layers(model).items()}
     return {name: load for name, load in taken.items() if load is not None}
 

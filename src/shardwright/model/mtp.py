@@ -4,7 +4,7 @@ With the model's output h_0 before its last norm, module k = 1, 2, ... computes 
 
     h_k(t) = block_k(P_k [norm(embedding(token t + k)); norm(h_k-1(t))])      logits_k(t) = head(norm(h_k(t)))
 
-and predicts token t + k + 1. Embedding and head are those of the model; the norms, the projection P_k (D, 2D) and the
+and predicts token t + k + 1. The model's embedding and head are used; the norms, the projection P_k (D, 2D) and the
 block are the module's own. Source: DeepSeek-V3, arXiv 2412.19437, section 2.2, equations 21 to 23; the embedding comes
 first in the concatenation, as in its published weights.
 
@@ -22,7 +22,7 @@ from shardwright.model.spec import ModelSpec
 
 
 class MTPModule(nn.Module):
-    """A module of multi-token prediction around `block`, a layer of the model's family."""
+    """A multi-token prediction (MTP) module around `block`, a layer of the model's family."""
 
     def __init__(self, spec: ModelSpec, block: nn.Module) -> None:
         super().__init__()
@@ -33,10 +33,10 @@ class MTPModule(nn.Module):
         self.norm = residual_norm(spec)
 
     def forward(self, x_BTD: Tensor, embedded_BTD: Tensor, *of_block: Any) -> tuple[Tensor, Tensor]:
-        """The input of the next module and the input of the head, both (B, T, D).
+        """Return the input of the next module and the input of the head, both (B, T, D).
 
         `x_BTD`: the output of the last layer or the first output of the previous module; `embedded_BTD`: the embedding
-        of the tokens ahead; `of_block`: what a block takes besides its input (`modules.Family.block`).
+        of the tokens ahead; `of_block`: a block's other arguments (`modules.Family.block`).
         """
         both_BTE = torch.cat((self.embedding_norm(embedded_BTD), self.hidden_norm(x_BTD)), dim=-1)
         y_BTD = self.block(self.projection(both_BTE), *of_block)

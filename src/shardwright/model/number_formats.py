@@ -1,4 +1,4 @@
-"""Which matmuls are computed in fp8, and by which recipe; no torch. `model/fp8.py` computes them.
+"""The choice of matmuls computed in fp8, and their recipes; no torch. `model/fp8.py` computes them.
 
 | recipe     | a scale for each                               | gradients | source                                     |
 | ---------- | ---------------------------------------------- | --------- | ------------------------------------------ |
@@ -22,14 +22,16 @@ from shardwright.model.spec import ModelSpec
 Fp8Recipe = Literal["tensorwise", "rowwise", "blockwise"]
 BLOCK = 128
 ALIGNED = 16
-"""What matmuls in fp8 ask of the number of features and of summed tokens: rows of 16 bytes."""
+"""Features, and tokens that are summed, have to be multiples of this: rows of 16 bytes."""
 
 
 @dataclass(frozen=True)
 class Fp8:
-    """`skip_layers`: so many first and so many last layers are left out, and with any of them the modules of
-    multi-token prediction; `weight_gradient`: whether the gradients of weights are computed in fp8, too, but those of
-    experts; `block`: of blockwise, the side of a block; `experts`: whether routed experts are in fp8, too."""
+    """The fp8 settings of the layers.
+
+    `skip_layers`: number of first and of last layers left out; if positive, multi-token prediction modules are too.
+    `weight_gradient`: whether the gradients of weights, except of experts, are computed in fp8 too. `block`: the side
+    of a block, for blockwise. `experts`: whether routed experts are in fp8 too."""
 
     recipe: Fp8Recipe
     skip_layers: int = 0
@@ -42,7 +44,7 @@ class Fp8:
         assert not (self.weight_gradient and self.recipe == "blockwise")
 
     def rows(self, spec: ModelSpec, layer: int) -> list[Row]:
-        """The hidden matrices of a layer, by their rows, whose matmuls are in fp8; of routed experts by choice."""
+        """Return the rows of a layer's hidden matrices whose matmuls are in fp8; routed experts only with `experts`."""
         if self.skip_layers and not self.skip_layers <= layer < spec.n_layers - self.skip_layers:
             return []
         routed = ("expert",) if self.experts else ()
@@ -53,25 +55,25 @@ class Fp8:
         ]
 
     def linears(self, spec: ModelSpec) -> Iterator[tuple[int, Row]]:
-        """(layer, row) of every such matrix."""
+        """Yield (layer, row) for every matrix in fp8."""
         for layer in range(spec.n_blocks):
             for row in self.rows(spec, layer):
                 yield layer, row
 
 
 def sides(row: Row, tp: int) -> tuple[int, int]:
-    """Output and input features of a rank's shard of a matrix, or of a whole expert."""
+    """Return the output and input features of a rank's shard of a matrix, or of a whole expert."""
     out, into = row.shape[-2:]
     return (out // tp, into) if row.split_dim == 0 else (out, into // tp) if row.split_dim == 1 else (out, into)
 
 
 def block_of(spec: ModelSpec, fp8: Fp8, tp: int) -> int:
-    """The largest block, up to `fp8.block`, that divides every shard."""
+    """Return the largest block, up to `fp8.block`, that divides every shard."""
     return gcd(*(side for _, row in fp8.linears(spec) for side in sides(row, tp)), fp8.block)
 
 
 def problems(spec: ModelSpec, layout: Layout, fp8: Fp8, tokens: int) -> Iterator[str]:
-    """Why a layout of a model cannot compute in fp8, a sentence each; `tokens` of a micro-batch on a rank."""
+    """Yield why a layout of a model cannot compute in fp8, one sentence each; `tokens`: of a rank's micro-batch."""
     name, tp = f"precision.fp8={fp8.recipe!r}", layout.tp
     multiple = fp8.block if fp8.recipe == "blockwise" else ALIGNED
     if 2 * fp8.skip_layers >= spec.n_layers:
@@ -81,22 +83,22 @@ def problems(spec: ModelSpec, layout: Layout, fp8: Fp8, tokens: int) -> Iterator
         )
     if fp8.experts and spec.moe is None:
         yield "precision.fp8_experts=true: this model has no experts; leave it out"
-    wrong: dict[tuple[str, str, int], None] = {}
+    unaligned: dict[tuple[str, str, int], None] = {}
     for _, row in fp8.linears(spec):
         for what, side in zip(("output", "input"), sides(row, tp), strict=True):
             if side % multiple:
-                wrong.setdefault((row.name, what, side), None)
-    if wrong:
+                unaligned.setdefault((row.name, what, side), None)
+    if unaligned:
         of_rank = f" of a rank (tp={tp})" if tp > 1 else ""
-        shown = "; ".join(f"{name}: {side} {what} features" for name, what, side in list(wrong)[:3])
+        shown = "; ".join(f"{name}: {side} {what} features" for name, what, side in list(unaligned)[:3])
         yield (
-            f"{name} needs features{of_rank} in multiples of {multiple}, and {len(wrong)} sizes are not ({shown}); "
+            f"{name} needs features{of_rank} in multiples of {multiple}, and {len(unaligned)} sizes are not ({shown}); "
             f"change the sizes of [model]{', lower layout.tp' if tp > 1 else ''}"
             f"{', set precision.fp8_experts=false' if fp8.experts else ''}, or set precision.fp8='none'"
         )
     if fp8.weight_gradient and tokens % ALIGNED:
         yield (
-            f"{name} sums the gradient of a weight over {tokens} tokens of a micro-batch on a rank, which is no "
+            f"{name} sums the gradient of a weight over {tokens} tokens of a micro-batch on a rank, which is not a "
             f"multiple of {ALIGNED}; change batch.micro_batch or batch.seq_len, or set "
             f"precision.fp8_weight_gradient=false"
         )
@@ -104,7 +106,7 @@ def problems(spec: ModelSpec, layout: Layout, fp8: Fp8, tokens: int) -> Iterator
 
 
 def replica_problems(spec: ModelSpec, layout: Layout, fp8: Fp8 | None) -> Iterator[str]:
-    """Why a layout cannot compute in fp8 by the rules that hold at test size, too."""
+    """Yield why a layout cannot compute in fp8, by the rules that also apply at test size."""
     tp = layout.tp
     if fp8 is not None and tp > spec.n_kv_heads and spec.latent_attention is None:
         yield (

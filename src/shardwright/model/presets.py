@@ -1,11 +1,11 @@
 """Named model sizes: a debug model, open models, and the GPT family of published runs; no torch.
 
-Sources: the `config.json` of each Hugging Face model, for `deepseek-v3` also sections 2.1, 4.1 and 4.2 of its report
-(arXiv 2412.19437); it is the model as pretrained on sequences of 4096, without the later context extension and without
-the multi-token prediction module, which `mtp_modules=1` adds. Coefficients of balance losses are the published ones;
-the loss itself is that of `balance.py`, which may differ from the code they were published with. For `gpt-*` table 1 of
-Narayanan et al. (SC21, arXiv 2104.04473) and table 3 of Korthikanti et al. (arXiv 2205.05198). Tests compare the totals
-with published ones.
+Sources: the `config.json` of each Hugging Face model; for `deepseek-v3` also sections 2.1, 4.1 and 4.2 of its report
+(arXiv 2412.19437). `deepseek-v3` is the model as pretrained on sequences of 4096, before the context extension and
+without the multi-token prediction module, which `mtp_modules=1` adds. Coefficients of balance losses are the published
+ones; the loss is defined by `balance.py` and may differ from the published code's. For `gpt-*`: table 1 of Narayanan et
+al. (SC21, arXiv 2104.04473) and table 3 of Korthikanti et al. (arXiv 2205.05198). Tests compare the totals with
+published ones.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ _SIZES = ("n_layers", "d_model", "n_heads", "n_kv_heads", "head_dim", "d_ffn", "
 
 
 def _spec(*sizes: int, **more: Any) -> ModelSpec:
-    """A model from its `_SIZES`, in that order, and the fields that are not at their defaults."""
+    """Return a model from its `_SIZES`, in that order, and the fields that are not at their defaults."""
     return ModelSpec(**more | dict(zip(_SIZES, sizes, strict=True)))
 
 
@@ -53,7 +53,7 @@ def _gpt3(n_layers: int, d_model: int, n_heads: int) -> ModelSpec:
 
 
 _DEBUG = _spec(4, 64, 4, 2, 16, 176, 512, 256)
-# Runs of it have hundreds of steps, in which the usual bias_rate would change little.
+# Its runs have hundreds of steps, in which the usual bias_rate would change little.
 _DEBUG_MOE = MoESpec(n_experts=8, top_k=2, d_ffn=88, score="sigmoid", bias_rate=0.01)
 _MIXTRAL = MoESpec(n_experts=8, top_k=2, d_ffn=14336, bias_rate=0.0, aux_loss=0.02, aux_scope="batch")
 _DEEPSEEK_MOE = MoESpec(
@@ -124,7 +124,7 @@ PRESETS["gpt-1008b"] = PRESETS["gpt-1t"]
 
 
 def resolve(name: str) -> ModelSpec:
-    """The preset of that name; raises ConfigError with the nearest name if there is none."""
+    """Return the preset `name`; raises ConfigError with the nearest name if there is none."""
     if name not in PRESETS:
         raise ConfigError(f"model preset {name!r} does not exist; {nearest(name, PRESETS)}")
     return PRESETS[name]

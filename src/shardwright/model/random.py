@@ -24,7 +24,7 @@ from torch import Tensor
 
 
 def _signed(word: int) -> int:
-    """An unsigned 64-bit constant as the int64 with the same bits."""
+    """Return the int64 with the bits of an unsigned 64-bit constant."""
     return word - 2**64 if word >= 2**63 else word
 
 
@@ -42,24 +42,25 @@ _LANE_VALUES = 2**16
 
 
 def _mix(words: Tensor) -> Tensor:
-    """splitmix64's finaliser on int64 words of any shape: a bijection whose every input bit affects all output bits."""
+    """Apply splitmix64's finaliser to int64 words of any shape: a bijection in which every input bit affects all output
+    bits."""
     words = (words ^ ((words >> 30) & (2**34 - 1))) * _MIX_1
     words = (words ^ ((words >> 27) & (2**37 - 1))) * _MIX_2
     return words ^ ((words >> 31) & (2**33 - 1))
 
 
 def _key(seed: int, name: str) -> int:
-    """The start of the stream `name` of `seed`: 64 bits of sha256, so that similar names get unrelated streams."""
+    """Return the start of the stream `name` of `seed`: 64 bits of sha256, so similar names get unrelated streams."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little", signed=True)
 
 
 @cache
 def _normal_table() -> tuple[np.ndarray, np.ndarray]:
-    """2**16 intervals of the inverse normal CDF: left ends, and slopes for a 24-bit fraction (both float64).
+    """Return 2**16 intervals of the inverse normal CDF: left ends, and slopes for a 24-bit fraction (both float64).
 
-    Kept as numpy: a tensor cached during a dry run would be a fake one for the rest of the process. Knots
-    are rounded to 2**-28, which hides the last-bit differences of C libraries and makes fraction * slope
-    exact, so that a compiler which fuses it with the addition changes nothing.
+    The tables are numpy: a tensor cached during a dry run would be a fake one for the rest of the process. Knots are
+    rounded to 2**-28, which hides the last-bit differences of C libraries and makes fraction * slope exact, so that a
+    compiler that fuses it with the addition changes nothing.
     """
     n = 2**16
     inverse_cdf = NormalDist().inv_cdf
@@ -77,13 +78,13 @@ def normal(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """The box [offsets, offsets + shape) of the normal tensor `name` of `global_shape`, mean 0 and `std`.
+    """Return the box [offsets, offsets + shape) of the normal tensor `name` of `global_shape`, mean 0 and `std`.
 
-    Element values depend only on seed, name and the row-major index in the global tensor. They are the
-    inverse CDF of the normal distribution, linear between 2**16 + 1 equally likely knots, computed in
-    float64, scaled there and rounded once to `dtype`. Tails end at 4.33 std, where one in 65,000 of a true
-    normal lies beyond, and the standard deviation is within 2e-4 of `std`. Temporary memory is bounded
-    whatever the shape. Two streams of n elements overlap with probability 2n / 2**64.
+    Values depend only on seed, name and the row-major index in the global tensor. They are the inverse CDF of the
+    normal distribution, linear between 2**16 + 1 equally likely knots, computed in float64, scaled there and rounded
+    once to `dtype`. Tails end at 4.33 std, beyond which one in 65,000 values of a true normal lies, and the standard
+    deviation is within 2e-4 of `std`. Temporary memory is bounded for any shape. Two streams of n elements overlap with
+    probability 2n / 2**64.
     """
     assert len(global_shape) == len(offsets) == len(shape)
     assert all(o >= 0 and o + n <= g for g, o, n in zip(global_shape, offsets, shape, strict=True)), (
@@ -117,11 +118,11 @@ def normal(
 
 
 EVALUATION = -1
-"""The step of the random keys of an evaluation."""
+"""The step in the random keys of an evaluation."""
 
 
 def sample_keys(seed: int, step: int, sample_ids_B: Tensor) -> Tensor:
-    """One int64 random key for each sequence of a step, from its int64 id in the data; shape (B,).
+    """Return one int64 random key for each sequence of a step, from its int64 id in the data; shape (B,).
 
     The key of a sequence does not depend on its rank or micro-batch.
     """
@@ -129,17 +130,14 @@ def sample_keys(seed: int, step: int, sample_ids_B: Tensor) -> Tensor:
 
 
 def site_keys(keys_B: Tensor, first_site: int, n_sites: int) -> Tensor:
-    """Keys of `n_sites` sites in the network where random numbers are drawn, from those of the sequences; int64
-    (n_sites, B).
-
-    They are computed outside of the block, so that one compiled block serves every layer.
-    """
+    """Return keys of `n_sites` sites in the network where random numbers are drawn, from the sequences' keys; int64
+    (n_sites, B). They are computed outside of the block, so that one compiled block serves every layer."""
     sites_S = torch.arange(first_site, first_site + n_sites, device=keys_B.device)
     return _mix(keys_B + sites_S[:, None] * _GOLDEN)
 
 
 def keep_mask(site_keys_B: Tensor, positions_T: Tensor, d: int, p: float) -> Tensor:
-    """Which elements dropout keeps: bool (B, T, d), a function of only key, GLOBAL position and feature.
+    """Return which elements dropout keeps: bool (B, T, d), a function of only key, GLOBAL position and feature.
 
     Each 64-bit word serves four features with 16 bits each, which is a quarter of the work, so `p` is rounded to a
     multiple of 1/65536: `keep_probability(p)` is the exact probability that an element is kept.
@@ -151,26 +149,26 @@ def keep_mask(site_keys_B: Tensor, positions_T: Tensor, d: int, p: float) -> Ten
 
 
 def uniform(site_keys_B: Tensor, positions_T: Tensor, n: int) -> Tensor:
-    """`n` numbers in [0, 1) for each token, float64 (B, T, n), a function of only key, GLOBAL position and index; not
-    those that `keep_mask` draws with the same key."""
+    """Return `n` numbers in [0, 1) for each token, float64 (B, T, n), a function of only key, GLOBAL position and
+    index. They differ from the numbers that `keep_mask` draws with the same key."""
     return _uniform(_mix(_mix(site_keys_B + _GOLDEN)[:, None] + positions_T * _GOLDEN), n)
 
 
 def sampling_uniform(seed: int, prompts_B: Tensor, positions_B: Tensor, n: int) -> Tensor:
-    """`n` numbers in [0, 1) for the token at each position of each prompt's continuation, float64 (B, n): a function of
-    only seed, index of the prompt, position and index."""
+    """Return `n` numbers in [0, 1) for the token at each position of each prompt's continuation, float64 (B, n): a
+    function of only seed, index of the prompt, position and index."""
     keys_B = _mix(prompts_B * _GOLDEN + _key(seed, "sampling"))
     return _uniform(_mix(keys_B + positions_B * _GOLDEN), n)
 
 
 def _uniform(rows: Tensor, n: int) -> Tensor:
-    """`n` numbers in [0, 1) for each word of `rows`, in a new last dim; float64."""
+    """Return `n` numbers in [0, 1) for each word of `rows`, in a new last dim; float64."""
     index_N = torch.arange(1, n + 1, device=rows.device) * _GOLDEN
     return ((_mix(rows[..., None] + index_N) >> 11) & (2**53 - 1)).double() * 2.0**-53
 
 
 def keep_probability(p: float) -> float:
-    """The exact probability with which `keep_mask(..., p)` keeps an element: 1 - p to the nearest 1/65536."""
+    """Return the exact probability that `keep_mask(..., p)` keeps an element: 1 - p to the nearest 1/65536."""
     return 1 - _dropped_lanes(p) / _LANE_VALUES
 
 

@@ -1,22 +1,22 @@
-"""Selective recomputation: cheap parts of a block are computed again in the backward pass, instead of kept for it.
+"""Selective recomputation: cheap parts of a block are computed again in the backward pass instead of being saved.
 
 A part is a function of tensors, such as silu(gate) * up. The forward pass keeps the part's inputs, which other
-operations keep anyway, and not its output. Where an operation saves that output, or a view of it, for the backward pass
-(the matmul that reads it), the block saves a reference instead; the first reference that the backward pass reads
-computes the part again, once for all of them, with its graph. The backward pass of the part uses that graph and frees
-what was computed.
+operations save anyway, and not its output. If an operation (the matmul that reads it) saves that output or a view of it
+for the backward pass, the block saves a reference instead. The first reference that the backward pass reads computes
+the part again, once for all references, with its graph. The backward pass of the part uses that graph and frees the
+recomputed tensors.
 
     forward    gate, up --part--> y --matmul--> z        kept: gate, up
     backward   dz: y is computed again from gate, up; dW = dz^T y, dy = dz W; then dgate, dup from the graph of y
 
-The same operations run on the same values as without recomputation, so the loss is equal bit for bit. The gradients are
-too, up to the order in which those that meet at one tensor are added: RMSNorm on a CPU has two for its input.
+The same operations run on the same values as without recomputation, so the loss is equal bit for bit. So are the
+gradients, except for the order in which gradients of one tensor are added: RMSNorm on a CPU has two for its input.
 
-What is decided, such as the experts of a token, is decided once, also in a block that runs again as a whole
-(`checkpointed`): where rounding differs between the two passes, gradients would else be those of other experts.
+Choices, such as the experts of a token, are made once, even in a block that runs again as a whole (`checkpointed`): if
+rounding differed between the two passes, gradients would belong to other experts.
 
 Matmuls, attention and collectives outside of the parts run once, unlike under `torch.utils.checkpoint`, which runs all
-that stands before the last saved tensor. Megatron-LM has the same idea, as `--recompute-modules`.
+operations before the last saved tensor again. Megatron-LM has the same idea, as `--recompute-modules`.
 
 In a block that is compiled as one region a part is a region of `torch.utils.checkpoint`: its operations are tagged, and
 the compiler's partitioner places them in the graph of the backward pass.
@@ -35,58 +35,58 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from shardwright.torch_private import FakeTensor, keep_compiled_side_effects_once, storage_id, tensor_version
 
 Part = Callable[..., Tensor | tuple[Tensor, ...]]
-"""Takes tensors; returns one or several, each in storage of its own or of one of the inputs."""
+"""Takes tensors; returns one or several tensors, each in its own storage or an input's."""
 
 
 class Kept(Protocol):
-    """What is kept in the place of a tensor that is saved for the backward pass."""
+    """A handle that is saved in place of a tensor for the backward pass."""
 
     def read(self) -> Tensor:
-        """The tensor."""
+        """Return the tensor."""
 
 
 Keep = Callable[[Tensor], Tensor | Kept]
-"""What is kept of a tensor that no part computes again; itself, or something in another place."""
+"""Maps a tensor that no part computes again to the object to save: itself, or a handle of a copy elsewhere."""
 
 _names: frozenset[str] = frozenset()
 """Names of the parts that are recomputed in the block that runs."""
 _one_region = False
 """Whether the block that runs is compiled as one region, its parts included."""
 _keep_elsewhere: Keep | None = None
-"""What keeps the tensors of the block that runs; None: they are kept themselves."""
+"""Saves the tensors of the block that runs; None: they are saved themselves."""
 _outputs: dict[int, "_Output"] = {}
-"""In the block that runs, the outputs of its recomputed parts, by their storage."""
+"""Outputs of recomputed parts of the block that runs, by their storage."""
 _decisions: "_Decisions | None" = None
-"""Those of the block that runs, if it runs again as a whole."""
+"""The choices of the block that runs, if it runs again as a whole."""
 
 
 def recompute_parts(
     block: nn.Module, names: Collection[str], keep: Keep | None = None, *, one_region: bool = False
 ) -> None:
-    """Let the parts of a block that have one of these names be recomputed in its backward pass, and `keep` say what is
-    kept of other tensors. `one_region`: the block's forward pass is compiled, and its parts with it; in a compiled
-    block without it, parts run uncompiled between compiled pieces."""
-    own = block.forward
+    """Make the parts of a block with these names be recomputed in its backward pass; `keep` maps other saved tensors to
+    the objects to save. `one_region`: the block's forward pass is compiled, and its parts with it; in a compiled block
+    without it, parts run uncompiled between compiled pieces."""
+    block_forward = block.forward
 
     # The forward pass of the block may be compiled; the hooks around it are not.
     @torch.compiler.disable(recursive=False)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return own(*args, **kwargs)
+            return block_forward(*args, **kwargs)
         with _recomputing(frozenset(names), keep, one_region):
-            return own(*args, **kwargs)
+            return block_forward(*args, **kwargs)
 
     block.forward = forward
 
 
 def checkpointed(forward: Callable[..., Any], *, decides: bool, compiled: bool = False) -> Callable[..., Any]:
-    """The forward pass of a block of which only the inputs are kept; it runs again in the backward pass (Chen et al.,
-    arXiv 1604.06174). `decides`: whether it calls `decided`; `compiled`: whether it is going to be compiled.
+    """Return the forward pass of a block, which saves only its inputs and runs again in the backward pass (Chen et al.,
+    arXiv 1604.06174). `decides`: whether it calls `decided`; `compiled`: whether it will be compiled.
 
     No random state is saved: dropout masks depend on keys, which are among the inputs.
     """
     if compiled:
-        # What the block notes of itself (`MoE.last_load`) is noted once.
+        # State that the block records about itself (`MoE.last_load`) is recorded once.
         keep_compiled_side_effects_once()
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -99,12 +99,11 @@ def checkpointed(forward: Callable[..., Any], *, decides: bool, compiled: bool =
 
 
 def _compiled_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`function(*args, **kwargs)`, whose operations the compiler computes again in the backward pass; it keeps choices
-    of experts.
+    """Call `function`, whose operations the compiler computes again in the backward pass, except choices of experts.
 
-    The policy tags each operation as it is traced. Without a policy PyTorch tags the calls in `function` itself, and
-    keeps all that an `autograd.Function` computes: a step of SmolLM2-1.7B in bf16 had a peak of 43.8 GiB in place of
-    27.8.
+    The policy tags each operation as it is traced. Without a policy PyTorch tags the calls in `function` itself and
+    saves everything that an `autograd.Function` computes: a step of SmolLM2-1.7B in bf16 had a peak of 43.8 GiB instead
+    of 27.8 GiB.
     """
     return checkpoint(
         function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_all_but_choices, **kwargs
@@ -112,14 +111,14 @@ def _compiled_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any
 
 
 def decided(decide: Callable[[], Tensor]) -> Tensor:
-    """`decide()`, numbers below 2^31; where the block runs again, what it was the first time."""
+    """Return `decide()`, numbers below 2^31; if the block runs again, the result of the first time."""
     if torch.compiler.is_compiling() or _decisions is None:
         return decide()
     return _decisions.next(decide)
 
 
 class _Decisions:
-    """One forward pass of a block, which runs again in the backward pass, and what it decided the first time."""
+    """One forward pass of a block that runs again in the backward pass, and its choices of the first time."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self.forward = forward
@@ -135,7 +134,7 @@ class _Decisions:
             _decisions = before
 
     def next(self, decide: Callable[[], Tensor]) -> Tensor:
-        """The next decision, which is made if the block has not run before."""
+        """Return the next choice, which is made if the block has not run before."""
         if self._taken == len(self._made):
             self._made.append(decide().int())
         self._taken += 1
@@ -151,7 +150,7 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
     return CheckpointPolicy.MUST_SAVE if chooses else CheckpointPolicy.MUST_RECOMPUTE
 
 
-# PyTorch warns once of operations in place, of which these regions have none.
+# PyTorch warns once about operations in place, which these regions do not have.
 logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda record: "context_fn is passed" not in record.msg)
 
 
@@ -168,13 +167,13 @@ def _recomputing(names: frozenset[str], keep: Keep | None = None, one_region: bo
 
 
 def part(name: str, compute: Part, *inputs: Tensor, weights: Sequence[Tensor] = (), compiles: bool = True) -> Any:
-    """`compute(*inputs)`, which the backward pass computes again if the block that runs recomputes parts of this name.
+    """Return `compute(*inputs)`, which the backward pass computes again if the block that runs recomputes this part.
 
-    `weights`: parameters that `compute` reads beside its inputs, those of `compute` itself if it is a module. It must
-    return the same values whenever it is called, and so draw no random numbers but by keys. `compiles`: the compiler
-    can go through it.
+    `weights`: parameters that `compute` reads next to its inputs; a module's own parameters are added. It must return
+    the same values whenever it is called, and so draw random numbers only by keys. `compiles`: the compiler can trace
+    it.
     """
-    # Without gradients nothing is kept; that is also so inside of another part, which computes all of itself again.
+    # Without gradients nothing is saved; this includes calls inside of another part, which recomputes all of itself.
     if name not in _names or not torch.is_grad_enabled():
         return compute(*inputs)
     if _one_region and compiles and torch.compiler.is_compiling():
@@ -186,11 +185,11 @@ def part(name: str, compute: Part, *inputs: Tensor, weights: Sequence[Tensor] = 
 @torch.compiler.disable
 def _run(compute: Part, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Any:
     again = _Again(compute, inputs, weights)
-    found = _Part.apply(again, *inputs, *weights)
-    for number, y in enumerate(found if isinstance(found, tuple) else (found,)):
+    outputs = _Part.apply(again, *inputs, *weights)
+    for number, y in enumerate(outputs if isinstance(outputs, tuple) else (outputs,)):
         storage = StorageWeakRef(y.untyped_storage())
         _outputs[storage.cdata] = _Output(again, number, storage, tensor_version(y))
-    return found
+    return outputs
 
 
 class _Output(NamedTuple):
@@ -203,7 +202,7 @@ class _Output(NamedTuple):
 
 
 class _View(NamedTuple):
-    """What is kept in the place of an output of a part, or of a view of it."""
+    """A handle that replaces a saved output of a part, or a view of it."""
 
     again: "_Again"
     number: int
@@ -213,7 +212,7 @@ class _View(NamedTuple):
     offset: int
 
     def read(self) -> Tensor:
-        """The view, of what the part computes again."""
+        """Return the view of the recomputed output."""
         y = self.again.outputs()[self.number].detach()
         if y.dtype != self.dtype:
             y = y.view(self.dtype)
@@ -221,12 +220,12 @@ class _View(NamedTuple):
 
 
 def _keep(x: Tensor) -> Tensor | Kept:
-    """What is kept of a tensor that is saved for the backward pass: a reference if a part can compute it again."""
+    """Return the object to save for the backward pass in place of a tensor: a reference if a part can recompute it."""
     if type(x) in (Tensor, FakeTensor) and _outputs:
-        found = _outputs.get(storage_id(x.untyped_storage()))
-        # An output that was changed in place since is not what the part computes.
-        if found is not None and found.version == tensor_version(x):
-            return _View(found.again, found.number, x.dtype, x.size(), x.stride(), int(x.storage_offset()))
+        output = _outputs.get(storage_id(x.untyped_storage()))
+        # An output that was changed in place later differs from the part's result.
+        if output is not None and output.version == tensor_version(x):
+            return _View(output.again, output.number, x.dtype, x.size(), x.stride(), int(x.storage_offset()))
     return x if _keep_elsewhere is None else _keep_elsewhere(x)
 
 
@@ -235,7 +234,7 @@ def _read(kept: Tensor | Kept) -> Tensor:
 
 
 class _Again:
-    """One call of a part: what it is computed from, and in the backward pass its outputs with their graph."""
+    """One call of a part: its inputs, and in the backward pass its outputs with their graph."""
 
     def __init__(self, compute: Part, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
         self.compute: Part | None = compute
@@ -246,26 +245,26 @@ class _Again:
         self._outputs: tuple[Tensor, ...] | None = None
 
     def outputs(self) -> tuple[Tensor, ...]:
-        """The outputs, computed when they are asked for first."""
+        """Return the outputs, computed on the first call."""
         if self._outputs is None:
             if self.compute is None:
                 raise RuntimeError("a recomputed part was read after its backward pass; backward runs once a graph")
             pairs = zip(self.kept, self.differentiable, strict=True)
             self.inputs = [_read(x).detach().requires_grad_(differentiable) for x, differentiable in pairs]
             with torch.enable_grad():
-                found = self.compute(*self.inputs)
-            self._outputs = found if isinstance(found, tuple) else (found,)
+                outputs = self.compute(*self.inputs)
+            self._outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         return self._outputs
 
     def gradients(self, dys: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gradients of inputs and weights, None where there is none; frees what was kept."""
+        """Return the gradients of inputs and weights, None if there is none, and free the saved tensors."""
         given = [(y, dy) for y, dy in zip(self.outputs(), dys, strict=True) if dy is not None]
         wanted = [x for x in (*self.inputs, *self.weights) if x.requires_grad]
-        found: list[Tensor | None] = [None] * len(wanted)
+        results: list[Tensor | None] = [None] * len(wanted)
         if given:
             ys, gradients = zip(*given, strict=True)
-            found = list(torch.autograd.grad(ys, wanted, gradients, allow_unused=True))
-        grads = iter(found)
+            results = list(torch.autograd.grad(ys, wanted, gradients, allow_unused=True))
+        grads = iter(results)
         by_argument = [next(grads) if x.requires_grad else None for x in (*self.inputs, *self.weights)]
         self.compute, self.kept, self.inputs, self.weights, self._outputs = None, [], [], (), None
         return by_argument

@@ -15,7 +15,7 @@ from shardwright.model.spec import ModelSpec
 
 
 def frequencies(spec: ModelSpec, device: torch.device | str = "cpu") -> Tensor:
-    """Radians by which each pair is rotated per position; float64 (C/2,).
+    """Return the radians by which each pair is rotated per position; float64 (C/2,).
 
     f_i = theta ** (-2i / C), i = 0 .. C/2 - 1. With scaling, f_i (kept_i + (1 - kept_i) / factor):
 
@@ -44,8 +44,8 @@ def frequencies(spec: ModelSpec, device: torch.device | str = "cpu") -> Tensor:
 
 
 def _yarn_bounds(scaling: RopeScaling, spec: ModelSpec) -> tuple[float, float]:
-    """The pairs i between which YaRN interpolates: those with `beta_fast` and with `beta_slow` turns in the original
-    context, i = C ln(s / (2 pi turns)) / (2 ln theta); with `truncate`, rounded outwards to whole pairs."""
+    """Return the pairs i between which YaRN interpolates: the pairs with `beta_fast` and with `beta_slow` turns in the
+    original context, i = C ln(s / (2 pi turns)) / (2 ln theta); with `truncate`, rounded outwards to whole pairs."""
 
     def pair(turns: float) -> float:
         length = scaling.original_max_seq_len / (2 * math.pi * turns)
@@ -59,12 +59,12 @@ def _yarn_bounds(scaling: RopeScaling, spec: ModelSpec) -> tuple[float, float]:
 
 
 def rotary_table(spec: ModelSpec, positions_T: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cosines, and sines with the sign of the rotation, for any positions in any order; (2, T, 1, C), or (2, B, T, 1,
-    C) for positions (B, T).
+    """Return cosines, and sines with the sign of the rotation, for any positions in any order; (2, T, 1, C), or
+    (2, B, T, 1, C) for positions (B, T).
 
     Angles are computed in float64 and rounded once to `dtype`. The table is computed in every forward pass and not
-    stored, so `to_empty`, a move to another device or a dry run cannot leave a wrong one. YaRN's factor for queries and
-    keys is in it.
+    stored, so `to_empty`, a move to another device or a dry run cannot leave a wrong one. It includes YaRN's factor of
+    queries and keys.
     """
     angles_TC = positions_T[..., None].to(torch.float64) * frequencies(spec, positions_T.device)
     cos_TC, sin_TC = angles_TC.cos(), angles_TC.sin()

@@ -13,7 +13,7 @@ from shardwright.units import divisors
 
 MOST_HEADS = 2**16
 MOST_WIDE = 2**31 - 1
-"""The largest size that has no bound of its own: what an index of 32 bits counts."""
+"""The largest size that has no bound of its own: the largest 32-bit index."""
 _MOST = {
     "n_layers": MOST_LAYERS,
     "mtp_modules": MOST_LAYERS,
@@ -26,28 +26,28 @@ Scaling = Literal["llama3", "linear", "yarn"]
 
 
 class Described(Protocol):
-    """A dataclass whose every field says in its metadata what it means."""
+    """A dataclass whose every field has its meaning in its metadata."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
 
 def descriptions(section: type[Described]) -> dict[str, str]:
-    """Field name -> what it means, in the order of definition; the run-file reference is made from it."""
-    return {each.name: each.metadata["help"] for each in fields(section)}
+    """Return field name -> meaning, in the order of definition; the run-file reference is made from it."""
+    return {key.name: key.metadata["help"] for key in fields(section)}
 
 
 def too_large(section: Described, prefix: str = "") -> Iterator[str]:
-    """A sentence for each size that is beyond what any model has; rules that go through all numbers below it, and
-    tables of all layers, would not end."""
-    for each in fields(section):
-        most, value = _MOST.get(each.name, MOST_WIDE), getattr(section, each.name)
-        if each.type is int and value > most:
-            yield f"{prefix}{each.name}={value} is more than any model has; valid: at most {most}"
+    """Yield a sentence for each size beyond any model's. Rules that go through all numbers below a size, and tables of
+    all layers, would not end."""
+    for key in fields(section):
+        most, value = _MOST.get(key.name, MOST_WIDE), getattr(section, key.name)
+        if key.type is int and value > most:
+            yield f"{prefix}{key.name}={value} is more than any model has; valid: at most {most}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Scaling of the rotary frequencies, for contexts longer than that of pretraining.
+    """Scaling of the rotary frequencies, for contexts longer than in pretraining.
 
     The formulas are in `model/rotary.py`. A field that the `kind` does not use stays at its default.
     """
@@ -55,11 +55,11 @@ class RopeScaling:
     kind: Scaling = field(
         default="llama3",
         metadata={
-            "help": "llama3: the lowest frequencies are divided; linear: all are divided; yarn: those with few turns "
-            "are divided, and queries and keys are scaled."
+            "help": "llama3: the lowest frequencies are divided; linear: all are divided; yarn: frequencies with few "
+            "turns are divided, and queries and keys are scaled."
         },
     )
-    factor: float = field(metadata={"help": "Divides the frequencies that are scaled."})
+    factor: float = field(metadata={"help": "Divisor of the scaled frequencies."})
     low_freq_factor: float = field(
         default=0.0,
         metadata={
@@ -102,41 +102,40 @@ class RopeScaling:
     )
 
     def problems(self) -> list[str]:
-        """Every broken rule, one a line; empty if there is none."""
+        """Return every broken rule, one sentence each; empty if there is none."""
         if self.kind not in get_args(Scaling):
             return [f"rope_scaling.kind={self.kind!r} is not known; valid: {', '.join(get_args(Scaling))}"]
-        found = []
+        broken = []
         if self.factor < 1:
-            found.append(f"rope_scaling.factor={self.factor:g} is less than 1; valid: 1 or more")
+            broken.append(f"rope_scaling.factor={self.factor:g} is less than 1; valid: 1 or more")
         used = _USED_BY_SCALING[self.kind]
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if each.name not in used and value != each.default and each.default is not MISSING:
-                takes = [name for name, names in _USED_BY_SCALING.items() if each.name in names]
-                found.append(
-                    f"rope_scaling.{each.name}={value} is not used by rope_scaling.kind={self.kind!r}; leave it out, "
+        for key in fields(self):
+            value = getattr(self, key.name)
+            if key.name not in used and value != key.default and key.default is not MISSING:
+                takes = [name for name, names in _USED_BY_SCALING.items() if key.name in names]
+                broken.append(
+                    f"rope_scaling.{key.name}={value} is not used by rope_scaling.kind={self.kind!r}; leave it out, "
                     f"or set kind to {' or '.join(map(repr, takes))}"
                 )
-            elif each.name in used and each.default == 0 and value == 0 and each.name not in _MAY_BE_ZERO:
-                found.append(f"rope_scaling.{each.name}: missing, and kind={self.kind!r} has no default for it")
-            elif each.name in used and each.name != "kind" and value < 0:
-                found.append(f"rope_scaling.{each.name}={value:g} is negative; valid: more than 0")
+            elif key.name in used and key.default == 0 and value == 0 and key.name not in _MAY_BE_ZERO:
+                broken.append(f"rope_scaling.{key.name}: missing, and kind={self.kind!r} has no default for it")
+            elif key.name in used and key.name != "kind" and value < 0:
+                broken.append(f"rope_scaling.{key.name}={value:g} is negative; valid: more than 0")
         if self.kind == "llama3" and 0 < self.high_freq_factor <= self.low_freq_factor:
-            found.append(
+            broken.append(
                 f"rope_scaling.high_freq_factor={self.high_freq_factor:g} is not greater than "
                 f"low_freq_factor={self.low_freq_factor:g}"
             )
         if self.kind == "yarn" and self.beta_fast <= self.beta_slow:
-            found.append(
+            broken.append(
                 f"rope_scaling.beta_fast={self.beta_fast:g} is not greater than beta_slow={self.beta_slow:g}; usual: "
                 f"32 and 1"
             )
-        return found
+        return broken
 
     @property
     def attention_scale(self) -> float:
-        """What rotated queries and keys are multiplied by (YaRN, arXiv 2309.00071, section 3.4; as transformers has
-        it)."""
+        """The factor of rotated queries and keys (YaRN, arXiv 2309.00071, section 3.4; as in transformers)."""
         if self.kind != "yarn":
             return 1.0
         if self.attention_factor:
@@ -147,7 +146,7 @@ class RopeScaling:
 
     @property
     def score_scale(self) -> float:
-        """What the scores of latent attention are multiplied by (the code of DeepSeek-V3)."""
+        """The factor of latent attention's scores (the code of DeepSeek-V3)."""
         return self._grown(self.mscale_all_dim) ** 2 if self.kind == "yarn" and self.mscale_all_dim else 1.0
 
     def _grown(self, mscale: float) -> float:
@@ -170,7 +169,7 @@ _MAY_BE_ZERO = ("attention_factor", "mscale", "mscale_all_dim")
 class MoESpec:
     """A mixture of experts instead of the feed-forward network: a router sends each token to a few of the experts."""
 
-    n_experts: int = field(metadata={"help": "Experts of a layer, of which a router picks top_k for each token."})
+    n_experts: int = field(metadata={"help": "Experts of a layer; a router picks top_k of them for each token."})
     top_k: int = field(metadata={"help": "Experts that compute each token."})
     d_ffn: int = field(metadata={"help": "Inner width of one expert."})
     n_shared: int = field(
@@ -193,7 +192,7 @@ class MoESpec:
         default=1, metadata={"help": "Number of equal groups of consecutive experts, for example one for each node."}
     )
     groups_per_token: int = field(
-        default=1, metadata={"help": "Number of groups, those with the best scores, from which a token picks experts."}
+        default=1, metadata={"help": "Number of groups with the best scores from which a token picks experts."}
     )
     capacity_factor: float = field(
         default=0.0,
@@ -215,8 +214,8 @@ class MoESpec:
     aux_scope: AuxScope = field(
         default="sequence",
         metadata={
-            "help": "sequence: the load of each sequence is balanced; batch: that of the global batch, counted in the "
-            "previous step."
+            "help": "sequence: the load of each sequence is balanced; batch: the load of the global batch, counted in "
+            "the previous step."
         },
     )
     z_loss: float = field(
@@ -229,8 +228,8 @@ class MoESpec:
     force_balance: bool = field(
         default=False,
         metadata={
-            "help": "The experts of a token are drawn at random, from seed, step, sample, layer and position, and not "
-            "picked by score: for benchmarks with an even load, and for verify in 16 bits."
+            "help": "The experts of a token are drawn at random, from seed, step, sample, layer and position, instead "
+            "of picked by score: for benchmarks with an even load, and for verify in 16 bits."
         },
     )
 
@@ -240,16 +239,16 @@ class MoESpec:
         return self.aux_loss > 0 and self.aux_scope == "batch"
 
     def capacity(self, n_tokens: int) -> int:
-        """Maximum tokens of a sequence that an expert computes: ceil(factor T K / E) (GShard, arXiv 2006.16668, section
-        2.2, with a sequence as the group)."""
+        """Return the maximum tokens of a sequence that an expert computes: ceil(factor T K / E) (GShard, arXiv
+        2006.16668, section 2.2, with a sequence as the group)."""
         return ceil(self.exact_capacity(n_tokens))
 
     def exact_capacity(self, n_tokens: Any) -> Any:
-        """`capacity` before it is rounded up, also of a float64 tensor of numbers of tokens."""
+        """Return `capacity` before rounding up; `n_tokens` may be a float64 tensor."""
         return self.capacity_factor * n_tokens * self.top_k / self.n_experts
 
     def problems(self, n_layers: int, max_seq_len: int) -> Iterator[str]:
-        """Every broken rule, for a model of `n_layers` layers and sequences of up to `max_seq_len` tokens."""
+        """Yield every broken rule, for a model of `n_layers` layers and sequences of up to `max_seq_len` tokens."""
         experts, k, groups = self.n_experts, self.top_k, self.n_groups
         sizes = ("n_experts", "top_k", "d_ffn", "n_groups", "groups_per_token")
         broken = [name for name in sizes if getattr(self, name) < 1]
@@ -319,7 +318,7 @@ class LatentAttentionSpec:
     v_dim: int = field(metadata={"help": "Width of a value head; model.head_dim has to be equal to it."})
 
     def problems(self) -> Iterator[str]:
-        """Every broken rule, one sentence each."""
+        """Yield every broken rule, one sentence each."""
         for name in ("kv_rank", "nope_dim", "rope_dim", "v_dim"):
             if getattr(self, name) < 1:
                 yield f"latent_attention.{name}={getattr(self, name)} is not positive; valid: 1 or more"

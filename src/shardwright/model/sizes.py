@@ -82,12 +82,12 @@ class ModelSizes:
     init_std: float = field(default=0.02, metadata={"help": "Standard deviation of the initial values of matrices."})
 
     def has_experts(self, layer: int) -> bool:
-        """Whether layer number `layer` has a mixture of experts instead of its feed-forward network."""
+        """Return whether layer number `layer` has a mixture of experts instead of its feed-forward network."""
         return self.moe is not None and layer >= self.moe.first_dense
 
     @property
     def n_blocks(self) -> int:
-        """The layers and the modules of multi-token prediction, whose blocks are numbered after them."""
+        """The number of layers and of multi-token prediction modules, whose blocks are numbered after the layers."""
         return self.n_layers + self.mtp_modules
 
     @property
@@ -97,7 +97,7 @@ class ModelSizes:
 
     @property
     def draws(self) -> bool:
-        """Whether training draws random numbers, which takes random keys."""
+        """Whether training draws random numbers, which needs random keys."""
         return self.dropout > 0 or (self.moe is not None and self.moe.force_balance)
 
     @property

@@ -26,7 +26,7 @@ class ModelSpec(ModelSizes):
     """
 
     def problems(self) -> list[str]:
-        """Every broken rule, each with the value, the rule and what is valid; empty if there is none."""
+        """Return every broken rule, each with the value, the rule and valid values; empty if there is none."""
         return list(self._problems())
 
     def _problems(self) -> Iterator[str]:
@@ -34,7 +34,7 @@ class ModelSpec(ModelSizes):
             yield f"family={self.family!r} is not known; {nearest(self.family, FAMILIES)}"
             return
         yield from FAMILIES[self.family].problems(self)
-        sizes = [each.name for each in fields(self) if each.type is int and each.default is MISSING]
+        sizes = [size.name for size in fields(self) if size.type is int and size.default is MISSING]
         broken = [name for name in sizes if getattr(self, name) < 1]
         for name in broken:
             yield f"{name}={getattr(self, name)} is not positive; valid: 1 or more"
@@ -101,37 +101,37 @@ class ModelSpec(ModelSizes):
 
     @property
     def n_active_parameters(self) -> int:
-        """Parameters that one token uses: all, less the experts that the router does not pick for it."""
+        """Parameters that one token uses: all parameters except the experts that the router does not pick for it."""
         return sum(self._met(row) for row in rows(self).values() if row.counted)
 
     @property
     def n_matmul_parameters(self) -> int:
-        """Parameters in the matmuls of one token: those of the layers, with top_k of the experts, and the head even if
-        it is tied; those of modules of multi-token prediction, and the head once more for each.
+        """Parameters in the matmuls of one token: of the layers, with top_k of the experts, of the head even if it is
+        tied, and of multi-token prediction modules, with the head once more for each.
 
-        Embedding lookup, learned positions, norms and biases are no matmuls and are left out.
+        Embedding lookup, learned positions, norms and biases are not matmuls and are left out.
         """
         once = sum(self._met(row) for row in rows(self).values() if row.matmul)
         return once + self.mtp_modules * self.vocab_size * self.d_model
 
     def layer_matmul_parameters(self, layer: int) -> int:
-        """Parameters in the matmuls of one token in layer number `layer`."""
+        """Return the parameters in the matmuls of one token in layer number `layer`."""
         return sum(self._met(row) for row in layer_rows(self, layer) if row.matmul)
 
     def _met(self, row: Row) -> int:
-        """Elements of a parameter that one token uses: of experts, those of the top_k that it is routed to."""
+        """Return the elements of a parameter that one token uses: for experts, only its top_k ones."""
         if row.matmul != "routed":
             return row.numel
         assert self.moe is not None
         return row.numel * self.moe.top_k // self.moe.n_experts
 
     def train_flops_per_token(self, seq_len: float, *, causal: bool = False) -> float:
-        """Model FLOPs of forward and backward for one token, without recomputation.
+        """Return the model FLOPs of forward and backward for one token, without recomputation.
 
         flops = 6 N + 6 L H (q + c) s, or 6 N + 3 L H (q + c) s with `causal`
 
-        N `n_matmul_parameters`, L `n_blocks`, H query heads, q `qk_dim`, c head_dim (equal but in latent attention), s
-        `seq_len` in tokens; where attention stays within documents, the mean length of a token's document
+        N `n_matmul_parameters`, L `n_blocks`, H query heads, q `qk_dim`, c head_dim (equal to q except in latent
+        attention), s `seq_len` in tokens; if attention stays within documents, the mean length of a token's document
         (`data.packing.attended_tokens`). A multiply-add is 2 FLOPs, and the backward pass costs two forward passes. The
         second term is QK^T and the matmul with V: 2 H (q + c) s a token forward over the full square of positions;
         `causal` counts the half that is not masked. Source: PaLM (arXiv 2204.02311) appendix B; torchtitan reports MFU
@@ -153,14 +153,15 @@ FREE = (
     "moe.z_loss",
     "moe.force_balance",
 )
-"""Fields that change neither the parameters nor, where nothing is dropped, what the model computes from them."""
+"""Fields that change neither the parameters nor, if nothing is dropped, the model's outputs."""
 
 
 def differences(saved: ModelSpec, wanted: ModelSpec, also_free: Iterable[str] = ()) -> Iterator[tuple[str, Any, Any]]:
-    """The fields in which weights of one model are not weights of another: (field, of `saved`, of `wanted`).
+    """Yield (field, value in `saved`, value in `wanted`) for each difference that makes weights of one model unusable
+    in the other.
 
-    Besides `FREE` and `also_free`, the size of `moe.bias_rate` is free, but not whether there is a bias; and d_ffn is
-    where every layer has experts.
+    Besides `FREE` and `also_free`, the size of `moe.bias_rate` is free, but not whether there is a bias; d_ffn is free
+    if every layer has experts.
     """
     for key, here in _flat(saved).items():
         there = _flat(wanted).get(key)
@@ -175,12 +176,13 @@ def differences(saved: ModelSpec, wanted: ModelSpec, also_free: Iterable[str] = 
 
 
 def _flat(spec: ModelSpec) -> dict[str, Any]:
-    """The fields of a spec, those of its tables as `moe.top_k`; tables that it does not have are not there."""
-    found: dict[str, Any] = {}
-    for each in fields(spec):
-        value = getattr(spec, each.name)
+    """Return the fields of a spec, fields of its tables as `moe.top_k`; tables that the spec does not have are
+    absent."""
+    values: dict[str, Any] = {}
+    for key in fields(spec):
+        value = getattr(spec, key.name)
         if isinstance(value, MoESpec | LatentAttentionSpec):
-            found |= {f"{each.name}.{inner.name}": getattr(value, inner.name) for inner in fields(value)}
-        elif not (value is None and each.name in ("moe", "latent_attention")):
-            found[each.name] = value
-    return found
+            values |= {f"{key.name}.{inner.name}": getattr(value, inner.name) for inner in fields(value)}
+        elif not (value is None and key.name in ("moe", "latent_attention")):
+            values[key.name] = value
+    return values

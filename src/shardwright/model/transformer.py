@@ -1,12 +1,11 @@
 """The decoder: embedding, layers of attention and feed-forward network, norm, head.
 
-Parameter names are global and the same for every layout: `embedding.weight`,
-`layers.7.attention.q.weight`, `layers.7.ffn.down.weight`, `norm.weight`, `head.weight`; with experts
-`layers.7.ffn.router.weight`, `layers.7.ffn.experts.down`, `layers.7.ffn.shared.down.weight`. Modules of multi-token
-prediction are numbered after the layers, as in DeepSeek-V3's files: of 8 layers `layers.8.projection.weight`,
-`layers.8.block.attention.q.weight`.
+Parameter names are global and the same for every layout: `embedding.weight`, `layers.7.attention.q.weight`,
+`layers.7.ffn.down.weight`, `norm.weight`, `head.weight`; with experts `layers.7.ffn.router.weight`,
+`layers.7.ffn.experts.down`, `layers.7.ffn.shared.down.weight`. Multi-token prediction (MTP) modules are numbered after
+the layers, as in DeepSeek-V3's files: after 8 layers `layers.8.projection.weight`, `layers.8.block.attention.q.weight`.
 
-Shapes: B batch, T tokens, D model, V vocab, C width of one head, K modules of multi-token prediction.
+Shapes: B batch, T tokens, D model, V vocab, C width of one head, K MTP modules.
 """
 
 from collections.abc import Iterator
@@ -38,8 +37,8 @@ _SITES_PER_LAYER = 2
 
 
 class Block(nn.Module):
-    """One layer: x + attention(norm x), then x + ffn(norm x). It takes tensors, and documents that only attention
-    reads, outside of compiled code, so that it can be compiled on its own."""
+    """One layer: x + attention(norm x), then x + ffn(norm x). It can be compiled on its own, because it takes tensors
+    and documents, which only attention reads, outside of compiled code."""
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
@@ -58,8 +57,8 @@ class Block(nn.Module):
         documents: Documents | None = None,
         real: RealTokens | None = None,
     ) -> Tensor:
-        """(B, T, D) -> (B, T, D). `site_keys_2B` are the random keys of the two branches; `real`: the tokens that
-        experts compute, if there is padding."""
+        """(B, T, D) -> (B, T, D). `site_keys_2B`: the random keys of the two branches; `real`: the tokens that experts
+        compute, if there is padding."""
         keys_B, ffn_keys_B = (None, None) if site_keys_2B is None else site_keys_2B.unbind(0)
         attended_BTD = self.attention(part("norms", self.attention_norm, x_BTD), rotary_2TC, documents)
         x_BTD = x_BTD + self.dropout(attended_BTD, keys_B, positions_T)
@@ -80,7 +79,7 @@ class Transformer(nn.Module):
     """
 
     applies_head = True
-    """Whether the forward pass returns logits; else, in the place of each, the input of the head, (B, T, D)."""
+    """Whether the forward pass returns logits; otherwise it returns the head's input, (B, T, D), instead of each."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -105,18 +104,19 @@ class Transformer(nn.Module):
         ahead_KBT: Tensor | None = None,
         real: RealTokens | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
-        """Logits (B, T, V) for the token after each one of `tokens_BT` (int64).
+        """Return logits (B, T, V) for the token after each one of `tokens_BT` (int64).
 
         `positions_T` are the positions of the tokens in the whole sequence, 0 to T - 1 unless given, (T,) or (B, T);
         the causal mask follows the order in the tensor. `random_keys_B` come from `random.sample_keys`; without them,
-        or in evaluation, nothing is dropped. With `documents` each token attends to those of its document only. Raises
-        InputError if T exceeds `max_seq_len` and no positions are given; with them a row may hold several sequences.
+        or in evaluation, nothing is dropped. With `documents` each token attends only to tokens of its document. Raises
+        InputError if T exceeds `max_seq_len` and no positions are given; with positions a row may hold several
+        sequences.
 
-        `ahead_KBT[k - 1]` are the tokens k places after `tokens_BT`, for the modules of multi-token prediction. With
-        them K further logits are returned, those of module k for the token k + 1 places later; without them the modules
-        are not run.
+        `ahead_KBT[k - 1]` are the tokens k places after `tokens_BT`, for the multi-token prediction (MTP) modules. With
+        them K further logits are returned, from module k for the token k + 1 places later; without them the modules are
+        not run.
 
-        `real`: the sequences have padding, and only the real tokens are for experts.
+        `real`: the sequences have padding, and experts compute only the real tokens.
         """
         positions_T = self._positions(tokens_BT, positions_T)
         x_BTD = self.embed(tokens_BT, positions_T, random_keys_B, documents)
@@ -132,7 +132,7 @@ class Transformer(nn.Module):
         ahead_KBT: Tensor | None = None,
         real: RealTokens | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
-        """The results of `forward` from the output of the last layer."""
+        """Return the results of `forward` from the output of the last layer."""
         result = self._result(self.norm(x_BTD))
         if ahead_KBT is None:
             return result
@@ -145,7 +145,7 @@ class Transformer(nn.Module):
         random_keys_B: Tensor | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """The input of the head: the normalised output of the last layer, (B, T, D). Arguments as in `forward`."""
+        """Return the head's input: the normalised output of the last layer, (B, T, D). Arguments as in `forward`."""
         positions_T = self._positions(tokens_BT, positions_T)
         x_BTD = self.embed(tokens_BT, positions_T, random_keys_B, documents)
         x_BTD = self.run_layers(x_BTD, positions_T, random_keys_B, documents)
@@ -165,7 +165,7 @@ class Transformer(nn.Module):
     def embed(
         self, tokens_BT: Tensor, positions_T: Tensor, random_keys_B: Tensor | None, documents: Documents | None = None
     ) -> Tensor:
-        """The input of the first layer, (B, T, D)."""
+        """Return the input of the first layer, (B, T, D)."""
         x_BTD = self.embedding(tokens_BT)
         if self.position_embedding is not None:
             x_BTD = x_BTD + self.position_embedding(_embedded(positions_T, documents))
@@ -180,7 +180,7 @@ class Transformer(nn.Module):
         documents: Documents | None = None,
         real: RealTokens | None = None,
     ) -> Tensor:
-        """Run the layers one after another, without modules of multi-token prediction; (B, T, D) -> (B, T, D)."""
+        """Run the layers one after another, without MTP modules; (B, T, D) -> (B, T, D)."""
         also = self._read_by_blocks(x_BTD, positions_T, documents, real)
         for name, block in self.layers.items():
             if int(name) < self.spec.n_layers:
@@ -198,8 +198,8 @@ class Transformer(nn.Module):
         documents: Documents | None = None,
         real: RealTokens | None = None,
     ) -> Iterator[Tensor]:
-        """The result (B, T, V) of each module of multi-token prediction. `x_BTD`: the output of the last layer, before
-        the last norm; other arguments as in `forward`."""
+        """Yield the result (B, T, V) of each MTP module. `x_BTD`: the output of the last layer, before the last norm;
+        other arguments as in `forward`."""
         also = self._read_by_blocks(x_BTD, positions_T, documents, real)
         for number, tokens_BT in enumerate(ahead_KBT, start=self.spec.n_layers):
             module = self.layers[str(number)]
@@ -211,8 +211,8 @@ class Transformer(nn.Module):
     def _read_by_blocks(
         self, x_BTD: Tensor, positions_T: Tensor, documents: Documents | None, real: RealTokens | None
     ) -> tuple[Any, ...]:
-        """What all blocks read besides their input and their random keys: the rotary table, and documents and real
-        tokens if there are any."""
+        """Return the arguments of all blocks after their input and random keys: the rotary table, and documents and
+        real tokens if there are any."""
         uses_rope = self.spec.positions == "rope"
         rotary_2TC = rotary_table(self.spec, _embedded(positions_T, documents), x_BTD.dtype) if uses_rope else None
         # A family of models may not take either (`Family.documents`); run files that need one are refused.
@@ -221,7 +221,7 @@ class Transformer(nn.Module):
         return (rotary_2TC,) if documents is None else (rotary_2TC, documents)
 
     def _record_load(self, block: nn.Module, y_BTD: Tensor) -> None:
-        """Record the load of the experts of a block whose output is `y_BTD`; outside of the block, which may be
+        """Record the load of a block's experts; `y_BTD`: the block's output. It runs outside of the block, which may be
         compiled or recomputed in the backward pass."""
         for module in block.modules() if self.spec.moe and self.training else ():
             if isinstance(module, MoE) and module.last_load is not None:
@@ -236,12 +236,12 @@ class Transformer(nn.Module):
 
 
 def _embedded(positions_T: Tensor, documents: Documents | None) -> Tensor:
-    """The positions that are embedded: those in the sequence, or in the document where they restart."""
+    """Return the positions to embed: in the sequence, or in the document if positions restart."""
     return positions_T if documents is None or documents.positions_BT is None else documents.positions_BT
 
 
 def layer_site_keys(random_keys_B: Tensor | None, layer: int) -> Tensor | None:
-    """The random keys (2, B) of a layer's two branches; `layer` is its number in the whole model."""
+    """Return the random keys (2, B) of a layer's two branches; `layer` is its number in the whole model."""
     if random_keys_B is None:
         return None
     return site_keys(random_keys_B, _EMBEDDING_SITE + 1 + _SITES_PER_LAYER * layer, _SITES_PER_LAYER)

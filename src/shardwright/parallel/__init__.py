@@ -1,1 +1,1 @@
-"""Parallelises a model from outside: one file or folder for each axis, and apply.py, which applies them in order."""
+"""Parallelises a model: one file or folder for each axis, and `apply.py`, which applies the axes in order."""

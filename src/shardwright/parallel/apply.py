@@ -1,4 +1,4 @@
-"""Applies every kind of parallelism of a layout to a model, in one fixed order."""
+"""Applies all kinds of parallelism of a layout to a model, in one fixed order."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -69,12 +69,12 @@ def apply(
 ) -> ParallelModel:
     """Build a model of `spec` on this rank of `layout`, with its initial values.
 
-    Every rank of the world calls this, after `init_process_group` (also where the world size is 1). The layout has to
-    fit the model (`split.rules.problems`). `seq_len`, in tokens, is the sequence length that pipeline stages are
-    balanced for; by default `spec.max_seq_len`. `cuda_graphs`: record compiled blocks as CUDA graphs, on a single rank
-    that computes with copies of its parameters (`MasterWeights`). `fp8`: how matmuls of the layers are computed in fp8,
-    if they are. `fill` moves a part of the model from the meta device and gives it its initial values; `read` reads the
-    numbers of rows that ranks of ep exchange.
+    Every rank of the world calls this, after `init_process_group` (also if the world size is 1). The layout has to fit
+    the model (`split.rules.problems`). `seq_len`, in tokens, is the sequence length that pipeline stages are balanced
+    for; by default `spec.max_seq_len`. `cuda_graphs`: record compiled blocks as CUDA graphs, on a single rank that
+    computes with copies of its parameters (`MasterWeights`). `fp8`: the fp8 recipe of the layers' matmuls, or None.
+    `fill` moves a part of the model from the meta device and gives it its initial values; `read` reads the numbers of
+    rows that ranks of ep exchange.
     """
     mesh = build_mesh(layout, device.type, spec.n_kv_heads)
     groups = build_groups(layout, mesh)
@@ -143,7 +143,7 @@ def apply(
 def _attend_over_cp(
     part: nn.Module, layout: Layout, groups: Groups, device: torch.device, deals_documents: bool
 ) -> None:
-    """Give each block of `part` the attention that reaches the tokens of other ranks of cp."""
+    """Give each block of `part` an attention that covers the tokens of other ranks of cp."""
     if groups.cp_ring is not None and device.type == "cuda":
         # NCCL needs all ranks of a group in its first call, and with documents some may have nothing to send.
         dist.all_reduce(torch.zeros(1, device=device), group=groups.cp_ring)
@@ -160,9 +160,9 @@ def _products(
     seed: int,
     sharded: bool,
 ) -> list[PowerSGD]:
-    """What sums the gradients of the matrices of each part as products; none where they are summed as they are.
+    """Return a `PowerSGD` for each part; an empty list if the layout does not use it.
 
-    Raises LayoutError where matmuls are not in the type of the parameters.
+    Raises LayoutError if matmuls do not use the type of the parameters.
     """
     rank = powersgd_rank(layout)
     if rank and sharded:
@@ -181,19 +181,19 @@ def _replicated(part: nn.Module, groups: Groups, compression: Compression, produ
 def _parts(
     spec: ModelSpec, layout: Layout, groups: Groups, dtype: torch.dtype, seq_len: int
 ) -> tuple[list[Transformer] | list[StageModel], dict[str, tuple[int, ...]]]:
-    """The whole model, or with pp this rank's stages of it, on the meta device; and for each parameter of the whole
+    """Return the whole model, or with pp this rank's stages, on the meta device, and for each parameter of the whole
     model the ranks of `pp` that hold it."""
     if groups.pp is None:
         with torch.device("meta"):
             whole = Transformer(spec).to(dtype)
         return [whole], {name: (0,) for name, _ in whole.named_parameters()}
     stages = cut_stages(spec, stage_layers(spec, layout, seq_len), dtype)
-    mine = dict.fromkeys(layout.held_by(groups.pp.rank()))
-    return [stages[number] for number in mine], holders(stages, layout.ways)
+    local = dict.fromkeys(layout.held_by(groups.pp.rank()))
+    return [stages[number] for number in local], holders(stages, layout.ways)
 
 
 def _neighbours(layout: Layout) -> Iterator[tuple[int, int]]:
-    """Pairs of ranks of `pp`, the lower first, that hold two consecutive stages."""
+    """Yield the pairs of ranks of `pp`, the lower first, that hold two consecutive stages."""
     for route in layout.ways:
         for here, there in pairwise(route):
             if here != there:
@@ -228,14 +228,14 @@ def _pipeline(
 def _run_blocks(
     blocks: Sequence[nn.Module], layout: Layout, store: ActivationsOnHost | None, compiled: bool, graphs: bool
 ) -> None:
-    """Have blocks compiled, recompute what the layout says, and `store`, if there is one, keep what they save.
+    """Set up compilation, recomputation by the layout, and `store`, which keeps saved activations, for blocks.
 
     `graphs`: the kernels of compiled blocks are recorded as CUDA graphs.
 
-    What is compiled is the forward pass of a block. Hooks around it (of FSDP2, of saved tensors) are not. All blocks
-    share its code, and so what it compiles to; collectives split it into several regions.
+    The forward pass of a block is compiled; hooks around it (of FSDP2, of saved tensors) are not. All blocks share one
+    code object and one compilation; collectives split it into several regions.
     """
-    # Without a pipeline the backward pass of the last block comes next, so it keeps its own.
+    # Without a pipeline the backward pass of the last block comes next, so the block keeps its activations.
     last = blocks[-1] if layout.pp == 1 else None
     one_region = compiled and layout.tp * layout.cp * layout.ep == 1
     recomputing = blocks[: layout.recompute_layers] if layout.recomputes else ()
@@ -260,8 +260,8 @@ def _recompute(block: nn.Module, compiled: bool, one_region: bool) -> None:
     for module in block.modules():
         if isinstance(module, Linear | RowLinear):
             module.saves_first = True
-    # The compiler leaves all alone that is checkpointed if it cannot go through it, as at collectives. Then pieces of
-    # it are compiled, but of experts, whose choices have to be kept.
+    # The compiler skips a checkpointed function that it cannot trace as a whole, for example at collectives. Then its
+    # children are compiled, except experts, whose choices have to be kept.
     experts = bool(expert_layers(block))
     if compiled and not one_region:
         for part in block.children() if experts else (block,):

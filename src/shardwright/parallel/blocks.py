@@ -38,7 +38,7 @@ class Kernel(NamedTuple):
 
 
 def kernel_for(q_BHTC: Tensor) -> Kernel:
-    """The kernel for the device, dtype and head width of the queries; no other code chooses one."""
+    """Return the kernel for the device, dtype and head width of the queries; no other code chooses one."""
     if device_type(q_BHTC) == "cpu":
         return FLASH_CPU
     width = q_BHTC.shape[-1]
@@ -48,7 +48,7 @@ def kernel_for(q_BHTC: Tensor) -> Kernel:
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type in which partial results are summed: fp32 or wider."""
+    """Return the type in which partial results are summed: fp32 or wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -103,20 +103,20 @@ def _cuda_gradient(
 
 
 def _expand(x_BKSC: Tensor, q_BHTC: Tensor) -> Tensor:
-    """Repeat each kv head for the G query heads that read it: grouped heads are not known to work on every device."""
+    """Repeat each kv head for the G query heads that read it; not every device is known to support grouped heads."""
     group = q_BHTC.shape[1] // x_BKSC.shape[1]
     return x_BKSC if group == 1 else x_BKSC.repeat_interleave(group, dim=1)
 
 
 def _fold(dx_BHSC: Tensor, x_BKSC: Tensor) -> Tensor:
-    """The gradient of `_expand`: summed over each group (16-bit sums are accumulated in fp32 by torch)."""
+    """Return the gradient of `_expand`: summed over each group (16-bit sums are accumulated in fp32 by torch)."""
     kv_heads = x_BKSC.shape[1]
     return dx_BHSC if dx_BHSC.shape[1] == kv_heads else dx_BHSC.unflatten(1, (kv_heads, -1)).sum(2)
 
 
 def _dense_scores(q_BHTC: Tensor, k_BKSC: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The scores, and the scaled queries and the keys they are computed from, in the accumulator type with grouped
-    heads."""
+    """Return the scores, and the scaled queries and keys that they are computed from, in the accumulator type with
+    grouped heads."""
     wide = accumulator_dtype(q_BHTC.dtype)
     q_BKGTC = q_BHTC.to(wide).unflatten(1, (k_BKSC.shape[1], -1)) * q_BHTC.shape[-1] ** -0.5
     k_BK1SC = k_BKSC.to(wide).unsqueeze(2)

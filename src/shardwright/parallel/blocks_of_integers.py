@@ -1,14 +1,13 @@
-"""Elements that travel as integers of 8 or 4 bits, with a scale for each block of a row.
+"""Codec that sends elements as integers of 8 or 4 bits, with a scale for each block of a row.
 
-A block is `BLOCK` elements of a row or fewer: a row is cut into the fewest blocks of equal length, so where a block
-begins depends on the row alone, and not on how many ranks share the rows. The scale s of a block is its largest
-absolute value over 127 (8 bits) or 7 (4 bits), in fp32; an element x travels as round(x / s), and arrives as that times
-s, with an error of half a scale or less. What is infinite or not a number arrives as not a number, for the whole block.
+A block is `BLOCK` elements of a row or fewer: a row is cut into the fewest blocks of equal length, so the start of a
+block depends on the row alone, not on the number of ranks that share the rows. The scale s of a block is its largest
+absolute value over 127 (8 bits) or 7 (4 bits), in fp32. An element x is sent as round(x / s) and received as
+round(x / s) s, with an error of at most s / 2. A block with an infinite element or a NaN is received as NaN.
 
-Vectors (norms and biases) travel as they are, since they are few, and as the first of the bytes; then come the scales,
-then the integers.
+Vectors (norms and biases) are few and are sent unchanged, first; then come the scales, then the integers.
 
-Source: ZeRO++, arXiv 2306.10209, sections 3.1 and 3.3; its block sizes are others.
+Source: ZeRO++, arXiv 2306.10209, sections 3.1 and 3.3; its block sizes differ.
 
 Shapes: n ranks, K elements of each; R rows, B blocks of a row, E elements of a block.
 """
@@ -26,15 +25,14 @@ _SCALE_BYTES = 4
 
 
 class Integers:
-    """The codec (`compression.Codec`) of integers of `bits` bits, 8 or 4. What is sent is bytes."""
+    """The codec (`compression.Codec`) of integers of `bits` bits, 8 or 4. It sends bytes."""
 
     def __init__(self, bits: int) -> None:
         self.bits, self.largest = bits, 2 ** (bits - 1) - 1
 
     def encode(self, x_nK: Tensor, parts: Sequence[Part]) -> Tensor:
-        """As `Codec.encode`."""
         vectors, scales, integers = [], [], []
-        for part, x_nP in zip(parts, x_nK.split([each.n_elements for each in parts], 1), strict=True):
+        for part, x_nP in zip(parts, x_nK.split([part.n_elements for part in parts], 1), strict=True):
             if not part.columns:
                 vectors.append(x_nP)
                 continue
@@ -49,31 +47,31 @@ class Integers:
         return torch.cat(sent, 1)
 
     def decode(self, sent: Tensor, parts: Sequence[Part], dtype: torch.dtype) -> Tensor:
-        """As `Codec.decode`. `dtype` has to be that of the elements that were encoded."""
+        """Return (n, K) in `dtype`, which has to be the type of the encoded elements."""
         matrices = [part for part in parts if part.columns]
         shapes = [_shape(part) for part in matrices]
         of_vectors = sum(part.n_elements for part in parts if not part.columns) * dtype.itemsize
         of_scales = sum(n_blocks for n_blocks, _ in shapes) * _SCALE_BYTES
         cuts = (of_vectors, of_scales, sent.shape[1] - of_vectors - of_scales)
-        vectors, scales, packed = (each.clone(memory_format=torch.contiguous_format) for each in sent.split(cuts, 1))
+        vectors, scales, packed = (part.clone(memory_format=torch.contiguous_format) for part in sent.split(cuts, 1))
         vectors_n = iter(
             vectors.view(dtype).split([part.n_elements for part in parts if not part.columns], 1) if of_vectors else ()
         )
         scales_nB = iter(scales.view(torch.float32).split([n for n, _ in shapes], 1) if shapes else ())
         sizes = [n * length for n, length in shapes]
         integers_n = iter(self._unpacked(packed, sum(sizes)).split(sizes, 1) if shapes else ())
-        found = []
+        decoded = []
         for part in parts:
             if not part.columns:
-                found.append(next(vectors_n))
+                decoded.append(next(vectors_n))
                 continue
             scale_nB = next(scales_nB)
             x_nBE = next(integers_n).view(*scale_nB.shape, -1) * scale_nB[..., None].to(_wide(dtype))
-            found.append(_out_of_blocks(x_nBE.to(dtype), part))
-        return torch.cat(found, 1)
+            decoded.append(_out_of_blocks(x_nBE.to(dtype), part))
+        return torch.cat(decoded, 1)
 
     def _packed(self, integers_nX: Tensor) -> Tensor:
-        """The integers as bytes, those of 4 bits two in each."""
+        """Return the integers as bytes; integers of 4 bits two in each byte."""
         if self.bits == 8:
             return integers_nX.view(torch.uint8)
         pairs = (F.pad(integers_nX, (0, integers_nX.shape[1] % 2)) + self.largest).to(torch.uint8).unflatten(1, (-1, 2))
@@ -87,18 +85,18 @@ class Integers:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The type of products with scales."""
+    """Return the type of products with scales."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _shape(part: Part) -> tuple[int, int]:
-    """How many blocks a matrix has, and the length of each."""
+    """Return the number of blocks of a matrix and the length of each."""
     length = block_length(part.columns)
     return part.n_elements // part.columns * -(-part.columns // length), length
 
 
 def _in_blocks(x_nP: Tensor, columns: int) -> Tensor:
-    """The blocks of a matrix, (n, B, E), the last of a row filled up with zeros."""
+    """Return the blocks of a matrix, (n, B, E); the last block of a row is padded with zeros."""
     length = block_length(columns)
     return F.pad(x_nP.reshape(len(x_nP), -1, columns), (0, -columns % length)).reshape(len(x_nP), -1, length)
 

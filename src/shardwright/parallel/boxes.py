@@ -1,8 +1,8 @@
-"""Where a rank's shard lies in the whole tensor: a box, computed by our own arithmetic.
+"""The box of a rank's shard in the whole tensor, computed by our own arithmetic.
 
-FSDP2 shards what tp has sharded: of 61 rows tp=2 makes shards of 31 and 30, and dp_shard=3 cuts these into 11, 11, 9
-and 10, 10, 10. PyTorch writes this as [_StridedShard(0), Shard(0)], and computes offsets and shapes from it as if rows
-were cut into 2 x 3 equal parts; both are wrong where they are not equal. So neither PyTorch's offsets nor its
+FSDP2 shards tensors that tp has sharded: of 61 rows tp=2 makes shards of 31 and 30, and dp_shard=3 cuts these into 11,
+11, 9 and 10, 10, 10. PyTorch writes this as [_StridedShard(0), Shard(0)] and computes offsets and shapes as if rows
+were cut into 2 x 3 equal parts; both are wrong if they are not equal. So neither PyTorch's offsets nor its
 `full_tensor` are used for parameters.
 """
 
@@ -34,10 +34,10 @@ class Cut(NamedTuple):
 def box_of(
     shape: Sequence[int], degrees: Sequence[int], coordinates: Sequence[int], placements: Sequence[Placement]
 ) -> tuple[Offsets, tuple[int, ...], list[Cut]]:
-    """Offsets and shape of the shard at `coordinates` of a mesh of `degrees`, and the cuts that made it, in order:
-    along the axes from the first to the last, and strided ones after all others."""
+    """Return the offsets and shape of the shard at `coordinates` of a mesh of `degrees`, and the cuts that made it, in
+    the order of the axes, strided cuts last."""
     offsets, local, cuts = [0] * len(shape), list(shape), []
-    for axis, place in sorted(enumerate(placements), key=lambda each: isinstance(each[1], StridedShard)):
+    for axis, place in sorted(enumerate(placements), key=lambda item: isinstance(item[1], StridedShard)):
         assert not place.is_partial(), "a partial sum is no shard"
         if place.is_replicate():
             continue
@@ -49,7 +49,7 @@ def box_of(
 
 
 def shard_of(tensor: Tensor) -> tuple[Offsets, tuple[int, ...], list[Cut]]:
-    """`box_of` this rank's shard of a tensor. Reads no values, so that a dry run can ask."""
+    """Return `box_of` this rank's shard. Reads no values, so that a dry run can call it."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.dim(), tuple(tensor.shape), []
     mesh = tensor.device_mesh
@@ -59,7 +59,7 @@ def shard_of(tensor: Tensor) -> tuple[Offsets, tuple[int, ...], list[Cut]]:
 
 
 def local_box(tensor: Tensor) -> tuple[Tensor, Offsets]:
-    """This rank's shard of a tensor, and the index in the whole tensor where the shard begins."""
+    """Return this rank's shard of a tensor, and the index in the whole tensor where the shard begins."""
     offsets, shape, _ = shard_of(tensor)
     local = tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
     assert local.shape == shape, f"a shard of {tuple(local.shape)}; by the placements it has {shape}"
@@ -69,7 +69,7 @@ def local_box(tensor: Tensor) -> tuple[Tensor, Offsets]:
 def overlap(
     begin: Sequence[int], shape: Sequence[int], other: Sequence[int], other_shape: Sequence[int]
 ) -> tuple[Indices, Indices] | None:
-    """The elements that two boxes share, as indices into the first and into the second; None if they share none."""
+    """Return the elements that two boxes share, as indices into the first and into the second, or None."""
     spans = [(max(a, b), min(a + n, b + m)) for a, n, b, m in zip(begin, shape, other, other_shape, strict=True)]
     if any(low >= high for low, high in spans):
         return None
@@ -82,7 +82,7 @@ def overlap(
 
 @torch.no_grad()
 def gather_whole(tensor: Tensor) -> Tensor:
-    """The whole tensor on every rank; a collective of the ranks of its mesh, a copy."""
+    """Return a copy of the whole tensor on every rank; a collective of the ranks of its mesh."""
     local, _ = local_box(tensor)
     if not isinstance(tensor, DTensor):
         return local.clone()
@@ -92,7 +92,7 @@ def gather_whole(tensor: Tensor) -> Tensor:
 
 
 def _gathered(local: Tensor, cut: Cut, group: dist.ProcessGroup) -> Iterator[Tensor]:
-    """The shards of a cut; all are sent in the size of the largest, the first."""
+    """Yield the shards of a cut; each is sent padded to the size of the first, the largest."""
     shape = list(local.shape)
     shape[cut.dim] = cut.sizes[0]
     padded = local.new_zeros(shape)

@@ -39,7 +39,7 @@ class Sent:
         return self._finish()
 
     def then(self, change: Callable[[Tensor], Tensor]) -> "Sent":
-        """The same collective with another result, which `change` makes of its own."""
+        """Return the same collective with the result `change(result)`."""
         return Sent(self._work, lambda: change(self._finish()))
 
 
@@ -60,7 +60,7 @@ def start_gather_tokens(x_BtD: Tensor, group: dist.ProcessGroup, by_rank: bool =
 
 
 def start_sum_tokens(x_BTD: Tensor, group: dist.ProcessGroup, by_rank: bool = False) -> Sent:
-    """Reduce-scatter: sum over the ranks, each of which gets its token shard; the layout is that of the all-gather."""
+    """Reduce-scatter: sum over the ranks; each rank gets its token shard. `by_rank` as in the all-gather."""
     n = group.size()
     if by_rank:
         parts_nBtD = x_BTD.unflatten(0, (n, -1)).contiguous()

@@ -1,8 +1,8 @@
 """FSDP2 with collectives that send fewer bytes (`layout.compress_gradients`, `layout.compress_weights`).
 
-FSDP2 lets its reduce-scatter and its all-gather be replaced, but not the all-reduce over replicas that follows the
-former with hybrid sharding. So with compressed gradients FSDP2 shards over `shards` alone, and the shards of gradients
-are summed over `replicas` here, once a step, after its last backward pass.
+FSDP2 allows its reduce-scatter and its all-gather to be replaced, but not the all-reduce over replicas that follows the
+reduce-scatter with hybrid sharding. So with compressed gradients FSDP2 shards over `shards` alone, and this module sums
+the gradient shards over `replicas`, once a step, after the last backward pass.
 """
 
 from collections import defaultdict
@@ -27,15 +27,15 @@ from shardwright.units import in_groups
 
 
 def codec_of(kind: str) -> Codec | None:
-    """How elements travel, for a value of `layout.compress_gradients` or `compress_weights`; None: as they are."""
+    """Return the codec for a value of `layout.compress_gradients` or `compress_weights`; None: not compressed."""
     codecs: dict[str, Codec] = {"bf16": Rounded(torch.bfloat16), "int8": Integers(8), "int4": Integers(4)}
     return codecs.get(kind)
 
 
 @dataclass(frozen=True)
 class Compression:
-    """How gradients and weights travel (None: as they are), and for dense parameters ("") and experts ("expert_") the
-    groups of the hops of a reduce-scatter, and the group of replicas, if there are any."""
+    """The codecs of gradients and weights (None: not compressed), and for dense parameters ("") and experts ("expert_")
+    the groups of the hops of a reduce-scatter and, if there is one, the group of replicas."""
 
     gradients: Codec | None
     weights: Codec | None
@@ -44,7 +44,7 @@ class Compression:
 
     @staticmethod
     def of(layout: Layout, mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> "Compression":
-        """Those of a layout. Every rank of the world has to call this, after the meshes are built."""
+        """Return a layout's compression. Every rank of the world has to call this, after the meshes are built."""
         hops, replicas = {}, {}
         in_node = {"": layout.node_ranks, "expert_": max(1, layout.node_ranks * layout.tp // layout.ep)}
         for prefix, along in (("", mesh), ("expert_", expert_mesh)):
@@ -55,15 +55,15 @@ class Compression:
         return Compression(codec_of(layout.compress_gradients), codec_of(layout.compress_weights), hops, replicas)
 
     def apply(self, module: FSDPModule, prefix: str) -> None:
-        """Replace the collectives of a group of parameters of FSDP2."""
-        # A stage in the middle of a pipeline has no parameters but those of its blocks: then there is no group here.
+        """Replace the collectives of an FSDP2 parameter group."""
+        # A middle stage of a pipeline has no parameters outside its blocks, so `groups` may be empty.
         groups = parameter_groups(module)
-        parts = [Part.of(each.padded_sharded_param_size) for group in groups for each in group.fsdp_params]
+        parts = [Part.of(parameter.padded_sharded_param_size) for group in groups for parameter in group.fsdp_params]
         collective: Any
         if self.gradients is not None:
             collective = _ReduceScatter(self.gradients, self.hops[prefix], parts)
             module.set_custom_reduce_scatter(collective)
-            # Zeros where there is no gradient, so that what is reduced is always all of these parts.
+            # Missing gradients become zeros, so that every reduction has all of these parts.
             reduce_unused_parameters(module)
         if self.weights is not None:
             collective = _AllGather(self.weights, parts)
@@ -71,7 +71,7 @@ class Compression:
 
 
 def _hops(mesh: DeviceMesh, axis: str, node_ranks: int) -> tuple[dist.ProcessGroup, ...]:
-    """The groups of the hops of a reduce-scatter along an axis: one, unless a part of its ranks share a node."""
+    """Return the groups of the hops of a reduce-scatter along an axis: one, unless some of its ranks share a node."""
     lines = lines_of(mesh, axis, node_ranks)
     if lines is None:
         return (mesh[axis].get_group(),)
@@ -81,10 +81,9 @@ def _hops(mesh: DeviceMesh, axis: str, node_ranks: int) -> tuple[dist.ProcessGro
 
 
 class _Buffers:
-    """The part of FSDP2's interface of a collective that allocates."""
+    """FSDP2's interface of a collective: the allocation."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer of a collective."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -106,8 +105,8 @@ class _AllGather(_Buffers):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        """Gather the shards of all ranks, those of this rank as the others receive them; secondary shards, which are of
-        parameters that have been sent so before, as they are."""
+        """Gather the shards of all ranks; each rank decodes its own shard too, as the others receive it. Secondary
+        shards are parts of decoded parameters, so they are sent unchanged."""
         if input_tensor.numel() != sum(part.n_elements for part in self.parts):
             all_gather_single(output_tensor, input_tensor, group=group)
             return
@@ -118,24 +117,24 @@ class _AllGather(_Buffers):
 
 
 class OverReplicas:
-    """Sums the shards of gradients over the ranks that hold replicas of them, dense parameters and experts apart."""
+    """Sums gradient shards over the ranks that hold replicas of them; dense parameters and experts apart."""
 
     def __init__(self, compression: Compression) -> None:
         self.compression = compression
 
     def sum(self, modules: Iterable[FSDPModule]) -> None:
-        """Sum the gradients of the parameters of FSDP2's groups, in place."""
+        """Sum the gradients of FSDP2's parameter groups, in place."""
         codec, replicas = self.compression.gradients, self.compression.replicas
         assert codec is not None
-        found: dict[str, list[Tensor]] = defaultdict(list)
+        by_mesh: dict[str, list[Tensor]] = defaultdict(list)
         for module in modules:
             for group in parameter_groups(module):
                 for parameter in group.fsdp_params:
                     gradient = parameter.sharded_param.grad
                     if isinstance(gradient, DTensor):
                         names = gradient.device_mesh.mesh_dim_names or ()
-                        found["expert_" if "expert_shards" in names else ""].append(gradient.to_local())
-        for prefix, gradients in found.items():
+                        by_mesh["expert_" if "expert_shards" in names else ""].append(gradient.to_local())
+        for prefix, gradients in by_mesh.items():
             if prefix in replicas:
                 for bucket in in_groups(gradients, lambda gradient: gradient.nbytes, REPLICA_BUCKET_BYTES):
                     sum_over(bucket, replicas[prefix], codec)

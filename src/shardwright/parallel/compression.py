@@ -1,20 +1,20 @@
-"""Sums over ranks that send fewer bytes than the elements have: what is sent is encoded, and summed where it arrives.
+"""Sums over ranks of encoded elements, which have fewer bytes; elements are decoded and summed where they arrive.
 
-A reduce-scatter is an all-to-all of encoded parts, which every rank decodes and adds up in the type of its sum, so an
-element is rounded once on its way, whatever the number of ranks. A reduction that rounds each partial sum, as a ring in
-bf16 does, rounds it n - 1 times. An all-reduce is that reduce-scatter, and an all-gather of the encoded sums, which
-rounds them once more and leaves the same bits on every rank.
+A reduce-scatter is an all-to-all of encoded parts. Every rank decodes and adds them in the type of the sum, so each
+addend is rounded once, for any number of ranks. A ring in bf16 rounds each partial sum: n - 1 times. An all-reduce is
+this reduce-scatter and an all-gather of the encoded sums, which rounds the sums once more and gives every rank the same
+bits.
 
 | collective       | sent by a rank of n, of X elements    | roundings of an element             |
 | ---------------- | ------------------------------------- | ----------------------------------- |
 | `reduce_scatter` | (n-1)/n encoded X                     | 1 of each addend                    |
 | `start_sum`      | 2 (n-1)/n encoded X                   | 1 of each addend, and 1 of the sum  |
 
-A reduce-scatter may take two hops (ZeRO++, arXiv 2306.10209, section 3.3): between the ranks of a node first, which
-leaves each with the sums of its node for as many parts as there are nodes, and then between the nodes, where a rank
-sends only those. Elements are rounded in each hop.
+A reduce-scatter may take two hops (ZeRO++, arXiv 2306.10209, section 3.3). The first is between the ranks of a node and
+leaves each rank with its node's sums for as many parts as there are nodes. The second sends only these sums between
+nodes. Elements are rounded in each hop.
 
-Shapes: n ranks of the group, K elements that a rank keeps of the sum.
+Shapes: n ranks of the group, K elements of the sum that a rank keeps.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,39 +30,37 @@ from shardwright.torch_private import all_gather_single
 
 
 class Part(NamedTuple):
-    """A tensor among the K elements: how many it has, and the length of its rows; 0: it is a vector."""
+    """A tensor among the K elements: its number of elements, and the length of its rows, or 0 for a vector."""
 
     n_elements: int
     columns: int
 
     @staticmethod
     def of(shape: Sequence[int]) -> "Part":
-        """That of a tensor of this shape."""
+        """Return the part of a tensor of this shape."""
         return Part(torch.Size(shape).numel(), shape[-1] if len(shape) > 1 else 0)
 
 
 class Codec(Protocol):
-    """How elements travel. `parts` are the tensors that the K elements are, one after another."""
+    """An encoding of elements. `parts` are the tensors that make up the K elements, in order."""
 
     def encode(self, x_nK: Tensor, parts: Sequence[Part]) -> Tensor:
-        """What is sent to each of n ranks, (n, bytes or elements), of K elements for each."""
+        """Return the message to each of n ranks, (n, bytes or elements), from K elements for each."""
 
     def decode(self, sent: Tensor, parts: Sequence[Part], dtype: torch.dtype) -> Tensor:
-        """(n, K) in `dtype`, of what n ranks have sent."""
+        """Return (n, K) in `dtype` from the messages of n ranks."""
 
 
 class Rounded:
-    """Elements travel in a narrower floating-point type."""
+    """Codec that sends elements in a narrower floating-point type."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
     def encode(self, x_nK: Tensor, parts: Sequence[Part]) -> Tensor:
-        """As `Codec.encode`."""
         return x_nK.to(self.dtype)
 
     def decode(self, sent: Tensor, parts: Sequence[Part], dtype: torch.dtype) -> Tensor:
-        """As `Codec.decode`."""
         return sent.to(dtype)
 
 
@@ -71,8 +69,8 @@ def reduce_scatter(
 ) -> None:
     """Sum `x_nK[r]` of all ranks into `kept_K` of rank r, in the type of `kept_K`.
 
-    `hops`: the group of the ranks; or of two hops that of the ranks of a node, which are consecutive, and that of the
-    ranks at the same place in each node.
+    `hops`: the group of the ranks; or, for two hops, the group of this node's ranks, which are consecutive, and the
+    group of the ranks at the same place in each node.
     """
     for group in hops:
         m, k = group.size(), kept_K.numel()
@@ -85,8 +83,9 @@ def reduce_scatter(
 
 
 def start_sum(x_nK: Tensor, group: dist.ProcessGroup, codec: Codec, parts: Sequence[Part]) -> Sent:
-    """All-reduce (sum), of which every rank adds up K elements; its result is the sum (n, K). The addends are sent at
-    once; they are added up, and the sums gathered, when the caller waits."""
+    """Start an all-reduce (sum) in which every rank adds up K elements; the result is the sum (n, K).
+
+    The addends are sent at once; they are added up, and the sums gathered, when the caller waits."""
     sent = codec.encode(x_nK, parts)
     received = torch.empty_like(sent)
     work = dist.all_to_all_single(received, sent, group=group, async_op=True)
@@ -100,7 +99,7 @@ def start_sum(x_nK: Tensor, group: dist.ProcessGroup, codec: Codec, parts: Seque
 
 
 def start_sum_of_vector(x: Tensor, group: dist.ProcessGroup, codec: Codec) -> Sent:
-    """As `start_sum`, of a vector, in place."""
+    """Start the all-reduce of `start_sum` for a vector, in place."""
     x_nK = F.pad(x, (0, -x.numel() % group.size())).view(group.size(), -1)
     started = start_sum(x_nK, group, codec, (Part(x_nK.shape[1], 0),))
     return started.then(lambda sum_nK: x.copy_(sum_nK.view(-1)[: x.numel()]))
@@ -109,15 +108,15 @@ def start_sum_of_vector(x: Tensor, group: dist.ProcessGroup, codec: Codec) -> Se
 def sum_over(gradients: Sequence[Tensor], group: dist.ProcessGroup, codec: Codec) -> None:
     """Sum tensors over the ranks of a group, in place, together; each rank adds up some rows of each."""
     n = group.size()
-    rows = [-(-each.shape[0] // n) * n for each in gradients]
+    rows = [-(-gradient.shape[0] // n) * n for gradient in gradients]
     padded = [
-        F.pad(each.flatten(1) if each.dim() > 1 else each[:, None], (0, 0, 0, more - each.shape[0]))
-        for each, more in zip(gradients, rows, strict=True)
+        F.pad(gradient.flatten(1) if gradient.dim() > 1 else gradient[:, None], (0, 0, 0, more - gradient.shape[0]))
+        for gradient, more in zip(gradients, rows, strict=True)
     ]
     parts = [
-        Part(whole.numel() // n, each.shape[-1] if each.dim() > 1 else 0)
-        for each, whole in zip(gradients, padded, strict=True)
+        Part(whole.numel() // n, gradient.shape[-1] if gradient.dim() > 1 else 0)
+        for gradient, whole in zip(gradients, padded, strict=True)
     ]
-    summed_nK = start_sum(torch.cat([each.view(n, -1) for each in padded], 1), group, codec, parts).wait()
-    for each, summed in zip(gradients, summed_nK.split([part.n_elements for part in parts], 1), strict=True):
-        each.copy_(summed.reshape(-1)[: each.numel()].view_as(each))
+    summed_nK = start_sum(torch.cat([gradient.view(n, -1) for gradient in padded], 1), group, codec, parts).wait()
+    for gradient, summed in zip(gradients, summed_nK.split([part.n_elements for part in parts], 1), strict=True):
+        gradient.copy_(summed.reshape(-1)[: gradient.numel()].view_as(gradient))

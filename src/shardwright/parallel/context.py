@@ -9,7 +9,7 @@ rank holds. Communication of one layer per rank, in messages or calls and in ele
 | `allgather`      | all-gather, (n-1) 2BTKC               | all-gather and all-to-all, (n-1) 2BTKC each  |
 | `ulysses`        | all-to-all, (n-1)/n BT(H+2K')C,       | the same two in the other order              |
 |                  | and one of (n-1)/n BTHC               |                                              |
-| `usp`            | those of `ulysses` over u ranks,      | those of `ulysses` and, for `zigzag` over    |
+| `usp`            | as `ulysses` over u ranks,            | as `ulysses`, and for `zigzag` over          |
 |                  | and r-1 messages of 2BTK'C            | r ranks, r-1 of 2BTK'C and r-1 of 2BTK'C*    |
 
 K' = max(K, n) for `ulysses` and max(K, u) for `usp`, since a rank needs a whole kv head; the other methods send each kv
@@ -65,7 +65,7 @@ class ContextAttention:
         ulysses: dist.ProcessGroup | None,
         deals_documents: bool = False,
     ) -> None:
-        """`deals_documents`: as `split.documents.deals_documents`."""
+        """`deals_documents`: see `split.documents.deals_documents`."""
         assert method in CP_METHODS, method
         assert ring is None or method != "ulysses"
         assert ulysses is None or method in ("ulysses", "usp")
@@ -101,10 +101,10 @@ class ContextAttention:
 class GatherAttention(torch.autograd.Function):
     """(q_BTHC, k_BTKC, v_BTKC, ring) -> o_BTHC: zig-zag tokens; one all-gather brings the keys and values of all ranks.
 
-    Attention to the rank's own two chunks overlaps with the all-gather. Of the 2n-2 chunks of other ranks, in the order
-    of the sequence, the early half of the queries attends to the first r and the late half to the first 2n-2-r. So no
-    score of these is masked, and every rank computes the same number of scores. The backward pass gathers keys and
-    values again instead of saving them.
+    Attention to the rank's own two chunks overlaps with the all-gather. Let the 2n-2 chunks of other ranks be in the
+    order of the sequence: the early half of the queries attends to the first r, the late half to the first 2n-2-r. So
+    none of these scores is masked, and every rank computes the same number of scores. The backward pass gathers keys
+    and values again instead of saving them.
     """
 
     @staticmethod
@@ -161,14 +161,14 @@ def _start_gather(own_2BTKC: Tensor, ring: dist.ProcessGroup) -> tuple[Tensor, d
 
 
 def _halves(tokens: int, ring: dist.ProcessGroup) -> list[tuple[slice, slice]]:
-    """(queries, preceding keys of other ranks) for the late and the early half of the tokens of this rank."""
+    """Return (queries, preceding keys of other ranks) for the late and the early half of this rank's tokens."""
     chunk, n, rank = tokens // 2, ring.size(), ring.rank()
     early = [(slice(chunk), slice(rank * chunk))] if rank > 0 else []
     return [(slice(chunk, None), slice((2 * n - 2 - rank) * chunk)), *early]
 
 
 def _others(gathered_n2BTKC: Tensor, rank: int) -> Tensor:
-    """The chunks of all ranks but this one in the order of the sequence: 0, 1, ..., 2n-1 without r and 2n-1-r."""
+    """Return the chunks of all other ranks in the order of the sequence: 0, 1, ..., 2n-1 without r and 2n-1-r."""
     ranks = [other for other in range(len(gathered_n2BTKC)) if other != rank]
     chunk = gathered_n2BTKC.shape[3] // 2
     early = [gathered_n2BTKC[other, :, :, :chunk] for other in ranks]
@@ -177,11 +177,11 @@ def _others(gathered_n2BTKC: Tensor, rank: int) -> Tensor:
 
 
 def _sum_at_home(sums_2BSKC: Tensor, dtype: torch.dtype, ring: dist.ProcessGroup) -> Tensor:
-    """The sum over all other ranks of their gradients of this rank's keys and values; undoes the order of `_others`.
+    """Return the sum over all other ranks of their gradients of this rank's keys and values; inverse of `_others`.
 
-    A reduce-scatter made of an all-to-all in `dtype` and a local sum in fp32 or wider: gloo's own reduce-scatter is an
-    all-reduce inside (2 (n-1) parts sent, measured, against n-1), and NCCL's would add up n terms in 16 bits, whose
-    error grows with the size of the ring.
+    This reduce-scatter is an all-to-all in `dtype` and a local sum in fp32 or wider. gloo's own reduce-scatter is an
+    all-reduce inside (it sent 2 (n-1) parts instead of n-1), and NCCL's adds n terms in 16 bits, whose error grows with
+    the size of the ring.
     """
     n, rank = ring.size(), ring.rank()
     ranks = [other for other in range(n) if other != rank]

@@ -2,27 +2,27 @@
 
 Ranks of cp hold other tokens of the same samples, so gradients are reduced over them as over data ranks. Parameters,
 gradients and optimizer states are sharded over dp_shard x cp. There is one engine for the whole model, or with pp one
-for each stage.
+for each stage of the rank.
 
 P, G are the bytes of the model's or the stage's parameters and gradients. A step has A micro-batches. Parameters are
 gathered and gradients reduced in K groups: one for each of the L blocks, and one for embedding, norm and head; stages
 between the first and the last have only the blocks.
 
-| zero | engine       | held between micro-batches   | all-gathers     | reduce-scatters | all-reduces of gradients |
+| zero | engine       | kept between micro-batches   | all-gathers     | reduce-scatters | all-reduces of gradients |
 | ---- | ------------ | ---------------------------- | --------------- | --------------- | ------------------------ |
 | 0    | `Replicated` | P, G whole                   | -               | -               | 1 a bucket, last only    |
 | 1    | `Sharded`    | P and G whole, P sharded     | K               | K, last only    | K, last only, if hybrid  |
 | 2    | `Sharded`    | P whole, P and G sharded     | K               | A x K           | K, last only, if hybrid  |
 | 3    | `Sharded`    | P and G sharded              | A x (K + L)     | A x K           | K, last only, if hybrid  |
 
-With pp the row of zero 3 holds for `layout.zero_pp_gather = "microbatch"`; with "step" a stage gathers each parameter
-once and holds it until its last backward pass, as in the row of zero 1. With `layout.zero_secondary_ranks` A x L of the
-all-gathers of zero 3 are over those ranks alone.
+With pp the row of zero 3 applies for `layout.zero_pp_gather = "microbatch"`; with "step" a stage gathers each parameter
+once and keeps it until its last backward pass, as in the row of zero 1. With `layout.zero_secondary_ranks` A x L of the
+all-gathers of zero 3 are over the secondary ranks alone.
 
-Where the compute type differs from the parameter type (bf16 and fp32), FSDP2 runs zero 0 too, with a shard group of one
+If the compute type differs from the parameter type (bf16 and fp32), FSDP2 runs zero 0 too, with a shard group of one
 rank: it casts the parameters to the compute type, and accumulates and reduces gradients in the parameter type. A single
-rank does the same without FSDP2, by a copy of the parameters in the compute type (`MasterWeights`); with zero 3, which
-frees such a copy layer by layer, it uses FSDP2.
+rank does the same without FSDP2, with a copy of the parameters in the compute type (`MasterWeights`). With zero 3,
+which frees such a copy layer by layer, it uses FSDP2.
 
 Optimizer states are replicated with zero 0 and sharded with 1, 2 and 3. With zero 3 each block is gathered for the
 forward pass, freed, and gathered again for the backward pass; the all-gather of the next block overlaps with the
@@ -71,25 +71,24 @@ class DataEngine(Protocol):
     """
 
     keeps_gradients: bool
-    """Whether gradients are views of the buckets that are all-reduced: between steps they are zeroed, not freed."""
+    """Whether gradients are views of all-reduce buckets, which are zeroed between steps, not freed."""
 
     def before_backward(self, split: bool, last: bool) -> None:
-        """Call before a backward pass. `split`: gradients of weights are computed later. `last`: this micro-batch is
+        """Prepare a backward pass. `split`: gradients of weights are computed later. `last`: this micro-batch is
         the last of the step whose gradients are completed."""
 
     def after_gradients(self, split: bool, last: bool) -> None:
-        """Call when all gradients of a micro-batch have been accumulated."""
+        """Reduce or convert the gradients of a micro-batch after all have been accumulated."""
 
     def end_step(self) -> None:
-        """Call after the last backward pass of the step; waits for the reduced gradients."""
+        """Wait for the reduced gradients after the last backward pass of the step."""
 
     def release(self) -> None:
-        """Call after forward passes without a backward pass: frees the gathered parameters, so that only shards
-        remain."""
+        """Free the gathered parameters after forward passes without a backward pass, so that only shards remain."""
 
 
 class Replicated:
-    """ZeRO-0: every rank holds all parameters, gradients and optimizer states. Gradients are views of buckets; in the
+    """ZeRO-0: every rank has all parameters, gradients and optimizer states. Gradients are views of buckets. In the
     last backward pass of a step each bucket is all-reduced as soon as it is complete."""
 
     def __init__(
@@ -99,19 +98,20 @@ class Replicated:
         codec: Codec | None = None,
         products: PowerSGD | None = None,
     ) -> None:
-        """`parameters` are plain tensors that have storage. Without a group nothing is reduced. `codec`: how gradients
-        travel, if not in their own type. `products` sums those of other parameters, after the last backward pass."""
+        """`parameters`: plain tensors that have storage. Without a `group` nothing is reduced. `codec`: the encoding of
+        gradients, if they are compressed. `products` sums the gradients of other parameters, after the last backward
+        pass."""
         self.group, self.products = group, products
         self.start_sum = collectives.start_sum if codec is None else partial(start_sum_of_vector, codec=codec)
         # Freed gradients would make the next step accumulate in new tensors and copy those into the buckets: P more.
         self.keeps_gradients = group is not None
         self._buckets: list[Tensor] = []
         self._views: list[tuple[nn.Parameter, Tensor]] = []
-        """Parameter -> its gradient, a view of a bucket."""
+        """(parameter, its gradient: a view of a bucket)."""
         self._sizes: list[int] = []
         """Number of parameters of each bucket."""
         self._missing: list[int] = []
-        """For each bucket, how many gradients the last backward pass has still to add; empty before that pass."""
+        """For each bucket, the number of gradients that the last backward pass has yet to add; empty before it."""
         self._works: list[Sent] = []
         """All-reduces that have been started. Buckets are reduced in one fixed order, the same on all ranks."""
         if group is not None:
@@ -130,7 +130,7 @@ class Replicated:
 
     def after_gradients(self, split: bool, last: bool) -> None:
         if last:
-            self._missing = [0] * len(self._sizes)  # includes those of a split pass and of unused parameters
+            self._missing = [0] * len(self._sizes)  # includes parameters of a split pass and unused parameters
             self._send()
 
     def end_step(self) -> None:
@@ -145,8 +145,8 @@ class Replicated:
         pass
 
     def _add(self, bucket: list[nn.Parameter]) -> None:
-        flat = bucket[0].new_zeros(sum(each.numel() for each in bucket))
-        for parameter, part in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
+        flat = bucket[0].new_zeros(sum(parameter.numel() for parameter in bucket))
+        for parameter, part in zip(bucket, flat.split([parameter.numel() for parameter in bucket]), strict=True):
             parameter.grad = part.view_as(parameter)
             self._views.append((parameter, parameter.grad))
             parameter.register_post_accumulate_grad_hook(partial(self._added, len(self._buckets)))
@@ -173,8 +173,8 @@ class Sharded:
     keeps_gradients = False
 
     def __init__(self, groups: list[FSDPModule], layout: Layout, over_replicas: OverReplicas | None = None) -> None:
-        """`groups` are the modules whose parameters are gathered and reduced together, the outermost first.
-        `over_replicas` sums shards of gradients over dp_replicate, where FSDP2 does not."""
+        """`groups`: modules whose parameters are gathered and reduced together, the outermost first. `over_replicas`
+        sums gradient shards over dp_replicate, if FSDP2 does not."""
         self.groups, self.over_replicas = groups, over_replicas
         self.regathers = layout.regathers
         self.each_microbatch = layout.zero == 2 or layout.regathers
@@ -221,9 +221,9 @@ class Sharded:
 class MasterWeights:
     """The engine of a single rank whose modules compute with copies of the parameters in another type.
 
-    The parameters themselves are the master weights: the optimizer updates them and checkpoints hold them. Gradients of
-    the copies wait until there are `CONVERTED_BYTES` of them, or until the micro-batch ends; then they are added to the
-    gradients of the master weights, and freed.
+    The parameters themselves are the master weights: the optimizer updates them and checkpoints contain them. Gradients
+    of the copies wait until they have `CONVERTED_BYTES` bytes, or until the micro-batch ends; then they are added to
+    the gradients of the master weights, and freed.
     """
 
     keeps_gradients = False
@@ -269,8 +269,8 @@ class MasterWeights:
 
     @torch.no_grad()
     def _add_waiting(self) -> None:
-        """Add the gradients that wait to those of the master weights. The first ones of a step are converted together:
-        on a GPU one kernel for many tensors took a third of the time of one kernel for each."""
+        """Add the waiting gradients to the gradients of the master weights. The first gradients of a step are converted
+        together: on a GPU one kernel for many tensors took a third of the time of one kernel for each."""
         first = []
         for master, gradient in self._waiting:
             if master.grad is None:
@@ -300,11 +300,11 @@ def shard(
     block and one for the other modules.
 
     Parameters are stored in `param_dtype` and used in `compute_dtype`; gradients are reduced and accumulated in
-    `param_dtype`. With `layout.offload_parameters` shards of parameters and gradients are in the memory of the host:
-    parameters are copied to the device for each gather, and reduced gradients to the host. `secondary`: the groups from
-    which layers are gathered in backward passes (parallel/secondary.py), if not from all ranks. Experts form their own
-    group where they have their own mesh. Tensors that are not trained stay replicated, in their own type. Called on a
-    model on the meta device, before it has values.
+    `param_dtype`. With `layout.offload_parameters` shards of parameters and gradients are in host memory: parameters
+    are copied to the device for each gather, and reduced gradients to the host. `secondary`: the groups from which
+    layers are gathered in backward passes (parallel/secondary.py), instead of from all ranks. Experts form their own
+    group if they have their own mesh. Tensors that are not trained stay replicated, in their own type. `model` is on
+    the meta device, without values.
     """
     # FSDP2 does not cast inputs: the model makes rotary tables and activations in the type of its weights.
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=param_dtype, cast_forward_inputs=False)
@@ -327,7 +327,7 @@ def shard(
             ignored_params=untrained,
         )
         group.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
-        if over.size() > 1:  # one rank has the sum, and would divide it by 1 into a tensor of its own
+        if over.size() > 1:  # a single rank has the sum already, and FSDP2 would divide it by 1 into a new tensor
             group.set_gradient_divide_factor(1.0)
         if along[shards].size() > 1:
             compression.apply(group, prefix)
@@ -353,10 +353,10 @@ def shard(
 
 
 def _gather_ahead(root: FSDPModule, units: Sequence[Sequence[FSDPModule]]) -> None:
-    """Have each block gathered while the one before it computes, in the forward and in the backward pass. `units`: the
-    group of each block, followed by those of the experts in it.
+    """Gather each block while the block before it computes, in the forward and in the backward pass. `units`: the FSDP
+    group of each block, followed by the groups of its experts.
 
-    Blocks alone gather ahead: experts that are computed again in the backward pass would gather the next block.
+    Only blocks gather ahead: experts that are recomputed in the backward pass would gather the next block.
     """
     for unit, following in pairwise([[root], *units, []]):
         unit[0].set_modules_to_forward_prefetch([*unit[1:], *following[:1]])
@@ -365,14 +365,14 @@ def _gather_ahead(root: FSDPModule, units: Sequence[Sequence[FSDPModule]]) -> No
 
 
 def needs_sharding(layout: Layout, compute_dtype: torch.dtype, param_dtype: torch.dtype) -> bool:
-    """Whether FSDP2 is used: for ZeRO 1 to 3, on several ranks whose compute type differs from the parameter type, and
-    on one rank whose parameters are in the memory of the host."""
+    """Return whether FSDP2 is used: for ZeRO 1 to 3, on several ranks whose compute type differs from the parameter
+    type, and on one rank whose parameters are in host memory."""
     shards = layout.zero > 0 and layout.dp_shard * layout.cp > 1
     casts = compute_dtype != param_dtype and not needs_masters(layout, compute_dtype, param_dtype)
     return shards or casts or layout.offload_parameters != "none"
 
 
 def needs_masters(layout: Layout, compute_dtype: torch.dtype, param_dtype: torch.dtype) -> bool:
-    """Whether a single rank computes with copies of its parameters."""
+    """Return whether a single rank computes with copies of its parameters."""
     alone = layout.world_size == 1 and layout.zero < 3 and layout.offload_parameters == "none"
     return alone and compute_dtype != param_dtype

@@ -38,7 +38,7 @@ class WeightGradients:
         self._left.append((weight, dy.detach(), x.detach(), counts_E, fp8))
 
     def take(self) -> Callable[[], None]:
-        """A function that computes what was deferred since the last call and adds it to the weights' `.grad`."""
+        """Return a function that computes the gradients deferred since the last call and adds them to `.grad`."""
         left, self._left = self._left, []
 
         def compute() -> None:

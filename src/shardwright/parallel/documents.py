@@ -1,8 +1,8 @@
 """Context parallelism with attention within documents: which keys are sent to which rank, and attention to them.
 
-`split/documents.py` says which tokens a rank holds, and from the lengths of the documents plans its attention: causal
+`split/documents.py` says which tokens a rank holds, and plans its attention from the lengths of the documents: causal
 squares of its own tokens and, for the keys of each other rank, rectangles of tokens of one document. A rank sends keys
-and values directly to the rank that needs them, of no other tokens, and gradients directly back; between two ranks
+and values of needed tokens directly to the rank that needs them, and gradients directly back; between two ranks
 without a common document there is no message and no work. Communication of one layer per rank, where the others need
 M of the rank's tokens, each counted once for every rank that needs it:
 
@@ -93,7 +93,7 @@ class DocumentAttention(torch.autograd.Function):
 def attend(
     q_1HNC: Tensor, k_1KMC: Tensor, v_1KMC: Tensor, pieces: Sequence[Piece]
 ) -> Iterator[tuple[slice | Tensor, Tensor, Tensor]]:
-    """(rows, o, lse) of the pieces of a step: one after another, or with a variable-length kernel all at once."""
+    """Yield (rows, o, lse) for each piece of a step, or once for all pieces with a variable-length kernel."""
     if pieces and has_varlen(q_1HNC):
         yield varlen.attend(q_1HNC, k_1KMC, v_1KMC, pieces)
         return
@@ -112,7 +112,7 @@ def gradients(
     lse_1HN: Tensor,
     pieces: Sequence[Piece],
 ) -> Iterator[tuple[slice | Tensor, slice, Tensor, Tensor, Tensor]]:
-    """(rows, columns, dq, dk, dv) of the pieces of a step, as `attend`; o and lse are those over all keys."""
+    """Yield (rows, columns, dq, dk, dv) as `attend` does; `o_1HNC` and `lse_1HN` are over all keys."""
     if pieces and has_varlen(q_1HNC):
         yield varlen.gradient(do_1HNC, q_1HNC, k_1KMC, v_1KMC, o_1HNC, lse_1HN, pieces)
         return
@@ -128,7 +128,7 @@ Messages = dict[int, Tensor]
 
 
 def _keys(own_2NKC: Tensor, plan: Plan, ring: Ring) -> Iterator[tuple[int, Tensor]]:
-    """(step, keys and values of that step), the own ones first; the next are on their way meanwhile."""
+    """Yield (step, keys and values of that step), this rank's first; later ones are received meanwhile."""
     ready = {0: own_2NKC}
     for steps in [*_rounds(ring), ()]:
         sent = {step: torch.cat([own_2NKC[:, at] for at in (*plan.sends[step], slice(0))], 1) for step in steps}
@@ -138,7 +138,7 @@ def _keys(own_2NKC: Tensor, plan: Plan, ring: Ring) -> Iterator[tuple[int, Tenso
 
 
 def _rounds(ring: Ring) -> list[Sequence[int]]:
-    """The steps whose messages are sent at a time."""
+    """Return groups of steps; the messages of a group are sent together."""
     steps = range(1, ring.group.size())
     return [steps] if ring.together else [(step,) for step in steps]
 
@@ -147,13 +147,13 @@ class _Returns:
     """Gradients of received keys and values, which are sent back to the ranks that these came from."""
 
     def __init__(self, sum_2NKC: Tensor, plan: Plan, ring: Ring) -> None:
-        """Gradients that come back are added to `sum_2NKC`."""
+        """`sum_2NKC`: the gradients that come back are added to it."""
         self._sum_2NKC, self._plan, self._ring = sum_2NKC, plan, ring
         self._waiting: Messages = {}
         self._exchanges: list[_Exchange] = []
 
     def start(self, step: int, found_2MKC: Tensor) -> None:
-        """Start to send the gradients of a step, if they are not to wait for those of other steps."""
+        """Start to send the gradients of a step, unless they are sent with the gradients of other steps."""
         self._waiting[step] = found_2MKC
         if not self._ring.together or len(self._waiting) == self._ring.group.size() - 1:
             counts = [sum(at.stop - at.start for at in self._plan.sends[step]) for step in self._waiting]
@@ -161,7 +161,7 @@ class _Returns:
             self._waiting = {}
 
     def finish(self) -> None:
-        """Add what comes back."""
+        """Add the gradients that come back."""
         for exchange in self._exchanges:
             for step, found_2MKC in exchange.wait().items():
                 first = 0
@@ -172,8 +172,8 @@ class _Returns:
 
 
 class _Exchange:
-    """Messages of some steps on their way: `sent[s]` to the rank s places further, or with `towards` -1 s places back;
-    from the rank as far on the other side come `counts` tokens."""
+    """Messages of some steps in flight: `sent[s]` goes to the rank s places further, or with `towards` -1 s places
+    back; `counts` tokens arrive from the rank as far on the other side."""
 
     def __init__(self, sent: Messages, counts: Sequence[int], towards: int, tag: int, ring: Ring) -> None:
         self._sent = sent  # in memory until they have arrived
@@ -181,7 +181,7 @@ class _Exchange:
         shapes = {step: (2, count, *some.shape[2:]) for step, count in zip(sent, counts, strict=True)}
         n, rank = ring.group.size(), ring.group.rank()
         if ring.together:
-            order = [(towards * (other - rank)) % n for other in range(n)]  # steps by the rank that they are sent to
+            order = [(towards * (other - rank)) % n for other in range(n)]  # the step of each receiving rank
             back = [-step % n for step in order]
             out = torch.cat([sent[step].flatten() for step in order if step])
             sizes = [sent[step].numel() if step else 0 for step in order]
@@ -204,7 +204,7 @@ class _Exchange:
         self._works = start(messages, ring.group, "cp", tag)
 
     def wait(self) -> Messages:
-        """The messages that have come."""
+        """Return the received messages."""
         for work in self._works:
             work.wait()
         return dict(sorted(self._received.items()))

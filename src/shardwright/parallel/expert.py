@@ -4,9 +4,9 @@
     rows, sorted by expert ---- all-to-all ---- sorted by local expert ---- local experts ---- all-to-all back ---- rows
           \\__ overlapped: the shared experts
 
-A row is one token on its way to one expert. Ranks of ep are consecutive in dp_shard x cp x tp: each holds different
-tokens. The backward pass repeats the all-to-alls except that of the counts. The gradient of an expert is the sum over
-its tokens of all ranks, as on one device. Sources: GShard, arXiv 2006.16668, section 3; dropless: MegaBlocks,
+A row is one token on its way to one expert. Ranks of ep are consecutive in dp_shard x cp x tp, and each holds different
+tokens. The backward pass repeats all all-to-alls except the counts. The gradient of an expert is the sum over its
+tokens of all ranks, as on one device. Sources: GShard, arXiv 2006.16668, section 3; dropless: MegaBlocks,
 arXiv 2211.15841.
 
 | all-to-all       | rows a rank sends, on average       | elements of a row    |
@@ -34,19 +34,19 @@ from shardwright.model.moe import MoE
 from shardwright.parallel.norm import as_part, local_part
 
 ReadCounts = Callable[[Tensor, int], list[list[int]]]
-"""Reads the numbers of rows that are sent to each rank and received from each, (2, n), to the host; the second argument
-is how many rows there are to send."""
+"""Reads the numbers of rows sent to each rank and received from each, (2, n), to the host; the second argument is the
+number of rows to send."""
 
 
 def read_counts(rows_2n: Tensor, n_rows: int) -> list[list[int]]:
-    """The only device-to-host synchronisation of a step: the sizes of the receive buffers are needed on the host."""
+    """Read the sizes of the receive buffers to the host: the only device-to-host synchronisation of a step."""
     rows: list[list[int]] = rows_2n.tolist()
     return rows
 
 
 def split_experts(model: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup, read: ReadCounts = read_counts) -> None:
     """Replace every mixture of a model, or of a pipeline stage, on the meta device by one that holds this rank's
-    experts and sends tokens to those of other ranks."""
+    experts and sends tokens to other ranks' experts."""
     for name, layer in list(model.named_modules()):
         if isinstance(layer, MoE):
             assert isinstance(layer.experts, Experts)
@@ -55,8 +55,7 @@ def split_experts(model: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup, 
 
 
 class ExchangingMoE(MoE):
-    """A mixture of experts of which this rank holds a part; the all-to-all of the rows overlaps with the shared
-    experts."""
+    """A mixture of experts sharded over ranks; the all-to-all of the rows overlaps with the shared experts."""
 
     def __init__(self, whole: MoE, experts: nn.Module, exchange: "Exchange") -> None:
         nn.Module.__init__(self)
@@ -64,8 +63,8 @@ class ExchangingMoE(MoE):
         self.tally, self.last_load = whole.tally, whole.last_load
         self.exchange = exchange
 
-    # The compiler of PyTorch 2.11 fails where the exchange interrupts a function that has made autograd functions; so
-    # the parts of a mixture are compiled, and what calls them is not.
+    # The compiler of PyTorch 2.11 fails if the exchange interrupts a function that has made autograd functions. So the
+    # parts of a mixture are compiled, and their caller is not.
     forward = torch.compiler.disable(MoE.forward, recursive=False)
 
     def run(self, rows_RD: Tensor, counts_E: Tensor, x_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -85,7 +84,7 @@ class ExpertPart(nn.Module):
             self.register_parameter(name, nn.Parameter(as_part(part, whole, mesh, [Shard(0)])))
 
     def forward(self, rows_SD: Tensor, counts_e: Tensor) -> Tensor:
-        """As `Experts.forward`, with rows for each of this rank's experts."""
+        """Compute `Experts.forward` with rows for each of this rank's experts."""
         here: dict[str, Any] = {name: local_part(parameter) for name, parameter in self.named_parameters()}
         out_SD: Tensor = functional_call(self._all[0], here, (rows_SD, counts_e))
         return out_SD
@@ -93,13 +92,12 @@ class ExpertPart(nn.Module):
 
 class Exchange:
     """Sends rows to the ranks of their experts and back: (experts, rows_RD sorted by expert, counts_E) -> a function
-    that waits for and returns the outputs in the order of the rows, (R, D)."""
+    that waits for the outputs and returns them in the order of the rows, (R, D)."""
 
     def __init__(self, group: dist.ProcessGroup, read: ReadCounts = read_counts) -> None:
         self.group, self.read = group, read
         self.sent_bytes = 0
-        """Bytes of rows that this rank has sent to other ranks in training: dispatch and combine, forward and
-        backward."""
+        """Bytes of rows sent to other ranks in training: dispatch and combine, forward and backward."""
 
     @torch.compiler.disable  # sizes change with every call
     def __call__(self, experts: nn.Module, rows_RD: Tensor, counts_E: Tensor) -> Callable[[], Tensor]:
@@ -131,8 +129,8 @@ class Exchange:
 
 
 def take_sent_bytes(model: nn.Module) -> int:
-    """Bytes that this rank has sent since the last call: rows to experts of other ranks, and outputs of its own experts
-    back. Evaluation is not counted."""
+    """Return the bytes that this rank has sent since the last call: rows to experts of other ranks, and outputs of its
+    own experts back. Evaluation is not counted."""
     sent = 0
     for layer in model.modules():
         if isinstance(layer, ExchangingMoE):
@@ -141,7 +139,7 @@ def take_sent_bytes(model: nn.Module) -> int:
 
 
 def _expert_of_each(arriving_ne: Tensor, n_rows: int) -> Tensor:
-    """For every received row the index of its expert among this rank's experts; (S,)."""
+    """Return for every received row the index of its expert among this rank's experts; (S,)."""
     n, e = arriving_ne.shape
     numbers = torch.arange(e, device=arriving_ne.device).repeat(n)
     return numbers.repeat_interleave(arriving_ne.flatten(), output_size=n_rows)

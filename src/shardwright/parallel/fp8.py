@@ -1,4 +1,4 @@
-"""fp8 on a sharded model: over which ranks the largest absolute value of an operand is taken.
+"""fp8 on a sharded model: the ranks over which the largest absolute value of an operand is taken.
 
 | linear     | along tokens                          | input features | output features |
 | ---------- | ------------------------------------- | -------------- | --------------- |
@@ -7,9 +7,9 @@
 | replicated | cp, and tp where it has token shards  | -              | -               |
 | experts    | none: a scale for each row            | -              | -               |
 
-The inputs of a column-parallel linear and the output's gradients of a row-parallel one are gathered, or the same on
-all ranks of tp. FSDP gathers a weight, in the type of matmuls, before it is rounded. Data ranks have micro-batches of
-their own, and so tensors of their own.
+The inputs of a column-parallel linear and the output gradients of a row-parallel linear are gathered, or equal on all
+ranks of tp. FSDP gathers a weight, in the type of matmuls, before it is rounded. Each data rank has its own
+micro-batches, and so its own scales.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from shardwright.parallel.tensor import ColumnLinear
 
 
 def use_fp8(model: Transformer, fp8: Fp8, layout: Layout, groups: Groups) -> None:
-    """Let the linears of a model, or of a pipeline stage, that is sharded over tp compute in fp8."""
+    """Make the linears of a model, or of a pipeline stage, that is sharded over tp compute in fp8."""
     context = (groups.cp_ring, groups.cp_ulysses)
     tp = groups.tp
     shared = {
@@ -49,7 +49,7 @@ def use_fp8(model: Transformer, fp8: Fp8, layout: Layout, groups: Groups) -> Non
 
 
 def maximum(*groups: dist.ProcessGroup | None) -> Maximum | None:
-    """The maximum over the ranks of all of these groups; None where there is no other rank."""
+    """Return the in-place maximum over the ranks of all groups, or None if every group is None."""
     some = [group for group in groups if group is not None]
     return partial(_maximum, some) if some else None
 

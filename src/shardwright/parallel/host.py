@@ -1,8 +1,8 @@
-"""The memory of the host of a device."""
+"""Host memory that a device reads and writes."""
 
 import torch
 
 
 def pins(device: torch.device) -> bool:
-    """Whether memory of the host that is copied to and from a device is pinned: a GPU then copies on its own."""
+    """Return whether host memory for copies to and from `device` is pinned, so that a GPU copies without the CPU."""
     return device.type == "cuda" and torch.cuda.is_available()

@@ -1,4 +1,4 @@
-"""Allocates the parameters of a model and fills them; each rank makes the initial values of its own shards."""
+"""Allocates a model's parameters and fills them; each rank makes the initial values of its own shards."""
 
 import torch
 from torch import nn
@@ -21,5 +21,5 @@ def materialise(model: nn.Module, spec: ModelSpec, seed: int, device: torch.devi
 
 
 def allocate(model: nn.Module, device: torch.device, shards_on: torch.device) -> None:
-    """Move a model from the meta device to `device`, but trained parameters to `shards_on`; without values."""
-    map_tensors(model, lambda each: torch.empty_like(each, device=shards_on if each.requires_grad else device))
+    """Move a model from the meta device to `device`, but trained parameters to `shards_on`, without values."""
+    map_tensors(model, lambda tensor: torch.empty_like(tensor, device=shards_on if tensor.requires_grad else device))

@@ -1,5 +1,5 @@
-"""Cross-entropy of a micro-batch: of logits that are sharded over tp along the vocabulary, or from the input of the
-head for some tokens at a time, so that the logits of a micro-batch are never whole.
+"""Cross-entropy of a micro-batch: from logits that are sharded over tp along the vocabulary, or from the head's input
+for some tokens at a time, so that the logits of a micro-batch are never all in memory.
 
 The gradient of the logits is computed in the forward pass, in their own memory. The chunked loss computes, for each
 chunk of C tokens, logits = x W^T, their loss, and the gradients
@@ -7,7 +7,7 @@ chunk of C tokens, logits = x W^T, their loss, and the gradients
     dlogits = softmax(logits) - [target]        dx = dlogits W        dW += dlogits^T x
 
 and frees the logits. dx (of all tokens) and dW are kept for the backward pass, which multiplies both by the gradient of
-the loss. So W is used in the forward pass alone, and there is nothing to defer in a split backward pass.
+the loss. So W is used in the forward pass alone, and a split backward pass has nothing to defer.
 
 Shapes: B batch, T tokens, N tokens of B sequences, C tokens of a chunk, D model, v a rank's rows of the vocabulary.
 """
@@ -38,8 +38,8 @@ def cross_entropy(
     ignore: int,
     group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """Cross-entropy summed over the targets that are not `ignore`, a scalar in fp32 or wider, equal on all ranks of
-    `group`. With a `factor`, a scalar in that type, the gradient of factor x loss overwrites the logits.
+    """Return the cross-entropy summed over the targets that are not `ignore`, a scalar in fp32 or wider, equal on all
+    ranks of `group`. With a `factor`, a scalar in that type, the gradient of factor x loss overwrites the logits.
 
     `rows` are the token ids whose logits this rank holds. The logits are never gathered: the ranks all-reduce, for each
     token, its largest logit, then its sum of exponentials and its target's logit (Shoeybi et al., arXiv 1909.08053,
@@ -75,60 +75,60 @@ def cross_entropy(
         dist.all_reduce(sums_2N, group=group)
         sum_N, target_N = sums_2N.unbind(0)
         if gradient is not None:
-            each = _split(n_together, logits_Nv, largest_N[:, None], weights_N1 / sum_N[:, None])
-            for i, (logits_Pv, largest_P1, scale_P1) in enumerate(each):
+            parts = _split(n_together, logits_Nv, largest_N[:, None], weights_N1 / sum_N[:, None])
+            for i, (logits_Pv, largest_P1, scale_P1) in enumerate(parts):
                 gradient(kept[i] if kept else _powers(logits_Pv, largest_P1, in_place), scale_P1)
     return ((sum_N.log() - target_N) * counted_N).sum()
 
 
-def _overwrite(each: Iterator[tuple[Tensor, ...]], in_place: bool, powers_Pv: Tensor, scale_P1: Tensor) -> None:
-    """Overwrite the next logits of `each` with their gradient: d loss / d logit = softmax, minus 1 at the target; 0 for
-    ignored tokens."""
-    logits_Pv, columns_P1, at_target_P1 = next(each)
+def _overwrite(parts: Iterator[tuple[Tensor, ...]], in_place: bool, powers_Pv: Tensor, scale_P1: Tensor) -> None:
+    """Overwrite the next logits of `parts` with their gradient: d loss / d logit = softmax, minus 1 at the target; 0
+    for ignored tokens."""
+    logits_Pv, columns_P1, at_target_P1 = next(parts)
     powers_Pv.mul_(scale_P1).scatter_add_(-1, columns_P1, at_target_P1)
     if not in_place:
         logits_Pv.copy_(powers_Pv)
 
 
 def _n_together(logits_Nv: Tensor) -> int:
-    """Of how many tokens logits are raised to fp32 at a time."""
+    """Return the number of tokens whose logits are raised to fp32 at a time."""
     together = LOGITS_TOGETHER if device_type(logits_Nv) == "cpu" else LOGITS_TOGETHER_ON_GPU
     return max(1, together // logits_Nv.shape[-1])
 
 
 def _split(n_tokens: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Views of the same tokens of each, `n_tokens` at a time."""
-    return zip(*(each.split(n_tokens) for each in tensors), strict=True)
+    """Return an iterator of views of the same tokens of each tensor, `n_tokens` at a time."""
+    return zip(*(tensor.split(n_tokens) for tensor in tensors), strict=True)
 
 
 def _powers(logits_Pv: Tensor, largest_P1: Tensor, in_place: bool) -> Tensor:
-    """exp(logits - largest) in the type of `largest_P1`."""
+    """Return exp(logits - largest) in the type of `largest_P1`."""
     if in_place:
         return logits_Pv.sub_(largest_P1).exp_()
-    # One kernel widens and subtracts on a GPU; a CPU would widen into a tensor beside the difference.
+    # One kernel widens and subtracts on a GPU; a CPU would widen into a second tensor next to the difference.
     if logits_Pv.dtype == largest_P1.dtype or device_type(logits_Pv) == "cuda":
         return (logits_Pv - largest_P1).exp_()
     return logits_Pv.to(largest_P1.dtype).sub_(largest_P1).exp_()
 
 
 CrossEntropy = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""`cross_entropy` with rows, ignored targets and group bound to it."""
+"""`cross_entropy` with rows, ignored targets and group bound."""
 
 
 def bound(rows: range, ignore: int, group: dist.ProcessGroup | None, compiled: bool) -> CrossEntropy:
-    """`cross_entropy` with these; `compiled`: with torch.compile, unless it has collectives."""
+    """Bind these arguments to `cross_entropy`; `compiled`: with torch.compile, unless the loss has collectives."""
     of = torch.compile(cross_entropy) if compiled and group is None else cross_entropy
     whole = partial(of, rows=rows, ignore=ignore, group=group)
     return partial(_in_parts, whole) if compiled and group is None else whole
 
 
 def _in_parts(of: CrossEntropy, logits_Nv: Tensor, targets_N: Tensor, factor: Tensor | None) -> Tensor:
-    """The sum of `of` some tokens at a time: it holds all logits that it is given in fp32, compiled twice."""
+    """Return the sum of `of` over some tokens at a time; a compiled `of` holds all its logits in fp32, twice."""
     n_tokens, n_together = len(logits_Nv), _n_together(logits_Nv)
     if n_tokens <= n_together:
         return of(logits_Nv, targets_N, factor)
     least = math.ceil(n_tokens / n_together)
-    # Parts of one size are compiled once, so up to twice as many are taken where they are then equal.
+    # Parts of one size are compiled once, so up to twice as many parts are used if all then have one size.
     n_parts = next((n for n in range(least, 2 * least) if n_tokens % n == 0), least)
     of_part = math.ceil(n_tokens / n_parts)
     parts = zip(logits_Nv.split(of_part), targets_N.split(of_part), strict=True)
@@ -136,9 +136,9 @@ def _in_parts(of: CrossEntropy, logits_Nv: Tensor, targets_N: Tensor, factor: Te
 
 
 def loss_sum(of: CrossEntropy, logits_BTv: Tensor, targets_BT: Tensor, factor: Tensor | None = None) -> Tensor:
-    """`of` a micro-batch, differentiable. The logits are used up: the forward pass overwrites them with their gradient,
-    for which it has the exponentials. `factor`, a scalar in fp32 or wider: what the backward pass will multiply the
-    gradient of the loss by, if known; in 16 bits the gradient is then rounded once, after it is multiplied."""
+    """Return the loss `of` for a micro-batch, differentiable. The forward pass overwrites the logits with their
+    gradient, because it has the exponentials then. `factor`, a scalar in fp32 or wider: the gradient of the loss in the
+    backward pass, if known; the gradient of 16-bit logits is then rounded once, after this multiplication."""
     total: Tensor = _Loss.apply(logits_BTv, targets_BT, of, factor)
     return total
 
@@ -161,14 +161,14 @@ class _Loss(torch.autograd.Function):
 
 
 def _factor(known: Tensor | None, x: Tensor) -> Tensor:
-    """The factor of a gradient that is computed in the forward pass: the `known` one, else 1."""
+    """Return the factor of a gradient that is computed in the forward pass: the `known` one, otherwise 1."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return torch.ones((), dtype=wide, device=x.device) if known is None else known.to(wide)
 
 
 def _multiply(x_Nv: Tensor, ratio: Tensor) -> None:
-    """Multiply in place. If the factor was known the ratio is 1, and nothing is rounded; else only the products are,
-    not the ratio, which would change every gradient."""
+    """Multiply in place. If the factor was known the ratio is 1 and nothing is rounded. Otherwise only the products are
+    rounded, not the ratio, whose error would be in every gradient."""
     if x_Nv.dtype == ratio.dtype:
         x_Nv.mul_(ratio)
         return
@@ -182,14 +182,14 @@ class ChunkedLoss:
     def __init__(
         self, model: Transformer, rows: range, axis: TensorAxis | None, n_tokens: int, ignore: int, compiled: bool
     ) -> None:
-        """`model`: the whole model or the last stage; `rows`, `ignore`: as of `cross_entropy`; `compiled`: the
-        operations between the matmuls with torch.compile, unless they have collectives."""
+        """`model`: the whole model or the last stage; `rows`, `ignore`: see `cross_entropy`; `compiled`: the operations
+        between the matmuls use torch.compile, unless they have collectives."""
         self.model, self.axis, self.n_tokens = model, axis, n_tokens
         self.of_chunk = bound(rows, ignore, None if axis is None else axis.group, compiled)
 
     def __call__(self, x_BTD: Tensor, targets_BT: Tensor, factor: Tensor | None = None) -> Tensor:
-        """Cross-entropy summed over the targets that count, a scalar. `x_BTD`: the input of the head, all tokens
-        (B, T, D) or a token shard of them; `factor`: as of `loss_sum`."""
+        """Return the cross-entropy summed over the targets that count, a scalar. `x_BTD`: the head's input, all tokens
+        (B, T, D) or a token shard of them; `factor`: see `loss_sum`."""
         head = self.model.head
         weight = head.matrix if isinstance(head, VocabularyHead) else (head or self.model.embedding).weight
         factor = _factor(factor, x_BTD) if torch.is_grad_enabled() else None
@@ -207,7 +207,7 @@ class _ChunkedLoss(torch.autograd.Function):
             x_BTD = axis.start_gather(x_BTD).wait()
         wide = torch.promote_types(x_BTD.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=x_BTD.device)
-        # Contiguous, so that its chunks are views of it: gathered token shards may not be.
+        # Contiguous, so that its chunks are views; gathered token shards may not be contiguous.
         dx_BTD = torch.zeros_like(x_BTD, memory_format=torch.contiguous_format) if wanted else x_BTD
         dweight_vD = torch.zeros_like(weight_vD, dtype=wide) if wanted else weight_vD
         chunks = [

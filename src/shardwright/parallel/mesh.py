@@ -4,22 +4,22 @@ Parameters are DTensors on a DeviceMesh, sharded or replicated along each of its
 
 | axis                   | its ranks                                                                          |
 | ---------------------- | ---------------------------------------------------------------------------------- |
-| `pp`, `tp`             | those of the layout                                                                |
+| `pp`, `tp`             | as in the layout                                                                   |
 | `replicas`             | dp_replicate, with ZeRO-0 also cp: ranks that hold replicas                        |
 | `shards`               | dp_shard x cp: ranks over which ZeRO shards; with ZeRO-0 one rank                  |
 | `tp_kv`, `tp_replicas` | tp with fewer kv heads than ranks: kv heads are sharded and then replicated        |
 
-Experts have a mesh of their own wherever ep or tp is above 1: ranks of tp send different tokens to the experts, so for
-an expert all ranks of dp_shard x cp x tp are data ranks, except that ep shards whole experts over a part of them.
+Experts have their own mesh if ep or tp is above 1. Ranks of tp send different tokens to the experts, so for an expert
+all ranks of dp_shard x cp x tp are data ranks, except that ep shards whole experts over some of them.
 
 | axis                   | its ranks                                                                          |
 | ---------------------- | ---------------------------------------------------------------------------------- |
-| `pp`, `ep`             | those of the layout                                                                |
+| `pp`, `ep`             | as in the layout                                                                   |
 | `expert_replicas`      | dp_replicate; with ZeRO-0 all ranks that have the same experts                     |
 | `expert_shards`        | dp_shard x cp x tp / ep: ranks over which ZeRO shards; with ZeRO-0 one rank        |
 
-Axes of one rank are left out, since each costs a process group; except `shards` and `expert_shards`, which are always
-there, and `tp_kv`, which is there where `tp_replicas` is.
+Axes of one rank are left out, because each costs a process group. Exceptions: `shards` and `expert_shards` always
+exist, and `tp_kv` exists if `tp_replicas` does.
 """
 
 from collections.abc import Iterable, Sequence
@@ -35,7 +35,7 @@ from shardwright.split.tensor import kv_replicas
 
 
 def build_mesh(layout: Layout, device_type: str, n_kv_heads: int) -> DeviceMesh:
-    """The mesh of all ranks, outermost axis first. Every rank of the world has to call this."""
+    """Return the mesh of all ranks, outermost axis first. Every rank of the world has to call this."""
     replicas = kv_replicas(n_kv_heads, layout.tp)
     degrees = {"pp": layout.pp, "replicas": layout.dp_replicate, "shards": layout.dp_shard * layout.cp}
     if layout.zero == 0:
@@ -45,7 +45,7 @@ def build_mesh(layout: Layout, device_type: str, n_kv_heads: int) -> DeviceMesh:
 
 
 def build_expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
-    """The mesh of the experts. Every rank of the world has to call this, after `build_mesh`."""
+    """Return the mesh of the experts. Every rank of the world has to call this, after `build_mesh`."""
     degrees = {
         "pp": layout.pp,
         "expert_replicas": layout.dp_replicate,
@@ -64,8 +64,8 @@ def _mesh(device_type: str, degrees: dict[str, int], world: Sequence[int], alway
 
 
 def lines_of(mesh: DeviceMesh, axis: str, node_ranks: int) -> torch.Tensor | None:
-    """The ranks of the world along an axis, (groups, nodes, node_ranks), with `node_ranks` consecutive ones in a node;
-    None where they do not make up several whole nodes of several ranks."""
+    """Return the ranks along an axis, (groups, nodes, node_ranks), `node_ranks` consecutive ranks per node, or None if
+    the ranks do not make up several whole nodes of several ranks."""
     n = mesh[axis].size()
     if node_ranks <= 1 or n % node_ranks or n == node_ranks:
         return None
@@ -91,7 +91,7 @@ class Groups:
 
 
 def build_groups(layout: Layout, mesh: DeviceMesh) -> Groups:
-    """The groups of the calling rank. Every rank of the world has to call this, after `build_mesh`."""
+    """Return the calling rank's groups. Every rank of the world has to call this, after `build_mesh`."""
     made: dict[tuple[int, ...], dist.ProcessGroup] = {
         tuple(dist.get_process_group_ranks(group)): group for group in mesh.get_all_groups()
     }
@@ -100,10 +100,10 @@ def build_groups(layout: Layout, mesh: DeviceMesh) -> Groups:
         groups = layout.groups(*axes)
         if len(groups[0]) == 1:
             return None
-        mine = layout.group_of(dist.get_rank(), *axes)
-        if mine not in made:
-            made[mine], _ = dist.new_subgroups_by_enumeration([list(group) for group in groups])
-        return made[mine]
+        ranks = layout.group_of(dist.get_rank(), *axes)
+        if ranks not in made:
+            made[ranks], _ = dist.new_subgroups_by_enumeration([list(group) for group in groups])
+        return made[ranks]
 
     replicas = mesh["tp_replicas"].get_group() if "tp_replicas" in (mesh.mesh_dim_names or ()) else None
     return Groups(
@@ -121,17 +121,17 @@ def build_groups(layout: Layout, mesh: DeviceMesh) -> Groups:
 def build_stage_groups(
     layout: Layout, groups: Groups, sets: Iterable[tuple[int, ...]]
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """The process group of each set of ranks of `pp` (ascending) that includes this rank, within its own pipeline.
+    """Return the process group of each set of ranks of `pp` (ascending) that includes this rank, in its own pipeline.
 
     Every rank of the world has to call this with the same sets, after `build_groups`.
     """
     assert groups.pp is not None
-    found = {}
+    stage_groups = {}
     for ranks in sorted(sets):
         if len(ranks) == layout.pp:
             group = groups.pp
         else:
             group, _ = dist.new_subgroups_by_enumeration([[line[i] for i in ranks] for line in layout.groups("pp")])
         if groups.pp.rank() in ranks:
-            found[ranks] = group
-    return found
+            stage_groups[ranks] = group
+    return stage_groups

@@ -15,55 +15,55 @@ from shardwright.parallel.data import DataEngine
 
 
 class Microbatch(NamedTuple):
-    """This rank's part of a micro-batch, on its device. Shapes: B sequences, T tokens, K modules of multi-token
-    prediction."""
+    """This rank's part of a micro-batch, on its device. Shapes: B sequences, T tokens, K multi-token prediction (MTP)
+    modules."""
 
     tokens_BT: Tensor
     targets_BT: Tensor
-    """With modules of multi-token prediction (1 + K, B, T): those of the model and those of each module."""
+    """(B, T); with MTP modules (1 + K, B, T), first the model's targets, then each module's."""
     positions_T: Tensor
-    """In the sequence; (B, T) where ranks of cp hold other tokens of each sequence."""
+    """Positions in the sequence; (B, T) if ranks of cp hold different tokens of each sequence."""
     random_keys_B: Tensor | None
     documents: Documents | None = None
-    """Within which attention stays; None: it goes over whole sequences."""
+    """The documents within which attention stays; None: attention covers whole sequences."""
     ahead_KBT: Tensor | None = None
-    """The tokens that modules of multi-token prediction read (`Transformer.forward`)."""
+    """The tokens that MTP modules read (`Transformer.forward`)."""
     real: RealTokens | None = None
-    """The tokens that experts compute, where sequences have padding."""
+    """The tokens that experts compute, if sequences have padding."""
 
     @property
     def read_by_model(self) -> tuple[Any, ...]:
-        """The arguments of a model, or of a pipeline stage, besides its input."""
+        """The arguments of a model, or of a pipeline stage, after its input."""
         return self.positions_T, self.random_keys_B, self.documents, self.ahead_KBT, self.real
 
 
 Loss = Callable[[Any, Tensor], Tensor]
-"""(output of the model, targets of a micro-batch) -> a scalar, or several losses (P,), which are summed over
-micro-batches; the gradient is that of their sum."""
+"""(output of the model, targets of a micro-batch) -> a scalar, or several losses (P,); each is summed over
+micro-batches, and the gradient is of the sum of all."""
 
 
 class Runner(Protocol):
     """Runs the micro-batches of a step, all of one shape."""
 
     keeps_gradients: bool
-    """Whether gradients are views of the buckets that are all-reduced: between steps they are zeroed, not freed."""
+    """Whether gradients are views of all-reduce buckets, which are zeroed between steps, not freed."""
 
     def train(self, microbatches: Sequence[Microbatch], loss: Loss) -> Tensor:
-        """Run forward and backward passes, accumulating into the parameters' `.grad`; returns the sum of the losses on
-        this rank in float64, a scalar 0 where another rank has the head."""
+        """Run forward and backward passes, accumulate into the parameters' `.grad`, and return the sum of the losses on
+        this rank in float64: a scalar 0 if another rank has the head."""
 
     def evaluate(self, microbatches: Sequence[Microbatch], loss: Loss) -> Tensor:
-        """Run forward passes only, called under `no_grad`; returns the sum as in `train`."""
+        """Run forward passes only, under `no_grad`, and return the sum as `train` does."""
 
     def release(self) -> None:
-        """Call after evaluation: frees the gathered parameters, so that only shards remain."""
+        """Free the gathered parameters after evaluation, so that only shards remain."""
 
 
 class SequentialRunner:
     """Runs the whole model on this rank: forward and backward of one micro-batch after another."""
 
     def __init__(self, model: nn.Module, engine: DataEngine, graphs: bool = False) -> None:
-        """`graphs`: blocks are replayed as CUDA graphs, which overwrite what they gave for the micro-batch before."""
+        """`graphs`: blocks are replayed as CUDA graphs, which overwrite the outputs of the previous micro-batch."""
         self.model, self.engine, self.graphs = model, engine, graphs
         self.keeps_gradients = engine.keeps_gradients
 
@@ -80,7 +80,9 @@ class SequentialRunner:
         return total
 
     def evaluate(self, microbatches: Sequence[Microbatch], loss: Loss) -> Tensor:
-        return torch.stack([loss(self._outputs(each), each.targets_BT).double() for each in microbatches]).sum(0)
+        return torch.stack(
+            [loss(self._outputs(microbatch), microbatch.targets_BT).double() for microbatch in microbatches]
+        ).sum(0)
 
     def release(self) -> None:
         self.engine.release()

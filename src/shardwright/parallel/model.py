@@ -1,4 +1,4 @@
-"""A model parallelised over the ranks, with the operations that a training step needs."""
+"""A model parallelised over the ranks, with the operations of a training step."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -28,20 +28,20 @@ from shardwright.torch_private import foreach_zero_
 
 
 class ExpertLoad(NamedTuple):
-    """The load of the experts of every layer (L layers, and modules of multi-token
-    prediction; zeros for dense ones) over the global batch, on every rank."""
+    """The load of the experts over the global batch, equal on every rank. L counts layers, then multi-token prediction
+    modules; dense layers have zeros."""
 
     counts_LE: Tensor
     """Tokens that picked each expert; int64."""
     dropped_L: Tensor
-    """Pairs of a token and an expert that were dropped, beyond the expert's capacity; int64."""
+    """Pairs of a token and an expert that were dropped, because they exceed the expert's capacity; int64."""
     losses_L2: Tensor
     """Balance loss and z-loss, with their coefficients; float64."""
 
 
 class ParallelModel:
     """The part of a model on one rank: `parts` is the whole model, or this rank's pipeline stages, and `runner` runs
-    micro-batches through them. Parameters have the names that they have in the whole model."""
+    micro-batches through them. Parameters have their names in the whole model."""
 
     def __init__(
         self,
@@ -70,10 +70,10 @@ class ParallelModel:
         self.layout, self.mesh, self.groups = layout, mesh, groups
         self.tied = TiedParameters(named, plain, holders, stage_groups)
         self.named_parameters = first_of_each(named)
-        """The parameters that are optimised and saved, by their names in the whole model. With FSDP these are always
-        the shards: while a block is gathered, `named_parameters()` of a part returns the gathered tensors instead."""
+        """The parameters that are optimised and saved, by their names in the whole model. With FSDP these are the
+        shards; `named_parameters()` of a part returns gathered tensors while a block is gathered."""
         self.plain_parameters = first_of_each(plain)
-        """The plain tensors that the parts compute with in place of DTensors, by name; they share memory with them."""
+        """The plain tensors that the parts use in place of DTensors, by name; they share memory with the DTensors."""
         self.held_on = holders
         """For each parameter of the whole model, the ranks of `pp` that hold it."""
         self.holders = [len(holders[name]) for name in self.named_parameters]
@@ -83,7 +83,7 @@ class ParallelModel:
         """A checkpoint contains it."""
         self.losses = LossScale(parts)
         self.loss_scale = 1.0
-        """What the losses of the step are multiplied by."""
+        """The factor of the step's losses."""
         self.load: ExpertLoad | None = None
         """The load of the experts in the last step; None before the first step and without experts."""
 
@@ -95,12 +95,12 @@ class ParallelModel:
 
     @property
     def vocabulary(self) -> range:
-        """The token ids whose logits the forward pass gives on this rank."""
+        """The token ids whose logits the forward pass returns on this rank."""
         return vocabulary_rows(self.spec.vocab_size, self.layout.tp, self.layout.coordinates(dist.get_rank())["tp"])
 
     @property
     def counts_targets(self) -> bool:
-        """Whether this rank counts the target tokens: ranks of one pipeline have the same, so only one of them does."""
+        """Whether this rank counts the target tokens: one rank per pipeline, whose ranks share tokens."""
         return self.groups.pp is None or self.groups.pp.rank() == 0
 
     def train(self, training: bool = True) -> None:
@@ -109,14 +109,14 @@ class ParallelModel:
             part.train(training)
 
     def positions(self, seq_len: int) -> Tensor:
-        """The positions in the sequence of this rank's tokens, in the order in which it holds them."""
-        held = positions_of_rank(self.layout, seq_len, dist.get_rank()) if self.layout.cp > 1 else [range(seq_len)]
-        return _joined(held)
+        """Return the positions in the sequence of this rank's tokens, in this rank's order; (T,)."""
+        spans = positions_of_rank(self.layout, seq_len, dist.get_rank()) if self.layout.cp > 1 else [range(seq_len)]
+        return _joined(spans)
 
     def positions_of_documents(self, sequences: Sequence[Lengths]) -> Tensor:
-        """As `positions`, for each of some sequences with documents of these lengths; (B, T)."""
+        """Return the positions of this rank's tokens for sequences with documents of these lengths; (B, T)."""
         rank, deals = dist.get_rank(), deals_documents(self.spec, self.layout)
-        return torch.stack([_joined(spans_of_documents(self.layout, each, rank, deals)) for each in sequences])
+        return torch.stack([_joined(spans_of_documents(self.layout, lengths, rank, deals)) for lengths in sequences])
 
     def sum_over_losses(self, tensor: Tensor) -> Tensor:
         """All-reduce (sum), in place, over the ranks with different tokens or different stages, whose losses add up."""
@@ -143,18 +143,18 @@ class ParallelModel:
         self.tied.sum_over_ranks()
 
     def forget_gradients(self) -> None:
-        """Set gradients to None, or to zero where they are views of buckets."""
+        """Set gradients to None, or to zero if they are views of buckets."""
         if self.runner.keeps_gradients:
-            held = [*(self.named_parameters | self.plain_parameters).values(), *self.tied.duplicates]
-            if gradients := [parameter.grad for parameter in held if parameter.grad is not None]:
+            parameters = [*(self.named_parameters | self.plain_parameters).values(), *self.tied.duplicates]
+            if gradients := [parameter.grad for parameter in parameters if parameter.grad is not None]:
                 foreach_zero_(gradients)
             return
         for parameter in (*self.named_parameters.values(), *self.plain_parameters.values(), *self.tied.duplicates):
             parameter.grad = None
 
     def set_batch(self, n_microbatches: int, loss_scale: float = 1.0) -> None:
-        """Call before a step: sets the scale of the routers' losses to a forward pass's fraction of the global batch's
-        tokens, times `loss_scale`, by which the caller multiplies the other losses."""
+        """Set the scale of the routers' losses before a step: a forward pass's fraction of the global batch's tokens,
+        times `loss_scale`, the caller's factor of the other losses."""
         layout = self.layout
         ranks = layout.data_ranks * layout.cp * (layout.tp if layout.token_shards else 1)
         self.loss_scale = loss_scale
@@ -162,16 +162,16 @@ class ParallelModel:
 
     @torch.no_grad()
     def learn_from_load(self, update: bool = True) -> None:
-        """Call after a step: sums the load of the experts over the global batch into `load`, and updates the routers'
-        selection biases from it, unless the step was skipped (`update`)."""
+        """Sum the load of the experts over the global batch into `load` after a step, and update the routers' selection
+        biases from it, unless the step was skipped (`update=False`)."""
         moe = self.spec.moe
         if moe is None:
             return
-        found = [(int(layer), load) for part in self.parts for layer, load in take_load(part).items()]
-        device = self.mesh.device_type  # parameters may be in the memory of the host
+        loads = [(int(layer), load) for part in self.parts for layer, load in take_load(part).items()]
+        device = self.mesh.device_type  # parameters may be in host memory
         counts_LE = torch.zeros(self.spec.n_blocks, moe.n_experts + 1, dtype=torch.int64, device=device)
         losses_L2 = torch.zeros(self.spec.n_blocks, 2, dtype=torch.float64, device=device)
-        for layer, load in found:
+        for layer, load in loads:
             counts_LE[layer, :-1] += load.counts_E
             counts_LE[layer, -1] += load.dropped
             losses_L2[layer] += torch.stack([load.aux_loss, load.z_loss]) / self.loss_scale
@@ -185,10 +185,10 @@ class ParallelModel:
             learn_from_load(part, {layer: counts_LE[int(layer), :-1] for layer in expert_layers(part)})
 
     def after_change(self) -> None:
-        """Call after writing to `named_parameters`: updates the copies and duplicates on this rank."""
+        """Update the copies and duplicates on this rank after a change of `named_parameters`."""
         self.tied.update_duplicates()
-        for each in self.masters:
-            each.update_copies()
+        for master in self.masters:
+            master.update_copies()
 
 
 def _joined(spans: Sequence[range]) -> Tensor:

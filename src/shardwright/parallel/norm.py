@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement
 from shardwright.torch_private import DTensorSpec, TensorMeta, foreach_mul_, foreach_norm
 
 LocalNorms = list[tuple[list[int], Tensor]]
-"""Norms of this rank's shards of gradients, several tensors of them, with the positions of their parameters."""
+"""Norms of this rank's gradient shards: several tensors of norms, each with the positions of its parameters."""
 
 
 def gradient_norm(
@@ -22,12 +22,12 @@ def gradient_norm(
     stages: dist.ProcessGroup | None = None,
     local_norms: LocalNorms | None = None,
 ) -> Tensor:
-    """Euclidean norm over all gradients, as a scalar on their device, equal on every rank.
+    """Return the Euclidean norm over all gradients, a scalar on their device, equal on every rank.
 
-    Squares are summed over the mesh axes along which a gradient is sharded, not over those along which it is
+    Squares are summed over the mesh axes along which a gradient is sharded, not over the axes along which it is
     replicated; gradients on different meshes are added after the sum over each mesh. `stages` is the process group of
-    pp, over which the squares are summed last. `holders` says for each parameter how many of those ranks hold it; each
-    of them adds that fraction of its square. `local_norms` is filled with the norms that this rank computes.
+    pp, over which the squares are summed last. `holders`: for each parameter, the number of those ranks that hold it;
+    each of them adds that fraction of its square. `local_norms` is filled with this rank's norms.
     """
     groups: dict[tuple[DeviceMesh | None, tuple[int, ...], int], dict[int, Tensor]] = defaultdict(dict)
     for position, (parameter, shared_by) in enumerate(zip(parameters, holders or repeat(1), strict=False)):
@@ -55,25 +55,27 @@ def gradient_norm(
 
 
 def clip_gradients(parameters: Iterable[Tensor], norm: Tensor, max_norm: float, loss_scale: float = 1.0) -> None:
-    """Divide gradients, in place, by `loss_scale`, and scale them by min(1, max_norm / norm); `norm` is that of
-    `gradient_norm`, divided by it, too. Where that is not a number they stay as they are, so that it can still be seen
-    which of them it comes from."""
+    """Divide gradients by `loss_scale` and scale them by min(1, max_norm / norm), in place.
+
+    `norm`: the result of `gradient_norm`, divided by `loss_scale`. If it is NaN the gradients stay as they are,
+    so that their source can still be found."""
     gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
     foreach_mul_(gradients, ((max_norm / (norm + 1e-6)).clamp(max=1.0) / loss_scale).nan_to_num(nan=1.0))
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's shard of a tensor as a plain tensor that shares its memory; differentiable."""
+    """Return this rank's shard of a tensor as a plain tensor that shares its memory; differentiable."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def as_part(local: Tensor, whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """A DTensor of the size of `whole`, possibly unevenly sharded, of which `local` is this rank's shard."""
+    """Return a DTensor of the size of `whole`, possibly unevenly sharded, from this rank's shard `local`."""
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 def as_part_on_host(local: Tensor, whole: DTensor) -> DTensor:
-    """A DTensor of the size and sharding of `whole`, of which `local`, in the memory of the host, is this rank's shard;
+    """Return a DTensor of the size and sharding of `whole` from this rank's shard `local` in host memory.
+
     `DTensor.from_local` would copy it to the device of the mesh."""
     meta = TensorMeta(whole.shape, whole.stride(), local.dtype)
     return DTensor(local, DTensorSpec(whole.device_mesh, whole.placements, tensor_meta=meta), requires_grad=False)

@@ -1,5 +1,5 @@
-"""Small objects between ranks, as JSON: unlike the object collectives of torch.distributed, which unpickle what comes
-over the network, nothing that is received is run."""
+"""Exchanges small objects between ranks as JSON. The object collectives of torch.distributed unpickle
+received data, which can run code; JSON cannot."""
 
 import json
 from collections.abc import Sequence
@@ -17,35 +17,34 @@ from shardwright.files import parse_json
 from shardwright.units import MiB, format_bytes
 
 MOST_BYTES = 64 * MiB
-"""Of one rank's object."""
+"""The largest object that a rank may send."""
 
 
-def gathered(mine: Any, kind: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """The object of every rank of a group, by default of the world, in their order; every rank of it calls this.
+def gathered(value: Any, kind: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the objects of all ranks of a group, by default of the world, in rank order. A collective of the group.
 
-    `kind`: the type of the object, of what JSON knows (numbers as they are, infinite ones and NaN included), tuples,
-    dataclasses and paths. Raises WorkerError, on every rank, where an object has more than `MOST_BYTES` as JSON, and on
-    a rank that gets what is not of the type.
+    `kind`: the type of the object: types of JSON (with infinite numbers and NaN), tuples, dataclasses and paths. Raises
+    WorkerError on every rank if an object has more than `MOST_BYTES` as JSON, and on a rank that receives another type.
     """
-    padded, lengths = _padded(_encoded(mine), group)
+    padded, lengths = _padded(_encoded(value), group)
     everyone = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(everyone, padded, group=group)
     return _decoded(everyone, lengths, kind)
 
 
-def gathered_by_first(mine: Any, kind: Any) -> list[Any]:
-    """The object of every rank of the world on rank 0, and an empty list on the others. As `gathered`."""
-    padded, lengths = _padded(_encoded(mine), None)
+def gathered_by_first(value: Any, kind: Any) -> list[Any]:
+    """Return the objects of all ranks of the world on rank 0, an empty list elsewhere; `kind`, errors as `gathered`."""
+    padded, lengths = _padded(_encoded(value), None)
     first = dist.get_rank() == 0
     everyone = [torch.empty_like(padded) for _ in lengths] if first else None
     dist.gather(padded, everyone, dst=0)
     return _decoded(everyone or [], lengths, kind)
 
 
-def dealt_by_first(each: Sequence[Any], kind: Any) -> Any:
-    """The object that rank 0 has for this rank; `each`: those for all ranks of the world, on rank 0. As `gathered`."""
+def dealt_by_first(values: Sequence[Any], kind: Any) -> Any:
+    """Return this rank's object of `values`, which rank 0 has for all ranks; `kind` and errors as `gathered`."""
     first = dist.get_rank() == 0
-    texts = [_encoded(one) for one in each] if first else []
+    texts = [_encoded(value) for value in values] if first else []
     sizes = torch.tensor([len(text) for text in texts] if first else [0] * dist.get_world_size(), device=_device(None))
     dist.broadcast(sizes, src=0)
     lengths = [int(size) for size in sizes]
@@ -71,7 +70,7 @@ def _device(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def _padded(text: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, list[int]]:
-    """A text with room for the longest of all ranks, and the length of each."""
+    """Return a text padded to the length of the longest of all ranks, and the lengths of all."""
     device = _device(group)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, torch.tensor([len(text)], dtype=torch.int64, device=device), group=group)
@@ -87,16 +86,16 @@ def _check(lengths: Sequence[int]) -> None:
     if largest > MOST_BYTES:
         raise WorkerError(
             f"rank {lengths.index(largest)} of {len(lengths)} sends an object of {format_bytes(largest)} to the "
-            f"others, and at most {format_bytes(MOST_BYTES)} are taken"
+            f"others; the maximum is {format_bytes(MOST_BYTES)}"
         )
 
 
 def _decoded(texts: Sequence[Tensor], lengths: Sequence[int], kind: Any) -> list[Any]:
     adapter = TypeAdapter(kind)
-    found = []
+    values = []
     for rank, (received, length) in enumerate(zip(texts, lengths, strict=False)):
         try:
-            found.append(adapter.validate_python(parse_json(received[:length].cpu().numpy().tobytes())))
+            values.append(adapter.validate_python(parse_json(received[:length].cpu().numpy().tobytes())))
         except ValueError as error:  # of json and pydantic alike
-            raise WorkerError(f"what rank {rank} of {len(texts)} sent is not what was expected: {error}") from None
-    return found
+            raise WorkerError(f"rank {rank} of {len(texts)} sent an object of the wrong type: {error}") from None
+    return values

@@ -1,18 +1,18 @@
-"""Activations of layers in the memory of the host, from the forward to the backward pass
+"""Offload of layers' activations to host memory from the forward to the backward pass
 (`layout.offload_activations`).
 
-What the operations of a layer save for the backward pass is copied to the host, storage by storage, and the device lets
-go of it; before the backward pass of the layer it is copied back. Bits stay as they are. What a storage holds is copied
-once, however many operations save it or views of it. Parameters, the input of a pipeline stage, which the pipeline
-keeps anyway, and storages of fewer bytes than `offload_min_bytes` stay where they are.
+Storages that a layer's operations save for the backward pass are copied to the host and freed on the device; before the
+layer's backward pass they are copied back, equal to the bit. A storage is copied once, for any number of operations
+that save it or views of it. Parameters, the input of a pipeline stage (which the pipeline keeps anyway) and storages of
+fewer than `offload_min_bytes` stay on the device.
 
-    forward    layer k runs while the activations of k go down; at its end those of k - 1 have to be on the host,
-               and the device lets go of them
-    backward   layer k runs while the activations of k - 1 come up, the largest first
+    forward    layer k runs while the activations of k go to the host; at its end the activations of k - 1 have to be
+               on the host and are freed on the device
+    backward   layer k runs while the activations of k - 1 come back, the largest first
 
-So the device has the activations of two layers of a part at a time. Without a pipeline the last layer keeps its own,
-since its backward pass comes next. On a GPU each direction has a stream, and memory of the host is pinned. On a CPU
-device and host are the same: the copies are made, and nothing is gained.
+So the device has the activations of two layers of a part at a time. Without a pipeline the last layer keeps its
+activations, because its backward pass comes next. On a GPU each direction has a stream, and host memory is pinned. On a
+CPU device and host are the same: the copies are made and save nothing.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,47 +30,47 @@ from shardwright.torch_private import FakeTensor, storage_id, tensor_version
 
 
 class ActivationsOnHost:
-    """Those of the layers of one part of the model."""
+    """Keeps the activations of the layers of one part of the model on the host."""
 
     def __init__(self, device: torch.device, min_bytes: int) -> None:
         self.device, self.min_bytes = device, min_bytes
         self._down, self._up = (torch.cuda.Stream(device) if pins(device) else None for _ in range(2))
         self._known: WeakValueDictionary[int, _Copy] = WeakValueDictionary()
-        """Of the forward pass that runs: the copies that were made, by their storage."""
+        """Copies of the current forward pass, by their storage."""
         self._layer: _Layer | None = None
         self._leaving: tuple[_Layer, list[Tensor]] | None = None
-        """The layer whose activations go down, and these on the device."""
+        """The layer whose activations are being copied to the host, and these tensors on the device."""
         self._inputs: set[int] = set()
-        """Storages of the input of the stage."""
+        """Storages of the stage's input."""
 
     def wrap(self, block: nn.Module, *, first: bool, keeps: bool) -> None:
-        """Let a layer have its activations on the host. `first`: of its part; `keeps`: it is the last of a part without
-        a pipeline, which has them on the device."""
-        own = block.forward
+        """Make a layer keep its activations on the host. `first`: the layer is the first of its part; `keeps`: it is
+        the last layer of a model without a pipeline, which keeps them on the device."""
+        block_forward = block.forward
 
         @torch.compiler.disable(recursive=False)
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
-                return own(*args, **kwargs)
+                return block_forward(*args, **kwargs)
             if first:
                 self._begin(args)
             if keeps:
-                found = own(*args, **kwargs)
+                output = block_forward(*args, **kwargs)
                 self._let_go()
-                return found
+                return output
             leaving: list[Tensor] = []
             self._layer = layer = _Layer(self, self._layer, block, leaving)
             with torch.autograd.graph.saved_tensors_hooks(self.keep, read):
-                found = own(*args, **kwargs)
+                output = block_forward(*args, **kwargs)
             self._let_go()
             self._leaving = layer, leaving
             layer.leaving = None
-            return found
+            return output
 
         block.forward = forward
 
     def keep(self, x: Tensor) -> "Tensor | Kept":
-        """What is kept in the place of a tensor that is saved for the backward pass."""
+        """Return the tensor to save in place of `x` for the backward pass, or a handle of its copy."""
         layer = self._layer
         if layer is None or layer.leaving is None or type(x) not in (Tensor, FakeTensor) or x.is_conj() or x.is_neg():
             return x
@@ -79,7 +79,7 @@ class ActivationsOnHost:
         if n_bytes < self.min_bytes or n_bytes % x.element_size() or x.device.type != self.device.type:
             return x
         copy = self._known.get(number)
-        # What was changed in place since is not what the copy has.
+        # The copy does not contain later changes in place.
         if copy is None or copy.version != tensor_version(x):
             if number in self._inputs or number in layer.parameters():
                 return x
@@ -87,25 +87,25 @@ class ActivationsOnHost:
         return Kept(copy, x)
 
     def copy_out(self, on_device: Tensor) -> Tensor:
-        """A copy in the memory of the host."""
+        """Return a copy in host memory."""
         on_host = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=pins(self.device))
         return on_host.copy_(on_device, non_blocking=True)
 
     def copy_in(self, on_host: Tensor) -> Tensor:
-        """A copy in the memory of the device."""
+        """Return a copy in device memory."""
         on_device = torch.empty(on_host.shape, dtype=on_host.dtype, device=self.device)
         with _on(self._up):
             return on_device.copy_(on_host, non_blocking=True)
 
     def bring(self, layer: "_Layer") -> None:
-        """Start the copies of what is left of a layer's activations, and of those of the layer before it."""
+        """Start copying back the rest of a layer's activations, and the activations of the layer before it."""
         if self._leaving is not None and self._leaving[0] is layer:
-            self._wait(self._down)  # what is still on the device is used as it is
+            self._wait(self._down)  # activations that are still on the device are used directly
             self._leaving = None
         else:
             self._let_go()
-        now, ahead = ([] if each is None else each.to_come() for each in (layer, layer.before))
-        # Of this layer the backward pass reads the last first; ahead of it the largest have most time to arrive.
+        now, ahead = ([] if one is None else one.to_come() for one in (layer, layer.before))
+        # The backward pass reads this layer's last copy first; the largest copies of the next one need the most time.
         copies = [*reversed(now), *sorted(ahead, key=lambda copy: -copy.on_host.nbytes)]
         if copies and self._up is not None:
             self._up.wait_stream(torch.cuda.current_stream(self.device))
@@ -133,7 +133,7 @@ class ActivationsOnHost:
         return copy
 
     def _let_go(self) -> None:
-        """Let go of the activations that have gone down, once they are there."""
+        """Free the activations on the device after they have been copied to the host."""
         if self._leaving is not None:
             self._wait(self._down)
             for copy in self._leaving[0].alive():
@@ -146,8 +146,8 @@ class ActivationsOnHost:
 
 
 class _Layer:
-    """One forward pass of a layer. `before`: that of the layer before; `leaving`: what goes down of its activations, on
-    the device, while it runs."""
+    """One forward pass of a layer. `before`: the forward pass of the previous layer; `leaving`: the activations on the
+    device that are copied to the host while the layer runs."""
 
     def __init__(
         self, store: ActivationsOnHost, before: "_Layer | None", block: nn.Module, leaving: list[Tensor]
@@ -157,20 +157,20 @@ class _Layer:
         self.copies: list[Callable[[], _Copy | None]] = []
 
     def alive(self) -> Iterator["_Copy"]:
-        """The copies that a backward pass still needs."""
-        return (copy for each in self.copies if (copy := each()) is not None)
+        """Return the copies that a backward pass still needs."""
+        return (copy for reference in self.copies if (copy := reference()) is not None)
 
     def to_come(self) -> list["_Copy"]:
-        """Those of them that are not on the device, in the order in which they were saved."""
+        """Return the live copies that are not on the device, in the order in which they were saved."""
         return [copy for copy in self.alive() if copy.has_to_come]
 
     def parameters(self) -> set[int]:
-        """Storages of its parameters, which FSDP has gathered for a part of the layer only while that runs."""
-        return {storage_id(local_part(each.detach()).untyped_storage()) for each in self.block.parameters()}
+        """Return the storages of its parameters; while the layer runs, FSDP replaces them by gathered ones."""
+        return {storage_id(local_part(p.detach()).untyped_storage()) for p in self.block.parameters()}
 
 
 class _Copy:
-    """What a storage held at a version of it. While the weak reference lives, no other storage has its number."""
+    """The contents of a storage at one version. While the weak reference lives, no other storage has its number."""
 
     def __init__(
         self, layer: _Layer, storage: StorageWeakRef, version: int, on_device: Tensor, on_host: Tensor
@@ -178,26 +178,26 @@ class _Copy:
         self.layer, self.storage, self.version = layer, storage, version
         self.on_device: Tensor | None = on_device
         self.is_original = True
-        """Whether `on_device` is the storage itself, which was not let go of yet."""
+        """Whether `on_device` is the storage itself, not yet freed."""
         self.on_host = on_host
         self.arrived: Any = None
-        """Event after its copy to the device."""
+        """Event after the copy to the device."""
 
     @property
     def has_to_come(self) -> bool:
-        """Whether the device has not, or has no longer, what the storage held."""
+        """Whether the device does not have the contents, or no longer."""
         return self.on_device is None or (self.is_original and tensor_version(self.on_device) != self.version)
 
 
 class Kept:
-    """What is kept in the place of a tensor: a copy of its storage, and which view of that it is."""
+    """A handle that replaces a saved tensor: a copy of its storage, and its view of that storage."""
 
     def __init__(self, copy: _Copy, x: Tensor) -> None:
         self.copy, self.dtype = copy, x.dtype
         self.view = x.size(), x.stride(), int(x.storage_offset())
 
     def read(self) -> Tensor:
-        """The tensor, on the device."""
+        """Return the tensor, on the device."""
         copy, store = self.copy, self.copy.layer.store
         store.bring(copy.layer)
         assert copy.on_device is not None
@@ -207,7 +207,7 @@ class Kept:
 
 
 def read(kept: Tensor | Kept) -> Tensor:
-    """The tensor that was saved for the backward pass."""
+    """Return the tensor that was saved for the backward pass."""
     return kept if isinstance(kept, Tensor) else kept.read()
 
 

@@ -1,4 +1,4 @@
-"""Sums and maxima over the ranks that hold shards of one dim of a parameter, those of many parameters together."""
+"""Sums and maxima over the ranks that hold shards of one dim of a parameter, for many parameters in one message."""
 
 from collections.abc import Iterable
 
@@ -11,7 +11,7 @@ Groups = tuple[dist.ProcessGroup, ...]
 
 
 def groups_that_shard(parameter: Tensor, dim: int) -> Groups:
-    """The groups of ranks that have shards of a dim, counted from the last: -1 of columns."""
+    """Return the groups of ranks over which `dim`, a negative index such as -1 for columns, is sharded."""
     if not isinstance(parameter, DTensor):
         return ()
     mesh, wanted = parameter.device_mesh, parameter.dim() + dim
@@ -20,8 +20,9 @@ def groups_that_shard(parameter: Tensor, dim: int) -> Groups:
 
 
 def reduce_together(parts: Iterable[tuple[Tensor, Groups]], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-    """All-reduce each tensor, in place, over the ranks of its groups; those with the same groups in one message. Every
-    rank of a group gives tensors of the same shapes in the same order."""
+    """All-reduce each tensor, in place, over the ranks of its groups; tensors with equal groups share one message.
+
+    Every rank of a group passes tensors of the same shapes in the same order."""
     together: dict[Groups, list[Tensor]] = {}
     for part, groups in parts:
         together.setdefault(groups, []).append(part)
@@ -31,5 +32,5 @@ def reduce_together(parts: Iterable[tuple[Tensor, Groups]], op: dist.ReduceOp.Re
         flat = torch.cat([tensor.flatten() for tensor in tensors])
         for group in groups:
             dist.all_reduce(flat, op=op, group=group)
-        for tensor, found in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-            tensor.copy_(found.view(tensor.shape))
+        for tensor, reduced in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(reduced.view(tensor.shape))

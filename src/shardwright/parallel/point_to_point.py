@@ -1,7 +1,7 @@
-"""Messages between two ranks: starts them, and knows which of them this rank has begun and which it waits for.
+"""Messages between two ranks, with a record of the messages that this rank has started and waits for.
 
-PyTorch's Flight Recorder keeps the collectives of a rank, and on gloo no messages. What is known here is for the
-monitor of a run that hangs (`training/resilience/monitor.py`), which reads it from a thread of its own.
+PyTorch's Flight Recorder records a rank's collectives, but no messages on gloo. The monitor of hanging runs
+(`training/resilience/monitor.py`) reads this record from its own thread.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Message(NamedTuple):
-    """A tensor that is sent to, or received from, rank `peer` of a process group. `what`: what is in it, in words."""
+    """A tensor to send to, or receive from, rank `peer` of a process group. `what`: its contents, in words."""
 
     sends: bool
     tensor: Tensor
@@ -22,8 +22,8 @@ class Message(NamedTuple):
 
 
 class Line(NamedTuple):
-    """Messages of one kind from rank `source` to rank `target` of the world. Both begin the same ones in the same
-    order, so that number n of one is number n of the other."""
+    """Messages of one kind from rank `source` to rank `target` of the world. Both ranks start them in the same order,
+    so message number n is the same message on both."""
 
     axis: str
     tag: int
@@ -32,14 +32,14 @@ class Line(NamedTuple):
 
 
 class OnItsWay:
-    """A message that has been started: number `number`, counted from 1, of its line."""
+    """A started message: number `number`, counted from 1, of its line."""
 
     def __init__(self, message: Message, work: Any, line: Line, number: int) -> None:
         self.what, self.tensor, self.line, self.number = message.what, message.tensor, line, number
         self._work = work
 
     def wait(self) -> Tensor:
-        """Wait until it has been sent, or has come; its tensor."""
+        """Wait until the message is sent or received, and return its tensor."""
         _waited_for.append(self)
         try:
             self._work.wait()
@@ -48,7 +48,7 @@ class OnItsWay:
         return self.tensor
 
     def is_completed(self) -> bool:
-        """Whether it is known to have been sent, or to have come; on gloo it is once it was waited for."""
+        """Return whether the message is known to be sent or received; on gloo only after `wait`."""
         return bool(self._work.is_completed())
 
 
@@ -57,22 +57,22 @@ _waited_for: list[OnItsWay] = []
 
 
 def begun() -> dict[Line, int]:
-    """The number of the last message of each line that this rank has begun to send or to receive."""
+    """Return the number of the last message of each line that this rank has started."""
     return dict(_begun)
 
 
 def waited_for() -> list[OnItsWay]:
-    """The messages that this rank waits for now."""
+    """Return the messages that this rank waits for now."""
     return list(_waited_for)
 
 
 def start(messages: Sequence[Message], group: dist.ProcessGroup, axis: str, tag: int = 0) -> list[OnItsWay]:
-    """Start messages, on NCCL in one launch in which none waits for another; those of one `tag` between two ranks
-    arrive in the order in which they were sent. `axis`: of the layout, along which the group lies."""
+    """Start messages, on NCCL in one launch in which none waits for another. Messages of one `tag` between two ranks
+    arrive in the order in which they were sent. `axis`: the axis of the layout along which the group lies."""
     if not messages:
         return []
     ranks, here = dist.get_process_group_ranks(group), dist.get_rank()
-    ends = ((here, ranks[each.peer]) if each.sends else (ranks[each.peer], here) for each in messages)
+    ends = ((here, ranks[message.peer]) if message.sends else (ranks[message.peer], here) for message in messages)
     lines = [Line(axis, tag, source, target) for source, target in ends]
     numbers = []
     for line in lines:
@@ -81,10 +81,14 @@ def start(messages: Sequence[Message], group: dist.ProcessGroup, axis: str, tag:
     works = dist.batch_isend_irecv(
         [
             dist.P2POp(
-                dist.isend if each.sends else dist.irecv, each.tensor, group=group, tag=tag, group_peer=each.peer
+                dist.isend if message.sends else dist.irecv,
+                message.tensor,
+                group=group,
+                tag=tag,
+                group_peer=message.peer,
             )
-            for each in messages
+            for message in messages
         ]
     )
     works *= len(messages) // len(works)  # NCCL returns one for the whole batch
-    return [OnItsWay(*each) for each in zip(messages, works, lines, numbers, strict=True)]
+    return [OnItsWay(*started) for started in zip(messages, works, lines, numbers, strict=True)]

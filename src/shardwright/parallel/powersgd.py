@@ -9,12 +9,12 @@ the error E_w that it has not sent yet, and Q (m x r), the same on all ranks. A 
     G   = P Q^T                                        the gradient that the optimizer sees
     E_w = M_w - P P^T M_w
 
-G is the projection of sum_w M_w, and the errors add up to what it leaves out, so G is what one process computes of the
-sum of all gradients, but for rounding: how the tokens are shared does not matter. Q begins with random numbers and is
-kept from step to step (warm start). r is `layout.compress_gradients` "powersgd-r".
+G is the projection of sum_w M_w, and the sum of all errors is the part that G leaves out. So G equals the result of one
+process for the sum of all gradients, except for rounding, for any partition of the tokens. Q starts with random numbers
+and is kept from step to step (warm start). r is `layout.compress_gradients` "powersgd-r".
 
-Compressed are hidden matrices of which r (n + m) is less than n m; all other gradients are all-reduced as they are.
-Source: Vogels et al., arXiv 1905.13727, algorithms 1 and 2. There gradients are averaged, and E_w is M_w less the mean
+Hidden matrices with r (n + m) < n m are compressed; all other gradients are all-reduced unchanged.
+Source: Vogels et al., arXiv 1905.13727, algorithms 1 and 2. There gradients are averaged, and E_w is M_w minus the mean
 product; those errors have the same sum.
 
 Shapes: B matrices of equal shape (experts), N rows, M columns, R the rank of the products.
@@ -38,14 +38,14 @@ from shardwright.parallel.replicas import sum_together
 _T = TypeVar("_T")
 _U = TypeVar("_U")
 _DEPENDENT = 1e-5
-"""A column of which this share or less is left, when its projection on the columns before it is taken away, is rounding
-and no direction; in float64 the square of it."""
+"""Largest fraction of a column's norm, after its projection on the columns before it is subtracted, that counts as
+rounding, not as a direction; its square in float64."""
 
 
 @dataclass(frozen=True)
 class _Member:
-    """A parameter with its state: `error` has its shape; `bases` are the matrices Q of its logical matrices, (B, M, R)
-    one after another."""
+    """A parameter with its state: `error` has its shape; `bases` are the matrices Q of its logical matrices, (B, M, R),
+    concatenated."""
 
     parameter: nn.Parameter
     row: Row
@@ -59,8 +59,8 @@ class PowerSGD:
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], spec: ModelSpec, rank: int, mesh: DeviceMesh, seed: int
     ) -> None:
-        """`parameters`: plain tensors by global name, of which those that are `factored` are taken; `mesh`: of one
-        axis, the ranks that hold replicas."""
+        """`parameters`: plain tensors by global name; the `factored` ones are compressed. `mesh`: one axis, the ranks
+        that hold replicas."""
         self.mesh, self.group = mesh, mesh.get_group()
         self._members: dict[str, _Member] = {}
         for name, parameter in parameters.items():
@@ -71,27 +71,27 @@ class PowerSGD:
                 drawn = normal(
                     seed, f"powersgd/{name}", shape, (0, 0, 0), shape, 1.0, parameter.dtype, parameter.device
                 )
-                bases = parameter.detach().new_empty(shape).copy_(drawn)  # in a dry run without values, as it is
+                bases = parameter.detach().new_empty(shape).copy_(drawn)  # keeps the fake tensors of a dry run
                 self._members[name] = _Member(parameter, row, torch.zeros_like(parameter).detach(), bases)
 
     def __contains__(self, name: str) -> bool:
-        """Whether the gradient of a parameter is compressed."""
+        """Return whether the gradient of a parameter is compressed."""
         return name in self._members
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint holds, by name: `basis/NAME`, and `error/NAME`, (ranks, *shape) of all ranks' errors, which
-        is sharded over them."""
-        found: dict[str, Tensor] = {}
+        """The state for checkpoints: `basis/NAME`, and `error/NAME`, (ranks, *shape), all ranks' errors sharded over
+        the ranks."""
+        state: dict[str, Tensor] = {}
         for name, member in self._members.items():
-            found[f"basis/{name}"] = member.bases
-            found[f"error/{name}"] = DTensor.from_local(member.error[None], self.mesh, [Shard(0)], run_check=False)
-        return found
+            state[f"basis/{name}"] = member.bases
+            state[f"error/{name}"] = DTensor.from_local(member.error[None], self.mesh, [Shard(0)], run_check=False)
+        return state
 
     @torch.no_grad()
     def sum(self) -> None:
-        """Replace every gradient by that of all ranks, compressed."""
-        members = [each for each in self._members.values() if each.parameter.grad is not None]
+        """Replace every gradient by the compressed sum of all ranks."""
+        members = [member for member in self._members.values() if member.parameter.grad is not None]
         matrices = []
         for member in members:
             assert member.parameter.grad is not None
@@ -99,14 +99,14 @@ class PowerSGD:
             matrices.append(list(_matrices(member.error, member.row)))
         if not members:
             return
-        # Of each member the matrices of its parts, all with one number of experts.
-        counts = [[len(m_BNM) for m_BNM in those] for those in matrices]
+        # For each member the matrices of its parts; all have the same number of experts.
+        counts = [[len(m_BNM) for m_BNM in group] for group in matrices]
         bases = [member.bases.split(count) for member, count in zip(members, counts, strict=True)]
         lefts = [[m_BNM @ q_BMR for m_BNM, q_BMR in _pairs(*each)] for each in _pairs(matrices, bases)]
         sum_together(_flat(lefts), self.group)
-        lefts = [[_orthonormal(p_BNR) for p_BNR in those] for those in lefts]
+        lefts = [[_orthonormal(p_BNR) for p_BNR in group] for group in lefts]
         own = [[m_BNM.mT @ p_BNR for m_BNM, p_BNR in _pairs(*each)] for each in _pairs(matrices, lefts)]
-        rights = [[each.clone() for each in those] for those in own]
+        rights = [[matrix.clone() for matrix in group] for group in own]
         sum_together(_flat(rights), self.group)
         for member, p, own_q, q, before in zip(members, lefts, own, rights, bases, strict=True):
             assert member.parameter.grad is not None
@@ -114,9 +114,9 @@ class PowerSGD:
             member.error.sub_(sent.view_as(member.error))
             product = _joined([p_BNR @ q_BMR.mT for p_BNR, q_BMR in _pairs(p, q)], member.row)
             member.parameter.grad.copy_(product.view_as(member.error))
-            # Where a column of P is no direction, that of Q stays for the next step.
+            # If a column of P is zero, the column of Q stays for the next step.
             directions = [p_BNR.norm(dim=-2, keepdim=True) > 0 for p_BNR in p]
-            chosen = [torch.where(*each) for each in zip(directions, q, before, strict=True)]
+            chosen = [torch.where(*arguments) for arguments in zip(directions, q, before, strict=True)]
             member.bases.copy_(torch.cat(chosen))
 
 
@@ -125,30 +125,30 @@ def _pairs(first: Iterable[_T], second: Iterable[_U]) -> Iterator[tuple[_T, _U]]
 
 
 def _flat(factors: Iterable[Sequence[Tensor]]) -> list[Tensor]:
-    return [each for those in factors for each in those]
+    return [factor for group in factors for factor in group]
 
 
 def _matrices(whole: Tensor, row: Row) -> Iterator[Tensor]:
-    """The logical matrices of a parameter, each (B, N, M)."""
+    """Yield the logical matrices of a parameter, each (B, N, M)."""
     stacked = whole.view(-1, *whole.shape[-2:])
     for part in stacked.unflatten(-2, (row.heads, -1)).split([n for _, n in row.parts], -2):
         yield part.flatten(-3, -2)
 
 
 def _joined(matrices: Sequence[Tensor], row: Row) -> Tensor:
-    """The inverse of `_matrices`, (B, rows, M)."""
-    return torch.cat([each.unflatten(-2, (row.heads, -1)) for each in matrices], -2).flatten(-3, -2)
+    """Return the inverse of `_matrices`, (B, rows, M)."""
+    return torch.cat([matrix.unflatten(-2, (row.heads, -1)) for matrix in matrices], -2).flatten(-3, -2)
 
 
 def _orthonormal(p_BNR: Tensor) -> Tensor:
-    """Gram and Schmidt's orthonormal columns, each projected twice; zeros where a column depends on those before."""
-    found = torch.zeros_like(p_BNR)
+    """Return Gram-Schmidt's orthonormal columns, each projected twice; a dependent column becomes zeros."""
+    basis = torch.zeros_like(p_BNR)
     least = _DEPENDENT**2 if p_BNR.dtype == torch.float64 else _DEPENDENT
     for column in range(p_BNR.shape[-1]):
         given = rest = p_BNR[..., column : column + 1]
         for _ in range(2):
-            rest = rest - found @ (found.mT @ rest)
+            rest = rest - basis @ (basis.mT @ rest)
         size = rest.norm(dim=-2, keepdim=True)
         independent = size > least * given.norm(dim=-2, keepdim=True)
-        found[..., column : column + 1] = torch.where(independent, rest / torch.where(independent, size, 1.0), 0.0)
-    return found
+        basis[..., column : column + 1] = torch.where(independent, rest / torch.where(independent, size, 1.0), 0.0)
+    return basis

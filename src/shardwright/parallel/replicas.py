@@ -2,7 +2,7 @@
 
 A replica that was used for a part of the tokens (norms under sequence parallelism) or of the heads (norms of heads,
 replicated kv heads) has a partial gradient. The partial gradients are summed once a step, after the reduction over data
-ranks, on the shard of the gradient that this rank holds.
+ranks, on the gradient shard of each rank.
 """
 
 from collections.abc import Mapping, Sequence

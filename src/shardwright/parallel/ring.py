@@ -43,7 +43,7 @@ class RingAttention(torch.autograd.Function):
         n, rank = ring.size(), ring.rank()
         q_BHTC = q_BTHC.transpose(1, 2)
         attend = kernel_for(q_BHTC).attend
-        own_2BTKC = torch.stack((k_BTKC, v_BTKC))  # one message, and what is kept for backward
+        own_2BTKC = torch.stack((k_BTKC, v_BTKC))  # one message; also saved for backward
         keys = RingBuffer(own_2BTKC, ring, KEYS)
         for step in range(n):
             held_2BTKC = keys.start(last=step == n - 1)
@@ -98,8 +98,8 @@ class RingAttention(torch.autograd.Function):
 
 
 def _piece(source: int, rank: int, tokens: int, zigzag: bool) -> tuple[slice, slice, bool] | None:
-    """(queries, keys, causal) of the attention of ring rank `rank` to the keys of rank `source`; None if all is
-    masked."""
+    """Return (queries, keys, causal) of the attention of ring rank `rank` to the keys of rank `source`; None if all
+    scores are masked."""
     if source == rank:
         return ALL, ALL, True
     if not zigzag:
@@ -131,7 +131,7 @@ class RingBuffer:
 
     def start(self, last: bool = False) -> Tensor:
         """Start to send the current tensor to the next rank and to receive one from the previous rank, unless this is
-        the `last` step; returns the current tensor."""
+        the `last` step; return the current tensor."""
         if not last:
             n, rank = self._ring.size(), self._ring.rank()
             self._coming = torch.empty_like(self._held) if self._spare is None else self._spare
@@ -142,7 +142,7 @@ class RingBuffer:
         return self._held
 
     def wait(self) -> Tensor:
-        """Wait for the messages that `start` has started, if any; returns the current tensor."""
+        """Wait for the messages that `start` has started, if any; return the current tensor."""
         for message in self._on_their_way:
             message.wait()
         if self._coming is not None:

@@ -1,22 +1,21 @@
-"""Routers whose rank holds a part of each sequence (with cp or sequence parallelism) and of the global batch (which is
-partitioned into micro-batches and over data ranks).
+"""Routers for ranks that hold a part of each sequence (cp, sequence parallelism) and of the global batch.
 
 Two computations of a router need more than one token. The balance loss of scope sequence needs the number of tokens of
-the sequence that picked each expert. The capacity needs, for each token, the number of earlier tokens that did. Both
-are counts without a gradient, so ranks exchange integers and no activations (`ShardedRouter`):
+the sequence that picked each expert. The capacity needs, for each token, the same count over earlier tokens. Counts
+have no gradient, so ranks exchange integers and no activations (`ShardedRouter`):
 
 | what           | per layer, micro-batch, group of ranks | elements (int64; int32 for pieces) |
 | -------------- | -------------------------------------- | ---------------------------------- |
 | balance loss   | 1 all-reduce                           | B E                                |
 | capacity       | 1 all-reduce                           | B P E                              |
 
-For the capacity a sequence is divided into P pieces of equal length, the smallest number with which every rank holds
-whole pieces: two per rank where `zigzag` gives it two chunks, else mostly one. The ranks all-reduce the counts of each
-expert in each piece. The counts of a piece start from the sum over the pieces before it. So the same tokens are dropped
-as on one device, for every way of sharding the sequence.
+For the capacity a sequence is divided into P pieces of equal length; P is the smallest number for which every rank
+holds whole pieces: two per rank if `zigzag` gives it two chunks, otherwise mostly one. The ranks all-reduce the counts
+of each expert in each piece. The counts of a piece start from the sum over earlier pieces. So the same tokens are
+dropped as on one device, for every way of sharding the sequence.
 
-Which tokens are padding follows from their positions and from the number of real tokens of their sequence, which every
-rank knows (`RealTokens`).
+The tokens that are padding follow from their positions and from the number of real tokens of their sequence, which
+every rank knows (`RealTokens`).
 
 The balance loss needs no other communication: it is linear in the mean scores, and the partial means over shards of
 equal length add up. `LossScale` scales each partial loss by its fraction of the tokens of the global batch.
@@ -43,8 +42,8 @@ from shardwright.split.sequence import positions_of_rank
 
 
 class ShardedRouter(Router):
-    """A router of sequences that are sharded in equal parts over the ranks of `groups`. Of the `n_pieces` of a sequence
-    this rank holds `pieces`, in that order."""
+    """A router of sequences that are sharded in equal parts over the ranks of `groups`. This rank holds `pieces`, in
+    this order, of the `n_pieces` of a sequence."""
 
     def __init__(
         self, router: Router, groups: Sequence[dist.ProcessGroup], pieces: Sequence[int], n_pieces: int
@@ -73,8 +72,8 @@ class ShardedRouter(Router):
 
     @torch.compiler.disable
     def places(self, picked_BTE: Tensor) -> Tensor:
-        """For each local token the number of tokens of the whole sequence, up to this one, that picked each expert;
-        (B, T, E)."""
+        """Return for each local token the number of tokens of the whole sequence, up to this one, that picked each
+        expert; (B, T, E)."""
         places_BptE = picked_BTE.unflatten(1, (len(self.pieces), -1)).cumsum(2, dtype=torch.int32)
         found_BpE = places_BptE[:, :, -1]
         counts_BPE = found_BpE.new_zeros(len(picked_BTE), self.n_pieces, picked_BTE.shape[-1])
@@ -99,7 +98,7 @@ class LossScale:
     def __init__(self, parts: Iterable[nn.Module]) -> None:
         """`parts`: the whole model, or this rank's pipeline stages."""
         self.share = 1.0
-        """The fraction of the global batch's tokens that a forward pass has."""
+        """The forward pass's fraction of the global batch's tokens."""
         for part in parts:
             for layer in expert_layers(part).values():
                 layer.router.register_forward_hook(self._scale)
@@ -110,15 +109,14 @@ class LossScale:
 
 
 def shard_routers(model: nn.Module, layout: Layout, groups: Groups) -> None:
-    """Replace the routers of a model, or of a pipeline stage, by ones that count over whole sequences, where sequences
+    """Replace the routers of a model, or of a pipeline stage, by routers that count over whole sequences, if sequences
     are sharded."""
     token_groups = (groups.cp_ring, groups.cp_ulysses, groups.tp if layout.token_shards else None)
     sharing = [group for group in token_groups if group is not None]
     if sharing:
         n_pieces = sequence_cuts(layout)
-        # The pieces that this rank's tokens belong to.
-        held = positions_of_rank(layout, n_pieces, dist.get_rank(), token_shard=layout.token_shards)
-        pieces = [piece for span in held for piece in span]
+        local = positions_of_rank(layout, n_pieces, dist.get_rank(), token_shard=layout.token_shards)
+        pieces = [piece for span in local for piece in span]
         for layer in expert_layers(model).values():
             layer.router = ShardedRouter(layer.router, sharing, pieces, n_pieces)
             if layout.token_shards and groups.tp is not None:
@@ -127,5 +125,5 @@ def shard_routers(model: nn.Module, layout: Layout, groups: Groups) -> None:
 
 
 def _narrow_positions(own_tokens: Callable[[Tensor], Tensor], router: nn.Module, inputs: Any) -> Any:
-    """Positions of all tokens, the third argument of a router on token shards, become those of the own tokens."""
+    """Replace the positions of all tokens, the third argument of a router, by this token shard's positions."""
     return (*inputs[:2], own_tokens(inputs[2]), *inputs[3:]) if inputs[2] is not None else inputs

@@ -1,19 +1,19 @@
 """Secondary shards of parameters in a node: `layout.zero_secondary_ranks`, hpZ of ZeRO++ (arXiv 2306.10209).
 
 With zero 3 a layer is gathered from all ranks of dp_shard x cp for its forward pass, freed, and gathered again for its
-backward pass. With r secondary ranks, consecutive ones, each keeps 1/r of what was gathered, in the type of the
-matmuls, and the backward pass gathers from these r alone:
+backward pass. With r consecutive secondary ranks, each keeps 1/r of the gathered layer, in the type of the matmuls, and
+the backward pass gathers from these r ranks alone:
 
     forward    all-gather over dp_shard x cp -> layer runs -> rank i of the r ranks keeps part i of r, the rest is freed
     backward   all-gather over the r ranks   -> parts are freed, layer runs -> only shards remain
 
-So a part is as old as the forward pass of its micro-batch: the next forward pass gathers the shards, which the
-optimizer may have changed. What a rank keeps is e x parameters of the layers / r bytes, e of an element. Experts have
-r x tp / ep such ranks; where these are not several, or FSDP2 shards experts along another dim, they are gathered from
-all ranks.
+A part is as old as the forward pass of its micro-batch: the next forward pass gathers the shards again, because the
+optimizer may have changed them. A rank keeps e x parameters of the layers / r bytes (e bytes per element). Experts have
+r x tp / ep secondary ranks; they are gathered from all ranks if that is one rank, or if FSDP2 shards them along another
+dim.
 
-FSDP2 has this as `reshard_after_forward=r`, but not for parameters that tp shards, and on a mesh that it builds on the
-ranks of one replica alone, in which other replicas take no part. So the group and what a rank keeps are set here.
+FSDP2 offers `reshard_after_forward=r`, but not for parameters that tp shards, and it builds the mesh on the ranks of
+one replica, where other replicas take no part. So this module sets the group and the part that a rank keeps.
 """
 
 from functools import partial
@@ -38,38 +38,39 @@ from shardwright.torch_private import (
 def build_secondary_groups(
     layout: Layout, mesh: DeviceMesh, expert_mesh: DeviceMesh | None
 ) -> dict[str, dist.ProcessGroup]:
-    """The group of secondary ranks of this rank, for dense parameters ("") and experts ("expert_"), where they are
-    gathered from one. Every rank of the world has to call this, after the meshes are built."""
-    found: dict[str, dist.ProcessGroup] = {}
+    """Return this rank's groups of secondary ranks, for dense parameters ("") and experts ("expert_").
+
+    A key is missing if those parameters have no secondary ranks. Every rank of the world calls this, after the meshes
+    are built."""
+    secondary: dict[str, dist.ProcessGroup] = {}
     ranks = {"": layout.zero_secondary_ranks, "expert_": layout.zero_secondary_ranks * layout.tp // layout.ep}
     for prefix, along in (("", mesh), ("expert_", expert_mesh)):
         if along is not None and (lines := lines_of(along, f"{prefix}shards", ranks[prefix])) is not None:
-            found[prefix], _ = dist.new_subgroups_by_enumeration(lines.flatten(0, 1).tolist())
-    return found
+            secondary[prefix], _ = dist.new_subgroups_by_enumeration(lines.flatten(0, 1).tolist())
+    return secondary
 
 
 def keep_secondary_shards(module: FSDPModule, group: dist.ProcessGroup, device_type: str) -> None:
-    """Let a group of parameters of FSDP2, sharded along dim 0, be gathered from the ranks of `group` in backward
-    passes."""
+    """Make backward passes gather an FSDP2 parameter group, sharded along dim 0, from the ranks of `group`."""
     among = FSDPMeshInfo(DeviceMesh.from_group(group, device_type), shard_mesh_dim=0)
     for parameters in parameter_groups(module):
         parameters.post_forward_mesh_info = among
         for parameter in parameters.fsdp_params:
-            each: Any = parameter
-            each.to_sharded_post_forward = partial(_keep_part, parameter, group)
+            hooked: Any = parameter
+            hooked.to_sharded_post_forward = partial(_keep_part, parameter, group)
 
 
 def drop_secondary_shards(module: FSDPModule) -> None:
-    """Free what the last forward pass kept, where no backward pass follows."""
+    """Free the parts that the last forward pass kept; for forward passes without a backward pass."""
     for parameters in parameter_groups(module):
         for parameter in parameters.fsdp_params:
             set_secondary_shard(parameter, None)
 
 
 def _keep_part(parameter: FSDPParam, group: dist.ProcessGroup) -> None:
-    """As `FSDPParam.to_sharded_post_forward`: of a gathered parameter keep the part of this rank, and free the rest.
-    The module has its shard, as between steps."""
-    (whole,) = parameter.all_gather_outputs  # (N,), with what FSDP2 pads it to
+    """Keep this rank's part of a gathered parameter and free the rest; replaces
+    `FSDPParam.to_sharded_post_forward`. The module has its shard, as between steps."""
+    (whole,) = parameter.all_gather_outputs  # (N,), with FSDP2's padding
     n = whole.numel() // group.size()
     set_secondary_shard(parameter, whole.narrow(0, group.rank() * n, n).clone())
     register_shard(parameter)

@@ -1,6 +1,6 @@
-"""Tensor and sequence parallelism: modules are replaced, in place, by ones that hold a shard, as `model.modules` says.
+"""Tensor and sequence parallelism: modules are replaced, in place, by shards, as `model.modules` declares.
 
-Parameters become DTensors over tp, so that checkpoints, clipping and FSDP know which part of which tensor a rank holds.
+Parameters become DTensors over tp, so that checkpoints, clipping and FSDP know the rank's part of each tensor.
 Activations are plain tensors. Without sequence parallelism:
 
     x ---- column-parallel matmuls ---- (this rank's features) ---- row-parallel matmul ---- all-reduce ---- y
@@ -20,8 +20,8 @@ The second pair of all-gathers in the backward pass is needed because the gather
 Shoeybi et al., arXiv 1909.08053, section 3; Korthikanti et al., arXiv 2205.05198, section 4.2.
 
 In latent attention the column-parallel matmuls read the results of narrow matmuls (`q_down`, `kv_down`), which every
-rank computes for the tokens that it holds. So three collectives instead of one gather the latent vectors and the key
-that all heads share, or sum their gradients: fewer elements a token than D.
+rank computes for its own tokens. So three collectives instead of one gather the latent vectors and the key that all
+heads share, or sum their gradients: fewer elements a token than D.
 
 Shapes: B batch, T tokens, t tokens of a shard, D model, F a rank's features, v a rank's rows of the vocabulary, P
 elements of the key that all heads share, n ranks of tp. In the feed-forward network, which computes each token on its
@@ -54,7 +54,7 @@ from shardwright.torch_private import flatten_mesh
 
 @dataclass(frozen=True)
 class TensorAxis:
-    """The tensor-parallel process group, and how its ranks hold the residual stream."""
+    """The tensor-parallel process group, and the sharding of the residual stream over it."""
 
     group: dist.ProcessGroup
     token_shards: bool
@@ -73,13 +73,13 @@ class TensorAxis:
         return start_sum(x_BTD, self.group)
 
     def summed_shape(self, x_BTF: Tensor, width: int) -> tuple[int, int, int]:
-        """The shape of the result of `start_sum` for a tensor of the tokens of `x_BTF` and this width."""
+        """Return the shape of the result of `start_sum` for the tokens of `x_BTF` and this width."""
         n_rows, n_tokens = x_BTF.shape[:2]
         n = self.group.size() if self.token_shards else 1
         return (n_rows // n, n_tokens, width) if self.by_rank else (n_rows, n_tokens // n, width)
 
     def own_tokens(self, positions_T: Tensor) -> Tensor:
-        """The slice of a tensor over all tokens, its last dim, that belongs to this rank's token shard."""
+        """Return the slice of a tensor over all tokens, its last dim, that belongs to this rank's token shard."""
         return positions_T.unflatten(-1, (self.group.size(), -1))[..., self.group.rank(), :]
 
 
@@ -107,7 +107,7 @@ def split_model(model: Transformer, layout: Layout, mesh: DeviceMesh, group: dis
 
 
 def _split_block(block: nn.Module, rows: Sequence[Row], axis: TensorAxis) -> None:
-    """Replace the linears of a block that are sharded; add a hook to those whose output the heads of all ranks read."""
+    """Replace the sharded linears of a block; add a hook to linears whose output the heads of all ranks read."""
     linears = [row for row in rows if row.matmul is not None and row.split in ("column", "kv_column", "row")]
     unordered = replace(axis, by_rank=axis.token_shards)
     inputs: dict[str, SharedInput] = {}
@@ -125,7 +125,7 @@ def _split_block(block: nn.Module, rows: Sequence[Row], axis: TensorAxis) -> Non
 
 
 def _shard(parameter: nn.Parameter, row: Row, mesh: DeviceMesh, flat: DeviceMesh) -> nn.Parameter:
-    """A DTensor over tp of the size of `parameter`, with this rank's shard on the meta device."""
+    """Return a DTensor over tp of the size of `parameter`, with this rank's shard on the meta device."""
     assert row.split_dim is not None
     line: DeviceMesh
     placements: list[Placement]
@@ -134,7 +134,7 @@ def _shard(parameter: nn.Parameter, row: Row, mesh: DeviceMesh, flat: DeviceMesh
     elif row.split == "kv_column":
         line, placements = mesh["tp_kv", "tp_replicas"], [Shard(row.split_dim), Replicate()]
     else:
-        # One cut over all ranks, as `vocabulary_rows`: 9 rows on 2 x 2 ranks would be 3, 2, 2, 2, and on 4 are 3, 3, 3.
+        # One cut over all ranks, as in `vocabulary_rows`: 9 rows on 2 x 2 ranks would be 3, 2, 2, 2; on 4, 3, 3, 3, 0.
         line, placements = flat, [Shard(row.split_dim)]
     coordinates = line.get_coordinate()
     assert coordinates is not None
@@ -153,7 +153,7 @@ def _narrow_positions(model: Transformer, axis: TensorAxis) -> None:
 
 
 def plain_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Replace a model's DTensors by plain tensors that share their memory; returns these by name.
+    """Replace a model's DTensors by plain tensors that share their memory; return these by name.
 
     Without FSDP the forward and backward passes do not need DTensors, which would cost a dispatch for each use and each
     gradient.
@@ -177,12 +177,12 @@ class SharedInput:
         self.axis = axis
         self.linears: list[ColumnLinear] = []
         self.fp8: Fp8Linear | None = None
-        """How the matmuls are computed in fp8, if they are."""
+        """The fp8 recipe of the matmuls, or None."""
         self._input: Tensor | None = None
         self._outputs: dict[int, Tensor] = {}
 
     def output(self, index: int, x_BTD: Tensor) -> Tensor:
-        """The output of linear number `index`."""
+        """Return the output of linear number `index`."""
         if self._input is not x_BTD or index not in self._outputs:
             weights = [local_part(linear.weight) for linear in self.linears]
             biases = [None if linear.bias is None else local_part(linear.bias) for linear in self.linears]
@@ -195,8 +195,8 @@ class SharedInput:
 
 
 class ColumnLinear(nn.Module):
-    """A column-parallel linear: this rank holds a shard of the output features; (B, T, D) or, on token shards,
-    (B, t, D) -> (B, T, F)."""
+    """A column-parallel linear, whose output features are sharded; (B, T, D) or, on token shards, (B, t, D) ->
+    (B, T, F)."""
 
     def __init__(self, linear: nn.Linear, shared: SharedInput) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class ColumnLinear(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """A row-parallel linear: this rank holds a shard of the input features; (B, T, F) -> (B, T, D) or, on token shards,
+    """A row-parallel linear, whose input features are sharded; (B, T, F) -> (B, T, D) or, on token shards,
     (B, t, D)."""
 
     def __init__(self, linear: nn.Linear, axis: TensorAxis) -> None:
@@ -219,7 +219,7 @@ class RowLinear(nn.Module):
         self.weight, self.bias = linear.weight, linear.bias
         self.axis = axis
         self.saves_first = False
-        """As of `matmul.Linear`: the recomputation skips the last matmul of a block, and its reduction."""
+        """See `matmul.Linear`: recomputation skips the last matmul of a block, and its reduction."""
         self.fp8: Fp8Linear | None = None
 
     @torch.compiler.disable
@@ -251,8 +251,7 @@ class ForEveryHead:
 
 
 class VocabularyEmbedding(nn.Module):
-    """A vocabulary-parallel embedding: this rank holds the rows `rows`; tokens (B, T) -> (B, T, D) or, on token shards,
-    (B, t, D)."""
+    """A vocabulary-parallel embedding with the rows `rows`; tokens (B, T) -> (B, T, D), on token shards (B, t, D)."""
 
     def __init__(self, embedding: nn.Embedding, rows: range, axis: TensorAxis) -> None:
         super().__init__()
@@ -268,7 +267,7 @@ class VocabularyEmbedding(nn.Module):
 
 
 class VocabularyHead(nn.Module):
-    """A vocabulary-parallel head, which uses the embedding's matrix where it is tied; (B, T, D) -> logits (B, T, v)."""
+    """A vocabulary-parallel head, which uses the embedding's matrix if it is tied; (B, T, D) -> logits (B, T, v)."""
 
     def __init__(self, source: nn.Linear | VocabularyEmbedding, axis: TensorAxis) -> None:
         super().__init__()
@@ -315,7 +314,7 @@ class _ColumnProducts(torch.autograd.Function):
         summing = axis.start_sum(_input_gradient(dys_BTF, weights, ctx.fp8))
         if gathering is not None:
             x_BTD = gathering.wait()
-        # What follows overlaps with the reduction of the input's gradient.
+        # The weight gradients overlap with the reduction of the input's gradient.
         dweights = [
             matmul.weight_gradient_or_defer(weight, dy_BTF, x_BTD, fp8=ctx.fp8)
             for weight, dy_BTF in zip(ctx.weights, dys_BTF, strict=True)
@@ -325,7 +324,7 @@ class _ColumnProducts(torch.autograd.Function):
 
 
 def _input_gradient(dys_BTF: Sequence[Tensor], weights: Sequence[Tensor], fp8: Fp8Linear | None) -> Tensor:
-    """Sum of dy W over the linears that read the input; (B, T, D)."""
+    """Return the sum of dy W over the linears that read the input; (B, T, D)."""
     first, *rest = zip(dys_BTF, weights, strict=True)
     dx_BTD = matmul.input_gradient(*first, fp8=fp8)
     for dy_BTF, weight in rest:
@@ -334,8 +333,8 @@ def _input_gradient(dys_BTF: Sequence[Tensor], weights: Sequence[Tensor], fp8: F
 
 
 class _RowProduct(torch.autograd.Function):
-    """The matmul of a row-parallel linear: x W^T of this rank's features, summed over the ranks; for all tokens, or for
-    this rank's token shard."""
+    """The matmul of a row-parallel linear: x W^T of this rank's features, summed over the ranks; for all tokens or a
+    token shard."""
 
     @staticmethod
     def forward(
@@ -357,12 +356,12 @@ class _RowProduct(torch.autograd.Function):
 
 
 def _row_product(x_BTF: Tensor, weight_DF: Tensor, axis: TensorAxis, fp8: Fp8Linear | None) -> Tensor:
-    """x W^T of this rank's features, summed over the ranks."""
+    """Return x W^T of this rank's features, summed over the ranks."""
     return axis.start_sum(matmul.forward(x_BTF, weight_DF, fp8=fp8)).wait()
 
 
 class _SharedByHeads(torch.autograd.Function):
-    """Forward, all-gather of the tokens; backward, sum over the ranks of the gradients from each rank's heads."""
+    """Forward: all-gather of the tokens; backward: sum over the ranks of the gradients from each rank's heads."""
 
     @staticmethod
     def forward(ctx: Any, x_BTP: Tensor, axis: TensorAxis) -> Tensor:
@@ -371,13 +370,13 @@ class _SharedByHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy_BTP: Tensor) -> tuple[Tensor, None]:
-        # A copy: the sum is in place, and autograd may use this gradient elsewhere too.
+        # A copy: the sum is in place, and autograd may use this gradient elsewhere.
         own_BTP = dy_BTP.clone(memory_format=torch.contiguous_format)
         return ctx.axis.start_sum(own_BTP).wait(), None
 
 
 class _SumOfRows(torch.autograd.Function):
-    """Sum over the ranks of the embedding rows that each found; for all tokens, or for this rank's token shard."""
+    """Sum over the ranks of their embedding rows; for all tokens or a token shard."""
 
     @staticmethod
     def forward(ctx: Any, x_BTD: Tensor, own_BT1: Tensor, axis: TensorAxis) -> Tensor:

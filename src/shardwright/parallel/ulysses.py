@@ -45,7 +45,7 @@ class HeadsToTokens(torch.autograd.Function):
 
 
 def _to_heads(parts: tuple[Tensor, ...], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """(B, T, heads, C) each -> (B, S, heads / n or 1, C) each."""
+    """(B, T, heads, C) -> (B, S, heads / n or 1, C), for each tensor."""
     n = group.size()
     b, t, _, c = parts[0].shape
     widths = [max(x.shape[2] // n, 1) for x in parts]
@@ -64,7 +64,7 @@ def _to_heads(parts: tuple[Tensor, ...], group: dist.ProcessGroup) -> tuple[Tens
 
 
 def _to_tokens(parts: tuple[Tensor, ...], heads: tuple[int, ...], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """(B, S, heads / n or 1, C) each -> (B, T, heads, C) each, summed over the replicas of a head."""
+    """(B, S, heads / n or 1, C) -> (B, T, heads, C), for each tensor, summed over the replicas of a head."""
     n = group.size()
     widths = [x.shape[2] for x in parts]
     b, s, _, c = parts[0].shape

@@ -1,8 +1,8 @@
 """The pieces of a step of attention within documents in one call of PyTorch's variable-length flash attention (CUDA, 16
 bits; FlashAttention-2, arXiv 2307.08691).
 
-The kernel takes pieces one after another, so rows are gathered and results scattered: a key that several pieces read is
-copied for each, and its gradients are summed.
+The kernel takes pieces one after another, so rows are gathered and results scattered. A key that several pieces read is
+copied for each piece, and its gradients are summed.
 
 Shapes: N tokens of queries, M of keys, R rows of all pieces, S columns of all pieces, H heads, K kv heads, C width.
 """
@@ -22,12 +22,12 @@ ALL = slice(None)
 
 
 class _Places(NamedTuple):
-    """Where the rows and columns of pieces are, and the arguments of the kernel."""
+    """The positions of the rows and columns of pieces, and the arguments of the kernel."""
 
     rows_R: Tensor
     columns_S: Tensor
     arguments: tuple[Tensor, Tensor, int, int, float, bool]
-    """Sums of the numbers of rows and of columns, the largest of each, dropout, and whether the mask is causal."""
+    """Cumulative numbers of rows and of columns, the largest of each, dropout, and whether the mask is causal."""
 
     @staticmethod
     def of(pieces: Sequence[Piece], device: torch.device) -> "_Places":
@@ -57,7 +57,7 @@ def gradient(
     lse_1HN: Tensor,
     pieces: Sequence[Piece],
 ) -> tuple[Tensor, slice, Tensor, Tensor, Tensor]:
-    """-> rows_R, all columns, dq_1HRC, dk_1KMC, dv_1KMC; o and lse are those over all keys."""
+    """-> rows_R, all columns, dq_1HRC, dk_1KMC, dv_1KMC; `o_1HNC` and `lse_1HN` are over all keys."""
     places = _Places.of(pieces, q_1HNC.device)
     do, q, o = _gathered((do_1HNC, q_1HNC, o_1HNC), places.rows_R)
     k, v = _gathered((k_1KMC, v_1KMC), places.columns_S)
@@ -76,5 +76,5 @@ def _indices(places: Sequence[slice], device: torch.device) -> Tensor:
 
 
 def _gathered(tensors: Sequence[Tensor], places: Tensor) -> list[Tensor]:
-    """(1, H, N, C) each -> (R, H, C) each."""
+    """(1, H, N, C) -> (R, H, C), for each tensor."""
     return [x[0].index_select(1, places).transpose(0, 1).contiguous() for x in tensors]

@@ -1,10 +1,10 @@
-"""Brings sharded matrices whole to one rank each, for an update that needs whole matrices, and the results back.
+"""Gathers each sharded matrix on one rank, for an update that needs whole matrices, and scatters the results.
 
 A matrix has one owner among the ranks that hold shards or replicas of it. The exchange goes along one axis of its mesh
 after the other, in the reverse order of the sharding:
 
     axis with shards    all-to-all: every rank sends its shard to the owner's place; the owner there concatenates them
-    axis with replicas  nothing is sent: the rank at the owner's place goes on, the others wait for the result
+    axis with replicas  nothing is sent: the rank at the owner's place continues, the others wait for the result
     owner               computes the update of the whole matrix
     and back            all-to-all: the owner sends every rank the update of its shard
 
@@ -30,16 +30,16 @@ from shardwright.parallel.boxes import shard_of
 from shardwright.units import in_groups
 
 BUCKET_BYTES = 64 * 2**20
-"""Bytes of the shards of a rank that are exchanged at once, unless one matrix has more."""
+"""Bytes of a rank's shards that are exchanged at once, unless one matrix has more."""
 IN_FLIGHT = 2
 
 Exchange = Generator[Any, None, list[Tensor]]
-"""Yields collectives that have been started, or None; goes on when they have ended. All ranks of a bucket yield equally
-often, so that all start the collectives of several buckets in one order."""
+"""Yields started collectives, or None, and continues when they have ended. All ranks of a bucket yield equally often,
+so that all start the collectives of several buckets in one order."""
 
 
 class Axis(NamedTuple):
-    """An axis of a mesh: `dim` of the matrix is sharded along it, or None: its ranks hold replicas."""
+    """An axis of a mesh; the matrix is sharded along `dim`, or, if None, the ranks of the axis hold replicas."""
 
     group: dist.ProcessGroup
     dim: int | None
@@ -49,8 +49,8 @@ class Axis(NamedTuple):
 class Matrix:
     """A parameter with the axes of its exchange, in order.
 
-    `sizes`: for each axis with shards how much of `dim` every rank along it has; for replicas empty. `owner`: the place
-    of the owner along each axis.
+    `sizes`: for each axis with shards the size of `dim` on every rank along it; for replicas empty. `owner`: the
+    owner's place along each axis.
     """
 
     number: int
@@ -61,16 +61,16 @@ class Matrix:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for matrices that can be exchanged together."""
+        """A key that is equal for matrices that can be exchanged together."""
         return tuple((id(axis.group), axis.dim) for axis in self.axes)
 
 
 class WholeMatrices:
-    """The exchange for some parameters, which may be DTensors on different meshes; every rank that holds one of them
-    makes it with the same parameters in the same order."""
+    """The exchange for parameters that may be DTensors on different meshes. Every rank that holds one of them makes it
+    with the same parameters in the same order."""
 
     def __init__(self, parameters: Sequence[Tensor], costs: Sequence[float]) -> None:
-        """`costs`: of the update of each parameter, in any unit."""
+        """`costs`: the cost of each parameter's update, in any unit."""
         self.matrices: list[Matrix] = []
         loads: dict[tuple[object, ...], dict[tuple[int, ...], float]] = {}
         planned = [_axes_of(parameter) for parameter in parameters]
@@ -96,13 +96,13 @@ class WholeMatrices:
     ) -> None:
         """Compute an update of every matrix on its owner.
 
-        `take` returns this rank's shard of parameter `number`, `compute` maps the whole matrix (or, of a stack of
-        experts, this rank's experts) to its update of the same shape, and `give` takes this rank's shard of it. All
-        have to be called from the same program on every rank.
+        `take` returns this rank's shard of parameter `number`, `compute` maps the whole matrix (for a stack of experts,
+        this rank's experts) to its update of the same shape, and `give` takes this rank's shard of the update. Every
+        rank has to call this at the same point of the program.
         """
 
         def exchange(bucket: list[Matrix]) -> Exchange:
-            shards = [take(each.number) for each in bucket]
+            shards = [take(matrix.number) for matrix in bucket]
             updates = yield from _exchange(bucket[0].axes, bucket, shards, 0, compute)
             for matrix, shard in zip(bucket, updates, strict=True):
                 give(matrix.number, shard)
@@ -111,7 +111,7 @@ class WholeMatrices:
         _interleave(exchange(bucket) for bucket in self._buckets())
 
     def _buckets(self) -> Iterator[list[Matrix]]:
-        """In an order that is the same on every rank."""
+        """Yield the buckets in an order that is the same on every rank."""
         together: dict[tuple[object, ...], list[Matrix]] = {}
         for matrix in self.matrices:
             together.setdefault(matrix.key, []).append(matrix)
@@ -120,7 +120,7 @@ class WholeMatrices:
 
 
 def _axes_of(parameter: Tensor) -> tuple[tuple[Axis, ...], tuple[tuple[int, ...], ...]]:
-    """The axes of the exchange of a parameter, first those with replicas, and the sizes along each."""
+    """Return the axes of a parameter's exchange, axes with replicas first, and the sizes along each."""
     if not isinstance(parameter, DTensor):
         return (), ()
     mesh, cuts = parameter.device_mesh, shard_of(parameter)[2]
@@ -131,7 +131,7 @@ def _axes_of(parameter: Tensor) -> tuple[tuple[Axis, ...], tuple[tuple[int, ...]
         for cut in cuts
         if not (cut.dim == 0 and parameter.dim() == 3)  # whole experts
     ]
-    used = [each for each in (*replicas, *reversed(shards)) if each[0].group.size() > 1]
+    used = [axis for axis in (*replicas, *reversed(shards)) if axis[0].group.size() > 1]
     return tuple(axis for axis, _ in used), tuple(sizes for _, sizes in used)
 
 
@@ -142,40 +142,40 @@ def _exchange(
     depth: int,
     compute: Callable[[int, Tensor], Tensor],
 ) -> Exchange:
-    """The updates of `shards` of matrices with these axes, from axis number `depth` on."""
+    """Return the updates of `shards` of matrices with these axes, from axis number `depth` on."""
     if depth == len(axes):
         return [compute(matrix.number, shard) for matrix, shard in zip(matrices, shards, strict=True)]
     axis = axes[depth]
-    if not matrices:  # so does every rank along this axis, since all have the same place along those before
+    if not matrices:  # all ranks along this axis have the same place along earlier axes, so all return here
         yield from [None] * (1 if axis.dim is None else 2)
         return (yield from _exchange(axes, [], [], depth + 1, compute))
     n, here = axis.group.size(), axis.group.rank()
-    held = [[i for i, matrix in enumerate(matrices) if matrix.owner[depth] == place] for place in range(n)]
-    mine = [matrices[i] for i in held[here]]
-    own = [shards[i] for i in held[here]]
+    owned = [[i for i, matrix in enumerate(matrices) if matrix.owner[depth] == place] for place in range(n)]
+    local = [matrices[i] for i in owned[here]]
+    own = [shards[i] for i in owned[here]]
     if axis.dim is None:
         whole = own
     else:
-        sent = [[shards[i] for i in there] for there in held]
-        shapes = [[_shape_at(*each, depth, place) for each in zip(mine, own, strict=True)] for place in range(n)]
+        sent = [[shards[i] for i in there] for there in owned]
+        shapes = [[_shape_at(*pair, depth, place) for pair in zip(local, own, strict=True)] for place in range(n)]
         received = yield from _all_to_all(sent, shapes, shards[0], axis.group)
         whole = [torch.cat(parts, axis.dim) for parts in zip(*received, strict=True)]
-    updates = yield from _exchange(axes, mine, whole, depth + 1, compute)
+    updates = yield from _exchange(axes, local, whole, depth + 1, compute)
     if axis.dim is None:
         returned = [updates] * n
     else:
-        split = [update.split(matrix.sizes[depth], axis.dim) for matrix, update in zip(mine, updates, strict=True)]
+        split = [update.split(matrix.sizes[depth], axis.dim) for matrix, update in zip(local, updates, strict=True)]
         returned = [[parts[place] for parts in split] for place in range(n)]
-    shapes = [[shards[i].shape for i in there] for there in held]
+    shapes = [[shards[i].shape for i in there] for there in owned]
     received = yield from _all_to_all(returned, shapes, shards[0], axis.group)
-    found: dict[int, Tensor] = {}
-    for there, arrived in zip(held, received, strict=True):
-        found |= dict(zip(there, arrived, strict=True))
-    return [found[i] for i in range(len(matrices))]
+    results: dict[int, Tensor] = {}
+    for there, arrived in zip(owned, received, strict=True):
+        results |= dict(zip(there, arrived, strict=True))
+    return [results[i] for i in range(len(matrices))]
 
 
 def _shape_at(matrix: Matrix, shard: Tensor, depth: int, place: int) -> torch.Size:
-    """The shape of the shard at a place along an axis."""
+    """Return the shape of the shard at a place along an axis."""
     dim = matrix.axes[depth].dim
     assert dim is not None
     shape = list(shard.shape)
@@ -186,7 +186,7 @@ def _shape_at(matrix: Matrix, shard: Tensor, depth: int, place: int) -> torch.Si
 def _all_to_all(
     sent: list[list[Tensor]], shapes: list[list[torch.Size]], like: Tensor, group: dist.ProcessGroup
 ) -> Generator[Any, None, list[list[Tensor]]]:
-    """Send `sent[place]` to each rank of a group; returns the tensors of `shapes[place]` from each."""
+    """Send `sent[place]` to each rank of a group; return the tensors of `shapes[place]` from each."""
     flat = [tensor.reshape(-1) for tensors in sent for tensor in tensors]
     counts = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
     arriving = [sum(shape.numel() for shape in expected) for expected in shapes]

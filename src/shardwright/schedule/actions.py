@@ -51,9 +51,9 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of every rank: `ranks[r]` are those of rank r of `pp`, in order.
+    """The actions of every rank: `ranks[r]` is the list of rank r of `pp`, in order.
 
-    `staggered`: ranks may begin a step at different times, so that idle time counts from a rank's own first action
+    `staggered`: ranks may start a step at different times, so that idle time counts from a rank's own first action
     (Qi et al., arXiv 2401.10241, section 5.3); otherwise it counts from time zero.
     """
 
@@ -69,7 +69,6 @@ class Schedule:
         return len(self.ranks)
 
     def actions(self) -> Iterator[tuple[int, Action]]:
-        """Every action, with its rank."""
         return ((rank, action) for rank, actions in enumerate(self.ranks) for action in actions)
 
     @cached_property
@@ -78,11 +77,10 @@ class Schedule:
         return {(action.stage, action.microbatch): rank for rank, action in self.actions()}
 
     def path_of(self, microbatch: int) -> tuple[int, ...]:
-        """The route of a micro-batch through the ranks: the rank of every stage, in order."""
+        """Return the route of a micro-batch through the ranks: the rank of every stage, in order."""
         return tuple(self.place[stage, microbatch] for stage in range(self.n_stages))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank holds, in order."""
         return tuple(sorted({action.stage for action in self.ranks[rank]}))
 
     @cached_property
@@ -91,8 +89,8 @@ class Schedule:
         return any(action.op == "W" for _, action in self.actions())
 
     def needs(self, action: Action) -> tuple[int, int] | None:
-        """The other stage's (stage, micro-batch) on which an action depends: on its F for a forward action, on its I or
-        B for a backward action; None at the ends of the pipeline and for W."""
+        """Return the other stage's (stage, micro-batch) on which an action depends: on its F for a forward action, on
+        its I or B for a backward action; None at the ends of the pipeline and for W."""
         if action.op == "F":
             return (action.stage - 1, action.microbatch) if action.stage else None
         if action.sends_back:
@@ -100,8 +98,8 @@ class Schedule:
         return None
 
     def waits_for(self, action: Action) -> Result | None:
-        """The result on which an action depends, of another stage (`needs`) or else of its own. One is enough: I of
-        the next stage implies its F, and that the F of this stage."""
+        """Return the result on which an action depends, of another stage (`needs`) or its own. One is enough: I of the
+        next stage implies F of the next stage, which implies F of this stage."""
         other = self.needs(action)
         if other is not None:
             return other[0], "F" if action.op == "F" else "I", other[1]
@@ -110,7 +108,7 @@ class Schedule:
     @cached_property
     def numbered(self) -> tuple[list[list[int]], list[list[int]], int]:
         """For every action of every rank the number of the result on which it depends, or -1, and the number of its own
-        result; and how many results there are. Raises ScheduleError for a stage or micro-batch out of range."""
+        result; and the number of results. Raises ScheduleError for a stage or micro-batch out of range."""
         numbers: dict[Result | None, int] = {None: -1}
         for _, (stage, op, microbatch) in self.actions():
             if not (0 <= stage < self.n_stages and 0 <= microbatch < self.n_microbatches):
@@ -119,9 +117,10 @@ class Schedule:
                     f"{self.n_microbatches} microbatches, which are counted from 0"
                 )
         needs = [
-            [numbers.setdefault(self.waits_for(action), len(numbers) - 1) for action in each] for each in self.ranks
+            [numbers.setdefault(self.waits_for(action), len(numbers) - 1) for action in actions]
+            for actions in self.ranks
         ]
-        makes = [[numbers.setdefault(action.makes, len(numbers) - 1) for action in each] for each in self.ranks]
+        makes = [[numbers.setdefault(action.makes, len(numbers) - 1) for action in actions] for actions in self.ranks]
         return needs, makes, len(numbers) - 1
 
 
@@ -133,5 +132,5 @@ def make(
     name: str = "schedule",
     staggered: bool = False,
 ) -> Schedule:
-    """A schedule from the lists of actions of a builder; `schedule.build.build` sets its registered name."""
+    """Return a schedule from a builder's lists of actions; `schedule.build.build` sets its registered name."""
     return Schedule(name, n_stages, n_microbatches, tuple(tuple(actions) for actions in ranks), staggered)

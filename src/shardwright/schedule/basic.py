@@ -17,7 +17,7 @@ from shardwright.schedule.actions import Action, Op, Schedule, make
 
 
 def afab(n_ranks: int, n_microbatches: int) -> Schedule:
-    """All forward passes, then all backward passes, in the same order of micro-batches."""
+    """Run all forward passes, then all backward passes, in the same order of micro-batches."""
     ranks = (
         [Action(rank, "F", i) for i in range(n_microbatches)] + [Action(rank, "B", i) for i in range(n_microbatches)]
         for rank in range(n_ranks)
@@ -26,7 +26,7 @@ def afab(n_ranks: int, n_microbatches: int) -> Schedule:
 
 
 def one_f_one_b(n_ranks: int, n_microbatches: int) -> Schedule:
-    """A warm-up of as many forward passes as there are later ranks, then one forward and one backward in turn."""
+    """Run as many warm-up forward passes as there are later ranks, then one forward and one backward in turn."""
     ranks = (
         _in_turn(
             [Action(rank, "F", i) for i in range(n_microbatches)],
@@ -39,21 +39,21 @@ def one_f_one_b(n_ranks: int, n_microbatches: int) -> Schedule:
 
 
 def interleaved(n_ranks: int, n_microbatches: int, virtual_stages: int) -> Schedule:
-    """Stage s is on rank s % n_ranks, `virtual_stages` on each rank; a rank runs a round of micro-batches through its
+    """Put stage s on rank s % n_ranks, `virtual_stages` on each rank; a rank runs a round of micro-batches through its
     first virtual stage, then through its second, and so on.
 
     Megatron-LM requires n_microbatches to be a multiple of n_ranks, and runs rounds of n_ranks. Here any number runs:
     the micro-batches are partitioned into rounds of n_ranks or slightly more, the longer rounds first. A round has at
-    least n_ranks micro-batches, so that its first one reaches the next virtual stage of a rank when the rank has run
-    its last one; and the warm-up, sized for the longest round, is enough for the later rounds. With fewer than n_ranks
-    micro-batches there is one round. `virtual_stages` is 2 or more.
+    least n_ranks micro-batches, so that its first micro-batch reaches the next virtual stage of a rank when the rank
+    has run its last one; and the warm-up, sized for the longest round, is enough for the later rounds. With fewer than
+    n_ranks micro-batches there is one round. `virtual_stages` is 2 or more.
     """
     n_stages = n_ranks * virtual_stages
     rounds = _rounds(n_ranks, n_microbatches)
 
     def order(rank: int, op: Op) -> list[Action]:
         stages = range(rank, n_stages, n_ranks)
-        return [Action(s, op, i) for each in rounds for s in (stages if op == "F" else stages[::-1]) for i in each]
+        return [Action(s, op, i) for batch in rounds for s in (stages if op == "F" else stages[::-1]) for i in batch]
 
     ranks = (
         _in_turn(
@@ -67,7 +67,7 @@ def interleaved(n_ranks: int, n_microbatches: int, virtual_stages: int) -> Sched
 
 
 def _in_turn(forward: list[Action], backward: list[Action], warm_up: int) -> list[Action]:
-    """`warm_up` forward actions, then one forward and one backward in turn, then the remaining backward actions."""
+    """Return `warm_up` forward actions, then one forward and one backward in turn, then the other backward actions."""
     warm_up = min(warm_up, len(forward))
     steady = len(forward) - warm_up
     pairs = zip(forward[warm_up:], backward[:steady], strict=True)
@@ -75,8 +75,8 @@ def _in_turn(forward: list[Action], backward: list[Action], warm_up: int) -> lis
 
 
 def _rounds(n_ranks: int, n_microbatches: int) -> list[range]:
-    """The micro-batches in consecutive rounds of at least n_ranks (if there are as many), none longer than the previous
-    one."""
+    """Return the micro-batches in consecutive rounds of at least n_ranks (if there are as many), none longer than the
+    previous one."""
     count = max(1, n_microbatches // n_ranks)
     short, longer = divmod(n_microbatches, count)
     ends = [short * i + min(i, longer) for i in range(count + 1)]

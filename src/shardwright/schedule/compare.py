@@ -14,7 +14,7 @@ from shardwright.schedule.simulate import PerStage, Simulation, Times, simulate
 
 @dataclass(frozen=True)
 class Comparison:
-    """`simulations`: of the schedules that can be built; `refused`: schedule -> why it cannot be built."""
+    """`simulations`: of the schedules that can be built; `refused`: schedule -> the rules that it breaks."""
 
     simulations: tuple[Simulation, ...]
     refused: dict[str, str]
@@ -32,11 +32,11 @@ def compare(
 ) -> Comparison:
     """Build and simulate every schedule for one model on `n_ranks` ranks.
 
-    `times` are those of a schedule with one stage a rank. With more stages than ranks a stage has fewer layers, so its
+    `times`: the times of a schedule with one stage a rank. With more stages than ranks a stage has fewer layers, so its
     times are scaled by n_ranks / n_stages, and the total work is the same. `comm` is a message of one micro-batch's
     activations between two layers, and is not scaled. `virtual_stages`: for schedules in which that number can be
-    chosen; `in_flight_limit` and `kept_for_weight`: for those that are searched. `among`: names of schedules; all
-    schedules unless given.
+    chosen; `in_flight_limit` and `kept_for_weight`: for searched schedules. `among`: names of schedules; all schedules
+    unless given.
     """
     simulations, refused = [], {}
     for name in names() if among is None else among:
@@ -52,20 +52,20 @@ def compare(
 
 
 def scaled(times: Times, factor: float) -> Times:
-    """The times of stages with `factor` times as many layers; the time of a message is unchanged."""
+    """Return the times of stages with `factor` times as many layers; the time of a message is unchanged."""
 
     def scale(time: PerStage) -> PerStage:
-        return tuple(each * factor for each in time) if isinstance(time, tuple) else time * factor
+        return tuple(stage_time * factor for stage_time in time) if isinstance(time, tuple) else time * factor
 
     return Times(scale(times.forward), scale(times.backward_input), scale(times.weight), times.comm)
 
 
 def count_messages(schedule: Schedule) -> int:
-    """Number of messages that all ranks send in a step."""
+    """Return the number of messages that all ranks send in a step."""
     return sum(sent_after(schedule, rank, action) is not None for rank, action in schedule.actions())
 
 
 def parameters_held(schedule: Schedule) -> float:
     """Parameters of the rank with the most, in units of 1 / n_ranks of the model: 2 in DualPipe, else 1."""
-    held = max(len(schedule.stages_of(rank)) for rank in range(schedule.n_ranks))
-    return held * schedule.n_ranks / schedule.n_stages
+    most_stages = max(len(schedule.stages_of(rank)) for rank in range(schedule.n_ranks))
+    return most_stages * schedule.n_ranks / schedule.n_stages

@@ -50,10 +50,10 @@ DIGIT = 6.0  # width of a digit of 10 px
 class Timeline:
     """The actions of the ranks of one pipeline with their times.
 
-    `spans[r]`: the actions of rank r, each with its start and end, in `unit`, since the beginning of the step.
-    `n_stages` as in the schedule. `note`: a second line, in a lighter colour. `staggered` as in the schedule: the time
-    before a rank's first action is not idle time. `kept_for_weight`: the fraction that a micro-batch between I and W
-    counts of one in flight.
+    `spans[r]`: the actions of rank r, each with its start and end, in `unit`, since the start of the step. `n_stages`
+    and `staggered` as in the schedule; with `staggered` the time before a rank's first action is not idle time. `note`:
+    a second line, in a lighter colour. `kept_for_weight`: the fraction of a micro-batch in flight that one between I
+    and W counts.
     """
 
     title: str
@@ -78,24 +78,24 @@ class Timeline:
         return max((end - self.begin(rank) for rank, end in enumerate(ends)), default=0.0)
 
     def begin(self, rank: int) -> float:
-        """The beginning of the interval of length `cost` that the step takes on a rank."""
+        """Return the start of the interval of length `cost` that the step takes on a rank."""
         return min((start for _, start, _ in self.spans[rank]), default=0.0) if self.staggered else 0.0
 
     @property
     def reach(self) -> float:
-        """The end of the last rank's interval (`begin`), when the next step may begin on it."""
+        """The end of the last rank's interval (`begin`), when the next step may start on it."""
         return max((self.begin(rank) for rank in range(len(self.spans))), default=0.0) + self.cost
 
     def bubble(self, rank: int) -> float:
-        """The fraction of the cost in which a rank is idle, as in `simulate.Simulation.bubble_rates`."""
+        """Return the fraction of the cost in which a rank is idle, as in `simulate.Simulation.bubble_rates`."""
         work = sum(end - start for _, start, end in self.spans[rank])
         return (self.cost - work) / self.cost if self.cost else 0.0
 
     def curve(self, rank: int) -> list[tuple[float, float, float]]:
-        """The activations of a rank over time: (time, micro-batches in flight from then on, memory of those between I
-        and W).
+        """Return the activations of a rank over time: (time, micro-batches in flight from then on, memory of
+        micro-batches between I and W).
 
-        The unit is one micro-batch of 1/`pp` of the layers, so that a stage of a rank with two stages counts half.
+        The unit is one micro-batch of 1/`pp` of the layers, so a stage of a rank with two stages counts half.
         """
         stage = len(self.spans) / self.n_stages
         return [
@@ -105,7 +105,7 @@ class Timeline:
 
 
 def planned(simulation: Simulation, kept_for_weight: float = KEPT_FOR_WEIGHT) -> Timeline:
-    """The timeline of a simulation."""
+    """Return the timeline of a simulation."""
     schedule = simulation.schedule
     stages = f", {schedule.n_stages} stages" if schedule.n_stages != schedule.n_ranks else ""
     times = simulation.times
@@ -137,13 +137,16 @@ def draw(timelines: Sequence[Timeline], path: str | Path, curves: bool = True) -
 
 
 def svg(timelines: Sequence[Timeline], curves: bool = True) -> str:
-    """The text of the SVG file. Timelines of the same unit share the scale of time; all share the scale of memory."""
+    """Return the text of the SVG file. Timelines of the same unit share the scale of time; all share the scale of
+    memory."""
     width = _width(timelines)
-    highest = max((sum(at[1:]) for each in timelines for rank in _ranks(each) for at in each.curve(rank)), default=0.0)
+    highest = max(
+        (sum(at[1:]) for timeline in timelines for rank in _ranks(timeline) for at in timeline.curve(rank)), default=0.0
+    )
     parts: list[str] = []
     top = float(MARGIN)
     for timeline in timelines:
-        longest = max(each.reach for each in timelines if each.unit == timeline.unit)
+        longest = max(other.reach for other in timelines if other.unit == timeline.unit)
         canvas = _Canvas(top, (width - LEFT - RIGHT) / (longest or 1.0), curves, highest)
         parts += canvas.timeline(timeline, width)
         top = canvas.bottom(timeline) + BETWEEN
@@ -162,7 +165,7 @@ def _ranks(timeline: Timeline) -> range:
 
 
 def _width(timelines: Sequence[Timeline]) -> int:
-    """Wide enough for numbers in boxes of the usual length, up to a limit."""
+    """Return a width in pixels that fits numbers in boxes of the usual length, up to a limit."""
     needed = float(NARROW)
     for timeline in timelines:
         lengths = sorted(end - start for spans in timeline.spans for _, start, end in spans if end > start)
@@ -215,7 +218,7 @@ class _Canvas:
         return [*parts, *self._idle(timeline), *self._curves(timeline), *self._boxes(timeline), *self._axis(timeline)]
 
     def _idle(self, timeline: Timeline) -> list[str]:
-        """A background behind the boxes, visible where a rank is idle."""
+        """Return a background behind the boxes, visible where a rank is idle."""
         d = ""
         for rank in _ranks(timeline):
             d += _box(self.x(timeline.begin(rank)), self.row(rank), timeline.cost * self.scale, ROW)
@@ -258,7 +261,8 @@ class _Canvas:
                         f'<text x="{_n(x + width / 2)}" y="{_n(y + ROW / 2 + 3.5)}">{number}</text>'
                     )
         parts = [
-            f'<path class="{op}" fill="{colour}" d="{"".join(each)}"/>' for (op, colour), each in sorted(boxes.items())
+            f'<path class="{op}" fill="{colour}" d="{"".join(paths)}"/>'
+            for (op, colour), paths in sorted(boxes.items())
         ]
         for colour, texts in numbers.items():
             parts += [f'<g fill="{colour}" text-anchor="middle">', *texts, "</g>"]
@@ -277,7 +281,7 @@ class _Canvas:
 
 
 def _legend(timelines: Sequence[Timeline], top: float, curves: bool, width: int) -> tuple[list[str], float]:
-    """The legend, on as many lines as it needs, and its lower edge."""
+    """Return the legend, on as many lines as it needs, and its lower edge."""
     used = {action.op for timeline in timelines for spans in timeline.spans for action, _, _ in spans}
     many = any(_is_shaded(timeline) for timeline in timelines)
     items: list[tuple[tuple[str, ...], str]] = [
@@ -318,9 +322,9 @@ def _is_shaded(timeline: Timeline) -> bool:
 
 
 def _both_ways(timeline: Timeline) -> bool:
-    """Whether two ranks hold a stage, and micro-batches enter at both ends, as in DualPipe."""
-    held = [{action.stage for action, _, _ in spans} for spans in timeline.spans]
-    return sum(map(len, held)) > len(set().union(*held))
+    """Return whether two ranks hold a stage, and micro-batches enter at both ends, as in DualPipe."""
+    stages = [{action.stage for action, _, _ in spans} for spans in timeline.spans]
+    return sum(map(len, stages)) > len(set().union(*stages))
 
 
 def _shade_words(timelines: Iterable[Timeline]) -> str:
@@ -333,8 +337,8 @@ def _shade_words(timelines: Iterable[Timeline]) -> str:
 
 
 def shades(timeline: Timeline) -> Callable[[int, Action], str]:
-    """The colour of an action of a rank: lighter for the rank's first stage, or for micro-batches that enter at rank 0,
-    darker for later stages, or for micro-batches that enter at the last rank."""
+    """Return the colour of an action of a rank: lighter for the rank's first stage, or for micro-batches that enter at
+    rank 0, darker for later stages, or for micro-batches that enter at the last rank."""
     if _both_ways(timeline):
         entries = {a.microbatch: rank for rank, spans in enumerate(timeline.spans) for a, _, _ in spans if not a.stage}
         first = min(entries.values())
@@ -359,13 +363,13 @@ def _between(light: str, dark: str, share: float) -> str:
 
 
 def ink_on(colour: str) -> str:
-    """The colour of digits with the higher contrast on a box (relative luminance as in WCAG 2.2)."""
+    """Return the colour of digits with the higher contrast on a box (relative luminance as in WCAG 2.2)."""
     red, green, blue = ((value / 255) ** 2.2 for value in _rgb(colour))
     return DARK_DIGITS if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.217 else LIGHT_DIGITS
 
 
 def _ticks(end: float, least: float) -> list[float]:
-    """Round times from 0 to `end`, at least `least` apart."""
+    """Return round times from 0 to `end`, at least `least` apart."""
     if not end:
         return [0.0]
     power = 10.0 ** math.floor(math.log10(least))
@@ -374,7 +378,7 @@ def _ticks(end: float, least: float) -> list[float]:
 
 
 def _n(value: float) -> str:
-    """A coordinate to a hundredth of a pixel, without trailing zeros."""
+    """Return a coordinate to a hundredth of a pixel, without trailing zeros."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 

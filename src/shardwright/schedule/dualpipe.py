@@ -22,8 +22,8 @@ actions, and 2p micro-batches or more:
 In flight and waiting are maxima over the step, in micro-batches of 1/p of the layers (see `memory`).
 
 DeepSeek-V3 gives (p/2-1)(F&B + B - 3W) for DualPipe, with F&B the time of a forward and a backward pass run as one and
-B = I + W. Run one after the other, F&B takes F + I + W, but F need not wait for what B needs, nor its result for the
-end of B: that leaves the idle time in the table. The pairs to overlap are an F and the B right after it.
+B = I + W. Run one after the other, F&B takes F + I + W, but F need not wait for the input of B, nor the result of F for
+the end of B: that leaves the idle time in the table. The pairs to overlap are an F and the B right after it.
 """
 
 from collections import Counter
@@ -35,8 +35,8 @@ Steps = Iterator[tuple[str, int]]
 
 
 def zb_v(n_ranks: int, n_microbatches: int) -> Schedule:
-    """Two stages a rank along a V: the second half of the stages is on the ranks in reverse order. So rank 0 holds the
-    first and the last stage, and all ranks have the same number of activations."""
+    """Put two stages on each rank along a V: the second half of the stages is on the ranks in reverse order. So rank 0
+    holds the first and the last stage, and all ranks have the same number of activations."""
     p, laid_out = n_ranks, max(n_microbatches, 2 * n_ranks - 1)
 
     def steps(r: int) -> Steps:
@@ -54,14 +54,14 @@ def zb_v(n_ranks: int, n_microbatches: int) -> Schedule:
 
 
 def dualpipe_v(n_ranks: int, n_microbatches: int) -> Schedule:
-    """DualPipe with one replica of the model: two stages a rank along a V."""
+    """Run DualPipe with one replica of the model: two stages a rank along a V."""
     laid_out = max(n_microbatches, 2 * n_ranks - 1)
     ranks = [_along_v(n_ranks, r, n_microbatches, _both_ends(n_ranks, r, laid_out)) for r in range(n_ranks)]
     return make(2 * n_ranks, n_microbatches, ranks)
 
 
 def dualpipe(n_ranks: int, n_microbatches: int) -> Schedule:
-    """Two replicas of the model, whose stages are on the ranks in opposite orders; each runs half of the micro-batches.
+    """Run two replicas of the model, with stages on the ranks in opposite orders; each runs half of the micro-batches.
 
     n_ranks and n_microbatches are even. Micro-batches below n_microbatches / 2 run stage s on rank s, the others on
     rank n_ranks - 1 - s.
@@ -82,13 +82,14 @@ def dualpipe(n_ranks: int, n_microbatches: int) -> Schedule:
 
 
 def _both_ends(n: int, r: int, laid_out: int) -> Steps:
-    """DualPipe for rank r of the n ranks from one end to the middle, with `laid_out` micro-batches in each queue."""
+    """Yield DualPipe's steps for rank r of the n ranks from one end to the middle, with `laid_out` micro-batches in
+    each queue."""
     yield "F0", 2 * (n - 1 - r)
     yield "F0 F1", r + 1
     yield "I1 W F1", n - 1 - r
     yield "F0 B1 F1 B0", laid_out - 2 * n + r + 1
     yield "B1 F1 B0", n - 1 - r
-    # From the middle of these on, I instead of B gives the other ranks their gradients early, and W fills idle time.
+    # In the second half of these steps, I instead of B gives other ranks their gradients early, and W fills idle time.
     yield "B1 B0", (r + 1) // 2
     yield "B1 I0", (r + 1) % 2
     yield "I1 I0", (r + 1) // 2
@@ -97,18 +98,18 @@ def _both_ends(n: int, r: int, laid_out: int) -> Steps:
 
 
 def _along_v(n_ranks: int, rank: int, n_microbatches: int, steps: Steps) -> list[Action]:
-    """The actions of a rank that holds stages `rank` and 2 n_ranks - 1 - `rank`."""
+    """Return the actions of a rank that holds stages `rank` and 2 n_ranks - 1 - `rank`."""
     stages = rank, 2 * n_ranks - 1 - rank
     return [Action(stages[line], op, i) for op, line, i in _expand(steps) if i < n_microbatches]
 
 
 def _expand(steps: Steps) -> Iterator[tuple[Op, int, int]]:
-    """(op, queue, micro-batch) of steps. A step is a text like `F0 B1`, ops with their queues, and a repeat count.
+    """Yield (op, queue, micro-batch) of steps. A step is ops with their queues, like `F0 B1`, and a repeat count.
 
     A queue runs its micro-batches in order; `W` without a queue is the oldest deferred weight gradient of either queue.
 
     The steps need a minimum number of micro-batches. A builder lays out at least that many and leaves out the actions
-    of those beyond the requested number: micro-batches do not depend on each other, so the schedule remains valid.
+    of micro-batches beyond the requested number: micro-batches are independent, so the schedule remains valid.
     """
     forward: Counter[int] = Counter()
     backward: Counter[int] = Counter()

@@ -6,7 +6,7 @@ from shardwright.schedule.actions import Action, Schedule, make
 
 
 def forward_only(path: Sequence[int], n_ranks: int, n_microbatches: int) -> Schedule:
-    """The forward passes of every micro-batch; stage s is on rank `path[s]`.
+    """Return the forward passes of every micro-batch; stage s is on rank `path[s]`.
 
     A rank runs `n_ranks` micro-batches through its first stage, then through its next, so that the inputs of a later
     stage arrive when the rank is about to need them (the order of forward passes in interleaved 1F1B,

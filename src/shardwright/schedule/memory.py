@@ -23,19 +23,19 @@ the attention matrix. Fused attention does not store it, and the fraction is the
 
 
 class Held(NamedTuple):
-    """The micro-batches of a rank from `time` on, in flight and waiting; each is counted for one stage."""
+    """A rank's numbers of micro-batches in flight and waiting from `time` on; each is counted for one stage."""
 
     time: float
     in_flight: int
     waiting: int
 
     def memory(self, kept_for_weight: float) -> float:
-        """Activation memory in units of one micro-batch in flight, of which a waiting one takes `kept_for_weight`."""
+        """Return activation memory in units of one micro-batch in flight; a waiting one counts `kept_for_weight`."""
         return self.in_flight + kept_for_weight * self.waiting
 
 
 def held(spans: Iterable[tuple[Action, float, float]]) -> list[Held]:
-    """The counts of a rank after each change. `spans`: its actions in order, with start and end in any unit."""
+    """Return the counts of a rank after each change. `spans`: its actions in order, with start and end in any unit."""
     curve = []
     in_flight = waiting = 0
     for action, start, end in spans:

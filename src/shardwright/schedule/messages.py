@@ -2,9 +2,10 @@
 
 The lists are made in rounds. In a round every rank runs its next action, if the result that the action depends on was
 computed at least two rounds before (one round before on the same rank). Then the results of the round that another rank
-needs are added to the lists of both ranks; those between the same two ranks form one exchange. So a receive is started
-at least one action before the action that needs it, wherever the rank has another action to run, and the message
-overlaps with that.
+computed at least two rounds before (one round before on the same rank). Then the results of the round that another rank
+needs are added to the lists of both ranks; messages between the same two ranks form one exchange. So a receive is
+started at least one action before the action that needs it, if the rank has another action to run, and the message
+overlaps with that action.
 
 The rounds are a topological order of all actions and exchanges, and each rank's list follows it. So there is no cyclic
 wait, even if ranks wait for each other at every exchange.
@@ -37,7 +38,7 @@ class Exchange(NamedTuple):
 
 
 def with_messages(schedule: Schedule) -> list[list[Action | Exchange]]:
-    """Every rank's actions with the exchanges between them.
+    """Return every rank's actions with the exchanges between them.
 
     Raises ScheduleError for a schedule that deadlocks.
     """
@@ -69,7 +70,7 @@ def with_messages(schedule: Schedule) -> list[list[Action | Exchange]]:
 
 
 def sent_after(schedule: Schedule, rank: int, action: Action) -> Message | None:
-    """The message that a rank sends after an action; None if no other rank needs its result."""
+    """Return the message that a rank sends after an action; None if no other rank needs its result."""
     if action.op == "W":
         return None
     stage = action.stage + (1 if action.op == "F" else -1)

@@ -1,4 +1,4 @@
-"""Our schedules, one row each (`schedule.registry.Kind`)."""
+"""The built-in schedules, one row each (`schedule.registry.Kind`)."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,14 +12,14 @@ from shardwright.schedule.zero_bubble import zb_h1, zb_h2
 
 
 def _few(n_ranks: int, n_microbatches: int) -> int:
-    """4 x n_ranks micro-batches, plus one for an odd number: after 2 x n_ranks a schedule is in its steady state."""
+    """Return 4 x n_ranks micro-batches, plus one for an odd number: a schedule is steady after 2 x n_ranks."""
     few = 4 * n_ranks
     return n_microbatches if n_microbatches <= few else few + (n_microbatches - few) % 2
 
 
 def _few_rounds(n_ranks: int, n_microbatches: int) -> int:
-    """interleaved-1f1b runs micro-batches in rounds, of which the first may be longer by one. The result has rounds of
-    the same lengths, up to three of each."""
+    """Return a number with rounds of the same lengths, up to three of each: interleaved-1f1b runs micro-batches in
+    rounds, and the first rounds may be longer by one."""
     if n_microbatches <= 4 * n_ranks:
         return n_microbatches
     rounds = n_microbatches // n_ranks
@@ -50,10 +50,10 @@ def _even(odd: int) -> str:
     return " or ".join(str(n) for n in (odd - 1, odd + 1) if n)
 
 
-def _searched(n_ranks: int, n_microbatches: int, **asked: Any) -> Schedule:
+def _searched(n_ranks: int, n_microbatches: int, **chosen: Any) -> Schedule:
     from shardwright.schedule.search import search
 
-    return search(n_ranks, n_microbatches, **asked)
+    return search(n_ranks, n_microbatches, **chosen)
 
 
 ONE_F_ONE_B = Kind(

@@ -1,4 +1,4 @@
-"""Computes when every action of a schedule starts and ends if each starts as early as possible."""
+"""Computes the start and end of every action of a schedule if each starts as early as possible."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from shardwright.schedule.actions import Op, Schedule
 def play(
     schedule: Schedule, durations: Mapping[Op, Sequence[float]], comm: float = 0.0
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Starts and ends of the actions of every rank, from 0; after a deadlock there are fewer than actions.
+    """Return starts and ends of the actions of every rank, from 0; after a deadlock there are fewer than actions.
 
     An action starts when the previous one on its rank has ended and its input is available: `comm` after the end of the
     action that computed it, if that ran on another rank. `durations`: of each op in every stage. The run time is linear

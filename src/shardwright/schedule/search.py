@@ -3,9 +3,9 @@
 Every rank follows a policy of three numbers (`Policy`), which chooses its next action. A simulation of the policies
 gives the lists of actions, which cannot deadlock and respect the limit. The search starts from a grid of policies that
 are the same for all ranks. It then makes random changes to the policies of single ranks or ranges of ranks and keeps
-those that do not cost more. Last it compares the result with hand-made schedules. It stops early at a schedule whose
-cost is the lower bound `least_cost`: with equal stages and a limit of p or 2p it usually does, if a micro-batch between
-I and W keeps all its activations.
+changes that do not cost more. Finally it compares the result with hand-made schedules. It stops early at a schedule
+whose cost is the lower bound `least_cost`: with equal stages and a limit of p or 2p it usually does, if a micro-batch
+between I and W keeps all its activations.
 
 The problem and the idea of a greedy schedule per rank: Qi et al., arXiv 2401.10241, section 3.1. Policies, bound and
 search are our own.
@@ -32,7 +32,7 @@ _SAME = 1e-9
 
 _ACTIONS_TRIED = 1_000_000
 _FEWEST_TRIES, _MOST_TRIES = 120, 2000
-"""Limits on the number of schedules tried: as many as have _ACTIONS_TRIED actions together, within these limits."""
+"""Limits on the number of schedules tried: within them, as many as have _ACTIONS_TRIED actions together."""
 
 
 def search(
@@ -43,15 +43,15 @@ def search(
     *,
     kept_for_weight: float = KEPT_FOR_WEIGHT,
 ) -> Schedule:
-    """The schedule "auto": stage s is on rank s, backward passes are split into I and W, ranks are staggered.
+    """Return the schedule "auto": stage s is on rank s, backward passes are split into I and W, ranks are staggered.
 
     `in_flight_limit`: the maximum activation memory of a rank, in micro-batches in flight; 2 * n_ranks unless given. A
     micro-batch between I and W counts `kept_for_weight` of one in flight, 0 to 1 (see `memory.KEPT_FOR_WEIGHT`; 1 is
     safe).
 
     The same arguments give the same schedule in every process: nothing depends on clocks or hashes. The cost is never
-    above that of 1f1b, zb-h1 or zb-h2, if these respect the limit. The search takes about a second, several seconds for
-    tens of thousands of actions; less if it reaches the lower bound.
+    above the cost of 1f1b, zb-h1 or zb-h2, if these respect the limit. The search takes about a second, several seconds
+    for tens of thousands of actions; less if it reaches the lower bound.
 
     Raises ScheduleError for counts below 1, a fraction outside 0 to 1, and invalid times.
     """
@@ -63,8 +63,8 @@ def search(
         raise ScheduleError(f"kept_for_weight={kept_for_weight:g} is a share of activations; valid: 0 to 1")
     problem = Problem.of(n_ranks, n_microbatches, times, limit, kept_for_weight)
     enough = least_cost(problem) * (1 + _SAME)
-    found = _climb(problem, _best_uniform(problem, enough), enough)
-    ranks = (_in_order(rank, ops) for rank, ops in enumerate(found.ops))
+    best = _climb(problem, _best_uniform(problem, enough), enough)
+    ranks = (_in_order(rank, ops) for rank, ops in enumerate(best.ops))
     candidates = (make(n_ranks, n_microbatches, ranks, staggered=True), *_hand_made(problem))
     return min(candidates, key=lambda schedule: simulate(schedule, times).cost)
 
@@ -84,24 +84,24 @@ class Problem(NamedTuple):
 
     @classmethod
     def of(cls, n_ranks: int, n_microbatches: int, times: Times, limit: int, kept: float) -> "Problem":
-        """A problem with one stage a rank. Raises ScheduleError for invalid times."""
+        """Return a problem with one stage a rank. Raises ScheduleError for invalid times."""
         of = times.of_stages(n_ranks)
         return cls(n_ranks, n_microbatches, of["F"], of["I"], of["W"], times.comm, limit, kept)
 
     def work(self, rank: int) -> float:
-        """The busy time of a rank in a step: m(F+I+W)."""
+        """Return the busy time of a rank in a step: m(F+I+W)."""
         return self.n_microbatches * (self.forward[rank] + self.backward_input[rank] + self.weight[rank])
 
     @property
     def most_deferred(self) -> int:
-        """The maximum number of micro-batches of a rank whose W is deferred when an I ends. During that I its own
+        """The maximum number of micro-batches of a rank with a deferred W when an I ends. During that I its own
         micro-batch counts 1 and the n-1 others at least `kept` each: 1 + (n-1) * kept <= limit."""
         m = self.n_microbatches
         return m if (m - 1) * self.kept <= self.limit - 1 else 1 + int((self.limit - 1) / self.kept + _SAME)
 
 
 def least_cost(problem: Problem) -> float:
-    """A lower bound on the cost of all schedules that respect the limit, in the unit of the times.
+    """Return a lower bound on the cost of all schedules that respect the limit, in the unit of the times.
 
     The cost of a step is the longest time from a rank's first action to its last. For every rank b, with m
     micro-batches, limit L, n = `most_deferred`:
@@ -117,15 +117,15 @@ def least_cost(problem: Problem) -> float:
     the cost is at least
 
     1.  m (F_b + I_b + W_b) + wait
-    2.  that + R(a) + W_a - n W_b: b begins sum(F + comm) after a; after its last I, b has at most n W to run, while a
-        starts its last I sum(I + comm) later and has a W to run after it
+    2.  bound 1 + R(a) + W_a - n W_b: b starts sum(F + comm) after a; after its last I, b has at most n W to run, while
+        a starts its last I sum(I + comm) later and has a W to run after it
     3.  (q + 1) held + r F_b, for m - 1 = q L + r, 0 <= r < L: memory of a micro-batch is reused q + 1 times in sequence
     4.  trip + Y + (m - 1 - L) F_b + trip + I_b + W_b, if m > L: the actions of b between its first I and its last F,
         and the trip of the last micro-batch
 
     With equal stages, 4 makes zb-h1 optimal among schedules with p micro-batches in flight if F = I, and 2 makes zb-h2
-    optimal among those with 2p-1, if F + I + 2 comm >= 2 W. None of the four counts idle time of a rank because another
-    rank has no memory left, so the bound cannot be reached for L well below p.
+    optimal among schedules with 2p-1, if F + I + 2 comm >= 2 W. None of the four counts idle time of a rank because
+    another rank has no memory left, so the bound cannot be reached for L well below p.
     """
     m, limit, kept = problem.n_microbatches, problem.limit, problem.kept
     pairs = zip(problem.forward, problem.backward_input, strict=True)
@@ -147,7 +147,7 @@ def least_cost(problem: Problem) -> float:
 
 
 def _weights_before_last(problem: Problem, n_i: int) -> int:
-    """The least number of W that a rank has run before its last F, after n_i of I: before the F,
+    """Return the least number of W that a rank has run before its last F, after n_i of I: before the F,
     m - 1 - n_i + kept * (n_i - n_w) <= limit - 1."""
     room = problem.limit - problem.n_microbatches + n_i
     deferred = n_i if n_i * problem.kept <= room else int(room / problem.kept + _SAME)
@@ -155,12 +155,12 @@ def _weights_before_last(problem: Problem, n_i: int) -> int:
 
 
 class Policy(NamedTuple):
-    """How one rank chooses its next action when several could run, and when it stays idle."""
+    """The rule by which one rank chooses its next action among several that could run, or stays idle."""
 
     ahead: int
     """Maximum number of forward passes before the first I."""
     prefer: int
-    """Which of I and F to run when both could: 0 I, 1 F, 2 alternately. If F needs memory first, a W runs instead."""
+    """0: prefer I to F if both could run; 1: prefer F; 2: alternate. If F needs memory first, a W runs instead."""
     gap: float
     """A W runs in an idle gap if no input is known to arrive sooner than this fraction of the W's time."""
 
@@ -168,8 +168,8 @@ class Policy(NamedTuple):
 def _next_op(
     policy: Policy, turn: bool, output_in: float, gradient_in: float, waiting: bool, room: bool, weight: float
 ) -> Op | None:
-    """The next op of a free rank, or None if it stays idle. `output_in`, `gradient_in`: time until the inputs of F and
-    I arrive, 0 or less if they have; `turn`: whether I is next in alternation; `waiting`: whether a W could run;
+    """Return the next op of a free rank, or None if it stays idle. `output_in`, `gradient_in`: time until the inputs of
+    F and I arrive, 0 or less if they have; `turn`: whether I is next in alternation; `waiting`: whether a W could run;
     `room`: whether the limit allows F; `weight`: the time of W."""
     if output_in <= 0 and (room or waiting):
         if gradient_in <= 0 and (policy.prefer == 0 or (policy.prefer == 2 and turn)):
@@ -182,7 +182,7 @@ def _next_op(
 
 
 def _run(problem: Problem, policies: list[Policy], at_most: float) -> tuple[float, list[list[Op]]] | None:
-    """Simulate the policies: the cost, and the ops of every rank in order; None if the cost is above `at_most`.
+    """Simulate the policies; return the cost and each rank's ops in order, or None if the cost is above `at_most`.
 
     Each op runs the micro-batches in order. A rank chooses when it is free: it knows which inputs have arrived, and
     when the results of the current actions of its neighbours will arrive.
@@ -250,8 +250,8 @@ class _Found(NamedTuple):
 
 
 def _best_uniform(problem: Problem, enough: float) -> _Found:
-    """The best of policies that are the same for all ranks, except that `ahead` is linear in the rank; ties go to the
-    one with fewer forward passes ahead. Stops as soon as the cost is `enough`."""
+    """Return the best policy that is the same for all ranks, except that `ahead` is linear in the rank; ties go to the
+    policy with fewer forward passes ahead. Stops as soon as the cost is `enough`."""
     p, m = problem.n_ranks, problem.n_microbatches
     best: _Found | None = None
     for step, prefer, gap in product((1, 2, 3, m), (0, 2, 1), (0.0, 0.5, 1.0)):
@@ -266,7 +266,7 @@ def _best_uniform(problem: Problem, enough: float) -> _Found:
 
 
 def _climb(problem: Problem, best: _Found, enough: float) -> _Found:
-    """Hill climbing: change one to three numbers of the policies at random, each for one rank or for a rank and all
+    """Improve policies by hill climbing: change one to three numbers at random, each for one rank or for a rank and all
     before or after it, and keep the change unless it costs more. Stops when the cost is `enough`, or after a number of
     tries that depends only on the size."""
     p, m = problem.n_ranks, problem.n_microbatches
@@ -298,8 +298,8 @@ def _climb(problem: Problem, best: _Found, enough: float) -> _Found:
 
 
 def _hand_made(problem: Problem) -> Iterator[Schedule]:
-    """1f1b, zb-h1, zb-h2 and the next schedule of that series, truncated to the limit: rank r runs F up to k(p-1-r)
-    micro-batches ahead of I, and W up to kr behind it."""
+    """Yield 1f1b, zb-h1, zb-h2 and the next schedule of that series, truncated to the limit: rank r runs F up to
+    k(p-1-r) micro-batches ahead of I, and W up to kr behind it."""
     p, m = problem.n_ranks, problem.n_microbatches
     room = problem.limit - 1 if problem.limit < m else 2 * m
     for ahead_step, behind_step in ((1, 0), (1, 1), (2, 2), (3, 3)):
@@ -311,12 +311,12 @@ def _hand_made(problem: Problem) -> Iterator[Schedule]:
 
 
 def _pick(random: Random, choices: Sequence[_T]) -> _T:
-    """One of the choices; like `Random.choice`, but the same in all versions of Python."""
+    """Return one of the choices; like `Random.choice`, but the same in all versions of Python."""
     return choices[int(random.random() * len(choices))]
 
 
 def _in_order(stage: int, ops: list[Op]) -> list[Action]:
-    """The actions of a stage whose ops run the micro-batches in order."""
+    """Return the actions of a stage whose ops run the micro-batches in order."""
     done: Counter[Op] = Counter()
     actions = []
     for op in ops:

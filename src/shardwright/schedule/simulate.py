@@ -19,8 +19,8 @@ PerStage = float | tuple[float, ...]
 class Times:
     """The times of actions, in any unit: one number for all stages, or one number for each stage.
 
-    `forward`, `backward_input`, `weight`: of F, I and W; B takes backward_input + weight. They are the times of a
-    (virtual) stage: if a rank holds two stages instead of one, each has half the layers and half the time.
+    `forward`, `backward_input`, `weight`: the times of F, I and W of a (virtual) stage; B takes backward_input +
+    weight. If a rank holds two stages instead of one, each has half the layers and half the time.
     `comm`: time from the end of an action until another rank can use its result.
     """
 
@@ -30,23 +30,23 @@ class Times:
     comm: float = 0.0
 
     def of_stages(self, n_stages: int) -> dict[Op, tuple[float, ...]]:
-        """For each op, its time in every stage.
+        """Return for each op its time in every stage.
 
-        Raises ScheduleError for a number of times that is not the number of stages, and for a negative time.
+        Raises ScheduleError if the number of times is not the number of stages, and for a negative time.
         """
-        found = []
+        columns = []
         for name in ("forward", "backward_input", "weight"):
             value = getattr(self, name)
-            each = value if isinstance(value, tuple) else (float(value),) * n_stages
-            if len(each) != n_stages:
+            column = value if isinstance(value, tuple) else (float(value),) * n_stages
+            if len(column) != n_stages:
                 raise ScheduleError(
-                    f"times.{name} has {len(each)} numbers for {n_stages} stages; give one number for all stages, or "
+                    f"times.{name} has {len(column)} numbers for {n_stages} stages; give one number for all stages, or "
                     f"{n_stages}"
                 )
-            found.append(each)
-        if min(self.comm, *(min(each) for each in found)) < 0:
+            columns.append(column)
+        if min(self.comm, *(min(column) for column in columns)) < 0:
             raise ScheduleError(f"{self}: a time is 0 or more")
-        forward, backward_input, weight = found
+        forward, backward_input, weight = columns
         both = tuple(i + w for i, w in zip(backward_input, weight, strict=True))
         return {"F": forward, "B": both, "I": backward_input, "W": weight}
 
@@ -54,7 +54,7 @@ class Times:
 def simulate(schedule: Schedule, times: Times) -> "Simulation":
     """Simulate a schedule; the run time is linear in the number of actions.
 
-    The schedule has to be complete: validate one from outside first (`validate.problems`). Raises ScheduleError for an
+    The schedule has to be complete: validate an external one first (`validate.problems`). Raises ScheduleError for an
     action with a stage or micro-batch out of range, and for a deadlock.
     """
     starts, ends = play(schedule, times.of_stages(schedule.n_stages), times.comm)
@@ -67,7 +67,7 @@ def simulate(schedule: Schedule, times: Times) -> "Simulation":
 class Simulation:
     """A schedule with the starts and ends of its actions, in the unit of `times`, from 0.
 
-    `starts[r][k]` and `ends[r][k]` are those of `schedule.ranks[r][k]`.
+    `starts[r][k]` and `ends[r][k]` are the times of `schedule.ranks[r][k]`.
     """
 
     schedule: Schedule
@@ -111,7 +111,7 @@ class Simulation:
 
     @property
     def bubble_rate(self) -> float:
-        """The fraction of all ranks' time that is idle; with equal stages, that of any rank.
+        """The fraction of all ranks' time that is idle; with equal stages, of any rank's.
 
         Source: Qi et al., arXiv 2401.10241, section 5.3: (cost - m(F+I+W)) / cost.
         """
@@ -126,19 +126,19 @@ class Simulation:
     @property
     def peak_in_flight(self) -> tuple[int, ...]:
         """For every rank the maximum number of micro-batches in flight at once, each counted for one stage."""
-        return tuple(max((each.in_flight for each in curve), default=0) for curve in self.held)
+        return tuple(max((point.in_flight for point in curve), default=0) for curve in self.held)
 
     @property
     def peak_waiting(self) -> tuple[int, ...]:
         """For every rank the maximum number of micro-batches that wait for W at once, each counted for one stage."""
-        return tuple(max((each.waiting for each in curve), default=0) for curve in self.held)
+        return tuple(max((point.waiting for point in curve), default=0) for curve in self.held)
 
     def peak_memory(self, kept_for_weight: float) -> tuple[float, ...]:
-        """For every rank its peak activation memory, in units of one micro-batch in flight in one stage.
+        """Return every rank's peak activation memory, in units of one micro-batch in flight in one stage.
 
         `kept_for_weight`: the fraction, 0 to 1, that a micro-batch that waits for its W counts.
         """
-        return tuple(max((each.memory(kept_for_weight) for each in curve), default=0.0) for curve in self.held)
+        return tuple(max((point.memory(kept_for_weight) for point in curve), default=0.0) for curve in self.held)
 
     @property
     def peak_in_flight_shares(self) -> tuple[float, ...]:
@@ -147,7 +147,7 @@ class Simulation:
         return self._shares(self.peak_in_flight)
 
     def peak_memory_shares(self, kept_for_weight: float) -> tuple[float, ...]:
-        """`peak_memory` in the same units."""
+        """Return `peak_memory` in the units of `peak_in_flight_shares`."""
         return self._shares(self.peak_memory(kept_for_weight))
 
     def _shares(self, peaks: tuple[float, ...]) -> tuple[float, ...]:

@@ -28,9 +28,9 @@ def write_table(schedule: Schedule, path: str | Path) -> None:
 
 
 def read_table(path: str | Path) -> Schedule:
-    """The schedule of a file, named after it; the highest stage and micro-batch of any cell give their numbers.
+    """Return the schedule of a file, named after it; the highest stage and micro-batch of any cell give their numbers.
 
-    Whether it can be run is a question for `validate.problems`. Raises ScheduleError, with every bad cell, for a file
+    `validate.problems` checks whether the schedule can be run. Raises ScheduleError, with every bad cell, for a file
     that is not such a table.
     """
     path = Path(path)
@@ -38,22 +38,22 @@ def read_table(path: str | Path) -> Schedule:
         rows = [row for _, row in read_csv(path)]
     except (OSError, ValueError) as error:
         raise ScheduleError(f"{path}: cannot be read as a schedule ({reason(error)})") from error
-    found: list[str] = []
-    ranks = [list(_row(row, f"{path}, row {at + 1} (rank {at})", found)) for at, row in enumerate(rows)]
+    errors: list[str] = []
+    ranks = [list(_row(row, f"{path}, row {at + 1} (rank {at})", errors)) for at, row in enumerate(rows)]
     if not rows:
-        found.append(f"{path} is empty; valid: a row for each rank, with cells like 0F3")
-    if found:
-        raise ScheduleError(*found)
+        errors.append(f"{path} is empty; valid: a row for each rank, with cells like 0F3")
+    if errors:
+        raise ScheduleError(*errors)
     actions = [action for rank in ranks for action in rank]
     n_stages = 1 + max(action.stage for action in actions)
     n_microbatches = 1 + max(action.microbatch for action in actions)
     return make(n_stages, n_microbatches, ranks, name=path.stem)
 
 
-def _row(row: list[str], where: str, found: list[str]) -> Iterator[Action]:
-    """The actions of a row; errors are appended to `found`."""
+def _row(row: list[str], where: str, errors: list[str]) -> Iterator[Action]:
+    """Yield the actions of a row; errors are appended to `errors`."""
     if not any(cell.strip() for cell in row):
-        found.append(f"{where} has no action; valid: cells like 0F3, at least one a rank")
+        errors.append(f"{where} has no action; valid: cells like 0F3, at least one a rank")
     for column, cell in enumerate(row):
         text = cell.strip()
         overlapped = _OVERLAPPED.fullmatch(text)
@@ -63,7 +63,7 @@ def _row(row: list[str], where: str, found: list[str]) -> Iterator[Action]:
                 op: Op = next(op for op in get_args(Op) if op == match[2])
                 yield Action(int(match[1]), op, int(match[3]))
             else:
-                found.append(
+                errors.append(
                     f"{where}, column {column + 1}: {cell!r} is not an action; valid: stage, one of "
                     f"{', '.join(OPS)}, microbatch, like 0F3; (0F8;7B0)OVERLAP_F_B; empty"
                 )

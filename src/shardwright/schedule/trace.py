@@ -52,7 +52,7 @@ def _events(timeline: Timeline, process: int) -> Iterator[dict[str, Any]]:
 
 
 def _flows(timeline: Timeline, process: int, us: float) -> Iterator[dict[str, Any]]:
-    """A flow from every action to the one on another rank that needs its result.
+    """Yield a flow from every action to the action on another rank that needs its result.
 
     A flow begins in the middle of a box: at its end the viewer could attribute it to the next action.
     """

@@ -14,7 +14,7 @@ Place = tuple[int, int]
 
 
 def problems(schedule: Schedule) -> list[str]:
-    """Everything that prevents a schedule from being run, one line each; empty for a valid one.
+    """Return every reason why a schedule cannot be run, one line each; empty for a valid one.
 
     Deadlock is checked only if the actions themselves are valid. Messages cannot cause one, even if a send waits for
     its receiver: see `messages.with_messages`.
@@ -29,17 +29,17 @@ def problems(schedule: Schedule) -> list[str]:
             f"({schedule.n_stages - 1}) or microbatch ({schedule.n_microbatches - 1}) a mistake?"
         ]
     first: dict[Action, Place] = {}
-    found = []
+    broken = []
     for rank, actions in enumerate(schedule.ranks):
         for position, action in enumerate(actions):
             if action in first:
-                found.append(f"{_at(rank, position)}: {action} comes a second time; first: {_at(*first[action])}")
+                broken.append(f"{_at(rank, position)}: {action} comes a second time; first: {_at(*first[action])}")
             first.setdefault(action, (rank, position))
-    found += [*_missing(schedule, first), *_out_of_place(first)]
-    if not found:
+    broken += [*_missing(schedule, first), *_out_of_place(first)]
+    if not broken:
         stuck = deadlock(schedule)
-        found += [stuck] if stuck else []
-    return found
+        broken += [stuck] if stuck else []
+    return broken
 
 
 def _outside(schedule: Schedule) -> Iterator[str]:
@@ -56,7 +56,7 @@ def _outside(schedule: Schedule) -> Iterator[str]:
 
 
 def _missing(schedule: Schedule, first: dict[Action, Place]) -> Iterator[str]:
-    """Actions that are missing, and backward passes that are both whole and split."""
+    """Yield actions that are missing, and backward passes that are both whole and split."""
     lacking: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
     for stage in range(schedule.n_stages):
         for microbatch in range(schedule.n_microbatches):
@@ -77,7 +77,7 @@ def _missing(schedule: Schedule, first: dict[Action, Place]) -> Iterator[str]:
 
 
 def _out_of_place(first: dict[Action, Place]) -> Iterator[str]:
-    """Actions on another rank than the forward action, or before the action of their own stage on which they depend."""
+    """Yield actions on another rank than the forward action, or before the action of their stage that they need."""
     for action, (rank, position) in first.items():
         stage, op, microbatch = action
         forward = Action(stage, "F", microbatch)
@@ -96,7 +96,7 @@ def _out_of_place(first: dict[Action, Place]) -> Iterator[str]:
 
 
 def deadlock(schedule: Schedule) -> str | None:
-    """Why the ranks deadlock: the cycle of ranks that wait for each other, or a missing action; None if they do not."""
+    """Return why the ranks deadlock: a cycle of waiting ranks, or a missing action; None if they do not."""
     where = {
         action.makes: (rank, position)
         for rank, actions in enumerate(schedule.ranks)
@@ -136,7 +136,7 @@ def _at(rank: int, position: int) -> str:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """`0 to 3, 7`: ascending numbers, consecutive ones written as a range."""
+    """Return ascending numbers as text like `0 to 3, 7`: consecutive ones are written as a range."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][1] == number - 1:

@@ -16,21 +16,21 @@ from shardwright.schedule.actions import Action, Op, Schedule, make
 
 
 def zb_h1(n_ranks: int, n_microbatches: int) -> Schedule:
-    """1F1B in which every rank has as many unfinished micro-batches as rank 0: rank r runs r fewer forward passes ahead
-    and defers r more weight gradients."""
+    """Run 1F1B in which every rank has as many unfinished micro-batches as rank 0: rank r runs r fewer forward passes
+    ahead and defers r more weight gradients."""
     ranks = (deferred(rank, n_microbatches, ahead=n_ranks - 1 - rank, behind=rank) for rank in range(n_ranks))
     return make(n_ranks, n_microbatches, ranks)
 
 
 def zb_h2(n_ranks: int, n_microbatches: int) -> Schedule:
-    """Twice the forward passes ahead and twice the deferred weight gradients, so that no rank is idle before the first
-    gradient; the ends of the ranks are staggered like their beginnings."""
+    """Run twice the forward passes ahead and twice the deferred weight gradients, so that no rank is idle before the
+    first gradient; the ends of the ranks are staggered like their starts."""
     ranks = (deferred(rank, n_microbatches, ahead=2 * (n_ranks - 1 - rank), behind=2 * rank) for rank in range(n_ranks))
     return make(n_ranks, n_microbatches, ranks, staggered=True)
 
 
 def deferred(stage: int, n_microbatches: int, *, ahead: int, behind: int) -> list[Action]:
-    """F runs `ahead` micro-batches before I, W `behind` micro-batches after it; otherwise F, I, W in turn."""
+    """Run F `ahead` micro-batches before I and W `behind` micro-batches after it; otherwise F, I, W in turn."""
     microbatches = range(n_microbatches)
     lags: tuple[tuple[Op, int], ...] = ("F", -ahead), ("I", 0), ("W", behind)
     return [

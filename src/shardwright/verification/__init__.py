@@ -1,4 +1,4 @@
-"""Proof that a layout computes what one device computes: both are run, and everything they compute is compared.
+"""Proof that a layout computes the same as one device: both are run, and all their results are compared.
 
 case = cut(case_of(config), [layout])
 with Verifier() as verifier:

@@ -1,4 +1,4 @@
-"""What is trained to compare layouts: a model, and random batches made from the seed.
+"""The training that layouts are compared by: a model, and random batches made from the seed.
 
 Shapes: B sequences of the global batch, T tokens of a sequence.
 """
@@ -31,17 +31,17 @@ DTYPES: dict[str, tuple[torch.dtype, torch.dtype]] = {
 }
 
 PLAIN_SGD = "plain sgd"
-"""The training of every case beside that of the run's optimizer: w - rate g, which shows the scale of a gradient."""
+"""The training of every case next to the run's optimizer: w - rate g, which shows the scale of a gradient."""
 _SGD_RATE = 0.01
 _RATES = (1.0, 0.5, 0.75)
-"""The learning rate of each step, in turn, as a share of that of the run: a group of parameters that does not follow
-is seen."""
+"""The learning rate of each step, in turn, as a fraction of the run's: a group of parameters that does not follow it is
+detected."""
 _CLIPPED = (0.7, 2.0, 0.1)
-"""The largest norm that gradients are clipped to in each step, in turn, as a share of the reference's norm: just below
-it, above it, and far below."""
+"""The largest norm that gradients are clipped to in each step, in turn, as a fraction of the reference's norm: just
+below it, above it, and far below."""
 _SCALES = (2.0**12, 1.0, 2.0**-12)
 """With SGD the gradients of each step are multiplied by this before they are clipped, in turn, and the rate is divided
-by it: clipping that depends on how large the norm is, and not on whether it is above the limit, is seen. Powers of 2
+by it. This detects clipping that depends on the size of the norm, not on whether it is above the limit. Powers of 2
 change no digit."""
 
 
@@ -49,8 +49,8 @@ change no digit."""
 class Case:
     """A training of a few steps that every layout has to agree on.
 
-    `global_batch` and `micro_batch` are in sequences, `seq_len` in tokens; `micro_batch` is that of a layout's ranks,
-    the reference takes the whole batch at once. `dtype` is a key of DTYPES.
+    `global_batch` and `micro_batch` are in sequences, `seq_len` in tokens; `micro_batch` is for the layout's ranks, the
+    reference takes the whole batch at once. `dtype` is a key of DTYPES.
     """
 
     spec: ModelSpec
@@ -62,30 +62,30 @@ class Case:
     steps: int = 3
     dtype: str = "float64"
     rates: tuple[float, ...] = ()
-    """Learning rates of the run's optimizer, one a step; if not given, its `lr` times `_RATES`."""
+    """Learning rates of the run's optimizer, one a step; by default its `lr` times `_RATES`."""
     clip_norms: tuple[tuple[float, ...], ...] = ()
-    """For each training the norms that its steps are clipped to; if not given, those of `_CLIPPED`."""
+    """For each training the norms that its steps are clipped to; by default from `_CLIPPED`."""
     evaluate: bool = True
     """Whether the loss of another batch is evaluated after the first step."""
     compiled: bool = False
     """Whether the layout's blocks and loss are compiled; the reference is not."""
     attention: Scope = "sequence"
-    """With "document" a sequence has several documents, within which attention stays."""
+    """`document`: a sequence has several documents, within which attention stays."""
     positions: Scope = "sequence"
-    """With "document" positions restart with each document."""
+    """`document`: positions restart with each document."""
     padded: bool = False
     """Whether sequences have padding, which mixtures of experts must leave out."""
     overflow_step: int | None = None
     """The step, 0-based, in which a gradient on the first rank is infinite; all ranks have to skip it."""
     fp8: Fp8 | None = None
-    """How matmuls are computed in fp8, if they are: by the reference too, of the same micro-batches."""
+    """The fp8 recipe of matmuls, or None; the reference uses it too, on the same micro-batches."""
 
     integer_weights: tuple[int, bool] | None = None
-    """Whether matmuls use weights as they arrive with `layout.compress_weights`: over how many ranks of tp columns are
-    sharded, and whether those of experts travel; None: weights as they are."""
+    """Whether matmuls use weights rounded as by `layout.compress_weights`: the number of tp ranks over which columns
+    are sharded, and whether experts' weights are rounded; None: weights are not rounded."""
 
     powersgd_rank: int = 0
-    """The rank of the products that gradients of matrices are replaced by; 0: they are not."""
+    """The rank of the products that replace gradients of matrices; 0: none."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -98,33 +98,33 @@ class Case:
     @property
     def trainings(self) -> tuple[str, str]:
         """The optimizers that the case is trained with: plain SGD shows the scale of a gradient in the parameters,
-        which AdamW divides out; then that of the run."""
+        which AdamW divides out; then the run's optimizer."""
         return PLAIN_SGD, self.optimizer.name
 
     @property
     def loss_scaling(self) -> PrecisionSection | None:
-        """How the loss of a layout is scaled; None in a type with the range of float32."""
+        """The loss scaling of a layout; None in a type with the range of float32."""
         return LOSS_SCALING if self.dtype == "float16" else None
 
     @property
     def n_records(self) -> int:
-        """How often a run records every tensor: the initial parameters, and in each training the gradients of each step
-        and the parameters in the end."""
+        """The number of times that a run records every tensor: the initial parameters, and in each training the
+        gradients of each step and the final parameters."""
         return 1 + len(self.trainings) * (self.steps + 1)
 
     def rate(self, training: str, step: int) -> float:
-        """The learning rate of a step (0-based)."""
+        """Return the learning rate of a step (0-based)."""
         if training != PLAIN_SGD and self.rates:
             return self.rates[step]
         return (_SGD_RATE if training == PLAIN_SGD else self.optimizer.lr) * _RATES[step % len(_RATES)]
 
     def scale(self, training: str, step: int) -> float:
-        """What the gradients of a step are multiplied by before they are clipped."""
+        """Return the factor of a step's gradients before they are clipped."""
         return _SCALES[step % len(_SCALES)] if training == PLAIN_SGD else 1.0
 
     def clip_norm(self, training: str, step: int, norm: float = math.nan) -> float:
-        """What the global norm of the gradients of a step is clipped to; infinite if the run does not clip. `norm` is
-        that of the reference, which is asked for where `clip_norms` are not given."""
+        """Return the norm that a step's gradients are clipped to; infinite if the run does not clip. `norm`: the
+        reference's, needed if `clip_norms` are not given."""
         if not self.optimizer.clip_norm:
             return math.inf
         if self.clip_norms:
@@ -132,16 +132,16 @@ class Case:
         return _CLIPPED[step % len(_CLIPPED)] * norm
 
     def accumulation(self, layout: Layout) -> int:
-        """Micro-batches of a step on each rank. Raises LayoutError where that is not a whole number."""
+        """Return the micro-batches of a step on each rank. Raises LayoutError if that is not a whole number."""
         return accumulation(self.global_batch, self.micro_batch, layout.data_ranks)
 
     def shares(self, layout: Layout) -> bool:
-        """Whether the data ranks of a layout can share the batch, in micro-batches that its schedule can run."""
+        """Return whether a layout's data ranks can share the batch, in micro-batches that its schedule can run."""
         rounds, rest = divmod(self.global_batch, self.micro_batch * layout.data_ranks)
         return not rest and not schedule_problems(layout, rounds)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens and targets (B, T) and sample ids (B,) of a step, from the seed.
+        """Return tokens and targets (B, T) and sample ids (B,) of a step, from the seed.
 
         Masks are ragged: of every five samples, in an order made from the seed, a random half of the targets counts in
         one, a single target in another, then none, all, and the first few. Padding has no target.
@@ -168,7 +168,7 @@ class Case:
         return tokens_BT, targets_BT, step * self.global_batch + torch.arange(self.global_batch)
 
     def n_real(self, step: int) -> Tensor | None:
-        """The tokens of each sequence of a step before its padding, (B,), from the seed; None without padding.
+        """Return the tokens of each sequence of a step before its padding, (B,), from the seed; None without padding.
 
         Of every four sequences, in an order made from the seed, one has no padding, one has a single token, and two
         have any number of tokens.
@@ -183,7 +183,7 @@ class Case:
         return lengths_B
 
     def documents(self, step: int) -> list[list[int]] | None:
-        """Tokens of the documents of each sequence of a step, from the seed; None where attention is over sequences.
+        """Return the lengths of the documents of each sequence of a step, from the seed; None without documents.
 
         Of every four sequences, in an order made from the seed, one is a single document, one has documents of one or
         two tokens, and two have a few documents of any length.
@@ -191,16 +191,16 @@ class Case:
         if self.attention == "sequence":
             return None
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step + 500_009)
-        found = []
+        result = []
         for kind in torch.randperm(self.global_batch, generator=generator).tolist():
             likely = {0: 0.0, 1: 0.7}.get(kind % 4, min(0.5, 3 / self.seq_len))
             ends = (torch.rand(self.seq_len - 1, generator=generator) < likely).nonzero().flatten() + 1
-            found.append(torch.diff(torch.tensor([0, *ends.tolist(), self.seq_len])).tolist())
-        return found
+            result.append(torch.diff(torch.tensor([0, *ends.tolist(), self.seq_len])).tolist())
+        return result
 
 
 def with_choices_of(layout: Layout, case: Case) -> Case:
-    """The case with the choices of a layout that change what one process computes, too."""
+    """Return the case with a layout's choices that also change the result of one process."""
     case = replace(case, powersgd_rank=powersgd_rank(layout))
     if layout.compress_weights == "none":
         return case
@@ -217,8 +217,8 @@ def case_of(
     compiled: bool = False,
     lr_schedule: bool = False,
 ) -> Case:
-    """The case of a run file with its true sizes; `lr_schedule`: with the learning rates of its schedule, shortened to
-    `steps`."""
+    """Return the case of a run file with its true sizes. `lr_schedule`: with the learning rates of its schedule,
+    shortened to `steps`."""
     spec, fp8 = config.model.spec(), config.precision.fp8_settings
     return Case(
         spec=spec,
@@ -241,7 +241,7 @@ def case_of(
 
 
 def _rates(config: RunConfig, steps: int) -> tuple[float, ...]:
-    """The learning rates of a run that is shortened to `steps`, with its warm-up and decay."""
+    """Return the learning rates of a run that is shortened to `steps`, with its warm-up and decay."""
     schedule = config.lr_schedule
     shortened = schedule.model_copy(
         update={
@@ -252,9 +252,8 @@ def _rates(config: RunConfig, steps: int) -> tuple[float, ...]:
 
 
 def with_drawn_experts(case: Case, rounded: bool = False) -> Case:
-    """In 32 and 16 bits, and with gradients that are `rounded`, the case with experts that are drawn and not picked by
-    their scores: where two scores are nearly equal, rounding would decide which one computes a token, and whole rows of
-    gradients with it."""
+    """Return the case with drawn experts in 32 and 16 bits, and with gradients that are `rounded`: if two scores are
+    nearly equal, rounding would decide which expert computes a token, and change whole rows of gradients."""
     moe = case.spec.moe
     if moe is None or (case.dtype == "float64" and not rounded):
         return case

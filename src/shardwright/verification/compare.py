@@ -1,8 +1,8 @@
 """Errors and the verdict.
 
-The error of a tensor is ||a - b|| / max(||b||, floor), b the reference. The floor is FLOORS times what the tensor's
-norm would be if its elements were as large as those of all tensors of its kind are on average (root mean square): a
-gradient that is zero by mathematics, as that of a key's bias, is rounding and nothing else on both sides.
+The error of a tensor is ||a - b|| / max(||b||, floor), b the reference. The floor is FLOORS times the norm that the
+tensor would have if its elements had the root mean square of all tensors of its kind: a gradient that is zero by
+mathematics, such as a key bias's, is only rounding on both sides.
 """
 
 import math
@@ -32,8 +32,8 @@ class Row:
 
     @property
     def equal(self) -> bool:
-        """Within the tolerance; what is not finite is not equal, also where both sides have it, and also where the
-        tolerance is not finite because one process in the same type is as wrong."""
+        """Whether the error is within the tolerance. An error or a tolerance that is not finite is never equal: one
+        process in the same type may be as wrong."""
         return math.isfinite(self.error) and self.error <= self.tolerance
 
     @property
@@ -55,11 +55,11 @@ class Report:
     n_replicated: int
     """Tensors and numbers that several ranks hold, counted each step; all were compared bit for bit."""
     differing: list[str] = field(default_factory=list)
-    """A sentence for each of them whose bits differ between ranks."""
+    """A sentence for each tensor or number whose bits differ between ranks."""
     culprit: str = ""
-    """Where it is not equal: the smallest layout that still differs, and the keys it needs for that."""
+    """If not equal: the smallest layout that still differs, and the keys that it needs."""
     crash: str = ""
-    """How a rank failed, where nothing could be compared."""
+    """The failure of a rank, if nothing could be compared."""
 
     def __str__(self) -> str:
         if self.crash:
@@ -84,21 +84,19 @@ class Report:
 
     @property
     def worst_error(self) -> float:
-        """The largest error of all rows."""
         errors = [row.error for row in self.rows] or [math.inf]
         return max(errors, key=lambda error: math.inf if math.isnan(error) else error)
 
     def worst_of_each(self) -> list[Row]:
-        """The worst row of each kind and training, in the order in which they are computed."""
-        found: dict[tuple[str, str], Row] = {}
+        """Return the worst row of each kind and training, in the order in which they are computed."""
+        worst: dict[tuple[str, str], Row] = {}
         for row in self.rows:
             key = row.quantity[:2]
-            if key not in found or row.excess > found[key].excess:
-                found[key] = row
-        return list(found.values())
+            if key not in worst or row.excess > worst[key].excess:
+                worst[key] = row
+        return list(worst.values())
 
     def document(self) -> dict[str, Any]:
-        """The report for `--json`."""
         rows = [row for row in self.rows if not row.equal] or self.worst_of_each()
         return {
             "layout": str(self.layout),
@@ -128,8 +126,8 @@ def _finite(error: float) -> float | str:
     return error if math.isfinite(error) else str(error)  # JSON has no infinity
 
 
-def errors(found: Trace, expected: Trace, kinds: Iterable[str] | None = None, steps: int | None = None) -> Errors:
-    """The error of everything that both computed; infinite where there is nothing to compare with."""
+def errors(trace: Trace, expected: Trace, kinds: Iterable[str] | None = None, steps: int | None = None) -> Errors:
+    """Return the error of everything that both computed; infinite if there is nothing to compare with."""
 
     def wanted(quantity: Quantity) -> bool:
         return (kinds is None or quantity.kind in kinds) and (steps is None or quantity.step <= steps)
@@ -137,19 +135,19 @@ def errors(found: Trace, expected: Trace, kinds: Iterable[str] | None = None, st
     result: Errors = {}
     for quantity, value in expected.scalars.items():
         if wanted(quantity):
-            ours = found.scalars.get(quantity, math.inf)
+            ours = trace.scalars.get(quantity, math.inf)
             result[quantity, ""] = abs(ours - value) / max(abs(value), math.ulp(1.0))
     for quantity in filter(wanted, expected.quantities):
-        result |= _tensor_errors(found, expected, quantity)
+        result |= _tensor_errors(trace, expected, quantity)
     return result
 
 
-def _tensor_errors(found: Trace, expected: Trace, quantity: Quantity) -> Errors:
-    ours, theirs = found.shapes, expected.shapes
+def _tensor_errors(trace: Trace, expected: Trace, quantity: Quantity) -> Errors:
+    ours, theirs = trace.shapes, expected.shapes
     result: Errors = {}
     measured: list[tuple[str, float, float, int]] = []
     for name in sorted(ours.keys() | theirs.keys()):
-        a = found.tensor(quantity, name) if ours.get(name) == theirs.get(name) else None
+        a = trace.tensor(quantity, name) if ours.get(name) == theirs.get(name) else None
         b = expected.tensor(quantity, name) if a is not None else None
         if a is None or b is None:
             result[quantity, name] = math.inf
@@ -165,11 +163,11 @@ def _tensor_errors(found: Trace, expected: Trace, quantity: Quantity) -> Errors:
 
 
 def share_of_bfloat16(trace: Trace, quantity: Quantity) -> Errors:
-    """For each tensor the share of its elements other than 0 that are bfloat16 numbers, of those that have enough.
+    """Return for each tensor with enough elements the fraction of its nonzero elements that are bfloat16 numbers.
 
-    A sum in float32 of several terms in bfloat16 seldom is one in every element; what has been rounded to bfloat16 is.
-    Not of an embedding that is not tied, of which a row may have one term alone: that of the only micro-batch with its
-    token.
+    A float32 sum of several bfloat16 terms is rarely a bfloat16 number in every element; a sum that was rounded to
+    bfloat16 is. An embedding that is not tied is left out, because a row may have one term alone: from the only
+    micro-batch with its token.
     """
     tied = "head.weight" not in trace.shapes
     result: Errors = {}
@@ -185,12 +183,12 @@ def share_of_bfloat16(trace: Trace, quantity: Quantity) -> Errors:
 
 
 def differing_replicas(trace: Trace) -> tuple[int, list[str]]:
-    """The number of tensors and numbers that several ranks hold, and a sentence for each whose bits differ."""
-    count, found = 0, []
+    """Return the number of tensors and numbers that several ranks hold, and a sentence for each whose bits differ."""
+    count, problems = 0, []
     for quantity, name, groups in trace.replicas():
         count += 1
         if len(groups) > 1:
             ranks = " | ".join(",".join(map(str, group)) for group in groups)
             what = f"{quantity.kind} {name}".strip()
-            found.append(f"{what}, {quantity.training}, step {quantity.step}: not the same bits on ranks {ranks}")
-    return count, found
+            problems.append(f"{what}, {quantity.training}, step {quantity.step}: not the same bits on ranks {ranks}")
+    return count, problems

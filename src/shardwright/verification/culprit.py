@@ -1,4 +1,4 @@
-"""Finds the smallest layout that still differs: axes and keys are switched off one by one, as long as it differs."""
+"""Finds the smallest layout that still differs: axes and keys are switched off one by one while it differs."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,9 +17,9 @@ Setting = tuple[Case, Layout]
 
 
 def find_culprit(verifier: Verifier, report: Report, tell: Callable[[str], None] = lambda line: None) -> str:
-    """The smallest setting that still is not equal to one process, and what is left in it, in a sentence.
+    """Return a sentence with the smallest setting that is not equal to one process, and the axes and keys left in it.
 
-    `tell` is told of each trial. Every trial is a run of its own.
+    `tell` is called with each trial. Every trial is a separate run.
     """
     setting: Setting = (report.case, report.layout)
     if report.against != "one process" and _fails(verifier, setting, tell) is not True:
@@ -40,7 +40,7 @@ def find_culprit(verifier: Verifier, report: Report, tell: Callable[[str], None]
 
 
 def _fails(verifier: Verifier, setting: Setting, tell: Callable[[str], None]) -> bool | None:
-    """Whether a setting is not equal; None where it cannot be run, which is another fault."""
+    """Return whether a setting is not equal; None if it cannot be run, which is another fault."""
     tell(f"trying {_name(setting)}")
     try:
         return not verifier.parity(*setting).equal
@@ -49,13 +49,13 @@ def _fails(verifier: Verifier, setting: Setting, tell: Callable[[str], None]) ->
 
 
 def switched_off(case: Case, layout: Layout) -> Iterator[tuple[str, Setting]]:
-    """Every setting with one axis, key, accumulation or dropout less than this one; axes first."""
+    """Yield every setting with one axis, key, accumulation or dropout less than this one; axes first."""
     for name, changes in _fewer(layout):
         try:
             smaller = layout.changed(**changes)
         except LayoutError:
             continue
-        # The same micro-batches, so that accumulation is not switched on by what is switched off.
+        # The micro-batches stay the same, so that switching off one thing does not switch on accumulation.
         yield name, (_accumulating(case, smaller, case.accumulation(layout)), smaller)
     if case.accumulation(layout) > 1:
         yield "accumulation", (_accumulating(case, layout, 1), layout)
@@ -68,7 +68,7 @@ def _accumulating(case: Case, layout: Layout, accumulation: int) -> Case:
 
 
 def _fewer(layout: Layout) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What can be switched off, by name, with the changes that do it: axes first, then what goes with them."""
+    """Yield the switches, by name, with the changes that they make: axes first, then dependent keys."""
     axes = ("pp", "ep", *reversed(DENSE_AXES[1:]))
     for axis in axes:
         if layout.degree(axis) > 1:

@@ -1,8 +1,8 @@
 """The case of a run file, reduced to test size.
 
-What decides how a model and a batch can be partitioned is kept: which numbers of ranks divide the heads, the inner
-width, the experts and the sequence, whether kv heads are grouped, and what is uneven; into how many stages the layers
-can be partitioned, and which stage has more of them. Every choice of the model is kept as it is.
+Everything that decides how a model and a batch can be partitioned is kept: the numbers of ranks that divide the heads,
+the inner width, the experts and the sequence, whether kv heads are grouped, and which sizes are uneven; the numbers of
+stages that the layers can be partitioned into, and which stage has more layers. Every choice of the model is kept.
 """
 
 import math
@@ -20,38 +20,38 @@ from shardwright.verification.case import Case
 from shardwright.verification.formats import cut_fp8, cut_optimizer
 
 _HEAD_DIM = 8
-_LAYERS = 2  # at least; one more than the stages of a pipeline, so that they are uneven
-_LAYERS_OF_PIPELINES = 11  # at least; so that the order of their numbers is not that of their names, 10 before 2
-_FFN = 24  # at least
-_TOKENS = 12  # at least
-_EXPERT_FFN = 16  # at least; so is it a multiple of what grouped matmuls ask for, where the true one is
+_LAYERS = 2  # minimum; one more than the stages of a pipeline, so that they are uneven
+_LAYERS_OF_PIPELINES = 11  # minimum; so that the order of layer numbers differs from the order of names (10 before 2)
+_FFN = 24  # minimum
+_TOKENS = 12  # minimum
+_EXPERT_FFN = 16  # minimum; a multiple of the alignment of grouped matmuls, if the true width is
 _TOP_K = 2
 _GROUPS = 4
-_LATENT = 12  # of keys and values; that of queries is narrower, to be told from it
+_LATENT = 12  # of keys and values; the latent vector of queries is narrower, so that the two differ
 _NOPE_DIM, _ROPE_DIM = 8, 4
-_VOCABULARY = 73  # prime, so that no degree divides it; rows of tp 2 that dp_shard 3 or 4 cuts are of unequal number
-_CHUNKS = 3  # of the tokens of a micro-batch, at most, where the loss is chunked
-_ACCUMULATION = 2  # at least; in a pipeline more than it has stages, so that it is filled
+_VOCABULARY = 73  # prime, so that no degree divides it; dp_shard 3 or 4 cuts rows of tp 2 into unequal numbers
+_CHUNKS = 3  # maximum chunks of a micro-batch's tokens, if the loss is chunked
+_ACCUMULATION = 2  # minimum; in a pipeline more than it has stages, so that it is filled
 _ACCUMULATION_IN_16_BITS = 4  # so that sums of gradients have enough terms to show whether they were rounded
 _INIT_GAIN = 1.13
 """Standard deviation of initial weights x the root of d_model. With a tenth of it and so few tokens, gradients of the
-first layers are a thousandth of those of the last. With twice as much rounding grows from layer to layer: one process
-in bfloat16 is wrong by 47 % of a gradient of 11 layers of 128 features; with this by 4 %, of 32 layers by 7 %."""
+first layers are a thousandth of the last layers'. With twice as much rounding grows from layer to layer: one process in
+bfloat16 is wrong by 47 % of a gradient of 11 layers of 128 features; with this value by 4 %, of 32 layers by 7 %."""
 
 
 def cut(case: Case, layouts: Iterable[Layout]) -> Case:
-    """A case at test size.
+    """Return a case at test size.
 
-    The model is as possible, or impossible, on `layouts` as the true one, those that say `stage_layers` by
-    `cut_layout`; the batch is made so that all of them can share it.
+    `layouts` are possible, or impossible, for its model as for the true one; layouts with `stage_layers` after
+    `cut_layout`. All of them can share its batch.
     """
     layouts = list(layouts)
     world_size = max(layout.world_size for layout in layouts)
     data_ranks = math.lcm(*(layout.data_ranks for layout in layouts))
     seq_len = _like(case.seq_len, _TOKENS, 2 * world_size)
-    each = max(1, case.global_batch // data_ranks)  # sequences of a data rank
+    per_rank = max(1, case.global_batch // data_ranks)  # sequences of a data rank
     fewest = _ACCUMULATION_IN_16_BITS if case.dtype == "bfloat16" else _ACCUMULATION
-    micro_batch = 2 if case.micro_batch > 1 and each >= 2 * _ACCUMULATION else 1
+    micro_batch = 2 if case.micro_batch > 1 and per_rank >= 2 * _ACCUMULATION else 1
     spec = replace(cut_spec(case.spec, world_size, _layers(case.spec, layouts)), max_seq_len=seq_len)
     return replace(
         case,
@@ -65,22 +65,22 @@ def cut(case: Case, layouts: Iterable[Layout]) -> Case:
 
 
 def cut_each(case: Case, layouts: Sequence[Layout]) -> list[tuple[Case, Layout]]:
-    """A case at test size for each layout: one for those of as many stages and data ranks, so that each has the layers
-    and the batch that it needs, and few references do for all."""
+    """Return a case at test size for each layout: one for all layouts with equal numbers of stages and data ranks, so
+    that each has the layers and the batch that it needs, and few references are needed."""
     alike: dict[tuple[int, int], list[Layout]] = defaultdict(list)
     for layout in layouts:
         alike[layout.n_stages, layout.data_ranks].append(layout)
     small = {degrees: cut(case, some) for degrees, some in alike.items()}
     pairs = [(small[layout.n_stages, layout.data_ranks], layout) for layout in layouts]
-    return [(each, cut_layout(layout, case, each)) for each, layout in pairs]
+    return [(small_case, cut_layout(layout, case, small_case)) for small_case, layout in pairs]
 
 
 def cut_layout(layout: Layout, true: Case, case: Case) -> Layout:
-    """A layout of `true` for the case that is reduced from it: `stage_layers` reduced as the layers are, in the same
-    order; `recompute_layers` with these, to fewer than all of a stage where it was so; and `loss_chunk_tokens` as the
-    tokens of a micro-batch are, for several chunks where there were.
+    """Return a layout of `true` for its reduced case: `stage_layers` reduced as the layers are, in the same order;
+    `recompute_layers` with these, to fewer than all layers of a stage if it was fewer; and `loss_chunk_tokens` as the
+    tokens of a micro-batch are, for several chunks if there were several.
 
-    Those that do not fit the true model are left as they are, to be refused.
+    Values that do not fit the true model are kept, to be refused.
     """
     most = _most_layers(layout, true)
     if counts := _cut_stages(layout, true.spec.n_layers, case.spec.n_layers):
@@ -92,19 +92,19 @@ def cut_layout(layout: Layout, true: Case, case: Case) -> Layout:
         )
     chunk, whole, tokens = (
         layout.loss_chunk_tokens,
-        *(each.micro_batch * each.seq_len // layout.cp for each in (true, case)),
+        *(one.micro_batch * one.seq_len // layout.cp for one in (true, case)),
     )
     if 0 < chunk < whole and tokens > 1:
         few = -(-tokens // min(_CHUNKS, -(-whole // chunk)))
-        # The last chunk is shorter where it was.
+        # The last chunk stays shorter if it was shorter.
         alike = [n for n in range(1, tokens) if bool(tokens % n) == bool(whole % chunk)]
         layout = replace(layout, loss_chunk_tokens=min(alike or [few], key=lambda n: abs(n - few)))
     return layout
 
 
 def cut_spec(spec: ModelSpec, world_size: int, n_layers: int = _LAYERS) -> ModelSpec:
-    """The smallest model that splits over any number of ranks up to `world_size` as this one does, of so many layers
-    if it has them."""
+    """Return the smallest model that splits over any number of ranks up to `world_size` as this one does, with
+    `n_layers` layers if it has as many."""
     n_heads, n_kv_heads = next(_heads(spec.n_heads, spec.n_kv_heads, world_size))
     latent = _cut_latent(spec.latent_attention) if spec.latent_attention else None
     head_dim = min(_HEAD_DIM, spec.head_dim) if latent is None else latent.v_dim
@@ -126,8 +126,8 @@ def cut_spec(spec: ModelSpec, world_size: int, n_layers: int = _LAYERS) -> Model
 
 
 def _cut_experts(moe: MoESpec, world_size: int) -> MoESpec:
-    """The fewest experts that any degree partitions as it does the true ones; a token still has to choose among them,
-    and among groups, where it had to."""
+    """Return the fewest experts that any degree partitions like the true ones; a token still has to choose among
+    experts, and among groups, if it had to."""
     top_k, n_groups = min(moe.top_k, _TOP_K), min(moe.n_groups, _GROUPS)
     choosy = moe.groups_per_token < moe.n_groups
     groups_per_token = min(moe.groups_per_token, 2, n_groups - 1) if choosy else n_groups
@@ -166,25 +166,26 @@ def _cut_latent(latent: LatentAttentionSpec) -> LatentAttentionSpec:
 
 
 def _layers(spec: ModelSpec, layouts: Sequence[Layout]) -> int:
-    """The fewest layers with which every pipeline has uneven stages, or those in the order that it says."""
+    """Return the fewest layers with which every pipeline has uneven stages, or the stages in its declared order."""
     ordered = [layout for layout in layouts if layout.stage_layers]
     uneven = [layout for layout in layouts if layout.pp > 1 and not layout.stage_layers]
     some = _LAYERS_OF_PIPELINES if uneven or ordered else _LAYERS
     least = max([some, *(layout.n_stages for layout in ordered), *(layout.n_stages + 1 for layout in uneven)])
-    enough = (n for n in range(least, spec.n_layers) if all(_cut_stages(each, spec.n_layers, n) for each in ordered))
+    whole = spec.n_layers
+    enough = (n for n in range(least, whole) if all(_cut_stages(layout, whole, n) for layout in ordered))
     return next(enough, spec.n_layers)
 
 
 def _cut_stages(layout: Layout, whole: int, n_layers: int) -> tuple[int, ...] | None:
-    """`stage_layers` for `n_layers` instead of `whole`: the order of the stages by their layers is kept.
+    """Return `stage_layers` for `n_layers` instead of `whole`: the order of the stages by their layers is kept.
 
-    None where no such counts add up to that, or those of the layout do not add up to `whole`.
+    Returns None if no such counts add up to `n_layers`, or the layout's do not add up to `whole`.
     """
     counts = layout.stage_layers
     if counts is None or sum(counts) != whole:
         return None
     levels = sorted(set(counts))
-    # From one level to the next every stage from there on has at least one layer more.
+    # From one level to the next every later stage has at least one layer more.
     rises = next(_multiples([sum(count >= level for count in counts) for level in levels], n_layers), None)
     if rises is None:
         return None
@@ -193,12 +194,12 @@ def _cut_stages(layout: Layout, whole: int, n_layers: int) -> tuple[int, ...] | 
 
 
 def _most_layers(layout: Layout, case: Case) -> int:
-    """Those of the stage that has most of them; 0 where the layers cannot be partitioned so."""
+    """Return the layers of the largest stage; 0 if the layers cannot be partitioned."""
     return 0 if any(problems(case.spec, layout)) else most_layers(case.spec, layout, case.seq_len)
 
 
 def _multiples(numbers: Sequence[int], total: int) -> Iterator[tuple[int, ...]]:
-    """How often to take each number, at least once, for them to add up to `total`; the first as seldom as can be."""
+    """Yield counts of `numbers`, at least 1, with the weighted sum `total`; small counts of the first come first."""
     first, *rest = numbers
     if not rest:
         if total > 0 and total % first == 0:
@@ -210,8 +211,8 @@ def _multiples(numbers: Sequence[int], total: int) -> Iterator[tuple[int, ...]]:
 
 
 def _accumulation(layouts: Sequence[Layout], data_ranks: int, global_batch: int, fewest: int) -> int:
-    """Micro-batches, `fewest` at least, for each of `data_ranks`, their number a multiple of that of every layout:
-    enough for each layout, up to one sequence a micro-batch, and an even number where a schedule has to halve them."""
+    """Return micro-batches for each of `data_ranks`, at least `fewest`, a multiple of every layout's number: enough for
+    each layout, up to one sequence a micro-batch, and even if a schedule has to halve them."""
 
     def enough(n: int, layout: Layout) -> bool:
         microbatches = n * data_ranks // layout.data_ranks
@@ -223,7 +224,7 @@ def _accumulation(layouts: Sequence[Layout], data_ranks: int, global_batch: int,
 
 
 def _like(size: int, least: int, up_to: int) -> int:
-    """The smallest number from `least` on that is divided by exactly those of 1 to `up_to` that divide `size`."""
+    """Return the smallest number from `least` on with the same divisors in 1 to `up_to` as `size`."""
     wanted = _divided_by(size, up_to)
     return next((n for n in range(min(least, size), size) if _divided_by(n, up_to) == wanted), size)
 
@@ -233,9 +234,9 @@ def _divided_by(size: int, up_to: int) -> list[bool]:
 
 
 def _heads(n_heads: int, n_kv_heads: int, up_to: int) -> Iterator[tuple[int, int]]:
-    """Query and kv heads that any degree partitions as it does the true ones, the fewest first.
+    """Yield query and kv heads that any degree partitions like the true ones, the fewest first.
 
-    A degree partitions kv heads, or replicates them where it is a multiple of their number, or is impossible.
+    A degree partitions kv heads, or replicates them if it is a multiple of their number, or is impossible.
     """
 
     def way(kv_heads: int, degree: int) -> str:

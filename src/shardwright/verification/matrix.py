@@ -1,8 +1,8 @@
 """The layouts of a number of ranks for a model and a sequence length; no torch.
 
-Without a pipeline these are all there are. With one there would be too many to run, since nine schedules multiply with
-the rest (of 8 ranks 1260 for the debug model), so for each set of degrees as many are taken as it needs for every two
-choices to meet (`_covering`: 396).
+Without a pipeline these are all layouts. With a pipeline there would be too many to run, because nine schedules
+multiply with the rest (1260 on 8 ranks for the debug model), so each set of degrees has only as many layouts as are
+needed for every two choices to meet (`_covering`: 396).
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,28 +21,28 @@ from shardwright.units import divisors
 Choice = dict[str, Any]
 """Values of fields of a Layout that are chosen together."""
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
-"""Two keys of a layout with their values; of an axis, that it has several ranks."""
+"""Two keys of a layout with their values; for an axis, whether it has several ranks."""
 _IN_TURN = {name: (*key.in_turn, key.default) for name, key in KEYS.items() if key.in_turn}
-"""The values of the keys that go with every axis but are not in every layout, the default last."""
+"""The values of the keys that are compatible with every axis but not in every layout, the default last."""
 
 
 def layouts(spec: ModelSpec, world_size: int, seq_len: int) -> list[Layout]:
-    """Ways to lay this model over exactly `world_size` ranks, with the choices that make a difference.
+    """Return layouts of this model over exactly `world_size` ranks, with the choices that make a difference.
 
-    Every combination of degrees is there. Without pp each is there with every combination of zero, sequence_parallel
-    and cp_method, and of ep where the model has experts. With pp each is there with every schedule, and any two of
-    these choices are together in one layout at least, if the model can be partitioned so: pp_schedule, zero (3 with
-    either zero_pp_gather), sequence_parallel, cp_method, ep.
+    Every combination of degrees is included. Without pp each has every combination of zero, sequence_parallel and
+    cp_method, and of ep if the model has experts. With pp each has every schedule, and any two of these choices are
+    together in at least one layout, if the model can be partitioned so: pp_schedule, zero (3 with either
+    zero_pp_gather), sequence_parallel, cp_method, ep.
 
     Last come layouts with recomputation, a chunked loss, offload and compression (`Key.in_turn`): one of each
     combination of degrees, and more until any two values of these keys, and any value with each axis, with token shards
     and with a split backward pass, are together in one of them, if a layout can have both. Keys left at their default
     say why (`Key.unverified`).
 
-    Choices that change nothing are left at their default: sequence_parallel without tp, cp_method without cp, "usp"
-    with all or none of cp given to Ulysses, ep without experts, and ZeRO with nothing to shard over.
+    Choices that change nothing stay at their default: sequence_parallel without tp, cp_method without cp, "usp" with
+    all or none of cp given to Ulysses, ep without experts, and ZeRO with nothing to shard over.
     """
-    found: list[Layout] = []
+    result: list[Layout] = []
     of_degrees: list[Sequence[Layout]] = []
     for degrees in _degrees(world_size):
         possible: dict[Layout, tuple[int, ...]] = {}
@@ -56,9 +56,9 @@ def layouts(spec: ModelSpec, world_size: int, seq_len: int) -> list[Layout]:
             if not problems(spec, layout, seq_len):
                 possible[layout] = numbers
         taken = _covering(possible) if degrees["pp"] > 1 else list(possible)
-        found += taken
+        result += taken
         of_degrees.append(taken)
-    return found + _varied([those for those in of_degrees if those])
+    return result + _varied([group for group in of_degrees if group])
 
 
 def _degrees(world_size: int) -> Iterator[Choice]:
@@ -71,8 +71,7 @@ def _degrees(world_size: int) -> Iterator[Choice]:
 
 
 def _choices(degrees: Choice, n_experts: int) -> list[list[Choice]]:
-    """The choices with these degrees: for each group of keys (`Key.group`) its choices, the last group
-    varying fastest."""
+    """Return the choices with these degrees for each group of keys (`Key.group`), the last group varying fastest."""
     groups: dict[str, list[Choice]] = {}
     for name, key in KEYS.items():
         if name in degrees or key.unverified or key.in_turn:
@@ -88,7 +87,7 @@ def _choices(degrees: Choice, n_experts: int) -> list[list[Choice]]:
 
 
 def _makes_sense(choice: Choice) -> bool:
-    """Whether a choice, with its degrees, is a layout in which every key that is not at its default has a meaning."""
+    """Return whether a choice with its degrees is a layout in which every key beyond its default has a meaning."""
     try:
         layout = Layout(**choice)
     except LayoutError:
@@ -98,51 +97,50 @@ def _makes_sense(choice: Choice) -> bool:
 
 
 def _varied(of_degrees: Sequence[Sequence[Layout]]) -> list[Layout]:
-    """Layouts in which the keys of `_IN_TURN` have other values: first one for each combination of degrees, of which
-    the layouts are given, then those that are missing for any two values to be together."""
-    plain = [layout for those in of_degrees for layout in those]
+    """Return layouts in which the keys of `_IN_TURN` have other values: first one for each combination of degrees,
+    whose layouts are given, then more until any two values are together in one."""
+    plain = [layout for group in of_degrees for layout in group]
     met = {pair for layout in plain for pair in _pairs(layout)}
-    found: list[Layout] = []
+    result: list[Layout] = []
 
     def take(layout: Layout) -> None:
-        found.append(layout)
+        result.append(layout)
         met.update(_pairs(layout))
 
-    for number, those in enumerate(of_degrees):
-        take(_filled(those[(number + 1) % len(those)], met))
-    # What a layout can have of these keys follows from its axes and ZeRO stage; those that can have most come first.
+    for number, group in enumerate(of_degrees):
+        take(_filled(group[(number + 1) % len(group)], met))
+    # The axes and the ZeRO stage decide which of these keys a layout can have; layouts with the most come first.
     alike = {(len(_axes(layout)), layout.zero, _axes(layout)): layout for layout in reversed(plain)}
     for layout in (alike[key] for key in sorted(alike, reverse=True)):
         for one, other in sorted(set(_wanted(layout)) - met, key=str):
             if (one, other) not in met and (able := _able(layout, dict([one, other]))):
                 take(_filled(able, met, (one[0], other[0])))
-    return found
+    return result
 
 
 def _axes(layout: Layout) -> tuple[str, ...]:
-    """Those of several ranks, and two ways in which a layer runs otherwise over them."""
+    """Return the axes with several ranks, and two ways in which a layer runs differently over them."""
     split = layout.pp > 1 and layout.kind.splits_backward
     ways = {"token shards": layout.token_shards, "split backward": split}
     return tuple(axis for axis in (*DENSE_AXES, "ep") if layout.degree(axis) > 1) + tuple(w for w in ways if ways[w])
 
 
 def _pairs(layout: Layout) -> set[Pair]:
-    """The pairs of a layout."""
     values = [(name, getattr(layout, name)) for name in _IN_TURN]
     return {*combinations(values, 2), *product([(axis, True) for axis in _axes(layout)], values)}
 
 
 def _wanted(layout: Layout) -> Iterator[Pair]:
-    """All pairs of the keys with its axes, and with one another, whether it can have them or not."""
+    """Yield all pairs of the keys with the layout's axes, and with one another, possible or not."""
     values = [[(name, value) for value in values] for name, values in _IN_TURN.items()]
     for one, other in combinations(values, 2):
         yield from product(one, other)
-    for each in values:
-        yield from product([(axis, True) for axis in _axes(layout)], each)
+    for key_values in values:
+        yield from product([(axis, True) for axis in _axes(layout)], key_values)
 
 
 def _able(layout: Layout, pair: Choice) -> Layout | None:
-    """The layout with two values, and a third where one of them needs that; None where it cannot have them."""
+    """Return the layout with two values, and a third if one of them needs that; None if it cannot have them."""
     chosen = {name: value for name, value in pair.items() if name in _IN_TURN}
     third = [{name: value} for name, values in _IN_TURN.items() for value in values if value != KEYS[name].default]
     for more in ({}, *third):
@@ -153,14 +151,14 @@ def _able(layout: Layout, pair: Choice) -> Layout | None:
 
 
 def _filled(layout: Layout, met: set[Pair], kept: Sequence[str] = ()) -> Layout:
-    """The layout with values of the keys, but for those to be `kept`, that bring most pairs together for the first
-    time: key by key, the best of each."""
-    held = {name: getattr(layout, name) for name in kept if name in _IN_TURN}
+    """Return the layout with values of the keys, except the `kept` ones, that bring most pairs together for the first
+    time: key by key, the best value of each."""
+    fixed = {name: getattr(layout, name) for name in kept if name in _IN_TURN}
     for name, values in _IN_TURN.items():
-        if name not in held:
+        if name not in fixed:
             tried = [_changed(layout, {name: value}) for value in values]
-            able = [each for each in tried if each and all(getattr(each, k) == v for k, v in held.items())]
-            layout = max(able, key=lambda each: len(_pairs(each) - met))
+            able = [other for other in tried if other and all(getattr(other, k) == v for k, v in fixed.items())]
+            layout = max(able, key=lambda other: len(_pairs(other) - met))
     return layout
 
 
@@ -172,10 +170,11 @@ def _changed(layout: Layout, changes: Choice) -> Layout | None:
 
 
 def _covering(possible: dict[Layout, tuple[int, ...]]) -> Sequence[Layout]:
-    """Some of the layouts, in their order, such that every two choices that are together in one are so in one of those.
+    """Return some of the layouts, in their order, that together have every two choices that one of them has together.
 
-    `possible` has for each layout the number of each of its choices. Taken is, again and again, the first of those that
-    bring most pairs together for the first time: not the fewest layouts there could be, but close, and always the same.
+    `possible` has for each layout the number of each of its choices. The layout that brings most pairs together for the
+    first time is taken repeatedly, the first one of equals: not the fewest layouts possible, but close, and always the
+    same.
     """
     pairs = {layout: set(combinations(enumerate(numbers), 2)) for layout, numbers in possible.items()}
     missing = set().union(*pairs.values())

@@ -1,4 +1,4 @@
-"""What the server imports that ranks are forked from; no autograd may run here."""
+"""Imports of the server process that ranks are forked from; no autograd may run here."""
 
 import shardwright.training.preload
 import shardwright.verification.rank

@@ -1,5 +1,5 @@
-"""PowerSGD as one process computes it of whole gradients (Vogels et al., arXiv 1905.13727): for each logical matrix the
-product of two thin ones, and what it leaves out added to the next gradient."""
+"""PowerSGD as one process computes it on whole gradients (Vogels et al., arXiv 1905.13727): each logical matrix becomes
+the product of two thin ones, and the remainder is added to the next gradient."""
 
 import torch
 from torch import Tensor, nn
@@ -26,14 +26,14 @@ class Products:
 
     @torch.no_grad()
     def replace_gradients(self) -> None:
-        """Replace the gradient of each matrix, where the product is smaller than the matrix."""
+        """Replace the gradient of each matrix, if the product is smaller than the matrix."""
         for name, parameter in self.parameters.items():
             at = self._outputs(name)
             columns = parameter.shape[-1]
             if any(self.rank * (len(rows) + columns) >= len(rows) * columns for rows in at):
                 continue
             assert parameter.grad is not None
-            stacked, errors = (each.view(-1, *parameter.shape[-2:]) for each in (parameter.grad, self.errors[name]))
+            stacked, errors = (tensor.view(-1, *parameter.shape[-2:]) for tensor in (parameter.grad, self.errors[name]))
             for part, rows in enumerate(at):
                 for expert in range(len(stacked)):
                     basis = self.bases[name][part * len(stacked) + expert]
@@ -45,19 +45,19 @@ class Products:
                     basis[:, used] = whole.T @ left[:, used]
 
     def _outputs(self, name: str) -> list[Tensor]:
-        """For each logical matrix of a parameter which of its rows it has."""
+        """Return the rows of each logical matrix of a parameter."""
         row = self.rows[name]
         of_head = torch.cat([torch.full((n,), part) for part, (_, n) in enumerate(row.parts)]).repeat(row.heads)
         return [(of_head == part).nonzero().flatten() for part in range(len(row.parts))]
 
 
 def orthonormal(matrix: Tensor) -> Tensor:
-    """Orthonormal columns by Gram and Schmidt; zeros for one of which less than 1e-10 is left."""
-    found = torch.zeros_like(matrix)
+    """Return orthonormal columns by Gram-Schmidt; zeros for a column with less than 1e-10 left."""
+    basis = torch.zeros_like(matrix)
     for number, column in enumerate(matrix.unbind(1)):
         rest = column.clone()
-        for other in (*found.unbind(1), *found.unbind(1)):
+        for other in (*basis.unbind(1), *basis.unbind(1)):
             rest -= other * (other @ rest)
         if rest.norm() > 1e-10 * column.norm():
-            found[:, number] = rest / rest.norm()
-    return found
+            basis[:, number] = rest / rest.norm()
+    return basis

@@ -1,4 +1,4 @@
-"""Reports how far the ranks of a comparison or a dry run are, counted from the files that they write."""
+"""Reports the progress of the ranks of a comparison or a dry run, counted from the files that they write."""
 
 import threading
 import time
@@ -14,8 +14,8 @@ _EVERY_S = 1.0
 
 @contextmanager
 def told(tell: Tell, what: str, count: Callable[[], int], total: int, unit: str = "records") -> Iterator[None]:
-    """While inside, call `tell` each second with how many of the `total` records of a run `count` finds, and about how
-    long the others take."""
+    """Call `tell` each second within a context, with the number of the run's `total` records that `count` returns, and
+    about how long the others take."""
     ended = threading.Event()
 
     def watch() -> None:

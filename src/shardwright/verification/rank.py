@@ -1,4 +1,4 @@
-"""What each rank of a layout runs to be verified: the training step itself, with everything it computes recorded.
+"""The program of each rank that is verified: the training step, with all results recorded.
 
 Shapes: A micro-batches, B sequences, T tokens.
 """
@@ -39,14 +39,14 @@ BUCKETS = (
     (on_shards, "BUCKET_BYTES"),
     (adamw_8bit, "BUCKET_BYTES"),
 )
-"""The sizes of what is sent, converted or updated together, each in the module that reads it."""
+"""The sizes of everything that is sent, converted or updated together, each in the module that reads it."""
 
 
 @contextmanager
 def several_of_each(case: Case, layout: Layout) -> Iterator[None]:
     """Shrink the sizes of buckets, of the logits that the loss takes at a time and of the micro-batches that are
-    evaluated together, so that a model at test size has several of each, as a model at true size has; sizes that are
-    smaller already stay."""
+    evaluated together, so that a model at test size has several of each, like a model at true size; smaller sizes stay.
+    """
     element_bytes, matrix = DTYPES[case.dtype][1].itemsize, case.spec.d_model * case.spec.d_ffn
     sizes = dict.fromkeys(BUCKETS, max(1, matrix * element_bytes // 2))
     sizes[whole_matrices, "BUCKET_BYTES"] = 3 * matrix * element_bytes  # several owners in each
@@ -106,13 +106,13 @@ def _train(case: Case, layout: Layout, folder: Path) -> RankTrace:
 
 
 CHUNK_BYTES = 12 * KiB
-"""Of offloaded states: several chunks or buckets of a model at test size; on a disk large matrices are in more
-than one."""
+"""Size for offloaded states: a model at test size has several chunks or buckets; large matrices on a disk are in
+several."""
 
 
 def build_trainer(case: Case, layout: Layout, training: str, folder: Path | None = None) -> Trainer:
-    """The trainer of this rank, with the optimizer of that name; `folder`: for states on a disk, by default that of
-    temporary files."""
+    """Return the trainer of this rank, with the optimizer `training`. `folder`: for states on a disk; by default the
+    folder of temporary files."""
     device = torch.device("cpu")
     kept, compute = DTYPES[case.dtype]
     if layout.offload_activations != "none":
@@ -147,14 +147,14 @@ def build_trainer(case: Case, layout: Layout, training: str, folder: Path | None
 
 
 def _without(loss_scale: float, parameter: Tensor) -> Tensor:
-    """The gradient of a parameter without the loss scale; zeros where there is none."""
+    """Return the gradient of a parameter without the loss scale; zeros if there is none."""
     if parameter.grad is None:
         return torch.zeros_like(parameter)
     return parameter.grad if loss_scale == 1 else parameter.grad / loss_scale
 
 
 def _overflows(layout: Layout, rank: int) -> bool:
-    """Whether a rank has the gradient that overflows: the first rank, and those of tp that compute the same."""
+    """Return whether a rank has the overflowing gradient: the first rank, and tp ranks that compute the same."""
     here = layout.coordinates(rank)
     return not any(here[axis] for axis in DENSE_AXES if axis != "pp" and (axis != "tp" or layout.token_shards))
 
@@ -182,11 +182,11 @@ def _with_infinity(gradient_BTD: Tensor) -> Tensor:
 
 
 def local_batch(case: Case, layout: Layout, rank: int, step: int) -> Batch:
-    """A rank's share of a step, partitioned as by data/batches.py: contiguous blocks in the order of data ranks."""
+    """Return a rank's share of a step, partitioned as by data/batches.py: contiguous blocks in order of data ranks."""
     block = case.global_batch // layout.data_ranks
     first = layout.data_rank(rank) * block
     tokens_BT, targets_BT, ids_B = (whole[first : first + block] for whole in case.batch(step))
     documents_B, n_real_B = case.documents(step), case.n_real(step)
-    mine = None if documents_B is None else documents_B[first : first + block]
+    documents = None if documents_B is None else documents_B[first : first + block]
     n_real = None if n_real_B is None else n_real_B[first : first + block]
-    return Batch.of(tokens_BT, targets_BT, ids_B, case.micro_batch, mine, n_real)
+    return Batch.of(tokens_BT, targets_BT, ids_B, case.micro_batch, documents, n_real)

@@ -2,10 +2,10 @@
 
 Ranks are forked from a server process that has imported everything and has run no autograd, so a world of 4 starts
 in about a tenth of a second. The function is found by name in its module, so it has to be at the top level of one
-that can be imported, and what it takes and returns has to be picklable.
+that can be imported, and its arguments and results have to be picklable.
 
-Processes do not stay for a second world. PyTorch keeps what DTensor has worked out for a device mesh and gives it to
-every equal mesh, with the names of the first one's process groups. In another world these name none, or a wrong one.
+Processes do not stay for a second world. PyTorch caches DTensor's results for a device mesh and reuses them for every
+equal mesh, with the names of the first one's process groups. In another world these names are missing or wrong.
 """
 
 import faulthandler
@@ -32,12 +32,12 @@ TIMEOUT_S = 200.0
 
 _starting = threading.Lock()
 _running: dict[int, list[Worker]] = {}
-"""The ranks of the worlds that run now, by a number of the world; several threads may each run one."""
+"""The ranks of the running worlds, by the number of the world; several threads may each run one."""
 _numbers = itertools.count()
 
 
 def start_server() -> None:
-    """Start the process that ranks are forked from, which imports PyTorch while the caller goes on.
+    """Start the process that ranks are forked from, which imports PyTorch while the caller continues.
 
     To be called before the caller imports PyTorch itself: both take seconds.
     """
@@ -53,12 +53,12 @@ def run_ranks(
     timeout_s: float = TIMEOUT_S,
     n_threads: int | None = None,
 ) -> list[Any]:
-    """`[function(*args) on rank 0, on rank 1, ...]`; inside, torch.distributed is set up on gloo and CPU. A rank has
-    `n_threads`, by default OMP_NUM_THREADS, or its share of the cores.
+    """Return `[function(*args) on rank 0, on rank 1, ...]`; inside, torch.distributed is set up on gloo and CPU. A rank
+    has `n_threads`, by default OMP_NUM_THREADS, or its share of the cores.
 
-    What a rank raises on purpose (a ShardwrightError) is raised here as it is. Raises WorkerError, which names the
-    rank, for any other exception, for a rank that dies, and for ranks that are not done within `timeout_s` seconds.
-    Whatever happens, no rank is left behind.
+    A ShardwrightError of a rank is raised here unchanged. Raises WorkerError, which names the rank, for any other
+    exception, for a rank that dies, and for ranks that are not done within `timeout_s` seconds. No rank is left behind
+    in any case.
     """
     preload("shardwright.verification.preload")
     with TemporaryDirectory(dir=temporary_folder()) as folder:
@@ -93,8 +93,8 @@ def _rank(rank: int, folder: str, connection: "Connection[Any, Any]") -> None:
     import torch
     import torch.distributed as dist
 
-    # What the server has imported need not be walked by this process's collector, which would also copy its pages:
-    # 0.4 s of CPU a rank.
+    # This process's collector need not walk the server's imports, which would also copy their pages: 0.4 s of CPU a
+    # rank.
     gc.freeze()
     link = Link(connection)
     stack = _stack_file(folder, rank)
@@ -120,5 +120,5 @@ def _rank(rank: int, folder: str, connection: "Connection[Any, Any]") -> None:
     except BaseException as error:
         link.failed(error)
     finally:
-        # No orderly end: leaving gloo in order costs seconds, and what was to be said has been sent.
+        # No orderly end: leaving gloo in order costs seconds, and all results have been sent.
         os._exit(0)

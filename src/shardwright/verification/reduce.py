@@ -1,9 +1,9 @@
 """Layouts of more ranks than this machine can hold: the same axes with fewer ranks each.
 
-What can be wrong with an axis (a sum that is missing, a shard at the wrong place, a message in the wrong order) is
-wrong with two ranks of it. So every degree becomes its smallest prime factor, from the largest degree on, until the
-ranks are few enough; where even two ranks of each axis are too many, one axis after another is left out, so that any
-two of them still meet in one of the layouts.
+Any fault of an axis (a missing sum, a shard at the wrong place, messages in the wrong order) shows with two ranks of
+it. So every degree becomes its smallest prime factor, from the largest degree on, until the ranks are few enough. If
+even two ranks of each axis are too many, one axis after another is left out, so that any two of them still meet in one
+of the layouts.
 """
 
 import os
@@ -22,24 +22,24 @@ from shardwright.verification.case import Case
 from shardwright.verification.cut_case import cut_each
 
 _RANKS_OF_A_CORE = 8
-"""With more than these a comparison takes minutes."""
+"""With more ranks a comparison takes minutes."""
 _AT_LEAST = 8
 
 
 def most_ranks() -> int:
-    """Ranks of one layout that this machine can hold and run in about a minute."""
-    held = int(machine_bytes() * 0.8 / PROCESS_BYTES)
-    return max(1, min(held, max(_AT_LEAST, _RANKS_OF_A_CORE * (os.cpu_count() or 1))))
+    """Return the number of ranks of one layout that this machine can hold and run in about a minute."""
+    in_memory = int(machine_bytes() * 0.8 / PROCESS_BYTES)
+    return max(1, min(in_memory, max(_AT_LEAST, _RANKS_OF_A_CORE * (os.cpu_count() or 1))))
 
 
 def reduced(case: Case, layout: Layout, most: int) -> tuple[list[tuple[Case, Layout]], str]:
-    """Cases at test size with layouts of at most `most` ranks that have every axis and choice of `layout` between them,
-    and a sentence that says what was reduced. `case` has the true sizes.
+    """Return cases at test size with layouts of at most `most` ranks that have every axis and choice of `layout`
+    between them, and a sentence about the reduction. `case` has the true sizes.
 
-    Raises LayoutError for a layout that the model cannot have, and where `most` is too small for any two axes.
+    Raises LayoutError for a layout that the model cannot have, and if `most` is too small for any two axes.
     """
-    if wrong := rules.problems(case.spec, layout, case.seq_len):
-        raise LayoutError(*wrong)
+    if problems := rules.problems(case.spec, layout, case.seq_len):
+        raise LayoutError(*problems)
     degrees = {axis: layout.degree(axis) for axis in DENSE_AXES}
     least = {axis: _least(layout, axis) for axis in DENSE_AXES}
     smaller = _lowered(degrees, least, most)
@@ -47,21 +47,21 @@ def reduced(case: Case, layout: Layout, most: int) -> tuple[list[tuple[Case, Lay
         chosen = [smaller]
     else:
         chosen = [_lowered({**least, axis: 1}, {**least, axis: 1}, most) for axis in DENSE_AXES if least[axis] > 1]
-        if any(prod(each.values()) > most for each in chosen):
+        if any(prod(lowered.values()) > most for lowered in chosen):
             raise LayoutError(
                 f"{layout}: {layout.world_size} ranks, and {prod(least.values())} with the fewest of each axis; this "
                 f"machine holds {most}: verify a layout with fewer axes, or on a larger machine"
             )
     pairs = []
-    for each in chosen:
-        few = _with_degrees(layout, each)
+    for lowered in chosen:
+        few = _with_degrees(layout, lowered)
         spec = _alike(case.spec, layout, few)
         pairs += cut_each(replace(case, spec=spec), [few])
     return pairs, _sentence(layout, degrees, chosen, pairs[0][1], most)
 
 
 def _least(layout: Layout, axis: str) -> int:
-    """The smallest degree of an axis that has what its degree in `layout` has."""
+    """Return the smallest degree of an axis that has the properties of its degree in `layout`."""
     degree = layout.degree(axis)
     if axis == "cp" and layout.cp_method == "usp":
         return _prime(layout.ulysses_degree) * _prime(layout.cp // layout.ulysses_degree)
@@ -71,25 +71,25 @@ def _least(layout: Layout, axis: str) -> int:
 
 
 def _prime(n: int) -> int:
-    """The smallest prime factor of a number; 1 of 1."""
+    """Return the smallest prime factor of a number; 1 for 1."""
     return divisors(n)[:2][-1]
 
 
 def _lowered(degrees: dict[str, int], least: dict[str, int], most: int) -> dict[str, int]:
     """Lower the largest degree that can be lowered, to its least, until there are few enough ranks."""
-    found = dict(degrees)
-    while prod(found.values()) > most:
-        over = [axis for axis in found if found[axis] > least[axis]]
+    lowered = dict(degrees)
+    while prod(lowered.values()) > most:
+        over = [axis for axis in lowered if lowered[axis] > least[axis]]
         if not over:
             break
-        largest = max(over, key=lambda axis: found[axis])
-        found[largest] = least[largest]
-    return found
+        largest = max(over, key=lambda axis: lowered[axis])
+        lowered[largest] = least[largest]
+    return lowered
 
 
 def _with_degrees(layout: Layout, degrees: dict[str, int]) -> Layout:
-    """The layout with other degrees of its axes, and what follows from them: as many experts on a rank as divides, some
-    ranks that shard the same experts where there were, and the stages of a smaller pipeline."""
+    """Return the layout with other degrees of its axes, and dependent keys: as many experts on a rank as divides, some
+    ranks that shard the same experts if there were some, and the stages of a smaller pipeline."""
     changes: dict[str, object] = dict(degrees)
     fold, whole = degrees["dp_shard"] * degrees["cp"] * degrees["tp"], layout.dp_shard * layout.cp * layout.tp
     if layout.ep > 1 and fold > 1:
@@ -112,7 +112,7 @@ def _with_degrees(layout: Layout, degrees: dict[str, int]) -> Layout:
 
 
 def _alike(spec: ModelSpec, layout: Layout, few: Layout) -> ModelSpec:
-    """The model with as many layers as the stages now have, and one kv head where kv heads were replicated, so that
+    """Return the model with as many layers as the stages now have, and one kv head if kv heads were replicated, so that
     they still are."""
     if few.stage_layers:
         spec = replace(spec, n_layers=sum(few.stage_layers))
@@ -127,10 +127,10 @@ def _alike(spec: ModelSpec, layout: Layout, few: Layout) -> ModelSpec:
 
 
 def _sentence(layout: Layout, degrees: dict[str, int], chosen: list[dict[str, int]], smaller: Layout, most: int) -> str:
-    def changes(each: dict[str, int]) -> Iterator[str]:
+    def changes(lowered: dict[str, int]) -> Iterator[str]:
         for axis, degree in degrees.items():
-            if each[axis] != degree:
-                yield f"{axis} {degree} to {each[axis]}"
+            if lowered[axis] != degree:
+                yield f"{axis} {degree} to {lowered[axis]}"
         if smaller.virtual_stages != layout.virtual_stages:
             yield f"virtual_stages {layout.virtual_stages} to {smaller.virtual_stages}"
 

@@ -1,6 +1,6 @@
-"""The reference: a model trained by one process in plain PyTorch. No layout, no micro-batches, no code of ours but the
-model itself and the row of the optimizer; the whole batch in one forward pass (with fp8 a micro-batch), PyTorch's own
-loss and clipping."""
+"""The reference: a model trained by one process in plain PyTorch, without a layout or micro-batches. Of Shardwright it
+uses only the model and the optimizer's row; the whole batch is one forward pass (with fp8 a micro-batch), and loss and
+clipping are PyTorch's."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -88,15 +88,15 @@ def train_alone(case: Case, folder: Path) -> RankTrace:
 def _evaluate(
     model: Transformer, case: Case, parameters: dict[str, nn.Parameter], routers: "_RouterLosses"
 ) -> tuple[Tensor, Tensor | None]:
-    """The losses of the batch that comes after those of the training steps, without dropout."""
+    """Return the losses of the batch after the training steps' batches, without dropout."""
     model.eval()
-    found = _summed([*_passes(model, case, parameters, case.steps, EVALUATION, routers)])
+    losses = _summed([*_passes(model, case, parameters, case.steps, EVALUATION, routers)])
     model.train()
-    return found
+    return losses
 
 
 Losses = tuple[Tensor, Tensor | None]
-"""Of the next token, and the mean over modules of multi-token prediction of theirs, if there are any."""
+"""The loss of the next token, and the mean loss of multi-token prediction (MTP) modules, if there are any."""
 
 
 class _RouterLosses:
@@ -108,7 +108,7 @@ class _RouterLosses:
             layer.router.register_forward_hook(self._scale)
 
     def begin_pass(self, aux_share: float, z_share: float) -> None:
-        """Set the shares of the sequences and of the tokens of the batch that the next forward pass has."""
+        """Set the next forward pass's shares of the batch's sequences and tokens."""
         self.aux_share, self.z_share = aux_share, z_share
 
     def _scale(self, router: nn.Module, inputs: Any, routing: Routing) -> Routing:
@@ -120,8 +120,8 @@ class _RouterLosses:
 
 
 def _n_sequences(case: Case) -> int:
-    """Sequences of a forward pass: all, but with fp8 those of a micro-batch, of which each has scales of its own, and
-    with padding one, from which it is removed."""
+    """Return the sequences of a forward pass: all; with fp8 a micro-batch's, because each micro-batch has its own
+    scales; and with padding one, from which it is removed."""
     return 1 if case.padded else case.global_batch if case.fp8 is None else case.micro_batch
 
 
@@ -133,7 +133,7 @@ def _passes(
     key_step: int,
     routers: _RouterLosses,
 ) -> Iterator[Losses]:
-    """The parts of the mean losses of a step's batch, which add up to them: one for each forward pass."""
+    """Yield the terms of the mean losses of a step's batch, one for each forward pass."""
     tokens_BT, targets_BT, ids_B = case.batch(step)
     keys_B = sample_keys(case.seed, key_step, ids_B) if case.spec.draws else None
     lengths = case.documents(step)
@@ -155,14 +155,13 @@ def _passes(
             also["ahead_KBT"] = _tokens_ahead(case, tokens_BT[rows, :n_real])
         outputs = functional_call(model, weights, (tokens_BT[rows, :n_real],), also)
         sums = _loss_sums(case, outputs, targets_BT[rows, :n_real])
-        losses = [each / count for each, count in zip(sums, counts, strict=True)]
+        losses = [loss_sum / count for loss_sum, count in zip(sums, counts, strict=True)]
         yield losses[0], torch.stack(losses[1:]).mean() if losses[1:] else None
 
 
 def _weights(case: Case, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    """What the matmuls use."""
     compute = DTYPES[case.dtype][1]
-    # What is not trained (a router's bias) is added to what has more digits than `compute`.
+    # A tensor that is not trained (a router's bias) is added to values with more digits than `compute`.
     weights = {name: p.to(compute) if p.requires_grad else p for name, p in parameters.items()}
     if case.integer_weights is None:
         return weights
@@ -176,18 +175,18 @@ def _weights(case: Case, parameters: dict[str, nn.Parameter]) -> dict[str, Tenso
 
 
 def _as_integers(weight: Tensor, columns: int) -> Tensor:
-    """Every element as the nearest of 255 multiples of the scale of its block; blocks are equal parts, of 128 elements
-    at most, of each `columns` elements of a row."""
+    """Round every element to the nearest of 255 multiples of the scale of its block; blocks are equal parts, of at most
+    128 elements, of each `columns` elements of a row."""
     n_blocks = -(-columns // 128)
-    found = torch.zeros_like(weight)
+    rounded = torch.zeros_like(weight)
     for shard in range(0, weight.shape[-1], columns):
         for block in range(shard, shard + columns, -(-columns // n_blocks)):
             end = min(block + -(-columns // n_blocks), shard + columns)
             elements = weight[..., block:end].to(torch.promote_types(weight.dtype, torch.float32))
             scale = (elements.abs().max(-1, keepdim=True).values / 127).float()
             integers = torch.nan_to_num((elements / scale).round())  # 0 / 0 where all are zero
-            found[..., block:end] = integers * scale
-    return found
+            rounded[..., block:end] = integers * scale
+    return rounded
 
 
 def _summed(parts: Sequence[Losses]) -> Losses:
@@ -196,8 +195,8 @@ def _summed(parts: Sequence[Losses]) -> Losses:
 
 
 def _counted(case: Case, targets_BT: Tensor) -> list[Tensor]:
-    """For the model and each module of multi-token prediction, which positions count, (B, T - k) of number k: position
-    t of module k predicts what position t + k of the model does, if positions t to t + k count."""
+    """Return which positions count, for the model and each MTP module, (B, T - k) for number k: position t of module k
+    predicts the target of position t + k of the model, if positions t to t + k count."""
     return [
         torch.stack([targets_BT[:, at:][:, : max(0, targets_BT.shape[1] - k)] != IGNORE for at in range(k + 1)]).all(0)
         for k in range(1 + case.spec.mtp_modules)
@@ -205,7 +204,7 @@ def _counted(case: Case, targets_BT: Tensor) -> list[Tensor]:
 
 
 def _loss_sums(case: Case, outputs: Any, targets_BT: Tensor) -> list[Tensor]:
-    """The cross-entropy of the next token, and of each module of multi-token prediction, summed over positions."""
+    """Return the cross-entropy of the next token, and of each MTP module, summed over positions."""
     kept = DTYPES[case.dtype][0]
     logits = outputs if case.spec.mtp_modules else (outputs,)
     sums = []
@@ -216,7 +215,7 @@ def _loss_sums(case: Case, outputs: Any, targets_BT: Tensor) -> list[Tensor]:
 
 
 def _tokens_ahead(case: Case, tokens_BT: Tensor) -> Tensor:
-    """The tokens that modules of multi-token prediction read, (K, B, T); zeros beyond the end."""
+    """Return the tokens that MTP modules read, (K, B, T); zeros beyond the end."""
     ahead_KBT = tokens_BT.new_zeros(case.spec.mtp_modules, *tokens_BT.shape)
     for k, ahead_BT in enumerate(ahead_KBT, start=1):
         ahead_BT[:, :-k] = tokens_BT[:, k:]

@@ -1,4 +1,4 @@
-"""How large an error may be: bounds on rounding, and what they come from."""
+"""Limits of errors: bounds on rounding, and their reasons."""
 
 import math
 from collections.abc import Callable
@@ -13,42 +13,42 @@ from shardwright.verification.trace import Quantity, Trace
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23}
 FLOAT64_LIMIT = 1e-10
 MULTIPLE = 4.0
-"""How much farther from float64 a layout may be than one process in the same dtype. Measured over 7 models and 30
-seeds: up to 2.5 times in bfloat16, 3.0 times in float32."""
+"""Multiple of the distance from float64 of one process in the same dtype that a layout may have. Measured over 7 models
+and 30 seeds: up to 2.5 in bfloat16, 3.0 in float32."""
 MULTIPLE_OF_NUMBERS = 6.0
-"""The same for a loss or a norm, of which there are fewer to find the largest error among. Measured: up to 4 times."""
+"""The same multiple for a loss or a norm, which have fewer values for the largest error. Measured: up to 4."""
 _OF_NORM = 0.25
-"""The error of a norm as a share of that of its gradients, most of which is across them. Measured: up to 0.3."""
+"""The error of a norm as a fraction of the error of its gradients, mostly orthogonal to them. Measured: up to 0.3."""
 _NOISE = 0.01
-"""The share of a parameter's elements whose gradient may be mostly rounding."""
+"""The fraction of a parameter's elements whose gradient may be mostly rounding."""
 _OF_COUNTS = 8.0
-"""Roundings of what is computed from counts."""
+"""Roundings of a result that is computed from counts."""
 MOST = 0.45
 """The largest error that is allowed in 32 and 16 bits."""
 HALF_STEP = {"bf16": 2.0**-8, "int8": 4 / 254, "int4": 4 / 14}
-"""The error of one rounding as a share of what is rounded, of each way in which gradients travel: of bf16 the largest
-there is; of integers half a scale, in blocks whose largest element is 4 times their root mean square."""
+"""The relative error of one rounding, for each encoding of gradients: for bf16 the maximum; for integers half a scale,
+in blocks whose largest element is 4 times their root mean square."""
 _COMPRESSED = 1.0
-"""How much larger than its roundings the error of a gradient may be: its addends may be larger than their sum, but
-their errors partly cancel. Measured: up to 0.65."""
+"""Multiple of its roundings that the error of a gradient may have: its addends may be larger than their sum, but their
+errors partly cancel. Measured: up to 0.65."""
 _SHARE = {"grad norm": 0.25, "loss": 0.0625, "parameter": 0.0625}
-"""The share of a gradient's error that reaches other quantities with plain SGD. Measured: up to 0.03, 0.0005, 0.005."""
+"""The fraction of a gradient's error that reaches other results with plain SGD. Measured: up to 0.03, 0.0005, 0.005."""
 _GROWN = 16.0
-"""How much larger errors may be after steps of Adam. Measured: up to 7 times."""
+"""The growth of errors that is allowed after steps of Adam. Measured: up to 7 times."""
 MOST_BFLOAT16 = 0.98
-"""The largest share of a gradient's elements that may be bfloat16 numbers after a sum in float32. Measured: up to
+"""The largest fraction of a gradient's elements that may be bfloat16 numbers after a sum in float32. Measured: up to
 0.64."""
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How large the error of something may be, and why."""
+    """The limit of the error of each quantity, and its reason."""
 
     limit: Callable[[Quantity, str], float]
     reason: str
 
     def rows(self, errors: Errors, kind: str | None = None) -> list[Row]:
-        """Errors beside their limits; `kind` replaces that of the quantities."""
+        """Return errors next to their limits; `kind` replaces the kind of the quantities."""
         return [
             Row(
                 quantity._replace(kind=kind or quantity.kind),
@@ -62,7 +62,7 @@ class Tolerance:
 
 
 def of_float64(case: Case) -> Tolerance:
-    """The bound on the rounding of sums taken in another order."""
+    """Return the bound on the rounding of sums taken in another order."""
     terms, chain = _longest_sum(case), _matmuls(case)
     bound = EPS["float64"] * terms * chain
     limit = max(FLOAT64_LIMIT, bound)
@@ -74,16 +74,15 @@ def of_float64(case: Case) -> Tolerance:
 
 
 def of_one_process(case: Case, alone: Errors, sides: int = 1) -> Tolerance:
-    """A multiple of the error `alone` that one process in the same dtype has against float64, for each of the `sides`
+    """Return a multiple of the error `alone` of one process in the same dtype against float64, for each of the `sides`
     of a comparison that are in that dtype.
 
-    Of a tensor: of its own error there, or, where that came out small by luck, of the middle one of its kind and step.
-    Of a parameter after steps of Adam, which divides a gradient by its size and so makes as large a step of an element
-    that is mostly rounding: of the largest of its kind and step, or what `_NOISE` of the elements come to that step the
-    other way. Of a number (loss, norm, evaluation), which is often right by
-    luck: of the largest error of its kind in any step, of a norm at least of `_OF_NORM` of the middle gradient's.
-    Initial values are those of float64, rounded once. Gradients are never allowed `MOST` or more, at which one that is
-    missing, or twice as large, would pass.
+    For a tensor: a multiple of its own error there, or, if that is small by luck, of the median of its kind and step.
+    For a parameter after steps of Adam, which divides a gradient by its size and so makes as large a step of an element
+    that is mostly rounding: of the largest of its kind and step, or the error if `_NOISE` of the elements step the
+    other way. For a number (loss, norm, evaluation), which is often right by luck: of the largest error of its kind in
+    any step; for a norm at least `_OF_NORM` of the median gradient's. Initial values are float64's, rounded once.
+    Gradients are never allowed `MOST` or more, at which a missing or doubled gradient would pass.
     """
     multiple = MULTIPLE * sides
     tensors: dict[Quantity, list[float]] = {}
@@ -123,14 +122,14 @@ def of_one_process(case: Case, alone: Errors, sides: int = 1) -> Tolerance:
 
 
 def _all_steps(case: Case) -> float:
-    """The error of a parameter whose every element Adam steps the other way: by 2 lr more after each step, with the
-    largest learning rate of a kind of parameter, over the floor of the error."""
+    """Return the error of a parameter whose every element Adam steps the other way: by 2 lr more after each step, with
+    the largest learning rate of a kind of parameter, over the floor of the error."""
     scales = case.optimizer.lr_scale.model_dump(exclude_none=True).values()
     return 2 * case.optimizer.lr * max([1.0, *scales]) * case.steps / (FLOORS["parameter"] * case.spec.init_std)
 
 
 def _follows_load(name: str) -> bool:
-    """Whether a tensor has no gradient and is updated from the counts of tokens, which are exact where experts are
+    """Return whether a tensor has no gradient and is updated from the counts of tokens, which are exact if experts are
     drawn."""
     return name.endswith((".router.bias", ".router.load"))
 
@@ -140,8 +139,8 @@ def _number(quantity: Quantity) -> str:
 
 
 def of_partition(microbatches: int) -> Tolerance:
-    """In 16 bits: micro-batches have the same matmuls on whichever rank they run; only their sum is in another order,
-    and it is in float32."""
+    """Return the bound for 16 bits: micro-batches have the same matmuls on any rank; only their sum, in float32, is in
+    another order."""
     limit = 8 * EPS["float32"] * microbatches
     reason = (
         f"the same {microbatches} micro-batches on one data rank: the same matmuls in 16 bits, summed in float32; "
@@ -151,18 +150,18 @@ def of_partition(microbatches: int) -> Tolerance:
 
 
 def of_sums(terms: int) -> Tolerance:
-    """In 16 bits: sums of `terms` gradients in float32 are not all bfloat16 numbers."""
+    """Return the bound for 16 bits: sums of `terms` gradients in float32 are not all bfloat16 numbers."""
     reason = f"share of a gradient's elements that are bfloat16 numbers: sums of {terms} terms in float32 seldom are"
     return Tolerance(lambda quantity, name: MOST_BFLOAT16, reason)
 
 
 def with_compression(tolerance: Tolerance, case: Case, layout: Layout) -> Tolerance:
-    """The same, and what the rounding of compressed gradients adds (`layout.compress_gradients`).
+    """Return `tolerance` plus the effect of rounding compressed gradients (`layout.compress_gradients`).
 
-    An element is rounded `compression.gradient_roundings` times, each by `HALF_STEP` of its size; the sum of so many
-    is allowed for a gradient, times `_COMPRESSED`. Some of that reaches a norm, a loss and the parameters. Steps of
-    Adam, which divides by the size of a gradient, let it grow in the steps after; so do weights that travel as
-    integers, where an element between two of them arrives as the other one.
+    An element is rounded `compression.gradient_roundings` times, each by `HALF_STEP` of its size; a gradient is allowed
+    the sum of these, times `_COMPRESSED`. Some of that reaches a norm, a loss and the parameters. Steps of Adam, which
+    divides by the size of a gradient, let it grow in later steps; so do weights sent as integers, where an element
+    between two integers arrives as the other one.
     """
     if not gradient_roundings(layout):
         return tolerance
@@ -188,10 +187,10 @@ def with_compression(tolerance: Tolerance, case: Case, layout: Layout) -> Tolera
 
 
 def with_adams_noise(tolerance: Tolerance, case: Case, noise: frozenset[str]) -> Tolerance:
-    """The same, but where a parameter's gradient is zero by mathematics, as that of a key's bias: those of `noise`.
+    """Return `tolerance`, except for parameters in `noise`, whose gradient is zero by mathematics, such as a key bias.
 
-    Adam divides such a gradient, which is rounding and nothing else, by its own size, and so makes steps of it that no
-    two summation orders share. They are bounded by the rate; gradients and SGD are held to `tolerance` as all are.
+    Adam divides such a gradient, which is only rounding, by its own size, and so makes steps that no two summation
+    orders share. The rate bounds these steps; gradients and SGD have to meet `tolerance` like all others.
     """
     if not noise:
         return tolerance
@@ -209,16 +208,15 @@ def with_adams_noise(tolerance: Tolerance, case: Case, noise: frozenset[str]) ->
 
 
 def rounding_alone(trace: Trace) -> frozenset[str]:
-    """Names of parameters whose gradient is nowhere more than a billionth of what it would be at the mean square of
-    all."""
-    found = {name for name in trace.shapes if not _follows_load(name)}
+    """Return the parameters whose gradient is nowhere more than a billionth of its size at the mean square of all."""
+    names = {name for name in trace.shapes if not _follows_load(name)}
     for quantity in trace.quantities:
-        if quantity.kind == "gradient" and found:
+        if quantity.kind == "gradient" and names:
             tensors = {name: trace.tensor(quantity, name) for name in trace.shapes}
             norms = {name: (float(t.double().norm()), t.numel()) for name, t in tensors.items() if t is not None}
             mean_square = sum(norm**2 for norm, _ in norms.values()) / max(sum(n for _, n in norms.values()), 1)
-            found &= {name for name, (norm, n) in norms.items() if norm <= 1e-9 * math.sqrt(mean_square * n)}
-    return frozenset(found)
+            names &= {name for name, (norm, n) in norms.items() if norm <= 1e-9 * math.sqrt(mean_square * n)}
+    return frozenset(names)
 
 
 def _longest_sum(case: Case) -> int:
@@ -228,6 +226,6 @@ def _longest_sum(case: Case) -> int:
 
 
 def _matmuls(case: Case) -> int:
-    """Matmuls that an input of the first step goes through until the last update: q k^T, times v, the output
+    """Return the matmuls that an input of the first step goes through until the last update: q k^T, times v, the output
     projection and two of the network in every layer, and the head; forward and backward, each step."""
     return 2 * (5 * case.spec.n_blocks + 1) * case.steps

@@ -1,8 +1,8 @@
-"""The trace of a run: numbers, and the shards of every tensor as the ranks held them.
+"""The trace of a run: numbers, and the ranks' shards of every tensor.
 
-A rank records where each of its shards begins and a hash of its bytes; the bytes themselves are written by the
-first rank that holds them. So replicas can be compared bit for bit, and whole tensors are put together here, one at a
-time, by offsets alone: nothing of what is being verified is asked to gather them.
+A rank records the start of each of its shards and a hash of its bytes; the first rank that holds a shard writes its
+bytes. So replicas can be compared bit for bit, and whole tensors are assembled here, one at a time, by offsets alone,
+without the code that is being verified.
 """
 
 from collections import defaultdict
@@ -26,18 +26,18 @@ from shardwright.units import MiB, in_groups
 
 
 class Quantity(NamedTuple):
-    """Something a training computes in a step; step 0 is what there is before the first."""
+    """A result of a training in a step; step 0 is before the first."""
 
     kind: str
     """`initial`, `loss`, `grad norm`, `gradient`, `parameter`, or `evaluation`: the loss without gradients, in
-    evaluation mode; `mtp loss` and `mtp evaluation`: those of the modules of multi-token prediction."""
+    evaluation mode; `mtp loss` and `mtp evaluation`: the losses of multi-token prediction modules."""
     training: str
     """Name of the optimizer of this training, as there are two."""
     step: int
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Where a piece begins in the whole tensor, and its shape."""
+"""The start of a piece in the whole tensor, and its shape."""
 
 
 class Piece(NamedTuple):
@@ -46,18 +46,18 @@ class Piece(NamedTuple):
     box: Box
     digest: str
     file: int | None
-    """Number of the rank's file of this quantity that its bytes are in; None if another rank has written them."""
+    """Number of the rank's file of this quantity that has its bytes; None if another rank has written them."""
 
 
 @dataclass
 class RankTrace:
-    """What one rank recorded; the bytes are in its files."""
+    """The records of one rank; the bytes are in its files."""
 
     scalars: dict[Quantity, float] = field(default_factory=dict)
     pieces: dict[Quantity, dict[str, Piece]] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     clip_norms: dict[str, list[float]] = field(default_factory=dict)
-    """Only of a reference: for each training the norms that it has clipped the gradients of its steps to."""
+    """Only for a reference: for each training the norms that its steps are clipped to."""
 
 
 class Recorder:
@@ -68,11 +68,11 @@ class Recorder:
         self.trace = RankTrace()
 
     def scalar(self, quantity: Quantity, value: Tensor) -> None:
-        """A number that all ranks have to agree on."""
+        """Record a number that all ranks have to agree on."""
         self.trace.scalars[quantity] = float(value)
 
     def tensors(self, quantity: Quantity, tensors: Mapping[str, Tensor]) -> None:
-        """Whole tensors or shards of them; a collective, through which ranks settle who writes."""
+        """Record whole tensors or shards of them; a collective, in which ranks agree on who writes."""
         boxes: dict[str, Box] = {}
         local: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
@@ -97,7 +97,7 @@ class Recorder:
 
 
 _FILE_BYTES = 64 * MiB
-"""Tensors that are saved together: saving copies them, which a model near the machine's memory leaves no room for."""
+"""Bytes of tensors that are saved together: saving copies them, and a model near the machine's memory has no room."""
 
 
 def _file(folder: Path, quantity: Quantity, rank: int, number: int) -> Path:
@@ -116,13 +116,13 @@ class Trace:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every whole tensor."""
+        """Return name and shape of every whole tensor."""
         return {name: shape for rank in self.ranks for name, shape in rank.shapes.items()}
 
     def tensor(self, quantity: Quantity, name: str) -> Tensor | None:
-        """The whole tensor, or None where the pieces do not cover each element of it exactly once."""
+        """Return the whole tensor, or None if the pieces do not cover each element exactly once."""
         shape = self.shapes[name]
-        pieces = [(rank, found) for rank, trace in enumerate(self.ranks) if (found := trace.pieces[quantity].get(name))]
+        pieces = [(rank, piece) for rank, trace in enumerate(self.ranks) if (piece := trace.pieces[quantity].get(name))]
         written = [(rank, piece.file, piece.box) for rank, piece in pieces if piece.file is not None]
         if sum(prod(extent) for *_, (_, extent) in written) != prod(shape):
             return None
@@ -143,7 +143,7 @@ class Trace:
         return self._files[key]
 
     def replicas(self) -> Iterator[tuple[Quantity, str, list[list[int]]]]:
-        """Everything that more than one rank holds: what, and those ranks, grouped by the bits they hold."""
+        """Yield everything that several ranks hold: quantity, name, and those ranks, grouped by their bits."""
         if len(self.ranks) == 1:
             return
         for quantity in self.scalars:
@@ -153,13 +153,13 @@ class Trace:
             for rank, trace in enumerate(self.ranks):
                 for name, piece in trace.pieces[quantity].items():
                     holders[name, piece.box].append((piece.digest, rank))
-            for (name, _), found in holders.items():
-                if len(found) > 1:
-                    yield quantity, name, _groups(found)
+            for (name, _), hashes in holders.items():
+                if len(hashes) > 1:
+                    yield quantity, name, _groups(hashes)
 
 
-def _groups(found: Any) -> list[list[int]]:
+def _groups(hashes: Any) -> list[list[int]]:
     ranks: dict[str, list[int]] = defaultdict(list)
-    for bits, rank in found:
+    for bits, rank in hashes:
         ranks[bits].append(rank)
     return list(ranks.values())

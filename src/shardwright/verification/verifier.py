@@ -43,24 +43,24 @@ TrainRank = Callable[[Case, Layout, Path], RankTrace]
 TIMEOUT_S = 300.0
 _SMALL = 10_000_000  # parameters
 _ENOUGH_TERMS = 4
-"""Micro-batches and ranks of which two at least have a gradient in every tensor: that of a query is zero where the only
-target is the first token."""
+"""Number of micro-batches and ranks; at least two of them have a gradient in every tensor: a query's gradient is zero
+if the only target is the first token."""
 MOST_RANKS = 64
-"""Every rank is a process of this machine, of `processes.PROCESS_BYTES` and more."""
+"""Every rank is a process of this machine with at least `processes.PROCESS_BYTES`."""
 
 
 class Verifier:
-    """Compares layouts of a case, and keeps the traces of references for the next one. To be used in a `with`."""
+    """Compares layouts of a case, and keeps the traces of references for later comparisons. Use it in a `with`."""
 
     def __init__(self, train: TrainRank = train_rank, timeout_s: float = TIMEOUT_S) -> None:
-        """`train` is what each rank of a layout runs; it, or what a `functools.partial` of it holds, has to be at the
-        top level of a module."""
+        """`train` is the program of each rank of a layout; it, or the function in a `functools.partial`, has to be at
+        the top level of a module."""
         self.train = train
         self.references: Verifier = self
-        """That which keeps the traces of one process; several may share one."""
+        """The verifier that keeps the traces of one process; several may share one."""
         self.timeout_s = timeout_s
         self.tell: Tell = lambda line: None
-        """Is told how far the ranks are where the model is large."""
+        """Called with the progress of the ranks if the model is large."""
         self._stack = ExitStack()
         self._kept: dict[Any, Trace] = {}
         self._keeping = threading.Lock()
@@ -76,16 +76,16 @@ class Verifier:
         self._stack.close()
 
     def parity(self, case: Case, layout: Layout, against: tuple[Case, Layout] | None = None) -> Report:
-        """Whether a layout computes what one process does, or what another layout of another `micro_batch` does.
+        """Compare a layout with one process, or with another layout that has another `micro_batch`.
 
-        Raises LayoutError for a batch that the data ranks cannot share, WorkerError where a rank crashes or hangs.
+        Raises LayoutError for a batch that the data ranks cannot share, WorkerError if a rank crashes or hangs.
         """
         _check(case, layout)
         case = with_choices_of(layout, case)
         case = _with_overflow(with_drawn_experts(case, rounded=gradient_roundings(layout) > 0))
         ours = self._prepared(case)
         with tempfile.TemporaryDirectory(dir=temporary_folder()) as folder:
-            found = self._run(self.train, layout.world_size, Path(folder), ours, layout)
+            trace = self._run(self.train, layout.world_size, Path(folder), ours, layout)
             if against is None:
                 expected, sides, name = self._exact(case), 1, "one process"
             else:
@@ -94,19 +94,19 @@ class Verifier:
                 sides, name = 2, str(against[1])
             tolerance = with_compression(self._tolerance(case, sides), case, layout)
             tolerance = with_adams_noise(tolerance, case, self._noise_of(expected))
-            rows = tolerance.rows(compare.errors(found, expected))
+            rows = tolerance.rows(compare.errors(trace, expected))
             if case.dtype in ("bfloat16", "float16") and not gradient_roundings(layout):
-                rows += self._in_16_bits(ours, layout, found)
+                rows += self._in_16_bits(ours, layout, trace)
             if gradient_roundings(layout) == 1 and layout.compress_gradients == "bf16":
-                rows += _summed_wide(ours, layout, found)
-            n_replicated, differing = compare.differing_replicas(found)
+                rows += _summed_wide(ours, layout, trace)
+            n_replicated, differing = compare.differing_replicas(trace)
             return Report(case, layout, name, rows, n_replicated, differing)
 
     def parities(self, pairs: Sequence[tuple[Case, Layout]]) -> Iterator[Report]:
-        """`parity` of each case and layout with one process, in their order, as they come; several run at once. Where a
-        rank crashes or hangs the report says so and the others go on (`outcome`)."""
+        """Yield `parity` of each case and layout with one process, in order, as they are done; several run at once. If
+        a rank crashes or hangs, its report says so and the others continue (`outcome`)."""
         world_size = max(layout.world_size for _, layout in pairs)
-        # While some ranks wait for each other, or this process compares, those of another world run.
+        # While some ranks wait for each other, or this process compares, ranks of another world run.
         at_once = max(1, min(4, most_ranks() // world_size))
         with ThreadPoolExecutor(at_once) as threads:
             try:
@@ -117,7 +117,7 @@ class Verifier:
                 raise
 
     def outcome(self, case: Case, layout: Layout) -> Report:
-        """`parity` with one process; where a rank crashes, hangs or refuses what the rules allow, the report says so.
+        """Return `parity` with one process; a crash, a hang or a refusal of a valid setting is in the report.
 
         Raises LayoutError for a setting that breaks a rule.
         """
@@ -128,25 +128,24 @@ class Verifier:
             return Report(case, layout, "one process", [], 0, crash=str(error))
 
     def _prepared(self, case: Case) -> Case:
-        """The case with the norms that its reference clips to."""
-        found = self._exact(case).ranks[0].clip_norms
-        return replace(case, clip_norms=tuple(tuple(found[training]) for training in case.trainings))
+        """Return the case with the norms that its reference clips to."""
+        norms = self._exact(case).ranks[0].clip_norms
+        return replace(case, clip_norms=tuple(tuple(norms[training]) for training in case.trainings))
 
-    def _in_16_bits(self, case: Case, layout: Layout, found: Trace) -> list[Row]:
-        """The errors of reductions in 16 bits, which would be lost in those of the matmuls in 16 bits.
+    def _in_16_bits(self, case: Case, layout: Layout, trace: Trace) -> list[Row]:
+        """Return the errors of reductions in 16 bits, which the errors of matmuls in 16 bits would hide.
 
-        The first gradient is compared with that of the same layout with one data rank, which is far nearer than
-        float64 is. Not with weights that travel as integers, which those of one rank do not; nor under ep, where the
-        matmuls of an expert are over the tokens of several data ranks at once, and a matmul of more rows may round an
-        element the other way. And sums must not have been rounded to 16 bits: neither the gradients, nor, where they
-        are reduced for each micro-batch, those of one micro-batch; that is looked at in bfloat16, since the code is the
-        same.
+        The first gradient is compared with the same layout's on one data rank, which is far nearer than float64's. This
+        is left out for weights sent as integers, which one rank does not have, and under ep, where an expert's matmuls
+        are over the tokens of several data ranks at once, and a matmul of more rows may round an element the other way.
+        Also, sums must not have been rounded to 16 bits: neither the gradients, nor, if they are reduced for each
+        micro-batch, the gradients of one micro-batch; this is checked in bfloat16, because the code is the same.
         """
         rows: list[Row] = []
         if layout.data_ranks > 1 and layout.ep == 1 and layout.compress_weights == "none":
             single = layout.changed(dp_replicate=1, dp_shard=1, zero=0)
             expected = self._keep((case, single), self.train, single.world_size, case, single)
-            errors = compare.errors(found, expected, kinds=["gradient"], steps=1)
+            errors = compare.errors(trace, expected, kinds=["gradient"], steps=1)
             microbatches = case.global_batch // case.micro_batch
             rows += of_partition(microbatches).rows(errors, kind="gradient vs one data rank")
         first = Quantity("gradient", PLAIN_SGD, 1)
@@ -154,7 +153,7 @@ class Verifier:
             return rows
         terms = layout.data_ranks * layout.cp * case.accumulation(layout)
         if terms >= _ENOUGH_TERMS:
-            rows += of_sums(terms).rows(compare.share_of_bfloat16(found, first), kind="bfloat16 share")
+            rows += of_sums(terms).rows(compare.share_of_bfloat16(trace, first), kind="bfloat16 share")
         if layout.zero > 1 and layout.cp > 1 and layout.pp == 1 and case.accumulation(layout) > 1:
             whole = replace(case, micro_batch=case.global_batch // layout.data_ranks, steps=1)
             once = self._keep((whole, layout), self.train, layout.world_size, whole, layout)
@@ -179,11 +178,11 @@ class Verifier:
         return self._noise[expected]
 
     def _exact(self, case: Case) -> Trace:
-        """The reference in float64."""
+        """Return the reference in float64."""
         return self._alone(replace(case, dtype="float64"))
 
     def _alone(self, case: Case) -> Trace:
-        # The reference has micro-batches only where a scale of fp8 is of one.
+        # The reference has micro-batches only with fp8, where each has its own scale.
         case = replace(case, micro_batch=1 if case.fp8 is None else case.micro_batch, compiled=False)
         return self.references._keep(case, train_alone, 1, case)
 
@@ -219,17 +218,17 @@ class Verifier:
         return Trace(folder, ranks)
 
 
-def _summed_wide(case: Case, layout: Layout, found: Trace) -> list[Row]:
-    """Whether gradients that travel in bfloat16 were not summed in it, too: those of ZeRO-2 and -3 have a term for each
-    rank and micro-batch, those of ZeRO-1 for each rank."""
+def _summed_wide(case: Case, layout: Layout, trace: Trace) -> list[Row]:
+    """Return whether gradients sent in bfloat16 were not also summed in it: ZeRO-2's and -3's have a term for each rank
+    and micro-batch, ZeRO-1's for each rank."""
     terms = layout.data_ranks * layout.cp * (case.accumulation(layout) if layout.zero > 1 else 1)
     if terms < _ENOUGH_TERMS:
         return []
-    return of_sums(terms).rows(compare.share_of_bfloat16(found, Quantity("gradient", PLAIN_SGD, 1)), "bfloat16 share")
+    return of_sums(terms).rows(compare.share_of_bfloat16(trace, Quantity("gradient", PLAIN_SGD, 1)), "bfloat16 share")
 
 
 def _with_overflow(case: Case) -> Case:
-    """In float16, the case with a step in which a gradient overflows, if it has one after the first."""
+    """Return the case with a step in which a gradient overflows, in float16, if it has one after the first."""
     return (
         replace(case, overflow_step=OVERFLOW_STEP) if case.dtype == "float16" and case.steps > OVERFLOW_STEP else case
     )
@@ -242,7 +241,7 @@ def _check(case: Case, layout: Layout) -> None:
             f"this machine; at most {MOST_RANKS}: keep the axes and lower their degrees, as in --set "
             f"layout.dp_shard=2, since what can be wrong with an axis is wrong with 2 ranks of it"
         )
-    # The layout and its reference in float64; in fewer bits the layout and one process, which take half, and that.
+    # The layout and its reference in float64; or that reference, and the layout and one process in fewer bits: half.
     bytes_ = 2 * 8 * case.n_records * case.spec.n_parameters
     there = shutil.disk_usage(tempfile.gettempdir()).free
     if bytes_ > there:
@@ -260,6 +259,6 @@ def _check(case: Case, layout: Layout) -> None:
 
 
 def parity(case: Case, layout: Layout, train: TrainRank = train_rank) -> Report:
-    """One comparison with one process; see Verifier.parity."""
+    """Compare a layout once with one process; see Verifier.parity."""
     with Verifier(train) as verifier:
         return verifier.parity(case, layout)

@@ -111,7 +111,7 @@ STALE: dict[str, AnyBug] = {
         Mutation(_PRODUCTS, "member.bases.copy_(torch.cat(chosen))", "None"), _THIN
     ),
     "PowerSGD multiplies by columns that are not orthonormal": Bug(
-        Mutation(_PRODUCTS, "[_orthonormal(p_BNR) for p_BNR in those]", "list(those)"), _THIN
+        Mutation(_PRODUCTS, "[_orthonormal(p_BNR) for p_BNR in group]", "list(group)"), _THIN
     ),
 }
 RESUME: dict[str, AnyBug] = {

@@ -80,7 +80,7 @@ OFF_BY_ONE: dict[str, AnyBug] = {
         "tests/training/test_sample_places.py:check_places",
     ),
     "a stage of a mixture begins one step late": UnitBug(
-        Mutation(f"{_MIXTURE}:stages_of", "each.from_step - step", "each.from_step + 1 - step"), _STAGE
+        Mutation(f"{_MIXTURE}:stages_of", "stage.from_step - step", "stage.from_step + 1 - step"), _STAGE
     ),
     "a stage of a mixture begins one sample late": UnitBug(
         Mutation(
@@ -103,8 +103,8 @@ RESUME: dict[str, AnyBug] = {
     "a stage is counted from the first step after a resume with another batch": UnitBug(
         Mutation(
             f"{_MIXTURE}:stages_of",
-            "n_samples + (each.from_step - step) * global_batch",
-            "each.from_step * global_batch",
+            "n_samples + (stage.from_step - step) * global_batch",
+            "stage.from_step * global_batch",
         ),
         _LARGER_BATCH,
     ),

@@ -47,10 +47,10 @@ SERVING = {
 SHARD = {"the cache has the kv heads of another rank of tp": UnitBug(OTHER_RANK, _ON_RANKS, put_in_there=True)}
 ORDER = {
     "draws follow the row of the batch instead of the prompt": _of_cache(
-        f"{BATCHER}.next_tokens", "[each.prompt for each in group]", "[each.slot for each in group]", sampling=DRAWN
+        f"{BATCHER}.next_tokens", "[s.prompt for s in group]", "[each.slot for each in group]", sampling=DRAWN
     ),
     "draws of one sequence repeat at every position": _of_cache(
-        f"{BATCHER}.next_tokens", "[len(each.tokens) for each in group]", "[0 for each in group]", sampling=DRAWN
+        f"{BATCHER}.next_tokens", "[len(s.tokens) for s in group]", "[0 for each in group]", sampling=DRAWN
     ),
 }
 STALE = {

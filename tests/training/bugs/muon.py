@@ -50,9 +50,9 @@ ORDER: dict[str, AnyBug] = {
     "updates come back in the order of the owners": Bug(
         Mutation(
             f"{_EXCHANGE}:_exchange",
-            "[found[i] for i in range(len(matrices))]",
-            "[found[i] if found[i].shape != found[j].shape else found[j]"
-            " for i, j in zip(range(len(matrices)), [i for there in held for i in there])]",
+            "[results[i] for i in range(len(matrices))]",
+            "[results[i] if results[i].shape != results[j].shape else results[j]"
+            " for i, j in zip(range(len(matrices)), [i for there in owned for i in there])]",
         ),
         [_SHARDED],
         optimizer="muon",

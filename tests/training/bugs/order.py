@@ -72,8 +72,8 @@ ORDER: dict[str, AnyBug] = {
     "layers are cut into stages in the order of their names": Bug(
         Mutation(
             f"{APPLY}:cut_stages",
-            "StageModel(whole, number, held, len(layers))",
-            "StageModel(whole, number, [int(name) for name in sorted(whole.layers)][slice(held.start, held.stop)], "
+            "StageModel(whole, number, own, len(layers))",
+            "StageModel(whole, number, [int(name) for name in sorted(whole.layers)][slice(own.start, own.stop)], "
             "len(layers))",
         ),
         [PP],

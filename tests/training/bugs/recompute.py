@@ -56,7 +56,7 @@ RECOMPUTATION: dict[str, AnyBug] = {
         [TP.changed(recompute="full")],
     ),
     "an output that was changed in place is computed again as it was": UnitBug(
-        Mutation(f"{ROOM}:_keep", "found is not None and found.version == tensor_version(x)", "found is not None"),
+        Mutation(f"{ROOM}:_keep", "output is not None and output.version == tensor_version(x)", "output is not None"),
         f"{TESTS}:test_a_view_of_an_output_is_computed_again_and_an_output_changed_in_place_is_kept",
     ),
     "every matmul computes its input again": UnitBug(
@@ -79,7 +79,7 @@ RECOMPUTATION: dict[str, AnyBug] = {
         f"{TESTS}:test_a_block_that_runs_again_as_a_whole_picks_experts_once",
     ),
     "what can be computed again is kept": UnitBug(
-        Mutation(f"{ROOM}:_keep", "found is not None and found.version == tensor_version(x)", "False"),
+        Mutation(f"{ROOM}:_keep", "output is not None and output.version == tensor_version(x)", "False"),
         f"{TESTS}:test_the_model_of_the_benchmark_keeps_at_most_55_percent",
     ),
 }

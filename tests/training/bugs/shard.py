@@ -24,7 +24,7 @@ SHARD: dict[str, AnyBug] = {
     "tokens are dropped by the rank that holds them, not by their order": Bug(
         Mutation(
             f"{APPLY}:shard_routers",
-            "[piece for span in held for piece in span]",
+            "[piece for span in local for piece in span]",
             "[n_pieces // 2 * dist.get_rank() + i for i in range(n_pieces // 2)]",
         ),
         [ZIGZAG],

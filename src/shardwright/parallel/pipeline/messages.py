@@ -4,7 +4,7 @@ A rank's list says where it starts the messages of an exchange (`schedule.messag
 `batch_isend_irecv` on a process group of its two ranks. Sends and receives return at once; an action waits only for the
 tensor that it needs; a sent tensor is freed when its send is complete.
 
-Why this cannot deadlock on NCCL, for any schedule that orders every action after those it depends on:
+This cannot deadlock on NCCL, for any schedule that orders every action after its dependencies:
 
 - NCCL matches the messages of two ranks by order, without tags, and runs the operations of a process group one after
   another on one stream. Both ranks have the same exchanges between them in the same order. The two directions of an
@@ -12,8 +12,8 @@ Why this cannot deadlock on NCCL, for any schedule that orders every action afte
 - An exchange begins when the previous one on its process group is done and, on both ranks, the actions before it in
   their lists (its stream waits for the computation started before it). An action begins when the previous one on its
   rank is done, and the exchange that brings its input. All of these come earlier in the common order of rounds from
-  which the lists are made, so there is no cyclic wait. Even if a rank waited at each exchange for the other rank there
-  would be none (tests/schedule/test_messages.py), so nothing relies on messages being buffered.
+  which the lists are made, so there is no cyclic wait. There is none even if a rank waits at each exchange for the
+  other rank (tests/schedule/test_messages.py), so nothing relies on messages being buffered.
 - Ranks of tp, cp, ep and data with the same rank of `pp` have the same list. Their collectives are parts of actions, so
   all of them start these in the same order.
 - The first call on a process group creates its communicator, for which NCCL needs all its ranks; an exchange includes
@@ -35,18 +35,18 @@ Need = tuple[int, Literal["F", "B"], int]
 
 
 class Messages:
-    """Sends and receives the messages of this rank, and keeps those that are not complete."""
+    """Sends and receives the messages of this rank, and keeps the incomplete ones."""
 
     def __init__(self, rank: int, groups: Mapping[tuple[int, ...], dist.ProcessGroup]) -> None:
         """`rank`: this rank of `pp`; `groups`: (lower rank, higher rank) of `pp` -> the process group of the two, for
-        every rank that this one exchanges messages with."""
+        every rank that exchanges messages with this one."""
         self.rank, self.groups = rank, groups
         self._sending: deque[OnItsWay] = deque()
         self._receiving: dict[Need, OnItsWay] = {}
 
     def start(self, exchange: Exchange, results: dict[Need, Tensor], empty: Callable[[], Tensor]) -> None:
-        """Start the messages of one exchange: send tensors of `results`, which are removed from it, and receive into
-        new tensors that `empty` makes."""
+        """Start the messages of one exchange: send tensors of `results`, removing them from it, and receive into new
+        tensors from `empty`."""
         peer, messages = 0 if self.rank == exchange.high else 1, []
         for stage, op, microbatch, sender, _ in exchange.messages:
             sends = sender == self.rank
@@ -62,7 +62,7 @@ class Messages:
             self._sending.popleft()
 
     def receive(self, need: Need) -> Tensor:
-        """Wait for a message whose receive was started; returns its tensor."""
+        """Wait for a message whose receive was started; return its tensor."""
         return self._receiving.pop(need).wait()
 
     def finish(self) -> None:

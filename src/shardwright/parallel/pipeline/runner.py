@@ -1,7 +1,7 @@
 """Runs the actions of this rank's list one after another, and starts the messages between them.
 
-The shapes of messages follow from those of the micro-batches. A rank keeps the input of a stage until its gradient is
-computed, a received gradient until it is used, and an output until its backward pass.
+The shapes of messages follow from the shapes of the micro-batches. A rank keeps the input of a stage until its gradient
+is computed, a received gradient until it is used, and an output until its backward pass.
 
 Shapes: B batch, T tokens (or a token shard of them), D model.
 """
@@ -40,8 +40,8 @@ class Pipeline:
         activation: Callable[[Tensor], Tensor],
         device: torch.device,
     ) -> None:
-        """`schedules`: (whether training, number of micro-batches) -> schedule. `activation`: token ids (B, T) -> an
-        empty tensor of the shape that stages send to each other, (B, T, D)."""
+        """`schedules`: (training, number of micro-batches) -> schedule. `activation`: token ids (B, T) -> an empty
+        tensor of the shape that stages send to each other, (B, T, D)."""
         self.stages = {stage.model.number: stage for stage in stages}
         self.schedules, self.messages, self.activation = schedules, messages, activation
         self.keeps_gradients = any(stage.engine.keeps_gradients for stage in stages)
@@ -50,7 +50,6 @@ class Pipeline:
         self._lists: dict[tuple[bool, int], list[Action | Exchange]] = {}
 
     def train(self, microbatches: Sequence[Microbatch], loss: Loss) -> Tensor:
-        """As `Runner.train`."""
         self.timeline.begin_step()
         total = self._run(_Step(self, microbatches, loss, self.timeline, training=True))
         for stage in self.stages.values():
@@ -58,11 +57,9 @@ class Pipeline:
         return total
 
     def evaluate(self, microbatches: Sequence[Microbatch], loss: Loss) -> Tensor:
-        """As `Runner.evaluate`."""
         return self._run(_Step(self, microbatches, loss, Timeline(self.timeline.device), training=False))
 
     def release(self) -> None:
-        """As `Runner.release`."""
         for stage in self.stages.values():
             stage.engine.release()
 
@@ -76,7 +73,7 @@ class Pipeline:
 
 
 class _Step:
-    """One training step or evaluation on this rank, with the tensors that it keeps."""
+    """One training step or evaluation on this rank, with its tensors."""
 
     def __init__(
         self, pipeline: Pipeline, microbatches: Sequence[Microbatch], loss: Loss, timeline: Timeline, training: bool
@@ -85,16 +82,15 @@ class _Step:
         self.timeline, self.training = timeline, training
         self.total = torch.zeros((), dtype=torch.float64, device=timeline.device)
         self.results: dict[Need, Tensor] = {}
-        """Outputs and input gradients by the action that needs them, on this rank or on a rank they are to be sent to.
-        """
+        """Outputs and input gradients by the action that needs them, on this rank or on the rank that receives them."""
         self.kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         """(stage, micro-batch) -> input and output of the forward pass."""
         self.weights: dict[tuple[int, int], Callable[[], None]] = {}
-        """(stage, micro-batch) -> a function that computes the weight gradients that I has deferred to W."""
+        """(stage, micro-batch) -> a function that computes the weight gradients deferred from I to W."""
 
     def run(self, entries: Sequence[Action | Exchange]) -> None:
         """Run all actions of this rank and start its messages."""
-        completing = [each for each in entries if isinstance(each, Action) and each.op in ("B", "W")]
+        completing = [entry for entry in entries if isinstance(entry, Action) and entry.op in ("B", "W")]
         last_of_stage = {action.stage: action for action in completing}
         for entry in entries:
             if isinstance(entry, Exchange):
@@ -146,7 +142,7 @@ class _Step:
             self.pipeline.stages[stage].engine.after_gradients(split=True, last=last)
 
     def _needed(self, stage: int, op: Literal["F", "B"], microbatch: int) -> Tensor:
-        """The input of F or B, from another stage of this rank or received from another rank."""
+        """Return the input of F or B, from another stage of this rank or received from another rank."""
         need: Need = (stage, op, microbatch)
         return self.results.pop(need) if need in self.results else self.pipeline.messages.receive(need)
 

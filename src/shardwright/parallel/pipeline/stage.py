@@ -23,8 +23,8 @@ from shardwright.parallel.deferred import WeightGradients
 class StageModel(Transformer):
     """One pipeline stage of a decoder, made of the modules of the whole model.
 
-    `number`: which stage. The last stage has the modules of multi-token prediction. With those or with a tied embedding
-    it has a replica of the embedding's matrix, under the same name.
+    `number`: the index of the stage. The last stage has the modules of multi-token prediction. With these or with a
+    tied embedding it has a replica of the embedding's matrix, under the same name.
     """
 
     def __init__(self, whole: Transformer, number: int, layers: range, n_stages: int) -> None:
@@ -51,25 +51,25 @@ class StageModel(Transformer):
         ahead_KBT: Tensor | None = None,
         real: RealTokens | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
-        """Run the stage. `x`: token ids (B, T) in the first stage, else the output of the previous stage, (B, T, D) or
-        a token shard of it. Returns (B, T, D), in the last stage logits (B, T, V), with `ahead_KBT` those of each
-        module of multi-token prediction too; other arguments as in `Transformer.forward`."""
+        """Run the stage. `x`: token ids (B, T) in the first stage, otherwise the output of the previous stage,
+        (B, T, D) or a token shard of it. Returns (B, T, D), in the last stage logits (B, T, V), with `ahead_KBT` also
+        the logits of each multi-token prediction module; other arguments as in `Transformer.forward`."""
         x_BTD = self.embed(x, positions_T, random_keys_B, documents) if self.first else x
         x_BTD = self.run_layers(x_BTD, positions_T, random_keys_B, documents, real)
         return self.finish(x_BTD, positions_T, random_keys_B, documents, ahead_KBT, real) if self.last else x_BTD
 
 
 def cut_stages(spec: ModelSpec, layers: tuple[range, ...], dtype: torch.dtype) -> list[StageModel]:
-    """All stages of a model on the meta device; stage i has the layers `layers[i]`."""
+    """Return all stages of a model on the meta device; stage i has the layers `layers[i]`."""
     with torch.device("meta"):
         whole = Transformer(spec).to(dtype)
-    return [StageModel(whole, number, held, len(layers)) for number, held in enumerate(layers)]
+    return [StageModel(whole, number, own, len(layers)) for number, own in enumerate(layers)]
 
 
 def holders(stages: Iterable[StageModel], routes: Iterable[tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """For each parameter of the whole model the ranks of `pp` that hold it; `routes` as in `schedule.placement`."""
-    found: defaultdict[str, set[int]] = defaultdict(set)
+    """Return for each parameter of the whole model its ranks of `pp`; `routes` as in `schedule.placement`."""
+    ranks_of: defaultdict[str, set[int]] = defaultdict(set)
     for stage in stages:
         for name, _ in stage.named_parameters():
-            found[name] |= {route[stage.number] for route in routes}
-    return {name: tuple(sorted(ranks)) for name, ranks in found.items()}
+            ranks_of[name] |= {route[stage.number] for route in routes}
+    return {name: tuple(sorted(ranks)) for name, ranks in ranks_of.items()}

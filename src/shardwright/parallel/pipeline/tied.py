@@ -1,4 +1,4 @@
-"""Tied parameters, which more than one pipeline stage holds: sums their gradients, so that the replicas stay equal.
+"""Tied parameters, which several pipeline stages hold: sums their gradients, so that the replicas stay equal.
 
 A tied embedding is in the first and in the last stage; with DualPipe two ranks hold every stage. Each replica
 accumulates the gradient of its own micro-batches and its own use; once a step these partial gradients are summed.
@@ -18,7 +18,7 @@ Parameters = Mapping[str, nn.Parameter]
 
 
 class TiedParameters:
-    """The parameters of this rank's stages that another stage of this rank, or another rank of `pp`, holds too.
+    """The parameters of this rank's stages that also belong to another stage of this rank or another rank of `pp`.
 
     Where two stages of this rank hold a parameter, the first replica is optimised and saved; the second, the duplicate,
     is overwritten with its value after every update.
@@ -31,9 +31,9 @@ class TiedParameters:
         holders: Mapping[str, tuple[int, ...]],
         groups: Mapping[tuple[int, ...], dist.ProcessGroup],
     ) -> None:
-        """`named`: the parameters of each stage that are optimised; `plain`: the plain tensors that a stage computes
-        with where the former are DTensors; `holders`: the ranks of `pp` that hold each parameter; `groups`: the process
-        groups of those sets of ranks that have more than one."""
+        """`named`: the parameters of each stage that are optimised; `plain`: the plain tensors that a stage uses in
+        place of DTensors; `holders`: the ranks of `pp` that hold each parameter; `groups`: the process groups of sets
+        of several ranks."""
         firsts = first_of_each(named)
         self._pairs = [
             (firsts[name], computed_with.get(name, parameter))
@@ -48,7 +48,7 @@ class TiedParameters:
         self._groups = groups
 
     def group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """The process group of those ranks of `pp` that hold a parameter; None where that is one rank."""
+        """Return the process group of a set of ranks of `pp` that hold a parameter; None for one rank."""
         return self._groups.get(ranks)
 
     @property
@@ -57,7 +57,7 @@ class TiedParameters:
         return [second for _, second in self._pairs]
 
     def sum_on_rank(self) -> None:
-        """Add the gradients of the duplicates to those of the first replicas."""
+        """Add the gradients of the duplicates to the gradients of the first replicas."""
         for first, second in self._pairs:
             assert first.grad is not None
             assert second.grad is not None
@@ -78,9 +78,9 @@ class TiedParameters:
 
 
 def first_of_each(parts: Sequence[Parameters]) -> dict[str, nn.Parameter]:
-    """All parameters by name; where two parts hold one, the replica of the first part."""
-    found: dict[str, nn.Parameter] = {}
+    """Return all parameters by name; if several parts hold one, the replica of the first part."""
+    firsts: dict[str, nn.Parameter] = {}
     for part in parts:
         for name, parameter in part.items():
-            found.setdefault(name, parameter)
-    return found
+            firsts.setdefault(name, parameter)
+    return firsts

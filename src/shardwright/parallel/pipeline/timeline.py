@@ -15,7 +15,7 @@ Mark = float | torch.cuda.Event
 
 
 class Timeline:
-    """The start and end of the actions of one step; on a GPU these are CUDA events, which do not slow the step down."""
+    """The start and end of the actions of one step; on a GPU as CUDA events, which do not slow the step down."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -27,14 +27,14 @@ class Timeline:
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
-        """Context that records an action, without the wait for its input; a PyTorch profile shows it by name."""
+        """Record an action in a context, without the wait for its input; a PyTorch profile shows it by name."""
         start = mark(self.device)
         with torch.profiler.record_function(str(action)):
             yield
         self._marks.append((action, start, mark(self.device)))
 
     def spans(self) -> list[Span]:
-        """The actions since `begin_step`; synchronises with the device."""
+        """Return the actions since `begin_step`; synchronises with the device."""
         now = mark(self.device)
         if not isinstance(now, float):
             now.synchronize()
@@ -43,7 +43,7 @@ class Timeline:
 
 
 def mark(device: torch.device) -> Mark:
-    """The current time; on a GPU an event on the current stream."""
+    """Return the current time; on a GPU an event on the current stream."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -52,5 +52,5 @@ def mark(device: torch.device) -> Mark:
 
 
 def seconds(start: Any, end: Any) -> float:
-    """Seconds between two completed marks of one device."""
+    """Return the seconds between two completed marks of one device."""
     return float(end - start) if isinstance(start, float) else float(start.elapsed_time(end)) / 1000
