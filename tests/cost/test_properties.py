@@ -147,8 +147,8 @@ BUGS: dict[str, tuple[list[Mutation], str, int, dict[str, Any], dict[str, float]
         [
             Mutation(
                 "shardwright.cost.data_parallel:_beside_passes",
-                "'max(messages_beside_passes - slack, messages_that_no_slack_takes)'",
-                "'max(messages_beside_passes - 0 * slack, messages_that_no_slack_takes)'",
+                "f.messages_beside_passes - f.slack",
+                "f.messages_beside_passes - 0 * f.slack",
             )
         ],
         "mixtral-8x7b",
