@@ -32,7 +32,7 @@ from scipy.optimize import linprog
 from shardwright.cost.calibration import CALIBRATED, LEFT_OUT, OTHERS, PACKAGED, Calibration
 from shardwright.planner.evaluate import MEASURED_RUNS, step_seconds, timed_run
 from shardwright.planner.interval import COVERED, TERMS, features
-from shardwright.planner.measured_run import Run
+from shardwright.planner.measured_run import PredictableRun
 from shardwright.planner.runs import read_runs
 from shardwright.planner.tie import moved_share
 
@@ -150,7 +150,7 @@ def packaged(there: Calibration = CALIBRATED) -> Floats:
 class Fit:
     """The runs that are fitted to, with the errors and derivatives at some constants."""
 
-    def __init__(self, runs: Sequence[Run], held: Sequence[str] = ()) -> None:
+    def __init__(self, runs: Sequence[PredictableRun], held: Sequence[str] = ()) -> None:
         self.runs = runs
         self.fitted = np.array([name not in held and not each.source for name, each in CONSTANTS.items()])
         self.families = np.array([run.measured.family for run in runs])
@@ -197,7 +197,7 @@ class Fit:
 class LeftOut:
     """The errors of all runs by the constants of the fits without their families, and what intervals depend on."""
 
-    def __init__(self, runs: Sequence[Run], left_out: dict[str, Calibration]) -> None:
+    def __init__(self, runs: Sequence[PredictableRun], left_out: dict[str, Calibration]) -> None:
         self.runs = runs
         self.families = np.array([run.measured.family for run in runs])
         self.measured = np.log([run.measured.step_time_s for run in runs])
@@ -336,7 +336,9 @@ def main(arguments: Sequence[str]) -> None:
     steps, rows = int(given.get("--steps", 4)), int(given.get("--rows", FITTED_ROWS))
     families, held = given.get("--families", ""), given.get("--hold", "").split(";")
     path = Path(arguments[0]) if arguments and not arguments[0].startswith("-") else MEASURED_RUNS
-    runs = [each for each in read_runs(path) if isinstance(each, Run) and each.measured.step_time_s is not None]
+    runs = [
+        each for each in read_runs(path) if isinstance(each, PredictableRun) and each.measured.step_time_s is not None
+    ]
     if "--intervals" in arguments:
         PACKAGED.write_text(with_intervals(LeftOut(runs, LEFT_OUT)), encoding="utf-8")
         return

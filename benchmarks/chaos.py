@@ -39,7 +39,7 @@ from pathlib import Path
 
 from chaos_runs import KilledRuns, Kills, TrainRun, flips, kills_of, restart_s, wait_for, write_tokens
 from parts import Log, Record
-from shardwright.ranks_at import State
+from shardwright.ranks_at import RankState
 
 LAYOUT = ["layout.dp_replicate=2", "layout.tp=2"]
 POLICY = [
@@ -131,7 +131,7 @@ class Disturbed:
         new = [f"{each.kind}: {each.text.partition(chr(10))[0]}" for each in run.events()[events:]]
         self.found.faults.append((f"{kind} of rank {rank}", " | ".join(new), time.monotonic() - since_s))
 
-    def all_states(self) -> dict[int, tuple[int, State]] | None:
+    def all_states(self) -> dict[int, tuple[int, RankState]] | None:
         """Process and state of each rank; None while one has not reported."""
         assert self.run.ended() is None, f"the run ended before this fault\n{self.run.said[-3000:]}"
         states = self.run.states()

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.data.prepare import prepare
-from shardwright.ranks_at import Folder, State, is_dead
-from shardwright.run_folder import CHECKPOINTS, Event, published, read_events
+from shardwright.ranks_at import RanksFolder, RankState, is_dead
+from shardwright.run_folder import CHECKPOINTS, EventRecord, published, read_events
 
 RUN_FILE = """
 out = "{out}"
@@ -140,9 +140,9 @@ class TrainRun:
         """Processes of the run that are there still."""
         return [(pid, start) for pid, start in self.known if not is_dead(pid) and began(pid) == start]
 
-    def states(self) -> dict[int, tuple[int, State]]:
+    def states(self) -> dict[int, tuple[int, RankState]]:
         """Process and state of each rank that has reported and lives."""
-        folder, found = Folder(self.out), {}
+        folder, found = RanksFolder(self.out), {}
         for rank in range(8):
             who, state = folder.identity(rank), folder.state(rank)
             if who is not None and state is not None and not is_dead(who.pid):
@@ -169,7 +169,7 @@ class TrainRun:
         assert self.launcher is not None
         return self.launcher.wait(timeout_s)
 
-    def events(self) -> list[Event]:
+    def events(self) -> list[EventRecord]:
         """Those of faults."""
         return [each for each in read_events(self.out) if each.kind not in ("start", "save")]
 
@@ -343,7 +343,7 @@ def flips(checkpoint: Path, n: int, seed: int) -> Iterator[tuple[str, str]]:
     from shardwright.errors import CheckpointError
     from shardwright.training.build import build_model, build_trainer
     from shardwright.training.checkpoint.state import load
-    from shardwright.training.ranks import Place, process_group
+    from shardwright.training.ranks import ProcessRank, process_group
 
     config, chance = (
         load_run_file(checkpoint / "run.toml", [f"layout.{axis}=1" for axis in ("dp_replicate", "dp_shard", "tp")]),
@@ -352,7 +352,7 @@ def flips(checkpoint: Path, n: int, seed: int) -> Iterator[tuple[str, str]]:
     device = torch.device("cpu")
     files = sorted(path for path in checkpoint.iterdir() if path.is_file())
     sizes = [path.stat().st_size for path in files]
-    with nullcontext() if dist.is_initialized() else process_group(Place(), device):
+    with nullcontext() if dist.is_initialized() else process_group(ProcessRank(), device):
         trainer = build_trainer(config, build_model(config, device, compiled=False), device, compiled=False)
         load(checkpoint, trainer, None)
         for _ in range(n):

@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 from shardwright.serving import evaluate, forms
 from shardwright.serving.engines import ENGINES
 from shardwright.serving.evaluate import MEASUREMENTS, full_batch, loop_key, of_loop
-from shardwright.serving.measured import FULL, LOOP, Case, cases, read
-from shardwright.serving.rates import OTHERS, PACKAGED, RATES, Fitted, Rates
+from shardwright.serving.measured import FULL, LOOP, ServingCase, cases, read
+from shardwright.serving.rates import OTHERS, PACKAGED, RATES, FittedRates, Rates
 from shardwright.serving.rates import fitted as packaged
 from shardwright.serving.setting import Serving, Settings
 
@@ -78,7 +78,7 @@ class Problem:
     like, and of the factors of each die.
     """
 
-    def __init__(self, rows: Sequence[Case]) -> None:
+    def __init__(self, rows: Sequence[ServingCase]) -> None:
         self.rows = list(rows)
         self.chips = sorted({row.cluster.accelerator.die for row in cases(read(MEASUREMENTS))})
         self.groups = groups(self.rows)
@@ -94,18 +94,18 @@ class Problem:
         self.engine = np.array([NAMES.index(row.engine.name) for row in self.rows])
         self.chip = np.array([self.chips.index(row.cluster.accelerator.die) for row in self.rows])
 
-    def fitted(self, x: Floats) -> Fitted:
+    def fitted(self, x: Floats) -> FittedRates:
         """The constants of a point."""
         n, at = len(RATES), len(RATES) * len(NAMES)
         constants = np.log([guess for guess, _ in GUESSES.values()]) + LINEAGE @ x[:at].reshape(-1, n)
         factors = x[at:].reshape(len(self.chips), -1)
-        return Fitted(
+        return FittedRates(
             {name: _named(RATES, row) for name, row in zip(NAMES, constants, strict=True)},
             {OTHERS: dict.fromkeys(FACTORS, 1.0)}
             | {name: _named(FACTORS, row) for name, row in zip(self.chips, factors, strict=True)},
         )
 
-    def predicted(self, fitted: Fitted, moved: str | None = None) -> Floats:
+    def predicted(self, fitted: FittedRates, moved: str | None = None) -> Floats:
         """By row; nan where a constant that was `moved` changes nothing."""
         found = np.full(len(self.rows), np.nan)
         for places in self.groups:
@@ -148,7 +148,7 @@ class Problem:
         normal = steep.T @ steep + np.diag(prior)
         return np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -(steep.T @ softened + prior * x))
 
-    def point(self, fitted: Fitted) -> Floats:
+    def point(self, fitted: FittedRates) -> Floats:
         """The point of constants."""
         guesses = np.log([guess for guess, _ in GUESSES.values()])
         named = [np.log([fitted.engines[name][each] for each in RATES]) - guesses for name in NAMES]
@@ -175,7 +175,7 @@ class Problem:
                 break
         return x
 
-    def without(self, left_out: NDArray[np.bool_], x: Floats, errors: Floats, slopes: Floats) -> Fitted:
+    def without(self, left_out: NDArray[np.bool_], x: Floats, errors: Floats, slopes: Floats) -> FittedRates:
         """The constants that the other rows give, by the slopes of the errors at the point of all rows."""
         rest = copy(self)
         rest.weight = np.where(left_out, 0.0, self.weight)
@@ -204,7 +204,7 @@ def _named(names: Sequence[str], logarithms: Floats) -> dict[str, float]:
     return dict(zip(names, map(float, np.exp(logarithms)), strict=True))
 
 
-def _counts(name: str, row: Case) -> bool:
+def _counts(name: str, row: ServingCase) -> bool:
     """Whether a constant changes anything for rows like this one."""
     if name in EXPERTS:
         return row.model.moe is not None
@@ -213,14 +213,14 @@ def _counts(name: str, row: Case) -> bool:
     return name != "arrive_s" or row.regime == LOOP
 
 
-def thinned(rows: Sequence[Case], every: int = LOOPS) -> list[Case]:
+def thinned(rows: Sequence[ServingCase], every: int = LOOPS) -> list[ServingCase]:
     """All rows, and of closed loops one of so many, with all that is measured of it."""
     loops = dict.fromkeys(loop_key(row) for row in rows if row.regime == LOOP)
     kept = set(list(loops)[::every])
     return [row for row in rows if row.regime != LOOP or loop_key(row) in kept]
 
 
-def groups(rows: Sequence[Case]) -> list[list[int]]:
+def groups(rows: Sequence[ServingCase]) -> list[list[int]]:
     """Places of rows that can be evaluated as arrays."""
     found: dict[Any, list[int]] = defaultdict(list)
     for at, row in enumerate(rows):
@@ -230,7 +230,7 @@ def groups(rows: Sequence[Case]) -> list[list[int]]:
     return list(found.values())
 
 
-def predict(rows: Sequence[Case], fitted: Fitted) -> Floats:
+def predict(rows: Sequence[ServingCase], fitted: FittedRates) -> Floats:
     """The closed forms for rows of one group."""
     first = rows[0]
     each = [fitted.rates(row.engine.name, row.cluster.accelerator.die) for row in rows]
@@ -261,7 +261,7 @@ def predict(rows: Sequence[Case], fitted: Fitted) -> Floats:
     return requests * (out + read_in * (first.line.metric == "total_tokens_per_s")) / seconds
 
 
-def written(best: Fitted, left_out: Mapping[str, Fitted]) -> str:
+def written(best: FittedRates, left_out: Mapping[str, FittedRates]) -> str:
     """The text of the file."""
     lines = [f"# Written by `python benchmarks/fit_serving.py --left-out` on {date.today()}; see rates.py."]
     for prefix, fitted in {"": best, **{f'left_out."{name}".': each for name, each in left_out.items()}}.items():
@@ -272,7 +272,7 @@ def written(best: Fitted, left_out: Mapping[str, Fitted]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def summary(rows: Sequence[Case], predicted: Floats) -> None:
+def summary(rows: Sequence[ServingCase], predicted: Floats) -> None:
     """Print the mean absolute error and the bias by source, engine and metric."""
     errors: dict[tuple[str, ...], list[float]] = defaultdict(list)
     for row, found in zip(rows, predicted, strict=True):
@@ -281,7 +281,7 @@ def summary(rows: Sequence[Case], predicted: Floats) -> None:
         print(f"{np.mean(np.abs(values)):7.1%} {np.mean(values):+7.1%} {len(values):5d}  {', '.join(key)}")
 
 
-def without_each(problem: Problem, x: Floats, of_row: Callable[[Case], str]) -> dict[str, Fitted]:
+def without_each(problem: Problem, x: Floats, of_row: Callable[[ServingCase], str]) -> dict[str, FittedRates]:
     """For each value of `of_row` the constants that the other rows give."""
     errors = problem.errors(x)
     slopes = problem.slopes(x, errors)
@@ -289,7 +289,7 @@ def without_each(problem: Problem, x: Floats, of_row: Callable[[Case], str]) -> 
     return {name: problem.without(names == name, x, errors, slopes) for name in dict.fromkeys(names.tolist())}
 
 
-HOLD_OUT: dict[str, Callable[[Case], str]] = {
+HOLD_OUT: dict[str, Callable[[ServingCase], str]] = {
     "source": lambda row: row.line.source_id,
     "table": lambda row: f"{row.line.source_id}, {row.model_name}",
     "model": lambda row: row.model_name,

@@ -8,8 +8,8 @@ Each trial is `shardwright train` with local ranks on the CPU. Once every phase 
 drawn by chance is stopped in the phase whose turn it is; where that does not come within 5 s, in the one it is in. A
 trial is good if exactly that rank is named, with its host, step and phase, the command leaves with code 3, and the
 event comes no later than 5 s after the learned limit: when the first of the ranks is longer in its phase than it may
-(`ranks_at.State.limit_s`: 5 times the longest that the phase has taken, and at least faults.hang_after). Told besides
-is whether it came within 5 s and the time of a step. What is said in a trial that is not good is printed whole.
+(`ranks_at.RankState.limit_s`: 5 times the longest that the phase has taken, and at least faults.hang_after). Told
+besides is whether it came within 5 s and the time of a step. What is said in a trial that is not good is printed whole.
 
 Quiet: the seconds are shared by the layouts, and a run whose layers are compiled. Each evaluates every 4 steps and
 saves every 3. `--load` keeps so many cores busy with other processes meanwhile. A run in which a rank is named, or that
@@ -37,8 +37,8 @@ from pathlib import Path
 from chaos_runs import children, wait_for
 from parts import Log, Record
 from shardwright.data.prepare import prepare
-from shardwright.ranks_at import PHASES_SEEN, Folder, is_dead
-from shardwright.run_folder import Event, read_events
+from shardwright.ranks_at import PHASES_SEEN, RanksFolder, is_dead
+from shardwright.run_folder import EventRecord, read_events
 
 PHASES = tuple(phase for phase in PHASES_SEEN if phase != "start")
 BEGIN_AT = 18
@@ -99,7 +99,7 @@ class Run:
         wait_for(lambda: self.process.poll() is not None or len(self.logged()) >= step, f"step {step}", timeout_s, 0.05)
         assert self.process.poll() is None, self.said
 
-    def hang(self) -> Event | None:
+    def hang(self) -> EventRecord | None:
         """The event of a hang, if there is one."""
         return next((each for each in read_events(self.out) if each.kind == "hang"), None)
 
@@ -119,7 +119,7 @@ def trial(run: Run, n_ranks: int, axis: str, phase: str, chance: random.Random) 
     """What came of stopping a rank."""
     run.reach(BEGIN_AT, 600.0)
     time.sleep(chance.uniform(0.0, 1.0))
-    rank, states = chance.randrange(n_ranks), Folder(run.out)
+    rank, states = chance.randrange(n_ranks), RanksFolder(run.out)
     who = states.identity(rank)
     assert who is not None
     until = time.monotonic() + 5.0

@@ -91,7 +91,7 @@ def run_ours(row: Row, folder: Path, steps: int) -> tuple[list[float], int]:
     from shardwright.config import parse
     from shardwright.data.batches import Batches
     from shardwright.training import run, sources
-    from shardwright.training.ranks import Place, place_from_environment
+    from shardwright.training.ranks import ProcessRank, place_from_environment
 
     stamps: list[float] = []
 
@@ -113,7 +113,7 @@ def run_ours(row: Row, folder: Path, steps: int) -> tuple[list[float], int]:
         section, _, name = key.partition(".")
         table.setdefault(section, {})[name] = value
     before = resident("VmRSS")
-    run.run(parse(table), place_from_environment() or Place(), quiet=True)
+    run.run(parse(table), place_from_environment() or ProcessRank(), quiet=True)
     return [end - begin for begin, end in pairwise(stamps)][WARMUP:], resident("VmHWM") - before
 
 

@@ -105,7 +105,7 @@ def ours(kind: str, data: Path, steps: int) -> dict[str, list[tuple[float, float
     from shardwright.config import parse
     from shardwright.data.batches import Batches
     from shardwright.training import run, sources
-    from shardwright.training.ranks import Place, place_from_environment
+    from shardwright.training.ranks import ProcessRank, place_from_environment
 
     stamps: list[tuple[float, float]] = []
     floor: list[tuple[float, float]] = []
@@ -124,7 +124,7 @@ def ours(kind: str, data: Path, steps: int) -> dict[str, list[tuple[float, float
     sources.Batches = Stamped  # type: ignore[misc]
     torch.set_num_threads(1)
     table = run_file(kind, data, data.parent / "run", steps + 2)
-    run.run(parse(table), place_from_environment() or Place(), quiet=True)
+    run.run(parse(table), place_from_environment() or ProcessRank(), quiet=True)
     spans = list(pairwise(stamps))[WARMUP : WARMUP + steps]
     return {"ours": [(after[0] - before[0], after[1] - before[1]) for before, after in spans], "floor": floor}
 

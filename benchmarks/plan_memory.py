@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from shardwright.config import RunConfig, parse
-from shardwright.dry_run.planned import Planned, grouped, planned
+from shardwright.dry_run.planned import PlannedRank, grouped, planned
 from shardwright.dry_run.record import LINK, RankRecord, traffic
-from shardwright.dry_run.run import How, dry_run, fullest_by_plan
+from shardwright.dry_run.run import DryRunSettings, dry_run, fullest_by_plan
 from shardwright.keys import written
 from shardwright.units import GiB
 from shardwright.verification.ranks import start_server
@@ -174,7 +174,7 @@ class Dry:
 def dry_of(each: Pair) -> Dry:
     """Run the fullest rank of a pair dry."""
     began, config = time.perf_counter(), each.config
-    record = dry_run(config, How(1e15), fullest_by_plan(config), remedies=False).fullest
+    record = dry_run(config, DryRunSettings(1e15), fullest_by_plan(config), remedies=False).fullest
     return Dry.of(record, time.perf_counter() - began)
 
 
@@ -182,7 +182,7 @@ def dry_of(each: Pair) -> Dry:
 class Compared:
     """The plan beside the dry run of a rank; numbers as (plan, dry run). FLOPs are None where ranks differ."""
 
-    plan: Planned
+    plan: PlannedRank
     dry: Dry
     ranks: int
     flops: tuple[float, float] | None

@@ -26,12 +26,12 @@ from typing import Any
 
 from shardwright.config import RunConfig, parse
 from shardwright.dry_run.planned import planned
-from shardwright.dry_run.run import How, dry_run, fullest_by_plan, needed_bytes
+from shardwright.dry_run.run import DryRunSettings, dry_run, fullest_by_plan, needed_bytes
 from shardwright.model.presets import resolve
 from shardwright.planner.choice import choice_at
 from shardwright.planner.evaluate import MEASURED_RUNS
-from shardwright.planner.measured_run import Run
-from shardwright.planner.run_columns import Measured
+from shardwright.planner.measured_run import PredictableRun
+from shardwright.planner.run_columns import MeasuredRun
 from shardwright.planner.runs import read_runs
 from shardwright.units import GiB
 from shardwright.verification.ranks import start_server
@@ -39,11 +39,11 @@ from shardwright.verification.ranks import start_server
 HERE = Path(__file__).parent
 
 
-def _is_torchtitan(row: Measured) -> bool:
+def _is_torchtitan(row: MeasuredRun) -> bool:
     return (row.family, row.recompute) == ("torchtitan", "full")
 
 
-def _is_megatron(row: Measured) -> bool:
+def _is_megatron(row: MeasuredRun) -> bool:
     kind = (row.recompute, row.precision, row.flash, row.fused_loss, row.cp)
     return kind == ("none", "bf16", True, False, 1) and row.experts is None and not row.gated and not row.note
 
@@ -54,14 +54,14 @@ class Source:
 
     name: str
     table: Path
-    kept: Callable[[Measured], bool]
-    preset: Callable[[Measured], str]
+    kept: Callable[[MeasuredRun], bool]
+    preset: Callable[[MeasuredRun], str]
 
-    def runs(self) -> Iterator[Run]:
+    def runs(self) -> Iterator[PredictableRun]:
         """One row of each model and layout."""
         seen = set()
         for run in read_runs(self.table):
-            if isinstance(run, Run) and run.measured.peak_mem_gib and self.kept(run.measured):
+            if isinstance(run, PredictableRun) and run.measured.peak_mem_gib and self.kept(run.measured):
                 key = (run.job.model, str(choice_at(run.candidates, 0)), run.job.global_batch)
                 if key not in seen:
                     seen.add(key)
@@ -74,7 +74,7 @@ SOURCES = (
 )
 
 
-def config_of(run: Run, preset: str) -> RunConfig:
+def config_of(run: PredictableRun, preset: str) -> RunConfig:
     """The run file of a row."""
     choice, row = choice_at(run.candidates, 0), run.measured
     known = asdict(resolve(preset))
@@ -95,14 +95,14 @@ def config_of(run: Run, preset: str) -> RunConfig:
     )
 
 
-def peaks(run: Run, preset: str, folder: Path) -> tuple[float, float]:
+def peaks(run: PredictableRun, preset: str, folder: Path) -> tuple[float, float]:
     """GiB that this system needs for a row, as that was measured: by the plan, and by a dry run."""
     config, path = config_of(run, preset), folder / f"{run.measured.id}.json"
     layout = config.layout.layout()
     if not path.is_file():
         last = run.measured.peak_mem_rank == "last"
         rank = layout.rank_at({"pp": layout.pp - 1}) if last else fullest_by_plan(config)
-        record = dry_run(config, How(1e15), rank, remedies=False).fullest
+        record = dry_run(config, DryRunSettings(1e15), rank, remedies=False).fullest
         told = {"rank": record.rank, "peak": record.peak.n_bytes, "needed": needed_bytes(config, record)}
         path.write_text(json.dumps(told), encoding="utf-8")
     told = json.loads(path.read_text(encoding="utf-8"))

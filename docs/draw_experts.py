@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from shardwright.report.run_record import RunRecord, read_run
 from shardwright.report.style import COLOURS, SETTINGS
-from shardwright.run_folder import Logged
+from shardwright.run_folder import TrainRecord
 
 PICTURE = Path(__file__).parent / "experts-load.svg"
 GOAL = 1.2
@@ -59,7 +59,7 @@ def picture(runs: dict[str, RunRecord]) -> Figure:
     return figure
 
 
-def _layers(ax: Axes, train: tuple[Logged, ...], colour: str) -> None:
+def _layers(ax: Axes, train: tuple[TrainRecord, ...], colour: str) -> None:
     steps = [record.step for record in train]
     layers = list(zip(*(record.load_by_layer for record in train), strict=True))
     for number, layer in enumerate(layers):

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from shardwright.config import RunConfig
 from shardwright.model.presets import PRESETS
-from shardwright.reference import Key, keys
+from shardwright.reference import RunFileKey, keys
 from shardwright.units import format_count
 
 PAGE = Path(__file__).with_name("run-file.md")
@@ -64,7 +64,7 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def _table(rows: list[Key]) -> str:
+def _table(rows: list[RunFileKey]) -> str:
     lines = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
     for row in rows:
         lines.append(f"| `{row.path}` | {_cell(row.type)} | {row.default} | {_cell(row.description.rstrip('.'))} |")

@@ -9,7 +9,7 @@ from shardwright.config import load
 from shardwright.console import PlainConsole, visible
 from shardwright.errors import InputError, WorkerError, without_secrets
 from shardwright.remote import file_system
-from shardwright.run_folder import Event, append_event
+from shardwright.run_folder import EventRecord, append_event
 from shardwright.training.header import kept_run_file
 
 URLS = (
@@ -25,7 +25,7 @@ URLS = (
 
 @pytest.mark.parametrize("url", URLS)
 def test_the_secrets_of_a_url_are_masked_in_errors_events_and_print(url, tmp_path):
-    append_event(tmp_path, Event("save", 1, f"copied to {url}, and on"))
+    append_event(tmp_path, EventRecord("save", 1, f"copied to {url}, and on"))
     said = [
         without_secrets(f"{url!r} cannot be reached"),
         str(InputError(f"{url}: no")),

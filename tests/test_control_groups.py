@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from shardwright import control_groups, processes
-from shardwright.control_groups import Limit
+from shardwright.control_groups import MemoryLimit
 from shardwright.units import GiB
 
 NO_LIMIT_V1 = "9223372036854771712"
@@ -48,6 +48,8 @@ def test_without_groups_there_is_no_limit(tmp_path: Path):
 def test_memory_is_that_of_the_machine_unless_a_group_allows_less(monkeypatch: pytest.MonkeyPatch):
     whole = processes.machine_bytes()
     for n_bytes, found in ((GiB // 2, "allows 512 MiB (/sys/fs/cgroup/memory.max)"), (int(NO_LIMIT_V1), "has ")):
-        monkeypatch.setattr(processes, "memory_limit", lambda n=n_bytes: Limit(n, Path("/sys/fs/cgroup/memory.max")))
+        monkeypatch.setattr(
+            processes, "memory_limit", lambda n=n_bytes: MemoryLimit(n, Path("/sys/fs/cgroup/memory.max"))
+        )
         assert str(processes.machine_memory()).startswith(found)
         assert processes.machine_bytes() == min(n_bytes, whole)

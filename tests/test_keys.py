@@ -9,7 +9,7 @@ from shardwright.box import DENSE_AXES
 from shardwright.config import parse, resolved_toml
 from shardwright.cost.job import COLUMNS, Candidates
 from shardwright.errors import LayoutError
-from shardwright.keys import Key, Sizes
+from shardwright.keys import JobSizes, LayoutKey
 from shardwright.layout import Layout
 from shardwright.layout_keys import KEYS
 from shardwright.model.presets import PRESETS
@@ -19,7 +19,7 @@ from shardwright.reference import keys as run_file_keys
 from shardwright.verification.culprit import _fewer
 from shardwright.verification.matrix import layouts
 
-SIZES = Sizes(n_layers=8, n_experts=4, seq_len=128, node_size=8)
+SIZES = JobSizes(n_layers=8, n_experts=4, seq_len=128, node_size=8)
 LARGE = Layout(
     tp=2,
     pp=2,
@@ -151,7 +151,7 @@ def test_a_changed_layout_drops_what_lost_its_meaning_and_keeps_the_rest():
 
 def test_a_new_key_needs_its_field_alone(monkeypatch: pytest.MonkeyPatch):
     """A key that no other code names: in the run file's errors, a plan's line, candidates, words and trials."""
-    offload = Key(
+    offload = LayoutKey(
         name="offload",
         type=str,
         default="none",

@@ -11,12 +11,12 @@ import pytest
 from shardwright.errors import InputError
 from shardwright.run_folder import (
     EVENTS,
-    Evaluated,
-    Event,
+    EvaluationRecord,
+    EventRecord,
     GrowingFile,
-    Logged,
     PipelineStep,
-    Started,
+    StartRecord,
+    TrainRecord,
     append_event,
     as_record,
     checkpoint_name,
@@ -27,15 +27,15 @@ from shardwright.run_folder import (
     read_pipeline_steps,
 )
 
-DENSE = Logged(1, 6.0, 0.5, 3e-4, 64, 1000.0, 500.0, 0.01, None, 2**20, 0.064, 0.004, 0.05, 0.01)
+DENSE = TrainRecord(1, 6.0, 0.5, 3e-4, 64, 1000.0, 500.0, 0.01, None, 2**20, 0.064, 0.004, 0.05, 0.01)
 
 
 def test_records_and_pipeline_steps_are_read_as_they_were_written_and_half_a_line_is_left_out(tmp_path: Path):
     moe = replace(DENSE, step=2, load_by_layer=(1.5, 2.0), dropped_fraction=0.0)
-    start = Started(
+    start = StartRecord(
         0, "1 rank", "one rank", "constant", 1, "host", "cpu", "2.13", "0.1", time="2026-11-22T10:52:20+00:00"
     )
-    told = [start, Evaluated(0, 6.2, now()), DENSE, moe]
+    told = [start, EvaluationRecord(0, 6.2, now()), DENSE, moe]
     (tmp_path / "metrics").write_text("".join(json.dumps(as_record(each)) + "\n" for each in told) + '{"kind": "tra')
     assert list(read_metrics(tmp_path / "metrics")) == told
     assert "load_by_layer" not in as_record(DENSE)
@@ -52,7 +52,7 @@ def test_published_checkpoints_are_in_the_order_of_their_steps(tmp_path: Path):
     assert published(tmp_path / "none") == []
 
 
-EVENT_LIST = [Event("fault", step, "the disk is full", rank=1) for step in range(3)]
+EVENT_LIST = [EventRecord("fault", step, "the disk is full", rank=1) for step in range(3)]
 
 
 def test_an_event_that_a_full_disk_takes_half_of_is_not_there_and_the_next_one_is(tmp_path: Path):

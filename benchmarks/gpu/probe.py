@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shardwright.training.checkpoint.store import CheckpointStore
-from shardwright.training.saving import Saving
+from shardwright.training.saving import SaveCheckpoints
 from shardwright.training.step import Trainer
 
 PROFILED_STEP = 5
@@ -54,5 +54,5 @@ def profiled(work: Any, path: str) -> Any:
 
 Trainer.step = probed_step  # type: ignore[method-assign]
 if "GPU_SAVES_NOTHING" in os.environ:
-    Saving.save = lambda *_: None  # type: ignore[method-assign]
+    SaveCheckpoints.save = lambda *_: None  # type: ignore[method-assign]
     CheckpointStore.require_space = lambda *_: None  # type: ignore[method-assign]

@@ -15,14 +15,14 @@ GROUPS = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
 
 
-class Limit(NamedTuple):
+class MemoryLimit(NamedTuple):
     """Bytes that the processes of a group may use together, and the file that says so."""
 
     n_bytes: int
     file: Path
 
 
-def memory_limit(groups: Path = GROUPS, own: Path = OWN) -> Limit | None:
+def memory_limit(groups: Path = GROUPS, own: Path = OWN) -> MemoryLimit | None:
     """The least limit of the groups that this process is in; None where there is none.
 
     `groups`: where the file system of cgroups is mounted; `own`: the file that names the groups of a process, with a
@@ -32,7 +32,7 @@ def memory_limit(groups: Path = GROUPS, own: Path = OWN) -> Limit | None:
     found = []
     for file in _files(groups, own):
         with suppress(OSError, ValueError):  # of a group that is not mounted, or "max": no limit
-            found.append(Limit(int(file.read_text()), file))
+            found.append(MemoryLimit(int(file.read_text()), file))
     return min(found, default=None)
 
 

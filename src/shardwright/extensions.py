@@ -23,14 +23,14 @@ from shardwright.files import read_bytes, read_lines
 _LOADED: list[str] = []
 
 
-class Named(Protocol):
+class NamedRow(Protocol):
     """A row of a registry."""
 
     @property
     def name(self) -> str: ...
 
 
-R = TypeVar("R", bound=Named)
+R = TypeVar("R", bound=NamedRow)
 
 
 def add(rows: dict[str, R], what: str, row: R) -> R:

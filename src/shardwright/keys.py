@@ -13,8 +13,8 @@ MOST_LAYERS = 2**14
 """The most layers of a model, each of which has rows in tables of parameters."""
 
 
-class Sizes(NamedTuple):
-    """What `Key.words` mentions of a job; `seq_len` in tokens, `node_size` in ranks."""
+class JobSizes(NamedTuple):
+    """What `LayoutKey.words` mentions of a job; `seq_len` in tokens, `node_size` in ranks."""
 
     n_layers: int
     n_experts: int
@@ -23,7 +23,7 @@ class Sizes(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Key:
+class LayoutKey:
     """All that is known of a key of the layout. The run file, the planner, verify and the docs read it from `KEYS`.
 
     `help`: what it sets, for the reference of the run file. `words(layout, sizes)`: what its value means, for the page
@@ -48,7 +48,7 @@ class Key:
     type: Any = None
     default: Any = None
     help: str
-    words: Callable[[Any, Sizes], str]
+    words: Callable[[Any, JobSizes], str]
     choices: Callable[[], Sequence[Any]] | None = None
     least: int = 1
     most: int = MOST_RANKS

@@ -152,7 +152,7 @@ class Layout(LayoutKeys, NumberedRanks):
 
     def settings(self) -> dict[str, Any]:
         """The keys that have to be written down for this layout: those that are not at their default, and those that
-        are always said where they are used (`Key.said`)."""
+        are always said where they are used (`LayoutKey.said`)."""
         values = {name: getattr(self, name) for name in KEYS}
         return {
             name: value

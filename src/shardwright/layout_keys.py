@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_type_hints
 
-from shardwright.keys import MOST_LAYERS, Key, Sizes
+from shardwright.keys import MOST_LAYERS, JobSizes, LayoutKey
 from shardwright.schedule.named import ONE_F_ONE_B
 from shardwright.schedule.registry import find, names
 
@@ -43,10 +43,10 @@ _OFFLOADED_WORDS = {"none": "in memory", "cpu": "in the memory of the host", "di
 
 
 def _key(default: Any, **known: Any) -> Any:
-    return field(default=default, metadata={"key": Key(**known)})
+    return field(default=default, metadata={"key": LayoutKey(**known)})
 
 
-def _degree(axis: str, help: str, words: Callable[[Any, Sizes], str], **more: Any) -> Any:
+def _degree(axis: str, help: str, words: Callable[[Any, JobSizes], str], **more: Any) -> Any:
     return _key(1, help=help, words=words, used=lambda layout: getattr(layout, axis) > 1, **more)
 
 
@@ -349,7 +349,7 @@ class LayoutKeys:
 
 
 _TYPES = get_type_hints(LayoutKeys)
-KEYS: dict[str, Key] = {
+KEYS: dict[str, LayoutKey] = {
     each.name: replace(
         each.metadata["key"],
         name=each.name,

@@ -15,7 +15,7 @@ from shardwright.cli.common import layout_of
 from shardwright.cli.generate import LAYOUT_KEYS
 from shardwright.console import visible
 from shardwright.errors import InputError
-from shardwright.generation.generate import Request, generate, layout_problems, without_training
+from shardwright.generation.generate import GenerationRequest, generate, layout_problems, without_training
 from shardwright.generation.sampling import Sampling
 from shardwright.generation.score import ScoreRequest, score
 from shardwright.generation.source import open_source
@@ -197,7 +197,7 @@ class ShardwrightLM(TemplateLM):
         stop = tuple(filter(None, [*asked.get("until", []), *ends]))
         prompts = tuple(tuple(self.tok_encode(each)[-(self.max_length - n_tokens) :]) for each in contexts)
         answer = generate(
-            Request(self.path, prompts, n_tokens, sampling, self.layout, self.batch_size, self.on, stop=stop)
+            GenerationRequest(self.path, prompts, n_tokens, sampling, self.layout, self.batch_size, self.on, stop=stop)
         )
         assert answer is not None
         return [each.text for each in answer.completions]

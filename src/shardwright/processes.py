@@ -1,7 +1,8 @@
 """One process a rank on this machine: waits for them, reports the error of the rank that failed, ends the others.
 
 `train` (training/launch.py) and `verify` (verification/ranks.py) fork their ranks from a server. Both hold each
-rank as a `Worker` and wait in `results`. In the process of a rank, `Link` is the other end of the worker's connection.
+rank as a `Worker` and wait in `results`. In the process of a rank, `ParentConnection` is the other end of the worker's
+connection.
 """
 
 import errno
@@ -60,7 +61,7 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
     return f"ranks {shown}" + (f" and {len(ranks) - STACKS_SHOWN} more" if len(ranks) > STACKS_SHOWN else "")
 
 
-class Memory(NamedTuple):
+class UsableMemory(NamedTuple):
     """Bytes that processes on this machine can use, and the file of their control group that allows no more; "" where
     the machine has no more."""
 
@@ -73,11 +74,13 @@ class Memory(NamedTuple):
         return f"allows {n} ({self.limit_file})" if self.limit_file else f"has {n}"
 
 
-def machine_memory() -> Memory:
+def machine_memory() -> UsableMemory:
     """The memory of this machine, or what the control groups of this process allow of it."""
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = memory_limit()
-    return Memory(there) if limit is None or limit.n_bytes >= there else Memory(limit.n_bytes, str(limit.file))
+    return (
+        UsableMemory(there) if limit is None or limit.n_bytes >= there else UsableMemory(limit.n_bytes, str(limit.file))
+    )
 
 
 def machine_bytes() -> int:
@@ -138,7 +141,7 @@ class Failure:
     interrupted: bool = False  # one of STOPPING ended it
 
 
-class Link:
+class ParentConnection:
     """The connection of a rank's process to the one that started it, which is to be made first of all.
 
     When it closes, the parent is gone and this process ends at once: no one else would end it, and it may wait in a
@@ -254,7 +257,7 @@ def results(
     is_asked: Callable[[], bool] = lambda: False,
     watched: Callable[[], WorkerError | None] = lambda: None,
 ) -> list[Any]:
-    """What each worker has sent with `Link.done`, by rank.
+    """What each worker has sent with `ParentConnection.done`, by rank.
 
     Where one fails, its error is raised: a ShardwrightError as it is, all else as a WorkerError that names the rank
     and says what it told, or how it died. Raises WorkerError with their stacks for ranks that are not done within

@@ -46,7 +46,7 @@ _HEARD_S = 5.0
 
 
 @dataclass(frozen=True)
-class State:
+class RankState:
     """What a rank has last reported: `beats` of its monitor, optimizer steps begun, the phase, `since_s` when (on the
     monotonic clock of its machine), `limit_s` how long it may take, and the line of Python it was last seen at in this
     phase; "" where it has not been looked at since the phase began."""
@@ -63,7 +63,7 @@ class State:
         return now_s - self.since_s - self.limit_s
 
 
-class Reported:
+class RankStateFile:
     """The file of a rank's state, open to write or to read."""
 
     def __init__(self, path: Path, writes: bool) -> None:
@@ -82,17 +82,17 @@ class Reported:
         """Of the monitor's thread, which has seen the line in the phase that began at `since_s`."""
         _BEAT.pack_into(self._memory, _PLACE.size, beats, since_s, line.encode()[:128])
 
-    def read(self) -> State:
+    def read(self) -> RankState:
         step, phase, since_s, limit_s = _PLACE.unpack_from(self._memory, 0)
         beats, seen_since_s, line = _BEAT.unpack_from(self._memory, _PLACE.size)
         if seen_since_s != since_s:  # of a phase before
             line = b""
         name = PHASES_SEEN[phase] if 0 <= phase < len(PHASES_SEEN) else "start"
-        return State(beats, step, name, since_s, limit_s, line.rstrip(b"\0").decode(errors="replace"))
+        return RankState(beats, step, name, since_s, limit_s, line.rstrip(b"\0").decode(errors="replace"))
 
 
 @dataclass(frozen=True)
-class Identity:
+class RankIdentity:
     """What does not change of a rank: where it runs, and its coordinates along the axes of the layout."""
 
     rank: int
@@ -103,7 +103,7 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class Collective:
+class JoinedCollective:
     """A collective that a rank has joined and that is not complete: number `number` of the process group of `ranks`,
     `axes` in words. Or a message from the first to the second of two `ranks`, number `number` of its kind between them,
     which a rank waits for and both have to begin."""
@@ -117,7 +117,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Dump:
+class RankDump:
     """The answer of a rank. `line`: file, line and function of Shardwright's own code it is in; `waits`: whether it is
     in a collective or a message; `stack`: of its training thread; `pending`: a message that it waits for, then
     collectives that it has joined and that are not complete, the oldest first; `joined`: process group -> number of the
@@ -129,15 +129,15 @@ class Dump:
     module: str
     action: str
     stack: str
-    pending: tuple[Collective, ...]
+    pending: tuple[JoinedCollective, ...]
     joined: dict[str, int]
     for_s: float | None = None
 
 
-_IDENTITY, _DUMP = TypeAdapter(Identity), TypeAdapter(Dump)
+_IDENTITY, _DUMP = TypeAdapter(RankIdentity), TypeAdapter(RankDump)
 
 
-class Folder:
+class RanksFolder:
     """OUT/ranks."""
 
     def __init__(self, out: Path) -> None:
@@ -146,12 +146,12 @@ class Folder:
     def state_of(self, rank: int) -> Path:
         return self.path / f"rank-{rank}.state"
 
-    def introduce(self, identity: Identity) -> Reported:
+    def introduce(self, identity: RankIdentity) -> RankStateFile:
         """Say who this rank is, and open its state to write."""
         self.path.mkdir(parents=True, exist_ok=True)
         for path in (self.path / f"rank-{identity.rank}.dump", self.path / "asked"):
             path.unlink(missing_ok=True)
-        reported = Reported(self.state_of(identity.rank), writes=True)
+        reported = RankStateFile(self.state_of(identity.rank), writes=True)
         write_whole(self.path / f"rank-{identity.rank}.json", json.dumps(asdict(identity)).encode())
         return reported
 
@@ -165,13 +165,13 @@ class Folder:
         except OSError:
             return
 
-    def identity(self, rank: int) -> Identity | None:
+    def identity(self, rank: int) -> RankIdentity | None:
         return _read(_IDENTITY, self.path / f"rank-{rank}.json")
 
-    def state(self, rank: int) -> State | None:
+    def state(self, rank: int) -> RankState | None:
         """What a rank has last reported; None before its first report."""
         try:
-            return Reported(self.state_of(rank), writes=False).read()
+            return RankStateFile(self.state_of(rank), writes=False).read()
         except (OSError, ValueError):
             return None
 
@@ -192,10 +192,10 @@ class Folder:
     def asked(self) -> bool:
         return (self.path / "asked").exists()
 
-    def answer(self, rank: int, dump: Dump) -> None:
+    def answer(self, rank: int, dump: RankDump) -> None:
         write_whole(self.path / f"rank-{rank}.dump", json.dumps(asdict(dump)).encode())
 
-    def answers(self, ranks: Sequence[int], mute: Sequence[int] = ()) -> dict[int, Dump]:
+    def answers(self, ranks: Sequence[int], mute: Sequence[int] = ()) -> dict[int, RankDump]:
         """The answers of ranks; waits for those that are not `mute`."""
         until = time.monotonic() + _HEARD_S
         while True:
@@ -230,9 +230,9 @@ def _kernel_state(pid: int) -> str:
 
 
 def describe(
-    states: Mapping[int, State],
-    identities: Mapping[int, Identity],
-    dumps: Mapping[int, Dump],
+    states: Mapping[int, RankState],
+    identities: Mapping[int, RankIdentity],
+    dumps: Mapping[int, RankDump],
     fates: Mapping[int, str],
     now_s: float,
 ) -> tuple[list[int], str]:
@@ -277,9 +277,9 @@ SHOWN = 4
 
 def _of(
     rank: int,
-    states: Mapping[int, State],
-    identities: Mapping[int, Identity],
-    dumps: Mapping[int, Dump],
+    states: Mapping[int, RankState],
+    identities: Mapping[int, RankIdentity],
+    dumps: Mapping[int, RankDump],
     fates: Mapping[int, str],
     now_s: float,
 ) -> str:
@@ -302,29 +302,29 @@ def _of(
     return "; ".join(words)
 
 
-def _missed(rank: int, dumps: Mapping[int, Dump]) -> list[str]:
+def _missed(rank: int, dumps: Mapping[int, RankDump]) -> list[str]:
     """The collectives that other ranks have joined and this one has not, each with those that wait in it, and so the
     messages."""
-    waiting: dict[Collective, list[int]] = {}
+    waiting: dict[JoinedCollective, list[int]] = {}
     joined = dumps[rank].joined if rank in dumps else {}
     for other, dump in dumps.items():
         for each in dump.pending:
             if rank in each.ranks and joined.get(each.group, 0) < each.number:
                 waiting.setdefault(each, []).append(other)
-    first: dict[str, Collective] = {}
+    first: dict[str, JoinedCollective] = {}
     for each in sorted(waiting, key=lambda each: each.number):
         first.setdefault(each.group, each)
     return [f"{_to_begin(each, rank)} {in_words(each)}, in which {_wait(waiting[each])}" for each in first.values()]
 
 
-def _to_begin(each: Collective, rank: int) -> str:
+def _to_begin(each: JoinedCollective, rank: int) -> str:
     """What a rank would have had to do."""
     if not each.is_message:
         return "joined"
     return "sent" if rank == each.ranks[0] else "took"
 
 
-def _joined_by_all(dumps: Mapping[int, Dump]) -> Collective | None:
+def _joined_by_all(dumps: Mapping[int, RankDump]) -> JoinedCollective | None:
     """A collective that is not complete though all of its ranks have joined it, if there is one. Only the oldest of
     each rank counts: later ones may be queued behind it."""
     stuck = [
@@ -335,7 +335,7 @@ def _joined_by_all(dumps: Mapping[int, Dump]) -> Collective | None:
     return min(stuck, key=lambda each: (each.group, each.number), default=None)
 
 
-def _between(each: Collective, identities: Mapping[int, Identity]) -> str:
+def _between(each: JoinedCollective, identities: Mapping[int, RankIdentity]) -> str:
     """The machines of a collective, if they are several, with the ranks of each."""
     hosts: dict[str, list[int]] = {}
     for rank in each.ranks:
@@ -352,7 +352,7 @@ def _wait(ranks: Sequence[int]) -> str:
     return f"{ranks_in_words(sorted(ranks))} {'waits' if len(ranks) == 1 else 'wait'}"
 
 
-def in_words(each: Collective) -> str:
+def in_words(each: JoinedCollective) -> str:
     """`all_reduce number 12 of the group of tp (ranks 0, 1)`, or `the input of 1F3, number 7 of the messages of pp from
     rank 0 to rank 2`."""
     if each.is_message:
@@ -361,7 +361,7 @@ def in_words(each: Collective) -> str:
     return f"{each.name} number {each.number} of the group of {each.axes} ({ranks_in_words(each.ranks)})"
 
 
-def _waiting(ranks: Sequence[int], states: Mapping[int, State], dumps: Mapping[int, Dump]) -> list[str]:
+def _waiting(ranks: Sequence[int], states: Mapping[int, RankState], dumps: Mapping[int, RankDump]) -> list[str]:
     """Ranks that wait, those at the same place together."""
     places: dict[str, list[int]] = {}
     for rank in ranks:
@@ -372,22 +372,22 @@ def _waiting(ranks: Sequence[int], states: Mapping[int, State], dumps: Mapping[i
     return [f"  {_wait(members)}: {place}" for place, members in groups[: 2 * SHOWN]]
 
 
-class Watch:
+class RanksWatch:
     """What the process that started ranks on this machine sees of them."""
 
     def __init__(self, out: Path, world_size: int) -> None:
-        self.folder, self.world_size = Folder(out), world_size
-        self._open: dict[int, Reported] = {}
+        self.folder, self.world_size = RanksFolder(out), world_size
+        self._open: dict[int, RankStateFile] = {}
         self._looked_s = time.monotonic()
         self._lost_s = 0.0
         self._late = False
 
-    def states(self) -> dict[int, State]:
+    def states(self) -> dict[int, RankState]:
         """What the ranks that have reported anything have last reported."""
         for rank in range(self.world_size):
             if rank not in self._open:
                 try:
-                    self._open[rank] = Reported(self.folder.state_of(rank), writes=False)
+                    self._open[rank] = RankStateFile(self.folder.state_of(rank), writes=False)
                 except (OSError, ValueError):
                     continue
         return {rank: state for rank, each in self._open.items() if (state := each.read()).since_s > 0}
@@ -413,7 +413,7 @@ class Watch:
         states = self.states().values()
         return any(s.limit_s and now_s > max(s.since_s, self._lost_s) + s.limit_s for s in states)
 
-    def compared(self, states: Mapping[int, State]) -> tuple[list[int], str]:
+    def compared(self, states: Mapping[int, RankState]) -> tuple[list[int], str]:
         """Ask all ranks where they stand, and compare."""
         self.folder.ask()
         identities = {rank: who for rank in states if (who := self.folder.identity(rank))}
@@ -427,7 +427,7 @@ SUSPENDED_S = 5.0
 """Seconds between two looks, which are fractions of a second apart, that mean that the process was stopped itself."""
 
 
-def fate_of(who: Identity) -> str:
+def fate_of(who: RankIdentity) -> str:
     """What keeps a rank of this machine from answering; nothing where it may, or is on another machine."""
     if who.host != os.uname().nodename:
         return ""

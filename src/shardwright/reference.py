@@ -12,7 +12,7 @@ from shardwright.optimizers import OPTIMIZERS
 
 
 @dataclasses.dataclass(frozen=True)
-class Key:
+class RunFileKey:
     """One key of the run file, for the reference: `layout.zero`, its type, default and meaning."""
 
     path: str
@@ -21,7 +21,7 @@ class Key:
     description: str
 
 
-def keys() -> Iterable[Key]:
+def keys() -> Iterable[RunFileKey]:
     """Every key of the run file in order."""
     for name, field in RunConfig.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
@@ -31,12 +31,12 @@ def keys() -> Iterable[Key]:
                     for option, about in kind.options.items():
                         help = f"{kind.name}: {about.help}"
                         type_name = _type_name(type(about.default))
-                        yield Key(f"{name}.{option}", type_name, as_toml(about.default), help)
+                        yield RunFileKey(f"{name}.{option}", type_name, as_toml(about.default), help)
         else:
             yield _key(name, field)
 
 
-def _section_keys(path: str, section: type[BaseModel]) -> Iterable[Key]:
+def _section_keys(path: str, section: type[BaseModel]) -> Iterable[RunFileKey]:
     for name, field in section.model_fields.items():
         key = _key(f"{path}.{name}", field)
         if path == "layout" and (choices := KEYS[name].choices):
@@ -53,10 +53,10 @@ def _section_keys(path: str, section: type[BaseModel]) -> Iterable[Key]:
             yield from _section_keys(f"{path}.{name}", row)
 
 
-def _key(path: str, field: Any) -> Key:
+def _key(path: str, field: Any) -> RunFileKey:
     given = None if field.default_factory else field.default
     default = "required" if field.is_required() else ("-" if given is None else as_toml(given))
-    return Key(path, _type_name(field.annotation), default, field.description or "")
+    return RunFileKey(path, _type_name(field.annotation), default, field.description or "")
 
 
 def _type_name(annotation: Any) -> str:

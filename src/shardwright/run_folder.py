@@ -1,9 +1,9 @@
 """The folder of a run, `out` in its run file: the names of its files, and how their records are written and read.
 
 run.toml                    the run file with every default filled in
-metrics.jsonl               a JSON object for each start (`Started`), each logged step (`Logged`), each evaluation
-                            (`Evaluated`) and each checkpoint (`Saved`)
-events.jsonl                a JSON object for each thing that happened besides steps (`Event`)
+metrics.jsonl               a JSON object for each start (`StartRecord`), each logged step (`TrainRecord`), each
+                            evaluation (`EvaluationRecord`) and each checkpoint (`CheckpointRecord`)
+events.jsonl                a JSON object for each thing that happened besides steps (`EventRecord`)
 timeline/rank-R.jsonl       of rank R of `pp`: a JSON object for each of its last few logged steps (`PipelineStep`)
 checkpoints/step-00000100/  a checkpoint, there under this name when it is complete; see `train/checkpoint`
 offload/                    empty: where files of the optimizer's states are, which have no names
@@ -119,7 +119,7 @@ def resumable(out: Path, local: str | None) -> list[Path]:
 
 
 @dataclass(frozen=True)
-class Started:
+class StartRecord:
     """A `run` record: where, with what and on which layout a run began or went on, before it took steps after `step`.
 
     `layout` and `lr_schedule` are words for people, `keys` the keys of the layout; `device` is the name of rank 0's;
@@ -141,7 +141,7 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class Logged:
+class TrainRecord:
     """A `train` record: loss, gradient norm and learning rate of one step; times and speeds are means over the steps
     since the record before, `memory_bytes` is the peak of rank 0. Of what has a default, `time` is when the
     record was written (None in files of older versions), `epochs` how often a mixture has gone through each of its
@@ -185,9 +185,10 @@ class Logged:
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvaluationRecord:
     """An `evaluation` record: the loss on the validation split after `step` steps. Of a mixture, `sources` has the loss
-    on that of each source, and `loss` is their mean, weighted as that step was mixed. `mtp_loss` as in `Logged`."""
+    on that of each source, and `loss` is their mean, weighted as that step was mixed. `mtp_loss` as in
+    `TrainRecord`."""
 
     step: Step
     loss: float
@@ -197,7 +198,7 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
-class Saved:
+class CheckpointRecord:
     """A `checkpoint` record: that after `step` steps was published, in OUT or, if `local`, on the hosts. `blocked_s`:
     how long training stood still for it; `took_s`: from its begin until it was published; `n_bytes`: of its tensors."""
 
@@ -209,8 +210,13 @@ class Saved:
     local: bool = False
 
 
-AnyRecord = Started | Logged | Evaluated | Saved
-_KINDS: dict[str, type[AnyRecord]] = {"run": Started, "train": Logged, "evaluation": Evaluated, "checkpoint": Saved}
+AnyRecord = StartRecord | TrainRecord | EvaluationRecord | CheckpointRecord
+_KINDS: dict[str, type[AnyRecord]] = {
+    "run": StartRecord,
+    "train": TrainRecord,
+    "evaluation": EvaluationRecord,
+    "checkpoint": CheckpointRecord,
+}
 _READERS: dict[str, TypeAdapter[AnyRecord]] = {name: TypeAdapter(kind) for name, kind in _KINDS.items()}
 
 
@@ -228,7 +234,7 @@ def as_record(told: AnyRecord) -> Record:
 
 
 def read_metrics(path: Path) -> Iterator[AnyRecord]:
-    """The records of metrics.jsonl; older versions wrote no time and no `Started`.
+    """The records of metrics.jsonl; older versions wrote no time and no `StartRecord`.
 
     Raises InputError for a record that is damaged.
     """
@@ -299,7 +305,7 @@ class SamplePlace:
 
 
 @dataclass(frozen=True)
-class Event:
+class EventRecord:
     """What happened to a run after `step` steps, in the words that it was told in; `rank`: the one it happened on, None
     for all. Kinds: start (of all ranks, new or resumed), save (of a checkpoint), skip (of the update of a spike),
     rollback (from a spike), spike (that stopped the run), hang, fault (a rank died or failed, or a device gave another
@@ -315,7 +321,7 @@ class Event:
     samples: tuple[SamplePlace, ...] = ()
 
 
-def append_event(out: Path, event: Event) -> None:
+def append_event(out: Path, event: EventRecord) -> None:
     """Add an event to the file of the run in `out`; each line is one write, so that processes may add at once. A disk
     that is full or a folder that is gone must not be a second fault: then it is not written, nor is a part of it."""
     told = asdict(event)
@@ -333,15 +339,15 @@ def append_event(out: Path, event: Event) -> None:
             file.truncate(file.tell() - written)
 
 
-def read_events(out: Path) -> list[Event]:
+def read_events(out: Path) -> list[EventRecord]:
     """The events of a run, in order, if there are any. Raises InputError for a line that is damaged; one that ends
     early is passed over: its writer was killed."""
     return list(events_of(whole_lines(out / EVENTS), out / EVENTS))
 
 
-def events_of(lines: Iterable[str], path: Path, first: int = 1) -> Iterator[Event]:
+def events_of(lines: Iterable[str], path: Path, first: int = 1) -> Iterator[EventRecord]:
     """The events of some lines of events.jsonl, of which the first has number `first`."""
-    reader = TypeAdapter(Event)
+    reader = TypeAdapter(EventRecord)
     way_out = "remove the line; the file is only read by people, `shardwright report` and `shardwright watch`"
     return _parsed(lines, path, first, lambda line: reader, "an event of a run", way_out, may_end_early=True)
 

@@ -221,26 +221,26 @@ class DispatchMode(TorchDispatchMode):
 # Functions of PyTorch that a dry run replaces
 
 
-class Place(NamedTuple):
+class TorchAttribute(NamedTuple):
     """An attribute of a module or class of PyTorch."""
 
     owner: Any
     name: str
 
 
-CHUNKS_OF_PARAMETER = Place(_fsdp_param, "_chunk_with_empty")
+CHUNKS_OF_PARAMETER = TorchAttribute(_fsdp_param, "_chunk_with_empty")
 """(tensor, number of chunks, dim) -> the part of a parameter for each rank."""
-GATHER_PARAMETERS = Place(_fsdp_param_group, "foreach_all_gather")
-REDUCE_GRADIENTS = Place(_fsdp_param_group, "foreach_reduce")
-WAIT_FOR_PARAMETERS = Place(FSDPParamGroup, "wait_for_unshard")
-SHARDS_TO_GATHER = Place(FSDPParam, "all_gather_inputs")
+GATHER_PARAMETERS = TorchAttribute(_fsdp_param_group, "foreach_all_gather")
+REDUCE_GRADIENTS = TorchAttribute(_fsdp_param_group, "foreach_reduce")
+WAIT_FOR_PARAMETERS = TorchAttribute(FSDPParamGroup, "wait_for_unshard")
+SHARDS_TO_GATHER = TorchAttribute(FSDPParam, "all_gather_inputs")
 """A property: the tensors of a parameter that this rank sends."""
-SHAPE_OF_WHOLE = Place(ShardingPropagator, "_propagate_tensor_meta_non_cached")
+SHAPE_OF_WHOLE = TorchAttribute(ShardingPropagator, "_propagate_tensor_meta_non_cached")
 """DTensor runs an operation on fake tensors of the size of the whole ones here, to know the shape of its result."""
 
 
 @contextmanager
-def replaced(place: Place, make: Callable[[Any], Any]) -> Iterator[None]:
+def replaced(place: TorchAttribute, make: Callable[[Any], Any]) -> Iterator[None]:
     """In the block an attribute is `make(what it was)`."""
     before = inspect.getattr_static(place.owner, place.name)
     setattr(place.owner, place.name, make(before))

@@ -18,9 +18,18 @@ from typer.testing import CliRunner
 
 from shardwright.cli.main import OF_TWO_WORDS, VERBS, app
 from shardwright.planner.evaluate import MEASURED_RUNS
-from shardwright.run_folder import Evaluated, Event, Logged, Saved, Started, append_event, as_record, now
+from shardwright.run_folder import (
+    CheckpointRecord,
+    EvaluationRecord,
+    EventRecord,
+    StartRecord,
+    TrainRecord,
+    append_event,
+    as_record,
+    now,
+)
 from shardwright.serving.evaluate import MEASUREMENTS
-from shardwright.training.checkpoint.manifest import Manifest, Progress
+from shardwright.training.checkpoint.manifest import CheckpointManifest, TrainingProgress
 
 CPU_S = 20
 """CPU-seconds that a verb may take, however loaded the machine is."""
@@ -203,15 +212,15 @@ def write_files(folder: Path) -> None:
     last.mkdir(parents=True)
     (run / "run.toml").write_text(RUN.format(out=run))
     records = [
-        Started(0, "1 rank", "", "constant", 1, "here", "cpu", "2.13", "0.1"),
-        *(Logged(step, 5.0, 1.0, 1e-3, 64, 9.0, 9.0, 0.1, None, 100, 0.1, 0.01, 0.08, 0.01) for step in (1, 2)),
-        Evaluated(2, 5.0, now()),
-        Saved(2, 0.1, 0.2, 1000, now()),
+        StartRecord(0, "1 rank", "", "constant", 1, "here", "cpu", "2.13", "0.1"),
+        *(TrainRecord(step, 5.0, 1.0, 1e-3, 64, 9.0, 9.0, 0.1, None, 100, 0.1, 0.01, 0.08, 0.01) for step in (1, 2)),
+        EvaluationRecord(2, 5.0, now()),
+        CheckpointRecord(2, 0.1, 0.2, 1000, now()),
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(as_record(each)) + "\n" for each in records))
-    append_event(run, Event("save", 2, "saved"))
-    progress, model = Progress(2, 8, 0), {"n_layers": 2}
-    Manifest(progress, model, None, 1, {}).write(last)
+    append_event(run, EventRecord("save", 2, "saved"))
+    progress, model = TrainingProgress(2, 8, 0), {"n_layers": 2}
+    CheckpointManifest(progress, model, None, 1, {}).write(last)
     for name, path in (("runs.csv", MEASURED_RUNS), ("serving.csv", MEASUREMENTS)):
         (folder / name).write_text("".join(path.read_text().splitlines(keepends=True)[:4]))
     (folder / "hf").mkdir()

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 from shardwright.cli.report import report
 from shardwright.report.comparison import DARK_RUN_COLOURS, RUN_COLOURS
 from shardwright.report.style import COLOURS
-from shardwright.run_folder import Event, append_event
+from shardwright.run_folder import EventRecord, append_event
 from tests.report.runs import PIPELINE, train_record, usual, usual_pipeline, write_run
 
 app = typer.Typer()
@@ -140,9 +140,9 @@ def test_events_that_are_no_part_of_every_run_are_told(tmp_path: Path) -> None:
     folder = usual(tmp_path)
     assert "events  " not in run(folder).stdout
     for event in (
-        Event("start", 0, "begins"),
-        Event("skip", 7, "step 7: the loss is nan\nmore"),
-        Event("hang", 9, "no progress: rank 1 <holds> up the others", rank=1),
+        EventRecord("start", 0, "begins"),
+        EventRecord("skip", 7, "step 7: the loss is nan\nmore"),
+        EventRecord("hang", 9, "no progress: rank 1 <holds> up the others", rank=1),
     ):
         append_event(folder, event)
     done = run(folder)

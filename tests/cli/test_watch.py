@@ -13,10 +13,10 @@ import typer
 from typer.testing import CliRunner, Result
 
 from shardwright.cli import watch as module
-from shardwright.cli.followed import Followed
+from shardwright.cli.followed import FollowedRun
 from shardwright.cli.watch import watch
 from shardwright.cli.watch_page import drawn, state_in_words
-from shardwright.run_folder import Event, append_event
+from shardwright.run_folder import EventRecord, append_event
 from tests.report.runs import evaluation, train_record, usual, write_run
 
 app = typer.Typer()
@@ -49,7 +49,7 @@ def add(folder: Path, text: str) -> None:
 def test_one_page_has_the_numbers_the_ranks_the_checkpoints_and_the_events(tmp_path: Path) -> None:
     folder = usual(tmp_path)
     add(folder, json.dumps(train_record(60, **RANKS)) + "\n" + json.dumps(SAVED) + "\n")
-    append_event(folder, Event("straggler", 52, "rank 1 is a straggler: 1.3 times", 1))
+    append_event(folder, EventRecord("straggler", 52, "rank 1 is a straggler: 1.3 times", 1))
     owned_by(folder, os.getppid())
     done = run(folder, "--once")
     assert done.exit_code == 0, done.output
@@ -115,7 +115,7 @@ def test_without_a_terminal_the_lines_come_until_the_run_ends(tmp_path: Path, mo
             add(folder, last[:40])
         elif len(looks) == 2:
             add(folder, last[40:] + "\n")
-            append_event(folder, Event("save", 100, "saved it"))
+            append_event(folder, EventRecord("save", 100, "saved it"))
         else:
             owned_by(folder, gone())
 
@@ -144,7 +144,7 @@ def test_of_a_long_run_the_last_lines_are_shown(tmp_path: Path) -> None:
 def test_of_a_long_run_evenly_spaced_steps_and_the_last_are_in_memory(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("shardwright.cli.followed.TRAIN_RECORDS", 8)
     monkeypatch.setattr("shardwright.run_folder.READ_BYTES", 1000)  # a few lines at once
-    followed = Followed(write_run(tmp_path, []))
+    followed = FollowedRun(write_run(tmp_path, []))
     for last in range(1, 60):
         add(tmp_path, json.dumps(train_record(last)) + "\n")
         followed.look()
@@ -153,13 +153,13 @@ def test_of_a_long_run_evenly_spaced_steps_and_the_last_are_in_memory(tmp_path: 
         assert spacing in (1, 2, 4, 8, 16)
         assert steps == sorted({*range(1, last + 1, spacing), last})
         assert (len(steps) <= 8, followed.step) == (True, last)
-    anew = Followed(tmp_path)
+    anew = FollowedRun(tmp_path)
     assert anew.look().n_losses == 59
     assert [record.step for record in anew.train] == steps
 
 
 def test_a_run_that_goes_back_to_a_checkpoint_is_read_anew(tmp_path: Path) -> None:
-    followed = Followed(usual(tmp_path))
+    followed = FollowedRun(usual(tmp_path))
     assert followed.look().n_losses == 7
     write_run(tmp_path, [train_record(10), train_record(20)])
     followed.look()
@@ -174,7 +174,7 @@ def test_a_run_that_goes_back_to_a_checkpoint_is_read_anew(tmp_path: Path) -> No
 def test_a_folder_that_is_copied_while_it_is_written_is_read_at_every_length(tmp_path: Path) -> None:
     whole = (usual(tmp_path / "there") / "metrics.jsonl").read_bytes()
     here = write_run(tmp_path / "here", [])
-    followed, n_records = Followed(here), 0
+    followed, n_records = FollowedRun(here), 0
     for length in range(0, len(whole) + 1, 7):
         (here / "metrics.jsonl").write_bytes(whole[:length])
         n_records += followed.look().n_losses
@@ -199,7 +199,7 @@ def test_when_a_run_has_ended(step: int, owner: str, quiet_s: float, ended: bool
     owned_by(folder, pid, "node7" if owner == "elsewhere" else None)
     for name in ("metrics.jsonl", "run.toml"):
         os.utime(folder / name, (time.time() - quiet_s,) * 2)
-    followed = Followed(folder)
+    followed = FollowedRun(folder)
     followed.look()
     assert followed.has_ended == ended
     assert told in state_in_words(followed)
@@ -211,7 +211,7 @@ def test_a_killed_run_says_from_where_and_how_it_continues(local: bool, tmp_path
     folder = write_run(tmp_path / "run", [train_record(40), train_record(50)], *keys)
     (tmp_path / "local/step-00000040" if local else folder / "checkpoints/step-00000040").mkdir(parents=True)
     owned_by(folder, gone())
-    followed = Followed(folder)
+    followed = FollowedRun(folder)
     followed.look()
     told = state_in_words(followed)
     assert told.startswith("stopped after step 50 of 100: its process is gone; written last ")
@@ -315,7 +315,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, monkeypatch) -> None:
 
 def test_a_damaged_line_is_named_and_an_escape_of_the_terminal_is_not_obeyed(tmp_path: Path) -> None:
     folder = usual(tmp_path)
-    append_event(folder, Event("fault", 3, "\x1b]0;mine\x07 [bold]x[/]"))
+    append_event(folder, EventRecord("fault", 3, "\x1b]0;mine\x07 [bold]x[/]"))
     output = run(folder, "--once").output
     assert "\\x1b]0;mine\\x07 [bold]x[/]" in output
     assert "\x1b" not in output

@@ -29,7 +29,7 @@ S, B, H, A = 2048, 4, GPT.d_model, GPT.n_heads
 SQUARE = 5 * A * S / H
 
 
-def of_layer(job: Job, candidates: Candidates) -> activations.Layer:
+def of_layer(job: Job, candidates: Candidates) -> activations.LayerActivations:
     """The last layer, which has experts where the model does."""
     return activations.layer(job, candidates, list(blocks(job.model))[-1])
 

@@ -21,7 +21,7 @@ from shardwright.cost.collectives import (
     point_to_point,
     reduce_scatter,
 )
-from shardwright.cost.hardware import Cluster, Link, accelerator, cluster
+from shardwright.cost.hardware import Cluster, NetworkLink, accelerator, cluster
 from shardwright.layout import Layout
 from shardwright.units import GiB, MiB
 
@@ -36,8 +36,8 @@ def plain(size: int, node_size: int, inside: float = 100e9, across: float = 10e9
         accelerator=accelerator("a100"),
         size=size,
         node_size=node_size,
-        inside=Link(name="inside", bytes_per_s=inside, latency_s=latency_s, half_bytes=0.0),
-        across=Link(name="across", bytes_per_s=across, latency_s=latency_s, half_bytes=0.0),
+        inside=NetworkLink(name="inside", bytes_per_s=inside, latency_s=latency_s, half_bytes=0.0),
+        across=NetworkLink(name="across", bytes_per_s=across, latency_s=latency_s, half_bytes=0.0),
         node_bytes_per_s=across * node_size,
     )
 

@@ -10,7 +10,7 @@ import pytest
 from shardwright.config import as_toml, parse
 from shardwright.config.settle import job_of
 from shardwright.cost.estimate import estimate
-from shardwright.cost.memory import Memory
+from shardwright.cost.memory import MemoryEstimate
 
 PEAKS = Path(__file__).parents[2] / "benchmarks/results/memory-2026-11-27.jsonl"
 RECORDS = [json.loads(line) for line in PEAKS.read_text().splitlines()]
@@ -25,7 +25,7 @@ def run_table(settings: dict[str, Any]) -> dict[str, Any]:
     return tomllib.loads("".join(f"{path} = {as_toml(value)}\n" for path, value in every.items()))
 
 
-def planned(record: dict[str, Any]) -> Memory:
+def planned(record: dict[str, Any]) -> MemoryEstimate:
     """The memory that is planned for the run of a record."""
     config = parse(run_table(record["settings"]))
     layout = config.layout.layout()

@@ -154,7 +154,9 @@ def test_the_optimizers_step_is_the_fullest_where_activations_are_few():
     assert found.kinds["working"][0, 0] == 100 * resolve("debug").n_parameters
 
 
-def taken(stack: str, model: str, micro_batch: int, recompute: str, **layout: int | bool | str) -> memory.Memory:
+def taken(
+    stack: str, model: str, micro_batch: int, recompute: str, **layout: int | bool | str
+) -> memory.MemoryEstimate:
     return memory.of(job(model, STACKS[stack]), one(micro_batch, recompute, **layout))
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from shardwright.cost.blocks import blocks
 from shardwright.cost.calibration import CALIBRATED
-from shardwright.cost.data_parallel import Beside, data_parallel, rank_parameters
+from shardwright.cost.data_parallel import OverlappedPasses, data_parallel, rank_parameters
 from shardwright.cost.hardware import Cluster
 from shardwright.cost.job import Job
 from shardwright.cost.layer import head, layer
@@ -133,7 +133,7 @@ def exposed(
 ) -> float:
     """Seconds of data-parallel messages of one micro-batch a step."""
     of, the_job = candidates(**layout), the_job or on_plain_links()
-    beside = Beside(*(np.array([each]) for each in (*passes, slack)))
+    beside = OverlappedPasses(*(np.array([each]) for each in (*passes, slack)))
     return float(data_parallel(the_job, of, rank_parameters(the_job, of), np.array([1]), beside)[0])
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.data.prepare import prepare
-from shardwright.data.shards import Manifest, TokenSplit, open_split
+from shardwright.data.shards import DataManifest, TokenSplit, open_split
 
 
 @pytest.fixture(scope="session")
@@ -30,8 +30,8 @@ def train(prepared: Path) -> TokenSplit:
 
 
 @pytest.fixture
-def manifest(prepared: Path) -> Manifest:
-    return Manifest.read(prepared)
+def manifest(prepared: Path) -> DataManifest:
+    return DataManifest.read(prepared)
 
 
 def as_version_1(folder: Path) -> Path:

@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 
 from shardwright.cli.main import app
 from shardwright.data import chat as module
-from shardwright.data.chat import BadConversation, ChatFormat, Piece
+from shardwright.data.chat import BadConversation, ChatFormat, TextPiece
 from shardwright.data.inspect import inspect
 from shardwright.data.prepare import prepare
 from shardwright.data.samples import PackedSamples
-from shardwright.data.shards import Manifest, open_split, verify_checksums
+from shardwright.data.shards import DataManifest, open_split, verify_checksums
 from shardwright.data.tokenizer import train_bpe
 from shardwright.errors import DataError
 
@@ -192,9 +192,9 @@ def test_a_template_may_refuse_a_conversation_and_cannot_reach_python():
 def test_pieces_are_prompt_and_answer_in_turn():
     pieces = ChatFormat(CHATML, special_tokens=SPECIAL).pieces({"messages": TALK[1:3]})
     assert pieces == [
-        Piece("<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n", False),
-        Piece("4.<|im_end|>", True),
-        Piece("\n", False),
+        TextPiece("<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n", False),
+        TextPiece("4.<|im_end|>", True),
+        TextPiece("\n", False),
     ]
 
 
@@ -227,7 +227,7 @@ def test_inspect_marks_the_tokens_that_are_trained_on(tmp_path: Path, tokenizer:
 
 
 def test_text_is_written_as_before_and_all_of_it_is_trained_on(prepared: Path):
-    manifest = Manifest.read(prepared)
+    manifest = DataManifest.read(prepared)
     assert manifest.chat_template_sha256 is None
     assert not list(prepared.glob("*.trained"))
     assert np.all(open_split(prepared, "train").trained(0, 100))

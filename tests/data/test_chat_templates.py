@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from shardwright.data import template_process
-from shardwright.data.chat import BadConversation, ChatFormat, Piece, read_chat_format, without_nulls
+from shardwright.data.chat import BadConversation, ChatFormat, TextPiece, read_chat_format, without_nulls
 from shardwright.data.prepare import prepare
 from shardwright.data.shards import open_split
 from shardwright.data.tokenizer import load_tokenizer
@@ -138,7 +138,7 @@ def test_messages_that_are_not_to_be_trained_on_are_not(template: str, no: dict[
     assert answers(template, {"messages": talk}) == ["d<|im_end|>"]
     assert answers(template, {"messages": talk} | no) == []
     pairs = ChatFormat().pieces({"prompt": "a", "completion": "b"} | no)
-    assert pairs == [Piece("a", False), Piece("b", False, True)]
+    assert pairs == [TextPiece("a", False), TextPiece("b", False, True)]
 
 
 REFUSED = {

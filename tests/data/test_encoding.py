@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from shardwright.data import encoding
-from shardwright.data.encoding import Joiner, Section, continued, encode, windows
+from shardwright.data.encoding import Joiner, TextSection, continued, encode, windows
 from shardwright.data.tokenizer import TextTokenizer, load_tokenizer
 from tests.data import published_templates as published
 from tests.marks import rest_prove
@@ -27,7 +27,7 @@ def texts() -> dict[str, str]:
     }
 
 
-def joined(tokenizer: TextTokenizer, section: Section) -> tuple[list[int], list[bool]]:
+def joined(tokenizer: TextTokenizer, section: TextSection) -> tuple[list[int], list[bool]]:
     joiner, ids, trained = Joiner(tokenizer), [], []
     parts = list(windows(section))
     for part, encoded in zip(parts, encode(tokenizer, parts), strict=True):
@@ -57,10 +57,10 @@ def test_a_long_text_has_the_ids_of_encoding_it_at_once(
     expected = tokenizer.tokenizer.encode(whole, add_special_tokens=False)
     for size in (997, len(whole)):
         pieces = [whole[at : at + size] for at in range(0, len(whole), size)]
-        assert len(list(windows(Section(0, pieces)))) > 3
-        assert joined(tokenizer, Section(0, pieces))[0] == expected.ids
+        assert len(list(windows(TextSection(0, pieces)))) > 3
+        assert joined(tokenizer, TextSection(0, pieces))[0] == expected.ids
     spans = ((100, 200), (3000, 9001), (20_000, 20_001))
-    ids, trained = joined(tokenizer, Section(0, [whole], spans))
+    ids, trained = joined(tokenizer, TextSection(0, [whole], spans))
     assert ids == expected.ids
     overlaps = [any(start < b and end > a for a, b in spans) for start, end in expected.offsets]
     assert trained == overlaps

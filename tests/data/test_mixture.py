@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shardwright.config.mixture import Mixture, whole_weights
 from shardwright.data import mixture
 from shardwright.data.batches import Batches
-from shardwright.data.mixture import MixedSamples, MixtureOrder, Stage, interleaving
+from shardwright.data.mixture import MixedSamples, MixtureOrder, MixtureStage, interleaving
 from shardwright.data.order import SampleOrder
 from tests.data.test_batches import Numbered
 
@@ -43,10 +43,10 @@ def test_ratios_are_those_of_the_decimals_that_are_written() -> None:
 
 def order_of(begin: tuple[int, ...], later: list[tuple[int, tuple[int, ...]]], seed: int = 5) -> MixtureOrder:
     """Sources of 11, 5 and 17 samples; `later`: (samples of the stage before, weights)."""
-    stages, at = [Stage(0, 0, begin)], 0
+    stages, at = [MixtureStage(0, 0, begin)], 0
     for length, weights in later:
         at += length
-        stages.append(Stage(at, at, weights))
+        stages.append(MixtureStage(at, at, weights))
     return MixtureOrder(seed, [11, 5, 17][: len(begin)], stages)
 
 
@@ -87,7 +87,7 @@ def test_in_each_stage_each_source_is_within_one_sample_of_its_share(begin, late
 
 def test_one_source_of_a_mixture_is_in_the_order_of_a_run_over_it_alone() -> None:
     alone = SampleOrder(9, 11)(np.arange(50))
-    assert MixtureOrder(9, [11], [Stage(0, 0, (1,))])(np.arange(50)).tolist() == alone.tolist()
+    assert MixtureOrder(9, [11], [MixtureStage(0, 0, (1,))])(np.arange(50)).tolist() == alone.tolist()
     sources, samples = order_of((2, 1, 0), [], seed=9).located(np.arange(75))
     assert samples[sources == 0].tolist() == alone.tolist()
 
@@ -123,7 +123,7 @@ def seen(stays: list[Stay]) -> list[list[int]]:
     left in its checkpoint: steps, samples, and the stages that had begun."""
     found: list[list[int]] = []
     step = position = 0
-    past: list[Stage] = []
+    past: list[MixtureStage] = []
     for steps, global_batch, ranks in stays:
         stages = mixture.stages_of(MIXTURES, global_batch, past, step, position)
         order = MixtureOrder(7, SIZES, stages)
@@ -171,7 +171,7 @@ def test_a_run_with_a_stage_keeps_the_shares_of_each_step_and_the_epochs_of_each
 
 
 def test_three_sources_are_within_one_sample_of_their_shares_at_any_point() -> None:
-    order = MixtureOrder(0, (10, 10, 10), [Stage(0, 0, (50, 30, 20))])
+    order = MixtureOrder(0, (10, 10, 10), [MixtureStage(0, 0, (50, 30, 20))])
     sources, _ = order.located(np.arange(1000))
     for source, share in enumerate((0.5, 0.3, 0.2)):
         counts = np.cumsum(sources == source)

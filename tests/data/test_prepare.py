@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwright.data.prepare import Progress, prepare
-from shardwright.data.shards import Manifest, TokenSplit, open_split, verify_checksums
+from shardwright.data.prepare import PrepareProgress, prepare
+from shardwright.data.shards import DataManifest, TokenSplit, open_split, verify_checksums
 from shardwright.data.tokenizer import load_tokenizer, train_bpe
 from shardwright.errors import DataError
 from tests.marks import prove
@@ -50,7 +50,7 @@ def test_a_folder_of_text_becomes_documents_of_tokens(tmp_path: Path) -> None:
     manifest = prepare(tmp_path / "a", tmp_path / "out", vocab_size=300)
     assert decoded(tmp_path / "out", "train") == ["first\n"]
     assert decoded(tmp_path / "out", "validation") == ["second"]
-    assert manifest == Manifest.read(tmp_path / "out")
+    assert manifest == DataManifest.read(tmp_path / "out")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a", "out"]
 
 
@@ -67,7 +67,7 @@ def test_the_same_call_writes_the_same_bytes(prepared: Path, corpus: Path, tmp_p
     again = prepare(corpus, tmp_path / "email", **options)  # type: ignore[arg-type]
     for path in prepared.iterdir():
         assert (tmp_path / "email" / path.name).read_bytes() == path.read_bytes()
-    assert again.fingerprint == Manifest.read(prepared).fingerprint
+    assert again.fingerprint == DataManifest.read(prepared).fingerprint
     other = prepare(corpus, tmp_path / "other", **options | {"seed": 1})  # type: ignore[arg-type]
     assert other.fingerprint != again.fingerprint
 
@@ -123,7 +123,7 @@ def test_a_large_corpus_trains_its_tokenizer_on_a_sample_from_all_over(tmp_path:
 
 
 def test_progress_reaches_the_size_of_the_source(tmp_path: Path, corpus: Path) -> None:
-    seen: list[Progress] = []
+    seen: list[PrepareProgress] = []
     manifest = prepare(corpus, tmp_path / "out", glob="*.py", vocab_size=300, progress=seen.append)
     assert {progress.stage for progress in seen} == {"tokenizer", "tokens"}
     assert seen[-1].read_bytes == seen[-1].total_bytes == manifest.source["read_bytes"]
@@ -274,7 +274,7 @@ def test_preparing_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
-def test_checksums_are_those_of_the_files(prepared: Path, manifest: Manifest, train: TokenSplit) -> None:
+def test_checksums_are_those_of_the_files(prepared: Path, manifest: DataManifest, train: TokenSplit) -> None:
     for shard in manifest.splits["train"].shards:
         assert hashlib.sha256((prepared / shard.file).read_bytes()).hexdigest() == shard.sha256
     assert train.n_tokens == sum(shard.tokens for shard in manifest.splits["train"].shards)

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from shardwright.data.prepare import prepare
-from shardwright.data.shards import Manifest
+from shardwright.data.shards import DataManifest
 from shardwright.data.sources import Meter, documents
 from shardwright.errors import DataError
 
@@ -87,7 +87,7 @@ def test_a_file_url_is_prepared_to_the_same_tokens_as_its_path(tmp_path: Path) -
     by_path = prepare(source, tmp_path / "by-path", vocab_size=300)
     by_url = prepare(f"file://{source}", tmp_path / "by-url", vocab_size=300)
     assert by_url.fingerprint == by_path.fingerprint
-    assert Manifest.read(tmp_path / "by-url").source["read_bytes"] == by_path.source["read_bytes"]
+    assert DataManifest.read(tmp_path / "by-url").source["read_bytes"] == by_path.source["read_bytes"]
 
 
 @pytest.mark.parametrize(

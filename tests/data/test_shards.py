@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shardwright.data import blocks
 from shardwright.data.prepare import prepare
-from shardwright.data.shards import Manifest, TokenSplit, open_split, verify_checksums
+from shardwright.data.shards import DataManifest, TokenSplit, open_split, verify_checksums
 from shardwright.errors import DataError
 from tests.data.conftest import as_version_1
 
@@ -63,57 +63,57 @@ def test_a_place_is_named_by_shard_and_offset(train: TokenSplit) -> None:
     assert train.where(first + 2).endswith("train-00001.bin, token 2 of it")
 
 
-def test_the_fingerprint_is_of_the_tokens(copy: Path, manifest: Manifest) -> None:
-    assert Manifest.read(copy).fingerprint == manifest.fingerprint
+def test_the_fingerprint_is_of_the_tokens(copy: Path, manifest: DataManifest) -> None:
+    assert DataManifest.read(copy).fingerprint == manifest.fingerprint
     edit(copy, lambda raw: raw["splits"]["train"]["shards"][0].update(sha256="0" * 64))
-    assert Manifest.read(copy).fingerprint != manifest.fingerprint
+    assert DataManifest.read(copy).fingerprint != manifest.fingerprint
 
 
 def test_a_model_needs_a_row_for_every_id_in_the_data_and_not_for_every_token_of_the_tokenizer(
-    copy: Path, manifest: Manifest
+    copy: Path, manifest: DataManifest
 ) -> None:
     splits = [open_split(copy, name) for name in ("train", "validation")]
     largest = max(int(split.tokens(0, split.n_tokens).max()) for split in splits)
     assert manifest.largest_id == largest == 511
     edit(copy, lambda raw: raw.update(vocab_size=514))  # a tokenizer with two tokens that the data has not
-    data = Manifest.read(copy)
+    data = DataManifest.read(copy)
     data.check_vocabulary(640)
     assert data.remarks(640) == []
     data.check_vocabulary(512)
     assert "the tokenizer has 514 tokens and the model 512 rows; the data fits" in data.remarks(512)[0]
     with pytest.raises(DataError, match="vocab_size=511 has no row for token id 511, the largest in the data"):
         data.check_vocabulary(511)
-    older = Manifest.read(as_version_1(copy))
+    older = DataManifest.read(as_version_1(copy))
     with pytest.raises(DataError, match=r"is smaller than the 514 tokens of the data's tokenizer; .* prepare the data"):
         older.check_vocabulary(512)
 
 
 def test_a_folder_that_is_not_of_tokens_says_what_it_is(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there is no such data folder; make it with `shardwright data prepare"):
-        Manifest.read(tmp_path / "absent")
+        DataManifest.read(tmp_path / "absent")
     (tmp_path / "tokens").mkdir()
     with pytest.raises(DataError, match=r"no such data folder; did you mean .*/tokens\?"):
-        Manifest.read(tmp_path / "token")
+        DataManifest.read(tmp_path / "token")
     (tmp_path / "tokens").rmdir()
     with pytest.raises(DataError, match=r"the folder is empty: no manifest\.json"):
-        Manifest.read(tmp_path)
+        DataManifest.read(tmp_path)
     (tmp_path / "photo.jpg").write_text("x")
     with pytest.raises(DataError, match=r"the folder holds photo\.jpg, but no manifest\.json"):
-        Manifest.read(tmp_path)
+        DataManifest.read(tmp_path)
     with pytest.raises(DataError, match="a file, not a folder"):
-        Manifest.read(tmp_path / "photo.jpg")
+        DataManifest.read(tmp_path / "photo.jpg")
     (tmp_path / "manifest.json").write_text('{"name": "a web app"}')
     with pytest.raises(DataError, match=r"its manifest\.json is not of token shards"):
-        Manifest.read(tmp_path)
+        DataManifest.read(tmp_path)
     (tmp_path / "manifest.json").write_text('{"na')
     with pytest.raises(DataError, match="not JSON"):
-        Manifest.read(tmp_path)
+        DataManifest.read(tmp_path)
 
 
 def test_a_newer_format_names_its_writer(copy: Path) -> None:
     edit(copy, lambda raw: raw.update(format_version=9, created_by="shardwright 7.0"))
     with pytest.raises(DataError, match=r"format version 9, but .* up to 3; it was written by shardwright 7\.0"):
-        Manifest.read(copy)
+        DataManifest.read(copy)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_a_newer_format_names_its_writer(copy: Path) -> None:
 def test_a_damaged_manifest_is_an_error(copy: Path, change: Callable[[dict], None], message: str) -> None:
     edit(copy, change)
     with pytest.raises(DataError, match=message):
-        Manifest.read(copy)
+        DataManifest.read(copy)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "tokenizer.json", "train-00000.bin", "chat_template.jinja"])
@@ -153,7 +153,7 @@ def test_a_file_of_the_folder_that_is_a_link_out_of_it_is_not_read(copy: Path, t
     (copy / name).unlink(missing_ok=True)
     (copy / name).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(DataError, match=f"'{name}' is a link out of this folder"):
-        Manifest.read(copy)
+        DataManifest.read(copy)
 
 
 def test_a_folder_without_splits_says_so(copy: Path) -> None:
@@ -182,7 +182,7 @@ def test_a_tokenizer_other_than_the_one_that_made_the_ids_is_refused(prepared: P
     shutil.copytree(prepared, folder)
     (folder / "tokenizer.json").write_bytes(content)
     with pytest.raises(DataError, match=r"tokenizer\.json is not the tokenizer that made the token ids"):
-        Manifest.read(folder)
+        DataManifest.read(folder)
 
 
 def test_one_flipped_bit_is_found_by_the_checksums(copy: Path) -> None:
@@ -248,7 +248,7 @@ def test_a_block_is_compared_once_and_only_if_it_is_read(conversations: Path, mo
 
 
 def test_a_folder_without_checksums_of_blocks_still_has_a_checked_index(copy: Path) -> None:
-    assert "no checksums of blocks" in Manifest.read(as_version_1(copy)).remarks(512)[0]
+    assert "no checksums of blocks" in DataManifest.read(as_version_1(copy)).remarks(512)[0]
     split = open_split(copy, "train")
     assert split.tokens(0, split.n_tokens).max() > 0
     index = copy / "train-00000.idx"

@@ -10,7 +10,7 @@ import pytest
 from shardwright.config import parse
 from shardwright.dry_run.agreement import NcclCall, broken_nccl_rules, checked, disagreements
 from shardwright.dry_run.program import dry_rank
-from shardwright.dry_run.record import WAIT, Message, Moment, RankRecord
+from shardwright.dry_run.record import WAIT, Moment, RankRecord, RecordedMessage
 from tests.distributed import run_ranks
 from tests.dryrun.worlds import Table, run_file
 
@@ -28,16 +28,16 @@ def world() -> tuple[RankRecord, ...]:
     return tuple(run_ranks(dry, 1, table, rank)[0] for rank in range(8))
 
 
-Change = Callable[[list[Message]], list[Message]]
+Change = Callable[[list[RecordedMessage]], list[RecordedMessage]]
 
 
-def place(messages: list[Message], op: str, axis: str, number: int = 3) -> int:
+def place(messages: list[RecordedMessage], op: str, axis: str, number: int = 3) -> int:
     """Where the message of that number of an operation over an axis stands."""
     return [at for at, each in enumerate(messages) if (each.op, each.axis) == (op, axis)][number]
 
 
 def without(op: str, axis: str) -> Change:
-    def change(messages: list[Message]) -> list[Message]:
+    def change(messages: list[RecordedMessage]) -> list[RecordedMessage]:
         at = place(messages, op, axis)
         return messages[:at] + messages[at + 1 :]
 
@@ -45,14 +45,14 @@ def without(op: str, axis: str) -> Change:
 
 
 def other(op: str, axis: str, **fields: object) -> Change:
-    def change(messages: list[Message]) -> list[Message]:
+    def change(messages: list[RecordedMessage]) -> list[RecordedMessage]:
         at = place(messages, op, axis)
         return messages[:at] + [messages[at]._replace(**fields)] + messages[at + 1 :]  # type: ignore[arg-type]
 
     return change
 
 
-def swapped(messages: list[Message]) -> list[Message]:
+def swapped(messages: list[RecordedMessage]) -> list[RecordedMessage]:
     """An all-gather over tp and the next reduce-scatter over tp in the other order."""
     here = place(messages, "all-gather", "tp")
     there = next(at for at in range(here, len(messages)) if messages[at].op == "reduce-scatter")
@@ -61,7 +61,7 @@ def swapped(messages: list[Message]) -> list[Message]:
     return found
 
 
-def in_another_order(messages: list[Message]) -> list[Message]:
+def in_another_order(messages: list[RecordedMessage]) -> list[RecordedMessage]:
     """A reduce-scatter over dp_shard before the collective over tp that comes before it."""
     there = place(messages, "reduce-scatter", "dp_shard", 0)
     here = next(at for at in reversed(range(there)) if messages[at].axis == "tp")
@@ -70,7 +70,7 @@ def in_another_order(messages: list[Message]) -> list[Message]:
     return found
 
 
-def waits_first(messages: list[Message]) -> list[Message]:
+def waits_first(messages: list[RecordedMessage]) -> list[RecordedMessage]:
     """The rank waits for a gradient before it has sent what that is computed from."""
     send = place(messages, "send", "pp", 0)
     wait = next(at for at in range(send, len(messages)) if messages[at].op == WAIT)
@@ -172,14 +172,14 @@ def test_a_disagreement_is_one_sentence_with_communicator_call_and_ranks():
     assert found.sentence.endswith("no call on rank 1")
 
 
-def messages_of(rank: int, *messages: Message) -> RankRecord:
+def messages_of(rank: int, *messages: RecordedMessage) -> RankRecord:
     nothing = Moment({}, "", "", "")
     return RankRecord(rank, (), nothing, {}, (), messages)
 
 
-def message(op: str, peer: int = -1, number: int = 0, axis: str = "pp", launch: int = 0) -> Message:
+def message(op: str, peer: int = -1, number: int = 0, axis: str = "pp", launch: int = 0) -> RecordedMessage:
     splits = (number,) if op == WAIT else ()
-    return Message(op, axis, (0, 1), 8, "float32", ((2,),), "0F0", "", splits, peer, launch)
+    return RecordedMessage(op, axis, (0, 1), 8, "float32", ((2,),), "0F0", "", splits, peer, launch)
 
 
 def test_two_ranks_that_wait_for_one_another_are_a_deadlock():

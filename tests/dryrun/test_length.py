@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from shardwright.config import RunConfig, parse
-from shardwright.dry_run.length import Length, step_length
+from shardwright.dry_run.length import ShortenedStep, step_length
 from shardwright.dry_run.program import dry_rank
 from shardwright.dry_run.record import RankRecord
 from tests.distributed import run_ranks
@@ -55,7 +55,7 @@ def step(name: str) -> tuple[Table, RunConfig]:
     return table, parse(table)
 
 
-def dry(table: Table, rank: int, length: Length | None) -> RankRecord:
+def dry(table: Table, rank: int, length: ShortenedStep | None) -> RankRecord:
     return dry_rank(parse(table), rank, gpu=True, length=length)
 
 
@@ -67,7 +67,7 @@ def test_a_shortened_step_needs_sends_and_computes_what_the_whole_one_does(name:
     for pp_rank in {0, layout.pp - 1}:
         rank = layout.rank_at({"pp": pp_rank})
         short, whole = (
-            run_ranks(dry, 1, table, rank, length)[0] for length in (None, Length(n, ({},) * layout.pp, ()))
+            run_ranks(dry, 1, table, rank, length)[0] for length in (None, ShortenedStep(n, ({},) * layout.pp, ()))
         )
         assert len(short.curve) < len(whole.curve)
         assert short.repeats

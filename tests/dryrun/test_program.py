@@ -7,10 +7,10 @@ import pytest
 
 from shardwright.config import parse
 from shardwright.dry_run.length import step_length
-from shardwright.dry_run.planned import Planned, planned
+from shardwright.dry_run.planned import PlannedRank, planned
 from shardwright.dry_run.program import dry_rank
 from shardwright.dry_run.record import DISK, LINK, READ, TO_DEVICE, TO_HOST, WRITE, RankRecord
-from shardwright.dry_run.run import DryRun, How, dry_run, how_of
+from shardwright.dry_run.run import DryRun, DryRunSettings, dry_run, how_of
 from shardwright.errors import InputError, LayoutError
 from shardwright.model.modules import rows
 from shardwright.units import GiB
@@ -67,7 +67,7 @@ def large(tmp: str = "none", **layout: Any) -> Table:
 @pytest.mark.prove
 def test_a_rank_of_a_thousand_has_its_shards():
     table = large(dp_shard=128, tp=8)
-    found = dry_run(parse(table), How(80 * GiB), rank=777, remedies=False)
+    found = dry_run(parse(table), DryRunSettings(80 * GiB), rank=777, remedies=False)
     (record,) = found.records
     n_parameters = parse(table).model.spec().n_parameters
     assert record.peak_of_kinds["parameters"] == pytest.approx(4 * n_parameters / 1024, rel=0.01)
@@ -79,9 +79,9 @@ def test_a_rank_of_a_thousand_has_its_shards():
 @pytest.mark.prove
 def test_what_does_not_fit_has_a_remedy_that_does():
     table = large(dp_shard=8)
-    without = dry_run(parse(table), How(80 * GiB), remedies=False)
+    without = dry_run(parse(table), DryRunSettings(80 * GiB), remedies=False)
     memory_bytes = 0.95 * without.fullest.peak.n_bytes
-    found: DryRun = dry_run(parse(table), How(memory_bytes))
+    found: DryRun = dry_run(parse(table), DryRunSettings(memory_bytes))
     assert not found.fits
     assert found.remedies
     assert all(each.needed_bytes <= found.how.limit_bytes for each in found.remedies)
@@ -114,7 +114,7 @@ def test_reduced_gradients_go_to_the_host_and_a_gpu_has_none_at_the_update(ranks
     assert found.sent[LINK, TO_DEVICE].n_bytes == shard_bytes, "once a step"
     assert found.sent[LINK, TO_HOST].n_bytes == {1: 1, 2: 3}[zero] * shard_bytes, "once, or each micro-batch"
     by_plan = planned(parse(table), 0)
-    assert isinstance(by_plan, Planned)
+    assert isinstance(by_plan, PlannedRank)
     assert {key: sums for key, sums in by_plan.sent.items() if key[0] == LINK} == {
         key: sums for key, sums in found.sent.items() if key[0] == LINK
     }
@@ -140,7 +140,7 @@ def test_shards_on_the_host_are_no_bytes_of_a_gpu_and_each_gather_and_reduction_
         assert found.sent[LINK, TO_DEVICE].n_bytes == 3 * (shard_bytes + layers_bytes)
         assert found.sent[LINK, TO_HOST].n_bytes == 3 * shard_bytes
         by_plan = planned(parse(run_file("dense", shared | on_host, "bf16")), 0)
-        assert isinstance(by_plan, Planned)
+        assert isinstance(by_plan, PlannedRank)
         assert {key: by_plan.sent[key] for key in ((LINK, TO_HOST), (LINK, TO_DEVICE))} == {
             key: sums for key, sums in found.sent.items() if key[0] == LINK
         }
@@ -177,7 +177,7 @@ def test_a_gpu_has_the_activations_of_two_layers_and_the_host_all_others_which_a
 
 def test_a_rank_outside_of_the_world_is_refused():
     with pytest.raises(LayoutError, match="rank 2 is not in the world of the layout; valid: 0 to 1"):
-        dry_run(parse(run_file("dense", {"tp": 2})), How(GiB), rank=2)
+        dry_run(parse(run_file("dense", {"tp": 2})), DryRunSettings(GiB), rank=2)
 
 
 def test_every_wrong_choice_is_told_at_once():
@@ -190,7 +190,7 @@ def test_progress_counts_the_actions_of_the_schedule_and_says_how_long_the_other
     monkeypatch.setattr("shardwright.verification.progress._EVERY_S", 0.001)
     lines: list[str] = []
     config = parse(run_file("dense", {"pp": 2}, "bf16"))
-    (record,) = dry_run(config, How(80 * GiB), rank=1, tell=lines.append).records
+    (record,) = dry_run(config, DryRunSettings(80 * GiB), rank=1, tell=lines.append).records
     actions = [moment.action for moment in record.curve if re.fullmatch(r"\d+[FBIW]\d+", moment.action)]
     assert step_length(config).n_actions[1] == len(actions) == 8
     assert lines[0] == "dry run of rank 1: 0 of 8 actions"

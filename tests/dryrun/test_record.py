@@ -2,7 +2,7 @@
 
 from shardwright.dry_run.classes import one_of_each_class
 from shardwright.dry_run.program import balanced, shares
-from shardwright.dry_run.record import KINDS, Allocation, Message, summed, traffic
+from shardwright.dry_run.record import KINDS, Allocation, RecordedMessage, summed, traffic
 from shardwright.layout import Layout
 from shardwright.units import GiB, parsed_bytes
 
@@ -35,8 +35,8 @@ def test_a_storage_that_grows_and_shrinks_counts_what_it_has():
 
 
 def test_messages_of_repeated_micro_batches_count_as_often():
-    def message(action: str) -> Message:
-        return Message("all-gather", "tp", (0, 1), 8, "float32", ((2,),), action, "")
+    def message(action: str) -> RecordedMessage:
+        return RecordedMessage("all-gather", "tp", (0, 1), 8, "float32", ((2,),), action, "")
 
     (sums,) = traffic([message("0F0"), message("0F1"), message("0F2")], {"0F1": 5}).values()
     assert sums == (7, 56)

@@ -38,14 +38,16 @@ class FuzzOptions:
 
     n: Annotated[int, typer.Argument(metavar="N", min=1, max=100_000, help="the number of settings")]
     seed: Annotated[int, typer.Option(metavar="S", min=0, help="a setting follows from this and its number")] = 0
-    steps: Annotated[int, typer.Option(min=1, help="optimizer steps")] = verify.Options.steps
+    steps: Annotated[int, typer.Option(min=1, help="optimizer steps")] = verify.VerifyOptions.steps
     dtype: Annotated[str, typer.Option(help="as of verify; float64 tells a bug from rounding best")] = (
-        verify.Options.dtype
+        verify.VerifyOptions.dtype
     )
     evaluate: Annotated[
         bool, typer.Option("--evaluate/--no-evaluate", help="compare the loss of an evaluation between two steps, too")
-    ] = verify.Options.evaluate
-    compile: Annotated[bool, typer.Option("--compile", help="compile the blocks and the loss")] = verify.Options.compile
+    ] = verify.VerifyOptions.evaluate
+    compile: Annotated[bool, typer.Option("--compile", help="compile the blocks and the loss")] = (
+        verify.VerifyOptions.compile
+    )
     timeout_s: Annotated[
         float, typer.Option("--timeout", min=1, max=7 * verify.DAY_S, help="seconds a setting may take")
     ] = TIMEOUT_S
@@ -124,7 +126,7 @@ def _command(path: Path, options: FuzzOptions) -> str:
     """Return the command that verifies a written file as it was verified here."""
     words = ["shardwright", "verify", str(path), "--full"]
     for name in ("dtype", "steps"):
-        if (value := getattr(options, name)) != getattr(verify.Options, name):
+        if (value := getattr(options, name)) != getattr(verify.VerifyOptions, name):
             words += [f"--{name}", str(value)]
     if options.timeout_s != FuzzOptions.timeout_s:
         words += ["--timeout", f"{options.timeout_s:g}"]

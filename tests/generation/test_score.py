@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from shardwright.generation import score
 from shardwright.generation.engine import LayoutEngine, WholeEngine
-from shardwright.generation.score import Scored, scored
+from shardwright.generation.score import SequenceScore, scored
 from shardwright.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.apply import apply
@@ -27,18 +27,18 @@ def short(spec: ModelSpec) -> ModelSpec:
 
 
 @torch.no_grad()
-def expected(spec: ModelSpec) -> dict[int, Scored]:
+def expected(spec: ModelSpec) -> dict[int, SequenceScore]:
     """Each sequence alone, without a cache."""
     model, found = whole_model(spec), {}
     for index, (ids, n) in SEQUENCES.items():
         log_p_WV = model(torch.tensor([ids[:-1]]))[0, -n:].log_softmax(-1)
         targets = torch.tensor(ids[-n:])
         value = float(log_p_WV.gather(1, targets[:, None]).sum())
-        found[index] = Scored(value, bool((log_p_WV.argmax(-1) == targets).all()))
+        found[index] = SequenceScore(value, bool((log_p_WV.argmax(-1) == targets).all()))
     return found
 
 
-def on_layout(layout: Layout, spec: ModelSpec, n_slots: int) -> dict[int, Scored]:
+def on_layout(layout: Layout, spec: ModelSpec, n_slots: int) -> dict[int, SequenceScore]:
     device = torch.device("cpu")
     model = apply(spec, layout, device, seed=SEED, param_dtype=torch.float64, compute_dtype=torch.float64)
     mine = layout.data_rank(dist.get_rank())
@@ -46,7 +46,7 @@ def on_layout(layout: Layout, spec: ModelSpec, n_slots: int) -> dict[int, Scored
     return scored(LayoutEngine(model, device, n_slots, spec.max_seq_len), sequences)
 
 
-def worst(found: dict[int, Scored], right: dict[int, Scored]) -> float:
+def worst(found: dict[int, SequenceScore], right: dict[int, SequenceScore]) -> float:
     """The largest error of a log-likelihood; infinite where a greedy answer differs."""
     assert found.keys() == right.keys()
     alike = all(found[index].greedy == right[index].greedy for index in right)
@@ -76,7 +76,7 @@ def test_scores_are_those_of_each_sequence_alone(spec: ModelSpec, n_slots: int):
 def test_scores_do_not_depend_on_the_layout(layout: Layout, spec: ModelSpec):
     spec = short(spec)
     right = expected(spec)
-    found: dict[int, Scored] = {}
+    found: dict[int, SequenceScore] = {}
     for of_rank in run_ranks(on_layout, layout.world_size, layout, spec, 4):
         assert all(found.setdefault(index, each) == each for index, each in of_rank.items())
     assert worst(found, right) < 1e-12

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwright.generation.continuous import Batcher, Running
+from shardwright.generation.continuous import Batcher, RunningSequence
 from shardwright.generation.engine import LayoutEngine, WholeEngine
 from shardwright.generation.sampling import PROPOSED, Sampling, draw
 from shardwright.generation.speculative import Proposals, Speculative
@@ -108,7 +108,7 @@ def test_a_draft_does_not_change_the_distribution():
     later_N = sampling.choose(logits_2V[1:].expand(n, -1), range(n), [2] * n)
     counts = torch.zeros(6, 6, dtype=torch.float64)
     for index, (token, later) in enumerate(zip(proposed_N.tolist(), later_N.tolist(), strict=True)):
-        kept = checker.check(Running(index, [0], 1, 8, 0), Proposals(1, [token], [q_V]), logits_2V)
+        kept = checker.check(RunningSequence(index, [0], 1, 8, 0), Proposals(1, [token], [q_V]), logits_2V)
         first, second = [*kept, later][:2]  # after a rejection a later step draws the second token from p
         counts[first, second] += 1
     expected = p_2V[0][:, None] * p_2V[1] * n

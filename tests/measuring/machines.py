@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 
 from shardwright.cost.collectives import all_gather, all_reduce, point_to_point
-from shardwright.cost.hardware import Cluster, Link, cluster
+from shardwright.cost.hardware import Cluster, NetworkLink, cluster
 from shardwright.measuring.points import (
     AttentionPoint,
     CachedPoint,
     CopyPoint,
     KernelPoint,
-    Machine,
+    MachineMeasurements,
     MatmulPoint,
     MessagePoint,
     Overheads,
@@ -65,7 +65,7 @@ def attention_points(rate: float = RATE) -> tuple[AttentionPoint, ...]:
     return tuple(points)
 
 
-LINK = Link(name="inside", bytes_per_s=2e9, latency_s=100e-6, half_bytes=0.0, start_s=50e-6)
+LINK = NetworkLink(name="inside", bytes_per_s=2e9, latency_s=100e-6, half_bytes=0.0, start_s=50e-6)
 
 
 def linked() -> Cluster:
@@ -84,7 +84,7 @@ def message_points(slower: float = 1.0) -> tuple[MessagePoint, ...]:
     return tuple(points)
 
 
-def machine(on_host: bool = True) -> Machine:
+def machine(on_host: bool = True) -> MachineMeasurements:
     copies = (CopyPoint(2**20, 2**21 / 20e9), CopyPoint(2**26, 2**27 / 8e9))
     kernels = (
         KernelPoint("rmsnorm_bytes", 2**17, 2.5, 2.0, 2**17 * 2.5 * 2 * 20 / 8e9),
@@ -96,4 +96,4 @@ def machine(on_host: bool = True) -> Machine:
                    kernels, copies, over)
         for count in (1, 2)
     )  # fmt: skip
-    return Machine("a CPU", "wall", on_host, 2, 60.0, ranks, message_points(), (), 0.0, 1e8)
+    return MachineMeasurements("a CPU", "wall", on_host, 2, 60.0, ranks, message_points(), (), 0.0, 1e8)

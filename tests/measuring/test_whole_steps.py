@@ -12,7 +12,7 @@ from shardwright.cost.estimate import estimate
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Job, on_machine
 from shardwright.measuring.file import hardware_toml
-from shardwright.measuring.points import Machine, WholeStep
+from shardwright.measuring.points import MachineMeasurements, WholeStep
 from shardwright.measuring.whole_steps import SEQ_LEN, cases_of, holes, in_step, table_of
 from tests.measuring.machines import machine
 
@@ -74,7 +74,7 @@ def test_the_file_has_the_factors_and_plan_takes_them(tmp_path: Path):
         assert found.peak_bytes == pytest.approx(expected.peak_bytes, rel=1e-3), found.layout
 
 
-def with_steps(known: Machine, steps: tuple[WholeStep, ...]) -> Machine:
+def with_steps(known: MachineMeasurements, steps: tuple[WholeStep, ...]) -> MachineMeasurements:
     return replace(known, ranks=tuple(replace(each, steps=steps) if each.ranks == 2 else each for each in known.ranks))
 
 

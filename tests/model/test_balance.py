@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.model.balance import (
-    Load,
+    LayerLoad,
     Tally,
     attach,
     aux_loss,
@@ -170,7 +170,7 @@ def test_load_is_measured_between_even_and_one_expert_for_all(counts: list[int])
 def test_the_load_of_a_micro_batch_counts_also_where_the_next_one_overwrites_it() -> None:
     tally = Tally()
     tally.copies = True  # as where blocks are replayed as CUDA graphs
-    load = Load(torch.tensor([1, 2]), torch.tensor(3), torch.tensor(4.0), torch.tensor(5.0))
+    load = LayerLoad(torch.tensor([1, 2]), torch.tensor(3), torch.tensor(4.0), torch.tensor(5.0))
     for _ in range(2):
         tally.add(load)
         for each in load:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwright.parallel import compression
 from shardwright.parallel.blocks_of_integers import Integers
-from shardwright.parallel.compression import Part, Rounded, reduce_scatter, start_sum_of_vector
+from shardwright.parallel.compression import BufferPart, RoundedCodec, reduce_scatter, start_sum_of_vector
 from tests.distributed import run_ranks
 from tests.mutation import Mutation, mutated
 
@@ -24,8 +24,8 @@ def addends(rank: int, n: int = N) -> Tensor:
 
 def scattered_in_bf16(dtype: torch.dtype) -> Tensor:
     kept = torch.empty(K, dtype=dtype)
-    x_nK, parts = addends(dist.get_rank()).to(dtype), [Part(K, 0)]
-    reduce_scatter(kept, x_nK, [dist.group.WORLD], Rounded(torch.bfloat16), parts)
+    x_nK, parts = addends(dist.get_rank()).to(dtype), [BufferPart(K, 0)]
+    reduce_scatter(kept, x_nK, [dist.group.WORLD], RoundedCodec(torch.bfloat16), parts)
     return kept
 
 
@@ -43,7 +43,7 @@ def test_each_addend_is_rounded_once_and_the_sum_is_not(dtype: torch.dtype):
 
 def summed_in_bf16() -> Tensor:
     x = addends(dist.get_rank()).flatten()[:-3]  # not a multiple of the ranks
-    start_sum_of_vector(x, dist.group.WORLD, Rounded(torch.bfloat16)).wait()
+    start_sum_of_vector(x, dist.group.WORLD, RoundedCodec(torch.bfloat16)).wait()
     return x
 
 
@@ -53,7 +53,7 @@ def test_a_sum_on_all_ranks_is_rounded_once_more_and_the_same_everywhere():
         assert torch.equal(found, expected.float())
 
 
-PARTS = [Part.of(shape) for shape in ((3, 300), (5,), (2, 4, 7), (6, 128), (4, 1))]
+PARTS = [BufferPart.of(shape) for shape in ((3, 300), (5,), (2, 4, 7), (6, 128), (4, 1))]
 """Rows of three blocks, a vector, experts with one block a row, rows of one block, and of one element."""
 
 
@@ -101,7 +101,9 @@ def test_blocks_are_the_same_however_rows_are_shared():
     codec = Integers(8)
     found = [
         codec.decode(
-            codec.encode(whole.view(n, -1), [Part(8 * 300 // n, 300)]), [Part(8 * 300 // n, 300)], whole.dtype
+            codec.encode(whole.view(n, -1), [BufferPart(8 * 300 // n, 300)]),
+            [BufferPart(8 * 300 // n, 300)],
+            whole.dtype,
         ).view(8, 300)
         for n in (1, 2, 4, 8)
     ]

@@ -17,7 +17,7 @@ from shardwright.layout import Layout
 from shardwright.model.documents import Documents
 from shardwright.parallel import varlen
 from shardwright.parallel.context import ContextAttention
-from shardwright.split.documents import Lengths, Piece, plan, spans_of_documents
+from shardwright.split.documents import AttentionPiece, Lengths, plan, spans_of_documents
 from tests.distributed import run_ranks
 from tests.marks import rest_prove
 from tests.parallel.attention import Case, Run, forward_backward, groups, inputs
@@ -140,8 +140,8 @@ def test_the_variable_length_kernel_is_attention_to_each_piece(kv_heads: int) ->
     draw = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(1, heads, 64, 16, generator=draw).cuda().bfloat16() for heads in (4, kv_heads, kv_heads))
     for pieces in (
-        [Piece(slice(0, 40), slice(0, 40), True), Piece(slice(40, 64), slice(40, 64), True)],
-        [Piece(slice(3, 20), slice(0, 7)), Piece(slice(20, 60), slice(0, 30))],
+        [AttentionPiece(slice(0, 40), slice(0, 40), True), AttentionPiece(slice(40, 64), slice(40, 64), True)],
+        [AttentionPiece(slice(3, 20), slice(0, 7)), AttentionPiece(slice(20, 60), slice(0, 30))],
     ):
         rows, o, lse = varlen.attend(q, k, v, pieces)
         do = torch.randn(o.shape, generator=draw).cuda().bfloat16()

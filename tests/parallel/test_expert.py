@@ -22,7 +22,7 @@ from shardwright.layout import Layout
 from shardwright.model.experts import Experts
 from shardwright.model.moe import MoE, expert_layers
 from shardwright.model.sections import MoESpec
-from shardwright.parallel.expert import Exchange, ExchangingMoE, ExpertPart, read_counts
+from shardwright.parallel.expert import ExchangingMoE, ExpertExchange, ExpertPart, read_counts
 from shardwright.parallel.norm import local_part
 from shardwright.verification import Case
 from shardwright.verification.rank import build_trainer, local_batch
@@ -106,7 +106,7 @@ def part_of(experts: Experts) -> ExpertPart:
 def exchanged(counts: list[list[int]]) -> Result:
     """On one rank, with the other experts elsewhere."""
     part = part_of(whole_experts(len(counts[0])))
-    result = through(part, Exchange(dist.group.WORLD), dist.get_rank(), counts)
+    result = through(part, ExpertExchange(dist.group.WORLD), dist.get_rank(), counts)
     return result._replace(gradients=[local_part(gradient) for gradient in result.gradients])
 
 
@@ -140,7 +140,7 @@ def sent(counts: list[list[int]]) -> tuple[list[int], list[int]]:
     rows_RD, gradient_RD = rows_of(rank, counts[rank])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", watched)
-        outputs_RD = Exchange(dist.group.WORLD)(part, rows_RD, torch.tensor(counts[rank]))()
+        outputs_RD = ExpertExchange(dist.group.WORLD)(part, rows_RD, torch.tensor(counts[rank]))()
         forward = list(log)
         log.clear()
         outputs_RD.backward(gradient_RD)
@@ -203,7 +203,7 @@ def watching() -> Iterator[Watched]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("item", "tolist", "__int__", "__float__", "__bool__", "__index__", "numpy"):
             patch.setattr(Tensor, name, watched(name))
-        patch.setattr(Exchange, "read", property(lambda self: read, lambda self, given: None), raising=False)
+        patch.setattr(ExpertExchange, "read", property(lambda self: read, lambda self, given: None), raising=False)
         yield seen
 
 
@@ -231,7 +231,7 @@ def test_a_number_read_elsewhere_would_be_seen():
     assert sorted(seen.waits) == ["__bool__", "item", "tolist"]
 
 
-class Elsewhere(Exchange):
+class Elsewhere(ExpertExchange):
     """Notes when rows leave and when they are waited for; the experts are here all the same."""
 
     def __init__(self, calls: list[str]) -> None:
@@ -272,7 +272,7 @@ def test_with_counts_that_are_told_a_layer_runs_on_fake_tensors():
 
         with FakeTensorMode():
             part = Experts(MOE.n_experts // 2, MODEL.d_model, MOE.d_ffn, gated=True)
-            layer = ExchangingMoE(MoE(MODEL), part, Exchange(dist.group.WORLD, tell))
+            layer = ExchangingMoE(MoE(MODEL), part, ExpertExchange(dist.group.WORLD, tell))
             x_BTD = torch.randn(2, 8, MODEL.d_model, requires_grad=True)
             y_BTD = layer(x_BTD)
             y_BTD.sum().backward()

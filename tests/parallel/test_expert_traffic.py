@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from shardwright.model.moe import MoE
 from shardwright.model.presets import resolve
-from shardwright.parallel.expert import Exchange, ExchangingMoE, take_sent_bytes
+from shardwright.parallel.expert import ExchangingMoE, ExpertExchange, take_sent_bytes
 from tests.distributed import run_ranks
 
 D = 8
@@ -24,7 +24,7 @@ class Doubled(nn.Module):
 
 def sent_of(training: bool) -> tuple[int, int]:
     """Bytes of one forward pass, and of the backward pass after it."""
-    exchange = Exchange(dist.distributed_c10d._get_default_group())
+    exchange = ExpertExchange(dist.distributed_c10d._get_default_group())
     experts = Doubled().train(training)
     layer = ExchangingMoE(MoE(resolve("debug-moe")), experts, exchange)
     rows_RD = torch.ones(10, D, requires_grad=True)

@@ -23,10 +23,10 @@ from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.pipeline.runner import Pipeline
-from shardwright.parallel.pipeline.timeline import Timeline
+from shardwright.parallel.pipeline.timeline import StepTimeline
 from shardwright.schedule.actions import Action, Schedule
 from shardwright.schedule.build import build as build_schedule
-from shardwright.schedule.messages import Exchange, with_messages
+from shardwright.schedule.messages import PairExchange, with_messages
 from shardwright.schedule.simulate import Times, simulate
 from shardwright.split.stages import stage_layers
 from shardwright.training.step import Trainer
@@ -125,7 +125,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class CountedActions(Timeline):
+class CountedActions(StepTimeline):
     """The FLOPs of the products of each action, in the place of its times."""
 
     def __init__(self) -> None:
@@ -204,7 +204,7 @@ class Kept:
         self.tensor = tensor
 
 
-class Held(Timeline):
+class Held(StepTimeline):
     """After each action, what is alive on this rank, in whatever hands: microbatches x stages of which something was
     saved for the backward pass; of which something was left for W; and tensors received into."""
 
@@ -260,13 +260,13 @@ def peaks(layout: Layout) -> tuple[int, int, int]:
     return in_flight, left, received
 
 
-def most_buffers(entries: list[Action | Exchange], rank: int) -> int:
+def most_buffers(entries: list[Action | PairExchange], rank: int) -> int:
     """What a rank that runs this list needs: an input from its receipt until its gradient is there, and a gradient
     until that of the weights is, as it is a factor of the last product."""
     alive: set[tuple[int, str, int]] = set()
     most = 0
     for entry in entries:
-        if isinstance(entry, Exchange):
+        if isinstance(entry, PairExchange):
             alive |= {message[:3] for message in entry.messages if message.receiver == rank}
         else:
             ends = {"F": "", "B": "FB", "I": "F", "W": "B"}[entry.op]
@@ -335,7 +335,7 @@ def test_every_step_sends_the_messages_of_its_schedule_and_the_gradients_of_copi
     entries = with_messages(schedule_of(layout))
     found = run_ranks(traffic_of_two_steps, layout.pp, layout, replace(EVEN, tied_embedding=tied))
     for rank, ((first, second), own) in enumerate(zip(found, entries, strict=True)):
-        messages = [message for entry in own if isinstance(entry, Exchange) for message in entry.messages]
+        messages = [message for entry in own if isinstance(entry, PairExchange) for message in entry.messages]
         ways = Counter("send" if message.sender == rank else "receive" for message in messages)
         expected = {
             "send": (ways["send"], ways["send"] * X),

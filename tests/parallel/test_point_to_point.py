@@ -7,15 +7,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwright.parallel.point_to_point import Line, Message, begun, start, waited_for
+from shardwright.parallel.point_to_point import MessageChannel, TensorMessage, begun, start, waited_for
 from tests.distributed import run_ranks
 from tests.marks import prove
 from tests.mutation import Mutation, mutated
 
-THERE, BACK = Line("cp", 1, 0, 1), Line("cp", 1, 1, 0)
+THERE, BACK = MessageChannel("cp", 1, 0, 1), MessageChannel("cp", 1, 1, 0)
 
 
-def waits_for_the_third(mutations: tuple[Mutation, ...]) -> tuple[list[float], Any, list[Any], dict[Line, int]]:
+def waits_for_the_third(
+    mutations: tuple[Mutation, ...],
+) -> tuple[list[float], Any, list[Any], dict[MessageChannel, int]]:
     """To be run on 2 ranks: rank 0 has sent 2 of 3 messages, of which rank 1 has begun to receive all. Returns what has
     come; on rank 1 what it was waiting for and had begun meanwhile; what is waited for in the end; and what was begun.
     """
@@ -23,12 +25,12 @@ def waits_for_the_third(mutations: tuple[Mutation, ...]) -> tuple[list[float], A
         rank, world, seen, ready = dist.get_rank(), dist.group.WORLD, [], threading.Event()
         assert world is not None
 
-        def message(number: int) -> Message:
-            return Message(
+        def message(number: int) -> TensorMessage:
+            return TensorMessage(
                 rank == 0, torch.full((2,), float(number) if rank == 0 else 0.0), 1 - rank, f"number {number}"
             )
 
-        answer = start([Message(rank == 1, torch.zeros(1), 1 - rank, "back")], world, "cp", tag=1)
+        answer = start([TensorMessage(rank == 1, torch.zeros(1), 1 - rank, "back")], world, "cp", tag=1)
         messages = start([message(1), message(2)], world, "cp", tag=1)
         if rank == 1:
             messages += start([message(3)], world, "cp", tag=1)
@@ -61,12 +63,12 @@ def test_a_rank_knows_what_it_waits_for_and_what_it_has_begun():
 
 BUGS = {
     "a message that is waited for is not told": Mutation(
-        "shardwright.parallel.point_to_point:OnItsWay.wait", "_waited_for.append(self)", "pass"
+        "shardwright.parallel.point_to_point:PendingMessage.wait", "_waited_for.append(self)", "pass"
     ),
     "messages in both directions are counted together": Mutation(
         "tests.parallel.test_point_to_point:start",
-        "Line(axis, tag, source, target)",
-        "Line(axis, tag, min(source, target), max(source, target))",
+        "MessageChannel(axis, tag, source, target)",
+        "MessageChannel(axis, tag, min(source, target), max(source, target))",
     ),
     "a rank has begun the messages alone that it sends": Mutation(
         "tests.parallel.test_point_to_point:start", "_begun[line] += 1", "_begun[line] += line.source == here"

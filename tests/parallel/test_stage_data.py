@@ -19,7 +19,7 @@ from shardwright.layout import Layout
 from shardwright.model.modules import end_rows
 from shardwright.parallel.data import Sharded
 from shardwright.parallel.pipeline.runner import Pipeline
-from shardwright.parallel.pipeline.timeline import Timeline
+from shardwright.parallel.pipeline.timeline import StepTimeline
 from shardwright.schedule.actions import Action
 from shardwright.split.stages import stage_layers
 from tests.distributed import run_ranks
@@ -107,7 +107,7 @@ def test_replicas_of_shards_are_summed_once_a_step():
         assert found == table | {"allreduce": (calls, sent // 2)}
 
 
-class Gathered(Timeline):
+class Gathered(StepTimeline):
     """How many layers of this rank are whole after each action."""
 
     def __init__(self, pipeline: Pipeline) -> None:

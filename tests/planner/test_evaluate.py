@@ -10,18 +10,18 @@ import pytest
 
 from shardwright.cost.calibration import LEFT_OUT
 from shardwright.errors import InputError
-from shardwright.planner.evaluate import MEASURED_RUNS, Evaluation, Row, evaluate, report_lines
+from shardwright.planner.evaluate import MEASURED_RUNS, PlanEvaluation, PredictedRun, evaluate, report_lines
 from shardwright.planner.recommendation import MEMORY_ERROR
 from tests.marks import prove, rest_prove
 from tests.planner.measured import DENSE, EXPERTS, PIPED, write
 
 
 @pytest.fixture(scope="module")
-def published() -> Evaluation:
+def published() -> PlanEvaluation:
     return evaluate(MEASURED_RUNS)
 
 
-def error(rows: list[Row], quantity: str) -> float:
+def error(rows: list[PredictedRun], quantity: str) -> float:
     """Mean absolute error over all rows where the quantity was measured."""
     found = [abs(error) for row in rows if (error := row.error(quantity)) is not None]
     assert found
@@ -63,7 +63,7 @@ NOT_REACHED = {
 
 @prove
 @pytest.mark.parametrize(("quantity", "family"), [(quantity, each) for quantity in ASKED for each in ASKED[quantity]])
-def test_the_error_of_a_family_and_with_its_runs_left_out(published: Evaluation, quantity: str, family: str):
+def test_the_error_of_a_family_and_with_its_runs_left_out(published: PlanEvaluation, quantity: str, family: str):
     (found,) = [each for each in published.families if (each.group, each.quantity) == (family, quantity)]
     at_most, rows = ASKED[quantity][family]
     those = [row for row in published.rows if row.run.measured.family == family]
@@ -75,14 +75,14 @@ def test_the_error_of_a_family_and_with_its_runs_left_out(published: Evaluation,
 
 @prove
 @pytest.mark.parametrize("family", ["mpt", "torchtitan"])
-def test_every_table_of_a_family(published: Evaluation, family: str):
+def test_every_table_of_a_family(published: PlanEvaluation, family: str):
     those = [row for row in published.rows if row.run.measured.family == family]
     for source in {row.run.measured.source for row in those}:
         assert error([row for row in those if row.run.measured.source == source], "step time") <= 0.08, source
 
 
 @prove
-def test_step_times_of_torchtitan_in_bf16(published: Evaluation):
+def test_step_times_of_torchtitan_in_bf16(published: PlanEvaluation):
     those = [
         row for row in published.rows if row.run.measured.family == "torchtitan" and row.run.job.precision == "bf16"
     ]
@@ -91,13 +91,13 @@ def test_step_times_of_torchtitan_in_bf16(published: Evaluation):
 
 
 @prove
-def test_every_family_is_asked_something(published: Evaluation):
+def test_every_family_is_asked_something(published: PlanEvaluation):
     for quantity, asked in ASKED.items():
         assert {each.group for each in published.families if each.quantity == quantity} - {"all"} == set(asked)
 
 
 @prove
-def test_half_of_the_published_peaks_are_predicted_within_the_error_that_headroom_covers(published: Evaluation):
+def test_half_of_the_published_peaks_are_predicted_within_the_error_that_headroom_covers(published: PlanEvaluation):
     errors = [abs(error) for row in published.rows if (error := row.error("peak memory")) is not None]
     assert len(errors) == 70
     assert median(errors) == pytest.approx(MEMORY_ERROR, abs=5e-4)
@@ -116,20 +116,20 @@ def test_peak_memory_of_megatrons_own_tests():
 
 
 @prove
-def test_a_source_that_the_constants_have_not_seen_is_predicted_too(published: Evaluation):
+def test_a_source_that_the_constants_have_not_seen_is_predicted_too(published: PlanEvaluation):
     fitted = [each for each in published.families if each.left_out is not None and each.group != "all"]
     assert {each.group for each in fitted} == set(LEFT_OUT)
     assert fmean(each.left_out or 0 for each in fitted) <= 2 * fmean(each.mean_absolute for each in fitted)
 
 
 @pytest.mark.prove
-def test_only_a_row_without_a_price_is_skipped(published: Evaluation):
+def test_only_a_row_without_a_price_is_skipped(published: PlanEvaluation):
     reasons = Counter(each.reason.split(" has no price")[0] for each in published.skipped)
     assert reasons == {"offload=activations:40": 5}
 
 
 @pytest.mark.prove
-def test_the_report_names_every_row_and_source(published: Evaluation):
+def test_the_report_names_every_row_and_source(published: PlanEvaluation):
     text = "\n".join(report_lines(published))
     for summary in published.summaries:
         assert f"{summary.quantity}, {summary.group}" in text
@@ -139,7 +139,7 @@ def test_the_report_names_every_row_and_source(published: Evaluation):
 
 
 @pytest.mark.prove
-def test_the_table_in_the_documentation_is_what_is_printed(published: Evaluation):
+def test_the_table_in_the_documentation_is_what_is_printed(published: PlanEvaluation):
     page = (Path(__file__).parents[2] / "docs/plan.md").read_text()
     by_family = "\n".join(report_lines(published)).split("\n\n")[-1]
     assert len(by_family.splitlines()) > 15
@@ -147,7 +147,7 @@ def test_the_table_in_the_documentation_is_what_is_printed(published: Evaluation
 
 
 @pytest.mark.prove
-def test_the_answer_for_machines_has_a_prediction_for_each_measurement(published: Evaluation):
+def test_the_answer_for_machines_has_a_prediction_for_each_measurement(published: PlanEvaluation):
     answer = json.loads(json.dumps(published.as_json()))
     assert [row["row"] for row in answer["rows"]] == list(range(2, 493))
     for row in answer["rows"]:
@@ -231,7 +231,7 @@ def test_a_peak_is_that_of_the_rank_and_of_the_kind_that_were_measured(tmp_path:
     ],
 )
 def test_step_times_of_each_family_given_and_left_out(
-    published: Evaluation, family: str, given: float, left_out: float
+    published: PlanEvaluation, family: str, given: float, left_out: float
 ):
     (found,) = (each for each in published.families if (each.group, each.quantity) == (family, "step time"))
     assert found.mean_absolute <= given

@@ -11,13 +11,13 @@ import pytest
 
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Job
-from shardwright.cost.ledger import Entry, identifier
+from shardwright.cost.ledger import LedgerEntry, identifier
 from shardwright.cost.notation import NOTATION
 from shardwright.cost.stack import STACKS
 from shardwright.model.presets import resolve
 from shardwright.planner.choice import read
 from shardwright.planner.explain import explain, lines
-from shardwright.planner.priced import Priced
+from shardwright.planner.priced import PricedLayout
 
 MODULE = " with an MTP module"
 LAYOUTS = [
@@ -59,10 +59,10 @@ def priced(name: str, hardware: str, seq_len: int, text: str, stack: str = "shar
         model=model, cluster=cluster(hardware), global_batch=960, seq_len=seq_len, stack=STACKS[stack],
         precision=precision,
     )  # fmt: skip
-    return Priced.of(job, read(text))
+    return PricedLayout.of(job, read(text))
 
 
-def evaluated(entry: Entry) -> float:
+def evaluated(entry: LedgerEntry) -> float:
     """The formula with its inputs, by nothing but arithmetic."""
     names = {"max": max, "min": min, "sum": sum, "ceil": ceil, "log2": log2}
     names |= {name: np.array(value) if isinstance(value, tuple) else value for name, value in entry.inputs.items()}
@@ -74,12 +74,12 @@ def evaluated(entry: Entry) -> float:
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: " ".join(map(str, case)))
-def case(request: pytest.FixtureRequest) -> tuple[Priced, list[Entry]]:
+def case(request: pytest.FixtureRequest) -> tuple[PricedLayout, list[LedgerEntry]]:
     of = priced(*request.param)
     return of, explain(of)
 
 
-def test_every_formula_comes_to_its_number(case: tuple[Priced, list[Entry]]):
+def test_every_formula_comes_to_its_number(case: tuple[PricedLayout, list[LedgerEntry]]):
     for entry in case[1]:
         assert entry.unit in UNITS, entry
         if entry.formula:
@@ -88,7 +88,7 @@ def test_every_formula_comes_to_its_number(case: tuple[Priced, list[Entry]]):
             assert entry.source, entry
 
 
-def test_every_input_is_a_symbol_or_another_line(case: tuple[Priced, list[Entry]]):
+def test_every_input_is_a_symbol_or_another_line(case: tuple[PricedLayout, list[LedgerEntry]]):
     values: dict[str, list[object]] = {}
     for entry in case[1]:
         values.setdefault(identifier(entry.what), []).append(entry.value)
@@ -99,7 +99,7 @@ def test_every_input_is_a_symbol_or_another_line(case: tuple[Priced, list[Entry]
                 assert name in NOTATION or any(value == pytest.approx(each, rel=1e-12) for each in there), (name, entry)
 
 
-def test_what_adds_up_is_the_prediction(case: tuple[Priced, list[Entry]]):
+def test_what_adds_up_is_the_prediction(case: tuple[PricedLayout, list[LedgerEntry]]):
     of, entries = case
     value = {entry.what: entry.value for entry in entries}
     rank = of.memory.fullest_rank

@@ -7,7 +7,7 @@ from shardwright.errors import LayoutError
 from shardwright.layout import Layout
 from shardwright.layout_keys import KEYS
 from shardwright.planner.alternatives import runners_up, well_known
-from shardwright.planner.fixed import Fixed, fixed_values, read_fixed
+from shardwright.planner.fixed import FixedChoices, fixed_values, read_fixed
 from shardwright.planner.nearest import remedies
 from shardwright.planner.search import MARGIN, limit_bytes, search
 from tests.marks import prove, rest_prove
@@ -73,4 +73,4 @@ def test_every_mistake_in_fixed_values_is_told_at_once():
 def test_every_key_of_the_layout_can_be_fixed():
     candidates = Candidates.of(Layout(), 1)
     for name, key in KEYS.items():
-        assert len(Fixed({name: key.default})(candidates)) == 1
+        assert len(FixedChoices({name: key.default})(candidates)) == 1

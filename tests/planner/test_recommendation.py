@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Job
 from shardwright.model.presets import PRESETS
-from shardwright.planner.priced import Priced
+from shardwright.planner.priced import PricedLayout
 from shardwright.planner.recommendation import MEMORY_ERROR, Rated, choose
 from shardwright.planner.search import Plan, search
 from shardwright.planner.simplicity import WORTH_A_KEY
@@ -160,5 +160,5 @@ def test_no_layout_of_the_whole_search_dominates_the_recommended_one(
     near = np.flatnonzero(found.pool.bound_s <= taken.step_s / (1 + WORTH_A_KEY))
     for number, step_s in zip(near.tolist(), found.pool.times_s(near.tolist()), strict=True):
         if step_s < taken.step_s / (1 + WORTH_A_KEY) and found.pool.peak_bytes[number] <= taken.peak_bytes:
-            other = Rated.of(Priced.of(found.job, found.pool.choice(number)), fastest)
+            other = Rated.of(PricedLayout.of(found.job, found.pool.choice(number)), fastest)
             assert other.axes > mine.axes, found.pool.choice(number)

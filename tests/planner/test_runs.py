@@ -9,7 +9,7 @@ from shardwright.cost.stack import MEGATRON_CORE_FUSED_LOSS
 from shardwright.cost.step import step_time
 from shardwright.errors import InputError
 from shardwright.planner.evaluate import MEASURED_RUNS
-from shardwright.planner.measured_run import Run, Skipped
+from shardwright.planner.measured_run import PredictableRun, SkippedRun
 from shardwright.planner.run_columns import columns
 from shardwright.planner.runs import read_runs
 from tests.planner.measured import DENSE, EXPERTS, PIPED, published, write
@@ -17,7 +17,7 @@ from tests.planner.measured import DENSE, EXPERTS, PIPED, published, write
 
 def test_a_published_row_becomes_the_job_and_layout_that_it_describes():
     row = read_runs(MEASURED_RUNS)[7]
-    assert isinstance(row, Run)
+    assert isinstance(row, PredictableRun)
     assert (row.row, row.measured.id, row.measured.step_time_s) == (9, "sc21-table1-006aec", 37.614)
     model = row.job.model
     assert (model.n_layers, model.d_model, model.norm, model.bias, model.tied_embedding) == (
@@ -39,7 +39,7 @@ def test_a_published_row_becomes_the_job_and_layout_that_it_describes():
 
 def test_a_row_with_experts_and_latent_attention_says_all_sizes_itself(tmp_path: Path):
     (row,) = read_runs(write(tmp_path / "runs.csv", EXPERTS | {"optimizer_dtype": "bf16"}))
-    assert isinstance(row, Run)
+    assert isinstance(row, PredictableRun)
     moe, latent = row.job.model.moe, row.job.model.latent_attention
     assert moe is not None
     assert latent is not None
@@ -156,15 +156,15 @@ def test_a_row_without_a_price_is_skipped_with_the_reason(
     tmp_path: Path, row: dict[str, str], change: dict[str, str], reason: str
 ):
     found = read_runs(write(tmp_path / "runs.csv", row | change, row))
-    assert [type(each) for each in found] == [Skipped, Run]
-    assert isinstance(found[0], Skipped)
+    assert [type(each) for each in found] == [SkippedRun, PredictableRun]
+    assert isinstance(found[0], SkippedRun)
     assert reason in found[0].reason
 
 
 def test_a_module_for_a_second_token_is_priced_as_the_layer_and_the_head_that_it_is(tmp_path: Path):
     without, with_module = read_runs(write(tmp_path / "runs.csv", DENSE, DENSE | {"mtp": "1"}))
-    assert isinstance(without, Run)
-    assert isinstance(with_module, Run)
+    assert isinstance(without, PredictableRun)
+    assert isinstance(with_module, PredictableRun)
     layers = without.job.model.n_layers
     more = (
         step_time(with_module.job, with_module.candidates).total_s / step_time(without.job, without.candidates).total_s
@@ -175,7 +175,7 @@ def test_a_module_for_a_second_token_is_priced_as_the_layer_and_the_head_that_it
 def test_what_is_priced_as_something_else_is_said(tmp_path: Path):
     change = {"stack": "other", "precision": "fp8-row", "accelerator": "h100", "note": "a note"}
     (row,) = read_runs(write(tmp_path / "runs.csv", DENSE | change))
-    assert isinstance(row, Run)
+    assert isinstance(row, PredictableRun)
     assert row.assumed == (
         "a note",
         "stack other priced as megatron-core",
@@ -187,7 +187,7 @@ def test_zb_h2_of_megatron_is_the_searched_schedule_of_its_paper(tmp_path: Path,
     (row,) = read_runs(
         write(tmp_path / "runs.csv", PIPED | {"schedule": "zb-h2", "virtual_stages": "1", "stack": stack})
     )
-    assert isinstance(row, Run)
+    assert isinstance(row, PredictableRun)
     assert row.candidates.shared.pp_schedule == priced
     assert any("ZB-2p" in each for each in row.assumed) == (priced == "auto")
 
@@ -197,14 +197,14 @@ def test_a_run_is_spread_evenly_over_as_few_domains_as_hold_it(tmp_path: Path):
         change = {"accelerator": "gb200", "per_domain": "72", "accelerators": str(n), "tp": "2", "sp": "0"}
         change |= {"dp_replicate": str(n // 2), "global_batch": str(4 * n // 2)}
         (row,) = read_runs(write(tmp_path / "runs.csv", DENSE | change))
-        assert isinstance(row, Run)
+        assert isinstance(row, PredictableRun)
         assert row.job.cluster.node_size == size, n
 
 
 def test_the_ends_of_a_pipeline_may_have_a_layer_less(tmp_path: Path):
     change = {"layers": "94", "layer_split": "ends"}
     (row,) = read_runs(write(tmp_path / "runs.csv", PIPED | change))
-    assert isinstance(row, Run)
+    assert isinstance(row, PredictableRun)
     assert row.candidates.shared.stage_layers == (3, *(4,) * 22, 3)
 
 
@@ -221,8 +221,8 @@ def test_parts_that_megatron_recomputes_are_those_of_a_layout(tmp_path: Path):
         read_runs(write(tmp_path / "runs.csv", EXPERTS | {"recompute": recompute}))[0]
         for recompute in ("none", "selective:mla_up_proj")
     )
-    assert isinstance(plain, Run)
-    assert isinstance(again, Run)
+    assert isinstance(plain, PredictableRun)
+    assert isinstance(again, PredictableRun)
     assert again.candidates.shared.recompute_modules == ("mla_up",)
     assert again.predicted_peak_gib() < plain.predicted_peak_gib()
     more = step_time(again.job, again.candidates).total_s / step_time(plain.job, plain.candidates).total_s
@@ -233,5 +233,5 @@ def test_nanotron_deals_layers_by_their_weights(tmp_path: Path):
     # 16 layers of 4 x 2048 x 2048 + 3 x 8192 x 2048 = 67.1M weights and a head of 131072 x 2048, as much as four: 20 in
     # all. The eleventh layer exceeds ten, and is still in the first stage.
     (run,) = read_runs(write(tmp_path / "runs.csv", published("playbook-ccd6b7")))
-    assert isinstance(run, Run)
+    assert isinstance(run, PredictableRun)
     assert run.candidates.shared.stage_layers == (11, 5)

@@ -26,9 +26,9 @@ from shardwright.planner import alternatives
 from shardwright.planner.alternatives import Alternative, reasons, runners_up, savings, well_known
 from shardwright.planner.choice import Choice, choice_at
 from shardwright.planner.distinct import differing
-from shardwright.planner.fixed import Fixed, fixed_values
+from shardwright.planner.fixed import FixedChoices, fixed_values
 from shardwright.planner.nearest import OFFLOADED, remedies
-from shardwright.planner.priced import Priced
+from shardwright.planner.priced import PricedLayout
 from shardwright.planner.recommendation import with_headroom
 from shardwright.planner.run_file import run_file
 from shardwright.planner.search import Plan, fits, limit_bytes, search, survey
@@ -75,7 +75,7 @@ def whole(choice: Choice) -> Choice:
     return replace(choice, layout=choice.layout.changed(recompute_layers=None))
 
 
-def check_fewest_layers(found: Plan, less: Priced, whole_s: float) -> None:
+def check_fewest_layers(found: Plan, less: PricedLayout, whole_s: float) -> None:
     """It fits and is faster than with recomputation in all layers, and with a layer less it would not fit."""
     layers = less.layout.recompute_layers
     assert layers is not None
@@ -210,7 +210,9 @@ def test_where_nothing_fits_the_nearest_is_the_least_of_all_and_every_remedy_wor
     assert any("accelerators" in what for what in named)
     assert any("--seq-len 16384 with --global-batch 16" in what for what in named)
     for what, changed in named.items():
-        offloaded = next((Fixed(values) for words, values in OFFLOADED.items() if what.startswith(f"{words}:")), None)
+        offloaded = next(
+            (FixedChoices(values) for words, values in OFFLOADED.items() if what.startswith(f"{words}:")), None
+        )
         assert search(changed, fixed=offloaded).best, what
 
 
@@ -254,7 +256,7 @@ def test_where_logits_are_most_of_the_memory_the_loss_is_chunked_and_the_run_fil
 def test_no_layout_of_a_search_needs_more_of_the_host_than_there_is():
     """Fewer layers that recompute leave more activations, which are on the host, so both limits bound them."""
     roomy = job(DEEP, "h100:4/4", 16, 4096)
-    fixed = Fixed({"offload_activations": "cpu", "recompute": "full"})
+    fixed = FixedChoices({"offload_activations": "cpu", "recompute": "full"})
     most = max(each.host_bytes_per_node for each in search(roomy, fixed=fixed).best)
     asked = replace(roomy, cluster=replace(roomy.cluster, host_memory_part=most / 2 / 4))
     counts = []
@@ -266,7 +268,7 @@ def test_no_layout_of_a_search_needs_more_of_the_host_than_there_is():
     found = search(asked, fixed=fixed)
     assert 0 < len(found.pool) == within < everything
     assert all(each.host_bytes_per_node <= most / 2 for each in found.best)
-    free = search(asked, fixed=Fixed({"offload_activations": "cpu"})).best
+    free = search(asked, fixed=FixedChoices({"offload_activations": "cpu"})).best
     assert all(each.host_bytes_per_node <= most / 2 for each in free)
 
 
@@ -307,7 +309,7 @@ def test_of_layouts_that_cost_the_same_the_simplest_is_listed_and_the_others_are
         assert (choice.layout.zero, {other.layout.zero for other in others}) == (1, {3}), choice
     assert "also with zero=3" in left_out(found.best, found.equals)
     first, others = next((each, others) for each, others in zip(found.best, found.equals, strict=True) if others)
-    same = Alternative("another zero", Priced.of(found.job, others[0]), None)
+    same = Alternative("another zero", PricedLayout.of(found.job, others[0]), None)
     assert same.as_fast(first)
     assert also_fast(first, [same]) == "zero=3"
 

@@ -6,7 +6,7 @@ from math import log
 from shardwright.cost.calibration import CALIBRATED
 from shardwright.cost.job import Job
 from shardwright.planner.choice import read
-from shardwright.planner.priced import Priced
+from shardwright.planner.priced import PricedLayout
 from shardwright.planner.tie import moved_share, ties
 from tests.cost.jobs import job
 
@@ -21,8 +21,8 @@ def within(share: float, moved: float = 0.0) -> Job:
     return replace(job(on="h100:8", global_batch=128), calibration=by)
 
 
-def priced(the_job: Job, text: str) -> Priced:
-    return Priced.of(the_job, read(text))
+def priced(the_job: Job, text: str) -> PricedLayout:
+    return PricedLayout.of(the_job, read(text))
 
 
 def apart(one: str, other: str) -> float:

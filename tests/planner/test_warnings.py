@@ -9,7 +9,7 @@ from shardwright.cost.job import Job
 from shardwright.cost.stack import MEGATRON
 from shardwright.model.presets import resolve
 from shardwright.planner.choice import read
-from shardwright.planner.priced import Priced
+from shardwright.planner.priced import PricedLayout
 from shardwright.planner.warnings import warnings
 
 GOOD = Job(model=resolve("llama-3.1-8b"), cluster=cluster("h100:16"), global_batch=256, seq_len=8192)
@@ -18,7 +18,7 @@ SHARDED = "dp_shard=16,zero=3,micro_batch=1"
 
 
 def told(job: Job, text: str) -> list[str]:
-    return warnings(Priced.of(job, read(text)))
+    return warnings(PricedLayout.of(job, read(text)))
 
 
 @pytest.mark.parametrize("text", [SHARDED, "tp=8,dp_shard=2", "tp=4,pp=2,dp_shard=2,zero=1"])

@@ -10,19 +10,19 @@ from shardwright.layout import Layout
 from shardwright.report.style import COLOURS
 from shardwright.report.verify_page import write_matrix_page, write_page
 from shardwright.report.verify_pictures import CLASSES, ROLES, cells_by_panel, class_of, errors_svg, in_order, short
-from shardwright.verification import Case, Report, Row
-from shardwright.verification.trace import Quantity
+from shardwright.verification import Case, Report, ReportRow
+from shardwright.verification.trace import TracedQuantity
 from tests.report.pictures import assert_page_never_scrolls, readable_pictures
 from tests.training.worlds import CASE
 
 LAYOUT = Layout(tp=2, dp_shard=2)
 
 
-def row(kind: str, step: int, name: str, excess: float, training: str = "plain sgd") -> Row:
-    return Row(Quantity(kind, training, step), name, excess * 1e-10, 1e-10, "float64: rounding")
+def row(kind: str, step: int, name: str, excess: float, training: str = "plain sgd") -> ReportRow:
+    return ReportRow(TracedQuantity(kind, training, step), name, excess * 1e-10, 1e-10, "float64: rounding")
 
 
-def report(*rows: Row, case: Case = CASE, **more: object) -> Report:
+def report(*rows: ReportRow, case: Case = CASE, **more: object) -> Report:
     return Report(case, LAYOUT, "one process", list(rows), 4, **more)  # type: ignore[arg-type]
 
 

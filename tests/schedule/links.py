@@ -3,10 +3,10 @@
 from collections import defaultdict, deque
 
 from shardwright.schedule.actions import Action, Schedule
-from shardwright.schedule.messages import Exchange
+from shardwright.schedule.messages import PairExchange
 from shardwright.schedule.simulate import Times
 
-Lists = list[list[Action | Exchange]]
+Lists = list[list[Action | PairExchange]]
 
 
 def rendezvous(lists: Lists) -> list[str]:
@@ -18,7 +18,7 @@ def rendezvous(lists: Lists) -> list[str]:
         rank = to_try.popleft()
         while at[rank] < len(lists[rank]):
             here = lists[rank][at[rank]]
-            if isinstance(here, Exchange):
+            if isinstance(here, PairExchange):
                 peer = here.low + here.high - rank
                 if at[peer] == len(lists[peer]) or lists[peer][at[peer]] != here:
                     break
@@ -34,7 +34,7 @@ def makespan_on_streams(schedule: Schedule, lists: Lists, times: Times) -> float
     action waits for the one before it on its rank, and for the exchange that brings what it needs."""
     durations = times.of_stages(schedule.n_stages)
     clocks, at = [0.0] * len(lists), [0] * len(lists)
-    posted: defaultdict[Exchange, dict[int, float]] = defaultdict(dict)
+    posted: defaultdict[PairExchange, dict[int, float]] = defaultdict(dict)
     free: defaultdict[tuple[int, int], float] = defaultdict(float)
     arrived: dict[tuple[int, str, int], float] = {}
     while any(position < len(entries) for position, entries in zip(at, lists, strict=True)):
@@ -42,7 +42,7 @@ def makespan_on_streams(schedule: Schedule, lists: Lists, times: Times) -> float
         for rank, entries in enumerate(lists):
             while at[rank] < len(entries):
                 here = entries[at[rank]]
-                if isinstance(here, Exchange):
+                if isinstance(here, PairExchange):
                     posted[here][rank] = clocks[rank]
                     if len(posted[here]) == 2:  # both ranks post the exchanges of their pair in the same order
                         pair = here.low, here.high

@@ -13,7 +13,7 @@ import pytest
 from shardwright.errors import InputError
 from shardwright.schedule.actions import OPS, Action
 from shardwright.schedule.build import build
-from shardwright.schedule.draw import CURVE_HEIGHT, LEFT, RIGHT, SHADES, Timeline, draw, ink_on, planned, svg
+from shardwright.schedule.draw import CURVE_HEIGHT, LEFT, RIGHT, SHADES, ScheduleTimeline, draw, ink_on, planned, svg
 from shardwright.schedule.registry import find, names
 from shardwright.schedule.simulate import Simulation, Times, simulate
 from shardwright.schedule.trace import write_trace
@@ -42,7 +42,7 @@ def numbers(text: str) -> list[str]:
 
 
 def test_a_picture_of_one_rank_and_one_microbatch():
-    timeline = Timeline("one", [[(Action(0, "F", 0), 0.0, 1.0), (Action(0, "B", 0), 1.0, 3.0)]], n_stages=1)
+    timeline = ScheduleTimeline("one", [[(Action(0, "F", 0), 0.0, 1.0), (Action(0, "B", 0), 1.0, 3.0)]], n_stages=1)
     text = svg([timeline])
     assert boxes(text) == {"F": 1, "B": 1}
     assert numbers(text) == ["0", "0"]
@@ -147,7 +147,7 @@ def test_digits_stand_out_from_every_shade():
 def test_a_measured_timeline_stands_below_the_planned_one():
     plan = planned(simulated("1f1b"))
     seconds = [[(action, 0.01 * start, 0.011 * end) for action, start, end in spans] for spans in plan.spans]
-    text = svg([plan, Timeline("measured", seconds, plan.n_stages, unit="s", note="a <run> & more")])
+    text = svg([plan, ScheduleTimeline("measured", seconds, plan.n_stages, unit="s", note="a <run> & more")])
     assert boxes(text) == {"F": 64, "B": 64}
     assert "a &lt;run&gt; &amp; more" in text
     assert " s</text>" in text
@@ -164,7 +164,7 @@ def test_nothing_that_takes_no_time_breaks_a_picture(tmp_path: Path):
     simulation = simulated("zb-h1", times=Times(1.0, 1.0, 0.0))
     assert boxes(svg([planned(simulation)]))["W"] == 32
     write_trace([planned(simulation)], tmp_path / "trace.json")
-    assert svg([Timeline("no action", [[], []], n_stages=2)])
+    assert svg([ScheduleTimeline("no action", [[], []], n_stages=2)])
 
 
 def test_a_place_that_cannot_be_written_is_an_input_error(tmp_path: Path):
@@ -221,7 +221,9 @@ def test_a_message_is_an_arrow_between_ranks_that_does_not_go_back_in_time(name:
 
 def test_seconds_become_microseconds_and_pipelines_processes(tmp_path: Path):
     spans = [[(Action(0, "F", 0), 0.5, 0.75), (Action(0, "B", 0), 0.75, 1.25)]]
-    write_trace([Timeline("one", spans, 1, "s"), Timeline("two", spans, 1, "s")], tmp_path / "trace.json")
+    write_trace(
+        [ScheduleTimeline("one", spans, 1, "s"), ScheduleTimeline("two", spans, 1, "s")], tmp_path / "trace.json"
+    )
     found = [(each["pid"], each["name"], each["ts"], each["dur"]) for each in events(tmp_path / "trace.json", "X")]
     assert found == [(p, name, ts, dur) for p in (0, 1) for name, ts, dur in (("0F0", 5e5, 2.5e5), ("0B0", 7.5e5, 5e5))]
     names = [each["args"]["name"] for each in events(tmp_path / "trace.json", "M") if each["name"] == "process_name"]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shardwright.errors import ScheduleError
 from shardwright.schedule.actions import Action, Schedule, make
 from shardwright.schedule.build import build
-from shardwright.schedule.messages import Exchange, Message, sent_after, with_messages
+from shardwright.schedule.messages import PairExchange, StageMessage, sent_after, with_messages
 from shardwright.schedule.registry import find, names
 from shardwright.schedule.simulate import Times, simulate
 from tests.schedule.links import Lists, makespan_on_streams, rendezvous
@@ -18,15 +18,15 @@ from tests.schedule.test_build import schedules
 FIXED = tuple(name for name in names() if not find(name).searched)
 
 
-def words(entry: Action | Exchange, rank: int) -> str:
+def words(entry: Action | PairExchange, rank: int) -> str:
     if isinstance(entry, Action):
         return str(entry)
     ways = (f"{'send' if m.sender == rank else 'receive'}-{m.stage}{m.op}{m.microbatch}" for m in entry.messages)
     return "+".join(ways)
 
 
-def exchanges(entries: list[Action | Exchange]) -> list[Exchange]:
-    return [entry for entry in entries if isinstance(entry, Exchange)]
+def exchanges(entries: list[Action | PairExchange]) -> list[PairExchange]:
+    return [entry for entry in entries if isinstance(entry, PairExchange)]
 
 
 def test_what_1f1b_of_two_ranks_sends() -> None:
@@ -55,7 +55,7 @@ def check(schedule: Schedule) -> None:
                        for rank in (here, there)]  # fmt: skip
             assert between[0] == between[1]
         for at, entry in enumerate(entries):
-            if not isinstance(entry, Exchange):
+            if not isinstance(entry, PairExchange):
                 continue
             for message in entry.messages:
                 past, to_come = entries[:at], entries[at:]
@@ -69,13 +69,13 @@ def check(schedule: Schedule) -> None:
     assert sorted(sent) == sorted(2 * dependences(schedule))
 
 
-def dependences(schedule: Schedule) -> list[Message]:
+def dependences(schedule: Schedule) -> list[StageMessage]:
     """What is needed from another rank."""
     found = []
     for rank, action in schedule.actions():
         if (needed := schedule.needs(action)) is not None and schedule.place[needed] != rank:
             op = "F" if action.op == "F" else "B"
-            found.append(Message(action.stage, op, action.microbatch, schedule.place[needed], rank))
+            found.append(StageMessage(action.stage, op, action.microbatch, schedule.place[needed], rank))
     return found
 
 
@@ -98,13 +98,13 @@ def test_ranks_that_receive_right_before_they_need_it_would_wait_in_a_circle() -
     schedule = build("1f1b", 2, 3)
     late: Lists = []
     for rank, actions in enumerate(schedule.ranks):
-        row: list[Action | Exchange] = []
+        row: list[Action | PairExchange] = []
         for action in actions:
-            row += [Exchange(0, 1, (m,)) for m in dependences(schedule) if m.receiver == rank and m[:3] == (
+            row += [PairExchange(0, 1, (m,)) for m in dependences(schedule) if m.receiver == rank and m[:3] == (
                 action.stage, "F" if action.op == "F" else "B", action.microbatch) and action.op != "W"]  # fmt: skip
             row.append(action)
             message = sent_after(schedule, rank, action)
-            row += [Exchange(0, 1, (message,))] if message else []
+            row += [PairExchange(0, 1, (message,))] if message else []
         late.append(row)
     assert len(rendezvous(late)) == 2
 

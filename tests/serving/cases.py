@@ -4,10 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 from shardwright.cost.hardware import cluster
-from shardwright.serving.engines import Engine
+from shardwright.serving.engines import ServingEngine
 from shardwright.serving.models import named
 from shardwright.serving.rates import Rates, fitted
-from shardwright.serving.search import Task
+from shardwright.serving.search import ServingTask
 from shardwright.serving.setting import Serving
 from shardwright.serving.simulate import Scheduler
 
@@ -30,10 +30,10 @@ def scheduler(
     max_batch: int = 8, max_tokens: int = 2048, cache_tokens: float = 1e6, accepted: float = 1.0, **engine: Any
 ) -> Scheduler:
     """The scheduler of an engine that has these values."""
-    return Scheduler(Engine("any", "any", max_tokens=max_tokens, **engine), max_batch, cache_tokens, accepted)
+    return Scheduler(ServingEngine("any", "any", max_tokens=max_tokens, **engine), max_batch, cache_tokens, accepted)
 
 
-def task(model: str, machine: str, precision: str = "fp8", **more: Any) -> Task:
+def task(model: str, machine: str, precision: str = "fp8", **more: Any) -> ServingTask:
     """Prompts of 2,048 tokens and answers of 512, unless said otherwise."""
     there = serving(model, machine, precision=precision, kv_precision=precision)
-    return replace(Task(serving=there, input_len=2048, output_len=512), **more)
+    return replace(ServingTask(serving=there, input_len=2048, output_len=512), **more)

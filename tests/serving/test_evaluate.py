@@ -8,8 +8,8 @@ import pytest
 
 from shardwright.errors import InputError
 from shardwright.serving.engines import ENGINES, UNNAMED, engine_of
-from shardwright.serving.evaluate import MEASUREMENTS, Evaluation, Row, evaluate
-from shardwright.serving.measured import COLUMNS, FULL, LOOP, STATIC, Case, Skipped, read
+from shardwright.serving.evaluate import MEASUREMENTS, ServingEvaluation, ServingPrediction, evaluate
+from shardwright.serving.measured import COLUMNS, FULL, LOOP, STATIC, ServingCase, SkippedServingRow, read
 from shardwright.serving.models import named
 from shardwright.serving.rates import OTHERS, fitted
 from tests.marks import prove
@@ -43,16 +43,16 @@ def table(folder: Path, *rows: dict[str, str], header: tuple[str, ...] = COLUMNS
     return path
 
 
-def case(folder: Path, **changed: str) -> Case | Skipped:
+def case(folder: Path, **changed: str) -> ServingCase | SkippedServingRow:
     return read(table(folder, GOOD | changed))[0]
 
 
 @pytest.fixture(scope="module")
-def published() -> Evaluation:
+def published() -> ServingEvaluation:
     return evaluate(MEASUREMENTS)
 
 
-def errors(published: Evaluation, regime: str, *metrics: str, requests: int | None = None) -> list[float]:
+def errors(published: ServingEvaluation, regime: str, *metrics: str, requests: int | None = None) -> list[float]:
     return [
         abs(row.error)
         for row in published.rows
@@ -63,28 +63,28 @@ def errors(published: Evaluation, regime: str, *metrics: str, requests: int | No
 
 
 @prove
-def test_static_batches_are_within_a_guard(published: Evaluation):
+def test_static_batches_are_within_a_guard(published: ServingEvaluation):
     found = errors(published, STATIC, "output_tokens_per_s", "e2e_latency_s")
     assert len(found) == 358
     assert fmean(found) < 0.10
 
 
 @prove
-def test_first_tokens_of_one_request(published: Evaluation):
+def test_first_tokens_of_one_request(published: ServingEvaluation):
     found = errors(published, STATIC, "ttft_s", requests=1)
     assert len(found) == 70
     assert fmean(found) < 0.15
 
 
 @prove
-def test_maximum_load(published: Evaluation):
+def test_maximum_load(published: ServingEvaluation):
     found = errors(published, FULL, "output_tokens_per_s")
     assert len(found) == 255
     assert fmean(found) < 0.08
 
 
 @prove
-def test_closed_loops(published: Evaluation):
+def test_closed_loops(published: ServingEvaluation):
     further, first = errors(published, LOOP, "tpot_s"), errors(published, LOOP, "ttft_s")
     assert len(further) == len(first) == 487
     assert fmean(further) < 0.13
@@ -93,7 +93,7 @@ def test_closed_loops(published: Evaluation):
 
 
 @prove
-def test_sources_that_the_constants_have_not_seen(published: Evaluation):
+def test_sources_that_the_constants_have_not_seen(published: ServingEvaluation):
     found = {(each.source, each.metric): each for each in published.summaries}
     assert all(each.left_out is not None for each in found.values())
     for (_, metric), each in found.items():
@@ -103,7 +103,7 @@ def test_sources_that_the_constants_have_not_seen(published: Evaluation):
 
 
 @prove
-def test_rows_that_are_skipped_say_why(published: Evaluation):
+def test_rows_that_are_skipped_say_why(published: ServingEvaluation):
     assert len(published.skipped) == 23
     assert {each.reason.partition(",")[0] for each in published.skipped} == {
         "the engine Megatron has no constants; fastertransformer",
@@ -112,7 +112,7 @@ def test_rows_that_are_skipped_say_why(published: Evaluation):
 
 
 @prove
-def test_the_document_has_every_row_once(published: Evaluation):
+def test_the_document_has_every_row_once(published: ServingEvaluation):
     document = published.as_json()
     ids = [row["id"] for row in document["rows"]]
     assert len(ids) == len(set(ids)) == 1750
@@ -120,7 +120,7 @@ def test_the_document_has_every_row_once(published: Evaluation):
         assert (row["predicted"] is None) == (row["skipped"] is not None)
         assert row["measured"] > 0
     for each in document["sources"]:
-        rows: list[Row] = [
+        rows: list[ServingPrediction] = [
             row
             for row in published.rows
             if (row.case.line.source_id, row.case.regime, row.case.line.metric)
@@ -157,13 +157,13 @@ def test_every_problem_of_a_table_is_told_at_once(tmp_path: Path):
 )
 def test_what_cannot_be_priced_is_skipped(tmp_path: Path, changed: dict[str, str], reason: str):
     found = case(tmp_path, **changed)
-    assert isinstance(found, Skipped)
+    assert isinstance(found, SkippedServingRow)
     assert reason in found.reason
 
 
 def test_a_row_that_names_no_engine_has_what_those_of_today_share(tmp_path: Path):
     found = case(tmp_path, source_id="mine", source="mine")
-    assert isinstance(found, Case)
+    assert isinstance(found, ServingCase)
     assert found.engine is UNNAMED
     assert any("no engine is named" in text for text in found.assumed)
     rates = fitted()[0]
@@ -186,7 +186,7 @@ def test_how_requests_arrive_is_read_from_what_the_row_says(tmp_path: Path):
         ({"source_id": "vllm-0.9", "notes": "", "metric": "e2e_latency_s", "value": "1"}, STATIC),
     ):
         found = case(tmp_path, **changed)
-        assert isinstance(found, Case)
+        assert isinstance(found, ServingCase)
         assert found.regime == regime
 
 

@@ -8,10 +8,10 @@ from functools import cache
 import numpy as np
 import pytest
 
-from shardwright.serving.pools import Crossed, Pool, run
+from shardwright.serving.pools import InstancePool, PoolTimes, run
 from shardwright.serving.separate import separate, simulated, transfer_s, waiting_s
 from shardwright.serving.setting import Degrees, Settings
-from shardwright.serving.simulate import PassTable, Request, closed_loop, poisson
+from shardwright.serving.simulate import PassTable, ServingRequest, closed_loop, poisson
 from shardwright.serving.space import layouts
 from tests.marks import prove
 from tests.serving.cases import IDEAL, scheduler, serving, task
@@ -27,10 +27,10 @@ def table() -> PassTable:
 
 
 def pools(readers: int = 1, writers: int = 1, prompts: int = 8, batch: int = 16, sends: float = TOKEN_S,
-          receives: float = 0.0, cache_tokens: float = 1e9) -> tuple[Pool, Pool]:  # fmt: skip
+          receives: float = 0.0, cache_tokens: float = 1e9) -> tuple[InstancePool, InstancePool]:  # fmt: skip
     return (
-        Pool(table(), readers, scheduler(prompts, 8192, cache_tokens), sends),
-        Pool(table(), writers, scheduler(batch, 8192, 1e9), receives),
+        InstancePool(table(), readers, scheduler(prompts, 8192, cache_tokens), sends),
+        InstancePool(table(), writers, scheduler(batch, 8192, 1e9), receives),
     )
 
 
@@ -38,7 +38,7 @@ def prefill_s(tokens: int = INPUT) -> float:
     return table().read_s(tokens, tokens * tokens / 2, 0, 0.0)
 
 
-def arriving(per_s: float, n: int, output_len: int = OUTPUT) -> list[Request]:
+def arriving(per_s: float, n: int, output_len: int = OUTPUT) -> list[ServingRequest]:
     return poisson(per_s, [INPUT] * n, [output_len] * n)
 
 
@@ -66,7 +66,7 @@ def test_the_estimate_of_the_line_is_that_of_the_simulation():
 
 
 def test_nobody_waits_at_a_low_rate():
-    requests = [Request(10.0 * at, INPUT, OUTPUT) for at in range(20)]
+    requests = [ServingRequest(10.0 * at, INPUT, OUTPUT) for at in range(20)]
     found = run(*pools(), requests, latency_s=5e-6)
     assert found.queued_s == pytest.approx(0, abs=1e-9)
     alone = INPUT * TOKEN_S + 5e-6
@@ -137,7 +137,7 @@ def check_places_are_free_when_they_are_taken():
     assert_each_once(found, requests)
 
 
-def assert_each_once(found: Crossed, requests: Sequence[Request]) -> None:
+def assert_each_once(found: PoolTimes, requests: Sequence[ServingRequest]) -> None:
     assert found.served.output_tokens == sum(each.output_len for each in requests)
     assert (found.queued_s >= -1e-12).all()
     assert (found.served.ttft_s >= found.queued_s + found.transfer_s + prefill_s() - 1e-9).all()

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shardwright.serving.search import PERCENTILE, Option, Speculation, pareto, price, search, smaller_need
+from shardwright.serving.search import PERCENTILE, ServingOption, Speculation, pareto, price, search, smaller_need
 from shardwright.serving.setting import Degrees, Settings
-from shardwright.serving.space import Layout, batches, layouts
+from shardwright.serving.space import ServingLayout, batches, layouts
 from shardwright.serving.words import reasons
 from tests.function_calls import calls
 from tests.marks import prove
@@ -66,7 +66,7 @@ def test_every_layout_is_listed_or_says_why_not():
     found = search(task("llama-3.1-70b", "h100:8", precision="bf16", tpot_s=0.03))
     told = {layout: why for layout, _, why in reasons(found)}
     assert set(told) | {each.layout for each in found.best} == set(found.layouts)
-    assert told[Layout(Degrees(1), 8)].startswith("weights")
+    assert told[ServingLayout(Degrees(1), 8)].startswith("weights")
     assert all(told.values())
 
 
@@ -119,7 +119,7 @@ def test_64_accelerators_are_searched_with_few_calls(model: str, millions: int):
 def test_closed_forms_are_near_the_simulation():
     found = search(task("llama-3.1-70b", "h100:8", concurrency=64))
     for each in found.best:
-        option: Option = each.option
+        option: ServingOption = each.option
         assert each.tpot_s() == pytest.approx(option.tpot_s, rel=0.15), str(each.layout)
 
 

@@ -11,8 +11,8 @@ import pytest
 from shardwright.serving.setting import Degrees
 from shardwright.serving.simulate import (
     PassTable,
-    Request,
     Scheduler,
+    ServingRequest,
     closed_loop,
     lengths,
     poisson,
@@ -28,7 +28,7 @@ def a_table() -> PassTable:
     return PassTable(replace(there, rates=replace(there.rates, launch_s=1e-5)), Degrees(1), 2048)
 
 
-def pass_by_pass(table: PassTable, limit: Scheduler, requests: list[Request], users: int | None) -> np.ndarray:
+def pass_by_pass(table: PassTable, limit: Scheduler, requests: list[ServingRequest], users: int | None) -> np.ndarray:
     """Times of first and last tokens, (n, 2): every pass on its own, in the plainest way."""
     engine, sent = limit.engine, [each.arrival_s for each in requests]
     times = np.zeros((len(requests), 2))
@@ -126,7 +126,7 @@ def test_passes_computed_at_once_are_those_computed_one_by_one(engine: str, user
 def test_one_request_takes_its_prompt_and_its_tokens():
     table = a_table()
     limit = scheduler(max_batch=8, max_tokens=2048, cache_tokens=1e6)
-    found = run(table, limit, [Request(0.0, 1000, 11)])
+    found = run(table, limit, [ServingRequest(0.0, 1000, 11)])
     first = table.arrive_s + table.read_s(1000, 1000 * 500, 0, 0)
     further = sum(table.decode_s(1) + table.cached_s * (1000 + k) for k in range(10))
     assert found.ttft_s[0] == pytest.approx(first)
@@ -185,13 +185,13 @@ def test_prompts_wait_for_others_while_others_decode_and_not_longer_than_they_ma
     """The first prompt finds nobody; the second waits 20 passes, as no third one comes; with a third it does not."""
     table = a_table()
     limit = scheduler(8, 2048, 1e6, hold_passes=20, hold_prompts=2)
-    first = Request(0.0, 256, 101)
+    first = ServingRequest(0.0, 256, 101)
     begins = table.arrive_s + table.read_s(256, 256 * 128, 0, 0)
-    waits = run(table, limit, [first, Request(begins, 256, 11)])
+    waits = run(table, limit, [first, ServingRequest(begins, 256, 11)])
     held = sum(table.decode_s(1) + table.cached_s * (256 + k) for k in range(20))
     assert waits.ttft_s[0] == pytest.approx(begins)
     assert waits.ttft_s[1] > table.arrive_s + held
-    plain = run(table, scheduler(8, 2048, 1e6), [first, Request(begins, 256, 11)])
+    plain = run(table, scheduler(8, 2048, 1e6), [first, ServingRequest(begins, 256, 11)])
     assert waits.ttft_s[1] - plain.ttft_s[1] == pytest.approx(held, rel=0.05)
-    together = run(table, limit, [first, Request(begins, 256, 11), Request(begins, 256, 11)])
+    together = run(table, limit, [first, ServingRequest(begins, 256, 11), ServingRequest(begins, 256, 11)])
     assert together.ttft_s[1] < plain.ttft_s[1] + 2 * table.decode_s(1)

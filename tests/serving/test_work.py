@@ -9,7 +9,7 @@ from shardwright.cost.cache import cache_bytes_per_token
 from shardwright.serving import forms
 from shardwright.serving.engines import REQUESTS_ON_SMALL, UNNAMED, VLLM_LOGIT_BYTES, engine_of
 from shardwright.serving.memory import BLOCK_TOKENS, largest_batch, memory
-from shardwright.serving.setting import Batch, Degrees, Settings
+from shardwright.serving.setting import Degrees, PassBatch, Settings
 from shardwright.serving.work import latency_s, period_s
 from shardwright.units import GiB
 from tests.serving.cases import IDEAL, serving
@@ -29,7 +29,7 @@ def test_a_token_of_one_request_takes_as_long_as_reading_weights_and_cache():
 def test_a_long_prompt_takes_as_long_as_its_flops():
     there = serving(rates=IDEAL)
     tokens = 4096
-    found = float(latency_s(there, ONE, Batch(prompt=tokens, attended=tokens / 2, logits=1))[0])
+    found = float(latency_s(there, ONE, PassBatch(prompt=tokens, attended=tokens / 2, logits=1))[0])
     model = there.model
     matmuls = 2 * (model.n_matmul_parameters - model.vocab_size * model.d_model) * tokens
     attention = 2 * model.n_layers * model.n_heads * 2 * model.head_dim * tokens * tokens / 2
@@ -43,9 +43,9 @@ def test_experts_that_a_batch_touches_are_those_that_random_choices_touch():
     assert moe is not None
     random = np.random.default_rng(0)
     for tokens in (1, 16, 200):
-        seconds = float(period_s(there, settings, Batch(requests=tokens, logits=tokens))[0])
+        seconds = float(period_s(there, settings, PassBatch(requests=tokens, logits=tokens))[0])
         dense = replace(there, rates=replace(there.rates, expert_share=1e9))
-        of_experts = seconds - float(period_s(dense, settings, Batch(requests=tokens, logits=tokens))[0])
+        of_experts = seconds - float(period_s(dense, settings, PassBatch(requests=tokens, logits=tokens))[0])
         chosen = [random.permuted(np.tile(np.arange(128), (tokens, 1)), axis=1)[:, : moe.top_k] for _ in range(300)]
         touched = float(np.mean([len(np.unique(each)) for each in chosen])) / 8
         expert_bytes = 3 * there.model.d_model * moe.d_ffn
@@ -56,7 +56,7 @@ def test_experts_that_a_batch_touches_are_those_that_random_choices_touch():
 def test_time_grows_with_requests_context_and_prompts():
     there = serving("llama-3.1-70b", "h100:8", precision="fp8")
     settings = Settings.of([Degrees(tp) for tp in (1, 2, 4, 8)])
-    base = Batch(requests=8.0, context=1000.0, logits=8.0)
+    base = PassBatch(requests=8.0, context=1000.0, logits=8.0)
     least = period_s(there, settings, base)
     for more in ({"requests": 64.0}, {"context": 8000.0}, {"prompt": 512.0, "attended": 256.0}, {"drafted": 4.0}):
         assert (period_s(there, settings, replace(base, **more)) > least).all(), more
@@ -66,8 +66,8 @@ def test_time_grows_with_requests_context_and_prompts():
 def test_a_pipeline_has_as_many_tokens_a_second_and_waits_for_its_stages():
     there = serving("llama-3.1-70b", "h100:8", rates=IDEAL)
     one, four = (Settings.of([Degrees(1, pp)]) for pp in (1, 4))
-    together = period_s(there, one, Batch(requests=1.0, logits=1.0))
-    apart = period_s(there, four, Batch(requests=4.0, logits=4.0))
+    together = period_s(there, one, PassBatch(requests=1.0, logits=1.0))
+    apart = period_s(there, four, PassBatch(requests=4.0, logits=4.0))
     assert float(apart[0]) == pytest.approx(float(together[0]), rel=0.1)
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.split.documents import Lengths, Piece, dealt, held_tokens, imbalance, plan
+from shardwright.split.documents import AttentionPiece, Lengths, dealt, held_tokens, imbalance, plan
 
 
 @st.composite
@@ -39,7 +39,7 @@ def test_dealing_partitions_every_document_over_ranks_with_equally_many_tokens(c
         assert places == Counter(range(sum(lengths)))
 
 
-def pairs_of(piece: Piece) -> list[tuple[int, int]]:
+def pairs_of(piece: AttentionPiece) -> list[tuple[int, int]]:
     rows, columns = range(piece.rows.start, piece.rows.stop), range(piece.columns.start, piece.columns.stop)
     return [(q, k) for q in rows for k in columns if not piece.causal or k <= q]
 

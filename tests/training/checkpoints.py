@@ -14,7 +14,7 @@ from shardwright.errors import CheckpointError
 from shardwright.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.norm import as_part
-from shardwright.training.checkpoint.manifest import DataRecord, Progress
+from shardwright.training.checkpoint.manifest import DataRecord, TrainingProgress
 from shardwright.training.checkpoint.saver import save
 from shardwright.training.checkpoint.state import load, named_tensors, stored_tensors
 from shardwright.training.checkpoint.store import CheckpointStore
@@ -68,7 +68,7 @@ def save_ranks(folder: Path, layout: Layout, steps: int = 1) -> Logical:
     trainer = build(layout, torch.float32)
     for step in range(steps):
         take_step(trainer, layout, step)
-    progress = Progress(step=steps, samples=12 * steps, seed=SEED)
+    progress = TrainingProgress(step=steps, samples=12 * steps, seed=SEED)
     save(CheckpointStore(folder, keep_last=9), trainer, progress, DATA, "steps = 1\n")
     return logical(trainer)
 
@@ -86,10 +86,10 @@ def hop(
         trainer, store = build(layout, torch.float32, spec), CheckpointStore(folder, keep_last=99)
         loaded = None
         if step:
-            assert load(store.path_of(step), trainer, DATA).progress == Progress(step, 12 * step, SEED)
+            assert load(store.path_of(step), trainer, DATA).progress == TrainingProgress(step, 12 * step, SEED)
             loaded = logical(trainer)
         take_step(trainer, layout, step)
-        save(store, trainer, Progress(step + 1, 12 * (step + 1), SEED), DATA, run_toml)
+        save(store, trainer, TrainingProgress(step + 1, 12 * (step + 1), SEED), DATA, run_toml)
         return loaded, logical(trainer)
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.processes import STOPPING
-from shardwright.run_folder import Event, read_events
+from shardwright.run_folder import EventRecord, read_events
 from tests.distributed import context
 
 Fault = Callable[[int], None]
@@ -138,7 +138,7 @@ def trajectory(run_file: Path, out: str = "out") -> list[tuple[int, float, float
     return [(r["step"], r["loss"], r["grad_norm"]) for r in records(run_file, out) if r["kind"] == "train"]
 
 
-def events(run_file: Path, out: str = "out") -> list[Event]:
+def events(run_file: Path, out: str = "out") -> list[EventRecord]:
     """What happened to the run, but for stragglers: where other programs load the cores, a rank is slower."""
     return [each for each in read_events(run_file.parent / out) if each.kind != "straggler"]
 

@@ -22,7 +22,7 @@ from shardwright.errors import CheckpointError, ConfigError, WorkerError
 from shardwright.layout import Layout
 from shardwright.run_folder import published
 from shardwright.training.checkpoint import saver as saver_module
-from shardwright.training.checkpoint.manifest import Progress, read_manifest
+from shardwright.training.checkpoint.manifest import TrainingProgress, read_manifest
 from shardwright.training.checkpoint.saver import Saver
 from shardwright.training.checkpoint.shards import file_name
 from shardwright.training.checkpoint.snapshot import Snapshot
@@ -53,7 +53,7 @@ def save_both_ways(folder: Path, mutations: Sequence[Mutation] = ()) -> str | No
             assert go.wait(60)
             write(*arguments)
 
-        progress, store = Progress(1, 12, SEED), CheckpointStore(folder / "beside", keep_last=9)
+        progress, store = TrainingProgress(1, 12, SEED), CheckpointStore(folder / "beside", keep_last=9)
         trainer.spikes = guard
         Saver(CheckpointStore(folder / "still"), trainer).save(progress, DATA, "")
         saver = Saver(store, trainer, asynchronous=True)
@@ -73,7 +73,7 @@ def save_both_ways(folder: Path, mutations: Sequence[Mutation] = ()) -> str | No
             if saver.step != 1:
                 return "it is not under way"
             threading.Timer(0.2, go.set).start()
-            saver.save(Progress(2, 24, SEED), DATA, "")
+            saver.save(TrainingProgress(2, 24, SEED), DATA, "")
             missing = not store.path_of(1).exists()
             saver.settle()
         except CheckpointError as error:
@@ -118,7 +118,7 @@ def save_while_a_step_is_taken(folder: Path, mutations: Sequence[Mutation] = ())
     with mutated(*mutations):
         trainer = build(COMPRESSED, torch.float32)
         take_step(trainer, COMPRESSED, 0)
-        progress = Progress(1, 12, SEED)
+        progress = TrainingProgress(1, 12, SEED)
         Saver(CheckpointStore(folder / "still"), trainer).save(progress, DATA, "")
         saver = Saver(CheckpointStore(folder / "beside"), trainer, asynchronous=True)
         late, make, wait, waited = threading.Event(), Snapshot.make, Snapshot.wait, []
@@ -173,7 +173,7 @@ def save_each_step_until_killed(folder: Path, after_s: float, killed: int) -> No
             with (folder.parent / f"{folder.name}.begun").open("a") as file:
                 file.write(f"{step}\n")
         dist.barrier()
-        saver.save(Progress(step, 12 * step, SEED), DATA, "")
+        saver.save(TrainingProgress(step, 12 * step, SEED), DATA, "")
 
 
 @prove
@@ -191,7 +191,7 @@ def test_killed_at_any_moment_the_last_or_the_last_but_one_checkpoint_is_whole(t
         for path in saved:
             manifest = read_manifest(path)
             step = manifest.progress.step
-            assert manifest.progress == Progress(step, 12 * step, SEED)
+            assert manifest.progress == TrainingProgress(step, 12 * step, SEED)
             for name, tensor in manifest.tensors.items():
                 for shard in tensor.shards:
                     read_shard(path, name, tensor.dtype, shard)
@@ -280,7 +280,7 @@ def save_alone(folder: Path) -> list[int]:
     saver = Saver(CheckpointStore(folder, keep_last=9), trainer, asynchronous=True)
     told = []
     for step in (1, 2, 3):
-        saver.save(Progress(step, 12 * step, SEED), DATA, "")
+        saver.save(TrainingProgress(step, 12 * step, SEED), DATA, "")
         told += [each.step for each in saver.news()]
     saver.settle()
     told += [each.step for each in saver.news()]

@@ -19,7 +19,7 @@ from shardwright.layout import Layout
 from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling
 from shardwright.model.spec import ModelSpec
 from shardwright.training.checkpoint import state
-from shardwright.training.checkpoint.manifest import Progress
+from shardwright.training.checkpoint.manifest import TrainingProgress
 from shardwright.training.checkpoint.saver import save
 from shardwright.training.checkpoint.state import load
 from shardwright.training.checkpoint.store import CheckpointStore
@@ -194,7 +194,7 @@ def test_a_dim_smaller_than_the_number_of_ranks_is_saved_and_loaded(tmp_path):
 
 def save_untrained(folder: Path, layout: Layout, spec: ModelSpec) -> Logical:
     trainer = build(layout, torch.float32, spec)
-    save(CheckpointStore(folder), trainer, Progress(1, 12, SEED), DATA, "")
+    save(CheckpointStore(folder), trainer, TrainingProgress(1, 12, SEED), DATA, "")
     return logical(trainer)
 
 

@@ -14,7 +14,7 @@ import torch
 from shardwright.errors import CheckpointError
 from shardwright.layout import Layout
 from shardwright.model.spec import ModelSpec
-from shardwright.training.checkpoint.manifest import Progress
+from shardwright.training.checkpoint.manifest import TrainingProgress
 from shardwright.training.checkpoint.saver import save
 from shardwright.training.checkpoint.state import load
 from shardwright.training.checkpoint.store import CheckpointStore
@@ -80,7 +80,7 @@ def resumed_and_not(folder: Path, layout: Layout) -> tuple[Logical, Logical]:
     """The state after two steps, with and without a stop between them."""
     trainer, store = build(layout, torch.float32, TIED), CheckpointStore(folder)
     take_step(trainer, layout, 0)
-    path = save(store, trainer, Progress(1, 12, SEED), DATA, "")
+    path = save(store, trainer, TrainingProgress(1, 12, SEED), DATA, "")
     take_step(trainer, layout, 1)
     resumed = build(layout, torch.float32, TIED)
     load(path, resumed, DATA)

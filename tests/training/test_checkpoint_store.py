@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from shardwright.errors import CheckpointError
 from shardwright.training.checkpoint import shards, storage
-from shardwright.training.checkpoint.manifest import Progress
+from shardwright.training.checkpoint.manifest import TrainingProgress
 from shardwright.training.checkpoint.saver import save
 from shardwright.training.checkpoint.store import CheckpointStore
 from tests.distributed import run_ranks
@@ -24,14 +24,14 @@ from tests.training.worlds import SEED, build
 def save_on_a_full_disk(folder: Path, free_bytes: int | None) -> str:
     """Save once; then with `free_bytes` on the disk, or where the disk fills up while rank 1 writes (None)."""
     trainer, store = build(ZERO_3, torch.float32), CheckpointStore(folder)
-    save(store, trainer, Progress(1, 12, SEED), DATA, "")
+    save(store, trainer, TrainingProgress(1, 12, SEED), DATA, "")
     take_step(trainer, ZERO_3, 0)
     if free_bytes is not None:
         shutil.disk_usage = lambda path: types.SimpleNamespace(free=free_bytes)  # type: ignore[assignment]
     elif dist.get_rank() == 1:
         shards.write_safetensors = write_half
     with pytest.raises(CheckpointError) as caught:
-        save(store, trainer, Progress(2, 24, SEED), DATA, "")
+        save(store, trainer, TrainingProgress(2, 24, SEED), DATA, "")
     dist.barrier()
     assert caught.value.exit_code == 2
     return str(caught.value)

@@ -17,8 +17,8 @@ from shardwright.model.spec import ModelSpec
 from shardwright.parallel.norm import local_part
 from shardwright.training.checkpoint.state import named_tensors, stored_tensors
 from shardwright.training.resilience.copies import (
-    Differing,
-    Found,
+    CopyDifference,
+    DifferingCopies,
     checksum,
     differing_copies,
     groups_of_copies,
@@ -143,9 +143,9 @@ Box = tuple[str, tuple[int, ...]]
 class Seen:
     """By a rank, after a step."""
 
-    before: Differing | None
+    before: DifferingCopies | None
     """What is said of its copies."""
-    after: Differing | None
+    after: DifferingCopies | None
     """The same once the bit was flipped."""
     boxes: list[Box]
     """The parts of tensors that it would write to a checkpoint."""
@@ -227,30 +227,34 @@ def test_all_copies_are_compared_and_equal_on_every_fiftieth_layout_of_4_ranks()
 
 def test_the_ranks_that_differ_from_most_are_named():
     found = {
-        rank: Found(False, 7 if rank < 4 else 9, "model/w" if rank < 4 else "model/x", (0,), 5 if rank == 2 else 1)
+        rank: CopyDifference(
+            False, 7 if rank < 4 else 9, "model/w" if rank < 4 else "model/x", (0,), 5 if rank == 2 else 1
+        )
         for rank in range(6)
     }
-    assert in_words(found) == Differing(
+    assert in_words(found) == DifferingCopies(
         "copies of w differ: rank 2 holds other bits than the 3 others, ranks 0, 1, 3", 2
     )
-    two = {rank: Found(True, 0, "optimizer/exp_avg/w", (0,), rank) for rank in range(2)}
+    two = {rank: CopyDifference(True, 0, "optimizer/exp_avg/w", (0,), rank) for rank in range(2)}
     few = "hold other bits, and so few copies do not tell which are right"
-    assert in_words(two) == Differing(f"copies of exp_avg of w differ: rank 0 and rank 1 {few}")
-    weights = {rank: Found(False, 3, "model/x", (5,), rank) for rank in (5, 6)}
-    assert in_words(two | weights) == Differing(f"copies of x differ: rank 5 and rank 6 {few}")
+    assert in_words(two) == DifferingCopies(f"copies of exp_avg of w differ: rank 0 and rank 1 {few}")
+    weights = {rank: CopyDifference(False, 3, "model/x", (5,), rank) for rank in (5, 6)}
+    assert in_words(two | weights) == DifferingCopies(f"copies of x differ: rank 5 and rank 6 {few}")
 
 
 def test_groups_that_share_a_rank_hold_copies_of_one_shard_and_others_do_not():
     """Of 2 x 2 copies that of rank 2 is wrong: it differs from rank 0, along one axis, and from rank 3, along another.
     Ranks 4 and 6 have another shard, with a wrong copy, too."""
     found = {
-        0: Found(False, 0, "model/w", (0,), 1),
-        2: Found(False, 0, "model/w", (0, 2), 5),
-        3: Found(False, 0, "model/w", (2,), 1),
-        4: Found(False, 0, "model/w", (4,), 7),
-        6: Found(False, 0, "model/w", (4,), 8),
+        0: CopyDifference(False, 0, "model/w", (0,), 1),
+        2: CopyDifference(False, 0, "model/w", (0, 2), 5),
+        3: CopyDifference(False, 0, "model/w", (2,), 1),
+        4: CopyDifference(False, 0, "model/w", (4,), 7),
+        6: CopyDifference(False, 0, "model/w", (4,), 8),
     }
-    assert in_words(found) == Differing("copies of w differ: rank 2 holds other bits than the 2 others, ranks 0, 3", 2)
+    assert in_words(found) == DifferingCopies(
+        "copies of w differ: rank 2 holds other bits than the 2 others, ranks 0, 3", 2
+    )
 
 
 def flips_after_step_6(rank: int, once: Path = Path("none")) -> None:

@@ -13,7 +13,7 @@ from shardwright.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.apply import apply
 from shardwright.training.optimizer import build_optimizer
-from shardwright.training.ranks import Place, process_group
+from shardwright.training.ranks import ProcessRank, process_group
 from shardwright.training.step import Trainer
 from tests.training.bugs.bug import EXPERTS
 from tests.training.worlds import OPTIMIZER, RATE, SEED, SPEC, local_batch, one_process, relative_error, whole
@@ -37,7 +37,7 @@ def test_a_step_on_a_gpu_has_the_gradients_of_float64_on_the_cpu(
 ):
     device = torch.device("cuda", 0)
     exact = one_process(torch.float64)
-    with process_group(Place(), device):
+    with process_group(ProcessRank(), device):
         model = apply(SPEC, Layout(), device, seed=SEED, compute_dtype=compute, compile_blocks=compiled)
         optimizer = build_optimizer(model.named_parameters, model.spec, OPTIMIZER)
         trainer = Trainer(model, optimizer, device=device, seed=SEED, clip_norm=1.0, compile_loss=compiled)
@@ -76,7 +76,7 @@ def test_blocks_replayed_as_cuda_graphs_take_the_steps_of_blocks_that_are_launch
         results["evaluation"] = trainer.evaluate([local_batch(3, 0, 1, accumulation=3)])
         return results | {name: parameter.detach().clone() for name, parameter in model.named_parameters.items()}
 
-    with process_group(Place(), device):
+    with process_group(ProcessRank(), device):
         launched, replayed = after_three_steps(False), after_three_steps(True)
         for name, value in launched.items():
             assert relative_error(replayed[name].cpu().double(), value.cpu().double()) < 1e-4, name

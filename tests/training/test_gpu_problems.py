@@ -9,7 +9,7 @@ import torch.distributed as dist
 from shardwright.config import parse
 from shardwright.errors import InputError
 from shardwright.training.gpu import GpuFacts, check_gpu, claim_gpu, gpu_problems, interface_problems
-from shardwright.training.ranks import Place, pick_device
+from shardwright.training.ranks import ProcessRank, pick_device
 from shardwright.units import GiB
 
 H100 = GpuFacts("NVIDIA H100", (9, 0), 79 * GiB, 80 * GiB, (7, 5))
@@ -90,4 +90,4 @@ def test_a_driver_that_is_too_old_is_the_reason_why_there_is_no_gpu(monkeypatch:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     for wanted in ("cuda", "auto"):
         with pytest.raises(InputError, match=r"too old \(found version 11040\); "):
-            pick_device(wanted, Place())
+            pick_device(wanted, ProcessRank())

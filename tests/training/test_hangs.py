@@ -12,7 +12,16 @@ import pytest
 import torch
 
 from shardwright.layout import Layout
-from shardwright.ranks_at import Collective, Dump, Folder, Identity, Reported, State, Watch, describe
+from shardwright.ranks_at import (
+    JoinedCollective,
+    RankDump,
+    RankIdentity,
+    RanksFolder,
+    RankState,
+    RankStateFile,
+    RanksWatch,
+    describe,
+)
 from shardwright.run_folder import read_events
 from shardwright.training.resilience import monitor as module
 from shardwright.training.resilience.monitor import Monitor
@@ -21,22 +30,22 @@ from tests.training.runs import is_alive, training, trajectory
 
 SOON = ("--set", "faults.hang_after=2.0", "--set", "steps=2000", "--set", "checkpoint.every=0")
 HERE = os.uname().nodename
-TP = Collective("all_reduce", 12, "3", "tp", (0, 1))
-ALL = Collective("all_gather", 40, "0", "all ranks", (0, 1, 2, 3))
+TP = JoinedCollective("all_reduce", 12, "3", "tp", (0, 1))
+ALL = JoinedCollective("all_gather", 40, "0", "all ranks", (0, 1, 2, 3))
 
 
-def at(phase: str = "forward_backward", step: int = 4) -> State:
-    return State(beats=9, step=step, phase=phase, since_s=100.0, limit_s=5.0, line="model/moe.py:7 forward")
+def at(phase: str = "forward_backward", step: int = 4) -> RankState:
+    return RankState(beats=9, step=step, phase=phase, since_s=100.0, limit_s=5.0, line="model/moe.py:7 forward")
 
 
-def dump(waits: bool, *pending: Collective, **joined: int) -> Dump:
+def dump(waits: bool, *pending: JoinedCollective, **joined: int) -> RankDump:
     line = "parallel/tensor.py:9 forward"
-    return Dump(line, waits, "layers.1.ffn", "0F3", "  the stack", pending, {k[1:]: v for k, v in joined.items()})
+    return RankDump(line, waits, "layers.1.ffn", "0F3", "  the stack", pending, {k[1:]: v for k, v in joined.items()})
 
 
-def described(dumps: dict[int, Dump], fates: dict[int, str] | None = None) -> tuple[list[int], str]:
+def described(dumps: dict[int, RankDump], fates: dict[int, str] | None = None) -> tuple[list[int], str]:
     states = {rank: at() for rank in range(4)}
-    who = {rank: Identity(rank, HERE, 100 + rank, "cuda:1", {"tp": rank % 2}) for rank in range(4)}
+    who = {rank: RankIdentity(rank, HERE, 100 + rank, "cuda:1", {"tp": rank % 2}) for rank in range(4)}
     return describe(states, who, dumps, fates or {}, now_s=107.5)
 
 
@@ -85,8 +94,8 @@ def test_a_rank_that_cannot_answer_is_at_fault_before_all_others():
     assert "rank 0 does not answer" in told
 
 
-def message(source: int, target: int) -> Collective:
-    return Collective("the input of 1F3", 7, f"pp 0 {source}>{target}", "pp", (source, target), is_message=True)
+def message(source: int, target: int) -> JoinedCollective:
+    return JoinedCollective("the input of 1F3", 7, f"pp 0 {source}>{target}", "pp", (source, target), is_message=True)
 
 
 def test_the_rank_that_has_not_sent_a_message_is_at_fault_and_the_message_named():
@@ -128,8 +137,8 @@ def test_ranks_that_all_wait_have_joined_different_collectives():
 def test_a_collective_that_all_have_joined_and_that_does_not_end_means_that_messages_do_not_arrive():
     """Ranks 0 and 1, on two machines, wait in it; rank 2 waits for rank 0 in another one, rank 3 for nothing known."""
     states = {rank: at() for rank in range(4)}
-    who = {rank: Identity(rank, f"node{rank % 2}", 100 + rank, "cpu") for rank in range(4)}
-    both = Collective("all_reduce", 12, "3", "dp_shard", (0, 1))
+    who = {rank: RankIdentity(rank, f"node{rank % 2}", 100 + rank, "cpu") for rank in range(4)}
+    both = JoinedCollective("all_reduce", 12, "3", "dp_shard", (0, 1))
     answers = {0: dump(True, both, g3=12), 1: dump(True, both, g3=12), 2: dump(True, ALL, g0=40), 3: dump(True)}
     blamed, told = describe(states, who, answers, {}, now_s=107.5)
     assert blamed == []
@@ -147,7 +156,7 @@ def test_a_collective_that_all_have_joined_and_that_does_not_end_means_that_mess
 
 def test_of_a_rank_on_another_machine_the_time_is_told_that_it_has_measured_itself():
     states = {0: at(), 1: at()}  # since 100 s, by the clock of node7
-    who = {rank: Identity(rank, "node7", 100 + rank, "cpu") for rank in range(2)}
+    who = {rank: RankIdentity(rank, "node7", 100 + rank, "cpu") for rank in range(2)}
     _, told = describe(states, who, {0: dump(True, TP), 1: replace(dump(False), for_s=6.5)}, {}, now_s=107.5)
     assert "rank 1 runs" in told
     assert "step 5, forward_backward for 6.5 s" in told
@@ -161,7 +170,7 @@ def watcher(folder: Path, least_s: float = 2.0) -> Monitor:
 
 def test_the_line_of_a_rank_is_one_of_its_phase_or_none(tmp_path):
     """The phase is told at once and the line twice a second: a rank that is killed is in another phase by then."""
-    reported = Reported(tmp_path / "state", writes=True)
+    reported = RankStateFile(tmp_path / "state", writes=True)
     reported.place(3, "data", 10.0, 60.0)
     reported.beat(1, 10.0, "data/batches.py:7 next")
     assert reported.read().line == "data/batches.py:7 next"
@@ -190,7 +199,7 @@ def test_what_a_phase_may_take_is_learned(tmp_path, monkeypatch):
     assert limits == pytest.approx([600.0, 600.0, 600.0, 2.0, 2.0, 15.0, 15.0])
     monitor.enter("checkpoint", 1)
     assert monitor._limit_s == 600.0
-    state = Folder(tmp_path).state(0)
+    state = RanksFolder(tmp_path).state(0)
     assert state is not None
     assert (state.phase, state.step, state.limit_s) == ("checkpoint", 1, 600.0)
     monitor.close()
@@ -200,7 +209,7 @@ def test_what_a_phase_may_take_is_learned(tmp_path, monkeypatch):
 def test_a_phase_that_is_late_is_seen_once_it_was_late_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(Monitor, "_look", lambda self: None)
     monkeypatch.setattr("shardwright.ranks_at._HEARD_S", 0.0)
-    monitor, watch = watcher(tmp_path), Watch(tmp_path, 2)
+    monitor, watch = watcher(tmp_path), RanksWatch(tmp_path, 2)
     for _ in range(4):
         monitor.enter("data", 3)
     assert watch.hang() is None

@@ -30,7 +30,7 @@ PARTS = {
     "store": "training/checkpoint/store.py:CheckpointStore",
     "spikes": "training/resilience/spikes.py:SpikeGuard",
     "scaler": "training/loss_scale.py:LossScaler",
-    "clock": "training/clock.py:Clock",
+    "clock": "training/clock.py:PhaseClock",
     "samples": "training/sources.py:RunSamples",
     "log": "training/run_log.py:RunLog",
 }

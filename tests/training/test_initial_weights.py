@@ -15,7 +15,7 @@ from shardwright.data.samples import IGNORE
 from shardwright.errors import CheckpointError
 from shardwright.layout import Layout
 from shardwright.model.transformer import Transformer
-from shardwright.training.checkpoint.manifest import Progress
+from shardwright.training.checkpoint.manifest import TrainingProgress
 from shardwright.training.checkpoint.saver import save
 from shardwright.training.checkpoint.state import load
 from shardwright.training.checkpoint.store import CheckpointStore
@@ -86,7 +86,7 @@ def start(path: Path, layout: Layout, folder: Path | None = None) -> tuple[float
     if folder is not None:
         table = {"out": str(folder), "steps": 1, "data": {"path": "none"}, "batch": {"seq_len": 16, "global_batch": 8}}
         text = resolved_toml(parse(table | {"model": {"from": str(path)}}))
-        save(CheckpointStore(folder), trainer, Progress(1, 8, case.seed), DATA, text)
+        save(CheckpointStore(folder), trainer, TrainingProgress(1, 8, case.seed), DATA, text)
     loss_part, *_ = trainer.forward_backward(local_batch(case, layout, dist.get_rank(), 0), 0)
     return float(trainer.model.sum_over_losses(loss_part)), equal
 
@@ -171,7 +171,7 @@ def trained(path: Path, folder: Path) -> dict[str, torch.Tensor]:
         trainer.update(RATE)
     table = {"out": str(folder), "steps": 2, "data": {"path": "none"}, "batch": {"seq_len": 16, "global_batch": 8}}
     text = resolved_toml(parse(table | {"model": {"from": str(path)}}))
-    save(CheckpointStore(folder), trainer, Progress(2, 16, case.seed), DATA, text)
+    save(CheckpointStore(folder), trainer, TrainingProgress(2, 16, case.seed), DATA, text)
     return {n: whole(t) for n, t in named_state(trainer.optimizer, trainer.model.named_parameters.items()).items()}
 
 

@@ -21,9 +21,9 @@ from shardwright.errors import CheckpointError, ConfigError, WorkerError
 from shardwright.layout import Layout
 from shardwright.run_folder import published
 from shardwright.training.checkpoint import messages
-from shardwright.training.checkpoint.hosts import Hosts, Transfer, transfers
+from shardwright.training.checkpoint.hosts import FileTransfer, Hosts, transfers
 from shardwright.training.checkpoint.local import LocalLevel
-from shardwright.training.checkpoint.manifest import Progress
+from shardwright.training.checkpoint.manifest import TrainingProgress
 from shardwright.training.checkpoint.saver import Saver
 from shardwright.training.checkpoint.state import load, named_tensors
 from shardwright.training.checkpoint.store import CheckpointStore
@@ -55,7 +55,7 @@ def save_on_hosts(folder: Path, mutations: Sequence[Mutation], fails: bool = Fal
             take_step(level.trainer, LAYOUT, step - 1)
             if fails and step == 3 and dist.get_rank() == 1:
                 (folder / "host-1/step-00000003.partial/rank-00000.safetensors.tmp").mkdir(parents=True)
-            saver.save_locally(Progress(step, 12 * step, SEED), DATA, f"rank = {dist.get_rank()}\n")
+            saver.save_locally(TrainingProgress(step, 12 * step, SEED), DATA, f"rank = {dist.get_rank()}\n")
             states.append(logical(level.trainer))
         try:
             saver.settle()
@@ -196,14 +196,18 @@ def test_every_rank_has_a_keeper_on_another_host_and_files_come_from_who_has_the
     there = {0: [0, 1, 3, 4, 5], 1: [2, 0, 1]}
     needed = [[0], [1], [2], [3, 0], [4], [5, 2]]
     assert transfers(hosts, there, needed) == [
-        Transfer(0, 0, 3), Transfer(2, 2, 4), Transfer(3, 0, 5), Transfer(4, 1, 3), Transfer(5, 0, 4),
-    ]  # fmt: skip
+        FileTransfer(0, 0, 3),
+        FileTransfer(2, 2, 4),
+        FileTransfer(3, 0, 5),
+        FileTransfer(4, 1, 3),
+        FileTransfer(5, 0, 4),
+    ]
 
 
 def long_files(folder: Path) -> bytes:
     """To be run on two ranks, each of which sends the other a file of many parts before it receives one."""
     messages._CHUNK_BYTES = 1000
-    rank, sender = dist.get_rank(), messages.Messages(60.0)
+    rank, sender = dist.get_rank(), messages.CheckpointMessages(60.0)
     (folder / f"{rank}").write_bytes(bytes([rank]) * 12345)
     sender.send_file(folder / f"{rank}", 1 - rank)
     sender.receive_file(folder / f"from-{1 - rank}", 1 - rank)
@@ -218,10 +222,10 @@ def test_files_of_many_parts_cross_each_other(tmp_path):
 def killed_once_it_is_kept(folder: Path, rank: int) -> None:
     """Rank 1 dies in step 14, when the checkpoint of step 12 is published on both hosts. Rank 0, which tells of it at
     the end of a step, does so at that of step 13."""
-    from shardwright.training.saving import Saving
+    from shardwright.training.saving import SaveCheckpoints
     from shardwright.training.step import Trainer
 
-    update, tell, calls = Trainer.update, Saving.tell, list[float]()
+    update, tell, calls = Trainer.update, SaveCheckpoints.tell, list[float]()
 
     def update_or_die(self, rate):
         calls.append(rate)
@@ -239,7 +243,7 @@ def killed_once_it_is_kept(folder: Path, rank: int) -> None:
             time.sleep(0.01)
             tell(self)
 
-    Trainer.update, Saving.tell = update_or_die, tell_of_it
+    Trainer.update, SaveCheckpoints.tell = update_or_die, tell_of_it
 
 
 def local_steps(folder: Path) -> list[int]:

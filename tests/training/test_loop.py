@@ -129,7 +129,7 @@ RATE_OF_STEP = "learning_rate(self.step - skipped, config.steps, config.optimize
 TAKEN_STEP = "TakenStep(step, samples, rate, result, overflowed, due_after(config, step))"
 LATER_RATE = "learning_rate(step, config.steps, config.optimizer.lr, config.lr_schedule)"
 DUE_TO_LOG = "due(step, config.metrics.every) or last"
-RESUMED = "Start(progress.step, progress.samples, path, past_stages(manifest), progress.left_out)"
+RESUMED = "RunStart(progress.step, progress.samples, path, past_stages(manifest), progress.left_out)"
 DATA_RANK = "self.layout.data_rank(self.rank)"
 
 

@@ -17,7 +17,7 @@ from shardwright.config import PrecisionSection
 from shardwright.config import load as load_run_file
 from shardwright.layout import Layout
 from shardwright.model.sections import MoESpec
-from shardwright.training.checkpoint.manifest import Progress
+from shardwright.training.checkpoint.manifest import TrainingProgress
 from shardwright.training.checkpoint.saver import save
 from shardwright.training.checkpoint.state import load
 from shardwright.training.checkpoint.store import CheckpointStore
@@ -148,7 +148,7 @@ def _saved_or_loaded(folder: Path, layout: Layout, loads: bool) -> LossScaleStat
         return trainer.scaler.state
     trainer.forward_backward(local_batch(0, layout.data_rank(dist.get_rank()), layout.data_ranks, 2), 0)
     trainer.scaler.state = LossScaleState(2.0**7, left=1, clean=5, skipped=3)
-    save(store, trainer, Progress(1, 24, SEED), DATA, "")
+    save(store, trainer, TrainingProgress(1, 24, SEED), DATA, "")
     return trainer.scaler.state
 
 

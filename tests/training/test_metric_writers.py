@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.errors import InputError
-from shardwright.run_folder import Evaluated, Logged, Saved
+from shardwright.run_folder import CheckpointRecord, EvaluationRecord, TrainRecord
 from shardwright.training.metrics import missing_extras, open_writers
 from shardwright.training.start import start
 from tests.marks import prove
@@ -148,7 +148,7 @@ def test_a_run_is_scraped_while_it_trains(tokens: Path, tmp_path: Path):
 
 
 def test_the_dashboard_asks_for_numbers_that_there_are():
-    kinds = {"train": Logged, "evaluation": Evaluated, "checkpoint": Saved}
+    kinds = {"train": TrainRecord, "evaluation": EvaluationRecord, "checkpoint": CheckpointRecord}
     path = Path(__file__).parents[2] / "examples" / "grafana-dashboard.json"
     asked = [target["expr"] for panel in json.loads(path.read_text())["panels"] for target in panel["targets"]]
     assert len(asked) > 10

@@ -26,9 +26,9 @@ from shardwright.config import OptimizerSection, parse
 from shardwright.errors import ConfigError, InputError
 from shardwright.layout import Layout
 from shardwright.model.spec import ModelSpec
-from shardwright.training.offload.on_disk import OnDisk
+from shardwright.training.offload.on_disk import OptimizerOnDisk
 from shardwright.training.offload.scratch import BLOCK
-from shardwright.training.offload.states import CUT, Member, Piece, in_chunks
+from shardwright.training.offload.states import CUT, OffloadedParameter, StatePiece, in_chunks
 from shardwright.training.step import Trainer
 from shardwright.units import MiB
 from shardwright.verification import rank as verify_rank
@@ -71,7 +71,7 @@ def trained(layout: Layout, run: OptimizerSection, dtype: str, mutations: Sequen
         case = replace(CASE, spec=spec, seq_len=12, dtype=dtype, optimizer=run)
         trainer = verify_rank.build_trainer(case, layout, run.name)
         if layout.offload_optimizer == "disk":
-            assert isinstance(trainer.optimizer, OnDisk)
+            assert isinstance(trainer.optimizer, OptimizerOnDisk)
             assert len(trainer.optimizer.chunks) > 2
         for step in range(3):
             trainer.forward_backward(verify_rank.local_batch(case, layout, dist.get_rank(), step), step)
@@ -98,15 +98,15 @@ def test_states_on_a_disk_give_the_bits_of_states_in_memory_for_every_optimizer(
     check(LAYOUTS["one rank"], RUNS[name], "bfloat16")
 
 
-def member(numel: int, dtype: torch.dtype) -> Member:
-    return Member({}, nn.Parameter(torch.zeros(numel)), {"mean": dtype, "square": dtype}, {})
+def member(numel: int, dtype: torch.dtype) -> OffloadedParameter:
+    return OffloadedParameter({}, nn.Parameter(torch.zeros(numel)), {"mean": dtype, "square": dtype}, {})
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 5_000, 40_000, 10**9])
 def test_every_element_is_in_one_piece_that_is_cut_at_whole_vectors(chunk_bytes: int):
     members = [member(numel, dtype) for numel in (7, 0, 3 * CUT, 5001, 1) for dtype in (torch.float32, torch.bfloat16)]
     chunks = in_chunks(members, chunk_bytes)
-    of_member: dict[int, list[Piece]] = {id(each): [] for each in members}
+    of_member: dict[int, list[StatePiece]] = {id(each): [] for each in members}
     end = 0
     for chunk in chunks:
         assert (chunk.begin, chunk.n_bytes % BLOCK) == (end, 0)

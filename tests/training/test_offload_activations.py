@@ -12,7 +12,7 @@ from shardwright.config import parse
 from shardwright.errors import InputError
 from shardwright.layout import Layout
 from shardwright.parallel.offload import ActivationsOnHost
-from shardwright.processes import Memory
+from shardwright.processes import UsableMemory
 from shardwright.training.offload import room
 from tests.distributed import run_ranks
 from tests.marks import rest_prove
@@ -181,7 +181,7 @@ def refused_on_each(machines: list[tuple[int, bool]]) -> list[list[str]]:
 
 
 def refused(machine_bytes: int, limited: bool) -> list[str]:
-    room.machine_memory = lambda: Memory(machine_bytes, "/sys/fs/cgroup/memory.max" if limited else "")
+    room.machine_memory = lambda: UsableMemory(machine_bytes, "/sys/fs/cgroup/memory.max" if limited else "")
     run = {"out": "o", "steps": 1, "data": {"path": "d"}, "batch": {"seq_len": 8, "global_batch": 8}}
     try:
         room.require_host_memory(parse(run | {"layout": {"dp_shard": 2, "offload_optimizer": "cpu", **ON_HOST}}))

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwright.config import OptimizerSection
 from shardwright.layout import Layout
 from shardwright.model.modules import rows
-from shardwright.training.offload.on_host import OnHost
+from shardwright.training.offload.on_host import OptimizerOnHost
 from shardwright.training.offload.states import Host
 from shardwright.training.optimizer import build_optimizer
 from shardwright.verification import rank as verify_rank
@@ -71,7 +71,7 @@ def test_states_and_the_update_are_on_the_host_and_a_step_copies_gradients_there
             name: nn.Parameter(torch.empty(row.shape, device="cuda")) for name, row in rows(EVEN).items() if row.trained
         }
         optimizer = build_optimizer(parameters, EVEN, run, Host(bucket_bytes))
-        assert isinstance(optimizer, OnHost)
+        assert isinstance(optimizer, OptimizerOnHost)
         for parameter in parameters.values():
             assert parameter.device.type == "cuda"
             assert {value.device.type for value in optimizer.state[parameter].values()} == {"cpu"}
@@ -107,7 +107,7 @@ def trained(layout: Layout, run: OptimizerSection, dtype: str, mutations: Sequen
         case = replace(CASE, spec=spec, seq_len=12, dtype=dtype, optimizer=run)
         trainer = verify_rank.build_trainer(case, layout, run.name)
         if layout.offload_optimizer == "cpu" and layout.offload_parameters == "none":
-            assert isinstance(trainer.optimizer, OnHost)
+            assert isinstance(trainer.optimizer, OptimizerOnHost)
             assert len(trainer.optimizer.buckets) > 2
         for step in range(3):
             trainer.forward_backward(verify_rank.local_batch(case, layout, dist.get_rank(), step), step)

@@ -104,7 +104,7 @@ def optimizer(*bugs: Mutation) -> str:
 
 
 def test_the_optimizer_updates_them_where_they_are(*bugs: Mutation):
-    assert run_ranks(optimizer, 2, *bugs) == ["OnShards"] * 2
+    assert run_ranks(optimizer, 2, *bugs) == ["OptimizerOnShards"] * 2
 
 
 @pytest.mark.prove

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from shardwright.training.on_shards import OnShards
+from shardwright.training.on_shards import OptimizerOnShards
 from tests.distributed import run_ranks
 
 MAKERS = {
@@ -42,7 +42,7 @@ def trained(name: str, sharded: bool) -> list[Tensor]:
     placements = [Shard(0), Replicate(), Shard(0)]
     parameters = [nn.Parameter(drawn(shape, place)) for shape, place in zip(SHAPES, placements, strict=True)]
     optimizer = MAKERS[name](parameters)
-    optimizer = OnShards(optimizer) if sharded else optimizer
+    optimizer = OptimizerOnShards(optimizer) if sharded else optimizer
     for _ in range(3):
         for parameter, place in zip(parameters, placements, strict=True):
             parameter.grad = drawn(parameter.shape, place)

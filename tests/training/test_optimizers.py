@@ -17,7 +17,7 @@ from shardwright.model.init import initialise
 from shardwright.model.modules import row_of
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
-from shardwright.training.checkpoint.manifest import Progress
+from shardwright.training.checkpoint.manifest import TrainingProgress
 from shardwright.training.checkpoint.saver import save
 from shardwright.training.checkpoint.state import load
 from shardwright.training.checkpoint.store import CheckpointStore
@@ -226,7 +226,7 @@ def hop(folder: Path, layout: Layout, step: int, run: OptimizerSection) -> tuple
         load(store.path_of(step), trainer, DATA)
         loaded = logical_states(trainer)
     take_step(trainer, layout, step)
-    save(store, trainer, Progress(step + 1, 12 * (step + 1), SEED), DATA, "")
+    save(store, trainer, TrainingProgress(step + 1, 12 * (step + 1), SEED), DATA, "")
     return loaded, logical_states(trainer)
 
 

@@ -17,7 +17,7 @@ import torch
 
 from shardwright.errors import InputError, WorkerError
 from shardwright.training import ranks
-from shardwright.training.ranks import Place, first_host, meeting_point, place_from_environment
+from shardwright.training.ranks import ProcessRank, first_host, meeting_point, place_from_environment
 from tests.marks import prove
 from tests.training.runs import trajectory, write_run_file
 
@@ -33,11 +33,11 @@ SRUN = {
 
 
 def test_the_rank_is_that_of_torchrun_or_of_srun_or_there_is_none():
-    assert place_from_environment(TORCHRUN) == Place(rank=5, local_rank=1, world_size=8)
-    assert place_from_environment(SRUN) == Place(rank=5, local_rank=1, world_size=8)
+    assert place_from_environment(TORCHRUN) == ProcessRank(rank=5, local_rank=1, world_size=8)
+    assert place_from_environment(SRUN) == ProcessRank(rank=5, local_rank=1, world_size=8)
     assert place_from_environment({}) is None
     # torchrun inside of a Slurm job: the one that started this process counts.
-    assert place_from_environment(SRUN | TORCHRUN | {"RANK": "7"}) == Place(7, 1, 8)
+    assert place_from_environment(SRUN | TORCHRUN | {"RANK": "7"}) == ProcessRank(7, 1, 8)
 
 
 def test_a_batch_script_or_a_step_of_one_task_is_no_rank():
@@ -138,7 +138,7 @@ def test_a_rank_that_meets_another_program_at_the_port_says_so_without_a_stack(m
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", port)
         told = f"cannot reach rank 0 at 127.0.0.1:{port}; .* does no other program use it"
-        with pytest.raises(InputError, match=told), ranks.process_group(Place(1, 1, 2), torch.device("cpu")):
+        with pytest.raises(InputError, match=told), ranks.process_group(ProcessRank(1, 1, 2), torch.device("cpu")):
             pass
     assert capfd.readouterr().err == ""
 
@@ -146,7 +146,7 @@ def test_a_rank_that_meets_another_program_at_the_port_says_so_without_a_stack(m
 def name_of_start(store, world_size: int, *which: int, timeout_s: float = 20.0) -> list[str]:
     """The name that each of these ranks of a start gets."""
     with ThreadPoolExecutor(world_size) as threads:
-        places = [Place(rank, rank, world_size) for rank in which]
+        places = [ProcessRank(rank, rank, world_size) for rank in which]
         return list(threads.map(lambda place: ranks._name_of_start(store, place, timeout_s), places))
 
 

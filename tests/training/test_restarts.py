@@ -14,7 +14,7 @@ import pytest
 from shardwright.config import RunConfig, parse
 from shardwright.config.shrink import shrunk
 from shardwright.errors import WorkerError
-from shardwright.run_folder import Event
+from shardwright.run_folder import EventRecord
 from shardwright.training.resilience.restarts import Restarts
 from tests.marks import prove
 from tests.training.runs import (
@@ -180,7 +180,7 @@ def is_killed_in_step_13(marker: Path, rank: int) -> None:
     Trainer.update = update_or_die
 
 
-def events_of(run_file: Path) -> list[Event]:
+def events_of(run_file: Path) -> list[EventRecord]:
     return [each for each in events(run_file) if each.kind not in ("start", "save")]
 
 

@@ -62,16 +62,16 @@ def killed_in_the_middle_of_a_shard(rank: int) -> None:
 
 
 def killed_between_shards_and_manifest(rank: int) -> None:
-    from shardwright.training.checkpoint.manifest import Manifest
+    from shardwright.training.checkpoint.manifest import CheckpointManifest
 
-    write = Manifest.write
+    write = CheckpointManifest.write
 
     def die_or_write(self, folder):
         if self.progress.step == 10:
             kill_itself()
         write(self, folder)
 
-    Manifest.write = die_or_write
+    CheckpointManifest.write = die_or_write
 
 
 def killed_before_the_rename(rank: int) -> None:

@@ -145,7 +145,7 @@ BUGS = {
     ),
     "a checkpoint does not say which samples a rollback left out": (
         functools.partial(errors_of, "rollback"),
-        Mutation("shardwright.training.saving:Saving.on_save", "tuple(self.samples.left_out)", "()"),
+        Mutation("shardwright.training.saving:SaveCheckpoints.on_save", "tuple(self.samples.left_out)", "()"),
         "loss",
     ),
     "a rollback keeps the last sample of the spike": (

@@ -12,8 +12,8 @@ import pytest
 from shardwright.config import parse
 from shardwright.data.prepare import prepare
 from shardwright.data.shards import open_split
-from shardwright.run_folder import Event, SamplePlace, append_event, read_events
-from shardwright.training.checkpoint.manifest import Progress
+from shardwright.run_folder import EventRecord, SamplePlace, append_event, read_events
+from shardwright.training.checkpoint.manifest import TrainingProgress
 from shardwright.training.sources import Sources
 
 SEQ_LEN = 16
@@ -56,7 +56,7 @@ def check_places(*, kind: str = "one folder") -> None:
             {"out": "run", "steps": 9, "model": model, "data": data, "batch": batch, "evaluation": {"samples": 0}}
         )
         sources = Sources(config)
-        order = sources.order(Progress(0, 0, config.seed))
+        order = sources.order(TrainingProgress(0, 0, config.seed))
         places = sources.places(order, range(3, 99))
         assert [place.sample for place in places] == [*range(3, 99)]
         assert len({Path(place.file).parent for place in places}) == len(data.get("sources", [data]))
@@ -83,8 +83,8 @@ def test_an_event_holds_the_places_of_its_samples(tmp_path: Path):
         SamplePlace(4, "data/train-00000.bin", 64, 17, (2, 3)),
         SamplePlace(5, "data/train-00000.bin", 80, 9, None),
     )
-    append_event(tmp_path, Event("skip", 2, "a spike", samples=places))
-    append_event(tmp_path, Event("save", 3, "saved"))
+    append_event(tmp_path, EventRecord("skip", 2, "a spike", samples=places))
+    append_event(tmp_path, EventRecord("save", 3, "saved"))
     assert [event.samples for event in read_events(tmp_path)] == [places, ()]
     assert str(places[0]) == "data/train-00000.bin, tokens 64 to 80, documents 2 to 3"
     assert str(places[1]) == "data/train-00000.bin, tokens 80 to 88"

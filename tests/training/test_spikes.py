@@ -20,7 +20,7 @@ from torch import Tensor
 from shardwright.config.faults import SPIKE_WINDOW, FaultsSection
 from shardwright.data.batches import Batches, merged
 from shardwright.layout import Layout
-from shardwright.training.checkpoint.manifest import Progress
+from shardwright.training.checkpoint.manifest import TrainingProgress
 from shardwright.training.checkpoint.saver import save
 from shardwright.training.checkpoint.state import load
 from shardwright.training.checkpoint.store import CheckpointStore
@@ -156,7 +156,7 @@ def saved_or_loaded(folder: Path, loads: bool, mutations: tuple[Mutation, ...] =
             assert load(store.path_of(1), trainer, DATA).progress.left_out == LEFT_OUT
             return trainer.spikes.state
         trainer.spikes.state = SpikeState([1.0, 1 / 3], [2.0, 1e-30], in_a_row=1, skipped=7)
-        save(store, trainer, Progress(1, 24, SEED, LEFT_OUT), DATA, "")
+        save(store, trainer, TrainingProgress(1, 24, SEED, LEFT_OUT), DATA, "")
         return trainer.spikes.state
 
 

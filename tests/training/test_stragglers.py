@@ -8,9 +8,16 @@ import pytest
 import torch
 
 from shardwright.layout import Layout
-from shardwright.run_folder import Event, Logged, read_events, read_metrics
-from shardwright.training.clock import Clock
-from shardwright.training.resilience.stragglers import Change, Slowest, Stragglers, Times, _median_of_others, peers
+from shardwright.run_folder import EventRecord, TrainRecord, read_events, read_metrics
+from shardwright.training.clock import PhaseClock
+from shardwright.training.resilience.stragglers import (
+    Slowest,
+    StragglerChange,
+    Stragglers,
+    Times,
+    _median_of_others,
+    peers,
+)
 from tests.marks import prove
 from tests.training.runs import Run, train, write_run_file
 
@@ -23,7 +30,7 @@ def times(n_steps: int, n_ranks: int, noise: float = 0.05, seed: int = 1) -> Tim
     return 0.1 * np.random.default_rng(seed).lognormal(0.0, noise, (n_steps, n_ranks))
 
 
-def judged(layout: Layout, own_s: Times, every: int = 5) -> list[Change]:
+def judged(layout: Layout, own_s: Times, every: int = 5) -> list[StragglerChange]:
     """What is said of a run that is logged every few steps."""
     found = Stragglers(layout)
     return [change for at in range(0, len(own_s), every) for change in found.judge(own_s[at : at + every], at + every)]
@@ -50,7 +57,7 @@ def test_a_rank_that_becomes_slower_by_30_percent_is_named_within_20_steps_and_t
 
 def test_what_is_said_of_a_straggler_holds_its_numbers():
     (slow,) = judged(FOUR, slowed(times(60, 4, noise=0.0), 2, 40))
-    assert slow == Change(
+    assert slow == StragglerChange(
         2,
         56,
         "rank 2 is a straggler: it computes 1.30 times as long as the median of ranks 0, 1, 3, with the same work (124 "
@@ -151,7 +158,7 @@ def test_a_clock_counts_the_wait_for_data_but_not_for_other_ranks():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shardwright.training.clock.time.thread_time", lambda: cpu_s[0])
         patch.setattr("shardwright.training.clock.time.perf_counter", lambda: wall_s[0])
-        clock = Clock(torch.device("cpu"))
+        clock = PhaseClock(torch.device("cpu"))
         for data_s, passes_s in ((3.0, 1.0), (0.5, 4.0)):
             wall_s[0] += 2.0
             cpu_s[0] += 0.25
@@ -198,7 +205,7 @@ def run_of(tokens: Path, folder: Path, n_ranks: int, steps: int, slow: int) -> R
     return train(write_run_file(folder, tokens), *arguments, fault=partial(computes_more, slow, 13, 10))
 
 
-def stragglers(folder: Path) -> list[Event]:
+def stragglers(folder: Path) -> list[EventRecord]:
     return [event for event in read_events(folder / "out") if event.kind == "straggler"]
 
 
@@ -211,7 +218,7 @@ def test_a_rank_that_repeats_a_part_of_its_matmuls_is_named_in_the_log_and_the_f
     assert event.rank == 1
     assert event.step > 13
     assert f"step {event.step}: {event.text}" in done.stdout
-    logged = [record for record in read_metrics(tmp_path / "out" / "metrics.jsonl") if isinstance(record, Logged)]
+    logged = [record for record in read_metrics(tmp_path / "out" / "metrics.jsonl") if isinstance(record, TrainRecord)]
     assert logged[0].stragglers == ()
     named = next(record for record in logged if record.stragglers)
     assert (named.slowest_rank, named.stragglers) == (1, (1,))

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwright.hugging_face.writer import Entry
+from shardwright.hugging_face.writer import TensorToWrite
 from shardwright.layout import Layout
 from shardwright.parallel.offload import ActivationsOnHost
-from shardwright.training.checkpoint.plan import Piece, Plan
+from shardwright.training.checkpoint.plan import CheckpointPlan, TensorPiece
 from shardwright.training.checkpoint.snapshot import Snapshot
 from shardwright.training.offload.states import Host
 from shardwright.training.optimizer import build_optimizer
@@ -50,8 +50,8 @@ def test_the_copy_for_a_checkpoint_waits_for_the_step_before_it_and_for_nothing_
 
 def check_snapshot(*names: str) -> None:
     streams = Streams()
-    pieces = [Piece(name, (0,), Entry(name, "float32", (4,))) for name in names]
-    host: Mapping[Piece, Tensor] = {}
+    pieces = [TensorPiece(name, (0,), TensorToWrite(name, "float32", (4,))) for name in names]
+    host: Mapping[TensorPiece, Tensor] = {}
 
     def make() -> None:
         nonlocal host
@@ -62,7 +62,7 @@ def check_snapshot(*names: str) -> None:
     with watched(streams):
         tensors = {name: torch.arange(4.0) for name in names}
         streams.on_device(*tensors.values())
-        snapshot = Snapshot(Plan(pieces), CUDA)
+        snapshot = Snapshot(CheckpointPlan(pieces), CUDA)
         for tensor in tensors.values():
             tensor.add_(1)  # the step before
         snapshot.begin(tensors)

@@ -16,7 +16,7 @@ from shardwright.training.step import Trainer
 from shardwright.verification import rank as verify_rank
 from shardwright.verification.case import DTYPES, Case
 from shardwright.verification.reference import train_alone
-from shardwright.verification.trace import Quantity, RankTrace, Trace
+from shardwright.verification.trace import RankTrace, Trace, TracedQuantity
 from tests.distributed import run_ranks
 from tests.mutation import Mutation, mutated
 
@@ -100,9 +100,9 @@ def one_process(dtype: torch.dtype) -> Outcome:
         name = next(name for name, types in DTYPES.items() if types == (dtype, dtype))
         trace = Trace(Path(folder), run_ranks(train_alone, 1, replace(CASE, dtype=name), Path(folder)))
         steps = range(1, STEPS + 1)
-        gradients = [Quantity("gradient", "adamw", step) for step in steps]
+        gradients = [TracedQuantity("gradient", "adamw", step) for step in steps]
         return Outcome(
-            [trace.scalars[Quantity("loss", "adamw", step)] for step in steps],
+            [trace.scalars[TracedQuantity("loss", "adamw", step)] for step in steps],
             [{name: found for name in trace.shapes if (found := trace.tensor(g, name)) is not None} for g in gradients],
         )
 

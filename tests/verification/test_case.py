@@ -25,7 +25,7 @@ from shardwright.verification.case import PLAIN_SGD
 from shardwright.verification.cut_case import cut_each, cut_layout, cut_spec
 from shardwright.verification.matrix import layouts
 from shardwright.verification.reference import train_alone
-from shardwright.verification.trace import Quantity
+from shardwright.verification.trace import TracedQuantity
 from tests.distributed import run_ranks
 from tests.marks import rest_prove
 from tests.training.worlds import CASE, SPEC
@@ -268,7 +268,7 @@ def test_an_unknown_dtype_names_the_nearest():
 def test_gradients_are_clipped_to_just_below_their_norm_to_more_and_to_far_less(tmp_path: Path):
     (trace,) = run_ranks(train_alone, 1, Case(SPEC, seq_len=10, global_batch=4), tmp_path)
     for training in (PLAIN_SGD, "adamw"):
-        norms = [trace.scalars[Quantity("grad norm", training, step)] for step in (1, 2, 3)]
+        norms = [trace.scalars[TracedQuantity("grad norm", training, step)] for step in (1, 2, 3)]
         shares = [limit / norm for limit, norm in zip(trace.clip_norms[training], norms, strict=True)]
         assert shares == pytest.approx([0.7, 2.0, 0.1])
     # With SGD the limits are a thousand times larger, and smaller, than in runs.

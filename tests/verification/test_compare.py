@@ -10,19 +10,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.layout import Layout
-from shardwright.verification import Row, Verifier
+from shardwright.verification import ReportRow, Verifier
 from shardwright.verification.case import PLAIN_SGD
 from shardwright.verification.compare import Report, differing_replicas, errors
-from shardwright.verification.trace import Quantity, RankTrace, Recorder, Trace
+from shardwright.verification.trace import RankTrace, Trace, TracedQuantity, TraceRecorder
 from tests.distributed import run_ranks
 from tests.marks import prove
 from tests.training.worlds import case
 
-GRADIENT, LOSS = Quantity("gradient", PLAIN_SGD, 1), Quantity("loss", PLAIN_SGD, 1)
+GRADIENT, LOSS = TracedQuantity("gradient", PLAIN_SGD, 1), TracedQuantity("loss", PLAIN_SGD, 1)
 
 
 def record(folder: Path, tensors: list[dict[str, Tensor]], loss: list[float]) -> RankTrace:
-    recorder = Recorder(folder)
+    recorder = TraceRecorder(folder)
     recorder.tensors(GRADIENT, tensors[dist.get_rank()])
     recorder.scalar(LOSS, torch.tensor(loss[dist.get_rank()]))
     return recorder.trace
@@ -68,7 +68,7 @@ def test_what_is_missing_or_of_another_shape_is_infinitely_wrong(tmp_path: Path)
 @pytest.mark.parametrize("tolerance", [0.0, 1e-10, math.inf, math.nan])
 @pytest.mark.parametrize("error", [math.nan, math.inf])
 def test_what_is_not_a_number_is_not_equal(error: float, tolerance: float):
-    row = Row(GRADIENT, "w", error, tolerance, "")
+    row = ReportRow(GRADIENT, "w", error, tolerance, "")
     assert not row.equal
     assert row.excess == math.inf
 
@@ -78,7 +78,7 @@ def test_the_same_value_that_is_not_finite_on_both_sides_is_not_equal_and_is_nam
     weights = {"good": torch.ones(4), "bad": torch.tensor([1.0, value])}
     expected = trace(tmp_path / "a", weights, loss=[value])
     found = errors(trace(tmp_path / "b", weights, loss=[value]), expected)
-    rows = [Row(quantity, name, error, math.inf, "") for (quantity, name), error in found.items()]
+    rows = [ReportRow(quantity, name, error, math.inf, "") for (quantity, name), error in found.items()]
     assert {(row.quantity.kind, row.name) for row in rows if not row.equal} == {("gradient", "bad"), ("loss", "")}
     report = Report(case(Layout(), 1), Layout(), "one process", rows, 0)
     assert not report.equal

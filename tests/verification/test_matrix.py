@@ -21,7 +21,7 @@ from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.schedule.registry import names
 from shardwright.split.rules import problems
-from shardwright.verification import Case, Report, Row, Verifier
+from shardwright.verification import Case, Report, ReportRow, Verifier
 from shardwright.verification.case import PLAIN_SGD
 from shardwright.verification.matrix import layouts
 from tests.marks import prove, rest_prove
@@ -332,7 +332,7 @@ def expert_case(dtype: str) -> Case:
     return replace(CASE, spec=replace(EVEN, moe=moe), dtype=dtype)
 
 
-def loads_and_biases(report: Report) -> list[Row]:
+def loads_and_biases(report: Report) -> list[ReportRow]:
     return [row for row in report.rows if row.name.endswith(("router.bias", "router.load"))]
 
 

@@ -20,7 +20,7 @@ from shardwright.generation.sampling import Sampling
 from shardwright.model.sections import MoESpec
 from shardwright.parallel import expert
 from shardwright.parallel.model import ExpertLoad
-from shardwright.processes import Memory
+from shardwright.processes import UsableMemory
 from shardwright.training import load, numbers
 from shardwright.training.offload import room
 from shardwright.training.step import ForwardBackward, Trainer
@@ -67,7 +67,7 @@ Sampling.choose = choose_first  # type: ignore[method-assign]
 ForwardBackward.evaluation_sums = one_each  # type: ignore[method-assign]
 numbers.LogNumbers.numbers = numbers_of_ones  # type: ignore[method-assign]
 numbers.expert_numbers = equal_load
-room.machine_memory = lambda: Memory(2**60)
+room.machine_memory = lambda: UsableMemory(2**60)
 
 _step = Trainer.step
 

@@ -22,7 +22,7 @@ from shardwright.parallel.boxes import gather_whole, local_box
 from shardwright.split.rules import problems as split_problems
 from shardwright.split.stages import schedule_problems
 from shardwright.training.optimizer import parameter_groups
-from shardwright.training.ranks import Place, join, pick_device, place_from_environment
+from shardwright.training.ranks import ProcessRank, join, pick_device, place_from_environment
 from shardwright.training.step import ForwardBackward
 
 
@@ -219,12 +219,12 @@ def parallelize(
     return DistributedModel(ForwardBackward(parallel, device=where, seed=seed, compile_loss=compile))
 
 
-def _place() -> Place:
+def _place() -> ProcessRank:
     """This process among those of the process group there is, or of the launcher; alone if there is neither."""
     if dist.is_initialized():
         rank = dist.get_rank()
-        return Place(rank, int(os.environ.get("LOCAL_RANK", rank)), dist.get_world_size())
-    return place_from_environment() or Place()
+        return ProcessRank(rank, int(os.environ.get("LOCAL_RANK", rank)), dist.get_world_size())
+    return place_from_environment() or ProcessRank()
 
 
 def _leave() -> None:

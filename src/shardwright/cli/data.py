@@ -14,10 +14,10 @@ from rich.text import Text
 
 from shardwright.cli.common import AsJson, console, error_console, print_json, say, verb
 from shardwright.data.inspect import inspect as inspect_folder
-from shardwright.data.prepare import Progress as PrepareProgress
+from shardwright.data.prepare import PrepareProgress
 from shardwright.data.prepare import prepare as prepare_folder
 from shardwright.data.readers import EncodingErrors
-from shardwright.data.shards import Manifest, verify_checksums
+from shardwright.data.shards import DataManifest, verify_checksums
 from shardwright.units import format_bytes, format_count, format_seconds, percent
 
 app = typer.Typer(
@@ -31,7 +31,7 @@ USUAL = {name: parameter.default for name, parameter in signature(prepare_folder
 
 
 @dataclass(frozen=True)
-class Options:
+class PrepareOptions:
     """Arguments and options of `prepare`, named as the parameters of `data.prepare.prepare`."""
 
     source: Annotated[
@@ -89,7 +89,7 @@ class Options:
 
 @app.command()
 @verb
-def prepare(options: Options) -> None:
+def prepare(options: PrepareOptions) -> None:
     """Tokenise a corpus into shards that training reads by memory map.
 
     Every document is followed by one separator token; a fraction of the documents goes to the validation split.
@@ -178,7 +178,7 @@ class _Display(Progress):
             say(f"{stage}: {amount}")
 
 
-def _print_summary(out: Path, manifest: Manifest, elapsed_s: float) -> None:
+def _print_summary(out: Path, manifest: DataManifest, elapsed_s: float) -> None:
     for name, split in manifest.splits.items():
         console.print(
             f"{name}: {format_count(split.tokens)} tokens, {format_count(split.documents)} documents, "
@@ -215,7 +215,7 @@ def _print_summary(out: Path, manifest: Manifest, elapsed_s: float) -> None:
     )
 
 
-def _validation_note(manifest: Manifest) -> str:
+def _validation_note(manifest: DataManifest) -> str:
     """What to say where the validation split is more than twice, or less than half, of what was asked for."""
     asked, splits = manifest.options["validation"], manifest.splits
     n_documents = sum(split.documents for split in splits.values())

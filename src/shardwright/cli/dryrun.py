@@ -12,13 +12,13 @@ from shardwright.errors import InputError
 
 if TYPE_CHECKING:
     from shardwright.config import RunConfig
-    from shardwright.dry_run.run import DryRun, How
+    from shardwright.dry_run.run import DryRun, DryRunSettings
 
 ALL = "all"
 
 
 @dataclass(frozen=True)
-class Options:
+class DryrunOptions:
     """Arguments and options of the verb."""
 
     run_file: Annotated[Path, typer.Argument(help="the run file, TOML; see examples/; its data is not read")]
@@ -72,7 +72,7 @@ class Options:
 
 
 @reading_verb
-def dryrun(options: Options) -> None:
+def dryrun(options: DryrunOptions) -> None:
     """Run the real training program as any rank of any world, without a GPU, data or memory for the weights.
 
     The program takes steps on tensors without values, in a process group that sends nothing. Printed are the peak
@@ -112,7 +112,7 @@ def dryrun(options: Options) -> None:
         raise typer.Exit(1)
 
 
-def _written(found: "DryRun", options: Options) -> Iterator[Path]:
+def _written(found: "DryRun", options: DryrunOptions) -> Iterator[Path]:
     """Write the files that are asked for."""
     from shardwright.dry_run.page import write_page
     from shardwright.dry_run.trace import write_snapshot, write_trace
@@ -128,7 +128,7 @@ def _written(found: "DryRun", options: Options) -> Iterator[Path]:
         yield options.snapshot
 
 
-def _found(config: "RunConfig", how: "How", options: Options, tell: Callable[[str], None]) -> "DryRun":
+def _found(config: "RunConfig", how: "DryRunSettings", options: DryrunOptions, tell: Callable[[str], None]) -> "DryRun":
     from shardwright.dry_run.run import dry_run, fullest_by_plan
 
     rank = options.rank
@@ -137,7 +137,7 @@ def _found(config: "RunConfig", how: "How", options: Options, tell: Callable[[st
     return dry_run(config, how, rank, options.remedies, tell)
 
 
-def _problems(options: Options) -> list[str]:
+def _problems(options: DryrunOptions) -> list[str]:
     """What is wrong with the options on their own."""
     wrong = wrong_place("--html", options.html, {".html": "it is named"})
     wrong += wrong_place("--trace", options.trace, {".json": "it is named"})
@@ -151,7 +151,7 @@ def _problems(options: Options) -> list[str]:
     return wrong
 
 
-def _how(config: "RunConfig", options: Options) -> "How":
+def _how(config: "RunConfig", options: DryrunOptions) -> "DryRunSettings":
     """Raises InputError where nothing says how much memory the device of a rank has."""
     from shardwright.dry_run.run import how_of
     from shardwright.units import GiB

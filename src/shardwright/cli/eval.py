@@ -22,7 +22,7 @@ from shardwright.units import format_count
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class EvalOptions:
     """The arguments and options of the verb."""
 
     model: ModelArgument
@@ -46,7 +46,7 @@ class Options:
 
 
 @reading_verb
-def eval(options: Options) -> None:
+def eval(options: EvalOptions) -> None:
     """Measure the perplexity of a run on its validation data, or of any model on prepared data.
 
     shardwright eval quickstart/run

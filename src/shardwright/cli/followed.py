@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardwright.config import RunConfig, load
 from shardwright.files import owner_runs
-from shardwright.ranks_at import Folder, Identity, State
+from shardwright.ranks_at import RankIdentity, RanksFolder, RankState
 from shardwright.report.run_record import check_folder
 from shardwright.run_folder import (
     CHECKPOINTS,
@@ -16,12 +16,12 @@ from shardwright.run_folder import (
     METRICS,
     RUN_FILE,
     AnyRecord,
-    Evaluated,
-    Event,
+    CheckpointRecord,
+    EvaluationRecord,
+    EventRecord,
     GrowingFile,
-    Logged,
-    Saved,
-    Started,
+    StartRecord,
+    TrainRecord,
     events_of,
     metrics_of,
     published,
@@ -38,25 +38,25 @@ MOST_RANKS = 16
 
 
 @dataclass(frozen=True)
-class Place:
+class RankStatus:
     """Where a rank of a run that goes on is."""
 
-    identity: Identity
-    state: State
+    identity: RankIdentity
+    state: RankState
 
 
 @dataclass
-class News:
+class NewRecords:
     """Lines written since the last look: their number in metrics.jsonl that report a loss, the records of the last few
     of these, and the events."""
 
     n_losses: int = 0
-    losses: deque[Logged | Evaluated] = field(default_factory=lambda: deque(maxlen=SHOWN_LINES))
-    events: list[Event] = field(default_factory=list)
+    losses: deque[TrainRecord | EvaluationRecord] = field(default_factory=lambda: deque(maxlen=SHOWN_LINES))
+    events: list[EventRecord] = field(default_factory=list)
 
 
 @dataclass
-class Followed:
+class FollowedRun:
     """A run folder as it was at the last `look`. Raises InputError for a folder that is not one of a run.
 
     `train`: of a long run not every logged step, but evenly spaced ones (at least `TRAIN_RECORDS` / 2) and the last.
@@ -64,9 +64,9 @@ class Followed:
 
     folder: Path
     config: RunConfig = field(init=False)
-    train: list[Logged] = field(default_factory=list)
-    others: list[Started | Evaluated | Saved] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
+    train: list[TrainRecord] = field(default_factory=list)
+    others: list[StartRecord | EvaluationRecord | CheckpointRecord] = field(default_factory=list)
+    events: list[EventRecord] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         check_folder(self.folder)
@@ -79,10 +79,10 @@ class Followed:
         self.train, self.others = [], []
         self._n_train, self._stride = 0, 1
 
-    def look(self) -> News:
+    def look(self) -> NewRecords:
         """Read what has been added. Raises InputError for a damaged line or run file; one that is half written is read
         when it is whole."""
-        news = News()
+        news = NewRecords()
         path = self.folder / RUN_FILE
         if (changed_ns := path.stat().st_mtime_ns) != self._run_file_ns:
             self.config, self._run_file_ns = load(path), changed_ns
@@ -94,11 +94,11 @@ class Followed:
         self.events += news.events
         return news
 
-    def _add(self, record: AnyRecord, news: News) -> None:
-        if isinstance(record, Logged | Evaluated):
+    def _add(self, record: AnyRecord, news: NewRecords) -> None:
+        if isinstance(record, TrainRecord | EvaluationRecord):
             news.n_losses += 1
             news.losses.append(record)
-        if not isinstance(record, Logged):
+        if not isinstance(record, TrainRecord):
             self.others.append(record)
             return
         if self.train and (self._n_train - 1) % self._stride:
@@ -141,15 +141,15 @@ class Followed:
         """Those that are complete, the oldest first."""
         return published(self.folder / CHECKPOINTS)
 
-    def places(self, ranks: list[int]) -> dict[int, Place]:
+    def places(self, ranks: list[int]) -> dict[int, RankStatus]:
         """Where some ranks are, of those that say so; at most 16 are asked."""
         if not self.runs:
             return {}
-        there, found = Folder(self.folder), {}
+        there, found = RanksFolder(self.folder), {}
         for rank in ranks[:MOST_RANKS]:
             identity, state = there.identity(rank), there.state(rank)
             if identity is not None and state is not None:
-                found[rank] = Place(identity, state)
+                found[rank] = RankStatus(identity, state)
         return found
 
 

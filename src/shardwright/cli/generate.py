@@ -31,7 +31,7 @@ LAYOUT_KEYS = ("tp", "pp", "cp", "cp_method", "ulysses_degree", "ep", "dp_replic
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class GenerateOptions:
     """The arguments and options of the verb."""
 
     model: ModelArgument
@@ -72,7 +72,7 @@ class Options:
 
 
 @reading_verb
-def generate(options: Options) -> None:
+def generate(options: GenerateOptions) -> None:
     """Continue prompts with a run or a folder of transformers, on any layout.
 
     shardwright generate quickstart/run --prompt "import os"
@@ -80,7 +80,7 @@ def generate(options: Options) -> None:
     The tokens do not depend on the layout, on the batch or on the other prompts. Prompts are data to dp_shard and
     dp_replicate; ranks are started here as local processes on the CPU, or by torchrun or srun.
     """
-    from shardwright.generation.generate import Request, generate
+    from shardwright.generation.generate import GenerationRequest, generate
 
     prompts, problems = _prompts(options)
     problems += _sampling_problems(options)
@@ -97,7 +97,7 @@ def generate(options: Options) -> None:
     if problems:
         raise InputError(*problems)
     answer = generate(
-        Request(
+        GenerationRequest(
             options.model,
             prompts,
             options.max_tokens,
@@ -128,7 +128,7 @@ def generate(options: Options) -> None:
     )
 
 
-def _prompts(options: Options) -> tuple[tuple[str, ...], list[str]]:
+def _prompts(options: GenerateOptions) -> tuple[tuple[str, ...], list[str]]:
     """The prompts, and what is wrong with how they are given."""
     given = list(options.prompt or ())
     if any("\udc80" <= char <= "\udcff" for text in given for char in text):
@@ -165,7 +165,7 @@ def _prompts(options: Options) -> tuple[tuple[str, ...], list[str]]:
     return tuple(given), problems
 
 
-def _sampling(options: Options) -> "Sampling":
+def _sampling(options: GenerateOptions) -> "Sampling":
     from shardwright.generation.sampling import Sampling
 
     temperature = 0.8 if options.temperature is None else options.temperature
@@ -177,7 +177,7 @@ def _sampling(options: Options) -> "Sampling":
     )
 
 
-def _sampling_problems(options: Options) -> list[str]:
+def _sampling_problems(options: GenerateOptions) -> list[str]:
     problems = []
     drawing = {"--temperature": options.temperature, "--top-p": options.top_p, "--top-k": options.top_k}
     if options.greedy and (given := [name for name, value in drawing.items() if value is not None]):

@@ -14,13 +14,13 @@ from shardwright.cli.common import AsJson, error_console, print_json, say, verb,
 from shardwright.errors import InputError
 
 if TYPE_CHECKING:
-    from shardwright.measuring.points import Machine
+    from shardwright.measuring.points import MachineMeasurements
 
 CLOCKS = ("wall", "cpu")
 
 
 @dataclass(frozen=True)
-class Options:
+class MeasureOptions:
     """Options of the verb."""
 
     out: Annotated[
@@ -45,7 +45,7 @@ class Options:
 
 
 @verb
-def measure(options: Options) -> None:
+def measure(options: MeasureOptions) -> None:
     """Measure this machine, so that plan knows its rates.
 
     Measured are matmuls by shape and precision, attention by length, element-wise operations, copies, launches,
@@ -77,7 +77,7 @@ def measure(options: Options) -> None:
         _tell(machine, options)
 
 
-def _wrong(options: Options) -> list[str]:
+def _wrong(options: MeasureOptions) -> list[str]:
     wrong = wrong_device(options.device) + wrong_place("--html", options.html, {".html": "it is named"})
     wrong += wrong_place("--out", options.out, {".toml": "it is named"})
     if options.out is None and options.html is None and not options.json:
@@ -94,13 +94,13 @@ def _wrong(options: Options) -> list[str]:
     return wrong
 
 
-def _measured(options: Options) -> "Machine | None":
+def _measured(options: MeasureOptions) -> "MachineMeasurements | None":
     """None on a rank other than the first."""
     from shardwright.measuring.machine import measure_as_rank, measure_here
-    from shardwright.training.ranks import Place, pick_device, place_from_environment, process_group
+    from shardwright.training.ranks import ProcessRank, pick_device, place_from_environment, process_group
 
     place = place_from_environment()
-    device = pick_device(options.device, place or Place())
+    device = pick_device(options.device, place or ProcessRank())
     if options.clock == "cpu" and device.type == "cuda":
         raise InputError("--clock cpu: CPU-seconds say nothing of a GPU; leave it out")
     folder = (options.out or options.html or Path("x")).absolute().parent
@@ -114,7 +114,7 @@ def _measured(options: Options) -> "Machine | None":
         return measure_as_rank(kind, device, ranks_here, folder, options.budget)
 
 
-def _tell(machine: "Machine", options: Options) -> None:
+def _tell(machine: "MachineMeasurements", options: MeasureOptions) -> None:
     from shardwright.files import write_whole
     from shardwright.measuring.file import accelerator_name, hardware_toml
 
@@ -137,7 +137,7 @@ def _tell(machine: "Machine", options: Options) -> None:
         say(f"  shardwright plan RUN.toml --hardware {options.out} --cluster {name}:{machine.ranks[-1].ranks}")
 
 
-def _print(machine: "Machine") -> None:
+def _print(machine: "MachineMeasurements") -> None:
     from shardwright.cli.common import columns, print_table
     from shardwright.measuring.fit import copy_bytes_per_s, fit_link, fit_matmuls
     from shardwright.units import format_bytes, format_seconds

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from shardwright.cli.common import console, error_console, print_json, reading_verb, say
-from shardwright.cli.plan_asked import Asked, Options, ask, choice_of_run, priced_of
+from shardwright.cli.plan_asked import PlanOptions, PlanRequest, ask, choice_of_run, priced_of
 from shardwright.errors import InputError, LayoutError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ EVALUATE = "evaluate"
 
 
 @reading_verb
-def plan(options: Options) -> None:
+def plan(options: PlanOptions) -> None:
     """Find the fastest layout that fits, without a GPU, and say why.
 
     Every valid layout of the cluster is evaluated: its memory from formulas, its time with its pipeline's schedule
@@ -64,7 +64,7 @@ def plan(options: Options) -> None:
         _search(asked, options)
 
 
-def _evaluate(options: Options) -> None:
+def _evaluate(options: PlanOptions) -> None:
     given = [each.name for each in fields(options) if getattr(options, each.name) != each.default]
     if others := ", ".join(f"--{name.replace('_', '-')}" for name in given if name not in ("target", "runs", "json")):
         raise InputError(f"plan evaluate takes a table and --json alone; leave out {others}")
@@ -82,7 +82,7 @@ def _evaluate(options: Options) -> None:
         raise typer.Exit(1)
 
 
-def _search(asked: Asked, options: Options) -> None:
+def _search(asked: PlanRequest, options: PlanOptions) -> None:
     from shardwright.cli import plan_text
     from shardwright.control_groups import usable_cores
     from shardwright.planner.alternatives import runners_up, well_known
@@ -136,7 +136,7 @@ def _search(asked: Asked, options: Options) -> None:
     _tell_written(asked, options)
 
 
-def _own(asked: Asked, result: "Plan") -> "Alternative | None":
+def _own(asked: PlanRequest, result: "Plan") -> "Alternative | None":
     """The layout of the run file; None where there is none, or it is not one for this cluster."""
     from shardwright.planner.alternatives import Alternative
 
@@ -152,7 +152,7 @@ def _own(asked: Asked, result: "Plan") -> "Alternative | None":
     return Alternative("run file", priced if fits else None, (choice, priced.peak_bytes))
 
 
-def _explain(asked: Asked, options: Options, choice: "Choice") -> None:
+def _explain(asked: PlanRequest, options: PlanOptions, choice: "Choice") -> None:
     from shardwright.cli import plan_text
     from shardwright.planner.document import job_document, layout_document
     from shardwright.planner.explain import explain, lines
@@ -182,7 +182,7 @@ def _explain(asked: Asked, options: Options, choice: "Choice") -> None:
     _tell_written(asked, options)
 
 
-def _write(asked: Asked, job: "Job", choice: "Choice", options: Options) -> None:
+def _write(asked: PlanRequest, job: "Job", choice: "Choice", options: PlanOptions) -> None:
     """With --write, the layout as a run file: the one that was given with its layout and batch replaced, or a new
     one."""
     if options.write is None:
@@ -227,7 +227,7 @@ def _new_out(config: "RunConfig", path: Path) -> str:
     return f"{config.out.rstrip('/')}-{path.stem}"
 
 
-def _tell_written(asked: Asked, options: Options) -> None:
+def _tell_written(asked: PlanRequest, options: PlanOptions) -> None:
     if options.json:
         return
     console.print()

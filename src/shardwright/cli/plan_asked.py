@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from shardwright.cost.hardware import Cluster
     from shardwright.cost.job import Job
     from shardwright.planner.choice import Choice
-    from shardwright.planner.fixed import Fixed
-    from shardwright.planner.priced import Priced
+    from shardwright.planner.fixed import FixedChoices
+    from shardwright.planner.priced import PricedLayout
 
 PRECISIONS = tuple(FORMATS)
 WITH_MEASURED = (
@@ -35,7 +35,7 @@ WITH_MEASURED = (
 
 
 @dataclass(frozen=True)
-class Options:
+class PlanOptions:
     """Arguments and options of the verb."""
 
     target: Annotated[
@@ -160,7 +160,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanRequest:
     """What is to be planned. `job`: with the rates of its machine, if that was measured, `anywhere`: without them.
     `name`: of the model, as people call it; `config`: the run file, if there is one; `explained`: the layout of
     --explain; `fixed`: the values of --fix."""
@@ -170,10 +170,10 @@ class Asked:
     name: str
     config: "RunConfig | None"
     explained: "Choice | None"
-    fixed: "Fixed | None"
+    fixed: "FixedChoices | None"
 
 
-def ask(options: Options) -> Asked:
+def ask(options: PlanOptions) -> PlanRequest:
     """What the options and the run file describe. Raises InputError with every problem of both at once."""
     target, model, cluster = options.target, options.model, options.cluster
     explains_file = options.explain is not None and options.explain.endswith(".toml")
@@ -255,10 +255,10 @@ def ask(options: Options) -> Asked:
         explained = _choice_of_file(
             str(options.explain), config if options.explain == target else None, machine, options
         )
-    return Asked(machine, job, name, config, explained, fixed)
+    return PlanRequest(machine, job, name, config, explained, fixed)
 
 
-def _choice_of_file(path: str, config: "RunConfig | None", job: "Job", options: Options) -> "Choice":
+def _choice_of_file(path: str, config: "RunConfig | None", job: "Job", options: PlanOptions) -> "Choice":
     """The layout of a run file that --explain names; `config`: the file, if it was read. Raises InputError."""
     from shardwright.config import load
     from shardwright.planner.search import limit_bytes
@@ -266,7 +266,7 @@ def _choice_of_file(path: str, config: "RunConfig | None", job: "Job", options: 
     return choice_of_run(config or load(path), job, limit_bytes(job, options.memory_margin))
 
 
-def changed_cluster(text: str, options: Options, link: str | None, network: str | None) -> "Cluster":
+def changed_cluster(text: str, options: PlanOptions, link: str | None, network: str | None) -> "Cluster":
     """A cluster, with the links of another accelerator and another network if they are given, and a name that says so.
     Raises InputError for what is in no file."""
     from shardwright.cost.hardware import accelerator, cluster
@@ -321,14 +321,14 @@ def choice_of_run(config: "RunConfig", job: "Job", limit_bytes: float) -> "Choic
         return Choice(layout.changed(recompute="full"), micro_batch)
 
 
-def priced_of(job: "Job", choice: "Choice") -> "Priced":
+def priced_of(job: "Job", choice: "Choice") -> "PricedLayout":
     """Raises LayoutError with everything that keeps the layout from running this job on this cluster, or from being
     priced."""
     from shardwright.cost.estimate import estimate
-    from shardwright.planner.priced import Priced
+    from shardwright.planner.priced import PricedLayout
 
     estimate(job, choice.layout, choice.micro_batch)
-    return Priced.of(job, choice)
+    return PricedLayout.of(job, choice)
 
 
 def _read(run_file: str, wrong: list[str]) -> "RunConfig | None":
@@ -349,7 +349,7 @@ def _read(run_file: str, wrong: list[str]) -> "RunConfig | None":
 
 
 def _document_tokens(
-    options: Options, config: "RunConfig | None", seq_len: int | None, wrong: list[str]
+    options: PlanOptions, config: "RunConfig | None", seq_len: int | None, wrong: list[str]
 ) -> float | None:
     """The mean length of a token's document, from the option or the data of the run file as it is mixed at
     first; None where attention goes over sequences. Problems are added to `wrong`."""
@@ -390,7 +390,7 @@ def _model_name(config: "RunConfig | None", spec: Any) -> str:
     return preset if spec == PRESETS[preset] else f"{preset}, changed"
 
 
-def _wrong_options(options: Options) -> list[str]:
+def _wrong_options(options: PlanOptions) -> list[str]:
     """What is wrong with the options that do not describe the job."""
     from shardwright.planner.search import margin_problems
     from shardwright.planner.simplicity import PREFERENCES
@@ -425,7 +425,7 @@ def _wrong_options(options: Options) -> list[str]:
     return wrong + wrong_place("--html", html, {".html": "it is named"})
 
 
-def _wrong_measured(options: Options) -> list[str]:
+def _wrong_measured(options: PlanOptions) -> list[str]:
     """What is wrong with the options next to --measured."""
     if options.measured is None:
         return []

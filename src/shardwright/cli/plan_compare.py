@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from shardwright.cli.common import columns, console, error_console, print_json, print_table, say
-from shardwright.cli.plan_asked import Asked, Options, changed_cluster, no_peak
+from shardwright.cli.plan_asked import PlanOptions, PlanRequest, changed_cluster, no_peak
 from shardwright.errors import InputError, LayoutError, nearest
 from shardwright.units import GiB, format_count
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 CHANGES = ("link", "network")
 
 
-def compare(asked: Asked, options: Options) -> None:
+def compare(asked: PlanRequest, options: PlanOptions) -> None:
     """Search on the cluster that was asked for and on those of --compare, and print what is recommended for each.
 
     Raises InputError for clusters that are not known, and typer.Exit(1) where nothing fits on any.
@@ -50,11 +50,11 @@ def compare(asked: Asked, options: Options) -> None:
         raise typer.Exit(1)
 
 
-def _others(options: Options) -> list[str]:
+def _others(options: PlanOptions) -> list[str]:
     return options.compare or []
 
 
-def _cluster(text: str, options: Options, precision: str, wrong: list[str]) -> "Cluster":
+def _cluster(text: str, options: PlanOptions, precision: str, wrong: list[str]) -> "Cluster":
     """A cluster by its name, or the one of --cluster with other links; problems are added to `wrong`."""
     changes = dict(pair.split("=", 1) for pair in text.replace(" ", "").split(",") if "=" in pair)
     unknown = [name for name in changes if name not in CHANGES]
@@ -73,7 +73,7 @@ def _cluster(text: str, options: Options, precision: str, wrong: list[str]) -> "
     return found
 
 
-def _print_document(asked: Asked, found: "list[Plan]") -> None:
+def _print_document(asked: PlanRequest, found: "list[Plan]") -> None:
     from shardwright.planner.document import job_document, layout_document
 
     compared = []
@@ -84,7 +84,7 @@ def _print_document(asked: Asked, found: "list[Plan]") -> None:
     print_json({"compared": compared})
 
 
-def _print(asked: Asked, found: "list[Plan]") -> None:
+def _print(asked: PlanRequest, found: "list[Plan]") -> None:
     from shardwright.planner.headline import headline
     from shardwright.planner.priced import shortage
 

@@ -12,15 +12,15 @@ from shardwright.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardwright.planner.diff import Difference, Term
-    from shardwright.planner.priced import Priced
+    from shardwright.planner.diff import DiffTerm, PlanDifference
+    from shardwright.planner.priced import PricedLayout
 
 SHOWN = 4
 """Terms whose formulas are printed: those that differ most."""
 
 
 @dataclass(frozen=True)
-class Options:
+class PlanDiffOptions:
     """Arguments and options of the verb."""
 
     a: Annotated[Path, typer.Argument(metavar="A.toml", help="a run file")]
@@ -38,7 +38,7 @@ class Options:
 
 
 @reading_verb
-def plan_diff(options: Options) -> None:
+def plan_diff(options: PlanDiffOptions) -> None:
     """Say why the step of one run file takes longer than that of another, term by term, and where it holds more memory.
 
     The terms are those of plan's step time, and add up to the difference; the largest come first, with the inputs of
@@ -50,7 +50,7 @@ def plan_diff(options: Options) -> None:
     Exit codes: 0 compared, 2 the input cannot be used.
     """
     sides = (("A", options.a, options.cluster), ("B", options.b, options.other_cluster or options.cluster))
-    found: list[Priced] = []
+    found: list[PricedLayout] = []
     wrong: list[str] = []
     for name, path, cluster in sides:
         try:
@@ -68,17 +68,16 @@ def plan_diff(options: Options) -> None:
         _print(different, options)
 
 
-def _priced(path: Path, cluster: str | None, hardware: Path | None) -> "Priced":
-    from shardwright.cli.plan_asked import Options as Asks
-    from shardwright.cli.plan_asked import ask, choice_of_run, priced_of
+def _priced(path: Path, cluster: str | None, hardware: Path | None) -> "PricedLayout":
+    from shardwright.cli.plan_asked import PlanOptions, ask, choice_of_run, priced_of
     from shardwright.planner.search import MARGIN, limit_bytes
 
-    asked = ask(Asks(target=str(path), cluster=cluster, hardware=hardware))
+    asked = ask(PlanOptions(target=str(path), cluster=cluster, hardware=hardware))
     assert asked.config is not None
     return priced_of(asked.job, choice_of_run(asked.config, asked.job, limit_bytes(asked.job, MARGIN)))
 
 
-def _print(found: "Difference", options: Options) -> None:
+def _print(found: "PlanDifference", options: PlanDiffOptions) -> None:
     from shardwright.units import GiB, format_bytes, format_seconds
 
     for name, path, each in (("A", options.a, found.a), ("B", options.b, found.b)):
@@ -107,7 +106,7 @@ def _verdict(slower: float, per: str) -> str:
     return f"B takes {abs(slower):.1%} {'longer' if slower > 0 else 'less time'} than A for {per}"
 
 
-def _print_terms(title: str, unit: str, terms: "Sequence[Term]", one: float, whole: tuple[float, float]) -> None:
+def _print_terms(title: str, unit: str, terms: "Sequence[DiffTerm]", one: float, whole: tuple[float, float]) -> None:
     table = columns(title, f"A {unit}", f"B {unit}", "B - A", left=1)
     for each in terms:
         table.add_row(each.name, f"{each.a / one:.4g}", f"{each.b / one:.4g}", f"{each.more / one:+.4g}")
@@ -119,7 +118,7 @@ def _print_terms(title: str, unit: str, terms: "Sequence[Term]", one: float, who
     print_table(table)
 
 
-def _print_why(terms: "Sequence[Term]") -> None:
+def _print_why(terms: "Sequence[DiffTerm]") -> None:
     for each in terms[:SHOWN]:
         if each.why:
             formula, *inputs = each.why

@@ -10,7 +10,7 @@ from shardwright.cli.common import AsJson, console, print_json, say, verb
 
 
 @dataclass(frozen=True)
-class Options:
+class EvaluateServingOptions:
     """Arguments and options of the verb."""
 
     runs: Annotated[
@@ -26,7 +26,7 @@ class Options:
 
 
 @verb
-def plan_evaluate_serving(options: Options) -> None:
+def plan_evaluate_serving(options: EvaluateServingOptions) -> None:
     """Compare predictions of serving with published measurements.
 
     Every row of a table is predicted: static batches by closed forms, closed loops by a simulated scheduler, maximum

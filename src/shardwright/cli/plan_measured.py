@@ -1,10 +1,10 @@
 """shardwright plan RUN.toml --measured RUN_FOLDER: a finished run next to its plan."""
 
 from shardwright.cli.common import columns, console, print_json, print_table, say
-from shardwright.cli.plan_asked import Asked, Options, choice_of_run, priced_of
+from shardwright.cli.plan_asked import PlanOptions, PlanRequest, choice_of_run, priced_of
 
 
-def compare_with_run(asked: Asked, options: Options) -> None:
+def compare_with_run(asked: PlanRequest, options: PlanOptions) -> None:
     """Print the run's medians next to the plan of its layout. Raises InputError for a run that is another one."""
     from shardwright.planner.document import job_document, layout_document
     from shardwright.planner.search import limit_bytes

@@ -14,9 +14,9 @@ from shardwright.errors import InputError, nearest
 if TYPE_CHECKING:
     from shardwright.cost.hardware import Cluster
     from shardwright.model.spec import ModelSpec
-    from shardwright.serving.engines import Engine
+    from shardwright.serving.engines import ServingEngine
     from shardwright.serving.rates import Rates
-    from shardwright.serving.search import Plan, Task
+    from shardwright.serving.search import ServingPlan, ServingTask
     from shardwright.serving.setting import Degrees
 
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
@@ -24,7 +24,7 @@ _RATES = {"s": 1.0, "min": 1 / 60, "h": 1 / 3600}
 
 
 @dataclass(frozen=True)
-class Options:
+class PlanServeOptions:
     """Arguments and options of the verb."""
 
     run: Annotated[
@@ -101,7 +101,7 @@ class Options:
 
 
 @reading_verb
-def plan_serve(options: Options) -> None:
+def plan_serve(options: PlanServeOptions) -> None:
     """Find how to serve a model: which tp, pp, ep and dp attention, how many instances, how many requests at a time.
 
     Every layout that fills the cluster is priced with every batch that fits: memory of weights and cache, time of
@@ -143,7 +143,7 @@ def plan_serve(options: Options) -> None:
         raise typer.Exit(1)
 
 
-def _print(found: "Plan", remedies: list[str]) -> None:
+def _print(found: "ServingPlan", remedies: list[str]) -> None:
     from shardwright.cli import plan_serve_text as text
 
     if not found.options:
@@ -154,10 +154,10 @@ def _print(found: "Plan", remedies: list[str]) -> None:
         text.print_plan(found)
 
 
-def ask(options: Options) -> "tuple[Task, str]":
+def ask(options: PlanServeOptions) -> "tuple[ServingTask, str]":
     """What is to be served, and the model's name. Raises InputError with every problem at once."""
     from shardwright.serving.engines import GENERATE
-    from shardwright.serving.search import Speculation, Task
+    from shardwright.serving.search import ServingTask, Speculation
     from shardwright.serving.setting import Serving
 
     wrong = _wrong_numbers(options)
@@ -179,7 +179,7 @@ def ask(options: Options) -> "tuple[Task, str]":
     speculation = Speculation()
     if options.draft_tokens:
         speculation = Speculation(options.draft_tokens, options.acceptance or 0.0, options.draft_cost)
-    task = Task(
+    task = ServingTask(
         serving=serving, input_len=options.input_len, output_len=options.output_len, engine=engine,
         concurrency=options.concurrency, rate_per_s=rate, ttft_s=ttft_s or math.inf, tpot_s=tpot_s or math.inf,
         speculation=speculation, price_per_hour=options.price,
@@ -187,7 +187,7 @@ def ask(options: Options) -> "tuple[Task, str]":
     return task, name
 
 
-def _engine(options: Options, machine: "Cluster | None", wrong: list[str]) -> "Engine":
+def _engine(options: PlanServeOptions, machine: "Cluster | None", wrong: list[str]) -> "ServingEngine":
     """Whose constants are taken; problems are added to `wrong`."""
     from shardwright.serving.engines import ENGINES, GENERATE, USUAL
 
@@ -216,7 +216,7 @@ def _engine(options: Options, machine: "Cluster | None", wrong: list[str]) -> "E
     return chosen or USUAL
 
 
-def _rates(engine: "Engine", machine: "Cluster") -> "Rates":
+def _rates(engine: "ServingEngine", machine: "Cluster") -> "Rates":
     """The constants of an engine on a machine."""
     from shardwright.serving.engines import GENERATE
     from shardwright.serving.host import rates_of
@@ -227,7 +227,7 @@ def _rates(engine: "Engine", machine: "Cluster") -> "Rates":
     return fitted()[0].rates(engine.name, machine.accelerator.die)
 
 
-def _model(options: Options, wrong: list[str]) -> "tuple[str, ModelSpec | None]":
+def _model(options: PlanServeOptions, wrong: list[str]) -> "tuple[str, ModelSpec | None]":
     """The model and its name; problems are added to `wrong`."""
     from shardwright.cli.plan_model import find_model
     from shardwright.serving.models import named
@@ -264,7 +264,7 @@ def _of_run(path: Path) -> "tuple[str, ModelSpec]":
     return str(path), load(file).model.spec()
 
 
-def _machine(options: Options, wrong: list[str]) -> "Cluster | None":
+def _machine(options: PlanServeOptions, wrong: list[str]) -> "Cluster | None":
     """The cluster; problems are added to `wrong`."""
     from shardwright.cost.hardware import cluster
 
@@ -292,7 +292,7 @@ def _wrong_precisions(asked: dict[str, str], machine: "Cluster | None") -> list[
     return wrong
 
 
-def _wrong_numbers(options: Options) -> list[str]:
+def _wrong_numbers(options: PlanServeOptions) -> list[str]:
     sizes = {
         "--input-len": options.input_len,
         "--output-len": options.output_len,
@@ -333,7 +333,7 @@ def _read(wrong: list[str], option: str, text: str | None, units: dict[str, floa
     return float(form[1]) * units[form[2]]
 
 
-def _explain(task: "Task", name: str, options: Options) -> None:
+def _explain(task: "ServingTask", name: str, options: PlanServeOptions) -> None:
     from shardwright.cli import plan_serve_text as text
     from shardwright.cli.plan_text import print_explained
     from shardwright.planner.explain import lines
@@ -348,7 +348,7 @@ def _explain(task: "Task", name: str, options: Options) -> None:
     print_explained(lines(entries))
 
 
-def _layout(text: str, task: "Task") -> "tuple[Degrees, int]":
+def _layout(text: str, task: "ServingTask") -> "tuple[Degrees, int]":
     """The layout and batch of --explain. Raises InputError with every problem."""
     from shardwright.serving.setting import Degrees
     from shardwright.serving.space import layouts

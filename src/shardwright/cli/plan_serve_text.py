@@ -8,19 +8,19 @@ import numpy as np
 from rich.table import Table
 
 from shardwright.cli.common import columns, console, print_table, say
-from shardwright.serving.search import PERCENTILE, Found, Plan, Task
-from shardwright.serving.simulate import Served
+from shardwright.serving.search import PERCENTILE, ServingPlan, ServingTask, SimulatedOption
+from shardwright.serving.simulate import ServedTimes
 from shardwright.serving.words import SIMULATED, reasons, simulated_cells, usable
 from shardwright.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from shardwright.serving.separate import Separate
+    from shardwright.serving.separate import SimulatedSplit
 
 OTHERS = 12
 POINTS = 12
 
 
-def print_task(task: Task, name: str, n_settings: int) -> None:
+def print_task(task: ServingTask, name: str, n_settings: int) -> None:
     """What is served, and how many ways were priced."""
     serving = task.serving
     say(
@@ -42,7 +42,7 @@ def print_task(task: Task, name: str, n_settings: int) -> None:
     say(f"{asked}{said}; {n_settings:,} settings priced")
 
 
-def print_plan(plan: Plan) -> None:
+def print_plan(plan: ServingPlan) -> None:
     """The best layout, those after it, others and the Pareto curve."""
     task, best = plan.task, plan.best[0]
     console.print()
@@ -57,7 +57,7 @@ def print_plan(plan: Plan) -> None:
         _print_pareto(plan)
 
 
-def _print_best(plan: Plan, best: Found) -> None:
+def _print_best(plan: ServingPlan, best: SimulatedOption) -> None:
     task = plan.task
     at = plan.layouts.index(best.layout)
     weights, working, token, cache = (
@@ -85,14 +85,14 @@ def _print_best(plan: Plan, best: Found) -> None:
     print_table(table)
 
 
-def _add_latencies(table: Table, served: Served) -> None:
+def _add_latencies(table: Table, served: ServedTimes) -> None:
     """Rows of the seconds to the first token and of a further one."""
     for what, value in (("first token", served.first_s), ("further token", served.further_s)):
         said = ", ".join(f"{format_seconds(value(each))} for {each} of 100" for each in (50, PERCENTILE, 99))
         table.add_row(f"  {what}", said)
 
 
-def _print_others(plan: Plan) -> None:
+def _print_others(plan: ServingPlan) -> None:
     found = list(islice(reasons(plan), OTHERS))
     if not found:
         return
@@ -105,7 +105,7 @@ def _print_others(plan: Plan) -> None:
         say(f"and {more:,} more")
 
 
-def _print_pareto(plan: Plan) -> None:
+def _print_pareto(plan: ServingPlan) -> None:
     say("\nTokens/s of an accelerator against those of a user; no setting has more of both")
     table = columns("of a user", "of an accelerator", "batch", "layout", left=0)
     table.columns[-1].justify = "left"
@@ -116,7 +116,7 @@ def _print_pareto(plan: Plan) -> None:
     print_table(table)
 
 
-def print_nothing_fits(plan: Plan, remedies: list[str]) -> None:
+def print_nothing_fits(plan: ServingPlan, remedies: list[str]) -> None:
     """What the weights need, and what would make them fit."""
     least = int(np.argmin(plan.memory.weights + plan.memory.working))
     weights = float(np.broadcast_to(plan.memory.weights, len(plan.layouts))[least])
@@ -134,7 +134,7 @@ def print_nothing_fits(plan: Plan, remedies: list[str]) -> None:
     )
 
 
-def print_no_limits_kept(plan: Plan) -> None:
+def print_no_limits_kept(plan: ServingPlan) -> None:
     """The best that can be had of each limited quantity."""
     task = plan.task
     first = min(plan.options, key=lambda each: each.ttft_s)
@@ -163,7 +163,7 @@ def print_no_limits_kept(plan: Plan) -> None:
         )
 
 
-def print_separate(task: Task, apart: "Separate | None", plan: Plan) -> None:
+def print_separate(task: ServingTask, apart: "SimulatedSplit | None", plan: ServingPlan) -> None:
     """Prefill and decode on separate accelerators, against together."""
     say("\nPrefill and decode on separate accelerators, simulated")
     if apart is None:

@@ -8,8 +8,8 @@ from shardwright.planner.alternatives import Alternative
 from shardwright.planner.batches import NearBatch
 from shardwright.planner.headline import accelerator_hours, days, headline
 from shardwright.planner.interval import unmeasured
-from shardwright.planner.nearest import Remedy
-from shardwright.planner.priced import Priced, shortage
+from shardwright.planner.nearest import PlanRemedy
+from shardwright.planner.priced import PricedLayout, shortage
 from shardwright.planner.search import Plan
 from shardwright.planner.warnings import of_job, warnings
 from shardwright.planner.words import (
@@ -99,7 +99,7 @@ def print_plan(
             console.print(f"[bold]as fast, within rounding[/]: {equal}", soft_wrap=True)
 
 
-def _print_compared(plan: Plan, taken: Priced, own: Alternative | None) -> None:
+def _print_compared(plan: Plan, taken: PricedLayout, own: Alternative | None) -> None:
     """The layouts to choose from, a line each: that of the run file first, then the recommended one."""
     table = columns("", "step", "slower", "memory", "layout", left=1)
     table.columns[-1].justify = "left"
@@ -117,7 +117,7 @@ def _restricted(plan: Plan) -> str:
     return "" if plan.fixed is None else f" with {plan.fixed}"
 
 
-def print_layout(priced: Priced, limit_bytes: float, budget_tokens: float | None) -> None:
+def print_layout(priced: PricedLayout, limit_bytes: float, budget_tokens: float | None) -> None:
     """One layout: what it is, how fast, where time and memory go, and what to look out for."""
     console.print(f"[bold]{priced.choice}[/]", soft_wrap=True)
     table = columns("", "", "", left=3)
@@ -138,7 +138,7 @@ def print_layout(priced: Priced, limit_bytes: float, budget_tokens: float | None
     _print_warnings(warnings(priced))
 
 
-def _print_budget(priced: Priced, budget_tokens: float) -> None:
+def _print_budget(priced: PricedLayout, budget_tokens: float) -> None:
     console.print(
         f"[bold]{format_count(budget_tokens)} tokens: {days(priced.job, priced.step_s, budget_tokens):,.1f} days[/], "
         f"{accelerator_hours(priced.job, priced.step_s, budget_tokens):,.0f} accelerator-hours "
@@ -147,7 +147,7 @@ def _print_budget(priced: Priced, budget_tokens: float) -> None:
     )
 
 
-def print_nothing_fits(plan: Plan, margin: float, remedies: Sequence[Remedy]) -> None:
+def print_nothing_fits(plan: Plan, margin: float, remedies: Sequence[PlanRemedy]) -> None:
     """What is nearest, and what would make it fit."""
     nearest, memory = plan.survey.nearest, plan.job.cluster.accelerator.memory_bytes
     console.print(
@@ -175,7 +175,7 @@ def print_explained(lines: Iterable[str]) -> None:
             console.print(f"[bold]{line}[/]")
 
 
-def _print_speed(priced: Priced) -> None:
+def _print_speed(priced: PricedLayout) -> None:
     told, job = headline(priced), priced.job
     console.print(
         f"[bold]a step takes {format_seconds(told.step_s)}[/]: {format_count(told.tokens_per_s)} tokens/s, "
@@ -195,7 +195,7 @@ def _print_speed(priced: Priced) -> None:
     )
 
 
-def _print_time(priced: Priced) -> None:
+def _print_time(priced: PricedLayout) -> None:
     table = columns("time", "s", "share", left=1)
     for kind, seconds in priced.parts_s.items():
         share = seconds / priced.step_s
@@ -205,7 +205,7 @@ def _print_time(priced: Priced) -> None:
     console.print(table)
 
 
-def _print_memory(priced: Priced, limit_bytes: float) -> None:
+def _print_memory(priced: PricedLayout, limit_bytes: float) -> None:
     memory = priced.memory
     rank = memory.fullest_rank
     title = f"memory, pp rank {rank}" if priced.choice.layout.pp > 1 else "memory"
@@ -231,7 +231,7 @@ def _print_warnings(found: Sequence[str]) -> None:
         say(warning)
 
 
-def _print_top(plan: Plan, taken: Priced) -> None:
+def _print_top(plan: Plan, taken: PricedLayout) -> None:
     """The fastest layouts, each with what it chooses otherwise than the recommended one."""
     table = columns("", "step s", "slower", "MFU", "GiB", "instead", left=0)
     table.columns[-1].justify, table.columns[-1].overflow = "left", "fold"
@@ -250,7 +250,7 @@ def _print_top(plan: Plan, taken: Priced) -> None:
         say(f"{more} more of them differ from one of these in one choice, and by less than {ALIKE:.0%}")
 
 
-def _print_alternatives(best: Priced, rows: Sequence[tuple[str, Alternative]], limit_bytes: float) -> None:
+def _print_alternatives(best: PricedLayout, rows: Sequence[tuple[str, Alternative]], limit_bytes: float) -> None:
     for name, each in rows:
         console.print(f"[bold]{name}[/]: {verdict(best, each, limit_bytes)}", soft_wrap=True)
         say(f"  {each.choice}")

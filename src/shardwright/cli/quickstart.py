@@ -75,7 +75,7 @@ VOCAB_SIZE = 512
 
 
 @dataclass(frozen=True)
-class Places:
+class QuickstartPaths:
     """Where quickstart puts what it makes."""
 
     corpus: Path
@@ -98,7 +98,9 @@ def quickstart(
     shards, trains a Llama of about 5M parameters with two worker processes and ZeRO-2, evaluates it on the validation
     split, draws the curves and generates text. Run again it reuses what is there; after an interruption it resumes.
     """
-    places = Places(corpus=out / "corpus", data=out / "data", run_file=out / "quickstart.toml", run=out / "run")
+    places = QuickstartPaths(
+        corpus=out / "corpus", data=out / "data", run_file=out / "quickstart.toml", run=out / "run"
+    )
     say = (lambda text: None) if json else tell
     began = time.monotonic()
     _gather(places.corpus, say)
@@ -156,13 +158,13 @@ def _wanted(path: Path) -> bool:
     return not {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"} & set(path.parts)
 
 
-def _tokenise(places: Places, say: Any) -> int:
+def _tokenise(places: QuickstartPaths, say: Any) -> int:
     """Make token shards of the corpus, if there are none; the size of their vocabulary."""
     from shardwright.data.prepare import prepare
-    from shardwright.data.shards import Manifest
+    from shardwright.data.shards import DataManifest
 
     if places.data.is_dir():
-        manifest = Manifest.read(places.data)
+        manifest = DataManifest.read(places.data)
         say(f"2 tokens      {places.data} is there already")
     else:
         began = time.monotonic()
@@ -173,7 +175,7 @@ def _tokenise(places: Places, say: Any) -> int:
     return manifest.vocab_size
 
 
-def _write_run_file(places: Places, steps: int, vocab_size: int) -> RunConfig:
+def _write_run_file(places: QuickstartPaths, steps: int, vocab_size: int) -> RunConfig:
     text = RUN_FILE.format(
         out=places.run.name,  # beside the run file
         data=places.data.name,
@@ -185,7 +187,7 @@ def _write_run_file(places: Places, steps: int, vocab_size: int) -> RunConfig:
     return load(places.run_file, ['checkpoint.resume="auto"'])
 
 
-def _train(config: RunConfig, places: Places, say: Any, quiet: bool) -> bool:
+def _train(config: RunConfig, places: QuickstartPaths, say: Any, quiet: bool) -> bool:
     """Whether all steps are done; they are not where a signal asked to stop."""
     from shardwright.training.checkpoint.store import CheckpointStore
     from shardwright.training.start import start
@@ -201,9 +203,9 @@ def _train(config: RunConfig, places: Places, say: Any, quiet: bool) -> bool:
     return store.path_of(config.steps) in store.published()
 
 
-def _show(places: Places, say: Any) -> dict[str, Any]:
+def _show(places: QuickstartPaths, say: Any) -> dict[str, Any]:
     """Pictures and a sample from what the run left; what it came to."""
-    from shardwright.generation.generate import Request, generate
+    from shardwright.generation.generate import GenerationRequest, generate
     from shardwright.generation.sampling import Sampling
     from shardwright.report.curves import draw_curves
     from shardwright.report.page import write_page
@@ -215,7 +217,7 @@ def _show(places: Places, say: Any) -> dict[str, Any]:
     curves, page = places.run / CURVES, places.run / PAGE
     draw_curves(run, curves)
     write_page(run, page)
-    generated = generate(Request(places.run, (PROMPT,), 60, Sampling(temperature=0.5, top_k=40)))
+    generated = generate(GenerationRequest(places.run, (PROMPT,), 60, Sampling(temperature=0.5, top_k=40)))
     assert generated is not None
     sample = PROMPT + generated.completions[0].text
     ratio = answer["validation_loss"] / answer["first_validation_loss"]
@@ -228,7 +230,7 @@ def _show(places: Places, say: Any) -> dict[str, Any]:
     return {**answer, "validation_ratio": ratio, "curves": str(curves), "report": str(page), "sample": sample}
 
 
-def _next_steps(answer: dict[str, Any], places: Places, seconds: float) -> None:
+def _next_steps(answer: dict[str, Any], places: QuickstartPaths, seconds: float) -> None:
     run_file, run = places.run_file, places.run
     rows = {
         "run file": run_file,

@@ -43,7 +43,7 @@ SORTS: dict[str, Callable[[Simulation, float], float | str]] = {
 
 
 @dataclass(frozen=True)
-class Options:
+class ScheduleOptions:
     """Arguments and options of the verb."""
 
     name: Annotated[str | None, typer.Option("--schedule", metavar="NAME", help=", ".join(names()))] = None
@@ -99,7 +99,7 @@ MOST_PASSES = 2**20
 
 
 @reading_verb
-def schedule(options: Options) -> None:
+def schedule(options: ScheduleOptions) -> None:
     """Show what a pipeline schedule does and what it costs, without running it.
 
     The bubble is the share of time in which ranks are idle. A micro-batch is in flight on a rank from F to the end
@@ -139,7 +139,7 @@ def schedule(options: Options) -> None:
         say(f"written to {path}")
 
 
-def _check(options: Options) -> Times:
+def _check(options: ScheduleOptions) -> Times:
     """The times of the actions. Raises InputError for options that are missing, do not go together, or name no place to
     write to."""
     wrong = []
@@ -201,7 +201,7 @@ def _times(text: str, comm: float) -> Times:
     return Times(forward, backward_input, weight, comm)
 
 
-def _schedule(options: Options, times: Times) -> Schedule:
+def _schedule(options: ScheduleOptions, times: Times) -> Schedule:
     """The one schedule that is asked for. Raises InputError."""
     if options.read is not None:
         schedule = read_table(options.read)
@@ -216,7 +216,7 @@ def _schedule(options: Options, times: Times) -> Schedule:
     return schedule
 
 
-def _write(simulations: Sequence[Simulation], options: Options) -> list[Path]:
+def _write(simulations: Sequence[Simulation], options: ScheduleOptions) -> list[Path]:
     """Write what is asked for; returns where to."""
     drawing, csv = options.drawing, options.csv
     if drawing is not None:

@@ -2,12 +2,12 @@
 
 from rich.text import Text
 
-from shardwright.schedule.draw import Timeline, ink_on, shades
+from shardwright.schedule.draw import ScheduleTimeline, ink_on, shades
 
 IDLE = "\N{MIDDLE DOT}"
 
 
-def timeline_text(timeline: Timeline, width: int) -> Text | None:
+def timeline_text(timeline: ScheduleTimeline, width: int) -> Text | None:
     """A line a rank: op and micro-batch where an action starts, as long as the action lasts, a dot where nothing is
     done. None if the shortest action would have no room for its name in `width` characters."""
     actions = [each for spans in timeline.spans for each in spans if each[2] > each[1]]

@@ -83,14 +83,14 @@ def _refuse_what_does_not_fit(config: RunConfig) -> None:
     """Raises InputError for a run that needs more memory than a rank has, with what would help; and under torchrun and
     srun, where every rank would run dry."""
     from shardwright.dry_run.run import dry_run, fullest_by_plan, how_of
-    from shardwright.training.ranks import Place, pick_device, place_from_environment
+    from shardwright.training.ranks import ProcessRank, pick_device, place_from_environment
     from shardwright.training.settle import memory_of
 
     if place_from_environment() is not None:
         raise InputError(
             "--dryrun-first goes with ranks that are started here; before torchrun or srun, run shardwright dryrun once"
         )
-    device = pick_device(config.device, Place())
+    device = pick_device(config.device, ProcessRank())
     memory_bytes = memory_of(device, config.layout.layout().world_size)
     if config.memory_gib is not None:
         memory_bytes = config.memory_gib * GiB

@@ -30,7 +30,7 @@ DAY_S = 24 * 3600.0
 
 
 @dataclass(frozen=True)
-class Options:
+class VerifyOptions:
     """Arguments and options of the verb."""
 
     run_file: Annotated[Path | None, typer.Argument(help="the run file, TOML; see examples/")] = None
@@ -97,7 +97,7 @@ class Options:
 
 
 @reading_verb
-def verify(options: Options) -> None:
+def verify(options: VerifyOptions) -> None:
     """Prove that a layout computes what one process computes.
 
     The layout of the run file and one process in plain PyTorch train the same model for a few steps, from the same
@@ -149,14 +149,14 @@ def _settled(config: "RunConfig") -> "RunConfig":
     return found
 
 
-def _is_too_large(configs: "Sequence[RunConfig]", options: Options) -> bool:
+def _is_too_large(configs: "Sequence[RunConfig]", options: VerifyOptions) -> bool:
     """Whether one layout is verified that has more ranks than this machine can hold."""
     from shardwright.verification.reduce import most_ranks
 
     return len(configs) == 1 and not options.full and configs[0].layout.layout().world_size > most_ranks()
 
 
-def _reduced(verifier: "Verifier", config: "RunConfig", options: Options) -> None:
+def _reduced(verifier: "Verifier", config: "RunConfig", options: VerifyOptions) -> None:
     """Verify the layout with fewer ranks of each axis."""
     from shardwright.verification.reduce import most_ranks, reduced
 
@@ -169,7 +169,7 @@ def _reduced(verifier: "Verifier", config: "RunConfig", options: Options) -> Non
     _matrix(verifier, pairs, options)
 
 
-def _of_matrix(config: "RunConfig", world_size: int, options: Options) -> "list[tuple[Case, Layout]]":
+def _of_matrix(config: "RunConfig", world_size: int, options: VerifyOptions) -> "list[tuple[Case, Layout]]":
     """What is trained with each layout of so many ranks."""
     from shardwright.model.number_formats import replica_problems
     from shardwright.verification.cut_case import cut_each
@@ -191,7 +191,7 @@ def _of_matrix(config: "RunConfig", world_size: int, options: Options) -> "list[
     return [(true, layout) for layout in chosen] if options.full else cut_each(true, chosen)
 
 
-def _sides(configs: "Sequence[RunConfig]", options: Options) -> "list[tuple[Case, Layout]]":
+def _sides(configs: "Sequence[RunConfig]", options: VerifyOptions) -> "list[tuple[Case, Layout]]":
     """What is trained and the layout that is verified, for each run file."""
     from shardwright.verification.cut_case import cut, cut_layout
 
@@ -211,7 +211,7 @@ def _sides(configs: "Sequence[RunConfig]", options: Options) -> "list[tuple[Case
     return list(zip(cases, chosen, strict=True))
 
 
-def _true_case(config: "RunConfig", options: Options) -> "Case":
+def _true_case(config: "RunConfig", options: VerifyOptions) -> "Case":
     from shardwright.verification.case import case_of
 
     return case_of(
@@ -231,7 +231,7 @@ def dtype_problems(dtype: str) -> list[str]:
     return [] if dtype in DTYPES else [f"--dtype {dtype}: not one that can be compared; {nearest(dtype, DTYPES)}"]
 
 
-def _configs(run_file: Path, options: Options) -> "list[RunConfig]":
+def _configs(run_file: Path, options: VerifyOptions) -> "list[RunConfig]":
     """The run file, and its second form if there is one. Raises InputError with everything that is wrong with the
     options and with the run file."""
     from shardwright.config import flat, load
@@ -269,7 +269,7 @@ def _one(
     case: "Case",
     layout: "Layout",
     against: "tuple[Case, Layout] | None",
-    options: Options,
+    options: VerifyOptions,
     sizes: str,
 ) -> None:
     from shardwright.verification.culprit import find_culprit
@@ -292,7 +292,7 @@ def _one(
         raise typer.Exit(1)
 
 
-def _matrix(verifier: "Verifier", pairs: "Sequence[tuple[Case, Layout]]", options: Options) -> None:
+def _matrix(verifier: "Verifier", pairs: "Sequence[tuple[Case, Layout]]", options: VerifyOptions) -> None:
     lines = None if options.json else MatrixLines([str(layout) for _, layout in pairs])
     reports = collect(verifier, pairs, lines)
     if options.html is not None:
@@ -311,6 +311,6 @@ def _matrix(verifier: "Verifier", pairs: "Sequence[tuple[Case, Layout]]", option
         raise typer.Exit(1)
 
 
-def _tell_written(options: Options) -> None:
+def _tell_written(options: VerifyOptions) -> None:
     if options.html is not None:
         say(f"written to {options.html}")

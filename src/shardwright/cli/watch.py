@@ -9,7 +9,7 @@ import typer
 from rich.live import Live
 
 from shardwright.cli.common import console, error_console, reading_verb, say
-from shardwright.cli.followed import SHOWN_LINES, Followed, News
+from shardwright.cli.followed import SHOWN_LINES, FollowedRun, NewRecords
 from shardwright.cli.watch_page import page, state_in_words
 from shardwright.errors import InputError
 from shardwright.run_folder import RUN_NAMES, as_record
@@ -41,7 +41,7 @@ def watch(
     if not LEAST_EVERY_S <= every <= MOST_EVERY_S:
         raise InputError(f"--every {every:g}: from {LEAST_EVERY_S:g} to {MOST_EVERY_S:g} seconds are possible")
     if once:
-        run = Followed(run_dir)
+        run = FollowedRun(run_dir)
         run.look()
         console.print(page(run))
         return
@@ -56,14 +56,14 @@ def watch(
         pass
 
 
-def _started(folder: Path) -> Followed:
+def _started(folder: Path) -> FollowedRun:
     """The run in a folder, waited for up to `START_S` seconds where a run may be starting there. Raises InputError for
     a folder that is not one of a run, at once if it has files of something else."""
     end_s = time.monotonic() + START_S
     waits = False
     while True:
         try:
-            return Followed(folder)
+            return FollowedRun(folder)
         except InputError as error:
             others = {path.name for path in folder.iterdir()} - RUN_NAMES if folder.is_dir() else set()
             if others or folder.is_file() or not folder.absolute().parent.is_dir() or time.monotonic() >= end_s:
@@ -74,7 +74,7 @@ def _started(folder: Path) -> Followed:
             time.sleep(LEAST_EVERY_S)
 
 
-def _live(run: Followed, every: float) -> None:
+def _live(run: FollowedRun, every: float) -> None:
     """The page in the place of the terminal's content until the end; the last page stays."""
     try:
         with Live(page(run), console=console, screen=True, auto_refresh=False) as live:
@@ -86,7 +86,7 @@ def _live(run: Followed, every: float) -> None:
         console.print(page(run))
 
 
-def _lines(run: Followed, news: News, every: float) -> None:
+def _lines(run: FollowedRun, news: NewRecords, every: float) -> None:
     """What is written, line by line; of what was there before the last lines."""
     _say(news, run.config.steps, len(news.events) - SHOWN_LINES)
     while not run.has_ended:
@@ -95,7 +95,7 @@ def _lines(run: Followed, news: News, every: float) -> None:
     say(state_in_words(run))
 
 
-def _say(news: News, steps: int, skip_events: int = 0) -> None:
+def _say(news: NewRecords, steps: int, skip_events: int = 0) -> None:
     if skipped := news.n_losses - len(news.losses):
         say(f"({skipped:,} lines before)")
     for record in news.losses:

@@ -11,11 +11,19 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwright.cli.common import columns, console
-from shardwright.cli.followed import MOST_RANKS, Followed
+from shardwright.cli.followed import MOST_RANKS, FollowedRun
 from shardwright.console import visible
 from shardwright.report.run_record import resume_command
 from shardwright.report.words import layout_in_words, model_in_words
-from shardwright.run_folder import Evaluated, Event, Logged, Saved, checkpoint_name, resumable, step_of
+from shardwright.run_folder import (
+    CheckpointRecord,
+    EvaluationRecord,
+    EventRecord,
+    TrainRecord,
+    checkpoint_name,
+    resumable,
+    step_of,
+)
 from shardwright.units import format_bytes, format_count, format_seconds, percent
 
 EVENTS_SHOWN = 8
@@ -27,7 +35,7 @@ _WIDTH = 32
 """Characters of a line of values."""
 
 
-def page(run: Followed) -> RenderableType:
+def page(run: FollowedRun) -> RenderableType:
     """All that is to be seen of a run as it was at its last look."""
     title = f"{model_in_words(run.config)}, on {layout_in_words(run.config.layout.layout())}"
     parts: list[RenderableType] = [Text(title, style="bold"), Text(f"{run.folder}: {state_in_words(run)}")]
@@ -45,7 +53,7 @@ def _rule(name: str) -> Rule:
     return Rule(Text(name, style="bold"), align="left", characters="─", style="dim")
 
 
-def state_in_words(run: Followed) -> str:
+def state_in_words(run: FollowedRun) -> str:
     """`step 40 of 100, 12 s left`, `all 100 steps are done`, `stopped after step 40 of 100: its process is gone`."""
     step, steps, runs = run.step, run.config.steps, run.runs
     if step >= steps:
@@ -59,7 +67,7 @@ def state_in_words(run: Followed) -> str:
     return f"{told}{left}; written last {_ago(run)}"
 
 
-def _way_on(run: Followed) -> str:
+def _way_on(run: FollowedRun) -> str:
     """How a run whose process is gone continues, unless what started it (`--max-restarts`, a scheduler) does so."""
     saved = resumable(run.folder, run.config.checkpoint.local)
     if not saved:
@@ -68,11 +76,11 @@ def _way_on(run: Followed) -> str:
     return f"unless it is restarted, this continues from step {step_of(saved[-1]):,}: {command}"
 
 
-def _ago(run: Followed) -> str:
+def _ago(run: FollowedRun) -> str:
     return f"{format_seconds(max(1.0, round(run.quiet_s)))} ago"
 
 
-def _numbers(run: Followed) -> Table:
+def _numbers(run: FollowedRun) -> Table:
     """Name and value of what is logged, with how it went so far."""
     table = Table.grid(padding=(0, 2))
     done = f"{run.step / run.config.steps:.0%}"
@@ -87,7 +95,7 @@ def _numbers(run: Followed) -> Table:
         table.add_row(name, Text(value, style="bold"), Text(drawn(values, _WIDTH)), Text(remark, style="dim"))
 
     row("loss", f"{last.loss:.4f}", [record.loss for record in train], f"step {last.step:,}")
-    evaluated = [record for record in run.others if isinstance(record, Evaluated)]
+    evaluated = [record for record in run.others if isinstance(record, EvaluationRecord)]
     if evaluated:
         losses = [record.loss for record in evaluated]
         row("validation loss", f"{losses[-1]:.4f}", losses, f"step {evaluated[-1].step:,}")
@@ -119,7 +127,7 @@ def drawn(values: Sequence[float], width: int) -> str:
     return "".join(_HEIGHTS[round((mean - low) * scale)] if math.isfinite(mean) else " " for mean in means)
 
 
-def _ranks(run: Followed) -> RenderableType | None:
+def _ranks(run: FollowedRun) -> RenderableType | None:
     """Where the ranks are, and how long each computes; of many, those that take longest."""
     n_ranks = run.config.layout.layout().world_size
     last = run.train[-1] if run.train else None
@@ -145,15 +153,15 @@ def _ranks(run: Followed) -> RenderableType | None:
     return Group(table, Text(_slowest(last), style="dim")) if last is not None else table
 
 
-def _slowest(last: Logged) -> str:
+def _slowest(last: TrainRecord) -> str:
     if last.slowest_rank is None or last.slowest_costs_s is None:
         return ""
     costs = format_seconds(max(last.slowest_costs_s, 0.0))
     return f"rank {last.slowest_rank} takes {costs} a step longer than the median of its peers"
 
 
-def _checkpoints(run: Followed) -> RenderableType | None:
-    there, saved = run.checkpoints, [record for record in run.others if isinstance(record, Saved)]
+def _checkpoints(run: FollowedRun) -> RenderableType | None:
+    there, saved = run.checkpoints, [record for record in run.others if isinstance(record, CheckpointRecord)]
     # A run that is done has deleted its local ones; one that was killed goes on from them.
     local = [] if run.is_done else [record for record in saved if record.local]
     if not there and not local:
@@ -171,14 +179,14 @@ def _checkpoints(run: Followed) -> RenderableType | None:
     return table
 
 
-def _costs(saved: Saved | None) -> tuple[str, str, str]:
+def _costs(saved: CheckpointRecord | None) -> tuple[str, str, str]:
     """Bytes and seconds of a checkpoint, if they are known."""
     if saved is None:
         return "", "", ""
     return format_bytes(saved.n_bytes), format_seconds(saved.took_s), format_seconds(saved.blocked_s)
 
 
-def _events(events: Sequence[Event]) -> Table:
+def _events(events: Sequence[EventRecord]) -> Table:
     table = columns("time", "event", "after step", "rank", "what", left=5)
     for event in events:
         usual = event.kind in ("start", "save")

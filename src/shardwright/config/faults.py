@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from shardwright.config.sections import NotNegative, Positive, Section
+from shardwright.config.sections import NotNegative, Positive, RunFileSection
 
 SPIKE_WINDOW = 128
 """Steps whose losses and gradient norms a step is judged by."""
@@ -16,7 +16,7 @@ IN_A_ROW = 3
 OnSpike = Literal["skip", "rollback", "stop", "off"]
 
 
-class FaultsSection(Section):
+class FaultsSection(RunFileSection):
     """What is done about loss spikes, numbers that are not finite, ranks that hang and copies that differ."""
 
     spike: OnSpike = Field(

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import ConfigDict, Field, create_model, model_validator
 
-from shardwright.config.sections import RENAMED, Refused, Section
+from shardwright.config.sections import RENAMED, BrokenRules, RunFileSection
 from shardwright.errors import nearest
 from shardwright.model.modules import Kind, Row
 from shardwright.optimizers import OPTIMIZERS, OptimizerKind
@@ -22,7 +22,7 @@ def _by_kind(name: str, doc: str, of: str) -> Any:
         kind: (Factor | None, Field(None, description=f"{of} of {says.get(kind, f'parameters of kind {kind}')}"))
         for kind in kinds
     }
-    return create_model(name, __base__=Section, __doc__=doc, **fields)
+    return create_model(name, __base__=RunFileSection, __doc__=doc, **fields)
 
 
 LrScaleSection: Any = _by_kind("LrScaleSection", "Learning rates by kind of parameter / lr.", "learning rate / lr")
@@ -36,7 +36,7 @@ def _with_one_of(*keys: str) -> str:
     return " and ".join(repr(name) for name, kind in OPTIMIZERS.items() if not kind.options.keys().isdisjoint(keys))
 
 
-class OptimizerSection(Section):
+class OptimizerSection(RunFileSection):
     """The optimizer, its learning rate and its options; which options there are depends on `name`."""
 
     model_config = ConfigDict(extra="allow")
@@ -70,14 +70,14 @@ class OptimizerSection(Section):
     def _options_are_known(self) -> "OptimizerSection":
         kind = OPTIMIZERS.get(self.name)
         if kind is None:
-            raise Refused(f"optimizer.name={self.name!r} is not known; {nearest(self.name, OPTIMIZERS)}")
+            raise BrokenRules(f"optimizer.name={self.name!r} is not known; {nearest(self.name, OPTIMIZERS)}")
         given = self.model_extra or {}
         found = [problem for key, value in given.items() if (problem := self._problem(kind, key, value))]
         if not found:
             found = [*kind.problems(self.options)]
             found += kind.narrow_problems(self.options) if self.state_dtype == "bf16" else ()
         if found:
-            raise Refused(*found)
+            raise BrokenRules(*found)
         return self
 
     def _problem(self, kind: OptimizerKind, key: str, value: Any) -> str | None:

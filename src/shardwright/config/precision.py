@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from shardwright.config.sections import NotNegative, Positive, Refused, Section
+from shardwright.config.sections import BrokenRules, NotNegative, Positive, RunFileSection
 from shardwright.cost.formats import TRAINED
 from shardwright.model.number_formats import Fp8, Fp8Recipe
 
@@ -13,7 +13,7 @@ _SCALE_KEYS = ("loss_scale", "loss_scale_window", "loss_scale_hysteresis", "min_
 Scale = Annotated[float, Field(gt=0)]
 
 
-class PrecisionSection(Section):
+class PrecisionSection(RunFileSection):
     """The type of matmuls, the loss scale of fp16, and compilation."""
 
     compute: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
@@ -87,12 +87,12 @@ class PrecisionSection(Section):
     @model_validator(mode="after")
     def _of_fp8(self) -> "PrecisionSection":
         if self.fp8 == "none" and (self.fp8_skip_layers or self.fp8_weight_gradient is not None or self.fp8_experts):
-            raise Refused(
+            raise BrokenRules(
                 "precision.fp8_skip_layers, precision.fp8_weight_gradient and precision.fp8_experts go with "
                 "precision.fp8, which is 'none'; leave them out, or set precision.fp8='tensorwise'"
             )
         if self.fp8 == "blockwise" and self.fp8_weight_gradient:
-            raise Refused(
+            raise BrokenRules(
                 "precision.fp8_weight_gradient=true with precision.fp8='blockwise': a block would be 128 tokens, and "
                 "which tokens those are depends on the layout; leave it out, or set precision.fp8='rowwise'"
             )
@@ -101,7 +101,7 @@ class PrecisionSection(Section):
     @model_validator(mode="after")
     def _of_fp16(self) -> "PrecisionSection":
         if problems := list(self._loss_scale_problems()):
-            raise Refused(*problems)
+            raise BrokenRules(*problems)
         return self
 
     def _loss_scale_problems(self) -> list[str]:

@@ -23,8 +23,8 @@ from shardwright.config.sections import (
     ModelSection,
     NotNegative,
     Positive,
+    RunFileSection,
     ScheduleSection,
-    Section,
 )
 from shardwright.errors import ConfigError, LayoutError
 from shardwright.layout import Layout, accumulation
@@ -38,7 +38,7 @@ from shardwright.split.rules import tp_divides
 from shardwright.split.stages import schedule_problems
 
 
-class RunConfig(Section):
+class RunConfig(RunFileSection):
     """A whole run."""
 
     out: str = Field(

@@ -20,7 +20,7 @@ from shardwright import extensions
 from shardwright.errors import ConfigError
 from shardwright.files import parse_toml, read_text
 from shardwright.hugging_face.files import is_folder_of_transformers, read_folder
-from shardwright.keys import Key as LayoutKey
+from shardwright.keys import LayoutKey
 from shardwright.layout import Layout
 from shardwright.layout_keys import KEYS as LAYOUT_KEYS
 from shardwright.model.presets import resolve
@@ -30,14 +30,14 @@ from shardwright.remote import REMOTE
 from shardwright.run_folder import MODEL_FILE, RUN_FILE
 
 
-class Refused(PydanticCustomError):
+class BrokenRules(PydanticCustomError):
     """What a section's own rules say, as whole sentences; raised from its validator."""
 
-    def __new__(cls, *problems: str) -> "Refused":
+    def __new__(cls, *problems: str) -> "BrokenRules":
         return super().__new__(cls, "refused", "{problems}", {"problems": problems})
 
 
-class Section(BaseModel):
+class RunFileSection(BaseModel):
     """A table of the run file: unknown keys are refused, values are not coerced, and nothing changes later."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
@@ -84,7 +84,7 @@ def _overrides(name: str, spec: type[Described]) -> Any:
         return (kind | None, Field(None, description=field.metadata["help"]))
 
     changes = {field.name: override(field) for field in dataclasses.fields(spec)}
-    return create_model(name, __base__=Section, __doc__=spec.__doc__, **changes | _SOURCES.get(spec, {}))
+    return create_model(name, __base__=RunFileSection, __doc__=spec.__doc__, **changes | _SOURCES.get(spec, {}))
 
 
 _FROM: Any = Field(
@@ -209,7 +209,7 @@ def spec_of_folder(path: Path) -> ModelSpec:
     )
 
 
-class SourceSection(Section):
+class SourceSection(RunFileSection):
     """One source of a mixture."""
 
     path: str = Field(
@@ -221,7 +221,7 @@ class SourceSection(Section):
     )
 
 
-class StageSection(Section):
+class StageSection(RunFileSection):
     """Other weights from a step on."""
 
     from_step: int = Field(description="steps that are done when this stage begins")
@@ -231,7 +231,7 @@ class StageSection(Section):
 Scope = Literal["sequence", "document"]
 
 
-class DataSection(Section):
+class DataSection(RunFileSection):
     """Where the tokens are and how sequences are made of them."""
 
     path: str | None = Field(
@@ -264,7 +264,7 @@ class DataSection(Section):
     prefetch: Annotated[int, Field(ge=1, le=4096)] = Field(2, description="steps of data that are read ahead")
 
 
-class BatchSection(Section):
+class BatchSection(RunFileSection):
     """The batch of one step. Gradient accumulation: global_batch / (micro_batch x data ranks) micro-batches a rank."""
 
     seq_len: Counted = Field(description="tokens of a sequence")
@@ -288,7 +288,7 @@ def _layout_key(key: LayoutKey) -> Any:
 
 
 _LayoutKeys: Any = create_model(
-    "_LayoutKeys", __base__=Section, **{name: _layout_key(key) for name, key in LAYOUT_KEYS.items()}
+    "_LayoutKeys", __base__=RunFileSection, **{name: _layout_key(key) for name, key in LAYOUT_KEYS.items()}
 )
 
 
@@ -312,7 +312,7 @@ class LayoutSection(_LayoutKeys):
         return Layout(**values)
 
 
-class ScheduleSection(Section):
+class ScheduleSection(RunFileSection):
     """The learning rate over the steps, as a fraction of optimizer.lr."""
 
     shape: Literal["cosine", "wsd", "constant"] = Field(
@@ -323,7 +323,7 @@ class ScheduleSection(Section):
     final_fraction: Fraction = Field(0.1, description="final learning rate, as a fraction of the peak")
 
 
-class CheckpointSection(Section):
+class CheckpointSection(RunFileSection):
     """When checkpoints are saved, and whether a run resumes from one."""
 
     every: NotNegative = Field(0, description="steps between checkpoints; 0: only at the end and when stopped")
@@ -370,7 +370,7 @@ class CheckpointSection(Section):
     )
 
 
-class InitSection(Section):
+class InitSection(RunFileSection):
     """What a new run begins with: random weights, unless some are given. Step, data and learning rate begin anew."""
 
     weights: str | None = Field(
@@ -384,7 +384,7 @@ class InitSection(Section):
     )
 
 
-class MetricsSection(Section):
+class MetricsSection(RunFileSection):
     """What is written while training. JSON lines always go to OUT/metrics.jsonl."""
 
     every: Positive = Field(10, description="steps between logged lines; logging synchronises with the accelerator")
@@ -397,7 +397,7 @@ class MetricsSection(Section):
     )
 
 
-class EvaluationSection(Section):
+class EvaluationSection(RunFileSection):
     """Validation loss."""
 
     every: NotNegative = Field(0, description="steps between evaluations; 0: only before and after training")

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwright.cost import ledger, recompute
-from shardwright.cost.blocks import Block
+from shardwright.cost.blocks import BlockShape
 from shardwright.cost.formats import FORMATS
 from shardwright.cost.job import FULL, SELECTIVE, Candidates, Floats, Job
 from shardwright.cost.ledger import Formulas, greatest, plus
@@ -43,7 +43,7 @@ from shardwright.cost.parameters import vocabulary_rows
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerActivations:
     """Bytes of one layer: `kept` from forward to backward pass, of which `experts` are rows sent to experts; `waiting`:
     kept from I to W; `working`: temporary buffers of its backward pass, with recomputed activations."""
 
@@ -54,7 +54,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Ends:
+class EndActivations:
     """Bytes outside of the layers. `first`: a dropout mask after the embedding; `last`: input and output of the last
     norm; `sent`: the output of a stage, if it is kept after the send; `received`: the input of a stage, if it is in a
     buffer for messages; `logits`: kept from the loss to its backward pass, `waiting_logits`: from there to W; `loss`:
@@ -72,7 +72,7 @@ class Ends:
     freed: Floats
 
 
-def layer(job: Job, candidates: Candidates, block: Block, name: str | None = None) -> Layer:
+def layer(job: Job, candidates: Candidates, block: BlockShape, name: str | None = None) -> LayerActivations:
     """One layer of a kind, with each candidate's recomputation. Full recomputation keeps only the block's input.
     `name`: that in the ledger, by default the kind's."""
     name = name or block.name
@@ -118,7 +118,7 @@ def layer(job: Job, candidates: Candidates, block: Block, name: str | None = Non
         gathered = job.stack.waits_gathered
         ends = (f.norms + f.inputs) * f.T if gathered else f.norms * f.T_shard + f.inputs * f.T_read
         waiting = f("all for W", plus(ends * f.h * f.e, *(f[f"{part} for W"] for part in parts)))
-        return Layer(kept, experts, waiting, working)
+        return LayerActivations(kept, experts, waiting, working)
 
 
 _CAST = ("norms", "activation")
@@ -133,7 +133,7 @@ def _without(parts: tuple[str, ...], job: Job, f: Formulas, *, experts: bool) ->
     return f.everything - recompute.not_kept(f, tuple(dict.fromkeys(parts)), latent=latent, experts=experts)
 
 
-def ends(job: Job, candidates: Candidates) -> Ends:
+def ends(job: Job, candidates: Candidates) -> EndActivations:
     """Activations before the first layer and after the last.
 
     The loss overwrites logits with their gradient, and copies a part of 16-bit ones to fp32 at a time. In other systems
@@ -162,7 +162,7 @@ def ends(job: Job, candidates: Candidates) -> Ends:
         sent = f("sent on", f.T_shard * f.h * f.e * f.keeps_outputs)
         received = f("in a buffer", f.T_shard * f.h * f.e * f.receives_ahead)
         if candidates.shared.loss_chunk_tokens:
-            return Ends(first, last, sent, received, *_chunked_loss(job, candidates, f))
+            return EndActivations(first, last, sent, received, *_chunked_loss(job, candidates, f))
         tokens = f.predictions * f.T if job.model.mtp_modules else f.T
         logits = f("logits of a microbatch", tokens * f.vocabulary_rows * f.logit_bytes)
         waiting = f("logits for W of a microbatch", tokens * f.vocabulary_rows * f.e)
@@ -171,11 +171,11 @@ def ends(job: Job, candidates: Candidates) -> Ends:
             in_loss = np.minimum(f.T * f.vocabulary_rows, f.logits_together) * f.sum_bytes * f.loss_buffers
         loss = f("loss", in_loss, "logits, copies, gradients; cost/stack.py")
         to_head = f("gradient of the head's input", f.T * f.h * f.e)
-        return Ends(first, last, sent, received, logits, waiting, loss, to_head, logits - waiting)
+        return EndActivations(first, last, sent, received, logits, waiting, loss, to_head, logits - waiting)
 
 
 def _chunked_loss(job: Job, candidates: Candidates, f: Formulas) -> tuple[Floats, ...]:
-    """`logits` and what follows it in `Ends`."""
+    """`logits` and what follows it in `EndActivations`."""
     f.add(C=np.minimum(candidates.tokens(job.seq_len), candidates.shared.loss_chunk_tokens))
     gradients = f.T_shard * f.h * f.e + f.vocabulary_rows * f.h * f.sum_bytes
     if job.model.mtp_modules:
@@ -215,7 +215,7 @@ def _symbols(job: Job, candidates: Candidates) -> ledger.Inputs:
     }
 
 
-def features(job: Job, candidates: Candidates, block: Block) -> ledger.Inputs:
+def features(job: Job, candidates: Candidates, block: BlockShape) -> ledger.Inputs:
     """Features and counts of one layer on a rank."""
     model, latent, moe, stack = job.model, job.model.latent_attention, job.model.moe, job.stack
     heads = model.n_heads / candidates.tp

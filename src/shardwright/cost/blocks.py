@@ -1,7 +1,7 @@
 """Counts derived from the rows of a layer (`model.modules`): norms, branches, matmuls, collectives over tp.
 
-Layers with the same rows are one `Block`; a decoder has one kind, or two if only some of its layers have experts. A
-module of multi-token prediction is a kind of its own.
+Layers with the same rows are one `BlockShape`; a decoder has one kind, or two if only some of its layers have experts.
+A module of multi-token prediction is a kind of its own.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from shardwright.model.spec import ModelSpec
 
 
 @dataclass(frozen=True)
-class Group:
+class FusedRows:
     """Rows that are one fused matmul: column-parallel rows that read the same tensor. Other rows are groups of one."""
 
     rows: tuple[Row, ...]
@@ -40,7 +40,7 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockShape:
     """A layer of one kind. `d_model`: width of the residual stream."""
 
     rows: tuple[Row, ...]
@@ -53,14 +53,14 @@ class Block:
         return f"{what} with experts" if self.experts else what
 
     @cached_property
-    def matmuls(self) -> tuple[Group, ...]:
+    def matmuls(self) -> tuple[FusedRows, ...]:
         """The matmuls, in the order of the forward pass."""
         found: dict[tuple[str, ...], list[Row]] = {}
         for row in self.rows:
             if row.matmul:
                 fused = row.split in ("column", "kv_column", "experts")
                 found.setdefault((row.input,) if fused else (row.input, row.name), []).append(row)
-        return tuple(Group(tuple(rows)) for rows in found.values())
+        return tuple(FusedRows(tuple(rows)) for rows in found.values())
 
     @property
     def tensors(self) -> int:
@@ -179,10 +179,10 @@ def _path(row: Row) -> str:
 
 
 @cache
-def blocks(spec: ModelSpec) -> dict[Block, tuple[int, ...]]:
+def blocks(spec: ModelSpec) -> dict[BlockShape, tuple[int, ...]]:
     """The kinds of layers, each with the numbers of its layers, in the order of their first layers."""
-    found: dict[Block, tuple[int, ...]] = {}
+    found: dict[BlockShape, tuple[int, ...]] = {}
     for layer in range(spec.n_blocks):
-        block = Block(layer_rows(spec, layer), spec.d_model)
+        block = BlockShape(layer_rows(spec, layer), spec.d_model)
         found[block] = (*found.get(block, ()), layer)
     return found

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from shardwright.cost.hardware import Cluster, Link
+from shardwright.cost.hardware import Cluster, NetworkLink
 from shardwright.cost.job import Floats, Ints
 from shardwright.cost.ledger import Formulas, greatest
 
@@ -37,7 +37,7 @@ library changes protocol and channels little by little as buffers grow."""
 FLATNESS = round(1 - SATURATION, 9)
 
 
-class Collective(Protocol):
+class CollectiveCost(Protocol):
     """A function of this module."""
 
     __name__: str
@@ -48,7 +48,7 @@ class Collective(Protocol):
 
 
 Seconds = Callable[[Cluster, ArrayLike, ArrayLike, ArrayLike, str], Floats]
-"""A `Collective`, or one with further arguments that are given (`functools.partial`)."""
+"""A `CollectiveCost`, or one with further arguments that are given (`functools.partial`)."""
 Number = Floats | NDArray[np.floating[Any]] | Ints | float
 
 
@@ -77,9 +77,9 @@ class Placement:
         return Placement(n, g, k)
 
 
-def _as_measured(collective: Collective) -> Collective:
+def _as_measured(collective: CollectiveCost) -> CollectiveCost:
     """The collective, times what this kind takes on a measured machine relative to the formula of all kinds
-    (`Link.relative`)."""
+    (`NetworkLink.relative`)."""
     kind = collective.__name__
 
     @wraps(collective)
@@ -285,7 +285,7 @@ def _full_rate_bytes(sent: Floats, half_bytes: Floats) -> Floats:
     return sent + half_bytes**SATURATION * sent**FLATNESS
 
 
-def _bandwidth(link: Link, members: Ints) -> Floats:
+def _bandwidth(link: NetworkLink, members: Ints) -> Floats:
     """Bytes/s of an accelerator in a group of `members` in its node; if each pair of accelerators has its own wire, a
     small group uses few of them."""
     if not link.peer_bytes_per_s:
@@ -295,7 +295,7 @@ def _bandwidth(link: Link, members: Ints) -> Floats:
 
 
 @dataclass(frozen=True)
-class Message:
+class PricedMessage:
     """A collective, or a send, with which a group of ranks communicates `calls` times a step. Numbers or arrays (n,).
 
     `n_bytes`: of the whole buffer of one call, as the functions of `cost.collectives` count them; `size`, `stride`:

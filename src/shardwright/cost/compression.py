@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwright.compression import BLOCK, POWERSGD
-from shardwright.cost.collectives import Message, Number, all_gather, all_reduce, all_to_all, reduce_scatter
+from shardwright.cost.collectives import Number, PricedMessage, all_gather, all_reduce, all_to_all, reduce_scatter
 from shardwright.cost.job import Ints, Job
 from shardwright.layout import Layout
 
@@ -30,7 +30,7 @@ SENT_BYTES = {"bf16": 2.0, "int8": 1 + _SCALE, "int4": 0.5 + _SCALE}
 
 
 @dataclass(frozen=True)
-class Sums:
+class GradientSums:
     """How gradients are summed: `element_bytes` of an element on its way, whether it is `compressed`, and how many
     consecutive ranks of a group share a node, (n,) or a number."""
 
@@ -39,35 +39,37 @@ class Sums:
     node_ranks: Ints | int = 1
 
     @staticmethod
-    def of(job: Job, layout: Layout, node_ranks: Ints | int) -> "Sums":
+    def of(job: Job, layout: Layout, node_ranks: Ints | int) -> "GradientSums":
         """The sums of a layout over groups of which `node_ranks` ranks share a node."""
         given = layout.compress_gradients
         if given == "none" or given in POWERSGD:
-            return Sums(job.stack.speed.reduce_bytes, compressed=False)
-        return Sums(SENT_BYTES[given], compressed=True, node_ranks=node_ranks)
+            return GradientSums(job.stack.speed.reduce_bytes, compressed=False)
+        return GradientSums(SENT_BYTES[given], compressed=True, node_ranks=node_ranks)
 
-    def reduce_scatter(self, what: str, n_elements: Number, size: Ints, stride: Number, calls: Ints) -> list[Message]:
+    def reduce_scatter(
+        self, what: str, n_elements: Number, size: Ints, stride: Number, calls: Ints
+    ) -> list[PricedMessage]:
         """After which every rank has its shard of the sum of `n_elements`, in each of the calls."""
         n_bytes, n, g = np.asarray(n_elements * self.element_bytes), np.asarray(size), self.node_ranks
         if not self.compressed:
-            return [Message(what, reduce_scatter, n_bytes, n, stride, calls)]
+            return [PricedMessage(what, reduce_scatter, n_bytes, n, stride, calls)]
         hops = (n % g == 0) & (n > g) & (np.asarray(g) > 1)
         if not hops.any():
-            return [Message(what, all_to_all, n_bytes, n, stride, calls)]
+            return [PricedMessage(what, all_to_all, n_bytes, n, stride, calls)]
         inside, across = np.where(hops, g, n), np.where(hops, n // g, 1)
         return [
-            Message(f"{what}, in nodes", all_to_all, n_bytes, inside, stride, calls),
-            Message(f"{what}, between nodes", all_to_all, n_bytes / g, across, stride * np.asarray(g), calls),
+            PricedMessage(f"{what}, in nodes", all_to_all, n_bytes, inside, stride, calls),
+            PricedMessage(f"{what}, between nodes", all_to_all, n_bytes / g, across, stride * np.asarray(g), calls),
         ]
 
-    def all_reduce(self, what: str, n_elements: Number, size: Ints, stride: Number, calls: Ints) -> list[Message]:
+    def all_reduce(self, what: str, n_elements: Number, size: Ints, stride: Number, calls: Ints) -> list[PricedMessage]:
         """After which every rank has the sum of `n_elements`, in each of the calls."""
         n_bytes = n_elements * self.element_bytes
         if not self.compressed:
-            return [Message(what, all_reduce, n_bytes, size, stride, calls)]
+            return [PricedMessage(what, all_reduce, n_bytes, size, stride, calls)]
         return [
-            Message(f"{what}, all-to-all", all_to_all, n_bytes, size, stride, calls),
-            Message(f"{what}, all-gather", all_gather, n_bytes, size, stride, calls),
+            PricedMessage(f"{what}, all-to-all", all_to_all, n_bytes, size, stride, calls),
+            PricedMessage(f"{what}, all-gather", all_gather, n_bytes, size, stride, calls),
         ]
 
 

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.cost import ledger, parameters, pipeline, products
-from shardwright.cost.blocks import Block, blocks
-from shardwright.cost.collectives import Message, all_gather, all_reduce
-from shardwright.cost.compression import SENT_BYTES, Sums, waits_for_replicas
+from shardwright.cost.blocks import BlockShape, blocks
+from shardwright.cost.collectives import PricedMessage, all_gather, all_reduce
+from shardwright.cost.compression import SENT_BYTES, GradientSums, waits_for_replicas
 from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.ledger import Formulas, plus
 from shardwright.cost.messages import HIDDEN, hidden
@@ -25,7 +25,7 @@ F, I_AND_W = "F of a microbatch", "I and W of a microbatch"
 
 
 @dataclass(frozen=True)
-class Beside:
+class OverlappedPasses:
     """What messages of weights and gradients overlap with on each rank of `pp`, (n, R): seconds of the forward and of
     the backward pass of a micro-batch, and `slack`, the time of the pipeline beyond what the rank's own passes, and
     those before and after them, take. `note(rank)` records the passes of the one candidate."""
@@ -35,13 +35,13 @@ class Beside:
     slack: Floats
     note: Callable[[int], None] = lambda rank: None
 
-    def on(self, rank: int) -> "Beside":
+    def on(self, rank: int) -> "OverlappedPasses":
         """The same on one rank, (n, 1)."""
         forward, backward, slack = (each[:, [rank]] for each in (self.forward, self.backward, self.slack))
-        return Beside(forward, backward, slack)
+        return OverlappedPasses(forward, backward, slack)
 
 
-def data_parallel(job: Job, candidates: Candidates, held: RankParameters, m: Ints, beside: Beside) -> Floats:
+def data_parallel(job: Job, candidates: Candidates, held: RankParameters, m: Ints, beside: OverlappedPasses) -> Floats:
     """Exposed communication of weights and gradients in a step.
 
     | zero | gradients                                                | weights                                    |
@@ -76,9 +76,9 @@ def data_parallel(job: Job, candidates: Candidates, held: RankParameters, m: Int
     return ledger.total(DATA, parts)
 
 
-def _beside_passes(job: Job, candidates: Candidates, held: RankParameters, m: Ints, beside: Beside) -> Floats:
+def _beside_passes(job: Job, candidates: Candidates, held: RankParameters, m: Ints, beside: OverlappedPasses) -> Floats:
     """What messages that overlap with passes add to the step on each rank, (n, R)."""
-    traffic = _Traffic(job, candidates, held, beside)
+    traffic = _DataParallelTraffic(job, candidates, held, beside)
     found = np.zeros(beside.forward.shape)
     for zero in np.unique(candidates.zero):
         sent = [
@@ -115,7 +115,7 @@ GATHERED, GATHERED_AGAIN = "weights, all-gather", "weights of layers, all-gather
 
 
 @dataclass(frozen=True)
-class Group:
+class ParameterGroup:
     """Parameters of a rank that are communicated over the same process groups: `count` of them, in `calls` messages, of
     which `again` are in layers, in `calls_again`. Gradients are reduced over `reduce_ranks`, `stride` apart; ZeRO
     shards over `shards` of these. `calls_over_replicas`: messages in which
@@ -141,7 +141,7 @@ class Group:
         return found
 
 
-def groups(job: Job, candidates: Candidates, held: RankParameters) -> list[Group]:
+def groups(job: Job, candidates: Candidates, held: RankParameters) -> list[ParameterGroup]:
     """Experts are apart from the parameters of all tokens where ep or tp gives them other ranks."""
     apart = (candidates.ep * candidates.tp > 1) & np.any(held.experts)
     of_experts, filled = held.experts + held.expert_padding, held.layer_padding + held.end_padding
@@ -172,16 +172,17 @@ def groups(job: Job, candidates: Candidates, held: RankParameters) -> list[Group
     expert_shards = np.where(candidates.zero == 0, 1, candidates.expert_shards)
     expert_node_ranks = np.maximum(layout.node_ranks * candidates.tp // candidates.ep, 1)
     found = [
-        Group("dense", dense, layers, dense_calls, calls(layers, held.blocks), ranks, candidates.shards, candidates.tp,
-               over_replicas(dense, dense_calls, shards), layout.node_ranks, again_ranks(job, candidates)),
-        Group("experts", experts, experts, expert_calls, expert_calls, expert_ranks, candidates.expert_shards,
+        ParameterGroup("dense", dense, layers, dense_calls, calls(layers, held.blocks), ranks, candidates.shards,
+               candidates.tp, over_replicas(dense, dense_calls, shards), layout.node_ranks,
+               again_ranks(job, candidates)),
+        ParameterGroup("experts", experts, experts, expert_calls, expert_calls, expert_ranks, candidates.expert_shards,
                candidates.ep, over_replicas(experts, expert_calls, expert_shards), expert_node_ranks,
                again_ranks(job, candidates, experts=True)),
     ]  # fmt: skip
     return [group for group in found if np.any(group.count)]
 
 
-class Exposed(NamedTuple):
+class ExposedCollective(NamedTuple):
     """Collectives that overlap with a pass: their name, what they add to it, (n, R) seconds, and the formula, with its
     inputs, of the part that no slack takes: of one layer and the slowdown of the pass. `longer`: whether slack can take
     anything."""
@@ -193,17 +194,17 @@ class Exposed(NamedTuple):
     longer: bool
 
 
-class _Traffic:
+class _DataParallelTraffic:
     """The data-parallel collectives of a step, by name, and their exposed parts."""
 
-    def __init__(self, job: Job, candidates: Candidates, held: RankParameters, beside: Beside) -> None:
+    def __init__(self, job: Job, candidates: Candidates, held: RankParameters, beside: OverlappedPasses) -> None:
         self.job, self.candidates = job, candidates
         self.passes = {F: beside.forward, I_AND_W: beside.backward}
         self.groups = groups(job, candidates, held)
         self.held = held
         self._sent: dict[str, Floats] = {}
 
-    def exposed(self, whats: tuple[str, ...], beside: str) -> Exposed:
+    def exposed(self, whats: tuple[str, ...], beside: str) -> ExposedCollective:
         """The exposed time of collectives that overlap with a pass of a micro-batch."""
         name, speed = " and ".join(whats), self.job.stack.speed
         message_s = (
@@ -212,11 +213,11 @@ class _Traffic:
         layers = max(self.job.model.n_layers / self.candidates.pp, 1)
         inputs: ledger.Inputs = {name: message_s}
         if not speed.hides_dp:
-            return Exposed(name, message_s, lambda f: f[name], inputs, longer=False)
+            return ExposedCollective(name, message_s, lambda f: f[name], inputs, longer=False)
         work, of_a_layer = self.passes[beside], message_s / layers
         left = hidden(message_s, work, speed.interference, of_a_layer, what=name, beside=beside)
         inputs |= {beside: work, "layers": layers, "interference": speed.interference}
-        return Exposed(
+        return ExposedCollective(
             name + HIDDEN,
             left,
             lambda f: f[name] / f.layers + f.interference * np.minimum(f[name], f[beside]),
@@ -250,7 +251,7 @@ class _Traffic:
             self._sent[what] = ledger.total(what, terms)
         return self._sent[what]
 
-    def _over_link(self, what: str, group: Group) -> Floats:
+    def _over_link(self, what: str, group: ParameterGroup) -> Floats:
         """Seconds in which shards in fp32 come from the host to be gathered, or go there when they are reduced."""
         f = Formulas(
             "s", elements=over_link(self.candidates.shared, what, group)[1],
@@ -259,7 +260,7 @@ class _Traffic:
         return f(f"{what}, {group.name}, host", 4 * f.elements / f.host_rate, "FSDP2 copies shards in fp32")
 
 
-def over_link(layout: Layout, what: str, group: Group) -> tuple[Ints, Floats]:
+def over_link(layout: Layout, what: str, group: ParameterGroup) -> tuple[Ints, Floats]:
     """Copies between device and host that go with one of the collectives of a group whose shards are on the host, and
     the elements that they have together, (n,). `layout`: as of `data_messages`."""
     if what == GATHERED_AGAIN:  # parts that a rank keeps are on the device
@@ -289,10 +290,10 @@ def stage_collectives(candidates: Candidates, zero: int) -> list[tuple[str, tupl
     return [*once, ("(m - 1)", (SCATTERED,), I_AND_W)] if zero == 2 else once
 
 
-def data_messages(job: Job, layout: Layout, what: str, group: Group) -> list[Message]:
+def data_messages(job: Job, layout: Layout, what: str, group: ParameterGroup) -> list[PricedMessage]:
     """One of the collectives of a step for a group of parameters: messages for each block or bucket. `layout`: one that
     has the same way of compression as all candidates."""
-    name, sums = f"{what}, {group.name}", Sums.of(job, layout, group.node_ranks)
+    name, sums = f"{what}, {group.name}", GradientSums.of(job, layout, group.node_ranks)
     count = group.again if what == GATHERED_AGAIN else group.count
     over_replicas = what in (SUMMED, ACROSS)
     most = group.calls_over_replicas if over_replicas else group.calls_again if what == GATHERED_AGAIN else group.calls
@@ -308,30 +309,32 @@ def data_messages(job: Job, layout: Layout, what: str, group: Group) -> list[Mes
         case _:
             e = np.asarray(SENT_BYTES.get(layout.compress_weights, job.element_bytes))
             if what != GATHERED_AGAIN:
-                return [Message(name, all_gather, elements * e, group.shards, group.stride, calls)]
+                return [PricedMessage(name, all_gather, elements * e, group.shards, group.stride, calls)]
             e = np.where(group.keeps_parts, job.element_bytes, e)
-            return [Message(name, all_gather, elements * e, group.again_ranks, group.stride, calls)]
+            return [PricedMessage(name, all_gather, elements * e, group.again_ranks, group.stride, calls)]
 
 
-def replica_messages(job: Job, candidates: Candidates, held: RankParameters, end: Ints | int = 1) -> list[Message]:
+def replica_messages(
+    job: Job, candidates: Candidates, held: RankParameters, end: Ints | int = 1
+) -> list[PricedMessage]:
     """All-reduces, once a step, of gradients of parameters that several ranks hold, each of them a part: ranks of tp,
     and two ranks of `pp`. `end`: 1 where the rank has the first stage or the last, and not both."""
     spec, stride, n_bytes = job.model, candidates.world // candidates.pp, job.stack.speed.reduce_bytes
     shares = np.where(candidates.zero > 0, candidates.shards, 1)
     kv_ranks = np.maximum(candidates.tp // spec.n_kv_heads, 1)
     found = [
-        Message("gradients of norms, all-reduce", all_reduce, held.replicas * n_bytes / shares, candidates.tp, 1,
+        PricedMessage("gradients of norms, all-reduce", all_reduce, held.replicas * n_bytes / shares, candidates.tp, 1,
                 (held.replicas > 0).astype(np.int64)),
-        Message("gradients of kv heads, all-reduce", all_reduce, held.kv_replicas * n_bytes / shares, kv_ranks, 1,
+        PricedMessage("gradients of kv heads, all-reduce", all_reduce, held.kv_replicas * n_bytes / shares, kv_ranks, 1,
                 (held.kv_replicas > 0).astype(np.int64)),
     ]  # fmt: skip
     if candidates.pp > 1 and (spec.tied_embedding or spec.mtp_modules):
         matrix_bytes = spec.vocab_size * spec.d_model / candidates.tp * n_bytes / shares
         what = "tied matrix of the first and last stage, all-reduce"
-        found.append(Message(what, all_reduce, matrix_bytes, 2, (candidates.pp - 1) * stride, end))
+        found.append(PricedMessage(what, all_reduce, matrix_bytes, 2, (candidates.pp - 1) * stride, end))
     if candidates.pp > 1 and len(candidates.shared.ways) > 1:
         what, of_each = "both copies of a stage, all-reduce", (held.dense + held.experts) * n_bytes / shares
-        found.append(Message(what, all_reduce, of_each, 2, stride))
+        found.append(PricedMessage(what, all_reduce, of_each, 2, stride))
     return [each for each in found if np.any(np.asarray(each.size * each.calls) > 1)]
 
 
@@ -364,5 +367,5 @@ def rank_parameters(job: Job, candidates: Candidates, rank: int | None = None) -
     return RankParameters(*(np.take_along_axis(part, most, 1)[:, 0] for part in of_ranks))
 
 
-def _untrained(block: Block) -> int:
+def _untrained(block: BlockShape) -> int:
     return sum(row.numel for row in block.rows if row.counted and not row.trained)

@@ -29,7 +29,7 @@ class Estimate:
         return step_time(self.job, self.candidates, simulated=True)
 
     @cached_property
-    def memory(self) -> memory.Memory:
+    def memory(self) -> memory.MemoryEstimate:
         """The memory by rank of `pp`, as arrays with one candidate."""
         return memory.of(self.job, self.candidates)
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Format:
+class MatmulFormat:
     """`peak`: the precision of `hardware.toml` at whose rate it runs; `rate`: fraction of that which its kernels reach,
     relative to the best; `cast_bytes`: moved to cast an element from 16 bits, 0 for formats that need no cast; `wide`:
     the format of matmuls that stay out of it, such as those of attention and the logits; `gathered_bytes`: of an
@@ -48,15 +48,15 @@ class Format:
 
 
 FORMATS = {
-    "fp32": Format("fp32"),
-    "tf32": Format("tf32"),
-    "bf16": Format("bf16"),
-    "fp16": Format("fp16"),
-    "fp8": Format("fp8", 1.0, 5.0, "bf16", 1.0, fused_cast_bytes=4.0),
-    "fp8-row": Format("fp8", 0.79, 10.0, "bf16"),
-    "fp8-block": Format("fp8", 0.76, 6.0, "bf16", 1.03),
-    "mxfp8": Format("mxfp8", 1.0, 4.06, "bf16", 1.03),
-    "nvfp4": Format("nvfp4", 1.0, 5.13, "bf16", 0.56),
+    "fp32": MatmulFormat("fp32"),
+    "tf32": MatmulFormat("tf32"),
+    "bf16": MatmulFormat("bf16"),
+    "fp16": MatmulFormat("fp16"),
+    "fp8": MatmulFormat("fp8", 1.0, 5.0, "bf16", 1.0, fused_cast_bytes=4.0),
+    "fp8-row": MatmulFormat("fp8", 0.79, 10.0, "bf16"),
+    "fp8-block": MatmulFormat("fp8", 0.76, 6.0, "bf16", 1.03),
+    "mxfp8": MatmulFormat("mxfp8", 1.0, 4.06, "bf16", 1.03),
+    "nvfp4": MatmulFormat("nvfp4", 1.0, 5.13, "bf16", 0.56),
 }
 TRAINED: dict[str, dict[str, str | bool]] = {
     "fp32": {"compute": "fp32"},

@@ -34,7 +34,7 @@ FORM = "NAME:COUNT, then if needed /NODE_SIZE and @GBIT_PER_S_PER_NODE, such as 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class NetworkLink:
     """The link of one accelerator to the others of a group, in one direction.
 
     `bytes_per_s`: bus bandwidth of large messages; `latency_s`: of one message; `half_bytes`: message size at which the
@@ -103,8 +103,8 @@ class Cluster:
     accelerator: Accelerator
     size: int
     node_size: int
-    inside: Link
-    across: Link
+    inside: NetworkLink
+    across: NetworkLink
     node_bytes_per_s: float
     host_memory_part: float = 0.0
 
@@ -256,9 +256,9 @@ def _accelerator(name: str, table: AcceleratorTable, ranks: int | None = None) -
     )
 
 
-def _inside(table: InsideTable, share: float = 1.0) -> Link:
+def _inside(table: InsideTable, share: float = 1.0) -> NetworkLink:
     """`share`: of the cores that the ranks had which were measured; messages take CPU time."""
-    return Link(
+    return NetworkLink(
         name="inside",
         bytes_per_s=table.bus_gb_per_s * 1e9 * share,
         latency_s=table.latency_us * 1e-6 / share,
@@ -270,8 +270,8 @@ def _inside(table: InsideTable, share: float = 1.0) -> Link:
     )
 
 
-def _across(name: str, table: NetworkTable, gbit_per_s: float) -> Link:
-    return Link(
+def _across(name: str, table: NetworkTable, gbit_per_s: float) -> NetworkLink:
+    return NetworkLink(
         name=name,
         bytes_per_s=table.share * gbit_per_s * 1e9 / 8,
         latency_s=table.latency_us * 1e-6,

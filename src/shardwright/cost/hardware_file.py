@@ -16,13 +16,13 @@ from shardwright.cost.measured import (
     ByPrecision,
     CollectiveName,
     Count,
+    HardwareTable,
     MeasuredTable,
     NotNegative,
     Peak,
     Positive,
     RatesTable,
     Share,
-    Table,
 )
 from shardwright.errors import InputError, nearest
 from shardwright.files import parse_toml, read_text
@@ -30,7 +30,7 @@ from shardwright.files import parse_toml, read_text
 PACKAGED = Path(__file__).with_name("hardware.toml")
 
 
-class InsideTable(Table):
+class InsideTable(HardwareTable):
     """Links between the accelerators of a node."""
 
     bus_gb_per_s: Positive = Field(description="bus bandwidth of a ring all-reduce of a large buffer, GB/s")
@@ -44,7 +44,7 @@ class InsideTable(Table):
     )
 
 
-class NetworkTable(Table):
+class NetworkTable(HardwareTable):
     """A kind of network between nodes."""
 
     share: Share = Field(description="of the line rate that a large collective reaches")
@@ -54,7 +54,7 @@ class NetworkTable(Table):
     sources: dict[str, str] = Field(default_factory=dict, description="where each figure stands")
 
 
-class AcceleratorTable(Table):
+class AcceleratorTable(HardwareTable):
     """An accelerator and the usual node with it."""
 
     aliases: list[str] = Field(default_factory=list, description="other names people type")
@@ -108,7 +108,7 @@ class AcceleratorTable(Table):
     sources: dict[str, str] = Field(default_factory=dict, description="where each figure stands")
 
 
-class ClusterTable(Table):
+class ClusterTable(HardwareTable):
     """A kind of cluster whose nodes differ from the usual ones of an accelerator."""
 
     aliases: list[str] = Field(default_factory=list, description="other names people type")
@@ -120,7 +120,7 @@ class ClusterTable(Table):
     sources: dict[str, str] = Field(default_factory=dict, description="where each figure stands")
 
 
-class HardwareFile(Table):
+class HardwareFile(HardwareTable):
     """A whole file."""
 
     networks: dict[str, NetworkTable] = Field(default_factory=dict, description="kinds of network between nodes")
@@ -212,13 +212,17 @@ def _problems(file: HardwareFile, both: HardwareFile) -> Iterable[str]:
             yield f"clusters.{name}.accelerator: {error}"
 
 
-_TABLES: dict[str, type[Table]] = {"networks": NetworkTable, "accelerators": AcceleratorTable, "clusters": ClusterTable}
+_TABLES: dict[str, type[HardwareTable]] = {
+    "networks": NetworkTable,
+    "accelerators": AcceleratorTable,
+    "clusters": ClusterTable,
+}
 
 
 def _sentence(entry: Any) -> str:
     """One of pydantic's errors as a sentence with the valid choices."""
     path = [str(part) for part in entry["loc"] if part != "[key]"]
-    owner: type[Table] = HardwareFile
+    owner: type[HardwareTable] = HardwareFile
     if path[0] == "measured" and len(path) > 1:
         owner = MeasuredTable
     elif len(path) > 4 and path[2] == "rates":

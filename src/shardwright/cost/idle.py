@@ -12,7 +12,7 @@ from shardwright.schedule.actions import Op, Schedule
 from shardwright.schedule.play import play
 from shardwright.schedule.registry import find
 from shardwright.schedule.simulate import Times, simulate
-from shardwright.split.stages import Pipeline
+from shardwright.split.stages import ScheduleInputs
 
 MOST_SIMULATED = 2048
 """Micro-batches times stages that are simulated at most; a longer step is extrapolated from a shorter one of at least 6
@@ -69,14 +69,15 @@ def ends(candidates: Candidates, times: StageTimes, work: Floats) -> Floats:
     return heads + work if split else heads + work + tails
 
 
-def makespans(of: Pipeline, times: StageTimes, m: Ints) -> Floats:
+def makespans(of: ScheduleInputs, times: StageTimes, m: Ints) -> Floats:
     """The simulated time of the schedule of each of n candidates: (n,) seconds; 0 without a pipeline.
 
     Exact up to `MOST_SIMULATED`. The time of a schedule is the longest of many paths through its actions. A longer step
-    has a shorter one's paths with more micro-batches in the middle (`_Middle`): of these all but those that come back
-    to no action within a round, so the result is a lower bound, and seven schedules with random times have been exact.
-    As it is the longest of a fixed set of paths, no action that takes longer makes it shorter. A searched schedule does
-    not repeat its actions: of a longer step it is a shorter one's time and the work of the busiest rank beyond.
+    has a shorter one's paths with more micro-batches in the middle (`_SteadyRounds`): of these all but those that come
+    back to no action within a round, so the result is a lower bound, and seven schedules with random times have been
+    exact. As it is the longest of a fixed set of paths, no action that takes longer makes it shorter. A searched
+    schedule does not repeat its actions: of a longer step it is a shorter one's time and the work of the busiest rank
+    beyond.
     """
     if of.pp == 1:
         return np.zeros(len(m))
@@ -97,7 +98,7 @@ def makespans(of: Pipeline, times: StageTimes, m: Ints) -> Floats:
 
 
 @lru_cache(maxsize=4096)  # layouts that differ only in their data axes have stages of the same times
-def _makespan(of: Pipeline, m: int, times: Times) -> float:
+def _makespan(of: ScheduleInputs, m: int, times: Times) -> float:
     kind = find(of.name)
     stages = len(kind.ways(of.pp, of.virtual_stages)[0])
     # A whole number of rounds of an interleaved schedule, and an even number for schedules with two routes.
@@ -114,17 +115,17 @@ def _makespan(of: Pipeline, m: int, times: Times) -> float:
 
 
 @lru_cache(maxsize=256)
-def _built(of: Pipeline, m: int) -> Schedule:
+def _built(of: ScheduleInputs, m: int) -> Schedule:
     return of.schedule(m)
 
 
 @lru_cache(maxsize=256)
-def _middle(of: Pipeline, m: int, unit: int) -> "_Middle":
-    return _Middle.of(_built(of, m), _built(of, m - unit))
+def _middle(of: ScheduleInputs, m: int, unit: int) -> "_SteadyRounds":
+    return _SteadyRounds.of(_built(of, m), _built(of, m - unit))
 
 
 @dataclass(frozen=True)
-class _Middle:
+class _SteadyRounds:
     """A round of `unit` micro-batches in the middle of a schedule, where every rank repeats its actions.
 
     `order`: (rank, position) of all actions, each after those that it waits for. `repeats`: for each action that the
@@ -135,7 +136,7 @@ class _Middle:
     repeats: list[tuple[int, range]]
 
     @staticmethod
-    def of(schedule: Schedule, shorter: Schedule) -> "_Middle":
+    def of(schedule: Schedule, shorter: Schedule) -> "_SteadyRounds":
         """`shorter`: the same schedule with a round less."""
         starts, _ = play(schedule, Times().of_stages(schedule.n_stages))
         order = sorted((start, rank, at) for rank, each in enumerate(starts) for at, start in enumerate(each))
@@ -148,7 +149,7 @@ class _Middle:
             for rank, (at, n) in enumerate(zip(first, of_round, strict=True))
             for k in range(n // times)
         ]
-        return _Middle([(rank, at) for _, rank, at in order], repeats)
+        return _SteadyRounds([(rank, at) for _, rank, at in order], repeats)
 
     def makespan(self, schedule: Schedule, times: Times, rounds: int) -> float:
         """The longest path of the schedule with `rounds` more, of those that come to an action, from there to the same

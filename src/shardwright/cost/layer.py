@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from shardwright.cost import activations, ledger, recompute
-from shardwright.cost.blocks import Block
+from shardwright.cost.blocks import BlockShape
 from shardwright.cost.collectives import all_gather, all_reduce, reduce_scatter
 from shardwright.cost.formats import FORMATS
 from shardwright.cost.job import FULL, RECOMPUTE, Candidates, Floats, Job
@@ -25,7 +25,7 @@ BACKWARD_TRAFFIC = 1.5
 one, and one output."""
 
 
-def layer(job: Job, candidates: Candidates, block: Block, name: str | None = None) -> Passes:
+def layer(job: Job, candidates: Candidates, block: BlockShape, name: str | None = None) -> Passes:
     """The passes of one layer of a kind; `name`: that in the ledger, by default the kind's."""
     passes = Passes(name or block.name)
     with ledger.section(f"{passes.of[0].upper()}{passes.of[1:]}, one microbatch"):
@@ -45,7 +45,7 @@ def layer(job: Job, candidates: Candidates, block: Block, name: str | None = Non
     return passes
 
 
-def _copy_activations(passes: Passes, job: Job, candidates: Candidates, block: Block) -> None:
+def _copy_activations(passes: Passes, job: Job, candidates: Candidates, block: BlockShape) -> None:
     """What copies of activations to the host, and back, take longer than the pass of a layer beside which they run.
     Ignored: tensors of few bytes, which stay, and the memory bandwidth that copies take from kernels."""
     kept = activations.layer(job, candidates, block, passes.of).kept
@@ -225,7 +225,7 @@ def _attend(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) ->
     passes.add("attention", *(f(f"attention, {name}", each, source) for name, each in zip("FI", formulas, strict=True)))
 
 
-def _elementwise(passes: Passes, job: Job, candidates: Candidates, block: Block) -> None:
+def _elementwise(passes: Passes, job: Job, candidates: Candidates, block: BlockShape) -> None:
     """Norms, residual additions, activations, rotary embedding, permutation of heads, sorting of tokens by expert."""
     spec, f = job.model, kernel_symbols(job, candidates, block)
     around = f.norms * f.norm_bytes + f.branches * f.residual_bytes + f.branches * f.dropout_bytes
@@ -255,7 +255,7 @@ def _elementwise(passes: Passes, job: Job, candidates: Candidates, block: Block)
         ledger.total(f"{ELEMENTWISE}, {name}", terms, value=part[ELEMENTWISE])
 
 
-def _recompute(passes: Passes, job: Job, candidates: Candidates, block: Block) -> None:
+def _recompute(passes: Passes, job: Job, candidates: Candidates, block: BlockShape) -> None:
     """The recomputation in I. full: the forward pass, up to what the backward pass reads last. selective: the parts
     that the layout names, or in other stacks attention between its matmuls with weights, or with torchtitan's list
     half of the matmuls and of the tp communication and all element-wise work."""
@@ -282,7 +282,7 @@ def _recompute(passes: Passes, job: Job, candidates: Candidates, block: Block) -
     passes.add("recomputation", np.zeros_like(again), again)
 
 
-def _launch(passes: Passes, job: Job, candidates: Candidates, block: Block) -> None:
+def _launch(passes: Passes, job: Job, candidates: Candidates, block: BlockShape) -> None:
     """The host launches kernels one by one; the time of a pass is at least that of its launches. A backward pass in two
     parts launches half of its kernels in each. Where the accelerator is the host itself, launches add to the work."""
     speed = job.stack.speed

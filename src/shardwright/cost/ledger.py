@@ -2,7 +2,7 @@
 
 A formula is arithmetic on the symbols of a `Formulas`. Outside of `record` a symbol is the number or array that was
 given, and the formula is plain NumPy at the cost of one check. Within `record` it is a `Traced`, which computes the
-same and writes down the arithmetic, so each formula becomes an `Entry`, which `plan --explain` prints and a test
+same and writes down the arithmetic, so each formula becomes a `LedgerEntry`, which `plan --explain` prints and a test
 evaluates again. Other code (groups of ranks, a schedule) calls `note` to record a value that it has computed. Layouts
 are recorded one at a time.
 """
@@ -27,7 +27,7 @@ Number = float | tuple[float, ...]
 
 
 @dataclass(frozen=True)
-class Entry:
+class LedgerEntry:
     """One evaluation of a formula: the quantity `what` of a `section` has `value`, in `unit`.
 
     `formula`: a Python expression over the names of `inputs` with max, min, sum (over stages), ceil and log2; steps
@@ -47,7 +47,7 @@ class Entry:
 
 @dataclass
 class _Book:
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[LedgerEntry] = field(default_factory=list)
     section: str = ""
 
 
@@ -56,7 +56,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
 @contextmanager
-def record() -> Iterator[list[Entry]]:
+def record() -> Iterator[list[LedgerEntry]]:
     """Context that collects the entries recorded within, in order; equal entries are recorded once."""
     book = _Book()
     token = _BOOK.set(book)
@@ -104,7 +104,7 @@ def note(
         return
     names = set(_NAME.findall(formula))
     given = {name: _number(each) for name, each in inputs.items() if name in names}
-    entry = Entry(at or book.section, what, formula, given, _number(value), unit, source)
+    entry = LedgerEntry(at or book.section, what, formula, given, _number(value), unit, source)
     if entry not in book.entries:
         book.entries.append(entry)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwright.cost.blocks import Block, Group
+from shardwright.cost.blocks import BlockShape, FusedRows
 from shardwright.cost.formats import FORMATS
 from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.ledger import Formulas
@@ -97,7 +97,7 @@ def reached_flops_per_s(job: Job, precision: str) -> float:
     return float(f(f"rate of matmuls in {precision}", rate, source, at="Rates"))
 
 
-def layer_matmuls(job: Job, candidates: Candidates, block: Block, tokens: Floats) -> Iterator[Matmul]:
+def layer_matmuls(job: Job, candidates: Candidates, block: BlockShape, tokens: Floats) -> Iterator[Matmul]:
     """The matmuls with weights of one layer; `tokens`: (n,) of one micro-batch on a rank of cp.
 
     Experts have equal loads. Each rank of tp sends its token shard to the experts, and receives as many tokens as it
@@ -124,7 +124,7 @@ def layer_matmuls(job: Job, candidates: Candidates, block: Block, tokens: Floats
             )  # fmt: skip
 
 
-def _outputs(job: Job, candidates: Candidates, group: Group) -> Floats | float:
+def _outputs(job: Job, candidates: Candidates, group: FusedRows) -> Floats | float:
     """Output features on one rank of tp."""
     return sum(
         row.shape[-2] / tp_shards(job.model, row.split, candidates.tp) if row.split_dim == 0 else row.shape[-2]

@@ -19,7 +19,7 @@ Kernel = Literal[
 ]  # fmt: skip
 
 
-class Table(BaseModel):
+class HardwareTable(BaseModel):
     """A table of a hardware file: unknown keys are errors, values are not coerced."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
@@ -34,7 +34,7 @@ ByPrecision = dict[Peak, Positive]
 CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "point_to_point"]
 
 
-class MeasuredTable(Table):
+class MeasuredTable(HardwareTable):
     """How, when and with what a file was measured."""
 
     version: Count = Field(description=f"of these tables; this shardwright reads {VERSION}")
@@ -47,7 +47,7 @@ class MeasuredTable(Table):
     took_s: NotNegative = Field(description="seconds that the measurement took")
 
 
-class GenerationTable(Table):
+class GenerationTable(HardwareTable):
     """What a pass of `shardwright generate` takes on a processor beside its work, and the matmuls of few tokens."""
 
     layer_us: NotNegative = Field(description="of a layer in each pass, microseconds")
@@ -74,10 +74,10 @@ class GenerationTable(Table):
 
 
 WORK = "work"
-"""A key of `InStep`."""
+"""A key of `InStepFactors`."""
 
 
-class InStep(Table):
+class InStepFactors(HardwareTable):
     """Measured time in a step, relative to kernels and messages that run alone."""
 
     work: Positive = Field(1.0, description="kernels, and the waiting of stages for each other")
@@ -86,7 +86,7 @@ class InStep(Table):
     context_parallel: Positive = Field(1.0, description="messages over cp")
 
 
-class RatesTable(Table):
+class RatesTable(HardwareTable):
     """Rates of one rank of a node of so many."""
 
     memory_gib: Positive = Field(description="GiB that a rank can have")
@@ -112,8 +112,8 @@ class RatesTable(Table):
     step_us: NotNegative = Field(description="of a step beyond its work, microseconds")
     bucket_us: NotNegative = Field(description="to gather or reduce a block's parameters, beyond the collective")
     kernels: dict[Kernel, NotNegative] = Field(description="bytes moved for each element by our kernels; cost/speed.py")
-    in_step: InStep = Field(
-        default_factory=InStep, description="time in a step of the training program, relative to that alone"
+    in_step: InStepFactors = Field(
+        default_factory=InStepFactors, description="time in a step of the training program, relative to that alone"
     )
     generation: GenerationTable | None = Field(
         None, description="passes of shardwright generate, of a CPU; without them plan serve cannot price it"

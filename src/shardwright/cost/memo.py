@@ -47,9 +47,9 @@ class Memo:
     """Tables of a job. `values`: for each column of candidates the numbers that it can have, in order."""
 
     def __init__(self, values: Mapping[str, Sequence[int]]) -> None:
-        self.columns = {name: Column(those) for name, those in values.items()}
-        self._tables: dict[Hashable, Table] = {}
-        self._last: dict[tuple[str, ...], tuple[Candidates, Keys]] = {}
+        self.columns = {name: CandidateColumn(those) for name, those in values.items()}
+        self._tables: dict[Hashable, DistinctRows] = {}
+        self._last: dict[tuple[str, ...], tuple[Candidates, ColumnKeys]] = {}
 
     @staticmethod
     def of(candidates: Candidates) -> "Memo":
@@ -58,17 +58,17 @@ class Memo:
         # Some of the layers may recompute nothing, and a layout may stand for others with like gradients.
         return Memo(values | EVERY)
 
-    def table(self, columns: Sequence[str], *of: Hashable) -> "Table":
+    def table(self, columns: Sequence[str], *of: Hashable) -> "DistinctRows":
         """That of some columns, for what is computed with all else equal, which `of` names."""
         tables = self._tables
         if (table := tables.pop(of, None)) is None:
-            table = Table(partial(self._keys, tuple(columns)))
+            table = DistinctRows(partial(self._keys, tuple(columns)))
             while sum(each.n_bytes for each in tables.values()) > MOST_BYTES:
                 del tables[next(iter(tables))]
         tables[of] = table  # the last of all
         return table
 
-    def _keys(self, columns: tuple[str, ...], candidates: Candidates) -> "Keys":
+    def _keys(self, columns: tuple[str, ...], candidates: Candidates) -> "ColumnKeys":
         """Those of candidates, which are kept until others are asked for: several tables have the same columns."""
         if self._last.get(columns, (None,))[0] is not candidates:
             key = np.zeros(len(candidates), np.int64)
@@ -77,7 +77,7 @@ class Memo:
                 key *= len(column)
                 key += column.places(np.asarray(getattr(candidates, name), dtype=np.int64))
             begins = np.flatnonzero(np.diff(key, prepend=-1))
-            self._last[columns] = candidates, Keys(key[begins], begins, np.diff(begins, append=len(key)))
+            self._last[columns] = candidates, ColumnKeys(key[begins], begins, np.diff(begins, append=len(key)))
         return self._last[columns][1]
 
     def passes(self, job: Job, candidates: Candidates, of: Hashable, compute: Callable[[Candidates], Passes]) -> Passes:
@@ -101,7 +101,7 @@ def _as_arrays(passes: Passes) -> Arrays:
     return {f"{part} {kind}": seconds for part, kinds in passes.parts.items() for kind, seconds in kinds.items()}
 
 
-class Column:
+class CandidateColumn:
     """The numbers that a column of candidates can have, in order."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
@@ -125,7 +125,7 @@ class Column:
         return found
 
 
-class Keys(NamedTuple):
+class ColumnKeys(NamedTuple):
     """Numbers of the values of some columns of n candidates. Neighbours often have the same values, as what differs
     between them is in other columns: `keys` are those of the runs of equal ones, `begins` the candidates with which
     these begin, `counts` how many are in each."""
@@ -135,10 +135,10 @@ class Keys(NamedTuple):
     counts: Ints
 
 
-class Table:
+class DistinctRows:
     """Arrays (u, ...), by name, of u distinct rows of some columns, which `keys` numbers."""
 
-    def __init__(self, keys: Callable[[Candidates], Keys]) -> None:
+    def __init__(self, keys: Callable[[Candidates], ColumnKeys]) -> None:
         self.values: Arrays = {}
         self.n_bytes = 0
         self._keys_of = keys

@@ -41,14 +41,14 @@ _BOTH = ("gradients", "gathered")
 """The kinds of which a part is held for the whole step, and another for some of its moments."""
 
 MOMENTS = ("forward", "loss", "backward", "optimizer")
-"""Where in a step the peak of a rank can be; `Memory.moment` holds indices into this."""
+"""Where in a step the peak of a rank can be; `MemoryEstimate.moment` holds indices into this."""
 
 _WHERE = np.array([0, 1, 2, 2, 2])
 """For each of `pipeline.ACTIONS` the index in `MOMENTS`."""
 
 
 @dataclass(frozen=True, eq=False)
-class Memory:
+class MemoryEstimate:
     """Bytes of each rank of pp at its peak.
 
     `kinds`: for each of `KINDS` an array (n, R). `moment`: (n, R), where in the step the peak is. `fragmentation`:
@@ -110,9 +110,9 @@ class Curve:
         return np.sum(list(self.kinds.values()), axis=0)
 
 
-def of(job: Job, candidates: Candidates) -> Memory:
+def of(job: Job, candidates: Candidates) -> MemoryEstimate:
     """The memory of n candidates, whose batches have to be divisible and whose schedule has to be valid."""
-    step = Step(job, candidates)
+    step = StepMemory(job, candidates)
     shape = (len(candidates), candidates.pp)
     kinds = {kind: np.zeros(shape) for kind in KINDS}
     moment = np.zeros(shape, dtype=np.int64)
@@ -128,11 +128,11 @@ def of(job: Job, candidates: Candidates) -> Memory:
     last = step.at_update()
     update = np.sum(list(last.values()), axis=0) > np.sum(list(kinds.values()), axis=0)
     kinds = {kind: np.where(update, last[kind], kinds[kind]) for kind in KINDS}
-    result = Memory(kinds, np.where(update, 3, moment), lost_share(job, candidates), job.stack.of_process)
+    result = MemoryEstimate(kinds, np.where(update, 3, moment), lost_share(job, candidates), job.stack.of_process)
     return replace(result, pools=_pools(step)) if pools.has_pools(job) else result
 
 
-def _pools(step: "Step") -> dict[str, Floats]:
+def _pools(step: "StepMemory") -> dict[str, Floats]:
     """Bytes of the allocator's pools, which add up, each (n, R): what they hold for the whole step, the most that comes
     and goes beside that, and parameters and gradients on their way."""
     few, job, apart, stages = step.microbatches(), step.job, step.pools, step.stages
@@ -148,12 +148,12 @@ def _pools(step: "Step") -> dict[str, Floats]:
     return {"pools of the step": always, "pools at once": np.maximum(moving, update), "pools in passing": passing}
 
 
-def note_fullest(job: Job, candidates: Candidates, memory: Memory) -> None:
+def note_fullest(job: Job, candidates: Candidates, memory: MemoryEstimate) -> None:
     """Record the parts of the peak memory of the rank with the most, for a single candidate; `memory`: its memory."""
     rank = memory.fullest_rank
     at_update = MOMENTS[int(memory.moment[0, rank])] == "optimizer"
     with ledger.section(f"Memory of pp rank {rank}" if candidates.pp > 1 else "Memory"):
-        step = Step(job, candidates, _of_rank(job, candidates, rank))
+        step = StepMemory(job, candidates, _of_rank(job, candidates, rank))
         step.held.note(pipeline.stages(job, candidates), rank)
         held = {kind: n_bytes for kind, n_bytes in step.states.items() if not (at_update and kind == "gathered")}
         if at_update:
@@ -199,7 +199,7 @@ def lost_share(job: Job, candidates: Candidates) -> Floats:
 def curve(job: Job, candidates: Candidates, rank: int) -> Curve:
     """The memory of rank `rank` of pp at every action of a step, for a single candidate."""
     assert len(candidates) == 1, len(candidates)
-    step = Step(job, candidates, _of_rank(job, candidates, rank))
+    step = StepMemory(job, candidates, _of_rank(job, candidates, rank))
     microbatches = int(candidates.microbatches(job.global_batch)[0])
     actions, *moments = pipeline.every_moment(job, candidates, microbatches, rank)
     begin, end = (_held(step.of_stage, step.stages, at.each) for at in moments)
@@ -213,7 +213,7 @@ def curve(job: Job, candidates: Candidates, rank: int) -> Curve:
     return Curve((*map(str, actions), "optimizer"), kinds)
 
 
-class Step:
+class StepMemory:
     """The quantities that are the same at all moments of a step. `stages`: of some ranks; by default of all."""
 
     def __init__(

@@ -6,10 +6,10 @@ from functools import partial
 import numpy as np
 
 from shardwright.cost import ledger
-from shardwright.cost.blocks import Block, Region
+from shardwright.cost.blocks import BlockShape, Region
 from shardwright.cost.collectives import (
-    Collective,
-    Message,
+    CollectiveCost,
+    PricedMessage,
     all_gather,
     all_reduce,
     all_to_all,
@@ -31,7 +31,7 @@ MERGE_BYTES = 10.0
 output read."""
 
 
-def tensor(passes: Passes, job: Job, candidates: Candidates, block: Block, tokens: Floats) -> None:
+def tensor(passes: Passes, job: Job, candidates: Candidates, block: BlockShape, tokens: Floats) -> None:
     """Collectives over tp of each tensor-parallel region: attention, and a feed-forward network or the shared experts.
     Routed experts need none.
 
@@ -85,7 +85,7 @@ class _OverTp:
         self.terms: dict[str, dict[str, Floats]] = {name: {} for name in (MESSAGES_OF_F, OF_RESULTS, OF_INPUTS, AGAIN)}
 
     def add(
-        self, when: str, n_bytes: Floats, what: str, on_shards: Collective | None, whole: Collective | None
+        self, when: str, n_bytes: Floats, what: str, on_shards: CollectiveCost | None, whole: CollectiveCost | None
     ) -> None:
         """A collective with token shards, and one without."""
         forward = TENSOR if when == MESSAGES_OF_F else ""
@@ -154,7 +154,7 @@ def loss_sums(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, 
     """Seconds of the all-reduces of the loss over tp, by name: of one number for each token, then of two."""
     found = {}
     for what, n_bytes in (("maxima of logits", 4.0), ("sums of exponentials, targets", 8.0)):
-        message = Message(f"{what}, all-reduce", all_reduce, n_bytes * tokens / chunks, candidates.tp, 1, chunks)
+        message = PricedMessage(f"{what}, all-reduce", all_reduce, n_bytes * tokens / chunks, candidates.tp, 1, chunks)
         found[message.what] = passes.send(job, message, TENSOR)
     return found
 
@@ -165,8 +165,8 @@ def over_tp(
     candidates: Candidates,
     n_bytes: Floats,
     what: str,
-    on_shards: Collective | None,
-    whole: Collective | None,
+    on_shards: CollectiveCost | None,
+    whole: CollectiveCost | None,
     forward: str = "",
 ) -> dict[str, Floats]:
     """Seconds of one collective over tp, whose ranks are consecutive, by its name: `on_shards` with token shards, else
@@ -175,7 +175,9 @@ def over_tp(
     found: dict[str, Floats] = {}
     for collective, used in ((on_shards, shards), (whole, ~shards)):
         if collective is not None and used.any():
-            message = Message(f"{what}, {named(collective)}", collective, n_bytes, candidates.tp, 1, used.astype(int))
+            message = PricedMessage(
+                f"{what}, {named(collective)}", collective, n_bytes, candidates.tp, 1, used.astype(int)
+            )
             found[message.what] = passes.send(job, message, TENSOR, forward)
     return found
 
@@ -216,8 +218,8 @@ def context(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) ->
     value_dim = spec.qk_dim if job.stack.pads_values and spec.latent_attention else spec.head_dim
     key_and_value = tokens * (spec.qk_dim + value_dim)
 
-    def send(what: str, collective: Collective, n_bytes: Floats, forward: str = "") -> dict[str, Floats]:
-        message = Message(what, collective, n_bytes, candidates.cp, candidates.tp)
+    def send(what: str, collective: CollectiveCost, n_bytes: Floats, forward: str = "") -> dict[str, Floats]:
+        message = PricedMessage(what, collective, n_bytes, candidates.cp, candidates.tp)
         return {what: passes.send(job, message, CONTEXT, forward)}
 
     if candidates.shared.cp_method == "ulysses":
@@ -252,7 +254,7 @@ def _ring(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, kv: 
     spec, hops = job.model, candidates.cp - 1
 
     def hop(what: str, n_bytes: Floats, forward: str = "") -> Floats:
-        message = Message(what, point_to_point, n_bytes, candidates.cp, candidates.tp, hops)
+        message = PricedMessage(what, point_to_point, n_bytes, candidates.cp, candidates.tp, hops)
         passes.record(message, forward)
         return replace(message, calls=1).seconds(job.cluster)
 
@@ -288,7 +290,7 @@ def dispatch(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -
     n_bytes = f("bytes to experts", f.T / f.tp * f.top_k * f.h * f.e)
     by_node = partial(all_to_all_by_node, top_k=spec.moe.top_k)
     collective = by_node if job.stack.speed.copies_by_node else all_to_all
-    message = Message(what, collective, n_bytes, candidates.ep, np.ones_like(candidates.ep))
+    message = PricedMessage(what, collective, n_bytes, candidates.ep, np.ones_like(candidates.ep))
     once = passes.send(job, message, EXPERT, EXPERT)
     passes.record(replace(message, what=f"{what} back"), EXPERT)
     passes.record(replace(message, what=f"gradients of {what}", calls=2))

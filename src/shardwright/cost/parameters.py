@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwright.cost import ledger
-from shardwright.cost.blocks import Block
+from shardwright.cost.blocks import BlockShape
 from shardwright.cost.job import Candidates, Ints, Job
 from shardwright.cost.pipeline import Stages
 from shardwright.model.modules import SPLIT_DIM, Row, Split, end_rows, rows
@@ -44,7 +44,7 @@ class Parameters:
     layer_expert: Ints
     matrix: Ints
     head: Ints
-    of_block: Mapping[Block, tuple[Ints, Ints]]
+    of_block: Mapping[BlockShape, tuple[Ints, Ints]]
 
     def note(self, stages: Stages, rank: int) -> None:
         """Record the parameters of a rank of `pp` of one candidate: P dense ones and Q in experts."""
@@ -108,7 +108,7 @@ def of_ranks(
     matrix_rows = vocabulary_rows(model, tp, tp_rank, vocabulary_multiple)
     ends = _ends(model, len(stages.layers), matrix_rows)
     dense, expert, hidden = ends.copy(), np.zeros_like(ends), np.zeros_like(ends)
-    of_block: dict[Block, tuple[Ints, Ints]] = {}
+    of_block: dict[BlockShape, tuple[Ints, Ints]] = {}
     layer_dense, layer_expert, matrix = np.zeros_like(tp), np.zeros_like(tp), np.zeros_like(tp)
     for block, layers in stages.of_kind.items():
         of_plain = np.zeros_like(tp)
@@ -287,7 +287,7 @@ def vocabulary_rows(model: ModelSpec, tp: Ints, tp_rank: int = 0, multiple: int 
     return np.clip(model.vocab_size - tp_rank * shard_rows, 0, shard_rows)
 
 
-def _note_block(model: ModelSpec, block: Block, tp: Ints, ep: Ints, dense: Ints, experts: Ints) -> None:
+def _note_block(model: ModelSpec, block: BlockShape, tp: Ints, ep: Ints, dense: Ints, experts: Ints) -> None:
     divided = {"kv_column": " / min(tp, kv_heads)"} | dict.fromkeys(SPLIT_DIM.keys() - {"kv_column"}, " / tp")
     formula = " + ".join(f"{split}{divided.get(split, '')}" for split in block.dense_numel)
     ledger.note(

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from shardwright.cost import ledger
-from shardwright.cost.blocks import Block
-from shardwright.cost.collectives import Message
+from shardwright.cost.blocks import BlockShape
+from shardwright.cost.collectives import PricedMessage
 from shardwright.cost.job import Candidates, Floats, Job
 from shardwright.cost.ledger import Formulas
 
@@ -21,21 +21,21 @@ class Passes:
     forward: dict[str, Floats] = field(default_factory=dict)
     backward_input: dict[str, Floats] = field(default_factory=dict)
     weight: dict[str, Floats] = field(default_factory=dict)
-    messages: list[Message] = field(default_factory=list)
-    forward_messages: dict[str, list[Message]] = field(default_factory=dict)
+    messages: list[PricedMessage] = field(default_factory=list)
+    forward_messages: dict[str, list[PricedMessage]] = field(default_factory=dict)
 
     def add(self, kind: str, forward: ArrayLike, backward_input: ArrayLike, weight: ArrayLike = 0.0) -> None:
         """Add seconds of a kind."""
         for part, seconds in zip(self.parts.values(), (forward, backward_input, weight), strict=True):
             part[kind] = part.get(kind, np.zeros(())) + np.asarray(seconds, dtype=np.float64)
 
-    def record(self, message: Message, forward: str = "") -> None:
+    def record(self, message: PricedMessage, forward: str = "") -> None:
         """Add a message to those that are sent; `forward`: its kind, if it is one of F."""
         self.messages.append(message)
         if forward:
             self.forward_messages.setdefault(forward, []).append(message)
 
-    def send(self, job: Job, message: Message, kind: str, forward: str = "") -> Floats:
+    def send(self, job: Job, message: PricedMessage, kind: str, forward: str = "") -> Floats:
         """The same; its seconds, of all calls. `kind`: of work, of which it is a part."""
         self.record(message, forward)
         return message.seconds(job.cluster, job.stack.speed.slowdown(kind))
@@ -75,7 +75,7 @@ def reached_bytes_per_s(job: Job) -> Floats:
     return f("rate of element-wise kernels", rate, "cost/hardware.toml, cost/calibration.toml", at="Rates")
 
 
-def kernel_symbols(job: Job, candidates: Candidates, block: Block) -> Formulas:
+def kernel_symbols(job: Job, candidates: Candidates, block: BlockShape) -> Formulas:
     """The sizes of a layer on a rank, and the bytes that its element-wise kernels move for each element of 16 bits."""
     spec, speed, tokens = job.model, job.stack.speed, candidates.tokens(job.seq_len)
     return Formulas(

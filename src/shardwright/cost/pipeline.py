@@ -1,6 +1,6 @@
 """The stages of each rank of `pp`, and the micro-batches of each stage in flight at the rank's memory peaks.
 
-The counts follow from the order of the schedule's actions (`split.stages.Pipeline`), without their times.
+The counts follow from the order of the schedule's actions (`split.stages.ScheduleInputs`), without their times.
 Shapes: S stages, R ranks, v stages of a rank, k moments.
 """
 
@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright.cost.blocks import Block, blocks
+from shardwright.cost.blocks import BlockShape, blocks
 from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.schedule.actions import Action, Schedule
 from shardwright.schedule.registry import find
-from shardwright.split.stages import Pipeline, stage_layers
+from shardwright.split.stages import ScheduleInputs, stage_layers
 
 ACTIONS = ("forward or weight", "loss", "backward", "backward in the last stage", "gradient of the embedding")
 OTHER, LOSS, BACKWARD, BACKWARD_LAST, EMBEDDING = range(len(ACTIONS))
@@ -36,10 +36,10 @@ class Stages:
     """
 
     layers: tuple[range, ...]
-    of_kind: Mapping[Block, Ints]
+    of_kind: Mapping[BlockShape, Ints]
     of_rank: Ints
     several: bool
-    built_from: Pipeline
+    built_from: ScheduleInputs
     key: tuple[Hashable, ...]
 
     def of_ranks(self, ranks: Ints) -> "Stages":
@@ -105,7 +105,7 @@ class Layers(NamedTuple):
     """Layers that cost the same: their kind, what the ledger calls them, how many each stage has, (S,), and the
     candidates with the recomputation of these layers."""
 
-    block: Block
+    block: BlockShape
     name: str
     counts: Ints
     candidates: Candidates
@@ -169,11 +169,11 @@ def _stages(
     of_rank = np.array([sorted(layout.held_by(rank)) for rank in range(layout.pp)], dtype=np.int64)
     several = any(len(each) > 1 for each in layers)
     key = (layout.ways, len(layers), sizes)
-    return Stages(layers, of_kind, of_rank, several, Pipeline.of(model, layout, seq_len), key)
+    return Stages(layers, of_kind, of_rank, several, ScheduleInputs.of(model, layout, seq_len), key)
 
 
 @cache
-def _moments(of: Pipeline, microbatches: int) -> Moments:
+def _moments(of: ScheduleInputs, microbatches: int) -> Moments:
     return _as_moments(_largest(np.concatenate(_held(of.schedule(microbatches), range(of.pp)), axis=1)))
 
 

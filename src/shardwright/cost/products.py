@@ -20,7 +20,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from shardwright.compression import factored, powersgd_rank
-from shardwright.cost.collectives import Message, all_reduce
+from shardwright.cost.collectives import PricedMessage, all_reduce
 from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.ledger import Formulas
 from shardwright.cost.matmuls import reached_flops_per_s
@@ -51,13 +51,13 @@ def _of_row(row: Row) -> tuple[int, int, int]:
     return row.numel, experts * row.shape[-2], experts * len(row.parts) * row.shape[-1]
 
 
-def messages(candidates: Candidates, held: RankParameters) -> list[Message]:
+def messages(candidates: Candidates, held: RankParameters) -> list[PricedMessage]:
     """The all-reduces of the factors, once a step for each stage of the rank; none where gradients travel whole."""
     rank, calls = powersgd_rank(candidates.shared), np.maximum(held.factored_stages, 1)
     if not rank:
         return []
     return [
-        Message(what, all_reduce, 4 * rank * sides / calls, candidates.gradient_ranks, candidates.tp, calls)
+        PricedMessage(what, all_reduce, 4 * rank * sides / calls, candidates.gradient_ranks, candidates.tp, calls)
         for what, sides in ((LEFT, held.left_rows), (RIGHT, held.right_columns))
     ]
 

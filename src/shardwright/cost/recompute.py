@@ -25,7 +25,7 @@ from dataclasses import replace
 import numpy as np
 
 from shardwright.cost import ledger
-from shardwright.cost.blocks import Block, Group
+from shardwright.cost.blocks import BlockShape, FusedRows
 from shardwright.cost.job import FULL, Candidates, Floats, Job
 from shardwright.cost.ledger import Formulas, plus
 from shardwright.cost.matmuls import layer_matmuls
@@ -75,7 +75,7 @@ def features(model: ModelSpec, heads: Floats, kv_heads: Floats) -> ledger.Inputs
     }
 
 
-def seconds(passes: Passes, job: Job, candidates: Candidates, block: Block) -> Floats:
+def seconds(passes: Passes, job: Job, candidates: Candidates, block: BlockShape) -> Floats:
     """Seconds that the backward pass of a layer takes to compute the parts again; `passes`: its own, without that."""
     spec, tokens = job.model, candidates.tokens(job.seq_len)
     parts = candidates.shared.recompute_modules
@@ -104,14 +104,14 @@ def seconds(passes: Passes, job: Job, candidates: Candidates, block: Block) -> F
     return ledger.total("selective recomputation", terms)
 
 
-def last_matmul(job: Job, block: Block) -> Group | None:
+def last_matmul(job: Job, block: BlockShape) -> FusedRows | None:
     """The matmul of a layer that full recomputation leaves out where it stops at the last tensor that the backward pass
     reads, which is that matmul's input. None where something is read after it: the outputs of routed experts, to be
     weighed, or what dropout keeps."""
     return block.matmuls[-1] if job.stack.stops_early and not block.experts and not job.model.dropout else None
 
 
-def left_out(passes: Passes, job: Job, candidates: Candidates, block: Block) -> dict[str, Floats]:
+def left_out(passes: Passes, job: Job, candidates: Candidates, block: BlockShape) -> dict[str, Floats]:
     """The seconds of what full recomputation leaves out, by name: the last matmul, and its message over tp."""
     last, tokens = last_matmul(job, block), candidates.tokens(job.seq_len)
     if last is None:
@@ -137,7 +137,7 @@ def record_messages(passes: Passes, job: Job, candidates: Candidates, but: Conta
                 passes.record(replace(message, what=f"{message.what}, again", calls=message.calls * calls))
 
 
-def _again(group: Group, parts: Sequence[str]) -> bool:
+def _again(group: FusedRows, parts: Sequence[str]) -> bool:
     """Whether a matmul is computed again: from latent vectors to keys and values, or the first of experts."""
     first = group.rows[0]
     if first.split == "experts":

@@ -56,7 +56,7 @@ def _whole_step(job: Job, candidates: Candidates) -> dict[str, Floats]:
     """Bytes of each rank, (n, R), without activations, temporary buffers of passes and messages: `always`, and while
     the optimizer runs; the most of both and of all ranks, and of it the workspace, (n,). What the allocator holds apart
     is in all of them, but `gathered` and `sent`, which are of stages."""
-    held = memory.Step(job, candidates)
+    held = memory.StepMemory(job, candidates)
     always = sum((n_bytes for kind, n_bytes in held.states.items() if kind != "buffers"), np.zeros(1))
     reduced, apart = held.reduced_bytes, {}
     if pools.has_pools(job):
@@ -91,10 +91,12 @@ def _while_running(job: Job, candidates: Candidates, memo: Memo, ranks: Ints) ->
     apart = pools.has_pools(job)
 
     def parts_of_microbatch(new: Candidates) -> dict[str, Floats]:
-        return {"parts": stage_bytes.parts_of_microbatch(memory.Step(job, new, stages, memo).of_microbatch, stages)}
+        return {
+            "parts": stage_bytes.parts_of_microbatch(memory.StepMemory(job, new, stages, memo).of_microbatch, stages)
+        }
 
     def parts_sharded(new: Candidates) -> dict[str, Floats]:
-        step = memory.Step(job, new, stages)
+        step = memory.StepMemory(job, new, stages)
         return {"parts": stage_bytes.parts_sharded(step.pooled_shards if apart else step.sharded, stages)}
 
     passing, lasting = of_microbatches.rows(alike, parts_of_microbatch), sharded.rows(candidates, parts_sharded)

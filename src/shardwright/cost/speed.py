@@ -42,7 +42,7 @@ class Speed:
     `copies_by_node`: tokens of experts cross to a node once, and go to a rank once (DeepEP, HybridEP).
     `gathers_narrow`: what matmuls of fewer than 16 bits read is cast before it is gathered over tp, if the format has a
     scale that all ranks can compute (Transformer Engine; torchtitan with one scale a tensor). `fuses_casts`: casts move
-    `Format.fused_cast_bytes`.
+    `MatmulFormat.fused_cast_bytes`.
 
     Experts: `groups_matmuls`: those of all experts are one kernel (torch._grouped_mm), and not one each (Transformer
     Engine's GroupedLinear); `waits_for_counts`: the host reads how many tokens each expert has, and launches the rest

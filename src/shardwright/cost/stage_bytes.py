@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwright.cost import activations, ledger, pipeline, states
-from shardwright.cost.activations import Ends, Layer
+from shardwright.cost.activations import EndActivations, LayerActivations
 from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.memo import NOT_OF_A_PASS, OF_A_PASS, Memo, others
 from shardwright.cost.parameters import Parameters
@@ -62,7 +62,7 @@ def of_microbatch(
     """Of some stages; `held`: their parameters, `memo`: what is known of layers."""
     zeros = np.zeros((len(candidates), len(stages.layers)))
     kept, experts, waiting, working, largest = (zeros.copy() for _ in range(5))
-    layers: list[tuple[Layers, Layer]] = []
+    layers: list[tuple[Layers, LayerActivations]] = []
     for alike in pipeline.layers_alike(job, candidates, stages):
         layer, counts = _layer(job, alike, memo), alike.counts
         layers.append((alike, layer))
@@ -106,13 +106,13 @@ def of_microbatch(
     )
 
 
-def _layer(job: Job, alike: Layers, memo: Memo | None) -> Layer:
+def _layer(job: Job, alike: Layers, memo: Memo | None) -> LayerActivations:
     """What layers of a kind keep, with what is known."""
     if memo is None:
         return activations.layer(job, alike.candidates, alike.block, alike.name)
     table = memo.table(OF_A_PASS, "activations", alike.name, others(alike.candidates, NOT_OF_A_PASS))
     rows = table.rows(alike.candidates, lambda new: vars(activations.layer(job, new, alike.block, alike.name)))
-    return Layer(**{name: values[rows] for name, values in table.values.items()})
+    return LayerActivations(**{name: values[rows] for name, values in table.values.items()})
 
 
 ONE_THREAD = 2**18
@@ -166,7 +166,9 @@ def _parts(n: int, stages: Stages) -> tuple[Floats, list[Floats], Floats]:
     return parts, [parts[:, :, v * at : v * (at + 1)] for at in range(4)], np.moveaxis(parts[:, :, 4 * v :], 2, 0)
 
 
-def _note_stages(stages: Stages, kept: Floats, around: Ends, layers: Sequence[tuple[Layers, Layer]]) -> None:
+def _note_stages(
+    stages: Stages, kept: Floats, around: EndActivations, layers: Sequence[tuple[Layers, LayerActivations]]
+) -> None:
     """Record the activations of a micro-batch in each stage of the one rank, without rows of experts and logits."""
     last = len(stages.layers) - 1
     for stage in stages.of_rank[0].tolist():

@@ -8,7 +8,7 @@ import numpy as np
 
 from shardwright.cost import idle, ledger, pipeline
 from shardwright.cost.collectives import point_to_point
-from shardwright.cost.data_parallel import I_AND_W, Beside, F, data_parallel, rank_parameters
+from shardwright.cost.data_parallel import I_AND_W, F, OverlappedPasses, data_parallel, rank_parameters
 from shardwright.cost.idle import StageTimes, busy
 from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.layer import embedding, head, layer
@@ -60,7 +60,7 @@ def step_time(job: Job, candidates: Candidates, *, simulated: bool = True, memo:
         parts["pipeline"] = _waiting(job, candidates, span, mine)
     held = _rank_parameters(job, candidates, memo if remembers(memo, job) else None)
     with ledger.section("Data parallel, rank with most parameters"):
-        beside = Beside(*stages.passes_of_ranks(), span[:, None] - ends, stages.note_passes)
+        beside = OverlappedPasses(*stages.passes_of_ranks(), span[:, None] - ends, stages.note_passes)
         parts[DATA] = data_parallel(job, candidates, held, m, beside)
     with ledger.section("Step"):
         parts["optimizer"] = optimizer_step(job, candidates, held)

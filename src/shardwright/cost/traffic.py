@@ -12,13 +12,13 @@ from itertools import pairwise
 import numpy as np
 
 from shardwright.cost import data_parallel, products
-from shardwright.cost.collectives import Message, point_to_point
+from shardwright.cost.collectives import PricedMessage, point_to_point
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.parameters import RankParameters
 from shardwright.cost.step import StagePasses
 
 
-def of_step(job: Job, candidates: Candidates, rank: int) -> list[Message]:
+def of_step(job: Job, candidates: Candidates, rank: int) -> list[PricedMessage]:
     """The messages of rank `rank` of `pp` in a step of one layout, with the calls of all its micro-batches; of sends
     only those that leave the rank."""
     m = int(candidates.microbatches(job.global_batch)[0])
@@ -59,7 +59,7 @@ def shards_over_link(job: Job, candidates: Candidates, rank: int) -> dict[str, t
 
 def _collectives(
     job: Job, candidates: Candidates, held: RankParameters, m: int
-) -> Iterator[tuple[int, str, data_parallel.Group]]:
+) -> Iterator[tuple[int, str, data_parallel.ParameterGroup]]:
     """Of weights and gradients, in a step: how often, which, and of which parameters."""
     times = {"1": 1, "m": m, "(m - 1)": m - 1}
     for often, whats, _ in data_parallel.stage_collectives(candidates, int(candidates.zero[0])):
@@ -68,7 +68,7 @@ def _collectives(
                 yield times[often], what, group
 
 
-def _between_stages(job: Job, candidates: Candidates, rank: int, m: int) -> Iterator[Message]:
+def _between_stages(job: Job, candidates: Candidates, rank: int, m: int) -> Iterator[PricedMessage]:
     """Activations that a rank sends to the next stage, and gradients to the previous one."""
     n_bytes = candidates.tokens(job.seq_len) * job.model.d_model * job.element_bytes / candidates.token_shards
     stride = candidates.world // candidates.pp
@@ -78,4 +78,4 @@ def _between_stages(job: Job, candidates: Candidates, rank: int, m: int) -> Iter
                 for what, sender in (("activations", here), ("gradients of activations", there)):
                     if sender == rank:
                         calls = m // len(candidates.shared.ways)
-                        yield Message(what, point_to_point, n_bytes, 2, abs(here - there) * stride, calls)
+                        yield PricedMessage(what, point_to_point, n_bytes, 2, abs(here - there) * stride, calls)

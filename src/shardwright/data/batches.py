@@ -116,7 +116,7 @@ class Batches:
         self._source = read()
         self._closed = False
         self._failure: Exception | None = None
-        self._reader = _Reader(self._source, prefetch) if prefetch else None
+        self._reader = _BatchReader(self._source, prefetch) if prefetch else None
         if self._reader is not None:
             # A Batches that is dropped without close must not leave its thread behind.
             weakref.finalize(self, self._reader.stop)
@@ -251,7 +251,7 @@ def _outside_vocabulary(samples: Samples, i: int, tokens: np.ndarray, vocab_size
     )
 
 
-class _Reader:
+class _BatchReader:
     """One thread that keeps a bounded queue of batches full. It has no reference to the Batches that owns it."""
 
     def __init__(self, source: Iterator[Batch], ahead: int) -> None:

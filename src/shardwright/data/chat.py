@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardwright.data.template import ANSWER, MARKER, REASONING, Refused
+from shardwright.data.template import ANSWER, MARKER, REASONING, TemplateRefusal
 from shardwright.data.template_process import TemplateProcess
 from shardwright.errors import DataError, nearest
 from shardwright.files import parse_json, read_text, reason
@@ -39,7 +39,7 @@ DATE = "SOURCE_DATE_EPOCH"
 """The environment variable of reproducible builds that sets the date that templates write."""
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """Text of a document. The boolean: whether its tokens are trained on, that is, predicted in the loss. `apart`:
     whether it is encoded on its own, so that no token spans its start."""
 
@@ -66,7 +66,7 @@ class ChatFormat:
     markers: set[str] = field(default_factory=set, compare=False)
     """Control tokens that the template has written so far, recognised by their form."""
 
-    def pieces(self, record: dict[str, Any]) -> list[Piece]:
+    def pieces(self, record: dict[str, Any]) -> list[TextPiece]:
         """Return the pieces of a record in order; messages are encoded as one text. Raises BadConversation."""
         known = {key for key in REFUSED_KEYS if record.get(key) not in (None, [], {})}
         if known:
@@ -85,7 +85,7 @@ class ChatFormat:
             raise BadConversation(
                 f"the field {given[0]!r} is for messages, and the record has a prompt and a completion"
             )
-        return [Piece(record["prompt"], False), Piece(record["completion"], trained is not False, True)]
+        return [TextPiece(record["prompt"], False), TextPiece(record["completion"], trained is not False, True)]
 
     def prompt(self, text: str) -> str:
         """Return the text with which a model starts its answer to one message of a user.
@@ -98,7 +98,7 @@ class ChatFormat:
         _refuse_special(messages, "the prompt", self.special_tokens)
         try:
             return self._process.prompt(messages)
-        except Refused as error:
+        except TemplateRefusal as error:
             raise BadConversation(str(error)) from None
 
     @property
@@ -125,7 +125,7 @@ class ChatFormat:
             "strftime_now" in template for template in (self.template, self.tool_template) if template is not None
         )
 
-    def _of_messages(self, record: dict[str, Any], trained: bool) -> list[Piece]:
+    def _of_messages(self, record: dict[str, Any], trained: bool) -> list[TextPiece]:
         template, process = self.template, self._process
         given = _given(record, process.reads if process else frozenset())
         if given.get("tools") and self._tool_process is not None:
@@ -140,7 +140,7 @@ class ChatFormat:
         answers = [trained and _trained(m, f"message {n}") is not False for n, m in enumerate(messages, start=1)]
         try:
             text, spans = process.write(messages, answers, given)
-        except Refused as error:
+        except TemplateRefusal as error:
             raise BadConversation(str(error)) from None
         if not text:
             raise BadConversation("the chat template writes nothing for it")
@@ -152,7 +152,7 @@ class ChatFormat:
         self.markers.update(marker for marker in set(MARKER.findall(text)) - self.markers if not _holds(record, marker))
         places = sorted({0, len(text), *itertools.chain.from_iterable(spans)})
         return [
-            Piece(text[begin:end], any(first <= begin < last for first, last in spans))
+            TextPiece(text[begin:end], any(first <= begin < last for first, last in spans))
             for begin, end in itertools.pairwise(places)
         ]
 

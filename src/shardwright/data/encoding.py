@@ -23,7 +23,7 @@ _NEUTRAL = ("\n", ".", "a", "0")
 Spans = tuple[tuple[int, int], ...]
 
 
-class Section(NamedTuple):
+class TextSection(NamedTuple):
     """Text that is encoded as one: a document, or its prompt or completion.
 
     `spans`: the characters that are trained on; None for all. `skip`: characters at its start that are not part of the
@@ -37,10 +37,10 @@ class Section(NamedTuple):
     closed: bool = False
 
 
-class Window(NamedTuple):
+class TextWindow(NamedTuple):
     """A part of a section from character `start` on; `last`: whether the section ends with it."""
 
-    section: Section
+    section: TextSection
     text: str
     start: int
     last: bool
@@ -51,19 +51,19 @@ class Window(NamedTuple):
         return bool(self.section.spans is not None or self.section.skip or self.start or not self.last)
 
 
-def windows(section: Section) -> Iterator[Window]:
+def windows(section: TextSection) -> Iterator[TextWindow]:
     """Yield the windows of a section in order; none if it has no text."""
     text, start = "", 0
     for piece in section.pieces:
         text += piece
         while len(text) > WINDOW + 2 * CONTEXT:
-            yield Window(section, text[:WINDOW], start, False)
+            yield TextWindow(section, text[:WINDOW], start, False)
             text, start = text[WINDOW - 2 * CONTEXT :], start + WINDOW - 2 * CONTEXT
     if text:
-        yield Window(section, text, start, True)
+        yield TextWindow(section, text, start, True)
 
 
-def continued(document: int, text: str, spans: Spans, tokenizer: TextTokenizer, closed: bool) -> Section:
+def continued(document: int, text: str, spans: Spans, tokenizer: TextTokenizer, closed: bool) -> TextSection:
     """Return a section that continues the previous one. Many tokenizers write a space before a text; a neutral
     character before the text takes that space, and its tokens are left out."""
     head = text[:256]
@@ -71,11 +71,11 @@ def continued(document: int, text: str, spans: Spans, tokenizer: TextTokenizer, 
         [encoding] = tokenizer.encodings([neutral + head], offsets=True)
         if all(end <= 1 or start >= 1 for start, end in encoding.offsets):
             moved = tuple((begin + 1, end + 1) for begin, end in spans)
-            return Section(document, [neutral + text], moved, 1, closed)
-    return Section(document, [text], spans, 0, closed)
+            return TextSection(document, [neutral + text], moved, 1, closed)
+    return TextSection(document, [text], spans, 0, closed)
 
 
-def encode(tokenizer: TextTokenizer, parts: list[Window]) -> list[Any]:
+def encode(tokenizer: TextTokenizer, parts: list[TextWindow]) -> list[Any]:
     """Return the encoding of each window, computed on all cores."""
     encodings: list[Any] = [None] * len(parts)
     for offsets in (False, True):
@@ -92,10 +92,10 @@ class Joiner:
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._held: tuple[Window, Any, int] | None = None
+        self._held: tuple[TextWindow, Any, int] | None = None
         """A window, and the index of its first token that has not been yielded."""
 
-    def add(self, window: Window, encoding: Any) -> Iterator[tuple[np.ndarray, np.ndarray | bool]]:
+    def add(self, window: TextWindow, encoding: Any) -> Iterator[tuple[np.ndarray, np.ndarray | bool]]:
         """Yield the token ids that are settled by now, with a mask of the ids that are trained on."""
         if self._held is None:
             self._held = window, encoding, _first_token(encoding, window.section.skip) if window.section.skip else 0
@@ -103,7 +103,7 @@ class Joiner:
             before, ids_before, first = self._held
             if (places := _meeting(before, ids_before, window, encoding)) is None:
                 text = before.text + window.text[before.start + len(before.text) - window.start :]
-                whole = Window(window.section, text, before.start, window.last)
+                whole = TextWindow(window.section, text, before.start, window.last)
                 self._held = whole, self._tokenizer.encodings([text], offsets=True)[0], first
             else:
                 yield _settled(before, ids_before, first, places[0])
@@ -114,7 +114,7 @@ class Joiner:
             yield _settled(before, ids_before, first, len(ids_before))
 
 
-def _settled(window: Window, encoding: Any, first: int, last: int) -> tuple[np.ndarray, np.ndarray | bool]:
+def _settled(window: TextWindow, encoding: Any, first: int, last: int) -> tuple[np.ndarray, np.ndarray | bool]:
     ids = np.array(encoding.ids[first:last], np.uint32)
     if window.section.spans is None:
         return ids, True
@@ -131,7 +131,7 @@ def _first_token(encoding: Any, place: int, ends: bool = False) -> int:
     return bisect_left(range(len(encoding)), place, key=lambda i: encoding.token_to_chars(i)[ends])
 
 
-def _meeting(before: Window, ids_before: Any, after: Window, ids_after: Any) -> tuple[int, int] | None:
+def _meeting(before: TextWindow, ids_before: Any, after: TextWindow, ids_after: Any) -> tuple[int, int] | None:
     """Return the tokens of two overlapping windows at which the second may continue the first."""
     middle = after.start + CONTEXT
     low, high = middle - CONTEXT // 2, middle + CONTEXT // 2

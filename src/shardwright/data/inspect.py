@@ -8,7 +8,7 @@ import numpy as np
 
 from shardwright.data.packing import attended_tokens, packed_lengths
 from shardwright.data.samples import PackedSamples
-from shardwright.data.shards import Manifest, TokenSplit, open_split
+from shardwright.data.shards import DataManifest, TokenSplit, open_split
 from shardwright.data.tokenizer import TextTokenizer, load_tokenizer
 from shardwright.errors import DataError
 from shardwright.split.documents import Lengths, imbalance, plan
@@ -29,7 +29,7 @@ def inspect(directory: str | Path, split: str = "train", n: int = 3, seq_len: in
     if n < 0:
         raise DataError(f"documents={n} must be 0 or more")
     folder = Path(directory)
-    manifest = Manifest.read(folder)
+    manifest = DataManifest.read(folder)
     tokens = open_split(folder, split)
     tokenizer = load_tokenizer(folder / manifest.tokenizer_file, manifest.separator)
     lengths = tokens.document_lengths()

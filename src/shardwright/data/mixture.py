@@ -50,7 +50,7 @@ def _counts_before(weights: tuple[int, ...]) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Stage:
+class MixtureStage:
     """The samples from running index `from_sample` on, taken after `from_step` steps, in a ratio of `weights` by
     source."""
 
@@ -72,16 +72,16 @@ class Stage:
 def stages_of(
     mixtures: Sequence[Mixture],
     global_batch: int,
-    past: Sequence[Stage] = (),
+    past: Sequence[MixtureStage] = (),
     step: int = 0,
     n_samples: int = 0,
-) -> list[Stage]:
+) -> list[MixtureStage]:
     """Return the stages of a run that has taken `step` steps and `n_samples` samples, in the stages `past`. Later
     stages start at the first sample of their step, at `global_batch` samples a step from here on."""
     n_sources = len(mixtures[0].weights)
     begun = [replace(stage, weights=stage.weights + (0,) * (n_sources - len(stage.weights))) for stage in past]
     return begun + [
-        Stage(stage.from_step, n_samples + (stage.from_step - step) * global_batch, stage.weights)
+        MixtureStage(stage.from_step, n_samples + (stage.from_step - step) * global_batch, stage.weights)
         for stage in mixtures[len(past) :]
     ]
 
@@ -93,7 +93,7 @@ class MixtureOrder:
     regardless of changes of the weights. `stages` start with one from sample 0.
     """
 
-    def __init__(self, seed: int, sizes: Sequence[int], stages: Sequence[Stage]) -> None:
+    def __init__(self, seed: int, sizes: Sequence[int], stages: Sequence[MixtureStage]) -> None:
         assert stages[0].from_sample == 0, stages
         self.sizes, self.stages = tuple(sizes), tuple(stages)
         self._orders = [SampleOrder(seed, size, source) for source, size in enumerate(sizes)]

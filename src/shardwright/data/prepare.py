@@ -20,10 +20,10 @@ import numpy as np
 from shardwright.control_groups import usable_cores
 from shardwright.data import blocks
 from shardwright.data.chat import TEMPLATE, ChatFormat, read_chat_format
-from shardwright.data.encoding import Joiner, Section, Spans, Window, continued, encode, windows
+from shardwright.data.encoding import Joiner, Spans, TextSection, TextWindow, continued, encode, windows
 from shardwright.data.order import keyed_fractions
 from shardwright.data.remote import size_bytes
-from shardwright.data.shards import MANIFEST, TOKENIZER, Manifest
+from shardwright.data.shards import MANIFEST, TOKENIZER, DataManifest
 from shardwright.data.sources import HUB, Document, EncodingErrors, Meter, documents, source_files
 from shardwright.data.tokenizer import TextTokenizer, all_cores, load_tokenizer, train_bpe
 from shardwright.data.writer import SplitWriter
@@ -41,7 +41,7 @@ NO_ROOM_HINT = ". Tokens take half the size of most text, all of it with a vocab
 
 
 @dataclass(frozen=True)
-class Progress:
+class PrepareProgress:
     """The progress of a prepare. `stage` is "tokenizer" (the sample it is trained on) or "tokens"; `read_bytes` of
     `total_bytes` of the source's files have been read (None if unknown: a dataset of the hub)."""
 
@@ -53,15 +53,15 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class _Report:
+class _ProgressReporter:
     """Reports the progress of a prepare of `total_bytes` to `show`, if there is one."""
 
     total_bytes: int | None
-    show: Callable[[Progress], None] | None
+    show: Callable[[PrepareProgress], None] | None
 
     def __call__(self, stage: str, meter: Meter, n_documents: int, n_tokens: int = 0) -> None:
         if self.show is not None:
-            self.show(Progress(stage, meter.read_bytes, self.total_bytes, n_documents, n_tokens))
+            self.show(PrepareProgress(stage, meter.read_bytes, self.total_bytes, n_documents, n_tokens))
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,12 @@ class _Corpus:
             for text in document.pieces:
                 yield number, text
 
-    def sections(self, meter: Meter, tokenizer: TextTokenizer) -> Iterator[Section]:
+    def sections(self, meter: Meter, tokenizer: TextTokenizer) -> Iterator[TextSection]:
         """Yield the text of every document in order, as it will be encoded."""
         specials = tokenizer.special_tokens
         for number, document in self._with_text(meter):
             if document.trained is None:
-                yield Section(number, document.pieces)
+                yield TextSection(number, document.pieces)
                 continue
             texts = list(document.pieces)
             closed = texts[-1].endswith(specials)
@@ -99,7 +99,7 @@ class _Corpus:
             if document.apart:
                 prompt, completion = texts
                 spans: Spans = ((0, len(completion)),) if document.trained[1] else ()
-                yield Section(number, [prompt], ())
+                yield TextSection(number, [prompt], ())
                 yield continued(number, completion, spans, tokenizer, closed)
             else:
                 spans = tuple(
@@ -107,7 +107,7 @@ class _Corpus:
                     for place, trained in zip(itertools.pairwise(places), document.trained, strict=True)
                     if trained
                 )
-                yield Section(number, ["".join(texts)], spans, closed=closed)
+                yield TextSection(number, ["".join(texts)], spans, closed=closed)
 
     def _with_text(self, meter: Meter) -> Iterator[tuple[int, Document]]:
         number = 0
@@ -149,8 +149,8 @@ def prepare(
     encoding_errors: EncodingErrors = "error",
     skip_bad: bool = False,
     overwrite: bool = False,
-    progress: Callable[[Progress], None] | None = None,
-) -> Manifest:
+    progress: Callable[[PrepareProgress], None] | None = None,
+) -> DataManifest:
     """Tokenise `source` (see `sources.documents`) into the new folder `out`, and return its manifest.
 
     `tokenizer` is a tokenizer.json; without one a BPE of `vocab_size` is trained on up to `tokenizer_sample` bytes of
@@ -174,14 +174,14 @@ def prepare(
         and Path(out).resolve().is_relative_to(Path(corpus.source).resolve())
     ):
         raise DataError(f"out={out} is inside the source {source}: it would read what it writes; choose another")
-    report = _Report(corpus.total_bytes(), progress)
+    report = _ProgressReporter(corpus.total_bytes(), progress)
     with new_folder(Path(out), lambda place: _may_replace(place, overwrite), DataError, NO_ROOM_HINT) as folder:
         if loaded is None:
             texts = _sample(corpus, seed, tokenizer_sample, report)
             loaded = train_bpe(texts, vocab_size, sample_bytes=tokenizer_sample)
         meter = Meter()
         written = _write_tokens(corpus, folder, loaded, validation, seed, shard_tokens, meter, report)
-        manifest = Manifest(
+        manifest = DataManifest(
             created_by=f"shardwright {PACKAGE_VERSION}",
             dtype=_dtype(loaded),
             **_tokenizer_kept(folder, loaded, chat),
@@ -254,7 +254,7 @@ def _may_replace(out: Path, overwrite: bool) -> None:
     if not overwrite:
         raise DataError(f"{out}: exists already; choose another --out, or replace it with --overwrite")
     try:
-        manifest = Manifest.read(out, check_files=False)
+        manifest = DataManifest.read(out, check_files=False)
     except DataError as error:
         raise DataError(f"--overwrite replaces only what prepare made: {error}") from None
     if others := sorted(present - {MANIFEST, *manifest.sha256_of_files}):
@@ -272,7 +272,7 @@ def _write_tokens(
     seed: int,
     shard_tokens: int,
     meter: Meter,
-    report: _Report,
+    report: _ProgressReporter,
 ) -> dict[str, Any]:
     """Write every document; return the manifest's entries for the splits."""
     names = (TRAIN, VALIDATION) if validation > 0 else (TRAIN,)
@@ -285,7 +285,7 @@ def _write_tokens(
     ends_trained = True  # whether the separator of the document that is being written is trained on
     joiner = Joiner(tokenizer)
 
-    def write(parts: list[Window], encoded: "Future[list[Any]]") -> None:
+    def write(parts: list[TextWindow], encoded: "Future[list[Any]]") -> None:
         nonlocal written, ends_trained
         for window, encoding in zip(parts, encoded.result(), strict=True):
             section = window.section
@@ -302,7 +302,7 @@ def _write_tokens(
     try:
         # One batch is encoded while the one before is written and the one after is read.
         with all_cores(), ThreadPoolExecutor(1) as encoder:
-            waiting: tuple[list[Window], Future[list[Any]]] | None = None
+            waiting: tuple[list[TextWindow], Future[list[Any]]] | None = None
             for parts in _batches(corpus.sections(meter, tokenizer)):
                 encoded = encoder.submit(encode, tokenizer, parts)
                 if waiting is not None:
@@ -325,10 +325,10 @@ def _write_tokens(
     }
 
 
-def _batches(sections: Iterator[Section]) -> Iterator[list[Window]]:
+def _batches(sections: Iterator[TextSection]) -> Iterator[list[TextWindow]]:
     """Yield windows in groups that are large enough for every core."""
     enough = min(usable_cores() * BATCH_BYTES_PER_CORE, LARGEST_BATCH_BYTES)
-    gathered: list[Window] = []
+    gathered: list[TextWindow] = []
     size = 0
     for section in sections:
         for window in windows(section):
@@ -350,7 +350,7 @@ def _split_of(document: int, validation: float, seed: int) -> str:
     return TRAIN
 
 
-def _sample(corpus: _Corpus, seed: int, sample_bytes: int, report: _Report) -> Iterator[str]:
+def _sample(corpus: _Corpus, seed: int, sample_bytes: int, report: _ProgressReporter) -> Iterator[str]:
     """Yield text to train a tokenizer on: for a corpus larger than the sample, pieces from all over it."""
     rate = sample_bytes / report.total_bytes if report.total_bytes else 1.0
     meter, number = Meter(), -1

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from shardwright.data.chat import BadConversation, ChatFormat, Piece, without_nulls
+from shardwright.data.chat import BadConversation, ChatFormat, TextPiece, without_nulls
 from shardwright.data.content import LONGEST_RECORD_BYTES, Kind, array_items, opened
 from shardwright.data.remote import File, size_bytes
 from shardwright.errors import DataError
@@ -78,7 +78,7 @@ class Meter:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadOptions:
     """The settings of reading: the field that has the text, the treatment of bytes that are not UTF-8, whether bad
     records are left out, the meter. With `chat`, records are conversations, and no field is text."""
 
@@ -88,7 +88,7 @@ class Reading:
     meter: Meter
     chat: ChatFormat | None = None
 
-    def document(self, where: str, text_of: Callable[[], str | list[Piece] | None]) -> Iterator[Document]:
+    def document(self, where: str, text_of: Callable[[], str | list[TextPiece] | None]) -> Iterator[Document]:
         """Yield the document at `where`; nothing if its text is empty or it is left out, which is counted."""
         try:
             text = text_of()
@@ -140,7 +140,7 @@ class Reading:
             raise DataError(f"{source}: no column {self.text_key!r}; there are: {there}. Choose one with --text-key")
 
 
-def text_documents(path: File, reading: Reading) -> Iterator[Document]:
+def text_documents(path: File, reading: ReadOptions) -> Iterator[Document]:
     """Yield one text file as one document. Under `skip` the file is read twice: first to check that it is clean."""
     if reading.encoding_errors == "skip":
         try:
@@ -164,7 +164,7 @@ def text_documents(path: File, reading: Reading) -> Iterator[Document]:
     yield Document(str(path), pieces())
 
 
-def record_documents(path: File, reading: Reading, kind: Kind) -> Iterator[Document]:
+def record_documents(path: File, reading: ReadOptions, kind: Kind) -> Iterator[Document]:
     """Yield each object as one document, its field `text_key` the text; null or empty is no document. `kind`: one
     object a line, an array of objects, or one object over several lines."""
     already_bytes = reading.meter.read_bytes
@@ -200,7 +200,7 @@ def _lines(path: File, file: Any) -> Iterator[tuple[str, int, bytes]]:
         offset += len(line)
 
 
-def parquet_documents(path: File, reading: Reading) -> Iterator[Document]:
+def parquet_documents(path: File, reading: ReadOptions) -> Iterator[Document]:
     """Yield each row as one document, its column `text_key` the text; only that column is read, in parts."""
     try:
         import pyarrow as pa
@@ -286,7 +286,7 @@ def _without_nul(raw: bytes, path: File, offset: int) -> bytes:
     return raw
 
 
-def _record_text(raw: bytes, where: str, offset: int, reading: Reading) -> str | list[Piece] | None:
+def _record_text(raw: bytes, where: str, offset: int, reading: ReadOptions) -> str | list[TextPiece] | None:
     line = reading.decode(raw, where, offset).removeprefix("\ufeff").strip()
     if not line:
         return None
@@ -297,14 +297,14 @@ def _record_text(raw: bytes, where: str, offset: int, reading: Reading) -> str |
     return _object_text(record, where, reading)
 
 
-def _object_text(record: Any, where: str, reading: Reading) -> str | list[Piece] | None:
+def _object_text(record: Any, where: str, reading: ReadOptions) -> str | list[TextPiece] | None:
     if not isinstance(record, dict):
         problem = f"{where}: a JSON {type(record).__name__}, not an object with the field {reading.text_key!r}"
         raise BadRecord(f"{problem}; {SKIP_BAD}")
     return field_text(record, where, reading)
 
 
-def field_text(record: dict[str, Any], where: str, reading: Reading) -> str | list[Piece] | None:
+def field_text(record: dict[str, Any], where: str, reading: ReadOptions) -> str | list[TextPiece] | None:
     """Return the text of a record's field `text_key`, None if it is null, or the pieces of a conversation.
 
     Raises BadRecord for a missing field, a field that is not a string and a record that is not a conversation, NotText

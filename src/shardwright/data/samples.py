@@ -12,7 +12,7 @@ import numpy as np
 from shardwright.config import RunConfig
 from shardwright.config.mixture import name_of, sources_of
 from shardwright.config.sections import DataSection
-from shardwright.data.shards import Manifest, TokenSplit, open_split
+from shardwright.data.shards import DataManifest, TokenSplit, open_split
 from shardwright.errors import DataError
 
 IGNORE = -100
@@ -143,7 +143,7 @@ def open_sources(config: RunConfig, name: str) -> list[Samples]:
     sources = sources_of(config.data)
     problems: list[str] = []
     samples: dict[str, Samples] = {}
-    manifests: dict[str, Manifest] = {}
+    manifests: dict[str, DataManifest] = {}
     for source in sources:
         called = name_of(source)
         try:
@@ -173,7 +173,7 @@ def samples_of(split: TokenSplit, data: DataSection, seq_len: int) -> Samples:
     return PackedSamples(split, seq_len, mask_boundaries=data.mask_boundaries)
 
 
-def _tokenizer_problems(manifests: dict[str, Manifest]) -> Iterator[str]:
+def _tokenizer_problems(manifests: dict[str, DataManifest]) -> Iterator[str]:
     """Yield the differences of tokenizers between the first source and others; a source given twice is named too."""
     for called, manifest in manifests.items():
         first_called, first = next(iter(manifests.items()))

@@ -64,7 +64,7 @@ class Shard(_Record):
     sums_sha256: str | None = None
 
 
-class Split(_Record):
+class DataSplit(_Record):
     """The shards of one split, in order, with their totals."""
 
     tokens: Count
@@ -72,7 +72,7 @@ class Split(_Record):
     shards: tuple[Shard, ...]
 
 
-class Manifest(_Record):
+class DataManifest(_Record):
     """The contents of a folder of tokens. `source` and `options` record its making; nothing depends on them."""
 
     format: str = FORMAT
@@ -95,12 +95,12 @@ class Manifest(_Record):
     """For conversations, the special token that the template writes after an answer."""
     chat_tokens: dict[str, str] = {}
     """For conversations, the tokens that the template names: `bos_token` and the like, with their texts."""
-    splits: dict[str, Split]
+    splits: dict[str, DataSplit]
     source: dict[str, Any]
     options: dict[str, Any]
 
     @staticmethod
-    def read(directory: str | Path, *, check_files: bool = True) -> "Manifest":
+    def read(directory: str | Path, *, check_files: bool = True) -> "DataManifest":
         """Return the manifest of `directory`; with `check_files` every file must exist in its full size.
 
         Raises DataError for a folder that is missing, empty, damaged, of a newer format or of another kind.
@@ -116,7 +116,7 @@ class Manifest(_Record):
                 f"it was written by {raw.get('created_by')}: upgrade to that, or prepare the data again"
             )
         try:
-            manifest = Manifest.model_validate(raw)
+            manifest = DataManifest.model_validate(raw)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
@@ -263,7 +263,7 @@ class Manifest(_Record):
 class TokenSplit:
     """All shards of a split as one array of `n_tokens` ids and `n_documents` documents, read by memory map."""
 
-    def __init__(self, folder: Path, name: str, manifest: Manifest) -> None:
+    def __init__(self, folder: Path, name: str, manifest: DataManifest) -> None:
         self.folder, self.name, self.manifest = folder, name, manifest
         split = manifest.splits[name]
         self.n_tokens, self.n_documents = split.tokens, split.documents
@@ -367,8 +367,8 @@ class TokenSplit:
 
 
 def open_split(directory: str | Path, name: str) -> TokenSplit:
-    """Return the split `name` ("train", "validation") of a folder of tokens; raises as Manifest.read does."""
-    manifest = Manifest.read(directory)
+    """Return the split `name` ("train", "validation") of a folder of tokens; raises as DataManifest.read does."""
+    manifest = DataManifest.read(directory)
     if name not in manifest.splits:
         there = nearest(name, manifest.splits) if manifest.splits else "it has none; prepare the data again"
         raise DataError(f"{directory}: no split {name!r}; {there}")
@@ -377,7 +377,9 @@ def open_split(directory: str | Path, name: str) -> TokenSplit:
     return split
 
 
-def _open_files(folder: Path, shard: Shard, manifest: Manifest) -> tuple[CheckedFile, CheckedFile, CheckedFile | None]:
+def _open_files(
+    folder: Path, shard: Shard, manifest: DataManifest
+) -> tuple[CheckedFile, CheckedFile, CheckedFile | None]:
     """Return the tokens, the index and, for conversations, the mask of a shard."""
     size, sums = manifest.block_bytes, None
     if shard.sums_file and shard.sums_sha256:
@@ -400,7 +402,7 @@ def verify_checksums(directory: str | Path, progress: Callable[[str], None] | No
     `progress` is called with the name of each file. Raises DataError only if the manifest cannot be read.
     """
     folder = Path(directory)
-    manifest = Manifest.read(folder, check_files=False)
+    manifest = DataManifest.read(folder, check_files=False)
     problems = manifest.missing_files(folder)
     for name, sha256 in manifest.sha256_of_files.items():
         if any(problem.startswith(f"{name} ") for problem in problems):

@@ -23,7 +23,7 @@ from shardwright.data.readers import (
     Document,
     EncodingErrors,
     Meter,
-    Reading,
+    ReadOptions,
     field_text,
     naming,
     parquet_documents,
@@ -63,7 +63,7 @@ def documents(
     """
     if encoding_errors not in ENCODING_ERRORS:
         raise DataError(f"encoding_errors={encoding_errors!r}; {nearest(str(encoding_errors), ENCODING_ERRORS)}")
-    reading = Reading(text_key, encoding_errors, skip_bad, Meter() if meter is None else meter, chat)
+    reading = ReadOptions(text_key, encoding_errors, skip_bad, Meter() if meter is None else meter, chat)
     if isinstance(source, str) and source.startswith(HUB):
         yield from _hub_documents(source, reading)
         return
@@ -135,7 +135,7 @@ def _walk(folder: Path, seen: set[tuple[int, int]]) -> Iterator[Path]:
             yield Path(entry.path)
 
 
-def _hub_documents(source: str, reading: Reading) -> Iterator[Document]:
+def _hub_documents(source: str, reading: ReadOptions) -> Iterator[Document]:
     name, config, split = _hub_name(source)
     try:
         import datasets

@@ -31,11 +31,11 @@ _MARKS = re.compile(f"{_MARK}(\\d+){_MARK_END}")
 Message = dict[str, Any]
 
 
-class Refused(ValueError):
+class TemplateRefusal(ValueError):
     """The template refuses a conversation, or its answers cannot be found."""
 
 
-class _Marked(NamedTuple):
+class _MarkedText(NamedTuple):
     """A text without its marks, and the place of each message's mark."""
 
     text: str
@@ -88,11 +88,13 @@ class ChatTemplate:
 
     def write(self, messages: list[Message], trained: list[bool], given: dict[str, Any]) -> tuple[str, list[list[int]]]:
         """Return the text of a conversation, and the places [begin, end) of the answers whose `trained` is true.
-        `given`: the other variables of the template. Raises Refused."""
+        `given`: the other variables of the template. Raises TemplateRefusal."""
         messages = [_with_reasoning(message) for message in messages]
         text = self._render(messages, given)
         if not {_MARK, _MARK_END, _BEGIN, _END}.isdisjoint(text):
-            raise Refused("it has one of U+FDD0 to U+FDD3, which are no characters; answers are marked with them here")
+            raise TemplateRefusal(
+                "it has one of U+FDD0 to U+FDD3, which are no characters; answers are marked with them here"
+            )
         answers = [i for i, message in enumerate(messages) if message["role"] == ANSWER]
         if not any(trained[i] for i in answers):
             return text, []
@@ -107,7 +109,7 @@ class ChatTemplate:
         return text, spans
 
     def prompt(self, messages: list[Message]) -> str:
-        """Return the text of a conversation and of the start of the next answer. Raises Refused."""
+        """Return the text of a conversation and of the start of the next answer. Raises TemplateRefusal."""
         return self._render(messages, {}, generation=True)
 
     def _generated(self, messages: list[Message], text: str, given: dict[str, Any]) -> list[list[int]]:
@@ -126,9 +128,13 @@ class ChatTemplate:
             else:
                 at += len(part)
         if re.sub(f"[{_BEGIN}{_END}]", "", marked) != text:
-            raise Refused("the chat template changes the text of its {% generation %} blocks after they are written")
+            raise TemplateRefusal(
+                "the chat template changes the text of its {% generation %} blocks after they are written"
+            )
         if not spans:
-            raise Refused("the chat template writes no {% generation %} block, so there is no answer to train on")
+            raise TemplateRefusal(
+                "the chat template writes no {% generation %} block, so there is no answer to train on"
+            )
         return [span for span in spans if span[0] < span[1]]
 
     def _places(self, messages: list[Message], text: str, given: dict[str, Any]) -> list[list[int]]:
@@ -141,7 +147,7 @@ class ChatTemplate:
             begin = self._begin(whole, messages[:number], given)
             end = None if begin is None else self._end(whole, self._try(messages[: number + 1], given), number, begin)
             if begin is None or end is None or begin < (places[-1][1] if places else 0):
-                raise Refused(
+                raise TemplateRefusal(
                     f"the chat template renders message {number + 1} differently when others follow, or not at all, "
                     f"so its tokens cannot be found; choose another with --chat-template, or mark the answers in it "
                     f"with {{% generation %}}"
@@ -149,7 +155,7 @@ class ChatTemplate:
             places.append([begin, end])
         return places
 
-    def _begin(self, whole: _Marked, earlier: list[Message], given: dict[str, Any]) -> int | None:
+    def _begin(self, whole: _MarkedText, earlier: list[Message], given: dict[str, Any]) -> int | None:
         """Return the start of the answer to `earlier` in the whole: after the generation prompt."""
         before, prompt = self._try(earlier, given), self._try(earlier, given, generation=True)
         if prompt.text:
@@ -165,7 +171,7 @@ class ChatTemplate:
             return at + len(generation)
         return None if earlier else 0
 
-    def _end(self, whole: _Marked, until: _Marked, number: int, begin: int) -> int | None:
+    def _end(self, whole: _MarkedText, until: _MarkedText, number: int, begin: int) -> int | None:
         """Return the end of answer `number`: of the conversation up to it, without white space after a token."""
         there, here = _anchor(until, whole, number) or (0, 0)
         if here < begin:  # the answer has no mark, so it has to occur unchanged in the whole
@@ -190,7 +196,7 @@ class ChatTemplate:
                     n = match.start()
         return n
 
-    def _marked(self, messages: list[Message], text: str, given: dict[str, Any]) -> tuple[list[Message], _Marked]:
+    def _marked(self, messages: list[Message], text: str, given: dict[str, Any]) -> tuple[list[Message], _MarkedText]:
         """Return the messages with marks, if these do not change the template's output, and the whole text."""
         marked = [_with_mark(message, i) for i, message in enumerate(messages)]
         whole = self._try(marked, given)
@@ -199,23 +205,23 @@ class ChatTemplate:
             usable = [self._try(messages_with_mark, given).text == text for messages_with_mark in alone]
             marked = [marked[i] if usable[i] else message for i, message in enumerate(messages)]
             whole = self._try(marked, given)
-        return (marked, whole) if whole.text == text else (messages, _Marked(text, {}))
+        return (marked, whole) if whole.text == text else (messages, _MarkedText(text, {}))
 
-    def _try(self, messages: list[Message], given: dict[str, Any], generation: bool = False) -> _Marked:
+    def _try(self, messages: list[Message], given: dict[str, Any], generation: bool = False) -> _MarkedText:
         """Render a part of a conversation; empty if the template refuses such a part."""
         if not messages and not generation:
-            return _Marked("", {})
+            return _MarkedText("", {})
         try:
             marked = self._render(messages, given, generation)
-        except Refused:
-            return _Marked("", {})
+        except TemplateRefusal:
+            return _MarkedText("", {})
         parts, at, places = _MARKS.split(marked), 0, {}
         for i, part in enumerate(parts):
             if i % 2:
                 places[int(part)] = at
             else:
                 at += len(part)
-        return _Marked("".join(parts[::2]), places)
+        return _MarkedText("".join(parts[::2]), places)
 
     def _render(self, messages: list[Message], given: dict[str, Any], generation: bool = False) -> str:
         variables = {"tools": None, "documents": None, **self._tokens, **given}
@@ -226,19 +232,19 @@ class ChatTemplate:
                 blocks.append(block)
                 n += len(block)
                 if n > MOST_CHARACTERS:
-                    raise Refused(f"the chat template writes more than {MOST_CHARACTERS:,} characters")
+                    raise TemplateRefusal(f"the chat template writes more than {MOST_CHARACTERS:,} characters")
             return "".join(blocks)
-        except Refused:
+        except TemplateRefusal:
             raise
         except RecursionError:
-            raise Refused("the chat template refuses it: it calls itself too often") from None
+            raise TemplateRefusal("the chat template refuses it: it calls itself too often") from None
         except MemoryError:
-            raise Refused("the chat template refuses it: it needs too much memory") from None
+            raise TemplateRefusal("the chat template refuses it: it needs too much memory") from None
         except Exception as error:  # operators and filters of a template may raise any type
-            raise Refused(f"the chat template refuses it: {error}") from None
+            raise TemplateRefusal(f"the chat template refuses it: {error}") from None
 
 
-def _anchor(part: _Marked, whole: _Marked, last: int) -> tuple[int, int] | None:
+def _anchor(part: _MarkedText, whole: _MarkedText, last: int) -> tuple[int, int] | None:
     """Return the place, in `part` and in `whole`, of the last mark in `part` of a message up to `last`."""
     both = [(place, whole.places[i]) for i, place in part.places.items() if i <= last and i in whole.places]
     return max(both, default=None)
@@ -314,7 +320,7 @@ def main() -> None:
                 continue
             text, spans = template.write(messages, trained, given)
             _answer({"text": text, "spans": spans})
-        except (Refused, MemoryError) as error:
+        except (TemplateRefusal, MemoryError) as error:
             _answer({"error": str(error) or "the chat template refuses it: it needs too much memory"})
 
 

@@ -8,7 +8,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from shardwright.data.template import Refused
+from shardwright.data.template import TemplateRefusal
 from shardwright.errors import DataError
 from shardwright.units import GiB, format_bytes
 
@@ -44,13 +44,13 @@ class TemplateProcess:
     ) -> tuple[str, list[list[int]]]:
         answer = self._ask([messages, trained, given])
         if "error" in answer:
-            raise Refused(answer["error"])
+            raise TemplateRefusal(answer["error"])
         return answer["text"], answer["spans"]
 
     def prompt(self, messages: list[dict[str, Any]]) -> str:
         answer = self._ask([messages, None, {}])
         if "error" in answer:
-            raise Refused(answer["error"])
+            raise TemplateRefusal(answer["error"])
         return str(answer["text"])
 
     def _ask(self, question: Any) -> dict[str, Any]:

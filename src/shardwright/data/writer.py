@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from shardwright.data.blocks import BlockSums
-from shardwright.data.shards import Shard, Split
+from shardwright.data.shards import DataSplit, Shard
 
 
 class _HashedFile:
@@ -92,9 +92,9 @@ class SplitWriter:
         else:
             self._close_shard()
 
-    def split(self) -> Split:
+    def split(self) -> DataSplit:
         """Return the written split, after `close`."""
-        return Split(
+        return DataSplit(
             tokens=sum(shard.tokens for shard in self._shards),
             documents=sum(shard.documents for shard in self._shards),
             shards=tuple(self._shards),

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import groupby, zip_longest
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from shardwright.dry_run.record import WAIT, Message, RankRecord
+from shardwright.dry_run.record import WAIT, RankRecord, RecordedMessage
 from shardwright.processes import ranks_in_words
 
 _PAIRED = ("send", "receive")
@@ -102,7 +102,7 @@ class Disagreement(NamedTuple, Generic[C]):
         return f"{self.what}: {'; '.join(sides[:_MOST_SIDES] + more)}"
 
 
-def disagreements(records: Sequence[RankRecord]) -> list[Disagreement[Message]]:
+def disagreements(records: Sequence[RankRecord]) -> list[Disagreement[RecordedMessage]]:
     """Every rule that the messages of these dry runs break."""
     return broken_nccl_rules({record.rank: record.messages for record in records})
 
@@ -114,7 +114,7 @@ def broken_nccl_rules(calls: Mapping[int, Sequence[C]]) -> list[Disagreement[C]]
     return result or [*_stuck_launches(calls)]
 
 
-class Checked(NamedTuple):
+class AgreementCounts(NamedTuple):
     """Counts of what `disagreements` compares: calls of all ranks, communicators, and sends whose receiver is one of
     the ranks."""
 
@@ -124,12 +124,12 @@ class Checked(NamedTuple):
     matched_sends: int
 
 
-def checked(records: Sequence[RankRecord]) -> Checked:
+def checked(records: Sequence[RankRecord]) -> AgreementCounts:
     """Count the calls that `disagreements` compares."""
     ranks = {record.rank for record in records}
     calls = [each for record in records for each in record.messages if each.op != WAIT and len(each.ranks) > 1]
     sends = sum(call.op == "send" and call.peer in ranks for call in calls)
-    return Checked(len(ranks), len(calls), len({call.group for call in calls}), sends)
+    return AgreementCounts(len(ranks), len(calls), len({call.group for call in calls}), sends)
 
 
 def _of_groups(calls: Mapping[int, Sequence[C]]) -> Iterator[Disagreement[C]]:

@@ -4,8 +4,8 @@ from typing import Any
 
 from shardwright.dry_run.agreement import checked
 from shardwright.dry_run.length import step_length
-from shardwright.dry_run.planned import Planned
-from shardwright.dry_run.record import WAIT, Message, Moment, RankRecord
+from shardwright.dry_run.planned import PlannedRank
+from shardwright.dry_run.record import WAIT, Moment, RankRecord, RecordedMessage
 from shardwright.dry_run.run import DryRun
 
 
@@ -58,7 +58,7 @@ def _rank(found: DryRun, record: RankRecord) -> dict[str, Any]:
     }
 
 
-def _plan(plan: Planned | str) -> dict[str, Any]:
+def _plan(plan: PlannedRank | str) -> dict[str, Any]:
     if isinstance(plan, str):
         return {"peak_bytes": None, "why": plan}
     return {
@@ -73,7 +73,7 @@ def _moment(moment: Moment) -> dict[str, Any]:
     return {**moment._asdict(), "bytes": moment.n_bytes}
 
 
-def _message(message: Message) -> dict[str, Any]:
+def _message(message: RecordedMessage) -> dict[str, Any]:
     """`first_rank`, `n_ranks`: of the process group."""
     fields = message._asdict()
     ranks = fields.pop("ranks")

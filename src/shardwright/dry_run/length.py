@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from shardwright.config import RunConfig
 from shardwright.schedule.actions import Action
-from shardwright.schedule.messages import Exchange, with_messages
+from shardwright.schedule.messages import PairExchange, with_messages
 from shardwright.split.stages import schedule_problems, step_schedule
 
 _DIFFERENT = 3
@@ -17,10 +17,10 @@ since the first and the last action of a stage differ from the others."""
 _APART = 2**32
 """Between the numbers of micro-batches of the first and of the second way through a pipeline (dualpipe)."""
 
-Entry = Action | Exchange
+Entry = Action | PairExchange
 
 
-class Length(NamedTuple):
+class ShortenedStep(NamedTuple):
     """`n_run` of the micro-batches are run. `repeats`: for each rank of `pp`, how many actions of the whole step an
     action of the shortened step stands for, where it is not 1; `n_actions`: how many actions the rank runs."""
 
@@ -29,7 +29,7 @@ class Length(NamedTuple):
     n_actions: tuple[int, ...]
 
 
-def step_length(config: RunConfig) -> Length:
+def step_length(config: RunConfig) -> ShortenedStep:
     """The shortest step whose memory and messages are those of the whole step.
 
     In a pipeline the lists of actions and exchanges of all ranks are compared: if the list of n micro-batches is the
@@ -41,13 +41,15 @@ def step_length(config: RunConfig) -> Length:
     if layout.pp == 1:
         n_run = min(n, _DIFFERENT)
         left_out = n - n_run
-        return Length(n_run, ({str(Action(0, op, 1)): 1 + left_out for op in ("F", "B") if left_out},), (2 * n_run,))
+        return ShortenedStep(
+            n_run, ({str(Action(0, op, 1)): 1 + left_out for op in ("F", "B") if left_out},), (2 * n_run,)
+        )
 
     def lists(n_microbatches: int) -> list[list[Entry]]:
         return with_messages(step_schedule(config.model.spec(), layout, n_microbatches, config.batch.seq_len))
 
-    def length(n_run: int, entries: Sequence[Sequence[Entry]], repeats: Sequence[dict[str, int]]) -> Length:
-        return Length(
+    def length(n_run: int, entries: Sequence[Sequence[Entry]], repeats: Sequence[dict[str, int]]) -> ShortenedStep:
+        return ShortenedStep(
             n_run, tuple(repeats), tuple(sum(isinstance(entry, Action) for entry in of_rank) for of_rank in entries)
         )
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardwright.dry_run.planned import Planned
+from shardwright.dry_run.planned import PlannedRank
 from shardwright.dry_run.record import KINDS, RankRecord
 from shardwright.dry_run.run import DryRun
 from shardwright.files import write_whole
@@ -103,7 +103,7 @@ def _beside_plan(found: DryRun, record: RankRecord) -> list[Sequence[str]]:
         (escape(name), format_bytes(dry), "" if by_plan is None else format_bytes(by_plan))
         for name, dry, by_plan in found.groups(record)
     ]
-    whole = format_bytes(plan.peak_bytes) if isinstance(plan, Planned) else escape(plan)
+    whole = format_bytes(plan.peak_bytes) if isinstance(plan, PlannedRank) else escape(plan)
     return [*rows, ("<b>peak</b>", format_bytes(record.peak.n_bytes), whole)]
 
 

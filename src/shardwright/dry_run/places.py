@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from shardwright.torch_private import next_node_number, node_number
 
 
-class Places:
+class ModuleLocator:
     """The module that runs, by its name in the whole model.
 
     In a forward pass that is the innermost module whose `forward` has not returned. In a backward pass it is the module
@@ -32,7 +32,7 @@ class Places:
         self._modules: list[str] = []
         self._handles: list[Any] = []
 
-    def __enter__(self) -> "Places":
+    def __enter__(self) -> "ModuleLocator":
         self._handles = [
             register_module_forward_pre_hook(self._entered),
             register_module_forward_hook(self._left, always_call=True),

@@ -8,14 +8,14 @@ import numpy as np
 
 from shardwright.config import RunConfig
 from shardwright.config.settle import job_of
-from shardwright.cost.collectives import Message, named, point_to_point
+from shardwright.cost.collectives import PricedMessage, named, point_to_point
 from shardwright.cost.estimate import estimate
 from shardwright.cost.flops import executed_flops
 from shardwright.cost.job import Candidates
 from shardwright.cost.stack import SHARDWRIGHT
 from shardwright.cost.traffic import of_step, shards_over_link
 from shardwright.dry_run.axes import axes_of
-from shardwright.dry_run.record import LINK, RankRecord, Traffic
+from shardwright.dry_run.record import LINK, AxisTraffic, RankRecord
 from shardwright.errors import LayoutError
 from shardwright.layout import Layout
 
@@ -32,7 +32,7 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedRank:
     """Bytes of a rank by the plan. `peak_bytes`: at its peak, without `workspace_bytes` of libraries, which no dry run
     sees; `groups`: those of GROUPS; `lost_share`: what the allocator reserves beyond both, as a fraction; `flops`: of a
     step, the mean over ranks; `sent`: what the rank sends, by axis and operation, without the numbers of a few bytes
@@ -44,10 +44,10 @@ class Planned:
     groups: dict[str, float]
     moment: str
     flops: float
-    sent: dict[tuple[str, str], Traffic]
+    sent: dict[tuple[str, str], AxisTraffic]
 
 
-def planned(config: RunConfig, rank: int) -> Planned | str:
+def planned(config: RunConfig, rank: int) -> PlannedRank | str:
     """The memory of a rank by the plan, or why there is none."""
     if config.precision.compute == "fp64":
         return "the plan has no formulas for precision.compute='fp64'"
@@ -63,7 +63,7 @@ def planned(config: RunConfig, rank: int) -> Planned | str:
     pp_rank = layout.coordinates(rank)["pp"]
     kinds = {kind: float(values[0, pp_rank]) for kind, values in memory.kinds.items()}
     groups = {name: sum(kinds[kind] for kind in of_plan) for name, (_, of_plan) in GROUPS.items()}
-    return Planned(
+    return PlannedRank(
         sum(groups.values()),
         kinds["workspace"],
         float(memory.lost_bytes[0, pp_rank] / memory.rank_bytes[0, pp_rank]),
@@ -72,13 +72,13 @@ def planned(config: RunConfig, rank: int) -> Planned | str:
         float(executed_flops(job, candidates).full[0]) * job.seq_len * job.global_batch / layout.world_size,
         _sent(of_step(job, candidates, pp_rank), layout, rank)
         | {
-            (LINK, f"copy {where}"): Traffic(*each)
+            (LINK, f"copy {where}"): AxisTraffic(*each)
             for where, each in shards_over_link(job, candidates, pp_rank).items()
         },
     )
 
 
-def _sent(messages: Iterable[Message], layout: Layout, rank: int) -> dict[tuple[str, str], Traffic]:
+def _sent(messages: Iterable[PricedMessage], layout: Layout, rank: int) -> dict[tuple[str, str], AxisTraffic]:
     calls: Counter[tuple[str, str]] = Counter()
     n_bytes: Counter[tuple[str, str]] = Counter()
     for message in messages:
@@ -93,9 +93,9 @@ def _sent(messages: Iterable[Message], layout: Layout, rank: int) -> dict[tuple[
             key = axes_of(layout, group, rank), named(message.collective)
         calls[key] += round(count)
         n_bytes[key] += round(count * each)
-    return {key: Traffic(calls[key], n_bytes[key]) for key in calls}
+    return {key: AxisTraffic(calls[key], n_bytes[key]) for key in calls}
 
 
 def grouped(record: RankRecord) -> dict[str, int]:
-    """The peak of a record in the groups of `Planned.groups`."""
+    """The peak of a record in the groups of `PlannedRank.groups`."""
     return {name: sum(record.peak.kinds[kind] for kind in dry) for name, (dry, _) in GROUPS.items()}

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from shardwright.config import RunConfig
 from shardwright.data.batches import Batch
-from shardwright.dry_run.length import Length, step_length
-from shardwright.dry_run.places import Places
+from shardwright.dry_run.length import ShortenedStep, step_length
+from shardwright.dry_run.places import ModuleLocator
 from shardwright.dry_run.record import RankRecord
-from shardwright.dry_run.recorder import Recorder
+from shardwright.dry_run.recorder import OperationRecorder
 from shardwright.dry_run.shards_on_host import copies_of_shards
 from shardwright.dry_run.watch import RecordedPhases, watch
 from shardwright.model.device_type import assumed
@@ -48,7 +48,7 @@ def dry_rank(
     history: bool = False,
     read: ReadCounts | None = None,
     begun: Callable[[], None] = lambda: None,
-    length: Length | None = None,
+    length: ShortenedStep | None = None,
 ) -> RankRecord:
     """The last of `steps` steps of `rank`, on a fake process group and fake tensors.
 
@@ -139,7 +139,7 @@ def record_steps(
     gpu: bool,
     history: bool = False,
     begun: Callable[[], None] = lambda: None,
-    length: Length | None = None,
+    length: ShortenedStep | None = None,
 ) -> RankRecord:
     """Take steps, on `batch(step, number of micro-batches)`, and record the last of them, which is not the first.
     `length`: which micro-batches of that are run; by default those that `step_length` needs."""
@@ -154,8 +154,8 @@ def record_steps(
     left_out = n_microbatches - len(last.tokens_ABT)
     repeats = length.repeats[layout.coordinates(rank)["pp"]] if left_out else {}
     with (
-        Places(trainer.model.parts) as places,
-        Recorder(layout, rank, places, gpu, begun) as recorder,
+        ModuleLocator(trainer.model.parts) as places,
+        OperationRecorder(layout, rank, places, gpu, begun) as recorder,
         ExitStack() as stack,
     ):
         if layout.offload_parameters != "none":
@@ -173,7 +173,7 @@ def record_steps(
         return recorder.record(repeats, history)
 
 
-def _hold_data_of_others(trainer: Trainer, recorder: Recorder, batch: Iterable[Tensor], left_out: int) -> None:
+def _hold_data_of_others(trainer: Trainer, recorder: OperationRecorder, batch: Iterable[Tensor], left_out: int) -> None:
     """Have the recorder hold what the trainer makes of the batch for the micro-batches that are left out: parts of
     sequences with cp, the tokens that MTP modules read, positions in documents. `batch`: the tensors it is made of."""
     own, given = trainer._microbatches, {storage_id(tensor.untyped_storage()) for tensor in batch}

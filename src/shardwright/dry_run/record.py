@@ -31,7 +31,7 @@ READ, WRITE, DISK = "read", "write", "disk"
 messages, and the axes that these have."""
 
 
-class Message(NamedTuple):
+class RecordedMessage(NamedTuple):
     """A collective, a send or receive of a message, or a copy to or from the host or a disk.
 
     `ranks`: the process group, by number in the world; `axis`: the axes of the layout along which these differ;
@@ -91,7 +91,7 @@ class Allocation:
     line: str = ""
 
 
-class Block(NamedTuple):
+class PeakTensor(NamedTuple):
     """A tensor that is alive at the peak."""
 
     n_bytes: int
@@ -142,27 +142,27 @@ class RankRecord:
     curve: tuple[Moment, ...]
     peak: Moment
     peak_of_kinds: dict[str, int]
-    largest: tuple[Block, ...]
-    messages: tuple[Message, ...]
+    largest: tuple[PeakTensor, ...]
+    messages: tuple[RecordedMessage, ...]
     flops: dict[str, int] = field(default_factory=dict)
     repeats: dict[str, int] = field(default_factory=dict)
     history: History | None = None
     host_bytes: int = 0
 
     @property
-    def sent(self) -> "dict[tuple[str, str], Traffic]":
+    def sent(self) -> "dict[tuple[str, str], AxisTraffic]":
         """Number and bytes of the messages, by axis and operation."""
         return traffic(self.messages, self.repeats)
 
 
-class Traffic(NamedTuple):
+class AxisTraffic(NamedTuple):
     """Messages of one operation along one axis."""
 
     calls: int
     n_bytes: int
 
 
-def traffic(messages: Iterable[Message], repeats: Mapping[str, int]) -> dict[tuple[str, str], Traffic]:
+def traffic(messages: Iterable[RecordedMessage], repeats: Mapping[str, int]) -> dict[tuple[str, str], AxisTraffic]:
     """Number and bytes of messages, by axis and operation, in the order in which these come first."""
     calls: Counter[tuple[str, str]] = Counter()
     n_bytes: Counter[tuple[str, str]] = Counter()
@@ -171,7 +171,7 @@ def traffic(messages: Iterable[Message], repeats: Mapping[str, int]) -> dict[tup
             times = repeats.get(message.action, 1)
             calls[message.axis, message.op] += times
             n_bytes[message.axis, message.op] += times * message.n_bytes
-    return {key: Traffic(calls[key], n_bytes[key]) for key in calls}
+    return {key: AxisTraffic(calls[key], n_bytes[key]) for key in calls}
 
 
 N_LARGEST = 10
@@ -179,7 +179,7 @@ N_LARGEST = 10
 
 def summed(
     allocations: Sequence[Allocation], actions: Sequence[tuple[int, str]]
-) -> tuple[tuple[Moment, ...], Moment, dict[str, int], tuple[Block, ...]]:
+) -> tuple[tuple[Moment, ...], Moment, dict[str, int], tuple[PeakTensor, ...]]:
     """The curve, the peak, the peaks of kinds and the largest tensors of a `RankRecord`; `actions`: (time at which it
     began, action)."""
     ordered = sorted(changes(allocations))
@@ -214,12 +214,12 @@ def changes(allocations: Sequence[Allocation]) -> Iterator[tuple[int, int, int]]
             held = n_bytes
 
 
-def _largest(allocations: Sequence[Allocation], time: int) -> Iterator[Block]:
+def _largest(allocations: Sequence[Allocation], time: int) -> Iterator[PeakTensor]:
     alive = []
     for each in allocations:
         n_bytes = next((size for at, size in reversed(each.sizes) if at <= time), 0)
         if n_bytes:
             alive.append(
-                Block(n_bytes, each.kind, each.shape, each.dtype, each.op, each.module, each.action, each.line)
+                PeakTensor(n_bytes, each.kind, each.shape, each.dtype, each.op, each.module, each.action, each.line)
             )
     yield from sorted(alive, key=lambda block: -block.n_bytes)[:N_LARGEST]

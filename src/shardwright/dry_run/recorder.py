@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.dry_run.axes import axes_of
 from shardwright.dry_run.operations import formulas_of, op_name
-from shardwright.dry_run.places import Places, running_line
+from shardwright.dry_run.places import ModuleLocator, running_line
 from shardwright.dry_run.record import (
     DISK,
     KINDS,
@@ -23,15 +23,15 @@ from shardwright.dry_run.record import (
     WAIT,
     Allocation,
     History,
-    Message,
     RankRecord,
+    RecordedMessage,
     summed,
 )
 from shardwright.layout import Layout
 from shardwright.torch_private import (
     SHAPE_OF_WHOLE,
     DispatchMode,
-    Place,
+    TorchAttribute,
     replaced,
     script_type,
     storage_id,
@@ -42,7 +42,7 @@ BLOCK_BYTES = 512
 """CUDA's caching allocator rounds every tensor up to a multiple of this."""
 
 
-class Recorder(DispatchMode):
+class OperationRecorder(DispatchMode):
     """While active, records every storage that is made, resized and freed, and every collective and message.
 
     It sees the operations that PyTorch dispatches. What a kernel allocates and frees inside is not among them; for
@@ -50,7 +50,7 @@ class Recorder(DispatchMode):
     """
 
     def __init__(
-        self, layout: Layout, rank: int, places: Places, gpu: bool, begun: Callable[[], None] = lambda: None
+        self, layout: Layout, rank: int, places: ModuleLocator, gpu: bool, begun: Callable[[], None] = lambda: None
     ) -> None:
         """`begun`: called when an action of the step begins."""
         super().__init__()
@@ -58,7 +58,7 @@ class Recorder(DispatchMode):
         self.layout, self.rank, self.places, self.gpu = layout, rank, places, gpu
         self.allocations: list[Allocation] = []
         self.actions: list[tuple[int, str]] = []
-        self.messages: list[Message] = []
+        self.messages: list[RecordedMessage] = []
         self.flops: Counter[tuple[str, str]] = Counter()
         """(action, operation) -> FLOPs."""
         self._times: list[int] = []
@@ -82,7 +82,7 @@ class Recorder(DispatchMode):
         self._asked = False
         """Whether DTensor asks for the shape of a whole tensor, by running an operation on fake ones."""
 
-    def __enter__(self) -> "Recorder":
+    def __enter__(self) -> "OperationRecorder":
         def resized(resize: Callable[..., Any]) -> Callable[..., Any]:
             def resize_and_record(storage: torch.UntypedStorage, n_bytes: int) -> Any:
                 result = resize(storage, n_bytes)
@@ -101,7 +101,7 @@ class Recorder(DispatchMode):
 
             return shape_of_whole
 
-        self._patches.enter_context(replaced(Place(torch.UntypedStorage, "resize_"), resized))
+        self._patches.enter_context(replaced(TorchAttribute(torch.UntypedStorage, "resize_"), resized))
 
         def one_launch(start: Callable[..., Any]) -> Callable[..., Any]:
             def start_and_number(*args: Any, **kwargs: Any) -> Any:
@@ -114,7 +114,7 @@ class Recorder(DispatchMode):
 
             return start_and_number
 
-        self._patches.enter_context(replaced(Place(dist, "batch_isend_irecv"), one_launch))
+        self._patches.enter_context(replaced(TorchAttribute(dist, "batch_isend_irecv"), one_launch))
         self._patches.enter_context(replaced(SHAPE_OF_WHOLE, unrecorded))
         super().__enter__()
         return self
@@ -197,7 +197,9 @@ class Recorder(DispatchMode):
             self._times.append(self._now)
             axis = LINK if op in (TO_HOST, TO_DEVICE) else DISK
             self.messages.append(
-                Message(op, axis, (self.rank,), n_bytes, "uint8", ((n_bytes,),), self._action, self.places.module)
+                RecordedMessage(
+                    op, axis, (self.rank,), n_bytes, "uint8", ((n_bytes,),), self._action, self.places.module
+                )
             )
 
     def _add_on_host(self, n_bytes: int) -> None:
@@ -218,7 +220,7 @@ class Recorder(DispatchMode):
         """The rank waits for the message of that number from another one."""
         self._times.append(self._now)
         pair = (min(peer, self.rank), max(peer, self.rank))
-        self.messages.append(Message(WAIT, "pp", pair, 0, "", (), self._action, what, (number,), peer))
+        self.messages.append(RecordedMessage(WAIT, "pp", pair, 0, "", (), self._action, what, (number,), peer))
 
     def record(self, repeats: Mapping[str, int], history: bool = False) -> RankRecord:
         """What was recorded, after the step; `repeats`, `history`: as of a `RankRecord`."""
@@ -362,7 +364,7 @@ class Recorder(DispatchMode):
             if args[4] and args[4][ranks.index(self.rank)] == 0 and len(set(args[4])) == 2:
                 n_bytes = n_bytes * len(ranks) // (len(ranks) - 1)
         self.messages.append(
-            Message(
+            RecordedMessage(
                 op,
                 axis,
                 ranks,

@@ -18,8 +18,8 @@ from shardwright.cost.stack import SHARDWRIGHT
 from shardwright.dry_run.agreement import Disagreement, disagreements
 from shardwright.dry_run.classes import one_of_each_class
 from shardwright.dry_run.length import step_length
-from shardwright.dry_run.planned import Planned, grouped, planned
-from shardwright.dry_run.record import Message, RankRecord, Traffic
+from shardwright.dry_run.planned import PlannedRank, grouped, planned
+from shardwright.dry_run.record import AxisTraffic, RankRecord, RecordedMessage
 from shardwright.errors import InputError, LayoutError
 from shardwright.planner.recomputation import peak_bytes
 from shardwright.units import parsed_bytes
@@ -32,7 +32,7 @@ _MOST_REMEDIES = 3
 
 
 @dataclass(frozen=True)
-class How:
+class DryRunSettings:
     """How a dry run is made. `memory_bytes`: of the device of a rank; `gpu`: with the kernels and the allocator of a
     GPU, else those of a CPU; `steps`: of which the last is recorded, 2 or more; `imbalance`: rows of experts that the
     first rank of ep gets, over the mean; `history`: whether records keep everything that was done."""
@@ -49,7 +49,9 @@ class How:
         return (1 - MARGIN) * self.memory_bytes
 
 
-def how_of(device_memory: str | float, count_as: str, steps: int, imbalance: float, history: bool = False) -> How:
+def how_of(
+    device_memory: str | float, count_as: str, steps: int, imbalance: float, history: bool = False
+) -> DryRunSettings:
     """How a dry run is made, from what a user says; `device_memory` in words, such as 80GiB, or in bytes. Raises
     InputError with every problem at once."""
     memory_bytes = parsed_bytes(device_memory) if isinstance(device_memory, str) else device_memory
@@ -66,11 +68,11 @@ def how_of(device_memory: str | float, count_as: str, steps: int, imbalance: flo
         wrong.append(f"an imbalance of {imbalance:g}: a number of 1 (balanced) or more is needed")
     if wrong or not memory_bytes:
         raise InputError(*wrong)
-    return How(memory_bytes, count_as == "gpu", steps, imbalance, history)
+    return DryRunSettings(memory_bytes, count_as == "gpu", steps, imbalance, history)
 
 
 @dataclass(frozen=True)
-class Remedy:
+class DryRunRemedy:
     """A change of the run file, and what the rank needs after it, in bytes."""
 
     change: str
@@ -83,11 +85,11 @@ class DryRun:
     `remedies`: the changes that were found to make it fit; None where none were tried."""
 
     config: RunConfig
-    how: How
+    how: DryRunSettings
     records: tuple[RankRecord, ...]
-    plans: dict[int, Planned | str]
-    disagreements: tuple[Disagreement[Message], ...] = ()
-    remedies: tuple[Remedy, ...] | None = None
+    plans: dict[int, PlannedRank | str]
+    disagreements: tuple[Disagreement[RecordedMessage], ...] = ()
+    remedies: tuple[DryRunRemedy, ...] | None = None
 
     @property
     def fullest(self) -> RankRecord:
@@ -109,14 +111,14 @@ class DryRun:
         for name, n_bytes in grouped(record).items():
             yield name, n_bytes, None if isinstance(plan, str) else plan.groups[name]
 
-    def traffic(self, record: RankRecord) -> Iterator[tuple[str, str, Traffic, Traffic | None]]:
+    def traffic(self, record: RankRecord) -> Iterator[tuple[str, str, AxisTraffic, AxisTraffic | None]]:
         """(axis, operation, what a rank sends, what it sends by the plan), the latter None where the plan has none."""
         plan = self.plans[record.rank]
         for (axis, op), sums in record.sent.items():
             yield axis, op, sums, None if isinstance(plan, str) else plan.sent.get((axis, op))
 
 
-def _needed_bytes(record: RankRecord, plan: Planned | str) -> float:
+def _needed_bytes(record: RankRecord, plan: PlannedRank | str) -> float:
     """The peak of a rank with what a dry run does not see, by the plan: workspace of libraries, and what the allocator
     reserves beyond the tensors."""
     share = SHARDWRIGHT.fragmentation if isinstance(plan, str) else plan.lost_share
@@ -135,7 +137,7 @@ def fullest_by_plan(config: RunConfig) -> int:
 
 
 def dry_run(
-    config: RunConfig, how: How, rank: int | None = 0, remedies: bool = True, tell: Tell = lambda line: None
+    config: RunConfig, how: DryRunSettings, rank: int | None = 0, remedies: bool = True, tell: Tell = lambda line: None
 ) -> DryRun:
     """Run `rank` dry, or with None one rank of each class that can differ, whose messages then have to agree.
 
@@ -165,7 +167,9 @@ def dry_run(
     return replace(found, remedies=tried)
 
 
-def _run(config: RunConfig, how: How, ranks: Sequence[int], tell: Tell, what: str = "dry run") -> list[RankRecord]:
+def _run(
+    config: RunConfig, how: DryRunSettings, ranks: Sequence[int], tell: Tell, what: str = "dry run"
+) -> list[RankRecord]:
     """Run ranks dry; each appends a byte to a file of its own when an action begins, from which progress is counted."""
     from shardwright.verification.ranks import end_all, run_ranks
 
@@ -195,7 +199,7 @@ def _run(config: RunConfig, how: How, ranks: Sequence[int], tell: Tell, what: st
             raise
 
 
-def _in_process(text: str, rank: int, how: How, progress: str) -> RankRecord:
+def _in_process(text: str, rank: int, how: DryRunSettings, progress: str) -> RankRecord:
     from shardwright.dry_run.program import dry_rank
 
     config = parse(tomllib.loads(text))
@@ -215,7 +219,7 @@ def _in_process(text: str, rank: int, how: How, progress: str) -> RankRecord:
         )
 
 
-def _remedies(config: RunConfig, how: How, rank: int, tell: Tell) -> Iterator[Remedy]:
+def _remedies(config: RunConfig, how: DryRunSettings, rank: int, tell: Tell) -> Iterator[DryRunRemedy]:
     """Single changes after which the rank fits: first those that fit by the plan, each then run dry."""
     found = 0
     seen = [config]
@@ -233,7 +237,7 @@ def _remedies(config: RunConfig, how: How, rank: int, tell: Tell) -> Iterator[Re
         (record,) = _run(changed, replace(how, history=False), [rank], tell, f"dry run with {change}")
         needed = _needed_bytes(record, planned(changed, record.rank))
         if needed <= how.limit_bytes:
-            yield Remedy(change, needed)
+            yield DryRunRemedy(change, needed)
             found += 1
         if found == _MOST_REMEDIES:
             return
@@ -283,7 +287,7 @@ def _changed(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
     return parse(table)
 
 
-def _planned_to_fit(config: RunConfig, how: How) -> bool:
+def _planned_to_fit(config: RunConfig, how: DryRunSettings) -> bool:
     """Whether the plan, where it has formulas, says that the fullest rank needs at most a tenth more than it may."""
     layout = config.layout.layout()
     if config.precision.compute == "fp64":

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardwright.dry_run.record import TO_DEVICE, TO_HOST
-from shardwright.dry_run.recorder import Recorder
+from shardwright.dry_run.recorder import OperationRecorder
 from shardwright.torch_private import (
     GATHER_PARAMETERS,
     REDUCE_GRADIENTS,
@@ -25,7 +25,7 @@ from shardwright.torch_private import (
 
 
 @contextmanager
-def copies_of_shards(recorder: Recorder) -> Iterator[None]:
+def copies_of_shards(recorder: OperationRecorder) -> Iterator[None]:
     """In the block, each gather and each reduction of a group of parameters is recorded with its copies. Where the
     recorder counts as on a GPU, the copies are made, since without one device and host are the same and nothing is
     copied."""
@@ -85,7 +85,7 @@ def _comes(parameter: FSDPParam) -> bool:
     return parameter.offload_to_cpu and parameter.sharded_state == ShardedState.SHARDED
 
 
-def _put_gradient(parameter: FSDPParam, recorder: Recorder) -> int:
+def _put_gradient(parameter: FSDPParam, recorder: OperationRecorder) -> int:
     """Have the first sum of a step in the memory of the host, to which later ones are added; returns the bytes that are
     copied there."""
     gradient: Any = parameter.sharded_param.grad

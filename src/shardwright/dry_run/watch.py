@@ -11,19 +11,19 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwright.dry_run.record import READ, TO_DEVICE, TO_HOST, WRITE
-from shardwright.dry_run.recorder import Recorder
+from shardwright.dry_run.recorder import OperationRecorder
 from shardwright.parallel.data import DataEngine, MasterWeights, Replicated, Sharded
 from shardwright.parallel.microbatch_runner import SequentialRunner
 from shardwright.parallel.offload import ActivationsOnHost
-from shardwright.parallel.pipeline.messages import Messages, Need
+from shardwright.parallel.pipeline.messages import Need, PipelineMessages
 from shardwright.parallel.pipeline.runner import Pipeline
-from shardwright.parallel.pipeline.timeline import Timeline
+from shardwright.parallel.pipeline.timeline import StepTimeline
 from shardwright.ranks_at import Phase
 from shardwright.schedule.actions import Action
-from shardwright.schedule.messages import Exchange
+from shardwright.schedule.messages import PairExchange
 from shardwright.torch_private import parameter_groups, secondary_shard_of, whole_parameter
-from shardwright.training.offload.on_disk import OnDisk
-from shardwright.training.offload.on_host import OnHost
+from shardwright.training.offload.on_disk import OptimizerOnDisk
+from shardwright.training.offload.on_host import OptimizerOnHost
 from shardwright.training.offload.states import Chunk
 from shardwright.training.step import Trainer
 
@@ -32,10 +32,10 @@ REDUCE, UPDATE, AFTER = "gradients", "optimizer", "after the step"
 nothing."""
 
 
-class _Model:
+class _DryRunModel:
     """The model of a rank without a pipeline; a call begins the forward pass of the next micro-batch."""
 
-    def __init__(self, model: Callable[..., Any], recorder: Recorder) -> None:
+    def __init__(self, model: Callable[..., Any], recorder: OperationRecorder) -> None:
         self.model, self.recorder, self.n_calls = model, recorder, 0
 
     def __call__(self, *args: Any) -> Any:
@@ -44,12 +44,12 @@ class _Model:
         return self.model(*args)
 
 
-class _Engine:
+class _DryRunEngine:
     """The data engine of a rank without a pipeline."""
 
     keeps_gradients: bool
 
-    def __init__(self, engine: DataEngine, recorder: Recorder) -> None:
+    def __init__(self, engine: DataEngine, recorder: OperationRecorder) -> None:
         self.engine, self.recorder, self.n_calls = engine, recorder, 0
         self.keeps_gradients = engine.keeps_gradients
 
@@ -71,10 +71,10 @@ class _Engine:
         self.engine.release()
 
 
-class _Timeline(Timeline):
+class _DryRunTimeline(StepTimeline):
     """The timeline of a pipeline."""
 
-    def __init__(self, device: torch.device, recorder: Recorder, engines: Sequence[DataEngine]) -> None:
+    def __init__(self, device: torch.device, recorder: OperationRecorder, engines: Sequence[DataEngine]) -> None:
         super().__init__(device)
         self.recorder, self.engines = recorder, engines
 
@@ -89,18 +89,18 @@ class _Timeline(Timeline):
             self.recorder.keep()
 
 
-class _Messages(Messages):
+class _DryRunMessages(PipelineMessages):
     """The messages of a pipeline. A message is sent when the rank starts its next exchange, as the plan has it: a fake
     process group never says that one is, and a real one does so at a moment that depends on other ranks."""
 
-    def __init__(self, messages: Messages, recorder: Recorder, in_world: Sequence[int]) -> None:
+    def __init__(self, messages: PipelineMessages, recorder: OperationRecorder, in_world: Sequence[int]) -> None:
         super().__init__(messages.rank, messages.groups)
         self.recorder, self.in_world = recorder, in_world
         self._from: dict[Need, tuple[int, int]] = {}
         """The sender of each message, in the world, and the number of the message among those of the sender."""
         self._received: Counter[int] = Counter()
 
-    def start(self, exchange: Exchange, results: dict[Need, Tensor], empty: Callable[[], Tensor]) -> None:
+    def start(self, exchange: PairExchange, results: dict[Need, Tensor], empty: Callable[[], Tensor]) -> None:
         for stage, op, microbatch, sender, _ in exchange.messages:
             need: Need = (stage, op, microbatch)
             if sender != self.rank:
@@ -125,10 +125,10 @@ class RecordedPhases:
     """The phases of a step as its last actions: of the step that is recorded alone."""
 
     def __init__(self) -> None:
-        self._recorder: Recorder | None = None
+        self._recorder: OperationRecorder | None = None
         self._parameters: list[Tensor] = []
 
-    def record(self, recorder: Recorder, parameters: Iterable[Tensor]) -> None:
+    def record(self, recorder: OperationRecorder, parameters: Iterable[Tensor]) -> None:
         """Tell the recorder of phases from now on. `parameters`: the trained ones, whose gradients it marks."""
         self._recorder, self._parameters = recorder, list(parameters)
 
@@ -145,7 +145,7 @@ class RecordedPhases:
         self._recorder.begin(UPDATE if phase == "forward_backward" else AFTER)
 
 
-def watch(trainer: Trainer, recorder: Recorder) -> None:
+def watch(trainer: Trainer, recorder: OperationRecorder) -> None:
     """Have the next step of a trainer with `RecordedPhases` recorded. It has to have taken a step before, in which FSDP
     makes the tensors that it gathers parameters into."""
     model, runner = trainer.model, trainer.model.runner
@@ -156,13 +156,13 @@ def watch(trainer: Trainer, recorder: Recorder) -> None:
         engines = [stage.engine for stage in runner.stages.values()]
         assert model.groups.pp is not None
         in_world = torch.distributed.get_process_group_ranks(model.groups.pp)
-        runner.timeline = _Timeline(runner.timeline.device, recorder, engines)
-        runner.messages = _Messages(runner.messages, recorder, in_world)
+        runner.timeline = _DryRunTimeline(runner.timeline.device, recorder, engines)
+        runner.messages = _DryRunMessages(runner.messages, recorder, in_world)
     else:
         assert isinstance(runner, SequentialRunner)
         engines = [runner.engine]
-        runner.model = _Model(runner.model, recorder)  # type: ignore[assignment]
-        runner.engine = _Engine(runner.engine, recorder)
+        runner.model = _DryRunModel(runner.model, recorder)  # type: ignore[assignment]
+        runner.engine = _DryRunEngine(runner.engine, recorder)
     for store in model.on_host:
         _activations_on_host(store, recorder)
     own = [*(model.named_parameters | model.plain_parameters).values(), *model.tied.duplicates]
@@ -189,15 +189,15 @@ def watch(trainer: Trainer, recorder: Recorder) -> None:
     for tensor in own:
         if tensor.requires_grad and not isinstance(tensor, DTensor):
             tensor.register_hook(lambda gradient: recorder.mark(gradient, "gradients"))
-    if isinstance(trainer.optimizer, OnHost):
+    if isinstance(trainer.optimizer, OptimizerOnHost):
         _on_host(trainer.optimizer, recorder)
-    elif isinstance(trainer.optimizer, OnDisk):
+    elif isinstance(trainer.optimizer, OptimizerOnDisk):
         _on_disk(trainer.optimizer, recorder, beside_parameters=model.layout.offload_parameters != "none")
     else:
         _states(trainer.optimizer.state, recorder, on_host=model.layout.offload_parameters != "none")
 
 
-def _gathered(engine: Sharded, recorder: Recorder) -> list[Any]:
+def _gathered(engine: Sharded, recorder: OperationRecorder) -> list[Any]:
     """Mark what FSDP gathers into; returns the whole parameters."""
     found = []
     for group in engine.groups:
@@ -211,13 +211,13 @@ def _gathered(engine: Sharded, recorder: Recorder) -> list[Any]:
     return found
 
 
-def _keep_part(keep: Callable[[], None], parameter: Any, recorder: Recorder) -> None:
+def _keep_part(keep: Callable[[], None], parameter: Any, recorder: OperationRecorder) -> None:
     """Mark what a rank keeps of a gathered parameter for the backward pass."""
     keep()
     recorder.mark(secondary_shard_of(parameter), "gathered")
 
 
-def _mark_accumulated(engines: Iterable[DataEngine], recorder: Recorder) -> None:
+def _mark_accumulated(engines: Iterable[DataEngine], recorder: OperationRecorder) -> None:
     """Mark the gradients of whole parameters that FSDP holds until the last micro-batch."""
     for engine in engines:
         for group in engine.groups if isinstance(engine, Sharded) else ():
@@ -226,14 +226,14 @@ def _mark_accumulated(engines: Iterable[DataEngine], recorder: Recorder) -> None
                     recorder.mark(each.unsharded_accumulated_grad, "gradients")
 
 
-def _states(states: Mapping[Any, Mapping[str, Any]], recorder: Recorder, on_host: bool) -> None:
+def _states(states: Mapping[Any, Mapping[str, Any]], recorder: OperationRecorder, on_host: bool) -> None:
     for of_parameter in states.values():
         for value in of_parameter.values():
             if isinstance(value, Tensor):
                 (recorder.put_on_host if on_host else recorder.mark)(value, "states")
 
 
-def _on_disk(optimizer: OnDisk, recorder: Recorder, beside_parameters: bool) -> None:
+def _on_disk(optimizer: OptimizerOnDisk, recorder: OperationRecorder, beside_parameters: bool) -> None:
     """Mark what there is in memory of states on a disk, and have requests and copies of chunks recorded.
     `beside_parameters`: chunks are updated on the host, where the parameters are."""
     for counter in optimizer.counters:
@@ -253,7 +253,7 @@ def _on_disk(optimizer: OnDisk, recorder: Recorder, beside_parameters: bool) -> 
     optimizer._update = recorded  # type: ignore[method-assign]
 
 
-def _activations_on_host(store: ActivationsOnHost, recorder: Recorder) -> None:
+def _activations_on_host(store: ActivationsOnHost, recorder: OperationRecorder) -> None:
     """Have the copies of activations recorded."""
     copy_out, copy_in = store.copy_out, store.copy_in
 
@@ -272,7 +272,7 @@ def _activations_on_host(store: ActivationsOnHost, recorder: Recorder) -> None:
     store.copy_out, store.copy_in = out, back  # type: ignore[method-assign]
 
 
-def _on_host(optimizer: OnHost, recorder: Recorder) -> None:
+def _on_host(optimizer: OptimizerOnHost, recorder: OperationRecorder) -> None:
     """Mark what the host holds, and have copies, and the update that the host computes, recorded."""
     for tensor in optimizer.tensors_on_host():
         recorder.put_on_host(tensor, "states")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 
-class Segment(NamedTuple):
+class SequenceSegment(NamedTuple):
     """Consecutive new tokens of one sequence, at positions `start` to `start + length - 1`; their keys and values are
     in row `slot` of the cache."""
 
@@ -35,7 +35,7 @@ class RaggedBatch:
     segment, by default one."""
 
     def __init__(
-        self, segments: Sequence[Segment], tokens: Sequence[int], n_wanted: Sequence[int] | None = None
+        self, segments: Sequence[SequenceSegment], tokens: Sequence[int], n_wanted: Sequence[int] | None = None
     ) -> None:
         assert len(tokens) == sum(segment.length for segment in segments), (len(tokens), segments)
         self.segments = tuple(segments)

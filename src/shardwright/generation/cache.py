@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright.generation.batch import RaggedBatch, Segment
+from shardwright.generation.batch import RaggedBatch, SequenceSegment
 from shardwright.model.attention import Attend, causal_attention
 from shardwright.model.documents import Documents
 
@@ -136,7 +136,7 @@ def _lengths(batch: RaggedBatch) -> list[int]:
     return [segment.length for segment in batch.segments]
 
 
-def _causal_mask(segment: Segment, device: torch.device) -> Tensor | None:
+def _causal_mask(segment: SequenceSegment, device: torch.device) -> Tensor | None:
     """Return the tokens that each token of a segment attends to, (T, S); None for all."""
     if segment.length == 1:
         return None

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from shardwright.generation.batch import RaggedBatch, Segment
-from shardwright.generation.engine import Engine
+from shardwright.generation.batch import RaggedBatch, SequenceSegment
+from shardwright.generation.engine import GenerationEngine
 from shardwright.generation.sampling import Sampling
 
 
 @dataclass
-class Running:
+class RunningSequence:
     """A sequence with a row of the cache. `tokens`: the prompt and its continuation; all except the last are in the
     cache after a pass. `stop`: the number of tokens at which it ends."""
 
@@ -31,7 +31,7 @@ class Running:
         return self.tokens[self.n_prompt :]
 
 
-Decode = Callable[[Sequence[Running]], list[list[int]]]
+Decode = Callable[[Sequence[RunningSequence]], list[list[int]]]
 """Runs one step of all running sequences; returns the new tokens of each, one or more."""
 
 
@@ -42,7 +42,7 @@ class Batcher:
     `limit`: maximum tokens of a sequence, prompt included; `ends`: tokens that end a sequence, as its last.
     """
 
-    engine: Engine
+    engine: GenerationEngine
     sampling: Sampling
     limit: int
     ends: frozenset[int] = frozenset()
@@ -55,15 +55,15 @@ class Batcher:
         """Return up to `max_tokens` tokens after each of this rank's prompts, by the index of the prompt."""
         waiting = deque(sorted(prompts.items()))
         free = list(range(self.engine.cache.n_slots))
-        running: list[Running] = []
+        running: list[RunningSequence] = []
         done: dict[int, list[int]] = {}
         while self.engine.anywhere(bool(waiting or running)):
-            fresh: list[Running] = []
+            fresh: list[RunningSequence] = []
             most = self.engine.n_batches if self.engine.one_prompt else len(free)
             while waiting and free and len(fresh) < most:
                 index, ids = waiting.popleft()
                 stop = min(len(ids) + max_tokens, self.limit)
-                fresh.append(Running(index, list(ids), len(ids), stop, free.pop(0)))
+                fresh.append(RunningSequence(index, list(ids), len(ids), stop, free.pop(0)))
             for sequence, new in zip(fresh or running, self._step(fresh, running), strict=True):
                 self._extend(sequence, new)
             running = sorted([*running, *fresh], key=lambda sequence: sequence.slot)
@@ -74,14 +74,14 @@ class Batcher:
             free.sort()
         return done
 
-    def _step(self, fresh: list[Running], running: list[Running]) -> list[list[int]]:
+    def _step(self, fresh: list[RunningSequence], running: list[RunningSequence]) -> list[list[int]]:
         if fresh:
             return self.next_tokens(fresh, [(0, len(sequence.tokens)) for sequence in fresh])
         if self.decode is not None:
             return self.decode(running)
         return self.next_tokens(running, [(len(sequence.tokens) - 1, 1) for sequence in running])
 
-    def next_tokens(self, sequences: Sequence[Running], new: Sequence[tuple[int, int]]) -> list[list[int]]:
+    def next_tokens(self, sequences: Sequence[RunningSequence], new: Sequence[tuple[int, int]]) -> list[list[int]]:
         """Return the token after each sequence, from a pass with `new` (first position, length) of its tokens."""
 
         def choose(logits: list[Tensor]) -> Tensor:
@@ -98,35 +98,38 @@ class Batcher:
         return [[token] for token in self.engine.agree(lambda: choose(logits), (len(sequences),)).tolist()]
 
     def run(
-        self, sequences: Sequence[Running], new: Sequence[tuple[int, int]], n_wanted: Sequence[int] | None = None
-    ) -> tuple[list[list[Running]], list[Tensor]]:
+        self,
+        sequences: Sequence[RunningSequence],
+        new: Sequence[tuple[int, int]],
+        n_wanted: Sequence[int] | None = None,
+    ) -> tuple[list[list[RunningSequence]], list[Tensor]]:
         """Run `new` tokens of each sequence; return the sequences of each pass and, on a rank with the head, the logits
         of the last `n_wanted` of these tokens of each sequence, by default one."""
         batches, groups = [], []
         wanted = [1] * len(sequences) if n_wanted is None else n_wanted
         for part in _groups(list(zip(sequences, new, wanted, strict=True)), self.engine):
-            segments = [Segment(sequence.slot, start, length) for sequence, (start, length), _ in part]
+            segments = [SequenceSegment(sequence.slot, start, length) for sequence, (start, length), _ in part]
             tokens = [token for s, (start, length), _ in part for token in s.tokens[start : start + length]]
             batches.append(RaggedBatch(segments, tokens, [n for _, _, n in part]))
             groups.append([sequence for sequence, _, _ in part])
         return groups, self.engine.run(batches)
 
-    def _extend(self, sequence: Running, new: Sequence[int]) -> None:
+    def _extend(self, sequence: RunningSequence, new: Sequence[int]) -> None:
         """Add tokens up to the end of the sequence."""
         for token in new:
             if not self._is_complete(sequence):
                 sequence.tokens.append(token)
 
-    def _is_complete(self, sequence: Running) -> bool:
+    def _is_complete(self, sequence: RunningSequence) -> bool:
         new = sequence.continuation
         ended = bool(new) and (new[-1] in self.ends or self.stops(new))
         return ended or len(sequence.tokens) >= sequence.stop
 
 
-Part = list[tuple[Running, tuple[int, int], int]]
+Part = list[tuple[RunningSequence, tuple[int, int], int]]
 
 
-def _groups(sequences: Part, engine: Engine) -> Iterator[Part]:
+def _groups(sequences: Part, engine: GenerationEngine) -> Iterator[Part]:
     """Yield the sequences of each pass: equal parts of neighbours, as many as the engine runs at once."""
     n = engine.n_batches if engine.in_step else min(engine.n_batches, len(sequences))
     begin = 0

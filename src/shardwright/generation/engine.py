@@ -33,7 +33,7 @@ from shardwright.torch_private import all_gather_single
 from shardwright.training.device import configure_malloc
 
 
-class Engine(Protocol):
+class GenerationEngine(Protocol):
     """Runs forward passes."""
 
     cache: Cache

@@ -19,7 +19,7 @@ from shardwright.generation.generate import layout_problems
 from shardwright.generation.source import Source, open_source
 from shardwright.layout import Layout
 from shardwright.run_folder import RUN_FILE
-from shardwright.training.ranks import Place, pick_device, place_from_environment, process_group
+from shardwright.training.ranks import ProcessRank, pick_device, place_from_environment, process_group
 from shardwright.training.sources import tokenizer_problems, weighted_mean
 from shardwright.training.step import ForwardBackward
 from shardwright.training.weights import CheckpointWeights
@@ -45,7 +45,7 @@ class EvalRequest:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class LossEvaluation:
     """`loss`: mean cross-entropy of a predicted token, in nats; several sources are weighted as the run mixes them.
     `perplexity`: its exponential; `n_tokens`: predicted tokens that count; `data`: the folders."""
 
@@ -58,7 +58,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class _Task:
+class _EvaluationTask:
     """The data of an evaluation, and the step of the run at which the model was saved."""
 
     data: DataSection
@@ -82,7 +82,7 @@ class _Task:
         return result
 
 
-def _task(request: EvalRequest, source: Source) -> _Task:
+def _task(request: EvalRequest, source: Source) -> _EvaluationTask:
     run_file = source.weights.path / RUN_FILE
     run = load(run_file) if isinstance(source.weights, CheckpointWeights) and run_file.is_file() else None
     if run is None and request.data is None:
@@ -97,10 +97,10 @@ def _task(request: EvalRequest, source: Source) -> _Task:
         data = data.model_copy(update={"sequences": request.sequences, **packed})
     seq_len = request.seq_len or (source.spec.max_seq_len if run is None else run.batch.seq_len)
     step = source.weights.manifest.progress.step if isinstance(source.weights, CheckpointWeights) else 0
-    return _Task(data, seq_len, step)
+    return _EvaluationTask(data, seq_len, step)
 
 
-def evaluate(request: EvalRequest) -> Evaluation | None:
+def evaluate(request: EvalRequest) -> LossEvaluation | None:
     """Evaluate a model; return None on every rank of torchrun or srun except the first.
 
     Raises InputError, with every problem at once, before anything is computed, and for data without a target token.
@@ -130,8 +130,8 @@ def evaluate(request: EvalRequest) -> Evaluation | None:
         sums = run_ranks(_on_cpu, layout.world_size, request, task)[0]
     else:
         layout.check_world(place.world_size if place else 1)
-        device = pick_device(request.device, place or Place())
-        with process_group(place or Place(), device):
+        device = pick_device(request.device, place or ProcessRank())
+        with process_group(place or ProcessRank(), device):
             sums = _sums(request, task, device)
         if place is not None and place.rank != 0:
             return None
@@ -145,15 +145,15 @@ def evaluate(request: EvalRequest) -> Evaluation | None:
         )
     loss = weighted_mean(mixtures_of(task.data), list(samples), task.step, losses)
     n_tokens = int(sum(n for _, n in sums))
-    return Evaluation(loss, math.exp(min(loss, 700.0)), n_samples, task.seq_len, n_tokens, folders)
+    return LossEvaluation(loss, math.exp(min(loss, 700.0)), n_samples, task.seq_len, n_tokens, folders)
 
 
-def _on_cpu(request: EvalRequest, task: _Task) -> list[tuple[float, float]]:
+def _on_cpu(request: EvalRequest, task: _EvaluationTask) -> list[tuple[float, float]]:
     """Compute `_sums` on one rank that was forked here."""
     return _sums(request, task, torch.device("cpu"))
 
 
-def _sums(request: EvalRequest, task: _Task, device: torch.device) -> list[tuple[float, float]]:
+def _sums(request: EvalRequest, task: _EvaluationTask, device: torch.device) -> list[tuple[float, float]]:
     """Return the summed loss and the number of target tokens of each source, equal on every rank."""
     source, layout = open_source(request.model), request.layout
     model = source.on_rank(layout, device, task.seq_len)

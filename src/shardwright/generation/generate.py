@@ -11,7 +11,7 @@ import torch.distributed as dist
 from shardwright.data.chat import BadConversation, ChatFormat
 from shardwright.errors import InputError
 from shardwright.generation.continuous import Batcher
-from shardwright.generation.engine import Engine, LayoutEngine, WholeEngine
+from shardwright.generation.engine import GenerationEngine, LayoutEngine, WholeEngine
 from shardwright.generation.sampling import Sampling
 from shardwright.generation.source import Source, Text, open_source
 from shardwright.generation.speculative import Speculative
@@ -20,14 +20,14 @@ from shardwright.model.spec import ModelSpec
 from shardwright.parallel.objects import gathered
 from shardwright.split.rules import problems as split_problems
 from shardwright.split.rules import sequence_cuts
-from shardwright.training.ranks import Place, pick_device, place_from_environment, process_group
+from shardwright.training.ranks import ProcessRank, pick_device, place_from_environment, process_group
 from shardwright.training.sources import tokenizer_file
 from shardwright.verification.ranks import run_ranks
 from shardwright.verification.reduce import most_ranks
 
 
 @dataclass(frozen=True)
-class Request:
+class GenerationRequest:
     """The options of a generation. `model`: a run, a checkpoint or a folder of transformers; `prompts`: texts, or token
     ids; `batch_size`: sequences that a replica of the model runs at once, each in a row of its cache; `draft`: a model
     that proposes up to `draft_tokens` tokens a step (`speculative.py`)."""
@@ -60,7 +60,7 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class Answer:
+class GenerationResult:
     """`seconds`: from the first pass to the last, over all ranks; `cache_bytes`: keys and values of the first rank;
     `proposed`, `accepted`: tokens of the draft model."""
 
@@ -76,17 +76,18 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class _Task:
+class _GenerationTask:
     """The input of every rank: the request, with prompts as token ids."""
 
-    request: Request
+    request: GenerationRequest
     prompts: Mapping[int, Sequence[int]]
     ends: frozenset[int]
 
 
 @dataclass(frozen=True)
-class _Done:
-    """The output of a rank: the continuations of its prompts by their index, and its numbers as in `Answer`."""
+class _RankGeneration:
+    """The output of a rank: the continuations of its prompts by their index, and its numbers as in
+    `GenerationResult`."""
 
     tokens: Mapping[int, Sequence[int]]
     seconds: float
@@ -95,7 +96,7 @@ class _Done:
     accepted: int = 0
 
 
-def generate(request: Request) -> Answer | None:
+def generate(request: GenerationRequest) -> GenerationResult | None:
     """Continue the prompts; return None on every rank of torchrun or srun except the first.
 
     Raises InputError, with every problem at once, before anything is computed.
@@ -113,7 +114,7 @@ def generate(request: Request) -> Answer | None:
         problems += _draft_problems(request.draft, source.spec, text)
     if problems:
         raise InputError(*problems)
-    task = _Task(request, ids, text.ends)
+    task = _GenerationTask(request, ids, text.ends)
     if place is not None:
         layout.check_world(place.world_size)
         device = pick_device(request.device, place)
@@ -121,7 +122,7 @@ def generate(request: Request) -> Answer | None:
             done = _on_rank(task, device)
         return _answer(request, text, done, ids, source.spec) if place.rank == 0 else None
     if layout.world_size == 1:
-        done = _alone(task, pick_device(request.device, Place()))
+        done = _alone(task, pick_device(request.device, ProcessRank()))
     else:
         done = run_ranks(_on_cpu, layout.world_size, task)[0]
     return _answer(request, text, done, ids, source.spec)
@@ -149,7 +150,9 @@ def without_training(layout: Layout, spec: ModelSpec) -> Layout:
     )
 
 
-def layout_problems(spec: ModelSpec, layout: Layout, place: Place | None, seq_len: int | None = None) -> list[str]:
+def layout_problems(
+    spec: ModelSpec, layout: Layout, place: ProcessRank | None, seq_len: int | None = None
+) -> list[str]:
     """Return why a model cannot run on a layout, or this machine cannot run all of its ranks, one sentence each.
     `seq_len`: the length of all sequences; by default passes are padded to a valid one."""
     if seq_len is None:
@@ -204,12 +207,12 @@ def _draft_problems(draft: Path, spec: ModelSpec, text: Text) -> list[str]:
     ]
 
 
-def _on_cpu(task: _Task) -> _Done:
+def _on_cpu(task: _GenerationTask) -> _RankGeneration:
     """Run `_on_rank` on one rank that was forked here."""
     return _on_rank(task, torch.device("cpu"))
 
 
-def _on_rank(task: _Task, device: torch.device) -> _Done:
+def _on_rank(task: _GenerationTask, device: torch.device) -> _RankGeneration:
     """Continue the prompts of one rank of the layout; return the continuations of all ranks."""
     request, layout = task.request, task.request.layout
     source = open_source(request.model)
@@ -217,7 +220,7 @@ def _on_rank(task: _Task, device: torch.device) -> _Done:
     data_rank = layout.data_rank(dist.get_rank())
     prompts = {index: ids for index, ids in task.prompts.items() if index % layout.data_ranks == data_rank}
     done = _complete(task, LayoutEngine(model, device, *_cache_sizes(task, source, prompts)), source, prompts, device)
-    parts: list[_Done] = gathered(done, _Done)
+    parts: list[_RankGeneration] = gathered(done, _RankGeneration)
     tokens = {index: ids for part in parts for index, ids in part.tokens.items()}
     replicas = [parts[group[0]] for group in layout.groups("pp", "cp", "tp")]
     return replace(
@@ -229,21 +232,25 @@ def _on_rank(task: _Task, device: torch.device) -> _Done:
     )
 
 
-def _alone(task: _Task, device: torch.device) -> _Done:
+def _alone(task: _GenerationTask, device: torch.device) -> _RankGeneration:
     source = open_source(task.request.model)
     engine = WholeEngine(source.whole(device), *_cache_sizes(task, source, task.prompts))
     return _complete(task, engine, source, task.prompts, device)
 
 
-def _cache_sizes(task: _Task, source: Source, prompts: Mapping[int, Sequence[int]]) -> tuple[int, int]:
+def _cache_sizes(task: _GenerationTask, source: Source, prompts: Mapping[int, Sequence[int]]) -> tuple[int, int]:
     """Return the rows of the cache, and the positions of each."""
     longest = max(map(len, task.prompts.values())) + task.request.max_tokens
     return max(1, min(task.request.batch_size, len(prompts))), min(longest, source.spec.max_seq_len)
 
 
 def _complete(
-    task: _Task, engine: Engine, source: Source, prompts: Mapping[int, Sequence[int]], device: torch.device
-) -> _Done:
+    task: _GenerationTask,
+    engine: GenerationEngine,
+    source: Source,
+    prompts: Mapping[int, Sequence[int]],
+    device: torch.device,
+) -> _RankGeneration:
     request = task.request
     batcher = Batcher(engine, request.sampling, source.spec.max_seq_len, task.ends)
     if request.stop:
@@ -258,10 +265,12 @@ def _complete(
     tokens = batcher.complete(prompts, request.max_tokens)
     seconds = time.perf_counter() - began
     proposed, accepted = (speculative.proposed, speculative.accepted) if speculative else (0, 0)
-    return _Done(tokens, seconds, engine.cache.n_bytes, proposed, accepted)
+    return _RankGeneration(tokens, seconds, engine.cache.n_bytes, proposed, accepted)
 
 
-def _answer(request: Request, text: Text, done: _Done, ids: Mapping[int, Sequence[int]], spec: ModelSpec) -> Answer:
+def _answer(
+    request: GenerationRequest, text: Text, done: _RankGeneration, ids: Mapping[int, Sequence[int]], spec: ModelSpec
+) -> GenerationResult:
     completions = []
     for index, prompt in enumerate(request.prompts):
         new = done.tokens[index]
@@ -279,7 +288,7 @@ def _answer(request: Request, text: Text, done: _Done, ids: Mapping[int, Sequenc
             ended = "max_tokens" if len(new) == request.max_tokens else "max_seq_len"
         shown = prompt if isinstance(prompt, str) else begin
         completions.append(Completion(shown, continuation, len(ids[index]), len(new), ended))
-    return Answer(tuple(completions), done.seconds, done.cache_bytes, done.proposed, done.accepted)
+    return GenerationResult(tuple(completions), done.seconds, done.cache_bytes, done.proposed, done.accepted)
 
 
 def _cut(text: str, stop: Sequence[str]) -> tuple[str, bool]:

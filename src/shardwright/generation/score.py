@@ -12,18 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.generation.continuous import Batcher, Running
-from shardwright.generation.engine import Engine, LayoutEngine, WholeEngine
+from shardwright.generation.continuous import Batcher, RunningSequence
+from shardwright.generation.engine import GenerationEngine, LayoutEngine, WholeEngine
 from shardwright.generation.sampling import Sampling
 from shardwright.generation.source import open_source
 from shardwright.layout import Layout
 from shardwright.parallel.objects import gathered
-from shardwright.training.ranks import Place, pick_device
+from shardwright.training.ranks import ProcessRank, pick_device
 from shardwright.verification.ranks import run_ranks
 
 
 @dataclass(frozen=True)
-class Scored:
+class SequenceScore:
     """`log_likelihood`: of the scored tokens of a sequence given the tokens before, in nats; `greedy`: whether each is
     the most probable one."""
 
@@ -47,29 +47,29 @@ class ScoreRequest:
     device: str = "auto"
 
 
-def score(request: ScoreRequest) -> list[Scored]:
+def score(request: ScoreRequest) -> list[SequenceScore]:
     """Score each sequence, in the order of the indices. No sequence may have more than max_seq_len + 1 tokens."""
     if not request.sequences:
         return []
     if request.layout.world_size > 1:
         scores = run_ranks(_on_cpu, request.layout.world_size, request)[0]
     else:
-        device = pick_device(request.device, Place())
+        device = pick_device(request.device, ProcessRank())
         engine = WholeEngine(open_source(request.model).whole(device), *_cache_sizes(request, request.sequences))
         scores = scored(engine, request.sequences)
     return [scores[index] for index in sorted(scores)]
 
 
-def scored(engine: Engine, sequences: Sequences) -> dict[int, Scored]:
+def scored(engine: GenerationEngine, sequences: Sequences) -> dict[int, SequenceScore]:
     """Score the sequences of this rank, the longest first."""
     batcher = Batcher(engine, Sampling(), engine.cache.n_positions)
     most = min(engine.cache.n_slots, engine.n_batches) if engine.one_prompt else engine.cache.n_slots
     waiting = deque(sorted(sequences.items(), key=lambda item: -len(item[1][0])))
-    scores: dict[int, Scored] = {}
+    scores: dict[int, SequenceScore] = {}
     while engine.anywhere(bool(waiting)):
         taken = [waiting.popleft() for _ in range(min(most, len(waiting)))]
         running = [
-            Running(index, list(tokens), len(tokens), len(tokens), slot)
+            RunningSequence(index, list(tokens), len(tokens), len(tokens), slot)
             for slot, (index, (tokens, _)) in enumerate(taken)
         ]
         n_scored = [n for _, (_, n) in taken]
@@ -80,7 +80,7 @@ def scored(engine: Engine, sequences: Sequences) -> dict[int, Scored]:
         rows = engine.agree(lambda logits=logits, targets=targets: _rows(logits, targets), (len(taken), 2))  # type: ignore[misc]
         values, greedy = rows[:, 0].contiguous().view(torch.float64).tolist(), rows[:, 1].tolist()
         for (index, _), value, is_greedy in zip(taken, values, greedy, strict=True):
-            scores[index] = Scored(value, bool(is_greedy))
+            scores[index] = SequenceScore(value, bool(is_greedy))
     return scores
 
 
@@ -98,14 +98,14 @@ def _rows(logits: Sequence[Tensor], targets: Sequence[Sequence[int]]) -> Tensor:
     return torch.stack(rows)
 
 
-def _on_cpu(request: ScoreRequest) -> dict[int, Scored]:
+def _on_cpu(request: ScoreRequest) -> dict[int, SequenceScore]:
     """Score sequences on one rank that was forked here; return the scores of all ranks."""
     layout, device = request.layout, torch.device("cpu")
     rank = layout.data_rank(dist.get_rank())
     sequences = {i: sequence for i, sequence in request.sequences.items() if i % layout.data_ranks == rank}
     model = open_source(request.model).on_rank(layout, device)
     local_scores = scored(LayoutEngine(model, device, *_cache_sizes(request, sequences)), sequences)
-    return {index: value for part in gathered(local_scores, dict[int, Scored]) for index, value in part.items()}
+    return {index: value for part in gathered(local_scores, dict[int, SequenceScore]) for index, value in part.items()}
 
 
 def _cache_sizes(request: ScoreRequest, sequences: Sequences) -> tuple[int, int]:

@@ -11,8 +11,7 @@ from torch import nn
 from shardwright.config import load as load_run_file
 from shardwright.config.mixture import tokenizer_folder
 from shardwright.data.chat import TEMPLATE, ChatFormat, read_chat_format
-from shardwright.data.shards import TOKENIZER
-from shardwright.data.shards import Manifest as DataManifest
+from shardwright.data.shards import TOKENIZER, DataManifest
 from shardwright.errors import DataError
 from shardwright.files import LONGEST_TOKENIZER, inside, read_bytes
 from shardwright.hugging_face.files import token_ids

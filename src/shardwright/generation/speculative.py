@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from shardwright.generation.continuous import Batcher, Running
+from shardwright.generation.continuous import Batcher, RunningSequence
 from shardwright.generation.engine import WholeEngine
 from shardwright.generation.sampling import ACCEPTED, DRAWN, PROPOSED, REPLACED, Sampling, draw
 
@@ -46,7 +46,7 @@ class Speculative:
         self.proposed = self.accepted = 0
         """Numbers of proposals and of accepted proposals, over all steps."""
 
-    def __call__(self, running: Sequence[Running]) -> list[list[int]]:
+    def __call__(self, running: Sequence[RunningSequence]) -> list[list[int]]:
         proposals = self._propose(running)
         checked = [
             replace(sequence, tokens=sequence.tokens + proposal.tokens)
@@ -71,7 +71,7 @@ class Speculative:
                 self.n_cached[sequence.prompt] = len(sequence.tokens) + min(count, len(proposal.tokens)) - 1
         return [tokens[:count] for count, *tokens in chosen]
 
-    def _propose(self, running: Sequence[Running]) -> list[Proposals]:
+    def _propose(self, running: Sequence[RunningSequence]) -> list[Proposals]:
         """Return up to `n_proposed` proposals for each sequence, by one pass of the draft for each number."""
         proposals = [
             Proposals(max(0, min(self.n_proposed, s.stop - len(s.tokens) - 1, self.draft_limit - len(s.tokens))))
@@ -96,7 +96,7 @@ class Speculative:
                 drafts[i].tokens.append(token)
         return proposals
 
-    def check(self, sequence: Running, proposal: Proposals, logits_WV: Tensor) -> list[int]:
+    def check(self, sequence: RunningSequence, proposal: Proposals, logits_WV: Tensor) -> list[int]:
         """Return the accepted proposals and one more token; `logits_WV`: the target's, after the last token and after
         each proposal."""
         p_WV = self.sampling.probabilities(logits_WV)
@@ -111,7 +111,7 @@ class Speculative:
             kept.append(token)
         return [*kept, int(draw(p_WV[-1:], u_W4[-1:, DRAWN]))]
 
-    def _uniform(self, sequences: Sequence[Running]) -> Tensor:
+    def _uniform(self, sequences: Sequence[RunningSequence]) -> Tensor:
         return self.sampling.uniform([s.prompt for s in sequences], [len(s.tokens) for s in sequences])
 
     @property

@@ -63,7 +63,7 @@ _BUILT_IN = (llama, qwen3, gpt2, mixtral, qwen3_moe, deepseek_v3)  # their impor
 
 
 @dataclass(frozen=True)
-class Held:
+class TensorInFile:
     """A tensor in a file; `dtype` by torch's name, `begin` the byte in the file where it starts."""
 
     file: Path
@@ -73,7 +73,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Folder:
+class ModelFolder:
     """A folder of `transformers` and the model in it."""
 
     path: Path
@@ -95,7 +95,7 @@ def is_folder_of_transformers(path: Path) -> bool:
     return (path / CONFIG).is_file()
 
 
-def read_folder(path: Path) -> Folder:
+def read_folder(path: Path) -> ModelFolder:
     """Return the model of a folder, from its config.json; with multi-token prediction modules only if their weights
     exist, because `transformers` saves none and leaves their number in config.json.
 
@@ -107,7 +107,7 @@ def read_folder(path: Path) -> Folder:
     if spec.mtp_modules and not _holds_layer(path, architecture, spec.n_layers):
         spec = replace(spec, mtp_modules=0)
     untied = spec.tied_embedding and _has_own_head(path, architecture)
-    return Folder(path, config, architecture, replace(spec, tied_embedding=False) if untied else spec, untied)
+    return ModelFolder(path, config, architecture, replace(spec, tied_embedding=False) if untied else spec, untied)
 
 
 def _has_own_head(path: Path, architecture: Architecture) -> bool:
@@ -156,7 +156,7 @@ def _holds_layer(path: Path, architecture: Architecture, layer: int) -> bool:
     return any(name.removeprefix(architecture.prefix).startswith(begin) for name in held_tensors(path))
 
 
-def held_tensors(path: Path) -> dict[str, Held]:
+def held_tensors(path: Path) -> dict[str, TensorInFile]:
     """Return every tensor of a folder by its name, from the headers of its safetensors files: of model.safetensors, or
     otherwise of the files in the index, as `transformers` chooses them. The index's entries of single tensors are not
     read, because an older index may name tensors that no longer exist.
@@ -186,7 +186,7 @@ def held_tensors(path: Path) -> dict[str, Held]:
     raise CheckpointError(f"{path} has no weights: neither {WHOLE} nor {INDEX}")
 
 
-def read_header(path: Path) -> dict[str, Held]:
+def read_header(path: Path) -> dict[str, TensorInFile]:
     """Return the tensors of a safetensors file. Raises DamagedError for one that is cut off or of another kind."""
     try:
         with open_regular(path) as file:
@@ -225,19 +225,19 @@ def read_header(path: Path) -> dict[str, Held]:
         if there != n_bytes:
             raise DamagedError(f"{path} is damaged: {name} has {there:,} bytes, and its shape makes {n_bytes:,}")
     return {
-        name: Held(path, DTYPES[entry.dtype], entry.shape, begin + entry.data_offsets[0])
+        name: TensorInFile(path, DTYPES[entry.dtype], entry.shape, begin + entry.data_offsets[0])
         for name, entry in entries.items()
     }
 
 
-def equal_values(one: Held, other: Held) -> bool:
+def equal_values(one: TensorInFile, other: TensorInFile) -> bool:
     """Return whether two tensors of the same shape have the same stored values. The result is cached while the files
     do not change."""
     return _equal_values(one, other, *(tensor.file.stat().st_mtime_ns for tensor in (one, other)))
 
 
 @functools.lru_cache(maxsize=64)
-def _equal_values(one: Held, other: Held, *changed_ns: int) -> bool:
+def _equal_values(one: TensorInFile, other: TensorInFile, *changed_ns: int) -> bool:
     import numpy as np
 
     left = math.prod(one.shape)

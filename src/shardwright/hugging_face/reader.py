@@ -10,8 +10,8 @@ from torch import Tensor
 
 from shardwright.errors import CheckpointError, DamagedError
 from shardwright.files import open_regular
-from shardwright.hugging_face.files import Folder, Held, held_tensors, read_folder, said_shortly
-from shardwright.hugging_face.table import FileTensor, Part, file_tensors, reasons_to_ignore
+from shardwright.hugging_face.files import ModelFolder, TensorInFile, held_tensors, read_folder, said_shortly
+from shardwright.hugging_face.table import FileTensor, ParameterPart, file_tensors, reasons_to_ignore
 from shardwright.model.modules import rows
 
 
@@ -22,7 +22,7 @@ class HuggingFaceWeights:
     without a parameter of the model -> the reason.
     """
 
-    def __init__(self, folder: Folder) -> None:
+    def __init__(self, folder: ModelFolder) -> None:
         """Raises CheckpointError, with every problem at once: tensors missing, too many or of other shapes."""
         self.folder, self.path, self.spec = folder, folder.path, folder.spec
         self._held = held_tensors(folder.path)
@@ -32,7 +32,7 @@ class HuggingFaceWeights:
         reasons = reasons_to_ignore(folder.architecture, folder.spec, self._held.keys() - known)
         self._raise_problems(reasons)
         self.left_out = {name: reason for name, reason in sorted(reasons.items()) if reason is not None}
-        self._places: dict[str, list[tuple[FileTensor, Part]]] = {}
+        self._places: dict[str, list[tuple[FileTensor, ParameterPart]]] = {}
         for tensor in self._tensors:
             for part in tensor.parts:
                 self._places.setdefault(part.name, []).append((tensor, part))
@@ -65,7 +65,7 @@ class HuggingFaceWeights:
         boxes = [self._box(*of_expert[expert], offsets[1:], shape[1:]) for expert in experts]
         return torch.stack(boxes) if boxes else torch.empty(tuple(shape), dtype=getattr(torch, self.dtypes[name]))
 
-    def _box(self, tensor: FileTensor, part: Part, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+    def _box(self, tensor: FileTensor, part: ParameterPart, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Return a box of one tensor of a file; `offsets` within the part."""
         first = tensor.first_row(part) + offsets[0]
         spans = [(first, first + shape[0]), *((o, o + n) for o, n in zip(offsets[1:], shape[1:], strict=True))]
@@ -93,7 +93,7 @@ class HuggingFaceWeights:
         return f"{self.folder.architecture.class_name} of {self.path}"
 
 
-def _found(expected: list[FileTensor], stored: dict[str, Held], folder: Folder) -> list[FileTensor]:
+def _found(expected: list[FileTensor], stored: dict[str, TensorInFile], folder: ModelFolder) -> list[FileTensor]:
     """Return the tensors under their names in the files, which may omit the prefix, as the first GPT-2's do."""
     prefix = folder.architecture.prefix
     if not any(name.startswith(prefix) for name in stored):

@@ -74,7 +74,7 @@ class IndexFile(BaseModel):
     weight_map: dict[str, str]
 
 
-class Entry(BaseModel):
+class HeaderEntry(BaseModel):
     """A tensor in the header of a safetensors file."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -87,7 +87,7 @@ class Entry(BaseModel):
         return math.prod(self.shape)
 
 
-HEADER = TypeAdapter(dict[str, Entry])
+HEADER = TypeAdapter(dict[str, HeaderEntry])
 
 
 def read_object(path: Path, form: type[BaseModel], error: type[InputError] = ConfigError) -> dict[str, Any]:

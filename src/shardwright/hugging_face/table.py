@@ -15,7 +15,7 @@ from shardwright.model.spec import ModelSpec
 
 
 @dataclass(frozen=True)
-class Part:
+class ParameterPart:
     """One of our parameters in a tensor of a file: name, number of the expert (None: no experts), number of rows."""
 
     name: str
@@ -33,13 +33,13 @@ class FileTensor:
     """
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[ParameterPart, ...]
     shape: tuple[int, ...]
     transposed: bool = False
     order: tuple[int, ...] | None = None
     copy: bool = False
 
-    def first_row(self, part: Part) -> int:
+    def first_row(self, part: ParameterPart) -> int:
         """Return the first row of a part along the output dim."""
         return sum(earlier.n_rows for earlier in self.parts[: self.parts.index(part)])
 
@@ -93,13 +93,13 @@ def _of_parameter(stored: str | Stored, row: Row, ours: str, theirs: str) -> Ite
     assert isinstance(stored, str)
     n_experts, n_out, n_in = row.shape
     for expert in range(n_experts):
-        part = Part(ours + row.name, expert, n_out)
+        part = ParameterPart(ours + row.name, expert, n_out)
         yield FileTensor(theirs + stored.format(expert=expert), (part,), (n_out, n_in))
 
 
 def _tensor(stored: str | Stored, rows: list[Row], ours: str, theirs: str, suffix: str) -> FileTensor:
     stored = Stored(stored) if isinstance(stored, str) else stored
-    parts = tuple(Part(ours + row.name, None, row.shape[0]) for row in rows)
+    parts = tuple(ParameterPart(ours + row.name, None, row.shape[0]) for row in rows)
     shape = (sum(part.n_rows for part in parts), *rows[0].shape[1:])
     order = tuple(_interleaved(rows[0])) if stored.interleaved else None
     if stored.transposed:

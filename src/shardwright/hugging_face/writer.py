@@ -24,7 +24,7 @@ _NAMES = {torch_name: name for name, torch_name in DTYPES.items()} | {"uint8": "
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorToWrite:
     """A tensor to write; `dtype` by torch's name."""
 
     name: str
@@ -36,7 +36,7 @@ class Entry:
         return torch.Size(self.shape).numel() * getattr(torch, self.dtype).itemsize
 
 
-def write_safetensors(path: Path, entries: Sequence[Entry], make: Callable[[Entry], Tensor]) -> None:
+def write_safetensors(path: Path, entries: Sequence[TensorToWrite], make: Callable[[TensorToWrite], Tensor]) -> None:
     """Write a safetensors file; `make` returns the tensor of an entry when it is written."""
     header: dict[str, object] = {"__metadata__": FILE_METADATA}
     begin = 0
@@ -67,14 +67,14 @@ def write_weights(
     `seen` with the name and the values of each tensor.
     """
     named = {tensor.name: tensor for tensor in tensors}
-    entries = [Entry(name, dtypes[name], tensor.shape) for name, tensor in sorted(named.items())]
+    entries = [TensorToWrite(name, dtypes[name], tensor.shape) for name, tensor in sorted(named.items())]
     files = list(in_groups(entries, lambda entry: entry.n_bytes, max_shard_bytes))
     names = [WHOLE]
     if len(files) > 1:
         stem = WHOLE.removesuffix(".safetensors")
         names = [f"{stem}-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
 
-    def make(entry: Entry) -> Tensor:
+    def make(entry: TensorToWrite) -> Tensor:
         tensor = tensor_of_file(named[entry.name], read, getattr(torch, entry.dtype))
         seen(entry.name, tensor)
         return tensor

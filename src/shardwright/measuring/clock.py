@@ -13,7 +13,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True)
-class Clock:
+class MeasuringClock:
     """`kind`: "wall", or on a CPU that other programs load too, "cpu": CPU-seconds of this process divided by its
     threads. Time in which a rank waits for others then does not count.
 

@@ -20,7 +20,7 @@ from shardwright.measuring.fit import (
     fit_weights,
     kernel_bytes,
 )
-from shardwright.measuring.points import Machine, RankPoints
+from shardwright.measuring.points import MachineMeasurements, RankPoints
 from shardwright.measuring.whole_steps import holes, in_step
 from shardwright.units import GiB, MiB
 from shardwright.version import PACKAGE_VERSION
@@ -29,7 +29,7 @@ ASSUMED_GBIT = 10.0
 """Of a network that was not measured."""
 
 
-def hardware_toml(machine: Machine, name: str, command: str) -> str:
+def hardware_toml(machine: MachineMeasurements, name: str, command: str) -> str:
     """A file with the accelerator `name`, its node and its network. `command`: how it was measured."""
     alone = "\n".join(_lines(machine, name, command, {}))
     factors: dict[int, dict[str, object]] = {
@@ -43,7 +43,9 @@ def hardware_toml(machine: Machine, name: str, command: str) -> str:
     return "\n".join(_lines(machine, name, command, factors)) + "\n"
 
 
-def _lines(machine: Machine, name: str, command: str, factors: Mapping[int, dict[str, object]]) -> Iterator[str]:
+def _lines(
+    machine: MachineMeasurements, name: str, command: str, factors: Mapping[int, dict[str, object]]
+) -> Iterator[str]:
     most = machine.ranks[-1]
     fits = {each.ranks: rates(each, machine.on_host) for each in machine.ranks}
     yield f"# Written by `{command}`; docs/measure.md says what each figure is and how it was measured."
@@ -136,7 +138,9 @@ def rates(points: RankPoints, on_host: bool) -> tuple[dict[str, object], dict[st
     return figures, errors
 
 
-def _peaks(machine: Machine, fits: dict[int, tuple[dict[str, object], dict[str, float]]]) -> dict[str, float]:
+def _peaks(
+    machine: MachineMeasurements, fits: dict[int, tuple[dict[str, object], dict[str, float]]]
+) -> dict[str, float]:
     """TFLOP/s: of the data sheet, for accelerators that are known by name, so that MFU is what others mean; else the
     best that was measured."""
     best: dict[str, float] = {}
@@ -151,7 +155,7 @@ def _peaks(machine: Machine, fits: dict[int, tuple[dict[str, object], dict[str, 
     return best
 
 
-def _inside(machine: Machine) -> dict[str, object]:
+def _inside(machine: MachineMeasurements) -> dict[str, object]:
     if not machine.inside:
         # One rank sends nothing; the figures are there because the format wants them.
         return {"bus_gb_per_s": 1.0, "start_us": 0.0, "latency_us": 1.0, "half_mib": 0.0}

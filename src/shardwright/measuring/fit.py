@@ -137,7 +137,7 @@ def kernel_bytes(points: Iterable[KernelPoint], bytes_per_s: float) -> dict[str,
 
 @dataclass(frozen=True)
 class LinkFit:
-    """As `cost.hardware.Link`."""
+    """As `cost.hardware.NetworkLink`."""
 
     bytes_per_s: float
     latency_s: float

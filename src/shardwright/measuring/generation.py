@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwright.config import parse
-from shardwright.generation.batch import RaggedBatch, Segment
+from shardwright.generation.batch import RaggedBatch, SequenceSegment
 from shardwright.generation.cache import Cache, LayerCache
 from shardwright.generation.continuous import Batcher
 from shardwright.generation.engine import LayoutEngine, WholeEngine
 from shardwright.generation.generate import without_training
 from shardwright.generation.sampling import Sampling
 from shardwright.layout import Layout
-from shardwright.measuring.clock import Clock, Kind, worst
+from shardwright.measuring.clock import Kind, MeasuringClock, worst
 from shardwright.measuring.fit import fit_cached
 from shardwright.measuring.overheads import FEW, MANY, SMALL_HEADS, SMALL_WIDTH, small_model
 from shardwright.measuring.points import CachedPoint, GenerationPoints, MatmulPoint, MessagePoint
@@ -44,7 +44,7 @@ WEIGHT_BYTES = 2**24
 RunRanks = Callable[..., list[Any]]
 
 
-def pass_seconds(batcher: Batcher, clock: Clock, sequences: int, prompt: int, new: int) -> tuple[float, float]:
+def pass_seconds(batcher: Batcher, clock: MeasuringClock, sequences: int, prompt: int, new: int) -> tuple[float, float]:
     """Seconds of the prefill of so many prompts of `prompt` tokens, and of a decode pass: the medians of `REPEATS`
     generations of one token and of `new`. Every rank of a layout calls it."""
     vocabulary = batcher.engine.model.spec.vocab_size  # type: ignore[attr-defined]
@@ -70,7 +70,7 @@ def passes_of(spec: ModelSpec, kind: Kind, tp: int, sequences: int, prompt: int,
         layout = without_training(Layout(tp=tp), spec)
         model = apply(spec, layout, device, seed=0, param_dtype=torch.float32, compute_dtype=torch.float32)
         batcher = Batcher(LayoutEngine(model, device, sequences, positions), DRAWN, positions)
-    return pass_seconds(batcher, Clock(device, kind), sequences, prompt, new)
+    return pass_seconds(batcher, MeasuringClock(device, kind), sequences, prompt, new)
 
 
 def small_passes(kind: Kind, cases: Sequence[tuple[int, int]], tp: int) -> list[tuple[float, float]]:
@@ -84,7 +84,7 @@ def small_passes(kind: Kind, cases: Sequence[tuple[int, int]], tp: int) -> list[
 
 def small_matmuls(kind: Kind, budget_s: float) -> tuple[MatmulPoint, ...]:
     """(tokens, k) by (k, n) for few tokens; each reads another matrix than the one before it."""
-    clock, found = Clock(torch.device("cpu"), kind, budget_s), []
+    clock, found = MeasuringClock(torch.device("cpu"), kind, budget_s), []
     for k, n in SHAPES:
         weights = [torch.randn(n, k) for _ in range(WEIGHT_BYTES // (4 * n * k))]
         for tokens in TOKENS:
@@ -96,10 +96,10 @@ def small_matmuls(kind: Kind, budget_s: float) -> tuple[MatmulPoint, ...]:
 @torch.inference_mode()
 def cached_attention(kind: Kind, budget_s: float) -> tuple[CachedPoint, ...]:
     """One new token of each sequence to what the caches of some layers hold, one layer after another."""
-    clock, found = Clock(torch.device("cpu"), kind, budget_s), []
+    clock, found = MeasuringClock(torch.device("cpu"), kind, budget_s), []
     for positions, width in CACHED:
         layers = [Cache(SEQUENCES, positions + NEW).layer() for _ in range(LAYERS)]
-        segments = [Segment(slot, positions - 1, 1) for slot in range(SEQUENCES)]
+        segments = [SequenceSegment(slot, positions - 1, 1) for slot in range(SEQUENCES)]
         batch = RaggedBatch(segments, [0] * SEQUENCES)
         for layer in layers:
             layer.cache.begin(batch, clock.device)

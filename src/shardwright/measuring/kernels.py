@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from shardwright.data.samples import IGNORE
-from shardwright.measuring.clock import Clock
+from shardwright.measuring.clock import MeasuringClock
 from shardwright.measuring.points import AttentionPoint, CopyPoint, KernelPoint, MatmulPoint
 from shardwright.model.attention import causal_attention
 from shardwright.model.feed_forward import gated, gelu
@@ -33,7 +33,7 @@ FORWARD_AND_BACKWARD = 2.5
 """Forward passes in whose time the cost model counts an element-wise operation forward and backward."""
 
 
-def matmuls(clock: Clock, precisions: tuple[str, ...]) -> Iterator[MatmulPoint]:
+def matmuls(clock: MeasuringClock, precisions: tuple[str, ...]) -> Iterator[MatmulPoint]:
     """The three matmuls of a linear layer: of the forward pass, and of both gradients, in the memory layouts in which
     training has them."""
     factor = ON_GPU if clock.device.type == "cuda" else 1
@@ -46,7 +46,7 @@ def matmuls(clock: Clock, precisions: tuple[str, ...]) -> Iterator[MatmulPoint]:
             yield MatmulPoint(precision, k, m, n, clock.seconds(partial(torch.mm, g.t(), x)))
 
 
-def attention(clock: Clock, precision: str) -> Iterator[AttentionPoint]:
+def attention(clock: MeasuringClock, precision: str) -> Iterator[AttentionPoint]:
     """By length and head width; queries, keys and values as the model makes them."""
     gpu = clock.device.type == "cuda"
     for length in (1024, 2048, 4096, 8192) if gpu else (64, 128, 256, 512, 1024):
@@ -65,7 +65,7 @@ def _attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return causal_attention(q, k, v).flatten(-2)
 
 
-def kernels(clock: Clock, precision: str) -> Iterator[KernelPoint]:
+def kernels(clock: MeasuringClock, precision: str) -> Iterator[KernelPoint]:
     """Element-wise operations of the model, with their backward pass, at two sizes."""
     gpu = clock.device.type == "cuda"
     e = DTYPES[precision].itemsize / 2
@@ -80,7 +80,7 @@ def kernels(clock: Clock, precision: str) -> Iterator[KernelPoint]:
 _Operation = tuple[Callable[..., Tensor], tuple[Tensor, ...]]
 
 
-def _operations(clock: Clock, tokens: int, features: int, precision: str) -> dict[str, _Operation]:
+def _operations(clock: MeasuringClock, tokens: int, features: int, precision: str) -> dict[str, _Operation]:
     """By the field of `cost.speed.Speed`: what is done to which tensors, of which the first has the elements that are
     counted."""
     x, other = (_random(clock, 1, tokens, features, precision=precision) for _ in range(2))
@@ -102,7 +102,7 @@ def _operations(clock: Clock, tokens: int, features: int, precision: str) -> dic
     }
 
 
-def copies(clock: Clock) -> Iterator[CopyPoint]:
+def copies(clock: MeasuringClock) -> Iterator[CopyPoint]:
     """Copies by size."""
     for n_bytes in (2**16, 2**20, 2**24, 2**26) if clock.device.type == "cpu" else (2**20, 2**26, 2**30):
         x = torch.zeros(n_bytes // 4, device=clock.device)
@@ -121,5 +121,5 @@ def _with_gradient(operation: Callable[..., Tensor], *given: Tensor) -> Callable
     return both
 
 
-def _random(clock: Clock, *shape: int, precision: str) -> Tensor:
+def _random(clock: MeasuringClock, *shape: int, precision: str) -> Tensor:
     return torch.randn(shape, device=clock.device).to(DTYPES[precision])

@@ -12,12 +12,19 @@ import torch
 import torch.distributed as dist
 
 from shardwright.measuring import whole_steps
-from shardwright.measuring.clock import Clock, Kind
+from shardwright.measuring.clock import Kind, MeasuringClock
 from shardwright.measuring.generation import generation_points
 from shardwright.measuring.kernels import attention, copies, kernels, matmuls
 from shardwright.measuring.messages import disk_bytes_per_s, host_bytes_per_s, messages
 from shardwright.measuring.overheads import overheads, update_seconds
-from shardwright.measuring.points import KernelPoint, Machine, MessagePoint, Overheads, RankPoints, WholeStep
+from shardwright.measuring.points import (
+    KernelPoint,
+    MachineMeasurements,
+    MessagePoint,
+    Overheads,
+    RankPoints,
+    WholeStep,
+)
 from shardwright.measuring.steps import selected
 from shardwright.parallel.objects import gathered
 from shardwright.processes import machine_bytes, threads_of_a_rank
@@ -29,7 +36,9 @@ CPU_PRECISIONS, GPU_PRECISIONS = ("fp32", "bf16"), ("fp32", "bf16", "fp16")
 _NONE = Overheads(0.0, 0.0, 0.0, 1.0)
 
 
-def measure_here(kind: Kind, device: str, ranks: Sequence[int], folder: Path, budget_s: float, say: Say) -> Machine:
+def measure_here(
+    kind: Kind, device: str, ranks: Sequence[int], folder: Path, budget_s: float, say: Say
+) -> MachineMeasurements:
     """Measure with local ranks: with each number of `ranks` on a CPU, with one on a GPU. `device`: "cpu" or "cuda";
     `folder`: on the disk that is measured; `budget_s`: of the repeats of one operation.
 
@@ -63,7 +72,7 @@ def measure_here(kind: Kind, device: str, ranks: Sequence[int], folder: Path, bu
     steps = whole_steps.medians(rounds)
     points = [replace(mine, steps=tuple(each for each in steps if each.ranks == mine.ranks)) for mine in points]
     say("the disk")
-    return Machine(
+    return MachineMeasurements(
         name=machine_name(device),
         clock=kind,
         on_host=on_host,
@@ -71,13 +80,15 @@ def measure_here(kind: Kind, device: str, ranks: Sequence[int], folder: Path, bu
         took_s=time.perf_counter() - begin,
         ranks=tuple(points),
         inside=inside,
-        host_bytes_per_s=0.0 if on_host else host_bytes_per_s(Clock(torch.device(device), "wall")),
+        host_bytes_per_s=0.0 if on_host else host_bytes_per_s(MeasuringClock(torch.device(device), "wall")),
         disk_bytes_per_s=disk_bytes_per_s(folder),
         remarks=remarks,
     )
 
 
-def measure_as_rank(kind: Kind, device: torch.device, ranks_here: int, folder: Path, budget_s: float) -> Machine | None:
+def measure_as_rank(
+    kind: Kind, device: torch.device, ranks_here: int, folder: Path, budget_s: float
+) -> MachineMeasurements | None:
     """The same as this rank of a process group that torchrun or srun has set up, whose machines all have as many ranks;
     None but on rank 0. Groups are the ranks of a machine, and the first ranks of all machines."""
     begin = time.perf_counter()
@@ -89,12 +100,12 @@ def measure_as_rank(kind: Kind, device: torch.device, ranks_here: int, folder: P
     if nodes > 1:
         group = dist.new_group(list(range(0, world, ranks_here)))
         if rank % ranks_here == 0:
-            across = tuple(messages(Clock(device, kind, budget_s), group))
+            across = tuple(messages(MeasuringClock(device, kind, budget_s), group))
     inside = every[0][1]
     machine = None
     if rank == 0:
         mine = _with_overheads(_middle([each for each, _ in every]), kind, device.type, inside, lambda _: None)
-        machine = Machine(
+        machine = MachineMeasurements(
             name=machine_name(device.type),
             clock=kind,
             on_host=device.type == "cpu",
@@ -103,7 +114,7 @@ def measure_as_rank(kind: Kind, device: torch.device, ranks_here: int, folder: P
             ranks=(mine,),
             inside=inside,
             across=across,
-            host_bytes_per_s=host_bytes_per_s(Clock(device, "wall")),
+            host_bytes_per_s=host_bytes_per_s(MeasuringClock(device, "wall")),
             disk_bytes_per_s=disk_bytes_per_s(folder),
         )
     dist.barrier()
@@ -116,7 +127,7 @@ def rank_points(
     """What this rank measures, while the others do the same; and the messages of the ranks of its machine, which are
     consecutive. `grouped`: there are others in the world; every rank calls it."""
     where = selected(device)
-    clock = Clock(where, kind, budget_s)
+    clock = MeasuringClock(where, kind, budget_s)
     configure_malloc()  # as the training program does
     precisions = CPU_PRECISIONS if device == "cpu" else GPU_PRECISIONS
     wide = "fp32" if device == "cpu" else "bf16"

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.measuring.clock import Clock, worst
+from shardwright.measuring.clock import MeasuringClock, worst
 from shardwright.measuring.points import MessagePoint
-from shardwright.parallel.collectives import Sent, start_gather_tokens, start_sum, start_sum_tokens
+from shardwright.parallel.collectives import StartedCollective, start_gather_tokens, start_sum, start_sum_tokens
 from shardwright.parallel.objects import gathered
 
 SIZES = (2**12, 2**16, 2**18, 2**20, 2**22, 2**24)
@@ -24,7 +24,7 @@ WORK = 512
 """Rows and columns of the matrices that the ranks of a CPU multiply before each message."""
 
 
-def messages(clock: Clock, group: dist.ProcessGroup) -> Iterator[MessagePoint]:
+def messages(clock: MeasuringClock, group: dist.ProcessGroup) -> Iterator[MessagePoint]:
     """Every kind of message that layouts send, of fp32, as the training program sends them; every rank of the group
     calls it and has the same numbers.
 
@@ -54,7 +54,7 @@ def messages(clock: Clock, group: dist.ProcessGroup) -> Iterator[MessagePoint]:
             yield MessagePoint(name, n, elements * 4, found)
 
 
-def _after_work(clock: Clock, work: Tensor, send: Callable[[], object]) -> float:
+def _after_work(clock: MeasuringClock, work: Tensor, send: Callable[[], object]) -> float:
     """Mean seconds of a message that follows a matmul."""
     found = []
     for repeat in range(REPEATS + 2):
@@ -66,7 +66,7 @@ def _after_work(clock: Clock, work: Tensor, send: Callable[[], object]) -> float
     return statistics.fmean(found)
 
 
-def _wait(start: Callable[..., Sent], x: Tensor, group: dist.ProcessGroup) -> None:
+def _wait(start: Callable[..., StartedCollective], x: Tensor, group: dist.ProcessGroup) -> None:
     start(x, group).wait()
 
 
@@ -87,7 +87,7 @@ def _to_the_next(x: Tensor, group: dist.ProcessGroup) -> None:
             work.wait()
 
 
-def host_bytes_per_s(clock: Clock) -> float:
+def host_bytes_per_s(clock: MeasuringClock) -> float:
     """To the memory of the host from an accelerator's, one direction; 0 if it is the same memory."""
     if clock.device.type != "cuda":
         return 0.0

@@ -12,7 +12,7 @@ import torch
 from shardwright.config import parse
 from shardwright.measuring.clock import Kind, worst
 from shardwright.measuring.points import Overheads
-from shardwright.measuring.steps import Steps, run_file, run_steps, selected
+from shardwright.measuring.steps import MeasuredSteps, run_file, run_steps, selected
 from shardwright.model.rotary import rotary_table
 from shardwright.model.transformer import Block
 from shardwright.training.build import build_model, build_trainer
@@ -28,7 +28,7 @@ UPDATED_WIDTHS = {"cpu": (128, 512), "cuda": (2048, 4096)}
 RunRanks = Callable[..., list[Any]]
 
 
-def seconds_of(ranks: list[Steps], clock: Kind) -> float:
+def seconds_of(ranks: list[MeasuredSteps], clock: Kind) -> float:
     """The median step of the rank that takes longest."""
     return worst([statistics.median(each.cpu_s if clock == "cpu" else each.wall_s) for each in ranks])
 

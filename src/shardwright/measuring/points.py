@@ -143,7 +143,7 @@ class RankPoints:
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineMeasurements:
     """All that was measured. `ranks`: by the ranks of a node; `inside`, `across`: messages in a node and between nodes;
     bytes per second of the link to the host and of a disk, 0 if not measured."""
 

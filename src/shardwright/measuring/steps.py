@@ -17,7 +17,7 @@ from shardwright.training.step import Trainer
 
 
 @dataclass(frozen=True)
-class Steps:
+class MeasuredSteps:
     """Of one rank: wall and CPU-seconds of each step; the bytes that the process held before the model was built, and
     at most."""
 
@@ -40,7 +40,7 @@ def run_file(model: dict[str, Any], batch: dict[str, int], layout: dict[str, Any
     }
 
 
-def run_steps(table: dict[str, Any], steps: int, device: str = "cpu", warm_up: int = 1) -> Steps:
+def run_steps(table: dict[str, Any], steps: int, device: str = "cpu", warm_up: int = 1) -> MeasuredSteps:
     """Take steps as this rank of the process group that is set up; collective."""
     configure_malloc()
     where = selected(device)
@@ -63,7 +63,7 @@ def run_steps(table: dict[str, Any], steps: int, device: str = "cpu", warm_up: i
     del trainer, model
     gc.collect()
     dist.barrier()
-    return Steps(tuple(wall), tuple(cpu), before, peak)
+    return MeasuredSteps(tuple(wall), tuple(cpu), before, peak)
 
 
 def selected(device: str) -> torch.device:
@@ -116,4 +116,4 @@ def _now(device: torch.device) -> tuple[float, float]:
     return time.perf_counter(), time.process_time()
 
 
-__all__ = ["Steps", "Trainer", "random_batch", "run_file", "run_steps"]
+__all__ = ["MeasuredSteps", "Trainer", "random_batch", "run_file", "run_steps"]

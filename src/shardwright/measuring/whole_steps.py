@@ -45,7 +45,7 @@ OF_TWO: tuple[Case, ...] = (
 """What is measured, the latter with replicas on all ranks that there are."""
 STEPS, ROUNDS = 2, 3
 PARTS = {DATA: "data_parallel", TENSOR: "tensor_parallel", CONTEXT: "context_parallel"}
-"""Messages whose time is fitted: kind of work -> key of `cost.measured.InStep`."""
+"""Messages whose time is fitted: kind of work -> key of `cost.measured.InStepFactors`."""
 FIXED = ("launch", "stragglers")
 """Kinds that whole steps do not change."""
 
@@ -93,7 +93,7 @@ def medians(rounds: Sequence[Sequence[WholeStep]]) -> list[WholeStep]:
 
 
 def in_step(text: str, name: str, steps: Sequence[WholeStep], clock: str) -> dict[str, float]:
-    """By key of `cost.measured.InStep`: by how much work and messages take longer in these steps than `text`, a
+    """By key of `cost.measured.InStepFactors`: by how much work and messages take longer in these steps than `text`, a
     hardware file with the accelerator `name`, predicts; least squares of relative errors. A kind that no step tells
     anything of is left out."""
     parts = [_predicted(text, name, step, clock) for step in steps]
@@ -127,8 +127,8 @@ def holes(text: str, name: str, steps: Sequence[WholeStep]) -> list[float]:
 
 
 def _predicted(text: str, name: str, step: WholeStep, clock: str) -> dict[str, float]:
-    """Seconds of a step by key of `InStep`, with "rest" for what is not fitted. A rank that waits for other stages
-    takes no CPU-seconds."""
+    """Seconds of a step by key of `InStepFactors`, with "rest" for what is not fitted. A rank that waits for other
+    stages takes no CPU-seconds."""
     found: dict[str, float] = {"rest": 0.0}
     for kind, seconds in _estimate(text, name, step).parts_s.items():
         key = PARTS.get(kind, "rest" if kind in FIXED else WORK)

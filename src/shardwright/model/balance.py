@@ -57,7 +57,7 @@ class RealTokens(NamedTuple):
         return aux_B1, self.n_sequences * self.seq_len / self.total.double()
 
 
-class Load(NamedTuple):
+class LayerLoad(NamedTuple):
     """The load of a layer's experts, and its losses; the values of micro-batches and ranks are summed."""
 
     counts_E: Tensor
@@ -112,11 +112,11 @@ def relative_load(counts: Tensor) -> Tensor:
 
 def attach(y: Tensor, loss: Tensor) -> Tensor:
     """Return `y`, and add `loss` (a scalar) to the backward pass of y: loss gets gradient 1 for any gradient of y."""
-    attached: Tensor = _Attach.apply(y, loss)
+    attached: Tensor = _AttachLossFunction.apply(y, loss)
     return attached
 
 
-class _Attach(torch.autograd.Function):
+class _AttachLossFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, loss: Tensor) -> Tensor:
         ctx.loss_dtype = loss.dtype
@@ -131,24 +131,24 @@ class Tally:
     """Accumulates the load of a layer over micro-batches, on the device."""
 
     def __init__(self) -> None:
-        self._load: Load | None = None
+        self._load: LayerLoad | None = None
         self.copies = False
         """Whether the next micro-batch overwrites the load of this one, as CUDA graphs do."""
 
-    def record(self, x: Tensor, load: Load) -> None:
+    def record(self, x: Tensor, load: LayerLoad) -> None:
         """Add `load` in the backward pass of `x`: once for every training micro-batch, even if its forward pass is
         recomputed, and never in evaluation."""
         if x.requires_grad:
             x.register_hook(lambda _: self.add(load))
 
-    def add(self, load: Load) -> None:
+    def add(self, load: LayerLoad) -> None:
         load_sum = self._load
         if load_sum is None:
-            self._load = Load(*(each.clone() for each in load)) if self.copies else load
+            self._load = LayerLoad(*(each.clone() for each in load)) if self.copies else load
             return
-        self._load = Load(*(a + b for a, b in zip(load_sum, load, strict=True)))
+        self._load = LayerLoad(*(a + b for a, b in zip(load_sum, load, strict=True)))
 
-    def take(self) -> Load | None:
+    def take(self) -> LayerLoad | None:
         """Return the sum and reset it; None if there was no backward pass."""
         load, self._load = self._load, None
         return load

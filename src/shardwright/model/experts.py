@@ -22,7 +22,7 @@ from shardwright.model.recompute import part
 from shardwright.model.spec import ModelSpec
 
 
-class Rows(NamedTuple):
+class ExpertRows(NamedTuple):
     """The permutation between pairs of a token and an expert and the rows sorted by expert."""
 
     order_R: Tensor
@@ -33,22 +33,22 @@ class Rows(NamedTuple):
     """The pairs that are not dropped; None if none is dropped."""
 
 
-def sort_rows(experts_NK: Tensor, kept_NK: Tensor | None, n_experts: int) -> Rows:
+def sort_rows(experts_NK: Tensor, kept_NK: Tensor | None, n_experts: int) -> ExpertRows:
     """Sort the pairs by expert, and for each expert by token. `kept_NK` is False for dropped pairs."""
     keys_NK = experts_NK if kept_NK is None else experts_NK.masked_fill(~kept_NK, n_experts)
     order_R = keys_NK.flatten().argsort(stable=True)
     places_R = torch.arange(order_R.numel(), device=order_R.device)
     slots_NK = torch.empty_like(order_R).scatter_(0, order_R, places_R).view_as(experts_NK)
-    return Rows(order_R, slots_NK if kept_NK is None else slots_NK.masked_fill(~kept_NK, 0), kept_NK)
+    return ExpertRows(order_R, slots_NK if kept_NK is None else slots_NK.masked_fill(~kept_NK, 0), kept_NK)
 
 
-def dispatch(x_ND: Tensor, rows: Rows) -> Tensor:
+def dispatch(x_ND: Tensor, rows: ExpertRows) -> Tensor:
     """(N, D) -> (R, D): copy each token to its rows."""
     copied: Tensor = _Dispatch.apply(x_ND, *rows)
     return copied
 
 
-def combine(y_RD: Tensor, weights_NK: Tensor, rows: Rows) -> Tensor:
+def combine(y_RD: Tensor, weights_NK: Tensor, rows: ExpertRows) -> Tensor:
     """(R, D) -> (N, D): sum over a token's K rows of weight * row, in the type of the rows.
 
     Dropped pairs must have weight 0; the values of their rows are not used.

@@ -8,8 +8,8 @@ Scales are fp32, computed for each matmul ("current scaling"), so there is no st
 capability 8.9) PyTorch's `_scaled_mm` computes them, except blockwise. Elsewhere the rounded operands are multiplied in
 fp32 (in fp64 if the operands are): results are rounded as in fp8, at the speed of fp32.
 
-Sharded operands: if ranks hold parts of a tensor with one scale, its amax is the maximum over them (`Shared`), so that
-every layout has the scales of the whole tensor. The tensor of an activation is a micro-batch.
+Sharded operands: if ranks hold parts of a tensor with one scale, its amax is the maximum over them (`OperandShards`),
+so that every layout has the scales of the whole tensor. The tensor of an activation is a micro-batch.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ Maximum = Callable[[Tensor], None]
 
 
 @dataclass(frozen=True)
-class Shared:
+class OperandShards:
     """The ranks over which the operands of one linear are sharded: along tokens, input and output features; None if
     every rank has all."""
 
@@ -43,7 +43,7 @@ class Shared:
 
 
 @dataclass(frozen=True)
-class Scaled:
+class Fp8Operand:
     """An operand (R, K) in fp8. `scale`: fp32, (), (R, 1) or (R / r, K / k), of blocks of r x k."""
 
     values: Tensor
@@ -65,7 +65,7 @@ def spread(scale: Tensor, shape: torch.Size) -> Tensor:
 class Fp8Linear:
     """The three matmuls of a linear in fp8: x (..., D), weight (F, D), dy (..., F)."""
 
-    def __init__(self, settings: Fp8, shared: Shared = Shared()) -> None:
+    def __init__(self, settings: Fp8, shared: OperandShards = OperandShards()) -> None:
         self.settings, self.shared = settings, shared
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class Fp8Linear:
 
     def scaled(
         self, x_RK: Tensor, dtype: torch.dtype, along_rows: Maximum | None, along_k: Maximum | None, rows: int
-    ) -> Scaled:
+    ) -> Fp8Operand:
         """Return an operand in fp8, which is summed over its last dim. `along_rows`, `along_k`: maxima over the ranks
         that hold its other rows and columns; `rows`: the rows of a block."""
         largest = torch.finfo(dtype).max
@@ -131,7 +131,7 @@ class Fp8Linear:
         scale = (amax.clamp(min=_LEAST) / largest).float()
         # A divisor with dims widens x in the same kernel.
         divided = x_RK / (spread(scale, x_RK.shape) if scale.dim() else scale.view(1, 1))
-        return Scaled(divided.clamp(-largest, largest).to(dtype), scale)
+        return Fp8Operand(divided.clamp(-largest, largest).to(dtype), scale)
 
 
 def use_fp8(model: nn.Module, spec: ModelSpec, fp8: Fp8) -> None:
@@ -141,7 +141,7 @@ def use_fp8(model: nn.Module, spec: ModelSpec, fp8: Fp8) -> None:
         linear.fp8 = Fp8Linear(fp8)
 
 
-def product(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool = False) -> Tensor:
+def product(a: Fp8Operand, b: Fp8Operand, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """Return a b^T, (M, K) and (N, K) -> (M, N). `fast`: see `scaled_mm`."""
     in_blocks = any(x.scale.dim() and x.scale.shape != (len(x.values), 1) for x in (a, b))
     if has_fp8_matmul(a.values, b.values) and not in_blocks:
@@ -157,7 +157,7 @@ def has_fp8_matmul(a_MK: Tensor, b_NK: Tensor) -> bool:
     return torch.cuda.get_device_capability(a_MK.device) >= (8, 9)
 
 
-def scaled_mm(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool = False) -> Tensor:
+def scaled_mm(a: Fp8Operand, b: Fp8Operand, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """Return `product` by PyTorch's fp8 matmul; scales of rows need an output in bf16. `fast`: sum products with the
     lower precision of the GPU's tensor cores, as torchao and Transformer Engine do in forward passes; otherwise partial
     sums are added up in fp32."""

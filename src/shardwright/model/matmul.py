@@ -125,14 +125,14 @@ def linear(
     if not torch.is_grad_enabled():
         return forward(x, weight, bias_F, counts_E, fp8=fp8)
     saves_first = saves_first and not torch.compiler.is_compiling()
-    y: Tensor = _Linear.apply(x, weight, bias_F, counts_E, saves_first, fp8)
+    y: Tensor = _LinearFunction.apply(x, weight, bias_F, counts_E, saves_first, fp8)
     if saves_first:
         with torch.no_grad():
             forward(x, weight, bias_F, out=y, fp8=fp8)
     return y
 
 
-class _Linear(torch.autograd.Function):
+class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright.model.balance import Load, RealTokens, Tally, attach, aux_loss, relative_load, update_bias, z_loss
+from shardwright.model.balance import LayerLoad, RealTokens, Tally, attach, aux_loss, relative_load, update_bias, z_loss
 from shardwright.model.experts import build_experts, combine, dispatch, sort_rows
 from shardwright.model.feed_forward import FeedForward
 from shardwright.model.random import uniform
@@ -181,7 +181,7 @@ class MoE(nn.Module):
         shared = spec.moe.n_shared * spec.moe.d_ffn
         self.shared = FeedForward(spec, shared) if shared else None
         self.tally = Tally()
-        self.last_load: Load | None = None
+        self.last_load: LayerLoad | None = None
         """The load of the last forward pass."""
 
     @property
@@ -214,7 +214,7 @@ class MoE(nn.Module):
         asked_E = routing.asked_BE.sum(0)
         nothing = torch.zeros((), dtype=routing.weights_BTK.dtype, device=x_BTD.device)
         values = [nothing if loss is None else loss.detach() for loss in losses]
-        self.last_load = Load(asked_E, (asked_E - routing.given_E).sum(), *values)
+        self.last_load = LayerLoad(asked_E, (asked_E - routing.given_E).sum(), *values)
         return y_BTD
 
     def run(self, rows_RD: Tensor, counts_E: Tensor, x_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -229,7 +229,7 @@ def expert_layers(model: nn.Module) -> dict[str, MoE]:
     return {name.removeprefix("layers.").split(".")[0]: module for name, module in mixtures.items()}
 
 
-def take_load(model: nn.Module) -> dict[str, Load]:
+def take_load(model: nn.Module) -> dict[str, LayerLoad]:
     """Return the load of each layer in the backward passes since the last call, by the number of the layer."""
     taken = {name: layer.tally.take() for name, layer in expert_layers(model).items()}
     return {name: load for name, load in taken.items() if load is not None}

@@ -31,11 +31,11 @@ class RMSNorm(nn.RMSNorm):
         plain = device_type(x) == "cpu" and x.dtype == self.weight.dtype and x.dtype in (torch.float32, torch.float64)
         if not plain or torch.compiler.is_compiling():
             return super().forward(x)
-        y: Tensor = _RMSNorm.apply(x, self.weight, self.eps)
+        y: Tensor = _RMSNormFunction.apply(x, self.weight, self.eps)
         return y
 
 
-class _RMSNorm(torch.autograd.Function):
+class _RMSNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         norm_N1 = torch.linalg.vector_norm(x_ND, dim=-1, keepdim=True)

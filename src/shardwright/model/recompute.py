@@ -38,14 +38,14 @@ Part = Callable[..., Tensor | tuple[Tensor, ...]]
 """Takes tensors; returns one or several tensors, each in its own storage or an input's."""
 
 
-class Kept(Protocol):
+class SavedTensor(Protocol):
     """A handle that is saved in place of a tensor for the backward pass."""
 
     def read(self) -> Tensor:
         """Return the tensor."""
 
 
-Keep = Callable[[Tensor], Tensor | Kept]
+Keep = Callable[[Tensor], Tensor | SavedTensor]
 """Maps a tensor that no part computes again to the object to save: itself, or a handle of a copy elsewhere."""
 
 _names: frozenset[str] = frozenset()
@@ -54,7 +54,7 @@ _one_region = False
 """Whether the block that runs is compiled as one region, its parts included."""
 _keep_elsewhere: Keep | None = None
 """Saves the tensors of the block that runs; None: they are saved themselves."""
-_outputs: dict[int, "_Output"] = {}
+_outputs: dict[int, "_RecomputedOutput"] = {}
 """Outputs of recomputed parts of the block that runs, by their storage."""
 _decisions: "_Decisions | None" = None
 """The choices of the block that runs, if it runs again as a whole."""
@@ -184,27 +184,27 @@ def part(name: str, compute: Part, *inputs: Tensor, weights: Sequence[Tensor] = 
 
 @torch.compiler.disable
 def _run(compute: Part, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Any:
-    again = _Again(compute, inputs, weights)
-    outputs = _Part.apply(again, *inputs, *weights)
+    again = _RecomputedCall(compute, inputs, weights)
+    outputs = _RecomputedPart.apply(again, *inputs, *weights)
     for number, y in enumerate(outputs if isinstance(outputs, tuple) else (outputs,)):
         storage = StorageWeakRef(y.untyped_storage())
-        _outputs[storage.cdata] = _Output(again, number, storage, tensor_version(y))
+        _outputs[storage.cdata] = _RecomputedOutput(again, number, storage, tensor_version(y))
     return outputs
 
 
-class _Output(NamedTuple):
+class _RecomputedOutput(NamedTuple):
     """An output of a part. While the weak reference lives, no other storage has its number."""
 
-    again: "_Again"
+    again: "_RecomputedCall"
     number: int
     storage: StorageWeakRef
     version: int
 
 
-class _View(NamedTuple):
+class _RecomputedView(NamedTuple):
     """A handle that replaces a saved output of a part, or a view of it."""
 
-    again: "_Again"
+    again: "_RecomputedCall"
     number: int
     dtype: torch.dtype
     size: torch.Size
@@ -219,21 +219,21 @@ class _View(NamedTuple):
         return y.as_strided(self.size, self.stride, self.offset)
 
 
-def _keep(x: Tensor) -> Tensor | Kept:
+def _keep(x: Tensor) -> Tensor | SavedTensor:
     """Return the object to save for the backward pass in place of a tensor: a reference if a part can recompute it."""
     if type(x) in (Tensor, FakeTensor) and _outputs:
         output = _outputs.get(storage_id(x.untyped_storage()))
         # An output that was changed in place later differs from the part's result.
         if output is not None and output.version == tensor_version(x):
-            return _View(output.again, output.number, x.dtype, x.size(), x.stride(), int(x.storage_offset()))
+            return _RecomputedView(output.again, output.number, x.dtype, x.size(), x.stride(), int(x.storage_offset()))
     return x if _keep_elsewhere is None else _keep_elsewhere(x)
 
 
-def _read(kept: Tensor | Kept) -> Tensor:
+def _read(kept: Tensor | SavedTensor) -> Tensor:
     return kept if isinstance(kept, Tensor) else kept.read()
 
 
-class _Again:
+class _RecomputedCall:
     """One call of a part: its inputs, and in the backward pass its outputs with their graph."""
 
     def __init__(self, compute: Part, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
@@ -270,9 +270,9 @@ class _Again:
         return by_argument
 
 
-class _Part(torch.autograd.Function):
+class _RecomputedPart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, again: _Again, *inputs_then_weights: Tensor) -> Any:
+    def forward(ctx: Any, again: _RecomputedCall, *inputs_then_weights: Tensor) -> Any:
         ctx.again = again
         ctx.set_materialize_grads(False)
         assert again.compute is not None

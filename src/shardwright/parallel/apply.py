@@ -36,8 +36,8 @@ from shardwright.parallel.mesh import Groups, build_expert_mesh, build_groups, b
 from shardwright.parallel.microbatch_runner import Runner, SequentialRunner
 from shardwright.parallel.model import ParallelModel
 from shardwright.parallel.offload import ActivationsOnHost
-from shardwright.parallel.pipeline.messages import Messages
-from shardwright.parallel.pipeline.runner import Pipeline, Stage
+from shardwright.parallel.pipeline.messages import PipelineMessages
+from shardwright.parallel.pipeline.runner import Pipeline, PipelineStage
 from shardwright.parallel.pipeline.stage import StageModel, cut_stages, holders
 from shardwright.parallel.powersgd import PowerSGD
 from shardwright.parallel.routing import shard_routers
@@ -113,7 +113,9 @@ def apply(
     engines: list[DataEngine] = [*shards, *masters] or [
         _replicated(part, groups, compression, products[i] if products else None) for i, part in enumerate(parts)
     ]
-    stages = [Stage(part, engine) for part, engine in zip(parts, engines, strict=True) if isinstance(part, StageModel)]
+    stages = [
+        PipelineStage(part, engine) for part, engine in zip(parts, engines, strict=True) if isinstance(part, StageModel)
+    ]
     runner: Runner
     if stages:
         shared = {ranks for ranks in held_on.values() if len(ranks) > 1}
@@ -201,7 +203,7 @@ def _neighbours(layout: Layout) -> Iterator[tuple[int, int]]:
 
 
 def _pipeline(
-    stages: list[Stage],
+    stages: list[PipelineStage],
     layout: Layout,
     groups: Groups,
     stage_groups: dict[tuple[int, ...], dist.ProcessGroup],
@@ -222,7 +224,7 @@ def _pipeline(
         n_sequences, n_tokens = tokens_BT.shape
         return torch.empty(n_sequences, n_tokens // cuts, spec.d_model, dtype=dtype, device=device)
 
-    return Pipeline(stages, schedule, Messages(groups.pp.rank(), stage_groups), activation, device)
+    return Pipeline(stages, schedule, PipelineMessages(groups.pp.rank(), stage_groups), activation, device)
 
 
 def _run_blocks(

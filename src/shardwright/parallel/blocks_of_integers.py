@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwright.compression import block_length
-from shardwright.parallel.compression import Part
+from shardwright.parallel.compression import BufferPart
 
 _SCALE_BYTES = 4
 
@@ -30,7 +30,7 @@ class Integers:
     def __init__(self, bits: int) -> None:
         self.bits, self.largest = bits, 2 ** (bits - 1) - 1
 
-    def encode(self, x_nK: Tensor, parts: Sequence[Part]) -> Tensor:
+    def encode(self, x_nK: Tensor, parts: Sequence[BufferPart]) -> Tensor:
         vectors, scales, integers = [], [], []
         for part, x_nP in zip(parts, x_nK.split([part.n_elements for part in parts], 1), strict=True):
             if not part.columns:
@@ -46,7 +46,7 @@ class Integers:
             sent += [torch.cat(scales, 1).view(torch.uint8), self._packed(torch.cat(integers, 1))]
         return torch.cat(sent, 1)
 
-    def decode(self, sent: Tensor, parts: Sequence[Part], dtype: torch.dtype) -> Tensor:
+    def decode(self, sent: Tensor, parts: Sequence[BufferPart], dtype: torch.dtype) -> Tensor:
         """Return (n, K) in `dtype`, which has to be the type of the encoded elements."""
         matrices = [part for part in parts if part.columns]
         shapes = [_shape(part) for part in matrices]
@@ -89,7 +89,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _shape(part: Part) -> tuple[int, int]:
+def _shape(part: BufferPart) -> tuple[int, int]:
     """Return the number of blocks of a matrix and the length of each."""
     length = block_length(part.columns)
     return part.n_elements // part.columns * -(-part.columns // length), length
@@ -101,6 +101,6 @@ def _in_blocks(x_nP: Tensor, columns: int) -> Tensor:
     return F.pad(x_nP.reshape(len(x_nP), -1, columns), (0, -columns % length)).reshape(len(x_nP), -1, length)
 
 
-def _out_of_blocks(x_nBE: Tensor, part: Part) -> Tensor:
+def _out_of_blocks(x_nBE: Tensor, part: BufferPart) -> Tensor:
     n, rows = len(x_nBE), part.n_elements // part.columns
     return x_nBE.view(n, rows, -1)[..., : part.columns].reshape(n, -1)

@@ -23,7 +23,7 @@ Offsets = tuple[int, ...]
 Indices = tuple[slice, ...]
 
 
-class Cut(NamedTuple):
+class DimSharding(NamedTuple):
     """One sharding of a tensor: `dim` of the tensor, along axis number `axis` of its mesh, into shards of `sizes`."""
 
     axis: int
@@ -33,7 +33,7 @@ class Cut(NamedTuple):
 
 def box_of(
     shape: Sequence[int], degrees: Sequence[int], coordinates: Sequence[int], placements: Sequence[Placement]
-) -> tuple[Offsets, tuple[int, ...], list[Cut]]:
+) -> tuple[Offsets, tuple[int, ...], list[DimSharding]]:
     """Return the offsets and shape of the shard at `coordinates` of a mesh of `degrees`, and the cuts that made it, in
     the order of the axes, strided cuts last."""
     offsets, local, cuts = [0] * len(shape), list(shape), []
@@ -42,13 +42,13 @@ def box_of(
         if place.is_replicate():
             continue
         dim: int = getattr(place, "dim")  # noqa: B009 (Shard and StridedShard have it, Placement has not)
-        cuts.append(Cut(axis, dim, chunk_sizes(local[dim], degrees[axis])))
+        cuts.append(DimSharding(axis, dim, chunk_sizes(local[dim], degrees[axis])))
         offsets[dim] += sum(cuts[-1].sizes[: coordinates[axis]])
         local[dim] = cuts[-1].sizes[coordinates[axis]]
     return tuple(offsets), tuple(local), cuts
 
 
-def shard_of(tensor: Tensor) -> tuple[Offsets, tuple[int, ...], list[Cut]]:
+def shard_of(tensor: Tensor) -> tuple[Offsets, tuple[int, ...], list[DimSharding]]:
     """Return `box_of` this rank's shard. Reads no values, so that a dry run can call it."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.dim(), tuple(tensor.shape), []
@@ -91,7 +91,7 @@ def gather_whole(tensor: Tensor) -> Tensor:
     return local.clone()
 
 
-def _gathered(local: Tensor, cut: Cut, group: dist.ProcessGroup) -> Iterator[Tensor]:
+def _gathered(local: Tensor, cut: DimSharding, group: dist.ProcessGroup) -> Iterator[Tensor]:
     """Yield the shards of a cut; each is sent padded to the size of the first, the largest."""
     shape = list(local.shape)
     shape[cut.dim] = cut.sizes[0]

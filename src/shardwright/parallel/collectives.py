@@ -27,7 +27,7 @@ from shardwright.model.device_type import device_type
 from shardwright.torch_private import all_gather_single, reduce_scatter_single
 
 
-class Sent:
+class StartedCollective:
     """A collective that has been started. `wait` returns its result and may be called once."""
 
     def __init__(self, work: Any, finish: Callable[[], Tensor]) -> None:
@@ -38,28 +38,28 @@ class Sent:
         self._work.wait()
         return self._finish()
 
-    def then(self, change: Callable[[Tensor], Tensor]) -> "Sent":
+    def then(self, change: Callable[[Tensor], Tensor]) -> "StartedCollective":
         """Return the same collective with the result `change(result)`."""
-        return Sent(self._work, lambda: change(self._finish()))
+        return StartedCollective(self._work, lambda: change(self._finish()))
 
 
-def start_sum(x: Tensor, group: dist.ProcessGroup) -> Sent:
+def start_sum(x: Tensor, group: dist.ProcessGroup) -> StartedCollective:
     """All-reduce (sum), in place."""
     assert x.is_contiguous()
-    return Sent(dist.all_reduce(x, group=group, async_op=True), lambda: x)
+    return StartedCollective(dist.all_reduce(x, group=group, async_op=True), lambda: x)
 
 
-def start_gather_tokens(x_BtD: Tensor, group: dist.ProcessGroup, by_rank: bool = False) -> Sent:
+def start_gather_tokens(x_BtD: Tensor, group: dist.ProcessGroup, by_rank: bool = False) -> StartedCollective:
     """All-gather the token shards of all ranks along the sequence dim or, with `by_rank`, along the batch dim."""
     n = group.size()
     gathered_nBtD = x_BtD.new_empty(n, *x_BtD.shape)
     work = all_gather_single(gathered_nBtD.flatten(0, 1), x_BtD.contiguous(), group=group, async_op=True)
     if by_rank:
-        return Sent(work, lambda: gathered_nBtD.flatten(0, 1))
-    return Sent(work, lambda: gathered_nBtD.transpose(0, 1).flatten(1, 2))
+        return StartedCollective(work, lambda: gathered_nBtD.flatten(0, 1))
+    return StartedCollective(work, lambda: gathered_nBtD.transpose(0, 1).flatten(1, 2))
 
 
-def start_sum_tokens(x_BTD: Tensor, group: dist.ProcessGroup, by_rank: bool = False) -> Sent:
+def start_sum_tokens(x_BTD: Tensor, group: dist.ProcessGroup, by_rank: bool = False) -> StartedCollective:
     """Reduce-scatter: sum over the ranks; each rank gets its token shard. `by_rank` as in the all-gather."""
     n = group.size()
     if by_rank:
@@ -69,10 +69,10 @@ def start_sum_tokens(x_BTD: Tensor, group: dist.ProcessGroup, by_rank: bool = Fa
     if device_type(x_BTD) == "cuda":
         kept_BtD = torch.empty_like(parts_nBtD[0])
         work = reduce_scatter_single(kept_BtD, parts_nBtD.flatten(0, 1), group=group, async_op=True)
-        return Sent(work, lambda: kept_BtD)
+        return StartedCollective(work, lambda: kept_BtD)
     # gloo's reduce-scatter is an all-reduce whose result is mostly discarded. An all-to-all followed by a local sum
     # took 0.6 of its CPU time on 2 ranks and 0.3 on 4 (1 MiB, torch 2.13).
     received_nBtD = torch.empty_like(parts_nBtD)
     work = dist.all_to_all_single(received_nBtD, parts_nBtD, group=group, async_op=True)
     # For two ranks an addition, which takes 0.4 of the time of a sum over the first dim.
-    return Sent(work, lambda: torch.add(*received_nBtD) if n == 2 else received_nBtD.sum(0))
+    return StartedCollective(work, lambda: torch.add(*received_nBtD) if n == 2 else received_nBtD.sum(0))

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.layout import Layout
 from shardwright.parallel.blocks_of_integers import Integers
-from shardwright.parallel.compression import Codec, Part, Rounded, reduce_scatter, sum_over
+from shardwright.parallel.compression import BufferPart, Codec, RoundedCodec, reduce_scatter, sum_over
 from shardwright.parallel.mesh import lines_of
 from shardwright.split.buckets import REPLICA_BUCKET_BYTES
 from shardwright.torch_private import all_gather_single, parameter_groups, reduce_unused_parameters
@@ -28,7 +28,7 @@ from shardwright.units import in_groups
 
 def codec_of(kind: str) -> Codec | None:
     """Return the codec for a value of `layout.compress_gradients` or `compress_weights`; None: not compressed."""
-    codecs: dict[str, Codec] = {"bf16": Rounded(torch.bfloat16), "int8": Integers(8), "int4": Integers(4)}
+    codecs: dict[str, Codec] = {"bf16": RoundedCodec(torch.bfloat16), "int8": Integers(8), "int4": Integers(4)}
     return codecs.get(kind)
 
 
@@ -58,7 +58,9 @@ class Compression:
         """Replace the collectives of an FSDP2 parameter group."""
         # A middle stage of a pipeline has no parameters outside its blocks, so `groups` may be empty.
         groups = parameter_groups(module)
-        parts = [Part.of(parameter.padded_sharded_param_size) for group in groups for parameter in group.fsdp_params]
+        parts = [
+            BufferPart.of(parameter.padded_sharded_param_size) for group in groups for parameter in group.fsdp_params
+        ]
         collective: Any
         if self.gradients is not None:
             collective = _ReduceScatter(self.gradients, self.hops[prefix], parts)
@@ -88,7 +90,7 @@ class _Buffers:
 
 
 class _ReduceScatter(_Buffers):
-    def __init__(self, codec: Codec, hops: tuple[dist.ProcessGroup, ...], parts: list[Part]) -> None:
+    def __init__(self, codec: Codec, hops: tuple[dist.ProcessGroup, ...], parts: list[BufferPart]) -> None:
         self.codec, self.hops, self.parts = codec, hops, parts
 
     def __call__(
@@ -99,7 +101,7 @@ class _ReduceScatter(_Buffers):
 
 
 class _AllGather(_Buffers):
-    def __init__(self, codec: Codec, parts: list[Part]) -> None:
+    def __init__(self, codec: Codec, parts: list[BufferPart]) -> None:
         self.codec, self.parts = codec, parts
 
     def __call__(

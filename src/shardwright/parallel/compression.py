@@ -25,47 +25,47 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwright.parallel.collectives import Sent
+from shardwright.parallel.collectives import StartedCollective
 from shardwright.torch_private import all_gather_single
 
 
-class Part(NamedTuple):
+class BufferPart(NamedTuple):
     """A tensor among the K elements: its number of elements, and the length of its rows, or 0 for a vector."""
 
     n_elements: int
     columns: int
 
     @staticmethod
-    def of(shape: Sequence[int]) -> "Part":
+    def of(shape: Sequence[int]) -> "BufferPart":
         """Return the part of a tensor of this shape."""
-        return Part(torch.Size(shape).numel(), shape[-1] if len(shape) > 1 else 0)
+        return BufferPart(torch.Size(shape).numel(), shape[-1] if len(shape) > 1 else 0)
 
 
 class Codec(Protocol):
     """An encoding of elements. `parts` are the tensors that make up the K elements, in order."""
 
-    def encode(self, x_nK: Tensor, parts: Sequence[Part]) -> Tensor:
+    def encode(self, x_nK: Tensor, parts: Sequence[BufferPart]) -> Tensor:
         """Return the message to each of n ranks, (n, bytes or elements), from K elements for each."""
 
-    def decode(self, sent: Tensor, parts: Sequence[Part], dtype: torch.dtype) -> Tensor:
+    def decode(self, sent: Tensor, parts: Sequence[BufferPart], dtype: torch.dtype) -> Tensor:
         """Return (n, K) in `dtype` from the messages of n ranks."""
 
 
-class Rounded:
+class RoundedCodec:
     """Codec that sends elements in a narrower floating-point type."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
-    def encode(self, x_nK: Tensor, parts: Sequence[Part]) -> Tensor:
+    def encode(self, x_nK: Tensor, parts: Sequence[BufferPart]) -> Tensor:
         return x_nK.to(self.dtype)
 
-    def decode(self, sent: Tensor, parts: Sequence[Part], dtype: torch.dtype) -> Tensor:
+    def decode(self, sent: Tensor, parts: Sequence[BufferPart], dtype: torch.dtype) -> Tensor:
         return sent.to(dtype)
 
 
 def reduce_scatter(
-    kept_K: Tensor, x_nK: Tensor, hops: Iterable[dist.ProcessGroup], codec: Codec, parts: Sequence[Part]
+    kept_K: Tensor, x_nK: Tensor, hops: Iterable[dist.ProcessGroup], codec: Codec, parts: Sequence[BufferPart]
 ) -> None:
     """Sum `x_nK[r]` of all ranks into `kept_K` of rank r, in the type of `kept_K`.
 
@@ -82,7 +82,7 @@ def reduce_scatter(
     kept_K.copy_(x_nK[0])
 
 
-def start_sum(x_nK: Tensor, group: dist.ProcessGroup, codec: Codec, parts: Sequence[Part]) -> Sent:
+def start_sum(x_nK: Tensor, group: dist.ProcessGroup, codec: Codec, parts: Sequence[BufferPart]) -> StartedCollective:
     """Start an all-reduce (sum) in which every rank adds up K elements; the result is the sum (n, K).
 
     The addends are sent at once; they are added up, and the sums gathered, when the caller waits."""
@@ -95,13 +95,13 @@ def start_sum(x_nK: Tensor, group: dist.ProcessGroup, codec: Codec, parts: Seque
         all_gather_single(sent, codec.encode(sums_1K, parts), group=group)
         return codec.decode(sent, parts, x_nK.dtype)
 
-    return Sent(work, finish)
+    return StartedCollective(work, finish)
 
 
-def start_sum_of_vector(x: Tensor, group: dist.ProcessGroup, codec: Codec) -> Sent:
+def start_sum_of_vector(x: Tensor, group: dist.ProcessGroup, codec: Codec) -> StartedCollective:
     """Start the all-reduce of `start_sum` for a vector, in place."""
     x_nK = F.pad(x, (0, -x.numel() % group.size())).view(group.size(), -1)
-    started = start_sum(x_nK, group, codec, (Part(x_nK.shape[1], 0),))
+    started = start_sum(x_nK, group, codec, (BufferPart(x_nK.shape[1], 0),))
     return started.then(lambda sum_nK: x.copy_(sum_nK.view(-1)[: x.numel()]))
 
 
@@ -114,7 +114,7 @@ def sum_over(gradients: Sequence[Tensor], group: dist.ProcessGroup, codec: Codec
         for gradient, more in zip(gradients, rows, strict=True)
     ]
     parts = [
-        Part(whole.numel() // n, gradient.shape[-1] if gradient.dim() > 1 else 0)
+        BufferPart(whole.numel() // n, gradient.shape[-1] if gradient.dim() > 1 else 0)
         for gradient, whole in zip(gradients, padded, strict=True)
     ]
     summed_nK = start_sum(torch.cat([gradient.view(n, -1) for gradient in padded], 1), group, codec, parts).wait()

@@ -53,7 +53,7 @@ from torch.distributed.tensor import Shard
 from shardwright.layout import Layout
 from shardwright.model.moe import MoE
 from shardwright.parallel import collectives
-from shardwright.parallel.collectives import Sent
+from shardwright.parallel.collectives import StartedCollective
 from shardwright.parallel.compressed import Compression, OverReplicas
 from shardwright.parallel.compression import Codec, start_sum_of_vector
 from shardwright.parallel.host import pins
@@ -112,7 +112,7 @@ class Replicated:
         """Number of parameters of each bucket."""
         self._missing: list[int] = []
         """For each bucket, the number of gradients that the last backward pass has yet to add; empty before it."""
-        self._works: list[Sent] = []
+        self._works: list[StartedCollective] = []
         """All-reduces that have been started. Buckets are reduced in one fixed order, the same on all ranks."""
         if group is not None:
             # The last parameter first: roughly the order of the backward pass.

@@ -31,9 +31,9 @@ from torch import Tensor
 from shardwright.model.attention import has_varlen
 from shardwright.parallel import varlen
 from shardwright.parallel.blocks import accumulator_dtype, kernel_for, merge
-from shardwright.parallel.point_to_point import Message, OnItsWay, start
+from shardwright.parallel.point_to_point import PendingMessage, TensorMessage, start
 from shardwright.parallel.ring import GRADIENTS, IN_WORDS, KEYS
-from shardwright.split.documents import Piece, Plan
+from shardwright.split.documents import AttentionPiece, RingPlan
 
 
 class Ring(NamedTuple):
@@ -47,7 +47,7 @@ class DocumentAttention(torch.autograd.Function):
     """(q_BTHC, k_BTKC, v_BTKC, plan, ring) -> o_BTHC: causal attention within the documents of all ranks of a ring."""
 
     @staticmethod
-    def forward(ctx: Any, q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, plan: Plan, ring: Ring) -> Tensor:
+    def forward(ctx: Any, q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, plan: RingPlan, ring: Ring) -> Tensor:
         q_1HNC, own_2NKC = _heads_first(q_BTHC.flatten(0, 1)), torch.stack((k_BTKC, v_BTKC)).flatten(1, 2)
         wide = accumulator_dtype(q_1HNC.dtype)
         o_1HNC = torch.empty_like(q_1HNC, dtype=wide)
@@ -73,7 +73,7 @@ class DocumentAttention(torch.autograd.Function):
         q_1HNC, do_1HNC = (_heads_first(x.flatten(0, 1)) for x in (q_BTHC, do_BTHC))
         wide = accumulator_dtype(dtype)
         dq_1HNC, sum_2NKC = torch.zeros_like(q_1HNC, dtype=wide), torch.zeros_like(own_2NKC, dtype=wide)
-        returns = _Returns(sum_2NKC, plan, ring)
+        returns = _GradientReturns(sum_2NKC, plan, ring)
         for step, held_2MKC in _keys(own_2NKC, plan, ring):
             k_1KMC, v_1KMC = map(_heads_first, held_2MKC)
             found_2MKC = sum_2NKC if step == 0 else torch.zeros_like(held_2MKC, dtype=wide)
@@ -91,7 +91,7 @@ class DocumentAttention(torch.autograd.Function):
 
 
 def attend(
-    q_1HNC: Tensor, k_1KMC: Tensor, v_1KMC: Tensor, pieces: Sequence[Piece]
+    q_1HNC: Tensor, k_1KMC: Tensor, v_1KMC: Tensor, pieces: Sequence[AttentionPiece]
 ) -> Iterator[tuple[slice | Tensor, Tensor, Tensor]]:
     """Yield (rows, o, lse) for each piece of a step, or once for all pieces with a variable-length kernel."""
     if pieces and has_varlen(q_1HNC):
@@ -110,7 +110,7 @@ def gradients(
     v_1KMC: Tensor,
     o_1HNC: Tensor,
     lse_1HN: Tensor,
-    pieces: Sequence[Piece],
+    pieces: Sequence[AttentionPiece],
 ) -> Iterator[tuple[slice | Tensor, slice, Tensor, Tensor, Tensor]]:
     """Yield (rows, columns, dq, dk, dv) as `attend` does; `o_1HNC` and `lse_1HN` are over all keys."""
     if pieces and has_varlen(q_1HNC):
@@ -127,12 +127,12 @@ Messages = dict[int, Tensor]
 """Step -> keys and values or their gradients, (2, M, K, C)."""
 
 
-def _keys(own_2NKC: Tensor, plan: Plan, ring: Ring) -> Iterator[tuple[int, Tensor]]:
+def _keys(own_2NKC: Tensor, plan: RingPlan, ring: Ring) -> Iterator[tuple[int, Tensor]]:
     """Yield (step, keys and values of that step), this rank's first; later ones are received meanwhile."""
     ready = {0: own_2NKC}
     for steps in [*_rounds(ring), ()]:
         sent = {step: torch.cat([own_2NKC[:, at] for at in (*plan.sends[step], slice(0))], 1) for step in steps}
-        coming = _Exchange(sent, [plan.receives[step] for step in steps], 1, KEYS, ring) if sent else None
+        coming = _DocumentExchange(sent, [plan.receives[step] for step in steps], 1, KEYS, ring) if sent else None
         yield from ready.items()
         ready = coming.wait() if coming else {}
 
@@ -143,21 +143,21 @@ def _rounds(ring: Ring) -> list[Sequence[int]]:
     return [steps] if ring.together else [(step,) for step in steps]
 
 
-class _Returns:
+class _GradientReturns:
     """Gradients of received keys and values, which are sent back to the ranks that these came from."""
 
-    def __init__(self, sum_2NKC: Tensor, plan: Plan, ring: Ring) -> None:
+    def __init__(self, sum_2NKC: Tensor, plan: RingPlan, ring: Ring) -> None:
         """`sum_2NKC`: the gradients that come back are added to it."""
         self._sum_2NKC, self._plan, self._ring = sum_2NKC, plan, ring
         self._waiting: Messages = {}
-        self._exchanges: list[_Exchange] = []
+        self._exchanges: list[_DocumentExchange] = []
 
     def start(self, step: int, found_2MKC: Tensor) -> None:
         """Start to send the gradients of a step, unless they are sent with the gradients of other steps."""
         self._waiting[step] = found_2MKC
         if not self._ring.together or len(self._waiting) == self._ring.group.size() - 1:
             counts = [sum(at.stop - at.start for at in self._plan.sends[step]) for step in self._waiting]
-            self._exchanges.append(_Exchange(self._waiting, counts, -1, GRADIENTS, self._ring))
+            self._exchanges.append(_DocumentExchange(self._waiting, counts, -1, GRADIENTS, self._ring))
             self._waiting = {}
 
     def finish(self) -> None:
@@ -171,7 +171,7 @@ class _Returns:
                     first += tokens
 
 
-class _Exchange:
+class _DocumentExchange:
     """Messages of some steps in flight: `sent[s]` goes to the rank s places further, or with `towards` -1 s places
     back; `counts` tokens arrive from the rank as far on the other side."""
 
@@ -188,7 +188,7 @@ class _Exchange:
             sizes_in = [math.prod(shapes[step]) if step else 0 for step in back]
             received = some.new_empty(sum(sizes_in))
             work = dist.all_to_all_single(received, out, sizes_in, sizes, group=ring.group, async_op=True)
-            self._works: Sequence[dist.Work | OnItsWay] = [work]
+            self._works: Sequence[dist.Work | PendingMessage] = [work]
             parts = zip(back, received.split(sizes_in), strict=True)
             self._received = {step: part.view(shapes[step]) for step, part in parts if step}
             self._sent = {0: out}
@@ -198,9 +198,9 @@ class _Exchange:
         for step, tensor in sent.items():
             to, come_from = (rank + towards * step) % n, (rank - towards * step) % n
             if tensor.numel():
-                messages.append(Message(True, tensor, to, IN_WORDS[tag]))
+                messages.append(TensorMessage(True, tensor, to, IN_WORDS[tag]))
             if (empty := self._received[step]).numel():
-                messages.append(Message(False, empty, come_from, IN_WORDS[tag]))
+                messages.append(TensorMessage(False, empty, come_from, IN_WORDS[tag]))
         self._works = start(messages, ring.group, "cp", tag)
 
     def wait(self) -> Messages:

@@ -51,13 +51,13 @@ def split_experts(model: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup, 
         if isinstance(layer, MoE):
             assert isinstance(layer.experts, Experts)
             part = ExpertPart(layer.experts, mesh["ep"])
-            model.set_submodule(name, ExchangingMoE(layer, part, Exchange(group, read)))
+            model.set_submodule(name, ExchangingMoE(layer, part, ExpertExchange(group, read)))
 
 
 class ExchangingMoE(MoE):
     """A mixture of experts sharded over ranks; the all-to-all of the rows overlaps with the shared experts."""
 
-    def __init__(self, whole: MoE, experts: nn.Module, exchange: "Exchange") -> None:
+    def __init__(self, whole: MoE, experts: nn.Module, exchange: "ExpertExchange") -> None:
         nn.Module.__init__(self)
         self.router, self.experts, self.shared = whole.router, experts, whole.shared
         self.tally, self.last_load = whole.tally, whole.last_load
@@ -90,7 +90,7 @@ class ExpertPart(nn.Module):
         return out_SD
 
 
-class Exchange:
+class ExpertExchange:
     """Sends rows to the ranks of their experts and back: (experts, rows_RD sorted by expert, counts_E) -> a function
     that waits for the outputs and returns them in the order of the rows, (R, D)."""
 
@@ -112,13 +112,13 @@ class Exchange:
         under_way = _start(leaving_RD.detach(), to, from_, self.group)
 
         def finish() -> Tensor:
-            rows_SD = _Arrived.apply(leaving_RD, under_way, to, from_, self)
+            rows_SD = _AwaitAllToAll.apply(leaving_RD, under_way, to, from_, self)
             # Received rows are sorted by sender, then by expert.
             expert_S = _expert_of_each(arriving_ne, sum(from_))
             order_S = expert_S.argsort(stable=True)
             out_SD = experts(rows_SD.index_select(0, order_S), arriving_ne.sum(0))
             back_SD = out_SD.index_select(0, order_S.argsort())
-            back_RD = _Arrived.apply(back_SD, _start(back_SD.detach(), from_, to, self.group), from_, to, self)
+            back_RD = _AwaitAllToAll.apply(back_SD, _start(back_SD.detach(), from_, to, self.group), from_, to, self)
             return nn.functional.pad(back_RD, (0, 0, 0, rows_RD.shape[0] - back_RD.shape[0]))
 
         return torch.compiler.disable(finish)
@@ -152,7 +152,7 @@ def _start(rows: Tensor, to: list[int], from_: list[int], group: dist.ProcessGro
     return work, arriving
 
 
-class _Arrived(torch.autograd.Function):
+class _AwaitAllToAll(torch.autograd.Function):
     """Waits for the all-to-all that `_start` has started; the backward pass sends the gradients of the rows back."""
 
     @staticmethod
@@ -162,7 +162,7 @@ class _Arrived(torch.autograd.Function):
         under_way: tuple[Any, Tensor],
         to: list[int],
         from_: list[int],
-        exchange: Exchange,
+        exchange: ExpertExchange,
     ) -> Tensor:
         ctx.to, ctx.from_, ctx.exchange = to, from_, exchange
         work, arrived = under_way

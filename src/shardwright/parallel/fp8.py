@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.layout import Layout
-from shardwright.model.fp8 import Fp8Linear, Maximum, Shared
+from shardwright.model.fp8 import Fp8Linear, Maximum, OperandShards
 from shardwright.model.number_formats import Fp8
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.mesh import Groups
@@ -33,10 +33,10 @@ def use_fp8(model: Transformer, fp8: Fp8, layout: Layout, groups: Groups) -> Non
     context = (groups.cp_ring, groups.cp_ulysses)
     tp = groups.tp
     shared = {
-        "column": Shared(maximum(*context), outputs=maximum(tp)),
-        "row": Shared(maximum(*context), inputs=maximum(tp)),
-        "replicated": Shared(maximum(*context, tp if layout.token_shards else None)),
-        "experts": Shared(),
+        "column": OperandShards(maximum(*context), outputs=maximum(tp)),
+        "row": OperandShards(maximum(*context), inputs=maximum(tp)),
+        "replicated": OperandShards(maximum(*context, tp if layout.token_shards else None)),
+        "experts": OperandShards(),
     }
     for number, block in model.layers.items():
         for row in fp8.rows(model.spec, int(number)):

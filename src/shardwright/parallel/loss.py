@@ -139,11 +139,11 @@ def loss_sum(of: CrossEntropy, logits_BTv: Tensor, targets_BT: Tensor, factor: T
     """Return the loss `of` for a micro-batch, differentiable. The forward pass overwrites the logits with their
     gradient, because it has the exponentials then. `factor`, a scalar in fp32 or wider: the gradient of the loss in the
     backward pass, if known; the gradient of 16-bit logits is then rounded once, after this multiplication."""
-    total: Tensor = _Loss.apply(logits_BTv, targets_BT, of, factor)
+    total: Tensor = _LossFunction.apply(logits_BTv, targets_BT, of, factor)
     return total
 
 
-class _Loss(torch.autograd.Function):
+class _LossFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_BTv: Tensor, targets_BT: Tensor, of: CrossEntropy, factor: Tensor | None) -> Tensor:
         logits_Nv, wanted = logits_BTv.detach().flatten(0, 1), ctx.needs_input_grad[0]
@@ -193,11 +193,11 @@ class ChunkedLoss:
         head = self.model.head
         weight = head.matrix if isinstance(head, VocabularyHead) else (head or self.model.embedding).weight
         factor = _factor(factor, x_BTD) if torch.is_grad_enabled() else None
-        total: Tensor = _ChunkedLoss.apply(x_BTD, local_part(weight), targets_BT, self, factor)
+        total: Tensor = _ChunkedLossFunction.apply(x_BTD, local_part(weight), targets_BT, self, factor)
         return total
 
 
-class _ChunkedLoss(torch.autograd.Function):
+class _ChunkedLossFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x_BTD: Tensor, weight_vD: Tensor, targets_BT: Tensor, loss: ChunkedLoss, factor: Tensor | None

@@ -35,10 +35,10 @@ class ActivationsOnHost:
     def __init__(self, device: torch.device, min_bytes: int) -> None:
         self.device, self.min_bytes = device, min_bytes
         self._down, self._up = (torch.cuda.Stream(device) if pins(device) else None for _ in range(2))
-        self._known: WeakValueDictionary[int, _Copy] = WeakValueDictionary()
+        self._known: WeakValueDictionary[int, _StorageVersion] = WeakValueDictionary()
         """Copies of the current forward pass, by their storage."""
-        self._layer: _Layer | None = None
-        self._leaving: tuple[_Layer, list[Tensor]] | None = None
+        self._layer: _LayerPass | None = None
+        self._leaving: tuple[_LayerPass, list[Tensor]] | None = None
         """The layer whose activations are being copied to the host, and these tensors on the device."""
         self._inputs: set[int] = set()
         """Storages of the stage's input."""
@@ -59,7 +59,7 @@ class ActivationsOnHost:
                 self._let_go()
                 return output
             leaving: list[Tensor] = []
-            self._layer = layer = _Layer(self, self._layer, block, leaving)
+            self._layer = layer = _LayerPass(self, self._layer, block, leaving)
             with torch.autograd.graph.saved_tensors_hooks(self.keep, read):
                 output = block_forward(*args, **kwargs)
             self._let_go()
@@ -69,7 +69,7 @@ class ActivationsOnHost:
 
         block.forward = forward
 
-    def keep(self, x: Tensor) -> "Tensor | Kept":
+    def keep(self, x: Tensor) -> "Tensor | OffloadedView":
         """Return the tensor to save in place of `x` for the backward pass, or a handle of its copy."""
         layer = self._layer
         if layer is None or layer.leaving is None or type(x) not in (Tensor, FakeTensor) or x.is_conj() or x.is_neg():
@@ -84,7 +84,7 @@ class ActivationsOnHost:
             if number in self._inputs or number in layer.parameters():
                 return x
             copy = self._known[number] = self._copied(x, layer)
-        return Kept(copy, x)
+        return OffloadedView(copy, x)
 
     def copy_out(self, on_device: Tensor) -> Tensor:
         """Return a copy in host memory."""
@@ -97,7 +97,7 @@ class ActivationsOnHost:
         with _on(self._up):
             return on_device.copy_(on_host, non_blocking=True)
 
-    def bring(self, layer: "_Layer") -> None:
+    def bring(self, layer: "_LayerPass") -> None:
         """Start copying back the rest of a layer's activations, and the activations of the layer before it."""
         if self._leaving is not None and self._leaving[0] is layer:
             self._wait(self._down)  # activations that are still on the device are used directly
@@ -120,13 +120,13 @@ class ActivationsOnHost:
         inputs = [x for x in args if isinstance(x, Tensor) and x.requires_grad and x.is_leaf]
         self._inputs = {storage_id(x.untyped_storage()) for x in inputs}
 
-    def _copied(self, x: Tensor, layer: "_Layer") -> "_Copy":
+    def _copied(self, x: Tensor, layer: "_LayerPass") -> "_StorageVersion":
         storage = x.untyped_storage()
         flat = x.detach().as_strided((storage.nbytes() // x.element_size(),), (1,), 0)
         if self._down is not None:
             self._down.wait_stream(torch.cuda.current_stream(self.device))
         with _on(self._down):
-            copy = _Copy(layer, StorageWeakRef(storage), tensor_version(x), flat, self.copy_out(flat))
+            copy = _StorageVersion(layer, StorageWeakRef(storage), tensor_version(x), flat, self.copy_out(flat))
         layer.copies.append(ref(copy))
         assert layer.leaving is not None
         layer.leaving.append(flat)
@@ -145,22 +145,22 @@ class ActivationsOnHost:
             torch.cuda.current_stream(self.device).wait_stream(stream)
 
 
-class _Layer:
+class _LayerPass:
     """One forward pass of a layer. `before`: the forward pass of the previous layer; `leaving`: the activations on the
     device that are copied to the host while the layer runs."""
 
     def __init__(
-        self, store: ActivationsOnHost, before: "_Layer | None", block: nn.Module, leaving: list[Tensor]
+        self, store: ActivationsOnHost, before: "_LayerPass | None", block: nn.Module, leaving: list[Tensor]
     ) -> None:
         self.store, self.before, self.block = store, before, block
         self.leaving: list[Tensor] | None = leaving
-        self.copies: list[Callable[[], _Copy | None]] = []
+        self.copies: list[Callable[[], _StorageVersion | None]] = []
 
-    def alive(self) -> Iterator["_Copy"]:
+    def alive(self) -> Iterator["_StorageVersion"]:
         """Return the copies that a backward pass still needs."""
         return (copy for reference in self.copies if (copy := reference()) is not None)
 
-    def to_come(self) -> list["_Copy"]:
+    def to_come(self) -> list["_StorageVersion"]:
         """Return the live copies that are not on the device, in the order in which they were saved."""
         return [copy for copy in self.alive() if copy.has_to_come]
 
@@ -169,11 +169,11 @@ class _Layer:
         return {storage_id(local_part(p.detach()).untyped_storage()) for p in self.block.parameters()}
 
 
-class _Copy:
+class _StorageVersion:
     """The contents of a storage at one version. While the weak reference lives, no other storage has its number."""
 
     def __init__(
-        self, layer: _Layer, storage: StorageWeakRef, version: int, on_device: Tensor, on_host: Tensor
+        self, layer: _LayerPass, storage: StorageWeakRef, version: int, on_device: Tensor, on_host: Tensor
     ) -> None:
         self.layer, self.storage, self.version = layer, storage, version
         self.on_device: Tensor | None = on_device
@@ -189,10 +189,10 @@ class _Copy:
         return self.on_device is None or (self.is_original and tensor_version(self.on_device) != self.version)
 
 
-class Kept:
+class OffloadedView:
     """A handle that replaces a saved tensor: a copy of its storage, and its view of that storage."""
 
-    def __init__(self, copy: _Copy, x: Tensor) -> None:
+    def __init__(self, copy: _StorageVersion, x: Tensor) -> None:
         self.copy, self.dtype = copy, x.dtype
         self.view = x.size(), x.stride(), int(x.storage_offset())
 
@@ -206,7 +206,7 @@ class Kept:
         return copy.on_device.view(self.dtype).as_strided(*self.view)
 
 
-def read(kept: Tensor | Kept) -> Tensor:
+def read(kept: Tensor | OffloadedView) -> Tensor:
     """Return the tensor that was saved for the backward pass."""
     return kept if isinstance(kept, Tensor) else kept.read()
 

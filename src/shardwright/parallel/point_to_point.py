@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class Message(NamedTuple):
+class TensorMessage(NamedTuple):
     """A tensor to send to, or receive from, rank `peer` of a process group. `what`: its contents, in words."""
 
     sends: bool
@@ -21,7 +21,7 @@ class Message(NamedTuple):
     what: str
 
 
-class Line(NamedTuple):
+class MessageChannel(NamedTuple):
     """Messages of one kind from rank `source` to rank `target` of the world. Both ranks start them in the same order,
     so message number n is the same message on both."""
 
@@ -31,10 +31,10 @@ class Line(NamedTuple):
     target: int
 
 
-class OnItsWay:
+class PendingMessage:
     """A started message: number `number`, counted from 1, of its line."""
 
-    def __init__(self, message: Message, work: Any, line: Line, number: int) -> None:
+    def __init__(self, message: TensorMessage, work: Any, line: MessageChannel, number: int) -> None:
         self.what, self.tensor, self.line, self.number = message.what, message.tensor, line, number
         self._work = work
 
@@ -52,28 +52,28 @@ class OnItsWay:
         return bool(self._work.is_completed())
 
 
-_begun: Counter[Line] = Counter()
-_waited_for: list[OnItsWay] = []
+_begun: Counter[MessageChannel] = Counter()
+_waited_for: list[PendingMessage] = []
 
 
-def begun() -> dict[Line, int]:
+def begun() -> dict[MessageChannel, int]:
     """Return the number of the last message of each line that this rank has started."""
     return dict(_begun)
 
 
-def waited_for() -> list[OnItsWay]:
+def waited_for() -> list[PendingMessage]:
     """Return the messages that this rank waits for now."""
     return list(_waited_for)
 
 
-def start(messages: Sequence[Message], group: dist.ProcessGroup, axis: str, tag: int = 0) -> list[OnItsWay]:
+def start(messages: Sequence[TensorMessage], group: dist.ProcessGroup, axis: str, tag: int = 0) -> list[PendingMessage]:
     """Start messages, on NCCL in one launch in which none waits for another. Messages of one `tag` between two ranks
     arrive in the order in which they were sent. `axis`: the axis of the layout along which the group lies."""
     if not messages:
         return []
     ranks, here = dist.get_process_group_ranks(group), dist.get_rank()
     ends = ((here, ranks[message.peer]) if message.sends else (ranks[message.peer], here) for message in messages)
-    lines = [Line(axis, tag, source, target) for source, target in ends]
+    lines = [MessageChannel(axis, tag, source, target) for source, target in ends]
     numbers = []
     for line in lines:
         _begun[line] += 1
@@ -91,4 +91,4 @@ def start(messages: Sequence[Message], group: dist.ProcessGroup, axis: str, tag:
         ]
     )
     works *= len(messages) // len(works)  # NCCL returns one for the whole batch
-    return [OnItsWay(*started) for started in zip(messages, works, lines, numbers, strict=True)]
+    return [PendingMessage(*started) for started in zip(messages, works, lines, numbers, strict=True)]

@@ -43,7 +43,7 @@ rounding, not as a direction; its square in float64."""
 
 
 @dataclass(frozen=True)
-class _Member:
+class _CompressedParameter:
     """A parameter with its state: `error` has its shape; `bases` are the matrices Q of its logical matrices, (B, M, R),
     concatenated."""
 
@@ -62,7 +62,7 @@ class PowerSGD:
         """`parameters`: plain tensors by global name; the `factored` ones are compressed. `mesh`: one axis, the ranks
         that hold replicas."""
         self.mesh, self.group = mesh, mesh.get_group()
-        self._members: dict[str, _Member] = {}
+        self._members: dict[str, _CompressedParameter] = {}
         for name, parameter in parameters.items():
             row = row_of(spec, name)
             if factored(row, rank):
@@ -72,7 +72,7 @@ class PowerSGD:
                     seed, f"powersgd/{name}", shape, (0, 0, 0), shape, 1.0, parameter.dtype, parameter.device
                 )
                 bases = parameter.detach().new_empty(shape).copy_(drawn)  # keeps the fake tensors of a dry run
-                self._members[name] = _Member(parameter, row, torch.zeros_like(parameter).detach(), bases)
+                self._members[name] = _CompressedParameter(parameter, row, torch.zeros_like(parameter).detach(), bases)
 
     def __contains__(self, name: str) -> bool:
         """Return whether the gradient of a parameter is compressed."""

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.parallel.blocks import accumulator_dtype, kernel_for, merge
-from shardwright.parallel.point_to_point import Message, OnItsWay, start
+from shardwright.parallel.point_to_point import PendingMessage, TensorMessage, start
 
 ALL = slice(None)
 KEYS, GRADIENTS = 0, 1  # tags of messages
@@ -127,7 +127,7 @@ class RingBuffer:
         self._free_next = overwrite
         self._coming: Tensor | None = None
         self._spare: Tensor | None = None
-        self._on_their_way: list[OnItsWay] = []
+        self._on_their_way: list[PendingMessage] = []
 
     def start(self, last: bool = False) -> Tensor:
         """Start to send the current tensor to the next rank and to receive one from the previous rank, unless this is
@@ -136,8 +136,8 @@ class RingBuffer:
             n, rank = self._ring.size(), self._ring.rank()
             self._coming = torch.empty_like(self._held) if self._spare is None else self._spare
             what = IN_WORDS[self._tag]
-            sent = Message(True, self._held, (rank + 1) % n, what)
-            received = Message(False, self._coming, (rank - 1) % n, what)
+            sent = TensorMessage(True, self._held, (rank + 1) % n, what)
+            received = TensorMessage(False, self._coming, (rank - 1) % n, what)
             self._on_their_way = start([sent, received], self._ring, "cp", self._tag)
         return self._held
 

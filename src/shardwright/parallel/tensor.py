@@ -46,7 +46,7 @@ from shardwright.model.fp8 import Fp8Linear
 from shardwright.model.modules import Row, layer_rows, row_of
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.boxes import box_of
-from shardwright.parallel.collectives import Sent, start_gather_tokens, start_sum, start_sum_tokens
+from shardwright.parallel.collectives import StartedCollective, start_gather_tokens, start_sum, start_sum_tokens
 from shardwright.parallel.norm import as_part, local_part
 from shardwright.split.tensor import vocabulary_rows
 from shardwright.torch_private import flatten_mesh
@@ -62,11 +62,11 @@ class TensorAxis:
     by_rank: bool = False
     """Gathered tokens have the shape (n B, t, D), in the order of the ranks, instead of (B, T, D)."""
 
-    def start_gather(self, x_BtD: Tensor) -> Sent:
+    def start_gather(self, x_BtD: Tensor) -> StartedCollective:
         """All-gather the tokens of the residual stream; only with token shards."""
         return start_gather_tokens(x_BtD, self.group, self.by_rank)
 
-    def start_sum(self, x_BTD: Tensor) -> Sent:
+    def start_sum(self, x_BTD: Tensor) -> StartedCollective:
         """Reduce-scatter into token shards; without token shards all-reduce, in place."""
         if self.token_shards:
             return start_sum_tokens(x_BTD, self.group, self.by_rank)

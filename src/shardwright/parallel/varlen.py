@@ -15,13 +15,13 @@ from torch import Tensor
 
 from shardwright.model.attention import cumulative
 from shardwright.model.device_type import to_device
-from shardwright.split.documents import Piece
+from shardwright.split.documents import AttentionPiece
 from shardwright.torch_private import flash_attention_pieces, flash_attention_pieces_backward
 
 ALL = slice(None)
 
 
-class _Places(NamedTuple):
+class _VarlenIndices(NamedTuple):
     """The positions of the rows and columns of pieces, and the arguments of the kernel."""
 
     rows_R: Tensor
@@ -30,19 +30,21 @@ class _Places(NamedTuple):
     """Cumulative numbers of rows and of columns, the largest of each, dropout, and whether the mask is causal."""
 
     @staticmethod
-    def of(pieces: Sequence[Piece], device: torch.device) -> "_Places":
+    def of(pieces: Sequence[AttentionPiece], device: torch.device) -> "_VarlenIndices":
         causal = pieces[0].causal
         assert all(piece.causal == causal for piece in pieces)
         rows, columns = [piece.rows for piece in pieces], [piece.columns for piece in pieces]
         n_rows, n_columns = ([at.stop - at.start for at in kind] for kind in (rows, columns))
         ends = cumulative(n_rows, device), cumulative(n_columns, device)
         arguments = (*ends, max(n_rows), max(n_columns), 0.0, causal)
-        return _Places(_indices(rows, device), _indices(columns, device), arguments)
+        return _VarlenIndices(_indices(rows, device), _indices(columns, device), arguments)
 
 
-def attend(q_1HNC: Tensor, k_1KMC: Tensor, v_1KMC: Tensor, pieces: Sequence[Piece]) -> tuple[Tensor, Tensor, Tensor]:
+def attend(
+    q_1HNC: Tensor, k_1KMC: Tensor, v_1KMC: Tensor, pieces: Sequence[AttentionPiece]
+) -> tuple[Tensor, Tensor, Tensor]:
     """-> rows_R, o_1HRC, lse_1HR"""
-    places = _Places.of(pieces, q_1HNC.device)
+    places = _VarlenIndices.of(pieces, q_1HNC.device)
     q, k, v = (*_gathered((q_1HNC,), places.rows_R), *_gathered((k_1KMC, v_1KMC), places.columns_S))
     o_RHC, lse_HR, *_ = flash_attention_pieces(q, k, v, *places.arguments, False)
     return places.rows_R, o_RHC.transpose(0, 1).unsqueeze(0), lse_HR.unsqueeze(0)
@@ -55,10 +57,10 @@ def gradient(
     v_1KMC: Tensor,
     o_1HNC: Tensor,
     lse_1HN: Tensor,
-    pieces: Sequence[Piece],
+    pieces: Sequence[AttentionPiece],
 ) -> tuple[Tensor, slice, Tensor, Tensor, Tensor]:
     """-> rows_R, all columns, dq_1HRC, dk_1KMC, dv_1KMC; `o_1HNC` and `lse_1HN` are over all keys."""
-    places = _Places.of(pieces, q_1HNC.device)
+    places = _VarlenIndices.of(pieces, q_1HNC.device)
     do, q, o = _gathered((do_1HNC, q_1HNC, o_1HNC), places.rows_R)
     k, v = _gathered((k_1KMC, v_1KMC), places.columns_S)
     lse_HR = lse_1HN[0, :, places.rows_R].float().contiguous()

@@ -38,7 +38,7 @@ Exchange = Generator[Any, None, list[Tensor]]
 so that all start the collectives of several buckets in one order."""
 
 
-class Axis(NamedTuple):
+class MatrixAxis(NamedTuple):
     """An axis of a mesh; the matrix is sharded along `dim`, or, if None, the ranks of the axis hold replicas."""
 
     group: dist.ProcessGroup
@@ -46,7 +46,7 @@ class Axis(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Matrix:
+class ExchangedMatrix:
     """A parameter with the axes of its exchange, in order.
 
     `sizes`: for each axis with shards the size of `dim` on every rank along it; for replicas empty. `owner`: the
@@ -54,7 +54,7 @@ class Matrix:
     """
 
     number: int
-    axes: tuple[Axis, ...]
+    axes: tuple[MatrixAxis, ...]
     sizes: tuple[tuple[int, ...], ...]
     owner: tuple[int, ...]
     n_bytes: int
@@ -71,7 +71,7 @@ class WholeMatrices:
 
     def __init__(self, parameters: Sequence[Tensor], costs: Sequence[float]) -> None:
         """`costs`: the cost of each parameter's update, in any unit."""
-        self.matrices: list[Matrix] = []
+        self.matrices: list[ExchangedMatrix] = []
         loads: dict[tuple[object, ...], dict[tuple[int, ...], float]] = {}
         planned = [_axes_of(parameter) for parameter in parameters]
         order = sorted(range(len(parameters)), key=lambda number: (-costs[number], number))
@@ -85,7 +85,7 @@ class WholeMatrices:
         for number, (axes, sizes) in enumerate(planned):
             parameter = parameters[number]
             n_bytes = parameter.numel() * parameter.element_size() // prod(axis.group.size() for axis in axes)
-            self.matrices.append(Matrix(number, axes, sizes, owners[number], n_bytes))
+            self.matrices.append(ExchangedMatrix(number, axes, sizes, owners[number], n_bytes))
 
     @torch.no_grad()
     def update(
@@ -101,7 +101,7 @@ class WholeMatrices:
         rank has to call this at the same point of the program.
         """
 
-        def exchange(bucket: list[Matrix]) -> Exchange:
+        def exchange(bucket: list[ExchangedMatrix]) -> Exchange:
             shards = [take(matrix.number) for matrix in bucket]
             updates = yield from _exchange(bucket[0].axes, bucket, shards, 0, compute)
             for matrix, shard in zip(bucket, updates, strict=True):
@@ -110,24 +110,24 @@ class WholeMatrices:
 
         _interleave(exchange(bucket) for bucket in self._buckets())
 
-    def _buckets(self) -> Iterator[list[Matrix]]:
+    def _buckets(self) -> Iterator[list[ExchangedMatrix]]:
         """Yield the buckets in an order that is the same on every rank."""
-        together: dict[tuple[object, ...], list[Matrix]] = {}
+        together: dict[tuple[object, ...], list[ExchangedMatrix]] = {}
         for matrix in self.matrices:
             together.setdefault(matrix.key, []).append(matrix)
         for matrices in together.values():
             yield from in_groups(matrices, lambda matrix: matrix.n_bytes, BUCKET_BYTES)
 
 
-def _axes_of(parameter: Tensor) -> tuple[tuple[Axis, ...], tuple[tuple[int, ...], ...]]:
+def _axes_of(parameter: Tensor) -> tuple[tuple[MatrixAxis, ...], tuple[tuple[int, ...], ...]]:
     """Return the axes of a parameter's exchange, axes with replicas first, and the sizes along each."""
     if not isinstance(parameter, DTensor):
         return (), ()
     mesh, cuts = parameter.device_mesh, shard_of(parameter)[2]
     along = {cut.axis for cut in cuts}
-    replicas = [(Axis(mesh.get_group(i), None), ()) for i in range(mesh.ndim) if i not in along]
+    replicas = [(MatrixAxis(mesh.get_group(i), None), ()) for i in range(mesh.ndim) if i not in along]
     shards = [
-        (Axis(mesh.get_group(cut.axis), cut.dim), cut.sizes)
+        (MatrixAxis(mesh.get_group(cut.axis), cut.dim), cut.sizes)
         for cut in cuts
         if not (cut.dim == 0 and parameter.dim() == 3)  # whole experts
     ]
@@ -136,8 +136,8 @@ def _axes_of(parameter: Tensor) -> tuple[tuple[Axis, ...], tuple[tuple[int, ...]
 
 
 def _exchange(
-    axes: Sequence[Axis],
-    matrices: list[Matrix],
+    axes: Sequence[MatrixAxis],
+    matrices: list[ExchangedMatrix],
     shards: list[Tensor],
     depth: int,
     compute: Callable[[int, Tensor], Tensor],
@@ -174,7 +174,7 @@ def _exchange(
     return [results[i] for i in range(len(matrices))]
 
 
-def _shape_at(matrix: Matrix, shard: Tensor, depth: int, place: int) -> torch.Size:
+def _shape_at(matrix: ExchangedMatrix, shard: Tensor, depth: int, place: int) -> torch.Size:
     """Return the shape of the shard at a place along an axis."""
     dim = matrix.axes[depth].dim
     assert dim is not None

@@ -11,7 +11,7 @@ from shardwright.cost.job import COLUMNS, Candidates
 from shardwright.layout_keys import KEYS
 from shardwright.planner.choice import Choice
 from shardwright.planner.distinct import SAME_TIME
-from shardwright.planner.priced import Priced
+from shardwright.planner.priced import PricedLayout
 from shardwright.planner.search import Plan, survey
 from shardwright.planner.space import Condition, Mask
 from shardwright.schedule.named import INTERLEAVED, ONE_F_ONE_B
@@ -31,7 +31,7 @@ class Alternative:
     one that needs least memory, and how many bytes."""
 
     name: str
-    priced: Priced | None
+    priced: PricedLayout | None
     nearest: tuple[Choice, float] | None
 
     @property
@@ -42,11 +42,11 @@ class Alternative:
         assert self.nearest is not None
         return self.nearest[0]
 
-    def as_fast(self, best: Priced) -> bool:
+    def as_fast(self, best: PricedLayout) -> bool:
         """Whether it takes as long as the best layout, as far as can be told."""
         return self.priced is not None and abs(self.priced.step_s - best.step_s) <= SAME_TIME * best.step_s
 
-    def slower(self, best: Priced) -> float | None:
+    def slower(self, best: PricedLayout) -> float | None:
         """By which share of the best layout's time a step takes longer; None where none fits."""
         return None if self.priced is None else self.priced.step_s / best.step_s - 1
 
@@ -65,21 +65,21 @@ def well_known(plan: Plan) -> list[Alternative]:
     return list(_evaluated(plan, [kind for kind in _recipes(plan.job.cluster.node_size) if not kind.meets(taken)[0]]))
 
 
-def reasons(best: Priced, other: Priced, most: int = 3) -> list[tuple[str, float]]:
+def reasons(best: PricedLayout, other: PricedLayout, most: int = 3) -> list[tuple[str, float]]:
     """What another layout spends more time on than the best: kinds of work with seconds, the largest first; only those
     that make up a tenth of the difference."""
     worth = max(0.1 * abs(other.step_s - best.step_s), 1e-9)
     return [(kind, seconds) for kind, seconds in _changes(best, other) if seconds > worth][:most]
 
 
-def savings(best: Priced, other: Priced) -> list[tuple[str, float]]:
+def savings(best: PricedLayout, other: PricedLayout) -> list[tuple[str, float]]:
     """What another layout spends less time on than the best: kinds of work with seconds below 0, the largest first;
     only those of more than a fifth of the difference, without which what it spends more seems not to add up."""
     worth = max(0.2 * abs(other.step_s - best.step_s), 1e-9)
     return [(kind, seconds) for kind, seconds in reversed(_changes(best, other)) if -seconds > worth]
 
 
-def _changes(best: Priced, other: Priced) -> list[tuple[str, float]]:
+def _changes(best: PricedLayout, other: PricedLayout) -> list[tuple[str, float]]:
     """By how many seconds each kind of work is longer, the most first; they add up to the difference."""
     theirs, ours = other.parts_s, best.parts_s
     more = {kind: theirs.get(kind, 0.0) - ours.get(kind, 0.0) for kind in {**theirs, **ours}}
@@ -87,7 +87,7 @@ def _changes(best: Priced, other: Priced) -> list[tuple[str, float]]:
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _LayoutKind:
     """Layouts of a kind: those that meet a condition, and if `pp` is given have pipelines of so many ranks."""
 
     name: str
@@ -99,12 +99,12 @@ class _Kind:
         return self.condition(candidates) & (self.pp in (None, candidates.pp))
 
 
-def _sides(best: Candidates) -> Iterator[_Kind]:
+def _sides(best: Candidates) -> Iterator[_LayoutKind]:
     for side in SIDES:
         if side in COLUMNS:
-            yield _Kind(f"another {side}", _differs(side, getattr(best, side)[0]))
+            yield _LayoutKind(f"another {side}", _differs(side, getattr(best, side)[0]))
         elif KEYS[side].used(best) or side in DENSE_AXES:
-            yield _Kind(f"another {side}", _differs_shared(side, getattr(best.shared, side)))
+            yield _LayoutKind(f"another {side}", _differs_shared(side, getattr(best.shared, side)))
 
 
 def _differs(side: str, value: int) -> Condition:
@@ -123,33 +123,33 @@ def _differs_shared(side: str, value: Any) -> Condition:
     return condition
 
 
-def _recipes(node: int) -> Iterator[_Kind]:
+def _recipes(node: int) -> Iterator[_LayoutKind]:
     def alone(candidates: Candidates) -> Mask:
         return (candidates.tp == 1) & (candidates.cp == 1)
 
-    yield _Kind(
+    yield _LayoutKind(
         "zero 0 alone: everything replicated (DDP)",
         lambda candidates: alone(candidates) & (candidates.zero == 0),
         pp=1,
     )
-    yield _Kind(
+    yield _LayoutKind(
         "zero 1 alone: optimizer states sharded",
         lambda candidates: alone(candidates) & (candidates.zero == 1) & (candidates.dp_replicate == 1),
         pp=1,
     )
-    yield _Kind(
+    yield _LayoutKind(
         "zero 3 alone: everything sharded (FSDP)",
         lambda candidates: alone(candidates) & (candidates.zero == 3) & (candidates.dp_replicate == 1),
         pp=1,
     )
-    yield _Kind(
+    yield _LayoutKind(
         "zero 3 within a node, replicas across nodes (HSDP)",
         lambda candidates: (
             alone(candidates) & (candidates.zero == 3) & (candidates.dp_shard == node) & (candidates.dp_replicate > 1)
         ),
         pp=1,
     )
-    yield _Kind(
+    yield _LayoutKind(
         "tp = a node, then pp with (interleaved) 1f1b, zero 1 (Megatron-LM)",
         lambda candidates: (
             (candidates.tp == node)
@@ -158,12 +158,12 @@ def _recipes(node: int) -> Iterator[_Kind]:
             & (candidates.pp > 1 and candidates.shared.pp_schedule in (ONE_F_ONE_B.name, INTERLEAVED.name))
         ),
     )
-    yield _Kind("tp across nodes", lambda candidates: candidates.tp > node)
-    yield _Kind("no recomputation", lambda candidates: candidates.recompute == 0)
-    yield _Kind("selective recomputation", lambda candidates: candidates.recomputes_parts)
-    yield _Kind("full recomputation", lambda candidates: candidates.recomputes & ~candidates.recomputes_parts)
-    yield _Kind("no pipeline", lambda candidates: np.full(len(candidates), True), pp=1)
-    yield _Kind(
+    yield _LayoutKind("tp across nodes", lambda candidates: candidates.tp > node)
+    yield _LayoutKind("no recomputation", lambda candidates: candidates.recompute == 0)
+    yield _LayoutKind("selective recomputation", lambda candidates: candidates.recomputes_parts)
+    yield _LayoutKind("full recomputation", lambda candidates: candidates.recomputes & ~candidates.recomputes_parts)
+    yield _LayoutKind("no pipeline", lambda candidates: np.full(len(candidates), True), pp=1)
+    yield _LayoutKind(
         "plain 1f1b",
         lambda candidates: np.full(
             len(candidates), candidates.pp > 1 and candidates.shared.pp_schedule == ONE_F_ONE_B.name
@@ -175,13 +175,13 @@ def _both(kind: Condition, fixed: Condition | None) -> Condition:
     return kind if fixed is None else lambda candidates: kind(candidates) & fixed(candidates)
 
 
-def _evaluated(plan: Plan, kinds: Iterable[_Kind]) -> Iterator[Alternative]:
+def _evaluated(plan: Plan, kinds: Iterable[_LayoutKind]) -> Iterator[Alternative]:
     """Kinds of which there is no layout at all, or none with the plan's fixed values, are left out."""
     for kind in kinds:
         condition = _both(kind.meets, plan.fixed)
         fastest = plan.pool.fastest(1, plan.pool.where(condition))
         if fastest:
-            yield Alternative(kind.name, Priced.of(plan.job, plan.pool.choice(fastest[0])), None)
+            yield Alternative(kind.name, PricedLayout.of(plan.job, plan.pool.choice(fastest[0])), None)
             continue
         found = survey(plan.job, plan.limit_bytes, condition, pp=kind.pp)
         if found.nearest is not None:

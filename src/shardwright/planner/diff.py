@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwright.cost import ledger
-from shardwright.cost.ledger import Entry
+from shardwright.cost.ledger import LedgerEntry
 from shardwright.planner.explain import explain, number
-from shardwright.planner.priced import Priced
+from shardwright.planner.priced import PricedLayout
 
 ROUNDING = 1e-9
 """Terms that differ by less than this share of the longer step are equal."""
 
 
 @dataclass(frozen=True)
-class Term:
+class DiffTerm:
     """A kind of work (seconds) or of memory (bytes) of both layouts, 0 where one has none. `why`: of seconds, the
     formula and those of its inputs that differ."""
 
@@ -34,14 +34,14 @@ class Term:
 
 
 @dataclass(frozen=True)
-class Difference:
+class PlanDifference:
     """Two layouts side by side. `time`, `memory`: terms that differ, the largest difference first; of the memory those
     of the rank of pp that has most. `choices`: what was asked that differs, by key, as (first, second)."""
 
-    a: Priced
-    b: Priced
-    time: tuple[Term, ...]
-    memory: tuple[Term, ...]
+    a: PricedLayout
+    b: PricedLayout
+    time: tuple[DiffTerm, ...]
+    memory: tuple[DiffTerm, ...]
     choices: Mapping[str, tuple[Any, Any]]
 
     @property
@@ -65,34 +65,34 @@ class Difference:
         return sides | {"slower": self.slower} | terms | {"choices": self.choices}
 
 
-def diff(a: Priced, b: Priced) -> Difference:
+def diff(a: PricedLayout, b: PricedLayout) -> PlanDifference:
     """The difference of two layouts that have been checked (`cost.estimate.estimate`)."""
     explained = _by_name(explain(a)), _by_name(explain(b))
     time = _terms(a.parts_s, b.parts_s, {name: _why(name, *explained) for name in {*a.parts_s, *b.parts_s}})
     memory = _terms(_memory(a), _memory(b), {})
-    return Difference(a, b, time, memory, _choices(a, b))
+    return PlanDifference(a, b, time, memory, _choices(a, b))
 
 
-def _terms(a: Mapping[str, float], b: Mapping[str, float], why: Mapping[str, tuple[str, ...]]) -> tuple[Term, ...]:
+def _terms(a: Mapping[str, float], b: Mapping[str, float], why: Mapping[str, tuple[str, ...]]) -> tuple[DiffTerm, ...]:
     least = ROUNDING * max(sum(a.values()), sum(b.values()))
     names = list(dict.fromkeys([*a, *b]))
-    found = [Term(name, a.get(name, 0.0), b.get(name, 0.0), why.get(name, ())) for name in names]
+    found = [DiffTerm(name, a.get(name, 0.0), b.get(name, 0.0), why.get(name, ())) for name in names]
     return tuple(sorted((each for each in found if abs(each.more) > least), key=lambda each: -abs(each.more)))
 
 
-def _memory(priced: Priced) -> dict[str, float]:
+def _memory(priced: PricedLayout) -> dict[str, float]:
     held = priced.memory
     rank = held.fullest_rank
     kinds = {kind: float(n_bytes[0, rank]) for kind, n_bytes in held.kinds.items()}
     return kinds | {"allocator": priced.peak_bytes - sum(kinds.values())}
 
 
-def _by_name(entries: list[Entry]) -> dict[str, Entry]:
+def _by_name(entries: list[LedgerEntry]) -> dict[str, LedgerEntry]:
     """The last entry of each name, which is that of the step where a part of the model has one too."""
     return {ledger.identifier(entry.what): entry for entry in entries}
 
 
-def _why(name: str, a: Mapping[str, Entry], b: Mapping[str, Entry]) -> tuple[str, ...]:
+def _why(name: str, a: Mapping[str, LedgerEntry], b: Mapping[str, LedgerEntry]) -> tuple[str, ...]:
     """The formula of a term on both sides, and its inputs that differ."""
     one, other = a.get(ledger.identifier(name)), b.get(ledger.identifier(name))
     formulas = [each.formula if each is not None else "" for each in (one, other)]
@@ -106,7 +106,7 @@ def _why(name: str, a: Mapping[str, Entry], b: Mapping[str, Entry]) -> tuple[str
     return tuple(lines)
 
 
-def _choices(a: Priced, b: Priced) -> dict[str, tuple[Any, Any]]:
+def _choices(a: PricedLayout, b: PricedLayout) -> dict[str, tuple[Any, Any]]:
     """The keys of the layout, and what else was asked, that are not the same."""
     keys = dict.fromkeys([*a.layout.settings(), *b.layout.settings()])
     sides: list[dict[str, Any]] = []

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from shardwright.layout_keys import KEYS
 from shardwright.planner.choice import Choice
-from shardwright.planner.pool import Pool
+from shardwright.planner.pool import LayoutPool
 
 SAME_TIME = 1e-6
 """Share of a step by which two layouts count as equally fast."""
@@ -17,7 +17,7 @@ CHOICES["micro_batch"] = ("micro_batch",)
 
 
 @dataclass
-class Equals:
+class EqualLayouts:
     """Layouts of a pool, by their numbers, that follow from one another by one choice at no cost."""
 
     step_s: float
@@ -43,7 +43,7 @@ class Equals:
         )
 
 
-def distinct(pool: Pool, k: int) -> list[Equals]:
+def distinct(pool: LayoutPool, k: int) -> list[EqualLayouts]:
     """The k fastest layouts of which no two are equal, the fastest first, each with its equals; fewer than k where
     there are not so many. The pool is asked for more until one layout beyond the k-th is known, so that the
     equals of each are complete."""
@@ -66,12 +66,12 @@ def value(choice: Choice, key: str) -> object:
     return choice.micro_batch if key == "micro_batch" else getattr(choice.layout, key)
 
 
-def _grouped(pool: Pool, numbers: Sequence[int]) -> list[Equals]:
-    found: list[Equals] = []
+def _grouped(pool: LayoutPool, numbers: Sequence[int]) -> list[EqualLayouts]:
+    found: list[EqualLayouts] = []
     for number, step_s in zip(numbers, pool.times_s(numbers), strict=True):
         choice, peak = pool.choice(number), float(pool.peak_bytes[number])
         taking = [each for each in found if each.takes(choice, step_s, peak)]
-        equals = taking[0] if taking else Equals(step_s, peak)
+        equals = taking[0] if taking else EqualLayouts(step_s, peak)
         if not taking:
             found.append(equals)
         for other in taking[1:]:  # this layout is one choice away from layouts of both

@@ -7,8 +7,8 @@ import numpy as np
 from shardwright.cost.job import Job
 from shardwright.planner.alternatives import Alternative, reasons, savings
 from shardwright.planner.headline import accelerator_hours, days, headline
-from shardwright.planner.nearest import Remedy
-from shardwright.planner.priced import Priced, shortage
+from shardwright.planner.nearest import PlanRemedy
+from shardwright.planner.priced import PricedLayout, shortage
 from shardwright.planner.search import Plan
 from shardwright.planner.warnings import warnings
 from shardwright.planner.words import remarks
@@ -34,7 +34,7 @@ def job_document(job: Job, name: str, limit_bytes: float) -> dict[str, Any]:
     }
 
 
-def layout_document(priced: Priced, limit_bytes: float, budget_tokens: float | None = None) -> dict[str, Any]:
+def layout_document(priced: PricedLayout, limit_bytes: float, budget_tokens: float | None = None) -> dict[str, Any]:
     """One layout with its numbers; `memory_by_kind_bytes` has a list with a number for each rank of pp."""
     found: dict[str, Any] = {
         "layout": priced.choice.settings(),
@@ -58,7 +58,7 @@ def plan_document(
     name: str,
     own: Alternative | None,
     alternatives: list[Alternative],
-    remedies: list[Remedy],
+    remedies: list[PlanRemedy],
     budget_tokens: float | None,
 ) -> dict[str, Any]:
     """All that was found. `best` are the fastest layouts that fit, each with those that cost the same (`equals`);
@@ -93,7 +93,7 @@ def plan_document(
     return found
 
 
-def _alternative(taken: Priced, each: Alternative) -> dict[str, Any]:
+def _alternative(taken: PricedLayout, each: Alternative) -> dict[str, Any]:
     found: dict[str, Any] = {"kind": each.name, "text": str(each.choice), "fits": each.priced is not None}
     if each.priced is not None:
         found |= {

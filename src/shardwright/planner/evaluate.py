@@ -14,7 +14,7 @@ from shardwright.cost.job import Job
 from shardwright.cost.step import StepTime, step_time
 from shardwright.errors import InputError
 from shardwright.planner.interval import COVERED, interval_s
-from shardwright.planner.measured_run import Run, Skipped
+from shardwright.planner.measured_run import PredictableRun, SkippedRun
 from shardwright.planner.runs import read_runs
 
 MEASURED_RUNS = Path(__file__).with_name("measured") / "runs.csv"
@@ -29,12 +29,12 @@ _KEYS = (
 
 
 @dataclass(frozen=True)
-class Row:
+class PredictedRun:
     """A run with what is predicted for it. `interval_s`: the seconds between which four of five runs are expected.
     `left_out_s`, `left_out_interval_s`: the same by constants that were fitted without the row's family; None where the
     family is not among those that the constants were fitted to."""
 
-    run: Run
+    run: PredictableRun
     step_s: float
     interval_s: tuple[float, float]
     peak_gib: float
@@ -56,7 +56,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Summary:
+class PlanErrorSummary:
     """Errors of one quantity over the rows of one source or family, as shares. `left_out`: the mean absolute error by
     constants that have not seen the family, `inside`: the share of rows that are then inside their intervals; or None.
     """
@@ -74,25 +74,25 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class PlanEvaluation:
     """What `evaluate` found."""
 
     path: Path
-    rows: tuple[Row, ...]
-    skipped: tuple[Skipped, ...]
+    rows: tuple[PredictedRun, ...]
+    skipped: tuple[SkippedRun, ...]
 
     @property
-    def summaries(self) -> list[Summary]:
+    def summaries(self) -> list[PlanErrorSummary]:
         """One for each source and quantity that was measured there, in the order of the file."""
         return list(self._by("source"))
 
     @property
-    def families(self) -> list[Summary]:
+    def families(self) -> list[PlanErrorSummary]:
         """The same for each family of sources, and last for all rows."""
         whole = [found for quantity in QUANTITIES if (found := _summary("all", quantity, self.rows))]
         return [*self._by("family"), *whole]
 
-    def _by(self, column: str) -> Iterator[Summary]:
+    def _by(self, column: str) -> Iterator[PlanErrorSummary]:
         for name in dict.fromkeys(getattr(row.run.measured, column) for row in self.rows):
             those = [row for row in self.rows if getattr(row.run.measured, column) == name]
             for quantity in QUANTITIES:
@@ -111,7 +111,7 @@ class Evaluation:
         }
 
 
-def evaluate(path: Path) -> Evaluation:
+def evaluate(path: Path) -> PlanEvaluation:
     """Predict every row of a CSV with the columns of `planner.run_columns`.
 
     Raises InputError with every column and cell that is not valid. A row that has no price is no error: it is skipped.
@@ -119,33 +119,33 @@ def evaluate(path: Path) -> Evaluation:
     return of_runs(path, read_runs(path))
 
 
-def of_runs(path: Path, found: Iterable[Run | Skipped]) -> Evaluation:
+def of_runs(path: Path, found: Iterable[PredictableRun | SkippedRun]) -> PlanEvaluation:
     """The same for runs that have been read."""
-    predicted = [each if isinstance(each, Skipped) else _predict(each) for each in found]
-    rows = tuple(each for each in predicted if isinstance(each, Row))
-    return Evaluation(path, rows, tuple(each for each in predicted if isinstance(each, Skipped)))
+    predicted = [each if isinstance(each, SkippedRun) else _predict(each) for each in found]
+    rows = tuple(each for each in predicted if isinstance(each, PredictedRun))
+    return PlanEvaluation(path, rows, tuple(each for each in predicted if isinstance(each, SkippedRun)))
 
 
-def step_seconds(run: Run, calibration: Calibration = CALIBRATED) -> float:
+def step_seconds(run: PredictableRun, calibration: Calibration = CALIBRATED) -> float:
     """Predicted seconds of a step of one run."""
     return float(timed_run(run, calibration)[1].total_s[0])
 
 
-def timed_run(run: Run, calibration: Calibration) -> tuple[Job, StepTime]:
+def timed_run(run: PredictableRun, calibration: Calibration) -> tuple[Job, StepTime]:
     """A run's job with these constants, and its step time."""
     stack = replace(run.job.stack, speed=run.job.stack.speed.calibrated(calibration))
     job = replace(run.job, stack=stack, calibration=calibration)
     return job, step_time(job, run.candidates)
 
 
-def _predicted(run: Run, calibration: Calibration) -> tuple[float, tuple[float, float]]:
+def _predicted(run: PredictableRun, calibration: Calibration) -> tuple[float, tuple[float, float]]:
     """Seconds of a step, and between which they are expected."""
     job, time = timed_run(run, calibration)
     low, high = interval_s(job, time, calibration)
     return float(time.total_s[0]), (float(low[0]), float(high[0]))
 
 
-def report_lines(found: Evaluation) -> Iterator[str]:
+def report_lines(found: PlanEvaluation) -> Iterator[str]:
     """The evaluation as text: a line a row, the assumptions, then a table by source, and one by family."""
     yield f"{'row':>4}  {'model':<28} {'measured':>10} {'predicted':>10} {'error':>7}   measured GiB  predicted   error"
     for row in found.rows:
@@ -166,7 +166,7 @@ def report_lines(found: Evaluation) -> Iterator[str]:
         yield f"inside: rows whose measured time is in the {COVERED:.0%} interval of that prediction"
 
 
-def _table(groups: str, summaries: Sequence[Summary]) -> Iterator[str]:
+def _table(groups: str, summaries: Sequence[PlanErrorSummary]) -> Iterator[str]:
     yield ""
     titles = "mean abs", "median", "bias", "worst", "in row", "left out", "inside", "rows"
     yield " ".join(f"{title:>8}" for title in titles) + f"  what, {groups}"
@@ -179,7 +179,7 @@ def _table(groups: str, summaries: Sequence[Summary]) -> Iterator[str]:
         )
 
 
-def _predict(run: Run) -> Row | Skipped:
+def _predict(run: PredictableRun) -> PredictedRun | SkippedRun:
     """Skipped where the cost model cannot price the run, such as for a schedule that cannot run its micro-batches."""
     left_out = LEFT_OUT.get(run.measured.family)
     try:
@@ -188,16 +188,16 @@ def _predict(run: Run) -> Row | Skipped:
             seconds, interval = _predicted(run, CALIBRATED)
             measured = run.measured.step_time_s is not None
             unseen = _predicted(run, left_out) if measured and left_out is not None else (None, None)
-            row = Row(run, seconds, interval, run.predicted_peak_gib(), *unseen)
+            row = PredictedRun(run, seconds, interval, run.predicted_peak_gib(), *unseen)
     except InputError as error:
-        return Skipped(run.row, run.measured, error.problems[0])
+        return SkippedRun(run.row, run.measured, error.problems[0])
     for what, value in (("step time", row.step_s), ("peak memory", row.peak_gib), ("step time", row.left_out_s)):
         if value is not None and not 0 < value < inf:
-            return Skipped(run.row, run.measured, f"predicted {what} of {value}: the sizes are out of range")
+            return SkippedRun(run.row, run.measured, f"predicted {what} of {value}: the sizes are out of range")
     return row
 
 
-def _summary(group: str, quantity: str, rows: Sequence[Row]) -> Summary | None:
+def _summary(group: str, quantity: str, rows: Sequence[PredictedRun]) -> PlanErrorSummary | None:
     errors = [(row, error) for row in rows if (error := row.error(quantity)) is not None]
     if not errors:
         return None
@@ -213,7 +213,7 @@ def _summary(group: str, quantity: str, rows: Sequence[Row]) -> Summary | None:
         if quantity == "step time" and row.left_out_interval_s is not None and row.run.measured.step_time_s is not None
     ]
     values = [error for _, error in errors]
-    return Summary(
+    return PlanErrorSummary(
         group=group,
         quantity=quantity,
         n=len(values),
@@ -227,11 +227,11 @@ def _summary(group: str, quantity: str, rows: Sequence[Row]) -> Summary | None:
     )
 
 
-def _names(run: Run | Skipped) -> dict[str, Any]:
+def _names(run: PredictableRun | SkippedRun) -> dict[str, Any]:
     return {"row": run.row, "id": run.measured.id, "source": run.measured.source, "model": run.measured.model}
 
 
-def _row_json(row: Row) -> dict[str, Any]:
+def _row_json(row: PredictedRun) -> dict[str, Any]:
     run = row.run
     return (
         dict.fromkeys(_KEYS)

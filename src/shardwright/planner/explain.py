@@ -5,16 +5,16 @@ from itertools import groupby
 
 from shardwright.cost import ledger, memory
 from shardwright.cost.blocks import blocks
-from shardwright.cost.ledger import Entry, Number
+from shardwright.cost.ledger import LedgerEntry, Number
 from shardwright.cost.notation import NOTATION
 from shardwright.cost.step import step_time
 from shardwright.model.modules import end_rows
 from shardwright.planner.headline import headline
-from shardwright.planner.priced import Priced
+from shardwright.planner.priced import PricedLayout
 from shardwright.units import MiB, format_bytes
 
 
-def explain(priced: Priced) -> list[Entry]:
+def explain(priced: PricedLayout) -> list[LedgerEntry]:
     """From the batch to the step time, section by section."""
     job, candidates = priced.job, priced.choice.candidates
     held = priced.memory
@@ -28,12 +28,12 @@ def explain(priced: Priced) -> list[Entry]:
     return sorted(entries, key=lambda entry: sections.index(entry.section))
 
 
-def lines(entries: Sequence[Entry]) -> Iterator[str]:
+def lines(entries: Sequence[LedgerEntry]) -> Iterator[str]:
     """The entries by section, those of one formula together. At the end the symbols."""
     for section, inside in groupby(entries, key=lambda entry: entry.section):
         yield ""
         yield section
-        alike: dict[tuple[str, ...], list[Entry]] = {}
+        alike: dict[tuple[str, ...], list[LedgerEntry]] = {}
         for entry in inside:
             alike.setdefault((entry.formula or entry.what, entry.unit), []).append(entry)
         for those in alike.values():
@@ -48,7 +48,7 @@ def lines(entries: Sequence[Entry]) -> Iterator[str]:
         yield f"  {', '.join(names.split())}: {meaning}{f' ({unit})' if unit else ''}"
 
 
-def _table(entries: Sequence[Entry]) -> Iterator[str]:
+def _table(entries: Sequence[LedgerEntry]) -> Iterator[str]:
     """Entries of one formula: the formula, the inputs that are the same for all, and a line of each with its own."""
     first = entries[0]
     shared = {name: n for name, n in first.inputs.items() if all(each.inputs[name] == n for each in entries)}
@@ -61,7 +61,7 @@ def _table(entries: Sequence[Entry]) -> Iterator[str]:
         yield f"    {each.what}{':' * bool(own)} {own}{' ' * bool(own)}= {_value(each.value, each.unit)}"
 
 
-def _line(entry: Entry) -> str:
+def _line(entry: LedgerEntry) -> str:
     """`what = formula = the formula with numbers = value (source)`."""
     numbers = ledger.substituted(entry.formula, {name: number(value) for name, value in entry.inputs.items()})
     steps = [entry.what, entry.formula, numbers if entry.formula not in entry.inputs else ""]
@@ -69,7 +69,7 @@ def _line(entry: Entry) -> str:
     return " = ".join([*steps, _value(entry.value, entry.unit)]) + _source(entry)
 
 
-def _source(entry: Entry) -> str:
+def _source(entry: LedgerEntry) -> str:
     return f" ({entry.source})" if entry.source else ""
 
 
@@ -90,7 +90,7 @@ def number(value: Number) -> str:
     return str(int(value)) if value.is_integer() and abs(value) < 1e12 else f"{value:.6g}"
 
 
-def _batch(priced: Priced) -> None:
+def _batch(priced: PricedLayout) -> None:
     job, candidates = priced.job, priced.choice.candidates
     tokens, m = candidates.tokens(job.seq_len), candidates.microbatches(job.global_batch)
     sizes: ledger.Inputs = {
@@ -116,7 +116,7 @@ def _batch(priced: Priced) -> None:
             ledger.note("expert shards", formula, candidates.expert_shards, "ranks", "that share Q", **sizes)
 
 
-def _parameters(priced: Priced) -> None:
+def _parameters(priced: PricedLayout) -> None:
     """All rows of the model."""
     spec = priced.job.model
     with ledger.section("Parameters of the model"):

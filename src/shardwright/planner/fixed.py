@@ -19,7 +19,7 @@ OFFLOADS = ("offload_optimizer", "offload_parameters", "offload_activations")
 
 
 @dataclass(frozen=True)
-class Fixed:
+class FixedChoices:
     """A condition on candidates: that each key of `values` (of [layout], or micro_batch) has that value, and a meaning.
     The degree 1 of an axis is a value like another."""
 
@@ -44,12 +44,12 @@ class Fixed:
         return ",".join(f"{name}={written(value)}" for name, value in self.values.items())
 
 
-def read_fixed(text: str) -> Fixed:
+def read_fixed(text: str) -> FixedChoices:
     """Values to fix, from `key=value` pairs separated by commas. Raises LayoutError with every problem at once."""
     return _checked(*pairs(text, OPTION))
 
 
-def fixed_values(values: Mapping[str, Any]) -> Fixed:
+def fixed_values(values: Mapping[str, Any]) -> FixedChoices:
     """Values to fix. Raises LayoutError with every problem at once."""
     known = [*KEYS, "micro_batch"]
     wrong = [
@@ -60,7 +60,7 @@ def fixed_values(values: Mapping[str, Any]) -> Fixed:
     return _checked({name: value for name, value in values.items() if name in known}, wrong)
 
 
-def _checked(values: Mapping[str, Any], problems: list[str]) -> Fixed:
+def _checked(values: Mapping[str, Any], problems: list[str]) -> FixedChoices:
     for name, value in values.items():
         rule = None if name == "micro_batch" else KEYS[name].problem(value)
         if rule is not None:
@@ -73,10 +73,10 @@ def _checked(values: Mapping[str, Any], problems: list[str]) -> Fixed:
         problems.append(f"{OPTION}: write key=value, such as tp=8,pp=1")
     if problems:
         raise LayoutError(*problems)
-    return Fixed(values)
+    return FixedChoices(values)
 
 
-def none_searched(job: Job, fixed: Fixed) -> LayoutError:
+def none_searched(job: Job, fixed: FixedChoices) -> LayoutError:
     """That no layout of the space has these values; with those of each key that layouts have."""
     found: dict[str, set[Any]] = {name: set() for name in fixed.values}
     for group in groups(job, fixed.offload):

@@ -6,14 +6,14 @@ from shardwright.cost import ledger
 from shardwright.cost.flops import executed_flops, model_flops
 from shardwright.cost.job import Job
 from shardwright.planner.interval import interval_s
-from shardwright.planner.priced import Priced
+from shardwright.planner.priced import PricedLayout
 
 SECONDS_A_DAY = 86400.0
 _PALM = "PaLM, arXiv 2204.02311, section 4.1"
 
 
 @dataclass(frozen=True)
-class Headline:
+class PlanHeadline:
     """Speed of a layout. Shares of the peak by both conventions of attention: `full` counts the whole square of scores
     (PaLM), `causal` the half that is not masked (Megatron-LM today). `interval_s`: between which a step of four of five
     runs is expected (`planner.interval`)."""
@@ -34,7 +34,7 @@ class Headline:
         return self.hfu_full > self.mfu_full
 
 
-def headline(priced: Priced) -> Headline:
+def headline(priced: PricedLayout) -> PlanHeadline:
     """MFU = tokens/s x model FLOPs of a token / (accelerators x peak), HFU the same with what is executed.
 
     Source: PaLM, arXiv 2204.02311, section 4.1 and appendix B; FLOPs by `cost.flops`.
@@ -44,7 +44,7 @@ def headline(priced: Priced) -> Headline:
     peak = job.cluster.size * job.peak_flops_per_s
     needed, executed = model_flops(job), executed_flops(job, priced.choice.candidates)
     low, high = interval_s(job, priced.time, job.calibration)
-    found = Headline(
+    found = PlanHeadline(
         step_s=priced.step_s,
         interval_s=(float(low[0]), float(high[0])),
         tokens_per_s=per_s,

@@ -17,7 +17,7 @@ from shardwright.errors import InputError
 from shardwright.layout import Layout
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
-from shardwright.planner.run_columns import Measured
+from shardwright.planner.run_columns import MeasuredRun
 from shardwright.schedule.registry import find
 from shardwright.split import rules, stages
 from shardwright.units import GiB
@@ -53,11 +53,11 @@ ELEMENT_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp32": 4.0}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class PredictableRun:
     """A row of a table that can be predicted. `row`: its line. `assumed`: by the table and by the cost model."""
 
     row: int
-    measured: Measured
+    measured: MeasuredRun
     job: Job
     candidates: Candidates
     assumed: tuple[str, ...] = ()
@@ -72,20 +72,20 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Skipped:
+class SkippedRun:
     """A row that is not predicted, and why."""
 
     row: int
-    measured: Measured
+    measured: MeasuredRun
     reason: str
 
 
-def prepared(line: int, row: Measured) -> Run | Skipped:
+def prepared(line: int, row: MeasuredRun) -> PredictableRun | SkippedRun:
     """A row for its prediction; `line`: its line in the file."""
     if row.usable == "no":
-        return Skipped(line, row, row.why_not)
+        return SkippedRun(line, row, row.why_not)
     if reason := next(_not_priced(row), None):
-        return Skipped(line, row, reason)
+        return SkippedRun(line, row, reason)
     try:
         # Schedules with a fixed number of stages do not name it.
         schedule = _schedule(row)
@@ -101,13 +101,13 @@ def prepared(line: int, row: Measured) -> Run | Skipped:
         )
         candidates = _candidates(row, piped)
     except InputError as error:
-        return Skipped(line, row, _of_columns(error.problems[0]))
+        return SkippedRun(line, row, _of_columns(error.problems[0]))
     if reason := next(_problems(job, candidates, piped), None):
-        return Skipped(line, row, _of_columns(reason))
-    return Run(row=line, measured=row, job=job, candidates=candidates, assumed=tuple(_assumed(row)))
+        return SkippedRun(line, row, _of_columns(reason))
+    return PredictableRun(row=line, measured=row, job=job, candidates=candidates, assumed=tuple(_assumed(row)))
 
 
-def _not_priced(row: Measured) -> Iterator[str]:
+def _not_priced(row: MeasuredRun) -> Iterator[str]:
     """What the row says that the cost model has no figures or formulas for."""
     if row.recompute not in RECOMPUTE and not _core_attention(row) and not _parts(row):
         yield f"recompute={row.recompute} has no price; priced: {', '.join(RECOMPUTE)}"
@@ -119,18 +119,18 @@ def _not_priced(row: Measured) -> Iterator[str]:
         yield f"fused_loss=1 has no price with stack {row.stack}; priced with {', '.join(FUSED_LOSS)}"
 
 
-def _schedule(row: Measured) -> str:
+def _schedule(row: MeasuredRun) -> str:
     """The schedule that a row is priced with."""
     of_megatron = row.stack in ("megatron", "megatron-core")
     return MEGATRON_SCHEDULE.get(row.schedule, row.schedule) if of_megatron else row.schedule
 
 
-def _core_attention(row: Measured) -> bool:
+def _core_attention(row: MeasuredRun) -> bool:
     """Whether it recomputes what Megatron's "selective" does, by the module's name."""
     return row.recompute == "selective:core_attn" and STACKS[STACK.get(row.stack, row.stack)].selective == "scores"
 
 
-def _parts(row: Measured) -> tuple[str, ...]:
+def _parts(row: MeasuredRun) -> tuple[str, ...]:
     """The parts of a layer that a row recomputes by Megatron's names, as a layout names them; none where one of them
     has no price."""
     kind, _, modules = row.recompute.partition(":")
@@ -138,7 +138,7 @@ def _parts(row: Measured) -> tuple[str, ...]:
     return found if all(found) else ()
 
 
-def _assumed(row: Measured) -> Iterator[str]:
+def _assumed(row: MeasuredRun) -> Iterator[str]:
     if row.note:
         yield row.note
     if row.stack == "nanotron" and row.pp > 1:
@@ -151,7 +151,7 @@ def _assumed(row: Measured) -> Iterator[str]:
         yield f"stack {row.stack} priced as {STACK[row.stack]}"
 
 
-def _model(row: Measured) -> ModelSpec:
+def _model(row: MeasuredRun) -> ModelSpec:
     latent, moe = None, None
     if row.mla_kv_rank is not None:
         latent = LatentAttentionSpec(
@@ -192,7 +192,7 @@ def _model(row: Measured) -> ModelSpec:
     )
 
 
-def _stack(row: Measured) -> Stack:
+def _stack(row: MeasuredRun) -> Stack:
     """The row's software, with what the row itself says of its kernels, types and overlaps."""
     name = STACK.get(row.stack, row.stack)
     stack = STACKS[FUSED_LOSS[name] if row.fused_loss else name]
@@ -219,19 +219,19 @@ def _stack(row: Measured) -> Stack:
     return replace(stack, speed=speed)
 
 
-def _replays(row: Measured) -> bool:
+def _replays(row: MeasuredRun) -> bool:
     """Whether launches of routers and experts are replayed as CUDA graphs, as recipes for racks do."""
     return row.stack == "megatron-core" and bool(row.experts) and (row.per_domain or 0) > 8
 
 
-def _copies_by_node(row: Measured) -> bool:
+def _copies_by_node(row: MeasuredRun) -> bool:
     """Whether a token of experts crosses to a node once: where the row says so, or by the date of the software."""
     if row.moe_dispatch is not None or not row.experts:
         return row.moe_dispatch in ("deepep", "hybridep")
     return row.stack == "megatron-core" and (row.date or "") >= FLEX_SINCE
 
 
-def _cluster(row: Measured) -> Cluster:
+def _cluster(row: MeasuredRun) -> Cluster:
     """Evenly over as few NVLink domains as hold the run."""
     found = cluster(f"{row.accelerator}:{row.accelerators}/{evenly(row.accelerators, row.per_domain)}")
     if row.network_gbs is not None:
@@ -239,7 +239,7 @@ def _cluster(row: Measured) -> Cluster:
     return found if row.network is None else found.on(row.network)
 
 
-def _candidates(row: Measured, piped: Layout) -> Candidates:
+def _candidates(row: MeasuredRun, piped: Layout) -> Candidates:
     each = {
         "dp_replicate": row.dp_replicate,
         "dp_shard": row.dp_shard,
@@ -265,7 +265,7 @@ def _candidates(row: Measured, piped: Layout) -> Candidates:
     )
 
 
-def _stage_layers(row: Measured, n_stages: int) -> tuple[int, ...] | None:
+def _stage_layers(row: MeasuredRun, n_stages: int) -> tuple[int, ...] | None:
     """Layers of each stage; None where they are balanced by cost."""
     if row.pp == 1:
         return None
@@ -282,7 +282,7 @@ def _stage_layers(row: Measured, n_stages: int) -> tuple[int, ...] | None:
     return each - ends, *(each,) * (n_stages - 2), each - ends
 
 
-def _by_weights(row: Measured, n_stages: int) -> tuple[int, ...]:
+def _by_weights(row: MeasuredRun, n_stages: int) -> tuple[int, ...]:
     """Layers of each stage as nanotron deals them, whatever their number: a stage is full with the layer at which the
     weights of all layers so far exceed its share of those of layers and head (`nanotron.models.base.build_model`)."""
     layer = (4 * row.heads * row.head_dim + 3 * row.d_ffn) * row.d_model

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwright.cost.job import Job
 from shardwright.errors import LayoutError
-from shardwright.planner.fixed import OFFLOADS, OPTION, Fixed
+from shardwright.planner.fixed import OFFLOADS, OPTION, FixedChoices
 from shardwright.planner.search import fits, least_host_bytes, limit_bytes
 from shardwright.units import GiB, format_host_bytes
 
@@ -29,14 +29,14 @@ SHORTEST = 512
 
 
 @dataclass(frozen=True)
-class Remedy:
+class PlanRemedy:
     """One change after which a layout fits. `what`: in words."""
 
     what: str
     job: Job
 
 
-def remedies(job: Job, memory_margin: float, fixed: Fixed | None = None) -> list[Remedy]:
+def remedies(job: Job, memory_margin: float, fixed: FixedChoices | None = None) -> list[PlanRemedy]:
     """Single changes of the job with each of which some layout with the fixed values fits, the least of each kind;
     first, whether one fits without them.
 
@@ -45,7 +45,7 @@ def remedies(job: Job, memory_margin: float, fixed: Fixed | None = None) -> list
     longer.
     """
 
-    def works(changed: Job, margin: float = memory_margin, condition: Fixed | None = fixed) -> bool:
+    def works(changed: Job, margin: float = memory_margin, condition: FixedChoices | None = fixed) -> bool:
         try:
             return fits(changed, limit_bytes(changed, margin), condition)
         except LayoutError:
@@ -55,21 +55,23 @@ def remedies(job: Job, memory_margin: float, fixed: Fixed | None = None) -> list
     found = [next((each for each in kind if works(each.job)), None) for kind in kinds]
     remedies = [each for each in found if each is not None]
     if fixed is not None and works(job, condition=None):
-        remedies.insert(0, Remedy(f"another layout: leave out {OPTION} {fixed}", job))
+        remedies.insert(0, PlanRemedy(f"another layout: leave out {OPTION} {fixed}", job))
     chosen = fixed.values if fixed else {}
     if fixed is not None and fixed.offload and (larger := _host_memory(job, memory_margin, fixed)):
         remedies.append(replace(larger, what=f"more memory of the host: {larger.what.strip()}"))
     for words, values in OFFLOADED.items():
-        offloaded = Fixed({**chosen, **values})
+        offloaded = FixedChoices({**chosen, **values})
         priced = not [*job.offload_problems(*(str(values.get(name, "none")) for name in OFFLOADS))]
         if offloaded.values != chosen and priced and (needed := _host_memory(job, memory_margin, offloaded)):
             remedies.append(replace(needed, what=f"{words}: {OPTION} {offloaded}{needed.what}"))
     if memory_margin and works(job, 0.0):
-        remedies.append(Remedy("no margin: --memory-margin 0 (fragments and what is not counted may overflow)", job))
+        remedies.append(
+            PlanRemedy("no margin: --memory-margin 0 (fragments and what is not counted may overflow)", job)
+        )
     return remedies
 
 
-def _host_memory(job: Job, margin: float, offloaded: Fixed) -> Remedy | None:
+def _host_memory(job: Job, margin: float, offloaded: FixedChoices) -> PlanRemedy | None:
     """With how much memory of each node's host a layout fits; None where none fits."""
     try:
         needed = least_host_bytes(job, limit_bytes(job, margin), offloaded)
@@ -81,7 +83,7 @@ def _host_memory(job: Job, margin: float, offloaded: Fixed) -> Remedy | None:
     if cluster.host_memory_bytes and needed > cluster.host_memory_bytes:
         has, least = format_host_bytes(cluster.host_memory_bytes), f"{ceil(needed / GiB)}GiB"
         larger = replace(job, cluster=cluster.with_host_memory(least))
-        return Remedy(
+        return PlanRemedy(
             f" --host-memory {least}, in nodes whose host has {format_host_bytes(needed)} instead of {has}", larger
         )
     known = "" if cluster.host_memory_bytes else "; how much a node has is not known"
@@ -90,30 +92,30 @@ def _host_memory(job: Job, margin: float, offloaded: Fixed) -> Remedy | None:
         if needed
         else ""
     )
-    return Remedy(what, job)
+    return PlanRemedy(what, job)
 
 
-def _larger(job: Job) -> Iterator[Remedy]:
+def _larger(job: Job) -> Iterator[PlanRemedy]:
     """More accelerators: twice, three times, four times, ... as many."""
     times = 2
     while times <= MOST_TIMES:
         size = job.cluster.size * times
         cluster = replace(job.cluster, size=size)
         more = "twice" if times == 2 else f"{times} times"
-        yield Remedy(f"{size} accelerators of the same kind, {more} as many", replace(job, cluster=cluster))
+        yield PlanRemedy(f"{size} accelerators of the same kind, {more} as many", replace(job, cluster=cluster))
         times = times + 1 if times < 4 else times * 2
 
 
-def _shorter(job: Job) -> Iterator[Remedy]:
+def _shorter(job: Job) -> Iterator[PlanRemedy]:
     """Shorter sequences, of as many tokens a step."""
     seq_len, global_batch = job.seq_len, job.global_batch
     while seq_len % 2 == 0 and seq_len // 2 >= SHORTEST:
         seq_len, global_batch = seq_len // 2, global_batch * 2
         changed = replace(job, seq_len=seq_len, global_batch=global_batch)
-        yield Remedy(f"--seq-len {seq_len} with --global-batch {global_batch}, as many tokens a step", changed)
+        yield PlanRemedy(f"--seq-len {seq_len} with --global-batch {global_batch}, as many tokens a step", changed)
 
 
-def _even(job: Job) -> Iterator[Remedy]:
+def _even(job: Job) -> Iterator[PlanRemedy]:
     """The nearest sequence length that tp and cp can partition into more parts, of as many sequences a step: an
     even one, one for a node, one for all ranks. cp makes twice as many parts of it as it has ranks."""
     size, node = job.cluster.size, job.cluster.node_size
@@ -125,20 +127,20 @@ def _even(job: Job) -> Iterator[Remedy]:
             can, could = (gcd(seq_len, 2 * size) for seq_len in (near, job.seq_len))
             into = f"as many as {can} equal parts, {job.seq_len} into {could}"
             what = f"--seq-len {near}, which tp and cp can partition into {into}"
-            yield Remedy(what, replace(job, seq_len=near))
+            yield PlanRemedy(what, replace(job, seq_len=near))
 
 
-def _narrower(job: Job) -> Iterator[Remedy]:
+def _narrower(job: Job) -> Iterator[PlanRemedy]:
     """Matmuls in 16 bits."""
     if job.element_bytes == 4:
-        yield Remedy("--precision bf16", replace(job, precision="bf16"))
+        yield PlanRemedy("--precision bf16", replace(job, precision="bf16"))
 
 
-def _lighter(job: Job) -> Iterator[Remedy]:
+def _lighter(job: Job) -> Iterator[PlanRemedy]:
     """Optimizer states of 16 bits, or of 8."""
     kind = job.optimizer_kind
     if kind.state and not job.narrow_states and not [*kind.narrow_problems(job.options_of_optimizer)]:
-        yield Remedy("optimizer states in bf16: optimizer.state_dtype='bf16'", replace(job, narrow_states=True))
+        yield PlanRemedy("optimizer states in bf16: optimizer.state_dtype='bf16'", replace(job, narrow_states=True))
     if job.optimizer == "adamw":
         small = replace(job, optimizer="adamw-8bit", optimizer_options=(), narrow_states=False)
-        yield Remedy("optimizer states of 8 bits: optimizer.name='adamw-8bit'", small)
+        yield PlanRemedy("optimizer states of 8 bits: optimizer.name='adamw-8bit'", small)

@@ -13,7 +13,7 @@ AT_ONCE = 2
 """Layouts of one round of simulations. More would simulate some that one more result could have excluded."""
 
 
-class Pool:
+class LayoutPool:
     """n layouts of a job in groups that share a pipeline. `bound_s`, `peak_bytes`: (n,), in the order of the groups.
 
     The time of a layout with a pipeline is simulated when it is asked for, and kept; that of any other is its bound.

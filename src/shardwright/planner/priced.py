@@ -12,7 +12,7 @@ from shardwright.units import format_bytes, format_host_bytes
 
 
 @dataclass(frozen=True)
-class Priced(Estimate):
+class PricedLayout(Estimate):
     """One layout of the space with what it costs."""
 
     choice: Choice
@@ -37,9 +37,9 @@ class Priced(Estimate):
         return not shortage(self.job, self.choice, self.peak_bytes, limit_bytes)
 
     @staticmethod
-    def of(job: Job, choice: Choice) -> "Priced":
+    def of(job: Job, choice: Choice) -> "PricedLayout":
         """Not checked: every layout of the space is valid."""
-        return Priced(job, choice.candidates, choice)
+        return PricedLayout(job, choice.candidates, choice)
 
 
 def shortage(job: Job, choice: Choice, peak_bytes: float, limit_bytes: float) -> str:

@@ -19,8 +19,8 @@ from math import exp, log
 
 import numpy as np
 
-from shardwright.planner.pool import Pool
-from shardwright.planner.priced import Priced
+from shardwright.planner.pool import LayoutPool
+from shardwright.planner.priced import PricedLayout
 from shardwright.planner.recomputation import fewest_layers
 from shardwright.planner.simplicity import WORTH_A_KEY, axes, complexity, plainer, plainest, settings
 from shardwright.planner.tie import difference_error, ties
@@ -45,7 +45,7 @@ class Rated:
     settings: int
 
     @staticmethod
-    def of(priced: Priced, fastest: Priced) -> "Rated":
+    def of(priced: PricedLayout, fastest: PricedLayout) -> "Rated":
         """Compare a layout with the fastest one."""
         return Rated(
             priced.step_s, difference_error(fastest, priced), priced.peak_bytes, axes(priced), settings(priced.choice)
@@ -64,7 +64,7 @@ def choose(rated: Sequence[Rated], limit_bytes: float) -> Rated:
     return kept[plainest([each.step_s for each in kept], [each.settings for each in kept])]
 
 
-def recommend(candidates: Sequence[Priced], limit_bytes: float) -> Priced:
+def recommend(candidates: Sequence[PricedLayout], limit_bytes: float) -> PricedLayout:
     """Return the layout of these that is recommended."""
     fastest = min(candidates, key=lambda each: (each.step_s, axes(each)))
     rated = [Rated.of(each, fastest) for each in candidates]
@@ -76,7 +76,9 @@ def with_headroom(limit_bytes: float) -> float:
     return limit_bytes / (1 + MEMORY_ERROR)
 
 
-def candidates(fastest: Priced, pool: Pool, limit_bytes: float, fewer_layers: bool) -> Iterator[Priced]:
+def candidates(
+    fastest: PricedLayout, pool: LayoutPool, limit_bytes: float, fewer_layers: bool
+) -> Iterator[PricedLayout]:
     """Layouts of a pool from which the recommended one is chosen, beside the fastest one: of each number of axes up to
     that of the fastest, the `FEW` fastest that tie with it, and the fastest with each smaller number of settings.
 
@@ -90,7 +92,7 @@ def candidates(fastest: Priced, pool: Pool, limit_bytes: float, fewer_layers: bo
     for most_bytes, kept in ((room, near & (pool.peak_bytes <= room)), (limit_bytes, near & (pool.peak_bytes > room))):
         for count in range(axes(fastest) + 1):
             among = kept & (n_axes == count)
-            level = [Priced.of(fastest.job, pool.choice(number)) for number in pool.fastest(FEW, among)]
+            level = [PricedLayout.of(fastest.job, pool.choice(number)) for number in pool.fastest(FEW, among)]
             if fewer_layers:
                 level = [with_fewest_layers(each, most_bytes) for each in level]
             tied = [each for each in level if each.step_s <= fastest.step_s or ties(fastest, each)]
@@ -102,8 +104,8 @@ def candidates(fastest: Priced, pool: Pool, limit_bytes: float, fewer_layers: bo
                     return
 
 
-def with_fewest_layers(priced: Priced, most_bytes: float) -> Priced:
+def with_fewest_layers(priced: PricedLayout, most_bytes: float) -> PricedLayout:
     """Return the layout with recomputation in as few layers as need at most `most_bytes`, where that saves
     `WORTH_A_KEY` of the step; else the layout itself."""
-    less = Priced.of(priced.job, fewest_layers(priced.job, priced.choice, most_bytes))
+    less = PricedLayout.of(priced.job, fewest_layers(priced.job, priced.choice, most_bytes))
     return less if less.step_s < (1 - WORTH_A_KEY) * priced.step_s else priced

@@ -15,7 +15,7 @@ from shardwright.units import format_bytes
 
 
 @dataclass(frozen=True)
-class Settled:
+class SettledLayout:
     """The layout that was chosen, and what of the `limit_bytes` that a rank may need it does need at its peak."""
 
     layout: Layout
@@ -29,7 +29,7 @@ class Settled:
         return f"{', '.join(said)}: {format_bytes(self.peak_bytes)} of {format_bytes(self.limit_bytes)}"
 
 
-def least_recomputation(job: Job, layout: Layout, micro_batch: int, limit_bytes: float) -> Settled:
+def least_recomputation(job: Job, layout: Layout, micro_batch: int, limit_bytes: float) -> SettledLayout:
     """The first that needs no more than `limit_bytes` on any rank: none, selective for as few layers of each stage as
     possible, full for as few as possible. Parts are the default ones.
 
@@ -48,7 +48,7 @@ def least_recomputation(job: Job, layout: Layout, micro_batch: int, limit_bytes:
     for tried in _in_order(job, layout, micro_batch, limit_bytes):
         needed = peak_bytes(job, tried, micro_batch)
         if needed <= limit_bytes:
-            return Settled(tried, needed, limit_bytes)
+            return SettledLayout(tried, needed, limit_bytes)
     chunks = "" if layout.loss_chunk_tokens else "set layout.loss_chunk_tokens, "
     raise LayoutError(
         f"layout.recompute='auto': even with full recomputation of every layer a rank needs {format_bytes(needed)} of "

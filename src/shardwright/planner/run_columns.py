@@ -20,7 +20,7 @@ MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "mla_up_proj")
 
 
 @dataclass(frozen=True)
-class Column:
+class RunColumn:
     """`rule`: which cells are valid, in words; `valid` tells it of a cell that is not empty, and `convert` makes its
     value. `empty`: what an empty cell means. `needed`: when a cell may not be empty: "always", or in usable rows
     ("usable") or those with a pipeline ("pp"), and in rows with experts ("experts"), with latent attention ("mla") or
@@ -41,7 +41,7 @@ class Column:
 
 
 def _column(*column: Any) -> Any:
-    return field(metadata={"column": Column(*column)})
+    return field(metadata={"column": RunColumn(*column)})
 
 
 def _text(help: str, needed: str = "") -> Any:
@@ -88,7 +88,7 @@ def _accelerator(help: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MeasuredRun:
     """A row of a table: one published run."""
 
     id: str = _text("stable name of the row, which no other row has", "always")
@@ -216,6 +216,6 @@ class Measured:
 
 
 @cache
-def columns() -> dict[str, Column]:
+def columns() -> dict[str, RunColumn]:
     """By name, in the order of a table."""
-    return {each.name: each.metadata["column"] for each in fields(Measured)}
+    return {each.name: each.metadata["column"] for each in fields(MeasuredRun)}

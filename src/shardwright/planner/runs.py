@@ -6,8 +6,8 @@ from typing import Any
 
 from shardwright.errors import InputError, nearest
 from shardwright.files import read_csv, reason
-from shardwright.planner.measured_run import Run, Skipped, prepared
-from shardwright.planner.run_columns import Measured, columns
+from shardwright.planner.measured_run import PredictableRun, SkippedRun, prepared
+from shardwright.planner.run_columns import MeasuredRun, columns
 from shardwright.schedule.named import ONE_F_ONE_B
 from shardwright.units import divisors
 
@@ -16,8 +16,8 @@ FEW = 3
 """Missing columns that are explained one by one."""
 
 
-def read_runs(path: Path) -> list[Run | Skipped]:
-    """Every row of a table, in order; what has no price is `Skipped`.
+def read_runs(path: Path) -> list[PredictableRun | SkippedRun]:
+    """Every row of a table, in order; what has no price is `SkippedRun`.
 
     Raises InputError with every problem of the file at once: an unknown or missing column, a cell that is not valid,
     and rows whose cells contradict each other.
@@ -25,7 +25,7 @@ def read_runs(path: Path) -> list[Run | Skipped]:
     return [prepared(line, row) for line, row in read_table(path)]
 
 
-def read_table(path: Path) -> list[tuple[int, Measured]]:
+def read_table(path: Path) -> list[tuple[int, MeasuredRun]]:
     """Every row with its line in the file (the last one of a row that has several). Raises InputError as above."""
     try:
         lines = [(line, [cell.strip() for cell in cells]) for line, cells in read_csv(path) if any(cells)]
@@ -36,7 +36,7 @@ def read_table(path: Path) -> list[tuple[int, Measured]]:
         raise InputError(*(f"{path}: {problem}" for problem in found))
     if len(lines) == 1:
         raise InputError(f"{path}: no rows below the header")
-    rows: list[tuple[int, Measured]] = []
+    rows: list[tuple[int, MeasuredRun]] = []
     problems: list[str] = []
     lines_of_ids: dict[str, int] = {}
     for line, cells in lines[1:]:
@@ -76,7 +76,7 @@ def _header_problems(header: list[str]) -> Iterator[str]:
         )
 
 
-def _read(cells: dict[str, str]) -> tuple[Measured, list[str]]:
+def _read(cells: dict[str, str]) -> tuple[MeasuredRun, list[str]]:
     """A row, and what is wrong with its cells one by one; with a problem the row has None there."""
     values: dict[str, Any] = dict.fromkeys(columns())
     problems: list[str] = []
@@ -85,7 +85,7 @@ def _read(cells: dict[str, str]) -> tuple[Measured, list[str]]:
             values[name] = column.read(cells[name])
         except ValueError as error:
             problems.append(f"{name}={_quoted(cells[name])!r}: {error}")
-    row = Measured(**values)
+    row = MeasuredRun(**values)
     when = {
         "always": True,
         "usable": row.usable == "yes",
@@ -100,7 +100,7 @@ def _read(cells: dict[str, str]) -> tuple[Measured, list[str]]:
     return row, problems
 
 
-def _contradictions(row: Measured) -> Iterator[str]:
+def _contradictions(row: MeasuredRun) -> Iterator[str]:
     """Rules between the cells of a row, each of which is valid by itself."""
     if row.usable == "no":
         if not row.why_not:

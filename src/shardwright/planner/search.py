@@ -15,9 +15,9 @@ from shardwright.cost.step import step_time
 from shardwright.errors import InputError, LayoutError
 from shardwright.planner.choice import Choice, choice_at
 from shardwright.planner.distinct import distinct
-from shardwright.planner.fixed import OFFLOADS, Fixed, none_searched
-from shardwright.planner.pool import Pool
-from shardwright.planner.priced import Priced
+from shardwright.planner.fixed import OFFLOADS, FixedChoices, none_searched
+from shardwright.planner.pool import LayoutPool
+from shardwright.planner.priced import PricedLayout
 from shardwright.planner.recommendation import candidates, recommend, with_fewest_layers
 from shardwright.planner.simplicity import simplest, simplest_near
 from shardwright.planner.space import Condition, groups, groups_of, no_layout
@@ -43,7 +43,7 @@ class Survey:
     """
 
     n_layouts: int
-    pool: Pool
+    pool: LayoutPool
     nearest: Choice | None
     nearest_bytes: float
     least: float
@@ -60,15 +60,15 @@ class Plan:
     job: Job
     limit_bytes: float
     survey: Survey
-    best: list[Priced]
+    best: list[PricedLayout]
     equals: list[list[Choice]]
-    recommended: Priced | None
-    simplest: Priced | None
-    fixed: Fixed | None = None
+    recommended: PricedLayout | None
+    simplest: PricedLayout | None
+    fixed: FixedChoices | None = None
     prefer: str | None = None
 
     @property
-    def pool(self) -> Pool:
+    def pool(self) -> LayoutPool:
         """All layouts that fit."""
         return self.survey.pool
 
@@ -92,18 +92,19 @@ def search(
     *,
     memory_margin: float = MARGIN,
     top: int = TOP,
-    fixed: Fixed | None = None,
+    fixed: FixedChoices | None = None,
     processes: int = 1,
     prefer: str | None = None,
 ) -> Plan:
     """The `top` layouts of the whole cluster that train fastest and fit, of equal ones the simplest.
 
     `memory_margin`: share of an accelerator's memory that is kept free. `fixed`: only layouts with these values. What
-    is found is what evaluating every layout of `planner.space` with a simulated schedule would find (`Pool.fastest`);
-    of the `TOP` fastest, or `top` if that is more, that recompute, only as few layers of each stage as fit do so
-    (`recomputation.fewest_layers`) where that saves `WORTH_A_KEY`, unless `fixed` says what recomputes. `prefer`: which
-    layout is recommended, "fastest" or "simplest" (`simplicity.PREFERENCES`), instead of `planner.recommendation`'s.
-    `processes`: that evaluate layouts at a time (`survey`); below `PARALLEL_FROM` accelerators there is one.
+    is found is what evaluating every layout of `planner.space` with a simulated schedule would find
+    (`LayoutPool.fastest`); of the `TOP` fastest, or `top` if that is more, that recompute, only as few layers of each
+    stage as fit do so (`recomputation.fewest_layers`) where that saves `WORTH_A_KEY`, unless `fixed` says what
+    recomputes. `prefer`: which layout is recommended, "fastest" or "simplest" (`simplicity.PREFERENCES`), instead of
+    `planner.recommendation`'s. `processes`: that evaluate layouts at a time (`survey`); below `PARALLEL_FROM`
+    accelerators there is one.
 
     Raises LayoutError where no layout can partition the batch or has the fixed values, InputError for a margin that is
     no share.
@@ -117,7 +118,7 @@ def search(
     if fixed is not None and not found.n_layouts:
         raise none_searched(job, fixed)
     listed = distinct(found.pool, max(top, TOP))
-    best = [Priced.of(job, each.members[each.simplest]) for each in listed]
+    best = [PricedLayout.of(job, each.members[each.simplest]) for each in listed]
     equals = [each.others for each in listed]
     if not best:
         return Plan(job, limit, found, [], [], None, None, fixed, prefer)
@@ -137,15 +138,15 @@ def search(
     return Plan(job, limit, found, best[:top], equals[:top], recommended, plainest, fixed, prefer)
 
 
-def _whole(found: Sequence[Priced]) -> list[Priced]:
+def _whole(found: Sequence[PricedLayout]) -> list[PricedLayout]:
     """Layouts with recomputation in all layers, each once."""
     whole = {replace(each.choice, layout=each.layout.changed(recompute_layers=None)): each for each in found}
-    return [Priced.of(each.job, choice) for choice, each in whole.items()]
+    return [PricedLayout.of(each.job, choice) for choice, each in whole.items()]
 
 
 def _with_fewest_layers(
-    found: list[Priced], equals: list[list[Choice]], limit: float
-) -> tuple[list[Priced], list[list[Choice]]]:
+    found: list[PricedLayout], equals: list[list[Choice]], limit: float
+) -> tuple[list[PricedLayout], list[list[Choice]]]:
     """Layouts with recomputation in as few layers as fit where that is worth another key, the fastest first, and the
     equals of those that stay."""
     rows = []
@@ -162,8 +163,8 @@ def survey(
     """The memory of every layout, and the bound on the time of those that need no more than `limit` bytes.
 
     `condition`: only of layouts of this kind. `processes`: more than one each evaluate the layouts of one number of
-    stages at a time; `condition` has to be None or Fixed then. `pp`: only with pipelines of so many ranks. Raises
-    LayoutError where no layout can partition the batch, unless `pp` is given.
+    stages at a time; `condition` has to be None or FixedChoices then. `pp`: only with pipelines of so many ranks.
+    Raises LayoutError where no layout can partition the batch, unless `pp` is given.
     """
     memo = memo_of(job) if processes == 1 else None  # other processes have their own
     evaluate, pps = partial(_survey_of, job, limit, condition, memo), divisors(job.cluster.size) if pp is None else [pp]
@@ -171,11 +172,11 @@ def survey(
     if not found:
         if pp is None:
             raise LayoutError(no_layout(job))
-        return Survey(0, Pool(job, [], np.zeros(0), np.zeros(0)), None, np.inf, np.inf)
+        return Survey(0, LayoutPool(job, [], np.zeros(0), np.zeros(0)), None, np.inf, np.inf)
     nearest = min(found, key=lambda each: each.least)
     pools = [each.pool for each in found]
     bounds, peaks = (np.concatenate([getattr(pool, name) for pool in pools]) for name in ("bound_s", "peak_bytes"))
-    pool = Pool(job, [group for pool in pools for group in pool.groups], bounds, peaks)
+    pool = LayoutPool(job, [group for pool in pools for group in pool.groups], bounds, peaks)
     n_layouts = sum(each.n_layouts for each in found)
     return Survey(n_layouts, pool, nearest.nearest, nearest.nearest_bytes, nearest.least)
 
@@ -202,7 +203,7 @@ def _survey_of(job: Job, limit: float, condition: Condition | None, memo: Memo |
                 bounds.append(step_time(job, kept[-1], simulated=False, memo=memo).total_s)
     if not exists:
         return None
-    pool = Pool(job, kept, np.concatenate(bounds), np.concatenate(peaks))
+    pool = LayoutPool(job, kept, np.concatenate(bounds), np.concatenate(peaks))
     return Survey(n_layouts, pool, nearest, nearest_bytes, least)
 
 
@@ -249,7 +250,7 @@ def _on_device(job: Job, limit: float, condition: Condition | None) -> Iterator[
 
 
 def _offload(condition: Condition | None) -> dict[str, Any]:
-    return condition.offload if isinstance(condition, Fixed) else {}
+    return condition.offload if isinstance(condition, FixedChoices) else {}
 
 
 def _parts(group: Candidates) -> Iterator[Candidates]:

@@ -9,8 +9,8 @@ from shardwright.cost.job import COLUMNS, Candidates, Ints
 from shardwright.layout import Layout
 from shardwright.layout_keys import KEYS
 from shardwright.planner.choice import Choice
-from shardwright.planner.pool import Pool
-from shardwright.planner.priced import Priced
+from shardwright.planner.pool import LayoutPool
+from shardwright.planner.priced import PricedLayout
 from shardwright.planner.space import Mask
 
 MODEL_AXES = ("tp", "pp", "cp", "ep")
@@ -47,7 +47,7 @@ def leaves_nodes(tp: Any, node_size: int) -> Any:
     return node_size % tp != 0
 
 
-def axes(priced: Priced) -> int:
+def axes(priced: PricedLayout) -> int:
     """The degrees above 1 that divide the model or a sequence; tp over nodes counts twice (`complexity`)."""
     return int(complexity(priced.choice.candidates, priced.job.cluster.node_size)[0]) // 2
 
@@ -67,7 +67,7 @@ def settings_of(candidates: Candidates) -> Ints:
     return np.asarray(changed + candidates.recomputes + hybrid, dtype=np.int64)
 
 
-def simplest_near(best: Priced, pool: Pool) -> list[Priced]:
+def simplest_near(best: PricedLayout, pool: LayoutPool) -> list[PricedLayout]:
     """Return the layouts of a pool of which one is the simplest that takes at most `NEAR` times as long as the fastest
     one, `best`; none where `best` is."""
     node_size = best.job.cluster.node_size
@@ -78,23 +78,23 @@ def simplest_near(best: Priced, pool: Pool) -> list[Priced]:
             break
         among = near & (of_each == least)
         for number in pool.fastest(1, among):
-            result = Priced.of(best.job, pool.choice(number))
+            result = PricedLayout.of(best.job, pool.choice(number))
             if result.step_s <= NEAR * best.step_s:
                 return [result, *plainer(result, pool, among)]
     return []
 
 
-def plainer(best: Priced, pool: Pool, among: Mask) -> Iterator[Priced]:
+def plainer(best: PricedLayout, pool: LayoutPool, among: Mask) -> Iterator[PricedLayout]:
     """For each number of settings below that of `best`, the fastest layout of a part of a pool, if it takes at most
     `WORTH_A_KEY` longer than `best`."""
     kept = among & (pool.bound_s <= (1 + WORTH_A_KEY) * best.step_s)
     n_settings = np.concatenate([settings_of(group) for group in pool.groups])
     for count in range(settings(best.choice)):
         for number in pool.fastest(1, kept & (n_settings == count)):
-            yield Priced.of(best.job, pool.choice(number))
+            yield PricedLayout.of(best.job, pool.choice(number))
 
 
-def simplest(found: Sequence[Priced]) -> Priced:
+def simplest(found: Sequence[PricedLayout]) -> PricedLayout:
     """Return the simplest of layouts; of equally simple ones the plainest."""
     node_size = found[0].job.cluster.node_size
     of_each = [int(complexity(each.choice.candidates, node_size)[0]) for each in found]

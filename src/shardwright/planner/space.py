@@ -73,11 +73,11 @@ def groups_of(
     job: Job, pp: int, offload: Mapping[str, Any] = MappingProxyType({}), condition: Condition | None = None
 ) -> Iterator[Candidates]:
     """Those of `groups` with pipelines of `pp` ranks, of which there may be none."""
-    by_method: dict[str, Rows] = {}
+    by_method: dict[str, CandidateRows] = {}
     for shared in _in_nodes(job, _shared(pp, job.model.n_layers, tuple(offload.items()))):
         method = shared.cp_method
         if method not in by_method:
-            by_method[method] = Rows.of(job, _rows(job, pp, method, shared.offload_parameters != "none"))
+            by_method[method] = CandidateRows.of(job, _rows(job, pp, method, shared.offload_parameters != "none"))
         found, kept = _group(job, shared, by_method[method])
         if kept.any():
             yield found.take(kept if condition is None else kept & condition(found))
@@ -116,7 +116,7 @@ def _with(layout: Layout, name: str, value: Any) -> list[Layout]:
 
 
 @dataclass(frozen=True)
-class Rows:
+class CandidateRows:
     """Every valid choice of what the layouts of a group differ in, whatever they share. `microbatches`: the distinct
     numbers of micro-batches of a step, and for each row which of them it has."""
 
@@ -124,13 +124,13 @@ class Rows:
     microbatches: tuple[Ints, Ints]
 
     @staticmethod
-    def of(job: Job, columns: Columns) -> "Rows":
+    def of(job: Job, columns: Columns) -> "CandidateRows":
         """Those of these columns."""
         unit = columns["micro_batch"] * columns["dp_replicate"] * columns["dp_shard"]
-        return Rows({"sequence_parallel": columns["tp"] > 1, **columns}, numbered(job.global_batch // unit))
+        return CandidateRows({"sequence_parallel": columns["tp"] > 1, **columns}, numbered(job.global_batch // unit))
 
 
-def _group(job: Job, shared: Layout, rows: Rows) -> tuple[Candidates, Mask]:
+def _group(job: Job, shared: Layout, rows: CandidateRows) -> tuple[Candidates, Mask]:
     """All rows as candidates, and with which of them the shared keys can be chosen, and have a meaning where they are
     not at their default."""
     found = Candidates(shared=shared, **rows.columns)

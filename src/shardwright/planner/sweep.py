@@ -6,7 +6,7 @@ import numpy as np
 
 from shardwright.cost.job import Candidates
 from shardwright.errors import LayoutError
-from shardwright.planner.priced import Priced
+from shardwright.planner.priced import PricedLayout
 from shardwright.planner.search import Plan, survey
 from shardwright.planner.space import Mask
 from shardwright.split.rules import problems
@@ -18,14 +18,14 @@ LENGTHS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4)
 
 
 @dataclass(frozen=True)
-class Point:
+class SweepPoint:
     """The best layout on a cluster of another size, with the same batch; None where none fits."""
 
     size: int
-    priced: Priced | None
+    priced: PricedLayout | None
 
 
-def by_size(plan: Plan) -> list[Point]:
+def by_size(plan: Plan) -> list[SweepPoint]:
     """The best layout on smaller and larger clusters of whole nodes, as many as the batch can be partitioned over.
 
     Degrees of tp, cp and pp are searched within a factor of two of the plan's, everything else in full.
@@ -38,7 +38,7 @@ def by_size(plan: Plan) -> list[Point]:
         if not whole or size % node:
             continue
         if factor == 1:
-            found.append(Point(size, best))
+            found.append(SweepPoint(size, best))
             continue
         job = replace(plan.job, cluster=replace(plan.job.cluster, size=size))
         try:
@@ -47,7 +47,7 @@ def by_size(plan: Plan) -> list[Point]:
             continue
         if near.n_layouts:
             fastest = near.pool.fastest(1)
-            found.append(Point(size, Priced.of(job, near.pool.choice(fastest[0])) if fastest else None))
+            found.append(SweepPoint(size, PricedLayout.of(job, near.pool.choice(fastest[0])) if fastest else None))
     return found
 
 
@@ -58,13 +58,13 @@ def _near(candidates: Candidates, best: Candidates) -> Mask:
     return mask
 
 
-def by_length(best: Priced) -> list[Priced]:
+def by_length(best: PricedLayout) -> list[PricedLayout]:
     """The same layout with shorter and longer sequences, as many of them a step; lengths that it cannot partition
     are left out."""
     job, layout = best.job, best.choice.layout
     lengths = [seq_len for seq_len, whole in (_scaled(job.seq_len, factor) for factor in LENGTHS) if whole]
     possible = [seq_len for seq_len in lengths if not problems(job.model, layout, seq_len)]
-    return [Priced.of(replace(job, seq_len=seq_len), best.choice) for seq_len in possible]
+    return [PricedLayout.of(replace(job, seq_len=seq_len), best.choice) for seq_len in possible]
 
 
 def _scaled(n: int, factor: float) -> tuple[int, bool]:

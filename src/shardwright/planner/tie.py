@@ -16,7 +16,7 @@ of pairs that differ by 1 to 2 d 27 %, and of those that differ by more 8 %.
 from collections.abc import Mapping
 from math import log
 
-from shardwright.planner.priced import Priced
+from shardwright.planner.priced import PricedLayout
 
 
 def moved_share(parts_s: Mapping[str, float], other_s: Mapping[str, float]) -> float:
@@ -26,12 +26,12 @@ def moved_share(parts_s: Mapping[str, float], other_s: Mapping[str, float]) -> f
     return changed / (sum(parts_s.values()) + sum(other_s.values()))
 
 
-def difference_error(one: Priced, other: Priced) -> float:
+def difference_error(one: PricedLayout, other: PricedLayout) -> float:
     """d: within which the logarithm of the quotient of the two steps is predicted for half of the pairs."""
     by = one.job.calibration.difference
     return by["base"] + by["moved"] * moved_share(one.parts_s, other.parts_s)
 
 
-def ties(one: Priced, other: Priced) -> bool:
+def ties(one: PricedLayout, other: PricedLayout) -> bool:
     """Whether the two layouts differ by no more than the error of the difference."""
     return abs(log(one.step_s / other.step_s)) <= difference_error(one, other)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from shardwright.cost.job import Job
 from shardwright.planner.choice import Choice
-from shardwright.planner.priced import Priced
+from shardwright.planner.priced import PricedLayout
 from shardwright.planner.simplicity import leaves_nodes
 
 LONG = 4096
@@ -15,7 +15,7 @@ GROUPED_ROW_BYTES = 16
 """What a row of a grouped matmul has to be a multiple of (`model.experts.has_grouped_mm`)."""
 
 
-def warnings(priced: Priced) -> list[str]:
+def warnings(priced: PricedLayout) -> list[str]:
     """Every known anti-pattern that a layout shows; empty for a good one."""
     return [*of_job(priced.job), *_tensor(priced), *_pipeline(priced), *_experts(priced.job, priced.choice)]
 
@@ -59,7 +59,7 @@ def of_job(job: Job) -> Iterator[str]:
         )
 
 
-def _tensor(priced: Priced) -> Iterator[str]:
+def _tensor(priced: PricedLayout) -> Iterator[str]:
     layout, cluster = priced.choice.layout, priced.job.cluster
     if leaves_nodes(layout.tp, cluster.node_size):
         share = priced.parts_s.get("tensor parallel", 0.0) / priced.step_s
@@ -69,7 +69,7 @@ def _tensor(priced: Priced) -> Iterator[str]:
         )
 
 
-def _pipeline(priced: Priced) -> Iterator[str]:
+def _pipeline(priced: PricedLayout) -> Iterator[str]:
     layout = priced.choice.layout
     if layout.pp == 1:
         return

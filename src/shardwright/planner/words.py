@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 
 from shardwright.cost.job import Job
-from shardwright.keys import Sizes, written
+from shardwright.keys import JobSizes, written
 from shardwright.layout import accumulation
 from shardwright.layout_keys import KEYS
 from shardwright.planner.alternatives import Alternative, reasons, savings
 from shardwright.planner.choice import Choice
 from shardwright.planner.distinct import CHOICES, differing, value
-from shardwright.planner.priced import Priced, shortage
+from shardwright.planner.priced import PricedLayout, shortage
 from shardwright.planner.recommendation import MEMORY_ERROR, with_headroom
 from shardwright.planner.search import Plan
 from shardwright.planner.simplicity import MODEL_AXES, SETTINGS, leaves_nodes
@@ -22,10 +22,10 @@ ALIKE = 0.01
 """Share of a step by which a layout that differs in one choice is not worth a row of its own."""
 
 
-def worth_a_row(best: Sequence[Priced], taken: Priced) -> list[tuple[int, Priced]]:
+def worth_a_row(best: Sequence[PricedLayout], taken: PricedLayout) -> list[tuple[int, PricedLayout]]:
     """The fastest layouts with their numbers, without those that differ in one choice from one that is listed and take
     as long within `ALIKE`; the recommended one stays."""
-    rows: list[tuple[int, Priced]] = []
+    rows: list[tuple[int, PricedLayout]] = []
     for number, each in enumerate(best, 1):
         alike = (
             abs(each.step_s / other.step_s - 1) < ALIKE and len(differing(each.choice, other.choice)) == 1
@@ -40,7 +40,7 @@ def choices_in_words(job: Job, choice: Choice) -> list[tuple[str, str, str]]:
     """Each key that is used and switched on, with its value and what it means for this job."""
     layout = choice.layout
     experts = job.model.moe.n_experts if job.model.moe else 0
-    sizes = Sizes(job.model.n_layers, experts, job.seq_len, job.cluster.node_size)
+    sizes = JobSizes(job.model.n_layers, experts, job.seq_len, job.cluster.node_size)
     values = {name: getattr(layout, name) for name in KEYS}
     rows = [
         (name, written(value), KEYS[name].words(layout, sizes))
@@ -109,7 +109,7 @@ def _chosen_because(plan: Plan) -> str:
     )
 
 
-def _safer_and_simpler(taken: Priced, fastest: Priced, limit_bytes: float) -> str:
+def _safer_and_simpler(taken: PricedLayout, fastest: PricedLayout, limit_bytes: float) -> str:
     """What speaks for a layout that ties with the fastest."""
     parts = []
     if fastest.peak_bytes > max(taken.peak_bytes, with_headroom(limit_bytes)):
@@ -153,7 +153,7 @@ def fewer_accelerators(part: Plan, whole: Plan) -> str:
     )
 
 
-def verdict(best: Priced, other: Alternative, limit_bytes: float) -> str:
+def verdict(best: PricedLayout, other: Alternative, limit_bytes: float) -> str:
     """How much slower an alternative is, or by how much it does not fit: `+38 %`."""
     slower = other.slower(best)
     if slower is not None:
@@ -162,7 +162,7 @@ def verdict(best: Priced, other: Alternative, limit_bytes: float) -> str:
     return f"does not fit: {shortage(best.job, *other.nearest, limit_bytes)}"
 
 
-def host_row(priced: Priced) -> str:
+def host_row(priced: PricedLayout) -> str:
     """The memory of the host that a layout needs, and how much a node has."""
     cluster, needed = priced.job.cluster, format_host_bytes(priced.host_bytes_per_node)
     row = f"{needed} for each node of {cluster.node_size}, by the plan"
@@ -180,7 +180,7 @@ def or_of_host(plan: Plan) -> str:
     return f", or more than {format_host_bytes(has)} of host memory in each node"
 
 
-def why(best: Priced, other: Alternative) -> str:
+def why(best: PricedLayout, other: Alternative) -> str:
     """Which kinds of time an alternative has more of, and which less."""
     if other.priced is None:
         return "with the least memory of its kind"
@@ -199,7 +199,7 @@ def difference(best: Choice, other: Choice) -> str:
     )
 
 
-def also_fast(best: Priced, found: Sequence[Alternative]) -> str:
+def also_fast(best: PricedLayout, found: Sequence[Alternative]) -> str:
     """In one line, what could be chosen otherwise at no cost in time, with its memory; empty where nothing could."""
     named: dict[str, str] = {}
     for each in found:
@@ -210,7 +210,7 @@ def also_fast(best: Priced, found: Sequence[Alternative]) -> str:
     return "; ".join(f"{what}{needs}" for what, needs in named.items())
 
 
-def left_out(best: Sequence[Priced], equals: Sequence[Sequence[Choice]]) -> str:
+def left_out(best: Sequence[PricedLayout], equals: Sequence[Sequence[Choice]]) -> str:
     """How many layouts cost the same as one that is listed, and in what they differ; empty where none does."""
     n = sum(map(len, equals))
     if not n:

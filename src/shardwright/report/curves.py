@@ -28,7 +28,7 @@ from shardwright.report.panel import (
 from shardwright.report.run_record import RunRecord
 from shardwright.report.style import COLOURS, rendered
 from shardwright.report.words import learning_rate_in_words
-from shardwright.run_folder import PHASES, Logged
+from shardwright.run_folder import PHASES, TrainRecord
 from shardwright.units import format_bytes, format_count, format_seconds, percent
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def _subtitle(run: RunRecord) -> str:
     return "  ·  ".join(parts)
 
 
-def _memory(train: Sequence[Logged], peak_bytes: int) -> str:
+def _memory(train: Sequence[TrainRecord], peak_bytes: int) -> str:
     """The peak; if it still rose after the first quarter of the run, which may be a leak, that is said."""
     early = train[len(train) // 4].memory_bytes
     rise = f"{format_bytes(early)} rising to" if peak_bytes > 1.1 * early else "at most"

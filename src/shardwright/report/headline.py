@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from shardwright.config.mixture import mixtures_of, name_of, sources_of
-from shardwright.report.run_record import RunRecord, Segment
+from shardwright.report.run_record import RunRecord, RunSegment
 from shardwright.report.timeline import PipelineNumbers
 from shardwright.report.words import model_in_words
 from shardwright.run_folder import PHASES
@@ -36,7 +36,7 @@ class SourceNumbers:
     validation_loss: float | None
 
     def row(self) -> tuple[str, str, str]:
-        """For people, as in `Headline.rows`."""
+        """For people, as in `RunHeadline.rows`."""
         epochs = "n/a" if self.epochs is None else f"{self.epochs:.3g}"
         told = [f"epochs; share {', then '.join(map(percent, self.shares))}"]
         if self.validation_loss is not None:
@@ -47,7 +47,7 @@ class SourceNumbers:
 
 
 @dataclass(frozen=True)
-class Headline:
+class RunHeadline:
     """The numbers of a run; None is a number that is not known, or is not finite. World size, `median_tokens_per_s` and
     `median_mfu` are those of the last segment."""
 
@@ -114,7 +114,7 @@ class Headline:
         return rows
 
 
-def headline(run: RunRecord) -> Headline:
+def headline(run: RunRecord) -> RunHeadline:
     """The numbers of a run.
 
     `training_s` is the time in steps, by the logged means; evaluations and checkpoints are not in it.
@@ -131,7 +131,7 @@ def headline(run: RunRecord) -> Headline:
     bad = [step for step, loss in run.losses if not math.isfinite(loss)]
     last = run.train[-1] if run.train else None
     validation_loss = _finite(run.validation[-1].loss) if run.validation else None
-    return Headline(
+    return RunHeadline(
         steps=run.last_step,
         planned_steps=run.config.steps,
         tokens=run.last_step * run.tokens_per_step,
@@ -173,7 +173,7 @@ def _source_numbers(run: RunRecord) -> Iterator[SourceNumbers]:
         )
 
 
-def _segment_numbers(segment: Segment) -> SegmentNumbers:
+def _segment_numbers(segment: RunSegment) -> SegmentNumbers:
     mfu = [record.mfu for record in segment.train if record.mfu is not None]
     speeds = [record.tokens_per_s for record in segment.train]
     return SegmentNumbers(

@@ -10,7 +10,7 @@ from statistics import median
 from shardwright.files import write_whole
 from shardwright.report.curves import curves_svg
 from shardwright.report.frame import document, facts, in_roles, picture, scrolling, table
-from shardwright.report.headline import Headline, headline, title_of
+from shardwright.report.headline import RunHeadline, headline, title_of
 from shardwright.report.ranks import has_ranks, ranks_svg
 from shardwright.report.run_record import RunRecord
 from shardwright.report.timeline import READING, PipelineRecord
@@ -54,7 +54,7 @@ def _timelines(pipeline: PipelineRecord) -> str:
     return scrolling(in_roles(svg))
 
 
-def _alarm(told: Headline) -> str:
+def _alarm(told: RunHeadline) -> str:
     if told.first_non_finite_step is None:
         return ""
     return f'<p class="bad">The loss is not finite at step {told.first_non_finite_step:,}.</p>\n'
@@ -203,7 +203,7 @@ def _date(time: str | None) -> str:
     return "" if time is None else f"{datetime.fromisoformat(time).astimezone(UTC):%Y-%m-%d %H:%M} UTC"
 
 
-def _checkpoints(run: RunRecord, told: Headline) -> str:
+def _checkpoints(run: RunRecord, told: RunHeadline) -> str:
     if not run.checkpoints:
         return "<p>None has been saved.</p>"
     items = "\n".join(f"<li><code>{escape(name)}</code></li>" for name in run.checkpoints)

@@ -12,8 +12,8 @@ from shardwright.errors import InputError
 from shardwright.keys import written
 from shardwright.layout_keys import KEYS
 from shardwright.planner.headline import headline
-from shardwright.planner.priced import Priced
-from shardwright.report.run_record import RunRecord, Segment, read_run
+from shardwright.planner.priced import PricedLayout
+from shardwright.report.run_record import RunRecord, RunSegment, read_run
 from shardwright.run_folder import RUN_FILE
 from shardwright.units import format_bytes, format_count, format_seconds
 
@@ -25,7 +25,7 @@ UPDATE = "optimizer"
 
 
 @dataclass(frozen=True)
-class Term:
+class ComparedTerm:
     """One quantity as planned and as measured, in seconds, bytes, tokens/s or a share of the peak; None where it was
     not measured. `unit`: "s", "B", "tokens/s" or ""."""
 
@@ -48,13 +48,13 @@ class Term:
 
 
 @dataclass(frozen=True)
-class Measured:
+class PlanComparison:
     """A run next to its plan. `terms`: of the whole step; `parts`: of its time, which add up to the planned step;
     `steps`: those whose records were read, of which each measured number but the peak memory is the median; `device`:
     what they ran on, None where an older version did not record it."""
 
-    terms: tuple[Term, ...]
-    parts: tuple[Term, ...]
+    terms: tuple[ComparedTerm, ...]
+    parts: tuple[ComparedTerm, ...]
     steps: str
     n_records: int
     device: str | None
@@ -137,7 +137,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def compare_run(run: RunRecord, priced: Priced) -> Measured:
+def compare_run(run: RunRecord, priced: PricedLayout) -> PlanComparison:
     """The medians of the logged steps on the run's last layout, next to the plan of that layout.
 
     The plan has no time for reading data. Memory is that of rank 0: what the allocator of a GPU gave, or what is
@@ -149,19 +149,23 @@ def compare_run(run: RunRecord, priced: Priced) -> Measured:
     bytes_of_rank = memory.rank_bytes if on_device else memory.rank_bytes + memory.lost_bytes
     update_s = priced.parts_s[UPDATE]
     terms = (
-        Term("step", "s", priced.step_s, _median(segment, "step_s")),
-        Term("tokens per second", "tokens/s", planned.tokens_per_s, _median(segment, "tokens_per_s")),
-        Term("MFU", "", planned.mfu_full, _median(segment, "mfu")),
-        Term("peak memory, rank 0", "B", float(bytes_of_rank[0, 0]), max(each.memory_bytes for each in segment.train)),
+        ComparedTerm("step", "s", priced.step_s, _median(segment, "step_s")),
+        ComparedTerm("tokens per second", "tokens/s", planned.tokens_per_s, _median(segment, "tokens_per_s")),
+        ComparedTerm("MFU", "", planned.mfu_full, _median(segment, "mfu")),
+        ComparedTerm(
+            "peak memory, rank 0", "B", float(bytes_of_rank[0, 0]), max(each.memory_bytes for each in segment.train)
+        ),
     )
     parts = (
-        Term("data", "s", 0.0, _median(segment, "data_s")),
-        Term("forward + backward", "s", priced.step_s - update_s, _median(segment, "forward_backward_s")),
-        Term("optimizer", "s", update_s, _median(segment, "optimizer_s")),
+        ComparedTerm("data", "s", 0.0, _median(segment, "data_s")),
+        ComparedTerm("forward + backward", "s", priced.step_s - update_s, _median(segment, "forward_backward_s")),
+        ComparedTerm("optimizer", "s", update_s, _median(segment, "optimizer_s")),
     )
-    return Measured(terms, parts, segment.steps, len(segment.train), run.starts[-1].device if run.starts else None)
+    return PlanComparison(
+        terms, parts, segment.steps, len(segment.train), run.starts[-1].device if run.starts else None
+    )
 
 
-def _median(segment: Segment, name: str) -> float | None:
+def _median(segment: RunSegment, name: str) -> float | None:
     values = [value for record in segment.train if (value := getattr(record, name)) is not None]
     return median(values) if values else None

@@ -7,7 +7,7 @@ from pathlib import Path
 from shardwright.files import write_whole
 from shardwright.planner.alternatives import Alternative
 from shardwright.planner.headline import accelerator_hours, days, headline
-from shardwright.planner.priced import Priced
+from shardwright.planner.priced import PricedLayout
 from shardwright.planner.search import Plan
 from shardwright.planner.sweep import by_length, by_size
 from shardwright.planner.warnings import warnings
@@ -117,7 +117,7 @@ def _numbers(plan: Plan, budget_tokens: float | None) -> list[tuple[str, str, st
     return rows
 
 
-def _taken(plan: Plan) -> Priced:
+def _taken(plan: Plan) -> PricedLayout:
     assert plan.recommended is not None
     return plan.recommended
 
@@ -139,7 +139,7 @@ def _compared(plan: Plan, own: Alternative | None) -> list[list[str]]:
     return rows
 
 
-def _warnings(best: Priced) -> str:
+def _warnings(best: PricedLayout) -> str:
     return "".join(f'<p class="bad">{escape(warning)}</p>\n' for warning in warnings(best))
 
 
@@ -147,7 +147,7 @@ def _escaped(rows: Iterable[Iterable[str]]) -> list[list[str]]:
     return [[escape(cell) for cell in row] for row in rows]
 
 
-def _bars(plan: Plan, alternatives: Sequence[Alternative]) -> list[tuple[str, Priced]]:
+def _bars(plan: Plan, alternatives: Sequence[Alternative]) -> list[tuple[str, PricedLayout]]:
     """The recommended layout and the best of other kinds, those that fit."""
     found = [("recommended", _taken(plan))]
     found += [(_short(name), each.priced) for name, each in merged(alternatives) if each.priced is not None]

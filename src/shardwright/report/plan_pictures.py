@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardwright.planner.headline import headline
-from shardwright.planner.priced import Priced
-from shardwright.planner.sweep import Point
+from shardwright.planner.priced import PricedLayout
+from shardwright.planner.sweep import SweepPoint
 from shardwright.report.style import COLOURS, rendered
 from shardwright.units import GiB, format_bytes, format_count
 
@@ -73,7 +73,7 @@ def _drawn(
     return rendered((10, height_in), compose, "svg", transparent=True).decode("utf-8")
 
 
-def memory_svg(priced: Priced, limit_bytes: float) -> str:
+def memory_svg(priced: PricedLayout, limit_bytes: float) -> str:
     """GiB of each rank of pp at its fullest moment, by kind, against the limit."""
     kinds = _with_allocator(priced)
     n_ranks = len(next(iter(kinds.values())))
@@ -115,7 +115,7 @@ def _columns(ax: "Axes", kinds: Mapping[str, Sequence[float]], limit_bytes: floa
     ax.set_xticks(places[::step], names[::step])
 
 
-def time_svg(rows: Sequence[tuple[str, Priced]]) -> str:
+def time_svg(rows: Sequence[tuple[str, PricedLayout]]) -> str:
     """Seconds of a step by kind of work, a bar for each layout with its name; the fastest comes first."""
     kinds = list(dict.fromkeys(kind for _, each in rows for kind in each.parts_s))
     spent = {kind: [each.parts_s.get(kind, 0.0) for _, each in rows] for kind in kinds}
@@ -147,7 +147,7 @@ def _bars(ax: "Axes", bars: Sequence[tuple[Mapping[str, float], str]]) -> None:
     ax.spines["left"].set_visible(False)
 
 
-def scaling_svg(points: Sequence[Point], chosen: int) -> str:
+def scaling_svg(points: Sequence[SweepPoint], chosen: int) -> str:
     """Tokens a second of the best layout against the number of accelerators, beside what perfect scaling from the
     smallest cluster would be."""
     fitting = [(point.size, point.priced) for point in points if point.priced is not None]
@@ -183,7 +183,7 @@ def scaling_svg(points: Sequence[Point], chosen: int) -> str:
     return _drawn(draw, "Tokens per second", 3.4)
 
 
-def length_svg(points: Sequence[Priced], chosen: int, limit_bytes: float) -> str:
+def length_svg(points: Sequence[PricedLayout], chosen: int, limit_bytes: float) -> str:
     """GiB of the fullest rank by kind against the length of a sequence, with the limit."""
     held = [_fullest(each) for each in points]
     kinds = {kind: [each[kind] for each in held] for kind in held[0]}
@@ -197,7 +197,7 @@ def length_svg(points: Sequence[Priced], chosen: int, limit_bytes: float) -> str
     return _drawn(draw, "Memory of the fullest rank, GiB", 3.6, key=_key(kinds))
 
 
-def _with_allocator(priced: Priced) -> dict[str, list[float]]:
+def _with_allocator(priced: PricedLayout) -> dict[str, list[float]]:
     """Bytes of each rank by kind, with what the allocator cannot use."""
     memory = priced.memory
     found = {kind: np.asarray(held)[0].tolist() for kind, held in memory.kinds.items()}
@@ -205,7 +205,7 @@ def _with_allocator(priced: Priced) -> dict[str, list[float]]:
     return found
 
 
-def _fullest(priced: Priced) -> dict[str, float]:
+def _fullest(priced: PricedLayout) -> dict[str, float]:
     kinds = _with_allocator(priced)
     at = int(np.sum(list(kinds.values()), axis=0).argmax())
     return {kind: held[at] for kind, held in kinds.items()}

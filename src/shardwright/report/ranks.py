@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from shardwright.report.panel import header, name_axis
 from shardwright.report.run_record import RunRecord
 from shardwright.report.style import rendered
-from shardwright.run_folder import Logged
+from shardwright.run_folder import TrainRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,7 +46,7 @@ def ratios_of(run: RunRecord) -> tuple[list[int], list[list[float]]]:
     return [run.edges[0], *(group[-1].step for group in groups)], [_mean(group, n_ranks) for group in groups]
 
 
-def _mean(records: Sequence[Logged], n_ranks: int) -> list[float]:
+def _mean(records: Sequence[TrainRecord], n_ranks: int) -> list[float]:
     found: list[list[float]] = [[] for _ in range(n_ranks)]
     for record in records:
         own_s = record.own_s_by_rank

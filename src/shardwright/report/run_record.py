@@ -15,10 +15,10 @@ from shardwright.run_folder import (
     CHECKPOINTS,
     METRICS,
     RUN_FILE,
-    Evaluated,
-    Event,
-    Logged,
-    Started,
+    EvaluationRecord,
+    EventRecord,
+    StartRecord,
+    TrainRecord,
     published,
     read_events,
     read_metrics,
@@ -28,7 +28,7 @@ _CONTENTS = f"a run folder, as `shardwright train` writes it, has {METRICS} and 
 
 
 @dataclass(frozen=True)
-class Segment:
+class RunSegment:
     """Steps of a run that were taken on one layout and device: those after `first_step`, up to `last_step`. The world
     size is None where an older version of shardwright took them and did not record it."""
 
@@ -36,7 +36,7 @@ class Segment:
     last_step: int
     layout: str
     world_size: int | None
-    train: tuple[Logged, ...]
+    train: tuple[TrainRecord, ...]
 
     @property
     def steps(self) -> str:
@@ -54,12 +54,12 @@ class RunRecord:
     folder: Path
     config: RunConfig
     run_file: str
-    train: tuple[Logged, ...]
-    validation: tuple[Evaluated, ...]
-    starts: tuple[Started, ...]
+    train: tuple[TrainRecord, ...]
+    validation: tuple[EvaluationRecord, ...]
+    starts: tuple[StartRecord, ...]
     checkpoints: tuple[str, ...]
     pipeline: PipelineRecord | None
-    events: tuple[Event, ...] = ()
+    events: tuple[EventRecord, ...] = ()
 
     @property
     def last_step(self) -> int:
@@ -69,15 +69,15 @@ class RunRecord:
     @cached_property
     def losses(self) -> list[tuple[int, float]]:
         """Step and loss of every record of either kind, in the order of steps."""
-        records: list[Logged | Evaluated] = [*self.train, *self.validation]
+        records: list[TrainRecord | EvaluationRecord] = [*self.train, *self.validation]
         return sorted(((record.step, record.loss) for record in records), key=lambda pair: pair[0])
 
     @cached_property
-    def segments(self) -> tuple[Segment, ...]:
+    def segments(self) -> tuple[RunSegment, ...]:
         """Its steps by the layout they were taken on, one at least; starts on the same layout and device are one."""
         layout = self.config.layout.layout()
         if not self.starts:
-            return (Segment(self.edges[0], self.last_step, layout_in_words(layout), layout.world_size, self.train),)
+            return (RunSegment(self.edges[0], self.last_step, layout_in_words(layout), layout.world_size, self.train),)
         changes = [
             start
             for earlier, start in zip((None, *self.starts), self.starts, strict=False)
@@ -85,9 +85,9 @@ class RunRecord:
         ]
         ends = [*(start.step for start in changes[1:]), max(self.last_step, changes[-1].step)]
         before = tuple(record for record in self.train if record.step <= changes[0].step)
-        unknown = (Segment(self.edges[0], changes[0].step, "a layout that was not recorded", None, before),)
+        unknown = (RunSegment(self.edges[0], changes[0].step, "a layout that was not recorded", None, before),)
         return (unknown if before else ()) + tuple(
-            Segment(
+            RunSegment(
                 start.step,
                 end,
                 start.layout,
@@ -103,7 +103,7 @@ class RunRecord:
         return self.config.batch.global_batch * self.config.batch.seq_len
 
     @property
-    def faults(self) -> tuple[Event, ...]:
+    def faults(self) -> tuple[EventRecord, ...]:
         """Its events that are not a part of every run."""
         return tuple(event for event in self.events if event.kind not in ("start", "save"))
 
@@ -142,7 +142,7 @@ def read_run(run_dir: str | Path) -> RunRecord:
     check_folder(folder)
     records = sorted(read_metrics(folder / METRICS), key=lambda record: record.step)
     config = load(folder / RUN_FILE)
-    if all(isinstance(record, Started) for record in records):
+    if all(isinstance(record, StartRecord) for record in records):
         raise InputError(
             f"{folder / METRICS} has no logged step yet: the run is, or was stopped, before its first logged step "
             f"(metrics.every={config.metrics.every}); wait for it, or go on with "
@@ -152,9 +152,9 @@ def read_run(run_dir: str | Path) -> RunRecord:
         folder=folder,
         config=config,
         run_file=without_secrets(read_text(folder / RUN_FILE)),
-        train=tuple(record for record in records if isinstance(record, Logged)),
-        validation=tuple(record for record in records if isinstance(record, Evaluated)),
-        starts=tuple(record for record in records if isinstance(record, Started)),
+        train=tuple(record for record in records if isinstance(record, TrainRecord)),
+        validation=tuple(record for record in records if isinstance(record, EvaluationRecord)),
+        starts=tuple(record for record in records if isinstance(record, StartRecord)),
         checkpoints=tuple(path.name for path in published(folder / CHECKPOINTS)),
         pipeline=read_pipeline(folder, config),
         events=tuple(read_events(folder)),

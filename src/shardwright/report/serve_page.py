@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from shardwright.files import write_whole
 from shardwright.report.frame import document, facts, picture, table
 from shardwright.report.style import COLOURS, plain_log_ticks, rendered
-from shardwright.serving.search import PERCENTILE, Found, Option, Plan, Task
+from shardwright.serving.search import PERCENTILE, ServingOption, ServingPlan, ServingTask, SimulatedOption
 from shardwright.serving.words import SIMULATED, reasons, simulated_cells
 from shardwright.units import format_count, format_seconds
 
@@ -22,7 +22,7 @@ NAMED = 6
 MOST_OTHERS = 40
 
 
-def write_page(plan: Plan, name: str, path: str | Path) -> None:
+def write_page(plan: ServingPlan, name: str, path: str | Path) -> None:
     """Write the page of a plan in which something fits, in place of what is there. `name`: of the model.
 
     Raises InputError for a place that cannot be written.
@@ -30,7 +30,7 @@ def write_page(plan: Plan, name: str, path: str | Path) -> None:
     write_whole(Path(path), _page(plan, name).encode("utf-8"))
 
 
-def _page(plan: Plan, name: str) -> str:
+def _page(plan: ServingPlan, name: str) -> str:
     task = plan.task
     title = f"{name} on {task.serving.cluster.name}"
     limits = "".join(
@@ -81,7 +81,7 @@ table.others td, table.top td { font-size: .875rem; border-bottom: 1px solid var
 """
 
 
-def _numbers(task: Task, best: Found) -> list[tuple[str, str, str]]:
+def _numbers(task: ServingTask, best: SimulatedOption) -> list[tuple[str, str, str]]:
     rows = [
         ("tokens per second", f"{best.tokens_per_s:,.0f}", f"{best.per_accelerator:,.0f} of each accelerator"),
         ("of a user", f"{best.per_user:,.1f}", "tokens per second"),
@@ -97,7 +97,7 @@ def _numbers(task: Task, best: Found) -> list[tuple[str, str, str]]:
     return rows
 
 
-def pareto_svg(plan: Plan) -> str:
+def pareto_svg(plan: ServingPlan) -> str:
     """Tokens a second of an accelerator against those of a user: all settings, those that no other beats, the best."""
 
     def compose(figure: "Figure") -> None:
@@ -118,7 +118,7 @@ def pareto_svg(plan: Plan) -> str:
     return rendered(SIZE_IN, compose, "svg", transparent=True).decode("utf-8")
 
 
-def _points(ax: "Axes", options: list[Option], pareto: list[Option]) -> None:
+def _points(ax: "Axes", options: list[ServingOption], pareto: list[ServingOption]) -> None:
     users, each = zip(*((1 / option.tpot_s, option.per_accelerator()) for option in options), strict=True)
     ax.scatter(users, each, s=5, color=COLOURS["grid"], label="layouts and batches", zorder=1)
     line = [(1 / option.tpot_s, option.per_accelerator()) for option in pareto]

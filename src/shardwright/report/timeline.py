@@ -10,7 +10,7 @@ from statistics import fmean, median
 from shardwright.config import RunConfig
 from shardwright.run_folder import PipelineStep, read_pipeline_steps, timeline_path
 from shardwright.schedule.actions import OPS, Action, Op, Schedule
-from shardwright.schedule.draw import Timeline
+from shardwright.schedule.draw import ScheduleTimeline
 from shardwright.schedule.simulate import Simulation, Times, simulate
 from shardwright.split.stages import KEPT_FOR_WEIGHT, step_schedule
 from shardwright.units import format_seconds
@@ -84,7 +84,7 @@ class PipelineRecord:
     spans: tuple[Spans, ...]
 
     @property
-    def timelines(self) -> list[Timeline]:
+    def timelines(self) -> list[ScheduleTimeline]:
         """The planned one and the measured one, both in milliseconds."""
         told = self.numbers
         name = f"{told.schedule}, {len(self.spans)} ranks, {told.n_microbatches} micro-batches"
@@ -133,8 +133,8 @@ class PipelineRecord:
             action_median_s=self._action_s(median),
         )
 
-    def _timeline(self, title: str, spans: Sequence[Spans], note: str = "") -> Timeline:
-        return Timeline(title, spans, self.schedule.n_stages, "ms", note, kept_for_weight=KEPT_FOR_WEIGHT)
+    def _timeline(self, title: str, spans: Sequence[Spans], note: str = "") -> ScheduleTimeline:
+        return ScheduleTimeline(title, spans, self.schedule.n_stages, "ms", note, kept_for_weight=KEPT_FOR_WEIGHT)
 
     @cached_property
     def _lengths_ms(self) -> dict[tuple[Op, int], list[float]]:

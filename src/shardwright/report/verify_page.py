@@ -1,7 +1,7 @@
 """What `verify` found on one HTML page that needs nothing else: no network, no script, no other file.
 
-It is made from any objects with the attributes of `verification.compare.Report` and `Row`, which this package does not
-import.
+It is made from any objects with the attributes of `verification.compare.Report` and `ComparisonRow`, which this package
+does not import.
 """
 
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ from typing import Protocol
 
 from shardwright.files import write_whole
 from shardwright.report.frame import document, facts, picture, table
-from shardwright.report.verify_pictures import ROLES, Row, errors_svg, short
+from shardwright.report.verify_pictures import ROLES, ComparisonRow, errors_svg, short
 
 MORE_ROWS = 12
 """Rows that are not equal, beside the worst of each kind, in the table of a layout."""
 
 
-class Report(Protocol):
+class ComparisonReport(Protocol):
     """A comparison of a layout with its reference, as `verification.compare.Report`."""
 
     @property
@@ -25,7 +25,7 @@ class Report(Protocol):
     @property
     def against(self) -> str: ...
     @property
-    def rows(self) -> Sequence[Row]: ...
+    def rows(self) -> Sequence[ComparisonRow]: ...
     @property
     def n_replicated(self) -> int: ...
     @property
@@ -37,12 +37,12 @@ class Report(Protocol):
     @property
     def equal(self) -> bool: ...
     @property
-    def worst(self) -> Row: ...
-    def worst_of_each(self) -> Sequence[Row]:
+    def worst(self) -> ComparisonRow: ...
+    def worst_of_each(self) -> Sequence[ComparisonRow]:
         """The worst row of each kind and training."""
 
 
-def write_page(report: Report, sizes: str, path: str | Path) -> None:
+def write_page(report: ComparisonReport, sizes: str, path: str | Path) -> None:
     """Write the page of one layout, in place of what is there. `sizes`: those of model and batch, in words.
 
     Raises InputError for a place that cannot be written.
@@ -67,7 +67,7 @@ and what several ranks hold are below.</figcaption>
     write_whole(Path(path), document(title, body, _STYLE, (ROLES[0], ROLES[1])).encode("utf-8"))
 
 
-def write_matrix_page(reports: Sequence[Report], title: str, path: str | Path) -> None:
+def write_matrix_page(reports: Sequence[ComparisonReport], title: str, path: str | Path) -> None:
     """Write the page of many layouts, in place of what is there: a table of their verdicts, in their order.
 
     Raises InputError for a place that cannot be written.
@@ -90,15 +90,15 @@ table.verify td { vertical-align: top; }
 """
 
 
-def _verdict(report: Report) -> str:
+def _verdict(report: ComparisonReport) -> str:
     return "failed" if report.crash else "equal" if report.equal else "not equal"
 
 
-def _culprit(report: Report) -> str:
+def _culprit(report: ComparisonReport) -> str:
     return f'<p class="bad">Culprit: {escape(report.culprit)}.</p>\n' if report.culprit else ""
 
 
-def _numbers(report: Report) -> list[tuple[str, str, str]]:
+def _numbers(report: ComparisonReport) -> list[tuple[str, str, str]]:
     failing = sum(not row.equal for row in report.rows)
     n_copies = len(report.differing)
     return [
@@ -109,7 +109,7 @@ def _numbers(report: Report) -> list[tuple[str, str, str]]:
     ]
 
 
-def _rows(report: Report) -> list[tuple[str, ...]]:
+def _rows(report: ComparisonReport) -> list[tuple[str, ...]]:
     """The worst row of each kind, and then the worst of the others that are not equal."""
     shown = list(report.worst_of_each())
     others = sorted((row for row in report.rows if not row.equal and row not in shown), key=lambda row: -row.excess)
@@ -127,7 +127,7 @@ def _rows(report: Report) -> list[tuple[str, ...]]:
     ]
 
 
-def _reasons(report: Report) -> str:
+def _reasons(report: ComparisonReport) -> str:
     reasons = "\n".join(f"<li>{escape(reason)}</li>" for reason in dict.fromkeys(row.reason for row in report.rows))
     more = sum(not row.equal for row in report.rows) - sum(not row.equal for row in report.worst_of_each()) - MORE_ROWS
     left = f"<p>{more:,} more are not equal; all of them with --json.</p>\n" if more > 0 else ""
@@ -138,7 +138,7 @@ Tolerance:</p>
 </ul>"""
 
 
-def _replicas(report: Report) -> str:
+def _replicas(report: ComparisonReport) -> str:
     if not report.n_replicated:
         return "<p>Nothing is on more than one rank.</p>"
     if not report.differing:
@@ -150,7 +150,7 @@ def _replicas(report: Report) -> str:
 </ul>"""
 
 
-def _line(report: Report) -> tuple[str, ...]:
+def _line(report: ComparisonReport) -> tuple[str, ...]:
     layout, verdict = escape(str(report.layout)), _yes(report.equal, "equal", _verdict(report))
     if report.crash:
         return layout, verdict, escape(report.crash.splitlines()[0]), "", "", ""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class Quantity(Protocol):
+class ComparedQuantity(Protocol):
     """What was compared: its kind, such as "gradient", in which training and after which step; 0: before the first."""
 
     @property
@@ -23,12 +23,12 @@ class Quantity(Protocol):
     def step(self) -> int: ...
 
 
-class Row(Protocol):
-    """One comparison, as `verification.compare.Row`: of a tensor in one step, or of a number, whose name is empty.
-    `excess`: the error in multiples of the tolerance."""
+class ComparisonRow(Protocol):
+    """One comparison, as `verification.compare.ReportRow`: of a tensor in one step, or of a number, whose name is
+    empty. `excess`: the error in multiples of the tolerance."""
 
     @property
-    def quantity(self) -> Quantity: ...
+    def quantity(self) -> ComparedQuantity: ...
     @property
     def name(self) -> str: ...
     @property
@@ -43,7 +43,7 @@ class Row(Protocol):
     def excess(self) -> float: ...
 
 
-class Class(NamedTuple):
+class ErrorClass(NamedTuple):
     """A class of errors: those up to `most` times their tolerance; its colour on paper and on a dark screen."""
 
     most: float
@@ -55,10 +55,10 @@ class Class(NamedTuple):
 # Blue is equal and orange is not, which readers with any common colour blindness tell apart; the more of it, the
 # larger the error. All are light on paper and dark on a dark screen, so that the number in a cell can be read.
 CLASSES = (
-    Class(1e-3, "to a thousandth of the tolerance", "#e3edf6", "#1c2c3b"),
-    Class(1.0, "to the tolerance: equal", "#a5c9e7", "#2b557a"),
-    Class(1e3, "to a thousand tolerances: not equal", "#f7c48f", "#8a5216"),
-    Class(math.inf, "more, or not a number", "#e9824c", "#b8451a"),
+    ErrorClass(1e-3, "to a thousandth of the tolerance", "#e3edf6", "#1c2c3b"),
+    ErrorClass(1.0, "to the tolerance: equal", "#a5c9e7", "#2b557a"),
+    ErrorClass(1e3, "to a thousand tolerances: not equal", "#f7c48f", "#8a5216"),
+    ErrorClass(math.inf, "more, or not a number", "#e9824c", "#b8451a"),
 )
 ROLES = (
     {f"error-{at}": each.paper for at, each in enumerate(CLASSES)},
@@ -74,7 +74,7 @@ Cells = Mapping[tuple[str, int], float]
 """The largest error of each layer and step, in multiples of its tolerance."""
 
 
-def cells_by_panel(rows: Iterable[Row]) -> dict[str, Cells]:
+def cells_by_panel(rows: Iterable[ComparisonRow]) -> dict[str, Cells]:
     """The panels: gradients, and parameters with their initial values as step 0, of each training."""
     found: dict[str, dict[tuple[str, int], float]] = {}
     for row in rows:
@@ -111,7 +111,7 @@ def class_of(excess: float) -> int:
     return next((at for at, each in enumerate(CLASSES) if excess <= each.most), len(CLASSES) - 1)
 
 
-def errors_svg(rows: Sequence[Row]) -> str:
+def errors_svg(rows: Sequence[ComparisonRow]) -> str:
     """A row for each layer and a column for each step, one panel beside the other."""
     panels = cells_by_panel(rows)
     layers = in_order(layer for cells in panels.values() for layer, _ in cells)

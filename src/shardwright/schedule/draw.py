@@ -47,7 +47,7 @@ DIGIT = 6.0  # width of a digit of 10 px
 
 
 @dataclass(frozen=True)
-class Timeline:
+class ScheduleTimeline:
     """The actions of the ranks of one pipeline with their times.
 
     `spans[r]`: the actions of rank r, each with its start and end, in `unit`, since the start of the step. `n_stages`
@@ -104,7 +104,7 @@ class Timeline:
         ]
 
 
-def planned(simulation: Simulation, kept_for_weight: float = KEPT_FOR_WEIGHT) -> Timeline:
+def planned(simulation: Simulation, kept_for_weight: float = KEPT_FOR_WEIGHT) -> ScheduleTimeline:
     """Return the timeline of a simulation."""
     schedule = simulation.schedule
     stages = f", {schedule.n_stages} stages" if schedule.n_stages != schedule.n_ranks else ""
@@ -112,7 +112,7 @@ def planned(simulation: Simulation, kept_for_weight: float = KEPT_FOR_WEIGHT) ->
     given = {"F": times.forward, "I": times.backward_input, "W": times.weight, "message": times.comm}
     words = ", ".join(f"{name} {time:g}" for name, time in given.items() if not isinstance(time, tuple) and time)
     sizes = f"{_count(schedule.n_ranks, 'rank')}{stages}, {_count(schedule.n_microbatches, 'micro-batch')}"
-    return Timeline(
+    return ScheduleTimeline(
         f"{schedule.name}: {sizes}",
         simulation.spans,
         schedule.n_stages,
@@ -128,7 +128,7 @@ def _count(n: int, word: str) -> str:
     return f"{n} {word}" if n == 1 else f"{n} {word}{'es' if word.endswith('ch') else 's'}"
 
 
-def draw(timelines: Sequence[Timeline], path: str | Path, curves: bool = True) -> None:
+def draw(timelines: Sequence[ScheduleTimeline], path: str | Path, curves: bool = True) -> None:
     """Write timelines, one below the other, to an SVG file, which is replaced if it exists.
 
     `curves`: whether to draw a rank's activations below its row. Raises InputError if the file cannot be written.
@@ -136,7 +136,7 @@ def draw(timelines: Sequence[Timeline], path: str | Path, curves: bool = True) -
     write_whole(Path(path), svg(timelines, curves).encode("utf-8"))
 
 
-def svg(timelines: Sequence[Timeline], curves: bool = True) -> str:
+def svg(timelines: Sequence[ScheduleTimeline], curves: bool = True) -> str:
     """Return the text of the SVG file. Timelines of the same unit share the scale of time; all share the scale of
     memory."""
     width = _width(timelines)
@@ -160,11 +160,11 @@ def svg(timelines: Sequence[Timeline], curves: bool = True) -> str:
     )
 
 
-def _ranks(timeline: Timeline) -> range:
+def _ranks(timeline: ScheduleTimeline) -> range:
     return range(len(timeline.spans))
 
 
-def _width(timelines: Sequence[Timeline]) -> int:
+def _width(timelines: Sequence[ScheduleTimeline]) -> int:
     """Return a width in pixels that fits numbers in boxes of the usual length, up to a limit."""
     needed = float(NARROW)
     for timeline in timelines:
@@ -192,13 +192,13 @@ class _Canvas:
     def row(self, rank: int) -> float:
         return self.top + HEADING + rank * self.pitch
 
-    def bottom(self, timeline: Timeline) -> float:
+    def bottom(self, timeline: ScheduleTimeline) -> float:
         return self.row(len(timeline.spans)) + AXIS
 
     def x(self, time: float) -> float:
         return LEFT + time * self.scale
 
-    def timeline(self, timeline: Timeline, width: int) -> list[str]:
+    def timeline(self, timeline: ScheduleTimeline, width: int) -> list[str]:
         columns = width - RIGHT + 40, width - RIGHT + 87, width - MARGIN
         parts = [
             _text(MARGIN, self.top + 12, timeline.title, size=14, weight="bold"),
@@ -217,14 +217,14 @@ class _Canvas:
                 parts.append(_text(x, middle, words, anchor="end"))
         return [*parts, *self._idle(timeline), *self._curves(timeline), *self._boxes(timeline), *self._axis(timeline)]
 
-    def _idle(self, timeline: Timeline) -> list[str]:
+    def _idle(self, timeline: ScheduleTimeline) -> list[str]:
         """Return a background behind the boxes, visible where a rank is idle."""
         d = ""
         for rank in _ranks(timeline):
             d += _box(self.x(timeline.begin(rank)), self.row(rank), timeline.cost * self.scale, ROW)
         return [f'<path class="idle" fill="{IDLE}" d="{d}"/>']
 
-    def _curves(self, timeline: Timeline) -> list[str]:
+    def _curves(self, timeline: ScheduleTimeline) -> list[str]:
         if not self.curves or not self.highest:
             return []
         whole: list[str] = []
@@ -244,7 +244,7 @@ class _Canvas:
             parts.insert(0, f'<path class="waiting" fill="{WAITING}" d="{"".join(whole)}"/>')
         return parts
 
-    def _boxes(self, timeline: Timeline) -> list[str]:
+    def _boxes(self, timeline: ScheduleTimeline) -> list[str]:
         shade_of = shades(timeline)
         boxes: dict[tuple[Op, str], list[str]] = {}
         numbers: dict[str, list[str]] = {}
@@ -268,7 +268,7 @@ class _Canvas:
             parts += [f'<g fill="{colour}" text-anchor="middle">', *texts, "</g>"]
         return parts
 
-    def _axis(self, timeline: Timeline) -> list[str]:
+    def _axis(self, timeline: ScheduleTimeline) -> list[str]:
         y = self.row(len(timeline.spans)) + (-2 if self.curves else 3)
         ticks = _ticks(timeline.reach, 70 / self.scale)
         marks = "".join(f"M{_n(self.x(tick))} {_n(y)}v4" for tick in ticks)
@@ -280,7 +280,7 @@ class _Canvas:
         return parts
 
 
-def _legend(timelines: Sequence[Timeline], top: float, curves: bool, width: int) -> tuple[list[str], float]:
+def _legend(timelines: Sequence[ScheduleTimeline], top: float, curves: bool, width: int) -> tuple[list[str], float]:
     """Return the legend, on as many lines as it needs, and its lower edge."""
     used = {action.op for timeline in timelines for spans in timeline.spans for action, _, _ in spans}
     many = any(_is_shaded(timeline) for timeline in timelines)
@@ -308,26 +308,26 @@ def _legend(timelines: Sequence[Timeline], top: float, curves: bool, width: int)
     return parts, top + LEGEND
 
 
-def _waits(timeline: Timeline) -> bool:
+def _waits(timeline: ScheduleTimeline) -> bool:
     return any(action.op == "W" for spans in timeline.spans for action, _, _ in spans)
 
 
-def _waiting_words(timelines: Iterable[Timeline]) -> str:
+def _waiting_words(timelines: Iterable[ScheduleTimeline]) -> str:
     shares = sorted({timeline.kept_for_weight for timeline in timelines if _waits(timeline)})
     return f"waiting for W, each {' or '.join(f'{share:.4g}' for share in shares)} of one in flight"
 
 
-def _is_shaded(timeline: Timeline) -> bool:
+def _is_shaded(timeline: ScheduleTimeline) -> bool:
     return any(len({action.stage for action, _, _ in spans}) > 1 for spans in timeline.spans)
 
 
-def _both_ways(timeline: Timeline) -> bool:
+def _both_ways(timeline: ScheduleTimeline) -> bool:
     """Return whether two ranks hold a stage, and micro-batches enter at both ends, as in DualPipe."""
     stages = [{action.stage for action, _, _ in spans} for spans in timeline.spans]
     return sum(map(len, stages)) > len(set().union(*stages))
 
 
-def _shade_words(timelines: Iterable[Timeline]) -> str:
+def _shade_words(timelines: Iterable[ScheduleTimeline]) -> str:
     shaded = [timeline for timeline in timelines if _is_shaded(timeline)]
     words = [
         *["a rank's later stage"] * any(not _both_ways(timeline) for timeline in shaded),
@@ -336,7 +336,7 @@ def _shade_words(timelines: Iterable[Timeline]) -> str:
     return f"dark: {', or '.join(words)}"
 
 
-def shades(timeline: Timeline) -> Callable[[int, Action], str]:
+def shades(timeline: ScheduleTimeline) -> Callable[[int, Action], str]:
     """Return the colour of an action of a rank: lighter for the rank's first stage, or for micro-batches that enter at
     rank 0, darker for later stages, or for micro-batches that enter at the last rank."""
     if _both_ways(timeline):

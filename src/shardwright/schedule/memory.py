@@ -22,7 +22,7 @@ the attention matrix. Fused attention does not store it, and the fraction is the
 """
 
 
-class Held(NamedTuple):
+class MicrobatchCounts(NamedTuple):
     """A rank's numbers of micro-batches in flight and waiting from `time` on; each is counted for one stage."""
 
     time: float
@@ -34,7 +34,7 @@ class Held(NamedTuple):
         return self.in_flight + kept_for_weight * self.waiting
 
 
-def held(spans: Iterable[tuple[Action, float, float]]) -> list[Held]:
+def held(spans: Iterable[tuple[Action, float, float]]) -> list[MicrobatchCounts]:
     """Return the counts of a rank after each change. `spans`: its actions in order, with start and end in any unit."""
     curve = []
     in_flight = waiting = 0
@@ -46,5 +46,5 @@ def held(spans: Iterable[tuple[Action, float, float]]) -> list[Held]:
         else:
             in_flight -= 1
             waiting += action.op == "I"
-        curve.append(Held(start if action.op == "F" else end, in_flight, waiting))
+        curve.append(MicrobatchCounts(start if action.op == "F" else end, in_flight, waiting))
     return curve

@@ -19,7 +19,7 @@ from shardwright.schedule.actions import Action, Result, Schedule
 from shardwright.schedule.validate import deadlock
 
 
-class Message(NamedTuple):
+class StageMessage(NamedTuple):
     """A tensor that `stage` needs from another rank for a micro-batch: its input for F, its output's gradient for B."""
 
     stage: int
@@ -29,20 +29,20 @@ class Message(NamedTuple):
     receiver: int
 
 
-class Exchange(NamedTuple):
+class PairExchange(NamedTuple):
     """The messages of one round between two ranks, `low` < `high`, in one direction or in both."""
 
     low: int
     high: int
-    messages: tuple[Message, ...]
+    messages: tuple[StageMessage, ...]
 
 
-def with_messages(schedule: Schedule) -> list[list[Action | Exchange]]:
+def with_messages(schedule: Schedule) -> list[list[Action | PairExchange]]:
     """Return every rank's actions with the exchanges between them.
 
     Raises ScheduleError for a schedule that deadlocks.
     """
-    lists: list[list[Action | Exchange]] = [[] for _ in schedule.ranks]
+    lists: list[list[Action | PairExchange]] = [[] for _ in schedule.ranks]
     position = [0] * schedule.n_ranks
     made_in: dict[Result, int] = {}
     now = last = 0
@@ -54,7 +54,7 @@ def with_messages(schedule: Schedule) -> list[list[Action | Exchange]]:
             last = now
         elif now > last + 1:
             raise ScheduleError(f"{schedule.name}: {deadlock(schedule)}")
-        between: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
+        between: defaultdict[tuple[int, int], list[StageMessage]] = defaultdict(list)
         for rank, action in ready:
             position[rank] += 1
             lists[rank].append(action)
@@ -62,14 +62,14 @@ def with_messages(schedule: Schedule) -> list[list[Action | Exchange]]:
             if (message := sent_after(schedule, rank, action)) is not None:
                 between[min(rank, message.receiver), max(rank, message.receiver)].append(message)
         for (low, high), messages in sorted(between.items()):
-            exchange = Exchange(low, high, tuple(messages))
+            exchange = PairExchange(low, high, tuple(messages))
             lists[low].append(exchange)
             lists[high].append(exchange)
         now += 1
     return lists
 
 
-def sent_after(schedule: Schedule, rank: int, action: Action) -> Message | None:
+def sent_after(schedule: Schedule, rank: int, action: Action) -> StageMessage | None:
     """Return the message that a rank sends after an action; None if no other rank needs its result."""
     if action.op == "W":
         return None
@@ -77,7 +77,7 @@ def sent_after(schedule: Schedule, rank: int, action: Action) -> Message | None:
     receiver = schedule.place.get((stage, action.microbatch), rank)
     if receiver == rank:
         return None
-    return Message(stage, "F" if action.op == "F" else "B", action.microbatch, rank, receiver)
+    return StageMessage(stage, "F" if action.op == "F" else "B", action.microbatch, rank, receiver)
 
 
 def _ready(schedule: Schedule, rank: int, action: Action, made_in: dict[Result, int], now: int) -> bool:

@@ -61,7 +61,7 @@ def search(
             raise ScheduleError(f"{name}={value}; valid: 1 or more")
     if not 0 <= kept_for_weight <= 1:
         raise ScheduleError(f"kept_for_weight={kept_for_weight:g} is a share of activations; valid: 0 to 1")
-    problem = Problem.of(n_ranks, n_microbatches, times, limit, kept_for_weight)
+    problem = ScheduleProblem.of(n_ranks, n_microbatches, times, limit, kept_for_weight)
     enough = least_cost(problem) * (1 + _SAME)
     best = _climb(problem, _best_uniform(problem, enough), enough)
     ranks = (_in_order(rank, ops) for rank, ops in enumerate(best.ops))
@@ -69,7 +69,7 @@ def search(
     return min(candidates, key=lambda schedule: simulate(schedule, times).cost)
 
 
-class Problem(NamedTuple):
+class ScheduleProblem(NamedTuple):
     """The input of the search; times by stage, in the unit of `Times`."""
 
     n_ranks: int
@@ -83,7 +83,7 @@ class Problem(NamedTuple):
     """Fraction of a micro-batch's activations that is kept between its I and its W."""
 
     @classmethod
-    def of(cls, n_ranks: int, n_microbatches: int, times: Times, limit: int, kept: float) -> "Problem":
+    def of(cls, n_ranks: int, n_microbatches: int, times: Times, limit: int, kept: float) -> "ScheduleProblem":
         """Return a problem with one stage a rank. Raises ScheduleError for invalid times."""
         of = times.of_stages(n_ranks)
         return cls(n_ranks, n_microbatches, of["F"], of["I"], of["W"], times.comm, limit, kept)
@@ -100,7 +100,7 @@ class Problem(NamedTuple):
         return m if (m - 1) * self.kept <= self.limit - 1 else 1 + int((self.limit - 1) / self.kept + _SAME)
 
 
-def least_cost(problem: Problem) -> float:
+def least_cost(problem: ScheduleProblem) -> float:
     """Return a lower bound on the cost of all schedules that respect the limit, in the unit of the times.
 
     The cost of a step is the longest time from a rank's first action to its last. For every rank b, with m
@@ -146,7 +146,7 @@ def least_cost(problem: Problem) -> float:
     return least
 
 
-def _weights_before_last(problem: Problem, n_i: int) -> int:
+def _weights_before_last(problem: ScheduleProblem, n_i: int) -> int:
     """Return the least number of W that a rank has run before its last F, after n_i of I: before the F,
     m - 1 - n_i + kept * (n_i - n_w) <= limit - 1."""
     room = problem.limit - problem.n_microbatches + n_i
@@ -181,7 +181,7 @@ def _next_op(
     return "W" if waiting and coming_in >= policy.gap * weight else None
 
 
-def _run(problem: Problem, policies: list[Policy], at_most: float) -> tuple[float, list[list[Op]]] | None:
+def _run(problem: ScheduleProblem, policies: list[Policy], at_most: float) -> tuple[float, list[list[Op]]] | None:
     """Simulate the policies; return the cost and each rank's ops in order, or None if the cost is above `at_most`.
 
     Each op runs the micro-batches in order. A rank chooses when it is free: it knows which inputs have arrived, and
@@ -243,29 +243,29 @@ def _run(problem: Problem, policies: list[Policy], at_most: float) -> tuple[floa
     return max(problem.work(rank) + idle[rank] for rank in range(p)), ops
 
 
-class _Found(NamedTuple):
+class _ScheduleResult(NamedTuple):
     cost: float
     policies: list[Policy]
     ops: list[list[Op]]
 
 
-def _best_uniform(problem: Problem, enough: float) -> _Found:
+def _best_uniform(problem: ScheduleProblem, enough: float) -> _ScheduleResult:
     """Return the best policy that is the same for all ranks, except that `ahead` is linear in the rank; ties go to the
     policy with fewer forward passes ahead. Stops as soon as the cost is `enough`."""
     p, m = problem.n_ranks, problem.n_microbatches
-    best: _Found | None = None
+    best: _ScheduleResult | None = None
     for step, prefer, gap in product((1, 2, 3, m), (0, 2, 1), (0.0, 0.5, 1.0)):
         policies = [Policy(min(m, 1 + step * (p - 1 - rank)), prefer, gap) for rank in range(p)]
         ran = _run(problem, policies, best.cost if best else inf)
         if ran and (best is None or ran[0] < best.cost * (1 - _SAME)):
-            best = _Found(ran[0], policies, ran[1])
+            best = _ScheduleResult(ran[0], policies, ran[1])
             if best.cost <= enough:
                 break
     assert best is not None, "the first policies have no cost to stay below"
     return best
 
 
-def _climb(problem: Problem, best: _Found, enough: float) -> _Found:
+def _climb(problem: ScheduleProblem, best: _ScheduleResult, enough: float) -> _ScheduleResult:
     """Improve policies by hill climbing: change one to three numbers at random, each for one rank or for a rank and all
     before or after it, and keep the change unless it costs more. Stops when the cost is `enough`, or after a number of
     tries that depends only on the size."""
@@ -293,11 +293,11 @@ def _climb(problem: Problem, best: _Found, enough: float) -> _Found:
                         policies[r] = policies[r]._replace(gap=gap)
         ran = _run(problem, policies, best.cost)
         if ran:
-            best = _Found(ran[0], policies, ran[1])
+            best = _ScheduleResult(ran[0], policies, ran[1])
     return best
 
 
-def _hand_made(problem: Problem) -> Iterator[Schedule]:
+def _hand_made(problem: ScheduleProblem) -> Iterator[Schedule]:
     """Yield 1f1b, zb-h1, zb-h2 and the next schedule of that series, truncated to the limit: rank r runs F up to
     k(p-1-r) micro-batches ahead of I, and W up to kr behind it."""
     p, m = problem.n_ranks, problem.n_microbatches

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from shardwright.errors import ScheduleError
 from shardwright.schedule.actions import Action, Op, Schedule
-from shardwright.schedule.memory import Held, held
+from shardwright.schedule.memory import MicrobatchCounts, held
 from shardwright.schedule.play import play
 from shardwright.schedule.validate import deadlock
 
@@ -119,7 +119,7 @@ class Simulation:
         return sum(rates) / len(rates) if rates else 0.0
 
     @cached_property
-    def held(self) -> tuple[list[Held], ...]:
+    def held(self) -> tuple[list[MicrobatchCounts], ...]:
         """For every rank its micro-batches in flight and waiting over time."""
         return tuple(map(held, self.spans))
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.files import write_whole
-from shardwright.schedule.draw import OP_WORDS, Timeline
+from shardwright.schedule.draw import OP_WORDS, ScheduleTimeline
 
 US_PER_UNIT = {"s": 1e6, "ms": 1e3, "us": 1.0}
 US_PER_OTHER_UNIT = 1e3
 
 
-def write_trace(timelines: Sequence[Timeline], path: str | Path) -> None:
+def write_trace(timelines: Sequence[ScheduleTimeline], path: str | Path) -> None:
     """Write timelines to a trace file, which is replaced if it exists.
 
     Times are in microseconds; a unit without a name is shown as a millisecond. Raises InputError if the file cannot be
@@ -27,7 +27,7 @@ def write_trace(timelines: Sequence[Timeline], path: str | Path) -> None:
     write_whole(Path(path), (json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n").encode("utf-8"))
 
 
-def _events(timeline: Timeline, process: int) -> Iterator[dict[str, Any]]:
+def _events(timeline: ScheduleTimeline, process: int) -> Iterator[dict[str, Any]]:
     us = US_PER_UNIT.get(timeline.unit, US_PER_OTHER_UNIT)
     yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": timeline.title}}
     yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
@@ -51,7 +51,7 @@ def _events(timeline: Timeline, process: int) -> Iterator[dict[str, Any]]:
     yield from _flows(timeline, process, us)
 
 
-def _flows(timeline: Timeline, process: int, us: float) -> Iterator[dict[str, Any]]:
+def _flows(timeline: ScheduleTimeline, process: int, us: float) -> Iterator[dict[str, Any]]:
     """Yield a flow from every action to the action on another rank that needs its result.
 
     A flow begins in the middle of a box: at its end the viewer could attribute it to the next action.

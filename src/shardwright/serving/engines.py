@@ -20,7 +20,7 @@ cache for 1,024 (#17122; this and 0.5 GiB of CUDA)."""
 
 
 @dataclass(frozen=True)
-class Engine:
+class ServingEngine:
     """`name`: of the generation, with constants in rates.toml. `words`: a pattern for its name in sources. `since`: the
     first version of the generation. `like`: the engine that it has the constants of where few rows say otherwise: the
     next one in time, whose kernels and scheduler are nearest; "others" for those of today.
@@ -67,32 +67,36 @@ class Engine:
         return min(self.max_batch, REQUESTS_ON_SMALL if small else self.max_batch)
 
 
-def _tensorrt(name: str, since: tuple[int, int], max_batch: int, *, mixed: bool, like: str = OTHERS) -> Engine:
+def _tensorrt(name: str, since: tuple[int, int], max_batch: int, *, mixed: bool, like: str = OTHERS) -> ServingEngine:
     words = r"trt-?llm|tensorrt-?llm"
-    return Engine(name, words, since, max_batch, mixed=mixed, chunked=False, kv_fp8=True, like=like, reserved=1.0)
+    return ServingEngine(
+        name, words, since, max_batch, mixed=mixed, chunked=False, kv_fp8=True, like=like, reserved=1.0
+    )
 
 
 ENGINES = (
-    Engine("fastertransformer", r"fastertransformer|\bft-gpt|\bft\b", mixed=False, like="trtllm-0.5"),
+    ServingEngine("fastertransformer", r"fastertransformer|\bft-gpt|\bft\b", mixed=False, like="trtllm-0.5"),
     _tensorrt("trtllm-0.5", (0, 0), 256, mixed=False, like="trtllm-0.8"),
     _tensorrt("trtllm-0.8", (0, 7), 1024, mixed=False, like="trtllm-0.17"),
     _tensorrt("trtllm-0.17", (0, 10), 2048, mixed=True),
     _tensorrt("trtllm-1", (1, 0), 2048, mixed=True),
-    Engine("vllm", r"vllm", (0, 0), 1024, kv_fp8=True, memory_share=0.9, cache_share=1.0, logit_bytes=VLLM_LOGIT_BYTES),
-    Engine("sglang", r"sglang", (0, 0), 1024, memory_share=0.88, cache_share=1.0),
-    Engine("lmdeploy", r"lmdeploy|turbomind", (0, 0), 256, mixed=False, like="trtllm-0.5"),
+    ServingEngine(
+        "vllm", r"vllm", (0, 0), 1024, kv_fp8=True, memory_share=0.9, cache_share=1.0, logit_bytes=VLLM_LOGIT_BYTES
+    ),
+    ServingEngine("sglang", r"sglang", (0, 0), 1024, memory_share=0.88, cache_share=1.0),
+    ServingEngine("lmdeploy", r"lmdeploy|turbomind", (0, 0), 256, mixed=False, like="trtllm-0.5"),
 )
 """By engine, generations from old to new."""
-UNNAMED = Engine(OTHERS, r"(?!)", max_batch=1024, kv_fp8=True)
+UNNAMED = ServingEngine(OTHERS, r"(?!)", max_batch=1024, kv_fp8=True)
 """Of a table that names no engine: what those of today have in common."""
-GENERATE = Engine("generate", r"\bshardwright\b", max_batch=256, mixed=False)
+GENERATE = ServingEngine("generate", r"\bshardwright\b", max_batch=256, mixed=False)
 """`shardwright generate`, whose constants are those that `shardwright measure` has measured (`serving.host`), and which
 no published table names."""
 USUAL = ENGINES[4]
 """Of `plan serve`, but on a processor that was measured."""
 
 
-def engine_of(text: str) -> Engine | None:
+def engine_of(text: str) -> ServingEngine | None:
     """The engine, and its generation if a version follows its name, that a text names first; the newest generation
     without a version. None if it names none."""
     found = [

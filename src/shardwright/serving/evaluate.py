@@ -12,11 +12,11 @@ import numpy as np
 
 from shardwright.errors import InputError
 from shardwright.serving import forms
-from shardwright.serving.measured import FULL, LOOP, Case, Skipped, as_json, read
+from shardwright.serving.measured import FULL, LOOP, ServingCase, SkippedServingRow, as_json, read
 from shardwright.serving.memory import largest_batch, memory
-from shardwright.serving.rates import Fitted, Rates, fitted
+from shardwright.serving.rates import FittedRates, Rates, fitted
 from shardwright.serving.setting import Serving, Settings
-from shardwright.serving.simulate import PassTable, Scheduler, Served, closed_loop, lengths, run, steady_loop
+from shardwright.serving.simulate import PassTable, Scheduler, ServedTimes, closed_loop, lengths, run, steady_loop
 
 MEASUREMENTS = Path(__file__).with_name("published") / "inference_runs.csv"
 """Published measurements that come with Shardwright."""
@@ -26,11 +26,11 @@ users would stay in step for ever, which no client shows: then they are spread e
 
 
 @dataclass(frozen=True)
-class Row:
+class ServingPrediction:
     """A measurement with what is predicted for it. `left_out`: by constants that were fitted without its source; None
     where its source is not among those that they were fitted to."""
 
-    case: Case
+    case: ServingCase
     predicted: float
     left_out: float | None
 
@@ -41,7 +41,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Summary:
+class ServingErrorSummary:
     """Errors of one metric of one source in one regime, as shares. `left_out`: mean absolute error by constants that
     have not seen the source, or None."""
 
@@ -58,17 +58,17 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class ServingEvaluation:
     """What `evaluate` found."""
 
     path: Path
-    rows: tuple[Row, ...]
-    skipped: tuple[Skipped, ...]
+    rows: tuple[ServingPrediction, ...]
+    skipped: tuple[SkippedServingRow, ...]
 
     @property
-    def summaries(self) -> list[Summary]:
+    def summaries(self) -> list[ServingErrorSummary]:
         """One for each source, regime and metric, in the order of the file."""
-        kinds: dict[tuple[str, str, str], list[Row]] = {}
+        kinds: dict[tuple[str, str, str], list[ServingPrediction]] = {}
         for row in self.rows:
             case = row.case
             kinds.setdefault((case.line.source_id, case.regime, case.line.metric), []).append(row)
@@ -104,7 +104,7 @@ class Evaluation:
         return {"file": str(self.path), "rows": rows + skipped, "sources": [vars(each) for each in self.summaries]}
 
 
-def evaluate(path: Path) -> Evaluation:
+def evaluate(path: Path) -> ServingEvaluation:
     """Predict every row of a CSV with the columns of `serving.measured`.
 
     Raises InputError with every column and cell that is not valid. A row that has no price is no error: it is skipped.
@@ -112,18 +112,18 @@ def evaluate(path: Path) -> Evaluation:
     best, without = fitted()
     rows, skipped = [], []
     for each in read(path):
-        if isinstance(each, Skipped):
+        if isinstance(each, SkippedServingRow):
             skipped.append(each)
             continue
         others = without.get(each.line.source_id)
         try:
-            rows.append(Row(each, predict(each, best), None if others is None else predict(each, others)))
+            rows.append(ServingPrediction(each, predict(each, best), None if others is None else predict(each, others)))
         except InputError as error:
-            skipped.append(Skipped(each.line, error.problems[0]))
-    return Evaluation(path, tuple(rows), tuple(skipped))
+            skipped.append(SkippedServingRow(each.line, error.problems[0]))
+    return ServingEvaluation(path, tuple(rows), tuple(skipped))
 
 
-def predict(case: Case, constants: Fitted) -> float:
+def predict(case: ServingCase, constants: FittedRates) -> float:
     """What a row measures, predicted. Raises InputError if the weights or one request do not fit."""
     if case.regime == LOOP:
         return of_loop(case, constants)
@@ -137,7 +137,7 @@ def predict(case: Case, constants: Fitted) -> float:
     return float(static(case, serving, settings)[0])
 
 
-def static(case: Case, serving: Serving, settings: Settings) -> Any:
+def static(case: ServingCase, serving: Serving, settings: Settings) -> Any:
     """The measured quantity of a static batch."""
     requests, read_in, out = float(max(case.requests, 1)), case.input_len, case.output_len
     if case.line.metric == "ttft_s":
@@ -148,39 +148,39 @@ def static(case: Case, serving: Serving, settings: Settings) -> Any:
     return seconds if case.line.metric == "e2e_latency_s" else requests * out * _counted(case) / seconds
 
 
-def _counted(case: Case) -> float:
+def _counted(case: ServingCase) -> float:
     """Tokens that a metric counts for each output token."""
     both = case.line.metric == "total_tokens_per_s"
     return (case.input_len + case.output_len) / case.output_len if both else 1.0
 
 
-def serving_of(case: Case, rates: Rates) -> Serving:
+def serving_of(case: ServingCase, rates: Rates) -> Serving:
     """The model and machine of a row with constants."""
     return Serving(
         model=case.model, cluster=case.cluster, rates=rates, precision=case.precision, kv_precision=case.kv_precision
     )
 
 
-def full_batch(case: Case, serving: Serving, settings: Settings) -> float:
+def full_batch(case: ServingCase, serving: Serving, settings: Settings) -> float:
     """Requests in a batch at maximum load: as many as fit, at most what the engine takes at once."""
     fits = largest_batch(serving, settings, case.input_len + case.output_len, case.engine)
     most = case.requests or case.engine.max_batch * case.degrees.dp
     return max(1.0, min(float(fits[0]), most, case.engine.max_batch * case.degrees.dp))
 
 
-def loop_key(case: Case) -> tuple[Any, ...]:
+def loop_key(case: ServingCase) -> tuple[Any, ...]:
     """What the simulation of a closed loop depends on beside the constants."""
     return (*_table_key(case), case.input_len, case.output_len, case.requests, case.shortest)
 
 
-def _table_key(case: Case) -> tuple[Any, ...]:
+def _table_key(case: ServingCase) -> tuple[Any, ...]:
     return (case.model_name, case.cluster, case.engine, case.degrees, case.precision, case.kv_precision)
 
 
 class _Constants:
-    """`Fitted`, told apart by identity, so that it may be the key of a cache."""
+    """`FittedRates`, told apart by identity, so that it may be the key of a cache."""
 
-    def __init__(self, fitted: Fitted) -> None:
+    def __init__(self, fitted: FittedRates) -> None:
         self.fitted = fitted
 
     def __hash__(self) -> int:
@@ -190,9 +190,9 @@ class _Constants:
         return isinstance(other, _Constants) and other.fitted is self.fitted
 
 
-def of_loop(case: Case, constants: Fitted) -> float:
+def of_loop(case: ServingCase, constants: FittedRates) -> float:
     """The mean time to the first token, or of a further one, or tokens a second of a simulated closed loop."""
-    served = _looped(_Constants(constants), loop_key(case), _Held(case))
+    served = _looped(_Constants(constants), loop_key(case), _CachedCase(case))
     if case.line.metric == "ttft_s":
         return float(served.ttft_s.mean())
     if case.line.metric == "tpot_s":
@@ -200,21 +200,21 @@ def of_loop(case: Case, constants: Fitted) -> float:
     return served.tokens_per_s * _counted(case)
 
 
-class _Held:
+class _CachedCase:
     """A case that a cache does not look at, since the key beside it says all that counts."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: ServingCase) -> None:
         self.case = case
 
     def __hash__(self) -> int:
         return 0
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Held)
+        return isinstance(other, _CachedCase)
 
 
 @lru_cache(maxsize=4096)
-def _looped(constants: _Constants, key: tuple[Any, ...], held: _Held) -> Served:
+def _looped(constants: _Constants, key: tuple[Any, ...], held: _CachedCase) -> ServedTimes:
     case = held.case
     table, cache_tokens = _table(constants, _table_key(case), held)
     limits = Scheduler(case.engine, case.engine.max_batch * case.degrees.dp, cache_tokens)
@@ -227,7 +227,7 @@ def _looped(constants: _Constants, key: tuple[Any, ...], held: _Held) -> Served:
 
 
 @lru_cache(maxsize=512)
-def _table(constants: _Constants, key: tuple[Any, ...], held: _Held) -> tuple[PassTable, float]:
+def _table(constants: _Constants, key: tuple[Any, ...], held: _CachedCase) -> tuple[PassTable, float]:
     case = held.case
     serving = serving_of(case, constants.fitted.rates(case.engine.name, case.cluster.accelerator.die))
     held_bytes = memory(serving, Settings.of([case.degrees]), case.engine)
@@ -235,11 +235,11 @@ def _table(constants: _Constants, key: tuple[Any, ...], held: _Held) -> tuple[Pa
     return PassTable(serving, case.degrees, case.engine.max_tokens), tokens
 
 
-def _summary(kind: tuple[str, str, str], rows: Sequence[Row]) -> Summary:
+def _summary(kind: tuple[str, str, str], rows: Sequence[ServingPrediction]) -> ServingErrorSummary:
     errors = [row.error for row in rows]
     worst = max(rows, key=lambda row: abs(row.error))
     left_out = [abs(row.left_out / row.case.measured - 1) for row in rows if row.left_out is not None]
-    return Summary(
+    return ServingErrorSummary(
         *kind,
         n=len(rows),
         mean_absolute=fmean(map(abs, errors)),
@@ -251,7 +251,7 @@ def _summary(kind: tuple[str, str, str], rows: Sequence[Row]) -> Summary:
     )
 
 
-def report_lines(found: Evaluation, every_row: bool = False) -> Iterator[str]:
+def report_lines(found: ServingEvaluation, every_row: bool = False) -> Iterator[str]:
     """The evaluation as text: where asked, a line a row; then what was skipped and assumed, and a table by source."""
     if every_row:
         yield f"{'row':<10} {'model':<24} {'metric':<22} {'measured':>10} {'predicted':>10} {'error':>7}"

@@ -1,14 +1,14 @@
 """Every formula behind the times and the memory of one layout with one batch: the ledger of the cost model."""
 
 from shardwright.cost import ledger
-from shardwright.cost.ledger import Entry
+from shardwright.cost.ledger import LedgerEntry
 from shardwright.serving import forms
 from shardwright.serving.memory import largest_batch
-from shardwright.serving.search import Task
+from shardwright.serving.search import ServingTask
 from shardwright.serving.setting import Degrees, Settings
 
 
-def explain(task: Task, degrees: Degrees, batch: int) -> list[Entry]:
+def explain(task: ServingTask, degrees: Degrees, batch: int) -> list[LedgerEntry]:
     """Memory, a token of each request, and a pass that reads one prompt beside them."""
     serving, settings = task.serving, Settings.of([degrees])
     context = forms.middle(task.input_len, task.output_len)
@@ -27,12 +27,12 @@ def explain(task: Task, degrees: Degrees, batch: int) -> list[Entry]:
     ]
 
 
-def _under(prefix: str, entries: list[Entry]) -> list[Entry]:
+def _under(prefix: str, entries: list[LedgerEntry]) -> list[LedgerEntry]:
     """Entries by section, whose names get a prefix."""
     sections = list(dict.fromkeys(entry.section for entry in entries))
     ordered = sorted(entries, key=lambda entry: sections.index(entry.section))
     return [
-        Entry(f"{prefix}{each.section or 'memory of a rank'}", *(getattr(each, name) for name in _REST))
+        LedgerEntry(f"{prefix}{each.section or 'memory of a rank'}", *(getattr(each, name) for name in _REST))
         for each in ordered
     ]
 

@@ -9,20 +9,20 @@ from numpy.typing import ArrayLike
 
 from shardwright.cost.job import Floats
 from shardwright.cost.ledger import Formulas
-from shardwright.serving.setting import Batch, Serving, Settings
+from shardwright.serving.setting import PassBatch, Serving, Settings
 from shardwright.serving.work import latency_s, period_s
 
 
 def prefill_s(serving: Serving, settings: Settings, requests: ArrayLike, input_len: ArrayLike) -> Floats:
     """Seconds until all prompts of a batch are read and each request has its first token, one pass over all of them."""
     tokens = np.asarray(requests, dtype=np.float64)
-    prompt = Batch(prompt=tokens * np.asarray(input_len), attended=np.asarray(input_len) / 2, logits=tokens)
+    prompt = PassBatch(prompt=tokens * np.asarray(input_len), attended=np.asarray(input_len) / 2, logits=tokens)
     return latency_s(serving, settings, prompt)
 
 
 def decode_s(serving: Serving, settings: Settings, requests: ArrayLike, context: ArrayLike) -> Floats:
     """Seconds of one further token for each request of a batch, whose mean cached tokens are `context`."""
-    return period_s(serving, settings, Batch(requests=requests, context=context, logits=requests))
+    return period_s(serving, settings, PassBatch(requests=requests, context=context, logits=requests))
 
 
 def middle(input_len: ArrayLike, output_len: ArrayLike) -> Floats:
@@ -45,7 +45,7 @@ def prompt_in_passing_s(
     prompts: ArrayLike = 1.0,
 ) -> Floats:  # fmt: skip
     """Seconds by which a pass of `requests` is longer for reading `prompts` as well, over their number."""
-    together = Batch(
+    together = PassBatch(
         requests=requests, context=context, prompt=np.asarray(prompts) * np.asarray(input_len),
         attended=np.asarray(input_len) / 2, logits=np.asarray(requests) + np.asarray(prompts),
     )  # fmt: skip

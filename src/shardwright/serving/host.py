@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from shardwright.cost import collectives
-from shardwright.cost.blocks import Block
+from shardwright.cost.blocks import BlockShape
 from shardwright.cost.job import Floats
 from shardwright.cost.ledger import Formulas
 from shardwright.cost.matmuls import TILE_COLUMNS, TILE_ROWS
@@ -21,7 +21,7 @@ from shardwright.cost.speed import SHARDWRIGHT, Speed
 from shardwright.serving.rates import Rates
 
 if TYPE_CHECKING:
-    from shardwright.serving.setting import Batch, Serving, Settings
+    from shardwright.serving.setting import PassBatch, Serving, Settings
 
 SOURCE = "measured on this machine"
 ATTENTION_BLOCK = 64
@@ -70,7 +70,7 @@ def matmul_s(
     return f(what, np.minimum(one_by_one, together), SOURCE)
 
 
-def layer_s(serving: "Serving", settings: "Settings", batch: "Batch") -> Floats:
+def layer_s(serving: "Serving", settings: "Settings", batch: "PassBatch") -> Floats:
     """What a layer takes beside its work: its operations are started one by one, attention once for each prompt."""
     _, passes = measured_of(serving)
     f = Formulas(
@@ -84,7 +84,7 @@ def layer_s(serving: "Serving", settings: "Settings", batch: "Batch") -> Floats:
     return f("waiting between kernels", waiting, SOURCE)
 
 
-def pass_s(serving: "Serving", settings: "Settings", batch: "Batch") -> Floats:
+def pass_s(serving: "Serving", settings: "Settings", batch: "PassBatch") -> Floats:
     """What a pass takes once beside its work; over tp the sum of the embedding's rows and the logits of all ranks."""
     _, passes = measured_of(serving)
     tokens = np.asarray(batch.tokens)
@@ -109,7 +109,7 @@ def prompt_s(serving: "Serving") -> float:
     return each * 1e-6 / serving.cluster.accelerator.core_share
 
 
-def elementwise_s(serving: "Serving", settings: "Settings", block: Block, tokens: Floats) -> Floats:
+def elementwise_s(serving: "Serving", settings: "Settings", block: BlockShape, tokens: Floats) -> Floats:
     """The operations of a layer as training's forward pass has them (`cost.layer`), in measured bytes."""
     model, speed = serving.model, _speed(serving)
     f = Formulas(
@@ -133,7 +133,7 @@ def _speed(serving: "Serving") -> Speed:
     return replace(SHARDWRIGHT, **kernels)
 
 
-def prompt_attention_s(serving: "Serving", settings: "Settings", batch: "Batch") -> Floats:
+def prompt_attention_s(serving: "Serving", settings: "Settings", batch: "PassBatch") -> Floats:
     """Attention over prompts at its measured rate for the width of a head and the length of a prompt."""
     rates, model = measured_of(serving)[0], serving.model
     f = Formulas(

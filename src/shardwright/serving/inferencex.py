@@ -10,14 +10,16 @@ as the lengths are: nothing here is fitted.
 
 from dataclasses import replace
 
-from shardwright.serving.engines import Engine
+from shardwright.serving.engines import ServingEngine
 from shardwright.serving.setting import Degrees
 
 CLIENT = "InferenceX client"
 """Words in the notes of a row that was measured so."""
 
 
-def server(engine: Engine, model: str, chip: str, degrees: Degrees, lengths: tuple[int, int], requests: int) -> Engine:
+def server(
+    engine: ServingEngine, model: str, chip: str, degrees: Degrees, lengths: tuple[int, int], requests: int
+) -> ServingEngine:
     """The engine as InferenceX starts it for `requests` at a time, of at most `lengths` tokens of prompt and answer."""
     match chip, model, engine.name:
         case "h200", "llama-3.1-70b", "trtllm-1":

@@ -14,7 +14,7 @@ from shardwright.errors import InputError, nearest
 from shardwright.files import read_csv, reason
 from shardwright.model.spec import ModelSpec
 from shardwright.serving import inferencex
-from shardwright.serving.engines import ENGINES, UNNAMED, Engine, engine_of
+from shardwright.serving.engines import ENGINES, UNNAMED, ServingEngine, engine_of
 from shardwright.serving.models import named
 from shardwright.serving.setting import Degrees
 
@@ -27,7 +27,7 @@ _KNOWN = ", ".join(dict.fromkeys(each.name.partition("-")[0] for each in ENGINES
 
 
 @dataclass(frozen=True)
-class Line:
+class ServingTableRow:
     """A row as it stands in the table; the fields are its columns."""
 
     id: str
@@ -53,16 +53,16 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Case:
+class ServingCase:
     """What a row says was run. `regime`: STATIC, LOOP or FULL; `requests`: of the whole batch, 0 where not stated;
     `shortest`: the least length of a request, as a share of the stated one, which is the most; lengths between are
     equally frequent. `assumed`: what the row does not say."""
 
-    line: Line
+    line: ServingTableRow
     model: ModelSpec
     model_name: str
     cluster: Cluster
-    engine: Engine
+    engine: ServingEngine
     degrees: Degrees
     precision: str
     kv_precision: str
@@ -76,17 +76,17 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Skipped:
+class SkippedServingRow:
     """A row without a prediction, and why."""
 
-    line: Line
+    line: ServingTableRow
     reason: str
 
 
-COLUMNS = tuple(each.name for each in fields(Line))
+COLUMNS = tuple(each.name for each in fields(ServingTableRow))
 
 
-def read(path: Path) -> list[Case | Skipped]:
+def read(path: Path) -> list[ServingCase | SkippedServingRow]:
     """Every row of a table. Raises InputError with every column and cell that is not valid."""
     try:
         found = [cells for _, cells in read_csv(path)]
@@ -107,7 +107,7 @@ def read(path: Path) -> list[Case | Skipped]:
         raise InputError(
             *(f"{path}: row {at} has {len(row)} cells and the header {len(head)}" for at, row in wrong_width)
         )
-    lines = [Line(**dict(zip(head, (cell.strip() for cell in row), strict=True))) for row in body]
+    lines = [ServingTableRow(**dict(zip(head, (cell.strip() for cell in row), strict=True))) for row in body]
     problems = [f"{path}: row {at}: {text}" for at, line in enumerate(lines, 2) for text in _problems(line)]
     seen: dict[str, int] = {}
     for at, line in enumerate(lines, 2):
@@ -123,7 +123,7 @@ _NEEDED = ("id", "source_id", "model", "accelerator", "metric", "value")
 _WHOLE = ("n_accelerators", "tp", "pp", "ep", "dp", "input_len", "output_len", "batch_or_concurrency")
 
 
-def _problems(line: Line) -> Iterator[str]:
+def _problems(line: ServingTableRow) -> Iterator[str]:
     for name in _NEEDED:
         if not getattr(line, name):
             yield f"{name} is empty, and has to be given"
@@ -139,15 +139,15 @@ def _quoted(text: str) -> str:
     return repr(text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "...")
 
 
-def _case(line: Line) -> Case | Skipped:
+def _case(line: ServingTableRow) -> ServingCase | SkippedServingRow:
     """What a row says was run, or why it cannot be priced."""
     try:
         return _priced(line)
     except InputError as error:
-        return Skipped(line, error.problems[0])
+        return SkippedServingRow(line, error.problems[0])
 
 
-def _priced(line: Line) -> Case:
+def _priced(line: ServingTableRow) -> ServingCase:
     for name in ("precision_weights", "precision_kv", "precision_compute"):
         if (cell := getattr(line, name)) and cell not in PRECISIONS:
             raise InputError(f"{name} {cell!r} has no price; {', '.join(PRECISIONS)} have")
@@ -173,7 +173,7 @@ def _priced(line: Line) -> Case:
     if inferencex.CLIENT in line.notes:
         engine = inferencex.server(engine, model_name, chip.name, degrees, lengths, requests)
         assumed.append("the server is started as the scripts of InferenceX do")
-    return Case(
+    return ServingCase(
         line=line, model=model, model_name=model_name, cluster=_cluster(chip.name, degrees.size), engine=engine,
         degrees=degrees, precision=precision, kv_precision=_kv_precision(line, engine, precision, assumed),
         input_len=lengths[0], output_len=lengths[1], requests=requests, regime=_regime(line, engine),
@@ -181,7 +181,7 @@ def _priced(line: Line) -> Case:
     )  # fmt: skip
 
 
-def _engine(line: Line) -> Engine | None:
+def _engine(line: ServingTableRow) -> ServingEngine | None:
     """The engine that a row names, None if it names none. `ENGINE: X` in the notes stands above all other words."""
     explicit = re.search(r"ENGINE: (\w+)", line.notes)
     if explicit:
@@ -192,7 +192,7 @@ def _engine(line: Line) -> Engine | None:
     return engine_of(line.notes.partition(";")[0]) or engine_of(f"{line.source_id} {line.notes} {line.source}")
 
 
-def _degrees(line: Line, model: ModelSpec, assumed: list[str]) -> Degrees:
+def _degrees(line: ServingTableRow, model: ModelSpec, assumed: list[str]) -> Degrees:
     pp, dp = int(line.pp or 1), int(line.dp or 1)
     n = int(line.n_accelerators or int(line.tp or 1) * pp * dp)
     tp = int(line.tp) if line.tp else n // (pp * dp)
@@ -221,7 +221,7 @@ def _usual_node(name: str) -> int:
     return node_size(name)
 
 
-def _kv_precision(line: Line, engine: Engine, precision: str, assumed: list[str]) -> str:
+def _kv_precision(line: ServingTableRow, engine: ServingEngine, precision: str, assumed: list[str]) -> str:
     if line.precision_kv:
         return line.precision_kv
     by_blocks = ("block" in line.notes or "deepseek" in line.model.lower()) and inferencex.CLIENT not in line.notes
@@ -230,7 +230,7 @@ def _kv_precision(line: Line, engine: Engine, precision: str, assumed: list[str]
     return found
 
 
-def _regime(line: Line, engine: Engine) -> str:
+def _regime(line: ServingTableRow, engine: ServingEngine) -> str:
     """How requests arrived: all at once and waited for, one after another at a concurrency, or at an infinite rate."""
     if line.metric == "e2e_latency_s" or "static" in line.notes:
         return STATIC
@@ -239,12 +239,12 @@ def _regime(line: Line, engine: Engine) -> str:
     return STATIC if not engine.mixed else LOOP
 
 
-def cases(found: Iterable[Case | Skipped]) -> list[Case]:
+def cases(found: Iterable[ServingCase | SkippedServingRow]) -> list[ServingCase]:
     """The rows that can be priced."""
-    return [each for each in found if isinstance(each, Case)]
+    return [each for each in found if isinstance(each, ServingCase)]
 
 
-def as_json(case: Case) -> dict[str, Any]:
+def as_json(case: ServingCase) -> dict[str, Any]:
     """What was understood of a row."""
     return {
         "model": case.model_name,

@@ -14,7 +14,7 @@ from shardwright.cost.blocks import blocks
 from shardwright.cost.job import Floats
 from shardwright.cost.ledger import Formulas
 from shardwright.model.modules import end_rows
-from shardwright.serving.engines import Engine
+from shardwright.serving.engines import ServingEngine
 from shardwright.serving.setting import Serving, Settings
 from shardwright.serving.work import cache_token_bytes
 from shardwright.units import GiB
@@ -27,7 +27,7 @@ _SECTION = "memory of a rank"
 
 
 @dataclass(frozen=True)
-class Memory:
+class ServingMemory:
     """Bytes on the fullest rank of a layout, (n,): `weights`; `working`: activations, logits, buffers; `token`: of one
     token of a request, over the layers of a stage; `cache`: what is left for the cache."""
 
@@ -37,7 +37,7 @@ class Memory:
     cache: Floats
 
 
-def memory(serving: Serving, settings: Settings, engine: Engine) -> Memory:
+def memory(serving: Serving, settings: Settings, engine: ServingEngine) -> ServingMemory:
     """The memory of a rank, as an engine divides it."""
     with ledger.section(_SECTION):
         weights = _weights(serving, settings)
@@ -51,7 +51,7 @@ def memory(serving: Serving, settings: Settings, engine: Engine) -> Memory:
         token = f("cache of a token", f.layers * f.cache_bytes, "cost/cache.py")
         left = f.accelerator * f.memory_share - f.weights - f.working
         cache = f("memory for the cache", np.maximum(0, left * f.cache_share), "serving/engines.py")
-    return Memory(weights, working, token, cache)
+    return ServingMemory(weights, working, token, cache)
 
 
 def _weights(serving: Serving, settings: Settings) -> Floats:
@@ -72,7 +72,7 @@ def _weights(serving: Serving, settings: Settings) -> Floats:
     return f("weights", f.layers_bytes / f.pp + f.ends_bytes / f.tp, "rows of the model")
 
 
-def _working(serving: Serving, settings: Settings, engine: Engine) -> Floats:
+def _working(serving: Serving, settings: Settings, engine: ServingEngine) -> Floats:
     """Residual stream, inputs and outputs of the widest matmul, for the tokens of a pass; after it, in an engine that
     reserves memory for its sampler, the logits of as many requests as it may serve, which each rank of tp has whole."""
     model = serving.model
@@ -92,7 +92,7 @@ def _working(serving: Serving, settings: Settings, engine: Engine) -> Floats:
     return f("working memory", working, "a pass, or its sampler; serving/engines.py")
 
 
-def largest_batch(serving: Serving, settings: Settings, length: ArrayLike, engine: Engine) -> Floats:
+def largest_batch(serving: Serving, settings: Settings, length: ArrayLike, engine: ServingEngine) -> Floats:
     """Requests of an instance whose `length` cached tokens each fit beside the weights, 0 where none does."""
     found = memory(serving, settings, engine)
     f = Formulas(

@@ -17,13 +17,13 @@ from math import ceil, inf, sqrt
 import numpy as np
 
 from shardwright.cost.job import Floats
-from shardwright.serving.simulate import PassTable, Request, Scheduler, Served
+from shardwright.serving.simulate import PassTable, Scheduler, ServedTimes, ServingRequest
 
 Action = Callable[[], None]
 
 
 @dataclass(frozen=True)
-class Pool:
+class InstancePool:
     """Equal instances that do the same, each with such a scheduler, whose `max_batch` is requests that decode at a
     time, or prompts of a pass. `transfer_s`: of the cache of a token through its links alone."""
 
@@ -34,29 +34,33 @@ class Pool:
 
 
 @dataclass(frozen=True)
-class Crossed:
+class PoolTimes:
     """`served`: what users see. By request, (n,): seconds that it waited for its prefill to begin, and that its cache
     took to cross."""
 
-    served: Served
+    served: ServedTimes
     queued_s: Floats
     transfer_s: Floats
 
-    def after(self, n: int) -> "Crossed":
+    def after(self, n: int) -> "PoolTimes":
         """Without the first n requests, which start with nothing under way."""
-        return Crossed(self.served.after(n), self.queued_s[n:], self.transfer_s[n:])
+        return PoolTimes(self.served.after(n), self.queued_s[n:], self.transfer_s[n:])
 
 
 def run(
-    readers: Pool, writers: Pool, requests: Sequence[Request], concurrency: int | None = None, latency_s: float = 0.0
-) -> Crossed:
+    readers: InstancePool,
+    writers: InstancePool,
+    requests: Sequence[ServingRequest],
+    concurrency: int | None = None,
+    latency_s: float = 0.0,
+) -> PoolTimes:
     """Serve requests in the order of their arrival; with `concurrency`, at most so many at a time are there, and the
     next one arrives when one has ended. `latency_s`: of a transfer, beside its bytes."""
-    return _Run(readers, writers, requests, concurrency, latency_s).crossed()
+    return _PoolSimulation(readers, writers, requests, concurrency, latency_s).crossed()
 
 
 @dataclass
-class _Reader:
+class _PrefillInstance:
     """`held`: tokens in its cache, of prompts that are read or wait to cross; `sending`: transfers under way."""
 
     held: float = 0.0
@@ -65,7 +69,7 @@ class _Reader:
 
 
 @dataclass
-class _Writer:
+class _DecodeInstance:
     """The state at the end of its last pass, which may be the one under way. `taken`: requests that have a place;
     `held`: tokens of the cache that are reserved for them; `ends`: (pass of the last token, request); `version`: of the
     state, by which an event is told that was foreseen before the state changed."""
@@ -81,29 +85,34 @@ class _Writer:
 
 
 @dataclass
-class _Transfer:
+class _CacheTransfer:
     """`left`: of the whole, 1 at the start."""
 
     request: int
-    reader: _Reader
-    writer: _Writer
+    reader: _PrefillInstance
+    writer: _DecodeInstance
     left: float = 1.0
 
 
-class _Run:
+class _PoolSimulation:
     """The state of a simulation: events in the order of their times."""
 
     def __init__(
-        self, readers: Pool, writers: Pool, requests: Sequence[Request], concurrency: int | None, latency_s: float
+        self,
+        readers: InstancePool,
+        writers: InstancePool,
+        requests: Sequence[ServingRequest],
+        concurrency: int | None,
+        latency_s: float,
     ) -> None:
         self.reading, self.writing, self.requests, self.latency_s = readers, writers, requests, latency_s
-        self.readers = [_Reader() for _ in range(readers.instances)]
-        self.writers = [_Writer() for _ in range(writers.instances)]
+        self.readers = [_PrefillInstance() for _ in range(readers.instances)]
+        self.writers = [_DecodeInstance() for _ in range(writers.instances)]
         self.events: list[tuple[float, int, Action]] = []
         self.n_events = 0
         self.waiting: deque[int] = deque()
-        self.ready: deque[tuple[int, _Reader]] = deque()
-        self.transfers: list[_Transfer] = []
+        self.ready: deque[tuple[int, _PrefillInstance]] = deque()
+        self.transfers: list[_CacheTransfer] = []
         self.crossing_since, self.crossing_version = 0.0, 0
         n = len(requests)
         self.arrived = [each.arrival_s for each in requests]
@@ -112,7 +121,7 @@ class _Run:
         for _ in range(min(concurrency or n, n)):
             self._send(self.later.popleft(), 0.0)
 
-    def crossed(self) -> Crossed:
+    def crossed(self) -> PoolTimes:
         """Run to the last token."""
         while self.events:
             self.now, _, action = heapq.heappop(self.events)
@@ -121,9 +130,9 @@ class _Run:
         out = np.array([each.output_len for each in self.requests])
         tpot = np.where(out > 1, (last - first) / np.maximum(out - 1, 1), np.nan)
         span = float(last.max() - arrived.min())
-        served = Served(first - arrived, tpot, last - arrived, span, int(out.sum()))
+        served = ServedTimes(first - arrived, tpot, last - arrived, span, int(out.sum()))
         crossing = np.where(out > 1, first - np.array(self.left_s), 0.0)
-        return Crossed(served, np.array(self.began) - arrived - self.reading.table.arrive_s, crossing)
+        return PoolTimes(served, np.array(self.began) - arrived - self.reading.table.arrive_s, crossing)
 
     def _at(self, when: float, action: Action) -> None:
         self.n_events += 1
@@ -148,7 +157,7 @@ class _Run:
                 seconds = self._prefill_s([self.requests[at].input_len for at in taken])
                 self._at(self.now + seconds, partial(self._has_read, reader, taken))
 
-    def _taken(self, reader: _Reader) -> list[int]:
+    def _taken(self, reader: _PrefillInstance) -> list[int]:
         """The prompts of its next pass."""
         limit, tokens = self.reading.scheduler, 0
         taken: list[int] = []
@@ -171,7 +180,7 @@ class _Run:
         chunks = [(done, min(most, size - done)) for done in range(0, size, most)]
         return sum(table.read_s(chunk, chunk * (done + chunk / 2), 0, 0.0) for done, chunk in chunks)
 
-    def _has_read(self, reader: _Reader, taken: Sequence[int]) -> None:
+    def _has_read(self, reader: _PrefillInstance, taken: Sequence[int]) -> None:
         reader.busy = False
         for at in taken:
             if self.requests[at].output_len == 1:
@@ -195,19 +204,19 @@ class _Run:
             writer.taken += 1
             writer.held += self._reserved(at)
             self.left_s[at] = self.now
-            self._at(self.now + self.latency_s, partial(self._cross, _Transfer(at, reader, writer)))
+            self._at(self.now + self.latency_s, partial(self._cross, _CacheTransfer(at, reader, writer)))
 
     def _reserved(self, at: int) -> float:
         return self.requests[at].input_len + self.writing.scheduler.engine.reserved * self.requests[at].output_len
 
-    def _cross(self, begun: _Transfer) -> None:
+    def _cross(self, begun: _CacheTransfer) -> None:
         self._advance_transfers()
         self.transfers.append(begun)
         begun.reader.sending += 1
         begun.writer.receiving += 1
         self._foresee_transfer()
 
-    def _rate(self, transfer: _Transfer) -> float:
+    def _rate(self, transfer: _CacheTransfer) -> float:
         """Of the whole, a second: the equal part that it has of the slower of both links."""
         size = self.requests[transfer.request].input_len
         sends = self.reading.transfer_s * transfer.reader.sending
@@ -229,7 +238,7 @@ class _Run:
             arrived = self.transfers[which]
             self._at(self.now + ends, partial(self._has_crossed, arrived, version))
 
-    def _has_crossed(self, transfer: _Transfer, version: int) -> None:
+    def _has_crossed(self, transfer: _CacheTransfer, version: int) -> None:
         if version != self.crossing_version:
             return
         self._advance_transfers()
@@ -243,7 +252,7 @@ class _Run:
         self._join(at, writer)
         self._read()
 
-    def _join(self, at: int, writer: _Writer) -> None:
+    def _join(self, at: int, writer: _DecodeInstance) -> None:
         """A request decodes from the end of the pass under way."""
         if writer.ends:
             each, grows = self._pass_s(writer)
@@ -255,12 +264,12 @@ class _Run:
         writer.cached += self.requests[at].input_len
         self._foresee_end(writer)
 
-    def _pass_s(self, writer: _Writer) -> tuple[float, float]:
+    def _pass_s(self, writer: _DecodeInstance) -> tuple[float, float]:
         """Seconds of its next pass, and by how much each pass is longer than the one before it."""
         table, n = self.writing.table, len(writer.ends)
         return table.decode_s(n) + table.cached_s * writer.cached, table.cached_s * n * self.writing.scheduler.accepted
 
-    def _pass(self, writer: _Writer, count: int) -> None:
+    def _pass(self, writer: _DecodeInstance, count: int) -> None:
         """So many passes, and the end of requests that have their last token with them."""
         each, grows = self._pass_s(writer)
         writer.now += count * each + grows * count * (count - 1) / 2
@@ -272,7 +281,7 @@ class _Run:
             writer.cached = max(writer.cached - (done.input_len + done.output_len - 1), 0.0)
             self._at(writer.now, partial(self._leave, at, writer))
 
-    def _foresee_end(self, writer: _Writer) -> None:
+    def _foresee_end(self, writer: _DecodeInstance) -> None:
         writer.version += 1
         version = writer.version
         if writer.ends:
@@ -280,12 +289,12 @@ class _Run:
             count = writer.ends[0][0] - writer.passes
             self._at(writer.now + count * each + grows * count * (count - 1) / 2, partial(self._ends, writer, version))
 
-    def _ends(self, writer: _Writer, version: int) -> None:
+    def _ends(self, writer: _DecodeInstance, version: int) -> None:
         if version == writer.version:
             self._pass(writer, writer.ends[0][0] - writer.passes)
             self._foresee_end(writer)
 
-    def _leave(self, at: int, writer: _Writer) -> None:
+    def _leave(self, at: int, writer: _DecodeInstance) -> None:
         writer.taken -= 1
         writer.held -= self._reserved(at)
         self._end(at, self.now)

@@ -53,7 +53,7 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Fitted:
+class FittedRates:
     """`engines`: `Rates` by engine; `accelerators`: factors on some of them by the die of an accelerator."""
 
     engines: Mapping[str, Mapping[str, float]] = field(hash=False)
@@ -71,9 +71,9 @@ RATES = tuple(each.name for each in fields(Rates))
 
 
 @cache
-def fitted(path: Path = PACKAGED) -> tuple[Fitted, dict[str, Fitted]]:
+def fitted(path: Path = PACKAGED) -> tuple[FittedRates, dict[str, FittedRates]]:
     """The constants, and for each source those that were fitted without it."""
     with path.open("rb") as file:
         document = tomllib.load(file)
     left_out = document.pop("left_out", {})
-    return Fitted(**document), {source: Fitted(**tables) for source, tables in left_out.items()}
+    return FittedRates(**document), {source: FittedRates(**tables) for source, tables in left_out.items()}

@@ -8,11 +8,11 @@ import numpy as np
 
 from shardwright.cost.job import Floats
 from shardwright.serving import forms
-from shardwright.serving.engines import USUAL, Engine
-from shardwright.serving.memory import Memory, memory
-from shardwright.serving.setting import Batch, Degrees, Serving, Settings
-from shardwright.serving.simulate import PassTable, Scheduler, Served, poisson, run, steady_loop
-from shardwright.serving.space import Layout, batches, layouts
+from shardwright.serving.engines import USUAL, ServingEngine
+from shardwright.serving.memory import ServingMemory, memory
+from shardwright.serving.setting import Degrees, PassBatch, Serving, Settings
+from shardwright.serving.simulate import PassTable, Scheduler, ServedTimes, poisson, run, steady_loop
+from shardwright.serving.space import ServingLayout, batches, layouts
 from shardwright.serving.work import period_s
 
 PERCENTILE = 95
@@ -42,7 +42,7 @@ class Speculation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class ServingTask:
     """What is to be served. `concurrency`: users of the whole cluster at a time, or `rate_per_s`: requests that arrive
     a second; with neither, as many as give the most tokens a second. `ttft_s`, `tpot_s`: limits, inf where there are
     none. `price_per_hour`: of one accelerator."""
@@ -50,7 +50,7 @@ class Task:
     serving: Serving
     input_len: int
     output_len: int
-    engine: Engine = USUAL
+    engine: ServingEngine = USUAL
     concurrency: int | None = None
     rate_per_s: float | None = None
     ttft_s: float = inf
@@ -70,10 +70,10 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Option:
+class ServingOption:
     """A layout with a batch limit for each instance, by closed forms: mean seconds, tokens a second of the cluster."""
 
-    layout: Layout
+    layout: ServingLayout
     batch: int
     ttft_s: float
     tpot_s: float
@@ -85,15 +85,15 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Found:
+class SimulatedOption:
     """An option as simulated, for one of its instances. `tokens_per_s`: of the cluster."""
 
-    option: Option
-    served: Served
+    option: ServingOption
+    served: ServedTimes
     tokens_per_s: float
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> ServingLayout:
         """Of the option."""
         return self.option.layout
 
@@ -115,11 +115,11 @@ class Found:
         """Tokens a second that one user sees."""
         return 1 / self.tpot_s() if self.tpot_s() else 0.0
 
-    def keeps(self, task: Task) -> bool:
+    def keeps(self, task: ServingTask) -> bool:
         """Whether the limits are kept by `PERCENTILE` of 100 requests."""
         return keeps_limits(task, self.served)
 
-    def cost_per_million(self, task: Task) -> float | None:
+    def cost_per_million(self, task: ServingTask) -> float | None:
         """Price of a million output tokens."""
         if task.price_per_hour is None:
             return None
@@ -127,24 +127,24 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ServingPlan:
     """What a search found. `best`: the best simulated option of each layout
     that keeps the limits, most tokens a second first; `missed`:
     simulated ones that do not; `options`: all by closed forms; `pareto`: those of them that no other beats in both
     tokens a second of an accelerator and of a user; `memory`: by layout, in the order of `layouts`."""
 
-    task: Task
-    layouts: list[Layout]
-    memory: Memory
+    task: ServingTask
+    layouts: list[ServingLayout]
+    memory: ServingMemory
     largest: Floats
-    options: list[Option]
-    pareto: list[Option]
-    best: list[Found]
-    missed: list[Found]
+    options: list[ServingOption]
+    pareto: list[ServingOption]
+    best: list[SimulatedOption]
+    missed: list[SimulatedOption]
     n_settings: int
 
 
-def search(task: Task, top: int = 10) -> Plan:
+def search(task: ServingTask, top: int = 10) -> ServingPlan:
     """Price every layout and batch, simulate the most promising, and keep those within the limits."""
     every = list(layouts(task.serving.model, task.serving.cluster))
     settings = Settings.of([each.degrees for each in every])
@@ -152,10 +152,10 @@ def search(task: Task, top: int = 10) -> Plan:
     largest = np.floor(held.cache / (held.token * (task.length + 16)) * settings.dp + 1e-9)
     options = price(task, every, largest)
     best, missed = _simulated(task, options, held, every, top)
-    return Plan(task, every, held, largest, options, pareto(options), best, missed, len(options))
+    return ServingPlan(task, every, held, largest, options, pareto(options), best, missed, len(options))
 
 
-def price(task: Task, every: Sequence[Layout], largest: Floats) -> list[Option]:
+def price(task: ServingTask, every: Sequence[ServingLayout], largest: Floats) -> list[ServingOption]:
     """Every layout with every batch that fits, as arrays."""
     pairs = [(at, batch) for at, each in enumerate(every) for batch in _batches(task, each, int(largest[at]))]
     if not pairs:
@@ -168,12 +168,12 @@ def price(task: Task, every: Sequence[Layout], largest: Floats) -> list[Option]:
     each_s = ttft + (task.output_len - 1) * tpot
     rate = requests * task.output_len / each_s * replicas
     return [
-        Option(every[at[k]], int(requests[k]), float(ttft[k]), float(tpot[k]), float(rate[k]))
+        ServingOption(every[at[k]], int(requests[k]), float(ttft[k]), float(tpot[k]), float(rate[k]))
         for k in range(len(pairs))
     ]
 
 
-def _batches(task: Task, layout: Layout, most: int) -> list[int]:
+def _batches(task: ServingTask, layout: ServingLayout, most: int) -> list[int]:
     limit = min(most, task.engine.max_batch * layout.degrees.dp)
     if task.concurrency is not None:
         each = ceil(task.concurrency / layout.replicas)
@@ -181,7 +181,7 @@ def _batches(task: Task, layout: Layout, most: int) -> list[int]:
     return batches(limit)
 
 
-def closed(task: Task, settings: Settings, requests: Floats) -> tuple[Floats, Floats]:
+def closed(task: ServingTask, settings: Settings, requests: Floats) -> tuple[Floats, Floats]:
     """Mean time of a token and to the first token, of a closed loop at `requests` of an instance.
 
     As many prompts are read in a pass as have come since the last one: requests / output_len x its time / that of a
@@ -190,7 +190,7 @@ def closed(task: Task, settings: Settings, requests: Floats) -> tuple[Floats, Fl
     """
     serving, speculation = task.serving, task.speculation
     context = forms.middle(task.input_len, task.output_len)
-    batch = Batch(
+    batch = PassBatch(
         requests=requests, context=context, logits=requests * (1 + speculation.drafted), drafted=speculation.drafted
     )
     each = period_s(serving, settings, batch) * (1 + speculation.drafted * speculation.draft_cost)
@@ -203,9 +203,9 @@ def closed(task: Task, settings: Settings, requests: Floats) -> tuple[Floats, Fl
     return tpot, each / 2 + prompts * prompt + each + serving.rates.arrive_s
 
 
-def pareto(options: Sequence[Option]) -> list[Option]:
+def pareto(options: Sequence[ServingOption]) -> list[ServingOption]:
     """Options that no other beats in tokens a second of an accelerator and of a user; the fastest for a user first."""
-    found: list[Option] = []
+    found: list[ServingOption] = []
     for each in sorted(options, key=lambda option: (option.tpot_s, -option.per_accelerator())):
         if not found or each.per_accelerator() > found[-1].per_accelerator():
             found.append(each)
@@ -213,11 +213,11 @@ def pareto(options: Sequence[Option]) -> list[Option]:
 
 
 def _simulated(
-    task: Task, options: Sequence[Option], held: Memory, every: Sequence[Layout], top: int
-) -> tuple[list[Found], list[Found]]:
+    task: ServingTask, options: Sequence[ServingOption], held: ServingMemory, every: Sequence[ServingLayout], top: int
+) -> tuple[list[SimulatedOption], list[SimulatedOption]]:
     """The most promising options, simulated: those that keep the limits, and those that do not."""
-    good: list[Found] = []
-    bad: list[Found] = []
+    good: list[SimulatedOption] = []
+    bad: list[SimulatedOption] = []
     tables: dict[Degrees, PassTable] = {}
     token_room = dict(zip(every, (held.cache / held.token).tolist(), strict=True))
     for option in _promising(task, options)[: max(SIMULATED, top)]:
@@ -230,12 +230,12 @@ def _simulated(
     return [each for each in good if first[each.layout] is each][:top], bad
 
 
-def keeps_limits(task: Task, served: Served) -> bool:
+def keeps_limits(task: ServingTask, served: ServedTimes) -> bool:
     """Whether the limits are kept by `PERCENTILE` of 100 requests."""
     return served.first_s(PERCENTILE) <= task.ttft_s and served.further_s(PERCENTILE) <= task.tpot_s
 
 
-def keeps_up(task: Task, served: Served) -> bool:
+def keeps_up(task: ServingTask, served: ServedTimes) -> bool:
     """Whether an instance serves as many requests a second as arrive. If not, each waits longer than the one before it:
     those of the last tenth 7 times as long as those of the first quarter."""
     if task.rate_per_s is None:
@@ -245,10 +245,10 @@ def keeps_up(task: Task, served: Served) -> bool:
     return bool(last <= 3 * first)
 
 
-def _promising(task: Task, options: Sequence[Option]) -> list[Option]:
+def _promising(task: ServingTask, options: Sequence[ServingOption]) -> list[ServingOption]:
     """Options worth a simulation: of each layout those with the most tokens a second that keep the limits by closed
     forms, with a smaller batch in reserve; the best of all layouts first. Where none keeps them, the nearest."""
-    by_layout: dict[Layout, list[Option]] = {}
+    by_layout: dict[ServingLayout, list[ServingOption]] = {}
     for each in options:
         if keeps(task, each):
             by_layout.setdefault(each.layout, []).append(each)
@@ -264,25 +264,25 @@ def _promising(task: Task, options: Sequence[Option]) -> list[Option]:
     return [each for _, each in chosen]
 
 
-def _order(task: Task, option: Option) -> tuple[float, ...]:
+def _order(task: ServingTask, option: ServingOption) -> tuple[float, ...]:
     """More tokens a second first; at a given rate, which fixes them, less time of a token."""
     if task.rate_per_s is not None:
         return (option.tpot_s, option.ttft_s)
     return (-option.per_accelerator(), option.tpot_s)
 
 
-def keeps(task: Task, option: Option) -> bool:
+def keeps(task: ServingTask, option: ServingOption) -> bool:
     """Whether an option keeps the limits and the rate, by closed forms."""
     return excess(task, option) <= 1
 
 
-def excess(task: Task, option: Option) -> float:
+def excess(task: ServingTask, option: ServingOption) -> float:
     """By what factor an option misses the limits, or the rate at which requests arrive; at most 1 if it does not."""
     need = 0.0 if task.rate_per_s is None else task.rate_per_s * task.output_len / option.tokens_per_s
     return max(option.ttft_s / task.ttft_s, option.tpot_s / task.tpot_s, need)
 
 
-def pass_table(task: Task, degrees: Degrees) -> PassTable:
+def pass_table(task: ServingTask, degrees: Degrees) -> PassTable:
     """Seconds of passes on a layout, with what drafting costs."""
     return PassTable(
         task.serving, degrees, task.engine.max_tokens, task.speculation.drafted,
@@ -290,7 +290,7 @@ def pass_table(task: Task, degrees: Degrees) -> PassTable:
     )  # fmt: skip
 
 
-def simulate(task: Task, option: Option, table: PassTable, cache_tokens: float) -> Found:
+def simulate(task: ServingTask, option: ServingOption, table: PassTable, cache_tokens: float) -> SimulatedOption:
     """A stream of requests through one instance of an option."""
     limits = Scheduler(task.engine, option.batch, cache_tokens, task.speculation.accepted)
     if task.rate_per_s is None:
@@ -303,10 +303,10 @@ def simulate(task: Task, option: Option, table: PassTable, cache_tokens: float) 
         n = LEAST_REQUESTS + 4 * option.batch
         served = run(table, limits, poisson(arriving, [task.input_len] * n, [task.output_len] * n))
         rate = served.tokens_per_s
-    return Found(option, served, rate * option.layout.replicas)
+    return SimulatedOption(option, served, rate * option.layout.replicas)
 
 
-def smaller_need(task: Task) -> Iterator[str]:
+def smaller_need(task: ServingTask) -> Iterator[str]:
     """What would make weights and one request fit where nothing does, each tried."""
     serving = task.serving
     chip = serving.cluster.accelerator
@@ -332,7 +332,7 @@ def smaller_need(task: Task) -> Iterator[str]:
             return
 
 
-def _fits(task: Task) -> bool:
+def _fits(task: ServingTask) -> bool:
     every = list(layouts(task.serving.model, task.serving.cluster))
     settings = Settings.of([each.degrees for each in every])
     held = memory(task.serving, settings, task.engine)

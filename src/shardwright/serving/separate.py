@@ -16,11 +16,11 @@ from numpy.typing import ArrayLike
 from shardwright.cost.job import Floats
 from shardwright.serving import forms
 from shardwright.serving.memory import memory
-from shardwright.serving.pools import Crossed, Pool, run
-from shardwright.serving.search import LEAST_REQUESTS, Task, keeps_limits, keeps_up, pass_table
-from shardwright.serving.setting import Batch, Degrees, Settings
-from shardwright.serving.simulate import PassTable, Request, Scheduler, closed_loop, poisson
-from shardwright.serving.space import Layout, batches
+from shardwright.serving.pools import InstancePool, PoolTimes, run
+from shardwright.serving.search import LEAST_REQUESTS, ServingTask, keeps_limits, keeps_up, pass_table
+from shardwright.serving.setting import Degrees, PassBatch, Settings
+from shardwright.serving.simulate import PassTable, Scheduler, ServingRequest, closed_loop, poisson
+from shardwright.serving.space import ServingLayout, batches
 from shardwright.serving.work import cache_token_bytes, period_s
 
 SIMULATED = 10
@@ -31,7 +31,7 @@ their number nor their rate is given."""
 
 
 @dataclass(frozen=True)
-class Split:
+class PrefillDecodeSplit:
     """`readers` instances of `prefill` and `writers` of `decode`, each of the latter with `batch` requests at most; by
     closed forms: seconds to the first token, of a further one, of the transfer of a prompt's cache, and requests a
     second. `per_s`: the most of them."""
@@ -46,18 +46,18 @@ class Split:
     transfer_s: float
     per_s: float
 
-    def under_way(self, task: Task, per_s: float) -> int:
+    def under_way(self, task: ServingTask, per_s: float) -> int:
         """Requests that are there at a time, where they come at this rate, by Little's law."""
         return max(1, ceil(per_s * (self.ttft_s + task.output_len * self.tpot_s)))
 
 
 @dataclass(frozen=True)
-class Separate:
+class SimulatedSplit:
     """A split as simulated. `requests`: at a time, None where they arrive at a rate; `tokens_per_s`: of the cluster;
     `accelerators`: of the cluster."""
 
-    split: Split
-    crossed: Crossed
+    split: PrefillDecodeSplit
+    crossed: PoolTimes
     requests: int | None
     tokens_per_s: float
     accelerators: int
@@ -75,7 +75,7 @@ class Separate:
         return self.crossed.served.further_s(percentile)
 
 
-def separate(task: Task, every: Sequence[Layout]) -> Separate | None:
+def separate(task: ServingTask, every: Sequence[ServingLayout]) -> SimulatedSplit | None:
     """The split of the cluster with the most tokens a second within the limits, or at a given rate with the least time
     of a token; None where there is none."""
     found = [each for split in _promising(task, every) if (each := _best_load(task, split)) is not None]
@@ -84,7 +84,7 @@ def separate(task: Task, every: Sequence[Layout]) -> Separate | None:
     return max(found, key=lambda each: each.tokens_per_s, default=None)
 
 
-def _best_load(task: Task, split: Split) -> Separate | None:
+def _best_load(task: ServingTask, split: PrefillDecodeSplit) -> SimulatedSplit | None:
     """A split with as many requests as are asked for, or as it serves within the limits; None where it keeps none."""
     fixed = task.rate_per_s is not None or task.concurrency is not None
     for part in (1.0,) if fixed else LOADS:
@@ -95,7 +95,7 @@ def _best_load(task: Task, split: Split) -> Separate | None:
     return None
 
 
-def simulated(task: Task, split: Split, users: int | None) -> Separate:
+def simulated(task: ServingTask, split: PrefillDecodeSplit, users: int | None) -> SimulatedSplit:
     """A stream of requests through a split: of `users` at a time, or without it at the rate of the task."""
     readers, writers = _pools(task, split)
     latency_s = task.serving.cluster.across.latency_s
@@ -110,20 +110,20 @@ def simulated(task: Task, split: Split, users: int | None) -> Separate:
             readers, writers, poisson(task.rate_per_s, [task.input_len] * n, [task.output_len] * n), None, latency_s
         )
         rate = crossed.served.tokens_per_s
-    return Separate(split, crossed, users, rate, task.serving.cluster.size)
+    return SimulatedSplit(split, crossed, users, rate, task.serving.cluster.size)
 
 
-def _loop(task: Task, split: Split, users: int, rounds: int) -> list[Request]:
+def _loop(task: ServingTask, split: PrefillDecodeSplit, users: int, rounds: int) -> list[ServingRequest]:
     """A closed loop whose users begin independently of one another, within the time from one request of a user to the
     next: if all began at once, they would wait for prefill together for ever."""
     around_s = max(split.ttft_s + task.output_len * split.tpot_s, users / split.per_s)
     begin = np.sort(np.random.default_rng(3).uniform(0.0, around_s, users))
-    first = [Request(float(at), task.input_len, task.output_len) for at in begin]
+    first = [ServingRequest(float(at), task.input_len, task.output_len) for at in begin]
     n = users * (rounds - 1)
     return [*first, *closed_loop([task.input_len] * n, [task.output_len] * n)]
 
 
-def _pools(task: Task, split: Split) -> tuple[Pool, Pool]:
+def _pools(task: ServingTask, split: PrefillDecodeSplit) -> tuple[InstancePool, InstancePool]:
     """Both pools of a split."""
     engine, found = task.engine, []
     for degrees in (split.prefill, split.decode):
@@ -135,16 +135,16 @@ def _pools(task: Task, split: Split) -> tuple[Pool, Pool]:
     most = engine.max_batch * split.prefill.dp
     writes = Scheduler(engine, split.batch, write_room, task.speculation.accepted)
     return (
-        Pool(reads, split.readers, Scheduler(engine, most, read_room), sends_s),
-        Pool(pass_table(task, split.decode), split.writers, writes, receives_s),
+        InstancePool(reads, split.readers, Scheduler(engine, most, read_room), sends_s),
+        InstancePool(pass_table(task, split.decode), split.writers, writes, receives_s),
     )
 
 
-def _promising(task: Task, every: Sequence[Layout]) -> list[Split]:
+def _promising(task: ServingTask, every: Sequence[ServingLayout]) -> list[PrefillDecodeSplit]:
     """Splits that keep the limits by closed forms, the best of each pair of layouts: with the most requests a second,
     or at a given rate with the least time of a token."""
     degrees = list(dict.fromkeys(each.degrees for each in every))
-    best: dict[tuple[Degrees, Degrees], Split] = {}
+    best: dict[tuple[Degrees, Degrees], PrefillDecodeSplit] = {}
     for split in _splits(task, degrees):
         pair = split.prefill, split.decode
         if pair not in best or _order(task, split) < _order(task, best[pair]):
@@ -152,11 +152,11 @@ def _promising(task: Task, every: Sequence[Layout]) -> list[Split]:
     return sorted(best.values(), key=lambda each: _order(task, each))[:SIMULATED]
 
 
-def _order(task: Task, split: Split) -> tuple[float, ...]:
+def _order(task: ServingTask, split: PrefillDecodeSplit) -> tuple[float, ...]:
     return (split.tpot_s, split.ttft_s) if task.rate_per_s is not None else (-split.per_s, split.tpot_s)
 
 
-def _splits(task: Task, degrees: Sequence[Degrees]) -> Iterator[Split]:
+def _splits(task: ServingTask, degrees: Sequence[Degrees]) -> Iterator[PrefillDecodeSplit]:
     """Every pair of layouts and batch, with the numbers of instances that suit them best. At a given rate the batch is
     what gives the time of a token, and the limit is the largest one that keeps that time's, for requests that come
     close after one another."""
@@ -181,7 +181,7 @@ def _splits(task: Task, degrees: Sequence[Degrees]) -> Iterator[Split]:
             at = int(np.argmin(cost))
             if cost[at] < inf and first[at] <= task.ttft_s:
                 limit = batch if task.rate_per_s is None else largest[decode]
-                yield Split(
+                yield PrefillDecodeSplit(
                     prefill, int(numbers[at]), decode, int(others[at]), limit, float(first[at]), tpot, way,
                     float(per_s[at]),
                 )  # fmt: skip
@@ -200,7 +200,7 @@ def waiting_s(per_s: float, each_s: float, instances: ArrayLike) -> Floats:
     return np.where(load < 1, found, inf)
 
 
-def _readers(task: Task, degrees: Sequence[Degrees]) -> list[tuple[Degrees, float, float]]:
+def _readers(task: ServingTask, degrees: Sequence[Degrees]) -> list[tuple[Degrees, float, float]]:
     """Layouts that hold weights and a prompt, with the seconds of a prompt and of sending its cache."""
     settings = Settings.of(degrees)
     held = memory(task.serving, settings, replace(task.engine, max_tokens=max(task.engine.max_tokens, task.input_len)))
@@ -210,19 +210,19 @@ def _readers(task: Task, degrees: Sequence[Degrees]) -> list[tuple[Degrees, floa
     return [(degrees[k], float(read[k]), float(way[k])) for k in np.flatnonzero(fits).tolist()]
 
 
-def transfer_s(task: Task, settings: Settings) -> Floats:
+def transfer_s(task: ServingTask, settings: Settings) -> Floats:
     """Seconds of the cache of a prompt over the network, alone."""
     return np.asarray(token_transfer_s(task, settings) * task.input_len + task.serving.cluster.across.latency_s)
 
 
-def token_transfer_s(task: Task, settings: Settings) -> Floats:
+def token_transfer_s(task: ServingTask, settings: Settings) -> Floats:
     """Seconds of the cache of a token through the links of an instance: each of its ranks sends, or receives, what it
     holds."""
     layers = np.ceil(task.serving.model.n_layers / settings.pp)
     return np.asarray(layers * cache_token_bytes(task.serving, settings.tp) / task.serving.cluster.across.bytes_per_s)
 
 
-def _writers(task: Task, degrees: Sequence[Degrees]) -> list[tuple[Degrees, int, float, float]]:
+def _writers(task: ServingTask, degrees: Sequence[Degrees]) -> list[tuple[Degrees, int, float, float]]:
     """Layouts and batches that keep the limit of a further token, with its seconds and those of receiving the cache of
     a prompt."""
     settings = Settings.of(degrees)
@@ -238,7 +238,7 @@ def _writers(task: Task, degrees: Sequence[Degrees]) -> list[tuple[Degrees, int,
     at = np.array([pair[0] for pair in pairs])
     requests = np.array([pair[1] for pair in pairs], dtype=np.float64)
     drafted = task.speculation.drafted
-    batch = Batch(
+    batch = PassBatch(
         requests=requests, context=forms.middle(task.input_len, task.output_len), drafted=drafted,
         logits=requests * (1 + drafted),
     )  # fmt: skip

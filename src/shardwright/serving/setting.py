@@ -114,7 +114,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Batch:
+class PassBatch:
     """What one pass over the model computes, of a whole instance; numbers or arrays (n,).
 
     `requests`: that decode one token each, with `context` cached tokens each on average. `prompt`: tokens of prompts,
@@ -129,11 +129,11 @@ class Batch:
     logits: ArrayLike = 0.0
     drafted: ArrayLike = 0.0
 
-    def shared(self, parts: ArrayLike) -> "Batch":
+    def shared(self, parts: ArrayLike) -> "PassBatch":
         """The part of one micro-batch or replica of `parts`; a part has one request or none."""
         split = np.asarray(parts)
         asked = np.asarray(self.requests, dtype=np.float64)
-        return Batch(
+        return PassBatch(
             asked / split, self.context, np.asarray(self.prompt) / split, self.attended,
             np.asarray(self.logits) / split, self.drafted,
         )  # fmt: skip

@@ -15,8 +15,8 @@ import numpy as np
 
 from shardwright.cost.job import Floats
 from shardwright.serving import host
-from shardwright.serving.engines import Engine
-from shardwright.serving.setting import Batch, Degrees, Serving, Settings
+from shardwright.serving.engines import ServingEngine
+from shardwright.serving.setting import Degrees, PassBatch, Serving, Settings
 from shardwright.serving.work import period_s
 
 
@@ -39,19 +39,19 @@ class PassTable:
         serving = replace(serving, rates=replace(rates, launch_s=0.0, expert_launch_s=0.0))
         grid = np.unique(np.round(np.geomspace(1, max(2, 2 * max_tokens), 72)))
         settings = Settings.of([degrees])
-        decode = Batch(requests=grid, logits=grid * (1 + drafted), drafted=drafted)
+        decode = PassBatch(requests=grid, logits=grid * (1 + drafted), drafted=drafted)
         self._tokens: list[float] = grid.tolist()
         self._decode: list[float] = _row(period_s(serving, settings, decode) * dearer, grid)
-        self._prompt: list[float] = _row(period_s(serving, settings, Batch(prompt=grid, logits=1.0)), grid)
+        self._prompt: list[float] = _row(period_s(serving, settings, PassBatch(prompt=grid, logits=1.0)), grid)
         self.request_s = float(np.max(rates.request_s))
         self.prompt_s = host.prompt_s(serving) if serving.on_host else 0.0
         self.arrive_s = float(np.max(serving.rates.arrive_s))
         far, one = 1e5, np.ones(1)
-        near = Batch(requests=one, logits=one, drafted=drafted)
-        away = Batch(requests=one, logits=one, drafted=drafted, context=far)
+        near = PassBatch(requests=one, logits=one, drafted=drafted)
+        away = PassBatch(requests=one, logits=one, drafted=drafted, context=far)
         self.cached_s = float((period_s(serving, settings, away) - period_s(serving, settings, near))[0]) / far
         attended = host.TYPICAL if serving.on_host else far
-        read, pairs = Batch(prompt=one, logits=one), Batch(prompt=one, logits=one, attended=attended)
+        read, pairs = PassBatch(prompt=one, logits=one), PassBatch(prompt=one, logits=one, attended=attended)
         self.pair_s = float((period_s(serving, settings, pairs) - period_s(serving, settings, read))[0]) / attended
 
     def decode_s(self, requests: int) -> float:
@@ -82,14 +82,14 @@ class Scheduler:
     """That of an engine with `max_batch` requests at a time and `cache_tokens` of the whole instance; `accepted`:
     tokens of a request in a pass, above 1 with speculative decoding."""
 
-    engine: Engine
+    engine: ServingEngine
     max_batch: int
     cache_tokens: float
     accepted: float = 1.0
 
 
 @dataclass(frozen=True)
-class Request:
+class ServingRequest:
     """`arrival_s`, tokens in and out."""
 
     arrival_s: float
@@ -98,7 +98,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedTimes:
     """By request, (n,): seconds to the first token, mean seconds of a further one (nan where there is none), seconds to
     the last. `span_s`: from the first arrival to the last token. `output_tokens`: of all."""
 
@@ -108,7 +108,7 @@ class Served:
     span_s: float
     output_tokens: int
 
-    def after(self, n: int) -> "Served":
+    def after(self, n: int) -> "ServedTimes":
         """Without the first n requests, which start with nothing under way."""
         return replace(self, ttft_s=self.ttft_s[n:], tpot_s=self.tpot_s[n:], e2e_s=self.e2e_s[n:])
 
@@ -137,7 +137,7 @@ def lengths(stated: int, shortest: float, n: int, seed: int = 0) -> list[int]:
 
 def steady_loop(
     table: "PassTable", scheduler: "Scheduler", input_len: int, output_len: int, users: int, rounds: int
-) -> Served:
+) -> ServedTimes:
     """A closed loop of equal requests whose users are evenly spread over its time: each begins somewhere in an answer,
     and these first requests are not counted."""
     parts = np.random.default_rng(3).integers(1, output_len + 1, users)
@@ -145,29 +145,31 @@ def steady_loop(
     return run(table, scheduler, closed_loop([input_len] * len(outputs), outputs), users).after(users)
 
 
-def closed_loop(inputs: Sequence[int], outputs: Sequence[int]) -> list[Request]:
+def closed_loop(inputs: Sequence[int], outputs: Sequence[int]) -> list[ServingRequest]:
     """Requests of a closed loop; `run` with a `concurrency` starts each as another one ends."""
-    return [Request(0.0, read, out) for read, out in zip(inputs, outputs, strict=True)]
+    return [ServingRequest(0.0, read, out) for read, out in zip(inputs, outputs, strict=True)]
 
 
-def poisson(per_s: float, inputs: Sequence[int], outputs: Sequence[int], seed: int = 1) -> list[Request]:
+def poisson(per_s: float, inputs: Sequence[int], outputs: Sequence[int], seed: int = 1) -> list[ServingRequest]:
     """Requests that arrive independently of one another, `per_s` a second on average."""
     times = np.cumsum(np.random.default_rng(seed).exponential(1 / per_s, len(inputs)))
-    return [Request(float(at), read, out) for at, read, out in zip(times, inputs, outputs, strict=True)]
+    return [ServingRequest(float(at), read, out) for at, read, out in zip(times, inputs, outputs, strict=True)]
 
 
-def run(table: PassTable, scheduler: Scheduler, requests: Sequence[Request], concurrency: int | None = None) -> Served:
+def run(
+    table: PassTable, scheduler: Scheduler, requests: Sequence[ServingRequest], concurrency: int | None = None
+) -> ServedTimes:
     """Serve requests in the order of their arrival; with `concurrency`, at most so many at a time are there, and the
     next one arrives when one has ended."""
-    return _Run(table, scheduler, requests, concurrency).served()
+    return _InstanceSimulation(table, scheduler, requests, concurrency).served()
 
 
-class _Run:
+class _InstanceSimulation:
     """The state of a simulation. Times are counted in passes (`passes`) for requests that decode, since all of them
     advance by one pass together."""
 
     def __init__(
-        self, table: PassTable, scheduler: Scheduler, requests: Sequence[Request], concurrency: int | None
+        self, table: PassTable, scheduler: Scheduler, requests: Sequence[ServingRequest], concurrency: int | None
     ) -> None:
         self.table, self.scheduler, self.engine, self.requests = table, scheduler, scheduler.engine, requests
         self.arrived = [each.arrival_s for each in requests]
@@ -184,7 +186,7 @@ class _Run:
         for _ in range(min(concurrency or len(requests), len(requests))):
             self._send(self.later.popleft(), 0.0)
 
-    def served(self) -> Served:
+    def served(self) -> ServedTimes:
         """Run to the last token."""
         while self.coming or self.waiting or self.reading or self.ends:
             while self.coming and self.coming[0][0] <= self.now:
@@ -200,7 +202,7 @@ class _Run:
         out = np.array([each.output_len for each in self.requests])
         tpot = np.where(out > 1, (last - first) / np.maximum(out - 1, 1), np.nan)
         span = float(last.max() - arrived.min())
-        return Served(first - arrived, tpot, last - arrived, span, int(out.sum()))
+        return ServedTimes(first - arrived, tpot, last - arrived, span, int(out.sum()))
 
     def _send(self, at: int, now: float) -> None:
         """A user sends a request, which the scheduler has somewhat later."""

@@ -12,7 +12,7 @@ DENSEST_BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28)
 
 
 @dataclass(frozen=True)
-class Layout:
+class ServingLayout:
     """`replicas` instances, each with `degrees`, that share the users of a cluster."""
 
     degrees: Degrees
@@ -23,7 +23,7 @@ class Layout:
         return each
 
 
-def layouts(model: ModelSpec, cluster: Cluster) -> Iterator[Layout]:
+def layouts(model: ModelSpec, cluster: Cluster) -> Iterator[ServingLayout]:
     """Every layout that fills the cluster.
 
     tp divides the heads and stays inside a node, where its all-reduces are fast; pp divides the layers into stages of
@@ -42,7 +42,7 @@ def layouts(model: ModelSpec, cluster: Cluster) -> Iterator[Layout]:
                 for ep in sorted(_expert_degrees(model, tp, dp)):
                     if cluster.accelerator.on_host and model.moe is not None and ep != tp * dp:
                         continue
-                    yield Layout(Degrees(tp, pp, dp, ep), cluster.size // size)
+                    yield ServingLayout(Degrees(tp, pp, dp, ep), cluster.size // size)
 
 
 def _expert_degrees(model: ModelSpec, tp: int, dp: int) -> set[int]:

@@ -6,22 +6,30 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.serving.search import PERCENTILE, Found, Option, Plan, Task, excess, keeps
-from shardwright.serving.separate import Separate
-from shardwright.serving.space import Layout
+from shardwright.serving.search import (
+    PERCENTILE,
+    ServingOption,
+    ServingPlan,
+    ServingTask,
+    SimulatedOption,
+    excess,
+    keeps,
+)
+from shardwright.serving.separate import SimulatedSplit
+from shardwright.serving.space import ServingLayout
 from shardwright.units import format_bytes, format_seconds
 
 
-def reasons(plan: Plan) -> Iterator[tuple[Layout, Option | None, str]]:
+def reasons(plan: ServingPlan) -> Iterator[tuple[ServingLayout, ServingOption | None, str]]:
     """Every layout that is not among the best, with its best option by closed forms and why it loses; the layouts that
     come nearest first."""
     chosen = plan.best[0] if plan.best else None
     listed = {each.layout for each in plan.best}
     late = {each.layout: each for each in reversed(plan.missed)}
-    by_layout: dict[Layout, list[Option]] = {}
+    by_layout: dict[ServingLayout, list[ServingOption]] = {}
     for option in plan.options:
         by_layout.setdefault(option.layout, []).append(option)
-    found: list[tuple[float, Layout, Option | None, str]] = []
+    found: list[tuple[float, ServingLayout, ServingOption | None, str]] = []
     for at, layout in enumerate(plan.layouts):
         if layout in listed:
             continue
@@ -45,7 +53,7 @@ SIMULATED = (
 """What `simulated_cells` tells of a layout."""
 
 
-def simulated_cells(found: Found) -> list[str]:
+def simulated_cells(found: SimulatedOption) -> list[str]:
     """A layout that was simulated, its batch, its speed and its latencies, as words."""
     return [
         str(found.layout),
@@ -56,21 +64,21 @@ def simulated_cells(found: Found) -> list[str]:
     ]
 
 
-def _best_of(task: Task, options: list[Option]) -> tuple[Option, bool]:
+def _best_of(task: ServingTask, options: list[ServingOption]) -> tuple[ServingOption, bool]:
     kept = [each for each in options if keeps(task, each)]
     if kept:
         return max(kept, key=lambda each: (each.per_accelerator(), -each.tpot_s)), True
     return min(options, key=lambda each: excess(task, each)), False
 
 
-def usable(task: Task) -> str:
+def usable(task: ServingTask) -> str:
     """The memory of an accelerator that the engine uses."""
     whole = format_bytes(task.usable_bytes)
     share = task.engine.memory_share
     return whole if share == 1 else f"{whole}, {share:.0%} of its memory, as {task.engine.name} takes"
 
 
-def _too_large(plan: Plan, at: int) -> str:
+def _too_large(plan: ServingPlan, at: int) -> str:
     weights, working, token = (
         float(np.broadcast_to(each, len(plan.layouts))[at])
         for each in (plan.memory.weights, plan.memory.working, plan.memory.token)
@@ -80,7 +88,7 @@ def _too_large(plan: Plan, at: int) -> str:
     return f"no room for one request: {format_bytes(token * plan.task.length)} of cache beside the weights"
 
 
-def _missed(task: Task, option: Option) -> str:
+def _missed(task: ServingTask, option: ServingOption) -> str:
     found = []
     if option.ttft_s > task.ttft_s:
         found.append(f"first token after {format_seconds(option.ttft_s)}, limit {format_seconds(task.ttft_s)}")
@@ -91,7 +99,7 @@ def _missed(task: Task, option: Option) -> str:
     return f"{' and '.join(found)}, with {option.batch} {'requests' if option.batch > 1 else 'request'}"
 
 
-def _late(task: Task, found: Found) -> str:
+def _late(task: ServingTask, found: SimulatedOption) -> str:
     """Of one that keeps the limits on average, and not for the percentile of its requests."""
     first, further = found.ttft_s(PERCENTILE), found.tpot_s(PERCENTILE)
     said = [f"first token within {format_seconds(first)}"] * (first > task.ttft_s)
@@ -100,7 +108,7 @@ def _late(task: Task, found: Found) -> str:
     return f"{PERCENTILE} of 100 requests: {', '.join(said)}, with {found.option.batch}"
 
 
-def _slower(task: Task, option: Option, chosen: Found) -> str:
+def _slower(task: ServingTask, option: ServingOption, chosen: SimulatedOption) -> str:
     each, best = option.per_accelerator(), chosen.option.per_accelerator()
     share = each / best - 1
     batch = option.batch * option.layout.replicas, chosen.option.batch * chosen.layout.replicas
@@ -108,7 +116,7 @@ def _slower(task: Task, option: Option, chosen: Found) -> str:
     return f"{share:+.0%} tokens/s: {users}, {1 / option.tpot_s:,.0f} tokens/s each, not {chosen.per_user:,.0f}"
 
 
-def document(plan: Plan, name: str, apart: Separate | None, remedies: list[str]) -> dict[str, Any]:
+def document(plan: ServingPlan, name: str, apart: SimulatedSplit | None, remedies: list[str]) -> dict[str, Any]:
     """A plan as JSON."""
     task, serving = plan.task, plan.task.serving
     return {
@@ -138,11 +146,11 @@ def _known(limit: float) -> float | None:
     return None if limit == inf else limit
 
 
-def _layout_document(layout: Layout) -> dict[str, int]:
+def _layout_document(layout: ServingLayout) -> dict[str, int]:
     return {"replicas": layout.replicas, **layout.degrees._asdict()}
 
 
-def _option_document(option: Option) -> dict[str, Any]:
+def _option_document(option: ServingOption) -> dict[str, Any]:
     return {
         "layout": _layout_document(option.layout),
         "batch": option.batch,
@@ -154,7 +162,7 @@ def _option_document(option: Option) -> dict[str, Any]:
     }
 
 
-def found_document(task: Task, found: Found) -> dict[str, Any]:
+def found_document(task: ServingTask, found: SimulatedOption) -> dict[str, Any]:
     """A simulated option as JSON."""
     percentiles = (50, 90, 95, 99)
     return {
@@ -169,7 +177,7 @@ def found_document(task: Task, found: Found) -> dict[str, Any]:
     }
 
 
-def _separate_document(apart: Separate) -> dict[str, Any]:
+def _separate_document(apart: SimulatedSplit) -> dict[str, Any]:
     split, percentiles = apart.split, (50, 90, 95, 99)
     return {
         "prefill": split.prefill._asdict(),

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwright.cost import collectives, ledger
-from shardwright.cost.blocks import Block, Group, blocks
+from shardwright.cost.blocks import BlockShape, FusedRows, blocks
 from shardwright.cost.cache import cache_bytes_per_token
 from shardwright.cost.job import Floats, Ints
 from shardwright.cost.ledger import Formulas
 from shardwright.cost.matmuls import TILE_COLUMNS, TILE_ROWS
 from shardwright.serving import host
-from shardwright.serving.setting import ELEMENT_BYTES, Batch, Serving, Settings
+from shardwright.serving.setting import ELEMENT_BYTES, PassBatch, Serving, Settings
 
 PARTIAL_WAVE, RAMP_K = 0.41, 110.0
 """As `Matmul.seconds`: waves beyond the tiles, input features at which half of the rate is reached."""
@@ -49,17 +49,17 @@ class PassTime:
         return self.layers_s + np.asarray(pp) * (self.head_s + self.send_s) + self.host_s
 
 
-def period_s(serving: Serving, settings: Settings, batch: Batch) -> Floats:
+def period_s(serving: Serving, settings: Settings, batch: PassBatch) -> Floats:
     """Seconds from one token to the next with a batch of the whole instance, in pp micro-batches. (n,)."""
     return pass_time(serving, settings, batch.shared(settings.pp)).period_s(settings.pp)
 
 
-def latency_s(serving: Serving, settings: Settings, batch: Batch) -> Floats:
+def latency_s(serving: Serving, settings: Settings, batch: PassBatch) -> Floats:
     """Seconds of one pass that is not cut into micro-batches. (n,)."""
     return pass_time(serving, settings, batch).latency_s(settings.pp)
 
 
-def pass_time(serving: Serving, settings: Settings, batch: Batch) -> PassTime:
+def pass_time(serving: Serving, settings: Settings, batch: PassBatch) -> PassTime:
     """The seconds of one pass, by its parts."""
     model, rates = serving.model, serving.rates
     layers = np.asarray(0.0)
@@ -88,7 +88,7 @@ def pass_time(serving: Serving, settings: Settings, batch: Batch) -> PassTime:
     return PassTime(layers, head, once, send)
 
 
-def _at_least_started(serving: Serving, batch: Batch, layers_s: Floats) -> Floats:
+def _at_least_started(serving: Serving, batch: PassBatch, layers_s: Floats) -> Floats:
     """Seconds of the layers of a pass; with prompts in it, at least what the host takes to start their kernels."""
     model, rates = serving.model, serving.rates
     f = Formulas(
@@ -99,7 +99,7 @@ def _at_least_started(serving: Serving, batch: Batch, layers_s: Floats) -> Float
     return f("all layers", np.maximum(f.computing, starting))
 
 
-def _layer_s(serving: Serving, settings: Settings, batch: Batch, block: Block) -> Floats:
+def _layer_s(serving: Serving, settings: Settings, batch: PassBatch, block: BlockShape) -> Floats:
     tokens = batch.tokens / settings.dp
     parts: dict[str, Floats] = {}
     for group in block.matmuls:
@@ -125,7 +125,7 @@ def _layer_s(serving: Serving, settings: Settings, batch: Batch, block: Block) -
     return ledger.total(block.name, parts)
 
 
-def _shape(serving: Serving, settings: Settings, group: Group) -> tuple[Floats, Floats]:
+def _shape(serving: Serving, settings: Settings, group: FusedRows) -> tuple[Floats, Floats]:
     """Input and output features of a matmul on one rank."""
     first = group.rows[0]
     k = first.shape[-1] / settings.tp if first.split == "row" else np.asarray(float(first.shape[-1]))
@@ -162,7 +162,7 @@ def _matmul_s(
     return f(what, _smoothly(f, computing, reading), "roofline; tiles as in training (cost/matmuls.py)")
 
 
-def _experts_s(serving: Serving, settings: Settings, batch: Batch, group: Group) -> Floats:
+def _experts_s(serving: Serving, settings: Settings, batch: PassBatch, group: FusedRows) -> Floats:
     """The experts of one rank that any token goes to, with the rows that go to each.
 
     Of E / ep experts, E / ep (1 - (1 - k/E)^tokens) are touched by a batch whose tokens choose k of E evenly. The
@@ -196,7 +196,7 @@ def cache_token_bytes(serving: Serving, tp: Ints) -> Floats:
     return np.vectorize(each.__getitem__, otypes=[float])(degrees)
 
 
-def _decode_attention_s(serving: Serving, settings: Settings, batch: Batch) -> Floats:
+def _decode_attention_s(serving: Serving, settings: Settings, batch: PassBatch) -> Floats:
     """Every cached token is read once in each pass; with latent attention every head multiplies it."""
     model, chip = serving.model, serving.cluster.accelerator
     latent = model.latent_attention
@@ -213,7 +213,7 @@ def _decode_attention_s(serving: Serving, settings: Settings, batch: Batch) -> F
     return f("attention over the cache", seconds, "each cached token read once; arXiv 2405.04434 for latent attention")
 
 
-def _prompt_attention_s(serving: Serving, settings: Settings, batch: Batch) -> Floats:
+def _prompt_attention_s(serving: Serving, settings: Settings, batch: PassBatch) -> Floats:
     """Scores and weighted sums of a prompt's tokens; a token attends to half of its prompt on average."""
     if serving.on_host:
         return host.prompt_attention_s(serving, settings, batch)
@@ -227,7 +227,7 @@ def _prompt_attention_s(serving: Serving, settings: Settings, batch: Batch) -> F
     return f("attention over prompts", flops / f.rate, "FlashAttention-2, arXiv 2307.08691")
 
 
-def _elementwise_s(serving: Serving, settings: Settings, block: Block, tokens: Floats) -> Floats:
+def _elementwise_s(serving: Serving, settings: Settings, block: BlockShape, tokens: Floats) -> Floats:
     """Norms, residual sums, rotation, activation, quantisation: what they read and write."""
     if serving.on_host:
         return host.elementwise_s(serving, settings, block, tokens)
@@ -243,7 +243,7 @@ def _elementwise_s(serving: Serving, settings: Settings, block: Block, tokens: F
     return f("element-wise kernels", moved / f.bandwidth, "two norms and sums (5 h each), rotation, activation")
 
 
-def _communication_s(serving: Serving, settings: Settings, batch: Batch, block: Block) -> dict[str, Floats]:
+def _communication_s(serving: Serving, settings: Settings, batch: PassBatch, block: BlockShape) -> dict[str, Floats]:
     """Two all-reduces over tp; with dp attention the experts' one is an exchange of tokens among the whole stage."""
     if np.max(settings.stage_ranks) == 1:
         return {}
@@ -271,7 +271,7 @@ def _all_reduce_s(serving: Serving, n_bytes: Floats, size: Ints) -> Floats:
     return np.where(size > 1, fastest, 0.0)
 
 
-def _exchange_s(serving: Serving, settings: Settings, batch: Batch) -> Floats:
+def _exchange_s(serving: Serving, settings: Settings, batch: PassBatch) -> Floats:
     """Tokens to the ranks of their experts and results back: all-to-alls of each token's copies, or an all-gather and
     a reduce-scatter of all tokens, whichever is faster."""
     model, ranks = serving.model, settings.stage_ranks

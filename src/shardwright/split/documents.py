@@ -32,7 +32,7 @@ WHOLE = 8
 
 
 @dataclass(frozen=True)
-class Held:
+class DocumentSpan:
     """Consecutive tokens of one document that a rank holds: positions `start` to `stop` - 1 in the sequence."""
 
     document: int
@@ -46,7 +46,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Piece:
+class AttentionPiece:
     """Queries `rows` of a rank attend to keys `columns` of a block: all to all, or causally where the two are the same
     tokens. Both are places among the tokens of all sequences of a micro-batch, one sequence after another."""
 
@@ -62,7 +62,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RingPlan:
     """The attention of a rank of a ring to a micro-batch: in step s it has the keys of ring rank (rank - s) mod R.
 
     `pieces[s]`: what is computed in step s; columns are places among the keys that have come. `sends[s]`: the own
@@ -70,7 +70,7 @@ class Plan:
     two ranks have no document in common. `receives[s]`: how many tokens come in step s.
     """
 
-    pieces: tuple[tuple[Piece, ...], ...]
+    pieces: tuple[tuple[AttentionPiece, ...], ...]
     sends: tuple[tuple[slice, ...], ...]
     receives: tuple[int, ...]
 
@@ -91,7 +91,7 @@ def deals_documents(spec: ModelSpec, layout: Layout) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def held_tokens(lengths: Lengths, method: str, ring: int, deals: bool) -> tuple[tuple[Held, ...], ...]:
+def held_tokens(lengths: Lengths, method: str, ring: int, deals: bool) -> tuple[tuple[DocumentSpan, ...], ...]:
     """[ring rank] -> the tokens of a sequence that it holds, in the order of the sequence, by document."""
     if deals:
         return dealt(lengths, ring)
@@ -100,7 +100,7 @@ def held_tokens(lengths: Lengths, method: str, ring: int, deals: bool) -> tuple[
     for rank in range(ring):
         spans = on_ring(method, starts[-1], ring, rank)
         pieces = [
-            Held(document, max(span.start, start), min(span.stop, stop))
+            DocumentSpan(document, max(span.start, start), min(span.stop, stop))
             for span in spans
             for document, (start, stop) in enumerate(pairwise(starts))
         ]
@@ -116,7 +116,7 @@ def spans_of_documents(layout: Layout, lengths: Lengths, rank: int, deals: bool)
     return list(cut([range(each.start, each.stop) for each in held], at["cp_ulysses"] * tokens, tokens))
 
 
-def dealt(lengths: Lengths, ring: int) -> tuple[tuple[Held, ...], ...]:
+def dealt(lengths: Lengths, ring: int) -> tuple[tuple[DocumentSpan, ...], ...]:
     """[ring rank] -> its tokens, by document, such that ranks have equally many tokens and nearly as many scores.
 
     Documents are dealt in the order of their length, the longest first. One with few scores goes whole to the rank that
@@ -127,7 +127,7 @@ def dealt(lengths: Lengths, ring: int) -> tuple[tuple[Held, ...], ...]:
     assert starts[-1] % ring == 0, f"{starts[-1]} tokens are not divisible by a ring of {ring}"
     room, pairs = [starts[-1] // ring] * ring, [0] * ring
     most = sum(_triangle(length) for length in lengths) // (WHOLE * ring)
-    found: list[list[Held]] = [[] for _ in range(ring)]
+    found: list[list[DocumentSpan]] = [[] for _ in range(ring)]
     for document in sorted(range(len(lengths)), key=lambda each: (-lengths[each], each)):
         length, start = lengths[document], starts[document]
         with_room = [rank for rank in range(ring) if room[rank] >= length]
@@ -153,27 +153,27 @@ def _shares(length: int, room: Sequence[int]) -> list[int]:
     return shares
 
 
-def _zigzag(document: int, start: int, shares: Sequence[int]) -> list[list[Held]]:
+def _zigzag(document: int, start: int, shares: Sequence[int]) -> list[list[DocumentSpan]]:
     """[rank] -> an early and a late chunk of a document: early ones in the order of ranks, late ones in the reverse."""
     late = [share // 2 for share in shares]
     sizes = [(rank, share - late[rank]) for rank, share in enumerate(shares)]
     sizes += [(rank, late[rank]) for rank in reversed(range(len(shares)))]
-    chunks: list[list[Held]] = [[] for _ in shares]
+    chunks: list[list[DocumentSpan]] = [[] for _ in shares]
     for rank, size in sizes:
         if size:
             before = chunks[rank]
             if before and before[-1].stop == start:  # the last rank's early and late chunk are one
-                before[-1] = Held(document, before[-1].start, start + size)
+                before[-1] = DocumentSpan(document, before[-1].start, start + size)
             else:
-                before.append(Held(document, start, start + size))
+                before.append(DocumentSpan(document, start, start + size))
             start += size
     return chunks
 
 
 @lru_cache(maxsize=256)
-def plan(sequences: tuple[Lengths, ...], method: str, ring: int, rank: int, deals: bool) -> Plan:
+def plan(sequences: tuple[Lengths, ...], method: str, ring: int, rank: int, deals: bool) -> RingPlan:
     """The attention of a ring rank to a micro-batch of so many sequences with documents of these lengths."""
-    pieces: list[list[Piece]] = [[] for _ in range(ring)]
+    pieces: list[list[AttentionPiece]] = [[] for _ in range(ring)]
     sends: list[list[slice]] = [[] for _ in range(ring)]
     receives = [0] * ring
     first = 0
@@ -183,7 +183,9 @@ def plan(sequences: tuple[Lengths, ...], method: str, ring: int, rank: int, deal
         mine = places[rank]
         for step in range(ring):
             if step == 0:
-                pieces[0] += [_moved(Piece(place, place, causal=True), first, first) for place, _ in mine.values()]
+                pieces[0] += [
+                    _moved(AttentionPiece(place, place, causal=True), first, first) for place, _ in mine.values()
+                ]
                 continue
             theirs, later = places[(rank - step) % ring], places[(rank + step) % ring]
             for document in mine:
@@ -196,14 +198,14 @@ def plan(sequences: tuple[Lengths, ...], method: str, ring: int, rank: int, deal
                     at = first + mine[document][0].start
                     sends[step] += [slice(at, at + needed)] if needed else []
         first += sum(lengths) // ring
-    return Plan(tuple(map(tuple, pieces)), tuple(tuple(_joined(each)) for each in sends), tuple(receives))
+    return RingPlan(tuple(map(tuple, pieces)), tuple(tuple(_joined(each)) for each in sends), tuple(receives))
 
 
-_Places = dict[int, tuple[slice, list[Held]]]
+_Places = dict[int, tuple[slice, list[DocumentSpan]]]
 """Document -> the places of its tokens among those of a rank, and where they are in the sequence."""
 
 
-def _places(held: Sequence[Held]) -> _Places:
+def _places(held: Sequence[DocumentSpan]) -> _Places:
     found, at = {}, 0
     for document, group in groupby(held, key=lambda each: each.document):
         parts = list(group)
@@ -213,20 +215,22 @@ def _places(held: Sequence[Held]) -> _Places:
     return found
 
 
-def _between(queries: tuple[slice, list[Held]], keys: tuple[slice, list[Held]]) -> tuple[list[Piece], int]:
+def _between(
+    queries: tuple[slice, list[DocumentSpan]], keys: tuple[slice, list[DocumentSpan]]
+) -> tuple[list[AttentionPiece], int]:
     """The pieces of one document between the queries of a rank and the keys of another, with columns that begin at 0,
     and how many of its first keys the queries need."""
     pieces, at = [], queries[0].start
     for n_keys, group in groupby(queries[1], key=lambda each: sum(k.tokens for k in keys[1] if k.start < each.start)):
         rows = sum(each.tokens for each in group)
         if n_keys:
-            pieces.append(Piece(slice(at, at + rows), slice(0, n_keys)))
+            pieces.append(AttentionPiece(slice(at, at + rows), slice(0, n_keys)))
         at += rows
     return pieces, pieces[-1].columns.stop if pieces else 0
 
 
-def _moved(piece: Piece, rows: int, columns: int) -> Piece:
-    return Piece(
+def _moved(piece: AttentionPiece, rows: int, columns: int) -> AttentionPiece:
+    return AttentionPiece(
         slice(piece.rows.start + rows, piece.rows.stop + rows),
         slice(piece.columns.start + columns, piece.columns.stop + columns),
         piece.causal,

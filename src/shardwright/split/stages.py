@@ -96,7 +96,7 @@ def stage_times(spec: ModelSpec, layout: Layout, seq_len: int) -> Times:
     )
 
 
-class Pipeline(NamedTuple):
+class ScheduleInputs(NamedTuple):
     """What a layout's schedules are built from, whatever the number of micro-batches. `times`: of the stages, for a
     schedule that is searched for them; None for the others, which are the same for every model."""
 
@@ -106,7 +106,7 @@ class Pipeline(NamedTuple):
     times: Times | None
 
     @classmethod
-    def of(cls, spec: ModelSpec, layout: Layout, seq_len: int) -> "Pipeline":
+    def of(cls, spec: ModelSpec, layout: Layout, seq_len: int) -> "ScheduleInputs":
         """That of a layout."""
         searched = find(layout.pp_schedule).searched
         times = stage_times(spec, layout, seq_len) if searched else None
@@ -124,7 +124,7 @@ def step_schedule(spec: ModelSpec, layout: Layout, n_microbatches: int, seq_len:
 
     Raises ScheduleError (`schedule_problems`).
     """
-    return Pipeline.of(spec, layout, seq_len).schedule(n_microbatches)
+    return ScheduleInputs.of(spec, layout, seq_len).schedule(n_microbatches)
 
 
 def _matmul_flops(spec: ModelSpec, layer: int) -> float:

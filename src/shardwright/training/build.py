@@ -14,7 +14,7 @@ from shardwright.run_folder import OFFLOADED
 from shardwright.training.clock import Phases
 from shardwright.training.device import DTYPES
 from shardwright.training.loss_scale import loss_scaler
-from shardwright.training.offload.scratch import File, scratch_file
+from shardwright.training.offload.scratch import OffloadFile, scratch_file
 from shardwright.training.offload.states import Where, where_of
 from shardwright.training.optimizer import build_optimizer
 from shardwright.training.resilience.spikes import SpikeGuard
@@ -54,7 +54,7 @@ def build_trainer(
     device: torch.device,
     *,
     compiled: bool,
-    opened: Callable[[Path, int], File] = scratch_file,
+    opened: Callable[[Path, int], OffloadFile] = scratch_file,
     spikes: SpikeGuard | None = None,
     phases: Phases | None = None,
 ) -> Trainer:
@@ -74,7 +74,7 @@ def build_trainer(
     )
 
 
-def states_of(config: RunConfig, opened: Callable[[Path, int], File] = scratch_file) -> Where:
+def states_of(config: RunConfig, opened: Callable[[Path, int], OffloadFile] = scratch_file) -> Where:
     """Where the optimizer states of a run are."""
     folder = Path(config.offload_path or Path(config.out) / OFFLOADED)
     return where_of(config.layout.layout(), folder, opened=opened)

@@ -32,7 +32,7 @@ class NoPhases:
         """Do nothing."""
 
 
-class Clock:
+class PhaseClock:
     """Splits time into named phases: each `mark` ends the phase that it names and begins the next one.
 
     On a GPU a phase is measured between events in its stream, which cost nothing until `read` waits for them.
@@ -81,7 +81,7 @@ class Clock:
 class RunPhases:
     """The phases of a run: its clock takes their times, and `enter` tells its hang monitor which one begins."""
 
-    def __init__(self, clock: Clock, enter: Callable[[Phase, int], None]) -> None:
+    def __init__(self, clock: PhaseClock, enter: Callable[[Phase, int], None]) -> None:
         self.clock, self._enter = clock, enter
 
     def begin(self, phase: Phase, step: int) -> None:

@@ -13,8 +13,7 @@ from torch import Tensor
 from shardwright.config import load as load_run_file
 from shardwright.config.mixture import tokenizer_folder
 from shardwright.data.chat import TEMPLATE
-from shardwright.data.shards import TOKENIZER
-from shardwright.data.shards import Manifest as DataManifest
+from shardwright.data.shards import TOKENIZER, DataManifest
 from shardwright.data.tokenizer import tokenizer_difference
 from shardwright.errors import CheckpointError, DataError, InputError
 from shardwright.files import LONGEST_TOKENIZER, inside, new_folder, read_bytes
@@ -36,7 +35,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportResult:
     """What was written: the architecture, the type and bytes of the weights, and what is to be said of it."""
 
     architecture: Architecture
@@ -53,7 +52,7 @@ def export(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     tokenizer: str | Path | None = None,
     allow_nan: bool = False,
-) -> Exported:
+) -> ExportResult:
     """Write weights to the new folder `out` in the format of `transformers`; one tensor is in memory at a time.
 
     `source`: a run (its newest checkpoint), a checkpoint, a folder of `shardwright import` or of `transformers`.
@@ -99,7 +98,7 @@ def export(
             f"modules of multi-token prediction are left out: the files of {architecture.class_name} have no place for "
             f"them"
         )
-    return Exported(architecture, main, n_bytes, tuple(remarks))
+    return ExportResult(architecture, main, n_bytes, tuple(remarks))
 
 
 def _types(tensors: list[FileTensor], weights: Weights, dtype: str | None) -> dict[str, str]:

@@ -13,7 +13,7 @@ from shardwright.data.mixture import MixtureOrder
 from shardwright.errors import CheckpointError, InputError, without_secrets
 from shardwright.files import parse_toml, read_text, reason
 from shardwright.report.words import batch_in_words, layout_in_words, learning_rate_in_words, model_in_words
-from shardwright.run_folder import Started, now
+from shardwright.run_folder import StartRecord, now
 from shardwright.training.device import attention_kernels
 from shardwright.training.schedule import learning_rate
 from shardwright.training.sources import Sources
@@ -70,10 +70,10 @@ def _sources(
     ]
 
 
-def started(config: RunConfig, device: torch.device, step: int, checkpoint: Path | None) -> Started:
+def started(config: RunConfig, device: torch.device, step: int, checkpoint: Path | None) -> StartRecord:
     """The `run` record of this start."""
     layout = config.layout.layout()
-    return Started(
+    return StartRecord(
         step=step,
         layout=layout_in_words(layout),
         keys=str(layout),

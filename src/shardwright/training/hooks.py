@@ -13,21 +13,21 @@ from torch import Tensor
 
 from shardwright import extensions
 from shardwright.config import RunConfig
-from shardwright.data.mixture import Stage
+from shardwright.data.mixture import MixtureStage
 from shardwright.run_folder import Record
 from shardwright.training.run_log import RunLog
 from shardwright.training.step import StepResult, Trainer
 
 
 @dataclass(frozen=True)
-class Start:
+class RunStart:
     """Where a run begins: steps taken and samples consumed so far, the checkpoint that was loaded, the stages of the
     mixture that had begun, and the ranges of samples that a rollback left out."""
 
     step: int = 0
     samples: int = 0
     checkpoint: Path | None = None
-    past: Sequence[Stage] = ()
+    past: Sequence[MixtureStage] = ()
     left_out: tuple[tuple[int, int], ...] = ()
 
 
@@ -76,10 +76,10 @@ class TakenStep:
 class Hook:
     """Something that a run does beside taking steps."""
 
-    def on_start(self, start: Start) -> None:
+    def on_start(self, start: RunStart) -> None:
         """Prepare for the steps after `start`: at the start of a run, and after each rollback."""
 
-    def on_rollback(self, start: Start) -> None:
+    def on_rollback(self, start: RunStart) -> None:
         """Forget what came after `start`: the run continues from that checkpoint."""
 
     def before_step(self, step: int) -> None:
@@ -91,7 +91,7 @@ class Hook:
         device. All ranks have to return the same."""
         return True
 
-    def after_step(self, taken: TakenStep) -> Start | None:
+    def after_step(self, taken: TakenStep) -> RunStart | None:
         """Act after a step; return where the run continues if it goes back to a checkpoint, else None."""
         return None
 

@@ -19,13 +19,13 @@ from shardwright.errors import CheckpointError, InputError
 from shardwright.files import LONGEST_TOKENIZER, inside, new_folder, read_bytes
 from shardwright.hugging_face.files import GENERATION, TOKENIZER_FILES, token_ids, write_token_ids
 from shardwright.hugging_face.reader import HuggingFaceWeights, open_weights
-from shardwright.hugging_face.writer import Entry, write_safetensors
+from shardwright.hugging_face.writer import TensorToWrite, write_safetensors
 from shardwright.run_folder import MODEL_FILE
 from shardwright.training.checkpoint.manifest import (
-    Manifest,
-    Progress,
+    CheckpointManifest,
     ShardRecord,
     TensorRecord,
+    TrainingProgress,
     key_of,
     sha256_of_text,
 )
@@ -39,12 +39,12 @@ FILE_BYTES = 4 * GiB
 
 
 @dataclass(frozen=True)
-class Block:
+class ParameterRows:
     """Consecutive rows of a parameter, one shard of the manifest."""
 
     name: str
     offsets: tuple[int, ...]
-    entry: Entry
+    entry: TensorToWrite
 
 
 def import_weights(source: str | Path, out: str | Path) -> HuggingFaceWeights:
@@ -64,7 +64,7 @@ def import_weights(source: str | Path, out: str | Path) -> HuggingFaceWeights:
         for number, entries in enumerate(files, start=1):
             file = f"weights-{number:05d}.safetensors"
 
-            def make(entry: Entry, file: str = file) -> Tensor:
+            def make(entry: TensorToWrite, file: str = file) -> Tensor:
                 block = by_key[entry.name]
                 tensor = weights.read(block.name, block.offsets, entry.shape).contiguous()
                 record = ShardRecord(block.offsets, entry.shape, file, xxh3_128_of(tensor))
@@ -83,8 +83,8 @@ def import_weights(source: str | Path, out: str | Path) -> HuggingFaceWeights:
         lines = [f"{key} = {as_toml(value)}" for key, value in table_of(weights.spec).items()]
         text = "\n".join([f"# written by `shardwright import {source}`", "[model]", *lines]) + "\n"
         (fresh / MODEL_FILE).write_text(text, encoding="utf-8")
-        manifest = Manifest(
-            progress=Progress(step=0, samples=0, seed=0),
+        manifest = CheckpointManifest(
+            progress=TrainingProgress(step=0, samples=0, seed=0),
             model=table_of(weights.spec),
             data=None,
             world_size=1,
@@ -114,17 +114,17 @@ def is_free(out: Path) -> None:
         raise CheckpointError(f"{out} is there already; remove it, or name another folder with --out")
 
 
-def _blocks(weights: HuggingFaceWeights) -> Iterator[Block]:
+def _blocks(weights: HuggingFaceWeights) -> Iterator[ParameterRows]:
     for name, shape in sorted(weights.shapes.items()):
-        whole = Entry(name, weights.dtypes[name], shape)
+        whole = TensorToWrite(name, weights.dtypes[name], shape)
         row_bytes = max(1, whole.n_bytes // shape[0])
         rows = max(1, BLOCK_BYTES // row_bytes)
         for begin in range(0, shape[0], rows):
             offsets = (begin,) + (0,) * (len(shape) - 1)
-            yield Block(
+            yield ParameterRows(
                 name,
                 offsets,
-                Entry(key_of(MODEL + name, offsets), whole.dtype, (min(rows, shape[0] - begin), *shape[1:])),
+                TensorToWrite(key_of(MODEL + name, offsets), whole.dtype, (min(rows, shape[0] - begin), *shape[1:])),
             )
 
 
@@ -157,4 +157,4 @@ def folder_of(source: str) -> Path:
 
 def bytes_of(weights: HuggingFaceWeights) -> int:
     """Bytes of all parameters."""
-    return sum(Entry(name, weights.dtypes[name], shape).n_bytes for name, shape in weights.shapes.items())
+    return sum(TensorToWrite(name, weights.dtypes[name], shape).n_bytes for name, shape in weights.shapes.items())

@@ -19,8 +19,8 @@ from shardwright.errors import CopiesError, WorkerError, cleaning_up
 from shardwright.files import open_regular, parse_json
 from shardwright.forks import Descriptor, fork
 from shardwright.processes import Worker
-from shardwright.ranks_at import Watch
-from shardwright.run_folder import METRICS, Event, append_event, now, resumable
+from shardwright.ranks_at import RanksWatch
+from shardwright.run_folder import METRICS, EventRecord, append_event, now, resumable
 from shardwright.training.ranks import STORE, SUPERVISED
 from shardwright.training.resilience.restarts import Restarts
 from shardwright.training.worker import serve
@@ -31,7 +31,7 @@ _TAIL_BYTES = 64 * KiB
 
 
 @dataclass
-class _Asked:
+class _EndSignal:
     """The first signal to this process that asked for an end, if any. `to_grow`: the ranks were asked to save and end,
     to start again with more of them."""
 
@@ -71,14 +71,14 @@ def launch(config: RunConfig, log_dir: Path, quiet: bool = False, max_restarts: 
 
 
 def _run(
-    restarts: Restarts, log_dir: Path, quiet: bool, workers: list[Worker], asked: _Asked, store: Descriptor | str
+    restarts: Restarts, log_dir: Path, quiet: bool, workers: list[Worker], asked: _EndSignal, store: Descriptor | str
 ) -> bool:
     """One start of the ranks, which meet in the file `store`; `workers` is filled, and empty again when they have
     ended."""
     log_dir.mkdir(parents=True, exist_ok=True)
     attempt, began = restarts.attempt, now()
     config, out = attempt.config, Path(attempt.config.out)
-    watch = Watch(out, len(attempt.places))
+    watch = RanksWatch(out, len(attempt.places))
     watch.folder.clear()
 
     def watched() -> WorkerError | None:
@@ -93,7 +93,7 @@ def _run(
         states = watch.states()
         step = states[blamed[0]].step if blamed else max(state.step for state in states.values())
         rank = blamed[0] if len(blamed) == 1 else None
-        append_event(out, Event("hang", step, told, rank))
+        append_event(out, EventRecord("hang", step, told, rank))
         return WorkerError(told).of_rank(rank)
 
     with cleaning_up(lambda: processes.end(workers), workers.clear, watch.folder.clear):
@@ -123,13 +123,13 @@ def _has_logged_since(out: Path, time: str) -> bool:
         return False
 
 
-def _with_place(error: WorkerError, out: Path, watch: Watch) -> WorkerError:
+def _with_place(error: WorkerError, out: Path, watch: RanksWatch) -> WorkerError:
     """An error of a rank, written down as an event, with where that rank was when it is dead."""
     rank = error.rank
     if rank is None or str(error).startswith("no progress"):  # a hang is written down where it is found
         return error
     state = watch.states().get(rank)
-    append_event(out, Event("fault", 0 if state is None else state.step, str(error).partition("\n")[0], rank))
+    append_event(out, EventRecord("fault", 0 if state is None else state.step, str(error).partition("\n")[0], rank))
     if state is None or not re.match(r"rank (\d+) (was killed|left)", str(error)):
         return error
     where = f"it was in step {state.step + 1}, {state.phase}"
@@ -172,8 +172,8 @@ def _file_of_this_user() -> Iterator[Descriptor | str]:
 
 
 @contextmanager
-def _forward_signals(workers: list[Worker]) -> Iterator[_Asked]:
-    asked = _Asked()
+def _forward_signals(workers: list[Worker]) -> Iterator[_EndSignal]:
+    asked = _EndSignal()
 
     def forward(number: int, frame: FrameType | None) -> None:
         if asked.signal is not None and number == signal.SIGINT:

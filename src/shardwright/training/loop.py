@@ -18,7 +18,7 @@ from shardwright.config import RunConfig
 from shardwright.data.batches import Batches
 from shardwright.run_folder import Record
 from shardwright.training.clock import Phases
-from shardwright.training.hooks import Due, Hook, Start, TakenStep, due_after
+from shardwright.training.hooks import Due, Hook, RunStart, TakenStep, due_after
 from shardwright.training.schedule import learning_rate
 from shardwright.training.step import Trainer
 
@@ -31,7 +31,7 @@ class TrainLoop:
         config: RunConfig,
         trainer: Trainer,
         hooks: Sequence[Hook],
-        batches: Callable[[Start], Batches],
+        batches: Callable[[RunStart], Batches],
         phases: Phases,
         asked_to_stop: Callable[[], bool],
     ) -> None:
@@ -42,16 +42,16 @@ class TrainLoop:
         self.step = 0
         trainer.take_steps_if(self._takes_step)
 
-    def run(self, start: Start) -> int:
+    def run(self, start: RunStart) -> int:
         """Take the steps after `start`, again from a checkpoint where a hook goes back to one; return the number of
         steps that are done."""
-        while isinstance(end := self._steps(start), Start):
+        while isinstance(end := self._steps(start), RunStart):
             start = end
             for hook in self.hooks:
                 hook.on_rollback(start)
         return end
 
-    def _steps(self, start: Start) -> int | Start:
+    def _steps(self, start: RunStart) -> int | RunStart:
         """Return the number of steps that are done, or the checkpoint that the run goes back to."""
         self.step, taken = start.step, None
         with self.batches(start) as batches:

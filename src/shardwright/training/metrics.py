@@ -18,7 +18,7 @@ from shardwright.run_folder import METRICS, TENSORBOARD, Record, whole_lines
 from shardwright.units import MiB, format_bytes, format_count, format_seconds
 
 
-class Writer(Protocol):
+class MetricsWriter(Protocol):
     """Writes the records of a run to one place."""
 
     def write(self, record: Record) -> None:
@@ -244,10 +244,10 @@ def _numbers(record: Record) -> Record:
     return {k: v for k, v in flat.items() if k != "step" and isinstance(v, int | float)}
 
 
-def open_writers(config: RunConfig, resumed_step: int) -> list[Writer]:
+def open_writers(config: RunConfig, resumed_step: int) -> list[MetricsWriter]:
     """The writers to files and services that a run asks for."""
     out = Path(config.out)
-    writers: list[Writer] = [JsonLines(out / METRICS, resumed_step)]
+    writers: list[MetricsWriter] = [JsonLines(out / METRICS, resumed_step)]
     if config.metrics.tensorboard:
         writers.append(TensorBoard(out / TENSORBOARD))
     if config.metrics.wandb_project:

@@ -7,7 +7,7 @@ from shardwright.config import load as load_run_file
 from shardwright.config.mixture import sources_of
 from shardwright.hugging_face.architecture import Architecture
 from shardwright.report.words import learning_rate_in_words
-from shardwright.run_folder import CHECKPOINTS, METRICS, RUN_FILE, Evaluated, Logged, read_metrics
+from shardwright.run_folder import CHECKPOINTS, METRICS, RUN_FILE, EvaluationRecord, TrainRecord, read_metrics
 from shardwright.training.weights import CheckpointWeights, Weights
 from shardwright.units import format_count
 from shardwright.version import PACKAGE_VERSION
@@ -76,7 +76,7 @@ def _facts(weights: CheckpointWeights) -> Iterator[tuple[str, str]]:
     yield "seed", str(config.seed)
     folder = _run_folder(weights.path)
     records = [] if folder is None else list(read_metrics(folder / METRICS))
-    for what, kind in (("training loss", Logged), ("validation loss", Evaluated)):
+    for what, kind in (("training loss", TrainRecord), ("validation loss", EvaluationRecord)):
         losses = [each.loss for each in records if isinstance(each, kind) and each.step <= progress.step]
         if losses:
             yield what, f"{losses[-1]:.4f}"

@@ -7,16 +7,16 @@ import torch
 from shardwright.config import RunConfig
 from shardwright.parallel.expert import take_sent_bytes
 from shardwright.parallel.model import ExpertLoad
-from shardwright.run_folder import PHASES, Evaluated, Logged, Record, now
-from shardwright.training.clock import Clock, Phases
+from shardwright.run_folder import PHASES, EvaluationRecord, Record, TrainRecord, now
+from shardwright.training.clock import PhaseClock, Phases
 from shardwright.training.device import DTYPES, peak_flops_per_s, peak_memory_bytes
-from shardwright.training.hooks import Hook, Start, TakenStep
+from shardwright.training.hooks import Hook, RunStart, TakenStep
 from shardwright.training.load import expert_numbers
 from shardwright.training.run_log import RunLog
 from shardwright.training.sources import RunSamples
 from shardwright.training.step import Trainer
 
-_FIELDS = {field.name for field in fields(Logged)}
+_FIELDS = {field.name for field in fields(TrainRecord)}
 
 
 class LogNumbers(Hook):
@@ -28,7 +28,7 @@ class LogNumbers(Hook):
         trainer: Trainer,
         samples: RunSamples,
         device: torch.device,
-        clock: Clock,
+        clock: PhaseClock,
         log: RunLog,
     ) -> None:
         self.config, self.trainer, self.samples, self.device = config, trainer, samples, device
@@ -38,11 +38,11 @@ class LogNumbers(Hook):
         self._logged = 0
         """Steps done at the last record."""
 
-    def on_start(self, start: Start) -> None:
+    def on_start(self, start: RunStart) -> None:
         self._logged = start.step
         self.clock.restart()
 
-    def on_rollback(self, start: Start) -> None:
+    def on_rollback(self, start: RunStart) -> None:
         self.log.rewind(start.step)
 
     def after_step(self, taken: TakenStep) -> None:
@@ -75,7 +75,7 @@ class LogNumbers(Hook):
         if "loss" in numbers:
             known = {name: value for name, value in numbers.items() if name in _FIELDS}
             more = {name: value for name, value in numbers.items() if name not in _FIELDS}
-            self.log.write(Logged(step=taken.step, time=now(), **known), more)
+            self.log.write(TrainRecord(step=taken.step, time=now(), **known), more)
         self._logged = taken.step
         self.clock.restart()
 
@@ -117,7 +117,7 @@ class Evaluate(Hook):
     def __init__(self, trainer: Trainer, samples: RunSamples, log: RunLog, phases: Phases) -> None:
         self.trainer, self.samples, self.log, self.phases = trainer, samples, log, phases
 
-    def on_start(self, start: Start) -> None:
+    def on_start(self, start: RunStart) -> None:
         if start.step == 0:
             self.on_evaluation(0)
 
@@ -139,4 +139,4 @@ class Evaluate(Hook):
         if losses:
             by_source = losses if sources.mixed else None
             mtp_loss = sources.mean(step, ahead) if ahead else None
-            self.log.write(Evaluated(step, sources.mean(step, losses), now(), by_source, mtp_loss))
+            self.log.write(EvaluationRecord(step, sources.mean(step, losses), now(), by_source, mtp_loss))

@@ -20,7 +20,7 @@ BUCKET_BYTES = 64 * 2**20
 Members = list[tuple[dict[str, Any], list[nn.Parameter]]]
 
 
-class OnShards(Optimizer):
+class OptimizerOnShards(Optimizer):
     """An optimizer whose `step` is given this rank's shards of parameters, gradients and states as plain tensors.
 
     It updates each element on its own (`OptimizerKind`), so that a shard is updated as the whole would be; and

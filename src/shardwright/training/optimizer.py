@@ -13,10 +13,10 @@ from shardwright.config import OptimizerSection
 from shardwright.model.modules import row_of
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.norm import as_part, local_part
-from shardwright.training.offload.on_disk import OnDisk
-from shardwright.training.offload.on_host import OnHost
-from shardwright.training.offload.states import Disk, Host, Member, StoredTensor, Where
-from shardwright.training.on_shards import STORED_NARROW, OnShards
+from shardwright.training.offload.on_disk import OptimizerOnDisk
+from shardwright.training.offload.on_host import OptimizerOnHost
+from shardwright.training.offload.states import Disk, Host, OffloadedParameter, StoredTensor, Where
+from shardwright.training.on_shards import STORED_NARROW, OptimizerOnShards
 
 
 def build_optimizer(
@@ -46,7 +46,9 @@ def make_optimizer(groups: list[dict[str, Any]], config: OptimizerSection, where
             shapes = config.kind.shapes(row, config.options)
             codes = config.kind.state if config.kind.has_codes(row, config.options) else ()
             if where is not None:
-                members.append(Member(group, parameter, dict.fromkeys(shapes, stored or parameter.dtype), numbers))
+                members.append(
+                    OffloadedParameter(group, parameter, dict.fromkeys(shapes, stored or parameter.dtype), numbers)
+                )
                 continue
             optimizer.state[parameter] = numbers | {
                 name: torch.zeros_like(parameter, dtype=torch.uint8 if name in codes else stored)
@@ -55,10 +57,10 @@ def make_optimizer(groups: list[dict[str, Any]], config: OptimizerSection, where
                 for name, shape in shapes.items()
             }
     if isinstance(where, Disk):
-        return OnDisk(optimizer, members, where)
+        return OptimizerOnDisk(optimizer, members, where)
     if isinstance(where, Host):
-        return OnHost(optimizer, members, where)
-    return OnShards(optimizer) if config.kind.by_element else optimizer
+        return OptimizerOnHost(optimizer, members, where)
+    return OptimizerOnShards(optimizer) if config.kind.by_element else optimizer
 
 
 def _zero_means(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -117,7 +119,7 @@ def named_state(optimizer: Optimizer, parameters: Iterable[tuple[str, nn.Paramet
 
 def stored_state(optimizer: Optimizer, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, StoredTensor]:
     """This rank's shards of the optimizer states that are on a disk, by name."""
-    if not isinstance(optimizer, OnDisk):
+    if not isinstance(optimizer, OptimizerOnDisk):
         return {}
     return {
         f"{kind}/{name}": tensor

@@ -41,7 +41,7 @@ LAST_PORT = 65535
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessRank:
     """This process among all: its rank in the world and on its machine."""
 
     rank: int = 0
@@ -49,7 +49,7 @@ class Place:
     world_size: int = 1
 
 
-def place_from_environment(environment: Mapping[str, str] = os.environ) -> Place | None:
+def place_from_environment(environment: Mapping[str, str] = os.environ) -> ProcessRank | None:
     """The rank given by torchrun, by our own launcher or by srun; None if no one has given one.
 
     Raises InputError for an environment that is half set, or set to what cannot be.
@@ -66,12 +66,12 @@ def place_from_environment(environment: Mapping[str, str] = os.environ) -> Place
         local_rank = _number(environment, "LOCAL_RANK") if "LOCAL_RANK" in environment else rank
         if where and _number(environment, "MASTER_PORT") > LAST_PORT:
             raise InputError(f"the environment has MASTER_PORT={environment['MASTER_PORT']}; ports go to {LAST_PORT}")
-        return _checked(Place(rank, local_rank, world_size), "RANK", "WORLD_SIZE")
+        return _checked(ProcessRank(rank, local_rank, world_size), "RANK", "WORLD_SIZE")
     # A batch script has SLURM_PROCID=0 too; only the tasks of a step, which srun starts, have a step's node
     # list.
     if "SLURM_STEP_NODELIST" in environment and environment.get("SLURM_NTASKS", "1") != "1":
         names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
-        return _checked(Place(*(_number(environment, name) for name in names)), "SLURM_PROCID", "SLURM_NTASKS")
+        return _checked(ProcessRank(*(_number(environment, name) for name in names)), "SLURM_PROCID", "SLURM_NTASKS")
     return None
 
 
@@ -84,7 +84,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-def _checked(place: Place, rank: str, world_size: str) -> Place:
+def _checked(place: ProcessRank, rank: str, world_size: str) -> ProcessRank:
     if place.rank >= place.world_size:
         raise InputError(
             f"the environment has {rank}={place.rank} and {world_size}={place.world_size}; ranks go from 0 "
@@ -115,7 +115,7 @@ def meeting_point(environment: Mapping[str, str] = os.environ) -> tuple[str, int
     return address, 12000 + (job * 16 + step) % 20000
 
 
-def pick_device(wanted: str, place: Place) -> torch.device:
+def pick_device(wanted: str, place: ProcessRank) -> torch.device:
     """`auto`, `cpu` or `cuda` as the device of this rank. Raises InputError where there is no GPU for it."""
     if wanted == "cpu":
         return torch.device("cpu")
@@ -134,7 +134,7 @@ def pick_device(wanted: str, place: Place) -> torch.device:
     return torch.device("cuda", place.local_rank)
 
 
-def join(place: Place, device: torch.device) -> None:
+def join(place: ProcessRank, device: torch.device) -> None:
     """Join the process group of all ranks. The backend is gloo for tensors on the CPU, NCCL for tensors on GPUs."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -152,7 +152,7 @@ def join(place: Place, device: torch.device) -> None:
 
 
 @contextmanager
-def process_group(place: Place, device: torch.device) -> Iterator[None]:
+def process_group(place: ProcessRank, device: torch.device) -> Iterator[None]:
     """Join the group of all ranks, and leave it in order."""
     join(place, device)
     try:
@@ -175,7 +175,7 @@ def restarts_of_torchrun(environment: Mapping[str, str] = os.environ) -> int:
     return int(count) if count.isdecimal() and SUPERVISED not in environment else 0
 
 
-def _store(place: Place) -> dist.Store:
+def _store(place: ProcessRank) -> dist.Store:
     if place.world_size == 1:
         return dist.HashStore()
     environment = os.environ
@@ -220,7 +220,7 @@ def _store(place: Place) -> dist.Store:
     return dist.PrefixStore(_name_of_start(of_run, place), of_run)
 
 
-def _name_of_start(store: dist.Store, place: Place, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> str:
+def _name_of_start(store: dist.Store, place: ProcessRank, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> str:
     """A name that only the ranks of one start know, in a store that may hold what the ranks of earlier ones wrote.
 
     Every other rank writes a token of its own and waits for rank 0 to answer that token with the name; rank 0 answers

@@ -17,7 +17,7 @@ from shardwright.training.checkpoint.durable import DurableFolder, durable_copy,
 from shardwright.training.checkpoint.local import LocalLevel, local_level
 from shardwright.training.checkpoint.state import load, together
 from shardwright.training.checkpoint.store import CheckpointStore
-from shardwright.training.hooks import Start
+from shardwright.training.hooks import RunStart
 from shardwright.training.sources import Sources, past_stages
 from shardwright.training.step import Trainer
 
@@ -37,21 +37,21 @@ class RunCheckpoints:
         if self.local is not None and self.local.remark:
             remarks.append(self.local.remark)
 
-    def start(self) -> Start:
+    def start(self) -> RunStart:
         """Load the checkpoint the run is to go on from, if any; a damaged one is passed over under `auto`."""
         resume = self.config.checkpoint.resume
         if dist.get_rank() == 0:
             self.store.sweep()
         if resume == "no":
-            return Start()
+            return RunStart()
         if resume == "auto":
-            return self.newest() or Start()
+            return self.newest() or RunStart()
         if REMOTE in resume:
             durable, step = durable_copy(resume)
             return self._load(fetched(durable, step, self.store))
         return self._load(Path(resume))
 
-    def newest(self) -> Start | None:
+    def newest(self) -> RunStart | None:
         """Load the newest checkpoint that is whole, if there is any; every rank calls this.
 
         Raises CheckpointError where all are damaged."""
@@ -70,14 +70,14 @@ class RunCheckpoints:
             )
         return None
 
-    def _load(self, path: Path) -> Start:
+    def _load(self, path: Path) -> RunStart:
         manifest = load(path, self.trainer, self.sources.described(self.sources.mixtures))
         progress = manifest.progress
         if progress.step > self.config.steps:
             raise CheckpointError(
                 f"{path} is at step {progress.step}, beyond the steps={self.config.steps} of this run; raise steps"
             )
-        return Start(progress.step, progress.samples, path, past_stages(manifest), progress.left_out)
+        return RunStart(progress.step, progress.samples, path, past_stages(manifest), progress.left_out)
 
 
 def newest_first(

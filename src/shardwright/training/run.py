@@ -14,16 +14,16 @@ from shardwright.files import sole_owner, write_whole
 from shardwright.run_folder import RUN_FILE
 from shardwright.training.build import build_model, build_trainer
 from shardwright.training.checkpoint.state import checkpoint_bytes
-from shardwright.training.clock import Clock, RunPhases
+from shardwright.training.clock import PhaseClock, RunPhases
 from shardwright.training.device import configure_malloc
 from shardwright.training.gpu import check_gpu
 from shardwright.training.header import changes_since, header, kept_run_file, rate_change, started
-from shardwright.training.hooks import HOOKS, Hook, RunParts, Start
+from shardwright.training.hooks import HOOKS, Hook, RunParts, RunStart
 from shardwright.training.initial_weights import begin_with
 from shardwright.training.loop import TrainLoop
 from shardwright.training.numbers import Evaluate, LogNumbers
 from shardwright.training.offload.room import require_host_memory
-from shardwright.training.ranks import Place, pick_device, process_group, restarts_of_torchrun
+from shardwright.training.ranks import ProcessRank, pick_device, process_group, restarts_of_torchrun
 from shardwright.training.resilience.after_spike import AfterSpike, ReportSkipped
 from shardwright.training.resilience.copies import CompareCopies
 from shardwright.training.resilience.finite import StopAtNotFinite
@@ -32,7 +32,7 @@ from shardwright.training.resilience.spikes import spike_guard
 from shardwright.training.resilience.stragglers import WatchStragglers
 from shardwright.training.resuming import RunCheckpoints
 from shardwright.training.run_log import RunLog
-from shardwright.training.saving import Saving
+from shardwright.training.saving import SaveCheckpoints
 from shardwright.training.settle import settle
 from shardwright.training.sources import RunSamples, Sources
 from shardwright.training.step import Trainer
@@ -40,7 +40,7 @@ from shardwright.training.stop import StopRequest
 from shardwright.training.timeline import timeline_file
 
 
-def run(config: RunConfig, place: Place, quiet: bool = False) -> bool:
+def run(config: RunConfig, place: ProcessRank, quiet: bool = False) -> bool:
     """Train as rank `place.rank` until the steps are done or a signal asks to stop. Returns whether a signal did.
 
     Every rank of the layout's world calls this, each in a process of its own. Raises InputError for what the
@@ -72,7 +72,7 @@ def run(config: RunConfig, place: Place, quiet: bool = False) -> bool:
 
 
 def _run(
-    config: RunConfig, place: Place, device: torch.device, quiet: bool, monitor: AnyMonitor, remarks: list[str]
+    config: RunConfig, place: ProcessRank, device: torch.device, quiet: bool, monitor: AnyMonitor, remarks: list[str]
 ) -> bool:
     """Return whether a signal stopped the run before its last step. The parts of the run are deleted when this returns,
     before the process group is destroyed."""
@@ -82,7 +82,7 @@ def _run(
     compiled = config.precision.compile
     model = build_model(config, device, compiled=compiled)
     monitor.name_modules(model.parts)
-    clock = Clock(device)
+    clock = PhaseClock(device)
     phases = RunPhases(clock, monitor.enter)
     guard = spike_guard(config.faults, model, device)
     trainer = build_trainer(config, model, device, compiled=compiled, spikes=guard, phases=phases)
@@ -97,7 +97,7 @@ def _run(
         remarks += begin_with(trainer, config.init)
     samples = RunSamples(config, sources, place.rank, device, start)
     log = RunLog(config, place.rank, quiet, start.step)
-    saving = Saving(config, checkpoints, trainer, samples, log, phases)
+    saving = SaveCheckpoints(config, checkpoints, trainer, samples, log, phases)
     hooks = build_hooks(config, place, device, trainer, samples, log, clock, phases, saving)
     stop = StopRequest()
     loop = TrainLoop(config, trainer, hooks, samples.batches, phases, stop.everyone)
@@ -116,14 +116,14 @@ def _run(
 
 def build_hooks(
     config: RunConfig,
-    place: Place,
+    place: ProcessRank,
     device: torch.device,
     trainer: Trainer,
     samples: RunSamples,
     log: RunLog,
-    clock: Clock,
+    clock: PhaseClock,
     phases: RunPhases,
-    saving: Saving,
+    saving: SaveCheckpoints,
 ) -> Sequence[Hook]:
     """Return what the run does beside taking steps, in the order in which it is done."""
     layout = config.layout.layout()
@@ -145,7 +145,7 @@ def build_hooks(
     ]
 
 
-def _report_start(config: RunConfig, start: Start, checkpoints: RunCheckpoints, log: RunLog) -> None:
+def _report_start(config: RunConfig, start: RunStart, checkpoints: RunCheckpoints, log: RunLog) -> None:
     begins = "begins"
     for remark in checkpoints.remarks:
         log.say(remark)
@@ -163,7 +163,7 @@ def _report_start(config: RunConfig, start: Start, checkpoints: RunCheckpoints, 
     log.event("restart" if again else "start", start.step, text)
 
 
-def _report_end(config: RunConfig, start: Start, done: int, checkpoints: RunCheckpoints, log: RunLog) -> None:
+def _report_end(config: RunConfig, start: RunStart, done: int, checkpoints: RunCheckpoints, log: RunLog) -> None:
     steps = config.steps
     if start.step < done < steps:
         log.say(

@@ -14,8 +14,8 @@ from shardwright.config import RunConfig
 from shardwright.console import PlainConsole
 from shardwright.errors import NO_ROOM, cleaning_up
 from shardwright.processes import leave_dead_terminal
-from shardwright.run_folder import AnyRecord, Event, EventKind, Record, SamplePlace, append_event, as_record
-from shardwright.training.metrics import Writer, line, open_writers
+from shardwright.run_folder import AnyRecord, EventKind, EventRecord, Record, SamplePlace, append_event, as_record
+from shardwright.training.metrics import MetricsWriter, line, open_writers
 from shardwright.units import format_seconds
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class _Stdout:
 
 
 class Screen(Progress):
-    """Records and remarks of a run, printed by rank 0 alone; `quiet` prints nothing. A `metrics.Writer`."""
+    """Records and remarks of a run, printed by rank 0 alone; `quiet` prints nothing. A `metrics.MetricsWriter`."""
 
     def __init__(self, steps: int, first_step: int, rank: int, quiet: bool = False) -> None:
         silent = rank != 0 or quiet
@@ -104,7 +104,7 @@ class RunLog:
     def __init__(self, config: RunConfig, rank: int, quiet: bool, first_step: int) -> None:
         self._out, self._rank = Path(config.out), rank
         self.screen = Screen(config.steps, first_step, rank, quiet)
-        self._writers: list[Writer] = [self.screen, *open_writers(config, first_step)] if rank == 0 else []
+        self._writers: list[MetricsWriter] = [self.screen, *open_writers(config, first_step)] if rank == 0 else []
 
     @property
     def writes(self) -> bool:
@@ -120,7 +120,7 @@ class RunLog:
     ) -> None:
         """Append an event that every rank knows of to events.jsonl."""
         if self.writes:
-            append_event(self._out, Event(kind, step, text, rank, samples=tuple(samples)))
+            append_event(self._out, EventRecord(kind, step, text, rank, samples=tuple(samples)))
 
     def tell(
         self, kind: EventKind, step: int, text: str, rank: int | None = None, samples: Sequence[SamplePlace] = ()

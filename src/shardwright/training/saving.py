@@ -9,11 +9,11 @@ from shardwright.config import RunConfig
 from shardwright.errors import CheckpointError, CopiesError, SaveError, SpikeError, cleaning_up
 from shardwright.run_folder import step_of
 from shardwright.training.checkpoint.copier import Copier
-from shardwright.training.checkpoint.manifest import DataRecord, Progress
+from shardwright.training.checkpoint.manifest import DataRecord, TrainingProgress
 from shardwright.training.checkpoint.saver import Saver
 from shardwright.training.clock import Phases
 from shardwright.training.header import kept_run_file
-from shardwright.training.hooks import Due, Hook, Start, TakenStep, due
+from shardwright.training.hooks import Due, Hook, RunStart, TakenStep, due
 from shardwright.training.resuming import RunCheckpoints, from_first
 from shardwright.training.run_log import RunLog
 from shardwright.training.sources import RunSamples
@@ -21,7 +21,7 @@ from shardwright.training.step import Trainer
 from shardwright.units import format_bytes, format_seconds
 
 
-class Saving(Hook):
+class SaveCheckpoints(Hook):
     """Saves the checkpoints of a run as it goes on, and copies them to the durable folder; every rank calls each method
     at the same step."""
 
@@ -66,7 +66,7 @@ class Saving(Hook):
             if from_first(lambda: checkpoint.is_dir() and not durable.is_complete(step), bool):
                 self._copier.begin(step)
 
-    def newest_checkpoint(self) -> Start | None:
+    def newest_checkpoint(self) -> RunStart | None:
         """Load the newest whole checkpoint, if there is one, after the one that is under way."""
         self.settle()
         return self.checkpoints.newest()
@@ -74,7 +74,7 @@ class Saving(Hook):
     def on_save(self, taken: TakenStep) -> None:
         self.tell()
         self.phases.begin("checkpoint", taken.step)
-        progress = Progress(taken.step, taken.samples[1], self.config.seed, tuple(self.samples.left_out))
+        progress = TrainingProgress(taken.step, taken.samples[1], self.config.seed, tuple(self.samples.left_out))
         self.save(progress, self.samples.described(taken.step), taken.due)
         self.phases.end("checkpoint")
 
@@ -85,7 +85,7 @@ class Saving(Hook):
     def on_stop(self, taken: TakenStep) -> None:
         self.settle(required=True)
 
-    def save(self, progress: Progress, data: DataRecord, follows: Due) -> None:
+    def save(self, progress: TrainingProgress, data: DataRecord, follows: Due) -> None:
         """Save to OUT, or on the hosts where only that is due. The last checkpoint of a run is published when this
         returns."""
         last = follows.last

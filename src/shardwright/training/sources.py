@@ -11,16 +11,21 @@ from shardwright.config import RunConfig, load
 from shardwright.config.mixture import Mixture, mixtures_of, name_of, sources_of, tokenizer_folder
 from shardwright.config.sections import DataSection
 from shardwright.data.batches import Batch, Batches, evaluation_batches, merged
-from shardwright.data.mixture import MixedSamples, MixtureOrder, Stage, stages_of
+from shardwright.data.mixture import MixedSamples, MixtureOrder, MixtureStage, stages_of
 from shardwright.data.packing import attended_tokens, packed_lengths
 from shardwright.data.samples import Samples, open_sources
-from shardwright.data.shards import TOKENIZER
-from shardwright.data.shards import Manifest as DataManifest
+from shardwright.data.shards import TOKENIZER, DataManifest
 from shardwright.data.tokenizer import tokenizer_difference
 from shardwright.errors import DataError
 from shardwright.run_folder import CHECKPOINTS, RUN_FILE, SamplePlace, published
-from shardwright.training.checkpoint.manifest import DataRecord, Manifest, MixtureRecord, Progress, StageRecord
-from shardwright.training.hooks import Start
+from shardwright.training.checkpoint.manifest import (
+    CheckpointManifest,
+    DataRecord,
+    MixtureRecord,
+    StageRecord,
+    TrainingProgress,
+)
+from shardwright.training.hooks import RunStart
 
 
 def readable_sources(data: DataSection) -> dict[Path, DataManifest]:
@@ -88,7 +93,7 @@ class Sources:
         manifests = {source.origin(0)[0].folder: source.origin(0)[0].manifest for source in self.train.sources}
         return [f"{folder}: {remark}" for folder, data in manifests.items() for remark in data.remarks(rows)]
 
-    def order(self, progress: Progress, past: Sequence[Stage] = ()) -> MixtureOrder:
+    def order(self, progress: TrainingProgress, past: Sequence[MixtureStage] = ()) -> MixtureOrder:
         """The order of the samples of a run that has come to `progress` through the stages `past`."""
         batch = self.config.batch.global_batch
         stages = stages_of(self.mixtures, batch, past, progress.step, progress.samples)
@@ -118,7 +123,7 @@ class Sources:
         documents = (split.document_at(start), split.document_at(start + n_tokens - 1)) if split.n_documents else None
         return SamplePlace(sample, str(file), offset, n_tokens, documents)
 
-    def described(self, stages: Sequence[Mixture | Stage]) -> DataRecord:
+    def described(self, stages: Sequence[Mixture | MixtureStage]) -> DataRecord:
         """What makes sample number n the sample it is, for the manifest of a checkpoint: `stages` are those that had
         begun by then, or all when a run asks whether it can go on from one, which does not depend on `from_sample`."""
         return {
@@ -132,7 +137,7 @@ class Sources:
                 "stages": [
                     StageRecord(
                         from_step=each.from_step,
-                        from_sample=each.from_sample if isinstance(each, Stage) else 0,
+                        from_sample=each.from_sample if isinstance(each, MixtureStage) else 0,
                         weights=list(each.weights),
                     )
                     for each in stages
@@ -144,7 +149,7 @@ class Sources:
 class RunSamples:
     """The samples that a run trains on and is evaluated on, from a start on; every rank has the same order."""
 
-    def __init__(self, config: RunConfig, sources: Sources, rank: int, device: torch.device, start: Start) -> None:
+    def __init__(self, config: RunConfig, sources: Sources, rank: int, device: torch.device, start: RunStart) -> None:
         self.config, self.sources, self.layout = config, sources, config.layout.layout()
         self.rank, self.device, self.vocab_size = rank, device, config.model.spec().vocab_size
         self.within_documents = config.data.attention == "document"
@@ -153,9 +158,9 @@ class RunSamples:
         """Ranges of running samples that the run does not train on, of spikes that it went back from."""
         self.begin_at(start)
 
-    def begin_at(self, start: Start) -> None:
+    def begin_at(self, start: RunStart) -> None:
         """Continue in the order of a run that has come to `start`."""
-        self.order = self.sources.order(Progress(start.step, start.samples, self.config.seed), start.past)
+        self.order = self.sources.order(TrainingProgress(start.step, start.samples, self.config.seed), start.past)
 
     def leave_out(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Do not train on these ranges of running samples (first, one after the last)."""
@@ -170,7 +175,7 @@ class RunSamples:
         """Return the sources and the stages that have begun before `step` steps, as a checkpoint contains them."""
         return self.sources.described([stage for stage in self.order.stages if stage.from_step < step])
 
-    def batches(self, start: Start) -> Batches:
+    def batches(self, start: RunStart) -> Batches:
         """Return the training batches of this rank after `start`."""
         self.begin_at(start)
         config = self.config
@@ -205,10 +210,10 @@ class RunSamples:
         )
 
 
-def past_stages(manifest: Manifest) -> list[Stage]:
+def past_stages(manifest: CheckpointManifest) -> list[MixtureStage]:
     """The stages that had begun when a checkpoint was saved."""
     stages = manifest.data["mixture"]["stages"] if manifest.data is not None else []
-    return [Stage(each["from_step"], each["from_sample"], tuple(each["weights"])) for each in stages]
+    return [MixtureStage(each["from_step"], each["from_sample"], tuple(each["weights"])) for each in stages]
 
 
 def past_problems(saved: MixtureRecord, here: MixtureRecord, step: int) -> list[str]:

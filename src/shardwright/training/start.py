@@ -36,8 +36,8 @@ from shardwright.run_folder import (
     CHECKPOINTS,
     LOGS,
     METRICS,
-    Evaluated,
-    Logged,
+    EvaluationRecord,
+    TrainRecord,
     checkpoint_name,
     published,
     read_metrics,
@@ -49,7 +49,7 @@ from shardwright.training.checkpoint.local import claim
 from shardwright.training.initial_weights import initial_weights_problems
 from shardwright.training.launch import launch
 from shardwright.training.metrics import missing_extras, port_problems
-from shardwright.training.ranks import Place, pick_device, place_from_environment
+from shardwright.training.ranks import ProcessRank, pick_device, place_from_environment
 from shardwright.training.settle import settle
 from shardwright.training.sources import Sources, tokenizer_problems
 from shardwright.training.worker import exit_code
@@ -65,7 +65,7 @@ TOKEN_BYTES = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Ended:
+class RunEnd:
     """How a run ended. `summary`: steps, losses, paths; None on a rank other than the first. `stopped`: a signal ended
     it, saved, before its last step."""
 
@@ -73,7 +73,7 @@ class Ended:
     stopped: bool
 
 
-def start(config: RunConfig, quiet: bool = False, max_restarts: int = 0) -> Ended:
+def start(config: RunConfig, quiet: bool = False, max_restarts: int = 0) -> RunEnd:
     """Train as a configuration says; where several ranks are needed and none are set up, start them here, and up to
     `max_restarts` times again after a fault of one.
 
@@ -127,7 +127,7 @@ def _on_fewer_ranks(config: RunConfig, world_size: int) -> RunConfig:
     return found
 
 
-def _prepare(config: RunConfig, place: Place | None) -> None:
+def _prepare(config: RunConfig, place: ProcessRank | None) -> None:
     """Raises InputError for every problem that can be found without training; makes the folder of the run."""
     layout = config.layout.layout()
     layout.check_world(layout.world_size if place is None else place.world_size)
@@ -141,10 +141,10 @@ def _prepare(config: RunConfig, place: Place | None) -> None:
         ) from None
 
 
-def _train(config: RunConfig, place: Place | None, quiet: bool, max_restarts: int) -> Ended:
+def _train(config: RunConfig, place: ProcessRank | None, quiet: bool, max_restarts: int) -> RunEnd:
     out, world_size = Path(config.out), config.layout.layout().world_size
     if place is None and (world_size > 1 or max_restarts):
-        config, said = settle(config, pick_device(config.device, Place()), ranks_here=world_size)
+        config, said = settle(config, pick_device(config.device, ProcessRank()), ranks_here=world_size)
         if said and not quiet:
             print(visible(said), flush=True)
         try:
@@ -155,10 +155,10 @@ def _train(config: RunConfig, place: Place | None, quiet: bool, max_restarts: in
         from shardwright.training.run import run
 
         try:
-            stopped = run(config, place or Place(), quiet=quiet)
+            stopped = run(config, place or ProcessRank(), quiet=quiet)
         except (SaveError, *FOUND_BY_ALL) as error:
             raise type(error)(f"{error}\n{_way_on(config)}") from None
-    return Ended(summary(out) if place is None or place.rank == 0 else None, stopped)
+    return RunEnd(summary(out) if place is None or place.rank == 0 else None, stopped)
 
 
 def _way_on(config: RunConfig) -> str:
@@ -166,7 +166,7 @@ def _way_on(config: RunConfig) -> str:
     return f"saved up to {saved[-1]}; go on from it with --resume" if saved else "nothing was saved yet"
 
 
-def _of_one_rank(error: BaseException, place: Place, in_training: bool) -> BaseException:
+def _of_one_rank(error: BaseException, place: ProcessRank, in_training: bool) -> BaseException:
     """An error of a rank that torchrun or srun has started, as it is to be printed among those of the others."""
     # Every rank raises the same error of these, so one rank of each machine prints it.
     shared = not in_training or isinstance(error, (CheckpointError, *FOUND_BY_ALL))
@@ -377,6 +377,6 @@ def summary(out: Path) -> dict[str, Any]:
     """The results of a run from its folder: the headline numbers of its report, and its newest checkpoint."""
     saved = published(out / CHECKPOINTS)
     # A run that was complete when it was resumed, or was stopped before its first logged step, has logged nothing.
-    logged = any(isinstance(record, Logged | Evaluated) for record in read_metrics(out / METRICS))
+    logged = any(isinstance(record, TrainRecord | EvaluationRecord) for record in read_metrics(out / METRICS))
     numbers = dataclasses.asdict(headline(read_run(out))) if logged else {}
     return {"out": str(out), **numbers, "checkpoint": str(saved[-1]) if saved else None}

@@ -17,7 +17,7 @@ from shardwright.model.modules import row_of
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.boxes import overlap
 from shardwright.run_folder import CHECKPOINTS, published
-from shardwright.training.checkpoint.manifest import FILE_NAME, Manifest, ShardRecord, read_manifest
+from shardwright.training.checkpoint.manifest import FILE_NAME, CheckpointManifest, ShardRecord, read_manifest
 from shardwright.training.checkpoint.storage import read_shard
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
@@ -55,7 +55,7 @@ class CheckpointWeights:
 
     WHY_NO_MOMENTS = "the optimizer begins anew"
 
-    def __init__(self, path: Path, manifest: Manifest, spec: ModelSpec, prefix: str = MODEL) -> None:
+    def __init__(self, path: Path, manifest: CheckpointManifest, spec: ModelSpec, prefix: str = MODEL) -> None:
         self.path, self.manifest, self.spec = path, manifest, spec
         held = {name.removeprefix(prefix): each for name, each in manifest.tensors.items() if name.startswith(prefix)}
         self._held = held

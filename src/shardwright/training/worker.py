@@ -13,7 +13,7 @@ from typing import Any
 
 from shardwright.errors import ShardwrightError
 from shardwright.forks import Descriptor
-from shardwright.processes import STOPPING, Link
+from shardwright.processes import STOPPING, ParentConnection
 
 
 def serve(
@@ -31,7 +31,7 @@ def serve(
     environment of the file in which ranks meet, and that file; `output`, `error`: where stdout and
     stderr go; `hang_up`: whether SIGHUP is not ignored.
     """
-    link = Link(connection)
+    link = ParentConnection(connection)
     _become_a_process_of_its_own(output, error, hang_up)
     name, file = store
     environment[name] = file if isinstance(file, str) else f"/proc/self/fd/{file.number}"

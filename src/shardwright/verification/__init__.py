@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwright.verification.case import Case, case_of
-    from shardwright.verification.compare import Report, Row
+    from shardwright.verification.compare import Report, ReportRow
     from shardwright.verification.cut_case import cut
     from shardwright.verification.verifier import Verifier, parity
 
-__all__ = ["Case", "Report", "Row", "Verifier", "case_of", "cut", "parity"]
+__all__ = ["Case", "Report", "ReportRow", "Verifier", "case_of", "cut", "parity"]
 _FROM = {
     "Case": "case",
     "Report": "compare",
-    "Row": "compare",
+    "ReportRow": "compare",
     "Verifier": "verifier",
     "case_of": "case",
     "cut": "cut_case",

@@ -12,19 +12,19 @@ from typing import Any
 
 from shardwright.layout import Layout
 from shardwright.verification.case import Case
-from shardwright.verification.trace import Quantity, Trace
+from shardwright.verification.trace import Trace, TracedQuantity
 
 FLOORS = {"gradient": 0.01, "parameter": 0.1, "initial": 0.1}
 _ENOUGH = 24  # elements, which do not all happen to be bfloat16 numbers
 
-Errors = dict[tuple[Quantity, str], float]
+Errors = dict[tuple[TracedQuantity, str], float]
 
 
 @dataclass(frozen=True)
-class Row:
+class ReportRow:
     """One comparison: of a tensor in one step, or of a number (its `name` is empty)."""
 
-    quantity: Quantity
+    quantity: TracedQuantity
     name: str
     error: float
     tolerance: float
@@ -51,7 +51,7 @@ class Report:
     case: Case
     layout: Layout
     against: str
-    rows: list[Row]
+    rows: list[ReportRow]
     n_replicated: int
     """Tensors and numbers that several ranks hold, counted each step; all were compared bit for bit."""
     differing: list[str] = field(default_factory=list)
@@ -78,7 +78,7 @@ class Report:
         return not self.crash and not self.differing and all(row.equal for row in self.rows)
 
     @property
-    def worst(self) -> Row:
+    def worst(self) -> ReportRow:
         """The row with the largest error in multiples of its tolerance."""
         return max(self.rows, key=lambda row: row.excess)
 
@@ -87,9 +87,9 @@ class Report:
         errors = [row.error for row in self.rows] or [math.inf]
         return max(errors, key=lambda error: math.inf if math.isnan(error) else error)
 
-    def worst_of_each(self) -> list[Row]:
+    def worst_of_each(self) -> list[ReportRow]:
         """Return the worst row of each kind and training, in the order in which they are computed."""
-        worst: dict[tuple[str, str], Row] = {}
+        worst: dict[tuple[str, str], ReportRow] = {}
         for row in self.rows:
             key = row.quantity[:2]
             if key not in worst or row.excess > worst[key].excess:
@@ -129,7 +129,7 @@ def _finite(error: float) -> float | str:
 def errors(trace: Trace, expected: Trace, kinds: Iterable[str] | None = None, steps: int | None = None) -> Errors:
     """Return the error of everything that both computed; infinite if there is nothing to compare with."""
 
-    def wanted(quantity: Quantity) -> bool:
+    def wanted(quantity: TracedQuantity) -> bool:
         return (kinds is None or quantity.kind in kinds) and (steps is None or quantity.step <= steps)
 
     result: Errors = {}
@@ -142,7 +142,7 @@ def errors(trace: Trace, expected: Trace, kinds: Iterable[str] | None = None, st
     return result
 
 
-def _tensor_errors(trace: Trace, expected: Trace, quantity: Quantity) -> Errors:
+def _tensor_errors(trace: Trace, expected: Trace, quantity: TracedQuantity) -> Errors:
     ours, theirs = trace.shapes, expected.shapes
     result: Errors = {}
     measured: list[tuple[str, float, float, int]] = []
@@ -162,7 +162,7 @@ def _tensor_errors(trace: Trace, expected: Trace, quantity: Quantity) -> Errors:
     return result
 
 
-def share_of_bfloat16(trace: Trace, quantity: Quantity) -> Errors:
+def share_of_bfloat16(trace: Trace, quantity: TracedQuantity) -> Errors:
     """Return for each tensor with enough elements the fraction of its nonzero elements that are bfloat16 numbers.
 
     A float32 sum of several bfloat16 terms is rarely a bfloat16 number in every element; a sum that was rounded to

@@ -34,10 +34,10 @@ def layouts(spec: ModelSpec, world_size: int, seq_len: int) -> list[Layout]:
     together in at least one layout, if the model can be partitioned so: pp_schedule, zero (3 with either
     zero_pp_gather), sequence_parallel, cp_method, ep.
 
-    Last come layouts with recomputation, a chunked loss, offload and compression (`Key.in_turn`): one of each
+    Last come layouts with recomputation, a chunked loss, offload and compression (`LayoutKey.in_turn`): one of each
     combination of degrees, and more until any two values of these keys, and any value with each axis, with token shards
     and with a split backward pass, are together in one of them, if a layout can have both. Keys left at their default
-    say why (`Key.unverified`).
+    say why (`LayoutKey.unverified`).
 
     Choices that change nothing stay at their default: sequence_parallel without tp, cp_method without cp, "usp" with
     all or none of cp given to Ulysses, ep without experts, and ZeRO with nothing to shard over.
@@ -71,7 +71,8 @@ def _degrees(world_size: int) -> Iterator[Choice]:
 
 
 def _choices(degrees: Choice, n_experts: int) -> list[list[Choice]]:
-    """Return the choices with these degrees for each group of keys (`Key.group`), the last group varying fastest."""
+    """Return the choices with these degrees for each group of keys (`LayoutKey.group`), the last group varying
+    fastest."""
     groups: dict[str, list[Choice]] = {}
     for name, key in KEYS.items():
         if name in degrees or key.unverified or key.in_turn:

@@ -23,13 +23,13 @@ from shardwright.training import on_shards
 from shardwright.training import step as training_step
 from shardwright.training.loss_scale import loss_scaler
 from shardwright.training.offload.states import where_of
-from shardwright.training.on_shards import OnShards
+from shardwright.training.on_shards import OptimizerOnShards
 from shardwright.training.optimizer import build_optimizer
 from shardwright.training.optimizers import adamw_8bit
 from shardwright.training.step import Trainer
 from shardwright.units import KiB
 from shardwright.verification.case import DTYPES, PLAIN_SGD, Case
-from shardwright.verification.trace import Quantity, RankTrace, Recorder
+from shardwright.verification.trace import RankTrace, TracedQuantity, TraceRecorder
 
 BUCKETS = (
     (data, "BUCKET_BYTES"),
@@ -70,37 +70,39 @@ def train_rank(case: Case, layout: Layout, folder: Path) -> RankTrace:
 
 
 def _train(case: Case, layout: Layout, folder: Path) -> RankTrace:
-    recorder, rank = Recorder(folder), dist.get_rank()
+    recorder, rank = TraceRecorder(folder), dist.get_rank()
     for training in case.trainings:
         trainer = build_trainer(case, layout, training, folder)
         parameters = trainer.model.named_parameters
         if training == PLAIN_SGD:
-            recorder.tensors(Quantity("initial", training, 0), parameters)
+            recorder.tensors(TracedQuantity("initial", training, 0), parameters)
         for step in range(case.steps):
             overflows = step == case.overflow_step
             if overflows and _overflows(layout, rank):
                 overflow_once(trainer.model.parts)
             parts = trainer.forward_backward(local_batch(case, layout, rank, step), step)
-            recorder.scalar(Quantity("loss", training, step + 1), trainer.model.sum_over_losses(parts.loss_part))
+            recorder.scalar(TracedQuantity("loss", training, step + 1), trainer.model.sum_over_losses(parts.loss_part))
             if parts.mtp_part is not None:
-                recorder.scalar(Quantity("mtp loss", training, step + 1), trainer.model.sum_over_losses(parts.mtp_part))
+                recorder.scalar(
+                    TracedQuantity("mtp loss", training, step + 1), trainer.model.sum_over_losses(parts.mtp_part)
+                )
             gradients = {n: _without(trainer.loss_scale, p) for n, p in parameters.items()}
             if not overflows:
-                recorder.tensors(Quantity("gradient", training, step + 1), gradients)
+                recorder.tensors(TracedQuantity("gradient", training, step + 1), gradients)
             scale = case.scale(training, step)
             for parameter in parameters.values():
                 if parameter.grad is not None and scale != 1:
                     local_part(parameter.grad).mul_(scale)
             norm = trainer.update(case.rate(training, step) / scale, case.clip_norm(training, step))
             if not overflows:
-                recorder.scalar(Quantity("grad norm", training, step + 1), norm)
+                recorder.scalar(TracedQuantity("grad norm", training, step + 1), norm)
             if case.evaluate and step == 0:
                 sums, counts = trainer.evaluation_sums([local_batch(case, layout, rank, case.steps)])
                 mean, *ahead = sums / counts.clamp(min=1)  # a module may have no target in a batch of short sequences
-                recorder.scalar(Quantity("evaluation", training, 1), mean)
+                recorder.scalar(TracedQuantity("evaluation", training, 1), mean)
                 if ahead:
-                    recorder.scalar(Quantity("mtp evaluation", training, 1), torch.stack(ahead).mean())
-        recorder.tensors(Quantity("parameter", training, case.steps), parameters)
+                    recorder.scalar(TracedQuantity("mtp evaluation", training, 1), torch.stack(ahead).mean())
+        recorder.tensors(TracedQuantity("parameter", training, case.steps), parameters)
         del trainer, parameters, gradients
     return recorder.trace
 
@@ -130,7 +132,7 @@ def build_trainer(case: Case, layout: Layout, training: str, folder: Path | None
     )
     optimizer: torch.optim.Optimizer
     if training == PLAIN_SGD:
-        optimizer = OnShards(torch.optim.SGD(model.named_parameters.values()))
+        optimizer = OptimizerOnShards(torch.optim.SGD(model.named_parameters.values()))
     else:
         states = where_of(layout, folder or Path(tempfile.gettempdir()), CHUNK_BYTES)
         optimizer = build_optimizer(model.named_parameters, case.spec, case.optimizer, states)

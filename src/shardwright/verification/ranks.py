@@ -26,7 +26,7 @@ from typing import Any
 from shardwright import processes
 from shardwright.errors import cleaning_up
 from shardwright.forks import context, preload, temporary_folder, undisturbed
-from shardwright.processes import Link, Worker
+from shardwright.processes import ParentConnection, Worker
 
 TIMEOUT_S = 200.0
 
@@ -96,7 +96,7 @@ def _rank(rank: int, folder: str, connection: "Connection[Any, Any]") -> None:
     # This process's collector need not walk the server's imports, which would also copy their pages: 0.4 s of CPU a
     # rank.
     gc.freeze()
-    link = Link(connection)
+    link = ParentConnection(connection)
     stack = _stack_file(folder, rank)
     file = stack.with_suffix(".tmp").open("w")  # it has to outlive this function
     faulthandler.register(signal.SIGUSR1, file=file)

@@ -23,12 +23,12 @@ from shardwright.model.transformer import Transformer
 from shardwright.training.optimizer import make_optimizer, set_learning_rate
 from shardwright.verification.case import DTYPES, PLAIN_SGD, Case
 from shardwright.verification.products import Products
-from shardwright.verification.trace import Quantity, RankTrace, Recorder
+from shardwright.verification.trace import RankTrace, TracedQuantity, TraceRecorder
 
 
 def train_alone(case: Case, folder: Path) -> RankTrace:
     """Take the steps of a case with each optimizer, in a world of one rank."""
-    recorder = Recorder(folder)
+    recorder = TraceRecorder(folder)
     kept = DTYPES[case.dtype][0]
     for training in case.trainings:
         model = Transformer(case.spec).to(kept)
@@ -42,16 +42,16 @@ def train_alone(case: Case, folder: Path) -> RankTrace:
         if case.fp8 is not None:
             use_fp8(model, case.spec, case.fp8)
         if training == PLAIN_SGD:
-            recorder.tensors(Quantity("initial", training, 0), parameters)
+            recorder.tensors(TracedQuantity("initial", training, 0), parameters)
         for step in range(case.steps):
             parts = []
             for loss, ahead in _passes(model, case, parameters, step, step, routers):
                 ((loss if ahead is None else loss + case.spec.mtp_weight * ahead) * loss_scale).backward()
                 parts.append((loss.detach(), None if ahead is None else ahead.detach()))
             loss, ahead = _summed(parts)
-            recorder.scalar(Quantity("loss", training, step + 1), loss)
+            recorder.scalar(TracedQuantity("loss", training, step + 1), loss)
             if ahead is not None:
-                recorder.scalar(Quantity("mtp loss", training, step + 1), ahead)
+                recorder.scalar(TracedQuantity("mtp loss", training, step + 1), ahead)
             if step == case.overflow_step:
                 recorder.trace.clip_norms.setdefault(training, []).append(math.inf)
                 optimizer.zero_grad()
@@ -62,12 +62,12 @@ def train_alone(case: Case, folder: Path) -> RankTrace:
             if products is not None:
                 products.replace_gradients()
             gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()}
-            recorder.tensors(Quantity("gradient", training, step + 1), gradients)
+            recorder.tensors(TracedQuantity("gradient", training, step + 1), gradients)
             scale = case.scale(training, step)
             for p in parameters.values():
                 p.grad = None if p.grad is None else p.grad * scale
             norm = nn.utils.get_total_norm(p.grad for p in parameters.values() if p.grad is not None)
-            recorder.scalar(Quantity("grad norm", training, step + 1), norm)
+            recorder.scalar(TracedQuantity("grad norm", training, step + 1), norm)
             limit = case.clip_norm(training, step, float(norm))
             recorder.trace.clip_norms.setdefault(training, []).append(limit)
             nn.utils.clip_grads_with_norm_(parameters.values(), limit, norm)
@@ -77,10 +77,10 @@ def train_alone(case: Case, folder: Path) -> RankTrace:
             learn_from_load(model, {layer: load.counts_E for layer, load in take_load(model).items()})
             if case.evaluate and step == 0:
                 loss, ahead = _evaluate(model, case, parameters, routers)
-                recorder.scalar(Quantity("evaluation", training, 1), loss)
+                recorder.scalar(TracedQuantity("evaluation", training, 1), loss)
                 if ahead is not None:
-                    recorder.scalar(Quantity("mtp evaluation", training, 1), ahead)
-        recorder.tensors(Quantity("parameter", training, case.steps), parameters)
+                    recorder.scalar(TracedQuantity("mtp evaluation", training, 1), ahead)
+        recorder.tensors(TracedQuantity("parameter", training, case.steps), parameters)
     return recorder.trace
 
 

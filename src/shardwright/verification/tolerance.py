@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from shardwright.compression import gradient_roundings
 from shardwright.layout import Layout
 from shardwright.verification.case import PLAIN_SGD, Case
-from shardwright.verification.compare import FLOORS, Errors, Row
-from shardwright.verification.trace import Quantity, Trace
+from shardwright.verification.compare import FLOORS, Errors, ReportRow
+from shardwright.verification.trace import Trace, TracedQuantity
 
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23}
 FLOAT64_LIMIT = 1e-10
@@ -44,13 +44,13 @@ MOST_BFLOAT16 = 0.98
 class Tolerance:
     """The limit of the error of each quantity, and its reason."""
 
-    limit: Callable[[Quantity, str], float]
+    limit: Callable[[TracedQuantity, str], float]
     reason: str
 
-    def rows(self, errors: Errors, kind: str | None = None) -> list[Row]:
+    def rows(self, errors: Errors, kind: str | None = None) -> list[ReportRow]:
         """Return errors next to their limits; `kind` replaces the kind of the quantities."""
         return [
-            Row(
+            ReportRow(
                 quantity._replace(kind=kind or quantity.kind),
                 name,
                 error,
@@ -85,7 +85,7 @@ def of_one_process(case: Case, alone: Errors, sides: int = 1) -> Tolerance:
     Gradients are never allowed `MOST` or more, at which a missing or doubled gradient would pass.
     """
     multiple = MULTIPLE * sides
-    tensors: dict[Quantity, list[float]] = {}
+    tensors: dict[TracedQuantity, list[float]] = {}
     numbers: dict[str, float] = {}
     for (quantity, name), error in alone.items():
         if name:
@@ -98,7 +98,7 @@ def of_one_process(case: Case, alone: Errors, sides: int = 1) -> Tolerance:
     gradient = max(error for quantity, error in middle.items() if quantity.kind == "gradient")
     numbers["grad norm"] = max(numbers["grad norm"], _OF_NORM * gradient)
 
-    def limit(quantity: Quantity, name: str) -> float:
+    def limit(quantity: TracedQuantity, name: str) -> float:
         if quantity.kind == "initial":
             return EPS["float32"]
         if _follows_load(name):
@@ -134,7 +134,7 @@ def _follows_load(name: str) -> bool:
     return name.endswith((".router.bias", ".router.load"))
 
 
-def _number(quantity: Quantity) -> str:
+def _number(quantity: TracedQuantity) -> str:
     return "loss" if quantity.kind in ("evaluation", "mtp loss", "mtp evaluation") else quantity.kind
 
 
@@ -167,7 +167,7 @@ def with_compression(tolerance: Tolerance, case: Case, layout: Layout) -> Tolera
         return tolerance
     bound = _COMPRESSED * gradient_roundings(layout) * HALF_STEP[layout.compress_gradients]
 
-    def limit(quantity: Quantity, name: str) -> float:
+    def limit(quantity: TracedQuantity, name: str) -> float:
         kind, training, step = quantity
         before_any = kind == "initial" or (step == 1 and kind in ("loss", "mtp loss"))
         added = 0.0 if before_any else bound * (_SHARE.get(_number(quantity), 1.0))
@@ -196,7 +196,7 @@ def with_adams_noise(tolerance: Tolerance, case: Case, noise: frozenset[str]) ->
         return tolerance
     bound = _all_steps(case)
 
-    def limit(quantity: Quantity, name: str) -> float:
+    def limit(quantity: TracedQuantity, name: str) -> float:
         steps_of_noise = quantity.kind == "parameter" and quantity.training != PLAIN_SGD and name in noise
         return max(bound, tolerance.limit(quantity, name)) if steps_of_noise else tolerance.limit(quantity, name)
 

@@ -25,7 +25,7 @@ from shardwright.training.checkpoint.storage import xxh3_128_of
 from shardwright.units import MiB, in_groups
 
 
-class Quantity(NamedTuple):
+class TracedQuantity(NamedTuple):
     """A result of a training in a step; step 0 is before the first."""
 
     kind: str
@@ -40,7 +40,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 """The start of a piece in the whole tensor, and its shape."""
 
 
-class Piece(NamedTuple):
+class TracePiece(NamedTuple):
     """A part of a tensor that one rank holds."""
 
     box: Box
@@ -53,25 +53,25 @@ class Piece(NamedTuple):
 class RankTrace:
     """The records of one rank; the bytes are in its files."""
 
-    scalars: dict[Quantity, float] = field(default_factory=dict)
-    pieces: dict[Quantity, dict[str, Piece]] = field(default_factory=dict)
+    scalars: dict[TracedQuantity, float] = field(default_factory=dict)
+    pieces: dict[TracedQuantity, dict[str, TracePiece]] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     clip_norms: dict[str, list[float]] = field(default_factory=dict)
     """Only for a reference: for each training the norms that its steps are clipped to."""
 
 
-class Recorder:
+class TraceRecorder:
     """Records on a rank, into a folder that all ranks share. Every rank records the same, in the same order."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.trace = RankTrace()
 
-    def scalar(self, quantity: Quantity, value: Tensor) -> None:
+    def scalar(self, quantity: TracedQuantity, value: Tensor) -> None:
         """Record a number that all ranks have to agree on."""
         self.trace.scalars[quantity] = float(value)
 
-    def tensors(self, quantity: Quantity, tensors: Mapping[str, Tensor]) -> None:
+    def tensors(self, quantity: TracedQuantity, tensors: Mapping[str, Tensor]) -> None:
         """Record whole tensors or shards of them; a collective, in which ranks agree on who writes."""
         boxes: dict[str, Box] = {}
         local: dict[str, Tensor] = {}
@@ -92,7 +92,7 @@ class Recorder:
             save_file({name: local[name] for name in names}, _file(self.folder, quantity, rank, number))
             files |= dict.fromkeys(names, number)
         self.trace.pieces[quantity] = {
-            name: Piece(box, xxh3_128_of(local[name]), files.get(name)) for name, box in boxes.items()
+            name: TracePiece(box, xxh3_128_of(local[name]), files.get(name)) for name, box in boxes.items()
         }
 
 
@@ -100,7 +100,7 @@ _FILE_BYTES = 64 * MiB
 """Bytes of tensors that are saved together: saving copies them, and a model near the machine's memory has no room."""
 
 
-def _file(folder: Path, quantity: Quantity, rank: int, number: int) -> Path:
+def _file(folder: Path, quantity: TracedQuantity, rank: int, number: int) -> Path:
     return folder / f"{'-'.join(map(str, quantity)).replace(' ', '-')}-{rank}-{number}.safetensors"
 
 
@@ -112,14 +112,14 @@ class Trace:
         self.ranks = ranks
         self.scalars = ranks[0].scalars
         self.quantities = list(ranks[0].pieces)
-        self._files: dict[tuple[Quantity, int, int], Any] = {}
+        self._files: dict[tuple[TracedQuantity, int, int], Any] = {}
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return name and shape of every whole tensor."""
         return {name: shape for rank in self.ranks for name, shape in rank.shapes.items()}
 
-    def tensor(self, quantity: Quantity, name: str) -> Tensor | None:
+    def tensor(self, quantity: TracedQuantity, name: str) -> Tensor | None:
         """Return the whole tensor, or None if the pieces do not cover each element exactly once."""
         shape = self.shapes[name]
         pieces = [(rank, piece) for rank, trace in enumerate(self.ranks) if (piece := trace.pieces[quantity].get(name))]
@@ -136,13 +136,13 @@ class Trace:
             covered[box] = True
         return whole if bool(covered.all()) else None
 
-    def _open(self, quantity: Quantity, rank: int, number: int) -> Any:
+    def _open(self, quantity: TracedQuantity, rank: int, number: int) -> Any:
         key = (quantity, rank, number)
         if key not in self._files:
             self._files[key] = safe_open(_file(self.folder, *key), framework="pt")
         return self._files[key]
 
-    def replicas(self) -> Iterator[tuple[Quantity, str, list[list[int]]]]:
+    def replicas(self) -> Iterator[tuple[TracedQuantity, str, list[list[int]]]]:
         """Yield everything that several ranks hold: quantity, name, and those ranks, grouped by their bits."""
         if len(self.ranks) == 1:
             return

@@ -19,7 +19,7 @@ from shardwright.split import rules, stages
 from shardwright.units import format_bytes, format_count
 from shardwright.verification import compare
 from shardwright.verification.case import PLAIN_SGD, Case, with_choices_of, with_drawn_experts
-from shardwright.verification.compare import Errors, Report, Row
+from shardwright.verification.compare import Errors, Report, ReportRow
 from shardwright.verification.formats import OVERFLOW_STEP, no_fp8_with
 from shardwright.verification.progress import Tell, told
 from shardwright.verification.rank import train_rank
@@ -36,7 +36,7 @@ from shardwright.verification.tolerance import (
     with_adams_noise,
     with_compression,
 )
-from shardwright.verification.trace import Quantity, RankTrace, Trace
+from shardwright.verification.trace import RankTrace, Trace, TracedQuantity
 
 TrainRank = Callable[[Case, Layout, Path], RankTrace]
 
@@ -132,7 +132,7 @@ class Verifier:
         norms = self._exact(case).ranks[0].clip_norms
         return replace(case, clip_norms=tuple(tuple(norms[training]) for training in case.trainings))
 
-    def _in_16_bits(self, case: Case, layout: Layout, trace: Trace) -> list[Row]:
+    def _in_16_bits(self, case: Case, layout: Layout, trace: Trace) -> list[ReportRow]:
         """Return the errors of reductions in 16 bits, which the errors of matmuls in 16 bits would hide.
 
         The first gradient is compared with the same layout's on one data rank, which is far nearer than float64's. This
@@ -141,14 +141,14 @@ class Verifier:
         Also, sums must not have been rounded to 16 bits: neither the gradients, nor, if they are reduced for each
         micro-batch, the gradients of one micro-batch; this is checked in bfloat16, because the code is the same.
         """
-        rows: list[Row] = []
+        rows: list[ReportRow] = []
         if layout.data_ranks > 1 and layout.ep == 1 and layout.compress_weights == "none":
             single = layout.changed(dp_replicate=1, dp_shard=1, zero=0)
             expected = self._keep((case, single), self.train, single.world_size, case, single)
             errors = compare.errors(trace, expected, kinds=["gradient"], steps=1)
             microbatches = case.global_batch // case.micro_batch
             rows += of_partition(microbatches).rows(errors, kind="gradient vs one data rank")
-        first = Quantity("gradient", PLAIN_SGD, 1)
+        first = TracedQuantity("gradient", PLAIN_SGD, 1)
         if case.dtype == "float16":
             return rows
         terms = layout.data_ranks * layout.cp * case.accumulation(layout)
@@ -218,13 +218,15 @@ class Verifier:
         return Trace(folder, ranks)
 
 
-def _summed_wide(case: Case, layout: Layout, trace: Trace) -> list[Row]:
+def _summed_wide(case: Case, layout: Layout, trace: Trace) -> list[ReportRow]:
     """Return whether gradients sent in bfloat16 were not also summed in it: ZeRO-2's and -3's have a term for each rank
     and micro-batch, ZeRO-1's for each rank."""
     terms = layout.data_ranks * layout.cp * (case.accumulation(layout) if layout.zero > 1 else 1)
     if terms < _ENOUGH_TERMS:
         return []
-    return of_sums(terms).rows(compare.share_of_bfloat16(trace, Quantity("gradient", PLAIN_SGD, 1)), "bfloat16 share")
+    return of_sums(terms).rows(
+        compare.share_of_bfloat16(trace, TracedQuantity("gradient", PLAIN_SGD, 1)), "bfloat16 share"
+    )
 
 
 def _with_overflow(case: Case) -> Case:

@@ -20,13 +20,13 @@ from tests.training.worlds import EVEN as EVEN
 
 STEP, TRAINER = "shardwright.training.step", "shardwright.training.step:Trainer"
 APPLY, DATA = "shardwright.parallel.apply", "shardwright.parallel.data"
-MODEL, EXCHANGE = "shardwright.parallel.model:ParallelModel", "shardwright.parallel.expert:Exchange"
+MODEL, EXCHANGE = "shardwright.parallel.model:ParallelModel", "shardwright.parallel.expert:ExpertExchange"
 ROUTER, NORM = "shardwright.parallel.routing:ShardedRouter", "shardwright.training.step:gradient_norm"
 TENSOR, LOSS = "shardwright.parallel.tensor", "shardwright.parallel.loss:cross_entropy"
 REPLICAS, RING = "shardwright.parallel.replicas", "shardwright.parallel.ring"
 CONTEXT, ULYSSES_ROOM = "shardwright.parallel.context", "shardwright.parallel.ulysses"
 SEQUENTIAL = "shardwright.parallel.microbatch_runner:SequentialRunner"
-STAGE, STAGES = "shardwright.parallel.pipeline.runner:_Step", "shardwright.parallel.pipeline.stage"
+STAGE, STAGES = "shardwright.parallel.pipeline.runner:_RankStep", "shardwright.parallel.pipeline.stage"
 TIED = "shardwright.parallel.pipeline.tied:TiedParameters"
 STATE = "shardwright.training.checkpoint.state"
 

@@ -7,7 +7,7 @@ import torch
 from tests.mutation import Mutation
 from tests.training.bugs.bug import ONE, PP, SP, STEP, TP, ZB, ZERO_3, AnyBug, Bug, UnitBug
 
-FORWARD, BACKWARD = (f"shardwright.parallel.loss:_ChunkedLoss.{name}" for name in ("forward", "backward"))
+FORWARD, BACKWARD = (f"shardwright.parallel.loss:_ChunkedLossFunction.{name}" for name in ("forward", "backward"))
 CHUNKS = {"loss_chunk_tokens": 3}
 
 CHUNKS: dict[str, AnyBug] = {

@@ -42,7 +42,7 @@ MASK: dict[str, AnyBug] = {
 SCALE: dict[str, AnyBug] = {
     "the shares of a mixture drift": UnitBug(
         Mutation(
-            f"{_MIXTURE}:Stage.source_of",
+            f"{_MIXTURE}:MixtureStage.source_of",
             "pattern[n % len(pattern)]",
             "pattern[n * 7 % (len(pattern) - 1)]",
         ),

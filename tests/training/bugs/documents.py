@@ -89,7 +89,7 @@ MASK: dict[str, AnyBug] = {
         Mutation(f"{_PLAN}:_between", "k.start < each.start", "k.stop < each.start"), [ON_RING], documents=True
     ),
     "gradients that come back are added to the first document": Bug(
-        Mutation(f"{_DOCUMENTS}:_Returns.finish", "first += tokens", "first += 0"), [ZIGZAG], documents=True
+        Mutation(f"{_DOCUMENTS}:_GradientReturns.finish", "first += tokens", "first += 0"), [ZIGZAG], documents=True
     ),
     "the boundary of a document is one token late": UnitBug(
         Mutation(

@@ -23,10 +23,10 @@ _WITH_EXPERTS, _GROUPED = Fp8("tensorwise", experts=True), "shardwright.model.fp
 
 REDUCTION: dict[str, AnyBug] = {
     "fp8: the scale of a row-parallel input is that of a shard": _bug(
-        _USE, "Shared(maximum(*context), inputs=maximum(tp))", "Shared(maximum(*context))", TP, SP
+        _USE, "OperandShards(maximum(*context), inputs=maximum(tp))", "OperandShards(maximum(*context))", TP, SP
     ),
     "fp8: the scale of a column-parallel output's gradient is that of a shard": _bug(
-        _USE, "Shared(maximum(*context), outputs=maximum(tp))", "Shared(maximum(*context))", TP, SP
+        _USE, "OperandShards(maximum(*context), outputs=maximum(tp))", "OperandShards(maximum(*context))", TP, SP
     ),
     "fp8: the scale of an activation is that of the tokens of a rank of cp": _bug(
         _USE, "(groups.cp_ring, groups.cp_ulysses)", "(None, None)", ZIGZAG, Layout(cp=2, cp_method="ulysses")

@@ -56,13 +56,17 @@ SCALE: dict[str, AnyBug] = {
         "losses of routers are not multiplied by the loss scale"
     ),
     "the gradient of a chunked loss is multiplied by its factor twice": _in_fp16(
-        Mutation("shardwright.parallel.loss:_ChunkedLoss.backward", "dtotal / factor", "dtotal"), _CHUNKED
+        Mutation("shardwright.parallel.loss:_ChunkedLossFunction.backward", "dtotal / factor", "dtotal"), _CHUNKED
     ),
     "the gradient of logits is multiplied by its factor twice": _in_fp16(
-        Mutation("shardwright.parallel.loss:_Loss.backward", "dtotal / factor", "dtotal"), ONE, PP
+        Mutation("shardwright.parallel.loss:_LossFunction.backward", "dtotal / factor", "dtotal"), ONE, PP
     ),
     "the gradient of logits in fp16 is rounded before it is multiplied by its factor": UnitBug(
-        Mutation("shardwright.parallel.loss:_Loss.forward", "_factor(factor, logits_BTv)", "_factor(None, logits_BTv)"),
+        Mutation(
+            "shardwright.parallel.loss:_LossFunction.forward",
+            "_factor(factor, logits_BTv)",
+            "_factor(None, logits_BTv)",
+        ),
         "tests/parallel/test_loss.py:test_the_gradient_in_16_bits_is_rounded_once_and_in_the_memory_of_the_logits",
         (False,),
     ),

@@ -43,7 +43,7 @@ STALE: dict[str, AnyBug] = {
         [_ONE, _ZERO_3],
     ),
     "each piece of a parameter advances its step count": Bug(
-        Mutation(f"{_ON_DISK}:OnDisk._update", "number.clone()", "number"), [_ONE]
+        Mutation(f"{_ON_DISK}:OptimizerOnDisk._update", "number.clone()", "number"), [_ONE]
     ),
 }
 OFF_BY_ONE: dict[str, AnyBug] = {

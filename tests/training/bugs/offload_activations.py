@@ -15,7 +15,7 @@ _PARTS = replace(_ONE, recompute="selective")
 SHARD: dict[str, AnyBug] = {
     "activations come back as the beginning of what their storage held": UnitBug(
         Mutation(
-            "shardwright.parallel.offload:Kept.read",
+            "shardwright.parallel.offload:OffloadedView.read",
             "copy.on_device.view(self.dtype).as_strided(*self.view)",
             "copy.on_device.view(self.dtype).as_strided(*self.view[:2], 0)",
         ),
@@ -43,7 +43,7 @@ STALE: dict[str, AnyBug] = {
         Mutation(f"{_STORE}.keep", "copy is None or copy.version != tensor_version(x)", "copy is None"), _IN_PLACE
     ),
     "what is still on the device is read though it was changed in place": UnitBug(
-        Mutation("shardwright.parallel.offload:_Layer.to_come", "copy.has_to_come", "copy.on_device is None"),
+        Mutation("shardwright.parallel.offload:_LayerPass.to_come", "copy.has_to_come", "copy.on_device is None"),
         _IN_PLACE,
     ),
     "activations of the layer before do not come while a layer runs backwards": UnitBug(

@@ -12,7 +12,7 @@ _ONE, _TP, _ZERO_1, _ZERO_3 = (replace(layout, offload_optimizer="cpu") for layo
 STALE: dict[str, AnyBug] = {
     "weights that the host has updated are not sent to the device": Bug(
         Mutation(
-            f"{_ON_HOST}:OnHost.step",
+            f"{_ON_HOST}:OptimizerOnHost.step",
             "self.link.send([each.shard for each in bucket], [each.weights for each in bucket])",
             "pass",
         ),
@@ -25,12 +25,12 @@ STALE: dict[str, AnyBug] = {
         (OPTIMIZER, 2**30),
     ),
     "gradients of a bucket arrive in the buffer that the host reads": Bug(
-        Mutation(f"{_ON_HOST}:OnHost._fetch", "self.buffers[number % BUFFERS]", "self.buffers[0]"), [_ONE, _TP]
+        Mutation(f"{_ON_HOST}:OptimizerOnHost._fetch", "self.buffers[number % BUFFERS]", "self.buffers[0]"), [_ONE, _TP]
     ),
 }
 SHARD: dict[str, AnyBug] = {
     "gradients of a bucket lie over each other on the host": Bug(
-        Mutation(f"{_ON_HOST}:OnHost._fetch", "at += _room(weights)", "pass"), [_ZERO_1]
+        Mutation(f"{_ON_HOST}:OptimizerOnHost._fetch", "at += _room(weights)", "pass"), [_ZERO_1]
     ),
     "states on the host are not those that a checkpoint holds": ResumeBug(
         Mutation(
@@ -42,7 +42,7 @@ SHARD: dict[str, AnyBug] = {
 OFF_BY_ONE: dict[str, AnyBug] = {
     "the last bucket of gradients is not fetched": Bug(
         Mutation(
-            f"{_ON_HOST}:OnHost._fetch",
+            f"{_ON_HOST}:OptimizerOnHost._fetch",
             "number < len(self.buckets)",
             "number < len(self.buckets) - 1",
         ),

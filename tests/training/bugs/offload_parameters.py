@@ -93,7 +93,7 @@ SCALE = {
     ),
     "the plan copies shards of layers that are gathered again for nothing": UnitBug(
         Mutation(
-            f"{_COST}.data_parallel:_Traffic.sent",
+            f"{_COST}.data_parallel:_DataParallelTraffic.sent",
             "what != SUMMED",
             "what not in (SUMMED, GATHERED_AGAIN)",
         ),

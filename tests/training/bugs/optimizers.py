@@ -6,7 +6,7 @@ from shardwright.layout import Layout
 from tests.mutation import Mutation
 from tests.training.bugs.bug import EVEN, TP, AnyBug, Bug, UnitBug
 
-_ADAFACTOR = "shardwright.training.optimizers.adafactor:_Member"
+_ADAFACTOR = "shardwright.training.optimizers.adafactor:_AdafactorParameter"
 _IN_8_BITS = "shardwright.training.optimizers.adamw_8bit"
 _LION, _SGD = "shardwright.training.optimizers.lion:Lion", "shardwright.training.optimizers.sgd:SGD"
 _FORMULA = "tests/training/test_optimizers.py:test_steps_are_those_of_the_formula"
@@ -124,7 +124,7 @@ STALE: dict[str, AnyBug] = {
     ),
     "states in bf16 of all buckets but the last are not stored": UnitBug(
         Mutation(
-            "shardwright.training.on_shards:OnShards.step",
+            "shardwright.training.on_shards:OptimizerOnShards.step",
             "_keep_state(parameter, shard, self.state)",
             "_keep_state(parameter, shard, self.state) if group is self.param_groups[-1] else None",
         ),
@@ -141,13 +141,13 @@ def _default(function: str, option: str, value: str, test: str, *given: Any) -> 
 
 SCALE: dict[str, AnyBug] = {
     "Adafactor decays with the default power": _default(
-        "adafactor:_Member.moments", "self.group['decay_power']", "0.8", _FORMULA, "adafactor", _PLAIN
+        "adafactor:_AdafactorParameter.moments", "self.group['decay_power']", "0.8", _FORMULA, "adafactor", _PLAIN
     ),
     "Adafactor clips an update at the default threshold": _default(
-        "adafactor:_Member.apply", "group['clip_threshold']", "1.0", _FORMULA, "adafactor", _PLAIN
+        "adafactor:_AdafactorParameter.apply", "group['clip_threshold']", "1.0", _FORMULA, "adafactor", _PLAIN
     ),
     "Adafactor's steps are relative to the default least size": _default(
-        "adafactor:_Member.apply", "group['least_rms']", "0.001", _FORMULA, "adafactor", _PLAIN
+        "adafactor:_AdafactorParameter.apply", "group['least_rms']", "0.001", _FORMULA, "adafactor", _PLAIN
     ),
     "Lion's mean decays by the default": _default("lion:Lion.step", "group['beta2']", "0.99", _FORMULA, "lion", _PLAIN),
     "SGD has the default momentum": _default("sgd:SGD.__init__", "options['momentum']", "0.9", _FORMULA, "sgd", _PLAIN),
@@ -162,7 +162,7 @@ SCALE: dict[str, AnyBug] = {
         "adamw_8bit:_update", "group['beta2']", "0.95", _IN_BLOCKS
     ),
     "8-bit states are widened without their scale": UnitBug(
-        Mutation(f"{_IN_8_BITS}:_Member.moments", "self.blocks.each(torch.mul, numbers, scale)", "numbers"),
+        Mutation(f"{_IN_8_BITS}:_AdamW8bitParameter.moments", "self.blocks.each(torch.mul, numbers, scale)", "numbers"),
         _IN_BLOCKS,
     ),
     "a kind of parameter has the learning rate of another": UnitBug(

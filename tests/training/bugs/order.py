@@ -37,7 +37,7 @@ ORDER: dict[str, AnyBug] = {
     ),
     "gradients go back to the senders of other rows": Bug(
         Mutation(
-            "shardwright.parallel.expert:_Arrived.backward",
+            "shardwright.parallel.expert:_AwaitAllToAll.backward",
             "_start(grads[0], ctx.from_, ctx.to, ctx.exchange.group)",
             "_start(grads[0].flip(0), ctx.from_, ctx.to, ctx.exchange.group)",
         ),

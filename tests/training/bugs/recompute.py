@@ -12,16 +12,16 @@ GRAPH = "torch._C._current_graph_task_id() >= 0"
 
 RECOMPUTATION: dict[str, AnyBug] = {
     "gate and up are swapped when the activation is computed again": Bug(
-        Mutation(f"{ROOM}:_Again.outputs", "self.compute(*self.inputs)", "self.compute(*self.inputs[::-1])"),
+        Mutation(f"{ROOM}:_RecomputedCall.outputs", "self.compute(*self.inputs)", "self.compute(*self.inputs[::-1])"),
         [SELECTIVE, TP.changed(recompute="selective")],
     ),
     "a part is computed again from inputs in fewer digits": Bug(
-        Mutation(f"{ROOM}:_Again.outputs", "_read(x).detach()", "_read(x).detach().float().double()"),
+        Mutation(f"{ROOM}:_RecomputedCall.outputs", "_read(x).detach()", "_read(x).detach().float().double()"),
         [SELECTIVE, ZERO_3.changed(recompute="selective")],
     ),
     "weights inside of a part have no gradient": Bug(
         Mutation(
-            f"{ROOM}:_Again.gradients",
+            f"{ROOM}:_RecomputedCall.gradients",
             "return by_argument",
             "return [*by_argument[:1], *([None] * len(by_argument[1:]))]",
         ),
@@ -30,7 +30,7 @@ RECOMPUTATION: dict[str, AnyBug] = {
     ),
     "a view of what is computed again begins at its first element": Bug(
         Mutation(
-            f"{ROOM}:_View.read",
+            f"{ROOM}:_RecomputedView.read",
             "y.as_strided(self.size, self.stride, self.offset)",
             "y.as_strided(self.size, self.stride, 0)",
         ),
@@ -60,7 +60,9 @@ RECOMPUTATION: dict[str, AnyBug] = {
         f"{TESTS}:test_a_view_of_an_output_is_computed_again_and_an_output_changed_in_place_is_kept",
     ),
     "every matmul computes its input again": UnitBug(
-        Mutation(f"{ROOM}:_Again.outputs", "self._outputs is None", "self._outputs is None or not self.weights"),
+        Mutation(
+            f"{ROOM}:_RecomputedCall.outputs", "self._outputs is None", "self._outputs is None or not self.weights"
+        ),
         f"{TESTS}:test_matmuls_and_routing_run_once_and_each_part_once_more",
     ),
     "routing is decided again with the experts": UnitBug(

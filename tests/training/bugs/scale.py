@@ -34,7 +34,7 @@ from tests.training.bugs.bug import (
 
 SCALE: dict[str, AnyBug] = {
     "the gradient of a norm's input is too large by the root mean square": UnitBug(
-        Mutation("shardwright.model.norm:_RMSNorm.backward", "r_N1.square()", "r_N1"),
+        Mutation("shardwright.model.norm:_RMSNormFunction.backward", "r_N1.square()", "r_N1"),
         "tests/model/test_norm.py:test_the_norm_and_its_gradients_are_those_of_pytorch",
     ),
     "1: loss averaged per microbatch": Bug(
@@ -73,7 +73,8 @@ SCALE: dict[str, AnyBug] = {
         Mutation(
             f"{DATA}:Replicated._send",
             "self.start_sum(bucket, self.group)",
-            "Sent(dist.all_reduce(bucket, op=dist.ReduceOp.AVG, group=self.group, async_op=True), lambda: bucket)",
+            "StartedCollective(dist.all_reduce(bucket, op=dist.ReduceOp.AVG, group=self.group, async_op=True),"
+            " lambda: bucket)",
         ),
         [ZERO_0, Layout(pp=2, dp_replicate=2, pp_schedule="zb-h1")],
     ),

@@ -39,8 +39,8 @@ SCALE: dict[str, AnyBug] = {
     "the plan gathers layers for the backward pass from all nodes": UnitBug(
         Mutation(
             f"{_COST}.data_parallel:data_messages",
-            "Message(name, all_gather, elements * e, group.again_ranks, group.stride, calls)",
-            "Message(name, all_gather, elements * e, group.shards, group.stride, calls)",
+            "PricedMessage(name, all_gather, elements * e, group.again_ranks, group.stride, calls)",
+            "PricedMessage(name, all_gather, elements * e, group.shards, group.stride, calls)",
         ),
         _PLANNED + "test_layers_are_gathered_for_the_backward_pass_at_the_speed_of_a_node",
     ),

@@ -3,11 +3,15 @@
 from tests.mutation import Mutation
 from tests.training.bugs.bug import AnyBug, UnitBug
 
-_SIMULATION, _WORK = "shardwright.serving.simulate:_Run", "shardwright.serving.work"
+_SIMULATION, _WORK = "shardwright.serving.simulate:_InstanceSimulation", "shardwright.serving.work"
 _ONE_BY_ONE = "tests/serving/test_simulate.py:test_passes_computed_at_once_are_those_computed_one_by_one"
 _TOUCHED = "tests/serving/test_work.py:test_experts_that_a_batch_touches_are_those_that_random_choices_touch"
 _SHARED = "tests/serving/test_work.py:test_experts_of_dp_attention_are_shared_by_all_ranks_and_the_rest_is_not"
-_HOST, _POOLS, _APART = "tests/serving/test_host.py", "tests/serving/test_pools.py", "shardwright.serving.pools:_Run"
+_HOST, _POOLS, _APART = (
+    "tests/serving/test_host.py",
+    "tests/serving/test_pools.py",
+    "shardwright.serving.pools:_PoolSimulation",
+)
 
 SERVING: dict[str, AnyBug] = {
     "each token of a batch touches experts of its own": UnitBug(

@@ -12,7 +12,7 @@ _LOADED = f"{_TESTS}:test_equal_ranks_that_other_programs_slowed_down_are_not_na
 _OTHERS = f"{_TESTS}:test_the_median_of_the_others_leaves_out_the_rank_itself"
 _PEERS = f"{_TESTS}:test_peers_have_the_same_stage_and_the_same_experts"
 _WAITS = f"{_TESTS}:test_a_clock_counts_the_wait_for_data_but_not_for_other_ranks"
-_CLOCK = "shardwright.training.clock:Clock"
+_CLOCK = "shardwright.training.clock:PhaseClock"
 _NUMBERS = f"{_TESTS}:test_what_is_said_of_a_straggler_holds_its_numbers"
 
 SCALE: dict[str, AnyBug] = {

@@ -8,7 +8,7 @@ _SNAPSHOT, _GUARD = (
     "shardwright.training.checkpoint.snapshot:Snapshot",
     "shardwright.training.resilience.spikes:SpikeGuard",
 )
-_LINK, _ACTIVATIONS = "shardwright.training.offload.link:Link", "shardwright.parallel.offload:ActivationsOnHost"
+_LINK, _ACTIVATIONS = "shardwright.training.offload.link:HostLink", "shardwright.parallel.offload:ActivationsOnHost"
 
 
 def _bug(test: str, room: str, method: str, before: str, after: str = "pass", *given: str) -> UnitBug:
@@ -76,7 +76,7 @@ STALE: dict[str, AnyBug] = {
     ),
     "activations are read before they are back": UnitBug(
         Mutation(
-            "shardwright.parallel.offload:Kept.read",
+            "shardwright.parallel.offload:OffloadedView.read",
             "torch.cuda.current_stream(store.device).wait_event(copy.arrived)",
             "pass",
         ),

@@ -27,31 +27,31 @@ from typing import Literal
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.parallel.point_to_point import Message, OnItsWay, start
-from shardwright.schedule.messages import Exchange
+from shardwright.parallel.point_to_point import PendingMessage, TensorMessage, start
+from shardwright.schedule.messages import PairExchange
 
 Need = tuple[int, Literal["F", "B"], int]
 """(stage, op, micro-batch): the input of the stage for F, the gradient of its output for B."""
 
 
-class Messages:
+class PipelineMessages:
     """Sends and receives the messages of this rank, and keeps the incomplete ones."""
 
     def __init__(self, rank: int, groups: Mapping[tuple[int, ...], dist.ProcessGroup]) -> None:
         """`rank`: this rank of `pp`; `groups`: (lower rank, higher rank) of `pp` -> the process group of the two, for
         every rank that exchanges messages with this one."""
         self.rank, self.groups = rank, groups
-        self._sending: deque[OnItsWay] = deque()
-        self._receiving: dict[Need, OnItsWay] = {}
+        self._sending: deque[PendingMessage] = deque()
+        self._receiving: dict[Need, PendingMessage] = {}
 
-    def start(self, exchange: Exchange, results: dict[Need, Tensor], empty: Callable[[], Tensor]) -> None:
+    def start(self, exchange: PairExchange, results: dict[Need, Tensor], empty: Callable[[], Tensor]) -> None:
         """Start the messages of one exchange: send tensors of `results`, removing them from it, and receive into new
         tensors from `empty`."""
         peer, messages = 0 if self.rank == exchange.high else 1, []
         for stage, op, microbatch, sender, _ in exchange.messages:
             sends = sender == self.rank
             tensor = results.pop((stage, op, microbatch)).contiguous() if sends else empty()
-            messages.append(Message(sends, tensor, peer, f"the input of {stage}{op}{microbatch}"))
+            messages.append(TensorMessage(sends, tensor, peer, f"the input of {stage}{op}{microbatch}"))
         started = start(messages, self.groups[exchange.low, exchange.high], "pp")
         for (stage, op, microbatch, sender, _), message in zip(exchange.messages, started, strict=True):
             if sender == self.rank:

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from shardwright.parallel.data import DataEngine
 from shardwright.parallel.microbatch_runner import Loss, Microbatch
-from shardwright.parallel.pipeline.messages import Messages, Need
+from shardwright.parallel.pipeline.messages import Need, PipelineMessages
 from shardwright.parallel.pipeline.stage import StageModel
-from shardwright.parallel.pipeline.timeline import Timeline
+from shardwright.parallel.pipeline.timeline import StepTimeline
 from shardwright.schedule.actions import Action, Schedule
-from shardwright.schedule.messages import Exchange, with_messages
+from shardwright.schedule.messages import PairExchange, with_messages
 
 
-class Stage(NamedTuple):
+class PipelineStage(NamedTuple):
     """A stage on this rank, and the engine that reduces its gradients over data ranks."""
 
     model: StageModel
@@ -34,9 +34,9 @@ class Pipeline:
 
     def __init__(
         self,
-        stages: Sequence[Stage],
+        stages: Sequence[PipelineStage],
         schedules: Callable[[bool, int], Schedule],
-        messages: Messages,
+        messages: PipelineMessages,
         activation: Callable[[Tensor], Tensor],
         device: torch.device,
     ) -> None:
@@ -45,25 +45,25 @@ class Pipeline:
         self.stages = {stage.model.number: stage for stage in stages}
         self.schedules, self.messages, self.activation = schedules, messages, activation
         self.keeps_gradients = any(stage.engine.keeps_gradients for stage in stages)
-        self.timeline = Timeline(device)
+        self.timeline = StepTimeline(device)
         """When the actions of the last training step ran."""
-        self._lists: dict[tuple[bool, int], list[Action | Exchange]] = {}
+        self._lists: dict[tuple[bool, int], list[Action | PairExchange]] = {}
 
     def train(self, microbatches: Sequence[Microbatch], loss: Loss) -> Tensor:
         self.timeline.begin_step()
-        total = self._run(_Step(self, microbatches, loss, self.timeline, training=True))
+        total = self._run(_RankStep(self, microbatches, loss, self.timeline, training=True))
         for stage in self.stages.values():
             stage.engine.end_step()
         return total
 
     def evaluate(self, microbatches: Sequence[Microbatch], loss: Loss) -> Tensor:
-        return self._run(_Step(self, microbatches, loss, Timeline(self.timeline.device), training=False))
+        return self._run(_RankStep(self, microbatches, loss, StepTimeline(self.timeline.device), training=False))
 
     def release(self) -> None:
         for stage in self.stages.values():
             stage.engine.release()
 
-    def _run(self, step: "_Step") -> Tensor:
+    def _run(self, step: "_RankStep") -> Tensor:
         key = step.training, len(step.microbatches)
         if key not in self._lists:
             self._lists[key] = with_messages(self.schedules(*key))[self.messages.rank]
@@ -72,11 +72,11 @@ class Pipeline:
         return step.total
 
 
-class _Step:
+class _RankStep:
     """One training step or evaluation on this rank, with its tensors."""
 
     def __init__(
-        self, pipeline: Pipeline, microbatches: Sequence[Microbatch], loss: Loss, timeline: Timeline, training: bool
+        self, pipeline: Pipeline, microbatches: Sequence[Microbatch], loss: Loss, timeline: StepTimeline, training: bool
     ) -> None:
         self.pipeline, self.microbatches, self.loss = pipeline, microbatches, loss
         self.timeline, self.training = timeline, training
@@ -88,12 +88,12 @@ class _Step:
         self.weights: dict[tuple[int, int], Callable[[], None]] = {}
         """(stage, micro-batch) -> a function that computes the weight gradients deferred from I to W."""
 
-    def run(self, entries: Sequence[Action | Exchange]) -> None:
+    def run(self, entries: Sequence[Action | PairExchange]) -> None:
         """Run all actions of this rank and start its messages."""
         completing = [entry for entry in entries if isinstance(entry, Action) and entry.op in ("B", "W")]
         last_of_stage = {action.stage: action for action in completing}
         for entry in entries:
-            if isinstance(entry, Exchange):
+            if isinstance(entry, PairExchange):
                 self.pipeline.messages.start(entry, self.results, self._empty)
             elif entry.op == "F":
                 self._forward(entry)

@@ -14,7 +14,7 @@ Span = tuple[Action, float, float]
 Mark = float | torch.cuda.Event
 
 
-class Timeline:
+class StepTimeline:
     """The start and end of the actions of one step; on a GPU as CUDA events, which do not slow the step down."""
 
     def __init__(self, device: torch.device) -> None:

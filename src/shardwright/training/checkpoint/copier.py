@@ -20,7 +20,7 @@ _ARRIVES_IN_S = 120.0
 
 
 @dataclass
-class Copied:
+class CompletedCopy:
     """A copy of a checkpoint that is complete. `took_s`: from its begin."""
 
     url: str
@@ -36,7 +36,7 @@ class Copier:
         self.step = 0
         """That of the copy that is under way; 0 if none is."""
         self._thread = BackgroundThread("durable copy", retries)
-        self._news: list[Copied] = []
+        self._news: list[CompletedCopy] = []
 
     @property
     def what(self) -> str:
@@ -65,7 +65,7 @@ class Copier:
         self.step = 0
         self._thread.settle()
 
-    def news(self) -> list[Copied]:
+    def news(self) -> list[CompletedCopy]:
         """What has been completed since the last call; on rank 0 alone."""
         told, self._news = self._news, []
         return told
@@ -95,7 +95,7 @@ class Copier:
             done = thread.tried(lambda: copy(self.folder, checkpoint, rank, world_size, wait), CheckpointError)
             if done and rank == 0:
                 step = step_of(checkpoint)
-                self._news.append(Copied(self.folder.url_of(step), step, time.monotonic() - began_s))
+                self._news.append(CompletedCopy(self.folder.url_of(step), step, time.monotonic() - began_s))
         finally:
             if rank == 0:
                 self.store.keep(0)

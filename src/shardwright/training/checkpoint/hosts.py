@@ -47,7 +47,7 @@ class Hosts:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class FileTransfer:
     """The file of rank `of` goes from the host of rank `source` to that of rank `target`."""
 
     of: int
@@ -55,7 +55,7 @@ class Transfer:
     target: int
 
 
-def transfers(hosts: Hosts, there: Mapping[int, Sequence[int]], needed: Sequence[Sequence[int]]) -> list[Transfer]:
+def transfers(hosts: Hosts, there: Mapping[int, Sequence[int]], needed: Sequence[Sequence[int]]) -> list[FileTransfer]:
     """What has to be sent so that each host has what its ranks need. `there`: the ranks whose files a host has;
     `needed`: of each rank the ranks whose files it reads. The ranks of a host share its work."""
     holders: dict[int, list[int]] = {}
@@ -67,5 +67,5 @@ def transfers(hosts: Hosts, there: Mapping[int, Sequence[int]], needed: Sequence
         wanted = {of for rank in targets for of in needed[rank]}
         for at, of in enumerate(sorted(wanted - set(there.get(host, ())))):
             sources = hosts.ranks[holders[of][at % len(holders[of])]]
-            found.append(Transfer(of, sources[at % len(sources)], targets[at % len(targets)]))
+            found.append(FileTransfer(of, sources[at % len(sources)], targets[at % len(targets)]))
     return found

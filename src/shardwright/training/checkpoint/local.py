@@ -34,9 +34,9 @@ from shardwright.parallel.objects import gathered
 from shardwright.run_folder import RUN_FILE, published, step_of
 from shardwright.training.checkpoint.hosts import Hosts, transfers
 from shardwright.training.checkpoint.manifest import FILE_NAME as MANIFEST
-from shardwright.training.checkpoint.manifest import LONGEST_MANIFEST, Manifest, ShardRecord, read_manifest
-from shardwright.training.checkpoint.messages import Messages
-from shardwright.training.checkpoint.plan import Piece
+from shardwright.training.checkpoint.manifest import LONGEST_MANIFEST, CheckpointManifest, ShardRecord, read_manifest
+from shardwright.training.checkpoint.messages import CheckpointMessages
+from shardwright.training.checkpoint.plan import TensorPiece
 from shardwright.training.checkpoint.shards import file_name, rank_of, records_from, records_of, write_shards
 from shardwright.training.checkpoint.state import files_needed, together
 from shardwright.training.checkpoint.store import WRITTEN, CheckpointStore
@@ -65,8 +65,8 @@ class LocalLevel:
         self._first = self.hosts.is_first(self.rank)
         self._kept_by = self.hosts.kept_by(self.rank)
         self.store = CheckpointStore(folder, KEPT)
-        self._messages = Messages(COLLECTIVE_TIMEOUT_S)
-        self._read: dict[int, Manifest] = {}
+        self._messages = CheckpointMessages(COLLECTIVE_TIMEOUT_S)
+        self._read: dict[int, CheckpointManifest] = {}
         """On the first rank of a host, the manifests of the checkpoints that are there."""
         self._there: dict[int, dict[int, list[int]]] = {}
         """Of each step that is whole, the hosts that have a part of it, and the ranks whose files are there."""
@@ -81,7 +81,11 @@ class LocalLevel:
         return None
 
     def write(
-        self, step: int, pieces: Sequence[Piece], take: Callable[[Piece], Tensor], rest: Callable[[Records], list[str]]
+        self,
+        step: int,
+        pieces: Sequence[TensorPiece],
+        take: Callable[[TensorPiece], Tensor],
+        rest: Callable[[Records], list[str]],
     ) -> None:
         """Write a checkpoint, the part of this rank; a thread beside training does. `take` gives the tensor of a piece;
         `rest`: on rank 0, the manifest, and the run file. Raises CheckpointError where any rank could not write."""
@@ -106,7 +110,7 @@ class LocalLevel:
     def steps(self, remarks: list[str]) -> list[int]:
         """The steps of checkpoints that are whole on the hosts together; what there is to say is added to `remarks`."""
         mine = self._listed(remarks) if self._first else []
-        everyone = gathered(mine, list[Listed])
+        everyone = gathered(mine, list[ListedCheckpoint])
         versions: dict[tuple[int, str], dict[int, list[int]]] = {}
         for rank, each in ((rank, each) for rank, listed in enumerate(everyone) for each in listed):
             versions.setdefault((each.step, each.sha256), {})[self.hosts.of[rank]] = list(each.ranks)
@@ -178,7 +182,7 @@ class LocalLevel:
         self._messages.settle()
         return verdict
 
-    def _listed(self, remarks: list[str]) -> "list[Listed]":
+    def _listed(self, remarks: list[str]) -> "list[ListedCheckpoint]":
         """The checkpoints of this host, whose manifests are as they were written."""
         found, self._read = [], {}
         for path in self.store.published():
@@ -189,7 +193,7 @@ class LocalLevel:
                 remarks.append(str(error))
                 continue
             ranks = tuple(rank for each in path.iterdir() if (rank := rank_of(each.name)) is not None)
-            found.append(Listed(step_of(path), hashlib.sha256(content).hexdigest(), ranks))
+            found.append(ListedCheckpoint(step_of(path), hashlib.sha256(content).hexdigest(), ranks))
         return found
 
     def _is_whole(self, version: tuple[int, str], there: Mapping[int, Sequence[int]]) -> bool:
@@ -231,7 +235,7 @@ class LocalLevel:
 
 
 @dataclass(frozen=True)
-class Listed:
+class ListedCheckpoint:
     """A checkpoint on a host: the sha256 of its manifest, and the ranks whose files are there."""
 
     step: int

@@ -103,7 +103,7 @@ def key_of(name: str, offsets: Sequence[int]) -> str:
 
 @_exact
 @dataclass(frozen=True)
-class Progress:
+class TrainingProgress:
     """Where a run stood: optimizer steps taken and samples consumed.
 
     That is the whole random state too: initial values, the order of data and dropout are functions of the
@@ -128,7 +128,7 @@ class SourceRecord(TypedDict):
 
 @_exact
 class StageRecord(TypedDict):
-    """A `data.mixture.Stage`."""
+    """A `data.mixture.MixtureStage`."""
 
     from_step: Count
     from_sample: Count
@@ -154,10 +154,10 @@ class DataRecord(TypedDict):
 
 @_exact
 @dataclass(frozen=True)
-class Manifest:
+class CheckpointManifest:
     """The whole of a checkpoint but the bytes."""
 
-    progress: Progress
+    progress: TrainingProgress
     model: dict[str, Any]
     data: DataRecord | None
     """None where the weights were imported."""
@@ -185,7 +185,7 @@ def sha256_of_text(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> CheckpointManifest:
     """Raises DamagedError when there is none, or it or a file of `files` is not as it was written; CheckpointError for
     a foreign one."""
     path = folder / FILE_NAME
@@ -215,7 +215,7 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-_MANIFEST = TypeAdapter(Manifest)
+_MANIFEST = TypeAdapter(CheckpointManifest)
 
 
 def _table_of(folder: Path) -> dict[str, Any]:

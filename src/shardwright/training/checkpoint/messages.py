@@ -20,7 +20,7 @@ _NONE = -1
 """The size that is sent in the place of a file that cannot be read."""
 
 
-class Messages:
+class CheckpointMessages:
     """What this rank sends and receives. Both sides have to use it in the same order, pair by pair of ranks."""
 
     def __init__(self, timeout_s: float) -> None:

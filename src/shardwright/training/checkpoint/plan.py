@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from shardwright.hugging_face.writer import Entry
+from shardwright.hugging_face.writer import TensorToWrite
 from shardwright.parallel.boxes import shard_of
 from shardwright.parallel.norm import local_part
 from shardwright.parallel.objects import dealt_by_first, gathered_by_first
@@ -19,12 +19,12 @@ from shardwright.training.checkpoint.storage import name_of
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """A box of the tensor `name` that this rank writes; `entry` has its key in the file, its type and its shape."""
 
     name: str
     offsets: tuple[int, ...]
-    entry: Entry
+    entry: TensorToWrite
 
     def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The box itself, a view of the tensor in training."""
@@ -32,10 +32,10 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CheckpointPlan:
     """`pieces` of this rank. `tensors`: whole tensors of all ranks by name, their shape and type; on rank 0 alone."""
 
-    pieces: Sequence[Piece]
+    pieces: Sequence[TensorPiece]
     tensors: Mapping[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
 
     @property
@@ -44,24 +44,24 @@ class Plan:
         return sum(piece.entry.n_bytes for piece in self.pieces)
 
 
-def plan_of(tensors: Mapping[str, Tensor]) -> Plan:
+def plan_of(tensors: Mapping[str, Tensor]) -> CheckpointPlan:
     """The plan for tensors, sharded or whole; every rank calls this."""
     pieces, boxes = [], []
     for name, tensor in tensors.items():
         offsets, shape, _ = shard_of(tensor)
         if 0 in shape:
             continue  # other ranks hold all of it
-        entry = Entry(key_of(name, offsets), name_of(tensor.dtype), shape)
-        pieces.append(Piece(name, offsets, entry))
-        boxes.append(Box(name, offsets, shape, entry.dtype, tuple(tensor.shape)))
-    everyone = gathered_by_first(boxes, list[Box])
+        entry = TensorToWrite(key_of(name, offsets), name_of(tensor.dtype), shape)
+        pieces.append(TensorPiece(name, offsets, entry))
+        boxes.append(TensorBox(name, offsets, shape, entry.dtype, tuple(tensor.shape)))
+    everyone = gathered_by_first(boxes, list[TensorBox])
     mine: list[int] = dealt_by_first(writers(everyone), list[int])
     wholes = {box.name: (box.whole, box.dtype) for boxes in everyone for box in boxes}
-    return Plan(tuple(pieces[at] for at in mine), wholes)
+    return CheckpointPlan(tuple(pieces[at] for at in mine), wholes)
 
 
 @dataclass(frozen=True)
-class Box:
+class TensorBox:
     """A part of the tensor `name` that a rank holds; `whole`: the shape of the tensor."""
 
     name: str
@@ -73,10 +73,10 @@ class Box:
     @property
     def n_bytes(self) -> int:
         """Of the part."""
-        return Entry("", self.dtype, self.shape).n_bytes
+        return TensorToWrite("", self.dtype, self.shape).n_bytes
 
 
-def writers(everyone: Sequence[Sequence[Box]]) -> list[list[int]]:
+def writers(everyone: Sequence[Sequence[TensorBox]]) -> list[list[int]]:
     """Which of its boxes each rank writes, by their numbers: each box one of the ranks that hold it, that which has the
     fewest bytes to write so far. `everyone`: the boxes of each rank."""
     holders: dict[tuple[str, tuple[int, ...]], list[tuple[int, int]]] = {}

@@ -19,18 +19,18 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from shardwright.errors import CheckpointError
-from shardwright.run_folder import RUN_FILE, Saved, now
+from shardwright.run_folder import RUN_FILE, CheckpointRecord, now
 from shardwright.training.checkpoint.background import BackgroundThread
 from shardwright.training.checkpoint.local import LocalLevel
 from shardwright.training.checkpoint.manifest import (
+    CheckpointManifest,
     DataRecord,
-    Manifest,
-    Progress,
     ShardRecord,
     TensorRecord,
+    TrainingProgress,
     sha256_of_text,
 )
-from shardwright.training.checkpoint.plan import Piece, Plan, plan_of
+from shardwright.training.checkpoint.plan import CheckpointPlan, TensorPiece, plan_of
 from shardwright.training.checkpoint.shards import gathered, tell_failure, tensor_records, write_shards
 from shardwright.training.checkpoint.snapshot import Snapshot
 from shardwright.training.checkpoint.state import checkpoint_bytes, named_tensors, stored_tensors, together
@@ -39,11 +39,11 @@ from shardwright.training.step import Trainer
 
 
 @dataclass
-class _UnderWay:
+class _CheckpointInProgress:
     """A checkpoint that is being written. `ended_s`: on the monotonic clock, when it was published; `begun_in_s`: how
     long training has waited for it, but for `snapshot`, the copy that is made beside it, if there is one."""
 
-    head: Manifest
+    head: CheckpointManifest
     run_toml: str
     began_s: float
     begun_in_s: float = 0.0
@@ -79,18 +79,18 @@ class Saver:
     ) -> None:
         self.store, self.trainer = store, trainer
         self.asynchronous, self.local = asynchronous, local
-        self._plan: Plan | None = None
+        self._plan: CheckpointPlan | None = None
         self._snapshot: Snapshot | None = None
-        self._under_way: _UnderWay | None = None
+        self._under_way: _CheckpointInProgress | None = None
         self._thread = BackgroundThread("checkpoint", retries)
-        self._news: list[Saved] = []
+        self._news: list[CheckpointRecord] = []
 
     @property
     def step(self) -> int:
         """The step of the checkpoint that is under way; 0 if none is."""
         return 0 if self._under_way is None else self._under_way.step
 
-    def prepare(self) -> Plan:
+    def prepare(self) -> CheckpointPlan:
         """Plan who writes what, and where saving is beside training take the memory for the copies."""
         if self._plan is None:
             self._plan = plan_of(named_tensors(self.trainer))
@@ -99,13 +99,13 @@ class Saver:
                 self.trainer.call_before_change(self._snapshot.wait)
         return self._plan
 
-    def save(self, progress: Progress, data: DataRecord, run_toml: str) -> Path:
+    def save(self, progress: TrainingProgress, data: DataRecord, run_toml: str) -> Path:
         """Save a checkpoint after the one before it, if that is still under way. It is published once this returns, or
         where saving is asynchronous once `settle` does."""
         self.settle()
         began_s = time.monotonic()
         plan, partial = self.prepare(), self.store.partial_of(progress.step)
-        save = _UnderWay(self._head(progress, data, run_toml), run_toml, began_s)
+        save = _CheckpointInProgress(self._head(progress, data, run_toml), run_toml, began_s)
         self._together(partial, lambda: self._begin(progress.step), rank=0)
         tensors = named_tensors(self.trainer)
         if not self.asynchronous:
@@ -123,12 +123,12 @@ class Saver:
         self._begin_beside(save, plan, tensors, self._beside, partial)
         return self.store.path_of(progress.step)
 
-    def save_locally(self, progress: Progress, data: DataRecord, run_toml: str) -> None:
+    def save_locally(self, progress: TrainingProgress, data: DataRecord, run_toml: str) -> None:
         """Save a checkpoint on the hosts, after the one before it; it is published once `settle` returns."""
         assert self.local is not None
         self.settle()
         began_s = time.monotonic()
-        save = _UnderWay(self._head(progress, data, run_toml), run_toml, began_s, local=True)
+        save = _CheckpointInProgress(self._head(progress, data, run_toml), run_toml, began_s, local=True)
         partial = self.local.store.partial_of(progress.step)
         self._begin_beside(save, self.prepare(), named_tensors(self.trainer), self._locally, partial)
 
@@ -139,7 +139,7 @@ class Saver:
         if save is not None:
             self._took(save)
 
-    def news(self) -> list[Saved]:
+    def news(self) -> list[CheckpointRecord]:
         """What has been published since the last call."""
         if (save := self._under_way) is not None and save.ended_s is not None:
             self._took(save)
@@ -150,10 +150,10 @@ class Saver:
         """Leave what is under way: other ranks may be gone."""
         self._thread.abandon()
 
-    def _head(self, progress: Progress, data: DataRecord, run_toml: str) -> Manifest:
+    def _head(self, progress: TrainingProgress, data: DataRecord, run_toml: str) -> CheckpointManifest:
         """The manifest without tensors, of what is so now: training changes its own states while they are written."""
         trainer = self.trainer
-        return Manifest(
+        return CheckpointManifest(
             progress=progress,
             model=dataclasses.asdict(trainer.model.spec),
             data=data,
@@ -166,10 +166,10 @@ class Saver:
 
     def _begin_beside(
         self,
-        save: _UnderWay,
-        plan: Plan,
+        save: _CheckpointInProgress,
+        plan: CheckpointPlan,
         tensors: dict[str, Tensor],
-        job: Callable[[_UnderWay, Plan, Snapshot], None],
+        job: Callable[[_CheckpointInProgress, CheckpointPlan, Snapshot], None],
         partial: Path,
     ) -> None:
         """Begin a job of the thread with a copy of the pieces of this rank, as they are now."""
@@ -180,7 +180,7 @@ class Saver:
         self._thread.begin(lambda: job(save, plan, snapshot), lambda error: as_checkpoint_error(error, partial))
         save.begun_in_s = time.monotonic() - save.began_s
 
-    def _locally(self, save: _UnderWay, plan: Plan, snapshot: Snapshot) -> None:
+    def _locally(self, save: _CheckpointInProgress, plan: CheckpointPlan, snapshot: Snapshot) -> None:
         """The job of the thread: make the copies, write them to this host, and have another keep them."""
         assert self.local is not None
         copies = snapshot.make()
@@ -191,7 +191,7 @@ class Saver:
         self.local.write(save.step, plan.pieces, copies.__getitem__, rest)
         save.ended_s = time.monotonic()
 
-    def _beside(self, save: _UnderWay, plan: Plan, snapshot: Snapshot) -> None:
+    def _beside(self, save: _CheckpointInProgress, plan: CheckpointPlan, snapshot: Snapshot) -> None:
         """The job of the thread: make the copies, write them, publish."""
         partial = self.store.partial_of(save.step)
         try:
@@ -208,7 +208,7 @@ class Saver:
     def _begin(self, step: int) -> None:
         self.store.begin(step, checkpoint_bytes(self.trainer))
 
-    def _written(self, partial: Path, plan: Plan, take: Callable[[Piece], Tensor]) -> None:
+    def _written(self, partial: Path, plan: CheckpointPlan, take: Callable[[TensorPiece], Tensor]) -> None:
         """Write the shards of this rank, again where the disk has failed. Raises OSError where it fails each time."""
 
         def write() -> None:
@@ -217,7 +217,7 @@ class Saver:
 
         self._thread.tried(write, OSError)
 
-    def _publish(self, save: _UnderWay, plan: Plan) -> None:
+    def _publish(self, save: _CheckpointInProgress, plan: CheckpointPlan) -> None:
         """Rank 0: give the checkpoint its name, once all ranks have written."""
         partial = self.store.partial_of(save.step)
         shards = gathered(partial, dist.get_world_size(), self._thread.abandoned.is_set)
@@ -237,16 +237,16 @@ class Saver:
                 self.store.sweep()
             raise
 
-    def _took(self, save: _UnderWay) -> None:
+    def _took(self, save: _CheckpointInProgress) -> None:
         """Note what a checkpoint has cost, once."""
         if not save.told:
             took_s = (save.ended_s or time.monotonic()) - save.began_s
             n_bytes = checkpoint_bytes(self.trainer)
-            self._news.append(Saved(save.step, save.blocked_s, took_s, n_bytes, now(), save.local))
+            self._news.append(CheckpointRecord(save.step, save.blocked_s, took_s, n_bytes, now(), save.local))
             save.told = True
 
 
-def save(store: CheckpointStore, trainer: Trainer, progress: Progress, data: DataRecord, run_toml: str) -> Path:
+def save(store: CheckpointStore, trainer: Trainer, progress: TrainingProgress, data: DataRecord, run_toml: str) -> Path:
     """Write and publish a checkpoint; every rank calls this, and it is there once this returns. Raises as `Saver`."""
     return Saver(store, trainer).save(progress, data, run_toml)
 

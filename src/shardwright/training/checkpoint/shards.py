@@ -22,9 +22,9 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from shardwright.errors import CheckpointError
-from shardwright.hugging_face.writer import Entry, write_safetensors
+from shardwright.hugging_face.writer import TensorToWrite, write_safetensors
 from shardwright.training.checkpoint.manifest import ShardRecord, TensorRecord
-from shardwright.training.checkpoint.plan import Piece, Plan
+from shardwright.training.checkpoint.plan import CheckpointPlan, TensorPiece
 from shardwright.training.checkpoint.storage import xxh3_128_of
 from shardwright.training.checkpoint.store import WRITTEN
 
@@ -44,13 +44,13 @@ def rank_of(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def write_shards(folder: Path, rank: int, pieces: Sequence[Piece], take: Callable[[Piece], Tensor]) -> None:
+def write_shards(folder: Path, rank: int, pieces: Sequence[TensorPiece], take: Callable[[TensorPiece], Tensor]) -> None:
     """Write the shards of a rank to the disk, then their records. `take` gives the tensor of a piece, when it is its
     turn. Raises OSError if the disk fails."""
     of_entry = {piece.entry: piece for piece in pieces}
     records: list[tuple[str, ShardRecord]] = []
 
-    def taken(entry: Entry) -> Tensor:
+    def taken(entry: TensorToWrite) -> Tensor:
         piece = of_entry[entry]
         tensor = take(piece).detach().cpu().contiguous()
         records.append((piece.name, ShardRecord(piece.offsets, entry.shape, file_name(rank), xxh3_128_of(tensor))))
@@ -100,7 +100,7 @@ def records_from(told: Any) -> list[tuple[str, ShardRecord]]:
     return _RECORDS.validate_json(json.dumps(told), strict=True)
 
 
-def tensor_records(plan: Plan, shards: Sequence[tuple[str, ShardRecord]]) -> dict[str, TensorRecord]:
+def tensor_records(plan: CheckpointPlan, shards: Sequence[tuple[str, ShardRecord]]) -> dict[str, TensorRecord]:
     """Every tensor of a checkpoint with its shards, which have to cover it."""
     by_name: dict[str, list[ShardRecord]] = defaultdict(list)
     for name, shard in shards:

@@ -14,20 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.training.checkpoint.plan import Piece, Plan
+from shardwright.training.checkpoint.plan import CheckpointPlan, TensorPiece
 from shardwright.training.checkpoint.state import COMPRESSION
 
 
 class Snapshot:
     """Its memory is kept from one checkpoint to the next."""
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
+    def __init__(self, plan: CheckpointPlan, device: torch.device) -> None:
         self._plan, self._device = plan, device
         self._host = {piece: _room(piece, pinned=device.type == "cuda") for piece in plan.pieces}
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._made = threading.Event()
         self._made.set()
-        self._later: dict[Piece, Tensor] = {}
+        self._later: dict[TensorPiece, Tensor] = {}
         self._ready: Any = None
         self.waited_s = 0.0
         """How long training has waited for `make`, since `begin`."""
@@ -44,7 +44,7 @@ class Snapshot:
         self.waited_s = 0.0
         self._made.clear()
 
-    def make(self) -> Mapping[Piece, Tensor]:
+    def make(self) -> Mapping[TensorPiece, Tensor]:
         """Copy what is left; what there was at `begin`."""
         try:
             with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
@@ -67,5 +67,5 @@ class Snapshot:
             self.waited_s += time.monotonic() - began_s
 
 
-def _room(piece: Piece, pinned: bool) -> Tensor:
+def _room(piece: TensorPiece, pinned: bool) -> Tensor:
     return torch.zeros(piece.entry.shape, dtype=getattr(torch, piece.entry.dtype), pin_memory=pinned)

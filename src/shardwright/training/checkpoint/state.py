@@ -13,8 +13,8 @@ from shardwright.errors import CheckpointError, DamagedError, WorkerError
 from shardwright.parallel.objects import gathered
 from shardwright.processes import formatted
 from shardwright.training.checkpoint.manifest import (
+    CheckpointManifest,
     DataRecord,
-    Manifest,
     read_manifest,
 )
 from shardwright.training.checkpoint.storage import SafetensorsReader
@@ -51,7 +51,7 @@ def checkpoint_bytes(trainer: Trainer) -> int:
     return held * trainer.model.spec.n_parameters // here
 
 
-def load(folder: Path, trainer: Trainer, data: DataRecord | None) -> Manifest:
+def load(folder: Path, trainer: Trainer, data: DataRecord | None) -> CheckpointManifest:
     """Read a checkpoint, of any layout, into the tensors of this one; every rank calls this. Returns its manifest.
 
     Raises, on every rank, DamagedError if the checkpoint is not as it was written, and another
@@ -107,7 +107,10 @@ def together(
 
 
 def read_into(
-    folder: Path, manifest: Manifest, tensors: dict[str, Tensor], stored: Mapping[str, StoredTensor] | None = None
+    folder: Path,
+    manifest: CheckpointManifest,
+    tensors: dict[str, Tensor],
+    stored: Mapping[str, StoredTensor] | None = None,
 ) -> None:
     """Fill tensors, sharded or whole, from a checkpoint that holds at least their names; `stored`: those of them whose
     values are on a disk, this rank's shards. Every rank plans what it reads from the manifest alone. Raises
@@ -126,7 +129,7 @@ def read_into(
     raise_first(refusal)
 
 
-def files_needed(folder: Path, manifest: Manifest, trainer: Trainer) -> set[str]:
+def files_needed(folder: Path, manifest: CheckpointManifest, trainer: Trainer) -> set[str]:
     """The files of a checkpoint that this rank reads when it loads it; none where it is of another model."""
     tensors = named_tensors(trainer)
     shapes = {name: record.shape for name, record in manifest.tensors.items()}
@@ -136,7 +139,7 @@ def files_needed(folder: Path, manifest: Manifest, trainer: Trainer) -> set[str]
 
 
 def _differences(
-    manifest: Manifest, tensors: dict[str, Tensor], trainer: Trainer, data: DataRecord | None
+    manifest: CheckpointManifest, tensors: dict[str, Tensor], trainer: Trainer, data: DataRecord | None
 ) -> list[str]:
     """Why a run cannot go on from a checkpoint; a wrong type or shape is never converted."""
     ours = dataclasses.asdict(trainer.model.spec)
@@ -174,7 +177,7 @@ def _differences(
     return found + differing
 
 
-def _other_samples(manifest: Manifest, data: DataRecord) -> list[str]:
+def _other_samples(manifest: CheckpointManifest, data: DataRecord) -> list[str]:
     """Why samples of `data` are not those that a checkpoint was trained on."""
     saved = manifest.data
     if saved is None:

@@ -14,7 +14,7 @@ from shardwright.files import open_regular
 from shardwright.hugging_face.writer import FILE_METADATA
 from shardwright.parallel.boxes import Indices, overlap, shard_of
 from shardwright.parallel.norm import local_part
-from shardwright.training.checkpoint.manifest import Manifest, ShardRecord, key_of
+from shardwright.training.checkpoint.manifest import CheckpointManifest, ShardRecord, key_of
 from shardwright.training.offload.states import StoredTensor
 
 
@@ -36,7 +36,11 @@ class SafetensorsReader:
     before any of it is used. `stored`: this rank's shards by name that are on a disk, and are written there."""
 
     def __init__(
-        self, folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]
+        self,
+        folder: Path,
+        manifest: CheckpointManifest,
+        tensors: Mapping[str, Tensor],
+        stored: Mapping[str, StoredTensor],
     ) -> None:
         self.folder, self.manifest, self._tensors, self._stored = folder, manifest, tensors, stored
         self._wanted: list[tuple[str, ShardRecord, Indices, Indices]] = []

@@ -9,7 +9,7 @@ from shardwright.parallel.host import pins
 from shardwright.torch_private import foreach_copy_
 
 
-class Link:
+class HostLink:
     """Copies between a device and its host. On a GPU each direction has a stream of its own, and memory of the host has
     to be pinned; elsewhere a copy is done when the call returns."""
 

@@ -11,17 +11,17 @@ from torch.optim import Optimizer
 
 from shardwright.parallel.norm import as_part, local_part
 from shardwright.torch_private import storage_id
-from shardwright.training.offload.states import Chunk, Disk, Member, Piece, StatesOnDisk, StoredTensor
+from shardwright.training.offload.states import Chunk, Disk, OffloadedParameter, StatePiece, StatesOnDisk, StoredTensor
 
 
-class OnDisk(Optimizer):
+class OptimizerOnDisk(Optimizer):
     """An optimizer whose `step` updates a chunk of elements at a time (`StatesOnDisk`): the same bits as without.
 
     `state[parameter]` has the counters, which stay in memory, and for each state a tensor on the meta device that has
     its shape, type and sharding; `stored` has the values.
     """
 
-    def __init__(self, optimizer: Optimizer, members: Sequence[Member], disk: Disk) -> None:
+    def __init__(self, optimizer: Optimizer, members: Sequence[OffloadedParameter], disk: Disk) -> None:
         """`members`: all parameters of `optimizer`."""
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._of_pieces = optimizer
@@ -66,7 +66,7 @@ class OnDisk(Optimizer):
             self._keep(piece, inner.state.pop(shard), before)
         inner.param_groups = []  # they hold gradients
 
-    def _keep(self, piece: Piece, after: dict[str, Any], before: dict[str, Tensor]) -> None:
+    def _keep(self, piece: StatePiece, after: dict[str, Any], before: dict[str, Tensor]) -> None:
         """Take the states of a piece into the bytes of its chunk, and the counters, with the last of its parameter."""
         for name, value in after.items():
             if name not in before:
@@ -76,7 +76,7 @@ class OnDisk(Optimizer):
                 before[name].copy_(value)
 
 
-def _shard_of(piece: Piece) -> nn.Parameter:
+def _shard_of(piece: StatePiece) -> nn.Parameter:
     """The elements of a piece, a view of its parameter, with their gradient."""
     parameter, part = piece.member.parameter, slice(piece.first, piece.first + piece.count)
     shard = nn.Parameter(local_part(parameter.detach()).view(-1)[part])
@@ -85,7 +85,7 @@ def _shard_of(piece: Piece) -> nn.Parameter:
     return shard
 
 
-def _states_of(piece: Piece, data: Tensor) -> dict[str, Tensor]:
+def _states_of(piece: StatePiece, data: Tensor) -> dict[str, Tensor]:
     """The states of a piece, views of the bytes of its chunk."""
     return {
         name: data[at : at + piece.count * piece.member.dtypes[name].itemsize].view(piece.member.dtypes[name])

@@ -20,19 +20,19 @@ from torch.optim import Optimizer
 from shardwright.parallel.host import pins
 from shardwright.parallel.norm import as_part_on_host, local_part
 from shardwright.torch_private import storage_id, tensor_version
-from shardwright.training.offload.link import Link
-from shardwright.training.offload.states import Host, Member
-from shardwright.training.on_shards import OnShards
+from shardwright.training.offload.link import HostLink
+from shardwright.training.offload.states import Host, OffloadedParameter
+from shardwright.training.on_shards import OptimizerOnShards
 from shardwright.units import in_groups, round_up
 
 BUFFERS = 2
 _ALIGNED = 64
 
 
-class _Held:
+class _HostParameter:
     """What the host holds of a parameter: `weights`, as the optimizer on the host is given them."""
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: OffloadedParameter) -> None:
         self.member = member
         shard = self.shard
         self.weights = nn.Parameter(torch.empty_like(shard, device="cpu", pin_memory=pins(shard.device)))
@@ -53,24 +53,24 @@ class _Held:
         self._seen = _version(self.shard)
 
 
-class OnHost(Optimizer):
+class OptimizerOnHost(Optimizer):
     """An optimizer whose `step` is computed on the host, for one that updates each element on its own.
 
     `state[parameter]` has the counters and states, in the memory of the host, sharded as the parameter is.
     """
 
-    def __init__(self, optimizer: Optimizer, members: Sequence[Member], host: Host) -> None:
+    def __init__(self, optimizer: Optimizer, members: Sequence[OffloadedParameter], host: Host) -> None:
         """`members`: all parameters of `optimizer`, which are on one device, with counters on the host."""
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.on_host = OnShards(optimizer)
-        self.buckets: list[list[_Held]] = []
+        self.on_host = OptimizerOnShards(optimizer)
+        self.buckets: list[list[_HostParameter]] = []
         for group in self.param_groups:
-            of_group = [_Held(each) for each in members if each.group is group]
+            of_group = [_HostParameter(each) for each in members if each.group is group]
             self.buckets += in_groups(of_group, lambda each: each.weights.nbytes, host.bucket_bytes)
         n_held = sum(map(len, self.buckets))
         assert n_held == len(members), "`OptimizerKind.make` has to keep the groups that it is given"
         device = next((each.parameter.device for each in members), torch.device("cpu"))
-        self.link = Link(device)
+        self.link = HostLink(device)
         largest = max((sum(_room(each.weights) for each in bucket) for bucket in self.buckets), default=0)
         n_buffers = min(BUFFERS, len(self.buckets))
         self.buffers = [torch.empty(largest, dtype=torch.uint8, pin_memory=pins(device)) for _ in range(n_buffers)]
@@ -124,7 +124,7 @@ class OnHost(Optimizer):
                 of.append(each.shard)
         return self.link.fetch(into, of)
 
-    def _update(self, bucket: Sequence[_Held]) -> None:
+    def _update(self, bucket: Sequence[_HostParameter]) -> None:
         group, weights = bucket[0].member.group, [each.weights for each in bucket]
         self.on_host.param_groups = [{**group, "params": weights}]
         before = [dict(self.on_host.state[each]) for each in weights]
@@ -136,7 +136,7 @@ class OnHost(Optimizer):
             self.on_host.state[each] = states
         self.on_host.param_groups = []
 
-    def _make_states(self, held: _Held) -> None:
+    def _make_states(self, held: _HostParameter) -> None:
         _, parameter, dtypes, counters = held.member
         pinned = pins(parameter.device)
         states = {

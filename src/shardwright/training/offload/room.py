@@ -10,7 +10,7 @@ from shardwright.cost.host import host_bytes
 from shardwright.cost.job import Candidates
 from shardwright.errors import InputError
 from shardwright.parallel.objects import gathered
-from shardwright.processes import Memory, machine_memory
+from shardwright.processes import UsableMemory, machine_memory
 from shardwright.units import format_bytes
 
 
@@ -25,7 +25,7 @@ def require_host_memory(config: RunConfig) -> None:
     pp_rank = layout.coordinates(dist.get_rank())["pp"]
     parts = host_bytes(job_of(config), Candidates.of(layout, config.batch.micro_batch), pp_rank)
     mine = {name: float(n_bytes[0]) for name, n_bytes in parts.items()}
-    everyone = gathered((socket.gethostname(), machine_memory(), mine), tuple[str, Memory, dict[str, float]])
+    everyone = gathered((socket.gethostname(), machine_memory(), mine), tuple[str, UsableMemory, dict[str, float]])
     problems = []
     for host in dict.fromkeys(name for name, _, _ in everyone):
         ranks = [(there, parts) for name, there, parts in everyone if name == host]
@@ -36,7 +36,7 @@ def require_host_memory(config: RunConfig) -> None:
         raise InputError(*problems)
 
 
-def _problem(host: str, ranks: list[dict[str, float]], there: Memory) -> str:
+def _problem(host: str, ranks: list[dict[str, float]], there: UsableMemory) -> str:
     sums = {name: sum(each[name] for each in ranks) for name in ranks[0]}
     parts = " + ".join(f"{format_bytes(n_bytes)} of {name}" for name, n_bytes in sums.items())
     keys = {

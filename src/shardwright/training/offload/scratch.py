@@ -19,7 +19,7 @@ BLOCK = 4096
 _DIRECT = getattr(os, "O_DIRECT", 0)  # Linux alone
 
 
-class File(Protocol):
+class OffloadFile(Protocol):
     """Bytes that are read and written by offset; `direct`: past the page cache, for multiples of BLOCK."""
 
     def read(self, at: int, into: memoryview, direct: bool = False) -> None:
@@ -29,7 +29,7 @@ class File(Protocol):
         """Write bytes from offset `at` on."""
 
 
-def scratch_file(folder: Path, n_bytes: int) -> File:
+def scratch_file(folder: Path, n_bytes: int) -> OffloadFile:
     """A file of this rank, where there is room for those of all; a collective, which every rank calls."""
     require_room(folder, n_bytes)
     return ScratchFile(folder, n_bytes)
@@ -62,11 +62,11 @@ class ScratchFile:
             ) from None
 
     def read(self, at: int, into: memoryview, direct: bool = False) -> None:
-        """As `File.read`."""
+        """As `OffloadFile.read`."""
         self._all(os.preadv, at, into, direct, "read")
 
     def write(self, at: int, data: memoryview, direct: bool = False) -> None:
-        """As `File.write`."""
+        """As `OffloadFile.write`."""
         self._all(os.pwritev, at, data, direct, "written")
 
     def _all(self, request: Any, at: int, data: memoryview, direct: bool, done: str) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shardwright.layout import Layout
 from shardwright.optimizers import OFFLOAD_CHUNK_BYTES
 from shardwright.parallel.norm import local_part
-from shardwright.training.offload.scratch import BLOCK, File, scratch_file
+from shardwright.training.offload.scratch import BLOCK, OffloadFile, scratch_file
 from shardwright.units import MiB, round_up
 
 BUFFERS = 3
@@ -36,7 +36,7 @@ class Disk:
 
     folder: Path
     chunk_bytes: int = OFFLOAD_CHUNK_BYTES
-    opened: Callable[[Path, int], File] = scratch_file
+    opened: Callable[[Path, int], OffloadFile] = scratch_file
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,10 @@ Where = Disk | Host | None
 
 
 def where_of(
-    layout: Layout, folder: Path, part_bytes: int | None = None, opened: Callable[[Path, int], File] = scratch_file
+    layout: Layout,
+    folder: Path,
+    part_bytes: int | None = None,
+    opened: Callable[[Path, int], OffloadFile] = scratch_file,
 ) -> Where:
     """What a layout says of them; `folder`: for those on a disk; `part_bytes`: of a chunk or bucket, if not the default
     one; `opened`: as of a `Disk`. States of parameters that are on the host themselves are beside them."""
@@ -63,7 +66,7 @@ def where_of(
     return None
 
 
-class Member(NamedTuple):
+class OffloadedParameter(NamedTuple):
     """A parameter of a group of the optimizer, the types of its states by name, and its counters, which stay in
     memory."""
 
@@ -74,11 +77,11 @@ class Member(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Piece:
+class StatePiece:
     """Elements [first, first + count) of this rank's flattened shard of a parameter. `at`: for each state the byte of
     its chunk at which it begins; `last`: whether these are the last elements of the shard."""
 
-    member: Member
+    member: OffloadedParameter
     first: int
     count: int
     at: dict[str, int]
@@ -90,7 +93,7 @@ class Chunk:
     """`n_bytes` of the file from byte `begin` on, both multiples of BLOCK."""
 
     begin: int
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[StatePiece] = field(default_factory=list)
     used: int = 0
 
     @property
@@ -105,7 +108,7 @@ class StatesOnDisk:
     fails, from the next call.
     """
 
-    def __init__(self, members: Sequence[Member], disk: Disk) -> None:
+    def __init__(self, members: Sequence[OffloadedParameter], disk: Disk) -> None:
         self.chunks = in_chunks(members, disk.chunk_bytes)
         n_bytes = sum(chunk.n_bytes for chunk in self.chunks)
         self.file = disk.opened(disk.folder, n_bytes)
@@ -183,7 +186,7 @@ class StoredTensor:
             self._states.write(at, flat[first : first + count])
 
 
-def in_chunks(members: Iterable[Member], chunk_bytes: int) -> list[Chunk]:
+def in_chunks(members: Iterable[OffloadedParameter], chunk_bytes: int) -> list[Chunk]:
     """Every element of every parameter in exactly one chunk, in order; a chunk has about `chunk_bytes` or less."""
     chunks = [Chunk(0)]
     for member in members:
@@ -202,14 +205,14 @@ def in_chunks(members: Iterable[Member], chunk_bytes: int) -> list[Chunk]:
             for name, size in sizes.items():
                 at[name] = chunk.used
                 chunk.used += round_up(count * size, _ALIGNED)
-            chunk.pieces.append(Piece(member, first, count, at, first + count == numel))
+            chunk.pieces.append(StatePiece(member, first, count, at, first + count == numel))
             first += count
         if not numel:  # it has counters to advance
-            chunks[-1].pieces.append(Piece(member, 0, 0, dict.fromkeys(sizes, chunks[-1].used), True))
+            chunks[-1].pieces.append(StatePiece(member, 0, 0, dict.fromkeys(sizes, chunks[-1].used), True))
     return [chunk for chunk in chunks if chunk.pieces]
 
 
-def _stored(states: StatesOnDisk, members: Iterable[Member]) -> dict[nn.Parameter, dict[str, StoredTensor]]:
+def _stored(states: StatesOnDisk, members: Iterable[OffloadedParameter]) -> dict[nn.Parameter, dict[str, StoredTensor]]:
     found = {
         each.parameter: {
             name: StoredTensor(states, local_part(each.parameter).shape, dtype) for name, dtype in each.dtypes.items()

@@ -39,7 +39,7 @@ class Adafactor(Optimizer):
     def __init__(self, groups: list[dict[str, Any]], lr: float, options: Mapping[str, float]) -> None:
         super().__init__(groups, {"lr": lr, **options})
         self._members = [
-            _Member(parameter, row, group)
+            _AdafactorParameter(parameter, row, group)
             for group in self.param_groups
             for parameter, row in zip(group["params"], group["rows"], strict=True)
         ]
@@ -54,7 +54,7 @@ class Adafactor(Optimizer):
             each.apply()
 
 
-class _Member:
+class _AdafactorParameter:
     """One parameter, and its step."""
 
     def __init__(self, parameter: nn.Parameter, row: Row, group: dict[str, Any]) -> None:

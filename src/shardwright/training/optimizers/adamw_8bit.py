@@ -51,7 +51,9 @@ class AdamW8bit(Optimizer):
         for group in self.param_groups:
             coded = [kind.has_codes(row, options) for row in group["rows"]]
             pairs = zip(group["params"], coded, strict=True)
-            self._members.append([_Member(p, int(options["block_size"]) if has else None) for p, has in pairs])
+            self._members.append(
+                [_AdamW8bitParameter(p, int(options["block_size"]) if has else None) for p, has in pairs]
+            )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -68,7 +70,7 @@ class AdamW8bit(Optimizer):
                     scale.copy_(part)
                     each.round(name, wide[name], scale, local_part(self.state[each.parameter][name]))
 
-    def _buckets(self) -> Iterator[tuple[dict[str, Any], list["_Member"]]]:
+    def _buckets(self) -> Iterator[tuple[dict[str, Any], list["_AdamW8bitParameter"]]]:
         """A group's parameters, a few at a time; the same ones on all ranks that have shards of them."""
         for group, members in zip(self.param_groups, self._members, strict=True):
             for bucket in in_groups(members, lambda each: each.n_bytes, BUCKET_BYTES):
@@ -76,7 +78,7 @@ class AdamW8bit(Optimizer):
 
 
 def _update(
-    group: dict[str, Any], members: list["_Member"], moments: list[dict[str, Tensor]], steps: list[Any]
+    group: dict[str, Any], members: list["_AdamW8bitParameter"], moments: list[dict[str, Tensor]], steps: list[Any]
 ) -> None:
     """AdamW of the shards of parameters, and their moments, in place. A step adds 1 to each of `steps`."""
     weights = [local_part(each.parameter.detach()) for each in members]
@@ -102,7 +104,7 @@ def _update(
     )
 
 
-class _Member:
+class _AdamW8bitParameter:
     """One parameter; `blocks` where its states are codes."""
 
     def __init__(self, parameter: nn.Parameter, block_size: int | None) -> None:

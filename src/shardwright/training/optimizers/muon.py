@@ -24,7 +24,7 @@ from shardwright.model.modules import Row, flops_of_matrices
 from shardwright.optimizers import NEWTON_SCHULZ_ITERATIONS, newton_schulz_flops
 from shardwright.parallel.norm import local_part
 from shardwright.parallel.whole_matrices import WholeMatrices
-from shardwright.training.on_shards import OnShards
+from shardwright.training.on_shards import OptimizerOnShards
 from shardwright.training.optimizers.adamw import adamw
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -37,7 +37,7 @@ class Muon(Optimizer):
     def __init__(self, groups: list[dict[str, Any]], lr: float, options: Mapping[str, float]) -> None:
         super().__init__(groups, {"lr": lr, **options})
         others = [group for group in self.param_groups if not group["hidden"]]
-        self._others = OnShards(adamw(others, lr, options)) if others else None
+        self._others = OptimizerOnShards(adamw(others, lr, options)) if others else None
         if self._others is not None:
             self._others.state = self.state
         self._groups = [group for group in self.param_groups if group["hidden"] for _ in group["params"]]

@@ -7,7 +7,7 @@ from shardwright.config.faults import IN_A_ROW, FaultsSection
 from shardwright.errors import SpikeError
 from shardwright.processes import ranks_in_words
 from shardwright.run_folder import EVENTS, SamplePlace
-from shardwright.training.hooks import Hook, Start, TakenStep
+from shardwright.training.hooks import Hook, RunStart, TakenStep
 from shardwright.training.loss_scale import skipped_in_words
 from shardwright.training.resilience.spikes import Spike
 from shardwright.training.run_log import RunLog
@@ -27,7 +27,7 @@ class AfterSpike(Hook):
         trainer: Trainer,
         samples: RunSamples,
         log: RunLog,
-        newest_checkpoint: Callable[[], Start | None],
+        newest_checkpoint: Callable[[], RunStart | None],
     ) -> None:
         """`newest_checkpoint`: loads the newest checkpoint that is whole, on every rank."""
         self.policy, self.trainer, self.samples, self.log = config.spike, trainer, samples, log
@@ -35,7 +35,7 @@ class AfterSpike(Hook):
         self._went_back: dict[int, int] = {}
         """Step of a checkpoint -> how often this process went back to it."""
 
-    def after_step(self, taken: TakenStep) -> Start | None:
+    def after_step(self, taken: TakenStep) -> RunStart | None:
         self._report_recheck(taken.step)
         return None if self.trainer.spike is None else self.next(self.trainer.spike, taken)
 
@@ -49,7 +49,7 @@ class AfterSpike(Hook):
             told += "; the step is taken with the second result. Have that device checked, or leave it out"
         self.log.tell("fault", step, told, recheck.suspects[0] if len(recheck.suspects) == 1 else None)
 
-    def next(self, spike: Spike, taken: TakenStep) -> Start | None:
+    def next(self, spike: Spike, taken: TakenStep) -> RunStart | None:
         """Do what faults.spike says of a step that was not taken; return where the run begins again if it goes back to
         a checkpoint. Raises SpikeError where the run stops."""
         step, samples = taken.step, taken.samples

@@ -31,7 +31,7 @@ from shardwright.parallel.norm import local_part
 from shardwright.parallel.objects import gathered
 from shardwright.processes import ranks_in_words
 from shardwright.training.checkpoint.state import named_tensors, stored_tensors
-from shardwright.training.hooks import Hook, Start, TakenStep, due
+from shardwright.training.hooks import Hook, RunStart, TakenStep, due
 from shardwright.training.run_log import RunLog
 from shardwright.training.step import Trainer
 
@@ -49,7 +49,7 @@ def checksum(tensor: Tensor) -> Tensor:
     return content[:n].view(torch.int64).sum() + content[n:].sum(dtype=torch.int64)
 
 
-class Compared(NamedTuple):
+class CopyGroup(NamedTuple):
     """A process group of this rank whose ranks hold the same shards, and the names of the tensors, as in a
     checkpoint."""
 
@@ -57,14 +57,14 @@ class Compared(NamedTuple):
     names: list[str]
 
 
-def groups_of_copies(model: ParallelModel, tensors: Mapping[str, Tensor]) -> dict[Ranks, Compared]:
+def groups_of_copies(model: ParallelModel, tensors: Mapping[str, Tensor]) -> dict[Ranks, CopyGroup]:
     """By its ranks each group of this rank with copies; in an order that is the same on all ranks of the world, as
     each group means a collective. `tensors`: those of `named_tensors`."""
-    found: dict[Ranks, Compared] = {}
+    found: dict[Ranks, CopyGroup] = {}
     ranks_of: dict[dist.ProcessGroup, Ranks] = {}
     for name, tensor in sorted(tensors.items()):  # ranks of pp have them in other orders
         for ranks, group in _groups(model, name, tensor, ranks_of):
-            found.setdefault(ranks, Compared(group, [])).names.append(name)
+            found.setdefault(ranks, CopyGroup(group, [])).names.append(name)
     return dict(sorted(found.items()))
 
 
@@ -96,7 +96,7 @@ def _groups(
 
 
 @dataclass(frozen=True)
-class Differing:
+class DifferingCopies:
     """Copies that differ, in words, and the rank whose copy is wrong, where it is one and known."""
 
     text: str
@@ -104,7 +104,7 @@ class Differing:
 
 
 @dataclass(frozen=True, order=True)
-class Found:
+class CopyDifference:
     """What a rank found first of its copies: the tensor, weights before states and then as the model has them; the
     first ranks of the groups in which it differs; and the checksum of this rank's copy."""
 
@@ -116,7 +116,7 @@ class Found:
 
 
 @torch.no_grad()
-def differing_copies(trainer: Trainer) -> Differing | None:
+def differing_copies(trainer: Trainer) -> DifferingCopies | None:
     """What differs between the copies of tensors, the same on every rank; None where all are equal. Every rank calls
     this; it waits for the device, and reads states that are on a disk."""
     model, tensors, stored = trainer.model, named_tensors(trainer), stored_tensors(trainer)
@@ -139,13 +139,13 @@ def differing_copies(trainer: Trainer) -> Differing | None:
     found = []
     for name, groups_of_it in differs_in.items():
         kind, _, parameter = name.rpartition("/")
-        found.append(Found(kind != "model", places[parameter], name, tuple(groups_of_it), int(sums[name])))
-    everyone = gathered(min(found, default=None), Found | None)
+        found.append(CopyDifference(kind != "model", places[parameter], name, tuple(groups_of_it), int(sums[name])))
+    everyone = gathered(min(found, default=None), CopyDifference | None)
     told = {rank: each for rank, each in enumerate(everyone) if each is not None}
     return in_words(told) if told else None
 
 
-def in_words(found: Mapping[int, Found]) -> Differing:
+def in_words(found: Mapping[int, CopyDifference]) -> DifferingCopies:
     """Which copies differ. `found`: of each rank that has copies which do."""
     first = min(found.values())
     alike = {rank: each for rank, each in found.items() if each.name == first.name}
@@ -165,9 +165,9 @@ def in_words(found: Mapping[int, Found]) -> Differing:
         odd = sorted(rank for ranks in parties[:-1] for rank in ranks)
         told += f"{ranks_in_words(odd)} {'holds' if len(odd) == 1 else 'hold'} other bits than the "
         told += f"{len(parties[-1])} others, {ranks_in_words(parties[-1])}"
-        return Differing(told, odd[0] if len(odd) == 1 else None)
+        return DifferingCopies(told, odd[0] if len(odd) == 1 else None)
     sides = " and ".join(ranks_in_words(ranks) for ranks in parties)
-    return Differing(f"{told}{sides} hold other bits, and so few copies do not tell which are right")
+    return DifferingCopies(f"{told}{sides} hold other bits, and so few copies do not tell which are right")
 
 
 class CompareCopies(Hook):
@@ -179,7 +179,7 @@ class CompareCopies(Hook):
         self._equal_at = 0
         """Steps after which the copies were equal."""
 
-    def on_start(self, start: Start) -> None:
+    def on_start(self, start: RunStart) -> None:
         self._equal_at = start.step
 
     def on_save(self, taken: TakenStep) -> None:

@@ -26,7 +26,7 @@ OVERFLOWS_AT_LEAST_SCALE = 10
 
 
 @dataclass(frozen=True)
-class _Unread:
+class _UnreadNumbers:
     """The numbers of step number `step` on the device, and its samples: the first, and the one after its last."""
 
     step: int
@@ -54,7 +54,7 @@ class FiniteCheck:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self._unread: list[_Unread] = []
+        self._unread: list[_UnreadNumbers] = []
         self._overflows = 0
 
     def note(self, step: int, samples: tuple[int, int], result: StepResult, overflowed: bool) -> None:
@@ -64,7 +64,7 @@ class FiniteCheck:
         at_least = overflowed and scaler is not None and scaler.scale <= scaler.least
         self._overflows = self._overflows + 1 if at_least else 0
         if trainer.spikes is None or self.exhausted:
-            unread = _Unread(step, samples, result.loss_part, result.gradient_norm, trainer.local_norms)
+            unread = _UnreadNumbers(step, samples, result.loss_part, result.gradient_norm, trainer.local_norms)
             self._unread.append(unread)
 
     @property
@@ -95,7 +95,7 @@ class FiniteCheck:
             return None
         return self._described(unread[int(index)], *numbers[int(index)])
 
-    def _described(self, at: _Unread, loss_part: float, norm: float) -> NotFinite:
+    def _described(self, at: _UnreadNumbers, loss_part: float, norm: float) -> NotFinite:
         model = self.trainer.model
         names = list(model.named_parameters)
         bad = [

@@ -31,22 +31,22 @@ from shardwright.console import visible
 from shardwright.data.batches import READER
 from shardwright.errors import cleaning_up
 from shardwright.layout import Layout
-from shardwright.parallel.point_to_point import Line, begun, waited_for
+from shardwright.parallel.point_to_point import MessageChannel, begun, waited_for
 from shardwright.ranks_at import (
     FEW_TURNS,
     FIRST_LIMIT_S,
     NOT_TIMED,
     SUSPENDED_S,
     TIMES_LARGEST,
-    Collective,
-    Dump,
-    Folder,
-    Identity,
+    JoinedCollective,
     Phase,
-    State,
-    Watch,
+    RankDump,
+    RankIdentity,
+    RanksFolder,
+    RankState,
+    RanksWatch,
 )
-from shardwright.run_folder import Event, append_event
+from shardwright.run_folder import EventRecord, append_event
 from shardwright.torch_private import flight_record, group_names
 from shardwright.training.ranks import SUPERVISED
 
@@ -82,9 +82,9 @@ class Monitor:
     def __init__(self, out: Path, rank: int, layout: Layout, device: torch.device, hang_after_s: float) -> None:
         """`hang_after_s`: seconds that each phase may take at least; 0: as long as it likes."""
         self.out, self.rank, self.layout, self.least_s = out, rank, layout, hang_after_s
-        self.folder = Folder(out)
+        self.folder = RanksFolder(out)
         at = {axis: n for axis, n in layout.coordinates(rank).items() if axis in AXES and getattr(layout, axis) > 1}
-        self._reported = self.folder.introduce(Identity(rank, os.uname().nodename, os.getpid(), str(device), at))
+        self._reported = self.folder.introduce(RankIdentity(rank, os.uname().nodename, os.getpid(), str(device), at))
         self._training = threading.get_ident()
         self._names: dict[int, str] = {}
         self._turns: dict[str, int] = {}
@@ -154,7 +154,7 @@ class Monitor:
     def _end_run(self) -> None:
         """Compare all ranks, and leave with code 3, as no one else would end the run. One rank of each machine says
         which hold up the others, to its torchrun too, and the first of all writes the event."""
-        watch = Watch(self.out, self.layout.world_size)
+        watch = RanksWatch(self.out, self.layout.world_size)
         blamed, told = watch.compared(watch.states())
         states = watch.states()
         if not self._late(states):
@@ -165,7 +165,7 @@ class Monitor:
         if not here or self.rank == here[0]:
             text = f"error: {told}"
             if not able or self.rank == able[0]:
-                append_event(self.out, Event("hang", self._step, told, blamed[0] if len(blamed) == 1 else None))
+                append_event(self.out, EventRecord("hang", self._step, told, blamed[0] if len(blamed) == 1 else None))
             if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
                 message = {"message": told, "extraInfo": {"py_callstack": told, "timestamp": str(int(time.time()))}}
                 Path(path).write_text(json.dumps({"message": message}))
@@ -174,12 +174,12 @@ class Monitor:
             time.sleep(_LAST_S)
         os._exit(3)
 
-    def _late(self, states: dict[int, State]) -> bool:
+    def _late(self, states: dict[int, RankState]) -> bool:
         """Whether this rank still does not go on, after the time that the answers took."""
         now_s = time.monotonic()
         return self.rank not in states or states[self.rank].over_s(now_s) > 0
 
-    def dump(self) -> Dump:
+    def dump(self) -> RankDump:
         """Where the training thread stands, and the collectives that it has joined."""
         frames = sys._current_frames()
         frame = frames.get(self._training)
@@ -193,11 +193,11 @@ class Monitor:
         waits = bool(_WAITS.search(here)) or (bool(pending) and ".backward(" in here)
         module, action = self._inside(frame)
         for_s = time.monotonic() - self._since_s
-        return Dump(self._ours(frame), waits, module, action, stack, tuple(pending), joined, for_s)
+        return RankDump(self._ours(frame), waits, module, action, stack, tuple(pending), joined, for_s)
 
-    def _collectives(self) -> tuple[list[Collective], dict[str, int]]:
+    def _collectives(self) -> tuple[list[JoinedCollective], dict[str, int]]:
         groups = dict(group_names())
-        pending: list[Collective] = []
+        pending: list[JoinedCollective] = []
         joined: dict[str, int] = {}
         for entry in flight_record():
             name, number = entry["process_group"][0], entry["collective_seq_id"]
@@ -205,7 +205,7 @@ class Monitor:
             if not entry["retired"] and entry["state"] != "completed":
                 ranks = groups.get(name, ())
                 what = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
-                pending.append(Collective(what, number, name, self._axes(ranks), ranks))
+                pending.append(JoinedCollective(what, number, name, self._axes(ranks), ranks))
         joined |= {_name_of(line): number for line, number in begun().items()}
         return [*_messages_waited_for(), *pending], joined
 
@@ -237,15 +237,15 @@ class Monitor:
         return module, action
 
 
-def _name_of(line: Line) -> str:
+def _name_of(line: MessageChannel) -> str:
     """A name that its two ranks agree on."""
     return f"{line.axis} {line.tag} {line.source}>{line.target}"
 
 
-def _messages_waited_for() -> Iterator[Collective]:
+def _messages_waited_for() -> Iterator[JoinedCollective]:
     for each in waited_for():
         line = each.line
-        yield Collective(each.what, each.number, _name_of(line), line.axis, (line.source, line.target), True)
+        yield JoinedCollective(each.what, each.number, _name_of(line), line.axis, (line.source, line.target), True)
 
 
 class NoMonitor:

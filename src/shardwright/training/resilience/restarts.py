@@ -14,7 +14,7 @@ from pathlib import Path
 from shardwright.config import RunConfig
 from shardwright.config.shrink import shrunk
 from shardwright.errors import CopiesError, FullError, WorkerError
-from shardwright.run_folder import Event, step_of
+from shardwright.run_folder import EventRecord, step_of
 
 FAULTS_IN_A_ROW = 2
 """At the same place, that take it out of use."""
@@ -43,7 +43,7 @@ class Restarts:
         self._faulty: list[int] = []
         """The places of the last faults, as long as they are the same."""
 
-    def after(self, error: WorkerError | CopiesError, saved: Sequence[Path]) -> Event:
+    def after(self, error: WorkerError | CopiesError, saved: Sequence[Path]) -> EventRecord:
         """Make `attempt` the next one, and say so; `saved`: the checkpoints there are, the oldest first.
 
         Raises the error, with the reason, where the run ends with it."""
@@ -65,14 +65,14 @@ class Restarts:
         since = self._shrunk_at_s
         return since is not None and 0 < self._grow_after_s <= time.monotonic() - since
 
-    def grow(self, saved: Sequence[Path]) -> Event:
+    def grow(self, saved: Sequence[Path]) -> EventRecord:
         """Make `attempt` one with all ranks, after those of a smaller layout have saved and ended, and say so."""
         self._usable, self._shrunk_at_s = tuple(range(self.config.layout.layout().world_size)), None
         self._grow_after_s *= 2
         self.attempt = Attempt(self.config, self._usable)
         return self._event("start with all ranks again", "", saved, None)
 
-    def _event(self, what: str, why: str, saved: Sequence[Path], rank: int | None) -> Event:
+    def _event(self, what: str, why: str, saved: Sequence[Path], rank: int | None) -> EventRecord:
         """Resume `attempt` from the newest checkpoint, and say so."""
         self.n_starts += 1
         newest = saved[-1] if saved else None
@@ -84,7 +84,7 @@ class Restarts:
         begin = newest.name if newest is not None else "where the run began, as nothing was saved yet"
         n = len(self.attempt.places)
         text = f"{what}, from {begin}, on {n} rank{'s' * (n > 1)}{why}"
-        return Event("restart", 0 if newest is None else step_of(newest), text, rank)
+        return EventRecord("restart", 0 if newest is None else step_of(newest), text, rank)
 
     def _use_places(self, error: WorkerError | CopiesError) -> str:
         """Choose layout and places of the next attempt; what is to be said of a place that is not used any more."""

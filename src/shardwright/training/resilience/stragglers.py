@@ -1,7 +1,7 @@
 """Finds ranks that compute longer than they should, from the time that each rank takes for itself in each step.
 
 A step ends for all ranks when the slowest one is done, so step times do not differ: the others wait in collectives.
-What is compared is a rank's own time (`Clock.own_s`), which waiting for other ranks is no part of.
+What is compared is a rank's own time (`PhaseClock.own_s`), which waiting for other ranks is no part of.
 
 Peers of a rank are the ranks that have the same work: those of the same stage of the pipeline and the same experts.
 Its ratio in a step is its own time over the median of its peers'. A rank without peers is compared with all other
@@ -26,7 +26,7 @@ from shardwright.layout import Layout
 from shardwright.processes import ranks_in_words
 from shardwright.run_folder import MOST_RANKS_LOGGED, Record
 from shardwright.torch_private import all_gather_single
-from shardwright.training.clock import Clock
+from shardwright.training.clock import PhaseClock
 from shardwright.training.hooks import Hook, TakenStep
 from shardwright.training.run_log import RunLog
 from shardwright.training.step import Trainer
@@ -64,7 +64,7 @@ class Slowest:
 
 
 @dataclass(frozen=True)
-class Change:
+class StragglerChange:
     """A rank that has become a straggler, or is none any more, after `step` steps."""
 
     rank: int
@@ -95,7 +95,7 @@ class Stragglers:
         rank = int(costs_s.argmax())
         return Slowest(rank, float(costs_s[rank]))
 
-    def judge(self, own_s: Times, step: int) -> list[Change]:
+    def judge(self, own_s: Times, step: int) -> list[StragglerChange]:
         """Take the own times of some steps (steps, ranks), of which the last is number `step`; what changes by them."""
         changes = []
         for at, (own_R, ratio_R) in enumerate(zip(own_s, own_s / self._of_peers(own_s), strict=True), 1):
@@ -107,7 +107,7 @@ class Stragglers:
                 changes += self._changes(step - len(own_s) + at)
         return changes
 
-    def _changes(self, step: int) -> list[Change]:
+    def _changes(self, step: int) -> list[StragglerChange]:
         if len(self._window) < WINDOW:
             return []
         ratios = np.stack([ratio_R for _, ratio_R in self._window])
@@ -124,10 +124,12 @@ class Stragglers:
         slow = {int(rank) for rank in np.flatnonzero(slow_R)} - self.named
         again = {rank for rank in self.named if median_R[rank] < AGAIN}
         self.named = (self.named | slow) - again
-        changes = [Change(rank, step, self._in_words(rank, step, float(median_R[rank]))) for rank in sorted(slow)]
+        changes = [
+            StragglerChange(rank, step, self._in_words(rank, step, float(median_R[rank]))) for rank in sorted(slow)
+        ]
         for rank in sorted(again):
             told = f"rank {rank} is no straggler any more: {median_R[rank]:.2f} times {self._beside(rank)}"
-            changes.append(Change(rank, step, told))
+            changes.append(StragglerChange(rank, step, told))
         return changes
 
     def _in_words(self, rank: int, step: int, ratio: float) -> str:
@@ -187,10 +189,10 @@ def _median_of_others(own_s: Times) -> Times:
 class WatchStragglers(Hook):
     """Adds the slowest rank to log records, and reports the ranks that become stragglers or are none any more."""
 
-    def __init__(self, layout: Layout, trainer: Trainer, clock: Clock, log: RunLog) -> None:
+    def __init__(self, layout: Layout, trainer: Trainer, clock: PhaseClock, log: RunLog) -> None:
         self.layout, self.trainer, self.clock, self.log = layout, trainer, clock, log
         self.stragglers = Stragglers(layout)
-        self._changes: list[Change] = []
+        self._changes: list[StragglerChange] = []
 
     def numbers(self, taken: TakenStep) -> Record:
         own_s = gathered_times(self.clock.own_s)
