@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from shardwright.serving import evaluate, forms
 from shardwright.serving.engines import ENGINES
-from shardwright.serving.evaluate import MEASUREMENTS, full_batch, loop_key, of_loop
+from shardwright.serving.evaluate import MEASUREMENTS, full_batch, loop_key, simulate_loop
 from shardwright.serving.measured import FULL, LOOP, ServingCase, cases, read
 from shardwright.serving.rates import OTHERS, PACKAGED, RATES, FittedRates, Rates
 from shardwright.serving.rates import fitted as packaged
@@ -239,18 +239,18 @@ def predict(rows: Sequence[ServingCase], fitted: FittedRates) -> Floats:
         model=first.model, cluster=first.cluster, rates=rates, precision=first.precision,
         kv_precision=first.kv_precision,
     )  # fmt: skip
-    settings = Settings.of([row.degrees for row in rows])
+    settings = Settings.from_layouts([row.degrees for row in rows])
     mean = np.array([(1 + row.shortest) / 2 for row in rows])
     read_in = np.array([row.input_len for row in rows]) * mean
     out = np.array([row.output_len for row in rows]) * mean
     requests = np.array([max(row.requests, 1) for row in rows], dtype=float)
     if first.regime == FULL:
-        batches = np.array([full_batch(row, serving, Settings.of([row.degrees])) for row in rows])
+        batches = np.array([full_batch(row, serving, Settings.from_layouts([row.degrees])) for row in rows])
         most = np.array([row.engine.max_tokens for row in rows])
         found = forms.full_load_tokens_per_s(serving, settings, batches, read_in, out, most)
         return found * (read_in + out) / out if first.line.metric == "total_tokens_per_s" else found
     if first.regime == LOOP:
-        return np.array([of_loop(row, fitted) for row in rows])
+        return np.array([simulate_loop(row, fitted) for row in rows])
     if first.line.metric == "ttft_s":
         return forms.prefill_s(serving, settings, requests, read_in)
     if first.line.metric == "tpot_s":

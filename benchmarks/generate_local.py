@@ -57,7 +57,7 @@ def predicted(hardware: Path, tp: int, sequences: int, prompt: int, new: int) ->
     assert there.accelerator.rates is not None
     rates = rates_of(there.accelerator.rates)
     serving = Serving(model=model(), cluster=there, rates=rates, precision="fp32", kv_precision="fp32")
-    settings = Settings.of([Degrees(tp)])
+    settings = Settings.from_layouts([Degrees(tp)])
     first = forms.prefill_s(serving, settings, sequences, prompt)
     further = forms.decode_s(serving, settings, sequences, forms.middle(prompt, new))
     return float(np.max(first)), float(np.max(further))

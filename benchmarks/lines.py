@@ -11,7 +11,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "shardwright"
 FILE_LINES, FUNCTION_LINES = 450, 60
 OPTIONS = "each option of the verb is a parameter with its help"
 REASONS = {
-    "cli/plan_asked.py:ask": OPTIONS,
+    "cli/plan_asked.py:read_request": OPTIONS,
     "cli/report.py:report": OPTIONS,
     "cli/train.py:train": OPTIONS,
     "data/prepare.py:prepare": "17 parameters and what they mean",

@@ -166,7 +166,7 @@ def test_a_new_key_needs_its_field_alone(monkeypatch: pytest.MonkeyPatch):
     object.__setattr__(kept, "offload", "optimizer")
     assert str(kept) == "dp_shard 2, zero 3, offload optimizer"
     assert str(plain) == "dp_shard 2, zero 3"
-    assert Candidates.of(kept, 1).shared.offload == "optimizer"  # type: ignore[attr-defined]
+    assert Candidates.from_layout(kept, 1).shared.offload == "optimizer"  # type: ignore[attr-defined]
     assert ("offload=optimizer", {"offload": "none"}) in list(_fewer(kept))
     assert offload.searched(plain) == ("none", "optimizer")
 

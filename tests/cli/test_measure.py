@@ -59,7 +59,7 @@ def generation_here(hardware: Path, tp: int, sequences: int) -> list[tuple[float
     serving = Serving(
         model=model, cluster=there, rates=rates_of(there.accelerator.rates), precision="fp32", kv_precision="fp32"
     )
-    settings = Settings.of([Degrees(tp)])
+    settings = Settings.from_layouts([Degrees(tp)])
     predicted = forms.prefill_s(serving, settings, sequences, 32), forms.decode_s(serving, settings, sequences, 36)
     ranks = run_ranks(passes_of, tp, model, "cpu", tp, sequences, 32, 9, n_threads=threads_of_a_rank(tp))
     return [(float(np.max(said)), max(rank[at] for rank in ranks)) for at, said in enumerate(predicted)]

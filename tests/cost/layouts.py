@@ -29,4 +29,4 @@ def job(
 
 def one(micro_batch: int = 1, recompute: str | None = None, **layout: int | bool | str) -> Candidates:
     """The candidate of one layout."""
-    return Candidates.of(Layout(**{"sequence_parallel": False} | layout), micro_batch, recompute)  # type: ignore[arg-type]
+    return Candidates.from_layout(Layout(**{"sequence_parallel": False} | layout), micro_batch, recompute)  # type: ignore[arg-type]

@@ -91,7 +91,7 @@ def test_memory_is_that_of_figure_1_of_korthikanti(row: dict[str, str]):
         stage_layers=layers,
         sequence_parallel=lean,
     )
-    kinds = memory.of(job(spec, MEGATRON, S, 32 * pp * micro_batch), candidates).kinds
+    kinds = memory.estimate_memory(job(spec, MEGATRON, S, 32 * pp * micro_batch), candidates).kinds
     if row["kind"] == "fig1_activations_GiB":
         # Without what dropout after the embedding keeps, of as many microbatches as there are ranks.
         masks = pp * S * micro_batch * spec.d_model / (8 if lean else 1)
@@ -167,7 +167,7 @@ def test_a_layer_keeps_less_by_what_autograd_saves_less(name: str, parts: tuple[
     layouts = Layout(), Layout(recompute="selective", recompute_modules=parts)
     every, some = (of_one_layer(spec, precision, each) for each in ((), parts))
     the_job = job(spec, SHARDWRIGHT, 64, 2, precision)
-    kept, less = (of_layer(the_job, Candidates.of(each, 2)).kept[0] for each in layouts)
+    kept, less = (of_layer(the_job, Candidates.from_layout(each, 2)).kept[0] for each in layouts)
     # Latent attention has two RMSNorms, which on a CPU keep copies in fp32 of what they read and give.
     norms = spec.latent_attention and "norms" in parts
     copies = 128 * (48 + 32) * (4 if precision == "fp32" else 6) if norms else 0

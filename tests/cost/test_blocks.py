@@ -43,8 +43,8 @@ def test_a_parallel_block_has_one_norm_less_and_one_matmul_for_all_that_read_it(
         "attention o": (h / 2, h),
         "ffn down": (f / 2, h),
     }
-    held = parameters.of_ranks(parallel, pipeline.stages(the_job, of), of.tp, of.ep)
-    whole = parameters.of_ranks(SEQUENTIAL, pipeline.stages(job(model=SEQUENTIAL), of), of.tp, of.ep)
+    held = parameters.tp_rank_parameters(parallel, pipeline.stages(the_job, of), of.tp, of.ep)
+    whole = parameters.tp_rank_parameters(SEQUENTIAL, pipeline.stages(job(model=SEQUENTIAL), of), of.tp, of.ep)
     assert whole.layer_dense[0] - held.layer_dense[0] == 2 * h
 
 

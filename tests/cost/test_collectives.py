@@ -180,7 +180,7 @@ def test_members_of_a_node_are_never_overcounted(box: tuple[int, int, int, int],
     where = plain(node_size * nodes, node_size)
     for axis, stride in (("tp", 1), ("cp", tp), ("dp_replicate", tp * cp), ("pp", tp * cp * dp)):
         size = layout.degree(axis)
-        at = Placement.of(where, size, stride)
+        at = Placement.on_cluster(where, size, stride)
         counts = [np.unique(np.array(group) // node_size, return_counts=True)[1] for group in layout.groups(axis)]
         fewest, most = min(count.min() for count in counts), max(len(count) for count in counts)
         assert at.per_node <= fewest

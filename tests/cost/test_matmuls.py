@@ -91,7 +91,7 @@ def test_hfu_has_the_layers_that_recompute_and_no_others(kind: str):
 
 def check_recomputed_layers(kind: str = "full") -> None:
     def flops(**layout: int | str) -> float:
-        of = Candidates.of(Layout(sequence_parallel=False, **layout), 1)  # type: ignore[arg-type]
+        of = Candidates.from_layout(Layout(sequence_parallel=False, **layout), 1)  # type: ignore[arg-type]
         return float(executed_flops(job("gpt-175b", seq_len=2048), of).full[0])
 
     none, every = flops(), flops(recompute=kind)

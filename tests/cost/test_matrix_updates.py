@@ -24,7 +24,7 @@ def test_the_bytes_are_those_of_the_states_that_a_model_is_given(tp: int) -> Non
     optimizer = build_optimizer(parameters, DEBUG, OptimizerSection(name="muon"))
     held = sum(t.numel() * 4 for each in optimizer.state.values() for t in each.values() if t.dim())
     the_job = job(DEBUG, on=f"h100:{tp}/{tp}", global_batch=8, seq_len=64, optimizer="muon")
-    found = memory.of(the_job, candidates(tp=tp)).kinds["optimizer"].ravel()[0]
+    found = memory.estimate_memory(the_job, candidates(tp=tp)).kinds["optimizer"].ravel()[0]
     if tp == 1:
         assert found == held
     else:  # norms are on both ranks

@@ -153,15 +153,15 @@ def test_holes_of_the_c_library_grow_with_tensors_of_less_than_32_mib(mine: Path
     attention, network, ends = 2 * 4 * 4 * d * d, 2 * 4 * 3 * d * f, 4 * 2 * v * d
     small = always + activations + attention
     share = small / (small + network + ends)
-    found = memory.of(of, Candidates.of(Layout(dp_replicate=2), 1))
+    found = memory.estimate_memory(of, Candidates.from_layout(Layout(dp_replicate=2), 1))
     tensors = found.rank_bytes - 0.25 * GiB
     assert found.lost_bytes == pytest.approx(0.3 * share * tensors)
-    assert reserved_bytes(of, Candidates.of(Layout(dp_replicate=2), 1)) == pytest.approx(found.reserved_bytes)
-    halved = memory.of(of, Candidates.of(Layout(tp=2), 1))
+    assert reserved_bytes(of, Candidates.from_layout(Layout(dp_replicate=2), 1)) == pytest.approx(found.reserved_bytes)
+    halved = memory.estimate_memory(of, Candidates.from_layout(Layout(tp=2), 1))
     assert halved.lost_bytes == pytest.approx(0.3 * (halved.rank_bytes - 0.25 * GiB))
     for zero, kept in ((1, 0.6), (2, 0.6), (3, 0.9)):
-        candidates = Candidates.of(Layout(dp_shard=2, zero=zero), 1)
-        sharded, share = memory.of(of, candidates), holes.small_share(of, candidates)
+        candidates = Candidates.from_layout(Layout(dp_shard=2, zero=zero), 1)
+        sharded, share = memory.estimate_memory(of, candidates), holes.small_share(of, candidates)
         assert sharded.lost_bytes == pytest.approx(kept * share * (sharded.rank_bytes - 0.25 * GiB))
 
 
@@ -175,7 +175,7 @@ def test_many_layouts_are_priced_at_once_as_each_alone(mine: Path):
 
     here = job("mine:2", mine)
     layout = Layout(dp_shard=2, zero=3)
-    each = [Candidates.of(layout, micro_batch) for micro_batch in (1, 2)]
+    each = [Candidates.from_layout(layout, micro_batch) for micro_batch in (1, 2)]
     both = replace(each[0], micro_batch=np.array([1, 2]), **{
         name: np.repeat(getattr(each[0], name), 2)
         for name in ("dp_replicate", "dp_shard", "cp", "tp", "ep", "zero", "sequence_parallel", "recompute")

@@ -39,7 +39,7 @@ ZERO = replace(
 
 def states(candidates: Candidates, stack: Stack = ZERO, model: str = "llama-3.1-8b", precision: str = "bf16") -> float:
     """Bytes of weights, gradients and optimizer, those on their way aside."""
-    found = memory.of(job(model, stack, precision=precision), candidates)
+    found = memory.estimate_memory(job(model, stack, precision=precision), candidates)
     assert MOMENTS[found.moment[0, 0]] == "loss", "no gradients on their way"
     return sum(float(found.kinds[kind].sum()) for kind in STATES)
 
@@ -65,10 +65,10 @@ def test_in_fp32_shards_stand_beside_the_weights_that_zero_1_and_2_gather_from_t
     for zero, n_bytes in ((0, 0), (1, 4 * p / 8), (2, 4 * p / 8), (3, 0)):
         layout = {"dp_shard": 8} if zero else {"dp_replicate": 8}
         of = job(seq_len=8192, precision="fp32")
-        kinds = memory.of(of, one(1, "selective", zero=zero, **layout)).kinds
+        kinds = memory.estimate_memory(of, one(1, "selective", zero=zero, **layout)).kinds
         assert kinds["weights"][0, 0] == pytest.approx(4 * p / (8 if zero == 3 else 1))
         assert kinds["master"][0, 0] == pytest.approx(n_bytes)
-    assert memory.of(of, one(8, zero=1)).kinds["master"][0, 0] == 0  # a single rank gathers nothing
+    assert memory.estimate_memory(of, one(8, zero=1)).kinds["master"][0, 0] == 0  # a single rank gathers nothing
 
 
 def test_ranks_of_cp_share_states_and_replicas_do_not():
@@ -77,7 +77,7 @@ def test_ranks_of_cp_share_states_and_replicas_do_not():
 
 
 def test_the_distributed_optimizer_of_megatron_takes_6_bytes_and_12_shared_ones():
-    held = memory.of(job(stack=MEGATRON_CORE, global_batch=64), one(8, dp_shard=8, zero=1))
+    held = memory.estimate_memory(job(stack=MEGATRON_CORE, global_batch=64), one(8, dp_shard=8, zero=1))
     ends = 2 * 128256 * 4096
     p = resolve("llama-3.1-8b").n_parameters - ends + 2 * 4096 * -(-128256 // 128) * 128
     assert sum(held.kinds[kind].sum() for kind in STATES) == pytest.approx(6 * p + 12 * p / 8)
@@ -85,7 +85,7 @@ def test_the_distributed_optimizer_of_megatron_takes_6_bytes_and_12_shared_ones(
 
 def gradients(global_batch: int, precision: str = "bf16", **layout: Any) -> float:
     of = job(stack=COPIES_LOGITS, global_batch=global_batch, precision=precision)
-    return float(memory.of(of, one(1, "selective", **layout)).kinds["gradients"].max())
+    return float(memory.estimate_memory(of, one(1, "selective", **layout)).kinds["gradients"].max())
 
 
 def test_gradients_exist_from_the_first_backward_pass_of_a_step_on():
@@ -108,7 +108,7 @@ def test_a_pipeline_of_as_many_microbatches_as_ranks_has_the_gradients_of_one_st
 
 
 def test_zero_3_holds_no_gathered_block_while_the_loss_runs():
-    found = memory.of(job(stack=COPIES_LOGITS, seq_len=8192), one(1, "selective", dp_shard=8, zero=3))
+    found = memory.estimate_memory(job(stack=COPIES_LOGITS, seq_len=8192), one(1, "selective", dp_shard=8, zero=3))
     assert MOMENTS[found.moment[0, 0]] == "loss"
     assert found.kinds["gathered"][0, 0] == 2 * (2 * 4096 * 128256 + 4096)
 
@@ -122,7 +122,7 @@ def test_experts_are_shared_out_over_the_ranks_that_hold_the_same():
 
 
 def test_kinds_add_up_and_the_fullest_rank_is_the_peak():
-    found = memory.of(job(), one(1, pp=4, dp_shard=2, zero=1, pp_schedule="zb-v"))
+    found = memory.estimate_memory(job(), one(1, pp=4, dp_shard=2, zero=1, pp_schedule="zb-v"))
     assert set(found.kinds) == set(KINDS)
     assert all((values >= 0).all() for values in found.kinds.values())
     assert found.peak_bytes[0] == found.rank_bytes[0].max() == sum(found.kinds.values()).max()
@@ -131,7 +131,8 @@ def test_kinds_add_up_and_the_fullest_rank_is_the_peak():
 
 def test_a_pipeline_that_gathers_once_a_step_holds_a_whole_stage():
     step, microbatch = (
-        memory.of(job(), one(1, pp=4, dp_shard=2, zero=3, zero_pp_gather=when)) for when in ("step", "microbatch")
+        memory.estimate_memory(job(), one(1, pp=4, dp_shard=2, zero=3, zero_pp_gather=when))
+        for when in ("step", "microbatch")
     )
     p = resolve("llama-3.1-8b").n_parameters
     assert step.kinds["gathered"].sum() == pytest.approx(2 * p)
@@ -140,7 +141,7 @@ def test_a_pipeline_that_gathers_once_a_step_holds_a_whole_stage():
 
 
 def test_the_fullest_moment_is_the_loss_of_the_last_stage_where_logits_are_large():
-    found = memory.of(job(seq_len=8192), one(1, "full", pp=2))
+    found = memory.estimate_memory(job(seq_len=8192), one(1, "full", pp=2))
     assert [MOMENTS[at] for at in found.moment[0]] == ["backward", "loss"]
     assert found.kinds["logits"][0, 0] == 0
     # With them the gradients of the head's input and matrix, once the copies of a part of the logits are gone.
@@ -148,7 +149,7 @@ def test_the_fullest_moment_is_the_loss_of_the_last_stage_where_logits_are_large
 
 
 def test_the_optimizers_step_is_the_fullest_where_activations_are_few():
-    found = memory.of(job("debug", replace(FSDP, step_bytes=100), seq_len=1), one())
+    found = memory.estimate_memory(job("debug", replace(FSDP, step_bytes=100), seq_len=1), one())
     assert MOMENTS[found.moment[0, 0]] == "optimizer"
     assert found.kinds["activations"][0, 0] == found.kinds["gathered"][0, 0] == 0
     assert found.kinds["working"][0, 0] == 100 * resolve("debug").n_parameters
@@ -157,7 +158,7 @@ def test_the_optimizers_step_is_the_fullest_where_activations_are_few():
 def taken(
     stack: str, model: str, micro_batch: int, recompute: str, **layout: int | bool | str
 ) -> memory.MemoryEstimate:
-    return memory.of(job(model, STACKS[stack]), one(micro_batch, recompute, **layout))
+    return memory.estimate_memory(job(model, STACKS[stack]), one(micro_batch, recompute, **layout))
 
 
 def peak(**layout: Any) -> float:
@@ -222,7 +223,7 @@ def test_a_larger_microbatch_never_takes_less(layout: dict[str, int | str]):
 def test_the_curve_of_a_step_rises_to_the_peak_and_no_further(schedule: str):
     candidates = one(1, pp=4, pp_schedule=schedule, virtual_stages=2 if schedule == "interleaved-1f1b" else 1)
     of = job(global_batch=48)
-    peaks = memory.of(of, candidates).rank_bytes[0]
+    peaks = memory.estimate_memory(of, candidates).rank_bytes[0]
     for rank in range(4):
         curve = memory.curve(of, candidates, rank)
         assert curve.labels[-1] == "optimizer"
@@ -242,10 +243,10 @@ def test_many_layouts_at_once_cost_what_each_costs_alone(stack: Stack):
     fields = ("dp_replicate", "dp_shard", "cp", "tp", "ep", "zero", "sequence_parallel", "micro_batch", "recompute")
     together = replace(alone[0], **{name: np.concatenate([getattr(each, name) for each in alone]) for name in fields})
     the_job = job(stack=stack)
-    found = memory.of(the_job, together)
+    found = memory.estimate_memory(the_job, together)
     assert reserved_bytes(the_job, together) == pytest.approx(found.reserved_bytes, rel=1e-12)
     for at, each in enumerate(alone):
-        assert found.rank_bytes[at].tolist() == memory.of(the_job, each).rank_bytes[0].tolist()
+        assert found.rank_bytes[at].tolist() == memory.estimate_memory(the_job, each).rank_bytes[0].tolist()
 
 
 @pytest.mark.parametrize(("on", "mib"), [("h100:8", 32), ("b200:8", 32), ("a100:8", 4), ("rtx4090:8", 4)])
@@ -253,17 +254,17 @@ def test_transformer_engine_has_a_workspace_for_its_matmuls_and_four_for_those_o
     """Of 32 MiB from compute capability 9.0 on, else of 4."""
     for model, count in (("llama-3.1-8b", 1), ("mixtral-8x7b", 5)):
         the_job = replace(job(model, MEGATRON_CORE), cluster=cluster(on))
-        found = memory.of(the_job, one()).kinds["workspace"]
+        found = memory.estimate_memory(the_job, one()).kinds["workspace"]
         assert found.tolist() == [[(76 + count * mib) * 2**20]]
-        assert memory.of(replace(the_job, stack=FSDP), one()).kinds["workspace"].tolist() == [[64 * 2**20]]
+        assert memory.estimate_memory(replace(the_job, stack=FSDP), one()).kinds["workspace"].tolist() == [[64 * 2**20]]
 
 
 def test_an_input_in_a_buffer_for_messages_counts_once():
     """Of 2 stages with 8 micro-batches, of which the last stage has one in flight: 8 gradients for the first, 8 inputs
     for the last, whose layers keep one less. Other stacks have a buffer in each direction."""
     the_job, of = job(stack=FSDP, global_batch=32), one(micro_batch=4, pp=2)
-    ahead = memory.of(the_job, of)
-    without = memory.of(replace(the_job, stack=replace(FSDP, receives_ahead=False)), of)
+    ahead = memory.estimate_memory(the_job, of)
+    without = memory.estimate_memory(replace(the_job, stack=replace(FSDP, receives_ahead=False)), of)
     message = 4 * 4096 * 4096 * 2
     assert (ahead.kinds["buffers"] / message).tolist() == [[8, 8]]
     assert (without.kinds["buffers"] / message).tolist() == [[2, 2]]
@@ -273,7 +274,9 @@ def test_an_input_in_a_buffer_for_messages_counts_once():
 def test_layers_that_do_not_recompute_keep_everything_and_the_first_of_each_stage_less():
     def activations_of(**recompute: object) -> np.ndarray:
         layout = Layout(tp=8, pp=4, zero=0, dp_replicate=2, **recompute)  # type: ignore[arg-type]
-        return memory.of(job("llama-3.1-70b", STACKS["shardwright"]), Candidates.of(layout, 1)).kinds["activations"][0]
+        return memory.estimate_memory(
+            job("llama-3.1-70b", STACKS["shardwright"]), Candidates.from_layout(layout, 1)
+        ).kinds["activations"][0]
 
     every, none = activations_of(recompute="selective"), activations_of()
     some = activations_of(recompute="selective", recompute_layers=5)
@@ -287,8 +290,8 @@ def test_a_chunked_loss_has_the_logits_of_a_chunk_and_keeps_gradients_instead():
     """Llama-3 8B, one sequence of 4096 tokens over tp 8, bf16: the formulas of docs/chunked-loss.md by hand."""
 
     def logits_of(**chosen: object) -> float:
-        candidates = Candidates.of(Layout(tp=8, **chosen), 1)  # type: ignore[arg-type]
-        return float(memory.of(job("llama-3.1-8b"), candidates).kinds["logits"][0, 0])
+        candidates = Candidates.from_layout(Layout(tp=8, **chosen), 1)  # type: ignore[arg-type]
+        return float(memory.estimate_memory(job("llama-3.1-8b"), candidates).kinds["logits"][0, 0])
 
     tokens, rows, width = job("llama-3.1-8b").seq_len, 128256 / 8, 4096
     kept = tokens / 8 * width * 2 + rows * width * 4

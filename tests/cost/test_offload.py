@@ -86,7 +86,7 @@ def test_reduced_gradients_leave_the_device_with_every_zero_stage_and_what_is_no
     shards, m = 8 // dp_replicate, 4
     job = replace(JOB, cluster=cluster("h100:8"), global_batch=8 * m)
     layout = Layout(dp_shard=shards, dp_replicate=dp_replicate, zero=zero, offload_optimizer="cpu")
-    candidates = Candidates.of(layout.changed(offload_parameters="cpu"), 1)
+    candidates = Candidates.from_layout(layout.changed(offload_parameters="cpu"), 1)
     step, n = memory.StepMemory(job, candidates), MODEL.n_parameters
     gathered = step.states["weights"] + step.states["gathered"]
     assert gathered[0, 0] == pytest.approx(2 * n, rel=1e-3) if zero < 3 else gathered[0, 0] < 0.3 * n

@@ -52,7 +52,7 @@ def counted(spec: ModelSpec, run: OptimizerSection, **layout: int) -> float:
         narrow_states=narrow,
         optimizer_options=tuple(run.options.items()),
     )
-    return float(memory.of(the_job, candidates(**layout)).kinds["optimizer"].ravel()[0])
+    return float(memory.estimate_memory(the_job, candidates(**layout)).kinds["optimizer"].ravel()[0])
 
 
 @pytest.mark.parametrize("spec", SPECS)

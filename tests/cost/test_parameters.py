@@ -42,9 +42,9 @@ def short(preset: str) -> ModelSpec:
 
 
 def of_ranks(spec: ModelSpec, layout: Layout, tp_rank: int) -> parameters.Parameters:
-    candidates = Candidates.of(layout, 1)
+    candidates = Candidates.from_layout(layout, 1)
     stages = pipeline.stages(job(spec), candidates)
-    return parameters.of_ranks(spec, stages, candidates.tp, candidates.ep, tp_rank)
+    return parameters.tp_rank_parameters(spec, stages, candidates.tp, candidates.ep, tp_rank)
 
 
 def share(name: str, parameter: torch.Tensor, spec: ModelSpec, layout: Layout, tp_rank: int) -> int:

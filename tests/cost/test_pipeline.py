@@ -109,7 +109,7 @@ def test_moments_are_those_no_other_moment_covers():
 
 
 def test_every_moment_of_one_rank_alone_is_forward_then_backward():
-    actions, at, _ = pipeline.every_moment(job(), Candidates.of(Layout(), 1), 2, 0)
+    actions, at, _ = pipeline.every_moment(job(), Candidates.from_layout(Layout(), 1), 2, 0)
     assert list(map(str, actions)) == ["0F0", "0B0", "0F1", "0B1"]
     assert at.in_flight[0, :, 0].tolist() == [1, 1, 1, 1]
     assert at.kind[0].tolist() == [pipeline.LOSS, pipeline.BACKWARD_LAST] * 2

@@ -45,11 +45,12 @@ def in_a_step(layout: Layout) -> tuple[int, int]:
 def test_the_flops_and_the_held_bytes_of_products_are_those_of_a_real_step():
     the_job = job(SPEC, on="h100:2/2", seq_len=16, global_batch=8, precision="fp32")
     whole, products = (
-        Candidates.of(replace(RANK_4, compress_gradients=how), 1) for how in ("none", RANK_4.compress_gradients)
+        Candidates.from_layout(replace(RANK_4, compress_gradients=how), 1)
+        for how in ("none", RANK_4.compress_gradients)
     )
     held = rank_parameters(the_job, products, 0)
     flops = 8 * 4 * held.factored[0] + 8 * 4 * 4 * held.left_rows[0]
-    n_bytes = [memory.of(the_job, each).kinds["gradients"].item() for each in (products, whole)]
+    n_bytes = [memory.estimate_memory(the_job, each).kinds["gradients"].item() for each in (products, whole)]
     assert held.factored[0] > 0.5 * held.dense[0]
     assert set(run_ranks(in_a_step, 2, RANK_4)) == {(flops, n_bytes[0] - n_bytes[1])}
 

@@ -58,7 +58,7 @@ def drawn(model: str, keys: dict[str, Any]) -> Candidates:
             layout = layout.changed(stage_layers=tuple(map(len, stage_layers(spec, layout, SHORTEST))))
     except LayoutError:
         assume(False)
-    return Candidates.of(layout, 1)
+    return Candidates.from_layout(layout, 1)
 
 
 def job_of(model: str, candidates: Candidates, seq_len: int, microbatches: int = MICROBATCHES, **more: Any) -> Job:
@@ -74,7 +74,9 @@ def job_of(model: str, candidates: Candidates, seq_len: int, microbatches: int =
 @given(MODELS, LAYOUTS, st.sampled_from([2048, 4096, 8192, 16384, 32768]))
 def test_memory_does_not_fall_as_sequences_grow(model: str, keys: dict[str, Any], seq_len: int):
     candidates = drawn(model, keys)
-    short, long = (memory.of(job_of(model, candidates, each * seq_len), candidates).rank_bytes for each in (1, 2))
+    short, long = (
+        memory.estimate_memory(job_of(model, candidates, each * seq_len), candidates).rank_bytes for each in (1, 2)
+    )
     assert (long >= short).all()
 
 
@@ -162,7 +164,7 @@ BUGS: dict[str, tuple[list[Mutation], str, int, dict[str, Any], dict[str, float]
 @pytest.mark.parametrize("name", BUGS)
 def test_a_faster_chip_is_slower_where_messages_overlap_with_what_is_not_there(name: str):
     bugs, model, microbatches, keys, times = BUGS[name]
-    candidates = Candidates.of(Layout(**keys), 1)
+    candidates = Candidates.from_layout(Layout(**keys), 1)
     job = job_of(model, candidates, 4096, microbatches, stack=STACKS["megatron-core"])
     slow = replace(job, cluster=faster(job.cluster, SLOW_LINKS))
     fast = replace(slow, cluster=faster(slow.cluster, PLAIN | times))

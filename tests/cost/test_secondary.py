@@ -71,7 +71,7 @@ def test_only_layouts_whose_layers_would_come_from_other_nodes_are_searched_with
 def test_experts_are_gathered_again_from_the_ranks_of_a_node_that_share_them_or_from_all(
     model: str, ep: int, ranks: int
 ):
-    candidates = Candidates.of(Layout(dp_shard=32, zero=3, ep=ep, zero_secondary_ranks=8), 1)
+    candidates = Candidates.from_layout(Layout(dp_shard=32, zero=3, ep=ep, zero_secondary_ranks=8), 1)
     job = replace(JOB, model=PRESETS[model])
     assert secondary.again_ranks(job, candidates).tolist() == [8]
     assert secondary.again_ranks(job, candidates, experts=True).tolist() == [ranks]

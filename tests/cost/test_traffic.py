@@ -15,7 +15,7 @@ import torch.distributed as dist
 from shardwright.cost.collectives import named, point_to_point
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Candidates, Job
-from shardwright.cost.traffic import of_step
+from shardwright.cost.traffic import step_messages
 from shardwright.layout import Layout
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
@@ -125,7 +125,7 @@ def priced(spec: ModelSpec, layout: Layout, pp_rank: int) -> Counts:
     )
     calls: Counter[Link] = Counter()
     n_bytes: Counter[Link] = Counter()
-    for message in of_step(job, Candidates.of(layout, MICRO_BATCH), pp_rank):
+    for message in step_messages(job, Candidates.from_layout(layout, MICRO_BATCH), pp_rank):
         what = "send" if message.collective is point_to_point else named(message.collective)
         size, stride, count, each = (
             np.asarray(number).item() for number in (message.size, message.stride, message.calls, message.n_bytes)

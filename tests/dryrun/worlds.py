@@ -80,7 +80,7 @@ def random_batch(config: RunConfig, rank: int, step: int, n_microbatches: int) -
     n_sequences *= config.batch.micro_batch
     shape = (n_sequences, config.batch.seq_len)
     tokens_BT, targets_BT = (torch.randint(160, shape, generator=generator) for _ in range(2))
-    return Batch.of(tokens_BT, targets_BT, torch.arange(n_sequences), config.batch.micro_batch)
+    return Batch.from_sequences(tokens_BT, targets_BT, torch.arange(n_sequences), config.batch.micro_batch)
 
 
 def real_ranks(table: Table) -> list[RankRecord]:

@@ -19,7 +19,7 @@ from typing import Annotated
 import typer
 
 from shardwright.cli import verify
-from shardwright.cli.common import AsJson, console, error_console, print_json, reading_verb, say
+from shardwright.cli.common import AsJson, console, error_console, print_json, print_text, reading_verb
 from shardwright.cli.verify_text import MatrixLines, collect
 from shardwright.errors import InputError, WorkerError
 from shardwright.processes import on_signals
@@ -139,7 +139,7 @@ def _print_verdict(
     settings: Sequence[DrawnSetting], reports: Sequence[Report], failed: Sequence[FailedSetting], options: FuzzOptions
 ) -> None:
     refused = sum(each.refused for each in settings)
-    say(f"{refused} that were drawn broke a rule of the model, the layout or the batch, and were drawn again")
+    print_text(f"{refused} that were drawn broke a rule of the model, the layout or the batch, and were drawn again")
     if not failed:
         console.print(f"[bold green]equal:[/] all {len(reports)} settings of seed {options.seed}")
         return
@@ -149,9 +149,9 @@ def _print_verdict(
     for each in failed:
         console.print()
         size = "the smallest found that still fails" if each.shrunk else "as it was drawn"
-        say(f"setting {each.number}, {size}: {each.report.layout}; {in_words(each.report.case)}")
-        say(f"  {str(each.report).splitlines()[0]}")
-        say(f"  {_command(each.file, options)}")
+        print_text(f"setting {each.number}, {size}: {each.report.layout}; {in_words(each.report.case)}")
+        print_text(f"  {str(each.report).splitlines()[0]}")
+        print_text(f"  {_command(each.file, options)}")
 
 
 def _print_document(

@@ -52,7 +52,7 @@ def test_packed_documents_are_computed_as_each_alone(spec: ModelSpec, restart: b
     draw = torch.Generator().manual_seed(1)
     tokens_BT, targets_BT = (torch.randint(spec.vocab_size, (len(LENGTHS), seq_len), generator=draw) for _ in range(2))
     weights_BT = torch.rand(tokens_BT.shape, generator=draw, dtype=torch.float64)
-    documents = Documents.of(LENGTHS, seq_len, restart=restart)
+    documents = Documents.from_lengths(LENGTHS, seq_len, restart=restart)
     together_BT = losses(model, tokens_BT, targets_BT, documents=documents)
     (together_BT * weights_BT).sum().backward()
     found = gradients(model)
@@ -77,13 +77,13 @@ def test_packed_documents_are_computed_as_each_alone(spec: ModelSpec, restart: b
 def test_one_document_a_sequence_is_attention_over_the_sequence() -> None:
     model = model_of(DECODER)
     tokens_BT = torch.arange(48).view(2, 24) % DECODER.vocab_size
-    torch.testing.assert_close(model(tokens_BT, documents=Documents.of([[24], [24]], 24)), model(tokens_BT))
+    torch.testing.assert_close(model(tokens_BT, documents=Documents.from_lengths([[24], [24]], 24)), model(tokens_BT))
 
 
 @pytest.mark.parametrize("lengths", [[[3, 4]], [[8, 0]], [[9]]])
 def test_lengths_that_are_not_those_of_the_sequence_are_refused(lengths: list[list[int]]) -> None:
     with pytest.raises(InputError, match="have to be the 8 of the sequence"):
-        Documents.of(lengths, 8)
+        Documents.from_lengths(lengths, 8)
 
 
 @prove
@@ -94,7 +94,7 @@ def test_a_compiled_block_is_compiled_once_for_all_documents() -> None:
     tokens_BT = torch.arange(24).view(1, 24) % DECODER.vocab_size
     frames = []
     for first in range(1, 12):  # more than dynamo compiles before it gives up
-        documents = Documents.of([[first, 24 - first]], 24, restart=True)
+        documents = Documents.from_lengths([[first, 24 - first]], 24, restart=True)
         exact = model_of(DECODER)(tokens_BT, documents=documents)
         torch.testing.assert_close(model(tokens_BT, documents=documents), exact)
         frames.append(counter.frame_count)

@@ -53,7 +53,7 @@ def test_a_sum_on_all_ranks_is_rounded_once_more_and_the_same_everywhere():
         assert torch.equal(found, expected.float())
 
 
-PARTS = [BufferPart.of(shape) for shape in ((3, 300), (5,), (2, 4, 7), (6, 128), (4, 1))]
+PARTS = [BufferPart.from_shape(shape) for shape in ((3, 300), (5,), (2, 4, 7), (6, 128), (4, 1))]
 """Rows of three blocks, a vector, experts with one block a row, rows of one block, and of one element."""
 
 

@@ -67,7 +67,9 @@ def test_a_bad_line_is_refused_with_all_its_problems(text: str, said: list[str])
 
 
 def test_columns_are_the_arrays_of_candidates():
-    arrays = {name for name, value in vars(Candidates.of(Layout(), 1)).items() if isinstance(value, np.ndarray)}
+    arrays = {
+        name for name, value in vars(Candidates.from_layout(Layout(), 1)).items() if isinstance(value, np.ndarray)
+    }
     assert set(COLUMNS) == arrays
 
 

@@ -59,7 +59,7 @@ def priced(name: str, hardware: str, seq_len: int, text: str, stack: str = "shar
         model=model, cluster=cluster(hardware), global_batch=960, seq_len=seq_len, stack=STACKS[stack],
         precision=precision,
     )  # fmt: skip
-    return PricedLayout.of(job, read(text))
+    return PricedLayout.from_choice(job, read(text))
 
 
 def evaluated(entry: LedgerEntry) -> float:

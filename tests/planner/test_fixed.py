@@ -71,6 +71,6 @@ def test_every_mistake_in_fixed_values_is_told_at_once():
 
 
 def test_every_key_of_the_layout_can_be_fixed():
-    candidates = Candidates.of(Layout(), 1)
+    candidates = Candidates.from_layout(Layout(), 1)
     for name, key in KEYS.items():
         assert len(FixedChoices({name: key.default})(candidates)) == 1

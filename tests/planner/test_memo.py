@@ -43,12 +43,14 @@ def differences(asked: Job) -> float:
     """The largest relative error of a bound or of memory in a survey's pool, infinite if not all that fit are there."""
     limit = limit_bytes(asked, 0.1)
     pool = survey(asked, limit).pool
-    fits = sum(int((memory.of(asked, group).reserved_bytes <= limit).sum()) for group in groups(asked))
+    fits = sum(int((memory.estimate_memory(asked, group).reserved_bytes <= limit).sum()) for group in groups(asked))
     assert 0 < fits < sum(map(len, groups(asked)))
     if len(pool) != fits:
         return np.inf
     alone = [
-        np.stack([step_time(asked, group, simulated=False).total_s, memory.of(asked, group).reserved_bytes])
+        np.stack(
+            [step_time(asked, group, simulated=False).total_s, memory.estimate_memory(asked, group).reserved_bytes]
+        )
         for group in pool.groups
     ]
     return float(np.abs(np.stack([pool.bound_s, pool.peak_bytes]) / np.concatenate(alone, axis=1) - 1).max())

@@ -160,5 +160,5 @@ def test_no_layout_of_the_whole_search_dominates_the_recommended_one(
     near = np.flatnonzero(found.pool.bound_s <= taken.step_s / (1 + WORTH_A_KEY))
     for number, step_s in zip(near.tolist(), found.pool.times_s(near.tolist()), strict=True):
         if step_s < taken.step_s / (1 + WORTH_A_KEY) and found.pool.peak_bytes[number] <= taken.peak_bytes:
-            other = Rated.of(PricedLayout.of(found.job, found.pool.choice(number)), fastest)
+            other = Rated.of(PricedLayout.from_choice(found.job, found.pool.choice(number)), fastest)
             assert other.axes > mine.axes, found.pool.choice(number)

@@ -56,7 +56,7 @@ def brute_force(asked: Job, limit: float) -> list[tuple[float, Choice]]:
     """Every layout that fits with its simulated time, the fastest first."""
     found = []
     for group in groups(asked):
-        kept = group.take(memory.of(asked, group).reserved_bytes <= limit)
+        kept = group.take(memory.estimate_memory(asked, group).reserved_bytes <= limit)
         if len(kept):
             times = step_time(asked, kept, simulated=True).total_s
             found += [(float(times[at]), choice_at(kept, at)) for at in range(len(kept))]
@@ -189,13 +189,13 @@ def test_no_layout_is_faster_than_its_bound_and_none_needs_other_memory_than_is_
         few = group.take(slice(None, None, 7))
         bound, exact = (step_time(asked, few, simulated=on).total_s for on in (False, True))
         assert np.all(bound <= exact * (1 + 1e-9)), group.shared
-        assert reserved_bytes(asked, few) == pytest.approx(memory.of(asked, few).reserved_bytes, rel=1e-12)
+        assert reserved_bytes(asked, few) == pytest.approx(memory.estimate_memory(asked, few).reserved_bytes, rel=1e-12)
 
 
 @pytest.mark.prove
 def test_where_nothing_fits_the_nearest_is_the_least_of_all_and_every_remedy_works():
     roomy = job(DEEP, "h100:4/4", 8, 32768)
-    needed = min(memory.of(roomy, group).reserved_bytes.min() for group in groups(roomy))
+    needed = min(memory.estimate_memory(roomy, group).reserved_bytes.min() for group in groups(roomy))
     # Memory for the leanest layout, but for the margin.
     asked = job(DEEP, "h100:4/4", 8, 32768, memory_gib=1.01 * needed / GiB)
     found = search(asked)
@@ -203,7 +203,7 @@ def test_where_nothing_fits_the_nearest_is_the_least_of_all_and_every_remedy_wor
     assert found.survey.nearest_bytes == pytest.approx(needed)
     nearest = found.survey.nearest
     assert nearest is not None
-    assert memory.of(asked, nearest.candidates).reserved_bytes[0] == pytest.approx(needed)
+    assert memory.estimate_memory(asked, nearest.candidates).reserved_bytes[0] == pytest.approx(needed)
     named = {remedy.what: remedy.job for remedy in remedies(asked, 0.1)}
     no_margin = next(what for what in named if "--memory-margin 0" in what)
     assert search(named.pop(no_margin), memory_margin=0.0).best
@@ -309,7 +309,7 @@ def test_of_layouts_that_cost_the_same_the_simplest_is_listed_and_the_others_are
         assert (choice.layout.zero, {other.layout.zero for other in others}) == (1, {3}), choice
     assert "also with zero=3" in left_out(found.best, found.equals)
     first, others = next((each, others) for each, others in zip(found.best, found.equals, strict=True) if others)
-    same = Alternative("another zero", PricedLayout.of(found.job, others[0]), None)
+    same = Alternative("another zero", PricedLayout.from_choice(found.job, others[0]), None)
     assert same.as_fast(first)
     assert also_fast(first, [same]) == "zero=3"
 

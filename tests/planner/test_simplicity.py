@@ -16,7 +16,7 @@ SLOW = "dp_shard=8,zero=2,recompute=full"
 def simplest_of(*texts: str, on: str = "h100:8") -> str:
     """The simplest of layouts, the first of which is the fastest."""
     the_job = job(on=on, global_batch=128)
-    every = [PricedLayout.of(the_job, read(text)) for text in texts]
+    every = [PricedLayout.from_choice(the_job, read(text)) for text in texts]
     steps = np.array([each.step_s for each in every])
     pool = LayoutPool(the_job, [each.choice.candidates for each in every], steps, np.zeros(len(every)))
     result = simplest([every[0], *simplest_near(every[0], pool)])
@@ -59,7 +59,10 @@ def test_the_simplest_layout_near_the_fastest_is_shown_though_it_does_not_tie():
     assert simplest_of(PIPED, SLOW, PLAIN) == PLAIN, "of equally simple ones the fastest"
     far = "dp_shard=8,zero=3,recompute=full,offload_activations=cpu,offload_parameters=cpu,offload_optimizer=cpu"
     the_job = job(on="h100:8", global_batch=128)
-    assert PricedLayout.of(the_job, read(far)).step_s > NEAR * PricedLayout.of(the_job, read(PIPED)).step_s
+    assert (
+        PricedLayout.from_choice(the_job, read(far)).step_s
+        > NEAR * PricedLayout.from_choice(the_job, read(PIPED)).step_s
+    )
     assert simplest_of(PIPED, far) == PIPED
 
 

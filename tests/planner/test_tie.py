@@ -22,7 +22,7 @@ def within(share: float, moved: float = 0.0) -> Job:
 
 
 def priced(the_job: Job, text: str) -> PricedLayout:
-    return PricedLayout.of(the_job, read(text))
+    return PricedLayout.from_choice(the_job, read(text))
 
 
 def apart(one: str, other: str) -> float:

@@ -18,7 +18,7 @@ SHARDED = "dp_shard=16,zero=3,micro_batch=1"
 
 
 def told(job: Job, text: str) -> list[str]:
-    return warnings(PricedLayout.of(job, read(text)))
+    return warnings(PricedLayout.from_choice(job, read(text)))
 
 
 @pytest.mark.parametrize("text", [SHARDED, "tp=8,dp_shard=2", "tp=4,pp=2,dp_shard=2,zero=1"])

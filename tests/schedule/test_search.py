@@ -71,7 +71,7 @@ def test_a_search_reaches_the_bound_where_a_microbatch_that_waits_keeps_everythi
         ran = simulate(search(p, m, times, limit, kept_for_weight=1.0), times)
         assert ran.bubble_rate <= published + ROUNDED
         assert ran.bubble_rate == pytest.approx(
-            _bubble_of_bound(ScheduleProblem.of(p, m, times, limit, 1.0)), abs=ROUNDED
+            _bubble_of_bound(ScheduleProblem.from_times(p, m, times, limit, 1.0)), abs=ROUNDED
         )
         assert max(ran.peak_memory(1.0)) <= limit
 
@@ -79,13 +79,16 @@ def test_a_search_reaches_the_bound_where_a_microbatch_that_waits_keeps_everythi
 def test_zb_h1_and_zb_h2_are_the_best_there_is_for_their_memory():
     for p, m, f, i, w, comm, h1, h2 in PUBLISHED:
         for limit, published in ((p, h1), (2 * p - 1, h2)):
-            bound = _bubble_of_bound(ScheduleProblem.of(p, m, Times(f, i, w, comm), limit, 1.0))
+            bound = _bubble_of_bound(ScheduleProblem.from_times(p, m, Times(f, i, w, comm), limit, 1.0))
             assert bound == pytest.approx(published, abs=2 * ROUNDED)
 
 
 def test_the_bubble_of_zb_2p_needs_activations_that_i_lets_go():
     p, m, *times, _, _ = PUBLISHED[0]
-    bounds = [_bubble_of_bound(ScheduleProblem.of(p, m, Times(*times), 2 * p, kept)) for kept in (1.0, KEPT_FOR_WEIGHT)]
+    bounds = [
+        _bubble_of_bound(ScheduleProblem.from_times(p, m, Times(*times), 2 * p, kept))
+        for kept in (1.0, KEPT_FOR_WEIGHT)
+    ]
     assert bounds == pytest.approx([0.1015, 0.0433], abs=ROUNDED)
     paper = 32 / (34 + 5 * 24 * 1024 / 2304)
     assert pytest.approx(paper, abs=0.01) == KEPT_FOR_WEIGHT
@@ -122,7 +125,7 @@ def test_any_search_is_complete_within_its_limit_and_never_worse_than_the_hand_m
     assert (auto.n_stages, auto.n_microbatches, auto.splits_backward) == (p, m, True)
     ran = simulate(auto, times)
     assert max(ran.peak_memory(kept)) <= limit + 1e-6
-    assert ran.cost >= least_cost(ScheduleProblem.of(p, m, times, limit, kept)) * (1 - 1e-9)
+    assert ran.cost >= least_cost(ScheduleProblem.from_times(p, m, times, limit, kept)) * (1 - 1e-9)
     for hand_made in (_one_f_one_b_within(p, m, limit), one_f_one_b(p, m), zb_h1(p, m), zb_h2(p, m)):
         other = simulate(hand_made, times)
         if max(other.peak_memory(kept)) <= limit:
@@ -140,7 +143,7 @@ def test_any_search_is_complete_within_its_limit_and_never_worse_than_the_hand_m
 def test_a_search_finds_the_optimum_where_all_orders_can_be_tried(size, fiw, comm, limit, kept):
     times = Times(*fiw, comm=comm)
     optimum = _optimum(*size, times, limit, kept)
-    assert least_cost(ScheduleProblem.of(*size, times, limit, kept)) <= optimum * (1 + 1e-9)
+    assert least_cost(ScheduleProblem.from_times(*size, times, limit, kept)) <= optimum * (1 + 1e-9)
     assert simulate(search(*size, times, limit, kept_for_weight=kept), times).cost == pytest.approx(optimum)
 
 

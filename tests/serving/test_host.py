@@ -31,7 +31,7 @@ from tests.measuring.machines import (
 )
 from tests.serving.cases import scheduler
 
-ONE, TWO = Settings.of([Degrees(1)]), Settings.of([Degrees(2)])
+ONE, TWO = Settings.from_layouts([Degrees(1)]), Settings.from_layouts([Degrees(2)])
 PASSES = GenerationPoints(
     layer_s=500e-6, pass_s=600e-6, request_s=30e-6, sequence_s=4e-6, prompt_s=60e-6, split_layer_s=1300e-6,
     split_pass_s=2000e-6, matmuls=weights_points(), cached=cached_points(),

@@ -182,7 +182,9 @@ def test_a_split_of_a_cluster_keeps_the_limits_for_95_of_100():
     assert found.tpot_s(95) <= 0.03
     assert found.ttft_s(95) <= 1.5
     assert 0.5 * split.per_s < found.tokens_per_s / 512 < 1.1 * split.per_s
-    assert found.crossed.transfer_s.min() >= float(transfer_s(there, Settings.of([split.prefill]))[0]) * (1 - 1e-9)
+    assert found.crossed.transfer_s.min() >= float(transfer_s(there, Settings.from_layouts([split.prefill]))[0]) * (
+        1 - 1e-9
+    )
     one = simulated(there, split, 1)
     assert one.ttft_s(95) < found.ttft_s(95)
 

@@ -124,6 +124,6 @@ def test_closed_forms_are_near_the_simulation():
 
 
 def test_settings_of_layouts_are_arrays_of_their_degrees():
-    settings = Settings.of([Degrees(2, 3, 4, 8), Degrees(1)])
+    settings = Settings.from_layouts([Degrees(2, 3, 4, 8), Degrees(1)])
     assert settings.size.tolist() == [24, 1]
     assert settings.expert_tp.tolist() == [1, 1]

@@ -14,7 +14,7 @@ from shardwright.serving.work import latency_s, period_s
 from shardwright.units import GiB
 from tests.serving.cases import IDEAL, serving
 
-ONE = Settings.of([Degrees(1)])
+ONE = Settings.from_layouts([Degrees(1)])
 
 
 def test_a_token_of_one_request_takes_as_long_as_reading_weights_and_cache():
@@ -39,7 +39,7 @@ def test_a_long_prompt_takes_as_long_as_its_flops():
 
 def test_experts_that_a_batch_touches_are_those_that_random_choices_touch():
     there = serving("qwen3-235b-a22b", "h100:8", precision="fp8", rates=replace(IDEAL, matmul_share=1e9))
-    settings, moe = Settings.of([Degrees(8, ep=8)]), there.model.moe
+    settings, moe = Settings.from_layouts([Degrees(8, ep=8)]), there.model.moe
     assert moe is not None
     random = np.random.default_rng(0)
     for tokens in (1, 16, 200):
@@ -55,7 +55,7 @@ def test_experts_that_a_batch_touches_are_those_that_random_choices_touch():
 
 def test_time_grows_with_requests_context_and_prompts():
     there = serving("llama-3.1-70b", "h100:8", precision="fp8")
-    settings = Settings.of([Degrees(tp) for tp in (1, 2, 4, 8)])
+    settings = Settings.from_layouts([Degrees(tp) for tp in (1, 2, 4, 8)])
     base = PassBatch(requests=8.0, context=1000.0, logits=8.0)
     least = period_s(there, settings, base)
     for more in ({"requests": 64.0}, {"context": 8000.0}, {"prompt": 512.0, "attended": 256.0}, {"drafted": 4.0}):
@@ -65,7 +65,7 @@ def test_time_grows_with_requests_context_and_prompts():
 
 def test_a_pipeline_has_as_many_tokens_a_second_and_waits_for_its_stages():
     there = serving("llama-3.1-70b", "h100:8", rates=IDEAL)
-    one, four = (Settings.of([Degrees(1, pp)]) for pp in (1, 4))
+    one, four = (Settings.from_layouts([Degrees(1, pp)]) for pp in (1, 4))
     together = period_s(there, one, PassBatch(requests=1.0, logits=1.0))
     apart = period_s(there, four, PassBatch(requests=4.0, logits=4.0))
     assert float(apart[0]) == pytest.approx(float(together[0]), rel=0.1)
@@ -82,7 +82,7 @@ def test_weights_and_cache_of_one_rank_are_those_of_the_model(model: str):
 
 def test_experts_of_dp_attention_are_shared_by_all_ranks_and_the_rest_is_not():
     there = serving("deepseek-v3", "h100:8")
-    found = memory(there, Settings.of([Degrees(8, ep=8), Degrees(1, dp=8, ep=8)]), UNNAMED)
+    found = memory(there, Settings.from_layouts([Degrees(8, ep=8), Degrees(1, dp=8, ep=8)]), UNNAMED)
     experts = sum(block.expert_numel * len(layers) for block, layers in _blocks(there).items())
     rest = there.model.n_parameters - experts
     assert float(found.weights[1]) == pytest.approx(2 * (experts / 8 + rest), rel=1e-3)
@@ -118,7 +118,7 @@ def test_vllm_leaves_the_cache_what_its_sampler_does_not_need():
     vllm = engine_of("vllm")
     assert vllm is not None
     there = serving("qwen3-235b-a22b", "h100:4", precision="fp8", kv_precision="bf16")
-    four = Settings.of([Degrees(4)])
+    four = Settings.from_layouts([Degrees(4)])
     assert float(memory(there, four, vllm).cache[0]) / GiB == pytest.approx(8.11, rel=0.12)
     # Without the sampler, 14.7 GiB are planned.
     assert float(memory(there, four, replace(vllm, logit_bytes=0.0)).cache[0]) / GiB > 14

@@ -13,7 +13,7 @@ from shardwright.config import parse
 from shardwright.cost.collectives import all_to_all
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Candidates, Job
-from shardwright.cost.traffic import of_step
+from shardwright.cost.traffic import step_messages
 from shardwright.errors import ConfigError, LayoutError
 from shardwright.layout import Layout
 from shardwright.layout_keys import KEYS
@@ -146,7 +146,7 @@ def sent_in_a_step(layout: Layout) -> dict[str, int]:
 def sent_by_plan(layout: Layout) -> int:
     """The bytes of a step's compressed sums by the formulas of `plan --explain`."""
     job = Job(model=EVEN, cluster=cluster("h100:4/4"), seq_len=16, global_batch=96, precision="fp32")
-    messages = of_step(job, Candidates.of(layout, 96 // (ACCUMULATION * layout.data_ranks)), 0)
+    messages = step_messages(job, Candidates.from_layout(layout, 96 // (ACCUMULATION * layout.data_ranks)), 0)
     return round(sum(float(np.sum(each.n_bytes * each.calls)) for each in messages if each.collective is all_to_all))
 
 

@@ -132,7 +132,7 @@ def first_step(seq_len: int, spec: ModelSpec = PADDED.spec) -> tuple[float, Expe
         tokens_BT[:, 1:].masked_fill(padding_BT, IGNORE),
     )
     longer = (0, seq_len - 8)
-    batch = Batch.of(
+    batch = Batch.from_sequences(
         F.pad(inputs_BT, longer), F.pad(targets_BT, longer, value=IGNORE), torch.arange(4), 2, n_real_B=n_real_B
     )
     trainer = build_trainer(case, Layout(), PLAIN_SGD)

@@ -141,7 +141,7 @@ class DistributedModel:
         if (n_sequences, seq_len, micro_batch) not in self._checked:
             self._check(n_sequences, seq_len, micro_batch)
         first = (self._steps * self.layout.data_ranks + self.data_rank) * n_sequences
-        return Batch.of(tokens, targets, torch.arange(first, first + n_sequences), micro_batch)
+        return Batch.from_sequences(tokens, targets, torch.arange(first, first + n_sequences), micro_batch)
 
     def _check(self, n_sequences: int, seq_len: int, micro_batch: int) -> None:
         """Raises InputError or LayoutError for sizes that the layout cannot run."""

@@ -160,7 +160,7 @@ def _within_64_bits(given: Mapping[str, Any]) -> None:
         raise InputError(*wrong)
 
 
-def say(text: str) -> None:
+def print_text(text: str) -> None:
     """A line of text as it is, however wide the screen."""
     console.print(text, markup=False, soft_wrap=True)
 

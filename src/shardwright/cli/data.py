@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 from rich.text import Text
 
-from shardwright.cli.common import AsJson, console, error_console, print_json, say, verb
+from shardwright.cli.common import AsJson, console, error_console, print_json, print_text, verb
 from shardwright.data.inspect import inspect as inspect_folder
 from shardwright.data.prepare import PrepareProgress
 from shardwright.data.prepare import prepare as prepare_folder
@@ -175,7 +175,7 @@ class _Display(Progress):
         self.update(self._tasks_of[stage], completed=now.read_bytes, amount=amount)
         if self._lines and time.monotonic() - self._line_s >= PLAIN_LINE_EVERY_S:
             self._line_s = time.monotonic()
-            say(f"{stage}: {amount}")
+            print_text(f"{stage}: {amount}")
 
 
 def _print_summary(out: Path, manifest: DataManifest, elapsed_s: float) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwright.cli.common import AsJson, Overrides, print_json, progress, reading_verb, say, wrong_place
+from shardwright.cli.common import AsJson, Overrides, print_json, print_text, progress, reading_verb, wrong_place
 from shardwright.errors import InputError
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def dryrun(options: DryrunOptions) -> None:
     else:
         dryrun_text.print_dry_run(found, options.messages)
         for path in written:
-            say(f"written to {path}")
+            print_text(f"written to {path}")
     if not found.fits or found.disagreements:
         raise typer.Exit(1)
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from shardwright.cli.common import columns, console, print_table, say
+from shardwright.cli.common import columns, console, print_table, print_text
 from shardwright.dry_run.agreement import checked
 from shardwright.dry_run.length import step_length
 from shardwright.dry_run.record import KINDS, WAIT, RankRecord
@@ -17,16 +17,16 @@ def print_dry_run(found: "DryRun", messages: bool) -> None:
     """The verdict, the fullest rank, the others, and what the ranks do not agree on."""
     record = found.fullest
     layout = found.config.layout.layout()
-    say(f"rank {record.rank} of {layout.world_size}: {layout}")
+    print_text(f"rank {record.rank} of {layout.world_size}: {layout}")
     needed, limit = found.needed_bytes(record), found.how.limit_bytes
     verdict = "fits" if found.fits else "does not fit"
-    say(
+    print_text(
         f"{verdict}: {format_bytes(needed)} of the {format_bytes(limit)} that a rank may need; "
         f"{format_bytes(record.peak.n_bytes)} of tensors, and what the plan estimates for libraries and the allocator"
     )
     if record.repeats:
         n, n_run = found.config.accumulation, step_length(found.config).n_run
-        say(
+        print_text(
             f"{n_run} of {n} micro-batches were run: after the first ones the step repeats itself, so the peak is that "
             f"of all {n}, and calls, bytes and FLOPs are counted for all {n}"
         )
@@ -37,7 +37,7 @@ def print_dry_run(found: "DryRun", messages: bool) -> None:
         _print_ranks(found)
     for each in found.disagreements:
         console.print()
-        say(f"ranks do not agree: {each.sentence}")
+        print_text(f"ranks do not agree: {each.sentence}")
     if not found.fits:
         _print_remedies(found)
     if messages:
@@ -48,17 +48,17 @@ def _print_memory(found: "DryRun", record: RankRecord) -> None:
     peak = record.peak
     console.print()
     at = f", in {peak.module}" if peak.module else ""
-    say(f"peak in {peak.action}{at}, when {peak.op} allocates")
+    print_text(f"peak in {peak.action}{at}, when {peak.op} allocates")
     table = columns("kind", "at the peak", "its own peak", left=1)
     for kind in KINDS:
         table.add_row(kind, format_bytes(peak.kinds[kind]), format_bytes(record.peak_of_kinds[kind]))
     print_table(table)
     if record.host_bytes:
-        say(f"besides, {format_bytes(record.host_bytes)} in the memory of the host")
+        print_text(f"besides, {format_bytes(record.host_bytes)} in the memory of the host")
     console.print()
     plan = found.plans[record.rank]
     if isinstance(plan, str):
-        say(f"no plan to compare with: {plan}")
+        print_text(f"no plan to compare with: {plan}")
         return
     table = columns("kinds", "dry run", "plan", "difference", left=1)
     for name, dry, by_plan in found.groups(record):
@@ -90,7 +90,7 @@ def _print_largest(record: RankRecord) -> None:
 def _print_traffic(found: "DryRun", record: RankRecord) -> None:
     console.print()
     if not record.messages:
-        say("no collectives and no messages")
+        print_text("no collectives and no messages")
         return
     plan = found.plans[record.rank]
     table = columns("axis", "operation", "calls", "bytes a step", "plan: calls", "bytes", left=2)
@@ -100,7 +100,7 @@ def _print_traffic(found: "DryRun", record: RankRecord) -> None:
     print_table(table)
     flops = sum(record.flops.values())
     by_plan_of = "" if isinstance(plan, str) else f"; by the plan {plan.flops / 1e12:.4g}, the mean of all ranks"
-    say(f"{flops / 1e12:.4g} TFLOP of matmuls and attention (not halved by the causal mask){by_plan_of}")
+    print_text(f"{flops / 1e12:.4g} TFLOP of matmuls and attention (not halved by the causal mask){by_plan_of}")
 
 
 def _print_ranks(found: "DryRun") -> None:
@@ -114,7 +114,7 @@ def _print_ranks(found: "DryRun") -> None:
     world_size = found.config.layout.layout().world_size
     of = "all ranks" if counts.ranks == world_size else f"{counts.ranks} of {world_size:,} ranks, one of each class"
     rules = "same collectives, order, counts and types; a receive for each send; no cycle if every call blocks"
-    say(
+    print_text(
         f"NCCL's rules {'are broken' if found.disagreements else 'hold'} over {counts.calls:,} calls of {of}, in "
         f"{counts.communicators:,} communicators, {counts.matched_sends:,} sends among them: {rules}"
     )
@@ -125,9 +125,11 @@ def _print_remedies(found: "DryRun") -> None:
         return
     console.print()
     for each in found.remedies:
-        say(f"fits with {each.change}: {format_bytes(each.needed_bytes)}")
+        print_text(f"fits with {each.change}: {format_bytes(each.needed_bytes)}")
     if not found.remedies:
-        say("none of the changes that were tried makes it fit; `shardwright plan` searches every layout of a cluster")
+        print_text(
+            "none of the changes that were tried makes it fit; `shardwright plan` searches every layout of a cluster"
+        )
 
 
 def _print_messages(record: RankRecord) -> None:

@@ -12,8 +12,8 @@ from shardwright.cli.common import (
     ModelArgument,
     layout_of,
     print_json,
+    print_text,
     reading_verb,
-    say,
     wrong_device,
     wrong_sizes,
 )
@@ -87,8 +87,8 @@ def eval(options: EvalOptions) -> None:
     if options.json:
         print_json(dataclasses.asdict(found))
     else:
-        say(f"perplexity {found.perplexity:.4f}, loss {found.loss:.5f} a token")
-        say(
+        print_text(f"perplexity {found.perplexity:.4f}, loss {found.loss:.5f} a token")
+        print_text(
             f"{format_count(found.n_tokens)} tokens: {found.n_samples} sequences of {found.seq_len} of the "
             f"{options.split} split in {', '.join(found.data)}"
         )

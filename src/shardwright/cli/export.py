@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from shardwright.cli.common import AsJson, print_json, reading_verb, say
+from shardwright.cli.common import AsJson, print_json, print_text, reading_verb
 from shardwright.errors import InputError
 from shardwright.units import format_bytes
 
@@ -48,9 +48,9 @@ def export(
         answer = {"out": str(out), "architecture": done.architecture.class_name, "dtype": done.dtype}
         print_json({**answer, "bytes": done.n_bytes, "remarks": list(done.remarks)})
         return
-    say(f"{done.architecture.class_name}, {done.dtype}, {format_bytes(done.n_bytes)} -> {out}")
+    print_text(f"{done.architecture.class_name}, {done.dtype}, {format_bytes(done.n_bytes)} -> {out}")
     for remark in done.remarks:
-        say(remark)
+        print_text(remark)
 
 
 def _bytes(text: str) -> int:

@@ -13,8 +13,8 @@ from shardwright.cli.common import (
     error_console,
     layout_of,
     print_json,
+    print_text,
     reading_verb,
-    say,
     wrong_device,
     wrong_sizes,
 )
@@ -119,7 +119,7 @@ def generate(options: GenerateOptions) -> None:
     for number, each in enumerate(answer.completions, start=1):
         if len(answer.completions) > 1:
             typer.echo(f"--- prompt {number} of {len(answer.completions)}")
-        say(visible(each.text if options.chat else each.prompt + each.text))
+        print_text(visible(each.text if options.chat else each.prompt + each.text))
     n_tokens = sum(each.n_tokens for each in answer.completions)
     error_console.print(
         f"[dim]{n_tokens} tokens, {answer.tokens_per_s:.3g} a second; cache {format_bytes(answer.cache_bytes)}"

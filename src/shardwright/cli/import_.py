@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from shardwright.cli.common import AsJson, print_json, say, verb
+from shardwright.cli.common import AsJson, print_json, print_text, verb
 from shardwright.units import format_bytes, format_count
 
 
@@ -40,14 +40,16 @@ def import_(
             }
         )
         return
-    say(f"{architecture}, {format_count(weights.spec.n_parameters)} parameters, {format_bytes(n_bytes)} -> {out}")
+    print_text(
+        f"{architecture}, {format_count(weights.spec.n_parameters)} parameters, {format_bytes(n_bytes)} -> {out}"
+    )
     if weights.folder.untied:
-        say(
+        print_text(
             "the head is not tied: config.json ties it to the embedding, and the files have a head with other values, "
             "which transformers keeps too"
         )
     for name, reason in weights.left_out.items():
-        say(f"left out: {name} ({reason})")
+        print_text(f"left out: {name} ({reason})")
     if weights.folder.tokenizer is None:
-        say("no tokenizer.json in it: data has to be prepared with a tokenizer of the same vocabulary")
-    say(f"  shardwright train RUN.toml --set model.from={out} --set init.weights={out}")
+        print_text("no tokenizer.json in it: data has to be prepared with a tokenizer of the same vocabulary")
+    print_text(f"  shardwright train RUN.toml --set model.from={out} --set init.weights={out}")

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwright.cli.common import AsJson, error_console, print_json, say, verb, wrong_device, wrong_place, wrong_sizes
+from shardwright.cli.common import (
+    AsJson,
+    error_console,
+    print_json,
+    print_text,
+    verb,
+    wrong_device,
+    wrong_place,
+    wrong_sizes,
+)
 from shardwright.errors import InputError
 
 if TYPE_CHECKING:
@@ -132,9 +141,9 @@ def _tell(machine: "MachineMeasurements", options: MeasureOptions) -> None:
         return
     _print(machine)
     for path in filter(None, (options.out, options.html)):
-        say(f"written to {path}")
+        print_text(f"written to {path}")
     if options.out is not None:
-        say(f"  shardwright plan RUN.toml --hardware {options.out} --cluster {name}:{machine.ranks[-1].ranks}")
+        print_text(f"  shardwright plan RUN.toml --hardware {options.out} --cluster {name}:{machine.ranks[-1].ranks}")
 
 
 def _print(machine: "MachineMeasurements") -> None:
@@ -142,7 +151,9 @@ def _print(machine: "MachineMeasurements") -> None:
     from shardwright.measuring.fit import copy_bytes_per_s, fit_link, fit_matmuls
     from shardwright.units import format_bytes, format_seconds
 
-    say(f"{machine.name}, {machine.cores} cores, measured in {format_seconds(machine.took_s)}, {machine.clock} seconds")
+    print_text(
+        f"{machine.name}, {machine.cores} cores, measured in {format_seconds(machine.took_s)}, {machine.clock} seconds"
+    )
     table = columns("ranks of a node", "threads", "precision", "TFLOP/s", "copy GB/s", "layer's launches us", left=0)
     for each in machine.ranks:
         for form, rate in fit_matmuls(each.matmuls).flops_per_s.items():
@@ -154,10 +165,10 @@ def _print(machine: "MachineMeasurements") -> None:
     for where, points in (("in a node", machine.inside), ("between nodes", machine.across)):
         if points:
             link = fit_link(points)
-            say(
+            print_text(
                 f"messages {where}: {format_bytes(link.bytes_per_s)}/s, {link.start_s * 1e6:.0f} us to start, "
                 f"{link.latency_s * 1e6:.0f} us each; the fit is off by {link.error:.0%}"
             )
-    say(f"disk: {format_bytes(machine.disk_bytes_per_s)}/s written")
+    print_text(f"disk: {format_bytes(machine.disk_bytes_per_s)}/s written")
     for remark in machine.remarks:
-        say(f"not measured: {remark}")
+        print_text(f"not measured: {remark}")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from shardwright.cli.common import console, error_console, print_json, reading_verb, say
-from shardwright.cli.plan_asked import PlanOptions, PlanRequest, ask, choice_of_run, priced_of
+from shardwright.cli.common import console, error_console, print_json, print_text, reading_verb
+from shardwright.cli.plan_asked import PlanOptions, PlanRequest, choice_of_run, priced_of, read_request
 from shardwright.errors import InputError, LayoutError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def plan(options: PlanOptions) -> None:
     if options.target == EVALUATE:
         _evaluate(options)
         return
-    asked = ask(options)
+    asked = read_request(options)
     if options.measured is not None:
         from shardwright.cli.plan_measured import compare_with_run
 
@@ -77,7 +77,7 @@ def _evaluate(options: PlanOptions) -> None:
         if options.runs is None:
             console.print(f"{MEASURED_RUNS.name}, the published runs that come with shardwright", soft_wrap=True)
         for line in report_lines(found):
-            say(line)
+            print_text(line)
     if not found.rows:
         raise typer.Exit(1)
 
@@ -233,6 +233,6 @@ def _tell_written(asked: PlanRequest, options: PlanOptions) -> None:
     console.print()
     if options.write is not None:
         new = "" if asked.config is None else f"; its out is a new folder, {_new_out(asked.config, options.write)}"
-        say(f"written to {options.write}{new}")
+        print_text(f"written to {options.write}{new}")
     if options.html is not None:
-        say(f"written to {options.html}")
+        print_text(f"written to {options.html}")

@@ -173,7 +173,7 @@ class PlanRequest:
     fixed: "FixedChoices | None"
 
 
-def ask(options: PlanOptions) -> PlanRequest:
+def read_request(options: PlanOptions) -> PlanRequest:
     """What the options and the run file describe. Raises InputError with every problem of both at once."""
     target, model, cluster = options.target, options.model, options.cluster
     explains_file = options.explain is not None and options.explain.endswith(".toml")
@@ -328,7 +328,7 @@ def priced_of(job: "Job", choice: "Choice") -> "PricedLayout":
     from shardwright.planner.priced import PricedLayout
 
     estimate(job, choice.layout, choice.micro_batch)
-    return PricedLayout.of(job, choice)
+    return PricedLayout.from_choice(job, choice)
 
 
 def _read(run_file: str, wrong: list[str]) -> "RunConfig | None":

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from shardwright.cli.common import columns, console, error_console, print_json, print_table, say
+from shardwright.cli.common import columns, console, error_console, print_json, print_table, print_text
 from shardwright.cli.plan_asked import PlanOptions, PlanRequest, changed_cluster, no_peak
 from shardwright.errors import InputError, LayoutError, nearest
 from shardwright.units import GiB, format_count
@@ -116,4 +116,4 @@ def _print(asked: PlanRequest, found: "list[Plan]") -> None:
     print_table(table)
     if first is not None:
         low, high = (bound / first.step_s for bound in headline(first).interval_s)
-        say(f"80 % interval: {low:.0%} to {high:.0%} of what is predicted for the first")
+        print_text(f"80 % interval: {low:.0%} to {high:.0%} of what is predicted for the first")

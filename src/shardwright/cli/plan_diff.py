@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwright.cli.common import AsJson, columns, print_json, print_table, reading_verb, say
+from shardwright.cli.common import AsJson, columns, print_json, print_table, print_text, reading_verb
 from shardwright.errors import InputError
 
 if TYPE_CHECKING:
@@ -69,10 +69,10 @@ def plan_diff(options: PlanDiffOptions) -> None:
 
 
 def _priced(path: Path, cluster: str | None, hardware: Path | None) -> "PricedLayout":
-    from shardwright.cli.plan_asked import PlanOptions, ask, choice_of_run, priced_of
+    from shardwright.cli.plan_asked import PlanOptions, choice_of_run, priced_of, read_request
     from shardwright.planner.search import MARGIN, limit_bytes
 
-    asked = ask(PlanOptions(target=str(path), cluster=cluster, hardware=hardware))
+    asked = read_request(PlanOptions(target=str(path), cluster=cluster, hardware=hardware))
     assert asked.config is not None
     return priced_of(asked.job, choice_of_run(asked.config, asked.job, limit_bytes(asked.job, MARGIN)))
 
@@ -82,22 +82,22 @@ def _print(found: "PlanDifference", options: PlanDiffOptions) -> None:
 
     for name, path, each in (("A", options.a, found.a), ("B", options.b, found.b)):
         step, peak = format_seconds(each.step_s), format_bytes(each.peak_bytes)
-        say(f"{name}  {path}: {each.choice} on {each.job.cluster.name}: {step} a step, {peak}")
+        print_text(f"{name}  {path}: {each.choice} on {each.job.cluster.name}: {step} a step, {peak}")
     if found.choices:
-        say(f"differ in {', '.join(f'{name} {one} -> {other}' for name, (one, other) in found.choices.items())}")
-    say("")
+        print_text(f"differ in {', '.join(f'{name} {one} -> {other}' for name, (one, other) in found.choices.items())}")
+    print_text("")
     per = "a step" if found.a.job.tokens == found.b.job.tokens else "a token"
     if not found.time:
-        say("both take the same time")
+        print_text("both take the same time")
     else:
-        say(_verdict(found.slower, per))
+        print_text(_verdict(found.slower, per))
         _print_terms("time", "s", found.time, 1.0, (found.a.step_s, found.b.step_s))
         _print_why(found.time)
-    say("")
+    print_text("")
     if found.memory:
         _print_terms("memory of the fullest rank", "GiB", found.memory, GiB, (found.a.peak_bytes, found.b.peak_bytes))
     else:
-        say("both hold the same memory")
+        print_text("both hold the same memory")
 
 
 def _verdict(slower: float, per: str) -> str:
@@ -122,6 +122,6 @@ def _print_why(terms: "Sequence[DiffTerm]") -> None:
     for each in terms[:SHOWN]:
         if each.why:
             formula, *inputs = each.why
-            say(f"\n{each.name}: {formula}")
+            print_text(f"\n{each.name}: {formula}")
             for line in inputs:
-                say(f"  {line}")
+                print_text(f"  {line}")

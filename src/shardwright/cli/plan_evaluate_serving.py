@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from shardwright.cli.common import AsJson, console, print_json, say, verb
+from shardwright.cli.common import AsJson, console, print_json, print_text, verb
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,6 @@ def plan_evaluate_serving(options: EvaluateServingOptions) -> None:
         if options.runs is None:
             console.print(f"{MEASUREMENTS.name}, the published measurements that come with shardwright", soft_wrap=True)
         for line in report_lines(found, options.rows):
-            say(line)
+            print_text(line)
     if not found.rows:
         raise typer.Exit(1)

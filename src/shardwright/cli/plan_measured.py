@@ -1,6 +1,6 @@
 """shardwright plan RUN.toml --measured RUN_FOLDER: a finished run next to its plan."""
 
-from shardwright.cli.common import columns, console, print_json, print_table, say
+from shardwright.cli.common import columns, console, print_json, print_table, print_text
 from shardwright.cli.plan_asked import PlanOptions, PlanRequest, choice_of_run, priced_of
 
 
@@ -29,10 +29,10 @@ def compare_with_run(asked: PlanRequest, options: PlanOptions) -> None:
     console.print(f"[bold]{priced.choice}[/]", soft_wrap=True)
     n = result.n_records
     on = "" if result.device is None else f" on {result.device}"
-    say(f"{options.measured}, {result.steps}: medians of {n} {'record' if n == 1 else 'records'}{on}")
+    print_text(f"{options.measured}, {result.steps}: medians of {n} {'record' if n == 1 else 'records'}{on}")
     table = columns("", "planned", "measured", "measured / planned", left=1)
     for term in (*result.terms, *result.parts):
         ratio = "" if term.ratio is None else f"{term.ratio:.2f}"
         table.add_row(term.name, term.in_words(term.planned), term.in_words(term.measured), ratio)
     print_table(table)
-    say(result.largest)
+    print_text(result.largest)

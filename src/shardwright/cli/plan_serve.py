@@ -114,7 +114,7 @@ def plan_serve(options: PlanServeOptions) -> None:
 
     Exit codes: 0 found, 1 nothing fits or keeps the limits, 2 the input cannot be used.
     """
-    task, name = ask(options)
+    task, name = read_task(options)
     from shardwright.cli import plan_serve_text as text
 
     if options.explain is not None:
@@ -154,7 +154,7 @@ def _print(found: "ServingPlan", remedies: list[str]) -> None:
         text.print_plan(found)
 
 
-def ask(options: PlanServeOptions) -> "tuple[ServingTask, str]":
+def read_task(options: PlanServeOptions) -> "tuple[ServingTask, str]":
     """What is to be served, and the model's name. Raises InputError with every problem at once."""
     from shardwright.serving.engines import GENERATE
     from shardwright.serving.search import ServingTask, Speculation

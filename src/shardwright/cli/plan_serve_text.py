@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.table import Table
 
-from shardwright.cli.common import columns, console, print_table, say
+from shardwright.cli.common import columns, console, print_table, print_text
 from shardwright.serving.search import PERCENTILE, ServingPlan, ServingTask, SimulatedOption
 from shardwright.serving.simulate import ServedTimes
 from shardwright.serving.words import SIMULATED, reasons, simulated_cells, usable
@@ -23,7 +23,7 @@ POINTS = 12
 def print_task(task: ServingTask, name: str, n_settings: int) -> None:
     """What is served, and how many ways were priced."""
     serving = task.serving
-    say(
+    print_text(
         f"{name}, {format_count(serving.model.n_parameters)} parameters, on {serving.cluster.name}: prompts of "
         f"{task.input_len:,} tokens, answers of {task.output_len:,}; weights {serving.precision}, cache "
         f"{serving.kv_precision}; constants of {task.engine.name}"
@@ -39,7 +39,7 @@ def print_task(task: ServingTask, name: str, n_settings: int) -> None:
         if limit < inf
     ]
     said = f"; limits for {PERCENTILE} of 100 requests: {', '.join(limits)}" if limits else ""
-    say(f"{asked}{said}; {n_settings:,} settings priced")
+    print_text(f"{asked}{said}; {n_settings:,} settings priced")
 
 
 def print_plan(plan: ServingPlan) -> None:
@@ -47,7 +47,7 @@ def print_plan(plan: ServingPlan) -> None:
     task, best = plan.task, plan.best[0]
     console.print()
     _print_best(plan, best)
-    say(f"\nThe best {len(plan.best)}, simulated")
+    print_text(f"\nThe best {len(plan.best)}, simulated")
     table = columns(*SIMULATED, left=1)
     for each in plan.best:
         table.add_row(*simulated_cells(each))
@@ -64,7 +64,7 @@ def _print_best(plan: ServingPlan, best: SimulatedOption) -> None:
         float(np.broadcast_to(each, len(plan.layouts))[at])
         for each in (plan.memory.weights, plan.memory.working, plan.memory.token, plan.memory.cache)
     )
-    say(f"best: {best.layout}, at most {best.option.batch:,} requests in each instance")
+    print_text(f"best: {best.layout}, at most {best.option.batch:,} requests in each instance")
     table = columns("", "", left=2)
     table.show_header = False
     table.add_row("  tokens/s", f"{best.tokens_per_s:,.0f}; {best.per_accelerator:,.0f} of each accelerator, "
@@ -96,17 +96,17 @@ def _print_others(plan: ServingPlan) -> None:
     found = list(islice(reasons(plan), OTHERS))
     if not found:
         return
-    say("\nOther layouts, by closed forms")
+    print_text("\nOther layouts, by closed forms")
     table = columns("layout", "why not", left=2)
     for layout, _, why in found:
         table.add_row(str(layout), why)
     print_table(table)
     if (more := len(plan.layouts) - 1 - len(found)) > 0:
-        say(f"and {more:,} more")
+        print_text(f"and {more:,} more")
 
 
 def _print_pareto(plan: ServingPlan) -> None:
-    say("\nTokens/s of an accelerator against those of a user; no setting has more of both")
+    print_text("\nTokens/s of an accelerator against those of a user; no setting has more of both")
     table = columns("of a user", "of an accelerator", "batch", "layout", left=0)
     table.columns[-1].justify = "left"
     step = max(1, -(-len(plan.pareto) // POINTS))
@@ -122,12 +122,12 @@ def print_nothing_fits(plan: ServingPlan, remedies: list[str]) -> None:
     weights = float(np.broadcast_to(plan.memory.weights, len(plan.layouts))[least])
     working = float(np.broadcast_to(plan.memory.working, len(plan.layouts))[least])
     token = float(np.broadcast_to(plan.memory.token, len(plan.layouts))[least])
-    say(
+    print_text(
         f"\nnothing fits: {plan.layouts[least]} needs least, {format_bytes(weights)} of weights + "
         f"{format_bytes(working)} of working memory + {format_bytes(token * plan.task.length)} for one request, of "
         f"{usable(plan.task)}"
     )
-    say(
+    print_text(
         f"would fit: {'; '.join(remedies)}"
         if remedies
         else "no other precision and no larger cluster would make it fit"
@@ -140,23 +140,25 @@ def print_no_limits_kept(plan: ServingPlan) -> None:
     first = min(plan.options, key=lambda each: each.ttft_s)
     further = min(plan.options, key=lambda each: each.tpot_s)
     most = max(plan.options, key=lambda each: each.tokens_per_s)
-    say("\nno layout keeps the limits")
+    print_text("\nno layout keeps the limits")
     if task.ttft_s < inf:
-        say(f"  shortest time to the first token: {format_seconds(first.ttft_s)}, {first.layout} with {first.batch}")
+        print_text(
+            f"  shortest time to the first token: {format_seconds(first.ttft_s)}, {first.layout} with {first.batch}"
+        )
     if task.tpot_s < inf:
-        say(
+        print_text(
             f"  shortest time of a further token: {format_seconds(further.tpot_s)}, {further.layout} with "
             f"{further.batch}"
         )
     if task.rate_per_s is not None:
         said = f"{most.tokens_per_s / task.output_len:.3g} requests/s, {most.layout} with {most.batch}"
-        say(f"  most requests: {said}; {task.rate_per_s:g} requests/s were asked for")
+        print_text(f"  most requests: {said}; {task.rate_per_s:g} requests/s were asked for")
     if plan.missed:
         nearest = min(
             plan.missed,
             key=lambda each: max(each.ttft_s(PERCENTILE) / task.ttft_s, each.tpot_s(PERCENTILE) / task.tpot_s),
         )
-        say(
+        print_text(
             f"  nearest as simulated: {nearest.layout} with {nearest.option.batch}: {PERCENTILE} of 100 requests have "
             f"their first token within {format_seconds(nearest.ttft_s(PERCENTILE))} and further ones within "
             f"{format_seconds(nearest.tpot_s(PERCENTILE))}"
@@ -165,9 +167,9 @@ def print_no_limits_kept(plan: ServingPlan) -> None:
 
 def print_separate(task: ServingTask, apart: "SimulatedSplit | None", plan: ServingPlan) -> None:
     """Prefill and decode on separate accelerators, against together."""
-    say("\nPrefill and decode on separate accelerators, simulated")
+    print_text("\nPrefill and decode on separate accelerators, simulated")
     if apart is None:
-        say("  no split of the cluster fits and keeps the limits")
+        print_text("  no split of the cluster fits and keeps the limits")
         return
     split, crossed = apart.split, apart.crossed
     together = ""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from shardwright.cli.common import columns, console, print_table, say
+from shardwright.cli.common import columns, console, print_table, print_text
 from shardwright.cost.job import Job
 from shardwright.planner.alternatives import Alternative
 from shardwright.planner.batches import NearBatch
@@ -11,7 +11,7 @@ from shardwright.planner.interval import unmeasured
 from shardwright.planner.nearest import PlanRemedy
 from shardwright.planner.priced import PricedLayout, shortage
 from shardwright.planner.search import Plan
-from shardwright.planner.warnings import of_job, warnings
+from shardwright.planner.warnings import job_warnings, warnings
 from shardwright.planner.words import (
     ALIKE,
     also_fast,
@@ -19,10 +19,10 @@ from shardwright.planner.words import (
     compared,
     difference,
     fewer_accelerators,
+    host_limit_in_words,
     host_row,
     left_out,
     merged,
-    or_of_host,
     remarks,
     verdict,
     why,
@@ -73,11 +73,11 @@ def print_plan(
     )
     _print_compared(plan, taken, own)
     if whole is not plan:
-        say(fewer_accelerators(plan, whole))
+        print_text(fewer_accelerators(plan, whole))
     for remark in remarks(plan):
-        say(remark)
+        print_text(remark)
     for each in batches:
-        say(
+        print_text(
             f"--global-batch {each.global_batch} takes {each.saved:.1%} less time for a token, with "
             f"{each.plan.best[0].choice}"
         )
@@ -85,12 +85,12 @@ def print_plan(
     print_layout(taken, plan.limit_bytes, budget_tokens)
     if taken.choice != plan.best[0].choice:
         console.print(f"\n[bold]fastest[/]: {plan.best[0].choice}", soft_wrap=True)
-        say(f"  {why(taken, Alternative('fastest', plan.best[0], None))}")
+        print_text(f"  {why(taken, Alternative('fastest', plan.best[0], None))}")
     if len(plan.best) > 1:
         console.print(f"\n[bold]Of the fastest {len(plan.best)}[/]")
         _print_top(plan, taken)
     if equal := left_out(plan.best, plan.equals):
-        say(equal)
+        print_text(equal)
     rows = merged(alternatives)
     if rows:
         console.print("\n[bold]Why not another[/]")
@@ -134,7 +134,7 @@ def print_layout(priced: PricedLayout, limit_bytes: float, budget_tokens: float 
     console.print()
     _print_memory(priced, limit_bytes)
     if priced.host_bytes_per_node:
-        say(f"memory of the host: {host_row(priced)}")
+        print_text(f"memory of the host: {host_row(priced)}")
     _print_warnings(warnings(priced))
 
 
@@ -152,25 +152,25 @@ def print_nothing_fits(plan: Plan, margin: float, remedies: Sequence[PlanRemedy]
     nearest, memory = plan.survey.nearest, plan.job.cluster.accelerator.memory_bytes
     console.print(
         f"[bold red]nothing fits:[/] all {plan.survey.n_layouts:,} layouts{_restricted(plan)} need more than "
-        f"{format_bytes(plan.limit_bytes)} ({1 - margin:.0%} of {format_bytes(memory)}){or_of_host(plan)}",
+        f"{format_bytes(plan.limit_bytes)} ({1 - margin:.0%} of {format_bytes(memory)}){host_limit_in_words(plan)}",
         soft_wrap=True,
     )
     assert nearest is not None
-    say(f"nearest: {nearest} needs {shortage(plan.job, nearest, plan.survey.nearest_bytes, plan.limit_bytes)}")
+    print_text(f"nearest: {nearest} needs {shortage(plan.job, nearest, plan.survey.nearest_bytes, plan.limit_bytes)}")
     if remedies:
         console.print("what would make it fit, each tried by itself:")
         for each in remedies:
-            say(f"  {each.what}")
+            print_text(f"  {each.what}")
     else:
         console.print("no single change that was tried (accelerators, sequence length, precision) makes it fit")
-    _print_warnings(list(of_job(plan.job)))
+    _print_warnings(list(job_warnings(plan.job)))
 
 
 def print_explained(lines: Iterable[str]) -> None:
     """Every formula with its numbers, by section."""
     for line in lines:
         if line.startswith(" "):
-            say(line)
+            print_text(line)
         else:
             console.print(f"[bold]{line}[/]")
 
@@ -228,7 +228,7 @@ def _print_warnings(found: Sequence[str]) -> None:
         console.print()
     for warning in found:
         console.print("[bold yellow]warning:[/] ", end="")
-        say(warning)
+        print_text(warning)
 
 
 def _print_top(plan: Plan, taken: PricedLayout) -> None:
@@ -247,11 +247,11 @@ def _print_top(plan: Plan, taken: PricedLayout) -> None:
         )
     console.print(table)
     if more := len(plan.best) - len(rows):
-        say(f"{more} more of them differ from one of these in one choice, and by less than {ALIKE:.0%}")
+        print_text(f"{more} more of them differ from one of these in one choice, and by less than {ALIKE:.0%}")
 
 
 def _print_alternatives(best: PricedLayout, rows: Sequence[tuple[str, Alternative]], limit_bytes: float) -> None:
     for name, each in rows:
         console.print(f"[bold]{name}[/]: {verdict(best, each, limit_bytes)}", soft_wrap=True)
-        say(f"  {each.choice}")
-        say(f"  {why(best, each)}")
+        print_text(f"  {each.choice}")
+        print_text(f"  {why(best, each)}")

@@ -12,8 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shardwright.cli.common import AsJson, print_json, verb
-from shardwright.cli.common import say as tell
+from shardwright.cli.common import AsJson, print_json, print_text, verb
 from shardwright.config import RunConfig, load
 from shardwright.errors import DataError
 from shardwright.files import new_folder
@@ -101,7 +100,7 @@ def quickstart(
     places = QuickstartPaths(
         corpus=out / "corpus", data=out / "data", run_file=out / "quickstart.toml", run=out / "run"
     )
-    say = (lambda text: None) if json else tell
+    say = (lambda text: None) if json else print_text
     began = time.monotonic()
     _gather(places.corpus, say)
     vocab_size = _tokenise(places, say)
@@ -240,11 +239,11 @@ def _next_steps(answer: dict[str, Any], places: QuickstartPaths, seconds: float)
         "checkpoint": answer["checkpoint"],
         "tokens": places.data,
     }
-    tell(f"\nWhere everything is ({format_seconds(seconds)} in all)")
+    print_text(f"\nWhere everything is ({format_seconds(seconds)} in all)")
     for name, path in rows.items():
-        tell(f"  {name:<11} {path}")
+        print_text(f"  {name:<11} {path}")
     command = "shardwright" if shutil.which("shardwright") else sys.argv[0]
-    tell(
+    print_text(
         f"""
 What to try next
   {command} generate {run} --prompt "import os"

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from shardwright.cli.common import AsJson, console, print_json, reading_verb, say
+from shardwright.cli.common import AsJson, console, print_json, print_text, reading_verb
 from shardwright.errors import InputError
 from shardwright.report.comparison import comparison_rows, draw_losses, write_comparison
 from shardwright.report.curves import draw_curves
@@ -92,7 +92,7 @@ def report(
         last = run.faults[-1]
         rows.append(("events", told_of, f"(the last: {last.text.partition(chr(10))[0]})"))
     for name, value, remark in [*rows, *((name, path, "") for name, path in files.items())]:
-        say(f"  {name:<18} {value:<8} {remark}".rstrip())
+        print_text(f"  {name:<18} {value:<8} {remark}".rstrip())
 
 
 def _compare(runs: list[RunRecord], page: Path, picture: Path | None, timeline: Path | None, json: bool) -> None:
@@ -111,9 +111,9 @@ def _compare(runs: list[RunRecord], page: Path, picture: Path | None, timeline: 
         name, *numbers = row.items()
         console.print(f"[bold]{escape(name[1])}[/]")
         for key, value in numbers:
-            say(f"  {key:<18} {value}")
+            print_text(f"  {key:<18} {value}")
     for key, value in files.items():
-        say(f"{key:<20} {value}")
+        print_text(f"{key:<20} {value}")
 
 
 def _place_of_timeline(run: RunRecord, asked: Path | None) -> Path | None:

@@ -15,8 +15,8 @@ from shardwright.cli.common import (
     console,
     print_json,
     print_table,
+    print_text,
     reading_verb,
-    say,
     wrong_place,
     wrong_sizes,
 )
@@ -136,7 +136,7 @@ def schedule(options: ScheduleOptions) -> None:
     else:
         _print(simulations[0], kept)
     for path in written:
-        say(f"written to {path}")
+        print_text(f"written to {path}")
 
 
 def _check(options: ScheduleOptions) -> Times:
@@ -331,11 +331,11 @@ def _print_all(simulations: Sequence[Simulation], refused: dict[str, str], kept_
         if staggered := [each for each in simulations if each.schedule.staggered]:
             rates = ", ".join(f"{each.schedule.name} {_bubble_of_makespan(each):.1%}" for each in staggered)
             console.print()
-            say(f"* between a rank's own first and last action; of the makespan: {rates}")
+            print_text(f"* between a rank's own first and last action; of the makespan: {rates}")
     if refused:
         console.print("\nnot at these sizes:")
         for reason in refused.values():
-            say(f"  {reason}")
+            print_text(f"  {reason}")
 
 
 def _bubble_of_makespan(simulation: Simulation) -> float:

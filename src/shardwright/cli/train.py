@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from shardwright.cli.common import AsJson, Overrides, console, error_console, print_json, progress, say, verb
+from shardwright.cli.common import AsJson, Overrides, console, error_console, print_json, print_text, progress, verb
 from shardwright.config import RunConfig, load
 from shardwright.errors import InputError
 from shardwright.reference import keys
@@ -114,4 +114,4 @@ def _print_keys(json: bool) -> None:
     for key in listed:
         console.print(f"[bold]{key.path}[/]", end=" ", soft_wrap=True)
         default = key.default if key.default == "required" else f"default: {key.default}"
-        say(f"({key.type}; {default}): {key.description}")
+        print_text(f"({key.type}; {default}): {key.description}")

@@ -12,9 +12,9 @@ from shardwright.cli.common import (
     Overrides,
     error_console,
     print_json,
+    print_text,
     progress,
     reading_verb,
-    say,
     wrong_place,
 )
 from shardwright.cli.verify_text import MatrixLines, collect, print_report, sizes
@@ -165,7 +165,7 @@ def _reduced(verifier: "Verifier", config: "RunConfig", options: VerifyOptions) 
         _one(verifier, *pairs[0], None, options, f"{why}\n{sizes(config, pairs[0][0])}")
         return
     if not options.json:
-        say(why)
+        print_text(why)
     _matrix(verifier, pairs, options)
 
 
@@ -313,4 +313,4 @@ def _matrix(verifier: "Verifier", pairs: "Sequence[tuple[Case, Layout]]", option
 
 def _tell_written(options: VerifyOptions) -> None:
     if options.html is not None:
-        say(f"written to {options.html}")
+        print_text(f"written to {options.html}")

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from shardwright.cli.common import columns, console, error_console, print_table, say
+from shardwright.cli.common import columns, console, error_console, print_table, print_text
 from shardwright.units import format_seconds
 
 if TYPE_CHECKING:
@@ -44,10 +44,10 @@ def print_report(report: "Report", sizes: str) -> None:
     else:
         replicas = f", and {len(report.differing)} of {report.n_replicated} replicas" if report.differing else ""
         console.print(f"[bold red]not equal:[/] {len(failing)} of {count} {said}{replicas}", soft_wrap=True)
-        say(f"culprit: {report.culprit}")
+        print_text(f"culprit: {report.culprit}")
     console.print()
     console.print(f"[bold]{report.layout}[/] against [bold]{report.against}[/]", soft_wrap=True)
-    say(sizes)
+    print_text(sizes)
     console.print()
     table = columns("compared", "worst at", "step", "error", "tolerance", "equal", left=2)
     table.columns[-1].justify = "left"
@@ -68,12 +68,12 @@ def print_report(report: "Report", sizes: str) -> None:
     if report.differing:
         console.print(f"[bold red]{len(report.differing)} of {report.n_replicated} replicas differ between ranks[/]")
         for line in report.differing[:8]:
-            say(f"  {line}")
+            print_text(f"  {line}")
     elif report.n_replicated:
-        say(f"{report.n_replicated} tensors and numbers that several ranks hold: the same bits on all of them")
+        print_text(f"{report.n_replicated} tensors and numbers that several ranks hold: the same bits on all of them")
     for reason in dict.fromkeys(row.reason for row in report.rows):
-        say(f"tolerance: {reason}")
-    say("error: ||a - b|| / ||b|| of a tensor, |a - b| / |b| of a number, b the reference")
+        print_text(f"tolerance: {reason}")
+    print_text("error: ||a - b|| / ||b|| of a tensor, |a - b| / |b| of a number, b the reference")
 
 
 class MatrixLines:
@@ -110,16 +110,16 @@ class MatrixLines:
         console.print()
         for alike in self._reasons.values():
             others = f" (and {len(alike) - 1} alike, none wider)" if len(alike) > 1 else ""
-            say(f"tolerance: {max(alike, key=alike.__getitem__)}{others}")
+            print_text(f"tolerance: {max(alike, key=alike.__getitem__)}{others}")
         n_ranks, failed = reports[0].layout.world_size, [report for report in reports if report.crash]
         unequal = [report for report in reports if not report.equal and not report.crash]
         for reports_, colour, words in ((unequal, "red", "not equal"), (failed, "red", "failed")):
             if reports_:
                 console.print(f"[bold {colour}]{words}:[/] {len(reports_)} of {len(reports)} layouts")
                 for report in reports_:
-                    say(f"  {report.layout}")
+                    print_text(f"  {report.layout}")
         if unequal or failed:
-            say("for the culprit, verify one of them by its own --set layout...")
+            print_text("for the culprit, verify one of them by its own --set layout...")
         else:
             console.print(f"[bold green]equal:[/] all {len(reports)} layouts of {n_ranks} ranks")
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.live import Live
 
-from shardwright.cli.common import console, error_console, reading_verb, say
+from shardwright.cli.common import console, error_console, print_text, reading_verb
 from shardwright.cli.followed import SHOWN_LINES, FollowedRun, NewRecords
 from shardwright.cli.watch_page import page, state_in_words
 from shardwright.errors import InputError
@@ -92,14 +92,14 @@ def _lines(run: FollowedRun, news: NewRecords, every: float) -> None:
     while not run.has_ended:
         time.sleep(every)
         _say(run.look(), run.config.steps)
-    say(state_in_words(run))
+    print_text(state_in_words(run))
 
 
 def _say(news: NewRecords, steps: int, skip_events: int = 0) -> None:
     if skipped := news.n_losses - len(news.losses):
-        say(f"({skipped:,} lines before)")
+        print_text(f"({skipped:,} lines before)")
     for record in news.losses:
-        say(line(as_record(record), steps))
+        print_text(line(as_record(record), steps))
     for event in news.events[max(0, skip_events) :]:
-        say(f"{event.kind} after step {event.step}: {event.text.partition(chr(10))[0]}")
+        print_text(f"{event.kind} after step {event.step}: {event.text.partition(chr(10))[0]}")
     sys.stdout.flush()

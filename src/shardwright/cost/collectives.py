@@ -66,7 +66,7 @@ class Placement:
     nodes: Ints
 
     @staticmethod
-    def of(cluster: Cluster, size: ArrayLike, stride: ArrayLike) -> "Placement":
+    def on_cluster(cluster: Cluster, size: ArrayLike, stride: ArrayLike) -> "Placement":
         """The placement of groups on a cluster."""
         n, apart = np.asarray(size, dtype=np.int64), np.asarray(stride, dtype=np.int64)
         if cluster.nodes == 1:
@@ -114,7 +114,7 @@ def all_reduce(
     two nodes a tree could send S/g, since measurements there are at the ring's figure (86 and 91 of 100 GB/s on A100,
     NVIDIA/nccl-tests issues 175 and 100), and that switches can reduce across nodes as well.
     """
-    at = Placement.of(cluster, size, stride)
+    at = Placement.on_cluster(cluster, size, stride)
     if at.size.max() == 1:
         return np.zeros(np.broadcast_shapes(np.shape(n_bytes), at.size.shape))
     f, k, switch = _symbols(cluster, at, n_bytes), at.nodes, cluster.inside.switch_bytes_per_s
@@ -209,7 +209,7 @@ def point_to_point(
 
     The link across nodes counts if any pair is on two nodes; each sender has its own port.
     """
-    at = Placement.of(cluster, size, stride)
+    at = Placement.on_cluster(cluster, size, stride)
     found = np.zeros(np.broadcast_shapes(np.shape(n_bytes), at.size.shape))
     if at.size.max() == 1:
         return found
@@ -253,7 +253,7 @@ def _one_algorithm(
     what: str, cluster: Cluster, n_bytes: ArrayLike, size: ArrayLike, stride: ArrayLike,
     sent: Callable[[Formulas], _Sent], **more: float,
 ) -> Floats:  # fmt: skip
-    at = Placement.of(cluster, size, stride)
+    at = Placement.on_cluster(cluster, size, stride)
     if at.size.max() == 1:
         return np.zeros(np.broadcast_shapes(np.shape(n_bytes), at.size.shape))
     f = _symbols(cluster, at, n_bytes, **more)

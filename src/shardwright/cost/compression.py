@@ -39,7 +39,7 @@ class GradientSums:
     node_ranks: Ints | int = 1
 
     @staticmethod
-    def of(job: Job, layout: Layout, node_ranks: Ints | int) -> "GradientSums":
+    def from_layout(job: Job, layout: Layout, node_ranks: Ints | int) -> "GradientSums":
         """The sums of a layout over groups of which `node_ranks` ranks share a node."""
         given = layout.compress_gradients
         if given == "none" or given in POWERSGD:

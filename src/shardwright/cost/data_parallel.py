@@ -293,7 +293,7 @@ def stage_collectives(candidates: Candidates, zero: int) -> list[tuple[str, tupl
 def data_messages(job: Job, layout: Layout, what: str, group: ParameterGroup) -> list[PricedMessage]:
     """One of the collectives of a step for a group of parameters: messages for each block or bucket. `layout`: one that
     has the same way of compression as all candidates."""
-    name, sums = f"{what}, {group.name}", GradientSums.of(job, layout, group.node_ranks)
+    name, sums = f"{what}, {group.name}", GradientSums.from_layout(job, layout, group.node_ranks)
     count = group.again if what == GATHERED_AGAIN else group.count
     over_replicas = what in (SUMMED, ACROSS)
     most = group.calls_over_replicas if over_replicas else group.calls_again if what == GATHERED_AGAIN else group.calls
@@ -341,7 +341,7 @@ def replica_messages(
 def rank_parameters(job: Job, candidates: Candidates, rank: int | None = None) -> RankParameters:
     """The parameters of each candidate on a rank of `pp`, by default the one with the most."""
     cut = pipeline.stages(job, candidates)
-    held = parameters.of_ranks(job.model, cut, candidates.tp, candidates.ep)
+    held = parameters.tp_rank_parameters(job.model, cut, candidates.tp, candidates.ep)
     replicas, kv_replicas = parameters.with_partial_gradients(job.model, cut, candidates)
     blocks = np.array([len(layers) for layers in cut.layers])
     expert_blocks = sum((n for block, n in cut.of_kind.items() if block.experts), np.zeros_like(blocks))

@@ -31,7 +31,7 @@ class Estimate:
     @cached_property
     def memory(self) -> memory.MemoryEstimate:
         """The memory by rank of `pp`, as arrays with one candidate."""
-        return memory.of(self.job, self.candidates)
+        return memory.estimate_memory(self.job, self.candidates)
 
     @property
     def step_s(self) -> float:
@@ -80,4 +80,4 @@ def estimate(job: Job, layout: Layout, micro_batch: int = 1, recompute: str | No
         wrong += error.problems
     if wrong:
         raise LayoutError(*wrong)
-    return Estimate(job, Candidates.of(layout, micro_batch, recompute))
+    return Estimate(job, Candidates.from_layout(layout, micro_batch, recompute))

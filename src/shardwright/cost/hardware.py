@@ -24,7 +24,7 @@ from shardwright.cost.hardware_file import (
     known_tables,
     packaged,
 )
-from shardwright.cost.measured import RatesTable, of_ranks
+from shardwright.cost.measured import RatesTable, node_rates
 from shardwright.errors import InputError, nearest
 from shardwright.units import GiB, MiB, parsed_bytes
 
@@ -215,7 +215,7 @@ def evenly(size: int, largest: int) -> int:
 
 
 def _share(table: AcceleratorTable, ranks: int) -> float:
-    found = of_ranks(table.rates or {}, ranks, table.cores)
+    found = node_rates(table.rates or {}, ranks, table.cores)
     return 1.0 if found is None else found[1]
 
 
@@ -237,7 +237,7 @@ def _accelerator(name: str, table: AcceleratorTable, ranks: int | None = None) -
         workspace_bytes=(table.workspace_mib or 32) * MiB,
         sources=table.sources,
     )
-    measured = of_ranks(table.rates or {}, ranks or table.node_size, table.cores)
+    measured = node_rates(table.rates or {}, ranks or table.node_size, table.cores)
     if measured is None:
         return found
     rates, share = measured

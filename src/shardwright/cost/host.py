@@ -30,7 +30,9 @@ def host_bytes(job: Job, candidates: Candidates, pp_rank: int) -> dict[str, Floa
     if layout.offload_optimizer == "cpu":
         result["optimizer states"] = job.n_optimizer_states * job.state_bytes * n_parameters
     if layout.offload_activations == "cpu":
-        on_device = memory.of(job, replace(candidates, shared=layout.changed(offload_activations="none"))).kinds
+        on_device = memory.estimate_memory(
+            job, replace(candidates, shared=layout.changed(offload_activations="none"))
+        ).kinds
         result["activations"] = (on_device["activations"] + on_device["experts"])[:, pp_rank]
     return result
 

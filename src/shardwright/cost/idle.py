@@ -121,7 +121,7 @@ def _built(of: ScheduleInputs, m: int) -> Schedule:
 
 @lru_cache(maxsize=256)
 def _middle(of: ScheduleInputs, m: int, unit: int) -> "_SteadyRounds":
-    return _SteadyRounds.of(_built(of, m), _built(of, m - unit))
+    return _SteadyRounds.from_schedules(_built(of, m), _built(of, m - unit))
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class _SteadyRounds:
     repeats: list[tuple[int, range]]
 
     @staticmethod
-    def of(schedule: Schedule, shorter: Schedule) -> "_SteadyRounds":
+    def from_schedules(schedule: Schedule, shorter: Schedule) -> "_SteadyRounds":
         """`shorter`: the same schedule with a round less."""
         starts, _ = play(schedule, Times().of_stages(schedule.n_stages))
         order = sorted((start, rank, at) for rank, each in enumerate(starts) for at, start in enumerate(each))

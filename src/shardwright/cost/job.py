@@ -159,7 +159,7 @@ class Candidates:
     recompute: Ints
 
     @staticmethod
-    def of(layout: Layout, micro_batch: int, recompute: str | None = None) -> "Candidates":
+    def from_layout(layout: Layout, micro_batch: int, recompute: str | None = None) -> "Candidates":
         """One layout as arrays of length 1. `recompute`, if given, replaces the layout's."""
         own = {name: getattr(layout, name) for name in COLUMNS if name in KEYS}
         own |= {"micro_batch": micro_batch, "recompute": RECOMPUTE.index(recompute or layout.recompute)}

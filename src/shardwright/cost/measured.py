@@ -120,7 +120,7 @@ class RatesTable(HardwareTable):
     )
 
 
-def of_ranks(tables: Mapping[str, RatesTable], ranks: int, cores: int | None) -> tuple[RatesTable, float] | None:
+def node_rates(tables: Mapping[str, RatesTable], ranks: int, cores: int | None) -> tuple[RatesTable, float] | None:
     """The rates of a rank where a node has so many: those of the largest measured number that is not larger, and the
     share of a core of the measured rank that each has, where they share `cores`."""
     if not tables:

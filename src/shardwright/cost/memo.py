@@ -52,7 +52,7 @@ class Memo:
         self._last: dict[tuple[str, ...], tuple[Candidates, ColumnKeys]] = {}
 
     @staticmethod
-    def of(candidates: Candidates) -> "Memo":
+    def from_candidates(candidates: Candidates) -> "Memo":
         """One for these candidates alone."""
         values = {name: np.unique(getattr(candidates, name)).tolist() for name in COLUMNS}
         # Some of the layers may recompute nothing, and a layout may stand for others with like gradients.

@@ -110,7 +110,7 @@ class Curve:
         return np.sum(list(self.kinds.values()), axis=0)
 
 
-def of(job: Job, candidates: Candidates) -> MemoryEstimate:
+def estimate_memory(job: Job, candidates: Candidates) -> MemoryEstimate:
     """The memory of n candidates, whose batches have to be divisible and whose schedule has to be valid."""
     step = StepMemory(job, candidates)
     shape = (len(candidates), candidates.pp)
@@ -221,19 +221,19 @@ class StepMemory:
     ) -> None:
         self.job, self.candidates, self.memo = job, candidates, memo
         self.stages = stages or pipeline.stages(job, candidates)
-        self.held = parameters.of_ranks(
+        self.held = parameters.tp_rank_parameters(
             job.model, self.stages, candidates.tp, candidates.ep, vocabulary_multiple=job.stack.vocabulary_multiple
         )
 
     @cached_property
     def of_microbatch(self) -> MicrobatchBytes:
         """Bytes of a micro-batch in each stage."""
-        return stage_bytes.of_microbatch(self.job, self.candidates, self.stages, self.held, self.memo)
+        return stage_bytes.microbatch_bytes(self.job, self.candidates, self.stages, self.held, self.memo)
 
     @cached_property
     def sharded(self) -> ShardedBytes:
         """What each stage has for a part of the step."""
-        return ShardedBytes(*states.of_stages(self.job, self.candidates, self.stages, self.held))
+        return ShardedBytes(*states.stage_state_bytes(self.job, self.candidates, self.stages, self.held))
 
     @cached_property
     def of_stage(self) -> StageBytes:
@@ -243,7 +243,7 @@ class StepMemory:
     @cached_property
     def pools(self) -> Pools:
         """What the allocator holds apart."""
-        return pools.of_stages(self.job, self.candidates, self.stages, self.held, self.sharded.reduced)
+        return pools.stage_pools(self.job, self.candidates, self.stages, self.held, self.sharded.reduced)
 
     @cached_property
     def pooled_shards(self) -> ShardedBytes:
@@ -274,7 +274,7 @@ class StepMemory:
     @cached_property
     def states(self) -> dict[str, Floats]:
         """Parameters, gradients, optimizer states and other memory of the whole step, by kind, each (n, R)."""
-        return states.of_ranks(self.job, self.candidates, self.stages, self.held)
+        return states.rank_state_bytes(self.job, self.candidates, self.stages, self.held)
 
     def microbatches(self) -> Ints:
         """For each candidate a number of micro-batches with the same peaks as all of them, (n,)."""

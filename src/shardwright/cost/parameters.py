@@ -94,7 +94,7 @@ class RankParameters(NamedTuple):
     buckets: Ints
 
 
-def of_ranks(
+def tp_rank_parameters(
     model: ModelSpec, stages: Stages, tp: Ints, ep: Ints, tp_rank: int = 0, vocabulary_multiple: int = 0
 ) -> Parameters:
     """Parameters of rank `tp_rank` of each tp group, for n pairs of tp and ep.

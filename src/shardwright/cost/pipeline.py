@@ -169,7 +169,7 @@ def _stages(
     of_rank = np.array([sorted(layout.held_by(rank)) for rank in range(layout.pp)], dtype=np.int64)
     several = any(len(each) > 1 for each in layers)
     key = (layout.ways, len(layers), sizes)
-    return Stages(layers, of_kind, of_rank, several, ScheduleInputs.of(model, layout, seq_len), key)
+    return Stages(layers, of_kind, of_rank, several, ScheduleInputs.from_layout(model, layout, seq_len), key)
 
 
 @cache

@@ -47,7 +47,7 @@ def has_pools(job: Job) -> bool:
     return job.stack.pools and not job.stack.of_process
 
 
-def of_stages(job: Job, candidates: Candidates, stages: Stages, held: Parameters, reduced: Floats) -> Pools:
+def stage_pools(job: Job, candidates: Candidates, stages: Stages, held: Parameters, reduced: Floats) -> Pools:
     """The pools of stages. `held`: their parameters, `reduced`: their complete gradients."""
     fsdp = uses_fsdp(job, candidates)[:, None]
     alone = (candidates.world == 1)[:, None] & ~fsdp

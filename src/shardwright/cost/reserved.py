@@ -19,8 +19,8 @@ from shardwright.cost.memo import (
 
 
 def reserved_bytes(job: Job, candidates: Candidates, most: float = np.inf, memo: Memo | None = None) -> Floats:
-    """`memory.of(job, candidates).reserved_bytes`, (n,), in a fraction of the time for many candidates. Of those that
-    need more than `most` it may be a lower bound, above `most`. `memo`: of this job.
+    """`memory.estimate_memory(job, candidates).reserved_bytes`, (n,), in a fraction of the time for many candidates. Of
+    those that need more than `most` it may be a lower bound, above `most`. `memo`: of this job.
 
     Parameters, gradients and optimizer states are computed once for candidates that differ only in micro-batch and
     recomputation. Where they need no more than `most`, activations and temporary buffers follow, once for candidates
@@ -28,8 +28,8 @@ def reserved_bytes(job: Job, candidates: Candidates, most: float = np.inf, memo:
     """
     if not job.stack.keeps_gradients and np.any(candidates.world == 1):
         # One rank's gradients and pools depend on the micro-batch and on how many there are, and it has few layouts.
-        return memory.of(job, candidates).reserved_bytes
-    memo = memo or Memo.of(candidates)
+        return memory.estimate_memory(job, candidates).reserved_bytes
+    memo = memo or Memo.from_candidates(candidates)
     stages = pipeline.stages(job, candidates)
     table = memo.table(OF_STATES, "states", stages.key, others(candidates, NOT_OF_STATES))
     at = table.rows(candidates, lambda new: _whole_step(job, new))

@@ -56,7 +56,7 @@ class StageBytes(ShardedBytes, MicrobatchBytes):
         return StageBytes(**{name: values[rows] for name, values in vars(self).items()})
 
 
-def of_microbatch(
+def microbatch_bytes(
     job: Job, candidates: Candidates, stages: Stages, held: Parameters, memo: Memo | None = None
 ) -> MicrobatchBytes:
     """Of some stages; `held`: their parameters, `memo`: what is known of layers."""

@@ -15,7 +15,7 @@ In fp32 there are no master weights, but a stack that gathers from shards (`Stac
 beside the gathered weights with zero 1 and 2 too.
 
 Where a stack keeps no buffer for gradients (`Stack.keeps_gradients`), those of a stage exist from its first backward
-pass of a step on; after its last one they are sharded with zero 1 too (`of_stages`).
+pass of a step on; after its last one they are sharded with zero 1 too (`stage_state_bytes`).
 
 Source: ZeRO, arXiv 1910.02054, section 5, with 2, 2 and 12 bytes; Megatron-LM's distributed optimizer is stage 1 with
 2, 4 and 12. If a stack gathers from the master weights, zero 3 has no working weights except the gathered ones. With a
@@ -38,7 +38,7 @@ from shardwright.cost.secondary import again_ranks
 from shardwright.optimizers import OFFLOAD_CHUNK_BYTES
 
 
-def of_ranks(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> dict[str, Floats]:
+def rank_state_bytes(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> dict[str, Floats]:
     """Bytes by kind, each (n, R)."""
     stack, has_master = job.stack, job.precision != "fp32"
     sharded = candidates.zero == 3
@@ -265,7 +265,7 @@ def weight_gradient_bytes(job: Job) -> float:
     return job.stack.weight_gradient_bytes * job.element_bytes / 2
 
 
-def of_stages(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> tuple[Floats, ...]:
+def stage_state_bytes(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> tuple[Floats, ...]:
     """What a stage has for a part of the step, in bytes, each (n, S): its gradients while they accumulate, and once
     they are complete; the current block and the next one, as ZeRO-3 gathers them for a pass; and the last one, which
     is on its way while the backward pass of the head runs. A chunked loss runs that before, and in a loss that copies

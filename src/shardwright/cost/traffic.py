@@ -18,7 +18,7 @@ from shardwright.cost.parameters import RankParameters
 from shardwright.cost.step import StagePasses
 
 
-def of_step(job: Job, candidates: Candidates, rank: int) -> list[PricedMessage]:
+def step_messages(job: Job, candidates: Candidates, rank: int) -> list[PricedMessage]:
     """The messages of rank `rank` of `pp` in a step of one layout, with the calls of all its micro-batches; of sends
     only those that leave the rank."""
     m = int(candidates.microbatches(job.global_batch)[0])

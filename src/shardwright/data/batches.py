@@ -48,7 +48,7 @@ class Batch:
     n_real_AB: torch.Tensor | None = None
 
     @staticmethod
-    def of(
+    def from_sequences(
         tokens_BT: torch.Tensor,
         targets_BT: torch.Tensor,
         ids_B: torch.Tensor,

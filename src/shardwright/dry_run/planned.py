@@ -13,7 +13,7 @@ from shardwright.cost.estimate import estimate
 from shardwright.cost.flops import executed_flops
 from shardwright.cost.job import Candidates
 from shardwright.cost.stack import SHARDWRIGHT
-from shardwright.cost.traffic import of_step, shards_over_link
+from shardwright.cost.traffic import shards_over_link, step_messages
 from shardwright.dry_run.axes import axes_of
 from shardwright.dry_run.record import LINK, AxisTraffic, RankRecord
 from shardwright.errors import LayoutError
@@ -57,7 +57,7 @@ def planned(config: RunConfig, rank: int) -> PlannedRank | str:
     job = replace(job_of(config), stack=SHARDWRIGHT)  # a dry run compiles nothing
     try:
         memory = estimate(job, layout, config.batch.micro_batch).memory
-        candidates = Candidates.of(layout, config.batch.micro_batch)
+        candidates = Candidates.from_layout(layout, config.batch.micro_batch)
     except LayoutError as error:
         return str(error)
     pp_rank = layout.coordinates(rank)["pp"]
@@ -70,7 +70,7 @@ def planned(config: RunConfig, rank: int) -> PlannedRank | str:
         groups,
         MOMENTS[int(memory.moment[0, pp_rank])],
         float(executed_flops(job, candidates).full[0]) * job.seq_len * job.global_batch / layout.world_size,
-        _sent(of_step(job, candidates, pp_rank), layout, rank)
+        _sent(step_messages(job, candidates, pp_rank), layout, rank)
         | {
             (LINK, f"copy {where}"): AxisTraffic(*each)
             for where, each in shards_over_link(job, candidates, pp_rank).items()

@@ -23,7 +23,7 @@ from shardwright.dry_run.record import AxisTraffic, RankRecord, RecordedMessage
 from shardwright.errors import InputError, LayoutError
 from shardwright.planner.recomputation import peak_bytes
 from shardwright.units import parsed_bytes
-from shardwright.verification.progress import Tell, told
+from shardwright.verification.progress import Tell, report_progress
 
 TIMEOUT_S = 3600.0
 MOST_STEPS = 100
@@ -175,7 +175,7 @@ def _run(
 
     text = resolved_toml(config)
 
-    def of(rank: int) -> RankRecord:
+    def run_rank(rank: int) -> RankRecord:
         (record,) = run_ranks(_in_process, 1, text, rank, how, str(Path(folder, str(rank))), timeout_s=TIMEOUT_S)
         assert isinstance(record, RankRecord)
         return record
@@ -188,11 +188,11 @@ def _run(
     what = f"{what} of {f'{len(ranks)} ranks' if len(ranks) > 1 else f'rank {ranks[0]}'}"
     with (
         TemporaryDirectory(prefix="shardwright-dryrun-") as folder,
-        told(tell, what, n_begun, total, "actions"),
+        report_progress(tell, what, n_begun, total, "actions"),
         ThreadPoolExecutor(min(len(ranks), cpu_count() or 1)) as pool,
     ):
         try:
-            return list(pool.map(of, ranks))
+            return list(pool.map(run_rank, ranks))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             end_all()

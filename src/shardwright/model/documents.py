@@ -25,7 +25,7 @@ class Documents:
     positions_BT: Tensor | None = None
 
     @staticmethod
-    def of(lengths: Sequence[Sequence[int]], seq_len: int, *, restart: bool = False) -> "Documents":
+    def from_lengths(lengths: Sequence[Sequence[int]], seq_len: int, *, restart: bool = False) -> "Documents":
         """Return the documents of whole sequences of `seq_len` tokens; with `restart` each starts at position 0.
 
         Raises InputError for lengths below 1 or that do not add up to `seq_len`.

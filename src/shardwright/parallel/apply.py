@@ -82,7 +82,7 @@ def apply(
     experts_apart = spec.moe is not None and layout.ep * layout.tp > 1
     expert_mesh = build_expert_mesh(layout, device.type) if experts_apart else None
     sharded = experts_apart or needs_sharding(layout, compute_dtype, param_dtype)
-    compression = Compression.of(layout, mesh, expert_mesh)
+    compression = Compression.from_layout(layout, mesh, expert_mesh)
     secondary = build_secondary_groups(layout, mesh, expert_mesh)
     shards: list[Sharded] = []
     stores: list[ActivationsOnHost] = []

@@ -43,7 +43,7 @@ class Compression:
     replicas: dict[str, dist.ProcessGroup]
 
     @staticmethod
-    def of(layout: Layout, mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> "Compression":
+    def from_layout(layout: Layout, mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> "Compression":
         """Return a layout's compression. Every rank of the world has to call this, after the meshes are built."""
         hops, replicas = {}, {}
         in_node = {"": layout.node_ranks, "expert_": max(1, layout.node_ranks * layout.tp // layout.ep)}
@@ -59,7 +59,9 @@ class Compression:
         # A middle stage of a pipeline has no parameters outside its blocks, so `groups` may be empty.
         groups = parameter_groups(module)
         parts = [
-            BufferPart.of(parameter.padded_sharded_param_size) for group in groups for parameter in group.fsdp_params
+            BufferPart.from_shape(parameter.padded_sharded_param_size)
+            for group in groups
+            for parameter in group.fsdp_params
         ]
         collective: Any
         if self.gradients is not None:

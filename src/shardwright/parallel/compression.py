@@ -36,7 +36,7 @@ class BufferPart(NamedTuple):
     columns: int
 
     @staticmethod
-    def of(shape: Sequence[int]) -> "BufferPart":
+    def from_shape(shape: Sequence[int]) -> "BufferPart":
         """Return the part of a tensor of this shape."""
         return BufferPart(torch.Size(shape).numel(), shape[-1] if len(shape) > 1 else 0)
 

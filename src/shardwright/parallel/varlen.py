@@ -30,7 +30,7 @@ class _VarlenIndices(NamedTuple):
     """Cumulative numbers of rows and of columns, the largest of each, dropout, and whether the mask is causal."""
 
     @staticmethod
-    def of(pieces: Sequence[AttentionPiece], device: torch.device) -> "_VarlenIndices":
+    def from_pieces(pieces: Sequence[AttentionPiece], device: torch.device) -> "_VarlenIndices":
         causal = pieces[0].causal
         assert all(piece.causal == causal for piece in pieces)
         rows, columns = [piece.rows for piece in pieces], [piece.columns for piece in pieces]
@@ -44,7 +44,7 @@ def attend(
     q_1HNC: Tensor, k_1KMC: Tensor, v_1KMC: Tensor, pieces: Sequence[AttentionPiece]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> rows_R, o_1HRC, lse_1HR"""
-    places = _VarlenIndices.of(pieces, q_1HNC.device)
+    places = _VarlenIndices.from_pieces(pieces, q_1HNC.device)
     q, k, v = (*_gathered((q_1HNC,), places.rows_R), *_gathered((k_1KMC, v_1KMC), places.columns_S))
     o_RHC, lse_HR, *_ = flash_attention_pieces(q, k, v, *places.arguments, False)
     return places.rows_R, o_RHC.transpose(0, 1).unsqueeze(0), lse_HR.unsqueeze(0)
@@ -60,7 +60,7 @@ def gradient(
     pieces: Sequence[AttentionPiece],
 ) -> tuple[Tensor, slice, Tensor, Tensor, Tensor]:
     """-> rows_R, all columns, dq_1HRC, dk_1KMC, dv_1KMC; `o_1HNC` and `lse_1HN` are over all keys."""
-    places = _VarlenIndices.of(pieces, q_1HNC.device)
+    places = _VarlenIndices.from_pieces(pieces, q_1HNC.device)
     do, q, o = _gathered((do_1HNC, q_1HNC, o_1HNC), places.rows_R)
     k, v = _gathered((k_1KMC, v_1KMC), places.columns_S)
     lse_HR = lse_1HN[0, :, places.rows_R].float().contiguous()

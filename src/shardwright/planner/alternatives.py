@@ -181,7 +181,7 @@ def _evaluated(plan: Plan, kinds: Iterable[_LayoutKind]) -> Iterator[Alternative
         condition = _both(kind.meets, plan.fixed)
         fastest = plan.pool.fastest(1, plan.pool.where(condition))
         if fastest:
-            yield Alternative(kind.name, PricedLayout.of(plan.job, plan.pool.choice(fastest[0])), None)
+            yield Alternative(kind.name, PricedLayout.from_choice(plan.job, plan.pool.choice(fastest[0])), None)
             continue
         found = survey(plan.job, plan.limit_bytes, condition, pp=kind.pp)
         if found.nearest is not None:

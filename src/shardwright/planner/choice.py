@@ -20,7 +20,7 @@ class Choice:
     @property
     def candidates(self) -> Candidates:
         """An array of one."""
-        return Candidates.of(self.layout, self.micro_batch)
+        return Candidates.from_layout(self.layout, self.micro_batch)
 
     def __str__(self) -> str:
         """`tp=8,pp=4,dp_shard=2,zero=1,micro_batch=1`: what is not at its default, in the words of a run file's

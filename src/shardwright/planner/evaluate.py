@@ -116,10 +116,10 @@ def evaluate(path: Path) -> PlanEvaluation:
 
     Raises InputError with every column and cell that is not valid. A row that has no price is no error: it is skipped.
     """
-    return of_runs(path, read_runs(path))
+    return evaluate_runs(path, read_runs(path))
 
 
-def of_runs(path: Path, found: Iterable[PredictableRun | SkippedRun]) -> PlanEvaluation:
+def evaluate_runs(path: Path, found: Iterable[PredictableRun | SkippedRun]) -> PlanEvaluation:
     """The same for runs that have been read."""
     predicted = [each if isinstance(each, SkippedRun) else _predict(each) for each in found]
     rows = tuple(each for each in predicted if isinstance(each, PredictedRun))

@@ -64,7 +64,7 @@ class PredictableRun:
 
     def predicted_peak_gib(self) -> float:
         """The same quantity as `measured.peak_mem_gib` by the memory model."""
-        found = memory.of(self.job, self.candidates)
+        found = memory.estimate_memory(self.job, self.candidates)
         ranks = found.rank_bytes[0]
         held = {"first": ranks[0], "last": ranks[-1]}.get(self.measured.peak_mem_rank, ranks.max())
         share = 1 + float(found.fragmentation[0]) if self.measured.peak_mem_from == "reserved" else 1.0

@@ -37,7 +37,7 @@ class PricedLayout(Estimate):
         return not shortage(self.job, self.choice, self.peak_bytes, limit_bytes)
 
     @staticmethod
-    def of(job: Job, choice: Choice) -> "PricedLayout":
+    def from_choice(job: Job, choice: Choice) -> "PricedLayout":
         """Not checked: every layout of the space is valid."""
         return PricedLayout(job, choice.candidates, choice)
 

@@ -92,7 +92,7 @@ def candidates(
     for most_bytes, kept in ((room, near & (pool.peak_bytes <= room)), (limit_bytes, near & (pool.peak_bytes > room))):
         for count in range(axes(fastest) + 1):
             among = kept & (n_axes == count)
-            level = [PricedLayout.of(fastest.job, pool.choice(number)) for number in pool.fastest(FEW, among)]
+            level = [PricedLayout.from_choice(fastest.job, pool.choice(number)) for number in pool.fastest(FEW, among)]
             if fewer_layers:
                 level = [with_fewest_layers(each, most_bytes) for each in level]
             tied = [each for each in level if each.step_s <= fastest.step_s or ties(fastest, each)]
@@ -107,5 +107,5 @@ def candidates(
 def with_fewest_layers(priced: PricedLayout, most_bytes: float) -> PricedLayout:
     """Return the layout with recomputation in as few layers as need at most `most_bytes`, where that saves
     `WORTH_A_KEY` of the step; else the layout itself."""
-    less = PricedLayout.of(priced.job, fewest_layers(priced.job, priced.choice, most_bytes))
+    less = PricedLayout.from_choice(priced.job, fewest_layers(priced.job, priced.choice, most_bytes))
     return less if less.step_s < (1 - WORTH_A_KEY) * priced.step_s else priced

@@ -65,7 +65,7 @@ def fewest_layers(job: Job, choice: Choice, limit_bytes: float) -> Choice:
         return choice
 
     def fits(tried: Layout) -> bool:
-        room = host_share(job, Candidates.of(tried, micro_batch))[0] <= 1
+        room = host_share(job, Candidates.from_layout(tried, micro_batch))[0] <= 1
         return bool(room and peak_bytes(job, tried, micro_batch) <= limit_bytes)
 
     most = max(map(len, stages(job, choice.candidates).layers))
@@ -80,14 +80,14 @@ def fewest_layers(job: Job, choice: Choice, limit_bytes: float) -> Choice:
 
 def peak_bytes(job: Job, layout: Layout, micro_batch: int) -> float:
     """Reserved bytes of the rank with the most."""
-    return float(reserved_bytes(job, Candidates.of(layout, micro_batch))[0])
+    return float(reserved_bytes(job, Candidates.from_layout(layout, micro_batch))[0])
 
 
 def _in_order(job: Job, layout: Layout, micro_batch: int, limit_bytes: float) -> Iterator[Layout]:
     """No recomputation, then for each kind that fits in all layers the same in fewer, the fewest first; last the kind
     that recomputes most, which may not fit."""
     yield layout.changed(recompute="none")
-    held = stages(job, Candidates.of(layout, micro_batch))
+    held = stages(job, Candidates.from_layout(layout, micro_batch))
     most = max(sum(len(held.layers[stage]) for stage in row) for row in held.of_rank.tolist())
     for kind in ("selective", "full"):
         whole = layout.changed(recompute=kind)

@@ -118,7 +118,7 @@ def search(
     if fixed is not None and not found.n_layouts:
         raise none_searched(job, fixed)
     listed = distinct(found.pool, max(top, TOP))
-    best = [PricedLayout.of(job, each.members[each.simplest]) for each in listed]
+    best = [PricedLayout.from_choice(job, each.members[each.simplest]) for each in listed]
     equals = [each.others for each in listed]
     if not best:
         return Plan(job, limit, found, [], [], None, None, fixed, prefer)
@@ -141,7 +141,7 @@ def search(
 def _whole(found: Sequence[PricedLayout]) -> list[PricedLayout]:
     """Layouts with recomputation in all layers, each once."""
     whole = {replace(each.choice, layout=each.layout.changed(recompute_layers=None)): each for each in found}
-    return [PricedLayout.of(each.job, choice) for choice, each in whole.items()]
+    return [PricedLayout.from_choice(each.job, choice) for choice, each in whole.items()]
 
 
 def _with_fewest_layers(

@@ -78,7 +78,7 @@ def simplest_near(best: PricedLayout, pool: LayoutPool) -> list[PricedLayout]:
             break
         among = near & (of_each == least)
         for number in pool.fastest(1, among):
-            result = PricedLayout.of(best.job, pool.choice(number))
+            result = PricedLayout.from_choice(best.job, pool.choice(number))
             if result.step_s <= NEAR * best.step_s:
                 return [result, *plainer(result, pool, among)]
     return []
@@ -91,7 +91,7 @@ def plainer(best: PricedLayout, pool: LayoutPool, among: Mask) -> Iterator[Price
     n_settings = np.concatenate([settings_of(group) for group in pool.groups])
     for count in range(settings(best.choice)):
         for number in pool.fastest(1, kept & (n_settings == count)):
-            yield PricedLayout.of(best.job, pool.choice(number))
+            yield PricedLayout.from_choice(best.job, pool.choice(number))
 
 
 def simplest(found: Sequence[PricedLayout]) -> PricedLayout:

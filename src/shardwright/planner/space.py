@@ -77,7 +77,9 @@ def groups_of(
     for shared in _in_nodes(job, _shared(pp, job.model.n_layers, tuple(offload.items()))):
         method = shared.cp_method
         if method not in by_method:
-            by_method[method] = CandidateRows.of(job, _rows(job, pp, method, shared.offload_parameters != "none"))
+            by_method[method] = CandidateRows.from_columns(
+                job, _rows(job, pp, method, shared.offload_parameters != "none")
+            )
         found, kept = _group(job, shared, by_method[method])
         if kept.any():
             yield found.take(kept if condition is None else kept & condition(found))
@@ -124,7 +126,7 @@ class CandidateRows:
     microbatches: tuple[Ints, Ints]
 
     @staticmethod
-    def of(job: Job, columns: Columns) -> "CandidateRows":
+    def from_columns(job: Job, columns: Columns) -> "CandidateRows":
         """Those of these columns."""
         unit = columns["micro_batch"] * columns["dp_replicate"] * columns["dp_shard"]
         return CandidateRows({"sequence_parallel": columns["tp"] > 1, **columns}, numbered(job.global_batch // unit))

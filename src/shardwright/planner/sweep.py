@@ -47,7 +47,9 @@ def by_size(plan: Plan) -> list[SweepPoint]:
             continue
         if near.n_layouts:
             fastest = near.pool.fastest(1)
-            found.append(SweepPoint(size, PricedLayout.of(job, near.pool.choice(fastest[0])) if fastest else None))
+            found.append(
+                SweepPoint(size, PricedLayout.from_choice(job, near.pool.choice(fastest[0])) if fastest else None)
+            )
     return found
 
 
@@ -64,7 +66,7 @@ def by_length(best: PricedLayout) -> list[PricedLayout]:
     job, layout = best.job, best.choice.layout
     lengths = [seq_len for seq_len, whole in (_scaled(job.seq_len, factor) for factor in LENGTHS) if whole]
     possible = [seq_len for seq_len in lengths if not problems(job.model, layout, seq_len)]
-    return [PricedLayout.of(replace(job, seq_len=seq_len), best.choice) for seq_len in possible]
+    return [PricedLayout.from_choice(replace(job, seq_len=seq_len), best.choice) for seq_len in possible]
 
 
 def _scaled(n: int, factor: float) -> tuple[int, bool]:

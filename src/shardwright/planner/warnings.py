@@ -17,10 +17,10 @@ GROUPED_ROW_BYTES = 16
 
 def warnings(priced: PricedLayout) -> list[str]:
     """Every known anti-pattern that a layout shows; empty for a good one."""
-    return [*of_job(priced.job), *_tensor(priced), *_pipeline(priced), *_experts(priced.job, priced.choice)]
+    return [*job_warnings(priced.job), *_tensor(priced), *_pipeline(priced), *_experts(priced.job, priced.choice)]
 
 
-def of_job(job: Job) -> Iterator[str]:
+def job_warnings(job: Job) -> Iterator[str]:
     """What is wrong whatever the layout."""
     model = job.model
     if job.seq_len > model.max_seq_len and model.positions == "learned":

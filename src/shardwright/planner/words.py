@@ -172,7 +172,7 @@ def host_row(priced: PricedLayout) -> str:
     return f"{row}; {share:.1%} of {format_host_bytes(has)}" + (", does not fit" if share > 1 else "")
 
 
-def or_of_host(plan: Plan) -> str:
+def host_limit_in_words(plan: Plan) -> str:
     """The limit of the memory of the host, to follow that of a device where no layout fits; empty without offloads."""
     has = plan.job.cluster.host_memory_bytes
     if plan.fixed is None or not plan.fixed.offload or not has:

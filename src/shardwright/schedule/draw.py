@@ -15,7 +15,7 @@ from pathlib import Path
 
 from shardwright.files import write_whole
 from shardwright.schedule.actions import OPS, Action, Op
-from shardwright.schedule.memory import KEPT_FOR_WEIGHT, held
+from shardwright.schedule.memory import KEPT_FOR_WEIGHT, count_microbatches
 from shardwright.schedule.simulate import Simulation
 
 Spans = Sequence[Sequence[tuple[Action, float, float]]]
@@ -100,7 +100,7 @@ class ScheduleTimeline:
         stage = len(self.spans) / self.n_stages
         return [
             (time, stage * number, stage * self.kept_for_weight * waiting)
-            for time, number, waiting in held(self.spans[rank])
+            for time, number, waiting in count_microbatches(self.spans[rank])
         ]
 
 

@@ -34,7 +34,7 @@ class MicrobatchCounts(NamedTuple):
         return self.in_flight + kept_for_weight * self.waiting
 
 
-def held(spans: Iterable[tuple[Action, float, float]]) -> list[MicrobatchCounts]:
+def count_microbatches(spans: Iterable[tuple[Action, float, float]]) -> list[MicrobatchCounts]:
     """Return the counts of a rank after each change. `spans`: its actions in order, with start and end in any unit."""
     curve = []
     in_flight = waiting = 0

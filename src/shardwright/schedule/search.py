@@ -61,7 +61,7 @@ def search(
             raise ScheduleError(f"{name}={value}; valid: 1 or more")
     if not 0 <= kept_for_weight <= 1:
         raise ScheduleError(f"kept_for_weight={kept_for_weight:g} is a share of activations; valid: 0 to 1")
-    problem = ScheduleProblem.of(n_ranks, n_microbatches, times, limit, kept_for_weight)
+    problem = ScheduleProblem.from_times(n_ranks, n_microbatches, times, limit, kept_for_weight)
     enough = least_cost(problem) * (1 + _SAME)
     best = _climb(problem, _best_uniform(problem, enough), enough)
     ranks = (_in_order(rank, ops) for rank, ops in enumerate(best.ops))
@@ -83,7 +83,7 @@ class ScheduleProblem(NamedTuple):
     """Fraction of a micro-batch's activations that is kept between its I and its W."""
 
     @classmethod
-    def of(cls, n_ranks: int, n_microbatches: int, times: Times, limit: int, kept: float) -> "ScheduleProblem":
+    def from_times(cls, n_ranks: int, n_microbatches: int, times: Times, limit: int, kept: float) -> "ScheduleProblem":
         """Return a problem with one stage a rank. Raises ScheduleError for invalid times."""
         of = times.of_stages(n_ranks)
         return cls(n_ranks, n_microbatches, of["F"], of["I"], of["W"], times.comm, limit, kept)

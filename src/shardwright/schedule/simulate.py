@@ -8,7 +8,7 @@ from functools import cached_property
 
 from shardwright.errors import ScheduleError
 from shardwright.schedule.actions import Action, Op, Schedule
-from shardwright.schedule.memory import MicrobatchCounts, held
+from shardwright.schedule.memory import MicrobatchCounts, count_microbatches
 from shardwright.schedule.play import play
 from shardwright.schedule.validate import deadlock
 
@@ -121,7 +121,7 @@ class Simulation:
     @cached_property
     def held(self) -> tuple[list[MicrobatchCounts], ...]:
         """For every rank its micro-batches in flight and waiting over time."""
-        return tuple(map(held, self.spans))
+        return tuple(map(count_microbatches, self.spans))
 
     @property
     def peak_in_flight(self) -> tuple[int, ...]:

@@ -126,9 +126,9 @@ def evaluate(path: Path) -> ServingEvaluation:
 def predict(case: ServingCase, constants: FittedRates) -> float:
     """What a row measures, predicted. Raises InputError if the weights or one request do not fit."""
     if case.regime == LOOP:
-        return of_loop(case, constants)
+        return simulate_loop(case, constants)
     serving = serving_of(case, constants.rates(case.engine.name, case.cluster.accelerator.die))
-    settings = Settings.of([case.degrees])
+    settings = Settings.from_layouts([case.degrees])
     if case.regime == FULL:
         requests = full_batch(case, serving, settings)
         lengths_and_most = case.input_len, case.output_len, case.engine.max_tokens
@@ -190,7 +190,7 @@ class _Constants:
         return isinstance(other, _Constants) and other.fitted is self.fitted
 
 
-def of_loop(case: ServingCase, constants: FittedRates) -> float:
+def simulate_loop(case: ServingCase, constants: FittedRates) -> float:
     """The mean time to the first token, or of a further one, or tokens a second of a simulated closed loop."""
     served = _looped(_Constants(constants), loop_key(case), _CachedCase(case))
     if case.line.metric == "ttft_s":
@@ -230,7 +230,7 @@ def _looped(constants: _Constants, key: tuple[Any, ...], held: _CachedCase) -> S
 def _table(constants: _Constants, key: tuple[Any, ...], held: _CachedCase) -> tuple[PassTable, float]:
     case = held.case
     serving = serving_of(case, constants.fitted.rates(case.engine.name, case.cluster.accelerator.die))
-    held_bytes = memory(serving, Settings.of([case.degrees]), case.engine)
+    held_bytes = memory(serving, Settings.from_layouts([case.degrees]), case.engine)
     tokens = float(np.max(held_bytes.cache / held_bytes.token)) * case.degrees.dp
     return PassTable(serving, case.degrees, case.engine.max_tokens), tokens
 

@@ -10,7 +10,7 @@ from shardwright.serving.setting import Degrees, Settings
 
 def explain(task: ServingTask, degrees: Degrees, batch: int) -> list[LedgerEntry]:
     """Memory, a token of each request, and a pass that reads one prompt beside them."""
-    serving, settings = task.serving, Settings.of([degrees])
+    serving, settings = task.serving, Settings.from_layouts([degrees])
     context = forms.middle(task.input_len, task.output_len)
     with ledger.record() as memory_entries:
         largest_batch(serving, settings, task.length, task.engine)

@@ -147,7 +147,7 @@ class ServingPlan:
 def search(task: ServingTask, top: int = 10) -> ServingPlan:
     """Price every layout and batch, simulate the most promising, and keep those within the limits."""
     every = list(layouts(task.serving.model, task.serving.cluster))
-    settings = Settings.of([each.degrees for each in every])
+    settings = Settings.from_layouts([each.degrees for each in every])
     held = memory(task.serving, settings, task.engine)
     largest = np.floor(held.cache / (held.token * (task.length + 16)) * settings.dp + 1e-9)
     options = price(task, every, largest)
@@ -162,7 +162,7 @@ def price(task: ServingTask, every: Sequence[ServingLayout], largest: Floats) ->
         return []
     at = np.array([pair[0] for pair in pairs])
     requests = np.array([pair[1] for pair in pairs], dtype=np.float64)
-    settings = Settings.of([every[each].degrees for each in at])
+    settings = Settings.from_layouts([every[each].degrees for each in at])
     tpot, ttft = closed(task, settings, requests)
     replicas = np.array([every[each].replicas for each in at])
     each_s = ttft + (task.output_len - 1) * tpot
@@ -334,6 +334,6 @@ def smaller_need(task: ServingTask) -> Iterator[str]:
 
 def _fits(task: ServingTask) -> bool:
     every = list(layouts(task.serving.model, task.serving.cluster))
-    settings = Settings.of([each.degrees for each in every])
+    settings = Settings.from_layouts([each.degrees for each in every])
     held = memory(task.serving, settings, task.engine)
     return bool(np.any(held.cache / (held.token * (task.length + 16)) * settings.dp >= 1))

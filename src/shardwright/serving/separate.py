@@ -127,7 +127,7 @@ def _pools(task: ServingTask, split: PrefillDecodeSplit) -> tuple[InstancePool, 
     """Both pools of a split."""
     engine, found = task.engine, []
     for degrees in (split.prefill, split.decode):
-        settings = Settings.of([degrees])
+        settings = Settings.from_layouts([degrees])
         held = memory(task.serving, settings, engine)
         found.append((float(np.max(held.cache / held.token)) * degrees.dp, float(token_transfer_s(task, settings)[0])))
     (read_room, sends_s), (write_room, receives_s) = found
@@ -202,7 +202,7 @@ def waiting_s(per_s: float, each_s: float, instances: ArrayLike) -> Floats:
 
 def _readers(task: ServingTask, degrees: Sequence[Degrees]) -> list[tuple[Degrees, float, float]]:
     """Layouts that hold weights and a prompt, with the seconds of a prompt and of sending its cache."""
-    settings = Settings.of(degrees)
+    settings = Settings.from_layouts(degrees)
     held = memory(task.serving, settings, replace(task.engine, max_tokens=max(task.engine.max_tokens, task.input_len)))
     fits = held.cache / held.token * settings.dp >= task.input_len
     read = np.broadcast_to(forms.prefill_s(task.serving, settings, 1.0, task.input_len), fits.shape)
@@ -225,7 +225,7 @@ def token_transfer_s(task: ServingTask, settings: Settings) -> Floats:
 def _writers(task: ServingTask, degrees: Sequence[Degrees]) -> list[tuple[Degrees, int, float, float]]:
     """Layouts and batches that keep the limit of a further token, with its seconds and those of receiving the cache of
     a prompt."""
-    settings = Settings.of(degrees)
+    settings = Settings.from_layouts(degrees)
     held = memory(task.serving, settings, task.engine)
     most = np.floor(held.cache / (held.token * (task.length + 16)) * settings.dp)
     pairs = [
@@ -242,7 +242,7 @@ def _writers(task: ServingTask, degrees: Sequence[Degrees]) -> list[tuple[Degree
         requests=requests, context=forms.middle(task.input_len, task.output_len), drafted=drafted,
         logits=requests * (1 + drafted),
     )  # fmt: skip
-    each = period_s(task.serving, Settings.of([degrees[k] for k in at]), batch)
+    each = period_s(task.serving, Settings.from_layouts([degrees[k] for k in at]), batch)
     tpot = each * (1 + drafted * task.speculation.draft_cost) / task.speculation.accepted
     way = transfer_s(task, settings)
     return [

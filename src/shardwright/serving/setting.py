@@ -93,7 +93,7 @@ class Settings:
     ep: Ints
 
     @staticmethod
-    def of(layouts: Sequence[Degrees]) -> "Settings":
+    def from_layouts(layouts: Sequence[Degrees]) -> "Settings":
         """Layouts as arrays."""
         return Settings(*np.asarray(layouts, dtype=np.int64).reshape(-1, 4).T)
 

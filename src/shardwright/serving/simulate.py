@@ -38,7 +38,7 @@ class PassTable:
         )
         serving = replace(serving, rates=replace(rates, launch_s=0.0, expert_launch_s=0.0))
         grid = np.unique(np.round(np.geomspace(1, max(2, 2 * max_tokens), 72)))
-        settings = Settings.of([degrees])
+        settings = Settings.from_layouts([degrees])
         decode = PassBatch(requests=grid, logits=grid * (1 + drafted), drafted=drafted)
         self._tokens: list[float] = grid.tolist()
         self._decode: list[float] = _row(period_s(serving, settings, decode) * dearer, grid)

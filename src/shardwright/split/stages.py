@@ -106,7 +106,7 @@ class ScheduleInputs(NamedTuple):
     times: Times | None
 
     @classmethod
-    def of(cls, spec: ModelSpec, layout: Layout, seq_len: int) -> "ScheduleInputs":
+    def from_layout(cls, spec: ModelSpec, layout: Layout, seq_len: int) -> "ScheduleInputs":
         """That of a layout."""
         searched = find(layout.pp_schedule).searched
         times = stage_times(spec, layout, seq_len) if searched else None
@@ -124,7 +124,7 @@ def step_schedule(spec: ModelSpec, layout: Layout, n_microbatches: int, seq_len:
 
     Raises ScheduleError (`schedule_problems`).
     """
-    return ScheduleInputs.of(spec, layout, seq_len).schedule(n_microbatches)
+    return ScheduleInputs.from_layout(spec, layout, seq_len).schedule(n_microbatches)
 
 
 def _matmul_flops(spec: ModelSpec, layer: int) -> float:

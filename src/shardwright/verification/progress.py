@@ -13,7 +13,9 @@ _EVERY_S = 1.0
 
 
 @contextmanager
-def told(tell: Tell, what: str, count: Callable[[], int], total: int, unit: str = "records") -> Iterator[None]:
+def report_progress(
+    tell: Tell, what: str, count: Callable[[], int], total: int, unit: str = "records"
+) -> Iterator[None]:
     """Call `tell` each second within a context, with the number of the run's `total` records that `count` returns, and
     about how long the others take."""
     ended = threading.Event()

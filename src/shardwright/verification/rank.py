@@ -191,4 +191,4 @@ def local_batch(case: Case, layout: Layout, rank: int, step: int) -> Batch:
     documents_B, n_real_B = case.documents(step), case.n_real(step)
     documents = None if documents_B is None else documents_B[first : first + block]
     n_real = None if n_real_B is None else n_real_B[first : first + block]
-    return Batch.of(tokens_BT, targets_BT, ids_B, case.micro_batch, documents, n_real)
+    return Batch.from_sequences(tokens_BT, targets_BT, ids_B, case.micro_batch, documents, n_real)

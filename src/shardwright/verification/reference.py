@@ -149,7 +149,9 @@ def _passes(
         routers.begin_pass(_n_sequences(case) / case.global_batch, int(n_real_B[rows].sum()) / int(n_real_B.sum()))
         also: dict[str, Any] = {
             "random_keys_B": None if keys_B is None else keys_B[rows],
-            "documents": None if lengths is None else Documents.of(lengths[rows], case.seq_len, restart=restart),
+            "documents": None
+            if lengths is None
+            else Documents.from_lengths(lengths[rows], case.seq_len, restart=restart),
         }
         if case.spec.mtp_modules:
             also["ahead_KBT"] = _tokens_ahead(case, tokens_BT[rows, :n_real])

@@ -61,7 +61,7 @@ class Tolerance:
         ]
 
 
-def of_float64(case: Case) -> Tolerance:
+def float64_tolerance(case: Case) -> Tolerance:
     """Return the bound on the rounding of sums taken in another order."""
     terms, chain = _longest_sum(case), _matmuls(case)
     bound = EPS["float64"] * terms * chain
@@ -73,7 +73,7 @@ def of_float64(case: Case) -> Tolerance:
     return Tolerance(lambda quantity, name: limit, reason)
 
 
-def of_one_process(case: Case, alone: Errors, sides: int = 1) -> Tolerance:
+def one_process_tolerance(case: Case, alone: Errors, sides: int = 1) -> Tolerance:
     """Return a multiple of the error `alone` of one process in the same dtype against float64, for each of the `sides`
     of a comparison that are in that dtype.
 
@@ -138,7 +138,7 @@ def _number(quantity: TracedQuantity) -> str:
     return "loss" if quantity.kind in ("evaluation", "mtp loss", "mtp evaluation") else quantity.kind
 
 
-def of_partition(microbatches: int) -> Tolerance:
+def partition_tolerance(microbatches: int) -> Tolerance:
     """Return the bound for 16 bits: micro-batches have the same matmuls on any rank; only their sum, in float32, is in
     another order."""
     limit = 8 * EPS["float32"] * microbatches
@@ -149,7 +149,7 @@ def of_partition(microbatches: int) -> Tolerance:
     return Tolerance(lambda quantity, name: limit, reason)
 
 
-def of_sums(terms: int) -> Tolerance:
+def sum_tolerance(terms: int) -> Tolerance:
     """Return the bound for 16 bits: sums of `terms` gradients in float32 are not all bfloat16 numbers."""
     reason = f"share of a gradient's elements that are bfloat16 numbers: sums of {terms} terms in float32 seldom are"
     return Tolerance(lambda quantity, name: MOST_BFLOAT16, reason)

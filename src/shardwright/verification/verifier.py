@@ -21,18 +21,18 @@ from shardwright.verification import compare
 from shardwright.verification.case import PLAIN_SGD, Case, with_choices_of, with_drawn_experts
 from shardwright.verification.compare import Errors, Report, ReportRow
 from shardwright.verification.formats import OVERFLOW_STEP, no_fp8_with
-from shardwright.verification.progress import Tell, told
+from shardwright.verification.progress import Tell, report_progress
 from shardwright.verification.rank import train_rank
 from shardwright.verification.ranks import end_all, run_ranks
 from shardwright.verification.reduce import most_ranks
 from shardwright.verification.reference import train_alone
 from shardwright.verification.tolerance import (
     Tolerance,
-    of_float64,
-    of_one_process,
-    of_partition,
-    of_sums,
+    float64_tolerance,
+    one_process_tolerance,
+    partition_tolerance,
     rounding_alone,
+    sum_tolerance,
     with_adams_noise,
     with_compression,
 )
@@ -147,30 +147,30 @@ class Verifier:
             expected = self._keep((case, single), self.train, single.world_size, case, single)
             errors = compare.errors(trace, expected, kinds=["gradient"], steps=1)
             microbatches = case.global_batch // case.micro_batch
-            rows += of_partition(microbatches).rows(errors, kind="gradient vs one data rank")
+            rows += partition_tolerance(microbatches).rows(errors, kind="gradient vs one data rank")
         first = TracedQuantity("gradient", PLAIN_SGD, 1)
         if case.dtype == "float16":
             return rows
         terms = layout.data_ranks * layout.cp * case.accumulation(layout)
         if terms >= _ENOUGH_TERMS:
-            rows += of_sums(terms).rows(compare.share_of_bfloat16(trace, first), kind="bfloat16 share")
+            rows += sum_tolerance(terms).rows(compare.share_of_bfloat16(trace, first), kind="bfloat16 share")
         if layout.zero > 1 and layout.cp > 1 and layout.pp == 1 and case.accumulation(layout) > 1:
             whole = replace(case, micro_batch=case.global_batch // layout.data_ranks, steps=1)
             once = self._keep((whole, layout), self.train, layout.world_size, whole, layout)
             ranks = layout.data_ranks * layout.cp
             shares = compare.share_of_bfloat16(once, first)
-            rows += of_sums(ranks).rows(shares, kind="bfloat16 share, one micro-batch")
+            rows += sum_tolerance(ranks).rows(shares, kind="bfloat16 share, one micro-batch")
         return rows
 
     def _tolerance(self, case: Case, sides: int = 1) -> Tolerance:
         if case.dtype == "float64":
-            return of_float64(case)
+            return float64_tolerance(case)
         plain = replace(case, micro_batch=1)
         known = self.references._alone_errors
         if plain not in known:
             alone = self._alone(self._prepared(case))
             known[plain] = compare.errors(alone, self._exact(case))
-        return of_one_process(case, known[plain], sides)
+        return one_process_tolerance(case, known[plain], sides)
 
     def _noise_of(self, expected: Trace) -> frozenset[str]:
         if expected not in self._noise:
@@ -205,7 +205,7 @@ class Verifier:
         def n_written() -> int:
             return len(list(folder.glob("*-0-0.safetensors")))  # the first file of rank 0 of each record
 
-        with nullcontext() if small else told(self.tell, who, n_written, case.n_records):
+        with nullcontext() if small else report_progress(self.tell, who, n_written, case.n_records):
             ranks = run_ranks(
                 function,
                 world_size,
@@ -224,7 +224,7 @@ def _summed_wide(case: Case, layout: Layout, trace: Trace) -> list[ReportRow]:
     terms = layout.data_ranks * layout.cp * (case.accumulation(layout) if layout.zero > 1 else 1)
     if terms < _ENOUGH_TERMS:
         return []
-    return of_sums(terms).rows(
+    return sum_tolerance(terms).rows(
         compare.share_of_bfloat16(trace, TracedQuantity("gradient", PLAIN_SGD, 1)), "bfloat16 share"
     )
 

@@ -31,7 +31,7 @@ SHARD: dict[str, AnyBug] = {
         optimizer="muon",
     ),
     "Muon takes parts of a stacked matrix for one": UnitBug(
-        Mutation(f"{_MUON}:of_logical_matrices", "len(row.parts) < 2", "len(row.parts) < 3"),
+        Mutation(f"{_MUON}:map_logical_matrices", "len(row.parts) < 2", "len(row.parts) < 3"),
         _BY_HAND,
         (_LATENT,),
     ),

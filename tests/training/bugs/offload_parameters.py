@@ -57,7 +57,7 @@ SHARD = {
 SCALE = {
     "the plan leaves master weights of shards on the host on the device": UnitBug(
         Mutation(
-            f"{_COST}.states:of_ranks",
+            f"{_COST}.states:rank_state_bytes",
             "{'weights': np.where(sharded[:, None], 0.0, found['weights']), 'master': nothing}",
             "{'weights': np.where(sharded[:, None], 0.0, found['weights'])}",
         ),
@@ -65,7 +65,7 @@ SCALE = {
     ),
     "the plan leaves reduced gradients on the device until the update": UnitBug(
         Mutation(
-            f"{_COST}.states:of_stages",
+            f"{_COST}.states:stage_state_bytes",
             "found = [found[0] * stays[:, None], 0.0 * found[1]]",
             "found = [found[0] * stays[:, None], found[1]]",
         ),
@@ -73,12 +73,16 @@ SCALE = {
         (2, 1),
     ),
     "the plan sends gradients to the host before they are reduced": UnitBug(
-        Mutation(f"{_COST}.states:of_stages", "~shares_gradients(candidates) | waits", "waits & (candidates.zero > 0)"),
+        Mutation(
+            f"{_COST}.states:stage_state_bytes",
+            "~shares_gradients(candidates) | waits",
+            "waits & (candidates.zero > 0)",
+        ),
         _LESS,
         (1, 1),
     ),
     "the plan keeps no gathered weights of zero 1 and 2": UnitBug(
-        Mutation(f"{_COST}.states:of_ranks", "np.where(sharded[:, None], 0.0, found['weights'])", "nothing"),
+        Mutation(f"{_COST}.states:rank_state_bytes", "np.where(sharded[:, None], 0.0, found['weights'])", "nothing"),
         _LESS,
         (2, 1),
     ),

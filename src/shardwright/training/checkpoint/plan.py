@@ -26,7 +26,7 @@ class TensorPiece:
     offsets: tuple[int, ...]
     entry: TensorToWrite
 
-    def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
+    def view(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The box itself, a view of the tensor in training."""
         return local_part(tensors[self.name]).detach()
 

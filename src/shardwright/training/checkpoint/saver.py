@@ -113,7 +113,7 @@ class Saver:
             self._together(
                 partial,
                 lambda: self._written(
-                    partial, plan, lambda piece: s.read() if (s := stored.get(piece.name)) else piece.of(tensors)
+                    partial, plan, lambda piece: s.read() if (s := stored.get(piece.name)) else piece.view(tensors)
                 ),
             )
             self._together(partial, lambda: self._publish(save, plan), rank=0)

@@ -34,7 +34,7 @@ class Snapshot:
 
     def begin(self, tensors: dict[str, Tensor]) -> None:
         """Take tensors as they are now; another thread has to call `make` next, whatever comes between."""
-        views = {piece: piece.of(tensors) for piece in self._plan.pieces}
+        views = {piece: piece.view(tensors) for piece in self._plan.pieces}
         self._later = {piece: view for piece, view in views.items() if not piece.name.startswith(COMPRESSION)}
         for piece in views.keys() - self._later.keys():
             self._host[piece].copy_(views[piece])

@@ -34,7 +34,7 @@ class OptimizerOnDisk(Optimizer):
 
     def stored(self, parameter: nn.Parameter) -> dict[str, StoredTensor]:
         """The states of this rank's shard of a parameter, by name."""
-        return self.states_on_disk.of(parameter)
+        return self.states_on_disk.stored_states(parameter)
 
     @property
     def chunks(self) -> Sequence[Chunk]:

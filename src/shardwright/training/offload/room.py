@@ -23,7 +23,7 @@ def require_host_memory(config: RunConfig) -> None:
     if config.precision.compute == "fp64":
         return  # for which the plan has no formulas
     pp_rank = layout.coordinates(dist.get_rank())["pp"]
-    parts = host_bytes(job_of(config), Candidates.of(layout, config.batch.micro_batch), pp_rank)
+    parts = host_bytes(job_of(config), Candidates.from_layout(layout, config.batch.micro_batch), pp_rank)
     mine = {name: float(n_bytes[0]) for name, n_bytes in parts.items()}
     everyone = gathered((socket.gethostname(), machine_memory(), mine), tuple[str, UsableMemory, dict[str, float]])
     problems = []

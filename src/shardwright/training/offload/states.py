@@ -123,7 +123,7 @@ class StatesOnDisk:
         """Bytes of the buffers that chunks are read into and written from, in the memory of the host."""
         return sum(map(len, self._buffers))
 
-    def of(self, parameter: nn.Parameter) -> dict[str, "StoredTensor"]:
+    def stored_states(self, parameter: nn.Parameter) -> dict[str, "StoredTensor"]:
         """The states of this rank's shard of a parameter, by name."""
         return self._stored[parameter]
 

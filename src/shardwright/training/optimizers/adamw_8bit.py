@@ -132,7 +132,7 @@ class _AdamW8bitParameter:
         """The largest absolute value of each block of the rows of this shard, as far as the shard has it."""
         assert self.blocks is not None
         found = torch.zeros_like(scale)
-        self.blocks.of(found).copy_(self.blocks.cut(x.abs()).amax(-1))
+        self.blocks.local_scales(found).copy_(self.blocks.cut(x.abs()).amax(-1))
         return found
 
     def round(self, name: str, x: Tensor, scale: Tensor, codes: Tensor) -> None:
@@ -152,7 +152,7 @@ class _Blocks:
         self.n = -(-(self.before + self.columns) // self.size)
         self.after = self.n * self.size - self.before - self.columns
 
-    def of(self, scale: Tensor) -> Tensor:
+    def local_scales(self, scale: Tensor) -> Tensor:
         """Of the scales of whole rows those of the blocks that this rank has parts of, (..., N)."""
         return scale.narrow(-1, self.first, self.n)
 
@@ -162,7 +162,7 @@ class _Blocks:
 
     def each(self, compute: Callable[[Tensor, Tensor], Tensor], x: Tensor, scale: Tensor) -> Tensor:
         """`compute` of each element, (..., C), and the scale of its block; contiguous, as fused updates need it."""
-        found = compute(self.cut(x), self.of(scale).unsqueeze(-1))
+        found = compute(self.cut(x), self.local_scales(scale).unsqueeze(-1))
         return found.flatten(-2).narrow(-1, self.before, self.columns).contiguous()
 
 

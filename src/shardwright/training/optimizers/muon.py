@@ -64,14 +64,14 @@ class Muon(Optimizer):
 
     def _orthogonal(self, number: int, whole: Tensor) -> Tensor:
         group, row = self._groups[number], self._rows[number]
-        return of_logical_matrices(whole, row, lambda matrix: orthogonal(matrix) * scale(matrix, group["update_rms"]))
+        return map_logical_matrices(whole, row, lambda matrix: orthogonal(matrix) * scale(matrix, group["update_rms"]))
 
     def _apply(self, number: int, update: Tensor) -> None:
         group, weights = self._groups[number], local_part(self._matrices[number])
         weights.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update.to(weights.dtype), alpha=group["lr"])
 
 
-def of_logical_matrices(whole: Tensor, row: Row, compute: Callable[[Tensor], Tensor]) -> Tensor:
+def map_logical_matrices(whole: Tensor, row: Row, compute: Callable[[Tensor], Tensor]) -> Tensor:
     """`compute` of each logical matrix, (..., rows, columns), that a parameter stacks, in its shape."""
     if len(row.parts) < 2:
         return compute(whole)
