@@ -18,7 +18,7 @@ help:
 	@echo "make prove        matrices of layouts, mutations, kill trials, planner accuracy; about 40 minutes"
 	@echo "make fuzz         random models and layouts against one process, failures shrunk; 3 minutes on 2 cores"
 	@echo "make commands     every command of README and docs, run as typed; most of an hour"
-	@echo "make lint         ruff, mypy, import-linter"
+	@echo "make lint         ruff, mypy, import-linter, names"
 	@echo "make bench        CPU-seconds a step beside hand-written loops, printed"
 	@echo "make gpu-mock     the whole CUDA path on a mock of the GPU: 6 GB of packages, no GPU, half an hour on 2 cores"
 	@echo "make clean        remove .venv and what quickstart wrote"
@@ -87,6 +87,7 @@ lint: .venv/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python benchmarks/names.py
 
 bench: .venv/.dev
 	$(BIN)/python benchmarks/overhead.py

@@ -1,0 +1,71 @@
+"""Check names and words of src and docs; `make lint` runs it.
+
+python benchmarks/names.py
+
+- A class name is defined once in src; a leading underscore does not make it another name.
+- No phrase of `PHRASES` stands in a docstring of src or, outside of code blocks, on a page of docs.
+"""
+
+import ast
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PHRASES: tuple[str, ...] = ()
+"""Regular expressions of phrases that the documentation does not use; case does not matter. None yet."""
+
+
+def main() -> None:
+    """Print every problem, and exit with 1 if there is one."""
+    problems = [*repeated_classes(ROOT), *used_phrases(ROOT, PHRASES)]
+    print("\n".join(problems) or "each class name is defined once in src")
+    sys.exit(bool(problems))
+
+
+def repeated_classes(root: Path) -> Iterator[str]:
+    """Class names that are defined more than once in `root`/src, each with its places."""
+    places = defaultdict(list)
+    for path in _sources(root):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places[node.name.lstrip("_")].append(f"{path.relative_to(root)}:{node.lineno}")
+    for name, where in places.items():
+        if len(where) > 1:
+            yield f"class {name} is defined {len(where)} times: {', '.join(where)}"
+
+
+def used_phrases(root: Path, phrases: Sequence[str]) -> Iterator[str]:
+    """Phrases in docstrings of `root`/src and on the pages of `root`, each with its place."""
+    texts = [(path, line, text) for path in _sources(root) for line, text in _docstrings(path)]
+    pages = [*sorted(root.glob("*.md")), *sorted(root.glob("docs/*.md"))]
+    texts += [(path, 1, _without_code(path.read_text(encoding="utf-8"))) for path in pages]
+    for path, line, text in texts:
+        for phrase in phrases:
+            # A phrase may go over the end of a line.
+            for match in re.finditer(rf"\b{phrase}\b".replace(" ", r"\s+"), text, re.IGNORECASE):
+                place = f"{path.relative_to(root)}:{line + text.count(chr(10), 0, match.start())}"
+                yield f"{place}: {' '.join(match[0].split())!r} is a phrase that docs and docstrings do not use"
+
+
+def _sources(root: Path) -> list[Path]:
+    return sorted((root / "src").rglob("*.py"))
+
+
+def _docstrings(path: Path) -> Iterator[tuple[int, str]]:
+    """The line and the text of each string that is a statement: also of those below attributes and constants."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    for node in sorted((node for node in nodes if isinstance(node, ast.Expr)), key=lambda node: node.lineno):
+        if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value
+
+
+def _without_code(page: str) -> str:
+    """A page with its code blocks blank, as many lines as before."""
+    return re.sub(r"^```.*?^```", lambda block: "\n" * block[0].count("\n"), page, flags=re.MULTILINE | re.DOTALL)
+
+
+if __name__ == "__main__":
+    main()

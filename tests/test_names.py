@@ -1,0 +1,29 @@
+"""Proves that the check of names and words sees what it is for."""
+
+import runpy
+from pathlib import Path
+
+from tests.test_docs import ROOT
+
+CHECK = runpy.run_path(str(ROOT / "benchmarks" / "names.py"))
+
+
+def written(root: Path, **files: str) -> None:
+    (root / "src").mkdir()
+    (root / "docs").mkdir()
+    for name, text in files.items():
+        path = root / ("docs" if name == "page" else "src") / f"{name}.{'md' if name == 'page' else 'py'}"
+        path.write_text(text, encoding="utf-8")
+
+
+def test_a_class_name_that_is_defined_twice_is_named_with_both_places(tmp_path: Path):
+    written(tmp_path, a="class Options: ...\n", b="\nclass _Options:\n    class Inner: ...\n", c="class Other: ...\n")
+    assert list(CHECK["repeated_classes"](tmp_path)) == ["class Options is defined 2 times: src/a.py:1, src/b.py:2"]
+
+
+def test_a_phrase_is_found_in_docstrings_and_pages_but_not_in_code(tmp_path: Path):
+    function = 'def f():\n    """One line.\n\n    Sums those\n    of n."""\n    return "those of"\n'
+    code = function + 'N = 1\n"""Those of m."""\n'
+    written(tmp_path, a=code, page="Here.\n```\nthose of\n```\nThose of k, those offered.\n")
+    found = [line.partition(": ")[0] for line in CHECK["used_phrases"](tmp_path, ["those of"])]
+    assert found == ["src/a.py:4", "src/a.py:8", "docs/page.md:5"]
