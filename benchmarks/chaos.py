@@ -39,7 +39,7 @@ from pathlib import Path
 
 from chaos_runs import KilledRuns, Kills, TrainRun, flips, kills_of, restart_s, wait_for, write_tokens
 from parts import Log, Record
-from shardwright.ranks_at import RankState
+from shardwright.system.ranks_at import RankState
 
 LAYOUT = ["layout.dp_replicate=2", "layout.tp=2"]
 POLICY = [

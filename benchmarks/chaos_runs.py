@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.data.prepare import prepare
-from shardwright.ranks_at import RanksFolder, RankState, is_dead
 from shardwright.run_folder import CHECKPOINTS, EventRecord, published, read_events
+from shardwright.system.ranks_at import RanksFolder, RankState, is_dead
 
 RUN_FILE = """
 out = "{out}"
@@ -340,7 +340,7 @@ def flips(checkpoint: Path, n: int, seed: int) -> Iterator[tuple[str, str]]:
     import torch.distributed as dist
 
     from shardwright.config import load as load_run_file
-    from shardwright.errors import CheckpointError
+    from shardwright.system.errors import CheckpointError
     from shardwright.training.build import build_model, build_trainer
     from shardwright.training.checkpoint.state import load
     from shardwright.training.ranks import ProcessRank, process_group

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.torch_private import TorchDispatchMode, tree_map
+from shardwright.system.torch_private import TorchDispatchMode, tree_map
 
 COUNTED = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "_grouped_mm", "grouped_matmul", "grouped_weight_gradient")
 

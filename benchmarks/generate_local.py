@@ -23,14 +23,14 @@ import numpy as np
 from shardwright.cli.quickstart import RUN_FILE, VOCAB_SIZE
 from shardwright.config import parse
 from shardwright.cost.hardware import cluster
-from shardwright.files import parse_toml
 from shardwright.measuring.clock import Kind, worst
 from shardwright.measuring.generation import passes_of
 from shardwright.model.spec import ModelSpec
-from shardwright.processes import threads_of_a_rank
 from shardwright.serving import forms
 from shardwright.serving.host import rates_of
 from shardwright.serving.setting import Degrees, Serving, Settings
+from shardwright.system.files import parse_toml
+from shardwright.system.processes import threads_of_a_rank
 from shardwright.verification.ranks import run_ranks, start_server
 
 SEQUENCES, DEGREES = (1, 2, 4, 8, 16, 32), (1, 2)

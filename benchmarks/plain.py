@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shardwright.torch_private import flash_attention_cpu
+from shardwright.system.torch_private import flash_attention_cpu
 
 LAYERS, WIDTH, FFN, HEADS, KV_HEADS, VOCAB, SEQ = 4, 256, 704, 8, 4, 2048, 256
 HEAD_DIM = WIDTH // HEADS

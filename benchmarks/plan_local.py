@@ -28,8 +28,8 @@ from shardwright.config import parse
 from shardwright.cost.estimate import Estimate, estimate
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Job, on_machine
-from shardwright.files import parse_toml
-from shardwright.units import MiB
+from shardwright.system.files import parse_toml
+from shardwright.system.units import MiB
 from shardwright.verification.ranks import run_ranks, start_server
 
 
@@ -99,7 +99,7 @@ def predicted(hardware: Path, model: str, number: int) -> Estimate:
 def measure(model: str, number: int, steps: int) -> list[dict[str, Any]]:
     """One world of fresh processes: what each rank measured."""
     from shardwright.measuring.steps import run_steps
-    from shardwright.processes import threads_of_a_rank
+    from shardwright.system.processes import threads_of_a_rank
 
     ranks = ranks_of(number)
     found = run_ranks(

@@ -25,8 +25,8 @@ from shardwright.config import RunConfig, parse
 from shardwright.dry_run.planned import PlannedRank, grouped, planned
 from shardwright.dry_run.record import LINK, RankRecord, traffic
 from shardwright.dry_run.run import DryRunSettings, dry_run, fullest_by_plan
-from shardwright.keys import written
-from shardwright.units import GiB
+from shardwright.layout.key import written
+from shardwright.system.units import GiB
 from shardwright.verification.ranks import start_server
 
 HERE = Path(__file__).parent

@@ -33,7 +33,7 @@ from shardwright.planner.evaluate import MEASURED_RUNS
 from shardwright.planner.measured_run import PredictableRun
 from shardwright.planner.run_columns import MeasuredRun
 from shardwright.planner.runs import read_runs
-from shardwright.units import GiB
+from shardwright.system.units import GiB
 from shardwright.verification.ranks import start_server
 
 HERE = Path(__file__).parent

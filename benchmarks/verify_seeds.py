@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardwright.config import load
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.verification import Verifier
 from shardwright.verification.case import case_of
 from shardwright.verification.cut_case import cut

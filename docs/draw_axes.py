@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from tests.parallel.test_tensor import WIDE
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.presets import resolve
 from shardwright.report.style import COLOURS, SETTINGS
 from shardwright.split.sequence import attention_flops, attention_pairs, step_pairs

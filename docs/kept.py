@@ -22,7 +22,7 @@ from tests.distributed import run_ranks
 from tests.parallel import test_tensor as tensor
 from torch import Tensor
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.apply import apply
 from shardwright.parallel.model import ParallelModel

@@ -90,8 +90,9 @@ def _parameter(each: inspect.Parameter) -> str:
 
 def _annotation(annotation: Any) -> str:
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-    for module in ("shardwright.layout.", "shardwright.model.spec.", "shardwright.model.transformer.", "pathlib.",
-                   "collections.abc.", "typing.", "shardwright.api.distributed.", "torch.nn.parameter."):  # fmt: skip
+    modules = ("layout.layout", "model.spec", "model.transformer", "api.distributed")
+    for module in (*(f"shardwright.{each}." for each in modules), "pathlib.", "collections.abc.", "typing.",
+                   "torch.nn.parameter."):  # fmt: skip
         text = text.replace(module, "")
     return text.strip("'")
 

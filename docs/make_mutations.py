@@ -12,7 +12,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.verification import Case
 from shardwright.verification.matrix import layouts
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from shardwright.config import RunConfig
+from shardwright.config.reference import RunFileKey, keys
 from shardwright.model.presets import PRESETS
-from shardwright.reference import RunFileKey, keys
-from shardwright.units import format_count
+from shardwright.system.units import format_count
 
 PAGE = Path(__file__).with_name("run-file.md")
 

@@ -12,7 +12,7 @@ from tests.distributed import run_ranks
 from tests.parallel import attention, test_context_traffic
 from tests.parallel import test_tensor as tensor
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.split.sequence import attention_pairs, spans, step_pairs
 
 WORDS = {"allreduce": "all-reduce", "allgather_base": "all-gather", tensor.REDUCE_SCATTER: "reduce-scatter"}

@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.config import load, parse, resolved_toml
-from shardwright.errors import ConfigError
-from shardwright.layout_keys import CP_METHODS
+from shardwright.config.reference import keys
+from shardwright.layout.keys import CP_METHODS
 from shardwright.model.modules import FAMILIES
 from shardwright.model.presets import resolve
 from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.optimizers import OPTIMIZERS
-from shardwright.reference import keys
 from shardwright.schedule.registry import names as schedules
-from shardwright.synonyms import SYNONYMS
+from shardwright.system.errors import ConfigError
+from shardwright.system.synonyms import SYNONYMS
 
 SMALLEST = """
 out = "runs/x"

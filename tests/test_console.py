@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from shardwright.config import load
-from shardwright.console import PlainConsole, visible
-from shardwright.errors import InputError, WorkerError, without_secrets
-from shardwright.remote import file_system
 from shardwright.run_folder import EventRecord, append_event
+from shardwright.system.console import PlainConsole, visible
+from shardwright.system.errors import InputError, WorkerError, without_secrets
+from shardwright.system.remote import file_system
 from shardwright.training.header import kept_run_file
 
 URLS = (

@@ -5,9 +5,9 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from shardwright import control_groups, processes
-from shardwright.control_groups import MemoryLimit
-from shardwright.units import GiB
+from shardwright.system import control_groups, processes
+from shardwright.system.control_groups import MemoryLimit
+from shardwright.system.units import GiB
 
 NO_LIMIT_V1 = "9223372036854771712"
 

@@ -20,7 +20,7 @@ import typer
 from shardwright import DistributedModel, Layout
 from shardwright.cli.main import OF_TWO_WORDS, app
 from shardwright.config import parse
-from shardwright.reference import keys
+from shardwright.config.reference import keys
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("README.md")])

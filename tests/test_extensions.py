@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from shardwright import extensions
 from shardwright.cli.main import app
 from shardwright.config import load, resolved_toml
-from shardwright.errors import ConfigError
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.run_folder import MODEL_FILE
 from shardwright.schedule.registry import names
+from shardwright.system import extensions
+from shardwright.system.errors import ConfigError
 from shardwright.verification import Case, Verifier
 from tests.cli.test_mutated_input import write_files
 from tests.training.worlds import SPEC

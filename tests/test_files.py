@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.errors import InputError, cleaning_up
-from shardwright.files import inside, new_folder, open_regular, read_lines, read_text, sole_owner, write_whole
 from shardwright.run_folder import LOCK, METRICS, wrong_kinds
+from shardwright.system.errors import InputError, cleaning_up
+from shardwright.system.files import inside, new_folder, open_regular, read_lines, read_text, sole_owner, write_whole
 
 SECOND_OWNER = """
 import sys, pathlib
-from shardwright.errors import InputError
-from shardwright.files import sole_owner
+from shardwright.system.errors import InputError
+from shardwright.system.files import sole_owner
 try:
     with sole_owner(pathlib.Path(sys.argv[1])):
         print("owned")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright import forks, openmp
+from shardwright.system import forks, openmp
 from tests.marks import prove
 
 
@@ -34,7 +34,7 @@ def test_where_the_temporary_folder_has_a_long_name_the_socket_is_in_tmp(tmp_pat
 
 
 HAS_A_FOLDER = (
-    "import sys; from shardwright import forks; print(forks.temporary_folder(), flush=True); sys.stdin.read()"
+    "import sys; from shardwright.system import forks; print(forks.temporary_folder(), flush=True); sys.stdin.read()"
 )
 
 

@@ -4,18 +4,19 @@ from dataclasses import fields, replace
 
 import pytest
 
-from shardwright import keys, layout
-from shardwright.box import DENSE_AXES
 from shardwright.config import parse, resolved_toml
+from shardwright.config.reference import keys as run_file_keys
 from shardwright.cost.job import COLUMNS, Candidates
-from shardwright.errors import LayoutError
-from shardwright.keys import JobSizes, LayoutKey
-from shardwright.layout import Layout
-from shardwright.layout_keys import KEYS
+from shardwright.layout import key as keys
+from shardwright.layout import layout
+from shardwright.layout.box import DENSE_AXES
+from shardwright.layout.key import JobSizes, LayoutKey
+from shardwright.layout.keys import KEYS
+from shardwright.layout.layout import Layout
 from shardwright.model.presets import PRESETS
 from shardwright.planner.choice import Choice, choice_at, read
 from shardwright.planner.distinct import CHOICES
-from shardwright.reference import keys as run_file_keys
+from shardwright.system.errors import LayoutError
 from shardwright.verification.culprit import _fewer
 from shardwright.verification.matrix import layouts
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.box import DENSE_AXES, EXPERT_AXES
-from shardwright.errors import LayoutError
-from shardwright.layout import Layout, accumulation
+from shardwright.layout.box import DENSE_AXES, EXPERT_AXES
+from shardwright.layout.layout import Layout, accumulation
+from shardwright.system.errors import LayoutError
 
 degree = st.integers(1, 4)
 

@@ -7,7 +7,7 @@ import pytest
 
 from shardwright.config import RunConfig, parse, resolved_toml
 from shardwright.config.mixture import Mixture, mixtures_of, name_of, sources_of
-from shardwright.errors import ConfigError
+from shardwright.system.errors import ConfigError
 
 RUN = """
 out = "runs/mixed"

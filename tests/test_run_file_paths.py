@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from shardwright import extensions
 from shardwright.config import load
 from shardwright.config.reading import flat, resolved_toml
+from shardwright.config.reference import keys
 from shardwright.config.run_config import RunConfig
-from shardwright.errors import ConfigError
-from shardwright.reference import keys
+from shardwright.system import extensions
+from shardwright.system.errors import ConfigError
 
 RUN_FILE = """
 out = "runs/a"

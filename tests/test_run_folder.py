@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.errors import InputError
 from shardwright.run_folder import (
     EVENTS,
     EvaluationRecord,
@@ -26,6 +25,7 @@ from shardwright.run_folder import (
     read_metrics,
     read_pipeline_steps,
 )
+from shardwright.system.errors import InputError
 
 DENSE = TrainRecord(1, 6.0, 0.5, 3e-4, 64, 1000.0, 500.0, 0.01, None, 2**20, 0.064, 0.004, 0.05, 0.01)
 

@@ -9,14 +9,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import shardwright
-from shardwright import torch_private
-from shardwright.torch_private import parameter_groups, whole_parameter
+from shardwright.system import torch_private
+from shardwright.system.torch_private import parameter_groups, whole_parameter
 from tests.distributed import run_ranks
 from tests.private_names import missing, own_names, parsed, private_uses
 
 PACKAGE = Path(shardwright.__file__).parent
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-MODULE = PACKAGE / "torch_private.py"
+MODULE = PACKAGE / "system/torch_private.py"
 OF_GROUP = ("fsdp_params", "reduce_grads", "post_backward", "post_forward_mesh_info", "unshard", "is_unsharded")
 OF_PARAMETER = (
     *("sharded_param", "sharded_state", "padded_sharded_param_size", "offload_to_cpu", "all_gather_outputs"),

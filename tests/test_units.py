@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwright.units import divisors, format_bytes, format_count, format_seconds
+from shardwright.system.units import divisors, format_bytes, format_count, format_seconds
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.torch_private import TorchDispatchMode, tree_leaves
+from shardwright.system.torch_private import TorchDispatchMode, tree_leaves
 
 KINDS = {
     "allreduce": "all-reduce",

@@ -179,7 +179,7 @@ def planned(run_file: Path, accelerator: str) -> dict[str, Any]:
     from shardwright.config import load
     from shardwright.config.settle import job_of
     from shardwright.cost.estimate import estimate
-    from shardwright.errors import ShardwrightError
+    from shardwright.system.errors import ShardwrightError
 
     try:
         config = load(run_file)

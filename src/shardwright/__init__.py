@@ -11,8 +11,8 @@ model = shardwright.parallelize("debug", shardwright.Layout(dp_shard=2))
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from shardwright.layout import Layout
-from shardwright.version import PACKAGE_VERSION
+from shardwright.layout.layout import Layout
+from shardwright.system.version import PACKAGE_VERSION
 
 if TYPE_CHECKING:
     from shardwright.api.distributed import DistributedModel, parallelize

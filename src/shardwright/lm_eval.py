@@ -13,12 +13,12 @@ from typing import Any
 
 from shardwright.cli.common import layout_of
 from shardwright.cli.generate import LAYOUT_KEYS
-from shardwright.console import visible
-from shardwright.errors import InputError
 from shardwright.generation.generate import GenerationRequest, generate, layout_problems, without_training
 from shardwright.generation.sampling import Sampling
 from shardwright.generation.score import ScoreRequest, score
 from shardwright.generation.source import open_source
+from shardwright.system.console import visible
+from shardwright.system.errors import InputError
 from shardwright.training.ranks import place_from_environment
 
 try:

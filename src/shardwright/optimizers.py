@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from shardwright import extensions
-from shardwright.units import MiB
+from shardwright.system import extensions
+from shardwright.system.units import MiB
 
 if TYPE_CHECKING:
     from shardwright.model.modules import Row

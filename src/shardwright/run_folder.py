@@ -26,8 +26,16 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
-from shardwright.errors import InputError, without_secrets
-from shardwright.files import LOCK, complete_lines, decoded, open_regular, parse_json, problem_of_place, read_lines
+from shardwright.system.errors import InputError, without_secrets
+from shardwright.system.files import (
+    LOCK,
+    complete_lines,
+    decoded,
+    open_regular,
+    parse_json,
+    problem_of_place,
+    read_lines,
+)
 
 RUN_FILE, METRICS, CHECKPOINTS, LOGS, TENSORBOARD = "run.toml", "metrics.jsonl", "checkpoints", "logs", "tensorboard"
 EVENTS = "events.jsonl"

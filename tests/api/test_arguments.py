@@ -8,7 +8,7 @@ import pytest
 
 import shardwright
 from shardwright import DistributedModel, Layout, Run
-from shardwright.errors import ConfigError, InputError, LayoutError, checked_call
+from shardwright.system.errors import ConfigError, InputError, LayoutError, checked_call
 
 CALLS: dict[str, Callable[..., Any]] = {
     name: each for name in shardwright.__all__ if (each := getattr(shardwright, name)) not in (DistributedModel, Run)

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwright import Layout, Transformer, parallelize
-from shardwright.errors import InputError, LayoutError
 from shardwright.model.init import initialise
 from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec
+from shardwright.system.errors import InputError, LayoutError
 from tests.distributed import run_ranks
 from tests.marks import prove, rest_prove
 from tests.mutation import Mutation, mutated

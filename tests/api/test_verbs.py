@@ -11,7 +11,7 @@ import torch
 import shardwright
 from shardwright.config import load
 from shardwright.data.prepare import prepare
-from shardwright.errors import ConfigError, InputError, LayoutError
+from shardwright.system.errors import ConfigError, InputError, LayoutError
 from shardwright.verification import Verifier
 from tests.marks import prove
 from tests.mutation import Mutation

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from shardwright.cli.main import app
-from shardwright.files import LONGEST_TEXT, parse_toml
 from shardwright.run_folder import CHECKPOINTS, LOCK, LOGS, METRICS, RUN_FILE
+from shardwright.system.files import LONGEST_TEXT, parse_toml
 from shardwright.training.checkpoint.store import CheckpointStore
 
 HUGE = 10**30

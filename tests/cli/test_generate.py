@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 from shardwright.cli.main import app
 from shardwright.config import load
-from shardwright.console import visible
 from shardwright.data.prepare import prepare
 from shardwright.generation.source import open_source
+from shardwright.system.console import visible
 from shardwright.training.exporting import export
 from shardwright.training.start import start
 from tests.marks import prove

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from shardwright.cli.common import verb
 from shardwright.cli.main import app
-from shardwright.files import new_folder
-from shardwright.processes import STOPPING
+from shardwright.system.files import new_folder
+from shardwright.system.processes import STOPPING
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ from shardwright.cli.main import app
 from shardwright.cost.hardware import cluster
 from shardwright.measuring.generation import passes_of
 from shardwright.model.presets import resolve
-from shardwright.processes import threads_of_a_rank
 from shardwright.serving import forms
 from shardwright.serving.host import rates_of
 from shardwright.serving.setting import Degrees, Serving, Settings
+from shardwright.system.processes import threads_of_a_rank
 from shardwright.verification.ranks import run_ranks
 from tests.cli.imports import help_imports_nothing_heavy
 from tests.marks import prove

@@ -16,7 +16,7 @@ from shardwright.cli import common
 from shardwright.cli.main import app
 from shardwright.cli.verify_text import sizes
 from shardwright.config import parse
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.verification import Case, Verifier
 from shardwright.verification.case import case_of
 from shardwright.verification.trace import RankTrace

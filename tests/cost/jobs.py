@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import COLUMNS, Candidates, Job
-from shardwright.layout import Layout
-from shardwright.layout_keys import KEYS
+from shardwright.layout.keys import KEYS
+from shardwright.layout.layout import Layout
 from shardwright.model.presets import resolve
 from shardwright.model.spec import ModelSpec
 

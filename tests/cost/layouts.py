@@ -5,7 +5,7 @@ from dataclasses import replace
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.stack import SHARDWRIGHT, Stack
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.presets import resolve
 from shardwright.model.spec import ModelSpec
 

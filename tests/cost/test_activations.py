@@ -14,12 +14,12 @@ from shardwright.cost import activations, memory
 from shardwright.cost.blocks import blocks
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.stack import FSDP, FSDP_COMPILED, MEGATRON, MEGATRON_CORE, SHARDWRIGHT
-from shardwright.layout import Layout
-from shardwright.layout_keys import KEYS, RECOMPUTE_MODULES
+from shardwright.layout.keys import KEYS, RECOMPUTE_MODULES
+from shardwright.layout.layout import Layout
 from shardwright.model.presets import resolve
 from shardwright.model.sections import LatentAttentionSpec
 from shardwright.model.spec import ModelSpec
-from shardwright.units import GiB
+from shardwright.system.units import GiB
 from tests.cost.layouts import GPT, job, one
 from tests.model.kept import saved_bytes
 

@@ -22,8 +22,8 @@ from shardwright.cost.collectives import (
     reduce_scatter,
 )
 from shardwright.cost.hardware import Cluster, NetworkLink, accelerator, cluster
-from shardwright.layout import Layout
-from shardwright.units import GiB, MiB
+from shardwright.layout.layout import Layout
+from shardwright.system.units import GiB, MiB
 
 EVERY = (all_reduce, all_gather, reduce_scatter, all_to_all, point_to_point)
 GB_PER_S = 1e9

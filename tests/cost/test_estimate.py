@@ -3,9 +3,9 @@
 import pytest
 
 from shardwright.cost.estimate import estimate
-from shardwright.errors import LayoutError
-from shardwright.layout import Layout
-from shardwright.units import GiB
+from shardwright.layout.layout import Layout
+from shardwright.system.errors import LayoutError
+from shardwright.system.units import GiB
 from tests.cost.jobs import job
 
 

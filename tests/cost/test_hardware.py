@@ -6,8 +6,8 @@ import pytest
 
 from shardwright.cost.hardware import accelerator, cluster
 from shardwright.cost.hardware_file import packaged
-from shardwright.errors import InputError
-from shardwright.units import GiB
+from shardwright.system.errors import InputError
+from shardwright.system.units import GiB
 
 MINE = """
 [accelerators.mine]

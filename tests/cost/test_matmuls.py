@@ -16,7 +16,7 @@ from shardwright.cost.job import Candidates
 from shardwright.cost.layer import layer
 from shardwright.cost.matmuls import Matmul, head_matmul, layer_matmuls, reached_flops_per_s
 from shardwright.cost.stack import STACKS
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.presets import PRESETS
 from tests.cost.jobs import candidates, job
 

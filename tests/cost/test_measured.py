@@ -13,10 +13,10 @@ from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Candidates, Job, on_machine
 from shardwright.cost.matmuls import Matmul
 from shardwright.cost.reserved import reserved_bytes
-from shardwright.errors import InputError
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.presets import resolve
-from shardwright.units import GiB
+from shardwright.system.errors import InputError
+from shardwright.system.units import GiB
 
 KERNELS = "norm_bytes = 8.0, rmsnorm_bytes = 20.0, residual_bytes = 6.0, heads_bytes = 0.0, rope_bytes = 16.0"
 RATES = f"""

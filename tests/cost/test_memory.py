@@ -17,7 +17,7 @@ from shardwright.cost.job import Candidates
 from shardwright.cost.memory import KINDS, MOMENTS
 from shardwright.cost.reserved import reserved_bytes
 from shardwright.cost.stack import FSDP, MEGATRON_CORE, SHARDWRIGHT, STACKS, Stack
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.modules import rows
 from shardwright.model.presets import resolve
 from shardwright.schedule.registry import find, names

@@ -13,13 +13,13 @@ from shardwright.cost.hardware import cluster
 from shardwright.cost.host import host_bytes
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.traffic import shards_over_link
-from shardwright.errors import LayoutError
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.presets import PRESETS
 from shardwright.optimizers import OFFLOAD_CHUNK_BYTES
 from shardwright.planner.fixed import fixed_values
 from shardwright.planner.nearest import remedies
 from shardwright.planner.search import search
+from shardwright.system.errors import LayoutError
 
 MODEL = PRESETS["llama-3.1-8b"]
 JOB = Job(model=MODEL, cluster=cluster("h100:2/2"), seq_len=8192, global_batch=64)

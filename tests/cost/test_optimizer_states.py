@@ -8,7 +8,7 @@ import torch
 from shardwright.config import OptimizerSection
 from shardwright.cost import memory
 from shardwright.cost.step import step_time
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.presets import resolve
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer

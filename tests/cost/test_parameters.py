@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shardwright.cost import parameters, pipeline
 from shardwright.cost.job import Candidates
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.modules import row_of, rows
 from shardwright.model.presets import PRESETS, resolve
 from shardwright.model.spec import ModelSpec

@@ -5,7 +5,7 @@ import pytest
 
 from shardwright.cost import pipeline
 from shardwright.cost.job import Candidates
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.schedule import build
 from shardwright.schedule.registry import find, names
 from shardwright.schedule.simulate import Times, simulate

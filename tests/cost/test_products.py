@@ -13,10 +13,10 @@ from shardwright.cost import memory
 from shardwright.cost.data_parallel import rank_parameters
 from shardwright.cost.estimate import estimate
 from shardwright.cost.job import Candidates
-from shardwright.errors import LayoutError
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.parallel.norm import local_part
 from shardwright.parallel.powersgd import PowerSGD
+from shardwright.system.errors import LayoutError
 from tests.cost.jobs import job
 from tests.cost.test_traffic import MODELS
 from tests.distributed import run_ranks

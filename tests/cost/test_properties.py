@@ -13,12 +13,12 @@ from shardwright.cost.hardware import Cluster, cluster
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.stack import STACKS
 from shardwright.cost.step import step_time
-from shardwright.errors import LayoutError
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.presets import resolve
 from shardwright.schedule.registry import find, names
 from shardwright.split.rules import problems
 from shardwright.split.stages import schedule_problems, stage_layers
+from shardwright.system.errors import LayoutError
 from tests.mutation import Mutation, mutated
 
 MICROBATCHES = 8

@@ -10,7 +10,7 @@ from shardwright.cost import secondary
 from shardwright.cost.estimate import estimate
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Candidates, Job
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.presets import PRESETS
 from shardwright.planner.space import groups
 

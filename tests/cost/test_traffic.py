@@ -16,7 +16,7 @@ from shardwright.cost.collectives import named, point_to_point
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.traffic import step_messages
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.verification.case import Case

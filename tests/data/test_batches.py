@@ -24,7 +24,7 @@ from shardwright.data.batches import Batches, evaluation_batches
 from shardwright.data.order import SampleOrder
 from shardwright.data.samples import IGNORE, DocumentSamples, PackedSamples
 from shardwright.data.shards import TokenSplit, open_split
-from shardwright.errors import DataError, InputError
+from shardwright.system.errors import DataError, InputError
 from tests.data.conftest import as_version_1
 
 

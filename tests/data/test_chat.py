@@ -17,7 +17,7 @@ from shardwright.data.prepare import prepare
 from shardwright.data.samples import PackedSamples
 from shardwright.data.shards import DataManifest, open_split, verify_checksums
 from shardwright.data.tokenizer import train_bpe
-from shardwright.errors import DataError
+from shardwright.system.errors import DataError
 
 CHATML = """{%- for message in messages %}
 {{- '<|im_start|>' + message['role'] + '\\n' }}

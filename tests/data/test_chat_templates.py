@@ -15,7 +15,7 @@ from shardwright.data.chat import BadConversation, ChatFormat, TextPiece, read_c
 from shardwright.data.prepare import prepare
 from shardwright.data.shards import open_split
 from shardwright.data.tokenizer import load_tokenizer
-from shardwright.errors import DataError
+from shardwright.system.errors import DataError
 from tests.data import published_templates as published
 from tests.marks import rest_prove
 

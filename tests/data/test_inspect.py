@@ -7,7 +7,7 @@ import pytest
 
 from shardwright.data.inspect import SHOWN_TOKENS, inspect
 from shardwright.data.shards import TokenSplit
-from shardwright.errors import DataError
+from shardwright.system.errors import DataError
 
 
 def test_the_first_documents_are_decoded(prepared: Path, corpus: Path) -> None:

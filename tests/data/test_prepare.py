@@ -18,7 +18,7 @@ import pytest
 from shardwright.data.prepare import PrepareProgress, prepare
 from shardwright.data.shards import DataManifest, TokenSplit, open_split, verify_checksums
 from shardwright.data.tokenizer import load_tokenizer, train_bpe
-from shardwright.errors import DataError
+from shardwright.system.errors import DataError
 from tests.marks import prove
 
 

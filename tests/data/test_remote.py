@@ -12,7 +12,7 @@ import pytest
 from shardwright.data.prepare import prepare
 from shardwright.data.shards import DataManifest
 from shardwright.data.sources import Meter, documents
-from shardwright.errors import DataError
+from shardwright.system.errors import DataError
 
 LINES = [json.dumps({"text": f"line {i}: " + "word " * (i % 7)}) + "\n" for i in range(3000)]
 TEXTS = [json.loads(line)["text"] for line in LINES]

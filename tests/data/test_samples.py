@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from shardwright.data.samples import DocumentSamples, PackedSamples
 from shardwright.data.shards import TokenSplit
-from shardwright.errors import DataError
+from shardwright.system.errors import DataError
 
 SEPARATOR = 0
 PROMPT = 65_000  # tokens from this id on are of a prompt

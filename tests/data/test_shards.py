@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shardwright.data import blocks
 from shardwright.data.prepare import prepare
 from shardwright.data.shards import DataManifest, TokenSplit, open_split, verify_checksums
-from shardwright.errors import DataError
+from shardwright.system.errors import DataError
 from tests.data.conftest import as_version_1
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from shardwright.data import readers
 from shardwright.data.sources import Meter, documents
-from shardwright.errors import DataError
+from shardwright.system.errors import DataError
 
 
 def texts(source: object, **options: object) -> list[str]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
 from shardwright.data.tokenizer import TextTokenizer, load_tokenizer, train_bpe
-from shardwright.errors import DataError
+from shardwright.system.errors import DataError
 
 TEXTS = ["The quick brown fox jumps over the lazy dog.\n", "def f(x):\n    return x + 1\n"] * 20
 BPE = train_bpe(TEXTS, 300)

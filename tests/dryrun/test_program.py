@@ -11,9 +11,9 @@ from shardwright.dry_run.planned import PlannedRank, planned
 from shardwright.dry_run.program import dry_rank
 from shardwright.dry_run.record import DISK, LINK, READ, TO_DEVICE, TO_HOST, WRITE, RankRecord
 from shardwright.dry_run.run import DryRun, DryRunSettings, dry_run, how_of
-from shardwright.errors import InputError, LayoutError
 from shardwright.model.modules import rows
-from shardwright.units import GiB
+from shardwright.system.errors import InputError, LayoutError
+from shardwright.system.units import GiB
 from tests.distributed import run_ranks
 from tests.dryrun.worlds import Table, run_file
 

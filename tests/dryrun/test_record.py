@@ -3,8 +3,8 @@
 from shardwright.dry_run.classes import one_of_each_class
 from shardwright.dry_run.program import balanced, shares
 from shardwright.dry_run.record import KINDS, Allocation, RecordedMessage, summed, traffic
-from shardwright.layout import Layout
-from shardwright.units import GiB, parsed_bytes
+from shardwright.layout.layout import Layout
+from shardwright.system.units import GiB, parsed_bytes
 
 
 def storage(kind: str, *sizes: tuple[int, int]) -> Allocation:

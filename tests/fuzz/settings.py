@@ -8,13 +8,11 @@ from dataclasses import MISSING, fields, replace
 from random import Random
 from typing import Any, NamedTuple, get_args
 
-from shardwright import extensions
-from shardwright.box import DENSE_AXES
 from shardwright.config import MODEL_TABLES, OptimizerSection, Scope, as_toml
 from shardwright.config.optimizer import LrScaleSection, WeightDecaySection
-from shardwright.errors import LayoutError
-from shardwright.layout import Layout
-from shardwright.layout_keys import KEYS
+from shardwright.layout.box import DENSE_AXES
+from shardwright.layout.keys import KEYS
+from shardwright.layout.layout import Layout
 from shardwright.model.modules import FAMILIES
 from shardwright.model.presets import PRESETS
 from shardwright.model.sections import AuxScope, LatentAttentionSpec, MoESpec, RopeScaling, Scaling, Score
@@ -22,7 +20,9 @@ from shardwright.model.spec import Activation, ModelSpec, Norm, Positions
 from shardwright.optimizers import OPTIMIZERS
 from shardwright.split import rules
 from shardwright.split.stages import schedule_problems
-from shardwright.units import divisors
+from shardwright.system import extensions
+from shardwright.system.errors import LayoutError
+from shardwright.system.units import divisors
 from shardwright.verification.case import Case
 
 WORLDS = {2: 1, 3: 1, 4: 4, 5: 1, 6: 4, 7: 1, 8: 6}

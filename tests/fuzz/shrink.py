@@ -7,12 +7,12 @@ from functools import partial
 from math import gcd
 from typing import Any
 
-from shardwright.box import DENSE_AXES
 from shardwright.config import OptimizerSection
-from shardwright.errors import LayoutError
-from shardwright.layout import Layout
+from shardwright.layout.box import DENSE_AXES
+from shardwright.layout.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.split.rules import sequence_cuts
+from shardwright.system.errors import LayoutError
 from shardwright.verification.case import Case
 from shardwright.verification.compare import Report
 from shardwright.verification.culprit import Setting, switched_off

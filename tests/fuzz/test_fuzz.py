@@ -13,8 +13,8 @@ from typer.testing import CliRunner, Result
 
 from shardwright.cli.main import app
 from shardwright.config import parse
-from shardwright.layout import Layout
-from shardwright.layout_keys import KEYS
+from shardwright.layout.keys import KEYS
+from shardwright.layout.layout import Layout
 from shardwright.model.modules import FAMILIES
 from shardwright.model.sections import AuxScope, LatentAttentionSpec, MoESpec, RopeScaling, Score
 from shardwright.model.spec import Activation, ModelSpec, Norm, Positions

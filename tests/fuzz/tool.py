@@ -21,8 +21,8 @@ import typer
 from shardwright.cli import verify
 from shardwright.cli.common import AsJson, console, error_console, print_json, print_text, reading_verb
 from shardwright.cli.verify_text import MatrixLines, collect
-from shardwright.errors import InputError, WorkerError
-from shardwright.processes import on_signals
+from shardwright.system.errors import InputError, WorkerError
+from shardwright.system.processes import on_signals
 from shardwright.verification import Report, Verifier
 from shardwright.verification.verifier import TIMEOUT_S
 from tests.fuzz.settings import DrawnSetting, draw, in_words, run_file

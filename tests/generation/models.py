@@ -10,7 +10,7 @@ import torch.distributed as dist
 from shardwright.generation.continuous import Batcher
 from shardwright.generation.engine import LayoutEngine
 from shardwright.generation.sampling import Sampling
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.init import initialise
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec

@@ -10,8 +10,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from shardwright.errors import InputError
 from shardwright.generation.source import open_source
+from shardwright.system.errors import InputError
 
 pytest.importorskip("transformers")
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from shardwright.generation import score
 from shardwright.generation.engine import LayoutEngine, WholeEngine
 from shardwright.generation.score import SequenceScore, scored
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.apply import apply
 from tests.distributed import run_ranks

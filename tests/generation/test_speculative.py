@@ -10,7 +10,7 @@ from shardwright.generation.continuous import Batcher, RunningSequence
 from shardwright.generation.engine import LayoutEngine, WholeEngine
 from shardwright.generation.sampling import PROPOSED, Sampling, draw
 from shardwright.generation.speculative import Proposals, Speculative
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.parallel.apply import apply
 from tests.distributed import run_ranks
 from tests.generation.models import (

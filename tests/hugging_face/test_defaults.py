@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from shardwright.errors import InputError
 from shardwright.hugging_face.architecture import Config, find
 from shardwright.model.spec import ModelSpec
+from shardwright.system.errors import InputError
 
 pytest.importorskip("transformers")
 

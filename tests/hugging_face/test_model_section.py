@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from shardwright.config import parse, resolved_toml
-from shardwright.errors import ConfigError
 from shardwright.hugging_face.reader import open_weights
 from shardwright.model.presets import resolve
 from shardwright.model.sections import RopeScaling
+from shardwright.system.errors import ConfigError
 from shardwright.training.importing import import_weights
 
 pytest.importorskip("transformers")

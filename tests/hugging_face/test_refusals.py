@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shardwright.errors import InputError
 from shardwright.hugging_face.architecture import ARCHITECTURES, architecture_of
 from shardwright.hugging_face.files import INDEX, LENGTH
 from shardwright.hugging_face.reader import open_weights
 from shardwright.model.presets import resolve
+from shardwright.system.errors import InputError
 from shardwright.training.exporting import export
 from shardwright.training.importing import import_weights
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shardwright.errors import InputError
 from shardwright.hugging_face.files import INDEX, WHOLE
 from shardwright.hugging_face.reader import open_weights
+from shardwright.system.errors import InputError
 from shardwright.training.exporting import export
 from shardwright.training.importing import import_weights
 

@@ -17,7 +17,7 @@ from shardwright.measuring.points import (
     Overheads,
     RankPoints,
 )
-from shardwright.units import GiB
+from shardwright.system.units import GiB
 
 RATE, RAMP, PARTIAL = 50e9, 32.0, 0.5
 SHAPES = [(m, k, n) for m in (128, 512, 1024) for k in (64, 256, 1024) for n in (128, 768)]

@@ -2,9 +2,9 @@
 
 import pytest
 
-from shardwright.errors import ConfigError
 from shardwright.model.by_sizes import spec_of_sizes
 from shardwright.model.presets import PRESETS
+from shardwright.system.errors import ConfigError
 
 LLAMA = "n_layers=32,d_model=4096,n_heads=32,d_ffn=11008,vocab_size=32000"
 

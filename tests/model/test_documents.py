@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from shardwright.errors import InputError
 from shardwright.model.documents import Documents
 from shardwright.model.init import initialise
 from shardwright.model.presets import PRESETS
 from shardwright.model.sections import LatentAttentionSpec
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
+from shardwright.system.errors import InputError
 from tests.marks import prove, rest_prove
 
 DECODER = replace(PRESETS["debug"], n_layers=2, d_ffn=40, vocab_size=31, max_seq_len=24, init_std=0.3)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model import matmul
 from shardwright.model.fp8 import FORWARD, GRADIENT, Fp8Linear, product, scaled_mm, use_fp8
 from shardwright.model.init import initialise

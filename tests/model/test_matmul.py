@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model import matmul
 from shardwright.model.init import initialise
 from shardwright.model.modules import rows

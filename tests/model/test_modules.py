@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardwright.errors import ConfigError
 from shardwright.model.modules import FAMILIES, Family, Row, attention, feed_forward, layer_rows, register, row_of, rows
 from shardwright.model.presets import PRESETS
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
+from shardwright.system.errors import ConfigError
 
 
 def variants() -> dict[str, ModelSpec]:

@@ -17,8 +17,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from shardwright.layout import Layout
-from shardwright.layout_keys import KEYS, RECOMPUTE_MODULES
+from shardwright.layout.keys import KEYS, RECOMPUTE_MODULES
+from shardwright.layout.layout import Layout
 from shardwright.model import matmul
 from shardwright.model.fp8 import use_fp8
 from shardwright.model.moe import Router

@@ -11,11 +11,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardwright.errors import ConfigError
 from shardwright.model.presets import PRESETS, resolve
 from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling, descriptions
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
+from shardwright.system.errors import ConfigError
 
 PUBLISHED_PARAMETERS = {
     "smollm2-135m": 134_515_008,

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from shardwright.errors import InputError
 from shardwright.model import random
 from shardwright.model.init import initialise
 from shardwright.model.presets import PRESETS
 from shardwright.model.rotary import frequencies, rotary_table, rotate
 from shardwright.model.spec import ModelSpec, RopeScaling
 from shardwright.model.transformer import Transformer
+from shardwright.system.errors import InputError
 
 transformers = pytest.importorskip("transformers")
 torch.set_num_threads(1)

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.init import initialise
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.apply import apply
 from shardwright.parallel.mesh import build_groups, build_mesh
 from shardwright.parallel.norm import clip_gradients, gradient_norm
-from shardwright.torch_private import parameter_groups, pending_gather
+from shardwright.system.torch_private import parameter_groups, pending_gather
 from tests.distributed import run_ranks
 from tests.marks import rest_prove
 from tests.training.worlds import SEED, SPEC, build, local_batch, whole

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.documents import Documents
 from shardwright.parallel import varlen
 from shardwright.parallel.context import ContextAttention

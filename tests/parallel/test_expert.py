@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.experts import Experts
 from shardwright.model.moe import MoE, expert_layers
 from shardwright.model.sections import MoESpec

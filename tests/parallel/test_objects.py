@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwright.errors import WorkerError
 from shardwright.parallel import objects
 from shardwright.parallel.objects import gathered
+from shardwright.system.errors import WorkerError
 from tests.distributed import run_ranks
 
 

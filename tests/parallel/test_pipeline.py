@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer

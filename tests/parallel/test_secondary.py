@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.errors import LayoutError
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.parallel.data import Sharded
 from shardwright.parallel.microbatch_runner import SequentialRunner
-from shardwright.torch_private import parameter_groups
+from shardwright.system.errors import LayoutError
+from shardwright.system.torch_private import parameter_groups
 from shardwright.verification.case import Case
 from shardwright.verification.rank import build_trainer, local_batch
 from tests.distributed import run_ranks

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.modules import end_rows
 from shardwright.parallel.data import Sharded
 from shardwright.parallel.pipeline.runner import Pipeline

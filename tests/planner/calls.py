@@ -3,7 +3,7 @@
 import os
 import signal
 
-from shardwright.errors import LayoutError
+from shardwright.system.errors import LayoutError
 
 
 def squared(number: int) -> tuple[int, int]:

@@ -7,12 +7,12 @@ from shardwright.config import parse
 from shardwright.cost.formats import TRAINED
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import COLUMNS, Candidates, Job
-from shardwright.errors import InputError, LayoutError
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.presets import PRESETS, resolve
 from shardwright.planner.choice import Choice, choice_at, read
 from shardwright.planner.run_file import run_file
 from shardwright.planner.space import groups
+from shardwright.system.errors import InputError, LayoutError
 
 MIXED = PRESETS["debug-moe"]
 

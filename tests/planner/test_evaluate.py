@@ -9,9 +9,9 @@ from statistics import fmean, median
 import pytest
 
 from shardwright.cost.calibration import LEFT_OUT
-from shardwright.errors import InputError
 from shardwright.planner.evaluate import MEASURED_RUNS, PlanEvaluation, PredictedRun, evaluate, report_lines
 from shardwright.planner.recommendation import MEMORY_ERROR
+from shardwright.system.errors import InputError
 from tests.marks import prove, rest_prove
 from tests.planner.measured import DENSE, EXPERTS, PIPED, write
 

@@ -16,7 +16,7 @@ from shardwright.model.presets import PRESETS
 from shardwright.model.sections import LatentAttentionSpec
 from shardwright.planner.search import limit_bytes, survey
 from shardwright.planner.space import groups
-from shardwright.units import GiB
+from shardwright.system.units import GiB
 from tests.marks import rest_prove
 from tests.planner.test_search import DEEP, MIXED, job
 

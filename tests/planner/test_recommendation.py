@@ -16,7 +16,7 @@ from shardwright.planner.priced import PricedLayout
 from shardwright.planner.recommendation import MEMORY_ERROR, Rated, choose
 from shardwright.planner.search import Plan, search
 from shardwright.planner.simplicity import WORTH_A_KEY
-from shardwright.units import GiB
+from shardwright.system.units import GiB
 from tests.marks import rest_prove
 
 LIMIT = 100.0

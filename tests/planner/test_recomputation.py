@@ -4,11 +4,11 @@ import pytest
 
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Job
-from shardwright.errors import LayoutError
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.presets import PRESETS
 from shardwright.planner.recomputation import least_recomputation, peak_bytes
-from shardwright.units import GiB
+from shardwright.system.errors import LayoutError
+from shardwright.system.units import GiB
 
 JOB = Job(model=PRESETS["llama-3.1-8b"], cluster=cluster("h100:8"), seq_len=8192, global_batch=64)
 LAYOUTS = {

@@ -7,11 +7,11 @@ import pytest
 
 from shardwright.cost.stack import MEGATRON_CORE_FUSED_LOSS
 from shardwright.cost.step import step_time
-from shardwright.errors import InputError
 from shardwright.planner.evaluate import MEASURED_RUNS
 from shardwright.planner.measured_run import PredictableRun, SkippedRun
 from shardwright.planner.run_columns import columns
 from shardwright.planner.runs import read_runs
+from shardwright.system.errors import InputError
 from tests.planner.measured import DENSE, EXPERTS, PIPED, published, write
 
 

@@ -19,7 +19,6 @@ from shardwright.cost.host import node_host_bytes
 from shardwright.cost.job import Job
 from shardwright.cost.reserved import reserved_bytes
 from shardwright.cost.step import step_time
-from shardwright.errors import InputError, LayoutError
 from shardwright.model.presets import PRESETS, resolve
 from shardwright.model.spec import ModelSpec
 from shardwright.planner import alternatives
@@ -35,7 +34,8 @@ from shardwright.planner.search import Plan, fits, limit_bytes, search, survey
 from shardwright.planner.space import groups
 from shardwright.planner.tie import ties
 from shardwright.planner.words import also_fast, left_out
-from shardwright.units import GiB
+from shardwright.system.errors import InputError, LayoutError
+from shardwright.system.units import GiB
 from tests.function_calls import calls
 from tests.marks import prove, rest_prove
 

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Job
-from shardwright.errors import LayoutError
-from shardwright.layout import Layout, accumulation
-from shardwright.layout_keys import RECOMPUTE
+from shardwright.layout.keys import RECOMPUTE
+from shardwright.layout.layout import Layout, accumulation
 from shardwright.model.presets import PRESETS
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
@@ -22,7 +21,8 @@ from shardwright.planner.space import groups
 from shardwright.schedule.registry import find, names
 from shardwright.split.rules import problems
 from shardwright.split.stages import schedule_problems
-from shardwright.units import divisors
+from shardwright.system.errors import LayoutError
+from shardwright.system.units import divisors
 from tests.marks import rest_prove
 
 SMALL = replace(PRESETS["debug"], n_layers=5)

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwright.errors import LayoutError
 from shardwright.model.presets import resolve
 from shardwright.planner.search import survey
 from shardwright.planner.spread import spread
-from shardwright.units import GiB
+from shardwright.system.errors import LayoutError
+from shardwright.system.units import GiB
 from tests.marks import prove
 from tests.planner.calls import killed, refused, squared
 from tests.planner.test_search import job

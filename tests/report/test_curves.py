@@ -12,10 +12,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from shardwright.errors import InputError
 from shardwright.report.curves import curves_svg, draw_curves
 from shardwright.report.panel import POINTS, TIMES, running_mean, thinned, window
 from shardwright.report.run_record import RunRecord, read_run
+from shardwright.system.errors import InputError
 from tests.function_calls import calls
 from tests.report.runs import evaluation, moe_record, train_record, usual, write_run
 

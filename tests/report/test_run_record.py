@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.errors import InputError
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.report.headline import headline, title_of
 from shardwright.report.run_record import read_run
 from shardwright.report.words import held_in_words, layout_in_words, model_in_words
+from shardwright.system.errors import InputError
 from tests.report.runs import evaluation, moe_record, started, train_record, usual, write_run
 
 

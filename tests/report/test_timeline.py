@@ -8,7 +8,6 @@ import pytest
 
 from shardwright.data import prepare as module
 from shardwright.data.prepare import prepare
-from shardwright.errors import InputError
 from shardwright.report.headline import headline
 from shardwright.report.run_record import read_run
 from shardwright.report.timeline import PipelineRecord
@@ -16,6 +15,7 @@ from shardwright.run_folder import timeline_path
 from shardwright.schedule.actions import Action
 from shardwright.schedule.build import build
 from shardwright.schedule.simulate import Times, simulate
+from shardwright.system.errors import InputError
 from shardwright.training.timeline import KEPT_STEPS
 from tests.report.runs import (
     EPOCH_S,

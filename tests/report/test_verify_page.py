@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.report.style import COLOURS
 from shardwright.report.verify_page import write_matrix_page, write_page
 from shardwright.report.verify_pictures import CLASSES, ROLES, cells_by_panel, class_of, errors_svg, in_order, short

@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.errors import ScheduleError
 from shardwright.schedule.actions import Schedule
 from shardwright.schedule.build import build, problems
 from shardwright.schedule.memory import KEPT_FOR_WEIGHT
@@ -12,6 +11,7 @@ from shardwright.schedule.placement import stages_of_rank
 from shardwright.schedule.registry import find, names
 from shardwright.schedule.simulate import Times, simulate
 from shardwright.schedule.validate import problems as wrong
+from shardwright.system.errors import ScheduleError
 
 FIXED = tuple(name for name in names() if not find(name).searched)
 

@@ -10,13 +10,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from shardwright.errors import InputError
 from shardwright.schedule.actions import OPS, Action
 from shardwright.schedule.build import build
 from shardwright.schedule.draw import CURVE_HEIGHT, LEFT, RIGHT, SHADES, ScheduleTimeline, draw, ink_on, planned, svg
 from shardwright.schedule.registry import find, names
 from shardwright.schedule.simulate import Simulation, Times, simulate
 from shardwright.schedule.trace import write_trace
+from shardwright.system.errors import InputError
 
 SVG = "{http://www.w3.org/2000/svg}"
 BUILT = [name for name in names() if not find(name).searched]

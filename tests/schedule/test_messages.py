@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.errors import ScheduleError
 from shardwright.schedule.actions import Action, Schedule, make
 from shardwright.schedule.build import build
 from shardwright.schedule.messages import PairExchange, StageMessage, sent_after, with_messages
 from shardwright.schedule.registry import find, names
 from shardwright.schedule.simulate import Times, simulate
+from shardwright.system.errors import ScheduleError
 from tests.schedule.links import Lists, makespan_on_streams, rendezvous
 from tests.schedule.test_build import schedules
 

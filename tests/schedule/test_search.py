@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.errors import ScheduleError
 from shardwright.schedule.actions import Action, Schedule, make
 from shardwright.schedule.basic import one_f_one_b
 from shardwright.schedule.memory import KEPT_FOR_WEIGHT
@@ -21,6 +20,7 @@ from shardwright.schedule.search import ScheduleProblem, least_cost, search
 from shardwright.schedule.simulate import Times, simulate
 from shardwright.schedule.validate import problems
 from shardwright.schedule.zero_bubble import zb_h1, zb_h2
+from shardwright.system.errors import ScheduleError
 from tests.marks import rest_prove
 
 # Qi et al., arXiv 2401.10241, tables 5 and 8: ranks, microbatches, the profiled times of F, I, W and a message in

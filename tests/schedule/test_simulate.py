@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.errors import ScheduleError
 from shardwright.schedule.actions import Action, Schedule, make
 from shardwright.schedule.build import build
 from shardwright.schedule.registry import find, names
 from shardwright.schedule.simulate import Times, simulate
+from shardwright.system.errors import ScheduleError
 from tests.schedule.test_build import anytimes, schedules
 
 FIXED = tuple(name for name in names() if not find(name).searched)

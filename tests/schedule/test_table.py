@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.errors import InputError, ScheduleError
 from shardwright.schedule.build import build
 from shardwright.schedule.registry import find, names
 from shardwright.schedule.simulate import Times, simulate
 from shardwright.schedule.table import read_table, write_table
 from shardwright.schedule.validate import problems
+from shardwright.system.errors import InputError, ScheduleError
 from tests.schedule.test_build import schedules
 
 FIXED = tuple(name for name in names() if not find(name).searched)

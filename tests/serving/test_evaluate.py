@@ -6,12 +6,12 @@ from statistics import fmean, median
 
 import pytest
 
-from shardwright.errors import InputError
 from shardwright.serving.engines import ENGINES, UNNAMED, engine_of
 from shardwright.serving.evaluate import MEASUREMENTS, ServingEvaluation, ServingPrediction, evaluate
 from shardwright.serving.measured import COLUMNS, FULL, LOOP, STATIC, ServingCase, SkippedServingRow, read
 from shardwright.serving.models import named
 from shardwright.serving.rates import OTHERS, fitted
+from shardwright.system.errors import InputError
 from tests.marks import prove
 
 GOOD = {

@@ -11,7 +11,7 @@ from shardwright.serving.engines import REQUESTS_ON_SMALL, UNNAMED, VLLM_LOGIT_B
 from shardwright.serving.memory import BLOCK_TOKENS, largest_batch, memory
 from shardwright.serving.setting import Degrees, PassBatch, Settings
 from shardwright.serving.work import latency_s, period_s
-from shardwright.units import GiB
+from shardwright.system.units import GiB
 from tests.serving.cases import IDEAL, serving
 
 ONE = Settings.from_layouts([Degrees(1)])

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.layout import Layout
-from shardwright.layout_keys import CP_METHODS
+from shardwright.layout.keys import CP_METHODS
+from shardwright.layout.layout import Layout
 from shardwright.split.rules import sequence_cuts
 from shardwright.split.sequence import attention_flops, attention_pairs, positions_of_rank, spans, step_pairs
 

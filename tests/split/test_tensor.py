@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.layout import Layout
-from shardwright.layout_keys import CP_METHODS
+from shardwright.layout.keys import CP_METHODS
+from shardwright.layout.layout import Layout
 from shardwright.model.modules import row_of
 from shardwright.model.presets import resolve
 from shardwright.model.spec import ModelSpec

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwright.errors import CheckpointError
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.norm import as_part
+from shardwright.system.errors import CheckpointError
 from shardwright.training.checkpoint.manifest import DataRecord, TrainingProgress
 from shardwright.training.checkpoint.saver import save
 from shardwright.training.checkpoint.state import load, named_tensors, stored_tensors

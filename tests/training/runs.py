@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwright.processes import STOPPING
 from shardwright.run_folder import EventRecord, read_events
+from shardwright.system.processes import STOPPING
 from tests.distributed import context
 
 Fault = Callable[[int], None]

@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwright.errors import CheckpointError
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling
 from shardwright.model.spec import ModelSpec
+from shardwright.system.errors import CheckpointError
 from shardwright.training.checkpoint import state
 from shardwright.training.checkpoint.manifest import TrainingProgress
 from shardwright.training.checkpoint.saver import save

@@ -18,8 +18,8 @@ import torch.distributed.distributed_c10d as c10d
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.errors import CheckpointError, DamagedError
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
+from shardwright.system.errors import CheckpointError, DamagedError
 from shardwright.training.checkpoint.manifest import ShardRecord, TensorRecord, read_manifest
 from shardwright.training.checkpoint.storage import read_shard
 from tests.distributed import run_ranks

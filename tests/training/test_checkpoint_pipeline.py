@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwright.errors import CheckpointError
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.spec import ModelSpec
+from shardwright.system.errors import CheckpointError
 from shardwright.training.checkpoint.manifest import TrainingProgress
 from shardwright.training.checkpoint.saver import save
 from shardwright.training.checkpoint.state import load

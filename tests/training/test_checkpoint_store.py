@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwright.errors import CheckpointError
+from shardwright.system.errors import CheckpointError
 from shardwright.training.checkpoint import shards, storage
 from shardwright.training.checkpoint.manifest import TrainingProgress
 from shardwright.training.checkpoint.saver import save

@@ -6,7 +6,7 @@ from itertools import cycle
 
 import pytest
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.verification import Verifier
 from shardwright.verification.cut_case import cut_layout
 from tests.marks import prove, rest_prove

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.apply import apply
 from shardwright.training.optimizer import build_optimizer

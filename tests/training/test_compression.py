@@ -8,16 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwright.compression import gradient_roundings
 from shardwright.config import parse
 from shardwright.cost.collectives import all_to_all
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.traffic import step_messages
-from shardwright.errors import ConfigError, LayoutError
-from shardwright.layout import Layout
-from shardwright.layout_keys import KEYS
+from shardwright.layout.keys import KEYS
+from shardwright.layout.layout import Layout
 from shardwright.model.modules import end_rows, rows
+from shardwright.split.compression import gradient_roundings
+from shardwright.system.errors import ConfigError, LayoutError
 from shardwright.verification import Verifier
 from tests.distributed import run_ranks
 from tests.marks import rest_prove

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
 from shardwright.config import OptimizerSection
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.norm import local_part
 from shardwright.training.checkpoint.state import named_tensors, stored_tensors

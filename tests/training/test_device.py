@@ -8,8 +8,8 @@ import torch
 
 from shardwright.cost.holes import MAPPED_BYTES
 from shardwright.measuring.steps import resident_bytes
+from shardwright.system.units import MiB
 from shardwright.training.device import configure_malloc
-from shardwright.units import MiB
 from tests.distributed import run_ranks
 
 

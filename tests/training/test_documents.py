@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from shardwright.config import Scope
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.sections import MoESpec
 from shardwright.verification import Case, Verifier
 from tests.marks import prove, rest_prove

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from shardwright.config import parse
-from shardwright.errors import CheckpointError, ConfigError, WorkerError
 from shardwright.run_folder import checkpoint_name, published, read_events
+from shardwright.system.errors import CheckpointError, ConfigError, WorkerError
 from shardwright.training import resuming
 from shardwright.training.checkpoint import durable
 from shardwright.training.checkpoint.durable import DurableFolder

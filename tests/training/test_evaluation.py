@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from shardwright.data.batches import Batch
 from shardwright.data.samples import IGNORE
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.init import initialise
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.norm import local_part

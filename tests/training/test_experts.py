@@ -19,7 +19,7 @@ from torch import Tensor
 from shardwright.config import parse
 from shardwright.data.batches import Batch
 from shardwright.data.samples import IGNORE
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.init import initialise
 from shardwright.model.moe import learn_from_load, take_load
 from shardwright.model.sections import LatentAttentionSpec, MoESpec

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.errors import InputError
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.number_formats import Fp8
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
+from shardwright.system.errors import InputError
 from shardwright.verification import Case, Verifier
 from tests.marks import prove, rest_prove
 from tests.training.runs import checksums, train, trajectory, write_run_file

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.errors import FullError
 from shardwright.run_folder import read_events
+from shardwright.system.errors import FullError
 from shardwright.training.metrics import JsonLines
 from tests.marks import prove
 from tests.training.runs import checkpoints, records, train, trajectory, write_run_file

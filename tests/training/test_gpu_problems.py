@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 from shardwright.config import parse
-from shardwright.errors import InputError
+from shardwright.system.errors import InputError
+from shardwright.system.units import GiB
 from shardwright.training.gpu import GpuFacts, check_gpu, claim_gpu, gpu_problems, interface_problems
 from shardwright.training.ranks import ProcessRank, pick_device
-from shardwright.units import GiB
 
 H100 = GpuFacts("NVIDIA H100", (9, 0), 79 * GiB, 80 * GiB, (7, 5))
 BATCH = {"steps": 1, "batch": {"global_batch": 1, "micro_batch": 1, "seq_len": 16}, "optimizer": {"lr": 1e-3}}

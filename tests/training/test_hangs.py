@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwright.layout import Layout
-from shardwright.ranks_at import (
+from shardwright.layout.layout import Layout
+from shardwright.run_folder import read_events
+from shardwright.system.ranks_at import (
     JoinedCollective,
     RankDump,
     RankIdentity,
@@ -22,7 +23,6 @@ from shardwright.ranks_at import (
     RanksWatch,
     describe,
 )
-from shardwright.run_folder import read_events
 from shardwright.training.resilience import monitor as module
 from shardwright.training.resilience.monitor import Monitor
 from tests.marks import prove
@@ -208,7 +208,7 @@ def test_what_a_phase_may_take_is_learned(tmp_path, monkeypatch):
 
 def test_a_phase_that_is_late_is_seen_once_it_was_late_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(Monitor, "_look", lambda self: None)
-    monkeypatch.setattr("shardwright.ranks_at._HEARD_S", 0.0)
+    monkeypatch.setattr("shardwright.system.ranks_at._HEARD_S", 0.0)
     monitor, watch = watcher(tmp_path), RanksWatch(tmp_path, 2)
     for _ in range(4):
         monitor.enter("data", 3)

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from shardwright.config import parse, resolved_toml
 from shardwright.config.sections import InitSection
 from shardwright.data.samples import IGNORE
-from shardwright.errors import CheckpointError
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.transformer import Transformer
+from shardwright.system.errors import CheckpointError
 from shardwright.training.checkpoint.manifest import TrainingProgress
 from shardwright.training.checkpoint.saver import save
 from shardwright.training.checkpoint.state import load

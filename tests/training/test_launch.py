@@ -159,7 +159,7 @@ def test_sys_exit_of_an_extension_where_there_is_one_rank_is_a_failure_too(run_f
 
 def complains_of_input(rank: int) -> None:
     def what():
-        from shardwright.errors import DataError
+        from shardwright.system.errors import DataError
 
         raise DataError("tokens/train-00000.bin has a hole at 17", "and another at 34")
 
@@ -172,7 +172,7 @@ def test_bad_input_found_by_a_worker_is_the_plain_message_once_and_exit_code_2(r
 
 
 def all_complain_of_input(rank: int) -> None:
-    from shardwright.errors import DataError
+    from shardwright.system.errors import DataError
     from shardwright.training import run
 
     def fail(*arguments, **named):

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from shardwright.config import parse
-from shardwright.errors import CheckpointError, ConfigError, WorkerError
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.run_folder import published
+from shardwright.system.errors import CheckpointError, ConfigError, WorkerError
 from shardwright.training.checkpoint import messages
 from shardwright.training.checkpoint.hosts import FileTransfer, Hosts, transfers
 from shardwright.training.checkpoint.local import LocalLevel

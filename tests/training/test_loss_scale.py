@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwright.config import PrecisionSection
 from shardwright.config import load as load_run_file
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.sections import MoESpec
 from shardwright.training.checkpoint.manifest import TrainingProgress
 from shardwright.training.checkpoint.saver import save

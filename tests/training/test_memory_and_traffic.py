@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.modules import end_rows
 from shardwright.parallel.microbatch_runner import SequentialRunner
 from tests.distributed import run_ranks

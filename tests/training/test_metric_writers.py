@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.errors import InputError
 from shardwright.run_folder import CheckpointRecord, EvaluationRecord, TrainRecord
+from shardwright.system.errors import InputError
 from shardwright.training.metrics import missing_extras, open_writers
 from shardwright.training.start import start
 from tests.marks import prove

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwright.errors import InputError
 from shardwright.model.presets import resolve
 from shardwright.model.sections import MoESpec
 from shardwright.parallel.model import ExpertLoad
+from shardwright.system.errors import InputError
 from shardwright.training.device import peak_flops_per_s, peak_of_name
 from shardwright.training.load import expert_numbers
 from shardwright.training.metrics import JsonLines, _numbers, line

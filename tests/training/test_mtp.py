@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardwright.data.samples import IGNORE
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.training.ahead import BEYOND, look_ahead
 from shardwright.verification import Verifier
 from tests.marks import prove

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwright.config import OptimizerSection
 from shardwright.config.optimizer import LrScaleSection
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.init import initialise
 from shardwright.model.modules import rows
 from shardwright.model.spec import ModelSpec

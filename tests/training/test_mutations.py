@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.verification import Case, Report, Verifier
 from shardwright.verification.reference import train_alone

@@ -23,14 +23,14 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwright.config import OptimizerSection, parse
-from shardwright.errors import ConfigError, InputError
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.spec import ModelSpec
+from shardwright.system.errors import ConfigError, InputError
+from shardwright.system.units import MiB
 from shardwright.training.offload.on_disk import OptimizerOnDisk
 from shardwright.training.offload.scratch import BLOCK
 from shardwright.training.offload.states import CUT, OffloadedParameter, StatePiece, in_chunks
 from shardwright.training.step import Trainer
-from shardwright.units import MiB
 from shardwright.verification import rank as verify_rank
 from tests.distributed import run_ranks
 from tests.marks import prove, rest_prove

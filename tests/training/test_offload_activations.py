@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.config import parse
-from shardwright.errors import InputError
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.parallel.offload import ActivationsOnHost
-from shardwright.processes import UsableMemory
+from shardwright.system.errors import InputError
+from shardwright.system.processes import UsableMemory
 from shardwright.training.offload import room
 from tests.distributed import run_ranks
 from tests.marks import rest_prove

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.config import OptimizerSection
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.modules import rows
 from shardwright.training.offload.on_host import OptimizerOnHost
 from shardwright.training.offload.states import Host

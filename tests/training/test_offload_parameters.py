@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from shardwright.config import parse
-from shardwright.errors import ConfigError
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.apply import apply
 from shardwright.parallel.initialise import allocate
-from shardwright.torch_private import FSDPParam, parameter_groups, shard_of
+from shardwright.system.errors import ConfigError
+from shardwright.system.torch_private import FSDPParam, parameter_groups, shard_of
 from shardwright.verification import rank as verify_rank
 from tests.distributed import run_ranks
 from tests.mutation import Mutation, mutated

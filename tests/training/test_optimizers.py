@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shardwright.config import OptimizerSection
 from shardwright.config.optimizer import LrScaleSection, WeightDecaySection
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.init import initialise
 from shardwright.model.modules import row_of
 from shardwright.model.spec import ModelSpec

@@ -9,7 +9,7 @@ from itertools import cycle
 
 import pytest
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.verification import Verifier
 from tests.marks import prove, rest_prove
 from tests.training.worlds import case

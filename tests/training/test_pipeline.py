@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.verification import Case, Verifier
 from tests.marks import prove, rest_prove
 from tests.training.worlds import CASE, SPEC

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.compression import factored
 from shardwright.config import parse
-from shardwright.errors import CheckpointError, ConfigError, LayoutError
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.modules import rows
+from shardwright.split.compression import factored
+from shardwright.system.errors import CheckpointError, ConfigError, LayoutError
 from shardwright.verification import Verifier
 from tests.distributed import run_ranks
 from tests.marks import rest_prove

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.parallel import apply, data
 from shardwright.parallel.norm import local_part
 from shardwright.verification import Verifier

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwright.errors import InputError, WorkerError
+from shardwright.system.errors import InputError, WorkerError
 from shardwright.training import ranks
 from shardwright.training.ranks import ProcessRank, first_host, meeting_point, place_from_environment
 from tests.marks import prove

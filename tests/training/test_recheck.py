@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shardwright.config.faults import FaultsSection
 from shardwright.data.batches import Batch
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.training.resilience.spikes import Recheck, Spike, SpikeGuard, SpikeState, suspects
 from shardwright.training.step import LossParts, Trainer
 from shardwright.verification import rank as verify_rank

@@ -8,8 +8,8 @@ from itertools import cycle
 import pytest
 
 from shardwright.config import Scope
-from shardwright.layout import Layout
-from shardwright.layout_keys import RECOMPUTE_MODULES
+from shardwright.layout.keys import RECOMPUTE_MODULES
+from shardwright.layout.layout import Layout
 from shardwright.verification import Case, Verifier
 from tests.marks import prove, rest_prove
 from tests.training.bugs.bug import EVEN, EXPERTS, FEW_PLACES, LATENT, LONG

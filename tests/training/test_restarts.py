@@ -13,8 +13,8 @@ import pytest
 
 from shardwright.config import RunConfig, parse
 from shardwright.config.shrink import shrunk
-from shardwright.errors import WorkerError
 from shardwright.run_folder import EventRecord
+from shardwright.system.errors import WorkerError
 from shardwright.training.resilience.restarts import Restarts
 from tests.marks import prove
 from tests.training.runs import (

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardwright.config.faults import SPIKE_WINDOW, FaultsSection
 from shardwright.data.batches import Batches, merged
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.training.checkpoint.manifest import TrainingProgress
 from shardwright.training.checkpoint.saver import save
 from shardwright.training.checkpoint.state import load
@@ -382,7 +382,7 @@ POWERSGD = [f"layout.{key}" for key in ("dp_shard=1", "dp_replicate=2", "zero=0"
 )
 def test_policies_that_make_no_sense_are_refused(run_file, settings, said):
     from shardwright.config import load as load_run_file
-    from shardwright.errors import ConfigError
+    from shardwright.system.errors import ConfigError
 
     with pytest.raises(ConfigError, match=said):
         load_run_file(run_file, settings)

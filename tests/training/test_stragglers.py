@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.run_folder import EventRecord, TrainRecord, read_events, read_metrics
 from shardwright.training.clock import PhaseClock
 from shardwright.training.resilience.stragglers import (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwright.hugging_face.writer import TensorToWrite
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.parallel.offload import ActivationsOnHost
 from shardwright.training.checkpoint.plan import CheckpointPlan, TensorPiece
 from shardwright.training.checkpoint.snapshot import Snapshot

@@ -16,7 +16,7 @@ from shardwright.data.batches import Batch
 from shardwright.data.prepare import prepare
 from shardwright.data.shards import open_split
 from shardwright.data.tokenizer import tokenizer_difference
-from shardwright.errors import InputError
+from shardwright.system.errors import InputError
 from shardwright.training.exporting import export
 from shardwright.training.start import start
 from shardwright.training.step import Trainer

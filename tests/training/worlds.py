@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwright.config import OptimizerSection
 from shardwright.data.batches import Batch
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.boxes import gather_whole
 from shardwright.training.step import Trainer

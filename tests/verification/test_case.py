@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from shardwright.config import OptimizerSection, RunConfig, parse
 from shardwright.data.samples import IGNORE
-from shardwright.errors import InputError, LayoutError
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.presets import PRESETS
 from shardwright.model.sections import MoESpec
 from shardwright.split import stages
 from shardwright.split.rules import problems
+from shardwright.system.errors import InputError, LayoutError
 from shardwright.verification import Case, Verifier, case_of, cut
 from shardwright.verification.case import PLAIN_SGD
 from shardwright.verification.cut_case import cut_each, cut_layout, cut_spec

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.verification import ReportRow, Verifier
 from shardwright.verification.case import PLAIN_SGD
 from shardwright.verification.compare import Report, differing_replicas, errors

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.verification import Case, Report, Verifier
 from shardwright.verification.culprit import find_culprit
 from tests.mutation import Mutation

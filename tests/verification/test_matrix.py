@@ -11,16 +11,16 @@ from itertools import combinations, product
 
 import pytest
 
-from shardwright.box import DENSE_AXES
 from shardwright.config import OptimizerSection
-from shardwright.errors import LayoutError
-from shardwright.layout import Layout
-from shardwright.layout_keys import CP_METHODS, KEYS
+from shardwright.layout.box import DENSE_AXES
+from shardwright.layout.keys import CP_METHODS, KEYS
+from shardwright.layout.layout import Layout
 from shardwright.model.presets import PRESETS
 from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.schedule.registry import names
 from shardwright.split.rules import problems
+from shardwright.system.errors import LayoutError
 from shardwright.verification import Case, Report, ReportRow, Verifier
 from shardwright.verification.case import PLAIN_SGD
 from shardwright.verification.matrix import layouts

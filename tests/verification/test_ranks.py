@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwright.errors import LayoutError, WorkerError
+from shardwright.system.errors import LayoutError, WorkerError
 from tests.distributed import run_ranks
 from tests.marks import prove
 
@@ -59,7 +59,7 @@ def test_ranks_that_hang_are_named_with_where_they_stand():
 
 
 SCRIPT = """
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.presets import resolve
 from shardwright.verification import Case, parity
 from shardwright.verification.cut_case import cut_spec

@@ -4,12 +4,12 @@ from itertools import combinations
 
 import pytest
 
-from shardwright.box import DENSE_AXES
-from shardwright.errors import LayoutError
-from shardwright.layout import Layout
-from shardwright.layout_keys import KEYS
+from shardwright.layout.box import DENSE_AXES
+from shardwright.layout.keys import KEYS
+from shardwright.layout.layout import Layout
 from shardwright.model.presets import PRESETS
 from shardwright.split.rules import problems
+from shardwright.system.errors import LayoutError
 from shardwright.verification import Case
 from shardwright.verification.reduce import reduced
 

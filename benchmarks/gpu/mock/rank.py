@@ -20,7 +20,7 @@ from shardwright.generation.sampling import Sampling
 from shardwright.model.sections import MoESpec
 from shardwright.parallel import expert
 from shardwright.parallel.model import ExpertLoad
-from shardwright.processes import UsableMemory
+from shardwright.system.processes import UsableMemory
 from shardwright.training import load, numbers
 from shardwright.training.offload import room
 from shardwright.training.step import ForwardBackward, Trainer

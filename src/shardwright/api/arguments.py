@@ -1,9 +1,9 @@
 """Models and layouts as they are given to the functions of the Python API."""
 
-from shardwright.errors import ConfigError, InputError
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.presets import resolve
 from shardwright.model.spec import ModelSpec
+from shardwright.system.errors import ConfigError, InputError
 
 
 def as_spec(model: object, also: str = "") -> ModelSpec:

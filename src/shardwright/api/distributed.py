@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from shardwright.api.arguments import as_spec, check_layout
 from shardwright.config import OptimizerSection
 from shardwright.data.batches import Batch
-from shardwright.errors import InputError, LayoutError, checked_call
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.modules import row_of
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
@@ -21,6 +20,7 @@ from shardwright.parallel.apply import apply
 from shardwright.parallel.boxes import gather_whole, local_box
 from shardwright.split.rules import problems as split_problems
 from shardwright.split.stages import schedule_problems
+from shardwright.system.errors import InputError, LayoutError, checked_call
 from shardwright.training.optimizer import parameter_groups
 from shardwright.training.ranks import ProcessRank, join, pick_device, place_from_environment
 from shardwright.training.step import ForwardBackward

@@ -6,13 +6,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwright import extensions
 from shardwright.api.arguments import as_spec, check_counts, check_layout
-from shardwright.errors import InputError, checked_call, nearest
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.presets import resolve
 from shardwright.model.spec import ModelSpec
 from shardwright.run_folder import CHECKPOINTS, published
+from shardwright.system import extensions
+from shardwright.system.errors import InputError, checked_call, nearest
 
 if TYPE_CHECKING:
     from shardwright.config import RunConfig

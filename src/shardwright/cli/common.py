@@ -17,13 +17,13 @@ import typer
 from rich.segment import Segments
 from rich.table import Table
 
-from shardwright import extensions
-from shardwright.console import PlainConsole
-from shardwright.errors import InputError, LayoutError, QuietExit, ShardwrightError, nearest
-from shardwright.files import parse_toml, problem_of_place
-from shardwright.layout import Layout
-from shardwright.layout_keys import KEYS
-from shardwright.processes import in_one_sentence, on_signals
+from shardwright.layout.keys import KEYS
+from shardwright.layout.layout import Layout
+from shardwright.system import extensions
+from shardwright.system.console import PlainConsole
+from shardwright.system.errors import InputError, LayoutError, QuietExit, ShardwrightError, nearest
+from shardwright.system.files import parse_toml, problem_of_place
+from shardwright.system.processes import in_one_sentence, on_signals
 
 MOST_PROBLEMS = 50
 """Errors that are printed; a damaged table may have one a cell."""

@@ -18,7 +18,7 @@ from shardwright.data.prepare import PrepareProgress
 from shardwright.data.prepare import prepare as prepare_folder
 from shardwright.data.readers import EncodingErrors
 from shardwright.data.shards import DataManifest, verify_checksums
-from shardwright.units import format_bytes, format_count, format_seconds, percent
+from shardwright.system.units import format_bytes, format_count, format_seconds, percent
 
 app = typer.Typer(
     help="Turn text into token shards for training, and look at what is in them.",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwright.cli.common import AsJson, Overrides, print_json, print_text, progress, reading_verb, wrong_place
-from shardwright.errors import InputError
+from shardwright.system.errors import InputError
 
 if TYPE_CHECKING:
     from shardwright.config import RunConfig
@@ -154,7 +154,7 @@ def _problems(options: DryrunOptions) -> list[str]:
 def _how(config: "RunConfig", options: DryrunOptions) -> "DryRunSettings":
     """Raises InputError where nothing says how much memory the device of a rank has."""
     from shardwright.dry_run.run import how_of
-    from shardwright.units import GiB
+    from shardwright.system.units import GiB
 
     memory: str | float
     if options.device_memory is not None:

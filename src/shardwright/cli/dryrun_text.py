@@ -7,7 +7,7 @@ from shardwright.cli.common import columns, console, print_table, print_text
 from shardwright.dry_run.agreement import checked
 from shardwright.dry_run.length import step_length
 from shardwright.dry_run.record import KINDS, WAIT, RankRecord
-from shardwright.units import format_bytes
+from shardwright.system.units import format_bytes
 
 if TYPE_CHECKING:
     from shardwright.dry_run.run import DryRun

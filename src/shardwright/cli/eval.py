@@ -17,8 +17,8 @@ from shardwright.cli.common import (
     wrong_device,
     wrong_sizes,
 )
-from shardwright.errors import InputError
-from shardwright.units import format_count
+from shardwright.system.errors import InputError
+from shardwright.system.units import format_count
 
 
 @dataclasses.dataclass(frozen=True)

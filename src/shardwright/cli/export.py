@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from shardwright.cli.common import AsJson, print_json, print_text, reading_verb
-from shardwright.errors import InputError
-from shardwright.units import format_bytes
+from shardwright.system.errors import InputError
+from shardwright.system.units import format_bytes
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 

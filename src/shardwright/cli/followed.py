@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwright.config import RunConfig, load
-from shardwright.files import owner_runs
-from shardwright.ranks_at import RankIdentity, RanksFolder, RankState
 from shardwright.report.run_record import check_folder
 from shardwright.run_folder import (
     CHECKPOINTS,
@@ -26,6 +24,8 @@ from shardwright.run_folder import (
     metrics_of,
     published,
 )
+from shardwright.system.files import owner_runs
+from shardwright.system.ranks_at import RankIdentity, RanksFolder, RankState
 
 QUIET_S = 30.0
 """A run whose process is gone has ended when nothing has been written for so long: until then it may be restarted."""

@@ -18,10 +18,10 @@ from shardwright.cli.common import (
     wrong_device,
     wrong_sizes,
 )
-from shardwright.console import visible
-from shardwright.errors import InputError
-from shardwright.files import parse_json, read_text, reason
-from shardwright.units import format_bytes, percent
+from shardwright.system.console import visible
+from shardwright.system.errors import InputError
+from shardwright.system.files import parse_json, read_text, reason
+from shardwright.system.units import format_bytes, percent
 
 if TYPE_CHECKING:
     from shardwright.generation.sampling import Sampling

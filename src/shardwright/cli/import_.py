@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from shardwright.cli.common import AsJson, print_json, print_text, verb
-from shardwright.units import format_bytes, format_count
+from shardwright.system.units import format_bytes, format_count
 
 
 @verb

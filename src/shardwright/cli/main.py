@@ -15,8 +15,8 @@ from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 import shardwright
-from shardwright.errors import InputError
-from shardwright.openmp import brief_waiting
+from shardwright.system.errors import InputError
+from shardwright.system.openmp import brief_waiting
 
 _USAGE_ERROR: Any = typer.BadParameter.__base__
 """What click raises for a word, an option or a value that it does not take; typer has no name of its own for it."""
@@ -82,7 +82,7 @@ def _as_override(error: Any) -> str:
     if not takes_overrides or option is None:
         return ""
     from shardwright.config import RunConfig, keys_named
-    from shardwright.synonyms import called_here
+    from shardwright.system.synonyms import called_here
 
     name = option.removeprefix("--").replace("-", "_").split(".")[-1]
     keys = keys_named(name) or [key for key in called_here(name) or () if "=" not in key]

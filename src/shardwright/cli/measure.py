@@ -20,7 +20,7 @@ from shardwright.cli.common import (
     wrong_place,
     wrong_sizes,
 )
-from shardwright.errors import InputError
+from shardwright.system.errors import InputError
 
 if TYPE_CHECKING:
     from shardwright.measuring.points import MachineMeasurements
@@ -124,8 +124,8 @@ def _measured(options: MeasureOptions) -> "MachineMeasurements | None":
 
 
 def _tell(machine: "MachineMeasurements", options: MeasureOptions) -> None:
-    from shardwright.files import write_whole
     from shardwright.measuring.file import accelerator_name, hardware_toml
+    from shardwright.system.files import write_whole
 
     name = accelerator_name(options.out or Path("mine"))
     command = shlex.join(["shardwright", *sys.argv[1:]])
@@ -149,7 +149,7 @@ def _tell(machine: "MachineMeasurements", options: MeasureOptions) -> None:
 def _print(machine: "MachineMeasurements") -> None:
     from shardwright.cli.common import columns, print_table
     from shardwright.measuring.fit import copy_bytes_per_s, fit_link, fit_matmuls
-    from shardwright.units import format_bytes, format_seconds
+    from shardwright.system.units import format_bytes, format_seconds
 
     print_text(
         f"{machine.name}, {machine.cores} cores, measured in {format_seconds(machine.took_s)}, {machine.clock} seconds"

@@ -12,7 +12,7 @@ import typer
 
 from shardwright.cli.common import console, error_console, print_json, print_text, reading_verb
 from shardwright.cli.plan_asked import PlanOptions, PlanRequest, choice_of_run, priced_of, read_request
-from shardwright.errors import InputError, LayoutError
+from shardwright.system.errors import InputError, LayoutError
 
 if TYPE_CHECKING:
     from shardwright.config import RunConfig
@@ -84,12 +84,12 @@ def _evaluate(options: PlanOptions) -> None:
 
 def _search(asked: PlanRequest, options: PlanOptions) -> None:
     from shardwright.cli import plan_text
-    from shardwright.control_groups import usable_cores
     from shardwright.planner.alternatives import runners_up, well_known
     from shardwright.planner.batches import near_batches
     from shardwright.planner.document import plan_document
     from shardwright.planner.nearest import remedies
     from shardwright.planner.search import search
+    from shardwright.system.control_groups import usable_cores
 
     margin, processes = options.memory_margin, usable_cores()
     with error_console.status("evaluating every layout") as status:
@@ -187,8 +187,8 @@ def _write(asked: PlanRequest, job: "Job", choice: "Choice", options: PlanOption
     one."""
     if options.write is None:
         return
-    from shardwright.files import write_whole
     from shardwright.planner.run_file import run_file
+    from shardwright.system.files import write_whole
 
     command = shlex.join(["shardwright", *sys.argv[1:]])
     if asked.config is None:

@@ -9,7 +9,7 @@ import typer
 from shardwright.cli.common import AsJson, wrong_place, wrong_sizes
 from shardwright.cli.plan_model import find_model
 from shardwright.cost.formats import FORMATS
-from shardwright.errors import InputError, LayoutError, nearest
+from shardwright.system.errors import InputError, LayoutError, nearest
 
 if TYPE_CHECKING:
     from shardwright.config import RunConfig

@@ -7,8 +7,8 @@ import typer
 
 from shardwright.cli.common import columns, console, error_console, print_json, print_table, print_text
 from shardwright.cli.plan_asked import PlanOptions, PlanRequest, changed_cluster, no_peak
-from shardwright.errors import InputError, LayoutError, nearest
-from shardwright.units import GiB, format_count
+from shardwright.system.errors import InputError, LayoutError, nearest
+from shardwright.system.units import GiB, format_count
 
 if TYPE_CHECKING:
     from shardwright.cost.hardware import Cluster
@@ -22,9 +22,9 @@ def compare(asked: PlanRequest, options: PlanOptions) -> None:
 
     Raises InputError for clusters that are not known, and typer.Exit(1) where nothing fits on any.
     """
-    from shardwright.control_groups import usable_cores
     from shardwright.cost.job import on_machine
     from shardwright.planner.search import search
+    from shardwright.system.control_groups import usable_cores
 
     wrong: list[str] = []
     clusters = [asked.job.cluster, *(_cluster(text, options, asked.job.precision, wrong) for text in _others(options))]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwright.cli.common import AsJson, columns, print_json, print_table, print_text, reading_verb
-from shardwright.errors import InputError
+from shardwright.system.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,7 +78,7 @@ def _priced(path: Path, cluster: str | None, hardware: Path | None) -> "PricedLa
 
 
 def _print(found: "PlanDifference", options: PlanDiffOptions) -> None:
-    from shardwright.units import GiB, format_bytes, format_seconds
+    from shardwright.system.units import GiB, format_bytes, format_seconds
 
     for name, path, each in (("A", options.a, found.a), ("B", options.b, found.b)):
         step, peak = format_seconds(each.step_s), format_bytes(each.peak_bytes)

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from shardwright.errors import ConfigError, near_path
 from shardwright.model.spec import ModelSpec
+from shardwright.system.errors import ConfigError, near_path
 
 FILES = (".json", ".toml")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwright.cli.common import AsJson, error_console, print_json, reading_verb, wrong_place, wrong_sizes
-from shardwright.errors import InputError, nearest
+from shardwright.system.errors import InputError, nearest
 
 if TYPE_CHECKING:
     from shardwright.cost.hardware import Cluster

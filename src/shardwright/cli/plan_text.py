@@ -28,7 +28,7 @@ from shardwright.planner.words import (
     why,
     worth_a_row,
 )
-from shardwright.units import GiB, format_bytes, format_count, format_seconds
+from shardwright.system.units import GiB, format_bytes, format_count, format_seconds
 
 ROUNDING = 1e-9
 """Share of a step below which a part is what is left of a difference of equal numbers."""

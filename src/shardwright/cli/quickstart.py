@@ -14,10 +14,10 @@ import typer
 
 from shardwright.cli.common import AsJson, print_json, print_text, verb
 from shardwright.config import RunConfig, load
-from shardwright.errors import DataError
-from shardwright.files import new_folder
 from shardwright.run_folder import CHECKPOINTS, CURVES, METRICS, PAGE
-from shardwright.units import format_bytes, format_count, format_seconds
+from shardwright.system.errors import DataError
+from shardwright.system.files import new_folder
+from shardwright.system.units import format_bytes, format_count, format_seconds
 
 CORPUS_BYTES = 10_000_000
 STEPS = 340

@@ -9,7 +9,6 @@ import typer
 from rich.markup import escape
 
 from shardwright.cli.common import AsJson, console, print_json, print_text, reading_verb
-from shardwright.errors import InputError
 from shardwright.report.comparison import comparison_rows, draw_losses, write_comparison
 from shardwright.report.curves import draw_curves
 from shardwright.report.headline import headline, title_of
@@ -18,7 +17,8 @@ from shardwright.report.run_record import RunRecord, read_run
 from shardwright.run_folder import CURVES, PAGE, TIMELINE
 from shardwright.schedule.draw import draw
 from shardwright.schedule.trace import write_trace
-from shardwright.units import format_seconds
+from shardwright.system.errors import InputError
+from shardwright.system.units import format_seconds
 
 COMPARISON = "comparison.html"
 

@@ -21,7 +21,6 @@ from shardwright.cli.common import (
     wrong_sizes,
 )
 from shardwright.cli.timeline import timeline_text
-from shardwright.errors import InputError, ScheduleError, nearest
 from shardwright.schedule.actions import Schedule
 from shardwright.schedule.build import build
 from shardwright.schedule.compare import compare, count_messages, parameters_held
@@ -32,6 +31,7 @@ from shardwright.schedule.simulate import Simulation, Times, simulate
 from shardwright.schedule.table import read_table, write_table
 from shardwright.schedule.trace import write_trace
 from shardwright.schedule.validate import problems
+from shardwright.system.errors import InputError, ScheduleError, nearest
 
 SORTS: dict[str, Callable[[Simulation, float], float | str]] = {
     "bubble": lambda simulation, kept: simulation.bubble_rate,

@@ -10,9 +10,9 @@ import typer
 
 from shardwright.cli.common import AsJson, Overrides, console, error_console, print_json, print_text, progress, verb
 from shardwright.config import RunConfig, load
-from shardwright.errors import InputError
-from shardwright.reference import keys
-from shardwright.units import GiB, format_bytes
+from shardwright.config.reference import keys
+from shardwright.system.errors import InputError
+from shardwright.system.units import GiB, format_bytes
 
 
 @partial(verb, extends=True, hears_signals=True)

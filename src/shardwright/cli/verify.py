@@ -18,11 +18,11 @@ from shardwright.cli.common import (
     wrong_place,
 )
 from shardwright.cli.verify_text import MatrixLines, collect, print_report, sizes
-from shardwright.errors import InputError, WorkerError, nearest
+from shardwright.system.errors import InputError, WorkerError, nearest
 
 if TYPE_CHECKING:
     from shardwright.config import RunConfig
-    from shardwright.layout import Layout
+    from shardwright.layout.layout import Layout
     from shardwright.verification import Case, Verifier
 
 
@@ -140,7 +140,7 @@ def verify(options: VerifyOptions) -> None:
 def _settled(config: "RunConfig") -> "RunConfig":
     """The run file with a recomputation in the place of "auto", as for this machine unless it says `memory_gib`."""
     from shardwright.config.settle import needs_memory, settled
-    from shardwright.processes import share_bytes
+    from shardwright.system.processes import share_bytes
 
     if not needs_memory(config):
         return config

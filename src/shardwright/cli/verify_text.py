@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shardwright.cli.common import columns, console, error_console, print_table, print_text
-from shardwright.units import format_seconds
+from shardwright.system.units import format_seconds
 
 if TYPE_CHECKING:
     from shardwright.config import RunConfig
-    from shardwright.layout import Layout
+    from shardwright.layout.layout import Layout
     from shardwright.verification import Case, Report, Verifier
 
 

@@ -11,8 +11,8 @@ from rich.live import Live
 from shardwright.cli.common import console, error_console, print_text, reading_verb
 from shardwright.cli.followed import SHOWN_LINES, FollowedRun, NewRecords
 from shardwright.cli.watch_page import page, state_in_words
-from shardwright.errors import InputError
 from shardwright.run_folder import RUN_NAMES, as_record
+from shardwright.system.errors import InputError
 from shardwright.training.metrics import line
 
 LEAST_EVERY_S, MOST_EVERY_S = 0.1, 3600.0

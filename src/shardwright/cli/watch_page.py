@@ -12,7 +12,6 @@ from rich.text import Text
 
 from shardwright.cli.common import columns, console
 from shardwright.cli.followed import MOST_RANKS, FollowedRun
-from shardwright.console import visible
 from shardwright.report.run_record import resume_command
 from shardwright.report.words import layout_in_words, model_in_words
 from shardwright.run_folder import (
@@ -24,7 +23,8 @@ from shardwright.run_folder import (
     resumable,
     step_of,
 )
-from shardwright.units import format_bytes, format_count, format_seconds, percent
+from shardwright.system.console import visible
+from shardwright.system.units import format_bytes, format_count, format_seconds, percent
 
 EVENTS_SHOWN = 8
 CHECKPOINTS_SHOWN = 4

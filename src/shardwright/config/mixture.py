@@ -11,7 +11,7 @@ from math import gcd, lcm
 from pathlib import Path
 
 from shardwright.config.sections import DataSection, SourceSection
-from shardwright.errors import nearest
+from shardwright.system.errors import nearest
 
 LARGEST_PERIOD = 2**20
 

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import ConfigDict, Field, create_model, model_validator
 
 from shardwright.config.sections import RENAMED, BrokenRules, RunFileSection
-from shardwright.errors import nearest
 from shardwright.model.modules import Kind, Row
 from shardwright.optimizers import OPTIMIZERS, OptimizerKind
-from shardwright.synonyms import called_here
+from shardwright.system.errors import nearest
+from shardwright.system.synonyms import called_here
 
 Factor = Annotated[float, Field(ge=0)]
 

@@ -13,14 +13,14 @@ from pydantic import (
     ValidationError,
 )
 
-from shardwright import extensions
 from shardwright.config.run_config import RunConfig, broken_rules
 from shardwright.config.sections import PATH, RENAMED, located
-from shardwright.errors import ConfigError, near_path, nearest
-from shardwright.files import parse_toml, read_text
-from shardwright.layout_keys import KEYS as LAYOUT_KEYS
+from shardwright.layout.keys import KEYS as LAYOUT_KEYS
 from shardwright.run_folder import METRICS, RESOLVED, RUN_FILE
-from shardwright.synonyms import called_here
+from shardwright.system import extensions
+from shardwright.system.errors import ConfigError, near_path, nearest
+from shardwright.system.files import parse_toml, read_text
+from shardwright.system.synonyms import called_here
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), *, started: bool = False) -> RunConfig:

@@ -26,16 +26,16 @@ from shardwright.config.sections import (
     RunFileSection,
     ScheduleSection,
 )
-from shardwright.errors import ConfigError, LayoutError
-from shardwright.layout import Layout, accumulation
-from shardwright.layout_keys import AUTO, POWERSGD
+from shardwright.layout.keys import AUTO, POWERSGD
+from shardwright.layout.layout import Layout, accumulation
 from shardwright.model.modules import FAMILIES
 from shardwright.model.number_formats import problems as fp8_problems
 from shardwright.model.spec import ModelSpec
-from shardwright.remote import REMOTE
 from shardwright.split.rules import problems as split_problems
 from shardwright.split.rules import tp_divides
 from shardwright.split.stages import schedule_problems
+from shardwright.system.errors import ConfigError, LayoutError
+from shardwright.system.remote import REMOTE
 
 
 class RunConfig(RunFileSection):

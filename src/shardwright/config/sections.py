@@ -16,18 +16,18 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from shardwright import extensions
-from shardwright.errors import ConfigError
-from shardwright.files import parse_toml, read_text
 from shardwright.hugging_face.files import is_folder_of_transformers, read_folder
-from shardwright.keys import LayoutKey
-from shardwright.layout import Layout
-from shardwright.layout_keys import KEYS as LAYOUT_KEYS
+from shardwright.layout.key import LayoutKey
+from shardwright.layout.keys import KEYS as LAYOUT_KEYS
+from shardwright.layout.layout import Layout
 from shardwright.model.presets import resolve
 from shardwright.model.sections import Described, LatentAttentionSpec, MoESpec, RopeScaling
 from shardwright.model.spec import ModelSpec, differences
-from shardwright.remote import REMOTE
 from shardwright.run_folder import MODEL_FILE, RUN_FILE
+from shardwright.system import extensions
+from shardwright.system.errors import ConfigError
+from shardwright.system.files import parse_toml, read_text
+from shardwright.system.remote import REMOTE
 
 
 class BrokenRules(PydanticCustomError):

@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING
 
 from shardwright.config.run_config import RunConfig
-from shardwright.errors import LayoutError
-from shardwright.layout_keys import AUTO
-from shardwright.units import GiB
+from shardwright.layout.keys import AUTO
+from shardwright.system.errors import LayoutError
+from shardwright.system.units import GiB
 
 if TYPE_CHECKING:
     from shardwright.cost.job import Job

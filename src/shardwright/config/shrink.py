@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 from shardwright.config.reading import as_toml, parse, resolved_toml
 from shardwright.config.run_config import RunConfig
-from shardwright.errors import ConfigError, LayoutError
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
+from shardwright.system.errors import ConfigError, LayoutError
 
 
 def shrunk(config: RunConfig, most: int, least: int) -> RunConfig | None:

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwright.compression import BLOCK, POWERSGD
 from shardwright.cost.collectives import Number, PricedMessage, all_gather, all_reduce, all_to_all, reduce_scatter
 from shardwright.cost.job import Ints, Job
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
+from shardwright.split.compression import BLOCK, POWERSGD
 
 _SCALE = 4 / BLOCK
 SENT_BYTES = {"bf16": 2.0, "int8": 1 + _SCALE, "int4": 0.5 + _SCALE}

@@ -5,15 +5,15 @@ from functools import cached_property
 
 import numpy as np
 
-from shardwright.box import DENSE_AXES
 from shardwright.cost import memory, products
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.step import StepTime, step_time
-from shardwright.errors import LayoutError
-from shardwright.layout import Layout, accumulation
-from shardwright.layout_keys import KEYS
+from shardwright.layout.box import DENSE_AXES
+from shardwright.layout.keys import KEYS
+from shardwright.layout.layout import Layout, accumulation
 from shardwright.split.rules import problems
 from shardwright.split.stages import schedule_problems
+from shardwright.system.errors import LayoutError
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from shardwright.cost.hardware_file import (
     packaged,
 )
 from shardwright.cost.measured import RatesTable, node_rates
-from shardwright.errors import InputError, nearest
-from shardwright.units import GiB, MiB, parsed_bytes
+from shardwright.system.errors import InputError, nearest
+from shardwright.system.units import GiB, MiB, parsed_bytes
 
 LARGEST = 1_000_000
 """Maximum accelerators of a cluster; ten times the largest one in existence."""

@@ -24,8 +24,8 @@ from shardwright.cost.measured import (
     RatesTable,
     Share,
 )
-from shardwright.errors import InputError, nearest
-from shardwright.files import parse_toml, read_text
+from shardwright.system.errors import InputError, nearest
+from shardwright.system.files import parse_toml, read_text
 
 PACKAGED = Path(__file__).with_name("hardware.toml")
 

@@ -10,7 +10,7 @@ import numpy as np
 from shardwright.cost import activations, parameters, pipeline
 from shardwright.cost.job import Candidates, Floats, Job
 from shardwright.model.modules import Row, end_rows
-from shardwright.units import MiB
+from shardwright.system.units import MiB
 
 MAPPED_BYTES = 32 * MiB
 """The largest that glibc takes. With 2 MiB, steps of a 30M model held 905 MiB with ZeRO-1 and 814 MiB with ZeRO-3, in

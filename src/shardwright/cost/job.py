@@ -17,13 +17,13 @@ from shardwright.cost.formats import FORMATS
 from shardwright.cost.hardware import Cluster
 from shardwright.cost.speed import CONTEXT, DATA, TENSOR
 from shardwright.cost.stack import SHARDWRIGHT, SHARDWRIGHT_COMPILED, Stack
-from shardwright.layout import Layout
-from shardwright.layout_keys import KEYS, RECOMPUTE
+from shardwright.layout.keys import KEYS, RECOMPUTE
+from shardwright.layout.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.optimizers import OPTIMIZERS, OptimizerKind
 from shardwright.schedule.registry import Kind
 from shardwright.split.buckets import LOGITS_TOGETHER
-from shardwright.units import GiB
+from shardwright.system.units import GiB
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

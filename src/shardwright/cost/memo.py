@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from shardwright.cost import ledger
 from shardwright.cost.job import COLUMNS, Candidates, Ints, Job
 from shardwright.cost.passes import Passes
-from shardwright.layout_keys import KEYS, RECOMPUTE, ZERO
-from shardwright.units import MiB
+from shardwright.layout.keys import KEYS, RECOMPUTE, ZERO
+from shardwright.system.units import MiB
 
 Arrays = dict[str, NDArray[Any]]
 OF_A_PASS = ("tp", "cp", "ep", "sequence_parallel", "micro_batch", "recompute")

@@ -19,7 +19,7 @@ from shardwright.model.modules import SPLIT_DIM, Row, Split, end_rows, rows
 from shardwright.model.spec import ModelSpec
 from shardwright.optimizers import n_blocks
 from shardwright.split.buckets import BUCKET_BYTES
-from shardwright.units import in_groups
+from shardwright.system.units import in_groups
 
 DENSE, EXPERT = "dense parameters", "parameters in experts"
 """Names in the ledger of the parameters of a rank."""

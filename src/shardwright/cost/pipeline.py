@@ -13,7 +13,7 @@ import numpy as np
 
 from shardwright.cost.blocks import BlockShape, blocks
 from shardwright.cost.job import Candidates, Floats, Ints, Job
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.schedule.actions import Action, Schedule
 from shardwright.schedule.registry import find

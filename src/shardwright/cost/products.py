@@ -19,7 +19,6 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from shardwright.compression import factored, powersgd_rank
 from shardwright.cost.collectives import PricedMessage, all_reduce
 from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.ledger import Formulas
@@ -27,8 +26,9 @@ from shardwright.cost.matmuls import reached_flops_per_s
 from shardwright.cost.parameters import RankParameters
 from shardwright.cost.passes import reached_bytes_per_s
 from shardwright.cost.pipeline import Stages
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.modules import Row
+from shardwright.split.compression import factored, powersgd_rank
 
 MOVED_BYTES = 64.0
 """Bytes that are read and written of an element of a matrix."""

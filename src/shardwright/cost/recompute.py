@@ -32,7 +32,7 @@ from shardwright.cost.matmuls import layer_matmuls
 from shardwright.cost.messages import result_of
 from shardwright.cost.passes import Passes, kernel_symbols
 from shardwright.cost.speed import CONTEXT, TENSOR
-from shardwright.layout_keys import RECOMPUTE_MODULES
+from shardwright.layout.keys import RECOMPUTE_MODULES
 from shardwright.model.spec import ModelSpec
 
 _NOT_KEPT: dict[str, Callable[[Formulas], Floats]] = {

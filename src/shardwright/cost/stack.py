@@ -10,7 +10,7 @@ from shardwright.cost import speed
 from shardwright.cost.hardware import Accelerator
 from shardwright.cost.speed import Speed
 from shardwright.split.buckets import LOGITS_TOGETHER_ON_GPU
-from shardwright.units import MiB
+from shardwright.system.units import MiB
 
 
 @dataclass(frozen=True, kw_only=True)

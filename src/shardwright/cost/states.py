@@ -27,7 +27,6 @@ rank holds the first and the last stage.
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.compression import powersgd_rank
 from shardwright.cost import ledger, parameters, products
 from shardwright.cost.compression import waits_for_replicas
 from shardwright.cost.job import Candidates, Floats, Job
@@ -36,6 +35,7 @@ from shardwright.cost.parameters import Parameters
 from shardwright.cost.pipeline import Stages
 from shardwright.cost.secondary import again_ranks
 from shardwright.optimizers import OFFLOAD_CHUNK_BYTES
+from shardwright.split.compression import powersgd_rank
 
 
 def rank_state_bytes(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> dict[str, Floats]:

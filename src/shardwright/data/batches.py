@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from shardwright.data.samples import IGNORE, Samples
-from shardwright.errors import DataError
-from shardwright.layout import accumulation
+from shardwright.layout.layout import accumulation
+from shardwright.system.errors import DataError
 
 PADDING_ID = -1
 READER = "shardwright-batches"

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from shardwright.errors import DataError
-from shardwright.files import read_bytes, reason
-from shardwright.units import KiB
+from shardwright.system.errors import DataError
+from shardwright.system.files import read_bytes, reason
+from shardwright.system.units import KiB
 
 BLOCK_BYTES = 64 * KiB
 """The block size of folders that are written now; readers take the manifest's block size."""

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from shardwright.data.template import ANSWER, MARKER, REASONING, TemplateRefusal
 from shardwright.data.template_process import TemplateProcess
-from shardwright.errors import DataError, nearest
-from shardwright.files import parse_json, read_text, reason
+from shardwright.system.errors import DataError, nearest
+from shardwright.system.files import parse_json, read_text, reason
 
 ROLES = ("system", "user", "assistant", "tool")
 FURTHER_ROLES = ("developer", "function", "ipython")

@@ -12,9 +12,9 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 from shardwright.data.remote import File
-from shardwright.errors import DataError
-from shardwright.files import parse_json
-from shardwright.units import KiB, MiB, format_bytes
+from shardwright.system.errors import DataError
+from shardwright.system.files import parse_json
+from shardwright.system.units import KiB, MiB, format_bytes
 
 Kind = Literal["lines", "array", "object", "parquet", "text"]
 LONGEST_RECORD_BYTES = 256 * MiB

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwright.data.tokenizer import TextTokenizer
-from shardwright.units import KiB
+from shardwright.system.units import KiB
 
 WINDOW = 256 * KiB
 """Characters of a window: few enough to spread one long file over many cores."""

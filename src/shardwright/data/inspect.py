@@ -10,8 +10,8 @@ from shardwright.data.packing import attended_tokens, packed_lengths
 from shardwright.data.samples import PackedSamples
 from shardwright.data.shards import DataManifest, TokenSplit, open_split
 from shardwright.data.tokenizer import TextTokenizer, load_tokenizer
-from shardwright.errors import DataError
 from shardwright.split.documents import Lengths, imbalance, plan
+from shardwright.system.errors import DataError
 
 SHOWN_TOKENS = 200
 SHOWN_SEQUENCES = 64

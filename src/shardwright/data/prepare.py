@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from shardwright.control_groups import usable_cores
 from shardwright.data import blocks
 from shardwright.data.chat import TEMPLATE, ChatFormat, read_chat_format
 from shardwright.data.encoding import Joiner, Spans, TextSection, TextWindow, continued, encode, windows
@@ -27,11 +26,12 @@ from shardwright.data.shards import MANIFEST, TOKENIZER, DataManifest
 from shardwright.data.sources import HUB, Document, EncodingErrors, Meter, documents, source_files
 from shardwright.data.tokenizer import TextTokenizer, all_cores, load_tokenizer, train_bpe
 from shardwright.data.writer import SplitWriter
-from shardwright.errors import DataError, without_secrets
-from shardwright.files import new_folder
-from shardwright.remote import REMOTE
-from shardwright.units import MiB
-from shardwright.version import PACKAGE_VERSION
+from shardwright.system.control_groups import usable_cores
+from shardwright.system.errors import DataError, without_secrets
+from shardwright.system.files import new_folder
+from shardwright.system.remote import REMOTE
+from shardwright.system.units import MiB
+from shardwright.system.version import PACKAGE_VERSION
 
 TRAIN, VALIDATION = "train", "validation"
 # The tokenizers library holds about 100 bytes a token while it encodes: 35 times the text.

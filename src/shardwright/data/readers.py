@@ -17,9 +17,9 @@ from typing import Any, Literal, get_args
 from shardwright.data.chat import BadConversation, ChatFormat, TextPiece, without_nulls
 from shardwright.data.content import LONGEST_RECORD_BYTES, Kind, array_items, opened
 from shardwright.data.remote import File, size_bytes
-from shardwright.errors import DataError
-from shardwright.files import parse_json
-from shardwright.units import KiB, MiB, format_bytes
+from shardwright.system.errors import DataError
+from shardwright.system.files import parse_json
+from shardwright.system.units import KiB, MiB, format_bytes
 
 EncodingErrors = Literal["error", "replace", "skip"]
 ENCODING_ERRORS: tuple[str, ...] = get_args(EncodingErrors)

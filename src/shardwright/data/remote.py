@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from shardwright.errors import DataError
-from shardwright.remote import file_system
+from shardwright.system.errors import DataError
+from shardwright.system.remote import file_system
 
 
 @dataclass(frozen=True)

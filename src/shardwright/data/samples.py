@@ -13,7 +13,7 @@ from shardwright.config import RunConfig
 from shardwright.config.mixture import name_of, sources_of
 from shardwright.config.sections import DataSection
 from shardwright.data.shards import DataManifest, TokenSplit, open_split
-from shardwright.errors import DataError
+from shardwright.system.errors import DataError
 
 IGNORE = -100
 

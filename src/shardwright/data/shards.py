@@ -26,9 +26,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardwright.data.blocks import BLOCK_BYTES, SUM_BYTES, CheckedFile, SumsFile, n_blocks
 from shardwright.data.chat import TEMPLATE
-from shardwright.errors import DataError, near_path, nearest
-from shardwright.files import LONGEST_TOKENIZER, inside, open_regular, parse_json, read_bytes
-from shardwright.units import MiB
+from shardwright.system.errors import DataError, near_path, nearest
+from shardwright.system.files import LONGEST_TOKENIZER, inside, open_regular, parse_json, read_bytes
+from shardwright.system.units import MiB
 
 FORMAT = "shardwright.tokens"
 FORMAT_VERSION = 3

@@ -31,8 +31,8 @@ from shardwright.data.readers import (
     text_documents,
 )
 from shardwright.data.remote import File, remote_files
-from shardwright.errors import DataError, nearest
-from shardwright.remote import REMOTE
+from shardwright.system.errors import DataError, nearest
+from shardwright.system.remote import REMOTE
 
 __all__ = ["Document", "EncodingErrors", "Meter", "documents", "source_files"]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.data.template import TemplateRefusal
-from shardwright.errors import DataError
-from shardwright.units import GiB, format_bytes
+from shardwright.system.errors import DataError
+from shardwright.system.units import GiB, format_bytes
 
 CPU_S = 10
 """CPU-seconds for a conversation."""

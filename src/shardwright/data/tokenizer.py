@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from shardwright.errors import DataError, nearest
-from shardwright.files import LONGEST_TOKENIZER, read_bytes
-from shardwright.units import MiB
+from shardwright.system.errors import DataError, nearest
+from shardwright.system.files import LONGEST_TOKENIZER, read_bytes
+from shardwright.system.units import MiB
 
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>")
 SMALLEST_BPE = 256 + 1

@@ -16,7 +16,7 @@ from itertools import groupby, zip_longest
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from shardwright.dry_run.record import WAIT, RankRecord, RecordedMessage
-from shardwright.processes import ranks_in_words
+from shardwright.system.processes import ranks_in_words
 
 _PAIRED = ("send", "receive")
 _MOST_SIDES = 4

@@ -1,7 +1,7 @@
 """Process groups by the axes along which their ranks differ. No torch."""
 
-from shardwright.box import DENSE_AXES
-from shardwright.layout import Layout
+from shardwright.layout.box import DENSE_AXES
+from shardwright.layout.layout import Layout
 
 
 def axes_of(layout: Layout, ranks: tuple[int, ...], rank: int) -> str:

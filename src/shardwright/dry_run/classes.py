@@ -1,7 +1,7 @@
 """Which ranks of a layout can differ in what they hold and send, and one of each class. No torch."""
 
-from shardwright.box import DENSE_AXES
-from shardwright.layout import Layout
+from shardwright.layout.box import DENSE_AXES
+from shardwright.layout.layout import Layout
 
 ALL_RANKS = 8
 """Worlds of up to so many ranks are run whole."""

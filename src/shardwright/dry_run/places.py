@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from shardwright.torch_private import next_node_number, node_number
+from shardwright.system.torch_private import next_node_number, node_number
 
 
 class ModuleLocator:

@@ -16,8 +16,8 @@ from shardwright.cost.stack import SHARDWRIGHT
 from shardwright.cost.traffic import shards_over_link, step_messages
 from shardwright.dry_run.axes import axes_of
 from shardwright.dry_run.record import LINK, AxisTraffic, RankRecord
-from shardwright.errors import LayoutError
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
+from shardwright.system.errors import LayoutError
 
 GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "parameters": (("parameters", "gathered"), ("weights", "master", "gathered")),

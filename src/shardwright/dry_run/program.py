@@ -24,7 +24,7 @@ from shardwright.model.spec import ModelSpec
 from shardwright.parallel.expert import ReadCounts
 from shardwright.parallel.microbatch_runner import Microbatch
 from shardwright.split.stages import schedule_problems
-from shardwright.torch_private import (
+from shardwright.system.torch_private import (
     CHUNKS_OF_PARAMETER,
     FakeTensorMode,
     replaced,

@@ -27,8 +27,8 @@ from shardwright.dry_run.record import (
     RecordedMessage,
     summed,
 )
-from shardwright.layout import Layout
-from shardwright.torch_private import (
+from shardwright.layout.layout import Layout
+from shardwright.system.torch_private import (
     SHAPE_OF_WHOLE,
     DispatchMode,
     TorchAttribute,

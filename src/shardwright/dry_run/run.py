@@ -20,9 +20,9 @@ from shardwright.dry_run.classes import one_of_each_class
 from shardwright.dry_run.length import step_length
 from shardwright.dry_run.planned import PlannedRank, grouped, planned
 from shardwright.dry_run.record import AxisTraffic, RankRecord, RecordedMessage
-from shardwright.errors import InputError, LayoutError
 from shardwright.planner.recomputation import peak_bytes
-from shardwright.units import parsed_bytes
+from shardwright.system.errors import InputError, LayoutError
+from shardwright.system.units import parsed_bytes
 from shardwright.verification.progress import Tell, report_progress
 
 TIMEOUT_S = 3600.0

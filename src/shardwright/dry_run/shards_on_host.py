@@ -9,7 +9,7 @@ import torch
 
 from shardwright.dry_run.record import TO_DEVICE, TO_HOST
 from shardwright.dry_run.recorder import OperationRecorder
-from shardwright.torch_private import (
+from shardwright.system.torch_private import (
     GATHER_PARAMETERS,
     REDUCE_GRADIENTS,
     SHARDS_TO_GATHER,

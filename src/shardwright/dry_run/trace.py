@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.dry_run.record import KINDS, WAIT, History, RankRecord, changes
-from shardwright.files import write_whole
+from shardwright.system.files import write_whole
 
 _ACTIONS, _MESSAGES = 1, 2
 """The rows of a rank: its actions, and its collectives and messages."""

@@ -18,10 +18,10 @@ from shardwright.parallel.offload import ActivationsOnHost
 from shardwright.parallel.pipeline.messages import Need, PipelineMessages
 from shardwright.parallel.pipeline.runner import Pipeline
 from shardwright.parallel.pipeline.timeline import StepTimeline
-from shardwright.ranks_at import Phase
 from shardwright.schedule.actions import Action
 from shardwright.schedule.messages import PairExchange
-from shardwright.torch_private import parameter_groups, secondary_shard_of, whole_parameter
+from shardwright.system.ranks_at import Phase
+from shardwright.system.torch_private import parameter_groups, secondary_shard_of, whole_parameter
 from shardwright.training.offload.on_disk import OptimizerOnDisk
 from shardwright.training.offload.on_host import OptimizerOnHost
 from shardwright.training.offload.states import Chunk

@@ -29,7 +29,7 @@ from shardwright.parallel.tensor import VocabularyHead
 from shardwright.split.rules import sequence_cuts
 from shardwright.split.sequence import spans
 from shardwright.split.tensor import vocabulary_rows
-from shardwright.torch_private import all_gather_single
+from shardwright.system.torch_private import all_gather_single
 from shardwright.training.device import configure_malloc
 
 

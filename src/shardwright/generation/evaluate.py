@@ -14,11 +14,11 @@ from shardwright.config.sections import DataSection
 from shardwright.data.batches import evaluation_batches
 from shardwright.data.samples import Samples, samples_of
 from shardwright.data.shards import open_split
-from shardwright.errors import DataError, InputError
 from shardwright.generation.generate import layout_problems
 from shardwright.generation.source import Source, open_source
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.run_folder import RUN_FILE
+from shardwright.system.errors import DataError, InputError
 from shardwright.training.ranks import ProcessRank, pick_device, place_from_environment, process_group
 from shardwright.training.sources import tokenizer_problems, weighted_mean
 from shardwright.training.step import ForwardBackward

@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 
 from shardwright.data.chat import BadConversation, ChatFormat
-from shardwright.errors import InputError
 from shardwright.generation.continuous import Batcher
 from shardwright.generation.engine import GenerationEngine, LayoutEngine, WholeEngine
 from shardwright.generation.sampling import Sampling
 from shardwright.generation.source import Source, Text, open_source
 from shardwright.generation.speculative import Speculative
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.objects import gathered
 from shardwright.split.rules import problems as split_problems
 from shardwright.split.rules import sequence_cuts
+from shardwright.system.errors import InputError
 from shardwright.training.ranks import ProcessRank, pick_device, place_from_environment, process_group
 from shardwright.training.sources import tokenizer_file
 from shardwright.verification.ranks import run_ranks

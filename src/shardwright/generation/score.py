@@ -16,7 +16,7 @@ from shardwright.generation.continuous import Batcher, RunningSequence
 from shardwright.generation.engine import GenerationEngine, LayoutEngine, WholeEngine
 from shardwright.generation.sampling import Sampling
 from shardwright.generation.source import open_source
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.parallel.objects import gathered
 from shardwright.training.ranks import ProcessRank, pick_device
 from shardwright.verification.ranks import run_ranks

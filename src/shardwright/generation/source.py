@@ -12,16 +12,16 @@ from shardwright.config import load as load_run_file
 from shardwright.config.mixture import tokenizer_folder
 from shardwright.data.chat import TEMPLATE, ChatFormat, read_chat_format
 from shardwright.data.shards import TOKENIZER, DataManifest
-from shardwright.errors import DataError
-from shardwright.files import LONGEST_TOKENIZER, inside, read_bytes
 from shardwright.hugging_face.files import token_ids
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.apply import apply
 from shardwright.parallel.boxes import local_box
 from shardwright.parallel.model import ParallelModel
 from shardwright.run_folder import RUN_FILE
+from shardwright.system.errors import DataError
+from shardwright.system.files import LONGEST_TOKENIZER, inside, read_bytes
 from shardwright.training.checkpoint.manifest import read_manifest
 from shardwright.training.sources import ends_of_text, readable_sources
 from shardwright.training.weights import Weights, fill, open_weights

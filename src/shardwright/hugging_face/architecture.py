@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shardwright.errors import ConfigError
 from shardwright.hugging_face.rope import read_rope, write_rope
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec, differences
+from shardwright.system.errors import ConfigError
 
 Config = dict[str, Any]
 """The content of a config.json."""

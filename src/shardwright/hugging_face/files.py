@@ -13,8 +13,6 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from shardwright.errors import CheckpointError, ConfigError, DamagedError, InputError
-from shardwright.files import inside, open_regular, parse_json
 from shardwright.hugging_face import deepseek_v3, gpt2, llama, mixtral, qwen3, qwen3_moe
 from shardwright.hugging_face.architecture import ARCHITECTURES, Architecture, find
 from shardwright.hugging_face.schema import (
@@ -27,7 +25,9 @@ from shardwright.hugging_face.schema import (
     read_object,
 )
 from shardwright.model.spec import ModelSpec
-from shardwright.units import format_bytes
+from shardwright.system.errors import CheckpointError, ConfigError, DamagedError, InputError
+from shardwright.system.files import inside, open_regular, parse_json
+from shardwright.system.units import format_bytes
 
 CONFIG, INDEX, WHOLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}

@@ -8,11 +8,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shardwright.errors import CheckpointError, DamagedError
-from shardwright.files import open_regular
 from shardwright.hugging_face.files import ModelFolder, TensorInFile, held_tensors, read_folder, said_shortly
 from shardwright.hugging_face.table import FileTensor, ParameterPart, file_tensors, reasons_to_ignore
 from shardwright.model.modules import rows
+from shardwright.system.errors import CheckpointError, DamagedError
+from shardwright.system.files import open_regular
 
 
 class HuggingFaceWeights:

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from shardwright.errors import ConfigError, DamagedError, InputError
-from shardwright.files import parse_json, read_bytes, reason
-from shardwright.units import MiB
+from shardwright.system.errors import ConfigError, DamagedError, InputError
+from shardwright.system.files import parse_json, read_bytes, reason
+from shardwright.system.units import MiB
 
 LONGEST_JSON = 32 * MiB
 """The longest JSON file or header that is read. DeepSeek-V3's index of 92,000 tensors has 9 MB."""

@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from shardwright.errors import ConfigError
 from shardwright.hugging_face.architecture import Architecture, Stored, Table
 from shardwright.model.modules import MTP_BLOCK, Row, end_rows, layer_rows
 from shardwright.model.spec import ModelSpec
+from shardwright.system.errors import ConfigError
 
 
 @dataclass(frozen=True)

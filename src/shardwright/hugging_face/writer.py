@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardwright.hugging_face.files import DTYPES, INDEX, LENGTH, WHOLE
 from shardwright.hugging_face.table import FileTensor
-from shardwright.units import in_groups
+from shardwright.system.units import in_groups
 
 Read = Callable[[str, Sequence[int], Sequence[int]], Tensor]
 """(parameter, offsets, shape) -> that box of the parameter."""

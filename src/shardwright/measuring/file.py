@@ -22,8 +22,8 @@ from shardwright.measuring.fit import (
 )
 from shardwright.measuring.points import MachineMeasurements, RankPoints
 from shardwright.measuring.whole_steps import holes, in_step
-from shardwright.units import GiB, MiB
-from shardwright.version import PACKAGE_VERSION
+from shardwright.system.units import GiB, MiB
+from shardwright.system.version import PACKAGE_VERSION
 
 ASSUMED_GBIT = 10.0
 """Of a network that was not measured."""

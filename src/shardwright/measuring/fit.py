@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from shardwright.cost.collectives import SATURATION
 from shardwright.cost.matmuls import TILE_COLUMNS, TILE_ROWS
 from shardwright.measuring.points import AttentionPoint, CachedPoint, CopyPoint, KernelPoint, MatmulPoint, MessagePoint
-from shardwright.units import MiB
+from shardwright.system.units import MiB
 
 Floats = NDArray[np.float64]
 STEPS = np.concatenate([[0.0], np.geomspace(0.01, 1024, 41)])

@@ -17,7 +17,7 @@ from shardwright.generation.continuous import Batcher
 from shardwright.generation.engine import LayoutEngine, WholeEngine
 from shardwright.generation.generate import without_training
 from shardwright.generation.sampling import Sampling
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.measuring.clock import Kind, MeasuringClock, worst
 from shardwright.measuring.fit import fit_cached
 from shardwright.measuring.overheads import FEW, MANY, SMALL_HEADS, SMALL_WIDTH, small_model

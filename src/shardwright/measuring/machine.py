@@ -27,7 +27,7 @@ from shardwright.measuring.points import (
 )
 from shardwright.measuring.steps import selected
 from shardwright.parallel.objects import gathered
-from shardwright.processes import machine_bytes, threads_of_a_rank
+from shardwright.system.processes import machine_bytes, threads_of_a_rank
 from shardwright.training.device import configure_malloc
 from shardwright.verification.ranks import run_ranks
 

@@ -16,7 +16,7 @@ from shardwright.model.norm import RMSNorm
 from shardwright.model.recompute import part
 from shardwright.model.rotary import rotate
 from shardwright.model.spec import ModelSpec
-from shardwright.torch_private import varlen_attention
+from shardwright.system.torch_private import varlen_attention
 
 Attend = Callable[[Tensor, Tensor, Tensor, Documents | None], Tensor]
 """(q_BTHC, k_BTKC, v_BTKC, documents) -> o_BTHC"""

@@ -4,9 +4,9 @@
 from dataclasses import MISSING, Field, fields
 from typing import Any, get_args
 
-from shardwright.errors import ConfigError, nearest
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
+from shardwright.system.errors import ConfigError, nearest
 
 NEEDED = ("n_layers", "d_model", "n_heads", "d_ffn", "vocab_size")
 _TABLES = {"moe": MoESpec, "latent_attention": LatentAttentionSpec}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwright.errors import InputError
+from shardwright.system.errors import InputError
 
 
 @dataclass(frozen=True, eq=False)

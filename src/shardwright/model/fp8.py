@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from shardwright.model.number_formats import Fp8, Fp8Recipe
 from shardwright.model.spec import ModelSpec
-from shardwright.torch_private import fp8_mm
+from shardwright.system.torch_private import fp8_mm
 
 FORWARD = torch.float8_e4m3fn
 GRADIENT = {"tensorwise": torch.float8_e5m2, "rowwise": torch.float8_e4m3fn, "blockwise": torch.float8_e4m3fn}

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.model.fp8 import FORWARD, Fp8Linear
-from shardwright.torch_private import grouped_mm
+from shardwright.system.torch_private import grouped_mm
 
 
 def forward(

@@ -26,9 +26,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
-from shardwright import extensions
-from shardwright.errors import ConfigError
 from shardwright.model.sizes import ModelSizes
+from shardwright.system import extensions
+from shardwright.system.errors import ConfigError
 
 Kind = Literal["matrix", "embedding", "head", "norm", "bias", "router", "expert", "balance"]
 """`matrix`: a hidden matrix; `balance`: not trained by gradients, updated from the load of the experts."""

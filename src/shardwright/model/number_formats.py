@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Literal, get_args
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.modules import Row, layer_rows
 from shardwright.model.spec import ModelSpec
 

@@ -11,9 +11,9 @@ published ones.
 from dataclasses import replace
 from typing import Any
 
-from shardwright.errors import ConfigError, nearest
 from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling
 from shardwright.model.spec import ModelSpec
+from shardwright.system.errors import ConfigError, nearest
 
 _SIZES = ("n_layers", "d_model", "n_heads", "n_kv_heads", "head_dim", "d_ffn", "vocab_size", "max_seq_len")
 

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shardwright.torch_private import FakeTensor, keep_compiled_side_effects_once, storage_id, tensor_version
+from shardwright.system.torch_private import FakeTensor, keep_compiled_side_effects_once, storage_id, tensor_version
 
 Part = Callable[..., Tensor | tuple[Tensor, ...]]
 """Takes tensors; returns one or several tensors, each in its own storage or an input's."""

@@ -8,8 +8,8 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from math import ceil, log
 from typing import Any, ClassVar, Literal, Protocol, get_args
 
-from shardwright.keys import MOST_LAYERS
-from shardwright.units import divisors
+from shardwright.layout.key import MOST_LAYERS
+from shardwright.system.units import divisors
 
 MOST_HEADS = 2**16
 MOST_WIDE = 2**31 - 1

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, get_args
 
-from shardwright.errors import ConfigError, checked_constructor, nearest
 from shardwright.model.modules import FAMILIES, Row, layer_rows, rows
 from shardwright.model.sections import LatentAttentionSpec, MoESpec, too_large
 from shardwright.model.sizes import Activation, ModelSizes, Norm, Positions
-from shardwright.units import divisors
+from shardwright.system.errors import ConfigError, checked_constructor, nearest
+from shardwright.system.units import divisors
 
 
 @checked_constructor(ConfigError)

@@ -14,7 +14,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from shardwright.errors import ConfigError, InputError, checked_constructor
 from shardwright.model.attention import Attention
 from shardwright.model.balance import RealTokens
 from shardwright.model.documents import Documents
@@ -30,6 +29,7 @@ from shardwright.model.random import site_keys
 from shardwright.model.recompute import part
 from shardwright.model.rotary import rotary_table
 from shardwright.model.spec import ModelSpec
+from shardwright.system.errors import ConfigError, InputError, checked_constructor
 
 # Sites where random numbers are drawn: one after the embedding, then two in each layer.
 _EMBEDDING_SITE = 0

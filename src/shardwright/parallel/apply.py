@@ -9,9 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.compression import powersgd_rank
-from shardwright.errors import LayoutError
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.matmul import Linear
 from shardwright.model.moe import MoE, expert_layers
 from shardwright.model.number_formats import Fp8
@@ -45,8 +43,10 @@ from shardwright.parallel.secondary import build_secondary_groups
 from shardwright.parallel.tensor import RowLinear, plain_parameters, split_model
 from shardwright.schedule.actions import Schedule
 from shardwright.schedule.forward import forward_only
+from shardwright.split.compression import powersgd_rank
 from shardwright.split.documents import deals_documents
 from shardwright.split.stages import stage_layers, step_schedule
+from shardwright.system.errors import LayoutError
 
 Fill = Callable[[nn.Module, ModelSpec, int, torch.device, torch.device], None]
 """(part of the model on the meta device, spec, seed, device, device of the trained parameters)."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwright.model.device_type import device_type
-from shardwright.torch_private import (
+from shardwright.system.torch_private import (
     flash_attention_cpu,
     flash_attention_cpu_backward,
     flash_attention_cuda,

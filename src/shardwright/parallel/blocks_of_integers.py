@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwright.compression import block_length
 from shardwright.parallel.compression import BufferPart
+from shardwright.split.compression import block_length
 
 _SCALE_BYTES = 4
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from shardwright.split.tensor import chunk_sizes
-from shardwright.torch_private import StridedShard
+from shardwright.system.torch_private import StridedShard
 
 Offsets = tuple[int, ...]
 """The index in the whole tensor at which a shard begins."""

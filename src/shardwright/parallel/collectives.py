@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.model.device_type import device_type
-from shardwright.torch_private import all_gather_single, reduce_scatter_single
+from shardwright.system.torch_private import all_gather_single, reduce_scatter_single
 
 
 class StartedCollective:

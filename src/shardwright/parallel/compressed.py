@@ -17,13 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.parallel.blocks_of_integers import Integers
 from shardwright.parallel.compression import BufferPart, Codec, RoundedCodec, reduce_scatter, sum_over
 from shardwright.parallel.mesh import lines_of
 from shardwright.split.buckets import REPLICA_BUCKET_BYTES
-from shardwright.torch_private import all_gather_single, parameter_groups, reduce_unused_parameters
-from shardwright.units import in_groups
+from shardwright.system.torch_private import all_gather_single, parameter_groups, reduce_unused_parameters
+from shardwright.system.units import in_groups
 
 
 def codec_of(kind: str) -> Codec | None:

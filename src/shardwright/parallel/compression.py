@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwright.parallel.collectives import StartedCollective
-from shardwright.torch_private import all_gather_single
+from shardwright.system.torch_private import all_gather_single
 
 
 class BufferPart(NamedTuple):

@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.layout_keys import CP_METHODS
+from shardwright.layout.keys import CP_METHODS
 from shardwright.model.attention import attend
 from shardwright.model.documents import Documents
 from shardwright.parallel.blocks import accumulator_dtype, kernel_for, merge

@@ -50,7 +50,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.moe import MoE
 from shardwright.parallel import collectives
 from shardwright.parallel.collectives import StartedCollective
@@ -60,8 +60,8 @@ from shardwright.parallel.host import pins
 from shardwright.parallel.powersgd import PowerSGD
 from shardwright.parallel.secondary import drop_secondary_shards, keep_secondary_shards
 from shardwright.split.buckets import BUCKET_BYTES, CONVERTED_BYTES
-from shardwright.torch_private import end_backward, foreach_copy_, parameter_groups
-from shardwright.units import in_groups
+from shardwright.system.torch_private import end_backward, foreach_copy_, parameter_groups
+from shardwright.system.units import in_groups
 
 
 class DataEngine(Protocol):

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.fp8 import Fp8Linear, Maximum, OperandShards
 from shardwright.model.number_formats import Fp8
 from shardwright.model.transformer import Transformer

@@ -6,7 +6,7 @@ from torch import nn
 from shardwright.model.init import initialise
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.boxes import local_box
-from shardwright.torch_private import map_tensors
+from shardwright.system.torch_private import map_tensors
 
 
 def materialise(model: nn.Module, spec: ModelSpec, seed: int, device: torch.device, shards_on: torch.device) -> None:

@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.box import DENSE_AXES, EXPERT_AXES
-from shardwright.layout import Layout
+from shardwright.layout.box import DENSE_AXES, EXPERT_AXES
+from shardwright.layout.layout import Layout
 from shardwright.split.tensor import kv_replicas
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.moe import expert_layers, learn_from_load, take_load
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
@@ -24,7 +24,7 @@ from shardwright.parallel.routing import LossScale
 from shardwright.split.documents import Lengths, deals_documents, spans_of_documents
 from shardwright.split.sequence import positions_of_rank
 from shardwright.split.tensor import vocabulary_rows
-from shardwright.torch_private import foreach_zero_
+from shardwright.system.torch_private import foreach_zero_
 
 
 class ExpertLoad(NamedTuple):

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from shardwright.torch_private import DTensorSpec, TensorMeta, foreach_mul_, foreach_norm
+from shardwright.system.torch_private import DTensorSpec, TensorMeta, foreach_mul_, foreach_norm
 
 LocalNorms = list[tuple[list[int], Tensor]]
 """Norms of this rank's gradient shards: several tensors of norms, each with the positions of its parameters."""

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from shardwright.errors import WorkerError
-from shardwright.files import parse_json
-from shardwright.units import MiB, format_bytes
+from shardwright.system.errors import WorkerError
+from shardwright.system.files import parse_json
+from shardwright.system.units import MiB, format_bytes
 
 MOST_BYTES = 64 * MiB
 """The largest object that a rank may send."""

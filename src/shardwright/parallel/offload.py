@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwright.parallel.host import pins
 from shardwright.parallel.norm import local_part
-from shardwright.torch_private import FakeTensor, storage_id, tensor_version
+from shardwright.system.torch_private import FakeTensor, storage_id, tensor_version
 
 
 class ActivationsOnHost:

@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwright.compression import factored
 from shardwright.model.modules import Row, row_of
 from shardwright.model.random import normal
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.replicas import sum_together
+from shardwright.split.compression import factored
 
 _T = TypeVar("_T")
 _U = TypeVar("_U")

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.modules import row_of
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.mesh import Groups

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.balance import RealTokens
 from shardwright.model.moe import Router, Routing, expert_layers, picked
 from shardwright.parallel.mesh import Groups

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.parallel.mesh import lines_of
-from shardwright.torch_private import (
+from shardwright.system.torch_private import (
     FSDPMeshInfo,
     FSDPParam,
     ShardedState,

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model import matmul
 from shardwright.model.dropout import KeyedDropout
 from shardwright.model.fp8 import Fp8Linear
@@ -49,7 +49,7 @@ from shardwright.parallel.boxes import box_of
 from shardwright.parallel.collectives import StartedCollective, start_gather_tokens, start_sum, start_sum_tokens
 from shardwright.parallel.norm import as_part, local_part
 from shardwright.split.tensor import vocabulary_rows
-from shardwright.torch_private import flatten_mesh
+from shardwright.system.torch_private import flatten_mesh
 
 
 @dataclass(frozen=True)

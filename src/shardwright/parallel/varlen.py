@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwright.model.attention import cumulative
 from shardwright.model.device_type import to_device
 from shardwright.split.documents import AttentionPiece
-from shardwright.torch_private import flash_attention_pieces, flash_attention_pieces_backward
+from shardwright.system.torch_private import flash_attention_pieces, flash_attention_pieces_backward
 
 ALL = slice(None)
 

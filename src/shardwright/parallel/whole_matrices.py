@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwright.parallel.boxes import shard_of
-from shardwright.units import in_groups
+from shardwright.system.units import in_groups
 
 BUCKET_BYTES = 64 * 2**20
 """Bytes of a rank's shards that are exchanged at once, unless one matrix has more."""

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.box import DENSE_AXES
 from shardwright.cost.job import COLUMNS, Candidates
-from shardwright.layout_keys import KEYS
+from shardwright.layout.box import DENSE_AXES
+from shardwright.layout.keys import KEYS
 from shardwright.planner.choice import Choice
 from shardwright.planner.distinct import SAME_TIME
 from shardwright.planner.priced import PricedLayout

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from shardwright.cost.job import Job
-from shardwright.errors import LayoutError
 from shardwright.planner.search import Plan, search
-from shardwright.units import divisors
+from shardwright.system.errors import LayoutError
+from shardwright.system.units import divisors
 
 WITHIN = 0.3
 """Share of the batch by which a near one may differ."""

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from shardwright.cost.hardware import Cluster
-from shardwright.errors import LayoutError
 from shardwright.planner.search import MARGIN, TOP, Plan, search
-from shardwright.units import divisors
+from shardwright.system.errors import LayoutError
+from shardwright.system.units import divisors
 
 
 def cheapest(whole: Plan, *, memory_margin: float = MARGIN, top: int = TOP, processes: int = 1) -> Plan:

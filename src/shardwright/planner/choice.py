@@ -4,10 +4,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwright.cost.job import COLUMNS, RECOMPUTE, Candidates
-from shardwright.errors import LayoutError, nearest
-from shardwright.keys import written
-from shardwright.layout import Layout
-from shardwright.layout_keys import KEYS
+from shardwright.layout.key import written
+from shardwright.layout.keys import KEYS
+from shardwright.layout.layout import Layout
+from shardwright.system.errors import LayoutError, nearest
 
 
 @dataclass(frozen=True)

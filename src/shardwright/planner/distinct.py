@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from shardwright.layout_keys import KEYS
+from shardwright.layout.keys import KEYS
 from shardwright.planner.choice import Choice
 from shardwright.planner.pool import LayoutPool
 

@@ -12,10 +12,10 @@ import numpy as np
 from shardwright.cost.calibration import CALIBRATED, LEFT_OUT, Calibration
 from shardwright.cost.job import Job
 from shardwright.cost.step import StepTime, step_time
-from shardwright.errors import InputError
 from shardwright.planner.interval import COVERED, interval_s
 from shardwright.planner.measured_run import PredictableRun, SkippedRun
 from shardwright.planner.runs import read_runs
+from shardwright.system.errors import InputError
 
 MEASURED_RUNS = Path(__file__).with_name("measured") / "runs.csv"
 """Published runs that come with Shardwright."""

@@ -11,7 +11,7 @@ from shardwright.cost.step import step_time
 from shardwright.model.modules import end_rows
 from shardwright.planner.headline import headline
 from shardwright.planner.priced import PricedLayout
-from shardwright.units import MiB, format_bytes
+from shardwright.system.units import MiB, format_bytes
 
 
 def explain(priced: PricedLayout) -> list[LedgerEntry]:

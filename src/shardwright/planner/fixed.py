@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.box import DENSE_AXES
 from shardwright.cost.job import COLUMNS, RECOMPUTE, Candidates, Job
-from shardwright.errors import LayoutError, nearest
-from shardwright.keys import written
-from shardwright.layout_keys import KEYS
+from shardwright.layout.box import DENSE_AXES
+from shardwright.layout.key import written
+from shardwright.layout.keys import KEYS
 from shardwright.planner.choice import pairs
 from shardwright.planner.space import Mask, groups
+from shardwright.system.errors import LayoutError, nearest
 
 OPTION = "--fix"
 OFFLOADS = ("offload_optimizer", "offload_parameters", "offload_activations")

@@ -13,14 +13,14 @@ from shardwright.cost.hardware import Cluster, cluster, evenly
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.speed import FLASH_2
 from shardwright.cost.stack import STACKS, Stack
-from shardwright.errors import InputError
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.planner.run_columns import MeasuredRun
 from shardwright.schedule.registry import find
 from shardwright.split import rules, stages
-from shardwright.units import GiB
+from shardwright.system.errors import InputError
+from shardwright.system.units import GiB
 
 MOST_STAGES = 512
 """Of a pipeline, whose schedule is simulated action by action."""

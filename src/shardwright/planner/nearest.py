@@ -6,10 +6,10 @@ from math import ceil, gcd
 from typing import Any
 
 from shardwright.cost.job import Job
-from shardwright.errors import LayoutError
 from shardwright.planner.fixed import OFFLOADS, OPTION, FixedChoices
 from shardwright.planner.search import fits, least_host_bytes, limit_bytes
-from shardwright.units import GiB, format_host_bytes
+from shardwright.system.errors import LayoutError
+from shardwright.system.units import GiB, format_host_bytes
 
 MOST_TIMES = 256
 """How many times as many accelerators are tried."""

@@ -7,11 +7,11 @@ from shardwright.cost.host import host_share
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.pipeline import stages
 from shardwright.cost.reserved import reserved_bytes
-from shardwright.errors import LayoutError
-from shardwright.layout import Layout
-from shardwright.layout_keys import KEYS
+from shardwright.layout.keys import KEYS
+from shardwright.layout.layout import Layout
 from shardwright.planner.choice import Choice
-from shardwright.units import format_bytes
+from shardwright.system.errors import LayoutError
+from shardwright.system.units import format_bytes
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from shardwright import extensions
 from shardwright.cost.formats import TRAINED
 from shardwright.cost.job import Job
-from shardwright.errors import InputError
 from shardwright.hugging_face.files import is_folder_of_transformers, read_folder
 from shardwright.model.presets import PRESETS
 from shardwright.planner.choice import Choice
-from shardwright.units import GiB
+from shardwright.system import extensions
+from shardwright.system.errors import InputError
+from shardwright.system.units import GiB
 
 STEPS = 1000
 DEFAULT_PRESET = "debug"

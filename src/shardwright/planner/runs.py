@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shardwright.errors import InputError, nearest
-from shardwright.files import read_csv, reason
 from shardwright.planner.measured_run import PredictableRun, SkippedRun, prepared
 from shardwright.planner.run_columns import MeasuredRun, columns
 from shardwright.schedule.named import ONE_F_ONE_B
-from shardwright.units import divisors
+from shardwright.system.errors import InputError, nearest
+from shardwright.system.files import read_csv, reason
+from shardwright.system.units import divisors
 
 LONGEST_QUOTE = 40
 FEW = 3

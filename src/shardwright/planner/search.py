@@ -12,7 +12,6 @@ from shardwright.cost.job import Candidates, Floats, Job
 from shardwright.cost.memo import EVERY, Memo
 from shardwright.cost.reserved import reserved_bytes
 from shardwright.cost.step import step_time
-from shardwright.errors import InputError, LayoutError
 from shardwright.planner.choice import Choice, choice_at
 from shardwright.planner.distinct import distinct
 from shardwright.planner.fixed import OFFLOADS, FixedChoices, none_searched
@@ -22,7 +21,8 @@ from shardwright.planner.recommendation import candidates, recommend, with_fewes
 from shardwright.planner.simplicity import simplest, simplest_near
 from shardwright.planner.space import Condition, groups, groups_of, no_layout
 from shardwright.planner.spread import spread
-from shardwright.units import divisors
+from shardwright.system.errors import InputError, LayoutError
+from shardwright.system.units import divisors
 
 MARGIN = 0.1
 """Share of an accelerator's memory that is kept free, for what is not counted and for fragments."""

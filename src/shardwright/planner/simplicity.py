@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from shardwright.cost.job import COLUMNS, Candidates, Ints
-from shardwright.layout import Layout
-from shardwright.layout_keys import KEYS
+from shardwright.layout.keys import KEYS
+from shardwright.layout.layout import Layout
 from shardwright.planner.choice import Choice
 from shardwright.planner.pool import LayoutPool
 from shardwright.planner.priced import PricedLayout

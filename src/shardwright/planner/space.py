@@ -33,13 +33,13 @@ from numpy.typing import NDArray
 
 from shardwright.cost.job import COLUMNS, RECOMPUTE, Candidates, Ints, Job
 from shardwright.cost.memo import numbered
-from shardwright.errors import LayoutError
-from shardwright.layout import Layout
-from shardwright.layout_keys import KEYS
+from shardwright.layout.keys import KEYS
+from shardwright.layout.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.split.rules import tp_divides
 from shardwright.split.stages import schedule_problems
-from shardwright.units import divisors
+from shardwright.system.errors import LayoutError
+from shardwright.system.units import divisors
 
 _ALL_AXES = Layout(dp_shard=2, cp=2, tp=2)
 """One of every axis but pp, so that the keys that go with an axis have a meaning."""

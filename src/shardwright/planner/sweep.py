@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardwright.cost.job import Candidates
-from shardwright.errors import LayoutError
 from shardwright.planner.priced import PricedLayout
 from shardwright.planner.search import Plan, survey
 from shardwright.planner.space import Mask
 from shardwright.split.rules import problems
+from shardwright.system.errors import LayoutError
 
 NEAR = 2
 """By which factor tp, cp and pp may differ from those of the plan on a cluster of another size."""

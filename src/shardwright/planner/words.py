@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from shardwright.cost.job import Job
-from shardwright.keys import JobSizes, written
-from shardwright.layout import accumulation
-from shardwright.layout_keys import KEYS
+from shardwright.layout.key import JobSizes, written
+from shardwright.layout.keys import KEYS
+from shardwright.layout.layout import accumulation
 from shardwright.planner.alternatives import Alternative, reasons, savings
 from shardwright.planner.choice import Choice
 from shardwright.planner.distinct import CHOICES, differing, value
@@ -14,7 +14,7 @@ from shardwright.planner.recommendation import MEMORY_ERROR, with_headroom
 from shardwright.planner.search import Plan
 from shardwright.planner.simplicity import MODEL_AXES, SETTINGS, leaves_nodes
 from shardwright.planner.tie import difference_error, ties
-from shardwright.units import format_bytes, format_host_bytes, format_seconds
+from shardwright.system.units import format_bytes, format_host_bytes, format_seconds
 
 OFF = (None, "none", 0, False)
 """Values of keys that switch nothing on, and have no row."""

@@ -6,14 +6,14 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwright.files import write_whole
 from shardwright.report.curves import kind_of
 from shardwright.report.frame import document, picture, table
 from shardwright.report.headline import headline, title_of
 from shardwright.report.panel import MANY, choose_scale, name_axis, remark, running_mean, thinned
 from shardwright.report.run_record import RunRecord
 from shardwright.report.style import COLOURS, rendered
-from shardwright.units import format_bytes, format_count, format_seconds
+from shardwright.system.files import write_whole
+from shardwright.system.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

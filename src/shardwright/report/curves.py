@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwright.errors import InputError
-from shardwright.files import write_whole
 from shardwright.report.headline import headline, title_of
 from shardwright.report.load import dropped_panel, drops, has_experts, load_panel
 from shardwright.report.panel import (
@@ -29,7 +27,9 @@ from shardwright.report.run_record import RunRecord
 from shardwright.report.style import COLOURS, rendered
 from shardwright.report.words import learning_rate_in_words
 from shardwright.run_folder import PHASES, TrainRecord
-from shardwright.units import format_bytes, format_count, format_seconds, percent
+from shardwright.system.errors import InputError
+from shardwright.system.files import write_whole
+from shardwright.system.units import format_bytes, format_count, format_seconds, percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

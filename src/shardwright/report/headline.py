@@ -10,7 +10,7 @@ from shardwright.report.run_record import RunRecord, RunSegment
 from shardwright.report.timeline import PipelineNumbers
 from shardwright.report.words import model_in_words
 from shardwright.run_folder import PHASES
-from shardwright.units import format_bytes, format_count, format_seconds, percent
+from shardwright.system.units import format_bytes, format_count, format_seconds, percent
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from html import escape
 from pathlib import Path
 from statistics import median
 
-from shardwright.files import write_whole
 from shardwright.report.curves import curves_svg
 from shardwright.report.frame import document, facts, in_roles, picture, scrolling, table
 from shardwright.report.headline import RunHeadline, headline, title_of
@@ -17,7 +16,8 @@ from shardwright.report.timeline import READING, PipelineRecord
 from shardwright.report.words import batch_in_words, held_in_words, layout_in_words
 from shardwright.run_folder import CHECKPOINTS
 from shardwright.schedule.draw import svg as timelines_svg
-from shardwright.units import format_count, format_seconds, percent
+from shardwright.system.files import write_whole
+from shardwright.system.units import format_count, format_seconds, percent
 
 
 def write_page(run: RunRecord, path: str | Path) -> None:

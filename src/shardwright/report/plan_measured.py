@@ -8,14 +8,14 @@ from typing import Any
 from shardwright.config import RunConfig
 from shardwright.config.settle import needs_memory
 from shardwright.cost.hardware import Cluster
-from shardwright.errors import InputError
-from shardwright.keys import written
-from shardwright.layout_keys import KEYS
+from shardwright.layout.key import written
+from shardwright.layout.keys import KEYS
 from shardwright.planner.headline import headline
 from shardwright.planner.priced import PricedLayout
 from shardwright.report.run_record import RunRecord, RunSegment, read_run
 from shardwright.run_folder import RUN_FILE
-from shardwright.units import format_bytes, format_count, format_seconds
+from shardwright.system.errors import InputError
+from shardwright.system.units import format_bytes, format_count, format_seconds
 
 CPU = "cpu"
 """The device of a run, and the accelerator of a cluster, that is none."""

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-from shardwright.files import write_whole
 from shardwright.planner.alternatives import Alternative
 from shardwright.planner.headline import accelerator_hours, days, headline
 from shardwright.planner.priced import PricedLayout
@@ -14,7 +13,8 @@ from shardwright.planner.warnings import warnings
 from shardwright.planner.words import choices_in_words, compared, host_row, merged, remarks, verdict, why
 from shardwright.report.frame import document, facts, picture, table
 from shardwright.report.plan_pictures import ROLES, length_svg, memory_svg, scaling_svg, time_svg
-from shardwright.units import format_bytes, format_count, format_seconds
+from shardwright.system.files import write_whole
+from shardwright.system.units import format_bytes, format_count, format_seconds
 
 ROWS = 9
 """Layouts in the picture of the time."""

@@ -12,7 +12,7 @@ from shardwright.planner.headline import headline
 from shardwright.planner.priced import PricedLayout
 from shardwright.planner.sweep import SweepPoint
 from shardwright.report.style import COLOURS, rendered
-from shardwright.units import GiB, format_bytes, format_count
+from shardwright.system.units import GiB, format_bytes, format_count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,8 +7,6 @@ from functools import cached_property
 from pathlib import Path
 
 from shardwright.config import RunConfig, load
-from shardwright.errors import InputError, without_secrets
-from shardwright.files import read_text
 from shardwright.report.timeline import PipelineRecord, read_pipeline
 from shardwright.report.words import layout_in_words
 from shardwright.run_folder import (
@@ -23,6 +21,8 @@ from shardwright.run_folder import (
     read_events,
     read_metrics,
 )
+from shardwright.system.errors import InputError, without_secrets
+from shardwright.system.files import read_text
 
 _CONTENTS = f"a run folder, as `shardwright train` writes it, has {METRICS} and {RUN_FILE}"
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from shardwright.schedule.draw import IDLE, INK, PAPER, QUIET
-from shardwright.units import format_count
+from shardwright.system.units import format_count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

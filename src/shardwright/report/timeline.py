@@ -13,7 +13,7 @@ from shardwright.schedule.actions import OPS, Action, Op, Schedule
 from shardwright.schedule.draw import ScheduleTimeline
 from shardwright.schedule.simulate import Simulation, Times, simulate
 from shardwright.split.stages import KEPT_FOR_WEIGHT, step_schedule
-from shardwright.units import format_seconds
+from shardwright.system.units import format_seconds
 
 Spans = list[tuple[Action, float, float]]
 Typical = Callable[[Sequence[float]], float]

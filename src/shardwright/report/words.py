@@ -1,9 +1,9 @@
 """A run in words: its model, its layout, what each rank holds, and its learning rate."""
 
 from shardwright.config import RunConfig
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.presets import resolve
-from shardwright.units import format_count
+from shardwright.system.units import format_count
 
 
 def model_in_words(config: RunConfig) -> str:

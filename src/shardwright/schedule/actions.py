@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from shardwright.errors import ScheduleError
+from shardwright.system.errors import ScheduleError
 
 Op = Literal["F", "B", "I", "W"]
 OPS: tuple[Op, ...] = ("F", "B", "I", "W")

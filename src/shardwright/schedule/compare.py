@@ -3,13 +3,13 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shardwright.errors import ScheduleError
 from shardwright.schedule.actions import Schedule
 from shardwright.schedule.build import build
 from shardwright.schedule.memory import KEPT_FOR_WEIGHT
 from shardwright.schedule.messages import sent_after
 from shardwright.schedule.registry import find, names
 from shardwright.schedule.simulate import PerStage, Simulation, Times, simulate
+from shardwright.system.errors import ScheduleError
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from functools import cached_property
 from html import escape
 from pathlib import Path
 
-from shardwright.files import write_whole
 from shardwright.schedule.actions import OPS, Action, Op
 from shardwright.schedule.memory import KEPT_FOR_WEIGHT, count_microbatches
 from shardwright.schedule.simulate import Simulation
+from shardwright.system.files import write_whole
 
 Spans = Sequence[Sequence[tuple[Action, float, float]]]
 

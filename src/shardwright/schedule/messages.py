@@ -14,9 +14,9 @@ wait, even if ranks wait for each other at every exchange.
 from collections import defaultdict
 from typing import Literal, NamedTuple
 
-from shardwright.errors import ScheduleError
 from shardwright.schedule.actions import Action, Result, Schedule
 from shardwright.schedule.validate import deadlock
+from shardwright.system.errors import ScheduleError
 
 
 class StageMessage(NamedTuple):

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 
-from shardwright.errors import ScheduleError, nearest
 from shardwright.schedule.actions import Schedule
 from shardwright.schedule.placement import Ways, round_and_round
 from shardwright.schedule.validate import problems as invalid
+from shardwright.system.errors import ScheduleError, nearest
 
 Rule = Callable[[int, int, int], Iterable[str]]
 

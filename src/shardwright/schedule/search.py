@@ -19,11 +19,11 @@ from math import inf
 from random import Random
 from typing import NamedTuple, TypeVar
 
-from shardwright.errors import ScheduleError
 from shardwright.schedule.actions import Action, Op, Schedule, make
 from shardwright.schedule.memory import KEPT_FOR_WEIGHT
 from shardwright.schedule.simulate import Times, simulate
 from shardwright.schedule.zero_bubble import deferred
+from shardwright.system.errors import ScheduleError
 
 _T = TypeVar("_T")
 

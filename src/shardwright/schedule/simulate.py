@@ -6,11 +6,11 @@ Messages do not occupy the ranks that send and receive them, and do not slow eac
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardwright.errors import ScheduleError
 from shardwright.schedule.actions import Action, Op, Schedule
 from shardwright.schedule.memory import MicrobatchCounts, count_microbatches
 from shardwright.schedule.play import play
 from shardwright.schedule.validate import deadlock
+from shardwright.system.errors import ScheduleError
 
 PerStage = float | tuple[float, ...]
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
-from shardwright.errors import ScheduleError
-from shardwright.files import read_csv, reason, write_whole
 from shardwright.schedule.actions import OPS, Action, Op, Schedule, make
+from shardwright.system.errors import ScheduleError
+from shardwright.system.files import read_csv, reason, write_whole
 
 _ACTION = re.compile(r"([0-9]{1,7})([A-Z])([0-9]{1,7})")
 _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")

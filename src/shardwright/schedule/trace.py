@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwright.files import write_whole
 from shardwright.schedule.draw import OP_WORDS, ScheduleTimeline
+from shardwright.system.files import write_whole
 
 US_PER_UNIT = {"s": 1e6, "ms": 1e3, "us": 1.0}
 US_PER_OTHER_UNIT = 1e3

@@ -6,7 +6,7 @@ from math import inf
 
 from shardwright.cost.hardware import Accelerator
 from shardwright.serving.rates import OTHERS
-from shardwright.units import GiB
+from shardwright.system.units import GiB
 
 LARGE_MEMORY_BYTES = 70 * GiB
 REQUESTS_ON_SMALL = 256

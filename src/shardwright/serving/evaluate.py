@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.errors import InputError
 from shardwright.serving import forms
 from shardwright.serving.measured import FULL, LOOP, ServingCase, SkippedServingRow, as_json, read
 from shardwright.serving.memory import largest_batch, memory
 from shardwright.serving.rates import FittedRates, Rates, fitted
 from shardwright.serving.setting import Serving, Settings
 from shardwright.serving.simulate import PassTable, Scheduler, ServedTimes, closed_loop, lengths, run, steady_loop
+from shardwright.system.errors import InputError
 
 MEASUREMENTS = Path(__file__).with_name("published") / "inference_runs.csv"
 """Published measurements that come with Shardwright."""

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.cost.hardware import Cluster, accelerator, cluster
-from shardwright.errors import InputError, nearest
-from shardwright.files import read_csv, reason
 from shardwright.model.spec import ModelSpec
 from shardwright.serving import inferencex
 from shardwright.serving.engines import ENGINES, UNNAMED, ServingEngine, engine_of
 from shardwright.serving.models import named
 from shardwright.serving.setting import Degrees
+from shardwright.system.errors import InputError, nearest
+from shardwright.system.files import read_csv, reason
 
 METRICS = ("output_tokens_per_s", "total_tokens_per_s", "ttft_s", "tpot_s", "e2e_latency_s")
 """What a row may measure. Tokens a second are of all its accelerators together."""

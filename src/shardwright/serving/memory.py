@@ -17,7 +17,7 @@ from shardwright.model.modules import end_rows
 from shardwright.serving.engines import ServingEngine
 from shardwright.serving.setting import Serving, Settings
 from shardwright.serving.work import cache_token_bytes
-from shardwright.units import GiB
+from shardwright.system.units import GiB
 
 BLOCK_TOKENS = 32
 """Tokens of a block of the cache: 16 to 64 in the engines."""

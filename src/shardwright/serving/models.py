@@ -9,10 +9,10 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from shardwright.errors import InputError, nearest
 from shardwright.model.presets import PRESETS
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
+from shardwright.system.errors import InputError, nearest
 
 _SIZES = ("n_layers", "d_model", "n_heads", "n_kv_heads", "head_dim", "d_ffn", "vocab_size", "max_seq_len")
 

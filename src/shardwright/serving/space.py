@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from shardwright.cost.hardware import Cluster
 from shardwright.model.spec import ModelSpec
 from shardwright.serving.setting import Degrees
-from shardwright.units import divisors
+from shardwright.system.units import divisors
 
 DENSEST_BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28)
 

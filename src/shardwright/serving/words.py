@@ -17,7 +17,7 @@ from shardwright.serving.search import (
 )
 from shardwright.serving.separate import SimulatedSplit
 from shardwright.serving.space import ServingLayout
-from shardwright.units import format_bytes, format_seconds
+from shardwright.system.units import format_bytes, format_seconds
 
 
 def reasons(plan: ServingPlan) -> Iterator[tuple[ServingLayout, ServingOption | None, str]]:

@@ -1,6 +1,6 @@
 """How gradients are grouped for their all-reduce, and logits in the loss."""
 
-from shardwright.units import MiB
+from shardwright.system.units import MiB
 
 BUCKET_BYTES = 25 * 2**20
 """Bytes of gradients that ZeRO-0 sums in one all-reduce, unless one parameter has more: enough for full bandwidth, and

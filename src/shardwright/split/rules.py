@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import lcm
 
-from shardwright.layout import Layout
-from shardwright.layout_keys import RECOMPUTE_MODULES
+from shardwright.layout.keys import RECOMPUTE_MODULES
+from shardwright.layout.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.split import stages
 from shardwright.split.tensor import vocabulary_rows
-from shardwright.units import divisors
+from shardwright.system.units import divisors
 
 
 def problems(spec: ModelSpec, layout: Layout, seq_len: int) -> list[str]:

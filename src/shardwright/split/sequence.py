@@ -15,8 +15,8 @@ later tokens attend to more keys, so the choice of tokens for each rank decides 
 
 from collections.abc import Iterator
 
-from shardwright.layout import Layout
-from shardwright.layout_keys import CP_METHODS
+from shardwright.layout.keys import CP_METHODS
+from shardwright.layout.layout import Layout
 
 ZIGZAG = ("zigzag", "allgather", "usp")
 

@@ -5,7 +5,7 @@ from functools import cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.schedule import build
 from shardwright.schedule.actions import Schedule

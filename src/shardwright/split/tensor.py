@@ -5,7 +5,7 @@ The row of a parameter says how it is split (`model/modules.py`).
 
 from typing import Literal
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.modules import Row
 
 

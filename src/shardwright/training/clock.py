@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from shardwright.parallel.pipeline.timeline import Mark, mark, seconds
-from shardwright.ranks_at import Phase
+from shardwright.system.ranks_at import Phase
 
 
 class Phases(Protocol):

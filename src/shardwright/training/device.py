@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend
 from shardwright.config import RunConfig
 from shardwright.cost.hardware import Accelerator, packaged_accelerators
 from shardwright.cost.holes import MAPPED_BYTES
-from shardwright.torch_private import fused_attention_choice
+from shardwright.system.torch_private import fused_attention_choice
 
 _ATTENTION = {
     SDPBackend.CUDNN_ATTENTION: "cuDNN",

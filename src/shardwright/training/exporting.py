@@ -15,14 +15,14 @@ from shardwright.config.mixture import tokenizer_folder
 from shardwright.data.chat import TEMPLATE
 from shardwright.data.shards import TOKENIZER, DataManifest
 from shardwright.data.tokenizer import tokenizer_difference
-from shardwright.errors import CheckpointError, DataError, InputError
-from shardwright.files import LONGEST_TOKENIZER, inside, new_folder, read_bytes
 from shardwright.hugging_face.architecture import Architecture, architecture_of
 from shardwright.hugging_face.files import CONFIG, token_ids, write_token_ids
 from shardwright.hugging_face.table import FileTensor, file_tensors
 from shardwright.hugging_face.writer import write_weights
 from shardwright.model.modules import rows
 from shardwright.run_folder import RUN_FILE
+from shardwright.system.errors import CheckpointError, DataError, InputError
+from shardwright.system.files import LONGEST_TOKENIZER, inside, new_folder, read_bytes
 from shardwright.training.importing import copy_tokenizer, is_free
 from shardwright.training.model_card import model_card
 from shardwright.training.sources import ends_of_text, readable_sources, tokenizer_file

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from shardwright.config import RunConfig
-from shardwright.errors import InputError
-from shardwright.units import GiB, format_bytes
+from shardwright.system.errors import InputError
+from shardwright.system.units import GiB, format_bytes
 
 BF16, FP8 = (8, 0), (8, 9)
 """The oldest compute capabilities with matmuls in these formats."""

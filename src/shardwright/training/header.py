@@ -10,15 +10,15 @@ import torch
 
 from shardwright.config import RunConfig, as_toml, flat, load, resolved_toml
 from shardwright.data.mixture import MixtureOrder
-from shardwright.errors import CheckpointError, InputError, without_secrets
-from shardwright.files import parse_toml, read_text, reason
 from shardwright.report.words import batch_in_words, layout_in_words, learning_rate_in_words, model_in_words
 from shardwright.run_folder import StartRecord, now
+from shardwright.system.errors import CheckpointError, InputError, without_secrets
+from shardwright.system.files import parse_toml, read_text, reason
+from shardwright.system.units import format_count, percent
+from shardwright.system.version import PACKAGE_VERSION
 from shardwright.training.device import attention_kernels
 from shardwright.training.schedule import learning_rate
 from shardwright.training.sources import Sources
-from shardwright.units import format_count, percent
-from shardwright.version import PACKAGE_VERSION
 
 _GIT_TIMEOUT_S = 5.0
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from shardwright import extensions
 from shardwright.config import RunConfig
 from shardwright.data.mixture import MixtureStage
 from shardwright.run_folder import Record
+from shardwright.system import extensions
 from shardwright.training.run_log import RunLog
 from shardwright.training.step import StepResult, Trainer
 

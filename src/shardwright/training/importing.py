@@ -15,12 +15,13 @@ from pathlib import Path
 from torch import Tensor
 
 from shardwright.config import as_toml, table_of
-from shardwright.errors import CheckpointError, InputError
-from shardwright.files import LONGEST_TOKENIZER, inside, new_folder, read_bytes
 from shardwright.hugging_face.files import GENERATION, TOKENIZER_FILES, token_ids, write_token_ids
 from shardwright.hugging_face.reader import HuggingFaceWeights, open_weights
 from shardwright.hugging_face.writer import TensorToWrite, write_safetensors
 from shardwright.run_folder import MODEL_FILE
+from shardwright.system.errors import CheckpointError, InputError
+from shardwright.system.files import LONGEST_TOKENIZER, inside, new_folder, read_bytes
+from shardwright.system.units import GiB, in_groups
 from shardwright.training.checkpoint.manifest import (
     CheckpointManifest,
     ShardRecord,
@@ -31,7 +32,6 @@ from shardwright.training.checkpoint.manifest import (
 )
 from shardwright.training.checkpoint.storage import xxh3_128_of
 from shardwright.training.weights import MODEL, count_not_finite, not_finite_in_words
-from shardwright.units import GiB, in_groups
 
 BLOCK_BYTES = GiB // 4
 """A shard has at most so many bytes, or one row: what is in memory at a time, and what a rank reads at least."""

@@ -5,14 +5,14 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.config import RunConfig, contradictions
 from shardwright.config.sections import InitSection
-from shardwright.errors import CheckpointError, InputError
 from shardwright.model.modules import rows
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.boxes import local_box
+from shardwright.system.errors import CheckpointError, InputError
+from shardwright.system.units import format_count
 from shardwright.training.optimizer import named_state, stored_state
 from shardwright.training.step import Trainer
 from shardwright.training.weights import CheckpointWeights, Weights, fill, open_weights
-from shardwright.units import format_count
 
 
 def initial_weights_problems(config: RunConfig) -> list[str]:

@@ -12,19 +12,19 @@ from multiprocessing import Pipe
 from pathlib import Path
 from types import FrameType
 
-from shardwright import forks, processes
 from shardwright.config import RunConfig, resolved_toml
-from shardwright.console import visible
-from shardwright.errors import CopiesError, WorkerError, cleaning_up
-from shardwright.files import open_regular, parse_json
-from shardwright.forks import Descriptor, fork
-from shardwright.processes import Worker
-from shardwright.ranks_at import RanksWatch
 from shardwright.run_folder import METRICS, EventRecord, append_event, now, resumable
+from shardwright.system import forks, processes
+from shardwright.system.console import visible
+from shardwright.system.errors import CopiesError, WorkerError, cleaning_up
+from shardwright.system.files import open_regular, parse_json
+from shardwright.system.forks import Descriptor, fork
+from shardwright.system.processes import Worker
+from shardwright.system.ranks_at import RanksWatch
+from shardwright.system.units import KiB
 from shardwright.training.ranks import STORE, SUPERVISED
 from shardwright.training.resilience.restarts import Restarts
 from shardwright.training.worker import serve
-from shardwright.units import KiB
 
 _TAIL_BYTES = 64 * KiB
 """Of metrics.jsonl: more than a line has."""

@@ -21,7 +21,7 @@ from pydantic import ConfigDict, Field, with_config
 from torch import Tensor
 
 from shardwright.config import PrecisionSection
-from shardwright.torch_private import FakeTensor
+from shardwright.system.torch_private import FakeTensor
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 

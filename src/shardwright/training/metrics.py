@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shardwright.config import RunConfig
-from shardwright.errors import NO_ROOM, InputError, without_secrets
-from shardwright.files import parse_json, write_whole
 from shardwright.run_folder import METRICS, TENSORBOARD, Record, whole_lines
-from shardwright.units import MiB, format_bytes, format_count, format_seconds
+from shardwright.system.errors import NO_ROOM, InputError, without_secrets
+from shardwright.system.files import parse_json, write_whole
+from shardwright.system.units import MiB, format_bytes, format_count, format_seconds
 
 
 class MetricsWriter(Protocol):

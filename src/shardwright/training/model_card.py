@@ -8,9 +8,9 @@ from shardwright.config.mixture import sources_of
 from shardwright.hugging_face.architecture import Architecture
 from shardwright.report.words import learning_rate_in_words
 from shardwright.run_folder import CHECKPOINTS, METRICS, RUN_FILE, EvaluationRecord, TrainRecord, read_metrics
+from shardwright.system.units import format_count
+from shardwright.system.version import PACKAGE_VERSION
 from shardwright.training.weights import CheckpointWeights, Weights
-from shardwright.units import format_count
-from shardwright.version import PACKAGE_VERSION
 
 _HEAD = """\
 ---

@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwright.parallel.norm import as_part, local_part
-from shardwright.torch_private import storage_id
-from shardwright.units import in_groups
+from shardwright.system.torch_private import storage_id
+from shardwright.system.units import in_groups
 
 STORED_NARROW = torch.bfloat16
 """The type of states that are stored in fewer bits than they are computed in."""

@@ -27,8 +27,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from shardwright.errors import InputError, WorkerError
-from shardwright.processes import ranks_in_words
+from shardwright.system.errors import InputError, WorkerError
+from shardwright.system.processes import ranks_in_words
 from shardwright.training.gpu import claim_gpu, name_of_gpu, why_no_gpu
 
 STORE = "SHARDWRIGHT_STORE"

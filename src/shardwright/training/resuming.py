@@ -9,10 +9,10 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwright.config import RunConfig
-from shardwright.errors import CheckpointError, DamagedError
 from shardwright.parallel.objects import gathered
-from shardwright.remote import REMOTE
 from shardwright.run_folder import CHECKPOINTS, step_of
+from shardwright.system.errors import CheckpointError, DamagedError
+from shardwright.system.remote import REMOTE
 from shardwright.training.checkpoint.durable import DurableFolder, durable_copy, durable_folder, part_of
 from shardwright.training.checkpoint.local import LocalLevel, local_level
 from shardwright.training.checkpoint.state import load, together

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from shardwright.config import RunConfig
-from shardwright.errors import WorkerError, cleaning_up
-from shardwright.files import sole_owner, write_whole
 from shardwright.run_folder import RUN_FILE
+from shardwright.system.errors import WorkerError, cleaning_up
+from shardwright.system.files import sole_owner, write_whole
 from shardwright.training.build import build_model, build_trainer
 from shardwright.training.checkpoint.state import checkpoint_bytes
 from shardwright.training.clock import PhaseClock, RunPhases

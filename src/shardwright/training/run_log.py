@@ -11,12 +11,12 @@ from typing import IO, Any, TypeVar, cast
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shardwright.config import RunConfig
-from shardwright.console import PlainConsole
-from shardwright.errors import NO_ROOM, cleaning_up
-from shardwright.processes import leave_dead_terminal
 from shardwright.run_folder import AnyRecord, EventKind, EventRecord, Record, SamplePlace, append_event, as_record
+from shardwright.system.console import PlainConsole
+from shardwright.system.errors import NO_ROOM, cleaning_up
+from shardwright.system.processes import leave_dead_terminal
+from shardwright.system.units import format_seconds
 from shardwright.training.metrics import MetricsWriter, line, open_writers
-from shardwright.units import format_seconds
 
 T = TypeVar("T")
 

@@ -6,8 +6,9 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from shardwright.config import RunConfig
-from shardwright.errors import CheckpointError, CopiesError, SaveError, SpikeError, cleaning_up
 from shardwright.run_folder import step_of
+from shardwright.system.errors import CheckpointError, CopiesError, SaveError, SpikeError, cleaning_up
+from shardwright.system.units import format_bytes, format_seconds
 from shardwright.training.checkpoint.copier import Copier
 from shardwright.training.checkpoint.manifest import DataRecord, TrainingProgress
 from shardwright.training.checkpoint.saver import Saver
@@ -18,7 +19,6 @@ from shardwright.training.resuming import RunCheckpoints, from_first
 from shardwright.training.run_log import RunLog
 from shardwright.training.sources import RunSamples
 from shardwright.training.step import Trainer
-from shardwright.units import format_bytes, format_seconds
 
 
 class SaveCheckpoints(Hook):

@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from shardwright.config import RunConfig, load, resolved_toml
 from shardwright.config.settle import needs_memory, settled, with_recomputation
-from shardwright.errors import ConfigError
 from shardwright.parallel.objects import gathered
-from shardwright.processes import share_bytes
 from shardwright.run_folder import RUN_FILE
+from shardwright.system.errors import ConfigError
+from shardwright.system.processes import share_bytes
 
 
 def settle(config: RunConfig, device: torch.device, ranks_here: int | None = None) -> tuple[RunConfig, str]:

@@ -16,8 +16,8 @@ from shardwright.data.packing import attended_tokens, packed_lengths
 from shardwright.data.samples import Samples, open_sources
 from shardwright.data.shards import TOKENIZER, DataManifest
 from shardwright.data.tokenizer import tokenizer_difference
-from shardwright.errors import DataError
 from shardwright.run_folder import CHECKPOINTS, RUN_FILE, SamplePlace, published
+from shardwright.system.errors import DataError
 from shardwright.training.checkpoint.manifest import (
     CheckpointManifest,
     DataRecord,

@@ -14,22 +14,7 @@ import torch
 from shardwright.config import RunConfig
 from shardwright.config.mixture import sources_of
 from shardwright.config.shrink import shrunk
-from shardwright.console import visible
-from shardwright.errors import (
-    CheckpointError,
-    CopiesError,
-    InputError,
-    LayoutError,
-    QuietExit,
-    SaveError,
-    ShardwrightError,
-    SpikeError,
-    WorkerError,
-)
-from shardwright.files import problem_of_owner
 from shardwright.model.modules import rows
-from shardwright.processes import PROCESS_BYTES, formatted, in_one_sentence, is_lost_peer, machine_memory
-from shardwright.remote import REMOTE
 from shardwright.report.headline import headline
 from shardwright.report.run_record import read_run
 from shardwright.run_folder import (
@@ -44,6 +29,22 @@ from shardwright.run_folder import (
     resumable,
     wrong_kinds,
 )
+from shardwright.system.console import visible
+from shardwright.system.errors import (
+    CheckpointError,
+    CopiesError,
+    InputError,
+    LayoutError,
+    QuietExit,
+    SaveError,
+    ShardwrightError,
+    SpikeError,
+    WorkerError,
+)
+from shardwright.system.files import problem_of_owner
+from shardwright.system.processes import PROCESS_BYTES, formatted, in_one_sentence, is_lost_peer, machine_memory
+from shardwright.system.remote import REMOTE
+from shardwright.system.units import format_bytes, format_count
 from shardwright.training.checkpoint.durable import durable_copy, durable_folder
 from shardwright.training.checkpoint.local import claim
 from shardwright.training.initial_weights import initial_weights_problems
@@ -53,7 +54,6 @@ from shardwright.training.ranks import ProcessRank, pick_device, place_from_envi
 from shardwright.training.settle import settle
 from shardwright.training.sources import Sources, tokenizer_problems
 from shardwright.training.worker import exit_code
-from shardwright.units import format_bytes, format_count
 
 _LOST_PEER_WAIT_S = 3.0
 FOUND_BY_ALL = (SpikeError, CopiesError)

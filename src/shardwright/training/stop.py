@@ -10,7 +10,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from shardwright.processes import on_signals
+from shardwright.system.processes import on_signals
 
 SAME_KEYPRESS_S = 2.0
 

@@ -3,12 +3,12 @@
 from collections import deque
 from pathlib import Path
 
-from shardwright.box import DENSE_AXES
 from shardwright.config import RunConfig
-from shardwright.files import write_whole
+from shardwright.layout.box import DENSE_AXES
 from shardwright.parallel.microbatch_runner import Runner
 from shardwright.parallel.pipeline.runner import Pipeline
 from shardwright.run_folder import PipelineStep, Record, timeline_path
+from shardwright.system.files import write_whole
 from shardwright.training.hooks import Hook, TakenStep
 
 KEPT_STEPS = 4

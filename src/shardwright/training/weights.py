@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.config import spec_of_folder, table_of
-from shardwright.errors import CheckpointError, DamagedError
 from shardwright.hugging_face.files import is_folder_of_transformers
 from shardwright.hugging_face.reader import open_weights as open_folder_of_transformers
 from shardwright.model.init import Box, whole
@@ -17,6 +16,7 @@ from shardwright.model.modules import row_of
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.boxes import overlap
 from shardwright.run_folder import CHECKPOINTS, published
+from shardwright.system.errors import CheckpointError, DamagedError
 from shardwright.training.checkpoint.manifest import FILE_NAME, CheckpointManifest, ShardRecord, read_manifest
 from shardwright.training.checkpoint.storage import read_shard
 

@@ -11,9 +11,9 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from shardwright.errors import ShardwrightError
-from shardwright.forks import Descriptor
-from shardwright.processes import STOPPING, ParentConnection
+from shardwright.system.errors import ShardwrightError
+from shardwright.system.forks import Descriptor
+from shardwright.system.processes import STOPPING, ParentConnection
 
 
 def serve(

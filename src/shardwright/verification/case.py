@@ -10,14 +10,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from shardwright.compression import powersgd_rank
 from shardwright.config import OptimizerSection, PrecisionSection, RunConfig, Scope
 from shardwright.data.samples import IGNORE
-from shardwright.errors import InputError, nearest
-from shardwright.layout import Layout, accumulation
+from shardwright.layout.layout import Layout, accumulation
 from shardwright.model.number_formats import Fp8
 from shardwright.model.spec import ModelSpec
+from shardwright.split.compression import powersgd_rank
 from shardwright.split.stages import schedule_problems
+from shardwright.system.errors import InputError, nearest
 from shardwright.training.schedule import learning_rate
 from shardwright.verification.formats import LOSS_SCALING, no_fp8_in
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.verification.case import Case
 from shardwright.verification.trace import Trace, TracedQuantity
 

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from shardwright.box import DENSE_AXES
-from shardwright.errors import LayoutError, WorkerError
-from shardwright.keys import written
-from shardwright.layout import Layout
-from shardwright.layout_keys import KEYS
+from shardwright.layout.box import DENSE_AXES
+from shardwright.layout.key import written
+from shardwright.layout.keys import KEYS
+from shardwright.layout.layout import Layout
+from shardwright.system.errors import LayoutError, WorkerError
 from shardwright.verification.case import Case
 from shardwright.verification.compare import Report
 from shardwright.verification.verifier import Verifier

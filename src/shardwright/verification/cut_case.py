@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, count
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.split.stages import most_layers, problems, schedule_problems
-from shardwright.units import divisors
+from shardwright.system.units import divisors
 from shardwright.verification.case import Case
 from shardwright.verification.formats import cut_fp8, cut_optimizer
 

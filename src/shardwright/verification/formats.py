@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardwright.config import OptimizerSection, PrecisionSection
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.number_formats import Fp8, block_of
 from shardwright.model.spec import ModelSpec
 

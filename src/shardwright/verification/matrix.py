@@ -10,13 +10,13 @@ from itertools import combinations, product
 from math import gcd
 from typing import Any
 
-from shardwright.box import DENSE_AXES
-from shardwright.errors import LayoutError
-from shardwright.layout import Layout
-from shardwright.layout_keys import KEYS
+from shardwright.layout.box import DENSE_AXES
+from shardwright.layout.keys import KEYS
+from shardwright.layout.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.split.rules import problems
-from shardwright.units import divisors
+from shardwright.system.errors import LayoutError
+from shardwright.system.units import divisors
 
 Choice = dict[str, Any]
 """Values of fields of a Layout that are chosen together."""

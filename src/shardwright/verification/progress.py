@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from shardwright.units import format_seconds
+from shardwright.system.units import format_seconds
 
 Tell = Callable[[str], None]
 

@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwright.box import DENSE_AXES
 from shardwright.data.batches import Batch
-from shardwright.layout import Layout
+from shardwright.layout.box import DENSE_AXES
+from shardwright.layout.layout import Layout
 from shardwright.model.transformer import Transformer
 from shardwright.parallel import compressed, data, loss, whole_matrices
 from shardwright.parallel.apply import apply
 from shardwright.parallel.norm import local_part
+from shardwright.system.units import KiB
 from shardwright.training import on_shards
 from shardwright.training import step as training_step
 from shardwright.training.loss_scale import loss_scaler
@@ -27,7 +28,6 @@ from shardwright.training.on_shards import OptimizerOnShards
 from shardwright.training.optimizer import build_optimizer
 from shardwright.training.optimizers import adamw_8bit
 from shardwright.training.step import Trainer
-from shardwright.units import KiB
 from shardwright.verification.case import DTYPES, PLAIN_SGD, Case
 from shardwright.verification.trace import RankTrace, TracedQuantity, TraceRecorder
 

@@ -23,10 +23,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from shardwright import processes
-from shardwright.errors import cleaning_up
-from shardwright.forks import context, preload, temporary_folder, undisturbed
-from shardwright.processes import ParentConnection, Worker
+from shardwright.system import processes
+from shardwright.system.errors import cleaning_up
+from shardwright.system.forks import context, preload, temporary_folder, undisturbed
+from shardwright.system.processes import ParentConnection, Worker
 
 TIMEOUT_S = 200.0
 

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 
-from shardwright.box import DENSE_AXES
-from shardwright.errors import LayoutError
-from shardwright.layout import Layout
+from shardwright.layout.box import DENSE_AXES
+from shardwright.layout.layout import Layout
 from shardwright.model.spec import ModelSpec
-from shardwright.processes import PROCESS_BYTES, machine_bytes
 from shardwright.split import rules
-from shardwright.units import divisors
+from shardwright.system.errors import LayoutError
+from shardwright.system.processes import PROCESS_BYTES, machine_bytes
+from shardwright.system.units import divisors
 from shardwright.verification.case import Case
 from shardwright.verification.cut_case import cut_each
 

@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardwright.compression import gradient_roundings
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
+from shardwright.split.compression import gradient_roundings
 from shardwright.verification.case import PLAIN_SGD, Case
 from shardwright.verification.compare import FLOORS, Errors, ReportRow
 from shardwright.verification.trace import Trace, TracedQuantity

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from shardwright.parallel.boxes import local_box
 from shardwright.parallel.objects import gathered
+from shardwright.system.units import MiB, in_groups
 from shardwright.training.checkpoint.storage import xxh3_128_of
-from shardwright.units import MiB, in_groups
 
 
 class TracedQuantity(NamedTuple):

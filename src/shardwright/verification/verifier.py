@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardwright.compression import gradient_roundings
-from shardwright.errors import LayoutError, ShardwrightError
-from shardwright.forks import temporary_folder
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.number_formats import replica_problems
 from shardwright.split import rules, stages
-from shardwright.units import format_bytes, format_count
+from shardwright.split.compression import gradient_roundings
+from shardwright.system.errors import LayoutError, ShardwrightError
+from shardwright.system.forks import temporary_folder
+from shardwright.system.units import format_bytes, format_count
 from shardwright.verification import compare
 from shardwright.verification.case import PLAIN_SGD, Case, with_choices_of, with_drawn_experts
 from shardwright.verification.compare import Errors, Report, ReportRow

@@ -1,6 +1,6 @@
 """Bugs that show only where there are several buckets or chunks: all after the first are forgotten."""
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from tests.mutation import Mutation
 from tests.training.bugs.bug import ONE, PP, TP, TRAINER, ZERO_3, AnyBug, Bug
 

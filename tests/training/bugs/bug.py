@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardwright.config import OptimizerSection, Scope
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.number_formats import Fp8
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec

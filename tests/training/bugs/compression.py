@@ -1,6 +1,6 @@
 """Bugs of compressed gradients and weights: rounded too often or another way, scales of other blocks, sums left out."""
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from tests.mutation import Mutation
 from tests.parallel.test_compression import HOPS
 from tests.training.bugs.bug import LATENT, STATE, AnyBug, Bug, ResumeBug, UnitBug

@@ -3,7 +3,7 @@
 from tests.mutation import Mutation
 from tests.training.bugs.bug import UnitBug
 
-_FILES, _TESTS = "shardwright.control_groups:_files", "tests/test_control_groups.py:"
+_FILES, _TESTS = "shardwright.system.control_groups:_files", "tests/test_control_groups.py:"
 
 SCALE = {
     "the limit of the group around the one of the process does not count": UnitBug(
@@ -11,7 +11,9 @@ SCALE = {
         _TESTS + "test_a_process_may_use_what_the_strictest_of_the_groups_around_it_allows",
     ),
     "the largest limit counts, not the least": UnitBug(
-        Mutation("shardwright.control_groups:memory_limit", "min(found, default=None)", "max(found, default=None)"),
+        Mutation(
+            "shardwright.system.control_groups:memory_limit", "min(found, default=None)", "max(found, default=None)"
+        ),
         _TESTS + "test_a_process_may_use_what_the_strictest_of_the_groups_around_it_allows",
     ),
     "limits of version 1 are looked for only where memory has a hierarchy alone": UnitBug(

@@ -1,6 +1,6 @@
 """Bugs of documents in packed sequences: of their boundaries, of the mask, of positions that restart."""
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from tests.mutation import Mutation
 from tests.training.bugs.bug import (
     ALLGATHER,

@@ -1,6 +1,6 @@
 """Bugs of a wrong type: something is rounded to 16 bits that is to be summed or kept in 32."""
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from tests.mutation import Mutation
 from tests.training.bugs.bug import (
     APPLY,

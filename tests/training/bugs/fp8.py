@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.model.number_formats import Fp8
 from tests.mutation import Mutation
 from tests.training.bugs.bug import EP, EXPERTS, LATENT, PP, SP, TP, ZB, ZERO_0, ZERO_3, ZIGZAG, AnyBug, Bug, UnitBug

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from tests.mutation import Mutation
 from tests.training import test_loss_scale
 from tests.training.bugs.bug import DUALPIPE, EXPERTS, ONE, PP, STEP, TRAINER, ZERO_2, AnyBug, Bug, UnitBug

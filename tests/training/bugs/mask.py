@@ -1,6 +1,6 @@
 """Bugs of a wrong mask: of targets, of attention, of dropout, of the capacity of experts."""
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from tests.mutation import Mutation
 from tests.training.bugs.bug import (
     ALLGATHER,

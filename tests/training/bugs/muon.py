@@ -3,7 +3,7 @@ other systems and trained on without an error (Megatron-LM 7117, DeepSpeed 8384,
 
 from dataclasses import replace
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from tests.mutation import Mutation
 from tests.training.bugs.bug import EVEN, EXPERTS, LATENT, TP, AnyBug, Bug, UnitBug
 

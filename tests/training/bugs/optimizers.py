@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from tests.mutation import Mutation
 from tests.training.bugs.bug import EVEN, TP, AnyBug, Bug, UnitBug
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from tests.mutation import Mutation
 from tests.training.bugs.bug import (
     FEW_PLACES,

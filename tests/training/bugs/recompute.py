@@ -1,6 +1,6 @@
 """Bugs of recomputation: other inputs, another function, lost gradients, or what should have been kept or not."""
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from tests.mutation import Mutation
 from tests.training.bugs.bug import LATENT, TENSOR, TP, ZERO_3, AnyBug, Bug, UnitBug
 

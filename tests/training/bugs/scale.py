@@ -1,6 +1,6 @@
 """Bugs of a wrong scale: a loss, a gradient or a norm that is divided by, or counted, too often or too seldom."""
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from tests.mutation import Mutation
 from tests.training.bugs.bug import (
     APPLY,

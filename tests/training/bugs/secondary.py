@@ -1,6 +1,6 @@
 """Bugs of secondary shards: the part of another rank, of another step, rounded, of ranks in other nodes."""
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from tests.mutation import Mutation
 from tests.parallel.test_secondary import ON_RANKS
 from tests.training.bugs.bug import AnyBug, Bug, UnitBug

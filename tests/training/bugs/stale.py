@@ -1,6 +1,6 @@
 """Bugs of a stale value: something of an earlier step or micro-batch is kept, used again or forgotten."""
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from tests.model.test_moe import BALANCED
 from tests.mutation import Mutation
 from tests.training.bugs.bug import (

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from shardwright.errors import CheckpointError
+from shardwright.system.errors import CheckpointError
 from shardwright.training.checkpoint.state import raise_first
 
 RETRY_AFTER_S = 1.0

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from shardwright.errors import CheckpointError
 from shardwright.parallel.objects import gathered
 from shardwright.run_folder import step_of
+from shardwright.system.errors import CheckpointError
 from shardwright.training.checkpoint.background import BackgroundThread
 from shardwright.training.checkpoint.durable import DurableFolder, copy
 from shardwright.training.checkpoint.store import CheckpointStore

@@ -20,9 +20,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shardwright.config import RunConfig
-from shardwright.errors import CheckpointError
-from shardwright.remote import file_system
 from shardwright.run_folder import checkpoint_name, step_of
+from shardwright.system.errors import CheckpointError
+from shardwright.system.remote import file_system
 from shardwright.training.checkpoint.manifest import FILE_NAME as MANIFEST
 
 _CHUNK_BYTES = 2**24

@@ -28,10 +28,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.config import RunConfig
-from shardwright.errors import CheckpointError
-from shardwright.files import parse_json, read_bytes, read_text
 from shardwright.parallel.objects import gathered
 from shardwright.run_folder import RUN_FILE, published, step_of
+from shardwright.system.errors import CheckpointError
+from shardwright.system.files import parse_json, read_bytes, read_text
 from shardwright.training.checkpoint.hosts import Hosts, transfers
 from shardwright.training.checkpoint.manifest import FILE_NAME as MANIFEST
 from shardwright.training.checkpoint.manifest import LONGEST_MANIFEST, CheckpointManifest, ShardRecord, read_manifest

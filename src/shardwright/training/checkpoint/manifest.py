@@ -18,11 +18,11 @@ import torch
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
-from shardwright.errors import CheckpointError, DamagedError
-from shardwright.files import inside, parse_json, read_bytes
+from shardwright.system.errors import CheckpointError, DamagedError
+from shardwright.system.files import inside, parse_json, read_bytes
+from shardwright.system.units import MiB
 from shardwright.training.loss_scale import LossScaleState
 from shardwright.training.resilience.spikes import SpikeState
-from shardwright.units import MiB
 
 FORMAT = 4
 LONGEST_MANIFEST = 512 * MiB

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.errors import CheckpointError
-from shardwright.files import parse_json
-from shardwright.units import MiB
+from shardwright.system.errors import CheckpointError
+from shardwright.system.files import parse_json
+from shardwright.system.units import MiB
 
 _CHUNK_BYTES = 16 * MiB
 _NONE = -1

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from shardwright.errors import CheckpointError
 from shardwright.run_folder import RUN_FILE, CheckpointRecord, now
+from shardwright.system.errors import CheckpointError
 from shardwright.training.checkpoint.background import BackgroundThread
 from shardwright.training.checkpoint.local import LocalLevel
 from shardwright.training.checkpoint.manifest import (

@@ -21,8 +21,8 @@ from typing import Any
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from shardwright.errors import CheckpointError
 from shardwright.hugging_face.writer import TensorToWrite, write_safetensors
+from shardwright.system.errors import CheckpointError
 from shardwright.training.checkpoint.manifest import ShardRecord, TensorRecord
 from shardwright.training.checkpoint.plan import CheckpointPlan, TensorPiece
 from shardwright.training.checkpoint.storage import xxh3_128_of

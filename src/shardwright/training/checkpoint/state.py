@@ -9,9 +9,9 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from shardwright.errors import CheckpointError, DamagedError, WorkerError
 from shardwright.parallel.objects import gathered
-from shardwright.processes import formatted
+from shardwright.system.errors import CheckpointError, DamagedError, WorkerError
+from shardwright.system.processes import formatted
 from shardwright.training.checkpoint.manifest import (
     CheckpointManifest,
     DataRecord,

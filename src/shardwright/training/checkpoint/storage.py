@@ -9,11 +9,11 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shardwright.errors import CheckpointError, DamagedError
-from shardwright.files import open_regular
 from shardwright.hugging_face.writer import FILE_METADATA
 from shardwright.parallel.boxes import Indices, overlap, shard_of
 from shardwright.parallel.norm import local_part
+from shardwright.system.errors import CheckpointError, DamagedError
+from shardwright.system.files import open_regular
 from shardwright.training.checkpoint.manifest import CheckpointManifest, ShardRecord, key_of
 from shardwright.training.offload.states import StoredTensor
 

@@ -3,10 +3,10 @@
 import shutil
 from pathlib import Path
 
-from shardwright.errors import CheckpointError
-from shardwright.files import clear_leftover, publish_folder, remove
 from shardwright.run_folder import checkpoint_name, published, step_of
-from shardwright.units import format_bytes
+from shardwright.system.errors import CheckpointError
+from shardwright.system.files import clear_leftover, publish_folder, remove
+from shardwright.system.units import format_bytes
 
 _PARTIAL = ".partial"
 WRITTEN = "written"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shardwright.parallel.host import pins
-from shardwright.torch_private import foreach_copy_
+from shardwright.system.torch_private import foreach_copy_
 
 
 class HostLink:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwright.parallel.norm import as_part, local_part
-from shardwright.torch_private import storage_id
+from shardwright.system.torch_private import storage_id
 from shardwright.training.offload.states import Chunk, Disk, OffloadedParameter, StatePiece, StatesOnDisk, StoredTensor
 
 

@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 
 from shardwright.parallel.host import pins
 from shardwright.parallel.norm import as_part_on_host, local_part
-from shardwright.torch_private import storage_id, tensor_version
+from shardwright.system.torch_private import storage_id, tensor_version
+from shardwright.system.units import in_groups, round_up
 from shardwright.training.offload.link import HostLink
 from shardwright.training.offload.states import Host, OffloadedParameter
 from shardwright.training.on_shards import OptimizerOnShards
-from shardwright.units import in_groups, round_up
 
 BUFFERS = 2
 _ALIGNED = 64

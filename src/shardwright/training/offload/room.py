@@ -8,10 +8,10 @@ from shardwright.config import RunConfig
 from shardwright.config.settle import job_of
 from shardwright.cost.host import host_bytes
 from shardwright.cost.job import Candidates
-from shardwright.errors import InputError
 from shardwright.parallel.objects import gathered
-from shardwright.processes import UsableMemory, machine_memory
-from shardwright.units import format_bytes
+from shardwright.system.errors import InputError
+from shardwright.system.processes import UsableMemory, machine_memory
+from shardwright.system.units import format_bytes
 
 
 def require_host_memory(config: RunConfig) -> None:

@@ -10,9 +10,9 @@ from mmap import mmap
 from pathlib import Path
 from typing import Any, Protocol
 
-from shardwright.errors import InputError, WorkerError
 from shardwright.parallel.objects import gathered
-from shardwright.units import format_bytes
+from shardwright.system.errors import InputError, WorkerError
+from shardwright.system.units import format_bytes
 
 BLOCK = 4096
 """Bytes of which offset, length and address of a request have to be multiples to bypass the page cache."""

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.optimizers import OFFLOAD_CHUNK_BYTES
 from shardwright.parallel.norm import local_part
+from shardwright.system.units import MiB, round_up
 from shardwright.training.offload.scratch import BLOCK, OffloadFile, scratch_file
-from shardwright.units import MiB, round_up
 
 BUFFERS = 3
 CUT = 512

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardwright.torch_private import foreach_add_, foreach_lerp, foreach_lerp_, foreach_mul_, foreach_sign_
+from shardwright.system.torch_private import foreach_add_, foreach_lerp, foreach_lerp_, foreach_mul_, foreach_sign_
 
 
 class Lion(torch.optim.Optimizer):

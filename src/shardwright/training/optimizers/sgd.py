@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shardwright.torch_private import foreach_mul_
+from shardwright.system.torch_private import foreach_mul_
 
 
 class SGD(torch.optim.SGD):

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from shardwright.config.faults import IN_A_ROW, FaultsSection
-from shardwright.errors import SpikeError
-from shardwright.processes import ranks_in_words
 from shardwright.run_folder import EVENTS, SamplePlace
+from shardwright.system.errors import SpikeError
+from shardwright.system.processes import ranks_in_words
 from shardwright.training.hooks import Hook, RunStart, TakenStep
 from shardwright.training.loss_scale import skipped_in_words
 from shardwright.training.resilience.spikes import Spike

@@ -24,12 +24,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwright.errors import CopiesError
 from shardwright.model.modules import row_of
 from shardwright.parallel.model import ParallelModel
 from shardwright.parallel.norm import local_part
 from shardwright.parallel.objects import gathered
-from shardwright.processes import ranks_in_words
+from shardwright.system.errors import CopiesError
+from shardwright.system.processes import ranks_in_words
 from shardwright.training.checkpoint.state import named_tensors, stored_tensors
 from shardwright.training.hooks import Hook, RunStart, TakenStep, due
 from shardwright.training.run_log import RunLog

@@ -27,12 +27,13 @@ from types import FrameType
 import torch
 from torch import nn
 
-from shardwright.console import visible
 from shardwright.data.batches import READER
-from shardwright.errors import cleaning_up
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.parallel.point_to_point import MessageChannel, begun, waited_for
-from shardwright.ranks_at import (
+from shardwright.run_folder import EventRecord, append_event
+from shardwright.system.console import visible
+from shardwright.system.errors import cleaning_up
+from shardwright.system.ranks_at import (
     FEW_TURNS,
     FIRST_LIMIT_S,
     NOT_TIMED,
@@ -46,8 +47,7 @@ from shardwright.ranks_at import (
     RankState,
     RanksWatch,
 )
-from shardwright.run_folder import EventRecord, append_event
-from shardwright.torch_private import flight_record, group_names
+from shardwright.system.torch_private import flight_record, group_names
 from shardwright.training.ranks import SUPERVISED
 
 TICK_S = 0.5

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from shardwright.config import RunConfig
 from shardwright.config.shrink import shrunk
-from shardwright.errors import CopiesError, FullError, WorkerError
 from shardwright.run_folder import EventRecord, step_of
+from shardwright.system.errors import CopiesError, FullError, WorkerError
 
 FAULTS_IN_A_ROW = 2
 """At the same place, that take it out of use."""

@@ -28,11 +28,11 @@ from pydantic import ConfigDict, Field, with_config
 from torch import Tensor
 
 from shardwright.config.faults import LEAST_WINDOW, SPIKE_WINDOW, FaultsSection
-from shardwright.layout import Layout
+from shardwright.layout.layout import Layout
 from shardwright.parallel.model import ParallelModel
 from shardwright.parallel.norm import local_part
 from shardwright.parallel.objects import gathered
-from shardwright.processes import ranks_in_words
+from shardwright.system.processes import ranks_in_words
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]

@@ -22,15 +22,15 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from shardwright.layout import Layout
-from shardwright.processes import ranks_in_words
+from shardwright.layout.layout import Layout
 from shardwright.run_folder import MOST_RANKS_LOGGED, Record
-from shardwright.torch_private import all_gather_single
+from shardwright.system.processes import ranks_in_words
+from shardwright.system.torch_private import all_gather_single
+from shardwright.system.units import format_seconds
 from shardwright.training.clock import PhaseClock
 from shardwright.training.hooks import Hook, TakenStep
 from shardwright.training.run_log import RunLog
 from shardwright.training.step import Trainer
-from shardwright.units import format_seconds
 
 WINDOW = 20
 """Steps that a rank is judged by."""

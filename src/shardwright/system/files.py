@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from shardwright.errors import NO_ROOM, FullError, InputError, system_limit
-from shardwright.units import MiB, format_bytes
+from shardwright.system.errors import NO_ROOM, FullError, InputError, system_limit
+from shardwright.system.units import MiB, format_bytes
 
 LONGEST_TEXT = 16 * MiB
 """The longest file that is read whole as text: a run file, a table of hardware."""

@@ -29,7 +29,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, ParamSpec, Self, TypeVar, get_args, get_origin
 
-from shardwright.synonyms import called_here
+from shardwright.system.synonyms import called_here
 
 P = ParamSpec("P")
 R = TypeVar("R")

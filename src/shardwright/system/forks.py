@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shardwright.openmp import brief_waiting
+from shardwright.system.openmp import brief_waiting
 
 context = multiprocessing.get_context("forkserver")
 LONGEST_ADDRESS = 107

@@ -26,10 +26,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-from shardwright import extensions
-from shardwright.control_groups import memory_limit
-from shardwright.errors import FullError, ShardwrightError, WorkerError, system_limit
-from shardwright.units import GiB, format_bytes
+from shardwright.system import extensions
+from shardwright.system.control_groups import memory_limit
+from shardwright.system.errors import FullError, ShardwrightError, WorkerError, system_limit
+from shardwright.system.units import GiB, format_bytes
 
 _POLL_S = 0.25  # how often processes are looked at whose connections say nothing
 _LAST_WORDS_S = 1.0  # how long the report of the rank at fault is waited for, where others have lost it

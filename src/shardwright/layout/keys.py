@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_type_hints
 
-from shardwright.keys import MOST_LAYERS, JobSizes, LayoutKey
+from shardwright.layout.key import MOST_LAYERS, JobSizes, LayoutKey
 from shardwright.schedule.named import ONE_F_ONE_B
 from shardwright.schedule.registry import find, names
 

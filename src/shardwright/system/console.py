@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from shardwright.errors import without_secrets
+from shardwright.system.errors import without_secrets
 
 _NOT_SHOWN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters but tab and newline, overrides of the direction of text, halves of surrogate pairs."""

@@ -22,8 +22,8 @@ from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from shardwright.files import read_bytes, write_whole
-from shardwright.processes import ranks_in_words
+from shardwright.system.files import read_bytes, write_whole
+from shardwright.system.processes import ranks_in_words
 
 RANKS = "ranks"
 PHASES_SEEN = (

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from shardwright.errors import nearest
+from shardwright.system.errors import nearest
 
 MOST_RANKS = 2**22
 """The most ranks of a world. A larger degree is a mistake of typing, and the work of a search grows with it."""

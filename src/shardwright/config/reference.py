@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 
 from shardwright.config import MODEL_TABLES, RunConfig, as_toml, model_of
-from shardwright.layout_keys import KEYS
+from shardwright.layout.keys import KEYS
 from shardwright.optimizers import OPTIMIZERS
 
 

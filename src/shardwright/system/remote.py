@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from shardwright.errors import MASK
+from shardwright.system.errors import MASK
 
 REMOTE = "://"
 

@@ -17,8 +17,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from shardwright.errors import ConfigError
-from shardwright.files import read_bytes, read_lines
+from shardwright.system.errors import ConfigError
+from shardwright.system.files import read_bytes, read_lines
 
 _LOADED: list[str] = []
 

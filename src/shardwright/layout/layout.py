@@ -25,14 +25,14 @@ from dataclasses import dataclass
 from math import gcd, prod
 from typing import Any
 
-from shardwright.box import DENSE_AXES, NumberedRanks
-from shardwright.errors import LayoutError, checked_constructor, nearest
-from shardwright.keys import MOST_RANKS, written
-from shardwright.layout_keys import INTEGERS, KEYS, POWERSGD, LayoutKeys
+from shardwright.layout.box import DENSE_AXES, NumberedRanks
+from shardwright.layout.key import MOST_RANKS, written
+from shardwright.layout.keys import INTEGERS, KEYS, POWERSGD, LayoutKeys
 from shardwright.schedule import build
 from shardwright.schedule.placement import Ways, stages_of_rank
 from shardwright.schedule.registry import Kind, find, names
-from shardwright.units import divisors
+from shardwright.system.errors import LayoutError, checked_constructor, nearest
+from shardwright.system.units import divisors
 
 
 @checked_constructor(LayoutError)

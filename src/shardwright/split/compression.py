@@ -1,7 +1,7 @@
 """Counts and sizes of compressed gradients and parameters, which `parallel` sends and `cost` prices; no torch."""
 
-from shardwright.layout import Layout
-from shardwright.layout_keys import POWERSGD
+from shardwright.layout.keys import POWERSGD
+from shardwright.layout.layout import Layout
 from shardwright.model.modules import Row
 
 BLOCK = 128
