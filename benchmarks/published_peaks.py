@@ -26,7 +26,7 @@ from typing import Any
 
 from shardwright.config import RunConfig, parse
 from shardwright.dry_run.planned import planned
-from shardwright.dry_run.run import DryRunSettings, dry_run, fullest_by_plan, needed_bytes
+from shardwright.dry_run.run import DryRunSettings, dry_run, fullest_by_plan
 from shardwright.model.presets import resolve
 from shardwright.planner.choice import choice_at
 from shardwright.planner.evaluate import MEASURED_RUNS
@@ -102,14 +102,15 @@ def peaks(run: PredictableRun, preset: str, folder: Path) -> tuple[float, float]
     if not path.is_file():
         last = run.measured.peak_mem_rank == "last"
         rank = layout.rank_at({"pp": layout.pp - 1}) if last else fullest_by_plan(config)
-        record = dry_run(config, DryRunSettings(1e15), rank, remedies=False).fullest
-        told = {"rank": record.rank, "peak": record.peak.n_bytes, "needed": needed_bytes(config, record)}
-        path.write_text(json.dumps(told), encoding="utf-8")
-    told = json.loads(path.read_text(encoding="utf-8"))
-    plan = planned(config, told["rank"])
+        result = dry_run(config, DryRunSettings(1e15), rank, remedies=False)
+        record = result.fullest
+        entry = {"rank": record.rank, "peak": record.peak.n_bytes, "needed": result.needed_bytes(record)}
+        path.write_text(json.dumps(entry), encoding="utf-8")
+    entry = json.loads(path.read_text(encoding="utf-8"))
+    plan = planned(config, entry["rank"])
     assert not isinstance(plan, str), plan
-    found = told["needed" if run.measured.peak_mem_from == "reserved" else "peak"]
-    return plan.peak_bytes / told["peak"] * found / GiB, found / GiB
+    n_bytes = entry["needed" if run.measured.peak_mem_from == "reserved" else "peak"]
+    return plan.peak_bytes / entry["peak"] * n_bytes / GiB, n_bytes / GiB
 
 
 def table_of(source: Source, folder: Path) -> Iterator[str]:

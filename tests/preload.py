@@ -14,3 +14,4 @@ import tests.training.worlds  # noqa: F401
 
 # Ranks leave Ctrl-C to their parent, but the whole runs of tests/training/runs.py have to answer it themselves.
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts its background jobs with SIGINT ignored

@@ -1,7 +1,12 @@
 """Proves that the check of names and words sees what it is for."""
 
+import ast
 import runpy
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+
+import pytest
 
 from tests.test_docs import ROOT
 
@@ -27,3 +32,15 @@ def test_a_phrase_is_found_in_docstrings_and_pages_but_not_in_code(tmp_path: Pat
     written(tmp_path, a=code, page="Here.\n```\nthose of\n```\nThose of k, those offered.\n")
     found = [line.partition(": ")[0] for line in CHECK["used_phrases"](tmp_path, ["those of"])]
     assert found == ["src/a.py:4", "src/a.py:8", "docs/page.md:5"]
+
+
+PROGRAMS = [path for folder in ("benchmarks", "docs", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_program_beside_the_package_imports_only_names_that_the_package_has(path: Path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "shardwright":
+            module = import_module(node.module or "")
+            for name in node.names:
+                assert hasattr(module, name.name) or find_spec(f"{node.module}.{name.name}"), (node.lineno, name.name)

@@ -15,7 +15,8 @@ from shardwright.model import random
 from shardwright.model.init import initialise
 from shardwright.model.presets import PRESETS
 from shardwright.model.rotary import frequencies, rotary_table, rotate
-from shardwright.model.spec import ModelSpec, RopeScaling
+from shardwright.model.sections import RopeScaling
+from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
 from shardwright.system.errors import InputError
 
