@@ -1,1 +1,1 @@
-"""Pictures and pages from what a run wrote in its folder; nothing here needs torch or a GPU."""
+"""Pictures and pages made from the files in a run folder. This package needs neither torch nor a GPU."""

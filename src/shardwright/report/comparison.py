@@ -1,4 +1,4 @@
-"""Several runs beside each other on one HTML page: their losses in one picture, their headline numbers in a table."""
+"""Comparison of several runs on one HTML page: a picture of their losses and a table of their headline numbers."""
 
 import math
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# After Okabe and Ito; by role, for a page on paper or a light screen, and on a dark screen. All differ from those of
-# `style.COLOURS`, by whose values a page finds the roles.
+# After Okabe and Ito; by role, for paper or a light screen, and for a dark screen. No value may be equal to a value in
+# `style.COLOURS`, because a page finds the roles by these values.
 RUN_COLOURS = {
     "run-0": "#0173b2",
     "run-1": "#de5f01",
@@ -49,9 +49,9 @@ _NAMES = (
 
 
 def write_comparison(runs: Sequence[RunRecord], path: str | Path) -> None:
-    """Write the page of several runs, in place of what is there.
+    """Write the page that compares several runs to `path`, replacing an existing file.
 
-    Raises InputError for a place that cannot be written.
+    Raises InputError if `path` cannot be written.
     """
     names = _names(runs)
     drawing = _render(runs, "svg", in_page=True).decode("utf-8")
@@ -71,20 +71,20 @@ def write_comparison(runs: Sequence[RunRecord], path: str | Path) -> None:
 
 
 def draw_losses(runs: Sequence[RunRecord], path: str | Path) -> None:
-    """Write the losses of several runs as one picture, PNG or SVG by the suffix of `path`, in place of what is there.
+    """Write the losses of several runs as one picture to `path`, replacing an existing file.
 
-    Raises InputError for another suffix, and for a place that cannot be written.
+    The suffix of `path` selects PNG or SVG. Raises InputError for another suffix, or if `path` cannot be written.
     """
     write_whole(Path(path), _render(runs, kind_of(path)))
 
 
 def comparison_rows(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
-    """The headline numbers of each run, name -> text, as the page's table has them."""
+    """Return the headline numbers of each run as they are in the page's table, name -> text."""
     return [dict(zip(_NAMES, _row(name, run), strict=True)) for name, run in zip(_names(runs), runs, strict=True)]
 
 
 def _names(runs: Sequence[RunRecord]) -> list[str]:
-    """The folders' own names, or their paths where two have the same name."""
+    """Return the name of each run's folder, or its path if two folders have the same name."""
     names = [run.folder.resolve().name for run in runs]
     return names if len(set(names)) == len(names) else [str(run.folder) for run in runs]
 
@@ -97,7 +97,7 @@ def _row(name: str, run: RunRecord) -> tuple[str, ...]:
 
     memory, seconds = told.peak_memory_bytes, told.training_s
     speed, mfu = told.median_tokens_per_s, told.median_mfu
-    if len(told.segments) > 1:  # on several layouts: of the whole run
+    if len(told.segments) > 1:  # with several layouts, take the speed of the whole run
         speed, mfu = told.tokens / seconds if seconds else None, None
     return (
         name,

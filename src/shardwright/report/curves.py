@@ -1,4 +1,4 @@
-"""The curves of a run in one picture: loss, learning rate, gradient norm, speed, and where the time goes."""
+"""The curves of a run in one picture: loss, learning rate, gradient norm, speed and the time of each phase."""
 
 import math
 from collections.abc import Sequence
@@ -43,15 +43,15 @@ _INTERVALS = 400  # each a pixel or two wide; more than that are averaged before
 
 
 def draw_curves(run: RunRecord, path: str | Path) -> None:
-    """Write the picture of a run, PNG or SVG by the suffix of `path`, in place of what is there.
+    """Write the curves of a run as one picture to `path`, replacing an existing file.
 
-    Raises InputError for another suffix, and for a place that cannot be written.
+    The suffix of `path` selects PNG or SVG. Raises InputError for another suffix, or if `path` cannot be written.
     """
     write_whole(Path(path), _render(run, kind_of(path)))
 
 
 def kind_of(path: str | Path) -> str:
-    """`png` or `svg`, by the suffix of a picture. Raises InputError for another."""
+    """Return `png` or `svg`, the suffix of a picture's path. Raises InputError for another suffix."""
     suffix = Path(path).suffix.lower()
     if suffix not in SUFFIXES:
         raise InputError(f"{path}: a picture is named {' or '.join('*' + each for each in SUFFIXES)}")
@@ -59,7 +59,7 @@ def kind_of(path: str | Path) -> str:
 
 
 def curves_svg(run: RunRecord) -> str:
-    """The same as the text of an SVG file, to be part of a page: no title, and nothing behind it."""
+    """Return the curves of a run as the text of an SVG file for a page, without a title and with no background."""
     return _render(run, "svg", in_page=True).decode("utf-8")
 
 
@@ -132,7 +132,7 @@ def _subtitle(run: RunRecord) -> str:
 
 
 def _memory(train: Sequence[TrainRecord], peak_bytes: int) -> str:
-    """The peak; if it still rose after the first quarter of the run, which may be a leak, that is said."""
+    """Return the peak memory as text, with a remark if it still rose after a quarter of the run (a possible leak)."""
     early = train[len(train) // 4].memory_bytes
     rise = f"{format_bytes(early)} rising to" if peak_bytes > 1.1 * early else "at most"
     return f"memory {rise} {format_bytes(peak_bytes)}"
@@ -212,7 +212,7 @@ def _norm(ax: "Axes", run: RunRecord) -> None:
         return nothing(ax, "Gradient norm")
     finite = [norm for norm in norms if math.isfinite(norm)]
     draw_line(ax, run, norms)
-    # Far above every norm, a line at the limit would only press the curve flat.
+    # A line at a limit far above every norm would only press the curve flat.
     near = 0 < clip <= 5 * max(finite, default=0)
     shown = finite + [clip] * near
     if not choose_scale(ax, shown):
@@ -257,7 +257,7 @@ def _split(ax: "Axes", run: RunRecord) -> None:
         return nothing(ax, "Time")
     edges, seconds = _intervals(run)
     whole = [sum(parts) or 1.0 for parts in zip(*(seconds[phase] for phase in PHASES), strict=True)]
-    # What should be small lies at the edges of the stack, where its height can be read.
+    # Phases that should be short are at the edges of the stack, where their height can be read.
     below, drawn = [0.0] * len(whole), {}
     for phase in ("optimizer", "forward_backward", "data"):
         above = [b + 100 * s / w for b, s, w in zip(below, seconds[phase], whole, strict=True)]
@@ -271,7 +271,7 @@ def _split(ax: "Axes", run: RunRecord) -> None:
 
 
 def _intervals(run: RunRecord) -> tuple[list[int], dict[str, list[float]]]:
-    """Edges of steps, and between each two of them the mean seconds of a step and of its phases."""
+    """Return the edges of intervals of steps and, by phase, the mean seconds of a step in each interval."""
     size = math.ceil(len(run.train) / _INTERVALS)
     groups = [run.train[at : at + size] for at in range(0, len(run.train), size)]
     means = {

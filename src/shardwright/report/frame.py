@@ -1,4 +1,4 @@
-"""What our pages have in common: one HTML file that needs nothing else: no network, no script, no other file."""
+"""Parts shared by all pages. A page is one HTML file that needs no network, no script and no other file."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -42,8 +42,8 @@ footer { margin-top: 3rem; }
 def document(
     title: str, body: str, style: str = "", colours: tuple[Mapping[str, str], Mapping[str, str]] = ({}, {})
 ) -> str:
-    """A whole page. `title` is plain text, `body` HTML; `style`: rules of CSS beside the house's own; `colours`: by
-    role, light and dark, likewise."""
+    """Return a whole page. `title` is plain text, `body` is HTML. `style`: CSS rules added to the common ones;
+    `colours`: colours by role added to the common ones, for light and for dark screens."""
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -62,16 +62,16 @@ def document(
 
 
 def _variables(light: Mapping[str, str], dark: Mapping[str, str]) -> str:
-    """The colours by role. Paper is white and printers have no dark mode, so dark is for screens alone."""
+    """Return the colours by role as CSS variables. The dark ones apply to screens only, because paper is white."""
     both = ({**COLOURS, **light}, {**DARK_COLOURS, **dark})
     on_paper, on_screen = (" ".join(f"--{role}: {colour};" for role, colour in colours.items()) for colours in both)
     return f"\n:root {{ {on_paper} }}\n@media screen and (prefers-color-scheme: dark) {{ :root {{ {on_screen} }} }}"
 
 
 def picture(svg: str, name: str, title: str, colours: Mapping[str, str] | None = None) -> str:
-    """A picture of matplotlib as a part of a page, as wide as the page, and on a narrow screen wide enough to be read.
-    `name` is its id there, one on a page, with which the ids of its parts begin: matplotlib gives the parts of each
-    picture the same."""
+    """Return a matplotlib picture as a part of a page. It is as wide as the page, but on a narrow screen still wide
+    enough to be read. `name` is its id, unique on the page, and the prefix of the ids of its parts, which matplotlib
+    gives the same ids in each picture."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg)
@@ -81,19 +81,19 @@ def picture(svg: str, name: str, title: str, colours: Mapping[str, str] | None =
 
 
 def scrolling(content: str) -> str:
-    """Content that scrolls by itself where it is wider than the page, so that the page never does."""
+    """Return content that scrolls by itself if it is wider than the page, so that the page never does."""
     return f'<div class="wide">\n{content}\n</div>'
 
 
 def in_roles(svg: str, colours: Mapping[str, str] | None = None) -> str:
-    """A picture whose colours are those of the page's roles."""
+    """Return a picture with each colour replaced by the page's CSS variable for its role."""
     for role, colour in {**COLOURS, **(colours or {})}.items():
         svg = svg.replace(colour, f"var(--{role})")
     return svg.strip()
 
 
 def facts(rows: Iterable[tuple[str, str, str]]) -> str:
-    """Numbers in large type: name, value and a remark under it, which may be empty; plain text."""
+    """Return numbers in large type. A row has a name, a value and a remark that may be empty, all plain text."""
     cells = "\n".join(
         f"<div><dt>{name}</dt><dd>{value}{f'<small>{escape(remark)}</small>' if remark else ''}</dd></div>"
         for name, value, remark in rows
@@ -102,17 +102,17 @@ def facts(rows: Iterable[tuple[str, str, str]]) -> str:
 
 
 _SHORT = 24
-"""Letters of a cell that is not wrapped, such as a number with its unit."""
+"""The longest text, in letters, of a cell that is never wrapped, such as a number with its unit."""
 
 
 def _cell(content: str) -> str:
-    """A cell of HTML."""
+    """Return a table cell around `content`, which is HTML."""
     return f'<td class="short">{content}</td>' if len(content) <= _SHORT and " " in content else f"<td>{content}</td>"
 
 
 def table(names: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
-    """A table of cells of HTML, with a heading if there are `names`; `kind`: its class. Long cells are
-    wrapped where it is wider than the page, and on a narrow screen than a picture."""
+    """Return a table of HTML cells, with a heading if there are `names`; `kind`: its CSS class. Long cells are wrapped
+    if the table is wider than the page or, on a narrow screen, wider than a picture."""
     head = f"<thead><tr>{''.join(f'<th>{name}</th>' for name in names)}</tr></thead>\n" if names else ""
     body = "\n".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     opening = f'<table class="{kind}">' if kind else "<table>"

@@ -1,4 +1,4 @@
-"""What a run came to, in a few numbers, and its title."""
+"""The headline numbers of a run, and its title."""
 
 import math
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from shardwright.system.units import format_bytes, format_count, format_seconds,
 
 @dataclass(frozen=True)
 class SegmentNumbers:
-    """The speed of a run on one layout: medians over the records of its steps, None where there is none."""
+    """The speed of a run on one layout: medians over the train records, None if no record has the number."""
 
     steps: str
     layout: str
@@ -26,8 +26,8 @@ class SegmentNumbers:
 
 @dataclass(frozen=True)
 class SourceNumbers:
-    """One source of a mixture: its share of the samples in each stage, from 0 to 1; how often the run went through it;
-    its first and last validation loss. None is not known."""
+    """One source of a data mixture: its share of the samples in each stage, from 0 to 1; the number of times that the
+    run read it; its first and last validation loss. None: not known."""
 
     name: str
     shares: tuple[float, ...]
@@ -36,7 +36,7 @@ class SourceNumbers:
     validation_loss: float | None
 
     def row(self) -> tuple[str, str, str]:
-        """For people, as in `RunHeadline.rows`."""
+        """Return name, value and remark as text, as in `RunHeadline.rows`."""
         epochs = "n/a" if self.epochs is None else f"{self.epochs:.3g}"
         told = [f"epochs; share {', then '.join(map(percent, self.shares))}"]
         if self.validation_loss is not None:
@@ -48,8 +48,8 @@ class SourceNumbers:
 
 @dataclass(frozen=True)
 class RunHeadline:
-    """The numbers of a run; None is a number that is not known, or is not finite. World size, `median_tokens_per_s` and
-    `median_mfu` are those of the last segment."""
+    """The headline numbers of a run; None: not known or not finite. World size, `median_tokens_per_s` and `median_mfu`
+    are of the last segment."""
 
     steps: int
     planned_steps: int
@@ -77,7 +77,7 @@ class RunHeadline:
     sources: tuple[SourceNumbers, ...]
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """For people: the name, value and a remark, which may be empty, of each number that is known."""
+        """Return name, value and remark (which may be empty) of each known number, as text."""
         planned = "" if self.steps >= self.planned_steps else f"of {self.planned_steps:,} planned"
         rows = [("steps", f"{self.steps:,}", planned), ("tokens", format_count(self.tokens), "")]
         first, last = self.first_validation_loss, self.validation_loss
@@ -115,11 +115,11 @@ class RunHeadline:
 
 
 def headline(run: RunRecord) -> RunHeadline:
-    """The numbers of a run.
+    """Return the headline numbers of a run.
 
-    `training_s` is the time in steps, by the logged means; evaluations and checkpoints are not in it.
-    `time_share` divides it over data, forward_backward and optimizer. Memory is that of rank 0. What is said of
-    experts, and the bytes that rank 0 sends in a step for them, is that of the last record.
+    `training_s` is the time in steps, from the logged means, without evaluations and checkpoints. `time_share` divides
+    it into data, forward_backward and optimizer. Memory is rank 0's. The load of experts, and the bytes that rank 0
+    sends for experts in a step, are from the last record.
     """
     n_steps = [after - before for before, after in zip(run.edges, run.edges[1:], strict=False)]
     seconds = {
@@ -190,12 +190,12 @@ def _finite(value: float) -> float | None:
 
 
 def _exp(loss: float) -> float | None:
-    """None where it is no finite number."""
+    """Return the exponential of a loss, or None if it is not a finite number."""
     return math.exp(loss) if loss < 700 else None
 
 
 def title_of(run: RunRecord) -> str:
-    """`smollm2-135m, 135M parameters, on 8 ranks with ZeRO-3`; of a run that changed its layout, each in turn."""
+    """Return, for example, `smollm2-135m, 135M parameters, on 8 ranks with ZeRO-3`. Two layouts are both named."""
     layouts = [segment.layout for segment in run.segments]
     where = f"{len(layouts)} layouts in turn" if len(layouts) > 2 else ", then ".join(layouts)
     return f"{model_in_words(run.config)}, on {where}"

@@ -1,4 +1,4 @@
-"""The load of experts over a run: two panels of the picture of its curves."""
+"""The load of experts over a run: two panels of the curves picture."""
 
 import math
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def drops(run: RunRecord) -> bool:
 
 
 def load_panel(ax: "Axes", run: RunRecord) -> None:
-    """The busiest expert of a layer beside the mean of its experts: the layers' mean, and all of them as a band."""
+    """Draw the busiest expert's load over the mean load: the mean over layers, and a band that spans all layers."""
     told = [record for record in run.train if record.load_by_layer]
     many = len(told) >= MANY
     steps: Sequence[float] = [record.step for record in told]
@@ -47,7 +47,7 @@ def load_panel(ax: "Axes", run: RunRecord) -> None:
 
 
 def dropped_panel(ax: "Axes", run: RunRecord) -> None:
-    """Pairs of a token and an expert that found no room, of all."""
+    """Draw the share of (token, expert) pairs that were dropped because the expert was full."""
     shares = [100 * (record.dropped_fraction or 0.0) for record in run.train]
     draw_line(ax, run, shares)
     ax.set_ylim(0, 1.12 * max(shares) or 1)

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 Points = Sequence[Mapping[str, Any]]
 Line = tuple[str, list[float], list[float]]
-"""A name, and x and y of its points."""
+"""The name of a line, and the x and y of its points."""
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#e69f00", "#b3356b", "#6b5b95")
 
 
 def write_page(machine: Mapping[str, Any], path: str | Path) -> None:
-    """Write the page of a machine, given as the document of `measure --json`, in place of what is there."""
+    """Write the page of a machine, given as the document of `measure --json`, to `path`, replacing an existing file."""
     write_whole(Path(path), _page(machine).encode("utf-8"))
 
 
@@ -104,7 +104,7 @@ def _svg(lines: Sequence[Line], title: str) -> str:
     def compose(figure: "Figure") -> None:
         ax = figure.add_axes((0.06, 0.13, 0.74, 0.75))
         for at, (name, x, y) in enumerate(lines):
-            # Matmuls of other shapes may have as many FLOPs; a line through them would say nothing.
+            # Matmuls of different shapes may have equally many FLOPs; a line through them would mean nothing.
             joined = "-" if len(set(x)) == len(x) else ""
             ax.plot(x, y, f"o{joined}", ms=3, lw=1, color=COLOURS[at % len(COLOURS)], label=name)
         ax.set_xscale("log")

@@ -21,7 +21,7 @@ from shardwright.system.units import format_count, format_seconds, percent
 
 
 def write_page(run: RunRecord, path: str | Path) -> None:
-    """Write the page of a run, in place of what is there. Raises InputError for a place that cannot be written."""
+    """Write the page of a run to `path`, replacing an existing file. Raises InputError if `path` cannot be written."""
     write_whole(Path(path), _page(run).encode("utf-8"))
 
 
@@ -48,7 +48,7 @@ def _page(run: RunRecord) -> str:
 
 
 def _timelines(pipeline: PipelineRecord) -> str:
-    """The picture of a step, as wide as the page, and wider where its numbers could not be read; one then scrolls."""
+    """Return the picture of a step, as wide as the page; if its numbers would be too small, it is wider and scrolls."""
     svg = timelines_svg(pipeline.timelines).replace(' xmlns="http://www.w3.org/2000/svg"', "", 1)
     svg = re.sub(r' width="(\d+)" height="[^"]*"', r' style="min-width: calc(.9 * \1px)"', svg, count=1)
     return scrolling(in_roles(svg))
@@ -67,7 +67,7 @@ def _caption(run: RunRecord) -> str:
 
 
 def _ranks(run: RunRecord) -> str:
-    """The section of a run of several ranks whose own times are recorded; nothing for another."""
+    """Return the section on the ranks' own times, or an empty text if they are not recorded or there is one rank."""
     if not has_ranks(run):
         return ""
     costs = [(record.slowest_costs_s or 0.0, record.step_s) for record in run.train if record.own_s_by_rank]
@@ -87,7 +87,7 @@ themselves.</figcaption>
 
 
 def _pipeline(run: RunRecord) -> str:
-    """The section of a run with layout.pp above 1; nothing for another."""
+    """Return the section on the pipeline, or an empty text if layout.pp is 1."""
     layout = run.config.layout.layout()
     if layout.pp == 1:
         return ""
@@ -143,7 +143,7 @@ def _layout(run: RunRecord) -> str:
 
 
 def _where(run: RunRecord) -> str:
-    """Date, host, device and versions of the newest start, where they are recorded."""
+    """Return date, host, device and versions of the newest start, if they are recorded."""
     if not run.starts:
         return ""
     start = run.starts[-1]
@@ -154,7 +154,7 @@ def _where(run: RunRecord) -> str:
 
 
 def _starts(run: RunRecord) -> str:
-    """The section of a run that was resumed: each start, and the speed on each layout; nothing for another."""
+    """Return the section on a run's starts and its speed on each layout, or an empty text if it was never resumed."""
     if len(run.starts) < 2:
         return ""
     ends = [*(start.step for start in run.starts[1:]), max(run.last_step, run.starts[-1].step)]
@@ -176,7 +176,7 @@ def _starts(run: RunRecord) -> str:
 
 
 def _events(run: RunRecord) -> str:
-    """The section of a run in which something went wrong, or was left out; nothing for another."""
+    """Return the section on faults and omissions, or an empty text if the run has none."""
     if not run.faults:
         return ""
     rows = [
@@ -199,7 +199,7 @@ def _events(run: RunRecord) -> str:
 
 
 def _date(time: str | None) -> str:
-    """`2026-11-22 10:52 UTC`."""
+    """Return a time as, for example, `2026-11-22 10:52 UTC`."""
     return "" if time is None else f"{datetime.fromisoformat(time).astimezone(UTC):%Y-%m-%d %H:%M} UTC"
 
 

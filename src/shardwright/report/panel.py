@@ -1,6 +1,6 @@
-"""What the panels of a picture have in common: lines and their means, titles with keys, remarks.
+"""Parts shared by the panels of a picture: lines and their running means, titles with keys, remarks.
 
-matplotlib is imported when something is drawn and not before.
+matplotlib is imported when something is drawn, not earlier.
 """
 
 import math
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 TIMES = "\N{MULTIPLICATION SIGN}"
 MANY = 60  # records from which a line is noisy enough to need its mean beside it
 _APART_PT = 12
-"""Between a title and what is beside it."""
+"""The space between a title and the key or note to its right."""
 _HANDLE_PT = 27
 """The handle of a label in a key, with the space before and after it, at 9 points (`report.style.SETTINGS`)."""
 POINTS = 2000
-"""Points of a curve: a picture is about half as many pixels wide, and more records than that are thinned."""
+"""Points of a curve. A picture is about half as many pixels wide, so more records than this are thinned."""
 
 
 def draw_line(ax: "Axes", run: RunRecord, values: Sequence[float], label: str = "_without entry") -> None:
-    """Values by step; where there are many, thinly, with their running mean over them."""
+    """Draw values by step. From `MANY` values on, the line is thin and their running mean is drawn over it."""
     steps, colour = [record.step for record in run.train], COLOURS["curve"]
     if len(values) < MANY:
         ax.plot(*thinned(steps, values), color=colour, label=label, **dots(len(values)))
@@ -36,8 +36,8 @@ def draw_line(ax: "Axes", run: RunRecord, values: Sequence[float], label: str = 
 def thinned(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
     """Return the points of a curve, with NaN for each value that is not finite.
 
-    Of more than `POINTS` values, each of `POINTS` / 2 equal intervals keeps its lowest and its highest, so that no
-    spike is lost; an interval without a finite value keeps a gap.
+    With more than `POINTS` values, each of `POINTS` / 2 equal intervals keeps its lowest and its highest value, so that
+    no spike is lost; an interval without a finite value keeps a gap.
     """
     gaps = [value if math.isfinite(value) else math.nan for value in values]
     if len(gaps) <= POINTS:
@@ -51,7 +51,7 @@ def thinned(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float
 
 
 def dots(n_points: int) -> dict[str, Any]:
-    """A few records are shown as points too, and one is nothing but a point."""
+    """Return the style of the markers that are drawn if there are few points: one point alone has no line."""
     return {"marker": "o", "markersize": 3.5, "clip_on": False} if n_points <= 20 else {}
 
 
@@ -60,9 +60,9 @@ def window(values: Sequence[Any]) -> int:
 
 
 def running_mean(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return steps, and at each the mean of the finite values around it; NaN where the value itself is not finite.
+    """Return steps and, for each, the mean of the finite values around it; NaN where the value itself is not finite.
 
-    Of more than `POINTS` values the means are those at `POINTS` evenly spaced ones, the first and the last included.
+    With more than `POINTS` values, the means are at `POINTS` evenly spaced values that include the first and the last.
     The window shrinks at the beginning, where a loss falls steeply, and is truncated at the end, where it is flat.
     """
     import numpy as np
@@ -79,13 +79,13 @@ def running_mean(steps: Sequence[float], values: Sequence[float]) -> tuple[list[
 
 
 def first_to_last(values: Sequence[float]) -> str:
-    """`6.58 to 3.60`: three digits of each, zeros at the end included."""
+    """Return, for example, `6.58 to 3.60`: three digits of each value, trailing zeros included."""
     ends = [values[0], values[-1]] if len(values) > 1 else [values[0]]
     return " to ".join(f"{value:#.3g}".rstrip(".") for value in ends)
 
 
 def choose_scale(ax: "Axes", values: Sequence[float]) -> bool:
-    """A logarithmic axis for values that a linear one would press flat; returns whether it is one."""
+    """Make the axis logarithmic if a linear one would press the values flat. Return whether it is logarithmic."""
     if values and min(values) > 0 and max(values) > 50 * min(values):
         ax.set_yscale("log")
         ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -95,8 +95,8 @@ def choose_scale(ax: "Axes", values: Sequence[float]) -> bool:
 
 
 def header(ax: "Axes", title: str, key: Sequence[tuple[Any, str]] = (), note: str = "", pad_pt: float = 7) -> None:
-    """A title at the left; at the right the key, or else a note: above the axes, where no curve runs into them. What
-    does not fit beside the title has two lines."""
+    """Draw a title at the left, and the key or else the note at the right. All are above the axes, where no curve runs
+    into them. A key or note that does not fit on the title's line is broken into two lines."""
     from matplotlib.transforms import ScaledTranslation
 
     ax.set_title(title, pad=pad_pt)
@@ -123,7 +123,7 @@ def header(ax: "Axes", title: str, key: Sequence[tuple[Any, str]] = (), note: st
 
 
 def _in_two_lines(text: str) -> str:
-    """Text broken at the space nearest to its middle."""
+    """Return the text broken at the space nearest to its middle."""
     spaces = [at for at, letter in enumerate(text) if letter == " "]
     if not spaces:
         return text
@@ -132,7 +132,7 @@ def _in_two_lines(text: str) -> str:
 
 
 def name_axis(ax: "Axes", name: str, at_top: bool = False) -> None:
-    """The name of a horizontal axis, in line with its numbers and left of the first."""
+    """Draw the name of a horizontal axis, in line with its numbers and left of the first."""
     ax.annotate(
         name,
         (0, 1 if at_top else 0),

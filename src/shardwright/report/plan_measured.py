@@ -18,16 +18,16 @@ from shardwright.system.errors import InputError
 from shardwright.system.units import format_bytes, format_count, format_seconds
 
 CPU = "cpu"
-"""The device of a run, and the accelerator of a cluster, that is none."""
+"""The device of a run, and the accelerator of a cluster, without an accelerator."""
 _TIMES = ("step_s", "data_s", "forward_backward_s", "optimizer_s")
 UPDATE = "optimizer"
-"""The part of a planned step that is measured as the optimizer's time."""
+"""The part of a planned step that is compared with the measured time of the optimizer."""
 
 
 @dataclass(frozen=True)
 class ComparedTerm:
-    """One quantity as planned and as measured, in seconds, bytes, tokens/s or a share of the peak; None where it was
-    not measured. `unit`: "s", "B", "tokens/s" or ""."""
+    """One quantity as planned and as measured, in seconds, bytes, tokens/s or a share of the peak; None: not measured.
+    `unit`: "s", "B", "tokens/s" or ""."""
 
     name: str
     unit: str
@@ -36,11 +36,11 @@ class ComparedTerm:
 
     @property
     def ratio(self) -> float | None:
-        """Measured relative to planned; None where one of them is 0 or not known."""
+        """Return measured / planned, or None if one of them is 0 or not known."""
         return self.measured / self.planned if self.measured and self.planned else None
 
     def in_words(self, value: float | None) -> str:
-        """A value of this term, as people read it."""
+        """Return a value of this term as text with its unit."""
         if value is None:
             return "n/a"
         formats = {"s": format_seconds, "B": format_bytes, "tokens/s": lambda n: f"{format_count(n)} tokens/s"}
@@ -49,9 +49,9 @@ class ComparedTerm:
 
 @dataclass(frozen=True)
 class PlanComparison:
-    """A run next to its plan. `terms`: of the whole step; `parts`: of its time, which add up to the planned step;
-    `steps`: those whose records were read, of which each measured number but the peak memory is the median; `device`:
-    what they ran on, None where an older version did not record it."""
+    """A run next to its plan. `terms`: quantities of the whole step; `parts`: parts of the step time, which add up to
+    the planned step; `steps`: the steps whose records were read. Each measured number except the peak memory is the
+    median over these records. `device`: the run's device, None if an older version did not record it."""
 
     terms: tuple[ComparedTerm, ...]
     parts: tuple[ComparedTerm, ...]
@@ -61,7 +61,7 @@ class PlanComparison:
 
     @property
     def largest(self) -> str:
-        """The part of the step whose seconds differ most, as a sentence."""
+        """Return a sentence that names the part of the step whose seconds differ most."""
         gaps = {part: (part.measured or 0.0) - part.planned for part in self.parts}
         part = max(gaps, key=lambda each: abs(gaps[each]))
         more = "more" if gaps[part] > 0 else "less"
@@ -72,7 +72,7 @@ class PlanComparison:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Return the comparison as a JSON object."""
         rows = [asdict(term) | {"ratio": term.ratio} for term in (*self.terms, *self.parts)]
         return {
             "steps": self.steps,
@@ -84,11 +84,11 @@ class PlanComparison:
 
 
 def run_of(folder: Path, config: RunConfig, run_file: str, cluster: Cluster) -> RunRecord:
-    """The run in a folder, which has to have logged steps of the model, batch and layout of the run file `config`, on
+    """Return the run in a folder. It must have logged steps of the model, batch and layout of the run file `config`, on
     a device of the kind of `cluster`.
 
-    Raises InputError for a folder that is not one of a run, for a run without steps, for records whose times are none,
-    for a run on a CPU beside the plan of accelerators or the other way round, and with every key that differs.
+    Raises InputError for a folder that is not one of a run, for a run without steps, for records whose times are not
+    valid, for a run on a CPU with a plan for accelerators or the reverse, and with every key that differs.
     """
     run = read_run(folder)
     if not run.train:
@@ -123,7 +123,7 @@ def run_of(folder: Path, config: RunConfig, run_file: str, cluster: Cluster) -> 
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
-    """The keys of a run file that its plan depends on."""
+    """Return the keys of a run file that its plan depends on."""
     layout = config.layout.layout()
     spec = config.model.spec()
     return {
@@ -138,10 +138,10 @@ def _settings(config: RunConfig) -> dict[str, Any]:
 
 
 def compare_run(run: RunRecord, priced: PricedLayout) -> PlanComparison:
-    """The medians of the logged steps on the run's last layout, next to the plan of that layout.
+    """Return the medians of the logged steps on the run's last layout, next to the plan of this layout.
 
-    The plan has no time for reading data. Memory is that of rank 0: what the allocator of a GPU gave, or what is
-    resident in the process on a CPU.
+    The plan has no time for reading data. Memory is rank 0's: the bytes from the allocator on a GPU, the resident set
+    size of the process on a CPU.
     """
     segment = run.segments[-1]
     planned, memory = headline(priced), priced.memory

@@ -1,4 +1,4 @@
-"""A plan on one HTML page that needs nothing else: no network, no script, no other file."""
+"""A plan on one HTML page that needs no network, no script and no other file."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -17,7 +17,7 @@ from shardwright.system.files import write_whole
 from shardwright.system.units import format_bytes, format_count, format_seconds
 
 ROWS = 9
-"""Layouts in the picture of the time."""
+"""Most layouts in the picture of the step time."""
 
 
 def write_page(
@@ -28,10 +28,10 @@ def write_page(
     budget_tokens: float | None,
     path: str | Path,
 ) -> None:
-    """Write the page of a plan in which something fits, in place of what is there. `name`: of the model;
+    """Write the page of a plan in which at least one layout fits, replacing an existing file. `name`: the model's name;
     `own`: the layout of the run file.
 
-    Raises InputError for a place that cannot be written.
+    Raises InputError if `path` cannot be written.
     """
     write_whole(Path(path), _page(plan, name, own, alternatives, budget_tokens).encode("utf-8"))
 
@@ -127,7 +127,7 @@ def _remarks(plan: Plan) -> str:
 
 
 def _compared(plan: Plan, own: Alternative | None) -> list[list[str]]:
-    """The layouts to choose from: that of the run file first, then the recommended one."""
+    """Return rows of the layouts to choose from: the run file's layout first, then the recommended layout."""
     rows = []
     for name, each in compared(plan, own):
         peak = each.priced.peak_bytes if each.priced else each.nearest[1] if each.nearest else 0.0
@@ -148,7 +148,7 @@ def _escaped(rows: Iterable[Iterable[str]]) -> list[list[str]]:
 
 
 def _bars(plan: Plan, alternatives: Sequence[Alternative]) -> list[tuple[str, PricedLayout]]:
-    """The recommended layout and the best of other kinds, those that fit."""
+    """Return the recommended layout and the best layout of each other kind, if it fits."""
     found = [("recommended", _taken(plan))]
     found += [(_short(name), each.priced) for name, each in merged(alternatives) if each.priced is not None]
     return found[:ROWS]

@@ -1,6 +1,6 @@
-"""The pictures of a plan: memory by kind, where the time goes, speed against accelerators, memory against length.
+"""The pictures of a plan: memory by kind, step time by part, speed by number of accelerators, memory by length.
 
-Each is the text of an SVG file, to be part of a page, with nothing behind it.
+Each is the text of an SVG file for a page, with a transparent background.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,15 +34,15 @@ KINDS = (
     ("#c9ced6", "#565f6b"),
     ("#7d8f45", "#a3b764"),
 )
-"""Colours of the kinds of memory and of work, by their place: on paper, and on a dark screen."""
+"""Colours of the kinds of memory and of work, by their position: on paper, and on a dark screen."""
 ROLES = tuple({f"kind-{at}": pair[side] for at, pair in enumerate(KINDS)} for side in (0, 1))
 LEAST_SHARE = 0.004
-"""Kinds that are never more than this share of a picture are not in its key."""
+"""Kinds whose share of a picture never exceeds this are not in its key."""
 MOST_LIMITS = 3
-"""Columns higher than so many times the limit are cut."""
+"""Columns higher than this multiple of the limit are cut."""
 MOST_NAMES = 32
 KEY_LETTERS = 125
-"""Letters of a line of a key, a patch counted as five."""
+"""Most letters in a line of a key; a patch counts as five."""
 
 
 def _drawn(
@@ -54,8 +54,8 @@ def _drawn(
     left: float = 0.06,
     bottom_in: float = 0.5,
 ) -> str:
-    """The SVG of one panel, as wide as a page: its title, its key below, and what `draw` draws; `height_in` is what it
-    has with a key of one line."""
+    """Return the SVG of one panel, as wide as a page: its title, the content that `draw` draws, and its key below.
+    `height_in` is the height with a key of one line, in inches."""
     key_rows = -(-sum(len(name) + 5 for _, name in key) // KEY_LETTERS)
     height_in += 0.2 * (key_rows - 1)
 
@@ -74,7 +74,7 @@ def _drawn(
 
 
 def memory_svg(priced: PricedLayout, limit_bytes: float) -> str:
-    """GiB of each rank of pp at its fullest moment, by kind, against the limit."""
+    """Draw the peak memory of each rank of pp by kind, in GiB, with the limit."""
     kinds = _with_allocator(priced)
     n_ranks = len(next(iter(kinds.values())))
 
@@ -98,7 +98,7 @@ def memory_svg(priced: PricedLayout, limit_bytes: float) -> str:
 
 
 def _columns(ax: "Axes", kinds: Mapping[str, Sequence[float]], limit_bytes: float, names: Sequence[str]) -> None:
-    """Standing stacked columns with their names, and the limit. One far above it is cut, and its height written in."""
+    """Draw vertical stacked columns with their names, and the limit. A column far above it is cut and labelled."""
     places = np.arange(len(names))
     below = np.zeros(len(names))
     for colour, held in zip(_colours(), kinds.values(), strict=False):
@@ -116,7 +116,7 @@ def _columns(ax: "Axes", kinds: Mapping[str, Sequence[float]], limit_bytes: floa
 
 
 def time_svg(rows: Sequence[tuple[str, PricedLayout]]) -> str:
-    """Seconds of a step by kind of work, a bar for each layout with its name; the fastest comes first."""
+    """Draw the seconds of a step by kind of work: a bar with a name for each layout, the fastest first."""
     kinds = list(dict.fromkeys(kind for _, each in rows for kind in each.parts_s))
     spent = {kind: [each.parts_s.get(kind, 0.0) for _, each in rows] for kind in kinds}
 
@@ -133,7 +133,7 @@ def time_svg(rows: Sequence[tuple[str, PricedLayout]]) -> str:
 
 
 def _bars(ax: "Axes", bars: Sequence[tuple[Mapping[str, float], str]]) -> None:
-    """Lying stacked bars with their names, the first on top. Negative parts are drawn as nothing."""
+    """Draw horizontal stacked bars with their names, the first on top. Negative parts are drawn as nothing."""
     for at, (parts, _) in enumerate(bars):
         left = 0.0
         for colour, value in zip(_colours(), parts.values(), strict=False):
@@ -148,8 +148,8 @@ def _bars(ax: "Axes", bars: Sequence[tuple[Mapping[str, float], str]]) -> None:
 
 
 def scaling_svg(points: Sequence[SweepPoint], chosen: int) -> str:
-    """Tokens a second of the best layout against the number of accelerators, beside what perfect scaling from the
-    smallest cluster would be."""
+    """Draw the best layout's tokens per second over the number of accelerators, next to perfect scaling from the
+    smallest cluster."""
     fitting = [(point.size, point.priced) for point in points if point.priced is not None]
 
     def draw(ax: "Axes") -> None:
@@ -171,7 +171,7 @@ def scaling_svg(points: Sequence[SweepPoint], chosen: int) -> str:
             )
         ax.set_xscale("log", base=2)
         ax.set_yscale("log", base=2)
-        # Room at the right for what is written at the last point.
+        # Room at the right for the text at the last point.
         ax.set_xlim(sizes[0] / 1.15, sizes[-1] * max(1.6, (sizes[-1] / sizes[0]) ** 0.19))
         ax.set_ylim(min(speeds) / 1.6, max(ideal) * 1.2)
         ax.set_xticks(sizes, [f"{size:,}" for size in sizes])
@@ -184,7 +184,7 @@ def scaling_svg(points: Sequence[SweepPoint], chosen: int) -> str:
 
 
 def length_svg(points: Sequence[PricedLayout], chosen: int, limit_bytes: float) -> str:
-    """GiB of the fullest rank by kind against the length of a sequence, with the limit."""
+    """Draw the memory of the fullest rank by kind, in GiB, over the sequence length, with the limit."""
     held = [_fullest(each) for each in points]
     kinds = {kind: [each[kind] for each in held] for kind in held[0]}
 
@@ -198,7 +198,7 @@ def length_svg(points: Sequence[PricedLayout], chosen: int, limit_bytes: float) 
 
 
 def _with_allocator(priced: PricedLayout) -> dict[str, list[float]]:
-    """Bytes of each rank by kind, with what the allocator cannot use."""
+    """Return the bytes of each rank by kind, including the bytes that the allocator cannot use."""
     memory = priced.memory
     found = {kind: np.asarray(held)[0].tolist() for kind, held in memory.kinds.items()}
     found["allocator"] = memory.lost_bytes[0].tolist()
@@ -229,7 +229,7 @@ def _colours() -> list[str]:
 
 
 def _key(kinds: Mapping[str, Sequence[float]]) -> list[tuple[Any, str]]:
-    """A patch and a name for each kind that can be seen."""
+    """Return a patch and a name for each kind that is large enough to be seen."""
     from matplotlib.patches import Patch
 
     whole = max(sum(values) for values in zip(*kinds.values(), strict=True)) or 1.0

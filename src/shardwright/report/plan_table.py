@@ -1,4 +1,4 @@
-"""A plan as the Python API returns it: it prints as a table, and a notebook shows that as HTML."""
+"""The plan that the Python API returns: it prints as a table, and a notebook shows it as an HTML table."""
 
 from html import escape
 
@@ -14,7 +14,7 @@ class PlanTable(Plan):
     """A `Plan` with a text and an HTML form."""
 
     def __str__(self) -> str:
-        """The job, and a line for each layout to choose from and for each of the fastest."""
+        """Return a text with the job, the layouts to choose from, and the fastest layouts, one line each."""
         rows = [TITLES, *self._rows()]
         widths = [max(len(row[column]) for row in rows) for column in range(len(TITLES) - 1)]
         lines = [

@@ -1,4 +1,4 @@
-"""How long each rank of a run computes, over the run: a heat map of ranks and steps."""
+"""The computing time of each rank over a run, as a heat map of ranks and steps."""
 
 import math
 from collections.abc import Sequence
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _INTERVALS = 400
-"""Columns of the picture; of more records the means are drawn."""
+"""Most columns of the picture; if there are more records, a column is a mean of several."""
 LEAST, MOST = 0.7, 1.3
-"""Ends of the colours: own time over the median of all ranks."""
+"""Ends of the colour scale: a rank's own time / the median over all ranks."""
 
 
 def has_ranks(run: RunRecord) -> bool:
-    """Whether the time that each rank takes for itself is recorded."""
+    """Return whether the own time of each rank is recorded."""
     return any(record.own_s_by_rank for record in run.train)
 
 
 def ranks_svg(run: RunRecord) -> str:
-    """The heat map as the text of an SVG file, to be part of a page."""
+    """Return the heat map as the text of an SVG file for a page."""
     edges, ratios = ratios_of(run)
     height_in = min(1.1 + 0.16 * len(ratios[0]), 6.0)
 
@@ -38,8 +38,8 @@ def ranks_svg(run: RunRecord) -> str:
 
 
 def ratios_of(run: RunRecord) -> tuple[list[int], list[list[float]]]:
-    """Edges of steps, and between each two of them, for each rank, its own time over the median of all ranks. NaN is
-    not known: of ranks that were not there."""
+    """Return the edges of intervals of steps and, for each interval and rank, the rank's own time / the median over all
+    ranks. NaN: not known, because the rank was not in the run."""
     size = math.ceil(len(run.train) / _INTERVALS)
     groups = [run.train[at : at + size] for at in range(0, len(run.train), size)]
     n_ranks = max(len(record.own_s_by_rank) for record in run.train)

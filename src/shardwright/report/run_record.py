@@ -1,5 +1,5 @@
-"""A run read from its folder: the resolved run file, the logged records, the checkpoints that are kept, and one step
-of the pipeline if there is one."""
+"""A run read from its folder: the resolved run file, the logged records, the kept checkpoints and, with pipeline
+parallelism, one step of the pipeline."""
 
 import shlex
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ _CONTENTS = f"a run folder, as `shardwright train` writes it, has {METRICS} and 
 
 @dataclass(frozen=True)
 class RunSegment:
-    """Steps of a run that were taken on one layout and device: those after `first_step`, up to `last_step`. The world
-    size is None where an older version of shardwright took them and did not record it."""
+    """The steps of a run after `first_step`, up to `last_step`, on one layout and device. The world size is None if an
+    older version of shardwright ran the steps and did not record it."""
 
     first_step: int
     last_step: int
@@ -45,10 +45,10 @@ class RunSegment:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run folder, read. It has one record at least of `train` or `validation`; all are in the order of steps.
+    """The content of a run folder. `train` or `validation` has at least one record; all are in the order of steps.
 
-    `starts`: one for each time the run began or was resumed; an older version of shardwright recorded none.
-    `pipeline`: the newest step whose actions are recorded; None where there is none, or layout.pp is 1.
+    `starts`: one for each time the run started or resumed; none if an older version of shardwright ran it.
+    `pipeline`: the newest step whose actions are recorded; None if there is no such step, or layout.pp is 1.
     """
 
     folder: Path
@@ -63,18 +63,18 @@ class RunRecord:
 
     @property
     def last_step(self) -> int:
-        """Steps that are known to be done."""
+        """Return the number of steps that are known to be done."""
         return self.losses[-1][0]
 
     @cached_property
     def losses(self) -> list[tuple[int, float]]:
-        """Step and loss of every record of either kind, in the order of steps."""
+        """Return step and loss of every train and validation record, in the order of steps."""
         records: list[TrainRecord | EvaluationRecord] = [*self.train, *self.validation]
         return sorted(((record.step, record.loss) for record in records), key=lambda pair: pair[0])
 
     @cached_property
     def segments(self) -> tuple[RunSegment, ...]:
-        """Its steps by the layout they were taken on, one at least; starts on the same layout and device are one."""
+        """Return the run's steps by layout and device, at least one segment. Starts on equal ones share a segment."""
         layout = self.config.layout.layout()
         if not self.starts:
             return (RunSegment(self.edges[0], self.last_step, layout_in_words(layout), layout.world_size, self.train),)
@@ -99,17 +99,17 @@ class RunRecord:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that all ranks together read in a step."""
+        """Return the number of tokens that all ranks together read in a step."""
         return self.config.batch.global_batch * self.config.batch.seq_len
 
     @property
     def faults(self) -> tuple[EventRecord, ...]:
-        """Its events that are not a part of every run."""
+        """Return the events that do not occur in every run."""
         return tuple(event for event in self.events if event.kind not in ("start", "save"))
 
     @cached_property
     def edges(self) -> tuple[int, ...]:
-        """Steps between which the train records' times were measured: one more than there are records."""
+        """Return the steps between which the train records' times were measured: one more than there are records."""
         if not self.train:
             return (0,)
         first = self.train[0].step
@@ -118,7 +118,7 @@ class RunRecord:
 
     @property
     def resume_command(self) -> str:
-        """The command that continues the run."""
+        """Return the command that continues the run."""
         return resume_command(self.folder, self.config, self.last_step)
 
 
@@ -133,10 +133,10 @@ def resume_command(folder: Path, config: RunConfig, last_step: int) -> str:
 
 
 def read_run(run_dir: str | Path) -> RunRecord:
-    """Read the folder of a run, one that is still going on included.
+    """Read the folder of a run, which may still be running.
 
-    Raises InputError for a folder that is not one of a run or holds no record yet, naming what is there, and
-    for records that are damaged anywhere but in a last line that was cut short.
+    Raises InputError for a folder that is not one of a run or has no record yet, with the files that it contains, and
+    for damaged records, except a last line that was cut short.
     """
     folder = Path(run_dir)
     check_folder(folder)
@@ -162,7 +162,7 @@ def read_run(run_dir: str | Path) -> RunRecord:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises InputError for a folder that is not one of a run, naming what is there."""
+    """Raise InputError for a folder that is not one of a run, with the files that it contains."""
     if not folder.exists():
         runs = [path.parent.name for path in sorted(folder.parent.glob(f"*/{METRICS}"))]
         there = f"runs in {folder.parent}: {_some(runs)}" if runs else f"there is no run in {folder.parent} either"

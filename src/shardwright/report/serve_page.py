@@ -1,4 +1,4 @@
-"""A plan of serving on one HTML page that needs nothing else, with its Pareto curve."""
+"""A plan of serving on one HTML page that needs no other file, with its Pareto curve."""
 
 from html import escape
 from math import inf
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 SIZE_IN = (10, 4.2)
 NAMED = 6
-"""Points of the curve whose layouts are written beside them."""
+"""Points of the Pareto curve that have their layout written next to them."""
 MOST_OTHERS = 40
 
 
 def write_page(plan: ServingPlan, name: str, path: str | Path) -> None:
-    """Write the page of a plan in which something fits, in place of what is there. `name`: of the model.
+    """Write the page of a plan in which at least one layout fits, replacing an existing file. `name`: the model's name.
 
-    Raises InputError for a place that cannot be written.
+    Raises InputError if `path` cannot be written.
     """
     write_whole(Path(path), _page(plan, name).encode("utf-8"))
 
@@ -98,7 +98,7 @@ def _numbers(task: ServingTask, best: SimulatedOption) -> list[tuple[str, str, s
 
 
 def pareto_svg(plan: ServingPlan) -> str:
-    """Tokens a second of an accelerator against those of a user: all settings, those that no other beats, the best."""
+    """Draw tokens/s of an accelerator over tokens/s of a user: all settings, the Pareto-optimal ones, and the best."""
 
     def compose(figure: "Figure") -> None:
         ax = figure.add_axes((0.075, 0.12, 0.9, 0.84))

@@ -1,6 +1,6 @@
-"""How our pictures look: one set of colours by role, matplotlib's settings, and a drawing as the bytes of a file.
+"""The style of our pictures: one set of colours by role, matplotlib's settings, and a drawing as the bytes of a file.
 
-Timelines of pipelines are drawn by `schedule/draw.py`, which writes SVG itself; every other picture is matplotlib's.
+`schedule/draw.py` writes the SVG of pipeline timelines itself; matplotlib draws every other picture.
 """
 
 import io
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# After Okabe and Ito, whose colours are told apart under every common kind of colour blindness. The page gives
-# each role another colour on a dark screen, and finds the role by its value here: no two may be equal.
+# After Okabe and Ito: colours that readers with any common colour blindness can distinguish. On a dark screen the page
+# gives each role another colour, and finds the role by its value here, so no two values may be equal.
 COLOURS = {
     "paper": PAPER,
     "ink": INK,
@@ -44,7 +44,7 @@ SETTINGS: Any = {
     "font.family": "sans-serif",
     "font.size": 9.5,
     "text.color": COLOURS["ink"],
-    # A folder or a preset may hold a dollar sign; it is not the beginning of a formula.
+    # The name of a folder or a preset may contain a dollar sign; it does not start a formula.
     "text.parse_math": False,
     "axes.edgecolor": COLOURS["quiet"],
     "axes.linewidth": 0.7,
@@ -73,7 +73,7 @@ SETTINGS: Any = {
     "legend.borderpad": 0.0,
     "lines.linewidth": 1.6,
     "lines.solid_capstyle": "round",
-    # Text stays text, so that a page can be searched and read aloud; the salt makes equal runs give equal files.
+    # Text stays text, so that a page can be searched and read aloud. The fixed salt makes equal runs give equal files.
     "svg.fonttype": "none",
     "svg.hashsalt": "shardwright",
 }
@@ -82,10 +82,11 @@ SETTINGS: Any = {
 def rendered(
     size_in: tuple[float, float], compose: Callable[["Figure"], None], kind: str, transparent: bool = False
 ) -> bytes:
-    """The file, `kind` png or svg, of what `compose` draws on a figure of `size_in`, width and height in inches.
+    """Return the bytes of a `kind` file (png or svg) with the drawing that `compose` makes on a figure of `size_in`,
+    width and height in inches.
 
-    matplotlib is imported here and not before. What a user has set for pictures of their own is put aside; a figure
-    that is made without pyplot needs no display.
+    matplotlib is imported here, not earlier. The user's own matplotlib settings are ignored. The figure is made without
+    pyplot, so no display is needed.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -101,7 +102,7 @@ def rendered(
 
 
 def text_width_pt(text: str, size_pt: float, *, bold: bool = False) -> float:
-    """The width of a line of text in points, in matplotlib's font; those of browsers are narrower."""
+    """Return the width of a line of text in points, in matplotlib's font; the fonts of browsers are narrower."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import TextPath
 
@@ -110,8 +111,8 @@ def text_width_pt(text: str, size_pt: float, *, bold: bool = False) -> float:
 
 
 def plain_log_ticks(ax: "Axes") -> None:
-    """Write the ticks of two logarithmic axes as numbers, 1, 2, 5, 10, ...; matplotlib's own labels are formulas, which
-    are not set here (`text.parse_math`)."""
+    """Write the ticks of two logarithmic axes as numbers: 1, 2, 5, 10, ... matplotlib's own labels are formulas, which
+    are not rendered here (`text.parse_math` is off)."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     for axis in (ax.xaxis, ax.yaxis):

@@ -1,4 +1,4 @@
-"""The pipeline of a run: what its ranks did in a logged step, and what their schedule says."""
+"""One logged step of a pipeline: the timeline that its ranks measured, and the timeline that their schedule plans."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -27,10 +27,10 @@ READING = (
 
 @dataclass(frozen=True)
 class RankNumbers:
-    """What a rank of `pp` did in the step.
+    """Numbers of one rank of `pp` in the step.
 
-    `peak_in_flight` is that of `Simulation.peak_in_flight_shares`: the rank ran its actions one after another in the
-    order of the schedule, and how long they took does not change what is in flight between them.
+    `peak_in_flight` is `Simulation.peak_in_flight_shares` of the rank. It holds for the measured step too: the rank ran
+    its actions one by one in the order of the schedule, and their durations do not change the number in flight.
     """
 
     rank: int
@@ -46,18 +46,18 @@ class PipelineNumbers:
     """A step of a pipeline in numbers.
 
     A bubble is (cost - busy) / cost, where cost is the makespan: from the first start of any rank to the last end of
-    any. It is the same for schedules whose ranks begin staggered, since they wait for one another before a step (for
-    the norm of the gradient); `shardwright schedule` leaves out what comes before a rank's own first action.
+    any. This also holds for schedules whose ranks start staggered, because ranks wait for one another before a step
+    (for the gradient norm). `shardwright schedule` leaves out the time before a rank's own first action.
 
     `bubble_waiting` is the part of the measured bubble in which another rank has not yet computed the input of this
     rank's next action, or the rank has no action left; in the rest the input is being sent, or the rank starts late.
 
-    The planned timeline is simulated with the mean times of this step, so that the ranks together are busy in it for as
-    long as measured; with medians, a few long actions would make the measured bubble smaller than the planned one.
+    The planned timeline is simulated with the mean times of this step, so that its total busy time is the measured one.
+    With medians, a few long actions would make the measured bubble smaller than the planned one.
 
-    `action_mean_s`, `action_median_s`: op -> of each stage, 0 where the stage has no such action.
-    `clocks_apart_s`: by so much at least the clocks of the ranks differ, as an action was seen to start before what it
-    needs was made.
+    `action_mean_s`, `action_median_s`: op -> seconds for each stage, 0 where the stage has no such action.
+    `clocks_apart_s`: a lower bound of the difference between the ranks' clocks: the longest time by which an action
+    seems to start before its input is computed.
     """
 
     step: int
@@ -77,7 +77,7 @@ class PipelineNumbers:
 
 @dataclass(frozen=True)
 class PipelineRecord:
-    """One step of a pipeline. `spans[r]`: of rank r, each action with start and end, in ms from the first of all."""
+    """One step of a pipeline. `spans[r]`: rank r's actions with start and end, in ms after the first start of any."""
 
     step: int
     schedule: Schedule
@@ -85,7 +85,7 @@ class PipelineRecord:
 
     @property
     def timelines(self) -> list[ScheduleTimeline]:
-        """The planned one and the measured one, both in milliseconds."""
+        """Return the planned and the measured timeline, both in milliseconds."""
         told = self.numbers
         name = f"{told.schedule}, {len(self.spans)} ranks, {told.n_microbatches} micro-batches"
         return [
@@ -104,7 +104,7 @@ class PipelineRecord:
 
     @cached_property
     def numbers(self) -> PipelineNumbers:
-        """What the two timelines come to."""
+        """Return the numbers of both timelines."""
         measured, planned = self._timeline("", self.spans), self._timeline("", self._simulation.spans)
         ranks = tuple(
             RankNumbers(
@@ -138,7 +138,7 @@ class PipelineRecord:
 
     @cached_property
     def _lengths_ms(self) -> dict[tuple[Op, int], list[float]]:
-        """(op, stage) -> how long each such action took."""
+        """Return (op, stage) -> the duration of each such action."""
         lengths: dict[tuple[Op, int], list[float]] = defaultdict(list)
         for spans in self.spans:
             for action, start, end in spans:
@@ -160,7 +160,7 @@ class PipelineRecord:
 
     @cached_property
     def _made_ms(self) -> dict[tuple[int, int, bool], float]:
-        """(stage, microbatch, forward) -> when its output, or the gradient of its input, was there."""
+        """Return (stage, microbatch, forward) -> the time at which its output, or the input's gradient, was there."""
         return {
             (action.stage, action.microbatch, action.op == "F"): end
             for spans in self.spans
@@ -169,12 +169,12 @@ class PipelineRecord:
         }
 
     def _ready_ms(self, action: Action) -> float:
-        """When what an action needs of another stage was made; 0 if it needs nothing."""
+        """Return the time at which another stage had computed the input of an action; 0 if it needs none."""
         needed = self.schedule.needs(action)
         return 0.0 if needed is None else self._made_ms[*needed, action.op == "F"]
 
     def _waiting_ms(self, spans: Spans, end_ms: float) -> float:
-        """For how long the next action of a rank had nothing to work on, or there was no next one."""
+        """Return how long a rank had no input for its next action, or had no next action."""
         free_ms = waiting_ms = 0.0
         for action, start, end in spans:
             waiting_ms += max(0.0, min(self._ready_ms(action), start) - free_ms)
@@ -182,13 +182,13 @@ class PipelineRecord:
         return waiting_ms + end_ms - free_ms
 
     def _clocks_apart_ms(self) -> float:
-        """By how much, at most, an action starts before what it needs is made; 0 if none does."""
+        """Return the longest time by which an action starts before its input is computed; 0 if none does."""
         return max(0.0, *(self._ready_ms(action) - start for spans in self.spans for action, start, _ in spans))
 
 
 @dataclass(frozen=True)
 class _MeasuredTimes(Times):
-    """Times of every op: `both` is that of B, which need not be that of I and W together."""
+    """Times of every op: `both` is the time of B, which need not be the time of I plus the time of W."""
 
     both: tuple[float, ...] = ()
 
@@ -197,10 +197,10 @@ class _MeasuredTimes(Times):
 
 
 def read_pipeline(folder: Path, config: RunConfig) -> PipelineRecord | None:
-    """The newest step that all ranks of the pipeline have written; None if there is none, or no pipeline.
+    """Return the newest step that all ranks of the pipeline have written, or None if there is no step or no pipeline.
 
-    A step counts only if its ranks ran the schedule of the run file, and at the same time: files may be left of a
-    process before the one that runs. Raises InputError for a line that is damaged, unless it was cut short at the end.
+    A step counts only if its ranks ran the schedule of the run file, at the same time: an earlier process may have left
+    files. Raises InputError for a damaged line, unless it is a last line that was cut short.
     """
     layout = config.layout.layout()
     if layout.pp == 1:
@@ -221,12 +221,12 @@ def read_pipeline(folder: Path, config: RunConfig) -> PipelineRecord | None:
 
 
 def _at_once(spans: Sequence[Spans]) -> bool:
-    """Whether these can be of one step: the last rank to start has started before the first to finish has finished."""
+    """Return whether spans can belong to one step: the last rank to start started before any rank finished."""
     return max(each[0][1] for each in spans) < min(each[-1][2] for each in spans)
 
 
 def _spans(ran: PipelineStep, actions: Sequence[Action]) -> Spans | None:
-    """When a rank ran `actions`, in seconds since the epoch; None if it ran others."""
+    """Return when a rank ran `actions`, in seconds since the epoch, or None if it ran other actions."""
     if [name for name, _, _ in ran.actions] != list(map(str, actions)):
         return None
     times = ((ran.zero_s + start, ran.zero_s + end) for _, start, end in ran.actions)

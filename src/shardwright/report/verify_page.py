@@ -1,7 +1,7 @@
-"""What `verify` found on one HTML page that needs nothing else: no network, no script, no other file.
+"""The result of `verify` on one HTML page that needs no network, no script and no other file.
 
-It is made from any objects with the attributes of `verification.compare.Report` and `ComparisonRow`, which this package
-does not import.
+The page is made from any objects with the attributes of `verification.compare.Report` and `ComparisonRow`; this
+package does not import them.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from shardwright.report.verify_pictures import ROLES, ComparisonRow, errors_svg,
 from shardwright.system.files import write_whole
 
 MORE_ROWS = 12
-"""Rows that are not equal, beside the worst of each kind, in the table of a layout."""
+"""Rows that are not equal in the table of a layout, in addition to the worst row of each kind."""
 
 
 class ComparisonReport(Protocol):
-    """A comparison of a layout with its reference, as `verification.compare.Report`."""
+    """A comparison of a layout with its reference, such as `verification.compare.Report`."""
 
     @property
     def layout(self) -> object: ...
@@ -39,13 +39,13 @@ class ComparisonReport(Protocol):
     @property
     def worst(self) -> ComparisonRow: ...
     def worst_of_each(self) -> Sequence[ComparisonRow]:
-        """The worst row of each kind and training."""
+        """Return the worst row of each kind and training."""
 
 
 def write_page(report: ComparisonReport, sizes: str, path: str | Path) -> None:
-    """Write the page of one layout, in place of what is there. `sizes`: those of model and batch, in words.
+    """Write the page of one layout, replacing an existing file. `sizes`: the sizes of model and batch as text.
 
-    Raises InputError for a place that cannot be written.
+    Raises InputError if `path` cannot be written.
     """
     title = f"{report.layout}: {_verdict(report)}"
     body = f"""<header>
@@ -68,9 +68,9 @@ and what several ranks hold are below.</figcaption>
 
 
 def write_matrix_page(reports: Sequence[ComparisonReport], title: str, path: str | Path) -> None:
-    """Write the page of many layouts, in place of what is there: a table of their verdicts, in their order.
+    """Write the page of many layouts, a table of their verdicts in the order given, replacing an existing file.
 
-    Raises InputError for a place that cannot be written.
+    Raises InputError if `path` cannot be written.
     """
     counts = [(words, sum(_verdict(each) == words for each in reports)) for words in ("equal", "not equal", "failed")]
     body = f"""<header>
@@ -110,7 +110,7 @@ def _numbers(report: ComparisonReport) -> list[tuple[str, str, str]]:
 
 
 def _rows(report: ComparisonReport) -> list[tuple[str, ...]]:
-    """The worst row of each kind, and then the worst of the others that are not equal."""
+    """Return the worst row of each kind, then the worst of the other rows that are not equal."""
     shown = list(report.worst_of_each())
     others = sorted((row for row in report.rows if not row.equal and row not in shown), key=lambda row: -row.excess)
     return [

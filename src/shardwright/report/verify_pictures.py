@@ -1,4 +1,4 @@
-"""The picture of a comparison: its errors by layer and step, as the text of an SVG file to be part of a page."""
+"""The picture of a comparison: its errors by layer and step, as the text of an SVG file for a page."""
 
 import math
 import re
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class ComparedQuantity(Protocol):
-    """What was compared: its kind, such as "gradient", in which training and after which step; 0: before the first."""
+    """The compared quantity: its kind, such as "gradient", its training, and its step; 0: before the first step."""
 
     @property
     def kind(self) -> str: ...
@@ -24,7 +24,7 @@ class ComparedQuantity(Protocol):
 
 
 class ComparisonRow(Protocol):
-    """One comparison, as `verification.compare.ReportRow`: of a tensor in one step, or of a number, whose name is
+    """One comparison, such as `verification.compare.ReportRow`: of a tensor in one step, or of a number, whose name is
     empty. `excess`: the error in multiples of the tolerance."""
 
     @property
@@ -44,7 +44,7 @@ class ComparisonRow(Protocol):
 
 
 class ErrorClass(NamedTuple):
-    """A class of errors: those up to `most` times their tolerance; its colour on paper and on a dark screen."""
+    """A class of errors, up to `most` times their tolerance, with its colour on paper and on a dark screen."""
 
     most: float
     words: str
@@ -52,8 +52,8 @@ class ErrorClass(NamedTuple):
     dark: str
 
 
-# Blue is equal and orange is not, which readers with any common colour blindness tell apart; the more of it, the
-# larger the error. All are light on paper and dark on a dark screen, so that the number in a cell can be read.
+# Blue is equal and orange is not equal, which readers with any common colour blindness can distinguish. A stronger
+# colour is a larger error. Colours are light on paper and dark on a dark screen, so that numbers in cells are legible.
 CLASSES = (
     ErrorClass(1e-3, "to a thousandth of the tolerance", "#e3edf6", "#1c2c3b"),
     ErrorClass(1.0, "to the tolerance: equal", "#a5c9e7", "#2b557a"),
@@ -66,7 +66,7 @@ ROLES = (
 )
 _FIRST, _LAST = ("embedding", "position_embedding"), ("norm", "head")
 _MOST_NUMBERS = 20
-"""In more columns than this no numbers are written."""
+"""Most columns for which the cells contain numbers."""
 _MOST_NAMES = 64
 _CELL_IN, _NAMES_IN, _TITLE_IN, _GAP_IN, _WIDTH_IN = 0.24, 1.45, 1.5, 0.3, 10.0
 
@@ -75,7 +75,7 @@ Cells = Mapping[tuple[str, int], float]
 
 
 def cells_by_panel(rows: Iterable[ComparisonRow]) -> dict[str, Cells]:
-    """The panels: gradients, and parameters with their initial values as step 0, of each training."""
+    """Return the panels of each training: gradients, and parameters with their initial values as step 0."""
     found: dict[str, dict[tuple[str, int], float]] = {}
     for row in rows:
         kind = {"initial": "parameter"}.get(row.quantity.kind, row.quantity.kind)
@@ -88,13 +88,13 @@ def cells_by_panel(rows: Iterable[ComparisonRow]) -> dict[str, Cells]:
 
 
 def layer_of(name: str) -> str:
-    """The part of the model that a parameter belongs to: `layer 3`, `embedding`, `norm`."""
+    """Return the part of the model that a parameter belongs to: `layer 3`, `embedding`, `norm`."""
     layer = re.match(r"layers\.(\d+)\.", name)
     return f"layer {layer[1]}" if layer else name.partition(".")[0]
 
 
 def in_order(layers: Iterable[str]) -> list[str]:
-    """Parts of the model in the order of the forward pass."""
+    """Return parts of the model in the order of the forward pass."""
 
     def place(layer: str) -> tuple[int, int, str]:
         if layer in _FIRST:
@@ -107,12 +107,12 @@ def in_order(layers: Iterable[str]) -> list[str]:
 
 
 def class_of(excess: float) -> int:
-    """The class of an error in multiples of its tolerance, as a place in CLASSES."""
+    """Return the class of an error, given in multiples of its tolerance, as an index into CLASSES."""
     return next((at for at, each in enumerate(CLASSES) if excess <= each.most), len(CLASSES) - 1)
 
 
 def errors_svg(rows: Sequence[ComparisonRow]) -> str:
-    """A row for each layer and a column for each step, one panel beside the other."""
+    """Draw a row for each layer and a column for each step; panels are next to each other."""
     panels = cells_by_panel(rows)
     layers = in_order(layer for cells in panels.values() for layer, _ in cells)
     steps = {name: sorted({step for _, step in cells}) for name, cells in panels.items()}
@@ -190,7 +190,7 @@ def _key(figure: "Figure", height_in: float) -> None:
 
 
 def short(excess: float) -> str:
-    """A multiple of a tolerance in a few letters: 0, 2e-5, 0.3, 40, 5e9, inf."""
+    """Return a multiple of a tolerance in a few letters: 0, 2e-5, 0.3, 40, 5e9, inf."""
     if not math.isfinite(excess) or not excess:
         return f"{excess:g}"
     if 0.01 <= excess < 1000:

@@ -1,4 +1,4 @@
-"""A run in words: its model, its layout, what each rank holds, and its learning rate."""
+"""A run in words: its model, its layout, the state of each rank, and its learning rate."""
 
 from shardwright.config import RunConfig
 from shardwright.layout.layout import Layout
@@ -7,8 +7,8 @@ from shardwright.system.units import format_count
 
 
 def model_in_words(config: RunConfig) -> str:
-    """`smollm2-135m, 135M parameters`, or `Llama-style, 4.56M parameters` where the run file changes its sizes; of a
-    mixture of experts also how many of them a token uses."""
+    """Return `smollm2-135m, 135M parameters`, or `Llama-style, 4.56M parameters` if the run file changes its sizes.
+    For a mixture of experts, the number of parameters that a token uses is added."""
     model = config.model
     spec = model.spec()
     style = "GPT" if spec.norm == "layernorm" else "Qwen3" if spec.qk_norm else "Llama"
@@ -18,7 +18,7 @@ def model_in_words(config: RunConfig) -> str:
 
 
 def layout_in_words(layout: Layout) -> str:
-    """The world size and its axes: `8 ranks with ZeRO-3`, `8 ranks: 2 replicas of ZeRO-3 over 4`."""
+    """Return the world size and its axes: `8 ranks with ZeRO-3`, `8 ranks: 2 replicas of ZeRO-3 over 4`."""
     if layout.world_size == 1:
         return "1 rank"
     parts: list[str] = []
@@ -34,7 +34,7 @@ def layout_in_words(layout: Layout) -> str:
 
 
 def batch_in_words(config: RunConfig) -> str:
-    """`16 sequences of 128 tokens: 2 data ranks x 2 micro-batches x 4`."""
+    """Return, for example, `16 sequences of 128 tokens: 2 data ranks x 2 micro-batches x 4`."""
     batch, ranks, n_microbatches = config.batch, config.layout.layout().data_ranks, config.accumulation
     of_ranks = f"{ranks:,} data {'rank' if ranks == 1 else 'ranks'}"
     of_microbatches = f"{n_microbatches:,} {'micro-batch' if n_microbatches == 1 else 'micro-batches'}"
@@ -43,7 +43,7 @@ def batch_in_words(config: RunConfig) -> str:
 
 
 def held_in_words(layout: Layout) -> str:
-    """What one rank holds of parameters, gradients and optimizer states, by the axes of the layout that are on."""
+    """Return which parameters, gradients and optimizer states one rank holds, by the axes of the layout."""
     parts = []
     if layout.pp > 1:
         parts.append(f"the layers of its stages (pp: {layout.n_stages} stages over {layout.pp} ranks)")
@@ -73,7 +73,7 @@ def held_in_words(layout: Layout) -> str:
 
 
 def learning_rate_in_words(config: RunConfig) -> str:
-    """`cosine over 100 steps, 10 of warm-up`."""
+    """Return, for example, `cosine over 100 steps, 10 of warm-up`."""
     schedule = config.lr_schedule
     warmup = f", {schedule.warmup_steps:,} of warm-up" if schedule.warmup_steps else ""
     length = "" if schedule.shape == "constant" else f" over {config.steps:,} steps"
