@@ -1,1 +1,1 @@
-"""The command line: one module a verb; what a verb does is a documented call of another package."""
+"""The command line: one module for each verb. A verb calls one documented function of another package."""

@@ -1,4 +1,4 @@
-"""What every verb shares: printing of errors, tables and JSON, checks of options."""
+"""Functions shared by all verbs: printing of errors, tables and JSON, and checks of options."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ from shardwright.system.files import parse_toml, problem_of_place
 from shardwright.system.processes import in_one_sentence, on_signals
 
 MOST_PROBLEMS = 50
-"""Errors that are printed; a damaged table may have one a cell."""
+"""Most errors that are printed; a damaged table may have an error in every cell."""
 
 
 console = PlainConsole(highlight=False)
@@ -37,7 +37,7 @@ _EVERY_S = 30.0
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[str], None]]:
-    """Show on stderr how far a long verb is: on a terminal one line that is replaced, else a line each half minute."""
+    """Show the progress of a long verb on stderr: one updated line on a terminal, otherwise a line each half minute."""
     if error_console.is_terminal:
         with error_console.status(what) as status:
             yield status.update
@@ -73,7 +73,7 @@ Overrides = Annotated[
 
 
 def fail(error: ShardwrightError) -> None:
-    """Print an error the way every verb does: one `error:` line a problem, on stderr, no traceback."""
+    """Print an error to stderr in the format of all verbs: one `error:` line for each problem, without traceback."""
     problems = error.problems if isinstance(error, InputError) else [str(error)]
     if len(problems) > MOST_PROBLEMS:
         problems = [*problems[:MOST_PROBLEMS], f"and {len(problems) - MOST_PROBLEMS:,} more"]
@@ -83,17 +83,17 @@ def fail(error: ShardwrightError) -> None:
 
 
 def reading_verb(function: Callable[..., None]) -> Callable[..., None]:
-    """Make a function a verb that reads a run file or the folder of a run, and so has `--extension`."""
+    """Return the verb of a function that reads a run file or the folder of a run: it also has `--extension`."""
     return verb(function, extends=True)
 
 
 def verb(function: Callable[..., None], extends: bool = False, hears_signals: bool = False) -> Callable[..., None]:
-    """Make a function a verb: a ShardwrightError becomes a message and its exit code, never a traceback. A signal that
-    asks it to end interrupts it as Ctrl-C does, so that it removes what it has written in part; unless the function
-    `hears_signals` itself.
+    """Return the verb of a function: a ShardwrightError becomes a message and its exit code, never a traceback. A
+    signal that asks the verb to end interrupts it as Ctrl-C does, so that it removes incomplete files, unless the
+    function handles signals itself (`hears_signals`).
 
-    The parameters of the function are the arguments and options of the verb. Where its only parameter is a
-    dataclass, the fields of that are. `extends`: it has the option `--extension`, too.
+    The parameters of the function become the arguments and options of the verb. If its only parameter is a dataclass,
+    the fields of the dataclass do. `extends`: add the option `--extension`.
     """
     takes = inspect.signature(function, eval_str=True)
     kinds = [parameter.annotation for parameter in takes.parameters.values()]
@@ -136,21 +136,21 @@ def verb(function: Callable[..., None], extends: bool = False, hears_signals: bo
         extension = inspect.Parameter("extension", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Extensions)
         takes = takes.replace(parameters=[*takes.parameters.values(), extension])
     run.__annotations__ = {name: each.annotation for name, each in takes.parameters.items()}
-    vars(run)["__signature__"] = takes  # what typer makes options from
+    vars(run)["__signature__"] = takes  # typer makes the options from it
     return run
 
 
 def _with_home(value: Any) -> Any:
-    """A path whose `~` the shell has left, as in `--out=~/data`, below the home folder."""
+    """Return a path with a leading `~` expanded, because the shell does not expand it in `--out=~/data`."""
     return Path(os.path.expanduser(value)) if isinstance(value, Path) else value
 
 
 LONGEST_NUMBER = 18
-"""Digits of a whole number that 64 bits hold."""
+"""Most digits of a whole number that always fits into 64 bits."""
 
 
 def _within_64_bits(given: Mapping[str, Any]) -> None:
-    """Raises InputError for options whose numbers have more digits than 64 bits hold."""
+    """Raise InputError for options whose numbers have more digits than 64 bits can store."""
     wrong = [
         f"--{name.replace('_', '-')}: a number of at most {LONGEST_NUMBER} digits is needed"
         for name, value in given.items()
@@ -161,12 +161,12 @@ def _within_64_bits(given: Mapping[str, Any]) -> None:
 
 
 def print_text(text: str) -> None:
-    """A line of text as it is, however wide the screen."""
+    """Print a line of text without wrapping it."""
     console.print(text, markup=False, soft_wrap=True)
 
 
 def columns(*names: str, left: int = 0) -> Table:
-    """A table without lines: `left` columns of words, and then columns of numbers."""
+    """Return a table without lines: `left` columns of words, followed by columns of numbers."""
     table = Table(*names, box=None, header_style="bold", pad_edge=False)
     for column in table.columns[left:]:
         column.justify = "right"
@@ -174,7 +174,7 @@ def columns(*names: str, left: int = 0) -> Table:
 
 
 def print_table(table: Table) -> None:
-    """Print a table as wide as its content, however narrow the screen, so that no name in it is truncated."""
+    """Print a table as wide as its content, even on a narrower screen, so that no name in it is truncated."""
     wide = console.options.update(width=100_000)
     fitting = console.options.update(width=console.measure(table, options=wide).maximum)
     console.print(Segments(console.render(table, fitting)), soft_wrap=True, end="")
@@ -182,11 +182,11 @@ def print_table(table: Table) -> None:
 
 MOST_COUNTED = 2**31
 _MOST = {"--top": 2000, "--micro-batch": 2**16, "--batch-size": 2**16, "--concurrency": 10**6}
-"""Options whose work or memory grows with their number: the largest that is taken."""
+"""The largest valid number of options whose work or memory grows with the number."""
 
 
 def wrong_sizes(sizes: Mapping[str, int | None], needed: Iterable[str] = ()) -> list[str]:
-    """What is wrong with options, by name, that count something; those of `needed` have to be given."""
+    """Return the problems of options that are counts, given by name; the options in `needed` are required."""
     missing = [f"{option} is missing; give a number, 1 or more" for option in needed if sizes[option] is None]
     small = {option: n for option, n in sizes.items() if n is not None and n < 1}
     missing += [f"{option} {n}: a number of 1 or more is needed" for option, n in small.items()]
@@ -196,8 +196,8 @@ def wrong_sizes(sizes: Mapping[str, int | None], needed: Iterable[str] = ()) -> 
 
 
 def wrong_place(option: str, path: Path | None, named: Mapping[str, str] | None = None) -> list[str]:
-    """What is wrong with an option that names a file to write, if it is given; `named`: suffix -> the words before
-    it in the rule, where only some will do."""
+    """Return the problems of an option that names a file to write, if it is given. `named`: the valid suffixes, each
+    with the words that precede it in the error; None: any suffix is valid."""
     if path is None:
         return []
     if named and path.suffix.lower() not in named:
@@ -209,12 +209,12 @@ def wrong_place(option: str, path: Path | None, named: Mapping[str, str] | None 
 
 
 def wrong_device(device: str) -> list[str]:
-    """What is wrong with the option --device."""
+    """Return the problem of the option --device, if it has one."""
     return [] if device in ("auto", "cpu", "cuda") else [f"--device {device}: not one of auto, cpu, cuda"]
 
 
 def layout_of(text: str, valid: Sequence[str] | None = None) -> Layout:
-    """The layout of an option `tp=2,pp=2`; `valid`: the keys that it may have, all if not given.
+    """Return the layout of an option such as `tp=2,pp=2`; `valid`: the keys that it may have, all by default.
 
     Raises LayoutError with every problem.
     """
@@ -241,5 +241,5 @@ def layout_of(text: str, valid: Sequence[str] | None = None) -> Layout:
 
 
 def print_json(answer: Any) -> None:
-    """The answer of a verb under `--json`: one JSON document on stdout."""
+    """Print the answer of a verb under `--json`: one JSON document on stdout."""
     sys.stdout.write(json.dumps(answer, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""`shardwright data`: make token shards from text, and look at them."""
+"""`shardwright data`: make token shards from text, and inspect them."""
 
 import time
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ USUAL = {name: parameter.default for name, parameter in signature(prepare_folder
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """Arguments and options of `prepare`, named as the parameters of `data.prepare.prepare`."""
+    """Arguments and options of `prepare`, with the names of the parameters of `data.prepare.prepare`."""
 
     source: Annotated[
         str,
@@ -152,7 +152,7 @@ def inspect(
 
 
 class _Display(Progress):
-    """A bar on a terminal, a line every few seconds elsewhere, nothing where it is to be silent."""
+    """A progress bar on a terminal; otherwise a line every few seconds, or nothing if `silent`."""
 
     def __init__(self, *, silent: bool) -> None:
         told = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[amount]}")
@@ -163,7 +163,7 @@ class _Display(Progress):
         self._tasks_of: dict[str, TaskID] = {}
 
     def tell(self, now: PrepareProgress) -> None:
-        """How far `prepare` has come."""
+        """Show the progress of `prepare`."""
         amount = format_bytes(now.read_bytes)
         if now.total_bytes is not None:
             amount += f" of {format_bytes(now.total_bytes)}"
@@ -216,7 +216,7 @@ def _print_summary(out: Path, manifest: DataManifest, elapsed_s: float) -> None:
 
 
 def _validation_note(manifest: DataManifest) -> str:
-    """What to say where the validation split is more than twice, or less than half, of what was asked for."""
+    """Return a remark if the validation split is more than twice or less than half of the requested size."""
     asked, splits = manifest.options["validation"], manifest.splits
     n_documents = sum(split.documents for split in splits.values())
     if not asked or asked / 2 <= (share := splits["validation"].documents / n_documents) <= 2 * asked:
@@ -285,7 +285,7 @@ def _print_folder(answer: dict[str, Any]) -> None:
 
 
 def _text_of(document: dict[str, Any]) -> Text:
-    """The text of a document, that of trained tokens green or, where there is no colour, between marks."""
+    """Return the text of a document with trained tokens in green or, without colour, between marks."""
     coloured = console.color_system is not None and not console.no_color
     text = Text()
     for segment in document.get("segments") or [{"text": document["text"], "trained": False}]:

@@ -1,4 +1,4 @@
-"""shardwright dryrun: the real training program as any rank of any world, on fake tensors."""
+"""shardwright dryrun: run the real training program as any rank of any world, on fake tensors."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class DryrunOptions:
-    """Arguments and options of the verb."""
+    """Arguments and options of `dryrun`."""
 
     run_file: Annotated[Path, typer.Argument(help="the run file, TOML; see examples/; its data is not read")]
     overrides: Overrides = None
@@ -113,7 +113,7 @@ def dryrun(options: DryrunOptions) -> None:
 
 
 def _written(found: "DryRun", options: DryrunOptions) -> Iterator[Path]:
-    """Write the files that are asked for."""
+    """Write the requested files and yield the path of each."""
     from shardwright.dry_run.page import write_page
     from shardwright.dry_run.trace import write_snapshot, write_trace
 
@@ -138,7 +138,7 @@ def _found(config: "RunConfig", how: "DryRunSettings", options: DryrunOptions, t
 
 
 def _problems(options: DryrunOptions) -> list[str]:
-    """What is wrong with the options on their own."""
+    """Return the problems of the options that can be found without the run file."""
     wrong = wrong_place("--html", options.html, {".html": "it is named"})
     wrong += wrong_place("--trace", options.trace, {".json": "it is named"})
     wrong += wrong_place("--snapshot", options.snapshot, {".pickle": "it is named"})
@@ -152,7 +152,7 @@ def _problems(options: DryrunOptions) -> list[str]:
 
 
 def _how(config: "RunConfig", options: DryrunOptions) -> "DryRunSettings":
-    """Raises InputError where nothing says how much memory the device of a rank has."""
+    """Return the settings of the dry run. Raises InputError if the memory of a rank's device is not known."""
     from shardwright.dry_run.run import how_of
     from shardwright.system.units import GiB
 
@@ -173,8 +173,8 @@ def _how(config: "RunConfig", options: DryrunOptions) -> "DryRunSettings":
 
 
 def _cluster_memory(text: str, hardware: Path | None, world_size: int) -> float:
-    """The bytes of one accelerator of a cluster. Raises InputError for one that is not known, or has another number of
-    accelerators than the layout has ranks."""
+    """Return the bytes of one accelerator of a cluster. Raises InputError for an unknown cluster, or if its number of
+    accelerators is not the number of the layout's ranks."""
     from shardwright.cost.hardware import cluster
 
     found = cluster(text if ":" in text else f"{text}:1/1", hardware)

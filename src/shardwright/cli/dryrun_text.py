@@ -1,4 +1,4 @@
-"""What `shardwright dryrun` prints."""
+"""The printed output of `shardwright dryrun`."""
 
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def print_dry_run(found: "DryRun", messages: bool) -> None:
-    """The verdict, the fullest rank, the others, and what the ranks do not agree on."""
+    """Print the verdict, the fullest rank, the other ranks, and the calls on which the ranks do not agree."""
     record = found.fullest
     layout = found.config.layout.layout()
     print_text(f"rank {record.rank} of {layout.world_size}: {layout}")
@@ -72,7 +72,7 @@ def _print_memory(found: "DryRun", record: RankRecord) -> None:
 
 def _difference(plan: float, dry: float) -> str:
     if plan > 10 * dry:
-        return f"+{format_bytes(plan - dry)}"  # of next to nothing, a share says nothing
+        return f"+{format_bytes(plan - dry)}"  # a ratio to a number near 0 is not informative
     return f"{plan / dry - 1:+.1%}" if dry else ""
 
 

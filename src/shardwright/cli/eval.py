@@ -23,7 +23,7 @@ from shardwright.system.units import format_count
 
 @dataclasses.dataclass(frozen=True)
 class EvalOptions:
-    """The arguments and options of the verb."""
+    """Arguments and options of `eval`."""
 
     model: ModelArgument
     data: Annotated[

@@ -1,4 +1,4 @@
-"""A run folder that is read again and again while the run goes on, or while it is copied from another machine."""
+"""A run folder that is read repeatedly while the run continues or while it is copied from another machine."""
 
 import time
 from collections import deque
@@ -28,18 +28,18 @@ from shardwright.system.files import owner_runs
 from shardwright.system.ranks_at import RankIdentity, RanksFolder, RankState
 
 QUIET_S = 30.0
-"""A run whose process is gone has ended when nothing has been written for so long: until then it may be restarted."""
+"""Seconds without a write after which a run whose process is gone has ended; before that it may be restarted."""
 TRAIN_RECORDS = 4096
-"""Logged steps that are kept in memory."""
+"""Most train records that are kept in memory."""
 SHOWN_LINES = 10
-"""Lines of a run that are shown of what was written before."""
+"""Most earlier lines of a run that are shown."""
 MOST_RANKS = 16
-"""Ranks whose place is read."""
+"""Most ranks whose state is read."""
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """Where a rank of a run that goes on is."""
+    """The state of one rank of a running run."""
 
     identity: RankIdentity
     state: RankState
@@ -47,8 +47,8 @@ class RankStatus:
 
 @dataclass
 class NewRecords:
-    """Lines written since the last look: their number in metrics.jsonl that report a loss, the records of the last few
-    of these, and the events."""
+    """Records written since the last look: the number of loss records in metrics.jsonl, the last few of these records,
+    and the events."""
 
     n_losses: int = 0
     losses: deque[TrainRecord | EvaluationRecord] = field(default_factory=lambda: deque(maxlen=SHOWN_LINES))
@@ -59,7 +59,7 @@ class NewRecords:
 class FollowedRun:
     """A run folder as it was at the last `look`. Raises InputError for a folder that is not one of a run.
 
-    `train`: of a long run not every logged step, but evenly spaced ones (at least `TRAIN_RECORDS` / 2) and the last.
+    `train`: in a long run not every train record, but evenly spaced ones (at least `TRAIN_RECORDS` / 2) and the last.
     """
 
     folder: Path
@@ -80,8 +80,8 @@ class FollowedRun:
         self._n_train, self._stride = 0, 1
 
     def look(self) -> NewRecords:
-        """Read what has been added. Raises InputError for a damaged line or run file; one that is half written is read
-        when it is whole."""
+        """Read and return the new records. An incomplete line is read once it is complete. Raises InputError for a
+        damaged line or run file."""
         news = NewRecords()
         path = self.folder / RUN_FILE
         if (changed_ns := path.stat().st_mtime_ns) != self._run_file_ns:
@@ -111,38 +111,38 @@ class FollowedRun:
 
     @property
     def step(self) -> int:
-        """Steps that are known to be done."""
+        """Return the number of steps that are known to be done."""
         return max((record.step for record in [*self.others, *self.train[-1:]]), default=0)
 
     @property
     def runs(self) -> bool | None:
-        """Whether the process of rank 0 is there; None where it is not one of this machine."""
+        """Return whether the process of rank 0 exists; None if it belongs to another machine."""
         return owner_runs(self.folder)
 
     @property
     def quiet_s(self) -> float:
-        """Seconds since something was written."""
+        """Return the seconds since the last write to the folder's records or run file."""
         files = [path for name in (METRICS, EVENTS, RUN_FILE) if (path := self.folder / name).exists()]
         return time.time() - max((path.stat().st_mtime for path in files), default=0.0)
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more is to come: all steps are done, or the process is gone. A run of another machine whose
-        steps are not done may go on at any time."""
+        """Return whether the run writes nothing more: all steps are done, or the process is gone. A run of another
+        machine whose steps are not done may continue at any time."""
         return self.is_done or (self.step < self.config.steps and self.runs is False and self.quiet_s > QUIET_S)
 
     @property
     def is_done(self) -> bool:
-        """Whether all steps are done, and the process is gone."""
+        """Return whether all steps are done and the process is gone."""
         return self.step >= self.config.steps and not self.runs
 
     @property
     def checkpoints(self) -> list[Path]:
-        """Those that are complete, the oldest first."""
+        """Return the complete checkpoints, the oldest first."""
         return published(self.folder / CHECKPOINTS)
 
     def places(self, ranks: list[int]) -> dict[int, RankStatus]:
-        """Where some ranks are, of those that say so; at most 16 are asked."""
+        """Return the state of each rank in `ranks` that has written it; only the first `MOST_RANKS` are read."""
         if not self.runs:
             return {}
         there, found = RanksFolder(self.folder), {}
@@ -154,8 +154,8 @@ class FollowedRun:
 
 
 def _added(file: GrowingFile, forget: Callable[[], None]) -> Iterator[tuple[int, list[str]]]:
-    """Yield the number of the first of some new lines of a file, and the lines; call `forget` where they replace those
-    before."""
+    """Yield new lines of a file with the number of the first of them. Calls `forget` if they replace the lines that
+    were read before."""
     while True:
         before = file.n_lines
         anew, lines = file.new_lines()

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from shardwright.generation.sampling import Sampling
 
 LAYOUT_KEYS = ("tp", "pp", "cp", "cp_method", "ulysses_degree", "ep", "dp_replicate", "dp_shard")
-"""The keys of the layout that mean something without a backward pass."""
+"""The keys of the layout that apply without a backward pass."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GenerateOptions:
-    """The arguments and options of the verb."""
+    """Arguments and options of `generate`."""
 
     model: ModelArgument
     prompt: Annotated[list[str] | None, typer.Option(help="a text to continue; may be repeated")] = None
@@ -129,7 +129,7 @@ def generate(options: GenerateOptions) -> None:
 
 
 def _prompts(options: GenerateOptions) -> tuple[tuple[str, ...], list[str]]:
-    """The prompts, and what is wrong with how they are given."""
+    """Return the prompts, and the problems of the options that give them."""
     given = list(options.prompt or ())
     if any("\udc80" <= char <= "\udcff" for text in given for char in text):
         return (), ["--prompt: the bytes given are not UTF-8 text"]

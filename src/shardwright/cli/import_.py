@@ -1,4 +1,4 @@
-"""shardwright import: weights of Hugging Face transformers in the format of our checkpoints."""
+"""shardwright import: weights of Hugging Face transformers in the format of Shardwright's checkpoints."""
 
 from pathlib import Path
 from typing import Annotated

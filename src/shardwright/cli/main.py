@@ -1,4 +1,4 @@
-"""The `shardwright` command: gathers the verbs, and imports the one that is asked for."""
+"""The `shardwright` command: lists the verbs, and imports only the verb that is run."""
 
 import functools
 import inspect
@@ -19,7 +19,7 @@ from shardwright.system.errors import InputError
 from shardwright.system.openmp import brief_waiting
 
 _USAGE_ERROR: Any = typer.BadParameter.__base__
-"""What click raises for a word, an option or a value that it does not take; typer has no name of its own for it."""
+"""The error that click raises for an unknown word or option or an invalid value; typer does not export it."""
 
 VERBS = {
     "quickstart": "Train a small model on real text found on this machine, and show what it learned.",
@@ -37,21 +37,21 @@ VERBS = {
     "import": "Write the weights of a Hugging Face model as a folder that runs begin with.",
     "export": "Write weights as a folder that transformers loads with AutoModelForCausalLM.from_pretrained.",
 }
-"""Every verb, a module of this package, with the first line of its help, so that listing them imports none of them."""
+"""Every verb, a module of this package, and the first line of its help, so that listing verbs imports no module."""
 
 
 OF_TWO_WORDS = ("plan diff", "plan serve", "plan evaluate-serving")
-"""Verbs of two words with options of their own, whose first word is a verb too. The module has an underscore between
-words."""
+"""Verbs of two words that have their own options and whose first word is also a verb. In the name of the module, an
+underscore joins the words."""
 
 RENAMED = {"sample": "generate"}
-"""Old names of verbs, and what they are called now."""
+"""Old names of verbs -> current names."""
 
 
 @functools.cache
 def _command(name: str) -> Any:
-    """A module holds an `app` where its verb has verbs of its own, else a function of the verb's name. A name that is a
-    word of Python's has an underscore after it."""
+    """Return the command of a verb. Its module contains an `app` if the verb has subcommands, otherwise a function with
+    the verb's name. A name that is a Python keyword has a trailing underscore."""
     python = f"{name}_" if keyword.iskeyword(name) else re.sub("[ -]", "_", name)
     module = import_module(f"shardwright.cli.{python}")
     alone = typer.Typer(add_completion=False, rich_markup_mode="rich")
@@ -64,7 +64,7 @@ def _command(name: str) -> Any:
 
 
 def _with_whole_paragraphs(command: Any) -> Any:
-    """A command whose help is wrapped by the screen alone, and not also where the lines of the docstring end."""
+    """Return a command whose help is wrapped at the width of the screen, not at the docstring's line ends."""
     paragraphs = inspect.cleandoc(command.help or "").split("\n\n")
     command.help = escape("\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))
     for parameter in command.params:
@@ -76,7 +76,7 @@ def _with_whole_paragraphs(command: Any) -> Any:
 
 
 def _as_override(error: Any) -> str:
-    """How to write an option that there is not, but whose name a key of the run file has; empty otherwise."""
+    """Return how to set an unknown option whose name is a key of the run file, otherwise an empty text."""
     takes_overrides = error.ctx is not None and any("--set" in each.opts for each in error.ctx.command.params)
     option = getattr(error, "option_name", None)
     if not takes_overrides or option is None:
@@ -92,15 +92,15 @@ def _as_override(error: Any) -> str:
 
 
 class _Commands(dict[str, Any]):
-    """Name of a verb -> its command. The module of a verb is imported by `commands[name]`; `get` and `items` give its
-    line of help alone."""
+    """Name of a verb -> its command. `commands[name]` imports the verb's module; `get` and `items` only give its line
+    of help."""
 
     def __getitem__(self, name: str) -> Any:
         return _command(name) if name in self else super().__getitem__(name)
 
 
 class Verbs(TyperGroup):
-    """The verbs, listed from `VERBS` and imported when they are run."""
+    """The group of verbs, listed from `VERBS` and imported when they are run."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -124,14 +124,14 @@ class Verbs(TyperGroup):
         windows_expand_args: bool = True,
         **more: Any,
     ) -> Any:
-        """Run a verb. An option or a word that there is not is told as every verb tells an error."""
+        """Run a verb. An unknown option or word is reported in the format of all errors (`common.fail`)."""
         run = functools.partial(super().main, args, prog_name, complete_var, False, windows_expand_args, **more)
         if not standalone_mode:
             return run()
         try:
             exit_code = run()
         except _USAGE_ERROR as error:
-            if said := " ".join(error.format_message().split()).rstrip("."):  # there is none where the help was shown
+            if said := " ".join(error.format_message().split()).rstrip("."):  # empty if the help was shown
                 from shardwright.cli.common import fail
 
                 path = error.ctx.command_path if error.ctx else "shardwright"

@@ -30,7 +30,7 @@ CLOCKS = ("wall", "cpu")
 
 @dataclass(frozen=True)
 class MeasureOptions:
-    """Options of the verb."""
+    """Options of `measure`."""
 
     out: Annotated[
         Path | None, typer.Option(metavar="FILE.toml", help="the hardware file to write, for plan --hardware")
@@ -104,7 +104,7 @@ def _wrong(options: MeasureOptions) -> list[str]:
 
 
 def _measured(options: MeasureOptions) -> "MachineMeasurements | None":
-    """None on a rank other than the first."""
+    """Return the measurements, or None on any rank except the first."""
     from shardwright.measuring.machine import measure_as_rank, measure_here
     from shardwright.training.ranks import ProcessRank, pick_device, place_from_environment, process_group
 

@@ -1,4 +1,4 @@
-"""shardwright plan: which layout fits, which is fastest, and why; and how good such predictions are."""
+"""shardwright plan: find the fastest layout that fits and explain it; evaluate such predictions."""
 
 import json
 import shlex
@@ -114,7 +114,7 @@ def _search(asked: PlanRequest, options: PlanOptions) -> None:
         others = [] if taken is None else [*runners_up(result), *well_known(result)]
         batches = near_batches(result, margin, processes)
         instead = [] if taken is not None else remedies(asked.job, options.memory_margin, asked.fixed)
-    # Whoever reads may stop reading (`| head`), so files are written before anything is printed.
+    # The reader of the output may close it early (`| head`), so files are written before anything is printed.
     if taken is not None:
         _write(asked, result.job, taken.choice, options)
         if options.html is not None:
@@ -137,7 +137,7 @@ def _search(asked: PlanRequest, options: PlanOptions) -> None:
 
 
 def _own(asked: PlanRequest, result: "Plan") -> "Alternative | None":
-    """The layout of the run file; None where there is none, or it is not one for this cluster."""
+    """Return the layout of the run file, or None without a run file or if the layout is not valid for this cluster."""
     from shardwright.planner.alternatives import Alternative
 
     if asked.config is None:
@@ -183,8 +183,8 @@ def _explain(asked: PlanRequest, options: PlanOptions, choice: "Choice") -> None
 
 
 def _write(asked: PlanRequest, job: "Job", choice: "Choice", options: PlanOptions) -> None:
-    """With --write, the layout as a run file: the one that was given with its layout and batch replaced, or a new
-    one."""
+    """With --write, write the layout as a run file: the given run file with its layout and batch replaced, or a new run
+    file."""
     if options.write is None:
         return
     from shardwright.planner.run_file import run_file
@@ -199,8 +199,8 @@ def _write(asked: PlanRequest, job: "Job", choice: "Choice", options: PlanOption
 
 
 def _replanned(config: "RunConfig", job: "Job", choice: "Choice", path: Path, command: str) -> str:
-    """The run file that was planned, with this layout. Its run starts anew in a folder of its own: `out` is a new one
-    beside the old, named after the file, and checkpoint.resume is left out."""
+    """Return the planned run file with this layout. Its run starts anew in its own folder: `out` is a new folder next
+    to the old one, named after the file, and checkpoint.resume is left out."""
     from shardwright.config import parse, resolved_toml
     from shardwright.planner.run_file import memory_gib, precision_keys
 

@@ -1,4 +1,4 @@
-"""What `shardwright plan` is asked for, from options and a run file, and what is wrong with it."""
+"""The request of `shardwright plan`, from options and a run file, and its problems."""
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -31,12 +31,12 @@ WITH_MEASURED = (
     "measured",
     "json",
 )
-"""The options that go with --measured: those that say what the run was and where it ran."""
+"""The options that are valid with --measured: they describe the run and the machine that it ran on."""
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Arguments and options of the verb."""
+    """Arguments and options of `plan`."""
 
     target: Annotated[
         str | None,
@@ -161,8 +161,8 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is to be planned. `job`: with the rates of its machine, if that was measured, `anywhere`: without them.
-    `name`: of the model, as people call it; `config`: the run file, if there is one; `explained`: the layout of
+    """The job to plan. `job`: with the rates of its machine if they were measured; `anywhere`: the same without them;
+    `name`: the name of the model for people; `config`: the run file, if there is one; `explained`: the layout of
     --explain; `fixed`: the values of --fix."""
 
     job: "Job"
@@ -174,7 +174,7 @@ class PlanRequest:
 
 
 def read_request(options: PlanOptions) -> PlanRequest:
-    """What the options and the run file describe. Raises InputError with every problem of both at once."""
+    """Return the request of the options and the run file. Raises InputError with every problem of both at once."""
     target, model, cluster = options.target, options.model, options.cluster
     explains_file = options.explain is not None and options.explain.endswith(".toml")
     if explains_file and target is None and model is None:
@@ -259,7 +259,7 @@ def read_request(options: PlanOptions) -> PlanRequest:
 
 
 def _choice_of_file(path: str, config: "RunConfig | None", job: "Job", options: PlanOptions) -> "Choice":
-    """The layout of a run file that --explain names; `config`: the file, if it was read. Raises InputError."""
+    """Return the layout of the run file given to --explain; `config`: the file if it was read. Raises InputError."""
     from shardwright.config import load
     from shardwright.planner.search import limit_bytes
 
@@ -267,8 +267,8 @@ def _choice_of_file(path: str, config: "RunConfig | None", job: "Job", options: 
 
 
 def changed_cluster(text: str, options: PlanOptions, link: str | None, network: str | None) -> "Cluster":
-    """A cluster, with the links of another accelerator and another network if they are given, and a name that says so.
-    Raises InputError for what is in no file."""
+    """Return a cluster, with another accelerator's links and another network if given, and named after the changes.
+    Raises InputError for names that are in no hardware file."""
     from shardwright.cost.hardware import accelerator, cluster
 
     found = cluster(text, options.hardware)
@@ -295,7 +295,7 @@ def changed_cluster(text: str, options: PlanOptions, link: str | None, network: 
 
 
 def no_peak(cluster: "Cluster", precision: str) -> list[str]:
-    """What is wrong with a precision on a cluster."""
+    """Return the problem of a precision if the peak of the cluster's accelerator in it is not known."""
     known = cluster.accelerator.flops_per_s
     if FORMATS[precision].peak in known:
         return []
@@ -304,8 +304,8 @@ def no_peak(cluster: "Cluster", precision: str) -> list[str]:
 
 
 def choice_of_run(config: "RunConfig", job: "Job", limit_bytes: float) -> "Choice":
-    """The layout and micro-batch of the run file; with recompute='auto' the least recomputation
-    that fits, or full where nothing does."""
+    """Return the layout and micro-batch of the run file. recompute='auto' becomes the least recomputation that fits, or
+    full if nothing fits."""
     from shardwright.config.settle import needs_memory
     from shardwright.cost.estimate import estimate
     from shardwright.planner.choice import Choice
@@ -322,8 +322,8 @@ def choice_of_run(config: "RunConfig", job: "Job", limit_bytes: float) -> "Choic
 
 
 def priced_of(job: "Job", choice: "Choice") -> "PricedLayout":
-    """Raises LayoutError with everything that keeps the layout from running this job on this cluster, or from being
-    priced."""
+    """Return the priced layout. Raises LayoutError with every reason why the layout cannot run this job on this
+    cluster, or cannot be priced."""
     from shardwright.cost.estimate import estimate
     from shardwright.planner.priced import PricedLayout
 
@@ -332,7 +332,7 @@ def priced_of(job: "Job", choice: "Choice") -> "PricedLayout":
 
 
 def _read(run_file: str, wrong: list[str]) -> "RunConfig | None":
-    """A run file; where it cannot be read, its problems are added to `wrong`."""
+    """Return a run file, or add its problems to `wrong` and return None."""
     if not Path(run_file).exists() and not run_file.endswith(".toml"):
         from shardwright.model.presets import PRESETS
 
@@ -351,8 +351,8 @@ def _read(run_file: str, wrong: list[str]) -> "RunConfig | None":
 def _document_tokens(
     options: PlanOptions, config: "RunConfig | None", seq_len: int | None, wrong: list[str]
 ) -> float | None:
-    """The mean length of a token's document, from the option or the data of the run file as it is mixed at
-    first; None where attention goes over sequences. Problems are added to `wrong`."""
+    """Return the mean length of a token's document, from the option or from the run file's data as mixed at the start;
+    None if attention is over whole sequences. Adds problems to `wrong`."""
     given = options.document_tokens
     if given is not None:
         if seq_len is not None and not 1 <= given <= seq_len:
@@ -391,7 +391,7 @@ def _model_name(config: "RunConfig | None", spec: Any) -> str:
 
 
 def _wrong_options(options: PlanOptions) -> list[str]:
-    """What is wrong with the options that do not describe the job."""
+    """Return the problems of the options that do not describe the job."""
     from shardwright.planner.search import margin_problems
     from shardwright.planner.simplicity import PREFERENCES
 
@@ -426,7 +426,7 @@ def _wrong_options(options: PlanOptions) -> list[str]:
 
 
 def _wrong_measured(options: PlanOptions) -> list[str]:
-    """What is wrong with the options next to --measured."""
+    """Return the problems of the options given with --measured."""
     if options.measured is None:
         return []
     wrong = []

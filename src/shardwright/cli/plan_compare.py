@@ -1,4 +1,4 @@
-"""shardwright plan --compare: the same job on several clusters, a line for each."""
+"""shardwright plan --compare: the same job on several clusters, one line for each."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -18,9 +18,9 @@ CHANGES = ("link", "network")
 
 
 def compare(asked: PlanRequest, options: PlanOptions) -> None:
-    """Search on the cluster that was asked for and on those of --compare, and print what is recommended for each.
+    """Search on the requested cluster and on each cluster of --compare, and print the recommended layout of each.
 
-    Raises InputError for clusters that are not known, and typer.Exit(1) where nothing fits on any.
+    Raises InputError for unknown clusters, and typer.Exit(1) if nothing fits on any cluster.
     """
     from shardwright.cost.job import on_machine
     from shardwright.planner.search import search
@@ -55,7 +55,7 @@ def _others(options: PlanOptions) -> list[str]:
 
 
 def _cluster(text: str, options: PlanOptions, precision: str, wrong: list[str]) -> "Cluster":
-    """A cluster by its name, or the one of --cluster with other links; problems are added to `wrong`."""
+    """Return a cluster by its name, or the cluster of --cluster with other links. Adds problems to `wrong`."""
     changes = dict(pair.split("=", 1) for pair in text.replace(" ", "").split(",") if "=" in pair)
     unknown = [name for name in changes if name not in CHANGES]
     wrong += [f"--compare {text}: there is no {name} to change; {nearest(name, CHANGES)}" for name in unknown]

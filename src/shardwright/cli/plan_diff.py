@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from shardwright.planner.priced import PricedLayout
 
 SHOWN = 4
-"""Terms whose formulas are printed: those that differ most."""
+"""Number of the most different terms, whose formulas are printed."""
 
 
 @dataclass(frozen=True)
 class PlanDiffOptions:
-    """Arguments and options of the verb."""
+    """Arguments and options of `plan diff`."""
 
     a: Annotated[Path, typer.Argument(metavar="A.toml", help="a run file")]
     b: Annotated[Path, typer.Argument(metavar="B.toml", help="the run file that is compared with it")]

@@ -1,4 +1,4 @@
-"""shardwright plan evaluate-serving: how good predictions of serving are."""
+"""shardwright plan evaluate-serving: compare predictions of serving with measurements."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from shardwright.cli.common import AsJson, console, print_json, print_text, verb
 
 @dataclass(frozen=True)
 class EvaluateServingOptions:
-    """Arguments and options of the verb."""
+    """Arguments and options of `plan evaluate-serving`."""
 
     runs: Annotated[
         Path | None,

@@ -5,7 +5,7 @@ from shardwright.cli.plan_asked import PlanOptions, PlanRequest, choice_of_run, 
 
 
 def compare_with_run(asked: PlanRequest, options: PlanOptions) -> None:
-    """Print the run's medians next to the plan of its layout. Raises InputError for a run that is another one."""
+    """Print the run's medians next to the plan of its layout. Raises InputError if the run is of another run file."""
     from shardwright.planner.document import job_document, layout_document
     from shardwright.planner.search import limit_bytes
     from shardwright.report.plan_measured import compare_run, run_of

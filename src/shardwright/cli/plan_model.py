@@ -1,4 +1,4 @@
-"""The model that `--model` names: a config.json, a folder, sizes, or a known name."""
+"""The model given to `--model`: a config.json, a folder, sizes, or a known name."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +10,7 @@ FILES = (".json", ".toml")
 
 
 def find_model(text: str, seq_len: int | None, named: Callable[[str], tuple[str, ModelSpec]]) -> tuple[str, ModelSpec]:
-    """The name and the sizes of a model; `named` looks a name up. Raises InputError."""
+    """Return the name and the sizes of a model. `named` looks up a known name. Raises InputError."""
     path = Path(text)
     if "=" in text and not path.exists():
         from shardwright.model.by_sizes import spec_of_sizes

@@ -25,7 +25,7 @@ _RATES = {"s": 1.0, "min": 1 / 60, "h": 1 / 3600}
 
 @dataclass(frozen=True)
 class PlanServeOptions:
-    """Arguments and options of the verb."""
+    """Arguments and options of `plan serve`."""
 
     run: Annotated[
         Path | None,
@@ -155,7 +155,7 @@ def _print(found: "ServingPlan", remedies: list[str]) -> None:
 
 
 def read_task(options: PlanServeOptions) -> "tuple[ServingTask, str]":
-    """What is to be served, and the model's name. Raises InputError with every problem at once."""
+    """Return the serving task and the model's name. Raises InputError with every problem at once."""
     from shardwright.serving.engines import GENERATE
     from shardwright.serving.search import ServingTask, Speculation
     from shardwright.serving.setting import Serving
@@ -188,7 +188,7 @@ def read_task(options: PlanServeOptions) -> "tuple[ServingTask, str]":
 
 
 def _engine(options: PlanServeOptions, machine: "Cluster | None", wrong: list[str]) -> "ServingEngine":
-    """Whose constants are taken; problems are added to `wrong`."""
+    """Return the engine whose constants are used. Adds problems to `wrong`."""
     from shardwright.serving.engines import ENGINES, GENERATE, USUAL
 
     chip = None if machine is None else machine.accelerator
@@ -217,7 +217,7 @@ def _engine(options: PlanServeOptions, machine: "Cluster | None", wrong: list[st
 
 
 def _rates(engine: "ServingEngine", machine: "Cluster") -> "Rates":
-    """The constants of an engine on a machine."""
+    """Return the constants of an engine on a machine."""
     from shardwright.serving.engines import GENERATE
     from shardwright.serving.host import rates_of
     from shardwright.serving.rates import fitted
@@ -228,7 +228,7 @@ def _rates(engine: "ServingEngine", machine: "Cluster") -> "Rates":
 
 
 def _model(options: PlanServeOptions, wrong: list[str]) -> "tuple[str, ModelSpec | None]":
-    """The model and its name; problems are added to `wrong`."""
+    """Return the model's name and the model. Adds problems to `wrong`."""
     from shardwright.cli.plan_model import find_model
     from shardwright.serving.models import named
 
@@ -253,7 +253,7 @@ def _model(options: PlanServeOptions, wrong: list[str]) -> "tuple[str, ModelSpec
 
 
 def _of_run(path: Path) -> "tuple[str, ModelSpec]":
-    """The model of a run file, or of the folder of a run, named by its path."""
+    """Return the model of a run file or of a run folder, named by its path."""
     from shardwright.config import load
     from shardwright.run_folder import RUN_FILE
 
@@ -265,7 +265,7 @@ def _of_run(path: Path) -> "tuple[str, ModelSpec]":
 
 
 def _machine(options: PlanServeOptions, wrong: list[str]) -> "Cluster | None":
-    """The cluster; problems are added to `wrong`."""
+    """Return the cluster. Adds problems to `wrong`."""
     from shardwright.cost.hardware import cluster
 
     if options.cluster is None:
@@ -279,7 +279,7 @@ def _machine(options: PlanServeOptions, wrong: list[str]) -> "Cluster | None":
 
 
 def _wrong_precisions(asked: dict[str, str], machine: "Cluster | None") -> list[str]:
-    """By option, what it asks for."""
+    """Return the problems of `asked`, option -> precision."""
     from shardwright.serving.setting import ELEMENT_BYTES
 
     wrong = []
@@ -320,7 +320,7 @@ def _wrong_numbers(options: PlanServeOptions) -> list[str]:
 
 
 def _read(wrong: list[str], option: str, text: str | None, units: dict[str, float], per: bool = False) -> float | None:
-    """A number with a unit; where it is none, that is added to `wrong`."""
+    """Return a number with a unit, or add the problem of a text that is not one to `wrong`."""
     if text is None:
         return None
     form = re.fullmatch(rf"\s*(\d+(?:\.\d+)?|\.\d+)\s*{'/' if per else ''}\s*([a-z]+)\s*", text)
@@ -349,7 +349,7 @@ def _explain(task: "ServingTask", name: str, options: PlanServeOptions) -> None:
 
 
 def _layout(text: str, task: "ServingTask") -> "tuple[Degrees, int]":
-    """The layout and batch of --explain. Raises InputError with every problem."""
+    """Return the layout and batch of --explain. Raises InputError with every problem."""
     from shardwright.serving.setting import Degrees
     from shardwright.serving.space import layouts
 

@@ -1,4 +1,4 @@
-"""What `shardwright plan serve` prints."""
+"""The printed output of `shardwright plan serve`."""
 
 from itertools import islice
 from math import inf
@@ -21,7 +21,7 @@ POINTS = 12
 
 
 def print_task(task: ServingTask, name: str, n_settings: int) -> None:
-    """What is served, and how many ways were priced."""
+    """Print the serving task and the number of priced settings."""
     serving = task.serving
     print_text(
         f"{name}, {format_count(serving.model.n_parameters)} parameters, on {serving.cluster.name}: prompts of "
@@ -43,7 +43,7 @@ def print_task(task: ServingTask, name: str, n_settings: int) -> None:
 
 
 def print_plan(plan: ServingPlan) -> None:
-    """The best layout, those after it, others and the Pareto curve."""
+    """Print the best layout, the next best ones, other choices and the Pareto curve."""
     task, best = plan.task, plan.best[0]
     console.print()
     _print_best(plan, best)
@@ -86,7 +86,7 @@ def _print_best(plan: ServingPlan, best: SimulatedOption) -> None:
 
 
 def _add_latencies(table: Table, served: ServedTimes) -> None:
-    """Rows of the seconds to the first token and of a further one."""
+    """Add rows with the seconds to the first token and of each further token."""
     for what, value in (("first token", served.first_s), ("further token", served.further_s)):
         said = ", ".join(f"{format_seconds(value(each))} for {each} of 100" for each in (50, PERCENTILE, 99))
         table.add_row(f"  {what}", said)
@@ -117,7 +117,7 @@ def _print_pareto(plan: ServingPlan) -> None:
 
 
 def print_nothing_fits(plan: ServingPlan, remedies: list[str]) -> None:
-    """What the weights need, and what would make them fit."""
+    """Print the memory that the weights need, and the changes that would make them fit."""
     least = int(np.argmin(plan.memory.weights + plan.memory.working))
     weights = float(np.broadcast_to(plan.memory.weights, len(plan.layouts))[least])
     working = float(np.broadcast_to(plan.memory.working, len(plan.layouts))[least])
@@ -135,7 +135,7 @@ def print_nothing_fits(plan: ServingPlan, remedies: list[str]) -> None:
 
 
 def print_no_limits_kept(plan: ServingPlan) -> None:
-    """The best that can be had of each limited quantity."""
+    """Print the best possible value of each limited quantity."""
     task = plan.task
     first = min(plan.options, key=lambda each: each.ttft_s)
     further = min(plan.options, key=lambda each: each.tpot_s)
@@ -166,7 +166,7 @@ def print_no_limits_kept(plan: ServingPlan) -> None:
 
 
 def print_separate(task: ServingTask, apart: "SimulatedSplit | None", plan: ServingPlan) -> None:
-    """Prefill and decode on separate accelerators, against together."""
+    """Print prefill and decode on separate accelerators, compared with both on the same ones."""
     print_text("\nPrefill and decode on separate accelerators, simulated")
     if apart is None:
         print_text("  no split of the cluster fits and keeps the limits")

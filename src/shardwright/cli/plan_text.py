@@ -1,4 +1,4 @@
-"""What `shardwright plan` prints."""
+"""The printed output of `shardwright plan`."""
 
 from collections.abc import Iterable, Sequence
 
@@ -31,11 +31,11 @@ from shardwright.planner.words import (
 from shardwright.system.units import GiB, format_bytes, format_count, format_seconds
 
 ROUNDING = 1e-9
-"""Share of a step below which a part is what is left of a difference of equal numbers."""
+"""Share of a step below which a part is only the rounding error of a difference of equal numbers."""
 
 
 def print_job(job: Job, name: str) -> None:
-    """What was asked."""
+    """Print the model, the cluster and the batch of the job."""
     console.print(
         f"[bold]{name}[/], {format_count(job.model.n_parameters)} parameters, on [bold]{job.cluster.name}[/]: "
         f"{job.global_batch:,} {'sequence' if job.global_batch == 1 else 'sequences'} of {job.seq_len:,} "
@@ -60,8 +60,8 @@ def print_plan(
     budget_tokens: float | None,
     took_s: float,
 ) -> None:
-    """The layouts to choose from, the recommended one, the fastest ones, and why not others. `whole`: the plan of all
-    accelerators that were asked for; `own`: the layout of the run file."""
+    """Print the layouts to choose from, the recommended layout, the fastest layouts, and why others are not
+    recommended. `whole`: the plan of all requested accelerators; `own`: the layout of the run file."""
     taken = plan.recommended
     assert taken is not None
     n_fit, memory = len(plan.pool), plan.job.cluster.accelerator.memory_bytes
@@ -100,7 +100,7 @@ def print_plan(
 
 
 def _print_compared(plan: Plan, taken: PricedLayout, own: Alternative | None) -> None:
-    """The layouts to choose from, a line each: that of the run file first, then the recommended one."""
+    """Print the layouts to choose from, one line each: the run file's layout first, then the recommended layout."""
     table = columns("", "step", "slower", "memory", "layout", left=1)
     table.columns[-1].justify = "left"
     for name, each in compared(plan, own):
@@ -118,7 +118,7 @@ def _restricted(plan: Plan) -> str:
 
 
 def print_layout(priced: PricedLayout, limit_bytes: float, budget_tokens: float | None) -> None:
-    """One layout: what it is, how fast, where time and memory go, and what to look out for."""
+    """Print one layout: its choices, its speed, its time and memory by part, and its warnings."""
     console.print(f"[bold]{priced.choice}[/]", soft_wrap=True)
     table = columns("", "", "", left=3)
     for row in choices_in_words(priced.job, priced.choice):
@@ -148,7 +148,7 @@ def _print_budget(priced: PricedLayout, budget_tokens: float) -> None:
 
 
 def print_nothing_fits(plan: Plan, margin: float, remedies: Sequence[PlanRemedy]) -> None:
-    """What is nearest, and what would make it fit."""
+    """Print the layout that is nearest to fitting, and the changes that would make it fit."""
     nearest, memory = plan.survey.nearest, plan.job.cluster.accelerator.memory_bytes
     console.print(
         f"[bold red]nothing fits:[/] all {plan.survey.n_layouts:,} layouts{_restricted(plan)} need more than "
@@ -167,7 +167,7 @@ def print_nothing_fits(plan: Plan, margin: float, remedies: Sequence[PlanRemedy]
 
 
 def print_explained(lines: Iterable[str]) -> None:
-    """Every formula with its numbers, by section."""
+    """Print every formula with its numbers, by section."""
     for line in lines:
         if line.startswith(" "):
             print_text(line)
@@ -232,7 +232,7 @@ def _print_warnings(found: Sequence[str]) -> None:
 
 
 def _print_top(plan: Plan, taken: PricedLayout) -> None:
-    """The fastest layouts, each with what it chooses otherwise than the recommended one."""
+    """Print the fastest layouts, each with its differences from the recommended layout."""
     table = columns("", "step s", "slower", "MFU", "GiB", "instead", left=0)
     table.columns[-1].justify, table.columns[-1].overflow = "left", "fold"
     rows = worth_a_row(plan.best, taken)

@@ -1,4 +1,4 @@
-"""shardwright quickstart: from nothing to a trained model, on text that every Python has on its disk."""
+"""shardwright quickstart: train a model from scratch, on text that every Python installation has on its disk."""
 
 import os
 import shutil
@@ -75,7 +75,7 @@ VOCAB_SIZE = 512
 
 @dataclass(frozen=True)
 class QuickstartPaths:
-    """Where quickstart puts what it makes."""
+    """The paths of the files and folders that quickstart makes."""
 
     corpus: Path
     data: Path
@@ -116,7 +116,7 @@ def quickstart(
 
 
 def _gather(corpus: Path, say: Any) -> None:
-    """Copy Python sources into `corpus`, whole or not at all."""
+    """Copy Python sources into `corpus`, completely or not at all."""
     if corpus.is_dir():
         say(f"1 corpus      {corpus} is there already")
         return
@@ -146,19 +146,19 @@ def _gather(corpus: Path, say: Any) -> None:
 
 
 def _sources() -> Iterator[Path]:
-    """Folders of Python source, the standard library first; more only where that is short."""
+    """Yield folders of Python source: the standard library, and installed packages in case it is too small."""
     paths = sysconfig.get_paths()
     yield Path(paths["stdlib"])
     yield Path(paths["purelib"])
 
 
 def _wanted(path: Path) -> bool:
-    """Not installed packages inside the library, nor its tests, which are long and much alike."""
+    """Return whether a file is in neither an installed package nor the library's tests, which are repetitive."""
     return not {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"} & set(path.parts)
 
 
 def _tokenise(places: QuickstartPaths, say: Any) -> int:
-    """Make token shards of the corpus, if there are none; the size of their vocabulary."""
+    """Make token shards of the corpus, if there are none, and return the size of their vocabulary."""
     from shardwright.data.prepare import prepare
     from shardwright.data.shards import DataManifest
 
@@ -176,7 +176,7 @@ def _tokenise(places: QuickstartPaths, say: Any) -> int:
 
 def _write_run_file(places: QuickstartPaths, steps: int, vocab_size: int) -> RunConfig:
     text = RUN_FILE.format(
-        out=places.run.name,  # beside the run file
+        out=places.run.name,  # next to the run file
         data=places.data.name,
         steps=steps,
         warmup=min(20, steps // 4),
@@ -187,7 +187,7 @@ def _write_run_file(places: QuickstartPaths, steps: int, vocab_size: int) -> Run
 
 
 def _train(config: RunConfig, places: QuickstartPaths, say: Any, quiet: bool) -> bool:
-    """Whether all steps are done; they are not where a signal asked to stop."""
+    """Train, and return whether all steps are done; they are not if a signal stopped the run."""
     from shardwright.training.checkpoint.store import CheckpointStore
     from shardwright.training.start import start
 
@@ -203,7 +203,7 @@ def _train(config: RunConfig, places: QuickstartPaths, say: Any, quiet: bool) ->
 
 
 def _show(places: QuickstartPaths, say: Any) -> dict[str, Any]:
-    """Pictures and a sample from what the run left; what it came to."""
+    """Draw the pictures of the run, print a sample, and return the results."""
     from shardwright.generation.generate import GenerationRequest, generate
     from shardwright.generation.sampling import Sampling
     from shardwright.report.curves import draw_curves

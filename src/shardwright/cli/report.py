@@ -1,4 +1,4 @@
-"""shardwright report: the results of a run, or of several: numbers, a picture of the curves, and one HTML page."""
+"""shardwright report: the results of one or several runs: numbers, a picture of the curves, and one HTML page."""
 
 import dataclasses
 from collections import Counter
@@ -96,7 +96,7 @@ def report(
 
 
 def _compare(runs: list[RunRecord], page: Path, picture: Path | None, timeline: Path | None, json: bool) -> None:
-    """The page and the picture of several runs."""
+    """Write the page and the picture of several runs."""
     if timeline is not None:
         raise InputError(f"--timeline {timeline} is for one run, and {len(runs)} are given; leave it out")
     losses = picture or page.with_suffix(".png")
@@ -117,8 +117,8 @@ def _compare(runs: list[RunRecord], page: Path, picture: Path | None, timeline: 
 
 
 def _place_of_timeline(run: RunRecord, asked: Path | None) -> Path | None:
-    """Where the timeline of the pipeline goes; None where there is none. Raises InputError if one is asked for then,
-    and for another suffix than those of a picture and a trace."""
+    """Return the path of the pipeline's timeline, or None if there is no timeline. Raises InputError if a timeline is
+    requested and there is none, and for a suffix that is neither a picture's nor a trace's."""
     if run.pipeline is not None:
         place = asked or run.folder / TIMELINE
         if place.suffix.lower() not in (".svg", ".json"):

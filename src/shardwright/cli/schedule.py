@@ -1,4 +1,4 @@
-"""shardwright schedule: what a pipeline schedule does, and what it costs, in a simulation."""
+"""shardwright schedule: simulate a pipeline schedule and show its costs."""
 
 import dataclasses
 import math
@@ -39,12 +39,12 @@ SORTS: dict[str, Callable[[Simulation, float], float | str]] = {
     "memory": lambda simulation, kept: max(simulation.peak_memory_shares(kept)),
     "name": lambda simulation, kept: simulation.schedule.name,
 }
-"""What `--sort` sorts by; the second number is `--kept-for-weight`."""
+"""The quantity of each value of `--sort`; the second argument is `--kept-for-weight`."""
 
 
 @dataclass(frozen=True)
 class ScheduleOptions:
-    """Arguments and options of the verb."""
+    """Arguments and options of `schedule`."""
 
     name: Annotated[str | None, typer.Option("--schedule", metavar="NAME", help=", ".join(names()))] = None
     pp: Annotated[int | None, typer.Option(metavar="P", help="ranks of the pipeline")] = None
@@ -95,7 +95,7 @@ class ScheduleOptions:
 
 
 MOST_PASSES = 2**20
-"""Micro-batches through a stage that a schedule may have: a minute and some GiB."""
+"""Most passes of a micro-batch through a stage in a schedule. The largest takes a minute and some GiB."""
 
 
 @reading_verb
@@ -140,8 +140,8 @@ def schedule(options: ScheduleOptions) -> None:
 
 
 def _check(options: ScheduleOptions) -> Times:
-    """The times of the actions. Raises InputError for options that are missing, do not go together, or name no place to
-    write to."""
+    """Return the times of the actions. Raises InputError for options that are missing, are not valid together, or name
+    a path that cannot be written."""
     wrong = []
     asked = {"--schedule": options.name, "--compare": options.compare_all or None, "--read": options.read}
     given = [option for option, value in asked.items() if value is not None]
@@ -183,7 +183,7 @@ def _check(options: ScheduleOptions) -> Times:
 
 
 def _times(text: str, comm: float) -> Times:
-    """`--times` and `--comm`. Raises InputError with everything that is wrong with them."""
+    """Return the times of `--times` and `--comm`. Raises InputError with every problem of both."""
     wrong = []
     try:
         forward, backward_input, weight = times = [float(part) for part in text.split(",")]
@@ -202,7 +202,7 @@ def _times(text: str, comm: float) -> Times:
 
 
 def _schedule(options: ScheduleOptions, times: Times) -> Schedule:
-    """The one schedule that is asked for. Raises InputError."""
+    """Return the requested schedule. Raises InputError."""
     if options.read is not None:
         schedule = read_table(options.read)
     else:
@@ -217,7 +217,7 @@ def _schedule(options: ScheduleOptions, times: Times) -> Schedule:
 
 
 def _write(simulations: Sequence[Simulation], options: ScheduleOptions) -> list[Path]:
-    """Write what is asked for; returns where to."""
+    """Write the requested files and return their paths."""
     drawing, csv = options.drawing, options.csv
     if drawing is not None:
         timelines = [planned(simulation, options.kept_for_weight) for simulation in simulations]
@@ -231,7 +231,7 @@ def _write(simulations: Sequence[Simulation], options: ScheduleOptions) -> list[
 
 
 def _document(simulation: Simulation, kept_for_weight: float) -> dict[str, Any]:
-    """Everything about a schedule, for machines."""
+    """Return all numbers of a schedule as a JSON object."""
     schedule = simulation.schedule
     return {
         "schedule": schedule.name,
@@ -339,7 +339,7 @@ def _print_all(simulations: Sequence[Simulation], refused: dict[str, str], kept_
 
 
 def _bubble_of_makespan(simulation: Simulation) -> float:
-    """The share of the makespan in which ranks are idle, before their first action and after their last included."""
+    """Return the share of the makespan in which ranks are idle, also before their first and after their last action."""
     makespan, work = simulation.makespan, simulation.work
     return 1 - sum(work) / (len(work) * makespan) if makespan else 0.0
 

@@ -8,8 +8,8 @@ IDLE = "\N{MIDDLE DOT}"
 
 
 def timeline_text(timeline: ScheduleTimeline, width: int) -> Text | None:
-    """A line a rank: op and micro-batch where an action starts, as long as the action lasts, a dot where nothing is
-    done. None if the shortest action would have no room for its name in `width` characters."""
+    """Return a line for each rank: op and micro-batch at the start of an action, as long as the action lasts, and a dot
+    where the rank is idle. None if the shortest action has no room for its name in `width` characters."""
     actions = [each for spans in timeline.spans for each in spans if each[2] > each[1]]
     if not actions:
         return None

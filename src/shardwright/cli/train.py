@@ -1,4 +1,4 @@
-"""shardwright train: run a run file, with local workers if it needs several and no one has started them."""
+"""shardwright train: run a run file, with local workers if it needs several ranks and no launcher started them."""
 
 import os
 from dataclasses import replace
@@ -80,8 +80,8 @@ def train(
 
 
 def _refuse_what_does_not_fit(config: RunConfig) -> None:
-    """Raises InputError for a run that needs more memory than a rank has, with what would help; and under torchrun and
-    srun, where every rank would run dry."""
+    """Raise InputError if the run needs more memory than a rank has, with remedies, and under torchrun and srun, where
+    every rank would do the dry run."""
     from shardwright.dry_run.run import dry_run, fullest_by_plan, how_of
     from shardwright.training.ranks import ProcessRank, pick_device, place_from_environment
     from shardwright.training.settle import memory_of

@@ -31,7 +31,7 @@ DAY_S = 24 * 3600.0
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """Arguments and options of the verb."""
+    """Arguments and options of `verify`."""
 
     run_file: Annotated[Path | None, typer.Argument(help="the run file, TOML; see examples/")] = None
     overrides: Overrides = None
@@ -138,7 +138,7 @@ def verify(options: VerifyOptions) -> None:
 
 
 def _settled(config: "RunConfig") -> "RunConfig":
-    """The run file with a recomputation in the place of "auto", as for this machine unless it says `memory_gib`."""
+    """Return the run file with "auto" recomputation resolved, for this machine unless `memory_gib` is set."""
     from shardwright.config.settle import needs_memory, settled
     from shardwright.system.processes import share_bytes
 
@@ -150,14 +150,14 @@ def _settled(config: "RunConfig") -> "RunConfig":
 
 
 def _is_too_large(configs: "Sequence[RunConfig]", options: VerifyOptions) -> bool:
-    """Whether one layout is verified that has more ranks than this machine can hold."""
+    """Return whether one layout is verified that has more ranks than this machine can run."""
     from shardwright.verification.reduce import most_ranks
 
     return len(configs) == 1 and not options.full and configs[0].layout.layout().world_size > most_ranks()
 
 
 def _reduced(verifier: "Verifier", config: "RunConfig", options: VerifyOptions) -> None:
-    """Verify the layout with fewer ranks of each axis."""
+    """Verify the layout with fewer ranks on each axis."""
     from shardwright.verification.reduce import most_ranks, reduced
 
     pairs, why = reduced(_true_case(config, options), config.layout.layout(), most_ranks())
@@ -170,7 +170,7 @@ def _reduced(verifier: "Verifier", config: "RunConfig", options: VerifyOptions) 
 
 
 def _of_matrix(config: "RunConfig", world_size: int, options: VerifyOptions) -> "list[tuple[Case, Layout]]":
-    """What is trained with each layout of so many ranks."""
+    """Return the case to train and the layout, for each layout of `world_size` ranks."""
     from shardwright.model.number_formats import replica_problems
     from shardwright.verification.cut_case import cut_each
     from shardwright.verification.matrix import layouts
@@ -192,11 +192,11 @@ def _of_matrix(config: "RunConfig", world_size: int, options: VerifyOptions) -> 
 
 
 def _sides(configs: "Sequence[RunConfig]", options: VerifyOptions) -> "list[tuple[Case, Layout]]":
-    """What is trained and the layout that is verified, for each run file."""
+    """Return the case to train and the layout to verify, for each run file."""
     from shardwright.verification.cut_case import cut, cut_layout
 
     chosen = [each.layout.layout() for each in configs]
-    # Both sides train on one global batch: it is reduced for the side with the larger micro-batches.
+    # Both sides train on one global batch, which is reduced for the side with the larger micro-batches.
     true = _true_case(max(configs, key=lambda each: each.batch.micro_batch), options)
     case = true if options.full else cut(true, chosen)
     cases = [
@@ -232,8 +232,8 @@ def dtype_problems(dtype: str) -> list[str]:
 
 
 def _configs(run_file: Path, options: VerifyOptions) -> "list[RunConfig]":
-    """The run file, and its second form if there is one. Raises InputError with everything that is wrong with the
-    options and with the run file."""
+    """Return the run file, and its second form if there is one. Raises InputError with every problem of the options and
+    of the run file."""
     from shardwright.config import flat, load
 
     overrides, overrides_b = options.overrides or [], options.overrides_b

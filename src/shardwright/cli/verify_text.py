@@ -1,4 +1,4 @@
-"""What `shardwright verify` prints."""
+"""The printed output of `shardwright verify`."""
 
 import re
 import time
@@ -36,7 +36,7 @@ def sizes(config: "RunConfig", case: "Case") -> str:
 
 
 def print_report(report: "Report", sizes: str) -> None:
-    """The verdict and the culprit, and then what was compared."""
+    """Print the verdict, the culprit and the comparisons."""
     failing = sorted((row for row in report.rows if not row.equal), key=lambda row: -row.excess)
     said, count = "losses, norms, gradients and parameters", len(report.rows)
     if report.equal:
@@ -77,8 +77,8 @@ def print_report(report: "Report", sizes: str) -> None:
 
 
 class MatrixLines:
-    """Prints comparisons, a line each, as they come: of all of them, in order, `names`. Names come last, since some are
-    longer than all else."""
+    """Printer of a line for each comparison when it is done. `names`: the names of all comparisons, in order. The name
+    is the last column, because some names are longer than all other columns."""
 
     def __init__(self, names: Sequence[str], what: str = "layout") -> None:
         self._names = iter(names)
@@ -86,7 +86,7 @@ class MatrixLines:
         self._line("", "error", "tolerance", "replicas", "worst at", what, style="bold")
 
     def add(self, report: "Report") -> None:
-        """The next one that has been compared, or whose ranks failed."""
+        """Print the next comparison, which has finished or whose ranks failed."""
         name = next(self._names)
         if report.crash:
             self._line("failed", "", "", "", report.crash.splitlines()[0], name, style="red")
@@ -106,7 +106,7 @@ class MatrixLines:
         )
 
     def end(self, reports: Sequence["Report"]) -> None:
-        """The verdict, after the last layout."""
+        """Print the verdict, after the last layout."""
         console.print()
         for alike in self._reasons.values():
             others = f" (and {len(alike) - 1} alike, none wider)" if len(alike) > 1 else ""
@@ -129,7 +129,7 @@ class MatrixLines:
 
 
 def collect(verifier: "Verifier", pairs: "Sequence[tuple[Case, Layout]]", lines: MatrixLines | None) -> "list[Report]":
-    """The report of each case and layout; `lines`, if there are any, prints each as it comes."""
+    """Return the report of each case and layout. `lines`, if given, prints each report when it is done."""
     reports: list[Report] = []
     began_s = time.monotonic()
     with error_console.status(f"0 of {len(pairs)}") as status:

@@ -1,4 +1,4 @@
-"""shardwright watch: a run while it goes on: loss, speed, memory, ranks, checkpoints, events."""
+"""shardwright watch: a running run's loss, speed, memory, ranks, checkpoints and events."""
 
 import sys
 import time
@@ -17,7 +17,7 @@ from shardwright.training.metrics import line
 
 LEAST_EVERY_S, MOST_EVERY_S = 0.1, 3600.0
 START_S = 60.0
-"""How long a run that is starting is waited for: until its first process has written the run file and metrics.jsonl."""
+"""How long to wait for a starting run's first process to write the run file and metrics.jsonl."""
 
 
 @reading_verb
@@ -57,8 +57,8 @@ def watch(
 
 
 def _started(folder: Path) -> FollowedRun:
-    """The run in a folder, waited for up to `START_S` seconds where a run may be starting there. Raises InputError for
-    a folder that is not one of a run, at once if it has files of something else."""
+    """Return the run in a folder; wait up to `START_S` seconds if a run may be starting there. Raises InputError for a
+    folder that is not one of a run, at once if it contains other files."""
     end_s = time.monotonic() + START_S
     waits = False
     while True:
@@ -75,7 +75,7 @@ def _started(folder: Path) -> FollowedRun:
 
 
 def _live(run: FollowedRun, every: float) -> None:
-    """The page in the place of the terminal's content until the end; the last page stays."""
+    """Show the page instead of the terminal's content until the run ends; the last page stays."""
     try:
         with Live(page(run), console=console, screen=True, auto_refresh=False) as live:
             while not run.has_ended:
@@ -87,7 +87,7 @@ def _live(run: FollowedRun, every: float) -> None:
 
 
 def _lines(run: FollowedRun, news: NewRecords, every: float) -> None:
-    """What is written, line by line; of what was there before the last lines."""
+    """Print records as they are written, line by line; of the earlier records only the last lines."""
     _say(news, run.config.steps, len(news.events) - SHOWN_LINES)
     while not run.has_ended:
         time.sleep(every)

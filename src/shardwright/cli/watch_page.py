@@ -29,14 +29,14 @@ from shardwright.system.units import format_bytes, format_count, format_seconds,
 EVENTS_SHOWN = 8
 CHECKPOINTS_SHOWN = 4
 LOCAL_SHOWN = 2
-"""Of the local ones, as many as a host keeps."""
+"""Most local checkpoints that are shown: the number that a host keeps."""
 _HEIGHTS = "▁▂▃▄▅▆▇█"
 _WIDTH = 32
-"""Characters of a line of values."""
+"""Width of a chart of values, in characters."""
 
 
 def page(run: FollowedRun) -> RenderableType:
-    """All that is to be seen of a run as it was at its last look."""
+    """Return the whole page of a run as it was at its last look."""
     title = f"{model_in_words(run.config)}, on {layout_in_words(run.config.layout.layout())}"
     parts: list[RenderableType] = [Text(title, style="bold"), Text(f"{run.folder}: {state_in_words(run)}")]
     parts.append(_numbers(run))
@@ -68,7 +68,7 @@ def state_in_words(run: FollowedRun) -> str:
 
 
 def _way_on(run: FollowedRun) -> str:
-    """How a run whose process is gone continues, unless what started it (`--max-restarts`, a scheduler) does so."""
+    """Return how to continue a run whose process is gone, if its launcher (`--max-restarts`, a scheduler) does not."""
     saved = resumable(run.folder, run.config.checkpoint.local)
     if not saved:
         return "no checkpoint is complete, so it can only start anew"
@@ -81,7 +81,7 @@ def _ago(run: FollowedRun) -> str:
 
 
 def _numbers(run: FollowedRun) -> Table:
-    """Name and value of what is logged, with how it went so far."""
+    """Return a table with name and latest value of each logged quantity, and a chart of its values so far."""
     table = Table.grid(padding=(0, 2))
     done = f"{run.step / run.config.steps:.0%}"
     table.add_row("steps", done, ProgressBar(total=run.config.steps, completed=run.step, width=_WIDTH), "")
@@ -113,8 +113,8 @@ def _numbers(run: FollowedRun) -> Table:
 
 
 def drawn(values: Sequence[float], width: int) -> str:
-    """Values as a line of at most `width` blocks, from the lowest to the highest; each is the mean of its part. A gap
-    stands for what is not finite."""
+    """Return values as a line of at most `width` blocks, from the lowest to the highest; each is the mean of one part.
+    A gap is a part without a finite value."""
     if len(values) < 2:
         return ""
     n_blocks = min(width, len(values))
@@ -128,7 +128,7 @@ def drawn(values: Sequence[float], width: int) -> str:
 
 
 def _ranks(run: FollowedRun) -> RenderableType | None:
-    """Where the ranks are, and how long each computes; of many, those that take longest."""
+    """Return a table of the ranks' states and computing times; of many ranks, only the slowest."""
     n_ranks = run.config.layout.layout().world_size
     last = run.train[-1] if run.train else None
     own_s = last.own_s_by_rank if last is not None else ()
@@ -162,7 +162,7 @@ def _slowest(last: TrainRecord) -> str:
 
 def _checkpoints(run: FollowedRun) -> RenderableType | None:
     there, saved = run.checkpoints, [record for record in run.others if isinstance(record, CheckpointRecord)]
-    # A run that is done has deleted its local ones; one that was killed goes on from them.
+    # A run that is done has deleted its local checkpoints; a run that was killed continues from them.
     local = [] if run.is_done else [record for record in saved if record.local]
     if not there and not local:
         return None
@@ -180,7 +180,7 @@ def _checkpoints(run: FollowedRun) -> RenderableType | None:
 
 
 def _costs(saved: CheckpointRecord | None) -> tuple[str, str, str]:
-    """Bytes and seconds of a checkpoint, if they are known."""
+    """Return bytes and seconds of a checkpoint, if they are known."""
     if saved is None:
         return "", "", ""
     return format_bytes(saved.n_bytes), format_seconds(saved.took_s), format_seconds(saved.blocked_s)

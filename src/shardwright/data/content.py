@@ -65,7 +65,7 @@ def _decompressed(path: File, file: Any, magic: bytes) -> Any:
 def kind_of(path: File, text_key: str | None) -> Kind:
     """Return how a file is read. `text_key`: the field of a record that has its text; None: every object is a record.
 
-    Raises DataError for records without that field in a file whose name does not say that it has records.
+    Raises DataError for records without that field in a file whose name does not identify it as a file of records.
     """
     if suffix(path) in _LINES:
         return "lines"

@@ -211,7 +211,7 @@ class DataManifest(_Record):
         return problems
 
     def _tokenizer_problems(self, folder: Path) -> list[str]:
-        """Return the problem of a tokenizer that is not the one that made the token ids."""
+        """Return the problem of a tokenizer that did not make the token ids, if it did not."""
         actual = hashlib.sha256(read_bytes(folder / self.tokenizer_file, LONGEST_TOKENIZER)).hexdigest()
         if actual == self.tokenizer_sha256:
             return []

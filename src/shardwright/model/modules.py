@@ -34,7 +34,7 @@ Kind = Literal["matrix", "embedding", "head", "norm", "bias", "router", "expert"
 """`matrix`: a hidden matrix; `balance`: not trained by gradients, updated from the load of the experts."""
 Split = Literal["column", "kv_column", "row", "vocabulary", "replicated", "per_head", "experts"]
 Tokens = Literal["all", "routed"]
-"""The tokens of a matmul: all, or those that the router sends to an expert."""
+"""The tokens of a matmul: all tokens, or the tokens that the router sends to an expert."""
 
 SPLIT_DIM: dict[Split, int] = {"column": 0, "kv_column": 0, "vocabulary": 0, "row": 1}
 """The dim of a parameter that is sharded over tp; with the other splits it is replicated."""

@@ -39,7 +39,7 @@ Part = Callable[..., Tensor | tuple[Tensor, ...]]
 
 
 class SavedTensor(Protocol):
-    """A handle that is saved in place of a tensor for the backward pass."""
+    """A handle that is saved instead of a tensor for the backward pass."""
 
     def read(self) -> Tensor:
         """Return the tensor."""
@@ -220,7 +220,7 @@ class _RecomputedView(NamedTuple):
 
 
 def _keep(x: Tensor) -> Tensor | SavedTensor:
-    """Return the object to save for the backward pass in place of a tensor: a reference if a part can recompute it."""
+    """Return the object to save for the backward pass instead of a tensor: a reference if a part can recompute it."""
     if type(x) in (Tensor, FakeTensor) and _outputs:
         output = _outputs.get(storage_id(x.untyped_storage()))
         # An output that was changed in place later differs from the part's result.

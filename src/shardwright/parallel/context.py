@@ -1,7 +1,7 @@
 """Context parallelism: causal attention over a sequence whose tokens are sharded over a group of ranks.
 
-All other modules compute each token on its own, so only attention communicates. `split/sequence.py` says which tokens a
-rank holds. Communication of one layer per rank, in messages or calls and in elements:
+All other modules compute each token on its own, so only attention communicates. `split/sequence.py` assigns tokens to
+ranks. Communication of one layer per rank, in messages or calls and in elements:
 
 | method           | forward                               | backward                                     |
 | ---------------- | ------------------------------------- | -------------------------------------------- |

@@ -1,6 +1,6 @@
 """Context parallelism with attention within documents: which keys are sent to which rank, and attention to them.
 
-`split/documents.py` says which tokens a rank holds, and plans its attention from the lengths of the documents: causal
+`split/documents.py` assigns tokens to ranks, and plans a rank's attention from the lengths of the documents: causal
 squares of its own tokens and, for the keys of each other rank, rectangles of tokens of one document. A rank sends keys
 and values of needed tokens directly to the rank that needs them, and gradients directly back; between two ranks
 without a common document there is no message and no work. Communication of one layer per rank, where the others need

@@ -62,7 +62,7 @@ class ParallelModel:
     ) -> None:
         """`named`: the parameters of each part that are optimised and saved; `plain`: the plain tensors that a part
         computes with where the former are DTensors; `holders`: the ranks of `pp` that hold each parameter of the whole
-        model; `stage_groups`: the process groups of those sets of ranks; `masters`: of each part, where it
+        model; `stage_groups`: the process groups of these sets of ranks; `masters`: of each part, where it
         computes with copies of the parameters; `expert_mesh`: the mesh of the experts, where it is another than the
         mesh of the other parameters; `compression_state`: what compressed gradients keep from step to step, by
         `KIND/NAME`; `on_host`: the activations that each part keeps on the host, if the layout has them there."""
@@ -73,7 +73,7 @@ class ParallelModel:
         """The parameters that are optimised and saved, by their names in the whole model. With FSDP these are the
         shards; `named_parameters()` of a part returns gathered tensors while a block is gathered."""
         self.plain_parameters = first_of_each(plain)
-        """The plain tensors that the parts use in place of DTensors, by name; they share memory with the DTensors."""
+        """The plain tensors that the parts use instead of DTensors, by name; they share memory with the DTensors."""
         self.held_on = holders
         """For each parameter of the whole model, the ranks of `pp` that hold it."""
         self.holders = [len(holders[name]) for name in self.named_parameters]

@@ -26,7 +26,7 @@ def gradient_norm(
 
     Squares are summed over the mesh axes along which a gradient is sharded, not over the axes along which it is
     replicated; gradients on different meshes are added after the sum over each mesh. `stages` is the process group of
-    pp, over which the squares are summed last. `holders`: for each parameter, the number of those ranks that hold it;
+    pp, over which the squares are summed last. `holders`: for each parameter, the number of ranks of pp that hold it;
     each of them adds that fraction of its square. `local_norms` is filled with this rank's norms.
     """
     groups: dict[tuple[DeviceMesh | None, tuple[int, ...], int], dict[int, Tensor]] = defaultdict(dict)

@@ -70,7 +70,7 @@ class ActivationsOnHost:
         block.forward = forward
 
     def keep(self, x: Tensor) -> "Tensor | OffloadedView":
-        """Return the tensor to save in place of `x` for the backward pass, or a handle of its copy."""
+        """Return the tensor to save instead of `x` for the backward pass, or a handle of its copy."""
         layer = self._layer
         if layer is None or layer.leaving is None or type(x) not in (Tensor, FakeTensor) or x.is_conj() or x.is_neg():
             return x

@@ -37,7 +37,7 @@ def layouts(spec: ModelSpec, world_size: int, seq_len: int) -> list[Layout]:
     Last come layouts with recomputation, a chunked loss, offload and compression (`LayoutKey.in_turn`): one of each
     combination of degrees, and more until any two values of these keys, and any value with each axis, with token shards
     and with a split backward pass, are together in one of them, if a layout can have both. Keys left at their default
-    say why (`LayoutKey.unverified`).
+    have a reason (`LayoutKey.unverified`).
 
     Choices that change nothing stay at their default: sequence_parallel without tp, cp_method without cp, "usp" with
     all or none of cp given to Ulysses, ep without experts, and ZeRO with nothing to shard over.

@@ -104,7 +104,7 @@ class Verifier:
 
     def parities(self, pairs: Sequence[tuple[Case, Layout]]) -> Iterator[Report]:
         """Yield `parity` of each case and layout with one process, in order, as they are done; several run at once. If
-        a rank crashes or hangs, its report says so and the others continue (`outcome`)."""
+        a rank crashes or hangs, its report contains the crash and the others continue (`outcome`)."""
         world_size = max(layout.world_size for _, layout in pairs)
         # While some ranks wait for each other, or this process compares, ranks of another world run.
         at_once = max(1, min(4, most_ranks() // world_size))

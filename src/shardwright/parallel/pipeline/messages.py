@@ -1,6 +1,6 @@
 """Asynchronous point-to-point messages between the ranks of `pp`.
 
-A rank's list says where it starts the messages of an exchange (`schedule.messages`). Each exchange is one
+A rank's list defines where it starts the messages of an exchange (`schedule.messages`). Each exchange is one
 `batch_isend_irecv` on a process group of its two ranks. Sends and receives return at once; an action waits only for the
 tensor that it needs; a sent tensor is freed when its send is complete.
 

@@ -31,8 +31,8 @@ class TiedParameters:
         holders: Mapping[str, tuple[int, ...]],
         groups: Mapping[tuple[int, ...], dist.ProcessGroup],
     ) -> None:
-        """`named`: the parameters of each stage that are optimised; `plain`: the plain tensors that a stage uses in
-        place of DTensors; `holders`: the ranks of `pp` that hold each parameter; `groups`: the process groups of sets
+        """`named`: the parameters of each stage that are optimised; `plain`: the plain tensors that a stage uses
+        instead of DTensors; `holders`: the ranks of `pp` that hold each parameter; `groups`: the process groups of sets
         of several ranks."""
         firsts = first_of_each(named)
         self._pairs = [
