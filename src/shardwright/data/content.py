@@ -24,7 +24,7 @@ CHUNK_BYTES = 64 * KiB
 _PACKED = (".gz", ".gzip", ".zst", ".bz2", ".xz")
 _LINES = (".jsonl", ".ndjson")
 _BEFORE_RECORDS = "\ufeff\x1e \t\r\n"
-"""What may stand before the first record: U+001E begins each one of a JSON text sequence (RFC 7464)."""
+"""Characters that may precede the first record: U+001E precedes each record of a JSON text sequence (RFC 7464)."""
 
 
 def suffix(path: File) -> str:
@@ -114,7 +114,7 @@ def _kind_of_object(path: File, text_key: str | None) -> Kind:
 
 
 def _first_object(content: bytes) -> Any:
-    """The JSON object with which a file begins, whatever follows; None where there is none."""
+    """Return the JSON object at the start of a file, regardless of the bytes after it; None if there is none."""
     try:
         return json.JSONDecoder().raw_decode(content.decode("utf-8", "replace").lstrip(_BEFORE_RECORDS))[0]
     except (ValueError, RecursionError):

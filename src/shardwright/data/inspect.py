@@ -89,7 +89,7 @@ def packing(tokens: TokenSplit, seq_len: int) -> dict[str, Any]:
     its ranks.
 
     The imbalance is the scores of the rank with the most over the mean, with zig-zag chunks over the sequence and with
-    documents dealt on their own (`split.documents`): `sum` over all steps of the ring, `steps` if ranks wait for each
+    documents assigned one by one (`split.documents`): `sum` over all steps of the ring, `steps` if ranks wait for each
     other after each step, `worst` the sum of the worst sequence; `sent`: keys that are sent, as a fraction of the keys
     that a ring over whole sequences sends. Computed for SHOWN_SEQUENCES sequences, spread evenly, and for the RINGS
     whose zig-zag chunks divide `seq_len`. Raises DataError if the split has fewer tokens.

@@ -22,7 +22,7 @@ def interleaving(weights: tuple[int, ...]) -> np.ndarray:
 
     Of the first n samples x_k are of source k, and |x_k - n w_k / W| <= 1 - 1 / (2K - 2), where W is the sum of the
     weights and K the number of positive weights (Tijdeman 1980, The chairman assignment problem, Discrete Math. 32):
-    each sample goes to the source that must have its next one soonest, among sources that would not get too many.
+    each sample comes from the source whose next sample is due soonest, among sources that would not get too many.
     """
     period, taking = sum(weights), [k for k, weight in enumerate(weights) if weight]
     if len(taking) == 1:

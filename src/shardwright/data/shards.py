@@ -211,7 +211,7 @@ class DataManifest(_Record):
         return problems
 
     def _tokenizer_problems(self, folder: Path) -> list[str]:
-        """Return the problem of a tokenizer that did not make the token ids, if it did not."""
+        """Return a problem if the tokenizer file is not the tokenizer that made the token ids."""
         actual = hashlib.sha256(read_bytes(folder / self.tokenizer_file, LONGEST_TOKENIZER)).hexdigest()
         if actual == self.tokenizer_sha256:
             return []
@@ -358,7 +358,7 @@ class TokenSplit:
         return self._tokens[shard].path, token - self._shard_start(shard)
 
     def where(self, token: int) -> str:
-        """Return `FILE, token N of it`: the place of a token of the split, for messages."""
+        """Return the location of a token of the split for messages: `FILE, token N of it`."""
         file, offset = self.place(token)
         return f"{file}, token {offset} of it"
 

@@ -48,7 +48,7 @@ TOKENIZER_FILES = (
 GENERATION = "generation_config.json"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NO_PADDING = ("pad_token_id", -1)
-"""The padding token in configurations of the first Llama if there is no padding token."""
+"""The key and value that mean "no padding token" in configurations of the first Llama."""
 WITHOUT_SIZE = (
     "quantization_config",
     "rms_norm_eps",

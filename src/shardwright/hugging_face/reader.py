@@ -98,7 +98,7 @@ def _found(expected: list[FileTensor], stored: dict[str, TensorInFile], folder: 
     prefix = folder.architecture.prefix
     if not any(name.startswith(prefix) for name in stored):
         expected = [replace(tensor, name=tensor.name.removeprefix(prefix)) for tensor in expected]
-    # The one matrix of a tied model may be stored under the name of the head alone.
+    # The one matrix of a tied model may be stored only under the name of the head.
     ends, head = folder.architecture.ends, f"{folder.architecture.ends['head']}.weight"
     embeddings = (f"{prefix}{ends['embedding']}.weight", f"{ends['embedding']}.weight")
     if folder.spec.tied_embedding and head in stored and not stored.keys() & set(embeddings):

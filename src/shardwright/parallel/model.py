@@ -64,7 +64,7 @@ class ParallelModel:
         computes with where the former are DTensors; `holders`: the ranks of `pp` that hold each parameter of the whole
         model; `stage_groups`: the process groups of these sets of ranks; `masters`: of each part, where it
         computes with copies of the parameters; `expert_mesh`: the mesh of the experts, where it is another than the
-        mesh of the other parameters; `compression_state`: what compressed gradients keep from step to step, by
+        mesh of the other parameters; `compression_state`: the state that compressed gradients keep between steps, by
         `KIND/NAME`; `on_host`: the activations that each part keeps on the host, if the layout has them there."""
         self.spec, self.parts, self.runner = spec, parts, runner
         self.layout, self.mesh, self.groups = layout, mesh, groups

@@ -127,7 +127,7 @@ def _finite(error: float) -> float | str:
 
 
 def errors(trace: Trace, expected: Trace, kinds: Iterable[str] | None = None, steps: int | None = None) -> Errors:
-    """Return the error of everything that both computed; infinite if there is nothing to compare with."""
+    """Return the error of each number and tensor of `expected`; infinite if `trace` does not contain it."""
 
     def wanted(quantity: TracedQuantity) -> bool:
         return (kinds is None or quantity.kind in kinds) and (steps is None or quantity.step <= steps)

@@ -42,8 +42,8 @@ bfloat16 is wrong by 47 % of a gradient of 11 layers of 128 features; with this 
 def cut(case: Case, layouts: Iterable[Layout]) -> Case:
     """Return a case at test size.
 
-    `layouts` are possible, or impossible, for its model as for the true one; layouts with `stage_layers` after
-    `cut_layout`. All of them can share its batch.
+    Each of `layouts` is possible for its model if and only if it is possible for the true one (a layout with
+    `stage_layers` after `cut_layout`). All of them can share its batch.
     """
     layouts = list(layouts)
     world_size = max(layout.world_size for layout in layouts)

@@ -33,7 +33,7 @@ def cut_optimizer(optimizer: OptimizerSection) -> OptimizerSection:
 
 
 def no_fp8_in(dtype: str, fp8: Fp8) -> str:
-    """Return why fp8 is compared in float64 alone, and the way out."""
+    """Return why fp8 is compared only in float64, and the valid alternatives."""
     return (
         f"dtype={dtype!r} with precision.fp8={fp8.recipe!r}: a sum in another order is another number in {dtype}, "
         f"which may round to the next number of fp8, so that no bound would tell a bug from rounding; valid: "
@@ -42,7 +42,7 @@ def no_fp8_in(dtype: str, fp8: Fp8) -> str:
 
 
 def no_fp8_with(compress_gradients: str, fp8: Fp8) -> str:
-    """Return why fp8 and compressed gradients are compared separately, and the way out."""
+    """Return why fp8 and compressed gradients are compared separately, and the valid alternatives."""
     return (
         f"layout.compress_gradients={compress_gradients!r} with precision.fp8={fp8.recipe!r}: training can have both, "
         f"but weights after an update with rounded gradients are other numbers, which may round to the next number of "

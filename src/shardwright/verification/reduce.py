@@ -88,7 +88,7 @@ def _lowered(degrees: dict[str, int], least: dict[str, int], most: int) -> dict[
 
 
 def _with_degrees(layout: Layout, degrees: dict[str, int]) -> Layout:
-    """Return the layout with other degrees of its axes, and dependent keys: as many experts on a rank as divides, some
+    """Return the layout with other degrees of its axes, and dependent keys: a valid number of experts on a rank, some
     ranks that shard the same experts if there were some, and the stages of a smaller pipeline."""
     changes: dict[str, object] = dict(degrees)
     fold, whole = degrees["dp_shard"] * degrees["cp"] * degrees["tp"], layout.dp_shard * layout.cp * layout.tp
@@ -113,7 +113,7 @@ def _with_degrees(layout: Layout, degrees: dict[str, int]) -> Layout:
 
 def _alike(spec: ModelSpec, layout: Layout, few: Layout) -> ModelSpec:
     """Return the model with as many layers as the stages now have, and one kv head if kv heads were replicated, so that
-    they still are."""
+    they are still replicated."""
     if few.stage_layers:
         spec = replace(spec, n_layers=sum(few.stage_layers))
     replicated = layout.tp * layout.cp_ulysses > spec.n_kv_heads

@@ -77,12 +77,12 @@ def one_process_tolerance(case: Case, alone: Errors, sides: int = 1) -> Toleranc
     """Return a multiple of the error `alone` of one process in the same dtype against float64, for each of the `sides`
     of a comparison that are in that dtype.
 
-    For a tensor: a multiple of its own error there, or, if that is small by luck, of the median of its kind and step.
-    For a parameter after steps of Adam, which divides a gradient by its size and so makes as large a step of an element
-    that is mostly rounding: of the largest of its kind and step, or the error if `_NOISE` of the elements step the
-    other way. For a number (loss, norm, evaluation), which is often right by luck: of the largest error of its kind in
-    any step; for a norm at least `_OF_NORM` of the median gradient's. Initial values are float64's, rounded once.
-    Gradients are never allowed `MOST` or more, at which a missing or doubled gradient would pass.
+    The limit is a multiple of one of these errors in `alone`. A tensor: its own error or, if that is small by luck, the
+    median error of its kind and step. A parameter after steps of Adam, which divides a gradient by its size and so
+    takes a full step for an element that is mostly rounding: the largest error of its kind and step, or the error if
+    `_NOISE` of the elements step the other way. A number (loss, norm, evaluation), which is often right by luck: the
+    largest error of its kind in any step; for a norm at least `_OF_NORM` of the median gradient's error. Initial values
+    are float64's, rounded once. Gradients are never allowed `MOST` or more, where a missing or doubled gradient passes.
     """
     multiple = MULTIPLE * sides
     tensors: dict[TracedQuantity, list[float]] = {}
