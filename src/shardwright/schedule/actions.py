@@ -45,7 +45,7 @@ class Action(NamedTuple):
 
     @property
     def makes(self) -> Result:
-        """Return the result of the action. B has two results; this is the input's gradient, which another action needs."""
+        """The result of the action. B has two; this is the input's gradient, on which another action depends."""
         return self.stage, "I" if self.sends_back else self.op, self.microbatch
 
 
@@ -107,8 +107,8 @@ class Schedule:
 
     @cached_property
     def numbered(self) -> tuple[list[list[int]], list[list[int]], int]:
-        """Return, for every action of every rank, the number of the result on which it depends, or -1, and the number of
-        its own result; and the number of results. Raises ScheduleError for a stage or micro-batch out of range."""
+        """Return, for every action of every rank, the number of the result on which it depends, or -1, and the number
+        of its own result; and the number of results. Raises ScheduleError for a stage or micro-batch out of range."""
         numbers: dict[Result | None, int] = {None: -1}
         for _, (stage, op, microbatch) in self.actions():
             if not (0 <= stage < self.n_stages and 0 <= microbatch < self.n_microbatches):

@@ -2,7 +2,6 @@
 
 The lists are made in rounds. In a round every rank runs its next action, if the result that the action depends on was
 computed at least two rounds before (one round before on the same rank). Then the results of the round that another rank
-computed at least two rounds before (one round before on the same rank). Then the results of the round that another rank
 needs are added to the lists of both ranks; messages between the same two ranks form one exchange. So a receive is
 started at least one action before the action that needs it, if the rank has another action to run, and the message
 overlaps with that action.
