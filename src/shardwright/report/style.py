@@ -82,11 +82,10 @@ SETTINGS: Any = {
 def rendered(
     size_in: tuple[float, float], compose: Callable[["Figure"], None], kind: str, transparent: bool = False
 ) -> bytes:
-    """Return the bytes of a `kind` file (png or svg) with the drawing that `compose` makes on a figure of `size_in`,
-    width and height in inches.
+    """Return a file (`kind` png or svg) of the drawing that `compose` makes on a figure of `size_in`, width and height.
 
     matplotlib is imported here, not earlier. The user's own matplotlib settings are ignored. The figure is made without
-    pyplot, so no display is needed.
+    pyplot, so no display is needed. `size_in` is in inches.
     """
     import matplotlib
     from matplotlib.figure import Figure
