@@ -18,7 +18,7 @@ from shardwright.system.errors import InputError
 from shardwright.system.units import format_bytes, format_count, format_seconds
 
 CPU = "cpu"
-"""The device of a run, and the accelerator of a cluster, without an accelerator."""
+"""The device of a run on a CPU, and the accelerator's name in a cluster of CPUs."""
 _TIMES = ("step_s", "data_s", "forward_backward_s", "optimizer_s")
 UPDATE = "optimizer"
 """The part of a planned step that is compared with the measured time of the optimizer."""
