@@ -1,4 +1,4 @@
-"""Which rank keeps a copy of which other rank's shards, and which files are sent where: pure arithmetic."""
+"""The keeper of each rank's shards on another host, and the file transfers between hosts: pure arithmetic."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

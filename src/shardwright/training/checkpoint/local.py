@@ -202,7 +202,7 @@ class LocalLevel:
         return found
 
     def _is_whole(self, version: tuple[int, str], there: Mapping[int, Sequence[int]]) -> bool:
-        """Return whether the hosts together have all files of a checkpoint, of which this host has some."""
+        """Return whether the hosts together have all files of a checkpoint that this host has a part of."""
         if not self._first or self.hosts.of[self.rank] not in there:
             return False
         manifest = self._read[version[0]]

@@ -1,4 +1,4 @@
-"""The checkpoint plan: which rank writes which boxes of which tensors.
+"""The checkpoint plan: the boxes of each tensor that each rank writes.
 
 Every rank lists its boxes. Rank 0 gathers the lists and assigns each box to one rank. Lists are sent as JSON, because
 PyTorch's own planner would unpickle bytes from the network. A run's tensors keep their names, shapes and shardings, so

@@ -29,8 +29,8 @@ COMPRESSION = "compression/"
 
 def named_tensors(trainer: Trainer) -> dict[str, Tensor]:
     """Return all tensors of a checkpoint: `model/NAME`, `optimizer/KIND/NAME` and, for compressed gradients,
-    `compression/KIND/NAME`. They are the training tensors themselves, on the meta device for those in
-    `stored_tensors`."""
+    `compression/KIND/NAME`. They are the training tensors themselves; tensors of `stored_tensors` are on the meta
+    device."""
     parameters = trainer.model.named_parameters
     state = named_state(trainer.optimizer, parameters.items())
     kept = trainer.model.compression_state

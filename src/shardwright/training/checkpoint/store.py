@@ -81,7 +81,8 @@ class CheckpointStore:
             clear_leftover(path, path.with_name(path.name.removesuffix(_REPLACED)) if replaced else None)
 
     def require_space(self, tensor_bytes: int) -> None:
-        """Raise CheckpointError unless the next checkpoint fits on the disk in addition to those that are kept."""
+        """Raise CheckpointError unless the next checkpoint fits on the disk in addition to the checkpoints that are
+        kept."""
         existing = next(p for p in (self.folder, *self.folder.absolute().parents) if p.exists())
         free, needed = shutil.disk_usage(existing).free, int(tensor_bytes * _SLACK)
         if free < needed:
