@@ -21,7 +21,7 @@ from shardwright.training.sources import Sources, past_stages
 from shardwright.training.step import Trainer
 
 IN_OUT, LOCAL, DURABLE = 2, 1, 0
-"""Location of a checkpoint. Of checkpoints after the same step, the one with the highest number is tried first."""
+"""Location of a checkpoint. If several have the same step, the highest number is tried first."""
 
 
 class RunCheckpoints:

@@ -283,8 +283,8 @@ def tokenizer_file(folder: Path) -> Path | None:
 
 
 def tokenizer_problems(data: Mapping[str, Path], models: Mapping[str, Path], way_out: str = "") -> list[str]:
-    """Return the reasons why token ids of the data differ from those of a model. `data`, `models`: name for the
-    error -> folder. `way_out`: an additional remedy for the error text."""
+    """Return the reasons why the data's token ids do not fit the models. `data`, `models`: name for the error ->
+    folder. `way_out`: an additional remedy for the error text."""
     problems = []
     for model, folder in models.items():
         theirs = tokenizer_file(folder)

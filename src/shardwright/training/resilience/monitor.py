@@ -8,7 +8,8 @@ started them compares the dumps and ends the run; under torchrun and srun, each 
 The time limit of a phase is 5 times its longest duration so far, and at least `faults.hang_after` seconds.
 
 Collectives come from PyTorch's Flight Recorder, which keeps the last 1,000 of each rank (TORCH_FR_BUFFER_SIZE), on gloo
-and NCCL. It does not record point-to-point messages on gloo; `parallel.point_to_point` counts those of pp and cp.
+and NCCL. It does not record point-to-point messages on gloo; `parallel.point_to_point` counts the messages of pp and
+cp.
 """
 
 import json

@@ -76,8 +76,8 @@ class Spike:
 @dataclass(frozen=True)
 class Recheck:
     """Two tries of one step. `first` has a non-finite number. `second` is None if the step can be taken with the
-    second try's `loss` and `norm`. `suspects`: if the tries differ, the ranks one of which has the faulty device, as
-    far as known."""
+    second try's `loss` and `norm`. `suspects`: if the tries differ, the ranks among which one has the faulty device,
+    as far as known."""
 
     first: Spike
     second: Spike | None
