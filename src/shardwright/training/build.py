@@ -29,7 +29,7 @@ def build_model(
     fill: Fill = materialise,
     read: ReadCounts = read_counts,
 ) -> ParallelModel:
-    """Return this rank's part of a run's model. Every rank calls this. `compiled`, `fill`, `read`: as in
+    """Return this rank's part of a run's model; collective. `compiled`, `fill`, `read`: as in
     `parallel.apply.apply`."""
     compute = DTYPES[config.precision.compute]
     return apply(

@@ -25,8 +25,7 @@ _FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"
 
 
 def peak_flops_per_s(device: torch.device, compute_dtype: torch.dtype, tf32: bool = False) -> float | None:
-    """Return the dense peak of a device in FLOP/s, or None if it is unknown. The peak of another device is never
-    substituted."""
+    """Return the dense peak of a device in FLOP/s, or None if unknown; never the peak of another device."""
     if device.type != "cuda":
         return None
     return peak_of_name(torch.cuda.get_device_name(device), compute_dtype, tf32)
@@ -82,14 +81,14 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def configure_malloc() -> None:
-    """Let the C library keep memory freed by CPU tensors, except blocks of at least `MAPPED_BYTES`, which it maps
+    """Let the C library keep memory freed by CPU tensors, except blocks of `MAPPED_BYTES` or more, which it maps
     separately.
 
-    Memory returned to the system is faulted in and zeroed again in each step. If all tensors were returned, a 14M model
-    would have 222,000 page faults, and ZeRO-1 half as many CPU-seconds again. But kept memory is reused poorly: PyTorch
-    aligns blocks to 64 bytes, for which glibc searches for a hole that is 96 bytes larger (its bug 14581). So a block
-    does not fit where a block of the same size was, and splits a larger hole, such as that left by FSDP2's buffers.
-    Does nothing with another C library.
+    Memory returned to the system is faulted in and zeroed again in each step. If all tensors' memory is returned, a 14M
+    model has 222,000 page faults, and ZeRO-1 takes half as many CPU-seconds again. But kept memory is reused poorly:
+    PyTorch aligns blocks to 64 bytes, for which glibc searches for a hole that is 96 bytes larger (its bug 14581). So a
+    block does not fit where a block of the same size was, and splits a larger hole, such as one left by FSDP2's
+    buffers. Does nothing with another C library.
     """
     if not sys.platform.startswith("linux"):
         return

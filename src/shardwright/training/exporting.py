@@ -113,8 +113,7 @@ def _types(tensors: list[FileTensor], weights: Weights, dtype: str | None) -> di
 
 
 def _added_tokens(tokenizer_json: bytes) -> list[str]:
-    """Return a remark on tokens that a tokenizer adds to a text, which data prepared by Shardwright does not
-    contain."""
+    """Return a remark on tokens that a tokenizer adds to a text but that the run's data does not contain."""
     if not (added := Tokenizer.from_buffer(tokenizer_json).encode("").tokens):
         return []
     return [

@@ -1,5 +1,4 @@
-"""The lines that rank 0 prints and the record it writes at the start of a run: model, layout, data, device and
-versions."""
+"""The lines and the record of a run's start on rank 0: model, layout, data, device and versions."""
 
 import math
 import platform
@@ -27,8 +26,8 @@ _GIT_TIMEOUT_S = 5.0
 def header(
     config: RunConfig, sources: Sources, order: MixtureOrder, device: torch.device, first_step: int, first_sample: int
 ) -> list[str]:
-    """Return the lines that describe a run before its first step. `first_step`, `first_sample`: numbers of completed
-    steps and samples."""
+    """Return the lines that describe a run before its first step. `first_step`, `first_sample`: completed steps and
+    samples."""
     batch, steps = config.batch, config.steps - first_step
     tokens_per_step = batch.global_batch * batch.seq_len
     told = _sources(config, sources, order, first_sample, first_sample + steps * batch.global_batch)

@@ -1,8 +1,7 @@
 """The hook interface for everything in a run except taking steps, and the registry of user-defined hooks.
 
 `loop.py` calls every hook of a run at the same places of each step, in the order in which `run.py` lists them. Every
-rank calls the same methods at the same steps, so a hook may communicate. All methods of `Hook` do nothing; a hook
-overrides those that it needs.
+rank calls the same methods at the same steps, so a hook may communicate. All methods of `Hook` do nothing by default.
 """
 
 from collections.abc import Callable, Sequence
@@ -62,9 +61,9 @@ def due_after(config: RunConfig, step: int) -> Due:
 
 @dataclass(frozen=True)
 class TakenStep:
-    """One optimizer step. `step`: number of completed steps, including this one. `samples`: its first running
-    sample, and the one after its last. `rate`: learning rate. `result`: its numbers, on the device. `overflowed`:
-    fp16 skipped the step."""
+    """One optimizer step. `step`: completed steps, including this one. `samples`: its first running sample, and the
+    one after its last. `rate`: learning rate. `result`: its numbers, on the device. `overflowed`: fp16 skipped the
+    step."""
 
     step: int
     samples: tuple[int, int]
@@ -93,8 +92,7 @@ class Hook:
         return True
 
     def after_step(self, taken: TakenStep) -> RunStart | None:
-        """Act after a step. Return the start from which the run continues if it rolls back to a checkpoint,
-        otherwise None."""
+        """Act after a step. Return the start to continue from if the run rolls back to a checkpoint, otherwise None."""
         return None
 
     def before_reading(self, taken: TakenStep) -> None:

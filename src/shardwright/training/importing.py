@@ -34,7 +34,7 @@ from shardwright.training.checkpoint.storage import xxh3_128_of
 from shardwright.training.weights import MODEL, count_not_finite, not_finite_in_words
 
 BLOCK_BYTES = GiB // 4
-"""Maximum size of a shard, unless one row is larger. It is the amount in memory at a time, and the least that a rank
+"""Maximum size of a shard, unless one row is larger: the amount in memory at a time, and the least that a rank
 reads."""
 FILE_BYTES = 4 * GiB
 

@@ -1,5 +1,4 @@
-"""Start the workers of a run on this machine, restart them after a fault, and forward this process's signals to
-them."""
+"""Start the workers of a run on this machine, restart them after a fault, and forward signals to them."""
 
 import os
 import re
@@ -125,8 +124,7 @@ def _has_logged_since(out: Path, time: str) -> bool:
 
 
 def _with_place(error: WorkerError, out: Path, watch: RanksWatch) -> WorkerError:
-    """Record a rank's error as an event. If the rank's process is dead, return the error with its last known
-    position."""
+    """Record a rank's error as an event. Return the error, with the rank's last position if its process is dead."""
     rank = error.rank
     if rank is None or str(error).startswith("no progress"):  # a hang is recorded where it is detected
         return error

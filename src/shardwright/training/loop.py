@@ -43,8 +43,8 @@ class TrainLoop:
         trainer.take_steps_if(self._takes_step)
 
     def run(self, start: RunStart) -> int:
-        """Take the steps after `start`, and again from a checkpoint if a hook rolls back to it. Return the number of
-        completed steps."""
+        """Take the steps after `start`, again after each rollback to a checkpoint. Return the number of completed
+        steps."""
         while isinstance(end := self._steps(start), RunStart):
             start = end
             for hook in self.hooks:
@@ -111,7 +111,7 @@ class TrainLoop:
                 hook.on_save(taken)
 
     def _stop(self, taken: TakenStep) -> None:
-        """Log and save what was not due after the step at which a signal stops the run."""
+        """Log and save after the step at which a signal stops the run, unless already done."""
         left = Due(log=not taken.due.log, evaluate=False, save=not taken.due.save, save_locally=False, last=True)
         taken = replace(taken, due=left)
         self._follow(taken)

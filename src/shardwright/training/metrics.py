@@ -225,8 +225,7 @@ def missing_extras(config: RunConfig) -> list[str]:
 
 
 def _stays(record: Record, resumed_step: int) -> bool:
-    """Return whether a run that resumes after `resumed_step` steps keeps a record, because its step is not taken
-    again."""
+    """Return whether a run that resumes after `resumed_step` steps keeps a record. It takes later steps again."""
     return bool(record["step"] < resumed_step + (record["kind"] != "run"))
 
 

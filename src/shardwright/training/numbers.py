@@ -1,5 +1,4 @@
-"""Hooks that write the records of a run: the numbers of logged steps, read back from the device here, and
-evaluations."""
+"""Hooks that write the records of a run: the numbers of logged steps, read from the device here, and evaluations."""
 
 from dataclasses import fields
 

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class _Stdout:
-    """stdout, with errors ignored if the terminal disappears before SIGHUP arrives, or if stdout is a file on a full
+    """stdout. Errors are ignored if the terminal is gone before SIGHUP arrives, or if stdout is a file on a full
     disk."""
 
     def write(self, text: str) -> int:

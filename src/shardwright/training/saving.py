@@ -22,8 +22,7 @@ from shardwright.training.step import Trainer
 
 
 class SaveCheckpoints(Hook):
-    """Saves the checkpoints of a run and copies them to the durable folder. Every rank calls each method at the same
-    step."""
+    """Saves and copies the checkpoints of a run. Every rank calls each method at the same step."""
 
     def __init__(
         self,
@@ -43,8 +42,7 @@ class SaveCheckpoints(Hook):
 
     @contextmanager
     def during_steps(self, step: int) -> Iterator[None]:
-        """Run the steps after `step` inside the `with` block. On exit, even after an error, no checkpoint is in
-        progress."""
+        """Run the steps after `step` in the `with` block. On exit, even by an error, no checkpoint is in progress."""
         self._saver.prepare()
         with cleaning_up(self._saver.abandon, *([] if self._copier is None else [self._copier.abandon])):
             try:

@@ -46,7 +46,7 @@ def _least(device: torch.device) -> float:
 
 
 def memory_of(device: torch.device, ranks_here: int) -> float:
-    """Return the memory of a rank in bytes: the GPU's, or on a CPU the rank's share of the machine's without process
+    """Return the memory of a rank in bytes: the GPU's, or the rank's share of a CPU machine's without process
     overhead."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)

@@ -29,8 +29,7 @@ from shardwright.training.hooks import RunStart
 
 
 def readable_sources(data: DataSection) -> dict[Path, DataManifest]:
-    """Return the folders of a run's sources, in order, with their manifests. Folders that no longer exist are
-    omitted."""
+    """Return the existing folders of a run's sources, in order, with their manifests."""
     found = {}
     for source in sources_of(data):
         with suppress(DataError):
@@ -39,8 +38,7 @@ def readable_sources(data: DataSection) -> dict[Path, DataManifest]:
 
 
 def ends_of_text(data: DataSection) -> list[int]:
-    """Return the ids of the tokens that end a text: the separators, then the tokens that end answers of
-    conversations."""
+    """Return the ids of tokens that end a text: the separators, then the ends of conversations' answers."""
     manifests = readable_sources(data).values()
     answers = [each.answer_end_id for each in manifests if each.answer_end_id is not None]
     return list(dict.fromkeys([*(each.separator_id for each in manifests), *answers]))
@@ -107,8 +105,7 @@ class Sources:
 
     def mean(self, step: int, values: Mapping[str, float]) -> float:
         """Return the mean of `values` over sources, with the mixture weights of step number `step` (the first step
-        for 0). Sources without a value are omitted. If none of the remaining sources takes part, they have equal
-        weights."""
+        for 0). Sources without a value are omitted. If no remaining source takes part, their weights are equal."""
         return weighted_mean(self.mixtures, self.names, step, values)
 
     def attended_tokens(self, step: int) -> float:
@@ -127,9 +124,9 @@ class Sources:
         return SamplePlace(sample, str(file), offset, n_tokens, documents)
 
     def described(self, stages: Sequence[Mixture | MixtureStage]) -> DataRecord:
-        """Return the settings that determine the content of sample number n, for a checkpoint's manifest. `stages`:
-        the stages that had started by then, or all stages if a run checks whether it can continue from a checkpoint,
-        which ignores `from_sample`."""
+        """Return the settings that determine sample number n, for a checkpoint's manifest. `stages`: the stages that
+        had started by then, or all stages to check whether a run can continue from a checkpoint, which ignores
+        `from_sample`."""
         return {
             "seq_len": self.config.batch.seq_len,
             "sequences": self.config.data.sequences,

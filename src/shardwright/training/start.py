@@ -1,5 +1,4 @@
-"""The work of `shardwright train`: check everything that can be checked without workers, then run or start the
-workers."""
+"""The work of `shardwright train`: check everything that needs no workers, then run or start the workers."""
 
 import atexit
 import dataclasses
@@ -167,8 +166,7 @@ def _way_on(config: RunConfig) -> str:
 
 
 def _of_one_rank(error: BaseException, place: ProcessRank, in_training: bool) -> BaseException:
-    """Convert an error of a rank that torchrun or srun started to the form in which the rank prints it among other
-    ranks' errors."""
+    """Convert an error of a rank of torchrun or srun to the form that is printed among other ranks' errors."""
     # Every rank raises these errors identically, so one rank of each machine prints them.
     shared = not in_training or isinstance(error, (CheckpointError, *FOUND_BY_ALL))
     code = 130 if isinstance(error, KeyboardInterrupt) else exit_code(error)
@@ -208,7 +206,7 @@ def _tell_torchrun(text: str) -> None:
 
 
 def _machine_problems(config: RunConfig) -> list[str]:
-    """Return the reasons why this machine alone cannot run every rank: too few GPUs, or, without GPUs, too little
+    """Return the reasons why this machine alone cannot run all ranks: too few GPUs or, without GPUs, too little
     memory."""
     world_size = config.layout.layout().world_size
     cores = os.cpu_count() or 1
@@ -263,9 +261,8 @@ def _batch_problems(config: RunConfig) -> list[str]:
 
 
 def _check(config: RunConfig, alone: bool, serves: bool) -> None:
-    """Raise InputError for data that does not fit the model, for a folder that already contains a run and, with
-    `alone` (all ranks start on this machine), for a machine that is too small. `serves`: rank 0 is a process of this
-    machine."""
+    """Raise InputError for data that does not fit the model, for a folder that already contains a run and, if
+    `alone` (all ranks start here), for a machine that is too small. `serves`: rank 0 is a process of this machine."""
     problems = missing_extras(config) + (port_problems(config) if serves else [])
     problems += _batch_problems(config) + (_machine_problems(config) if alone else [])
     try:
@@ -321,8 +318,7 @@ def _tokenizer_problems(config: RunConfig) -> list[str]:
 
 
 def _durable_problems(config: RunConfig, saved: Sequence[Path]) -> list[str]:
-    """Return the reasons why checkpoints cannot be copied to `checkpoint.durable`, such as checkpoints of another
-    run there."""
+    """Return the reasons why checkpoints cannot be copied to `checkpoint.durable`, including another run's copies."""
     section = config.checkpoint
     try:
         durable = durable_folder(config)

@@ -115,8 +115,8 @@ class ForwardBackward:
         return LossParts(loss_part.clone(), n_targets, mtp_part / self.model.spec.mtp_weight)
 
     def _loss(self, batch: Batch, n_targets: Tensor) -> Loss:
-        """Return the loss function of a micro-batch, multiplied by the loss scale. With MTP modules, it returns the
-        next-token loss and the modules' weighted mean loss; each module's loss is divided by its own number of
+        """Return the loss function of a micro-batch, times the loss scale. With MTP modules, it returns the
+        next-token loss and the modules' weighted mean loss. Each module's loss is divided by its own number of
         targets in the global batch."""
         factor = self.loss_scale / n_targets.to(torch.float64)
 
@@ -151,8 +151,8 @@ class ForwardBackward:
         return look_ahead(tokens_ABT, batch.targets_ABT, n_modules)
 
     def _n_real(self, batch: Batch) -> Tensor | None:
-        """Return the number of real tokens of each sequence, (A, B), if there is padding that experts must not
-        compute, or None."""
+        """Return the real tokens of each sequence, (A, B), or None if there is no padding that experts must not
+        compute."""
         return None if self.model.spec.moe is None else batch.n_real_AB
 
     def _real_tokens(self, batch: Batch, training: bool) -> list[RealTokens | None]:
@@ -182,8 +182,7 @@ class ForwardBackward:
         return norm
 
     def _norm_known(self, norm: Tensor) -> None:
-        """Hook that is called before gradients are clipped, so that work on the norm overlaps with clipping on the
-        device."""
+        """Called before gradients are clipped, so that work on the norm overlaps with clipping on the device."""
 
     def _microbatches(self, batch: Batch, step: int | None) -> list[Microbatch]:
         """Return the micro-batches on this rank's device, with this rank's cp part of tokens and targets, and with
@@ -237,8 +236,7 @@ class ForwardBackward:
         return to_device(tensor, self.device)
 
     def _loss_sum(self, compiled: bool) -> Callable[..., Tensor]:
-        """Return the function for the summed cross-entropy of the forward pass's output: logits, or the head's input
-        with chunks."""
+        """Return the function for the summed cross-entropy of logits or, with chunks, of the head's input."""
         tp, layout, rows = self.model.groups.tp, self.model.layout, self.model.vocabulary
         last = [part for part in self.model.parts if part.norm is not None]
         if layout.loss_chunk_tokens and last:
@@ -247,16 +245,16 @@ class ForwardBackward:
         return partial(loss_sum, bound(rows, IGNORE, tp, compiled))
 
     def _random_keys(self, step: int | None, sample_ids_B: Tensor) -> Tensor | None:
-        """Return the keys of training's random numbers. In evaluation, which has no step, only the choice of drawn
-        experts uses them."""
+        """Return the keys of random numbers. In evaluation, which has no step, only the choice of drawn experts uses
+        keys."""
         if not self.model.spec.draws:
             return None
         step = EVALUATION if step is None else step
         return sample_keys(self.seed, step, self._on_device(sample_ids_B))
 
     def evaluate(self, batches: Iterable[Batch]) -> Tensor:
-        """Return losses per target token over batches sharded over the data ranks, equal on every rank, of shape (1
-        + K,): the next-token loss, then the loss of each MTP module. NaN if there is no target token."""
+        """Return losses per target token over batches sharded over the data ranks, equal on every rank, as (1 + K,):
+        next-token loss, then each MTP module's loss. NaN if there is no target token."""
         losses, counts = self.evaluation_sums(batches)
         return losses / counts
 
@@ -298,8 +296,8 @@ class Trainer(ForwardBackward):
         spikes: SpikeGuard | None = None,
         phases: Phases | None = None,
     ) -> None:
-        """`spikes` judges each step before weights change. `phases` is called at the start and end of each phase of
-        a step."""
+        """`spikes` judges each step before weights change. `phases` receives the start and end of each phase of a
+        step."""
         super().__init__(
             model,
             device=device,
@@ -327,8 +325,7 @@ class Trainer(ForwardBackward):
 
     @property
     def skipped_steps(self) -> int:
-        """Number of steps of the run so far that changed nothing: a gradient overflowed in fp16, or the step was a
-        spike."""
+        """Steps of the run so far that changed nothing: a gradient overflowed in fp16, or the step was a spike."""
         overflows = 0 if self.scaler is None else self.scaler.state.skipped
         return overflows + (0 if self.spikes is None else self.spikes.state.skipped)
 

@@ -25,8 +25,8 @@ class StopRequest:
         self._work: dist.Work | None = None
 
     def everyone(self) -> bool:
-        """Return True, on every rank at the same call, once any rank has been asked to stop. Every rank calls this
-        each step."""
+        """Return True, at the same call on every rank, once any rank was asked to stop. Called each step by every
+        rank."""
         if self._work is not None:
             self._work.wait()
         answer = bool(self._flag)

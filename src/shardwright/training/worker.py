@@ -25,7 +25,7 @@ def serve(
     n_threads: int,
     hang_up: bool,
 ) -> None:
-    """Run the process of one rank. The exit code is that of its error.
+    """Run the process of one rank. Its exit code is the exit code of the error.
 
     `connection`: to the launcher, which sends the run file and receives the result. `store`: the environment variable
     for the rendezvous file, and that file. `output`, `error`: destinations of stdout and stderr. `hang_up`: whether

@@ -75,8 +75,8 @@ class BackgroundThread:
             self._thread.join(timeout=10)
 
     def tried(self, act: Callable[[], T], failing: type[Exception]) -> T:
-        """Return the result of `act`, retrying if it raises `failing`. Raises that error if all attempts fail or the
-        job is abandoned."""
+        """Return the result of `act`, with retries if it raises `failing`. Raises that error on the last attempt or
+        abandonment."""
         for left in reversed(range(self.retries + 1)):
             try:
                 return act()

@@ -48,8 +48,8 @@ class Copier:
         return any(gathered(self._thread.is_alive, bool))
 
     def begin(self, step: int) -> None:
-        """Start to copy a checkpoint, which may itself still be in progress. `settle` must have been called for the
-        previous copy."""
+        """Start to copy a checkpoint, even one still in progress. `settle` must have been called for the previous
+        copy."""
         self.step = step
         self.store.keep(step)
         checkpoint, rank, world_size = self.store.path_of(step), dist.get_rank(), dist.get_world_size()
@@ -61,7 +61,7 @@ class Copier:
         self._thread.begin(lambda: self._beside(checkpoint, rank, world_size), as_error)
 
     def settle(self) -> None:
-        """Wait until the copy in progress, if any, is complete. Raises CheckpointError on every rank if it failed on
+        """Wait until the copy in progress, if any, is complete. Raises CheckpointError on all ranks if it failed on
         any."""
         self.step = 0
         self._thread.settle()

@@ -162,8 +162,7 @@ def durable_folder(config: RunConfig) -> DurableFolder | None:
 
 
 def durable_copy(url: str) -> tuple[DurableFolder, int]:
-    """Return the folder and step of the copy at `url`. Raises CheckpointError if `url` is not the URL of a
-    checkpoint."""
+    """Return the folder and step of the copy at `url`. Raises CheckpointError if `url` names no checkpoint."""
     folder, _, name = url.rstrip("/").rpartition("/")
     if not folder or not _STEP.fullmatch(name):
         raise CheckpointError(

@@ -35,8 +35,7 @@ class Hosts:
         return self.ranks[self.of[rank]][0] == rank
 
     def keeper(self, rank: int) -> int | None:
-        """Return the rank on the next host that keeps a copy of this rank's shards, or None if there is only one
-        host."""
+        """Return the rank on the next host that keeps a copy of this rank's shards, or None if there is one host."""
         if self.n == 1:
             return None
         here, there = self.ranks[self.of[rank]], self.ranks[(self.of[rank] + 1) % self.n]

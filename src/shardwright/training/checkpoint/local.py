@@ -56,8 +56,7 @@ class LocalLevel:
     """The local checkpoints of a run. All ranks call each method together; `write` need not be simultaneous."""
 
     def __init__(self, folder: Path, out: Path, trainer: Trainer) -> None:
-        """Claim the folder and agree on the hosts. Raises CheckpointError on every rank if the folder is unusable on
-        any."""
+        """Claim the folder and agree on the hosts. Raises CheckpointError on all ranks if it is unusable on any."""
         self.folder, self.trainer, self.rank = folder, trainer, dist.get_rank()
         together(lambda: claim(folder, out), self._failed)
         found: list[str] = []
@@ -88,9 +87,8 @@ class LocalLevel:
         take: Callable[[TensorPiece], Tensor],
         rest: Callable[[Records], list[str]],
     ) -> None:
-        """Write this rank's part of a checkpoint; called from a background thread. `take` returns the tensor of a
-        piece. `rest` returns the manifest and the run file and is called on rank 0. Raises CheckpointError if any
-        rank could not write."""
+        """Write this rank's part of a checkpoint in a background thread. `take` returns the tensor of a piece.
+        `rest` returns the manifest and the run file, on rank 0. Raises CheckpointError if any rank could not write."""
         partial, problem = self.store.partial_of(step), ""
         (partial / WRITTEN).mkdir(parents=True, exist_ok=True)
         try:
@@ -110,8 +108,7 @@ class LocalLevel:
             self.store.publish(step)
 
     def steps(self, remarks: list[str]) -> list[int]:
-        """Return the steps of the checkpoints that the hosts together have completely. Appends warnings to
-        `remarks`."""
+        """Return the steps of checkpoints that are complete over all hosts. Appends warnings to `remarks`."""
         mine = self._listed(remarks) if self._first else []
         everyone = gathered(mine, list[ListedCheckpoint])
         versions: dict[tuple[int, str], dict[int, list[int]]] = {}
@@ -126,8 +123,8 @@ class LocalLevel:
         return sorted(self._there)
 
     def brought(self, step: int) -> Path:
-        """Return the folder of a checkpoint of `steps`, after fetching the files that ranks of this host read and
-        that are missing here from other hosts. Raises CheckpointError on every rank."""
+        """Return the folder of a checkpoint of `steps`, after fetching from other hosts the files that ranks of this
+        host read and that are missing here. Raises CheckpointError on every rank."""
         there = self._there[step]
         final, here = self.store.path_of(step), self.hosts.of[self.rank] in there
         folder = final if here else self.store.partial_of(step)
@@ -152,13 +149,13 @@ class LocalLevel:
         return final
 
     def clear(self, saved: int) -> None:
-        """Delete each host's folder, if the run has ended and saved a checkpoint after `saved` steps."""
+        """Delete each host's folder after a run that saved the checkpoint after `saved` steps, unless a local one is
+        newer."""
         if self._first and all(step_of(path) <= saved for path in self.store.published()):
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _exchanged(self, partial: Path, problem: str) -> str:
-        """Send this rank's shards to their keeper and receive the shards that this rank keeps. Return the error
-        text, or ""."""
+        """Send this rank's shards to their keeper, receive the shards that it keeps, and return an error text or ""."""
         keeper, failed = self.hosts.keeper(self.rank), ""
         if keeper is not None:
             self._messages.send_file(None if problem else partial / file_name(self.rank), keeper)
@@ -171,8 +168,7 @@ class LocalLevel:
         return failed
 
     def _judged(self, told: dict[str, Any], rest: Callable[[Records], list[str]]) -> Any:
-        """Collect the reports of all ranks on rank 0. Return, on every rank, the first problem, or the result of
-        `rest`."""
+        """Collect all ranks' reports on rank 0. Return, on every rank, the first problem or the result of `rest`."""
         if self.rank != 0:
             self._messages.send_text(told, 0)
             self._messages.settle()
@@ -272,8 +268,7 @@ def claim(folder: Path, out: Path) -> None:
 
 
 def _name_of_host(folder: Path, out: Path) -> str:
-    """Return a host name on which all ranks that see the same folder agree. All of them must have called `claim`
-    before."""
+    """Return a host name, equal on all ranks that see the same folder. All of them must have called `claim` before."""
     path, fresh = folder / _HOST, folder / f"{_HOST}.{uuid.uuid4().hex}.tmp"
     try:
         fresh.write_text(json.dumps({"host": uuid.uuid4().hex, "out": str(out.absolute())}), encoding="utf-8")

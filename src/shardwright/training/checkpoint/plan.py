@@ -33,8 +33,7 @@ class TensorPiece:
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """This rank's `pieces`. `tensors`: name -> (shape, type) of the whole tensors of all ranks; empty except on rank
-    0."""
+    """This rank's `pieces`. `tensors`: name -> (shape, type) of all ranks' whole tensors; empty except on rank 0."""
 
     pieces: Sequence[TensorPiece]
     tensors: Mapping[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)

@@ -41,8 +41,7 @@ from shardwright.training.step import Trainer
 @dataclass
 class _CheckpointInProgress:
     """A checkpoint that is being written. `ended_s`: time of publication on the monotonic clock. `begun_in_s`: how
-    long training waited for the start of the save, without its wait for `snapshot`, the background copy, if there is
-    one."""
+    long training waited for the checkpoint, without its wait for `snapshot`, the background copy, if there is one."""
 
     head: CheckpointManifest
     run_toml: str
@@ -92,8 +91,7 @@ class Saver:
         return 0 if self._under_way is None else self._under_way.step
 
     def prepare(self) -> CheckpointPlan:
-        """Plan which rank writes which pieces. If saving is asynchronous or local, allocate the memory for the
-        copies."""
+        """Plan which rank writes which pieces, and allocate the copies if saving is asynchronous or local."""
         if self._plan is None:
             self._plan = plan_of(named_tensors(self.trainer))
             if self.asynchronous or self.local is not None:
@@ -153,7 +151,7 @@ class Saver:
         self._thread.abandon()
 
     def _head(self, progress: TrainingProgress, data: DataRecord, run_toml: str) -> CheckpointManifest:
-        """Return the manifest without tensors, with copies of the current states: training changes them during the
+        """Return the manifest without tensors. It copies the current states, which training changes during the
         write."""
         trainer = self.trainer
         return CheckpointManifest(
@@ -250,8 +248,7 @@ class Saver:
 
 
 def save(store: CheckpointStore, trainer: Trainer, progress: TrainingProgress, data: DataRecord, run_toml: str) -> Path:
-    """Write and publish a checkpoint. Every rank calls this; the checkpoint is published on return. Raises as
-    `Saver`."""
+    """Write and publish a checkpoint; collective. It is published on return. Raises as `Saver`."""
     return Saver(store, trainer).save(progress, data, run_toml)
 
 

@@ -65,8 +65,7 @@ def write_shards(folder: Path, rank: int, pieces: Sequence[TensorPiece], take: C
 
 
 def tell_failure(folder: Path, rank: int, text: str) -> None:
-    """Report to rank 0 that a rank's shards cannot be written. If this fails too, `gathered` ends by being
-    abandoned."""
+    """Report to rank 0 that a rank's shards cannot be written. If this fails too, `gathered` ends once abandoned."""
     try:
         _put(folder / WRITTEN / f"rank-{rank:05d}.failed", text)
     except OSError:
@@ -74,7 +73,7 @@ def tell_failure(folder: Path, rank: int, text: str) -> None:
 
 
 def gathered(folder: Path, world_size: int, abandoned: Callable[[], bool]) -> list[tuple[str, ShardRecord]] | None:
-    """Return the records of all ranks once they exist, or None if abandoned before. Raises CheckpointError if a rank
+    """Return the records of all ranks once written, or None if abandoned before. Raises CheckpointError if a rank
     failed."""
     pause_s = _LOOK_S
     waiting = set(range(world_size))

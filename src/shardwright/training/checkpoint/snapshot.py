@@ -33,8 +33,7 @@ class Snapshot:
         """Time that training has waited for `make` since `begin`, in seconds."""
 
     def begin(self, tensors: dict[str, Tensor]) -> None:
-        """Register the tensors at their current values. Another thread must call `make` next, whatever happens in
-        between."""
+        """Register the tensors at their current values. Another thread must call `make` next, unconditionally."""
         views = {piece: piece.view(tensors) for piece in self._plan.pieces}
         self._later = {piece: view for piece, view in views.items() if not piece.name.startswith(COMPRESSION)}
         for piece in views.keys() - self._later.keys():

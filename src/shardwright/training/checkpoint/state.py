@@ -29,8 +29,7 @@ COMPRESSION = "compression/"
 
 def named_tensors(trainer: Trainer) -> dict[str, Tensor]:
     """Return all tensors of a checkpoint: `model/NAME`, `optimizer/KIND/NAME` and, for compressed gradients,
-    `compression/KIND/NAME`. They are the training tensors themselves; tensors of `stored_tensors` are on the meta
-    device."""
+    `compression/KIND/NAME`. They are the training tensors; tensors of `stored_tensors` are on the meta device."""
     parameters = trainer.model.named_parameters
     state = named_state(trainer.optimizer, parameters.items())
     kept = trainer.model.compression_state
@@ -79,7 +78,7 @@ def load(folder: Path, trainer: Trainer, data: DataRecord | None) -> CheckpointM
 
 
 def raise_first(error: CheckpointError | WorkerError | None) -> None:
-    """Raise the error of the first rank that has one on every rank. A rank that continued alone would hang in a
+    """On every rank, raise the error of the first rank that has one. A rank that continued would hang in a
     collective."""
     mine = None if error is None else (type(error).__name__, str(error).splitlines())
     everyone = gathered(mine, tuple[str, list[str]] | None)
@@ -115,8 +114,7 @@ def read_into(
     stored: Mapping[str, StoredTensor] | None = None,
 ) -> None:
     """Fill tensors, sharded or whole, from a checkpoint that contains at least their names. `stored`: this rank's
-    shards that are on a disk. Each rank plans its reads from the manifest alone. Raises CheckpointError on every
-    rank."""
+    shards on a disk. Each rank plans its reads from the manifest alone. Raises CheckpointError on every rank."""
     refusal: CheckpointError | WorkerError | None = None
     try:
         with torch.no_grad():

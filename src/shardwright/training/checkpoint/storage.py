@@ -32,8 +32,8 @@ def name_of(dtype: torch.dtype) -> str:
 
 class SafetensorsReader:
     """Reads the shards that this rank needs for its parts of `tensors`. Each shard is read completely and its
-    xxh3_128 is verified before its values are used. `stored`: this rank's shards that are on a disk, by name; they
-    are written there."""
+    xxh3_128 is verified before its values are used. `stored`: this rank's shards on a disk, by name; they are
+    written there."""
 
     def __init__(
         self,

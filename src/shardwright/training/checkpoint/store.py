@@ -25,8 +25,7 @@ class CheckpointStore:
         self._kept_step = 0
 
     def keep(self, step: int) -> None:
-        """Protect the checkpoint after `step` steps from deletion while it is copied, until the next call; 0
-        protects none."""
+        """Do not delete the checkpoint after `step` steps, which is being copied, until the next call; 0 for none."""
         self._kept_step = step
 
     def published(self) -> list[Path]:
@@ -81,8 +80,7 @@ class CheckpointStore:
             clear_leftover(path, path.with_name(path.name.removesuffix(_REPLACED)) if replaced else None)
 
     def require_space(self, tensor_bytes: int) -> None:
-        """Raise CheckpointError unless the next checkpoint fits on the disk in addition to the checkpoints that are
-        kept."""
+        """Raise CheckpointError unless the next checkpoint fits on the disk in addition to the kept checkpoints."""
         existing = next(p for p in (self.folder, *self.folder.absolute().parents) if p.exists())
         free, needed = shutil.disk_usage(existing).free, int(tensor_bytes * _SLACK)
         if free < needed:

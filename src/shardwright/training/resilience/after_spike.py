@@ -99,8 +99,7 @@ class AfterSpike(Hook):
         return f"{told}; {self._in_words(places, spike.losing)}", places
 
     def _in_words(self, places: Sequence[SamplePlace], losing: Sequence[int]) -> str:
-        """Describe the first samples of a step, or of its ranks whose loss is not finite. `events.jsonl` lists all
-        of them."""
+        """Describe the first samples of a step, or of its ranks with non-finite loss. `events.jsonl` lists all."""
         layout = self.trainer.model.layout
         data_ranks = {layout.data_rank(rank) for rank in losing}
         block = len(places) // layout.data_ranks

@@ -69,8 +69,7 @@ def groups_of_copies(model: ParallelModel, tensors: Mapping[str, Tensor]) -> dic
 def _groups(
     model: ParallelModel, name: str, tensor: Tensor, ranks_of: dict[dist.ProcessGroup, Ranks]
 ) -> Iterator[tuple[Ranks, dist.ProcessGroup]]:
-    """Yield the groups of this rank that have the same shard of a tensor. `ranks_of`: cache of the ranks of each
-    group."""
+    """Yield this rank's groups that have the same shard of a tensor. `ranks_of`: cache of each group's ranks."""
 
     def ranks(group: dist.ProcessGroup) -> Ranks:
         if group not in ranks_of:

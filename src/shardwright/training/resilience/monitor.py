@@ -154,7 +154,7 @@ class Monitor:
 
     def _end_run(self) -> None:
         """Compare all ranks and exit with code 3, since no other process would end the run. One rank per machine
-        reports the ranks that hold up the others on stderr and to its torchrun. The first of all ranks writes the
+        reports the ranks that hold up the others on stderr and to its torchrun. The first of these ranks writes the
         event."""
         watch = RanksWatch(self.out, self.layout.world_size)
         blamed, told = watch.compared(watch.states())
@@ -266,7 +266,7 @@ AnyMonitor = Monitor | NoMonitor
 @contextmanager
 def monitored(out: Path, rank: int, layout: Layout, device: torch.device, hang_after_s: float) -> Iterator[AnyMonitor]:
     """Monitor this rank inside the `with` block. A run with one rank is not monitored: the rank waits for no other,
-    and its process, which may be the user's, must not be ended."""
+    and its process may be the caller's, which cannot be ended."""
     if layout.world_size == 1:
         yield NoMonitor()
         return

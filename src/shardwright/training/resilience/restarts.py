@@ -68,8 +68,7 @@ class Restarts:
         return since is not None and 0 < self._grow_after_s <= time.monotonic() - since
 
     def grow(self, saved: Sequence[Path]) -> EventRecord:
-        """Set `attempt` to all ranks, after the ranks of a smaller layout have saved and ended, and return the
-        event."""
+        """Set `attempt` to all ranks, after a smaller layout's ranks have saved and ended. Return the event."""
         self._usable, self._shrunk_at_s = tuple(range(self.config.layout.layout().world_size)), None
         self._grow_after_s *= 2
         self.attempt = Attempt(self.config, self._usable)

@@ -76,8 +76,8 @@ class Spike:
 @dataclass(frozen=True)
 class Recheck:
     """Two tries of one step. `first` has a non-finite number. `second` is None if the step can be taken with the
-    second try's `loss` and `norm`. `suspects`: if the tries differ, the ranks among which one has the faulty device,
-    as far as known."""
+    second try's `loss` and `norm`. `suspects`: if the tries differ, the ranks that may have the faulty device, if
+    known."""
 
     first: Spike
     second: Spike | None
@@ -233,7 +233,7 @@ def origin(model: ParallelModel, loses: bool, bad: Iterable[str]) -> tuple[str, 
 
 def in_words(found: Sequence[tuple[bool, int]], names: Sequence[str]) -> str:
     """Describe the origin of non-finite numbers. `found`: for each rank, whether its part of the loss is not finite,
-    and the index of the last name whose gradient is not finite, or -1. `names`: parameters in order of the forward
+    and the index of the last name with a non-finite gradient, or -1. `names`: parameters in order of the forward
     pass."""
     told = []
     if losing := [rank for rank, (loss, _) in enumerate(found) if loss]:

@@ -97,8 +97,7 @@ class Stragglers:
         return Slowest(rank, float(costs_s[rank]))
 
     def judge(self, own_s: Times, step: int) -> list[StragglerChange]:
-        """Add the own times of some steps (steps, ranks), the last being step number `step`. Return the changes of
-        stragglers."""
+        """Add own times (steps, ranks), the last being step number `step`. Return the changes of stragglers."""
         changes = []
         for at, (own_R, ratio_R) in enumerate(zip(own_s, own_s / self._of_peers(own_s), strict=True), 1):
             self._n_steps += 1
@@ -156,8 +155,7 @@ class Stragglers:
         return f"as long as {'the median of ' if len(others) > 1 else ''}{ranks_in_words(others)}, with the same work"
 
     def _of_peers(self, own_s: Times) -> Times:
-        """Return, for each step and rank, the median own time of its peers, or of all other ranks if it has no
-        peers."""
+        """Return, for each step and rank, the median own time of its peers, or of all other ranks without peers."""
         found = np.empty_like(own_s)
         for group in self.groups:
             if len(group) > 1:
@@ -179,8 +177,7 @@ def peers(layout: Layout) -> list[NDArray[np.intp]]:
 
 
 def _median_of_others(own_s: Times) -> Times:
-    """Return, for each element, the median of the other elements of its row. `own_s`: (steps, ranks), at least 2
-    ranks."""
+    """Return, for each element, the median of the other elements of its row. `own_s`: (steps, ranks >= 2)."""
     order = np.sort(own_s, 1)
     place = own_s.argsort(1).argsort(1)
     others = own_s.shape[1] - 1
