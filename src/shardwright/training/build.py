@@ -29,8 +29,7 @@ def build_model(
     fill: Fill = materialise,
     read: ReadCounts = read_counts,
 ) -> ParallelModel:
-    """Return this rank's part of a run's model; collective. `compiled`, `fill`, `read`: as in
-    `parallel.apply.apply`."""
+    """Return this rank's part of a run's model; every rank calls this. `compiled`, `fill`, `read`: as in `apply`."""
     compute = DTYPES[config.precision.compute]
     return apply(
         config.model.spec(),

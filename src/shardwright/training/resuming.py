@@ -103,8 +103,8 @@ def newest_first(
 
 
 def fetched(durable: DurableFolder, step: int, store: CheckpointStore) -> Path:
-    """Fetch a durable copy into OUT, each rank a part of the files; collective. Raises CheckpointError on every
-    rank."""
+    """Fetch a durable copy into OUT, each rank a part of the files; every rank calls this. Raises CheckpointError on
+    all ranks."""
     rank, partial = dist.get_rank(), store.partial_of(step)
     files: dict[str, int] = from_first(lambda: durable.files(step), dict[str, int])
     together(lambda: store.begin(step, sum(files.values())), _failed, rank=0)

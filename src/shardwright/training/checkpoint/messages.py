@@ -24,7 +24,7 @@ class CheckpointMessages:
     """Sends and receives messages. For each pair of ranks, both must send and receive in the same order."""
 
     def __init__(self, timeout_s: float) -> None:
-        """Create the process group; collective. `timeout_s`: how long to wait for each chunk, in seconds."""
+        """Create the process group; every rank calls this. `timeout_s`: how long to wait for each chunk, in seconds."""
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._sent: list[tuple[Any, Tensor]] = []
         """Pending sends, each with the tensor that it sends, which must stay alive."""

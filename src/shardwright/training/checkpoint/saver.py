@@ -248,7 +248,7 @@ class Saver:
 
 
 def save(store: CheckpointStore, trainer: Trainer, progress: TrainingProgress, data: DataRecord, run_toml: str) -> Path:
-    """Write and publish a checkpoint; collective. It is published on return. Raises as `Saver`."""
+    """Write a checkpoint, which is published on return; every rank calls this. Raises as `Saver`."""
     return Saver(store, trainer).save(progress, data, run_toml)
 
 
