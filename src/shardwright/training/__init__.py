@@ -1,1 +1,1 @@
-"""Running it: start the workers, take steps, log, evaluate, save and go on after a fault."""
+"""Training a run: start the workers, take steps, log, evaluate, save, and restart after a fault."""

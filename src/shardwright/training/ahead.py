@@ -1,9 +1,9 @@
-"""The tokens that modules of multi-token prediction read and those that they predict (`model.mtp`).
+"""Input tokens and targets of the modules of multi-token prediction (`model.mtp`).
 
-At position t module k reads token t + k and predicts token t + k + 1. That target counts where the loss of the model
-counts it and every token between, t + 1 to t + k. So no target is counted beyond the end of a sequence, behind padding,
-or, where the first token of a document is left out of the loss, in another document than position t; and of an answer
-the first k tokens are not.
+At position t, module k reads token t + k and predicts token t + k + 1. This target counts if the model's loss counts it
+and every token in between, t + 1 to t + k. So no target is counted beyond the end of a sequence, after padding or, if
+the first token of a document does not count in the loss, in another document than position t. The first k tokens of an
+answer are not counted.
 
 Shapes: A micro-batches, B sequences, T tokens, K modules.
 """
@@ -19,8 +19,8 @@ BEYOND = 0
 
 
 def look_ahead(tokens_ABT: Tensor, targets_ABT: Tensor, n_modules: int) -> tuple[Tensor, Tensor]:
-    """The tokens that the modules read, (A, K, B, T), and the targets of the model and of each module,
-    (A, 1 + K, B, T). T is that of whole sequences, since a module reads the first tokens of the next rank of cp."""
+    """Return the tokens that the modules read, (A, K, B, T), and the targets of the model and of each module, (A, 1
+    + K, B, T). T is the length of whole sequences, because a module reads the first tokens of the next cp rank."""
     ahead, targets = [], [targets_ABT]
     for k in range(1, n_modules + 1):
         ahead.append(F.pad(tokens_ABT[..., k:], (0, k), value=BEYOND))

@@ -1,4 +1,4 @@
-"""The model and the trainer of a run file, on this rank."""
+"""Builds the model and the trainer of a run file on this rank."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -29,8 +29,7 @@ def build_model(
     fill: Fill = materialise,
     read: ReadCounts = read_counts,
 ) -> ParallelModel:
-    """The part of a run's model that this rank holds; every rank calls it. `compiled`, `fill`, `read`: as in
-    `parallel.apply.apply`."""
+    """Return this rank's part of a run's model; every rank calls this. `compiled`, `fill`, `read`: as in `apply`."""
     compute = DTYPES[config.precision.compute]
     return apply(
         config.model.spec(),
@@ -58,8 +57,8 @@ def build_trainer(
     spikes: SpikeGuard | None = None,
     phases: Phases | None = None,
 ) -> Trainer:
-    """Return the trainer of a run. `compiled`: the loss is compiled. `opened`: as of a `training.offload.states.Disk`.
-    `spikes` and `phases`: as of a `Trainer`."""
+    """Return the trainer of a run. `compiled`: whether the loss is compiled. `opened`: as for
+    `training.offload.states.Disk`. `spikes`, `phases`: as for `Trainer`."""
     return Trainer(
         model,
         build_optimizer(model.named_parameters, model.spec, config.optimizer, states_of(config, opened)),
@@ -75,6 +74,6 @@ def build_trainer(
 
 
 def states_of(config: RunConfig, opened: Callable[[Path, int], OffloadFile] = scratch_file) -> Where:
-    """Where the optimizer states of a run are."""
+    """Return the location of the optimizer states of a run."""
     folder = Path(config.offload_path or Path(config.out) / OFFLOADED)
     return where_of(config.layout.layout(), folder, opened=opened)

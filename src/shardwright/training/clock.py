@@ -1,4 +1,4 @@
-"""Where the time of a step goes, measured without stopping the accelerator."""
+"""Timing of the phases of a step, without synchronizing with the accelerator."""
 
 import time
 from collections import defaultdict
@@ -12,18 +12,18 @@ from shardwright.system.ranks_at import Phase
 
 
 class Phases(Protocol):
-    """Is told when a phase of a step begins and ends: the clock and the hang monitor of a run, the recorder of a dry
-    run."""
+    """Receives the start and end of each phase of a step: the clock and the hang monitor of a run, the recorder of a
+    dry run."""
 
     def begin(self, phase: Phase, step: int) -> None:
-        """A phase of step number `step` (0-based) begins."""
+        """A phase of step number `step` (0-based) starts."""
 
     def end(self, phase: Phase) -> None:
-        """That phase ends."""
+        """The phase ends."""
 
 
 class NoPhases:
-    """Phases that nobody listens to."""
+    """Phases without a receiver."""
 
     def begin(self, phase: Phase, step: int) -> None:
         """Do nothing."""
@@ -33,34 +33,34 @@ class NoPhases:
 
 
 class PhaseClock:
-    """Splits time into named phases: each `mark` ends the phase that it names and begins the next one.
+    """Splits time into named phases: each `mark` ends the phase that it names and starts the next one.
 
-    On a GPU a phase is measured between events in its stream, which cost nothing until `read` waits for them.
+    On a GPU, a phase is measured between events in the stream, which do not synchronize until `read`.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.own_s: list[float] = []
-        """Of each step since the last `restart`, the seconds that this rank took for itself, without waiting for other
-        ranks: for its data, and the CPU time of this thread in the forward and backward passes. A thread that waits
-        takes no CPU time, and none is counted while other programs have the core. Not measured on a GPU."""
+        """This rank's own seconds in each step since the last `restart`, without waiting for other ranks: the time
+        for its data, plus the CPU time of this thread in the forward and backward passes. A waiting thread uses no
+        CPU time, and time in which other programs use the core is not counted. Not measured on a GPU."""
         self.restart()
 
     def restart(self) -> None:
-        """Forget everything; the next phase begins now."""
+        """Discard all measurements; the next phase starts now."""
         self._spans: dict[str, list[tuple[Mark, Mark]]] = defaultdict(list)
         self._last = mark(self.device)
         self.own_s = []
         self.begin_step()
 
     def begin_step(self) -> None:
-        """A step begins, with the data that this rank waits for, and for no other rank."""
+        """Start a step, which starts with data. A rank waits for its own data, not for other ranks."""
         self._began_s = time.perf_counter()
         self._data_s = 0.0
         self._cpu_s = time.thread_time()
 
     def mark(self, phase: str) -> None:
-        """The time since the last mark belongs to `phase`."""
+        """Assign the time since the last mark to `phase`."""
         now = mark(self.device)
         self._spans[phase].append((self._last, now))
         if self.device.type == "cpu":
@@ -72,24 +72,24 @@ class PhaseClock:
         self._last = now
 
     def read(self) -> dict[str, float]:
-        """Seconds of each phase since the last `restart`; waits for the GPU."""
+        """Return the seconds of each phase since the last `restart`. Synchronizes with the GPU."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         return {phase: sum(seconds(*span) for span in spans) for phase, spans in self._spans.items()}
 
 
 class RunPhases:
-    """The phases of a run: its clock takes their times, and `enter` tells its hang monitor which one begins."""
+    """The phases of a run: the clock measures them, and `enter` reports the start of each phase to the hang monitor."""
 
     def __init__(self, clock: PhaseClock, enter: Callable[[Phase, int], None]) -> None:
         self.clock, self._enter = clock, enter
 
     def begin(self, phase: Phase, step: int) -> None:
-        """A step begins with its data."""
+        """Start a phase. The phase "data" starts a step."""
         self._enter(phase, step)
         if phase == "data":
             self.clock.begin_step()
 
     def end(self, phase: Phase) -> None:
-        """The time since the last phase ended belongs to this one."""
+        """Assign the time since the end of the previous phase to this one."""
         self.clock.mark(phase)

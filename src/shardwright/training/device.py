@@ -1,4 +1,4 @@
-"""What is known of the device a rank runs on: its peak rate, for MFU, and the memory in use."""
+"""Properties of a rank's device: peak FLOP/s for MFU, attention kernels, and memory in use."""
 
 import ctypes
 import re
@@ -25,36 +25,36 @@ _FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"
 
 
 def peak_flops_per_s(device: torch.device, compute_dtype: torch.dtype, tf32: bool = False) -> float | None:
-    """The dense peak of a device in FLOP/s, or None where it is not known; never another device's."""
+    """Return the dense peak of a device in FLOP/s, or None if unknown; never the peak of another device."""
     if device.type != "cuda":
         return None
     return peak_of_name(torch.cuda.get_device_name(device), compute_dtype, tf32)
 
 
 def peak_of_name(name: str, compute_dtype: torch.dtype, tf32: bool = False) -> float | None:
-    """The same by the device's name, such as `NVIDIA H200`, from `cost/hardware.toml`. `tf32`: fp32 tensors are
-    multiplied in TF32."""
+    """Return the dense peak in FLOP/s by device name, such as `NVIDIA H200`, from `cost/hardware.toml`, or None.
+    `tf32`: fp32 tensors are multiplied in TF32."""
     known = accelerator_of_name(name)
     form = "tf32" if tf32 and compute_dtype == torch.float32 else _FORMATS.get(compute_dtype)
     return None if known is None or form is None else known.flops_per_s.get(form)
 
 
 def accelerator_of_name(name: str) -> Accelerator | None:
-    """The accelerator of `cost/hardware.toml` with the peaks of the device of this name, or None if none is known."""
+    """Return the accelerator of `cost/hardware.toml` with the peaks of the device of this name, or None."""
     words = set(name.lower().replace("-", " ").split())
-    variant = words & {"pcie", "nvl", "mig"}  # slower parts, and parts of a part, of the same name
+    variant = words & {"pcie", "nvl", "mig"}  # slower parts, and partitions of a part, with the same name
     if "a100" in words:
         variant.discard("pcie")  # the same peaks as the SXM part
     for known in packaged_accelerators():
         told = set(known.name.removeprefix("rtx").split("-"))
-        # Sizes of memory, which the names of two parts of one die have, do not change the peak.
+        # Memory sizes, which distinguish two parts with the same die, do not change the peak.
         if {word for word in told if not re.fullmatch(r"\d+gb", word)} <= words and variant <= told:
             return known
     return None
 
 
 def attention_kernels(config: RunConfig, device: torch.device) -> str | None:
-    """The kernels that PyTorch takes for the attention of a run, in words; None where it does not choose: on a CPU,
+    """Describe the kernels that PyTorch selects for the attention of a run. None if it does not choose: on a CPU,
     over ranks of cp, and within documents."""
     layout, spec = config.layout.layout(), config.model.spec()
     if device.type != "cuda" or layout.cp > 1 or config.data.attention == "document":
@@ -73,7 +73,7 @@ def attention_kernels(config: RunConfig, device: torch.device) -> str | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory this rank has used: of the GPU's allocator, or resident in the process on a CPU."""
+    """Return the peak memory of this rank in bytes: of the GPU's allocator, or resident in the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -81,12 +81,14 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def configure_malloc() -> None:
-    """Have the C library keep what tensors on the CPU free, but blocks of `MAPPED_BYTES` and more, which it maps alone.
+    """Let the C library keep memory freed by CPU tensors, except blocks of `MAPPED_BYTES` or more, which it maps
+    separately.
 
-    What is given back is faulted in and zeroed anew in each step: with all tensors of a 14M model 222,000 page faults,
-    and half of the CPU-seconds of ZeRO-1 more. What is kept is reused badly: PyTorch aligns blocks to 64 bytes, for
-    which glibc looks for a hole of 96 bytes more (its bug 14581), so a block does not fit where one of its size was,
-    and breaks up a larger hole, as those of FSDP2's buffers. Does nothing where the C library is another.
+    Memory returned to the system is faulted in and zeroed again in each step. If all tensors' memory is returned, a 14M
+    model has 222,000 page faults, and ZeRO-1 takes half as many CPU-seconds again. But kept memory is reused poorly:
+    PyTorch aligns blocks to 64 bytes, for which glibc searches for a hole that is 96 bytes larger (its bug 14581). So a
+    block does not fit where a block of the same size was, and splits a larger hole, such as one left by FSDP2's
+    buffers. Does nothing with another C library.
     """
     if not sys.platform.startswith("linux"):
         return

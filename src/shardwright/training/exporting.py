@@ -29,14 +29,14 @@ from shardwright.training.sources import ends_of_text, readable_sources, tokeniz
 from shardwright.training.weights import Weights, count_not_finite, not_finite_in_words, open_weights
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
-"""Type on the command line -> its name in torch."""
+"""Type on the command line -> torch's name of it."""
 MAX_SHARD_BYTES = 5 * 10**9
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What was written: the architecture, the type and bytes of the weights, and what is to be said of it."""
+    """The written architecture, the type and bytes of the weights, and remarks for the user."""
 
     architecture: Architecture
     dtype: str
@@ -53,13 +53,13 @@ def export(
     tokenizer: str | Path | None = None,
     allow_nan: bool = False,
 ) -> ExportResult:
-    """Write weights to the new folder `out` in the format of `transformers`; one tensor is in memory at a time.
+    """Write weights to the new folder `out` in the format of `transformers`, with one tensor in memory at a time.
 
-    `source`: a run (its newest checkpoint), a checkpoint, a folder of `shardwright import` or of `transformers`.
-    `dtype`: bf16, fp16, fp32 or fp64; as they are unless given. `tokenizer`: a folder whose tokenizer is taken; unless
-    given, that of the weights or of the run's data. `allow_nan`: write values that are NaN or infinite, too, which are
-    refused with an InputError unless it is given. Raises ConfigError for a model that `transformers` has no
-    architecture for, saying why, and CheckpointError for weights that are not there or damaged.
+    `source`: a run (its newest checkpoint), a checkpoint, or a folder of `shardwright import` or of `transformers`.
+    `dtype`: bf16, fp16, fp32 or fp64; default: the stored types. `tokenizer`: a folder with the tokenizer to write;
+    default: the tokenizer of the weights or of the run's data. `allow_nan`: also write NaN and infinite values, which
+    otherwise raise InputError. Raises ConfigError with the reason for a model without an architecture in
+    `transformers`, and CheckpointError for missing or damaged weights.
     """
     problems = [] if dtype is None or dtype in DTYPES else [f"--dtype {dtype}: valid: {', '.join(DTYPES)}"]
     if max_shard_bytes < 1:
@@ -102,7 +102,7 @@ def export(
 
 
 def _types(tensors: list[FileTensor], weights: Weights, dtype: str | None) -> dict[str, str]:
-    """The type of each tensor in the files. A selection bias stays as wide as it is, as in transformers."""
+    """Return the type of each tensor in the files. A selection bias keeps its type, as in transformers."""
     here = rows(weights.spec)
     found = {}
     for tensor in tensors:
@@ -113,7 +113,7 @@ def _types(tensors: list[FileTensor], weights: Weights, dtype: str | None) -> di
 
 
 def _added_tokens(tokenizer_json: bytes) -> list[str]:
-    """What is to be said of the tokens that a tokenizer adds to a text, which data that are prepared here have not."""
+    """Return a remark on tokens that a tokenizer adds to a text but that the run's data does not contain."""
     if not (added := Tokenizer.from_buffer(tokenizer_json).encode("").tokens):
         return []
     return [
@@ -123,10 +123,10 @@ def _added_tokens(tokenizer_json: bytes) -> list[str]:
 
 
 def _tokenizer(weights: Weights, out: Path, given: str | Path | None) -> tuple[list[str], dict[str, int | list[int]]]:
-    """Write the tokenizer; returns what is to be said, and the ids of the tokens that begin and end a text."""
+    """Write the tokenizer. Return remarks, and the ids of the tokens that start and end a text."""
     if given is not None and (Path(given) / TOKENIZER).is_file():
         theirs, difference = tokenizer_file(weights.path), None
-        with suppress(DataError):  # a damaged one is why --tokenizer is given
+        with suppress(DataError):  # a damaged tokenizer is a reason to give --tokenizer
             difference = theirs and tokenizer_difference(Path(given) / TOKENIZER, theirs)
         if difference:
             raise DataError(

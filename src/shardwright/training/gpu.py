@@ -1,4 +1,4 @@
-"""Refuses a GPU on which a run could not take its first step, before the ranks meet."""
+"""Refuses a GPU on which a run could not take its first step, before the ranks rendezvous."""
 
 import os
 import re
@@ -16,12 +16,12 @@ from shardwright.system.units import GiB, format_bytes
 BF16, FP8 = (8, 0), (8, 9)
 """The oldest compute capabilities with matmuls in these formats."""
 CONTEXT_BYTES = GiB
-"""What CUDA, its libraries and NCCL take of a GPU, about."""
+"""Approximate GPU memory of CUDA, its libraries and NCCL."""
 
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """What CUDA reports of a GPU. `built_for`: the oldest compute capability that PyTorch was built for."""
+    """Properties of a GPU reported by CUDA. `built_for`: the oldest compute capability that PyTorch was built for."""
 
     name: str
     capability: tuple[int, int]
@@ -31,7 +31,7 @@ class GpuFacts:
 
 
 def facts_of(device: torch.device) -> GpuFacts:
-    """The facts of a GPU; starts CUDA in this process."""
+    """Return the properties of a GPU. Initializes CUDA in this process."""
     architectures = [re.fullmatch(r"sm_(\d+)(\d)[a-z]?", each) for each in torch.cuda.get_arch_list()]
     built_for = [(int(each[1]), int(each[2])) for each in architectures if each]
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
@@ -41,7 +41,7 @@ def facts_of(device: torch.device) -> GpuFacts:
 
 
 def gpu_problems(gpu: GpuFacts, config: RunConfig) -> list[str]:
-    """Why a rank of a run cannot train on a GPU."""
+    """Return the reasons why a rank of a run cannot train on a GPU."""
     precision, has = config.precision, f"{gpu.name} has compute capability {_dotted(gpu.capability)}"
     if gpu.capability < gpu.built_for:
         return [
@@ -72,7 +72,7 @@ def gpu_problems(gpu: GpuFacts, config: RunConfig) -> list[str]:
 
 
 def why_no_gpu() -> str:
-    """What CUDA says first where PyTorch sees no GPU; empty for a build of PyTorch without CUDA."""
+    """Return CUDA's first error if PyTorch sees no GPU, or the fact that this build of PyTorch has no CUDA."""
     if torch.version.cuda is None:
         return "this build of PyTorch has no CUDA"
     try:
@@ -83,8 +83,8 @@ def why_no_gpu() -> str:
 
 
 def interface_problems(value: str | None, interfaces: Iterable[str]) -> list[str]:
-    """Why NCCL finds no network interface by NCCL_SOCKET_IFNAME: prefixes of names, `=` before exact names, `^` before
-    those to leave out."""
+    """Return the reason why NCCL_SOCKET_IFNAME selects no network interface. It lists name prefixes; a leading `=`
+    means exact names, a leading `^` means names to exclude."""
     names = sorted(interfaces)
     if not value:
         return []
@@ -101,7 +101,7 @@ def interface_problems(value: str | None, interfaces: Iterable[str]) -> list[str
 
 
 def check_gpu(config: RunConfig, device: torch.device) -> None:
-    """Raise InputError where a run cannot take a step on a GPU of this process."""
+    """Raise InputError if a run cannot take a step on this process's GPU."""
     if device.type != "cuda":
         if config.precision.cuda_graphs:
             raise InputError("precision.cuda_graphs=true needs a GPU, and device is 'cpu'; leave it out there")
@@ -115,14 +115,14 @@ def check_gpu(config: RunConfig, device: torch.device) -> None:
 
 
 def name_of_gpu(device: torch.device) -> str:
-    """A name that no other GPU of this machine has: the UUID, or where a device reports none, its number among those
-    that this process may use."""
+    """Return a name that is unique among this machine's GPUs: the UUID or, if a device reports none, its number
+    among the GPUs visible to this process."""
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     return uuid if uuid.strip("0-") else f"{os.environ.get('CUDA_VISIBLE_DEVICES', '')}:{device.index}"
 
 
 def claim_gpu(store: dist.Store, rank: int, gpu: str) -> None:
-    """Raise InputError where another rank of the store has claimed the same GPU: NCCL cannot connect the two."""
+    """Raise InputError if another rank in the store has claimed the same GPU, because NCCL cannot connect the two."""
     owner = store.compare_set(f"gpu/{gpu}", "", str(rank)).decode()
     if owner != str(rank):
         raise InputError(

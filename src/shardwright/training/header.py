@@ -1,4 +1,4 @@
-"""What rank 0 prints and records of a run as it starts: what is trained, how, where and with which versions."""
+"""The lines and the record of a run's start on rank 0: model, layout, data, device and versions."""
 
 import math
 import platform
@@ -26,8 +26,8 @@ _GIT_TIMEOUT_S = 5.0
 def header(
     config: RunConfig, sources: Sources, order: MixtureOrder, device: torch.device, first_step: int, first_sample: int
 ) -> list[str]:
-    """The lines that say what a run does, before its first step. `first_step`, `first_sample`: steps and samples that
-    are done already."""
+    """Return the lines that describe a run before its first step. `first_step`, `first_sample`: completed steps and
+    samples."""
     batch, steps = config.batch, config.steps - first_step
     tokens_per_step = batch.global_batch * batch.seq_len
     told = _sources(config, sources, order, first_sample, first_sample + steps * batch.global_batch)
@@ -50,7 +50,7 @@ def header(
 def _sources(
     config: RunConfig, sources: Sources, order: MixtureOrder, first_sample: int, last_sample: int
 ) -> list[str]:
-    """How often the steps that are left go through each source; of a mixture, with its shares from stage to stage."""
+    """Return the number of epochs of each source in the remaining steps, and for a mixture its shares in each stage."""
     before, after = order.epochs(first_sample), order.epochs(last_sample)
     sizes = [format_count(size * config.batch.seq_len) for size in order.sizes]
     shares = [
@@ -71,7 +71,7 @@ def _sources(
 
 
 def started(config: RunConfig, device: torch.device, step: int, checkpoint: Path | None) -> StartRecord:
-    """The `run` record of this start."""
+    """Return the `run` record of this start."""
     layout = config.layout.layout()
     return StartRecord(
         step=step,
@@ -90,7 +90,7 @@ def started(config: RunConfig, device: torch.device, step: int, checkpoint: Path
 
 
 def device_name(device: torch.device) -> str:
-    """`NVIDIA H200`, or `cpu`."""
+    """Return the device's name, such as `NVIDIA H200`, or `cpu`."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
@@ -104,8 +104,8 @@ def _git_commit() -> str | None:
 
 
 def changes_since(saved: Path, now_toml: str) -> list[str]:
-    """The keys of a run that differ from those of the run file saved with the checkpoint it goes on from, as
-    `steps 100 to 200`; none where that file is not there."""
+    """Return the keys of a run that differ from the run file saved with the resumed checkpoint, such as `steps 100
+    to 200`. Empty if that file does not exist."""
     try:
         before = flat(parse_toml(read_text(saved)))
     except FileNotFoundError:
@@ -118,8 +118,8 @@ def changes_since(saved: Path, now_toml: str) -> list[str]:
 
 
 def rate_change(saved: Path, config: RunConfig, step: int) -> str | None:
-    """What becomes of the learning rate after `step` steps where a run goes on with another schedule than that of the
-    run file saved with its checkpoint; None if it stays as it would have been, or that file cannot be read."""
+    """Describe the change of the learning rate after `step` steps if a run resumes with another schedule than in the
+    run file saved with its checkpoint. None if the rate is unchanged, or if that file cannot be read."""
     try:
         before = load(saved)
     except (OSError, InputError):
@@ -136,9 +136,9 @@ def _said(value: Any) -> str:
 
 
 def kept_run_file(config: RunConfig) -> str:
-    """The resolved run file that is written to `out` and into checkpoints, with secrets in URLs masked.
+    """Return the resolved run file that is written to `out` and into checkpoints, with secrets in URLs masked.
 
-    A run that was started with --resume does not pass that on: who trains from the file asks for it anew.
+    `--resume` is not kept in it: a user who trains from the file must request it again.
     """
     if config.checkpoint.resume == "auto":
         checkpoint = config.checkpoint.model_copy(update={"resume": "no"})

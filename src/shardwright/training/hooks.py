@@ -1,8 +1,7 @@
-"""The interface of what a run does beside taking steps, and the registry of a user's own hooks.
+"""The hook interface for everything in a run except taking steps, and the registry of user-defined hooks.
 
 `loop.py` calls every hook of a run at the same places of each step, in the order in which `run.py` lists them. Every
-rank calls the same methods at the same steps, so a hook may communicate. All methods of `Hook` do nothing: a hook
-overrides those that it needs.
+rank calls the same methods at the same steps, so a hook may communicate. All methods of `Hook` do nothing by default.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,8 +20,8 @@ from shardwright.training.step import StepResult, Trainer
 
 @dataclass(frozen=True)
 class RunStart:
-    """Where a run begins: steps taken and samples consumed so far, the checkpoint that was loaded, the stages of the
-    mixture that had begun, and the ranges of samples that a rollback left out."""
+    """The start of a run: number of completed steps and samples, the loaded checkpoint, the mixture stages that had
+    started, and the ranges of samples that rollbacks excluded."""
 
     step: int = 0
     samples: int = 0
@@ -33,8 +32,8 @@ class RunStart:
 
 @dataclass(frozen=True)
 class Due:
-    """What follows a step: a log record, an evaluation, a checkpoint in OUT (`save`) or on the hosts (`save_locally`).
-    `last`: the run ends with it."""
+    """The actions due after a step: a log record, an evaluation, a checkpoint in OUT (`save`) or on the hosts
+    (`save_locally`). `last`: the run ends after the step."""
 
     log: bool
     evaluate: bool
@@ -44,12 +43,12 @@ class Due:
 
 
 def due(step: int, every: int) -> bool:
-    """Return whether something that is done after every `every` steps, 0 for never, is done after this one."""
+    """Return whether an action with period `every` is due after `step` steps; 0 means never."""
     return every > 0 and step % every == 0
 
 
 def due_after(config: RunConfig, step: int) -> Due:
-    """Return what follows after `step` steps."""
+    """Return the actions due after `step` steps."""
     last, checkpoint = step == config.steps, config.checkpoint
     return Due(
         log=due(step, config.metrics.every) or last,
@@ -62,8 +61,9 @@ def due_after(config: RunConfig, step: int) -> Due:
 
 @dataclass(frozen=True)
 class TakenStep:
-    """One optimizer step. `step`: steps done, this one included; `samples`: its first running sample, and the one after
-    its last; `rate`: its learning rate; `result`: its numbers, on the device; `overflowed`: fp16 skipped it."""
+    """One optimizer step. `step`: completed steps, including this one. `samples`: its first running sample, and the
+    one after its last. `rate`: learning rate. `result`: its numbers, on the device. `overflowed`: fp16 skipped the
+    step."""
 
     step: int
     samples: tuple[int, int]
@@ -74,32 +74,32 @@ class TakenStep:
 
 
 class Hook:
-    """Something that a run does beside taking steps."""
+    """An optional part of a run, called at fixed places of each step."""
 
     def on_start(self, start: RunStart) -> None:
-        """Prepare for the steps after `start`: at the start of a run, and after each rollback."""
+        """Prepare for the steps after `start`. Called at the start of a run and after each rollback."""
 
     def on_rollback(self, start: RunStart) -> None:
-        """Forget what came after `start`: the run continues from that checkpoint."""
+        """Discard state from after `start`: the run continues from that checkpoint."""
 
     def before_step(self, step: int) -> None:
         """Act before the batch of step number `step` (0-based) is read."""
 
     def takes_step(self, step: int, norm: Tensor) -> bool:
-        """Return whether step number `step` (0-based) changes weights and optimizer states. The clipped gradients are
-        in `.grad`; `norm` is their global norm before clipping, equal on every rank, and reading it waits for the
-        device. All ranks have to return the same."""
+        """Return whether step number `step` (0-based) changes weights and optimizer states. The clipped gradients
+        are in `.grad`. `norm` is their global norm before clipping, equal on every rank; reading it synchronizes
+        with the device. All ranks must return the same value."""
         return True
 
     def after_step(self, taken: TakenStep) -> RunStart | None:
-        """Act after a step; return where the run continues if it goes back to a checkpoint, else None."""
+        """Act after a step. Return the start to continue from if the run rolls back to a checkpoint, otherwise None."""
         return None
 
     def before_reading(self, taken: TakenStep) -> None:
         """Check the step before its numbers are logged, and before an evaluation or a checkpoint of its weights."""
 
     def numbers(self, taken: TakenStep) -> Record:
-        """Return numbers of the log record of a step, by name; the record contains those of rank 0."""
+        """Return numbers for the log record of a step, by name. The record contains the numbers of rank 0."""
         return {}
 
     def on_log(self, taken: TakenStep, numbers: Record) -> None:
@@ -112,10 +112,10 @@ class Hook:
         """Save a checkpoint."""
 
     def end_step(self, taken: TakenStep) -> None:
-        """Act after everything that was due after a step."""
+        """Act after all due actions of a step."""
 
     def on_stop(self, taken: TakenStep) -> None:
-        """Finish: a signal stops the run after this step, which is not the last of the run file."""
+        """Finish. Called if a signal stops the run after this step, before the last step of the run file."""
 
     def close(self) -> None:
         """Release resources. Called once, also after an error."""
@@ -123,7 +123,7 @@ class Hook:
 
 @dataclass(frozen=True)
 class RunParts:
-    """The parts of a run that a user's hook is made from."""
+    """The parts of a run that are passed to a user-defined hook."""
 
     config: RunConfig
     trainer: Trainer
@@ -132,7 +132,7 @@ class RunParts:
 
 @dataclass(frozen=True)
 class HookKind:
-    """A hook of a user's own: `make` returns the hook of a run on this rank."""
+    """A user-defined hook. `make` returns the hook of a run on this rank."""
 
     name: str
     make: Callable[[RunParts], Hook]
@@ -142,5 +142,5 @@ HOOKS: dict[str, HookKind] = {}
 
 
 def register(kind: HookKind) -> HookKind:
-    """Add a hook to every run that loads this extension. Raises ConfigError for a name that is taken."""
+    """Add a hook to every run that loads this extension. Raises ConfigError if the name is taken."""
     return extensions.add(HOOKS, "a hook", kind)

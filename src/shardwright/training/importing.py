@@ -1,9 +1,9 @@
-"""`shardwright import`: a folder of `transformers` as a folder of weights in the format of our checkpoints.
+"""`shardwright import`: convert a folder of `transformers` to a folder of weights in Shardwright's checkpoint format.
 
-OUT/manifest.json             tensors, their shards, a checksum of each
+OUT/manifest.json             tensors, their shards with a checksum each
 OUT/weights-00001.safetensors ...
 OUT/model.toml                the section [model] of a run file
-OUT/tokenizer.json ...        the files of the tokenizer and generation_config.json, as they were
+OUT/tokenizer.json ...        the files of the tokenizer and generation_config.json, unchanged
 """
 
 from collections import defaultdict
@@ -34,13 +34,14 @@ from shardwright.training.checkpoint.storage import xxh3_128_of
 from shardwright.training.weights import MODEL, count_not_finite, not_finite_in_words
 
 BLOCK_BYTES = GiB // 4
-"""A shard has at most so many bytes, or one row: what is in memory at a time, and what a rank reads at least."""
+"""Maximum size of a shard, unless one row is larger: the amount in memory at a time, and the least that a rank
+reads."""
 FILE_BYTES = 4 * GiB
 
 
 @dataclass(frozen=True)
 class ParameterRows:
-    """Consecutive rows of a parameter, one shard of the manifest."""
+    """Consecutive rows of a parameter, which form one shard of the manifest."""
 
     name: str
     offsets: tuple[int, ...]
@@ -48,11 +49,10 @@ class ParameterRows:
 
 
 def import_weights(source: str | Path, out: str | Path) -> HuggingFaceWeights:
-    """Write the weights of a folder of `transformers` to the new folder `out`; one shard is in memory at a time.
+    """Write the weights of a folder of `transformers` to the new folder `out`, with one shard in memory at a time.
 
-    `source`: the folder, or the id of a model of the Hugging Face hub, which is downloaded. Raises InputError, with
-    every problem, for what is not supported or damaged, for values that are not finite, and if there is something at
-    `out`.
+    `source`: the folder, or the id of a model of the Hugging Face hub, which is downloaded. Raises InputError with all
+    problems if the model is unsupported or damaged, if values are not finite, or if `out` exists.
     """
     weights = open_weights(folder_of(str(source)))
     not_finite: dict[str, int] = defaultdict(int)
@@ -101,7 +101,7 @@ def import_weights(source: str | Path, out: str | Path) -> HuggingFaceWeights:
 
 
 def copy_tokenizer(source: Path, out: Path) -> list[str]:
-    """Copy the files of a tokenizer, and generation_config.json, that are there; returns their names."""
+    """Copy the existing tokenizer files and generation_config.json. Return their names."""
     names = [name for name in (*TOKENIZER_FILES, GENERATION) if (source / name).is_file()]
     for name in names:
         (out / name).write_bytes(read_bytes(inside(source, name), LONGEST_TOKENIZER))
@@ -109,7 +109,7 @@ def copy_tokenizer(source: Path, out: Path) -> list[str]:
 
 
 def is_free(out: Path) -> None:
-    """Raises CheckpointError if there is something at `out`."""
+    """Raise CheckpointError if `out` exists."""
     if out.exists():
         raise CheckpointError(f"{out} is there already; remove it, or name another folder with --out")
 
@@ -129,9 +129,9 @@ def _blocks(weights: HuggingFaceWeights) -> Iterator[ParameterRows]:
 
 
 def folder_of(source: str) -> Path:
-    """The folder of a model: the path that is given, or where the model of that id of the hub is downloaded to.
+    """Return the folder of a model: the given path, or the download folder of the hub model with this id.
 
-    Raises InputError if it is neither, or cannot be downloaded.
+    Raises InputError if `source` is neither, or cannot be downloaded.
     """
     if Path(source).exists():
         return Path(source)
@@ -147,7 +147,7 @@ def folder_of(source: str) -> Path:
     try:
         wanted = ["*.safetensors", "*.safetensors.index.json", "config.json", GENERATION, *TOKENIZER_FILES]
         return Path(snapshot_download(source, allow_patterns=wanted))
-    except Exception as error:  # the library and the network below it raise many
+    except Exception as error:  # the library and the network code raise many types
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise InputError(
             f"{source} is no folder here, and cannot be downloaded from the Hugging Face hub ({reason[0]}); give the "
@@ -156,5 +156,5 @@ def folder_of(source: str) -> Path:
 
 
 def bytes_of(weights: HuggingFaceWeights) -> int:
-    """Bytes of all parameters."""
+    """Return the total size of all parameters in bytes."""
     return sum(TensorToWrite(name, weights.dtypes[name], shape).n_bytes for name, shape in weights.shapes.items())

@@ -1,4 +1,4 @@
-"""`[init] weights`: a new run that begins with weights which are there already, on any layout."""
+"""`[init] weights`: a new run that starts with existing weights, on any layout."""
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -16,7 +16,7 @@ from shardwright.training.weights import CheckpointWeights, Weights, fill, open_
 
 
 def initial_weights_problems(config: RunConfig) -> list[str]:
-    """Why a run cannot begin with the weights that it asks for, one sentence each; read without workers."""
+    """Return the reasons why a run cannot start with the given weights, one sentence each, without starting workers."""
     assert config.init.weights is not None
     try:
         weights = open_weights(config.init.weights)
@@ -54,10 +54,10 @@ def _problems(weights: Weights, spec: ModelSpec, init: InitSection) -> list[str]
 
 @torch.no_grad()
 def begin_with(trainer: Trainer, init: InitSection) -> list[str]:
-    """Fill the parameters of this rank, and if asked for the moments of its optimizer; each rank reads its part alone.
+    """Fill this rank's parameters and, if requested, the moments of its optimizer. Each rank reads only its own part.
 
-    Returns the lines that say what was taken and what not. Raises CheckpointError for weights of another model, and
-    DamagedError for a file that is not as it was written.
+    Returns lines that list the loaded and the omitted tensors. Raises CheckpointError for weights of another model, and
+    DamagedError for a file that changed after it was written.
     """
     assert init.weights is not None
     weights, model = open_weights(init.weights), trainer.model

@@ -1,4 +1,4 @@
-"""Start the workers of a run on this machine, again after a fault, and hand them the signals that this process gets."""
+"""Start the workers of a run on this machine, restart them after a fault, and forward signals to them."""
 
 import os
 import re
@@ -27,26 +27,26 @@ from shardwright.training.resilience.restarts import Restarts
 from shardwright.training.worker import serve
 
 _TAIL_BYTES = 64 * KiB
-"""Of metrics.jsonl: more than a line has."""
+"""How much of the end of metrics.jsonl to read: more than one line."""
 
 
 @dataclass
 class _EndSignal:
-    """The first signal to this process that asked for an end, if any. `to_grow`: the ranks were asked to save and end,
-    to start again with more of them."""
+    """The first signal that asked this process to end, if any. `to_grow`: the ranks were asked to save and end, for
+    a restart with more ranks."""
 
     signal: int | None = None
     to_grow: bool = False
 
 
 def launch(config: RunConfig, log_dir: Path, quiet: bool = False, max_restarts: int = 0) -> bool:
-    """Run every rank of a run file's layout on this machine, to their end. Returns whether a signal stopped them.
+    """Run all ranks of a run file's layout on this machine until they end. Return whether a signal stopped them.
 
-    Rank 0 writes to this terminal; stderr of every rank goes to LOG_DIR/rank-N.log. When one fails, the
-    others are ended and its own error is raised: InputError as such, all else as WorkerError; but up to `max_restarts`
-    times the ranks are started again in the place of a WorkerError or CopiesError, from the newest whole checkpoint.
-    Signals of `processes.STOPPING` are handed to the workers, which finish the step and save; KeyboardInterrupt is
-    raised where there was nothing to save yet, and by a second SIGINT.
+    Rank 0 writes to this terminal; stderr of every rank goes to LOG_DIR/rank-N.log. If a rank fails, the others are
+    ended and its error is raised: InputError as such, any other as WorkerError. Up to `max_restarts` times, a
+    WorkerError or CopiesError instead restarts the ranks from the newest complete checkpoint. Signals of
+    `processes.STOPPING` are forwarded to the workers, which finish the step and save. KeyboardInterrupt is raised if
+    there is nothing to save yet, and by a second SIGINT.
     """
     out = Path(config.out)
     restarts = Restarts(config, max_restarts)
@@ -73,8 +73,8 @@ def launch(config: RunConfig, log_dir: Path, quiet: bool = False, max_restarts: 
 def _run(
     restarts: Restarts, log_dir: Path, quiet: bool, workers: list[Worker], asked: _EndSignal, store: Descriptor | str
 ) -> bool:
-    """One start of the ranks, which meet in the file `store`; `workers` is filled, and empty again when they have
-    ended."""
+    """Start the ranks once and wait for their end. The ranks rendezvous in the file `store`. `workers` contains the
+    workers while they run."""
     log_dir.mkdir(parents=True, exist_ok=True)
     attempt, began = restarts.attempt, now()
     config, out = attempt.config, Path(attempt.config.out)
@@ -98,7 +98,7 @@ def _run(
 
     with cleaning_up(lambda: processes.end(workers), workers.clear, watch.folder.clear):
         _start(workers, attempt.places, log_dir, store)
-        if asked.signal is not None:  # it may have come before there were ranks to hand it to
+        if asked.signal is not None:  # the signal may have come before there were workers to forward it to
             raise KeyboardInterrupt
         for worker in workers:
             worker.send((resolved_toml(config), quiet))
@@ -107,26 +107,26 @@ def _run(
         except WorkerError as error:
             raise _with_place(error, out, watch) from None
         for worker in workers:
-            worker.wait()  # how it ends says nothing once its work is done
+            worker.wait()  # the exit code does not matter once its work is done
         return any(stopped)
 
 
 def _has_logged_since(out: Path, time: str) -> bool:
-    """Whether a step was logged after that time: all ranks are in training, then, and answer signals."""
+    """Return whether a step was logged after `time`. If so, all ranks are in training and respond to signals."""
     try:
         with open_regular(out / METRICS) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             lines = file.read().splitlines()
         record = parse_json(lines[-1])
         return bool(record["kind"] == "train" and record["time"] > time)
-    except (OSError, ValueError, TypeError, LookupError):  # nothing yet, or a line that is being written
+    except (OSError, ValueError, TypeError, LookupError):  # no line yet, or an incomplete line
         return False
 
 
 def _with_place(error: WorkerError, out: Path, watch: RanksWatch) -> WorkerError:
-    """An error of a rank, written down as an event, with where that rank was when it is dead."""
+    """Record a rank's error as an event. Return the error, with the rank's last position if its process is dead."""
     rank = error.rank
-    if rank is None or str(error).startswith("no progress"):  # a hang is written down where it is found
+    if rank is None or str(error).startswith("no progress"):  # a hang is recorded where it is detected
         return error
     state = watch.states().get(rank)
     append_event(out, EventRecord("fault", 0 if state is None else state.step, str(error).partition("\n")[0], rank))
@@ -138,7 +138,7 @@ def _with_place(error: WorkerError, out: Path, watch: RanksWatch) -> WorkerError
 
 
 def _start(workers: list[Worker], places: tuple[int, ...], log_dir: Path, store: Descriptor | str) -> None:
-    """Start every rank, adding each to `workers` at once, so that `_run` ends all of them, whatever fails."""
+    """Start every rank. Each is added to `workers` immediately, so that `_run` ends all of them on any error."""
     n_threads = processes.threads_of_a_rank(len(places))
     hang_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
     environment = dict(os.environ)
@@ -158,8 +158,8 @@ def _start(workers: list[Worker], places: tuple[int, ...], log_dir: Path, store:
 
 @contextmanager
 def _file_of_this_user() -> Iterator[Descriptor | str]:
-    """An empty file for what ranks tell each other as they meet: a server at a port would listen to any user of the
-    machine. On Linux it is in memory, without a name, and ends with the last process that has it."""
+    """Yield an empty file for the rendezvous of the ranks. A server on a port would accept any user of the machine.
+    On Linux, the file is in memory, has no name, and is freed with the last process that has it open."""
     if hasattr(os, "memfd_create"):
         number = os.memfd_create("shardwright-store")
         try:

@@ -1,4 +1,4 @@
-"""The load of experts as a record of metrics.jsonl has it."""
+"""The load of experts, as recorded in metrics.jsonl."""
 
 from shardwright.model.balance import entropy, max_over_mean
 from shardwright.model.sections import MoESpec
@@ -7,10 +7,12 @@ from shardwright.run_folder import Record
 
 
 def expert_numbers(load: ExpertLoad, moe: MoESpec) -> Record:
-    """The keys of a record for the experts of one step, from `load` on the host.
+    """Return the record's keys for the experts of one step, from `load` on the host.
 
-    The load is the mean over the layers with experts; `load_by_layer` has the load of the busiest expert of each. The
-    auxiliary losses are what they add to the cross-entropy, summed over layers. A loss that is off has no key."""
+    The load is the mean over the layers with experts. `load_by_layer` has the load of the busiest expert of each layer.
+    The auxiliary losses are their contributions to the cross-entropy, summed over layers. A loss that is off has no
+    key.
+    """
     layers = range(moe.first_dense, len(load.counts_LE))
     busiest = [float(max_over_mean(load.counts_LE[layer])) for layer in layers]
     balance_loss, z_loss = load.losses_L2.sum(0).tolist()

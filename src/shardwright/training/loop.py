@@ -1,12 +1,12 @@
-"""The train loop: take a step, then let the hooks of the run do everything else.
+"""The train loop: take a step, then call the hooks of the run for everything else.
 
     on_start
     each step:  before_step, the step itself (takes_step), after_step
-                if something is due:  before_reading, numbers and on_log, on_evaluation, on_save
+                if an action is due:  before_reading, numbers and on_log, on_evaluation, on_save
                 end_step
     on_stop, if a signal stops the run before its last step
 
-Every rank runs this loop. All ranks stop after the same step (`stop.py`), and go back to the same checkpoint.
+Every rank runs this loop. All ranks stop after the same step (`stop.py`) and roll back to the same checkpoint.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,16 +35,16 @@ class TrainLoop:
         phases: Phases,
         asked_to_stop: Callable[[], bool],
     ) -> None:
-        """`batches`: opens the batches after a start; `asked_to_stop`: whether a signal asked any rank to stop; every
-        rank gets the same answer."""
+        """`batches`: opens the batches after a start. `asked_to_stop`: returns whether a signal asked any rank to
+        stop, equal on every rank."""
         self.config, self.trainer, self.hooks = config, trainer, hooks
         self.batches, self.phases, self.asked_to_stop = batches, phases, asked_to_stop
         self.step = 0
         trainer.take_steps_if(self._takes_step)
 
     def run(self, start: RunStart) -> int:
-        """Take the steps after `start`, again from a checkpoint where a hook goes back to one; return the number of
-        steps that are done."""
+        """Take the steps after `start`, again after each rollback to a checkpoint. Return the number of completed
+        steps."""
         while isinstance(end := self._steps(start), RunStart):
             start = end
             for hook in self.hooks:
@@ -52,7 +52,7 @@ class TrainLoop:
         return end
 
     def _steps(self, start: RunStart) -> int | RunStart:
-        """Return the number of steps that are done, or the checkpoint that the run goes back to."""
+        """Return the number of completed steps, or the checkpoint that the run rolls back to."""
         self.step, taken = start.step, None
         with self.batches(start) as batches:
             for hook in self.hooks:
@@ -80,7 +80,7 @@ class TrainLoop:
         first_sample, batch = batches.next_sample, next(batches)
         self.phases.end("data")
         config, trainer, skipped = self.config, self.trainer, self.trainer.skipped_steps
-        # As in Megatron-LM, the learning rate stays where it is in a step that is skipped.
+        # As in Megatron-LM, a skipped step does not advance the learning rate.
         rate = learning_rate(self.step - skipped, config.steps, config.optimizer.lr, config.lr_schedule)
         result = trainer.step(batch, self.step, rate)
         overflowed = trainer.spike is None and trainer.skipped_steps > skipped
@@ -88,11 +88,11 @@ class TrainLoop:
         return TakenStep(step, samples, rate, result, overflowed, due_after(config, step))
 
     def _takes_step(self, norm: Tensor) -> bool:
-        """Ask every hook: each may communicate."""
+        """Ask every hook, without short-circuiting: each may communicate."""
         return all([hook.takes_step(self.step, norm) for hook in self.hooks])
 
     def _follow(self, taken: TakenStep) -> None:
-        """Log, evaluate and save as far as it is due."""
+        """Log, evaluate and save as due."""
         follows = taken.due
         if follows.log or follows.evaluate or follows.save or follows.save_locally:
             for hook in self.hooks:
@@ -111,7 +111,7 @@ class TrainLoop:
                 hook.on_save(taken)
 
     def _stop(self, taken: TakenStep) -> None:
-        """After the step at which a signal stops the run, log and save what was not due."""
+        """Log and save after the step at which a signal stops the run, unless already done."""
         left = Due(log=not taken.due.log, evaluate=False, save=not taken.due.save, save_locally=False, last=True)
         taken = replace(taken, due=left)
         self._follow(taken)

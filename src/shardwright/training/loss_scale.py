@@ -1,16 +1,15 @@
 """Dynamic loss scaling: the loss is multiplied by a scale, so that small gradients are not rounded to 0 in fp16.
 
-Source: Micikevicius et al., arXiv 1710.03740, section 3.2; when the scale changes, as in Megatron-LM's
-`DynamicGradScaler`:
+Source: Micikevicius et al., arXiv 1710.03740, section 3.2. The scale changes as in Megatron-LM's `DynamicGradScaler`:
 
-    an overflow          clean = 0; left -= 1; where left <= 0: scale = max(scale / 2, least); the step is skipped
-    a step without one   clean += 1; where clean = window: clean = 0; left = hysteresis; scale = 2 scale
+    step with overflow      clean = 0; left -= 1; if left <= 0: scale = max(scale / 2, least); the step is skipped
+    step without overflow   clean += 1; if clean = window: clean = 0; left = hysteresis; scale = 2 scale
 
-`left` is not raised again by clean steps, so after `hysteresis` overflows every further one halves the scale until it
-is doubled again. The scale is a power of 2, by which gradients are divided without rounding.
+Clean steps do not raise `left`, so after `hysteresis` overflows, every further overflow halves the scale until the
+scale is doubled again. The scale is a power of 2, so dividing gradients by it does not round.
 
-The norm of all gradients of the model, which is equal on every rank, is infinite or not a number where any rank's
-gradient is. So the ranks agree on a step without a collective of their own.
+The norm of all gradients of the model, equal on every rank, is infinite or NaN if the gradient of any rank is. So the
+ranks agree on a step without a separate collective.
 """
 
 from dataclasses import dataclass
@@ -29,8 +28,8 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 @with_config(ConfigDict(strict=True, extra="forbid"))
 @dataclass
 class LossScaleState:
-    """What a checkpoint holds of a loss scale. `clean`: steps since the last change or overflow; `left`: overflows
-    until the scale is halved; `skipped`: steps of the run that were skipped."""
+    """The state of a loss scale in a checkpoint. `clean`: steps since the last change or overflow. `left`: overflows
+    until the scale is halved. `skipped`: skipped steps of the run."""
 
     scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     left: Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -39,7 +38,7 @@ class LossScaleState:
 
 
 class LossScaler:
-    """The loss scale of a run, the same on every rank, and the rule by which it changes."""
+    """The loss scale of a run, equal on every rank, and the rule by which it changes."""
 
     def __init__(self, config: PrecisionSection) -> None:
         self.window, self.hysteresis = config.loss_scale_window, config.loss_scale_hysteresis
@@ -47,20 +46,20 @@ class LossScaler:
         self.state = LossScaleState(config.loss_scale, self.hysteresis)
 
     def resume(self, state: LossScaleState) -> None:
-        """Continue with the state that a checkpoint contains."""
+        """Continue with the state from a checkpoint."""
         self.state = state
 
     @property
     def scale(self) -> float:
-        """What the loss of the next step is multiplied by."""
+        """Factor of the loss in the next step."""
         return self.state.scale
 
     def takes(self, norm: Tensor) -> bool:
-        """Whether a step with gradients of this norm, a scalar that is equal on every rank, is taken and not skipped;
-        changes the scale.
+        """Return whether a step with gradients of this norm, a scalar equal on every rank, is taken, and update the
+        scale.
 
-        Reads one number back from the device, as every optimizer step has to be told before it starts. On fake tensors,
-        which have no values, every step is taken.
+        Reads one number back from the device, because the decision is needed before the optimizer step starts. On fake
+        tensors, which have no values, every step is taken.
         """
         state = self.state
         if isinstance(norm, FakeTensor) or bool(torch.isfinite(norm)):
@@ -75,12 +74,12 @@ class LossScaler:
 
 
 def loss_scaler(config: PrecisionSection) -> LossScaler | None:
-    """That of fp16; None in a type with the range of fp32."""
+    """Return a loss scaler for fp16, or None for a type with the range of fp32."""
     return LossScaler(config) if config.compute == "fp16" else None
 
 
 def skipped_in_words(step: int, scale: float) -> str:
-    """What is said of a skipped step; `scale`: that of the next one."""
+    """Return the message about a skipped step. `scale`: loss scale of the next step."""
     return (
         f"step {step} skipped: a gradient overflowed in fp16; weights and optimizer states stay, loss scale {scale:g}"
     )

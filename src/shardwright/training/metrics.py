@@ -19,21 +19,21 @@ from shardwright.system.units import MiB, format_bytes, format_count, format_sec
 
 
 class MetricsWriter(Protocol):
-    """Writes the records of a run to one place."""
+    """Writes the records of a run to one destination."""
 
     def write(self, record: Record) -> None:
-        """Take one record: `step`, `kind` (run, train or evaluation), and its values; None is one not known."""
+        """Write one record: `step`, `kind` (run, train or evaluation) and its values; None means unknown."""
 
     def rewind(self, step: int) -> None:
-        """Forget, where that is possible, what was measured after `step` steps: those that follow are taken again."""
+        """Discard records after `step` steps where possible, because the run takes those steps again."""
 
     def close(self) -> None:
-        """Flush and close; no record follows."""
+        """Flush and close. No record follows."""
 
 
 class JsonLines:
-    """OUT/metrics.jsonl. A run that is resumed drops the lines of steps it will take again. Lines that a full disk does
-    not take are written with the next one that it does."""
+    """OUT/metrics.jsonl. A resumed run drops the lines of steps that it takes again. Lines that a full disk rejects
+    are written together with the next line that fits."""
 
     def __init__(self, path: Path, resumed_step: int) -> None:
         self.path = path
@@ -45,7 +45,7 @@ class JsonLines:
             keep = [line for line in whole_lines(self.path) if _stays(parse_json(line), step)]
         except (ValueError, TypeError, KeyError) as error:
             raise InputError(f"{self.path} is damaged ({error}); mend or remove it, and resume again") from None
-        if step == 0:  # a run from the beginning evaluates before its first step, too
+        if step == 0:  # a run from step 0 also evaluates before its first step
             keep = []
         write_whole(self.path, "".join(line + "\n" for line in keep).encode())
         return self.path.open("ab", buffering=0)
@@ -80,8 +80,7 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Events in OUT/tensorboard. After a full disk, the next record that there is room for begins another
-    file."""
+    """Events in OUT/tensorboard. After a full disk, the next record that fits starts a new file."""
 
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
@@ -101,13 +100,13 @@ class TensorBoard:
     def _leaving_full_disk(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:  # of the thread that writes, which has ended with it
+        except OSError as error:  # an error of the writer thread, which has then ended
             self._writer = None
             if error.errno not in NO_ROOM:
                 raise
 
     def rewind(self, step: int) -> None:
-        """Nothing: a later value of a step is shown in place of an earlier one."""
+        """Do nothing: TensorBoard shows a later value of a step instead of an earlier one."""
 
     def close(self) -> None:
         if self._writer is not None:
@@ -123,7 +122,7 @@ class WeightsAndBiases:
 
         try:
             self._run = wandb.init(project=project, dir=config.out, config=config.model_dump())
-        except Exception as error:  # wandb raises many kinds; all of them are about its set-up
+        except Exception as error:  # wandb raises many types; all concern its setup
             raise InputError(f"metrics.wandb_project={project!r}: W&B does not start: {error}") from None
 
     def write(self, record: Record) -> None:
@@ -131,21 +130,21 @@ class WeightsAndBiases:
             self._run.log({f"{record['kind']}/{key}": value for key, value in numbers.items()}, step=record["step"])
 
     def rewind(self, step: int) -> None:
-        """Nothing: W&B takes no values of earlier steps, so those that are taken again are left out there."""
+        """Do nothing: W&B rejects values of earlier steps, so values of repeated steps are missing there."""
 
     def close(self) -> None:
         self._run.finish()
 
 
 LOOPBACK = "127.0.0.1"
-"""Where numbers are served: they are for this machine alone."""
+"""Address on which numbers are served, for access from this machine only."""
 
 
 class Prometheus:
-    """The numbers of the newest record of each kind, served to who asks for http://127.0.0.1:PORT/metrics.
+    """Serves the numbers of the newest record of each kind at http://127.0.0.1:PORT/metrics.
 
-    A gauge is named shardwright_KIND_KEY after a record of metrics.jsonl. Where that holds several numbers, one has the
-    label `of`: the name of a source of data, or the number of a rank or layer.
+    A gauge is named shardwright_KIND_KEY after a record of metrics.jsonl. If a key has several numbers, each has the
+    label `of`: the name of a data source, or the number of a rank or layer.
     """
 
     def __init__(self, port: int) -> None:
@@ -165,7 +164,7 @@ class Prometheus:
             if isinstance(value, dict | list | tuple):
                 several = value if isinstance(value, dict) else dict(enumerate(value))
                 gauge = self._gauge(record["kind"], key, ("of",))
-                gauge.clear()  # what the record before had of others
+                gauge.clear()  # labels of the previous record
                 for name, each in several.items():
                     gauge.labels(str(name)).set(each)
             elif isinstance(value, int | float):
@@ -181,7 +180,7 @@ class Prometheus:
         return self._gauges[name]
 
     def rewind(self, step: int) -> None:
-        """Nothing: the next record takes the place of the last one."""
+        """Do nothing: the next record replaces the last one."""
 
     def close(self) -> None:
         self._server.shutdown()
@@ -190,7 +189,7 @@ class Prometheus:
 
 
 def port_problems(config: RunConfig) -> list[str]:
-    """Why metrics.prometheus_port, if it is set, cannot be listened on at this machine."""
+    """Return the reason why this machine cannot listen on `metrics.prometheus_port`, if it is set."""
     port = config.metrics.prometheus_port
     if port is None:
         return []
@@ -211,7 +210,7 @@ def _port_problem(port: int, error: OSError) -> str:
 
 
 def missing_extras(config: RunConfig) -> list[str]:
-    """A problem for each package that [metrics] needs and that is not installed, with the command that installs it."""
+    """Return a problem for each missing package that [metrics] needs, with the command that installs it."""
     metrics = config.metrics
     wanted = {
         "tensorboard": metrics.tensorboard,
@@ -226,12 +225,12 @@ def missing_extras(config: RunConfig) -> list[str]:
 
 
 def _stays(record: Record, resumed_step: int) -> bool:
-    """Whether a run that resumes after step `resumed_step` keeps a record: its steps will not be taken again."""
+    """Return whether a run that resumes after `resumed_step` steps keeps a record. It takes later steps again."""
     return bool(record["step"] < resumed_step + (record["kind"] != "run"))
 
 
 def _numbers(record: Record) -> Record:
-    """What a record measures, by name; nothing for a `run` record."""
+    """Return the numbers of a record by name; empty for a `run` record."""
     if record["kind"] == "run":
         return {}
     flat = {
@@ -245,7 +244,7 @@ def _numbers(record: Record) -> Record:
 
 
 def open_writers(config: RunConfig, resumed_step: int) -> list[MetricsWriter]:
-    """The writers to files and services that a run asks for."""
+    """Return the writers to files and services that a run file requests."""
     out = Path(config.out)
     writers: list[MetricsWriter] = [JsonLines(out / METRICS, resumed_step)]
     if config.metrics.tensorboard:
@@ -258,7 +257,7 @@ def open_writers(config: RunConfig, resumed_step: int) -> list[MetricsWriter]:
 
 
 def line(record: Record, steps: int) -> str:
-    """A record as one line of text."""
+    """Format a record as one line of text."""
     ahead = [f"mtp {record['mtp_loss']:.4f}"] if "mtp_loss" in record else []
     if record["kind"] == "evaluation":
         sources = [f"{name} {loss:.4f}" for name, loss in (record.get("sources") or {}).items()]

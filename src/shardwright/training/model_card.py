@@ -1,4 +1,4 @@
-"""The README.md of an exported model: what it is, and how it was trained as far as the run's folder tells."""
+"""The README.md of an exported model: its description and, if the run's folder has them, facts of its training."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +34,7 @@ tokenizer = AutoTokenizer.from_pretrained("PATH")
 
 
 def model_card(weights: Weights, architecture: Architecture, dtype: str) -> str:
-    """The text of the card; of weights that a run of ours has trained with the facts of the run."""
+    """Return the text of the card. It includes facts of the run if Shardwright trained the weights."""
     text = _HEAD.format(
         name=_name(weights.path),
         architecture=architecture.class_name,
@@ -49,7 +49,7 @@ def model_card(weights: Weights, architecture: Architecture, dtype: str) -> str:
 
 
 def _run_folder(checkpoint: Path) -> Path | None:
-    """The folder of the run that a checkpoint lies in."""
+    """Return the folder of the run that contains a checkpoint, or None."""
     inside = checkpoint.absolute().parent
     return inside.parent if inside.name == CHECKPOINTS else None
 

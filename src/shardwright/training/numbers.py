@@ -1,4 +1,4 @@
-"""The records of a run: the numbers of logged steps, which are read back from the device here, and evaluations."""
+"""Hooks that write the records of a run: the numbers of logged steps, read from the device here, and evaluations."""
 
 from dataclasses import fields
 
@@ -36,7 +36,7 @@ class LogNumbers(Hook):
         self.layout, self.spec = config.layout.layout(), config.model.spec()
         self.compute_dtype = DTYPES[config.precision.compute]
         self._logged = 0
-        """Steps done at the last record."""
+        """Number of completed steps at the last record."""
 
     def on_start(self, start: RunStart) -> None:
         self._logged = start.step
@@ -49,7 +49,7 @@ class LogNumbers(Hook):
         self.log.screen.at(taken.step)
 
     def numbers(self, taken: TakenStep) -> Record:
-        """Sum up the numbers of all ranks; every rank calls this."""
+        """Sum the numbers over all ranks and return them. Every rank calls this."""
         model, result, n_steps = self.trainer.model, taken.result, taken.step - self._logged
         model.sum_over_losses(result.loss_part)
         if result.mtp_part is not None:

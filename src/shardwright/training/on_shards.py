@@ -1,4 +1,4 @@
-"""Steps of an optimizer that updates each element on its own, over this rank's shards as plain tensors."""
+"""Steps of an elementwise optimizer on this rank's shards as plain tensors."""
 
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
@@ -15,19 +15,20 @@ from shardwright.system.units import in_groups
 STORED_NARROW = torch.bfloat16
 """The type of states that are stored in fewer bits than they are computed in."""
 BUCKET_BYTES = 64 * 2**20
-"""Bytes of parameters of which states are widened at once, unless one parameter has more."""
+"""Bytes of parameters whose states are widened at once, unless one parameter is larger."""
 
 Members = list[tuple[dict[str, Any], list[nn.Parameter]]]
 
 
 class OptimizerOnShards(Optimizer):
-    """An optimizer whose `step` is given this rank's shards of parameters, gradients and states as plain tensors.
+    """An optimizer whose `step` uses this rank's shards of parameters, gradients and states as plain tensors.
 
-    It updates each element on its own (`OptimizerKind`), so that a shard is updated as the whole would be; and
-    PyTorch's dispatch of DTensors takes longer than the step of a small model. Groups and states hold the DTensors.
+    The optimizer updates each element independently (`OptimizerKind`), so a shard is updated as the whole tensor would
+    be. PyTorch's DTensor dispatch would take longer than the step of a small model. Groups and states contain the
+    DTensors.
 
-    States that are stored in bf16 are computed in the type of their parameter: a bucket of parameters at a time, whose
-    states are widened, updated, and rounded to the nearest bf16 number. The step uses them before they are rounded.
+    States stored in bf16 are computed in the type of their parameter. For one bucket of parameters at a time, states
+    are widened, updated, and rounded to the nearest bf16 number. The update uses the states before rounding.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -51,7 +52,7 @@ class OptimizerOnShards(Optimizer):
                     _keep_state(parameter, shard, self.state)
 
     def _buckets(self) -> Iterator[Members]:
-        """All parameters at once, or, where states are stored in bf16, a few of one group."""
+        """Yield all parameters at once or, if states are stored in bf16, a few parameters of one group at a time."""
         groups = self.param_groups
         if not any(_stored_narrow(parameter, self.state) for group in groups for parameter in group["params"]):
             yield [(group, group["params"]) for group in groups]
@@ -68,7 +69,7 @@ def _stored_narrow(parameter: nn.Parameter, states: MutableMapping[Any, Any]) ->
 
 
 def _shard_of(parameter: nn.Parameter, states: MutableMapping[Any, Any]) -> nn.Parameter:
-    """The shard of a parameter, with its gradient and with a state in `states` of its own type."""
+    """Return a parameter's shard with its gradient, and put the shard's state into `states`."""
     narrow = _stored_narrow(parameter, states)
     if not isinstance(parameter, DTensor) and not narrow:
         return parameter
@@ -84,7 +85,7 @@ def _widened(value: Any, shard: Tensor) -> Any:
 
 
 def _keep_state(parameter: nn.Parameter, shard: nn.Parameter, states: MutableMapping[Any, Any]) -> None:
-    """Take the state of a shard out of `states`; what the step has put in the place of a tensor is copied into it."""
+    """Remove a shard's state from `states` and copy its values into the parameter's state."""
     if shard is parameter:
         return
     for name, value in states.pop(shard, {}).items():

@@ -1,4 +1,4 @@
-"""The optimizer of a run, over whole parameters or shards of them, with its state allocated before the first step."""
+"""The optimizer of a run, over whole parameters or shards, with its states allocated before the first step."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -22,17 +22,17 @@ from shardwright.training.on_shards import STORED_NARROW, OptimizerOnShards
 def build_optimizer(
     parameters: Mapping[str, nn.Parameter], spec: ModelSpec, config: OptimizerSection, where: Where = None
 ) -> Optimizer:
-    """The optimizer of the run for `parameters`, by global name, with the rate and weight decay of their kinds; its
-    states are `where` it says."""
+    """Build the run's optimizer for `parameters`, by global name, with the learning rate and weight decay of their
+    kinds. The states are allocated at `where`."""
     return make_optimizer(parameter_groups(parameters, spec, config), config, where)
 
 
 def make_optimizer(groups: list[dict[str, Any]], config: OptimizerSection, where: Where = None) -> Optimizer:
-    """The optimizer of the run for groups of parameters (`parameter_groups`).
+    """Build the run's optimizer for groups of parameters (`parameter_groups`).
 
-    The state is allocated here and not in the first step, so that a run that does not fit fails at its start, and
-    a checkpoint has somewhere to be read into. It is on the device and of the sharding of its parameter, or `where` it
-    says, for which the optimizer has to keep states of each element (`OptimizerKind.can_offload`).
+    The states are allocated here instead of in the first step, so that a run that does not fit fails at its start, and
+    a checkpoint can be loaded into them. They have the device and sharding of their parameter, or are at `where`, which
+    requires an optimizer with states of each element (`OptimizerKind.can_offload`).
     """
     optimizer: Optimizer = config.kind.build(groups, config.lr, config.options)
     stored = STORED_NARROW if config.state_dtype == "bf16" else None
@@ -64,8 +64,8 @@ def make_optimizer(groups: list[dict[str, Any]], config: OptimizerSection, where
 
 
 def _zero_means(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Zeros of a shape that differs from that of a matrix in one of its last two dims (of means, or of scales of
-    blocks), sharded as the matrix is but for that dim, of which every rank has all."""
+    """Return zeros of a shape that differs from a matrix's shape in one of the last two dims (for means, or scales
+    of blocks). They are sharded as the matrix, except in that dim, which every rank has completely."""
     means, meant = torch.empty(shape, device="meta"), next(d for d in (-1, -2) if shape[d] != parameter.shape[d])
     local = list(local_part(parameter).shape)
     local[meant] = shape[meant]
@@ -80,10 +80,11 @@ def _zero_means(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
 def parameter_groups(
     parameters: Mapping[str, nn.Parameter], spec: ModelSpec, config: OptimizerSection
 ) -> list[dict[str, Any]]:
-    """Groups of parameters with equal weight decay and `lr_scale` on the same mesh, as one call of a fused update needs
-    them.
+    """Return groups of parameters with equal weight decay and `lr_scale` on the same mesh, as required for one call of
+    a fused update.
 
-    `rows` are those of the parameters; hidden matrices have groups of their own: those with `hidden`."""
+    `rows`: the parameters' rows. Hidden matrices are in separate groups, with `hidden` set.
+    """
     groups: dict[tuple[float, float, bool, DeviceMesh | None], dict[str, Any]] = {}
     for name, parameter in parameters.items():
         row = row_of(spec, name)
@@ -102,14 +103,14 @@ def parameter_groups(
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
-    """The rate of the next step, for every group, times its `lr_scale` if it has one."""
+    """Set the learning rate of the next step in every group, times the group's `lr_scale` if it has one."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("lr_scale", 1.0)
 
 
 def named_state(optimizer: Optimizer, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
-    """The optimizer states, by name, as `exp_avg/layers.0.ffn.up.weight`, the very ones it updates; on the meta device
-    those that are on a disk (`stored_state`)."""
+    """Return the optimizer states by name, such as `exp_avg/layers.0.ffn.up.weight`. They are the optimizer's own
+    tensors, on the meta device for states that are on a disk (`stored_state`)."""
     return {
         f"{kind}/{name}": tensor
         for name, parameter in parameters
@@ -118,7 +119,7 @@ def named_state(optimizer: Optimizer, parameters: Iterable[tuple[str, nn.Paramet
 
 
 def stored_state(optimizer: Optimizer, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, StoredTensor]:
-    """This rank's shards of the optimizer states that are on a disk, by name."""
+    """Return this rank's shards of the optimizer states that are on a disk, by name."""
     if not isinstance(optimizer, OptimizerOnDisk):
         return {}
     return {

@@ -1,4 +1,4 @@
-"""What the server imports that the ranks of a run are forked from; no autograd may run here, nor any call of CUDA."""
+"""Modules imported by the server from which ranks are forked. No autograd and no CUDA call may run here."""
 
 import os
 import signal
@@ -13,11 +13,12 @@ import shardwright.training.run
 import shardwright.training.worker  # noqa: F401
 from shardwright.model.random import normal
 
-# The table of normal numbers is made once, here, and not by every rank: 0.1 s of CPU.
+# The table of normal numbers is computed once here instead of on every rank: saves 0.1 s of CPU.
 normal(0, "", (1,), (0,), (1,), 1.0, torch.float32)
 
-# What ends a run comes to the process that started it, which tells the ranks. A terminal that is closed, or a batch
-# system at the end of a job's time, sends it to all processes: the server has to outlive the ranks that finish a step.
-with suppress(PermissionError):  # it leads a session already
+# Signals that end a run go to the process that started it, which forwards them to the ranks. A closed terminal, or a
+# batch system at the end of a job's time, sends them to all processes: the server must outlive ranks that finish a
+# step.
+with suppress(PermissionError):  # it already leads a session
     os.setsid()
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Which rank this process is, and the process group it joins and leaves.
+"""The rank of this process, and joining and leaving the process group.
 
 | started by              | rank, world size               | store                                  |
 | ----------------------- | ------------------------------ | -------------------------------------- |
@@ -7,9 +7,10 @@
 | torchrun                | RANK, WORLD_SIZE               | MASTER_ADDR:MASTER_PORT of its agent   |
 | srun (Slurm)            | SLURM_PROCID, SLURM_NTASKS     | TCP at the first node, port by job     |
 
-Keys lie under the run id, and under torchrun below a name of this start: its agents keep one store over all starts, and
-restarted ranks must not read what their predecessors left. Each rank gets the name from rank 0 (`_name_of_start`). The
-restart count is no such name: each agent counts for itself, and not the restarts after another agent came or left.
+Store keys have the run id as prefix. Under torchrun, a name of this start follows: the agents keep one store over all
+starts, and restarted ranks must not read their predecessors' keys. Rank 0 gives each rank the name (`_name_of_start`).
+The restart count cannot serve as the name: each agent has its own count, which omits restarts after another agent
+joined or left.
 """
 
 import gc
@@ -32,7 +33,7 @@ from shardwright.system.processes import ranks_in_words
 from shardwright.training.gpu import claim_gpu, name_of_gpu, why_no_gpu
 
 STORE = "SHARDWRIGHT_STORE"
-"""Environment variable of a rank: the file in which the ranks meet."""
+"""Environment variable of a rank: the file for the rendezvous of the ranks."""
 SUPERVISED = "SHARDWRIGHT_SUPERVISED"
 """Environment variable that is set on a rank whose parent process compares the ranks."""
 COLLECTIVE_TIMEOUT_S = 600
@@ -42,7 +43,7 @@ LAST_PORT = 65535
 
 @dataclass(frozen=True)
 class ProcessRank:
-    """This process among all: its rank in the world and on its machine."""
+    """This process's rank in the world and on its machine, and the world size."""
 
     rank: int = 0
     local_rank: int = 0
@@ -50,9 +51,9 @@ class ProcessRank:
 
 
 def place_from_environment(environment: Mapping[str, str] = os.environ) -> ProcessRank | None:
-    """The rank given by torchrun, by our own launcher or by srun; None if no one has given one.
+    """Return the rank given by torchrun, by Shardwright's launcher or by srun, or None if none is given.
 
-    Raises InputError for an environment that is half set, or set to what cannot be.
+    Raises InputError if the environment is incomplete or has invalid values.
     """
     if "RANK" in environment or "WORLD_SIZE" in environment:
         where = () if STORE in environment else ("MASTER_ADDR", "MASTER_PORT")
@@ -68,7 +69,7 @@ def place_from_environment(environment: Mapping[str, str] = os.environ) -> Proce
             raise InputError(f"the environment has MASTER_PORT={environment['MASTER_PORT']}; ports go to {LAST_PORT}")
         return _checked(ProcessRank(rank, local_rank, world_size), "RANK", "WORLD_SIZE")
     # A batch script has SLURM_PROCID=0 too; only the tasks of a step, which srun starts, have a step's node
-    # list.
+    # A batch script also has SLURM_PROCID=0. Only the tasks of a step, which srun starts, have a step's node list.
     if "SLURM_STEP_NODELIST" in environment and environment.get("SLURM_NTASKS", "1") != "1":
         names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
         return _checked(ProcessRank(*(_number(environment, name) for name in names)), "SLURM_PROCID", "SLURM_NTASKS")
@@ -94,8 +95,7 @@ def _checked(place: ProcessRank, rank: str, world_size: str) -> ProcessRank:
 
 
 def first_host(nodelist: str) -> str:
-    """The first name of a Slurm node list: `gpu[03-05,9],login1` -> `gpu03`, `r[1-2]n[4,6]-ib` ->
-    `r1n4-ib`."""
+    """Return the first name of a Slurm node list: `gpu[03-05,9],login1` -> `gpu03`, `r[1-2]n[4,6]-ib` -> `r1n4-ib`."""
     match = re.match(r"(?:[^\[\],]|\[[^\]]*\])+", nodelist.strip())
     if match is None:
         raise InputError(f"SLURM_STEP_NODELIST={nodelist!r} names no host; set MASTER_ADDR to that of the first node")
@@ -103,10 +103,10 @@ def first_host(nodelist: str) -> str:
 
 
 def meeting_point(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Address and port where ranks meet: MASTER_ADDR and MASTER_PORT, or what Slurm's variables say.
+    """Return address and port of the rendezvous: MASTER_ADDR and MASTER_PORT, or values from Slurm's variables.
 
-    Under Slurm the port is made from job and step, so that two jobs on a node use different ports; it
-    is below the ports that Linux gives to clients (32768 and up).
+    Under Slurm, the port depends on job and step, so that two jobs on a node use different ports. It is below the ports
+    that Linux assigns to clients (32768 and up).
     """
     address = environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"])
     if "MASTER_PORT" in environment:
@@ -116,7 +116,7 @@ def meeting_point(environment: Mapping[str, str] = os.environ) -> tuple[str, int
 
 
 def pick_device(wanted: str, place: ProcessRank) -> torch.device:
-    """`auto`, `cpu` or `cuda` as the device of this rank. Raises InputError where there is no GPU for it."""
+    """Return the device of this rank for `auto`, `cpu` or `cuda`. Raises InputError if there is no GPU for it."""
     if wanted == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -125,7 +125,7 @@ def pick_device(wanted: str, place: ProcessRank) -> torch.device:
             return torch.device("cpu")
         raise InputError(f"device={wanted!r}, but PyTorch sees no GPU here: {reason}; mend that, or set device='cpu'")
     if torch.cuda.device_count() == 1 and "SLURM_GPUS_PER_TASK" in os.environ:
-        return torch.device("cuda", 0)  # srun shows each task its own GPU alone
+        return torch.device("cuda", 0)  # srun shows each task only its own GPU
     if place.local_rank >= torch.cuda.device_count():
         raise InputError(
             f"local rank {place.local_rank} has no GPU: this machine has {torch.cuda.device_count()}; start "
@@ -153,16 +153,16 @@ def join(place: ProcessRank, device: torch.device) -> None:
 
 @contextmanager
 def process_group(place: ProcessRank, device: torch.device) -> Iterator[None]:
-    """Join the group of all ranks, and leave it in order."""
+    """Join the process group of all ranks, and leave it when the `with` block ends without an error."""
     join(place, device)
     try:
         yield
     except BaseException:
-        if place.world_size == 1:  # nobody waits for it, and a program that goes on may train again
+        if place.world_size == 1:  # no other rank waits, and a program that continues may train again
             dist.destroy_process_group()
         raise
-    # Only a run that ended well leaves in step with the others; after an error they may never come.
-    # Live FSDP and optimizer objects abort the process at exit on gloo: they go first.
+    # Ranks leave together only after a run without errors; after an error, the others may never arrive. Live FSDP and
+    # optimizer objects abort the process at exit on gloo, so they are freed first.
     gc.collect()
     if place.world_size > 1:
         dist.barrier()
@@ -170,7 +170,7 @@ def process_group(place: ProcessRank, device: torch.device) -> Iterator[None]:
 
 
 def restarts_of_torchrun(environment: Mapping[str, str] = os.environ) -> int:
-    """How often torchrun's agent has started the ranks again; 0 of ranks that it has not started."""
+    """Return how often torchrun's agent has restarted the ranks; 0 for ranks not started by torchrun."""
     count = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
     return int(count) if count.isdecimal() and SUPERVISED not in environment else 0
 
@@ -194,7 +194,7 @@ def _store(place: ProcessRank) -> dist.Store:
             f"must be that of the machine of rank 0"
         ) from None
     try:
-        with _without_stderr():  # the errors below say what PyTorch's stack traces of C++ say there at each try
+        with _without_stderr():  # the errors below replace the C++ stack traces that PyTorch prints at each try
             store = dist.TCPStore(
                 address,
                 port,
@@ -221,11 +221,11 @@ def _store(place: ProcessRank) -> dist.Store:
 
 
 def _name_of_start(store: dist.Store, place: ProcessRank, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> str:
-    """A name that only the ranks of one start know, in a store that may hold what the ranks of earlier ones wrote.
+    """Return a name that only the ranks of one start know, using a store that may contain keys of earlier starts.
 
-    Every other rank writes a token of its own and waits for rank 0 to answer that token with the name; rank 0 answers
-    each token it finds, those of earlier starts too, until all ranks have confirmed its name. Raises WorkerError, on
-    rank 0, for ranks that have not within `timeout_s`.
+    Every other rank writes its own token and waits until rank 0 answers the token with the name. Rank 0 answers each
+    token that it finds, including tokens of earlier starts, until all ranks have confirmed the name. Raises WorkerError
+    on rank 0 if a rank does not confirm within `timeout_s`.
     """
     if place.rank != 0:
         token = uuid.uuid4().hex
@@ -252,7 +252,7 @@ def _name_of_start(store: dist.Store, place: ProcessRank, timeout_s: float = COL
 
 @contextmanager
 def _without_stderr() -> Iterator[None]:
-    """What libraries write to stderr in the block is dropped; a Python error still leaves it."""
+    """Discard text that libraries write to stderr inside the `with` block. Python exceptions still propagate."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)

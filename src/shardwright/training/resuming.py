@@ -1,5 +1,4 @@
-"""The checkpoints that a run may go on from: those in OUT, those on its hosts, and durable copies, which are fetched
-into OUT."""
+"""The checkpoints that a run can resume from: in OUT, on its hosts, and durable copies, which are fetched into OUT."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -22,14 +21,14 @@ from shardwright.training.sources import Sources, past_stages
 from shardwright.training.step import Trainer
 
 IN_OUT, LOCAL, DURABLE = 2, 1, 0
-"""Where a checkpoint is; of the same step the one with the higher number is tried first."""
+"""Location of a checkpoint. If several have the same step, the highest number is tried first."""
 
 
 class RunCheckpoints:
-    """The checkpoints of a run: those in OUT, those on its hosts, and durable copies."""
+    """The checkpoints of a run: in OUT, on its hosts, and durable copies."""
 
     def __init__(self, config: RunConfig, trainer: Trainer, sources: Sources, remarks: list[str]) -> None:
-        """What there is to say is added to `remarks`. Every rank calls this."""
+        """Open the locations. Every rank calls this. Warnings are appended to `remarks`."""
         self.config, self.trainer, self.sources, self.remarks = config, trainer, sources, remarks
         self.store = CheckpointStore(Path(config.out) / CHECKPOINTS, config.checkpoint.keep_last)
         self.local = local_level(config, trainer)
@@ -38,7 +37,7 @@ class RunCheckpoints:
             remarks.append(self.local.remark)
 
     def start(self) -> RunStart:
-        """Load the checkpoint the run is to go on from, if any; a damaged one is passed over under `auto`."""
+        """Load the checkpoint that the run resumes from, if any. With `auto`, damaged checkpoints are skipped."""
         resume = self.config.checkpoint.resume
         if dist.get_rank() == 0:
             self.store.sweep()
@@ -52,9 +51,10 @@ class RunCheckpoints:
         return self._load(Path(resume))
 
     def newest(self) -> RunStart | None:
-        """Load the newest checkpoint that is whole, if there is any; every rank calls this.
+        """Load the newest complete checkpoint, or return None if there is no checkpoint. Every rank calls this.
 
-        Raises CheckpointError where all are damaged."""
+        Raises CheckpointError if all are damaged.
+        """
         damage: list[str] = []
         for path in newest_first(self.store, self.durable, self.remarks, self.local):
             try:
@@ -83,12 +83,11 @@ class RunCheckpoints:
 def newest_first(
     store: CheckpointStore, durable: DurableFolder | None, remarks: list[str], local: LocalLevel | None = None
 ) -> Iterator[Path]:
-    """Checkpoints in the folder of the run, on its hosts and durable copies, the newest first; of those of the same
-    step the one in the folder, then the local one. What is elsewhere is fetched when its turn comes. Every rank calls
-    this; what there is to say is added to `remarks`. Raises CheckpointError where there are none in the folder, and the
-    copies cannot be listed."""
+    """Yield the checkpoints in OUT, on the hosts and among durable copies in descending order of steps; for equal
+    steps, OUT first, then local. Checkpoints elsewhere are fetched when reached. Every rank calls this. Warnings are
+    appended to `remarks`. Raises CheckpointError if OUT has no checkpoint and the durable copies cannot be listed."""
     first = dist.get_rank() == 0
-    # On a network file system the ranks may not see the same folder yet: all take what rank 0 sees.
+    # On a network file system, ranks may see different listings, so all ranks use rank 0's.
     here: list[Path] = gathered(store.published() if first else [], list[Path])[0]
     paths = {step_of(path): path for path in here}
     offered = [(step, IN_OUT) for step in paths] + [(step, DURABLE) for step in _copies(durable, here, remarks)]
@@ -104,8 +103,8 @@ def newest_first(
 
 
 def fetched(durable: DurableFolder, step: int, store: CheckpointStore) -> Path:
-    """Copy a durable copy into the folder of the run, each rank a part of its files; every rank calls this. Raises
-    CheckpointError on every rank."""
+    """Fetch a durable copy into OUT, each rank a part of the files; every rank calls this. Raises CheckpointError on
+    all ranks."""
     rank, partial = dist.get_rank(), store.partial_of(step)
     files: dict[str, int] = from_first(lambda: durable.files(step), dict[str, int])
     together(lambda: store.begin(step, sum(files.values())), _failed, rank=0)
@@ -120,7 +119,7 @@ def fetched(durable: DurableFolder, step: int, store: CheckpointStore) -> Path:
 
 
 def _copies(durable: DurableFolder | None, here: Sequence[Path], remarks: list[str]) -> list[int]:
-    """The steps of the durable copies."""
+    """Return the steps of the durable copies."""
     if durable is None:
         return []
 
@@ -138,7 +137,7 @@ def _copies(durable: DurableFolder | None, here: Sequence[Path], remarks: list[s
 
 
 def from_first(ask: Callable[[], Any], kind: Any) -> Any:
-    """What rank 0 finds, of type `kind`, on every rank; what it raises is raised on every rank."""
+    """Return rank 0's result of `ask`, of type `kind`, on every rank. An error on rank 0 is raised on every rank."""
     found: list[Any] = []
     together(lambda: found.append(ask()), _failed, rank=0)
     return gathered(found[0] if found else None, kind | None)[0]

@@ -1,5 +1,4 @@
-"""A run from its resolved run file to its last checkpoint, as one rank: builds the parts, and lets `loop.py` take the
-steps."""
+"""A run on one rank, from its resolved run file to its last checkpoint: builds the parts and starts the train loop."""
 
 import shlex
 from collections.abc import Sequence
@@ -41,10 +40,10 @@ from shardwright.training.timeline import timeline_file
 
 
 def run(config: RunConfig, place: ProcessRank, quiet: bool = False) -> bool:
-    """Train as rank `place.rank` until the steps are done or a signal asks to stop. Returns whether a signal did.
+    """Train as rank `place.rank` until all steps are done or a signal asks to stop. Return whether a signal did.
 
-    Every rank of the layout's world calls this, each in a process of its own. Raises InputError for what the
-    user can mend; whatever it raises, published checkpoints stay good.
+    Every rank of the layout's world calls this in its own process. Raises InputError for errors that the user can fix.
+    After any error, published checkpoints remain valid.
     """
     layout = config.layout.layout()
     layout.check_world(place.world_size)
@@ -74,7 +73,7 @@ def run(config: RunConfig, place: ProcessRank, quiet: bool = False) -> bool:
 def _run(
     config: RunConfig, place: ProcessRank, device: torch.device, quiet: bool, monitor: AnyMonitor, remarks: list[str]
 ) -> bool:
-    """Return whether a signal stopped the run before its last step. The parts of the run are deleted when this returns,
+    """Return whether a signal stopped the run before its last step. The parts of the run are deleted on return,
     before the process group is destroyed."""
     sources = Sources(config)
     torch.backends.cuda.matmul.allow_tf32 = config.precision.tf32
@@ -88,10 +87,11 @@ def _run(
     trainer = build_trainer(config, model, device, compiled=compiled, spikes=guard, phases=phases)
     checkpoints = RunCheckpoints(config, trainer, sources, remarks)
     start = checkpoints.start()
-    # A collective of the disk's state would be one more thing to fail: rank 0 looks, and its error ends all.
+    # A collective on the disk's state would be another possible failure: only rank 0 checks, and its error ends the
+    # run.
     if place.rank == 0:
         checkpoints.store.require_space(checkpoint_bytes(trainer))
-        # Only now: a run that is refused must not write over the run file of the one that is there.
+        # Only now: a refused run must not overwrite the run file of the existing run.
         write_whole(Path(config.out) / RUN_FILE, kept_run_file(config).encode())
     if start.checkpoint is None and config.init.weights is not None:
         remarks += begin_with(trainer, config.init)
@@ -125,11 +125,11 @@ def build_hooks(
     phases: RunPhases,
     saving: SaveCheckpoints,
 ) -> Sequence[Hook]:
-    """Return what the run does beside taking steps, in the order in which it is done."""
+    """Return the hooks of the run, in the order in which they are called."""
     layout = config.layout.layout()
     after_spike = AfterSpike(config.faults, trainer, samples, log, saving.newest_checkpoint)
     timeline = timeline_file(config, trainer.model.runner, place.rank)
-    # On a GPU a rank's own time is not measured.
+    # A rank's own time is not measured on a GPU.
     compared = device.type == "cpu" and layout.world_size > 1
     return [
         after_spike,

@@ -1,5 +1,5 @@
-"""Where a run reports, all written by rank 0: the screen, with a live progress bar on a terminal and else plain lines,
-the metric writers, and events.jsonl."""
+"""The output of a run, written by rank 0: the screen (a live progress bar on a terminal, otherwise plain lines), the
+metric writers, and events.jsonl."""
 
 import errno
 import sys
@@ -22,15 +22,15 @@ T = TypeVar("T")
 
 
 class _Stdout:
-    """stdout; a run goes on when the terminal goes away while it prints, before SIGHUP is heard, and when stdout is a
-    file on a full disk."""
+    """stdout. Errors are ignored if the terminal is gone before SIGHUP arrives, or if stdout is a file on a full
+    disk."""
 
     def write(self, text: str) -> int:
-        """Write, or drop the text that a terminal that is gone or a full disk does not take."""
+        """Write the text, or drop it if the terminal is gone or the disk is full."""
         return self._or_leave(lambda: sys.stdout.write(text), len(text))
 
     def flush(self) -> None:
-        """As `write`."""
+        """Flush, with errors handled as in `write`."""
         self._or_leave(sys.stdout.flush, None)
 
     def _or_leave(self, act: Callable[[], T], otherwise: T) -> T:
@@ -48,7 +48,7 @@ class _Stdout:
 
 
 class Screen(Progress):
-    """Records and remarks of a run, printed by rank 0 alone; `quiet` prints nothing. A `metrics.MetricsWriter`."""
+    """Prints records and remarks of a run on rank 0; `quiet` prints nothing. A `metrics.MetricsWriter`."""
 
     def __init__(self, steps: int, first_step: int, rank: int, quiet: bool = False) -> None:
         silent = rank != 0 or quiet
@@ -68,7 +68,7 @@ class Screen(Progress):
         self._bar = self.add_task("training", total=steps, completed=first_step, note="")
 
     def write(self, record: Record) -> None:
-        """One record as a line, above the bar where there is one."""
+        """Print one record as a line, above the bar if there is one."""
         if record["kind"] not in ("train", "evaluation"):
             return
         told = line(record, self.steps)
@@ -79,27 +79,27 @@ class Screen(Progress):
             self.update(self._bar, note=f"loss {record['loss']:.3f}")
 
     def _left_s(self, step: int) -> float:
-        """Seconds until the last step, if steps go on as they did since the start, evaluations and saving included."""
+        """Return the seconds until the last step at the mean rate since the start, including evaluations and saves."""
         return (time.monotonic() - self._began_s) / (step - self._first_step) * (self.steps - step)
 
     def rewind(self, step: int) -> None:
-        """The bar goes back to `step` steps."""
+        """Set the bar back to `step` steps."""
         self.at(step)
 
     def close(self) -> None:
-        """Nothing to do: the `with` block ends the bar."""
+        """Do nothing: the `with` block ends the bar."""
 
     def at(self, step: int) -> None:
-        """`step` steps are done."""
+        """Set the bar to `step` completed steps."""
         self.update(self._bar, completed=step)
 
     def say(self, text: str) -> None:
-        """A remark."""
+        """Print a remark."""
         self.console.print(text, markup=False)
 
 
 class RunLog:
-    """The screen and the files of one run. On ranks other than 0 each method does nothing."""
+    """The screen and the files of one run. On ranks other than 0, each method does nothing."""
 
     def __init__(self, config: RunConfig, rank: int, quiet: bool, first_step: int) -> None:
         self._out, self._rank = Path(config.out), rank
@@ -130,13 +130,13 @@ class RunLog:
         self.event(kind, step, text, rank, samples)
 
     def write(self, record: AnyRecord, more: Record | None = None) -> None:
-        """Give a record to every writer; `more`: numbers of a user's own."""
+        """Write a record with every writer. `more`: user-defined numbers."""
         line = as_record(record) | (more or {})
         for writer in self._writers:
             writer.write(line)
 
     def rewind(self, step: int) -> None:
-        """Drop the records of steps after `step`, where a writer can: the run takes them again."""
+        """Discard the records after `step` steps in writers that can, because the run takes those steps again."""
         for writer in self._writers:
             writer.rewind(step)
 

@@ -1,4 +1,4 @@
-"""When a run saves, what it tells of it, and what it does about checkpoints that cannot be written."""
+"""The hook that saves checkpoints: when a run saves, the log lines about it, and the handling of write errors."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,8 +22,7 @@ from shardwright.training.step import Trainer
 
 
 class SaveCheckpoints(Hook):
-    """Saves the checkpoints of a run as it goes on, and copies them to the durable folder; every rank calls each method
-    at the same step."""
+    """Saves and copies the checkpoints of a run. Every rank calls each method at the same step."""
 
     def __init__(
         self,
@@ -43,14 +42,13 @@ class SaveCheckpoints(Hook):
 
     @contextmanager
     def during_steps(self, step: int) -> Iterator[None]:
-        """While inside, the run takes the steps after `step`. At the end no checkpoint is under way any more, whatever
-        the error."""
+        """Run the steps after `step` in the `with` block. On exit, even by an error, no checkpoint is in progress."""
         self._saver.prepare()
         with cleaning_up(self._saver.abandon, *([] if self._copier is None else [self._copier.abandon])):
             try:
                 self._catch_up(step)
                 yield
-            except (SpikeError, CopiesError):  # raised by every rank, so that all are there
+            except (SpikeError, CopiesError):  # raised by every rank, so all ranks are present
                 with cleaning_up(self.settle, self._settle_copy):
                     raise
         self.tell()
@@ -58,7 +56,7 @@ class SaveCheckpoints(Hook):
             self.local.clear(step_of(saved[-1]))
 
     def _catch_up(self, step: int) -> None:
-        """Begin to copy the checkpoint that the run goes on from, if that is due and no copy of it is complete."""
+        """Start to copy the checkpoint that the run resumes from, if a copy is due and none is complete."""
         durable, checkpoint = self.durable, self.store.path_of(step)
         if self._copier is None or durable is None or not due(step, self.config.checkpoint.durable_every):
             return
@@ -67,7 +65,7 @@ class SaveCheckpoints(Hook):
                 self._copier.begin(step)
 
     def newest_checkpoint(self) -> RunStart | None:
-        """Load the newest whole checkpoint, if there is one, after the one that is under way."""
+        """Wait for the checkpoint in progress, then load the newest complete checkpoint, if there is one."""
         self.settle()
         return self.checkpoints.newest()
 
@@ -86,8 +84,8 @@ class SaveCheckpoints(Hook):
         self.settle(required=True)
 
     def save(self, progress: TrainingProgress, data: DataRecord, follows: Due) -> None:
-        """Save to OUT, or on the hosts where only that is due. The last checkpoint of a run is published when this
-        returns."""
+        """Save to OUT, or on the hosts if only a local checkpoint is due. The last checkpoint of a run is published
+        when this returns."""
         last = follows.last
         self.settle(required=False)
         if not follows.save:
@@ -105,17 +103,18 @@ class SaveCheckpoints(Hook):
         self.tell()
 
     def settle(self, required: bool = False) -> None:
-        """Wait for the checkpoint that is under way. Raises CheckpointError if it cannot be written, unless the run
-        goes on without it; if it is `required`, always."""
+        """Wait for the checkpoint in progress. Raises CheckpointError if it cannot be written and either `required`
+        is set or the run does not continue after write errors (`checkpoint.on_error`)."""
         step, settled = self._saver.step, False
         with self._failing(step, required):
             self._saver.settle()
             settled = True
         if not settled and self._copier is not None and self._copier.step == step:
-            self._copier.abandon()  # there is no such checkpoint
+            self._copier.abandon()  # the checkpoint to copy does not exist
 
     def _copy(self, copier: Copier, step: int, last: bool) -> None:
-        """Begin to copy a checkpoint to the durable folder; the last one of a run is complete when this returns."""
+        """Start to copy a checkpoint to the durable folder. The copy of a run's last checkpoint is complete when
+        this returns."""
         if not last and copier.busy():
             self.log.tell(
                 "fault", step, f"the checkpoint after step {step} is not copied: {copier.what} is under way still"
@@ -129,17 +128,17 @@ class SaveCheckpoints(Hook):
                 self.store.delete_others(step)
 
     def _settle_copy(self, required: bool = False) -> None:
-        """Wait for the copy that is under way; as `settle`."""
+        """Wait for the copy in progress. Raises as `settle`."""
         if self._copier is not None:
             with self._failing(self._copier.step, required, "copied"):
                 self._copier.settle()
 
     def tell(self) -> None:
-        """Tell of what has been published and copied since the last time; rank 0 does."""
+        """Log the checkpoints published and copied since the last call, on rank 0."""
         for saved in self._saver.news():
             path = self.store.path_of(saved.step)
             self.log.write(saved)
-            if saved.local:  # too many to tell of each
+            if saved.local:  # too frequent to log each
                 continue
             told = f"saved {path}: steps waited {format_seconds(saved.blocked_s)} for {format_bytes(saved.n_bytes)}"
             if self._saver.asynchronous:

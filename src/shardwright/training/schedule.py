@@ -6,7 +6,7 @@ from shardwright.config import ScheduleSection
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleSection) -> float:
-    """The rate of step `step` (0-based) of `steps`.
+    """Return the learning rate of step `step` (0-based) of `steps`.
 
     Linear warm-up over W = warmup_steps: peak * (step + 1) / W. Then, with f = final_fraction:
     - cosine (arXiv 1608.03983, one period): peak * (f + (1 - f) * (1 + cos(pi * x)) / 2), x from 0 at the end of the

@@ -1,4 +1,4 @@
-"""Decides `layout.recompute = "auto"` before a model is built: by the memory of the rank that has least of it."""
+"""Resolves `layout.recompute = "auto"` before a model is built, from the memory of the rank with the least memory."""
 
 import socket
 import tomllib
@@ -16,12 +16,12 @@ from shardwright.system.processes import share_bytes
 
 
 def settle(config: RunConfig, device: torch.device, ranks_here: int | None = None) -> tuple[RunConfig, str]:
-    """The configuration with a recomputation in the place of "auto", and a line that says which and why; else as it is
-    and nothing.
+    """Return the configuration with "auto" replaced by a choice of recomputation, and a line that explains the choice.
+    Without "auto", return the configuration unchanged and an empty line.
 
-    `ranks_here`: of this machine, where it is to start them; without it every rank calls this in a process group, and
-    all choose the same. A run that is resumed goes on as its folder says, if nothing that memory depends on changed.
-    Raises LayoutError where nothing fits.
+    `ranks_here`: number of ranks that this machine is to start. Without it, every rank calls this in a process group
+    and all choose the same. A resumed run keeps its previous choice if nothing that affects memory has changed. Raises
+    LayoutError if no choice fits.
     """
     if not needs_memory(config):
         return config, ""
@@ -37,7 +37,7 @@ def settle(config: RunConfig, device: torch.device, ranks_here: int | None = Non
 
 
 def _least(device: torch.device) -> float:
-    """The memory of the rank that has least, on every rank."""
+    """Return the smallest memory of all ranks in bytes, equal on every rank."""
     hosts = gathered(socket.gethostname(), str)
     mine = memory_of(device, hosts.count(socket.gethostname()))
     least = torch.tensor(mine, dtype=torch.float64, device=device)
@@ -46,15 +46,16 @@ def _least(device: torch.device) -> float:
 
 
 def memory_of(device: torch.device, ranks_here: int) -> float:
-    """Of a GPU; on a CPU the share of a rank in the machine's, without what a process takes."""
+    """Return the memory of a rank in bytes: the GPU's, or the rank's share of a CPU machine's without process
+    overhead."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return share_bytes(ranks_here)
 
 
 def _as_before(config: RunConfig) -> tuple[str, int | None] | None:
-    """The recomputation of the run in the folder, if this is to go on with it; None where something else of the model,
-    batch, layout, precision or optimizer differs."""
+    """Return the recomputation of the run in the folder if this run resumes it. None if another setting of the
+    model, batch, layout, precision or optimizer differs."""
     kept = Path(config.out) / RUN_FILE
     if config.checkpoint.resume != "auto" or not kept.is_file():
         return None

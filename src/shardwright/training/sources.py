@@ -1,4 +1,4 @@
-"""The data of a run: its sources, the order of its samples, and what a checkpoint keeps of both."""
+"""The data of a run: its sources, the order of its samples, and the records of both in a checkpoint."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -29,7 +29,7 @@ from shardwright.training.hooks import RunStart
 
 
 def readable_sources(data: DataSection) -> dict[Path, DataManifest]:
-    """The folders of a run's sources, in order, with their manifests; without those that are there no more."""
+    """Return the existing folders of a run's sources, in order, with their manifests."""
     found = {}
     for source in sources_of(data):
         with suppress(DataError):
@@ -38,14 +38,14 @@ def readable_sources(data: DataSection) -> dict[Path, DataManifest]:
 
 
 def ends_of_text(data: DataSection) -> list[int]:
-    """The ids of the tokens that end a text of a run: the separator, then those that end answers of conversations."""
+    """Return the ids of tokens that end a text: the separators, then the ends of conversations' answers."""
     manifests = readable_sources(data).values()
     answers = [each.answer_end_id for each in manifests if each.answer_end_id is not None]
     return list(dict.fromkeys([*(each.separator_id for each in manifests), *answers]))
 
 
 def weighted_mean(mixtures: Sequence[Mixture], names: Sequence[str], step: int, values: Mapping[str, float]) -> float:
-    """As `Sources.mean`."""
+    """Return a weighted mean, as `Sources.mean`."""
     weights = [each for each in mixtures if each.from_step < max(step, 1)][-1].weights
     of = {name: weight for name, weight in zip(names, weights, strict=True) if name in values}
     of = of if any(of.values()) else dict.fromkeys(values, 1)
@@ -53,8 +53,8 @@ def weighted_mean(mixtures: Sequence[Mixture], names: Sequence[str], step: int, 
 
 
 class Sources:
-    """Every source of a run, opened once: a folder that is made anew meanwhile must not change what a run trains and is
-    evaluated on. Raises DataError as `open_sources` does."""
+    """The sources of a run, each opened once, so that a run keeps its training and validation data even if a folder
+    is rewritten. Raises DataError as `open_sources` does."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -83,37 +83,37 @@ class Sources:
 
     @property
     def mixed(self) -> bool:
-        """Whether the run file gives sources with weights, and not one folder."""
+        """Whether the run file gives sources with weights instead of one folder."""
         return bool(self.config.data.sources)
 
     @property
     def remarks(self) -> list[str]:
-        """What the folders of the data have to say at the start of a run."""
+        """Remarks about the data folders, printed at the start of a run."""
         rows = self.config.model.spec().vocab_size
         manifests = {source.origin(0)[0].folder: source.origin(0)[0].manifest for source in self.train.sources}
         return [f"{folder}: {remark}" for folder, data in manifests.items() for remark in data.remarks(rows)]
 
     def order(self, progress: TrainingProgress, past: Sequence[MixtureStage] = ()) -> MixtureOrder:
-        """The order of the samples of a run that has come to `progress` through the stages `past`."""
+        """Return the order of samples of a run that has reached `progress` through the stages `past`."""
         batch = self.config.batch.global_batch
         stages = stages_of(self.mixtures, batch, past, progress.step, progress.samples)
         return MixtureOrder(self.config.seed, [len(source) for source in self.train.sources], stages)
 
     def by_name(self, values: Sequence[float]) -> dict[str, float] | None:
-        """A value of each source by its name; None for a run over one folder."""
+        """Return source name -> value, or None for a run on one folder."""
         return dict(zip(self.names, values, strict=True)) if self.mixed else None
 
     def mean(self, step: int, values: Mapping[str, float]) -> float:
-        """The mean of a value of each source after `step` steps, weighted as the last of these steps was mixed; the
-        first step for 0. Of sources that take no part, all are of equal weight; those without a value are left out."""
+        """Return the mean of `values` over sources, with the mixture weights of step number `step` (the first step
+        for 0). Sources without a value are omitted. If no remaining source takes part, their weights are equal."""
         return weighted_mean(self.mixtures, self.names, step, values)
 
     def attended_tokens(self, step: int) -> float:
-        """Tokens that the attention of a token goes over, for the FLOPs of step `step`."""
+        """Return the mean number of tokens that a token attends to, for the FLOPs of step `step`."""
         return self.mean(step, self._attended)
 
     def places(self, order: MixtureOrder, samples: Sequence[int]) -> list[SamplePlace]:
-        """Where some running samples are in the data."""
+        """Return the places in the data of some running samples."""
         return [self._place(n, int(i)) for n, i in zip(samples, order(np.array(samples, np.int64)), strict=True)]
 
     def _place(self, sample: int, i: int) -> SamplePlace:
@@ -124,8 +124,9 @@ class Sources:
         return SamplePlace(sample, str(file), offset, n_tokens, documents)
 
     def described(self, stages: Sequence[Mixture | MixtureStage]) -> DataRecord:
-        """What makes sample number n the sample it is, for the manifest of a checkpoint: `stages` are those that had
-        begun by then, or all when a run asks whether it can go on from one, which does not depend on `from_sample`."""
+        """Return the settings that determine sample number n, for a checkpoint's manifest. `stages`: the stages that
+        had started by then, or all stages to check whether a run can continue from a checkpoint, which ignores
+        `from_sample`."""
         return {
             "seq_len": self.config.batch.seq_len,
             "sequences": self.config.data.sequences,
@@ -147,7 +148,7 @@ class Sources:
 
 
 class RunSamples:
-    """The samples that a run trains on and is evaluated on, from a start on; every rank has the same order."""
+    """The samples that a run trains on and is evaluated on, from a start onward. Every rank has the same order."""
 
     def __init__(self, config: RunConfig, sources: Sources, rank: int, device: torch.device, start: RunStart) -> None:
         self.config, self.sources, self.layout = config, sources, config.layout.layout()
@@ -155,24 +156,24 @@ class RunSamples:
         self.within_documents = config.data.attention == "document"
         self.padded = config.data.sequences == "documents"
         self.left_out = merged(start.left_out)
-        """Ranges of running samples that the run does not train on, of spikes that it went back from."""
+        """Ranges of running samples that the run does not train on, from rollbacks after spikes."""
         self.begin_at(start)
 
     def begin_at(self, start: RunStart) -> None:
-        """Continue in the order of a run that has come to `start`."""
+        """Continue in the order of a run that has reached `start`."""
         self.order = self.sources.order(TrainingProgress(start.step, start.samples, self.config.seed), start.past)
 
     def leave_out(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Do not train on these ranges of running samples (first, one after the last)."""
+        """Exclude ranges of running samples (first, last + 1) from training."""
         self.left_out = merged([*self.left_out, *ranges])
 
     def places(self, samples: Iterable[int]) -> list[SamplePlace]:
-        """Return where running samples are in the data, without those that are left out."""
+        """Return the places in the data of running samples, without excluded samples."""
         trained = [i for i in samples if not any(first <= i < end for first, end in self.left_out)]
         return self.sources.places(self.order, trained)
 
     def described(self, step: int) -> DataRecord:
-        """Return the sources and the stages that have begun before `step` steps, as a checkpoint contains them."""
+        """Return the sources and the stages that started before `step` steps, as recorded in a checkpoint."""
         return self.sources.described([stage for stage in self.order.stages if stage.from_step < step])
 
     def batches(self, start: RunStart) -> Batches:
@@ -211,14 +212,14 @@ class RunSamples:
 
 
 def past_stages(manifest: CheckpointManifest) -> list[MixtureStage]:
-    """The stages that had begun when a checkpoint was saved."""
+    """Return the stages that had started when a checkpoint was saved."""
     stages = manifest.data["mixture"]["stages"] if manifest.data is not None else []
     return [MixtureStage(each["from_step"], each["from_sample"], tuple(each["weights"])) for each in stages]
 
 
 def past_problems(saved: MixtureRecord, here: MixtureRecord, step: int) -> list[str]:
-    """Why a run with the sources and stages of `here` cannot go on from a checkpoint after `step` steps on those of
-    `saved`: a later stage may be added, what was trained on may not change."""
+    """Return the reasons why a run with the sources and stages `here` cannot continue from a checkpoint after `step`
+    steps with `saved`. Later stages may be added; the sources and stages already trained on may not change."""
     before, now = saved["stages"], [each for each in here["stages"] if each["from_step"] < step]
     way_out = (
         f"what was trained cannot change; give it as it was, and other weights in a stage with from_step >= {step}"
@@ -248,13 +249,13 @@ def past_problems(saved: MixtureRecord, here: MixtureRecord, step: int) -> list[
 
 
 def _matched(before: list[StageRecord], now: list[StageRecord]) -> list[StageRecord | None]:
-    """Of each stage of a checkpoint the one of this run that begins at the same step."""
+    """Return, for each stage of a checkpoint, this run's stage that starts at the same step, or None."""
     by_step = {each["from_step"]: each for each in now}
     return [by_step.get(was["from_step"]) for was in before]
 
 
 def _trimmed(weights: Sequence[int]) -> list[int]:
-    """Without the zeros of sources at the end, which did not take part."""
+    """Return the weights without trailing zeros, which belong to sources that did not take part."""
     kept = list(weights)
     while kept and not kept[-1]:
         kept.pop()
@@ -262,14 +263,14 @@ def _trimmed(weights: Sequence[int]) -> list[int]:
 
 
 def _weights(stage: StageRecord, described: MixtureRecord) -> str:
-    """`web 7 : code 3`."""
+    """Format a stage's weights, as `web 7 : code 3`."""
     pairs = zip(described["sources"], stage["weights"], strict=False)
     return " : ".join(f"{source['name']} {weight}" for source, weight in pairs if weight)
 
 
 def tokenizer_file(folder: Path) -> Path | None:
-    """The tokenizer.json of the weights or of the model in a folder: the one that lies there, or that of a run's data;
-    None where there is none."""
+    """Return the path of tokenizer.json for the weights or model in a folder: in the folder itself, or else in the
+    data of the run. None if there is none."""
     if saved := published(folder / CHECKPOINTS):
         folder = saved[-1]
     if not (folder / TOKENIZER).is_file() and (folder / RUN_FILE).is_file():
@@ -279,8 +280,8 @@ def tokenizer_file(folder: Path) -> Path | None:
 
 
 def tokenizer_problems(data: Mapping[str, Path], models: Mapping[str, Path], way_out: str = "") -> list[str]:
-    """Why token ids of data are not those of a model. `data`, `models`: how each is called in the error -> its folder;
-    `way_out`: what else can be done."""
+    """Return the reasons why the data's token ids do not fit the models. `data`, `models`: name for the error ->
+    folder. `way_out`: an additional remedy for the error text."""
     problems = []
     for model, folder in models.items():
         theirs = tokenizer_file(folder)

@@ -1,4 +1,4 @@
-"""What `shardwright train` does: check all that can be checked without workers, then run or start them."""
+"""The work of `shardwright train`: check everything that needs no workers, then run or start the workers."""
 
 import atexit
 import dataclasses
@@ -57,28 +57,27 @@ from shardwright.training.worker import exit_code
 
 _LOST_PEER_WAIT_S = 3.0
 FOUND_BY_ALL = (SpikeError, CopiesError)
-"""Errors in training that every rank raises at once, with the same text."""
+"""Training errors that every rank raises at the same time with the same text."""
 RANKS_PER_CORE = 16
-"""Processes a core that are started on a machine without GPUs."""
+"""Maximum number of processes per core on a machine without GPUs."""
 TOKEN_BYTES = 16
-"""Of a token and its target on the host, 64 bits each."""
+"""Bytes of a token and its target on the host, 64 bits each."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RunEnd:
-    """How a run ended. `summary`: steps, losses, paths; None on a rank other than the first. `stopped`: a signal ended
-    it, saved, before its last step."""
+    """The end of a run. `summary`: steps, losses, paths; None except on rank 0. `stopped`: a signal ended the run
+    after a save, before its last step."""
 
     summary: dict[str, Any] | None
     stopped: bool
 
 
 def start(config: RunConfig, quiet: bool = False, max_restarts: int = 0) -> RunEnd:
-    """Train as a configuration says; where several ranks are needed and none are set up, start them here, and up to
-    `max_restarts` times again after a fault of one.
+    """Train a run file. If it needs several ranks and the environment sets up none, start them on this machine, and
+    restart them up to `max_restarts` times after a fault of a rank.
 
-    Raises InputError before anything is written if something given cannot be used, and WorkerError for what
-    goes wrong in training.
+    Raises InputError before anything is written if an input cannot be used, and WorkerError for errors in training.
     """
     place = place_from_environment()
     in_training = False
@@ -111,12 +110,12 @@ def start(config: RunConfig, quiet: bool = False, max_restarts: int = 0) -> RunE
 
 
 def _on_fewer_ranks(config: RunConfig, world_size: int) -> RunConfig:
-    """The run on the ranks that were started, where these are fewer than its layout has, and at least
-    faults.min_ranks. Raises LayoutError where no layout with fewer ranks along dp alone uses all of them."""
+    """Return the run on the ranks that were started, if these are fewer than in its layout and at least
+    `faults.min_ranks`. Raises LayoutError if no layout with fewer ranks along dp alone uses all of them."""
     wanted, least = config.layout.layout().world_size, config.faults.min_ranks
     assert least is not None
     if not least <= world_size < wanted:
-        return config  # right, or refused as without min_ranks
+        return config  # correct, or refused later as without min_ranks
     found = shrunk(config, world_size, world_size)
     if found is None:
         raise LayoutError(
@@ -128,7 +127,7 @@ def _on_fewer_ranks(config: RunConfig, world_size: int) -> RunConfig:
 
 
 def _prepare(config: RunConfig, place: ProcessRank | None) -> None:
-    """Raises InputError for every problem that can be found without training; makes the folder of the run."""
+    """Check the run and create its folder. Raises InputError for every problem that can be found without training."""
     layout = config.layout.layout()
     layout.check_world(layout.world_size if place is None else place.world_size)
     _check(config, alone=place is None, serves=place is None or place.rank == 0)
@@ -167,18 +166,18 @@ def _way_on(config: RunConfig) -> str:
 
 
 def _of_one_rank(error: BaseException, place: ProcessRank, in_training: bool) -> BaseException:
-    """An error of a rank that torchrun or srun has started, as it is to be printed among those of the others."""
-    # Every rank raises the same error of these, so one rank of each machine prints it.
+    """Convert an error of a rank of torchrun or srun to the form that is printed among other ranks' errors."""
+    # Every rank raises these errors identically, so one rank of each machine prints them.
     shared = not in_training or isinstance(error, (CheckpointError, *FOUND_BY_ALL))
     code = 130 if isinstance(error, KeyboardInterrupt) else exit_code(error)
     kind = type(error).__name__
     if in_training:
-        # What PyTorch has under way with the other ranks would abort this process as it ends, and hide its exit code.
+        # PyTorch's pending operations with other ranks would abort this process as it ends and hide its exit code.
         atexit.register(os._exit, code)
     if isinstance(error, KeyboardInterrupt):
         return error
     if is_lost_peer(error):
-        # The rank at fault is to fail first in the eyes of the launcher, which then ends this one.
+        # The rank at fault should be the first to fail from the launcher's view. The launcher then ends this one.
         time.sleep(_LOST_PEER_WAIT_S)
         return WorkerError(
             f"rank {place.rank} could not reach another rank; if one failed, its own error tells why. Here: "
@@ -194,20 +193,21 @@ def _of_one_rank(error: BaseException, place: ProcessRank, in_training: bool) ->
         problems[-1] += "\n\n" + formatted(error)
     _tell_torchrun("\n".join(problems))
     if shared and place.local_rank != 0:
-        time.sleep(_LOST_PEER_WAIT_S)  # the launcher ends the others with the first that leaves: let rank 0 speak
+        time.sleep(_LOST_PEER_WAIT_S)  # the launcher ends the other ranks when one exits: let rank 0 print first
         return QuietExit(code)
     return InputError(*problems) if isinstance(error, InputError) else WorkerError(*problems)
 
 
 def _tell_torchrun(text: str) -> None:
-    """Leave an error where torchrun's own summary, printed last, finds it."""
+    """Write an error to the file that torchrun's final summary reads."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
         Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
 
 
 def _machine_problems(config: RunConfig) -> list[str]:
-    """Why this machine alone cannot run every rank: too few GPUs, or where there is none, too little memory."""
+    """Return the reasons why this machine alone cannot run all ranks: too few GPUs or, without GPUs, too little
+    memory."""
     world_size = config.layout.layout().world_size
     cores = os.cpu_count() or 1
     n_gpus = torch.cuda.device_count() if config.device != "cpu" else 0
@@ -231,7 +231,7 @@ def _machine_problems(config: RunConfig) -> list[str]:
     held = 2 * element + states / n_parameters  # weights, gradients and the optimizer's states
     held += element * (where == "cpu")  # a second copy of the weights
     if config.checkpoint.async_mode != "disabled" or config.checkpoint.local is not None:
-        held += element + states / n_parameters  # the copies that are written beside training
+        held += element + states / n_parameters  # the copies for background writes
     needed = round(held * n_parameters) + PROCESS_BYTES * world_size
     there = machine_memory()
     if needed <= there.n_bytes:
@@ -246,7 +246,7 @@ def _machine_problems(config: RunConfig) -> list[str]:
 
 
 def _batch_problems(config: RunConfig) -> list[str]:
-    """Why the memory of this machine cannot hold the batches that one rank reads ahead."""
+    """Return the reasons why the batches that one rank prefetches do not fit into this machine's memory."""
     layout, batch = config.layout.layout(), config.batch
     sequences, batches = batch.global_batch // layout.data_ranks, config.data.prefetch + 2
     needed = sequences * batch.seq_len * batches * TOKEN_BYTES
@@ -261,8 +261,8 @@ def _batch_problems(config: RunConfig) -> list[str]:
 
 
 def _check(config: RunConfig, alone: bool, serves: bool) -> None:
-    """Raises InputError for data that does not fit the model, for a folder that already holds a run, and if `alone`
-    is to start every rank, for a machine that cannot hold them. `serves`: rank 0 is a process of this machine."""
+    """Raise InputError for data that does not fit the model, for a folder that already contains a run and, if
+    `alone` (all ranks start here), for a machine that is too small. `serves`: rank 0 is a process of this machine."""
     problems = missing_extras(config) + (port_problems(config) if serves else [])
     problems += _batch_problems(config) + (_machine_problems(config) if alone else [])
     try:
@@ -278,7 +278,7 @@ def _check(config: RunConfig, alone: bool, serves: bool) -> None:
     problems += _local_problems(config, saved)
     if config.init.weights is not None and not saved:
         problems += initial_weights_problems(config)
-    if alone and (in_use := problem_of_owner(out)):  # else rank 0 of this run may own it already
+    if alone and (in_use := problem_of_owner(out)):  # otherwise rank 0 of this run may own it already
         problems.append(in_use)
     elif not wrong and config.checkpoint.resume == "no" and (saved or (out / METRICS).exists()):
         problems.append(
@@ -307,7 +307,7 @@ def _check(config: RunConfig, alone: bool, serves: bool) -> None:
 
 
 def _tokenizer_problems(config: RunConfig) -> list[str]:
-    """Why the data of a run cannot be that of the model that it begins with."""
+    """Return the reasons why the run's data was tokenized for another model than its initial weights."""
     given = {"init.weights": config.init.weights, "model.from": config.model.folder}
     models = {f"{key}={path!r}": Path(path) for key, path in given.items() if path is not None}
     data = {f"data {source.path!r}": Path(source.path) for source in sources_of(config.data)}
@@ -318,7 +318,7 @@ def _tokenizer_problems(config: RunConfig) -> list[str]:
 
 
 def _durable_problems(config: RunConfig, saved: Sequence[Path]) -> list[str]:
-    """Why checkpoints cannot be copied to checkpoint.durable, or it holds those of another run."""
+    """Return the reasons why checkpoints cannot be copied to `checkpoint.durable`, including another run's copies."""
     section = config.checkpoint
     try:
         durable = durable_folder(config)
@@ -341,7 +341,8 @@ def _durable_problems(config: RunConfig, saved: Sequence[Path]) -> list[str]:
 
 
 def _local_problems(config: RunConfig, saved: Sequence[Path]) -> list[str]:
-    """Why this machine cannot hold local checkpoints, or holds those of another run or of one that is not resumed."""
+    """Return the reasons why `checkpoint.local` cannot be used on this machine, such as checkpoints of another run,
+    or of this run if it is not resumed."""
     section = config.checkpoint
     if section.local is None:
         return []
@@ -364,7 +365,7 @@ def _local_problems(config: RunConfig, saved: Sequence[Path]) -> list[str]:
 
 
 def _copy_problems(url: str) -> list[str]:
-    """Why a run cannot begin with the checkpoint at a URL."""
+    """Return the reasons why a run cannot start with the checkpoint at a URL."""
     try:
         durable, step = durable_copy(url)
         there = durable.is_complete(step)
@@ -374,9 +375,9 @@ def _copy_problems(url: str) -> list[str]:
 
 
 def summary(out: Path) -> dict[str, Any]:
-    """The results of a run from its folder: the headline numbers of its report, and its newest checkpoint."""
+    """Return the results of a run from its folder: the headline numbers of its report, and its newest checkpoint."""
     saved = published(out / CHECKPOINTS)
-    # A run that was complete when it was resumed, or was stopped before its first logged step, has logged nothing.
+    # A run has logged nothing if it was complete when resumed, or stopped before its first logged step.
     logged = any(isinstance(record, TrainRecord | EvaluationRecord) for record in read_metrics(out / METRICS))
     numbers = dataclasses.asdict(headline(read_run(out))) if logged else {}
     return {"out": str(out), **numbers, "checkpoint": str(saved[-1]) if saved else None}

@@ -1,9 +1,9 @@
 """One optimizer step: forward and backward passes of all micro-batches, reduction of gradients, clipping, update.
 
-The loss is the sum over all target tokens of the global batch divided by their number, which is counted before the
-first backward pass over every data rank and micro-batch. Gradients are then sums, so they do not depend on how the
-samples are distributed over data ranks and micro-batches. Nothing here reads a value back from the device, but for the
-loss scale of fp16, which decides whether a step is taken (`loss_scale.py`).
+The loss is the sum over all target tokens of the global batch divided by their number, which is counted over all data
+ranks and micro-batches before the first backward pass. Gradients are then sums, so they do not depend on the
+distribution of samples over data ranks and micro-batches. This module reads no value back from the device, except for
+the decision whether a step is taken in fp16 (`loss_scale.py`).
 """
 
 import math
@@ -35,14 +35,13 @@ from shardwright.training.optimizer import set_learning_rate
 from shardwright.training.resilience.spikes import Recheck, Spike, SpikeGuard
 
 EVALUATED_TOGETHER = 32
-"""Micro-batches of one evaluation pass; a pipeline runs them through its stages one after another."""
+"""Number of micro-batches of one evaluation pass. A pipeline runs them through its stages one after another."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Scalars on the device: this rank's part of the loss (the parts add up to it), the norm before clipping, the
-    target tokens of the global batch, and this rank's part of the loss of modules of multi-token prediction, if there
-    are any."""
+    """Scalars on the device: this rank's part of the loss (the parts of all ranks sum to it), the gradient norm
+    before clipping, the number of target tokens of the global batch, and this rank's part of the MTP loss, or None."""
 
     loss_part: Tensor
     gradient_norm: Tensor
@@ -51,7 +50,7 @@ class StepResult:
 
 
 class LossParts(NamedTuple):
-    """The first, third and fourth of `StepResult`."""
+    """This rank's part of the loss, number of target tokens, and part of the MTP loss, as in `StepResult`."""
 
     loss_part: Tensor
     n_targets: Tensor
@@ -59,12 +58,12 @@ class LossParts(NamedTuple):
 
 
 def _taken(x: Tensor, held_BT: Tensor) -> Tensor:
-    """The elements of (..., B, S) at the places `held_BT` of its last dim; (..., B, T)."""
+    """Return the elements of `x` (..., B, S) at the positions `held_BT` of its last dim; shape (..., B, T)."""
     return x.gather(-1, held_BT.expand(*x.shape[:-1], -1))
 
 
 class ForwardBackward:
-    """The loss of a global batch and its gradient, by whatever layout the model has."""
+    """Computes the loss of a global batch and its gradient, for any layout of the model."""
 
     def __init__(
         self,
@@ -76,8 +75,8 @@ class ForwardBackward:
         restart_positions: bool = False,
         scaler: LossScaler | None = None,
     ) -> None:
-        """`restart_positions`: batches with documents have positions that restart with each of them. `scaler`: the
-        gradients are those of the loss times its scale, until `clip`."""
+        """`restart_positions`: positions of batches with documents restart at each document. `scaler`: gradients are
+        multiplied by its scale until `clip`."""
         self.model = model
         self.device = device
         self.seed = seed
@@ -85,22 +84,22 @@ class ForwardBackward:
         self.scaler = scaler
         self.loss_sum = self._loss_sum(compile_loss)
         self.local_norms: LocalNorms = []
-        """Norms of this rank's shards of the gradients of the last `clip`."""
+        """Norms of this rank's shards of the gradients at the last `clip`."""
         self.lacks_targets = False
         """Whether no token of the last global batch counts in the loss, so that nothing was computed."""
 
     @property
     def loss_scale(self) -> float:
-        """What the gradients in the parameters' `.grad` are multiplied by, after `forward_backward`."""
+        """Factor of the gradients in `.grad` after `forward_backward`."""
         return 1.0 if self.scaler is None else self.scaler.scale
 
     def forward_backward(self, batch: Batch, step: int) -> LossParts:
-        """Leave the gradient of the global batch in the parameters' `.grad`; this rank's parts of the losses. Where no
-        token of it counts (`lacks_targets`), there is no gradient."""
+        """Compute the gradient of the global batch into the parameters' `.grad`. Return this rank's parts of the
+        losses. If no token counts (`lacks_targets`), there is no gradient."""
         self.model.train()
         n_targets = torch.full((), batch.n_targets, dtype=torch.int64, device=self.device)  # no copy to wait for
         n_targets = self.model.sum_over_samples(n_targets)
-        # Only a rank whose own sequences have no target has to read the sum.
+        # Only a rank without targets in its own sequences has to read the sum.
         self.lacks_targets = not batch.n_targets and not int(n_targets)
         if self.lacks_targets:
             nothing = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -116,8 +115,9 @@ class ForwardBackward:
         return LossParts(loss_part.clone(), n_targets, mtp_part / self.model.spec.mtp_weight)
 
     def _loss(self, batch: Batch, n_targets: Tensor) -> Loss:
-        """The loss of a micro-batch times the loss scale: of the next token; and, with modules of multi-token
-        prediction, their weighted mean loss, each divided by the number of its own targets in the global batch."""
+        """Return the loss function of a micro-batch, times the loss scale. With MTP modules, it returns the
+        next-token loss and the modules' weighted mean loss. Each module's loss is divided by its own number of
+        targets in the global batch."""
         factor = self.loss_scale / n_targets.to(torch.float64)
 
         def loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
@@ -139,23 +139,24 @@ class ForwardBackward:
         return losses
 
     def _ahead(self, batch: Batch) -> tuple[Tensor | None, Tensor]:
-        """The tokens that modules of multi-token prediction read (A, K, B, T), and all targets (A, 1 + K, B, T);
-        without modules none, and the targets (A, B, T)."""
+        """Return the tokens that MTP modules read (A, K, B, T), and all targets (A, 1 + K, B, T). Without modules,
+        return None and the targets (A, B, T)."""
         n_modules, tokens_ABT = self.model.spec.mtp_modules, batch.tokens_ABT
         if not n_modules:
             return None, batch.targets_ABT
         if (n_real_AB := self._n_real(batch)) is not None:
-            # So that the routers of modules read the same however much padding there is.
+            # The modules' routers then read the same tokens for any amount of padding.
             padding_ABT = torch.arange(tokens_ABT.shape[-1]) >= n_real_AB.unsqueeze(-1)
             tokens_ABT = tokens_ABT.masked_fill(padding_ABT, BEYOND)
         return look_ahead(tokens_ABT, batch.targets_ABT, n_modules)
 
     def _n_real(self, batch: Batch) -> Tensor | None:
-        """The real tokens of each sequence, (A, B), if there is padding that experts must not compute."""
+        """Return the real tokens of each sequence, (A, B), or None if there is no padding that experts must not
+        compute."""
         return None if self.model.spec.moe is None else batch.n_real_AB
 
     def _real_tokens(self, batch: Batch, training: bool) -> list[RealTokens | None]:
-        """For each micro-batch its real tokens, or None if there is no padding that experts must not compute."""
+        """Return the real tokens of each micro-batch, or None if there is no padding that experts must not compute."""
         n_microbatches, micro_batch, seq_len = batch.tokens_ABT.shape
         n_real_AB = self._n_real(batch)
         if n_real_AB is None:
@@ -168,8 +169,8 @@ class ForwardBackward:
         return [RealTokens(counts_B, total, seq_len, n_sequences) for counts_B in counts]
 
     def clip(self, max_norm: float) -> Tensor:
-        """Divide the gradients by the loss scale, and scale them to a global norm of at most `max_norm`; at 0 or
-        infinity any norm may be. Returns the norm before that, without the loss scale."""
+        """Divide the gradients by the loss scale and clip their global norm to `max_norm`; 0 and infinity mean no
+        clipping. Return the norm before clipping, without the loss scale."""
         parameters = self.model.named_parameters.values()
         self.local_norms = []
         norm = gradient_norm(parameters, self.model.holders, self.model.groups.pp, self.local_norms) / self.loss_scale
@@ -181,11 +182,11 @@ class ForwardBackward:
         return norm
 
     def _norm_known(self, norm: Tensor) -> None:
-        """Called before gradients are clipped, which leaves the device time for what is to be known of the norm."""
+        """Called before gradients are clipped, so that work on the norm overlaps with clipping on the device."""
 
     def _microbatches(self, batch: Batch, step: int | None) -> list[Microbatch]:
-        """The parts of a batch that this rank of cp holds, tokens and targets alike, on its device, with random keys
-        where the model draws; `step` is None in evaluation."""
+        """Return the micro-batches on this rank's device, with this rank's cp part of tokens and targets, and with
+        random keys if the model draws random numbers. `step` is None in evaluation."""
         if batch.documents_AB is not None:
             return self._of_documents(batch, batch.documents_AB, step)
         ahead_AKBT, targets_ABT = self._ahead(batch)
@@ -211,7 +212,7 @@ class ForwardBackward:
         ]
 
     def _of_documents(self, batch: Batch, documents_AB: DocumentsAB, step: int | None) -> list[Microbatch]:
-        """As `_microbatches`, of sequences with documents, of which each is sharded over cp in its own way."""
+        """Return micro-batches as `_microbatches`, for sequences with documents, each with its own sharding over cp."""
         found = []
         ahead_AKBT, targets_ABT = self._ahead(batch)
         for i, (tokens_BT, targets_BT, ids_B, lengths) in enumerate(
@@ -235,7 +236,7 @@ class ForwardBackward:
         return to_device(tensor, self.device)
 
     def _loss_sum(self, compiled: bool) -> Callable[..., Tensor]:
-        """The summed cross-entropy of what this rank's forward pass gives: logits, or with chunks the head's input."""
+        """Return the function for the summed cross-entropy of logits or, with chunks, of the head's input."""
         tp, layout, rows = self.model.groups.tp, self.model.layout, self.model.vocabulary
         last = [part for part in self.model.parts if part.norm is not None]
         if layout.loss_chunk_tokens and last:
@@ -244,21 +245,22 @@ class ForwardBackward:
         return partial(loss_sum, bound(rows, IGNORE, tp, compiled))
 
     def _random_keys(self, step: int | None, sample_ids_B: Tensor) -> Tensor | None:
-        """What training draws from; in evaluation, which has no step, only drawn experts do."""
+        """Return the keys of random numbers. In evaluation, which has no step, only the choice of drawn experts uses
+        keys."""
         if not self.model.spec.draws:
             return None
         step = EVALUATION if step is None else step
         return sample_keys(self.seed, step, self._on_device(sample_ids_B))
 
     def evaluate(self, batches: Iterable[Batch]) -> Tensor:
-        """Losses per target token over batches that are sharded over the data ranks, equal on every rank: that of the
-        next token, then those of modules of multi-token prediction; (1 + K,). NaN where there is no target token."""
+        """Return losses per target token over batches sharded over the data ranks, equal on every rank, as (1 + K,):
+        next-token loss, then each MTP module's loss. NaN if there is no target token."""
         losses, counts = self.evaluation_sums(batches)
         return losses / counts
 
     @torch.no_grad()
     def evaluation_sums(self, batches: Iterable[Batch]) -> Tensor:
-        """Sums of the losses of `evaluate`, and the numbers of their target tokens; (2, 1 + K)."""
+        """Return the sums of the losses of `evaluate` and the numbers of their target tokens, of shape (2, 1 + K)."""
         self.model.train(False)
         n_modules = self.model.spec.mtp_modules
         losses = self._ahead_sums if n_modules else self.loss_sum
@@ -278,7 +280,7 @@ class ForwardBackward:
 
 
 class Trainer(ForwardBackward):
-    """A model and its optimizer, and the step they take together."""
+    """A model and its optimizer, which take steps together."""
 
     def __init__(
         self,
@@ -294,7 +296,8 @@ class Trainer(ForwardBackward):
         spikes: SpikeGuard | None = None,
         phases: Phases | None = None,
     ) -> None:
-        """`spikes` judges each step before weights change; `phases` is told when a phase of a step begins and ends."""
+        """`spikes` judges each step before weights change. `phases` receives the start and end of each phase of a
+        step."""
         super().__init__(
             model,
             device=device,
@@ -312,33 +315,33 @@ class Trainer(ForwardBackward):
         self._loss_part: Tensor | None = None
 
     def call_before_change(self, act: Callable[[], None]) -> None:
-        """Call `act` each time before weights and optimizer states change, from now on."""
+        """Register `act` to be called each time before weights and optimizer states change."""
         self._before_change.append(act)
 
     def take_steps_if(self, rule: Callable[[Tensor], bool]) -> None:
-        """Change weights and optimizer states in a step only if `rule` returns true for the norm of its gradients,
-        which are in `.grad`; the same on every rank."""
+        """Register a rule: a step changes weights and optimizer states only if `rule` returns true for the norm of
+        its gradients, which are in `.grad`. The result must be equal on every rank."""
         self._rules.append(rule)
 
     @property
     def skipped_steps(self) -> int:
-        """Steps of the run so far that changed nothing: a gradient overflowed in fp16, or they were spikes."""
+        """Steps of the run so far that changed nothing: a gradient overflowed in fp16, or the step was a spike."""
         overflows = 0 if self.scaler is None else self.scaler.state.skipped
         return overflows + (0 if self.spikes is None else self.spikes.state.skipped)
 
     @property
     def spike(self) -> Spike | None:
-        """What was found of the last step, if it was a spike, and so not taken."""
+        """The last step's spike, if it was one and thus was not taken, otherwise None."""
         return None if self.spikes is None else self.spikes.seen
 
     @property
     def recheck(self) -> Recheck | None:
-        """Two tries of the last step, if it was run again."""
+        """The two tries of the last step if it was run again, otherwise None."""
         return None if self.spikes is None else self.spikes.recheck
 
     def step(self, batch: Batch, step: int, rate: float) -> StepResult:
-        """Take optimizer step number `step` at learning rate `rate` on this rank's part of the global batch; where that
-        gives a number that is not finite and the run rechecks, which changes nothing, once more."""
+        """Take optimizer step number `step` at learning rate `rate` on this rank's part of the global batch. If the
+        result is not finite and `faults.recheck` is on, nothing changes and the step is run a second time."""
         result = self._try(batch, step, rate)
         if self.spikes is not None and self.spikes.doubts:
             result = self._try(batch, step, rate)
@@ -361,9 +364,9 @@ class Trainer(ForwardBackward):
         return StepResult(loss_part, norm, n_targets, mtp_part)
 
     def update(self, rate: float, clip_norm: float | None = None) -> Tensor:
-        """Clip the gradients in `.grad`, let the optimizer use them up, and return their norm before clipping. Where
-        that is not finite and there is a loss scale, or the step is a spike, weights and states stay as they are.
-        `clip_norm`: of this step alone, in place of the trainer's."""
+        """Clip the gradients in `.grad`, apply the optimizer, free the gradients, and return their norm before
+        clipping. Weights and states do not change if the step is a spike, or if there is a loss scale and the norm
+        is not finite. `clip_norm`: limit for this step only, instead of the trainer's."""
         norm = self.clip(self.clip_norm if clip_norm is None else clip_norm)
         taken = self.scaler is None or self.scaler.takes(norm)
         if self.spikes is not None:

@@ -1,4 +1,4 @@
-"""Stopping between steps, on all ranks at the same one, when a signal asks for it."""
+"""Stopping all ranks after the same step when a signal asks for it."""
 
 import math
 import signal
@@ -16,8 +16,8 @@ SAME_KEYPRESS_S = 2.0
 
 
 class StopRequest:
-    """Whether a signal asked any rank to stop. The ranks all-reduce the answer on the CPU while a step computes; it is
-    known one step later."""
+    """Whether a signal asked any rank to stop. The ranks all-reduce the answer on the CPU while a step computes, so
+    it is known one step later."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -25,8 +25,8 @@ class StopRequest:
         self._work: dist.Work | None = None
 
     def everyone(self) -> bool:
-        """True, on every rank at the same call, once any rank has been asked; every rank calls this each
-        step."""
+        """Return True, at the same call on every rank, once any rank was asked to stop. Called each step by every
+        rank."""
         if self._work is not None:
             self._work.wait()
         answer = bool(self._flag)
@@ -35,16 +35,17 @@ class StopRequest:
         return answer
 
     def settle(self) -> None:
-        """Wait for the all-reduce under way, so that the process group can be destroyed."""
+        """Wait for the pending all-reduce, so that the process group can be destroyed."""
         if self._work is not None:
             self._work.wait()
             self._work = None
 
     @contextmanager
     def listening(self) -> Iterator["StopRequest"]:
-        """While inside, the signals of `processes.STOPPING` ask for a stop; a second SIGINT interrupts at once.
+        """Handle the signals of `processes.STOPPING` inside the `with` block: the first asks for a stop, a second
+        SIGINT raises KeyboardInterrupt at once.
 
-        A Ctrl-C under torchrun comes twice, from the terminal and from torchrun: together they count as one.
+        Under torchrun, one Ctrl-C arrives twice, from the terminal and from torchrun. Both count as one.
         """
         asked_s = math.inf
 

@@ -1,4 +1,4 @@
-"""Records when the actions of a pipeline ran, in the run's folder, for `shardwright report`."""
+"""Records the times of a pipeline's actions in the run's folder, for `shardwright report`."""
 
 from collections import deque
 from pathlib import Path
@@ -12,15 +12,15 @@ from shardwright.system.files import write_whole
 from shardwright.training.hooks import Hook, TakenStep
 
 KEPT_STEPS = 4
-"""Logged steps in a file. A report needs one that all ranks have written; with 256 micro-batches of 3 ops each, a step
-is some 25 kB, and a run of a million steps must not fill a disk."""
+"""Number of logged steps in a file. A report needs one step that all ranks have written. With 256 micro-batches of 3
+ops each, a step takes about 25 kB, and a run of a million steps must not fill a disk."""
 
 
 class TimelineFile(Hook):
     """The last logged steps of one rank, as `run_folder.PipelineStep`.
 
     The file is rewritten for each logged step and renamed, so that a reader sees a complete file. A resumed run starts
-    an empty one: its first logged step replaces what the process before it wrote.
+    with an empty file: its first logged step replaces the previous process's file.
     """
 
     def __init__(self, path: Path, rank: int, pipeline: Pipeline) -> None:
@@ -31,7 +31,7 @@ class TimelineFile(Hook):
         self.write(taken.step)
 
     def write(self, step: int) -> None:
-        """Add the actions of the step that was taken last, number `step`; waits for the device."""
+        """Add the actions of the last step, number `step`. Synchronizes with the device."""
         spans = self.pipeline.timeline.spans()
         zero_s = spans[0][1]
         actions = tuple((str(a), round(start - zero_s, 7), round(end - zero_s, 7)) for a, start, end in spans)
@@ -40,10 +40,11 @@ class TimelineFile(Hook):
 
 
 def timeline_file(config: RunConfig, runner: Runner, rank: int) -> TimelineFile | None:
-    """The file of a rank of the first pipeline, the one at 0 on every axis but `pp`; None for another rank.
+    """Return the file for a rank of the first pipeline, which is at 0 on every axis except `pp`, or None for another
+    rank.
 
-    One pipeline is enough to measure the bubble: the others run the same actions on as much data, and all of them
-    synchronise at the end of a step.
+    One pipeline is enough to measure the bubble: the others run the same actions on equal amounts of data, and all
+    synchronize at the end of a step.
     """
     if not isinstance(runner, Pipeline):
         return None

@@ -1,5 +1,5 @@
-"""The weights of a model, wherever they are: a folder of `transformers`, one that `shardwright import` wrote, a
-checkpoint, or a run. Any box of any parameter can be read, so that each rank reads its own part."""
+"""The weights of a model from a folder of `transformers` or of `shardwright import`, a checkpoint, or a run. Any box
+of any parameter can be read, so each rank reads only its own part."""
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -21,14 +21,14 @@ from shardwright.training.checkpoint.manifest import FILE_NAME, CheckpointManife
 from shardwright.training.checkpoint.storage import read_shard
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
-"""What the names of parameters and of an optimizer's moments begin with in a manifest."""
+"""Prefixes of parameters and of optimizer moments in a manifest's tensor names."""
 
 
 class Weights(Protocol):
-    """The weights of a model under our names.
+    """The weights of a model under Shardwright's parameter names.
 
-    `spec`: the model; `shapes`, `dtypes`: of every parameter that is there, whole, types by torch's name; `left_out`:
-    what is there besides and is not read -> why.
+    `spec`: the model. `shapes`, `dtypes`: whole shape and torch's type name of every parameter in the source.
+    `left_out`: other content of the source, which is not read -> the reason.
     """
 
     path: Path
@@ -38,19 +38,19 @@ class Weights(Protocol):
     left_out: dict[str, str]
 
     def read(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """The box [offsets, offsets + shape) of a parameter, on the CPU, in the type that it is stored in."""
+        """Return the box [offsets, offsets + shape) of a parameter, on the CPU, in its stored type."""
         ...
 
     def describe(self) -> str:
-        """One line: what it is."""
+        """Return a description in one line."""
         ...
 
 
 class CheckpointWeights:
-    """The weights of a checkpoint of ours, of any layout. Each shard that is read is checked against its checksum.
+    """The weights of a Shardwright checkpoint of any layout. The checksum of each shard that is read is verified.
 
-    `optimizer`: the same of the optimizer's moments, with names such as `exp_avg/layers.0.ffn.up.weight`; None if there
-    are none.
+    `optimizer`: the optimizer's moments in the same form, with names such as `exp_avg/layers.0.ffn.up.weight`; None if
+    there are none.
     """
 
     WHY_NO_MOMENTS = "the optimizer begins anew"
@@ -69,7 +69,7 @@ class CheckpointWeights:
         self._last: tuple[str, ShardRecord, Tensor] | None = None
 
     def read(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """As `Weights.read`. Raises DamagedError if a bit of a shard has changed."""
+        """Return a box of a parameter, as `Weights.read`. Raises DamagedError if a shard has changed."""
         record = self._held[name]
         box = torch.empty(tuple(shape), dtype=getattr(torch, record.dtype))
         for shard in record.shards:
@@ -79,23 +79,23 @@ class CheckpointWeights:
         return box
 
     def _shard(self, name: str, record: ShardRecord) -> Tensor:
-        """A shard of a tensor; the last one is kept, as a tensor is often read box after box."""
+        """Return a shard of a tensor. The last shard is cached, since a tensor is often read box by box."""
         if self._last is None or self._last[:2] != (name, record):
             self._last = None
             self._last = name, record, read_shard(self.path, self._prefix + name, self.dtypes[name], record)
         return self._last[2]
 
     def describe(self) -> str:
-        """One line: what it is."""
+        """Return a description in one line."""
         step = self.manifest.progress.step
         return f"{self.path}" + (f", after {step:,} steps" if step else "")
 
 
 def open_weights(path: str | Path) -> Weights:
-    """The weights at a path: a folder of `transformers` or of `shardwright import`, a checkpoint, or a run, of which it
-    is the newest checkpoint.
+    """Open the weights at a path: a folder of `transformers` or of `shardwright import`, a checkpoint, or a run (its
+    newest checkpoint).
 
-    Raises InputError, saying what is supported, for anything else and for what is damaged.
+    Raises InputError for anything else, listing the supported sources, and for damaged weights.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -110,9 +110,9 @@ def open_weights(path: str | Path) -> Weights:
 
 
 def weights_of_checkpoint(folder: Path) -> CheckpointWeights:
-    """The weights of a checkpoint, or of a folder that `shardwright import` wrote.
+    """Open the weights of a checkpoint, or of a folder that `shardwright import` wrote.
 
-    Raises CheckpointError for one that is not there, is damaged, or whose run file and manifest name different models.
+    Raises CheckpointError if it is missing or damaged, or if its run file and manifest name different models.
     """
     manifest, spec = read_manifest(folder), spec_of_folder(folder)
     read = table_of(spec)
@@ -129,12 +129,12 @@ WHAT = "a folder of transformers, one that `shardwright import` wrote, a checkpo
 
 
 def count_not_finite(tensor: Tensor) -> int:
-    """The number of values of a tensor that are NaN or infinite."""
+    """Return the number of values of a tensor that are NaN or infinite."""
     return tensor.numel() - int(tensor.isfinite().sum())
 
 
 def not_finite_in_words(source: str | Path, n: int, n_values: int, name: str) -> str:
-    """`hf/x: 3 of 1,024 values of head.weight are NaN or infinite`."""
+    """Format a message such as `hf/x: 3 of 1,024 values of head.weight are NaN or infinite`."""
     return f"{source}: {n:,} of {n_values:,} values of {name} are NaN or infinite"
 
 
@@ -145,10 +145,10 @@ def fill(
     weights: Weights,
     box: Callable[[nn.Parameter], Box] = whole,
 ) -> None:
-    """Write weights into parameters of a model `spec`, by name, or into the `box` of each that this rank holds.
+    """Copy weights into parameters of a model `spec`, by name, or into the `box` of each parameter on this rank.
 
-    A balance of experts that is not there starts as in a new model. Types are converted to those of the parameters.
-    Raises CheckpointError for weights that are NaN or infinite.
+    An expert balance that is missing from `weights` is initialized as in a new model. Values are converted to the
+    parameters' types. Raises CheckpointError for weights that are NaN or infinite.
     """
     for name, parameter in parameters:
         held, offsets = box(parameter)

@@ -1,4 +1,4 @@
-"""One rank as a process of its own, as `launch.py` forks it from a server."""
+"""One rank as a separate process, which `launch.py` forks from a server."""
 
 import faulthandler
 import gc
@@ -25,11 +25,11 @@ def serve(
     n_threads: int,
     hang_up: bool,
 ) -> None:
-    """The process of one rank; the exit code is that of its error.
+    """Run the process of one rank. Its exit code is the exit code of the error.
 
-    `connection`: to the launcher, which sends the run file and learns how the run ended; `store`: the name in the
-    environment of the file in which ranks meet, and that file; `output`, `error`: where stdout and
-    stderr go; `hang_up`: whether SIGHUP is not ignored.
+    `connection`: to the launcher, which sends the run file and receives the result. `store`: the environment variable
+    for the rendezvous file, and that file. `output`, `error`: destinations of stdout and stderr. `hang_up`: whether
+    SIGHUP is not ignored.
     """
     link = ParentConnection(connection)
     _become_a_process_of_its_own(output, error, hang_up)
@@ -43,21 +43,21 @@ def serve(
     from shardwright.training.ranks import place_from_environment
     from shardwright.training.run import run
 
-    torch.set_num_threads(n_threads)  # the server has read OMP_NUM_THREADS of its own
-    gc.freeze()  # what the server has imported need not be walked by this process's collector: 0.4 s of CPU
+    torch.set_num_threads(n_threads)  # OMP_NUM_THREADS was read in the server, with the server's value
+    gc.freeze()  # this process's collector skips the server's imports: saves 0.4 s of CPU
     place = place_from_environment()
     assert place is not None
     try:
         run_toml, quiet = link.next_task()
         link.done(run(parse(tomllib.loads(run_toml)), place, quiet=quiet))
     except BaseException as failure:
-        # The log may be on the disk whose being full is the failure.
+        # The log may be on a full disk that caused the failure.
         with suppress(OSError):
             traceback.print_exception(failure)
             sys.stdout.flush()
             sys.stderr.flush()
         link.failed(failure)
-        # The other ranks may be waiting in a collective that this one never joins: no clean-up can succeed.
+        # The other ranks may be waiting in a collective that this rank never joins: no clean-up can succeed.
         os._exit(exit_code(failure))
     sys.stdout.flush()
     sys.stderr.flush()
@@ -65,7 +65,7 @@ def serve(
 
 
 def _become_a_process_of_its_own(output: Descriptor, error: Descriptor, hang_up: bool) -> None:
-    """Undo what comes from the server: its session, its signals, and where it writes to."""
+    """Replace the state inherited from the server: session, signal handlers, and output files."""
     os.setsid()  # a Ctrl-C of the terminal must reach the workers once, through the launcher
     os.dup2(output.number, 1)
     os.dup2(error.number, 2)
@@ -78,5 +78,5 @@ def _become_a_process_of_its_own(output: Descriptor, error: Descriptor, hang_up:
 
 
 def exit_code(error: BaseException) -> int:
-    """What a rank that fails leaves with."""
+    """Return the exit code of a rank that fails with `error`."""
     return error.exit_code if isinstance(error, ShardwrightError) else ShardwrightError.exit_code

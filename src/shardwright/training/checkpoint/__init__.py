@@ -1,10 +1,10 @@
-"""Checkpoints that never lie and never run code: safetensors, a manifest with checksums, published last.
+"""Checkpoints: safetensors files and a manifest with checksums, which is published last. Loading never runs code.
 
 RUN/checkpoints/
-  step-00000200/             there under this name only when whole
-    manifest.json            tensors, their shards, a checksum of each, and where the run stood
+  step-00000200/             has this name only when complete
+    manifest.json            tensors, their shards with a checksum each, and the position of the run
     rank-00000.safetensors   the shards that rank 0 wrote
     rank-00001.safetensors
     run.toml                 the resolved run file
-  step-00000250.partial/     being written, or left by a process that was killed; swept at the next start
+  step-00000250.partial/     being written, or left by a killed process; deleted at the next start
 """

@@ -1,4 +1,4 @@
-"""A thread of each rank that does its part of a job beside training, and whose errors are raised on all ranks."""
+"""A background thread of each rank that does its part of a job during training. Its errors are raised on all ranks."""
 
 import threading
 import time
@@ -11,36 +11,37 @@ from shardwright.system.errors import CheckpointError
 from shardwright.training.checkpoint.state import raise_first
 
 RETRY_AFTER_S = 1.0
-"""Before something is tried again; twice as long each time."""
+"""Delay before the first retry, in seconds; it doubles with each retry."""
 T = TypeVar("T")
 
 
 class BackgroundThread:
-    """Does one job at a time, in which rank 0 waits for what the threads of the others have done. All ranks call
+    """Runs one job at a time. In a job, rank 0 may wait for results of the other ranks' threads. All ranks call
     `begin` and `settle` together."""
 
     def __init__(self, name: str, retries: int) -> None:
-        """`retries`: how often `tried` tries again."""
+        """`retries`: number of retries of `tried`."""
         self.name, self.retries = name, retries
         self.abandoned = threading.Event()
-        """Set when the job is to end without a result: what rank 0 waits for will not come."""
+        """Set when the job should end without a result, because a result that rank 0 waits for will not arrive."""
         self.others_ended_s: float | None = None
-        """On the monotonic clock, when `settle` found that the threads of the other ranks had ended; else None."""
+        """Monotonic time at which `settle` found that the other ranks' threads had ended, else None."""
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
 
     @property
     def is_alive(self) -> bool:
-        """Whether a job is under way on this rank."""
+        """Whether this rank has a job in progress."""
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, job: Callable[[], None], as_error: Callable[[Exception], CheckpointError]) -> None:
-        """Begin a job; the one before has to be settled. What it raises is kept for `settle`, as `as_error` says it."""
+        """Start a job; `settle` must have been called for the previous one. An error in the job is converted by
+        `as_error` and raised by `settle`."""
 
         def run() -> None:
             try:
                 job()
-            except Exception as error:  # a thread has no one to raise it to
+            except Exception as error:  # no caller can catch errors of a thread
                 self._error = as_error(error)
 
         self.abandoned.clear()
@@ -48,8 +49,7 @@ class BackgroundThread:
         self._thread.start()
 
     def settle(self) -> None:
-        """Wait until the job that is under way, if any, is done. Raises CheckpointError, on every rank, where it failed
-        on any."""
+        """Wait until the job in progress, if any, is done. Raises CheckpointError on every rank if it failed on any."""
         thread, first = self._thread, dist.get_rank() == 0
         if thread is None:
             return
@@ -69,14 +69,14 @@ class BackgroundThread:
         raise_first(error)
 
     def abandon(self) -> None:
-        """Leave the job that is under way: other ranks may be gone, or its result is of no use."""
+        """Stop the job in progress, because other ranks may be gone or its result is not needed."""
         self.abandoned.set()
         if self._thread is not None:
             self._thread.join(timeout=10)
 
     def tried(self, act: Callable[[], T], failing: type[Exception]) -> T:
-        """What `act` returns, tried again where it raises `failing`. Raises that where it does so each time, or the job
-        is abandoned."""
+        """Return the result of `act`, with retries if it raises `failing`. Raises that error on the last attempt or
+        abandonment."""
         for left in reversed(range(self.retries + 1)):
             try:
                 return act()

@@ -1,4 +1,4 @@
-"""Copying checkpoints to `checkpoint.durable` beside training: a thread of each rank copies its part."""
+"""Copying checkpoints to `checkpoint.durable` during training: a thread of each rank copies its part."""
 
 import time
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ from shardwright.training.checkpoint.store import CheckpointStore
 _LOOK_S = 0.1
 _LOOK_MOST_S = 2.0
 _ARRIVES_IN_S = 120.0
-"""From when a rank has copied its part until rank 0 sees it: a network file system keeps a listing for a minute."""
+"""How long rank 0 waits to see another rank's finished part: a network file system may cache a listing for a minute."""
 
 
 @dataclass
 class CompletedCopy:
-    """A copy of a checkpoint that is complete. `took_s`: from its begin."""
+    """A complete durable copy. `took_s`: seconds from its start."""
 
     url: str
     step: int
@@ -29,26 +29,27 @@ class CompletedCopy:
 
 
 class Copier:
-    """The durable copies of a run; every method but `news` and `abandon` is called by all ranks together."""
+    """The durable copies of a run. All ranks call every method together, except `news` and `abandon`."""
 
     def __init__(self, folder: DurableFolder, store: CheckpointStore, retries: int) -> None:
         self.folder, self.store = folder, store
         self.step = 0
-        """That of the copy that is under way; 0 if none is."""
+        """Step of the copy in progress, or 0."""
         self._thread = BackgroundThread("durable copy", retries)
         self._news: list[CompletedCopy] = []
 
     @property
     def what(self) -> str:
-        """The copy that is under way, in words."""
+        """A description of the copy in progress, for messages."""
         return f"the copy of the checkpoint after step {self.step}"
 
     def busy(self) -> bool:
-        """Whether any rank still copies."""
+        """Return whether any rank is still copying."""
         return any(gathered(self._thread.is_alive, bool))
 
     def begin(self, step: int) -> None:
-        """Begin to copy a checkpoint, which may be under way itself. The one before has to be settled."""
+        """Start to copy a checkpoint, even one still in progress. `settle` must have been called for the previous
+        copy."""
         self.step = step
         self.store.keep(step)
         checkpoint, rank, world_size = self.store.path_of(step), dist.get_rank(), dist.get_world_size()
@@ -60,22 +61,22 @@ class Copier:
         self._thread.begin(lambda: self._beside(checkpoint, rank, world_size), as_error)
 
     def settle(self) -> None:
-        """Wait until the copy that is under way, if any, is complete. Raises CheckpointError, on every rank, where it
-        failed on any."""
+        """Wait until the copy in progress, if any, is complete. Raises CheckpointError on all ranks if it failed on
+        any."""
         self.step = 0
         self._thread.settle()
 
     def news(self) -> list[CompletedCopy]:
-        """What has been completed since the last call; on rank 0 alone."""
+        """Return the copies completed since the last call; empty on ranks other than 0."""
         told, self._news = self._news, []
         return told
 
     def abandon(self) -> None:
-        """Leave what is under way: other ranks may be gone, or there is no checkpoint to copy."""
+        """Stop the copy in progress, because other ranks may be gone or there is no checkpoint to copy."""
         self._thread.abandon()
 
     def _beside(self, checkpoint: Path, rank: int, world_size: int) -> None:
-        """The job of the thread."""
+        """Background job: wait for the checkpoint to be published, then copy this rank's part."""
         thread, began_s = self._thread, time.monotonic()
         pause_s = _LOOK_S
 
@@ -89,7 +90,7 @@ class Copier:
             return not thread.abandoned.wait(pause_s)
 
         try:
-            while not checkpoint.is_dir():  # published by the thread of rank 0, where saving is asynchronous
+            while not checkpoint.is_dir():  # if saving is asynchronous, rank 0's thread publishes it later
                 if not wait():
                     return
             done = thread.tried(lambda: copy(self.folder, checkpoint, rank, world_size, wait), CheckpointError)

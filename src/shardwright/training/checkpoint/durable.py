@@ -1,14 +1,14 @@
-"""Checkpoints at a second place, `checkpoint.durable`: a folder of another disk, or a URL of fsspec (s3://, gs://).
+"""Durable copies: checkpoints copied to `checkpoint.durable`, a folder on another disk or an fsspec URL (s3://, gs://).
 
 PLACE/step-00000100/
-  manifest.json             there when all else is: by it a copy is known to be complete
+  manifest.json             written last: a copy with a manifest is complete
   run.toml
   rank-00001.safetensors    the files of the checkpoint, as they are in `out`
-  copied/rank-00001         that a rank has copied its part, until the copy is complete
+  copied/rank-00001         marks that a rank has copied its part; deleted when the copy is complete
 
 An object store has no rename, so a copy is published by writing its manifest last. Every rank copies a part of the
-files. Its note holds the sha256 of the manifest: a copy that was begun earlier, of another checkpoint after as many
-steps, does not count.
+files, then writes a marker that contains the sha256 of the manifest. The marker of an earlier, unfinished copy of
+another checkpoint with the same number of steps has a different sha256 and does not count.
 """
 
 import hashlib
@@ -30,16 +30,16 @@ _COPIED = "copied"
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 _STEP = re.compile(r"step-\d{8,}")
 _OBJECT_STORES = frozenset(("s3", "gs", "az", "abfs", "adl", "oci", "oss", "memory"))
-"""By the name of the protocol."""
+"""fsspec protocols of object stores."""
 _PROBE = ".shardwright-can-write"
 
 
 class DurableFolder:
-    """The place of durable copies. Every method raises CheckpointError, with the URL, for what goes wrong there."""
+    """The folder of the durable copies. Every method raises CheckpointError with the URL if the file system fails."""
 
     def __init__(self, url: str, keep_last: int = 0) -> None:
-        """`keep_last`: older complete copies are deleted; 0: none is. Raises CheckpointError for a kind of URL that
-        cannot be used."""
+        """Open the folder. `keep_last`: number of complete copies to keep; 0 keeps all. Raises CheckpointError for
+        an unsupported URL."""
         self.url, self.keep_last = url.rstrip("/"), keep_last
         try:
             self._system, self._root = file_system(self.url)
@@ -47,18 +47,18 @@ class DurableFolder:
             raise CheckpointError(f"{url}: {error}") from None
 
     def url_of(self, step: int) -> str:
-        """Where the copy of the checkpoint after `step` steps is, or will be."""
+        """Return the URL of the copy of the checkpoint after `step` steps, whether or not it exists."""
         return f"{self.url}/{checkpoint_name(step)}"
 
     def require_writable(self) -> None:
-        """Write a small file there and delete it."""
+        """Write and delete a small file in the folder, to check for write permission."""
         with self._told(self.url):
             self._make_folder(self._root)
             self._system.pipe_file(f"{self._root}/{_PROBE}", b"")
             self._system.rm_file(f"{self._root}/{_PROBE}")
 
     def steps(self) -> list[int]:
-        """The steps of all copies, complete or not, the oldest first."""
+        """Return the steps of all copies, complete or not, in ascending order."""
         with self._told(self.url):
             self._system.invalidate_cache()
             try:
@@ -69,29 +69,29 @@ class DurableFolder:
         return sorted(step_of(Path(name)) for name in found if _STEP.fullmatch(name))
 
     def manifest(self, step: int) -> bytes | None:
-        """The manifest of a copy; None if it is not complete."""
+        """Return the manifest of a copy, or None if the copy is incomplete."""
         return self._read(step, MANIFEST)
 
     def is_complete(self, step: int) -> bool:
-        """Whether a copy has its manifest."""
+        """Return whether a copy has a manifest."""
         with self._told(self.url_of(step)):
             self._system.invalidate_cache()
             return bool(self._system.exists(self._at(step, MANIFEST)))
 
     def files(self, step: int) -> dict[str, int]:
-        """The names of the files of a copy, and their bytes."""
+        """Return file name -> size in bytes of a copy."""
         with self._told(self.url_of(step)):
             listed = self._system.ls(self._at(step), detail=True)
         found = {Path(each["name"]).name: int(each["size"] or 0) for each in listed if each["type"] == "file"}
         return {name: size for name, size in found.items() if _NAME.fullmatch(name)}
 
     def unpublish(self, step: int) -> None:
-        """Make a complete copy one that is not, to write another in its place."""
+        """Delete the manifest of a complete copy, so that it counts as incomplete while it is overwritten."""
         with self._told(self.url_of(step)):
             self._system.rm_file(self._at(step, MANIFEST))
 
     def put(self, step: int, file: Path) -> None:
-        """Copy a file of a checkpoint."""
+        """Copy one file of a checkpoint to the copy after `step` steps."""
         with self._told(self.url_of(step)):
             if "file" in self._protocols():
                 _copy_to_disk(file, Path(self._at(step, file.name)))
@@ -100,33 +100,33 @@ class DurableFolder:
                 self._system.put_file(str(file), self._at(step, file.name))
 
     def note(self, step: int, rank: int, text: str) -> None:
-        """Leave word that a rank has copied its part."""
+        """Write a marker that a rank has copied its part. `text`: sha256 of the manifest."""
         with self._told(self.url_of(step)):
             self._make_folder(self._at(step, _COPIED))
             self._system.pipe_file(self._at(step, _COPIED, f"rank-{rank:05d}"), text.encode())
 
     def has_noted(self, step: int, rank: int, text: str) -> bool:
-        """Whether a rank has copied its part of the checkpoint that `text` is the sha256 of."""
+        """Return whether a rank has copied its part of the checkpoint whose manifest has the sha256 `text`."""
         return self._read(step, _COPIED, f"rank-{rank:05d}") == text.encode()
 
     def publish(self, step: int, manifest: Path) -> None:
-        """Complete a copy, whose other files are all there, and delete those that are no longer kept."""
+        """Complete a copy by writing its manifest last, then delete copies beyond `keep_last`."""
         self.put(step, manifest)
         with self._told(self.url_of(step)):
             self._system.rm(self._at(step, _COPIED), recursive=True)
         before = [each for each in self.steps() if each < step and self.is_complete(each)]
         for old in before[: len(before) + 1 - self.keep_last] if self.keep_last else []:
             with self._told(self.url_of(old)):
-                self._system.rm_file(self._at(old, MANIFEST))  # first: half a copy must not pass for a whole one
+                self._system.rm_file(self._at(old, MANIFEST))  # first: a partly deleted copy must not count as complete
                 self._system.rm(self._at(old), recursive=True)
 
     def fetch(self, step: int, name: str, into: Path) -> None:
-        """Copy a file of a copy into a folder."""
+        """Copy one file of a durable copy into the folder `into`."""
         with self._told(self.url_of(step)):
             self._system.get_file(self._at(step, name), str(into / name))
 
     def _make_folder(self, path: str) -> None:
-        # An object store has none, and its file system may make a bucket instead, whose name was only mistyped.
+        # An object store has no folders. With a mistyped bucket name, its file system might create a bucket here.
         if not _OBJECT_STORES.intersection(self._protocols()):
             self._system.makedirs(path, exist_ok=True)
 
@@ -150,21 +150,19 @@ class DurableFolder:
     def _told(self, url: str) -> Iterator[None]:
         try:
             yield
-        except (
-            Exception
-        ) as error:  # each file system raises types of its own: no network, no such bucket, no permission
+        except Exception as error:  # file systems raise their own types: no network, no such bucket, no permission
             what = (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {error}"
             raise CheckpointError(f"{url}: {what}") from error
 
 
 def durable_folder(config: RunConfig) -> DurableFolder | None:
-    """The place of the durable copies of a run, if it has one. Raises CheckpointError for a URL that cannot be used."""
+    """The durable copies of a run, or None if it has none. Raises CheckpointError for an unsupported URL."""
     section = config.checkpoint
     return None if section.durable is None else DurableFolder(section.durable, section.durable_keep_last)
 
 
 def durable_copy(url: str) -> tuple[DurableFolder, int]:
-    """The folder and the step of a copy that a URL names. Raises CheckpointError where it names none."""
+    """Return the folder and step of the copy at `url`. Raises CheckpointError if `url` names no checkpoint."""
     folder, _, name = url.rstrip("/").rpartition("/")
     if not folder or not _STEP.fullmatch(name):
         raise CheckpointError(
@@ -174,8 +172,8 @@ def durable_copy(url: str) -> tuple[DurableFolder, int]:
 
 
 def copy(folder: DurableFolder, checkpoint: Path, rank: int, world_size: int, wait: Callable[[], bool]) -> bool:
-    """The part of one rank in copying a published checkpoint; that of rank 0 is to complete the copy, too. `wait`
-    pauses and says whether to go on. Returns False if it was left. Raises CheckpointError and OSError."""
+    """Copy this rank's part of a published checkpoint; rank 0 also completes the copy. `wait` pauses and returns
+    whether to continue. Return False if the copy was abandoned. Raises CheckpointError and OSError."""
     step, manifest = step_of(checkpoint), checkpoint / MANIFEST
     ours = manifest.read_bytes()
     of_this = hashlib.sha256(ours).hexdigest()
@@ -199,12 +197,12 @@ def copy(folder: DurableFolder, checkpoint: Path, rank: int, world_size: int, wa
 
 
 def part_of(rank: int, world_size: int, names: list[str]) -> list[str]:
-    """The files that a rank copies; every name is that of one rank."""
+    """Return the files that a rank copies. Each file is assigned to exactly one rank."""
     return sorted(names)[rank::world_size]
 
 
 def _copy_to_disk(file: Path, to: Path) -> None:
-    """Copy a file so that it is there under its name when it is on the disk."""
+    """Copy a file, and rename it to its final name once it is on the disk."""
     fresh = to.with_name(f"{to.name}.tmp")
     to.parent.mkdir(parents=True, exist_ok=True)
     with file.open("rb") as source, fresh.open("wb") as target:

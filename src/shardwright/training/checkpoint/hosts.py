@@ -1,4 +1,4 @@
-"""Which rank keeps a copy of the shards of which other, and which files go from where to where: pure arithmetic."""
+"""The keeper of each rank's shards on another host, and the file transfers between hosts: pure arithmetic."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,13 +7,13 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts that the ranks of a run are on, numbered by their first ranks. `of`: the host of each rank."""
+    """The hosts of a run's ranks, numbered in order of their first ranks. `of`: the host of each rank."""
 
     of: tuple[int, ...]
 
     @classmethod
     def by_name(cls, names: Sequence[str]) -> "Hosts":
-        """From a name of its host of each rank."""
+        """Number the hosts. `names`: the host name of each rank."""
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         return cls(tuple(numbers[name] for name in names))
 
@@ -27,28 +27,28 @@ class Hosts:
 
     @property
     def n(self) -> int:
-        """How many there are."""
+        """Number of hosts."""
         return len(self.ranks)
 
     def is_first(self, rank: int) -> bool:
-        """Whether a rank is the first of its host."""
+        """Return whether a rank is the first rank on its host."""
         return self.ranks[self.of[rank]][0] == rank
 
     def keeper(self, rank: int) -> int | None:
-        """The rank that keeps a copy of the shards of a rank: one of the next host; None where there is one host."""
+        """Return the rank on the next host that keeps a copy of this rank's shards, or None if there is one host."""
         if self.n == 1:
             return None
         here, there = self.ranks[self.of[rank]], self.ranks[(self.of[rank] + 1) % self.n]
         return there[here.index(rank) % len(there)]
 
     def kept_by(self, rank: int) -> list[int]:
-        """The ranks whose shards a rank keeps a copy of."""
+        """Return the ranks whose shards this rank keeps a copy of."""
         return [other for other in range(len(self.of)) if self.keeper(other) == rank]
 
 
 @dataclass(frozen=True)
 class FileTransfer:
-    """The file of rank `of` goes from the host of rank `source` to that of rank `target`."""
+    """A transfer of rank `of`'s file from the host of rank `source` to the host of rank `target`."""
 
     of: int
     source: int
@@ -56,8 +56,8 @@ class FileTransfer:
 
 
 def transfers(hosts: Hosts, there: Mapping[int, Sequence[int]], needed: Sequence[Sequence[int]]) -> list[FileTransfer]:
-    """What has to be sent so that each host has what its ranks need. `there`: the ranks whose files a host has;
-    `needed`: of each rank the ranks whose files it reads. The ranks of a host share its work."""
+    """Return the transfers that give each host the files that its ranks need. `there`: host -> ranks whose files it
+    has. `needed`: for each rank, the ranks whose files it reads. The ranks of a host share the transfers."""
     holders: dict[int, list[int]] = {}
     for host, files in sorted(there.items()):
         for of in files:

@@ -1,16 +1,16 @@
-"""Checkpoints in a folder of each host, `checkpoint.local`, on its disk or in its shared memory: every shard is on two
-hosts, so that one which is lost takes nothing with it.
+"""Local checkpoints: checkpoints in a folder of each host, `checkpoint.local`, on the host's disk or in shared memory.
+Every shard is on two hosts, so the loss of one host loses no shard.
 
-LOCAL/                         what the ranks of one host see
-  host.json                    by which they know that they share it; names the run that it is of
-  step-00000120/               there under this name when every rank has its shards on two hosts
+LOCAL/                         one folder, seen by all ranks of one host
+  host.json                    identifies the host and names the run that the folder belongs to
+  step-00000120/               has this name once every rank's shards are on two hosts
     manifest.json run.toml     as in OUT/checkpoints; equal on all hosts
     rank-00002.safetensors     the shards of a rank of this host
-    rank-00005.safetensors     a copy of those of a rank of the host before
+    rank-00005.safetensors     a copy of the shards of a rank of the previous host
 
-The hosts are a ring, as in Gemini (Wang et al., SOSP '23). A thread of each rank writes and sends; what it needs of
-other ranks comes as messages of two ranks over a process group of its own (`messages`). When all shards have been
-written and copied, rank 0 has the records of all, and sends the manifest to all: with it each host publishes.
+The hosts form a ring, as in Gemini (Wang et al., SOSP '23). A thread of each rank writes and sends. Ranks exchange data
+in point-to-point messages over a separate process group (`messages`). When all shards have been written and copied,
+rank 0 has the records of all ranks and sends the manifest to them; each host then publishes the checkpoint.
 """
 
 import hashlib
@@ -44,19 +44,19 @@ from shardwright.training.ranks import COLLECTIVE_TIMEOUT_S
 from shardwright.training.step import Trainer
 
 KEPT = 2
-"""Checkpoints that a host keeps: when one host has published the newest and is lost before another has, the one before
-is on all others."""
+"""Number of checkpoints that a host keeps. If a host publishes the newest checkpoint and is lost before another host
+has published it, all other hosts still have the previous one."""
 _HOST = "host.json"
 _REST = (MANIFEST, RUN_FILE)
-"""What a checkpoint has beside shards."""
+"""Files of a checkpoint other than shards."""
 Records = Sequence[tuple[str, ShardRecord]]
 
 
 class LocalLevel:
-    """The local checkpoints of a run. Every rank calls each method, but for `write` at the same time."""
+    """The local checkpoints of a run. All ranks call each method together; `write` need not be simultaneous."""
 
     def __init__(self, folder: Path, out: Path, trainer: Trainer) -> None:
-        """Raises CheckpointError on every rank for a folder that cannot be used on any."""
+        """Claim the folder and agree on the hosts. Raises CheckpointError on all ranks if it is unusable on any."""
         self.folder, self.trainer, self.rank = folder, trainer, dist.get_rank()
         together(lambda: claim(folder, out), self._failed)
         found: list[str] = []
@@ -67,15 +67,15 @@ class LocalLevel:
         self.store = CheckpointStore(folder, KEPT)
         self._messages = CheckpointMessages(COLLECTIVE_TIMEOUT_S)
         self._read: dict[int, CheckpointManifest] = {}
-        """On the first rank of a host, the manifests of the checkpoints that are there."""
+        """Manifests of the checkpoints in the folder, by step; filled on the first rank of each host."""
         self._there: dict[int, dict[int, list[int]]] = {}
-        """Of each step that is whole, the hosts that have a part of it, and the ranks whose files are there."""
+        """For each complete step: host -> ranks whose files are on that host."""
         if self._first:
             self.store.sweep()
 
     @property
     def remark(self) -> str | None:
-        """What there is to say of where copies are."""
+        """A warning if no copy is on another host, otherwise None."""
         if self.hosts.n == 1:
             return f"all ranks see the same {self.folder}: local checkpoints have no copy on another host"
         return None
@@ -87,13 +87,13 @@ class LocalLevel:
         take: Callable[[TensorPiece], Tensor],
         rest: Callable[[Records], list[str]],
     ) -> None:
-        """Write a checkpoint, the part of this rank; a thread beside training does. `take` gives the tensor of a piece;
-        `rest`: on rank 0, the manifest, and the run file. Raises CheckpointError where any rank could not write."""
+        """Write this rank's part of a checkpoint in a background thread. `take` returns the tensor of a piece.
+        `rest` returns the manifest and the run file, on rank 0. Raises CheckpointError if any rank could not write."""
         partial, problem = self.store.partial_of(step), ""
         (partial / WRITTEN).mkdir(parents=True, exist_ok=True)
         try:
             write_shards(partial, self.rank, pieces, take)
-        except Exception as error:  # the others wait for what this rank sends
+        except Exception as error:  # the other ranks wait for messages from this rank
             problem = self._in_words(error)
         problem = self._exchanged(partial, problem) or problem
         told = {"problem": problem, "records": [] if problem else _plain(records_of(partial, self.rank))}
@@ -108,14 +108,14 @@ class LocalLevel:
             self.store.publish(step)
 
     def steps(self, remarks: list[str]) -> list[int]:
-        """The steps of checkpoints that are whole on the hosts together; what there is to say is added to `remarks`."""
+        """Return the steps of checkpoints that are complete over all hosts. Appends warnings to `remarks`."""
         mine = self._listed(remarks) if self._first else []
         everyone = gathered(mine, list[ListedCheckpoint])
         versions: dict[tuple[int, str], dict[int, list[int]]] = {}
         for rank, each in ((rank, each) for rank, listed in enumerate(everyone) for each in listed):
             versions.setdefault((each.step, each.sha256), {})[self.hosts.of[rank]] = list(each.ranks)
         whole = [version for version, there in versions.items() if self._is_whole(version, there)]
-        # Of a host that went on without the others there may be two of a step: both are of this run.
+        # A host that continued without the others may leave two checkpoints of the same step. Both belong to this run.
         agreed = sorted({version for those in gathered(whole, list[tuple[int, str]]) for version in those})
         self._there = {step: versions[step, sha256] for step, sha256 in agreed}
         for step in sorted({step for step, _ in versions} - self._there.keys()):
@@ -123,8 +123,8 @@ class LocalLevel:
         return sorted(self._there)
 
     def brought(self, step: int) -> Path:
-        """One of `steps`, with the files that the ranks of this host read: what is missing comes from other hosts.
-        Raises CheckpointError on every rank."""
+        """Return the folder of a checkpoint of `steps`, after fetching from other hosts the files that ranks of this
+        host read and that are missing here. Raises CheckpointError on every rank."""
         there = self._there[step]
         final, here = self.store.path_of(step), self.hosts.of[self.rank] in there
         folder = final if here else self.store.partial_of(step)
@@ -149,12 +149,13 @@ class LocalLevel:
         return final
 
     def clear(self, saved: int) -> None:
-        """Delete the folder of each host, of a run that has ended and saved the checkpoint after `saved` steps."""
+        """Delete each host's folder after a run that saved the checkpoint after `saved` steps, unless a local one is
+        newer."""
         if self._first and all(step_of(path) <= saved for path in self.store.published()):
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _exchanged(self, partial: Path, problem: str) -> str:
-        """Send the shards of this rank to their keeper, and receive those that it keeps itself; what went wrong."""
+        """Send this rank's shards to their keeper, receive the shards that it keeps, and return an error text or ""."""
         keeper, failed = self.hosts.keeper(self.rank), ""
         if keeper is not None:
             self._messages.send_file(None if problem else partial / file_name(self.rank), keeper)
@@ -167,7 +168,7 @@ class LocalLevel:
         return failed
 
     def _judged(self, told: dict[str, Any], rest: Callable[[Records], list[str]]) -> Any:
-        """What rank 0 makes of what all ranks tell: the first problem, or `rest`."""
+        """Collect all ranks' reports on rank 0. Return, on every rank, the first problem or the result of `rest`."""
         if self.rank != 0:
             self._messages.send_text(told, 0)
             self._messages.settle()
@@ -183,7 +184,7 @@ class LocalLevel:
         return verdict
 
     def _listed(self, remarks: list[str]) -> "list[ListedCheckpoint]":
-        """The checkpoints of this host, whose manifests are as they were written."""
+        """Return the checkpoints in this host's folder whose manifests are undamaged."""
         found, self._read = [], {}
         for path in self.store.published():
             try:
@@ -197,7 +198,7 @@ class LocalLevel:
         return found
 
     def _is_whole(self, version: tuple[int, str], there: Mapping[int, Sequence[int]]) -> bool:
-        """Whether the hosts have all files of a checkpoint that this one has a part of."""
+        """Return whether the hosts together have all files of a checkpoint that this host has a part of."""
         if not self._first or self.hosts.of[self.rank] not in there:
             return False
         manifest = self._read[version[0]]
@@ -205,7 +206,7 @@ class LocalLevel:
         return {rank_of(name) for name in files} <= {rank for ranks in there.values() for rank in ranks}
 
     def _bring_manifest(self, step: int, there: Mapping[int, Sequence[int]]) -> None:
-        """The first rank of each host without a checkpoint gets manifest and run file."""
+        """Send the manifest and the run file to the first rank of each host that lacks the checkpoint."""
         source = self.hosts.ranks[min(there)][0]
         targets = [ranks[0] for host, ranks in enumerate(self.hosts.ranks) if host not in there]
 
@@ -221,7 +222,7 @@ class LocalLevel:
         self._messages.settle()
 
     def _needed(self, folder: Path) -> list[int]:
-        """The ranks whose files this one reads."""
+        """Return the ranks whose files this rank reads."""
         names = files_needed(folder, read_manifest(folder), self.trainer)
         return sorted(rank for name in names if (rank := rank_of(name)) is not None)
 
@@ -236,7 +237,7 @@ class LocalLevel:
 
 @dataclass(frozen=True)
 class ListedCheckpoint:
-    """A checkpoint on a host: the sha256 of its manifest, and the ranks whose files are there."""
+    """A checkpoint on a host: step, sha256 of its manifest, and the ranks whose files are on the host."""
 
     step: int
     sha256: str
@@ -244,14 +245,14 @@ class ListedCheckpoint:
 
 
 def local_level(config: RunConfig, trainer: Trainer) -> LocalLevel | None:
-    """That of a run file, if it has one."""
+    """The local checkpoints of the folder named in the run file, or None."""
     local = config.checkpoint.local
     return None if local is None else LocalLevel(Path(local), Path(config.out), trainer)
 
 
 def claim(folder: Path, out: Path) -> None:
-    """Make a folder of local checkpoints for the run in `out`. Raises CheckpointError where it holds those of a run in
-    another, and OSError where it cannot be written."""
+    """Create a folder of local checkpoints for the run in `out`. Raises CheckpointError if the folder contains
+    checkpoints of another run, and OSError if it cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
     path, run = folder / _HOST, str(out.absolute())
     with suppress(FileNotFoundError, ValueError, TypeError, KeyError):
@@ -267,12 +268,12 @@ def claim(folder: Path, out: Path) -> None:
 
 
 def _name_of_host(folder: Path, out: Path) -> str:
-    """A name that those who see the same folder, which all have claimed before, agree on."""
+    """Return a host name, equal on all ranks that see the same folder. All of them must have called `claim` before."""
     path, fresh = folder / _HOST, folder / f"{_HOST}.{uuid.uuid4().hex}.tmp"
     try:
         fresh.write_text(json.dumps({"host": uuid.uuid4().hex, "out": str(out.absolute())}), encoding="utf-8")
         with suppress(FileExistsError):
-            os.link(fresh, path)  # that of the first of the ranks
+            os.link(fresh, path)  # only the first rank to link succeeds
     finally:
         fresh.unlink(missing_ok=True)
     return str(parse_json(read_text(path))["host"])

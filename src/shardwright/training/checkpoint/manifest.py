@@ -1,8 +1,8 @@
-"""manifest.json of a checkpoint: what is in it, where, and how to tell that it is undamaged.
+"""manifest.json of a checkpoint: its tensors, their locations, and checksums that detect damage.
 
-It ends with its own sha256, since a flipped digit in `samples` would be as bad as one in a weight. A manifest that was
-written wrongly has the right sha256 too, so types, bounds and shards are checked besides. Shards, which are large, have
-an xxh3_128: damage is to be found, at the speed of memory, and nobody to be kept from writing other weights.
+The manifest contains its own sha256, since a flipped digit in `samples` would be as bad as one in a weight. A manifest
+that was written wrongly still has a valid sha256, so types, bounds and shards are checked as well. Shards are large and
+use xxh3_128, which runs at memory speed: it detects damage but does not protect against deliberate changes.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from shardwright.training.resilience.spikes import SpikeState
 
 FORMAT = 4
 LONGEST_MANIFEST = 512 * MiB
-"""The longest manifest.json that is read; of 1T parameters on 10,000 ranks it has some 100 MB."""
+"""Maximum size of a manifest.json. At 1T parameters on 10,000 ranks it has about 100 MB."""
 FILE_NAME = "manifest.json"
 
 _exact = with_config(ConfigDict(strict=True, extra="forbid"))
@@ -34,7 +34,7 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Xxh3 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")]
-"""A file in the folder of the checkpoint itself: no path."""
+"""A file name in the checkpoint's folder, without a path."""
 
 
 def _a_type_of_torch(name: str) -> str:
@@ -52,7 +52,7 @@ def _not_all_zero(weights: list[int]) -> list[int]:
 @_exact
 @dataclass(frozen=True)
 class ShardRecord:
-    """A box of a tensor: where it begins in the whole, its shape, the file it is stored in, the xxh3_128 of
+    """A box of a tensor: its offsets in the whole tensor, its shape, the file that contains it, and the xxh3_128 of
     its bytes."""
 
     offsets: tuple[Count, ...]
@@ -64,7 +64,7 @@ class ShardRecord:
 @_exact
 @dataclass(frozen=True)
 class TensorRecord:
-    """A whole tensor as the model knows it, and the shards that make it up; `dtype` by torch's name."""
+    """A whole tensor as defined by the model, and its shards. `dtype`: torch's name of the type."""
 
     shape: tuple[Count, ...]
     dtype: Annotated[str, AfterValidator(_a_type_of_torch)]
@@ -72,10 +72,12 @@ class TensorRecord:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the shards cover the tensor, each element once; PyTorch would leave a gap as it was.
+        """Whether the shards cover each element of the tensor exactly once. PyTorch would silently leave a gap
+        unfilled.
 
-        The corners of a box count +1 and -1 in turn. Boxes cover the whole once if and only if their corners add up to
-        those of the whole: the sum is the mixed derivative of the number of boxes over each element.
+        Each corner of a box counts +1 or -1, alternating. Boxes cover the whole exactly once if and only if the sum of
+        their corners equals the corners of the whole: the sum is the mixed derivative of the number of boxes over each
+        element.
         """
         if any(len(shard.offsets) != len(self.shape) or len(shard.shape) != len(self.shape) for shard in self.shards):
             return False
@@ -84,7 +86,8 @@ class TensorRecord:
 
 
 def _corners(boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> dict[tuple[int, ...], int]:
-    """Corner -> the sum of its signs over boxes (offsets, shape), zeros left out; a sign for each upper end."""
+    """Return corner -> sum of its signs over boxes (offsets, shape), without zeros. Each upper end contributes a
+    factor -1."""
     sums: Counter[tuple[int, ...]] = Counter()
     for offsets, shape in boxes:
         spans = [((at, 1), (at + n, -1)) for at, n in zip(offsets, shape, strict=True)]
@@ -97,25 +100,25 @@ def _corners(boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> dict[tuple
 
 
 def key_of(name: str, offsets: Sequence[int]) -> str:
-    """The name of a shard in its file: that of the tensor, with @OFFSETS unless it begins where the tensor does."""
+    """Return the key of a shard in its file: the tensor's name, followed by @OFFSETS unless all offsets are 0."""
     return f"{name}@{','.join(map(str, offsets))}" if any(offsets) else name
 
 
 @_exact
 @dataclass(frozen=True)
 class TrainingProgress:
-    """Where a run stood: optimizer steps taken and samples consumed.
+    """The position of a run: optimizer steps taken and samples consumed.
 
-    That is the whole random state too: initial values, the order of data and dropout are functions of the
-    seed and of these numbers.
+    It also determines the whole random state: initial values, data order and dropout are functions of the seed and of
+    these numbers.
     """
 
     step: Count
     samples: Count
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)]
     left_out: tuple[tuple[Count, Count], ...] = ()
-    """Samples that the run does not train on: of each spike it went back from, the first running index and the one
-    after the last."""
+    """Samples that the run does not train on: for each rollback after a loss spike, the range [first, last + 1) of
+    running sample indices."""
 
 
 @_exact
@@ -128,7 +131,7 @@ class SourceRecord(TypedDict):
 
 @_exact
 class StageRecord(TypedDict):
-    """A `data.mixture.MixtureStage`."""
+    """A stage of the mixture, as `data.mixture.MixtureStage`."""
 
     from_step: Count
     from_sample: Count
@@ -137,7 +140,7 @@ class StageRecord(TypedDict):
 
 @_exact
 class MixtureRecord(TypedDict):
-    """The sources of a run and the stages that had begun."""
+    """The sources of a run and the stages that had started."""
 
     sources: list[SourceRecord]
     stages: list[StageRecord]
@@ -145,7 +148,7 @@ class MixtureRecord(TypedDict):
 
 @_exact
 class DataRecord(TypedDict):
-    """What makes sample number n the sample it is."""
+    """The settings that determine the content of sample number n."""
 
     seq_len: Count
     sequences: str
@@ -155,23 +158,23 @@ class DataRecord(TypedDict):
 @_exact
 @dataclass(frozen=True)
 class CheckpointManifest:
-    """The whole of a checkpoint but the bytes."""
+    """Everything about a checkpoint except the bytes of its shards and files."""
 
     progress: TrainingProgress
     model: dict[str, Any]
     data: DataRecord | None
-    """None where the weights were imported."""
+    """None if the weights were imported."""
     world_size: Annotated[int, Field(ge=1, lt=2**31)]
     tensors: dict[str, TensorRecord]
     files: dict[FileName, Sha256] = field(default_factory=dict)
-    """The other files of the checkpoint that are read: the run file."""
+    """Name -> sha256 of the other files of the checkpoint that are read: the run file."""
     loss_scale: LossScaleState | None = None
-    """Only of a run in fp16."""
+    """Present only for a run in fp16."""
     spikes: SpikeState | None = None
-    """Only of a run with faults.spike."""
+    """Present only for a run with `faults.spike`."""
 
     def text(self) -> str:
-        """The file of it."""
+        """Return the content of manifest.json."""
         table = {"format": FORMAT, **asdict(self)}
         return json.dumps(table | {"sha256": _sha256_of(table)}, indent=1) + "\n"
 
@@ -186,8 +189,8 @@ def sha256_of_text(text: str) -> str:
 
 
 def read_manifest(folder: Path) -> CheckpointManifest:
-    """Raises DamagedError when there is none, or it or a file of `files` is not as it was written; CheckpointError for
-    a foreign one."""
+    """Read and verify a manifest. Raises DamagedError if the manifest or a file in `files` is missing or changed,
+    and CheckpointError if the manifest has another format."""
     path = folder / FILE_NAME
     if not folder.exists():
         raise CheckpointError(f"{folder} is not a checkpoint: there is no such folder")
@@ -219,7 +222,7 @@ _MANIFEST = TypeAdapter(CheckpointManifest)
 
 
 def _table_of(folder: Path) -> dict[str, Any]:
-    """What a manifest holds, if it is as it was written."""
+    """Return the content of a manifest after verifying its sha256."""
     path = inside(folder, FILE_NAME, DamagedError)
     try:
         table = parse_json(read_bytes(path, LONGEST_MANIFEST))
@@ -232,7 +235,7 @@ def _table_of(folder: Path) -> dict[str, Any]:
     except IsADirectoryError:
         raise DamagedError(f"{path} is damaged: it is a folder") from None
     except OSError as error:
-        # Not damage: the next try may succeed.
+        # Not damage: a retry may succeed.
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise DamagedError(f"{path} is damaged: {error}") from None

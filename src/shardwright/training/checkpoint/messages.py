@@ -1,5 +1,5 @@
-"""Files and texts from one rank to another, over a process group of their own: a thread beside training may use it, and
-the order of training's collectives does not change. Messages between two ranks alone, which wait for no third."""
+"""Point-to-point messages of files and texts between ranks, over a separate process group. A thread can use it
+during training without changing the order of training's collectives. A message involves only its two ranks."""
 
 import json
 from collections.abc import Sequence
@@ -17,20 +17,20 @@ from shardwright.system.units import MiB
 
 _CHUNK_BYTES = 16 * MiB
 _NONE = -1
-"""The size that is sent in the place of a file that cannot be read."""
+"""Size sent if the file cannot be read."""
 
 
 class CheckpointMessages:
-    """What this rank sends and receives. Both sides have to use it in the same order, pair by pair of ranks."""
+    """Sends and receives messages. For each pair of ranks, both must send and receive in the same order."""
 
     def __init__(self, timeout_s: float) -> None:
-        """Every rank of the world calls this. `timeout_s`: that a part of a message is waited for."""
+        """Create the process group; every rank calls this. `timeout_s`: how long to wait for each chunk, in seconds."""
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._sent: list[tuple[Any, Tensor]] = []
-        """What is under way, with the memory it is sent from."""
+        """Pending sends, each with the tensor that it sends, which must stay alive."""
 
     def send_file(self, path: Path | None, to: int) -> None:
-        """Begin to send a file, from where it is mapped into memory; None: there is none to send."""
+        """Start to send a file from its memory mapping. `path` None: report to the receiver that there is no file."""
         n = _NONE if path is None else path.stat().st_size
         self._send(torch.tensor(n), to)
         if path is not None and n:
@@ -38,21 +38,21 @@ class CheckpointMessages:
             self._send_parts(content, to)
 
     def send_text(self, value: Any, to: int) -> None:
-        """Begin to send what JSON knows."""
+        """Start to send a value as JSON."""
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         self._send(torch.tensor(len(text)), to)
         self._send_parts(text, to)
 
     def receive_text(self, source: int) -> Any:
-        """What a rank has sent with `send_text`."""
+        """Return the value sent by `send_text` on rank `source`."""
         text = torch.empty(self._size(source), dtype=torch.uint8)
         for part in _parts(text):
             dist.recv(part, source, group=self._group)
         return parse_json(text.numpy().tobytes())
 
     def receive_file(self, path: Path, source: int) -> None:
-        """Write what a rank has sent with `send_file`. All of it is received, whatever goes wrong with it here. Raises
-        OSError, and CheckpointError where that rank had none to send."""
+        """Write to `path` the file sent by `send_file` on rank `source`. The whole message is received even if
+        writing fails. Raises OSError if writing fails, and CheckpointError if the sender had no file."""
         n = self._size(source)
         failed: OSError | None = None
         if n == _NONE:
@@ -81,7 +81,7 @@ class CheckpointMessages:
         fresh.rename(path)
 
     def settle(self) -> None:
-        """Wait until all that was sent has been received."""
+        """Wait until all pending sends have been received."""
         sent, self._sent = self._sent, []
         for work, _ in sent:
             work.wait()

@@ -1,8 +1,8 @@
-"""Which rank writes which boxes of which tensors.
+"""The checkpoint plan: the boxes of each tensor that each rank writes.
 
-Every rank lists the boxes that it holds. Rank 0 gets all lists and assigns each box to one rank. Between ranks lists
-are JSON, where PyTorch's own planning would unpickle bytes from the network. The tensors of a run keep their names,
-shapes and shardings, so this is done once and kept.
+Every rank lists its boxes. Rank 0 gathers the lists and assigns each box to one rank. Lists are sent as JSON, because
+PyTorch's own planner would unpickle bytes from the network. A run's tensors keep their names, shapes and shardings, so
+the plan is made once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,20 +20,20 @@ from shardwright.training.checkpoint.storage import name_of
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """A box of the tensor `name` that this rank writes; `entry` has its key in the file, its type and its shape."""
+    """A box of the tensor `name` that this rank writes. `entry`: its key in the file, its type and its shape."""
 
     name: str
     offsets: tuple[int, ...]
     entry: TensorToWrite
 
     def view(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The box itself, a view of the tensor in training."""
+        """Return the box as a view of the training tensor."""
         return local_part(tensors[self.name]).detach()
 
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """`pieces` of this rank. `tensors`: whole tensors of all ranks by name, their shape and type; on rank 0 alone."""
+    """This rank's `pieces`. `tensors`: name -> (shape, type) of all ranks' whole tensors; empty except on rank 0."""
 
     pieces: Sequence[TensorPiece]
     tensors: Mapping[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
@@ -45,12 +45,12 @@ class CheckpointPlan:
 
 
 def plan_of(tensors: Mapping[str, Tensor]) -> CheckpointPlan:
-    """The plan for tensors, sharded or whole; every rank calls this."""
+    """Return the plan for tensors, sharded or whole. Every rank calls this."""
     pieces, boxes = [], []
     for name, tensor in tensors.items():
         offsets, shape, _ = shard_of(tensor)
         if 0 in shape:
-            continue  # other ranks hold all of it
+            continue  # other ranks have the whole tensor
         entry = TensorToWrite(key_of(name, offsets), name_of(tensor.dtype), shape)
         pieces.append(TensorPiece(name, offsets, entry))
         boxes.append(TensorBox(name, offsets, shape, entry.dtype, tuple(tensor.shape)))
@@ -62,7 +62,7 @@ def plan_of(tensors: Mapping[str, Tensor]) -> CheckpointPlan:
 
 @dataclass(frozen=True)
 class TensorBox:
-    """A part of the tensor `name` that a rank holds; `whole`: the shape of the tensor."""
+    """A part of the tensor `name` on one rank. `whole`: the shape of the whole tensor."""
 
     name: str
     offsets: tuple[int, ...]
@@ -72,13 +72,13 @@ class TensorBox:
 
     @property
     def n_bytes(self) -> int:
-        """Of the part."""
+        """Size of the part in bytes."""
         return TensorToWrite("", self.dtype, self.shape).n_bytes
 
 
 def writers(everyone: Sequence[Sequence[TensorBox]]) -> list[list[int]]:
-    """Which of its boxes each rank writes, by their numbers: each box one of the ranks that hold it, that which has the
-    fewest bytes to write so far. `everyone`: the boxes of each rank."""
+    """Return the indices of the boxes that each rank writes. `everyone`: the boxes of each rank. A box that several
+    ranks have is written by the rank with the fewest bytes assigned so far."""
     holders: dict[tuple[str, tuple[int, ...]], list[tuple[int, int]]] = {}
     for rank, boxes in enumerate(everyone):
         for at, box in enumerate(boxes):

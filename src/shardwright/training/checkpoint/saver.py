@@ -1,9 +1,9 @@
-"""Saving the state of training, while it stands still or beside it.
+"""Saving the training state, synchronously or in the background.
 
-Synchronous: every rank writes its shards, rank 0 publishes, and then training goes on. Asynchronous: training goes on
-at once; a thread of each rank copies its shards into memory of the host, which training waits for before it changes
-them (`snapshot`), and writes the copies, and that of rank 0 publishes when the records of all are there (CheckFreq,
-Mohan et al., FAST '21: snapshot and persist are separate phases, and at most one checkpoint is under way).
+Synchronous: every rank writes its shards, rank 0 publishes the checkpoint, then training continues. Asynchronous:
+training continues at once. A thread of each rank copies its shards to host memory and writes the copies; training waits
+for the copying before it changes the tensors (`snapshot`). Rank 0's thread publishes when the records of all ranks have
+arrived (CheckFreq, Mohan et al., FAST '21: separate snapshot and persist phases, at most one checkpoint in progress).
 """
 
 import copy
@@ -40,8 +40,8 @@ from shardwright.training.step import Trainer
 
 @dataclass
 class _CheckpointInProgress:
-    """A checkpoint that is being written. `ended_s`: on the monotonic clock, when it was published; `begun_in_s`: how
-    long training has waited for it, but for `snapshot`, the copy that is made beside it, if there is one."""
+    """A checkpoint that is being written. `ended_s`: time of publication on the monotonic clock. `begun_in_s`: how
+    long training waited for the checkpoint, without its wait for `snapshot`, the background copy, if there is one."""
 
     head: CheckpointManifest
     run_toml: str
@@ -54,19 +54,19 @@ class _CheckpointInProgress:
 
     @property
     def blocked_s(self) -> float:
-        """How long training has waited for it."""
+        """Time that training waited for this checkpoint, in seconds."""
         return self.begun_in_s + (0.0 if self.snapshot is None else self.snapshot.waited_s)
 
     @property
     def step(self) -> int:
-        """Steps that it is after."""
+        """Number of steps after which the checkpoint is saved."""
         return self.head.progress.step
 
 
 class Saver:
-    """Saves checkpoints of a run; every method but `news` and `abandon` is called by all ranks together.
+    """Saves checkpoints of a run. All ranks call every method together, except `news` and `abandon`.
 
-    Raises CheckpointError on every rank if any could not write; what was published before stays.
+    Raises CheckpointError on every rank if any rank could not write. Checkpoints published before are kept.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class Saver:
 
     @property
     def step(self) -> int:
-        """The step of the checkpoint that is under way; 0 if none is."""
+        """The step of the checkpoint in progress, or 0."""
         return 0 if self._under_way is None else self._under_way.step
 
     def prepare(self) -> CheckpointPlan:
-        """Plan who writes what, and where saving is beside training take the memory for the copies."""
+        """Plan which rank writes which pieces, and allocate the copies if saving is asynchronous or local."""
         if self._plan is None:
             self._plan = plan_of(named_tensors(self.trainer))
             if self.asynchronous or self.local is not None:
@@ -100,8 +100,8 @@ class Saver:
         return self._plan
 
     def save(self, progress: TrainingProgress, data: DataRecord, run_toml: str) -> Path:
-        """Save a checkpoint after the one before it, if that is still under way. It is published once this returns, or
-        where saving is asynchronous once `settle` does."""
+        """Save a checkpoint, after waiting for the previous one. A synchronous save is published when this returns,
+        an asynchronous one when `settle` returns."""
         self.settle()
         began_s = time.monotonic()
         plan, partial = self.prepare(), self.store.partial_of(progress.step)
@@ -124,7 +124,7 @@ class Saver:
         return self.store.path_of(progress.step)
 
     def save_locally(self, progress: TrainingProgress, data: DataRecord, run_toml: str) -> None:
-        """Save a checkpoint on the hosts, after the one before it; it is published once `settle` returns."""
+        """Save a local checkpoint, after waiting for the previous checkpoint. It is published when `settle` returns."""
         assert self.local is not None
         self.settle()
         began_s = time.monotonic()
@@ -133,25 +133,26 @@ class Saver:
         self._begin_beside(save, self.prepare(), named_tensors(self.trainer), self._locally, partial)
 
     def settle(self) -> None:
-        """Wait until the checkpoint that is under way, if any, is published."""
+        """Wait until the checkpoint in progress, if any, is published."""
         save, self._under_way = self._under_way, None
         self._thread.settle()
         if save is not None:
             self._took(save)
 
     def news(self) -> list[CheckpointRecord]:
-        """What has been published since the last call."""
+        """Return the checkpoints published since the last call."""
         if (save := self._under_way) is not None and save.ended_s is not None:
             self._took(save)
         told, self._news = self._news, []
         return told
 
     def abandon(self) -> None:
-        """Leave what is under way: other ranks may be gone."""
+        """Stop the checkpoint in progress without publishing it, because other ranks may be gone."""
         self._thread.abandon()
 
     def _head(self, progress: TrainingProgress, data: DataRecord, run_toml: str) -> CheckpointManifest:
-        """The manifest without tensors, of what is so now: training changes its own states while they are written."""
+        """Return the manifest without tensors. It copies the current states, which training changes during the
+        write."""
         trainer = self.trainer
         return CheckpointManifest(
             progress=progress,
@@ -172,7 +173,7 @@ class Saver:
         job: Callable[[_CheckpointInProgress, CheckpointPlan, Snapshot], None],
         partial: Path,
     ) -> None:
-        """Begin a job of the thread with a copy of the pieces of this rank, as they are now."""
+        """Start a background job on a copy of this rank's current pieces."""
         snapshot = save.snapshot = self._snapshot
         assert snapshot is not None
         snapshot.begin(tensors)
@@ -181,7 +182,7 @@ class Saver:
         save.begun_in_s = time.monotonic() - save.began_s
 
     def _locally(self, save: _CheckpointInProgress, plan: CheckpointPlan, snapshot: Snapshot) -> None:
-        """The job of the thread: make the copies, write them to this host, and have another keep them."""
+        """Background job: copy the pieces, write them on this host, and have another host keep a copy."""
         assert self.local is not None
         copies = snapshot.make()
 
@@ -192,7 +193,7 @@ class Saver:
         save.ended_s = time.monotonic()
 
     def _beside(self, save: _CheckpointInProgress, plan: CheckpointPlan, snapshot: Snapshot) -> None:
-        """The job of the thread: make the copies, write them, publish."""
+        """Background job: copy the pieces, write them, publish the checkpoint."""
         partial = self.store.partial_of(save.step)
         try:
             self._written(partial, plan, snapshot.make().__getitem__)
@@ -209,7 +210,7 @@ class Saver:
         self.store.begin(step, checkpoint_bytes(self.trainer))
 
     def _written(self, partial: Path, plan: CheckpointPlan, take: Callable[[TensorPiece], Tensor]) -> None:
-        """Write the shards of this rank, again where the disk has failed. Raises OSError where it fails each time."""
+        """Write this rank's shards, with retries on disk errors. Raises OSError if every attempt fails."""
 
         def write() -> None:
             _require_seen(partial)
@@ -218,7 +219,7 @@ class Saver:
         self._thread.tried(write, OSError)
 
     def _publish(self, save: _CheckpointInProgress, plan: CheckpointPlan) -> None:
-        """Rank 0: give the checkpoint its name, once all ranks have written."""
+        """Rank 0: publish the checkpoint once all ranks have written."""
         partial = self.store.partial_of(save.step)
         shards = gathered(partial, dist.get_world_size(), self._thread.abandoned.is_set)
         if shards is None:
@@ -229,7 +230,7 @@ class Saver:
         self.store.publish(save.step)
 
     def _together(self, partial: Path, act: Callable[[], None], rank: int | None = None) -> None:
-        """Do something on every rank, or on one; raises on every rank what any has met."""
+        """Run `act` on every rank, or on one rank. Raises an error of any rank on every rank."""
         try:
             together(act, lambda error: as_checkpoint_error(error, partial), rank)
         except CheckpointError:
@@ -238,7 +239,7 @@ class Saver:
             raise
 
     def _took(self, save: _CheckpointInProgress) -> None:
-        """Note what a checkpoint has cost, once."""
+        """Record the cost of a checkpoint, once."""
         if not save.told:
             took_s = (save.ended_s or time.monotonic()) - save.began_s
             n_bytes = checkpoint_bytes(self.trainer)
@@ -247,12 +248,12 @@ class Saver:
 
 
 def save(store: CheckpointStore, trainer: Trainer, progress: TrainingProgress, data: DataRecord, run_toml: str) -> Path:
-    """Write and publish a checkpoint; every rank calls this, and it is there once this returns. Raises as `Saver`."""
+    """Write a checkpoint, which is published on return; every rank calls this. Raises as `Saver`."""
     return Saver(store, trainer).save(progress, data, run_toml)
 
 
 def as_checkpoint_error(error: Exception, partial: Path) -> CheckpointError:
-    """What went wrong as a checkpoint was written, with the rank it went wrong on."""
+    """Convert an error during the write of a checkpoint to a CheckpointError that names the rank."""
     if isinstance(error, CheckpointError):
         return error
     doing = f"writing {partial} (earlier checkpoints are untouched)"

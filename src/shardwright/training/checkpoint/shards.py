@@ -1,11 +1,11 @@
-"""The part of each rank of a checkpoint: its file of shards, and the records of them for rank 0.
+"""A rank's part of a checkpoint: its file of shards, and their records for rank 0.
 
 STEP.partial/
   rank-00001.safetensors    the shards that rank 1 writes
-  written/rank-00001.json   their records; there under this name when the shards are on the disk
-  written/rank-00001.failed why they cannot be written
+  written/rank-00001.json   their records; has this name once the shards are on the disk
+  written/rank-00001.failed error text if they cannot be written
 
-So rank 0 can tell from the folder alone when a checkpoint is complete, and no collective has to run beside training.
+Rank 0 thus finds from the folder alone when a checkpoint is complete, and no collective runs during training.
 """
 
 import json
@@ -34,19 +34,19 @@ _RECORDS = TypeAdapter(list[tuple[str, ShardRecord]])
 
 
 def file_name(rank: int) -> str:
-    """The file of shards of a rank."""
+    """Return the name of a rank's file of shards."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def rank_of(name: str) -> int | None:
-    """The rank whose file of shards this is; None of another file."""
+    """Return the rank whose file of shards has this name, or None for another file."""
     found = re.fullmatch(r"rank-(\d{5,})\.safetensors", name)
     return int(found[1]) if found else None
 
 
 def write_shards(folder: Path, rank: int, pieces: Sequence[TensorPiece], take: Callable[[TensorPiece], Tensor]) -> None:
-    """Write the shards of a rank to the disk, then their records. `take` gives the tensor of a piece, when it is its
-    turn. Raises OSError if the disk fails."""
+    """Write a rank's shards to the disk, then their records. `take` returns the tensor of a piece and is called once
+    per piece, in order. Raises OSError if the disk fails."""
     of_entry = {piece.entry: piece for piece in pieces}
     records: list[tuple[str, ShardRecord]] = []
 
@@ -65,7 +65,7 @@ def write_shards(folder: Path, rank: int, pieces: Sequence[TensorPiece], take: C
 
 
 def tell_failure(folder: Path, rank: int, text: str) -> None:
-    """Leave word for rank 0 that the shards of a rank will not come; if that fails too, `gathered` is abandoned."""
+    """Report to rank 0 that a rank's shards cannot be written. If this fails too, `gathered` ends once abandoned."""
     try:
         _put(folder / WRITTEN / f"rank-{rank:05d}.failed", text)
     except OSError:
@@ -73,8 +73,8 @@ def tell_failure(folder: Path, rank: int, text: str) -> None:
 
 
 def gathered(folder: Path, world_size: int, abandoned: Callable[[], bool]) -> list[tuple[str, ShardRecord]] | None:
-    """The records of all ranks, once all are there; None if it is abandoned before. Raises CheckpointError where a
-    rank has failed."""
+    """Return the records of all ranks once written, or None if abandoned before. Raises CheckpointError if a rank
+    failed."""
     pause_s = _LOOK_S
     waiting = set(range(world_size))
     while waiting:
@@ -91,17 +91,17 @@ def gathered(folder: Path, world_size: int, abandoned: Callable[[], bool]) -> li
 
 
 def records_of(folder: Path, rank: int) -> list[tuple[str, ShardRecord]]:
-    """The records of the shards that a rank has written."""
+    """Return the records of the shards that a rank has written."""
     return _RECORDS.validate_json((folder / WRITTEN / f"rank-{rank:05d}.json").read_bytes(), strict=True)
 
 
 def records_from(told: Any) -> list[tuple[str, ShardRecord]]:
-    """Records that came from another rank as JSON."""
+    """Parse records that another rank sent as JSON."""
     return _RECORDS.validate_json(json.dumps(told), strict=True)
 
 
 def tensor_records(plan: CheckpointPlan, shards: Sequence[tuple[str, ShardRecord]]) -> dict[str, TensorRecord]:
-    """Every tensor of a checkpoint with its shards, which have to cover it."""
+    """Return tensor name -> record with its shards. Asserts that the shards cover each tensor."""
     by_name: dict[str, list[ShardRecord]] = defaultdict(list)
     for name, shard in shards:
         by_name[name].append(shard)
@@ -112,7 +112,7 @@ def tensor_records(plan: CheckpointPlan, shards: Sequence[tuple[str, ShardRecord
 
 
 def _put(path: Path, text: str) -> None:
-    """Write a file that is there when it is complete."""
+    """Write a file under a temporary name and rename it once complete."""
     fresh = path.with_suffix(".tmp")
     fresh.write_text(text, encoding="utf-8")
     fresh.rename(path)

@@ -1,8 +1,8 @@
-"""The copy of a rank's shards that is written beside training, in memory of the host.
+"""The copy of a rank's shards in host memory from which a background thread writes.
 
-A thread makes it while the next forward and backward passes read the weights; training waits for it before it changes
-any (DataStates-LLM, Maurya et al., HPDC '24: lazy asynchronous multi-level checkpointing). What changes in a backward
-pass, the state of compressed gradients, is copied at once.
+A thread makes the copy while the next forward and backward passes read the weights. Training waits for the copy before
+it changes any weight (DataStates-LLM, Maurya et al., HPDC '24: lazy asynchronous multi-level checkpointing). The state
+of compressed gradients changes in a backward pass, so it is copied at once.
 """
 
 import threading
@@ -19,7 +19,7 @@ from shardwright.training.checkpoint.state import COMPRESSION
 
 
 class Snapshot:
-    """Its memory is kept from one checkpoint to the next."""
+    """A copy of a rank's pieces in host memory, which is reused for each checkpoint."""
 
     def __init__(self, plan: CheckpointPlan, device: torch.device) -> None:
         self._plan, self._device = plan, device
@@ -30,10 +30,10 @@ class Snapshot:
         self._later: dict[TensorPiece, Tensor] = {}
         self._ready: Any = None
         self.waited_s = 0.0
-        """How long training has waited for `make`, since `begin`."""
+        """Time that training has waited for `make` since `begin`, in seconds."""
 
     def begin(self, tensors: dict[str, Tensor]) -> None:
-        """Take tensors as they are now; another thread has to call `make` next, whatever comes between."""
+        """Register the tensors at their current values. Another thread must call `make` next, unconditionally."""
         views = {piece: piece.view(tensors) for piece in self._plan.pieces}
         self._later = {piece: view for piece, view in views.items() if not piece.name.startswith(COMPRESSION)}
         for piece in views.keys() - self._later.keys():
@@ -45,7 +45,7 @@ class Snapshot:
         self._made.clear()
 
     def make(self) -> Mapping[TensorPiece, Tensor]:
-        """Copy what is left; what there was at `begin`."""
+        """Copy the remaining tensors. Return the values at the time of `begin`."""
         try:
             with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
                 if self._stream is not None:
@@ -60,7 +60,7 @@ class Snapshot:
             self._made.set()
 
     def wait(self) -> None:
-        """Wait until `make`, if it is to follow, is done: before anything changes."""
+        """Wait until a pending `make` is done. Called before any tensor changes."""
         if not self._made.is_set():
             began_s = time.monotonic()
             self._made.wait()

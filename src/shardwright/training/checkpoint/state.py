@@ -1,4 +1,4 @@
-"""The state of training, every tensor under a global name, whatever layout holds it, and loading it."""
+"""The training state under global tensor names that do not depend on the layout, and loading it."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -24,13 +24,12 @@ from shardwright.training.sources import past_problems
 from shardwright.training.step import Trainer
 
 COMPRESSION = "compression/"
-"""How names of what compressed gradients keep begin."""
+"""Name prefix of the state of compressed gradients."""
 
 
 def named_tensors(trainer: Trainer) -> dict[str, Tensor]:
-    """All that a checkpoint holds, `model/NAME`, `optimizer/KIND/NAME` and, of compressed gradients,
-    `compression/KIND/NAME`: the very tensors in training; on the meta device those that are on a disk
-    (`stored_tensors`)."""
+    """Return all tensors of a checkpoint: `model/NAME`, `optimizer/KIND/NAME` and, for compressed gradients,
+    `compression/KIND/NAME`. They are the training tensors; tensors of `stored_tensors` are on the meta device."""
     parameters = trainer.model.named_parameters
     state = named_state(trainer.optimizer, parameters.items())
     kept = trainer.model.compression_state
@@ -39,24 +38,25 @@ def named_tensors(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def stored_tensors(trainer: Trainer) -> dict[str, StoredTensor]:
-    """Those of `named_tensors` that are on a disk: this rank's shards."""
+    """Return this rank's shards of the `named_tensors` that are on a disk."""
     stored = stored_state(trainer.optimizer, trainer.model.named_parameters.items())
     return {f"optimizer/{name}": tensor for name, tensor in stored.items()}
 
 
 def checkpoint_bytes(trainer: Trainer) -> int:
-    """Bytes of whole tensors, each once, over all ranks. Other pipeline stages hold as much for a parameter as this."""
+    """Size of a checkpoint in bytes: each whole tensor once, over all ranks. Assumes that all pipeline stages have
+    the same number of bytes per parameter."""
     held = sum(tensor.numel() * tensor.element_size() for tensor in named_tensors(trainer).values())
     here = sum(parameter.numel() for parameter in trainer.model.named_parameters.values())
     return held * trainer.model.spec.n_parameters // here
 
 
 def load(folder: Path, trainer: Trainer, data: DataRecord | None) -> CheckpointManifest:
-    """Read a checkpoint, of any layout, into the tensors of this one; every rank calls this. Returns its manifest.
+    """Load a checkpoint of any layout into this run's tensors and return its manifest. Every rank calls this.
 
-    Raises, on every rank, DamagedError if the checkpoint is not as it was written, and another
-    CheckpointError if it is of another model or seed, or, where `data` (of the manifest) is given, of other
-    samples. After an error the tensors may hold anything.
+    Raises on every rank. DamagedError: the checkpoint changed after it was written. Another CheckpointError: it is of
+    another model or seed or, if `data` (of the manifest) is given, of other samples. After an error the tensors are
+    undefined.
     """
     tensors = named_tensors(trainer)
     refusal = manifest = None
@@ -78,7 +78,8 @@ def load(folder: Path, trainer: Trainer, data: DataRecord | None) -> CheckpointM
 
 
 def raise_first(error: CheckpointError | WorkerError | None) -> None:
-    """Raise on every rank what the first has that has anything: one that went on alone would hang in a collective."""
+    """On every rank, raise the error of the first rank that has one. A rank that continued would hang in a
+    collective."""
     mine = None if error is None else (type(error).__name__, str(error).splitlines())
     everyone = gathered(mine, tuple[str, list[str]] | None)
     if first := next((each for each in everyone if each is not None), None):
@@ -93,8 +94,8 @@ def raise_first(error: CheckpointError | WorkerError | None) -> None:
 def together(
     act: Callable[[], object], as_error: Callable[[Exception], CheckpointError], rank: int | None = None
 ) -> None:
-    """Do something on every rank, or on one; raises on every rank what any has met, of the system or safetensors as
-    `as_error` says it."""
+    """Run `act` on every rank, or on one rank, and raise an error of any rank on every rank. `as_error` converts
+    OSError and SafetensorError."""
     error = None
     try:
         if rank is None or rank == dist.get_rank():
@@ -112,9 +113,8 @@ def read_into(
     tensors: dict[str, Tensor],
     stored: Mapping[str, StoredTensor] | None = None,
 ) -> None:
-    """Fill tensors, sharded or whole, from a checkpoint that holds at least their names; `stored`: those of them whose
-    values are on a disk, this rank's shards. Every rank plans what it reads from the manifest alone. Raises
-    CheckpointError on every rank."""
+    """Fill tensors, sharded or whole, from a checkpoint that contains at least their names. `stored`: this rank's
+    shards on a disk. Each rank plans its reads from the manifest alone. Raises CheckpointError on every rank."""
     refusal: CheckpointError | WorkerError | None = None
     try:
         with torch.no_grad():
@@ -123,14 +123,14 @@ def read_into(
         refusal = error
     except (OSError, SafetensorError) as error:
         refusal = CheckpointError(f"reading {folder}: rank {dist.get_rank()}: {error}")
-    except Exception as error:  # a bug of ours, and the others wait for this rank
+    except Exception as error:  # a bug; the other ranks wait for this rank
         what = f"reading {folder}: rank {dist.get_rank()}: {type(error).__name__}: {error}"
         refusal = WorkerError(f"{what}\n\n{formatted(error)}")
     raise_first(refusal)
 
 
 def files_needed(folder: Path, manifest: CheckpointManifest, trainer: Trainer) -> set[str]:
-    """The files of a checkpoint that this rank reads when it loads it; none where it is of another model."""
+    """Return the files of a checkpoint that this rank reads to load it, or an empty set if it is of another model."""
     tensors = named_tensors(trainer)
     shapes = {name: record.shape for name, record in manifest.tensors.items()}
     if any(shapes.get(name) != tuple(tensor.shape) for name, tensor in tensors.items()):
@@ -141,7 +141,7 @@ def files_needed(folder: Path, manifest: CheckpointManifest, trainer: Trainer) -
 def _differences(
     manifest: CheckpointManifest, tensors: dict[str, Tensor], trainer: Trainer, data: DataRecord | None
 ) -> list[str]:
-    """Why a run cannot go on from a checkpoint; a wrong type or shape is never converted."""
+    """Return the reasons why a run cannot continue from a checkpoint. Types and shapes are never converted."""
     ours = dataclasses.asdict(trainer.model.spec)
     found = [
         f"it is of another model: {key}={saved!r}, and this run has {ours.get(key)!r}"
@@ -161,7 +161,7 @@ def _differences(
     for name in sorted(tensors.keys() | manifest.tensors.keys()):
         saved, here = manifest.tensors.get(name), tensors.get(name)
         if here is None and name.rpartition("/")[2] in trainer.model.held_on:
-            continue  # of another pipeline stage
+            continue  # on another pipeline stage
         if saved is None or here is None:
             differing.append(f"{name} is {'not in it' if saved is None else 'not in this run'}")
             continue
@@ -178,7 +178,7 @@ def _differences(
 
 
 def _other_samples(manifest: CheckpointManifest, data: DataRecord) -> list[str]:
-    """Why samples of `data` are not those that a checkpoint was trained on."""
+    """Return the reasons why the samples of `data` differ from the samples that a checkpoint was trained on."""
     saved = manifest.data
     if saved is None:
         return ["it holds weights that were imported, and no run has trained them"]

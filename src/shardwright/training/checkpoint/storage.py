@@ -1,5 +1,5 @@
-"""Reading a checkpoint: which parts of which shards a rank needs follows from their boxes. Each shard is checked before
-any of it is used."""
+"""Reading a checkpoint: find the parts of shards that a rank needs from their boxes. Each shard's checksum is
+verified before its values are used."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,21 +19,21 @@ from shardwright.training.offload.states import StoredTensor
 
 
 def xxh3_128_of(tensor: Tensor) -> str:
-    """Hex digest of a CPU tensor's bytes. Other threads go on meanwhile, which they do not with xxhash's functions that
-    take one argument."""
+    """Hex digest of a CPU tensor's bytes. Unlike xxhash's one-argument functions, this releases the GIL."""
     digest = xxhash.xxh3_128()
     digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """A type by torch's name, such as float32."""
+    """Return torch's name of a type, such as float32."""
     return str(dtype).removeprefix("torch.")
 
 
 class SafetensorsReader:
-    """Reads the shards that this rank needs for its parts of `tensors`, each whole and checked against its xxh3_128
-    before any of it is used. `stored`: this rank's shards by name that are on a disk, and are written there."""
+    """Reads the shards that this rank needs for its parts of `tensors`. Each shard is read completely and its
+    xxh3_128 is verified before its values are used. `stored`: this rank's shards on a disk, by name; they are
+    written there."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class SafetensorsReader:
     ) -> None:
         self.folder, self.manifest, self._tensors, self._stored = folder, manifest, tensors, stored
         self._wanted: list[tuple[str, ShardRecord, Indices, Indices]] = []
-        """Name of a tensor, a shard of it, what this rank takes of the shard, and the place of it in its part."""
+        """Tensor name, shard, the indices to read in the shard, and the indices to write in this rank's part."""
         for name, tensor in tensors.items():
             offsets, shape, _ = shard_of(tensor)
             for shard in manifest.tensors[name].shards:
@@ -53,11 +53,11 @@ class SafetensorsReader:
 
     @property
     def files(self) -> set[str]:
-        """The files that are read."""
+        """Names of the files to read."""
         return {shard.file for _, shard, _, _ in self._wanted}
 
     def read(self) -> None:
-        """Fill the tensors."""
+        """Fill this rank's parts of the tensors."""
         for name, record, there, here in sorted(self._wanted, key=lambda each: (each[1].file, each[0])):
             shard = read_shard(self.folder, name, self.manifest.tensors[name].dtype, record)
             if (stored := self._stored.get(name)) is not None:
@@ -67,8 +67,8 @@ class SafetensorsReader:
 
 
 def read_shard(folder: Path, name: str, dtype: str, record: ShardRecord) -> Tensor:
-    """One shard of the tensor `name` of type `dtype` from its file. Raises DamagedError, naming file and tensor, if a
-    single bit of it has changed."""
+    """Read one shard of the tensor `name` of type `dtype` from its file. Raises DamagedError, with file and tensor
+    name, if the file is missing or its contents changed, and CheckpointError if the file cannot be read."""
     path, key = folder / record.file, key_of(name, record.offsets)
     try:
         open_regular(path).close()
@@ -78,7 +78,7 @@ def read_shard(folder: Path, name: str, dtype: str, record: ShardRecord) -> Tens
     except FileNotFoundError:
         raise DamagedError(f"{path} is missing; it should hold {key}") from None
     except OSError as error:
-        # Not damage: the next try may succeed, and passing over it would in the end delete a good checkpoint.
+        # Not damage: a retry may succeed, while skipping the checkpoint as damaged would eventually delete a good one.
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     except (SafetensorError, ValueError) as error:
         raise DamagedError(f"{path} is damaged and cannot be read (looking for {key}): {error}") from None

@@ -1,4 +1,4 @@
-"""The whole model of a checkpoint on one process, whatever the layout that trained it."""
+"""Loads the whole model of a checkpoint in one process, independent of the layout of the training run."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from shardwright.training.weights import fill, weights_of_checkpoint
 
 
 def newest_checkpoint(run_dir: Path) -> Path:
-    """The newest checkpoint of a run. Raises CheckpointError if there is none."""
+    """Return the newest checkpoint of a run. Raises CheckpointError if there is none."""
     saved = published(run_dir / CHECKPOINTS)
     if not saved:
         raise CheckpointError(
@@ -21,9 +21,9 @@ def newest_checkpoint(run_dir: Path) -> Path:
 
 
 def restore(checkpoint: Path) -> Transformer:
-    """The whole model of a checkpoint, on the CPU, in evaluation mode, in the type it was trained in.
+    """Return the whole model of a checkpoint, on the CPU, in evaluation mode, in its training type.
 
-    Raises CheckpointError for one that is not there or damaged.
+    Raises CheckpointError if the checkpoint is missing or damaged.
     """
     weights = weights_of_checkpoint(checkpoint)
     with torch.device("meta"):

@@ -1,1 +1,1 @@
-"""What a run does about faults: hangs, stragglers, spikes, numbers that are not finite, unequal copies, restarts."""
+"""Fault handling of a run: hangs, stragglers, spikes, non-finite numbers, unequal copies, restarts."""

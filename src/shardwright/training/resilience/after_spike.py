@@ -1,4 +1,4 @@
-"""What a run does after a step that was a spike, or that was run again: faults.spike, carried out and told."""
+"""Handles a step that was a spike or was run again: applies the policy `faults.spike` and reports it."""
 
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -15,11 +15,11 @@ from shardwright.training.sources import RunSamples
 from shardwright.training.step import Trainer
 
 PLACES_SHOWN = 4
-"""Of the samples of a step, so many are told with where they are in the data."""
+"""Maximum number of samples of a step whose places in the data are printed."""
 
 
 class AfterSpike(Hook):
-    """Decides, the same on every rank, what becomes of a run after each step that was not as it should be."""
+    """Decides, identically on every rank, how a run continues after an abnormal step."""
 
     def __init__(
         self,
@@ -29,18 +29,18 @@ class AfterSpike(Hook):
         log: RunLog,
         newest_checkpoint: Callable[[], RunStart | None],
     ) -> None:
-        """`newest_checkpoint`: loads the newest checkpoint that is whole, on every rank."""
+        """`newest_checkpoint`: loads the newest complete checkpoint, on every rank."""
         self.policy, self.trainer, self.samples, self.log = config.spike, trainer, samples, log
         self._newest_checkpoint = newest_checkpoint
         self._went_back: dict[int, int] = {}
-        """Step of a checkpoint -> how often this process went back to it."""
+        """Step of a checkpoint -> number of rollbacks to it by this process."""
 
     def after_step(self, taken: TakenStep) -> RunStart | None:
         self._report_recheck(taken.step)
         return None if self.trainer.spike is None else self.next(self.trainer.spike, taken)
 
     def _report_recheck(self, step: int) -> None:
-        """Report step number `step` if it was run again and gave another result: a fault of a device."""
+        """Report step number `step` if it was run again with another result, which is a device fault."""
         recheck = self.trainer.recheck
         if recheck is None or recheck.same:
             return
@@ -50,8 +50,8 @@ class AfterSpike(Hook):
         self.log.tell("fault", step, told, recheck.suspects[0] if len(recheck.suspects) == 1 else None)
 
     def next(self, spike: Spike, taken: TakenStep) -> RunStart | None:
-        """Do what faults.spike says of a step that was not taken; return where the run begins again if it goes back to
-        a checkpoint. Raises SpikeError where the run stops."""
+        """Apply `faults.spike` to a step that was not taken. Return the start of the run after a rollback, otherwise
+        None. Raises SpikeError if the run stops."""
         step, samples = taken.step, taken.samples
         told, places = self._described(spike, step, samples)
         assert self.trainer.spikes is not None
@@ -91,7 +91,7 @@ class AfterSpike(Hook):
         )
 
     def _described(self, spike: Spike, step: int, samples: tuple[int, int]) -> tuple[str, list[SamplePlace]]:
-        """A step that is not as it should be in words, and the places of its samples in the data."""
+        """Return a description of an abnormal step, and the places of its samples in the data."""
         told = f"step {step}: {spike}"
         if self.trainer.recheck is not None:
             told += f"; {self.trainer.recheck}"
@@ -99,8 +99,7 @@ class AfterSpike(Hook):
         return f"{told}; {self._in_words(places, spike.losing)}", places
 
     def _in_words(self, places: Sequence[SamplePlace], losing: Sequence[int]) -> str:
-        """The samples of a step, or of them those of the ranks with a loss that is not finite, as far as they are few;
-        `events.jsonl` has all."""
+        """Describe the first samples of a step, or of its ranks with non-finite loss. `events.jsonl` lists all."""
         layout = self.trainer.model.layout
         data_ranks = {layout.data_rank(rank) for rank in losing}
         block = len(places) // layout.data_ranks

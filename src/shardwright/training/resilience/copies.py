@@ -1,17 +1,16 @@
-"""Compares, by checksum, tensors of which several ranks hold the same shard: a faulty device changes one of them in
-silence.
+"""Compares by checksum the copies of tensors on different ranks, to detect a faulty device that silently changes one.
 
-Copies are bit-equal by construction: weights, optimizer states and what compressed gradients keep are updated alike by
-every rank that holds them. `shardwright verify` proves that of each layout. Of a tensor there are copies
+Copies are bit-equal by construction: every rank that has a copy of weights, optimizer states or state of compressed
+gradients updates it in the same way. `shardwright verify` proves this for each layout. A tensor has copies
 
 - along each axis of the mesh over which it is not sharded: dp_replicate, data ranks without ZeRO, norms over tp, the
   mean over the rows of a matrix whose rows are sharded, a counter of steps over all ranks of a stage;
-- over the ranks of pp that hold a tied parameter, or the same stage.
+- over the ranks of pp that have a tied parameter, or the same stage.
 
-Equal along each axis, they are equal over all of them. A checkpoint has one of the copies.
+If copies are equal along each axis, all copies are equal. A checkpoint contains one of the copies.
 
-Checksum of a shard: the sum, modulo 2^64, of its bytes read as integers of 8 bytes, and of the last ones as integers of
-one. A flipped bit changes it by a power of 2, so one is always found; two may cancel each other.
+Checksum of a shard: the sum, modulo 2^64, of its bytes read as 8-byte integers, plus the remaining bytes read as 1-byte
+integers. One flipped bit changes the sum by a power of 2 and is always detected; two flipped bits may cancel.
 """
 
 from collections import defaultdict
@@ -40,7 +39,7 @@ Ranks = tuple[int, ...]
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """That of a tensor, an int64 scalar on its device."""
+    """Return the checksum of a tensor, an int64 scalar on its device."""
     flat = tensor.detach().contiguous().flatten()
     if flat.storage_offset() * flat.element_size() % _WORD_BYTES:
         flat = flat.clone()
@@ -50,19 +49,18 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 class CopyGroup(NamedTuple):
-    """A process group of this rank whose ranks hold the same shards, and the names of the tensors, as in a
-    checkpoint."""
+    """A process group of this rank whose ranks have the same shards, and the tensors' names as in a checkpoint."""
 
     group: dist.ProcessGroup
     names: list[str]
 
 
 def groups_of_copies(model: ParallelModel, tensors: Mapping[str, Tensor]) -> dict[Ranks, CopyGroup]:
-    """By its ranks each group of this rank with copies; in an order that is the same on all ranks of the world, as
-    each group means a collective. `tensors`: those of `named_tensors`."""
+    """Return the groups of this rank that have copies, by their ranks. Each group means a collective, so the order
+    is the same on all ranks of the world. `tensors`: from `named_tensors`."""
     found: dict[Ranks, CopyGroup] = {}
     ranks_of: dict[dist.ProcessGroup, Ranks] = {}
-    for name, tensor in sorted(tensors.items()):  # ranks of pp have them in other orders
+    for name, tensor in sorted(tensors.items()):  # ranks of pp have them in different orders
         for ranks, group in _groups(model, name, tensor, ranks_of):
             found.setdefault(ranks, CopyGroup(group, [])).names.append(name)
     return dict(sorted(found.items()))
@@ -71,7 +69,7 @@ def groups_of_copies(model: ParallelModel, tensors: Mapping[str, Tensor]) -> dic
 def _groups(
     model: ParallelModel, name: str, tensor: Tensor, ranks_of: dict[dist.ProcessGroup, Ranks]
 ) -> Iterator[tuple[Ranks, dist.ProcessGroup]]:
-    """The groups of this rank that hold the same shard of a tensor. `ranks_of`: those of groups that are known."""
+    """Yield this rank's groups that have the same shard of a tensor. `ranks_of`: cache of each group's ranks."""
 
     def ranks(group: dist.ProcessGroup) -> Ranks:
         if group not in ranks_of:
@@ -97,7 +95,7 @@ def _groups(
 
 @dataclass(frozen=True)
 class DifferingCopies:
-    """Copies that differ, in words, and the rank whose copy is wrong, where it is one and known."""
+    """A description of copies that differ, and the rank whose copy is wrong, or None if unknown or more than one."""
 
     text: str
     rank: int | None = None
@@ -105,8 +103,8 @@ class DifferingCopies:
 
 @dataclass(frozen=True, order=True)
 class CopyDifference:
-    """What a rank found first of its copies: the tensor, weights before states and then as the model has them; the
-    first ranks of the groups in which it differs; and the checksum of this rank's copy."""
+    """The first difference that a rank found, ordered weights before states and then as in the model: the tensor,
+    the first ranks of the groups in which it differs, and the checksum of this rank's copy."""
 
     is_state: bool
     place: int
@@ -117,8 +115,8 @@ class CopyDifference:
 
 @torch.no_grad()
 def differing_copies(trainer: Trainer) -> DifferingCopies | None:
-    """What differs between the copies of tensors, the same on every rank; None where all are equal. Every rank calls
-    this; it waits for the device, and reads states that are on a disk."""
+    """Compare all copies. Return the same description of a difference on every rank, or None if all copies are
+    equal. Every rank calls this. It synchronizes with the device and reads states that are on a disk."""
     model, tensors, stored = trainer.model, named_tensors(trainer), stored_tensors(trainer)
     groups = groups_of_copies(model, tensors)
     sums: dict[str, Tensor] = {}
@@ -129,7 +127,7 @@ def differing_copies(trainer: Trainer) -> DifferingCopies | None:
     differs_in: defaultdict[str, list[int]] = defaultdict(list)
     for ranks, (group, names) in groups.items():
         mine = torch.stack([sums[name] for name in names])
-        # The least and the largest by one all-reduce: ~x falls as x rises.
+        # One all-reduce gives the maximum and the minimum, since ~x falls as x rises.
         extremes = torch.cat([mine, ~mine])
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
         largest, least = extremes.chunk(2)
@@ -146,12 +144,12 @@ def differing_copies(trainer: Trainer) -> DifferingCopies | None:
 
 
 def in_words(found: Mapping[int, CopyDifference]) -> DifferingCopies:
-    """Which copies differ. `found`: of each rank that has copies which do."""
+    """Describe the copies that differ. `found`: the difference of each rank that found one."""
     first = min(found.values())
     alike = {rank: each for rank, each in found.items() if each.name == first.name}
     groups: set[int] = set()
     reached = {*first.groups}
-    while reached - groups:  # groups that share a rank hold copies of one shard
+    while reached - groups:  # groups that share a rank have copies of the same shard
         groups |= reached
         reached = {group for each in alike.values() if groups & {*each.groups} for group in each.groups}
     by_sum: defaultdict[int, list[int]] = defaultdict(list)
@@ -171,13 +169,13 @@ def in_words(found: Mapping[int, CopyDifference]) -> DifferingCopies:
 
 
 class CompareCopies(Hook):
-    """Compares copies of weights and states every faults.check_copies_every steps, and before they are saved: no
-    checkpoint is to contain a wrong one."""
+    """Compares the copies of weights and states every `faults.check_copies_every` steps and before each save, so
+    that no checkpoint contains a wrong copy."""
 
     def __init__(self, every: int, trainer: Trainer, log: RunLog) -> None:
         self.every, self.trainer, self.log = every, trainer, log
         self._equal_at = 0
-        """Steps after which the copies were equal."""
+        """Number of steps after which the copies were last found equal."""
 
     def on_start(self, start: RunStart) -> None:
         self._equal_at = start.step
@@ -191,7 +189,7 @@ class CompareCopies(Hook):
             self._compare(taken.step)
 
     def _compare(self, step: int) -> None:
-        """Raise CopiesError, on every rank, where copies differ."""
+        """Raise CopiesError on every rank if copies differ."""
         if step == self._equal_at:
             return
         if differing := differing_copies(self.trainer):

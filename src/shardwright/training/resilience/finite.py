@@ -1,8 +1,8 @@
-"""Stops a run at a loss or gradient norm that is not finite, without reading a value back from the device on each step.
+"""Stops a run at a loss or gradient norm that is not finite, without reading from the device at each step.
 
 Each step leaves its part of the loss, its gradient norm and the norms of its gradients on the device. They are read
-where the host waits for the device anyway: before a step is logged, evaluated or saved. So no checkpoint and no record
-is written after a step whose numbers are not finite, and the error names the first such step and the tensor.
+when the host waits for the device anyway: before a step is logged, evaluated or saved. So no checkpoint or record is
+written after a step with non-finite numbers, and the error names the first such step and the tensor.
 """
 
 import math
@@ -20,14 +20,14 @@ from shardwright.training.resilience.spikes import Spike, origin
 from shardwright.training.step import StepResult, Trainer
 
 MOST_UNREAD = 256
-"""Steps after which the numbers are read even if none is logged."""
+"""Number of steps after which the numbers are read even if no step is logged."""
 OVERFLOWS_AT_LEAST_SCALE = 10
-"""Steps in a row that overflow at precision.min_loss_scale, which stop a run."""
+"""Number of consecutive steps that overflow at `precision.min_loss_scale` after which a run stops."""
 
 
 @dataclass(frozen=True)
 class _UnreadNumbers:
-    """The numbers of step number `step` on the device, and its samples: the first, and the one after its last."""
+    """The numbers of step number `step` on the device. `samples`: its first sample and the one after its last."""
 
     step: int
     samples: tuple[int, int]
@@ -38,7 +38,7 @@ class _UnreadNumbers:
 
 @dataclass(frozen=True)
 class NotFinite:
-    """The first step with a number that is not finite, and its samples."""
+    """The first step with a non-finite number, and its samples."""
 
     step: int
     samples: tuple[int, int]
@@ -46,10 +46,10 @@ class NotFinite:
 
 
 class FiniteCheck:
-    """The numbers of the steps since the last check; every rank calls each method at the same step.
+    """The numbers of the steps since the last check. Every rank calls each method at the same step.
 
-    With `faults.spike` the steps are judged before weights change, and this check has nothing to do. In fp16 a gradient
-    that overflows is the loss scale's to handle, unless the scale cannot be halved any more.
+    With `faults.spike`, steps are judged before weights change, and this check does nothing. In fp16, the loss scale
+    handles a gradient that overflows, unless the scale cannot be halved further.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -58,7 +58,7 @@ class FiniteCheck:
         self._overflows = 0
 
     def note(self, step: int, samples: tuple[int, int], result: StepResult, overflowed: bool) -> None:
-        """Keep the numbers of step number `step`. `overflowed`: fp16 skipped it."""
+        """Record the numbers of step number `step`. `overflowed`: fp16 skipped the step."""
         trainer = self.trainer
         scaler = trainer.scaler
         at_least = overflowed and scaler is not None and scaler.scale <= scaler.least
@@ -69,16 +69,16 @@ class FiniteCheck:
 
     @property
     def exhausted(self) -> bool:
-        """Whether fp16 overflows however small the loss scale is."""
+        """Whether fp16 overflows even at the smallest loss scale."""
         return self._overflows >= OVERFLOWS_AT_LEAST_SCALE
 
     @property
     def due(self) -> bool:
-        """Whether the numbers are to be read now."""
+        """Whether the numbers should be read now."""
         return self.exhausted or len(self._unread) >= MOST_UNREAD
 
     def first(self) -> NotFinite | None:
-        """Read the numbers since the last call; the first step of them that has one that is not finite."""
+        """Read the numbers since the last call and return the first step with a non-finite number, or None."""
         unread, self._unread = self._unread, []
         if not unread:
             return None
@@ -118,7 +118,7 @@ class FiniteCheck:
 
 
 class StopAtNotFinite(Hook):
-    """Stops the run, on every rank, at a number that is not finite."""
+    """Stops the run on every rank at a number that is not finite."""
 
     def __init__(self, trainer: Trainer, after_spike: AfterSpike) -> None:
         self.check, self.after_spike = FiniteCheck(trainer), after_spike

@@ -1,14 +1,15 @@
-"""Watches this rank from a thread of its own: reports where the training thread is, and ends what does not go on.
+"""The monitor thread of a rank: reports the position of the training thread, and ends the run if a rank hangs.
 
-The training thread says which phase of which step it enters (`Monitor.enter`), through shared memory. The thread here
-looks twice a second: it notes the line of Python that the training thread is at, answers when somebody asks where all
-ranks stand (`ranks_at`), and asks itself once a phase takes longer than it may. The process that started local workers
-compares the answers and ends the run; under torchrun and srun each rank's thread does.
+The training thread reports each phase and step that it enters through shared memory (`Monitor.enter`). Twice a second,
+the monitor thread records the line of Python that the training thread is at. It writes a dump if another process asks
+for the positions of all ranks (`ranks_at`), or if a phase exceeds its time limit. For local workers, the process that
+started them compares the dumps and ends the run; under torchrun and srun, each rank's monitor thread does.
 
-What a phase may take is learned: 5 times the longest that it has taken, and at least faults.hang_after seconds.
+The time limit of a phase is 5 times its longest duration so far, and at least `faults.hang_after` seconds.
 
-Collectives are those of PyTorch's Flight Recorder, which keeps the last 1,000 of each rank (TORCH_FR_BUFFER_SIZE), on
-gloo and NCCL. It does not keep messages between two ranks on gloo: those of pp and cp `parallel.point_to_point` knows.
+Collectives come from PyTorch's Flight Recorder, which keeps the last 1,000 of each rank (TORCH_FR_BUFFER_SIZE), on gloo
+and NCCL. It does not record point-to-point messages on gloo; `parallel.point_to_point` counts the messages of pp and
+cp.
 """
 
 import json
@@ -52,18 +53,18 @@ from shardwright.training.ranks import SUPERVISED
 
 TICK_S = 0.5
 STACK_SHOWN = 12
-"""Frames of a stack, the innermost."""
+"""Number of innermost stack frames in a dump."""
 RECORDED = "1000"
-"""Collectives of a rank that PyTorch's Flight Recorder keeps."""
+"""Number of collectives per rank that PyTorch's Flight Recorder keeps."""
 _OURS = str(Path(__file__).parents[2])
 _WAITS = re.compile(
     r"\.wait\(|\bdist\.|all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|barrier|synchronize|\.tolist\(|float\("
 )
-"""What a line of Python says that waits for other ranks or for the device."""
+"""Matches a line of Python that waits for other ranks or for the device."""
 _LAST_S = 4.0
-"""How long a rank that is not the first to find a hang leaves the word to that one."""
+"""Seconds that a rank waits before it exits, so that the rank that reports the hang exits first."""
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
-"""Those whose coordinates of a rank are told."""
+"""Axes whose coordinates are reported for a rank."""
 _GROUPED = (
     ("tp",), ("cp",), ("pp",), ("ep",), ("dp_shard",), ("dp_replicate",), ("dp_replicate", "dp_shard"),
     ("dp_shard", "cp"), ("dp_replicate", "dp_shard", "cp"),
@@ -72,7 +73,7 @@ _GROUPED = (
 
 
 def record_collectives() -> None:
-    """Have PyTorch keep the last collectives of this process; before it joins a process group."""
+    """Let PyTorch record the last collectives of this process. Call before the process joins a process group."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED)
 
 
@@ -80,7 +81,7 @@ class Monitor:
     """The monitor of one rank."""
 
     def __init__(self, out: Path, rank: int, layout: Layout, device: torch.device, hang_after_s: float) -> None:
-        """`hang_after_s`: seconds that each phase may take at least; 0: as long as it likes."""
+        """Start the monitor thread. `hang_after_s`: minimum time limit of each phase, in seconds; 0 means no limit."""
         self.out, self.rank, self.layout, self.least_s = out, rank, layout, hang_after_s
         self.folder = RanksFolder(out)
         at = {axis: n for axis, n in layout.coordinates(rank).items() if axis in AXES and getattr(layout, axis) > 1}
@@ -99,11 +100,11 @@ class Monitor:
         self._thread.start()
 
     def name_modules(self, parts: Iterable[nn.Module]) -> None:
-        """Learn the names of modules, to say which of them the training thread is in."""
+        """Record module names, so that a dump can name the module that the training thread is in."""
         self._names = {id(module): name for part in parts for name, module in part.named_modules()}
 
     def enter(self, phase: Phase, step: int) -> None:
-        """The training thread enters a phase of step number `step` (0-based)."""
+        """Record that the training thread enters a phase of step number `step` (0-based)."""
         now_s = time.monotonic()
         before, turns = self._phase, self._turns.get(self._phase, 0)
         if turns >= NOT_TIMED:
@@ -114,7 +115,7 @@ class Monitor:
         self._place()
 
     def _limit_of(self, phase: Phase) -> float:
-        """What a phase may take; 0: as long as it likes."""
+        """Return the time limit of a phase in seconds; 0 means no limit."""
         if not self.least_s:
             return 0.0
         if self._turns.get(phase, 0) < FEW_TURNS:
@@ -125,8 +126,8 @@ class Monitor:
         self._reported.place(self._step, self._phase, self._since_s, self._limit_s)
 
     def close(self) -> None:
-        """Stop the thread, and remove the files."""
-        self._reported.place(self._step, self._phase, self._since_s, 0.0)  # no limit any more
+        """Stop the thread and remove its files."""
+        self._reported.place(self._step, self._phase, self._since_s, 0.0)  # no limit from here on
         self._ending.set()
         self._thread.join()
         self.folder.forget(self.rank)
@@ -136,11 +137,11 @@ class Monitor:
         looked_s, allowed_from_s = time.monotonic(), 0.0
         while not self._ending.wait(TICK_S):
             now_s = time.monotonic()
-            if now_s - looked_s > SUSPENDED_S:  # this process was stopped, and goes on
+            if now_s - looked_s > SUSPENDED_S:  # this process was suspended and continues
                 allowed_from_s = now_s
             looked_s = now_s
             beats += 1
-            since_s = self._since_s  # before the line, which may only be one of a later phase then, and is left out
+            since_s = self._since_s  # before the frame: a line of a later phase is then dropped
             self._reported.beat(beats, since_s, self._ours(sys._current_frames().get(self._training)))
             late = bool(self._limit_s) and now_s > max(self._since_s, allowed_from_s) + self._limit_s
             if not answered and (late or self.folder.asked):
@@ -152,8 +153,9 @@ class Monitor:
                 self._end_run()
 
     def _end_run(self) -> None:
-        """Compare all ranks, and leave with code 3, as no one else would end the run. One rank of each machine says
-        which hold up the others, to its torchrun too, and the first of all writes the event."""
+        """Compare all ranks and exit with code 3, since no other process would end the run. One rank per machine
+        reports the ranks that hold up the others on stderr and to its torchrun. The first of these ranks writes the
+        event."""
         watch = RanksWatch(self.out, self.layout.world_size)
         blamed, told = watch.compared(watch.states())
         states = watch.states()
@@ -175,12 +177,12 @@ class Monitor:
         os._exit(3)
 
     def _late(self, states: dict[int, RankState]) -> bool:
-        """Whether this rank still does not go on, after the time that the answers took."""
+        """Return whether this rank is still over its time limit after the wait for the dumps."""
         now_s = time.monotonic()
         return self.rank not in states or states[self.rank].over_s(now_s) > 0
 
     def dump(self) -> RankDump:
-        """Where the training thread stands, and the collectives that it has joined."""
+        """Return the position of the training thread and the collectives that it has joined."""
         frames = sys._current_frames()
         frame = frames.get(self._training)
         pending, joined = self._collectives()
@@ -210,14 +212,14 @@ class Monitor:
         return [*_messages_waited_for(), *pending], joined
 
     def _axes(self, ranks: tuple[int, ...]) -> str:
-        """The axes of the layout along which a group lies."""
+        """Return the layout axes along which a process group lies."""
         if len(ranks) == self.layout.world_size:
             return "all ranks"
         found = (axes for axes in _GROUPED if ranks == self.layout.group_of(self.rank, *axes))
         return " x ".join(next(found, ("some",)))
 
     def _ours(self, frame: FrameType | None) -> str:
-        """File, line and function of the innermost code of Shardwright."""
+        """Return file, line and function of the innermost frame of Shardwright code."""
         while frame is not None:
             name = frame.f_code.co_filename
             if name.startswith(_OURS):
@@ -226,7 +228,7 @@ class Monitor:
         return ""
 
     def _inside(self, frame: FrameType | None) -> tuple[str, str]:
-        """The innermost module with a name, and the action of the pipeline, if any, that a frame is in."""
+        """Return the innermost named module and the pipeline action, if any, that a frame is in."""
         module = action = ""
         while frame is not None and not (module and action):
             local = frame.f_locals
@@ -238,7 +240,7 @@ class Monitor:
 
 
 def _name_of(line: MessageChannel) -> str:
-    """A name that its two ranks agree on."""
+    """Return the name of a channel, equal on its two ranks."""
     return f"{line.axis} {line.tag} {line.source}>{line.target}"
 
 
@@ -249,13 +251,13 @@ def _messages_waited_for() -> Iterator[JoinedCollective]:
 
 
 class NoMonitor:
-    """Where nothing is watched."""
+    """The monitor of a run that is not monitored."""
 
     def enter(self, phase: Phase, step: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def name_modules(self, parts: Iterable[nn.Module]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 AnyMonitor = Monitor | NoMonitor
@@ -263,8 +265,8 @@ AnyMonitor = Monitor | NoMonitor
 
 @contextmanager
 def monitored(out: Path, rank: int, layout: Layout, device: torch.device, hang_after_s: float) -> Iterator[AnyMonitor]:
-    """The monitor of a run while it goes on. One rank waits for no other, and a process that runs nothing else than
-    this one cannot be ended for it: it is not watched."""
+    """Monitor this rank inside the `with` block. A run with one rank is not monitored: the rank waits for no other,
+    and its process may be the caller's, which cannot be ended."""
     if layout.world_size == 1:
         yield NoMonitor()
         return

@@ -1,8 +1,8 @@
-"""Decides what becomes of a local run after a fault of a rank: from which checkpoint, and on which ranks, it goes on.
+"""Decides how a local run restarts after a fault of a rank: from which checkpoint and on which ranks.
 
-A place is what a rank runs on: the GPU of that number, on a machine without GPUs nothing but the number. A place at
-which a fault happened changes with a spare one (`faults.spares`). Without a spare, one at which two faults in a row
-happened is not used where `faults.min_ranks` lets the run go on with fewer ranks, and is tried again later
+A place is the device that a rank runs on: the GPU with that number, or only the number on a machine without GPUs. After
+a fault, a spare place replaces the faulty one (`faults.spares`). Without a spare, a place with two consecutive faults
+is no longer used if `faults.min_ranks` allows the run to continue with fewer ranks. It is tried again later
 (`faults.grow_after`).
 """
 
@@ -17,19 +17,19 @@ from shardwright.run_folder import EventRecord, step_of
 from shardwright.system.errors import CopiesError, FullError, WorkerError
 
 FAULTS_IN_A_ROW = 2
-"""At the same place, that take it out of use."""
+"""Number of consecutive faults at the same place after which the place is no longer used."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """Ranks to start: the run file of this start, and the place of each rank."""
+    """The ranks to start: the run file of this start, and the place of each rank."""
 
     config: RunConfig
     places: tuple[int, ...]
 
 
 class Restarts:
-    """The starts of one run: the first, and up to `allowed` after faults."""
+    """The starts of one run: the first start, and up to `allowed` restarts after faults."""
 
     def __init__(self, config: RunConfig, allowed: int) -> None:
         self.config, self.allowed, self.used, self.n_starts = config, allowed, 0, 0
@@ -39,14 +39,16 @@ class Restarts:
         self._spares = [*range(n_ranks, n_ranks + config.faults.spares)]
         self._grow_after_s = config.faults.grow_after
         self._shrunk_at_s: float | None = None
-        """On the monotonic clock, when a place was taken out of use; None while all are used."""
+        """Monotonic time at which a place was removed; None while all places are used."""
         self._faulty: list[int] = []
-        """The places of the last faults, as long as they are the same."""
+        """The place of the last consecutive faults at the same place, once per fault."""
 
     def after(self, error: WorkerError | CopiesError, saved: Sequence[Path]) -> EventRecord:
-        """Make `attempt` the next one, and say so; `saved`: the checkpoints there are, the oldest first.
+        """Set `attempt` to the next one and return the event. `saved`: the existing checkpoints in ascending order of
+        steps.
 
-        Raises the error, with the reason, where the run ends with it."""
+        Raises `error`, with the reason, if the run cannot restart.
+        """
         if isinstance(error, FullError):
             raise error
         if self.used == self.allowed:
@@ -61,19 +63,19 @@ class Restarts:
         return self._event(f"restart {self.used} of {self.allowed}", f"{remark}: {first_line}", saved, error.rank)
 
     def should_grow(self) -> bool:
-        """Whether it is time to try the places again that are out of use."""
+        """Return whether it is time to use the removed places again."""
         since = self._shrunk_at_s
         return since is not None and 0 < self._grow_after_s <= time.monotonic() - since
 
     def grow(self, saved: Sequence[Path]) -> EventRecord:
-        """Make `attempt` one with all ranks, after those of a smaller layout have saved and ended, and say so."""
+        """Set `attempt` to all ranks, after a smaller layout's ranks have saved and ended. Return the event."""
         self._usable, self._shrunk_at_s = tuple(range(self.config.layout.layout().world_size)), None
         self._grow_after_s *= 2
         self.attempt = Attempt(self.config, self._usable)
         return self._event("start with all ranks again", "", saved, None)
 
     def _event(self, what: str, why: str, saved: Sequence[Path], rank: int | None) -> EventRecord:
-        """Resume `attempt` from the newest checkpoint, and say so."""
+        """Let `attempt` resume from the newest checkpoint and return the event."""
         self.n_starts += 1
         newest = saved[-1] if saved else None
         resume_at_first = self.config.checkpoint.resume
@@ -87,7 +89,7 @@ class Restarts:
         return EventRecord("restart", 0 if newest is None else step_of(newest), text, rank)
 
     def _use_places(self, error: WorkerError | CopiesError) -> str:
-        """Choose layout and places of the next attempt; what is to be said of a place that is not used any more."""
+        """Choose layout and places of the next attempt. Return a remark about a place that is no longer used, or ""."""
         place = None if error.rank is None else self.attempt.places[error.rank]
         if place is not None and self._spares:
             return self._use_spare(place)
@@ -107,7 +109,7 @@ class Restarts:
         return f" (without place {place}, where {FAULTS_IN_A_ROW} faults in a row happened)"
 
     def _use_spare(self, place: int) -> str:
-        """Change a place with the first of the spares; what is to be said of it."""
+        """Replace a place by the first spare and return a remark about it."""
         self._spares.append(place)
         spare = self._spares.pop(0)
         places = tuple(spare if each == place else each for each in self.attempt.places)

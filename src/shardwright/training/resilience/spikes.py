@@ -1,19 +1,19 @@
-"""Loss spikes and numbers that are not finite, found by all ranks together before any weight changes.
+"""Loss spikes and non-finite numbers, found by all ranks together before any weight changes.
 
-Rule, as in OLMo-core's SkipStepOptimizer: with the losses and the gradient norms of the last 128 steps, once there are
-64, a step is a spike if its loss or its norm is above mean + spike_sigma x standard deviation of its window. Unlike
-there, a value that is not finite never enters a window (one NaN would make the standard deviation NaN for 128 steps),
-and is a spike from the first step on. Finite values of spikes enter, so that a lasting change of level is learned.
+Rule, as in OLMo-core's SkipStepOptimizer: given the losses and gradient norms of the last 128 steps, and at least 64, a
+step is a spike if its loss or its norm exceeds mean + spike_sigma x standard deviation of its window. Unlike in
+OLMo-core, a non-finite value never enters a window (one NaN would make the standard deviation NaN for 128 steps), and
+is a spike from the first step on. Finite values of spikes enter, so a lasting change of level is learned.
 
-All ranks judge the same two numbers, the sums over the world of one all-reduce: of the ranks' parts of the loss, and of
-their gradient norms over the world size. So they agree to the last bit, and a NaN on one rank is a NaN on all.
+All ranks judge the same two numbers, which one all-reduce sums over the world: the ranks' parts of the loss, and their
+gradient norms divided by the world size. So they agree to the last bit, and a NaN on one rank is a NaN on all.
 
-With `faults.recheck` a step whose numbers are not finite is run again in place, with the same samples, weights and
-random numbers, as in the rerun state machine of Megatron-LM: another result is that of a faulty device, the same one
-comes from the data or the model. Nothing but this verdict is kept of the first try.
+With `faults.recheck`, a step with non-finite numbers is run again in place, with the same samples, weights and random
+numbers, as in the rerun state machine of Megatron-LM. A different result means a faulty device; the same result means
+that the data or the model is the cause. Only this verdict is kept from the first try.
 
-The numbers are read back while the device clips gradients: on a GPU a stream of its own copies them, and the host waits
-for that copy alone, so the device has work queued until the optimizer's is.
+The numbers are read while the device clips gradients. On a GPU, a separate stream copies them, and the host waits for
+that copy alone, so the device still has queued work when the host queues the optimizer's.
 """
 
 import math
@@ -42,8 +42,8 @@ Window = Annotated[list[Finite], Field(max_length=SPIKE_WINDOW)]
 @with_config(ConfigDict(strict=True, extra="forbid"))
 @dataclass
 class SpikeState:
-    """What a checkpoint holds: loss and gradient norm of the last steps, `in_a_row` spikes since the last step that was
-    taken, `skipped` steps of the run."""
+    """The spike state in a checkpoint: loss and gradient norm of the last steps, `in_a_row` spikes since the last
+    step that was taken, and `skipped` steps of the run."""
 
     losses: Window = field(default_factory=list)
     norms: Window = field(default_factory=list)
@@ -53,9 +53,9 @@ class SpikeState:
 
 @dataclass(frozen=True)
 class Spike:
-    """A step that was found to be a spike. `why`: which number broke the rule, with the rule's own numbers; `where`:
-    the ranks and the parameter that it comes from, if a number is not finite; `losing`: the ranks whose part of the
-    loss is not finite."""
+    """A step that was found to be a spike. `why`: the number that broke the rule, with the rule's values. `where`:
+    the ranks and the parameter that a non-finite number comes from. `losing`: the ranks whose part of the loss is
+    not finite."""
 
     loss: float
     norm: float
@@ -65,7 +65,7 @@ class Spike:
 
     @property
     def finite(self) -> bool:
-        """Whether both numbers are."""
+        """Whether loss and norm are finite."""
         return math.isfinite(self.loss) and math.isfinite(self.norm)
 
     def __str__(self) -> str:
@@ -75,9 +75,9 @@ class Spike:
 
 @dataclass(frozen=True)
 class Recheck:
-    """Two tries of one step: `first` gave a number that is not finite, `second` is None if the step can be taken with
-    what the second try gave, `loss` and `norm`. `suspects`: the ranks of which one has the faulty device, if the tries
-    differ and it is known."""
+    """Two tries of one step. `first` has a non-finite number. `second` is None if the step can be taken with the
+    second try's `loss` and `norm`. `suspects`: if the tries differ, the ranks that may have the faulty device, if
+    known."""
 
     first: Spike
     second: Spike | None
@@ -87,8 +87,8 @@ class Recheck:
 
     @property
     def same(self) -> bool:
-        """Whether the same numbers are not finite in both, on the same ranks, from the same parameter on. Finite ones
-        are not compared: kernels of GPUs may add in another order each time."""
+        """Whether both tries have the same non-finite numbers, on the same ranks, starting at the same parameter.
+        Finite numbers are not compared, because GPU kernels may add in a different order each time."""
         return self.second is not None and _not_finite(self.first) == _not_finite(self.second)
 
     def __str__(self) -> str:
@@ -107,8 +107,8 @@ def _not_finite(spike: Spike) -> tuple[str, ...]:
 
 
 def suspects(layout: Layout, losing: Sequence[int]) -> tuple[int, ...]:
-    """The ranks that compute a part of the loss of one of the ranks `losing`; none where these may be all: with `ep`,
-    whose ranks compute tokens of each other, and where no loss tells of it."""
+    """Return the ranks that compute a part of the loss of a rank in `losing`. Empty if that could be any rank: with
+    `ep`, where ranks compute each other's tokens, or if `losing` is empty."""
     if layout.ep > 1 or not losing:
         return ()
     data_ranks = {layout.data_rank(rank) for rank in losing}
@@ -116,29 +116,29 @@ def suspects(layout: Layout, losing: Sequence[int]) -> tuple[int, ...]:
 
 
 class SpikeGuard:
-    """Judges each step of a run, the same on every rank."""
+    """Judges each step of a run, identically on every rank."""
 
     def __init__(self, config: FaultsSection, model: ParallelModel, device: torch.device) -> None:
         self.config, self.model = config, model
         self.state = SpikeState()
         self._loss_part: Tensor | None = None
         self.seen: Spike | None = None
-        """The last step, if it was a spike."""
+        """The last step's spike, or None."""
         self.recheck: Recheck | None = None
-        """Of the last step, if it was run again."""
+        """The last step's recheck if it was run again, otherwise None."""
         self._first: Spike | None = None
-        """What the first try gave of a step that is to be run again."""
+        """The first try's spike of a step that is to be run again."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._sums: Tensor | None = None
         self._ready: Any = None
 
     def resume(self, state: SpikeState) -> None:
-        """Continue with the state that a checkpoint contains."""
+        """Continue with the state from a checkpoint."""
         self.state = state
 
     def start(self, loss_part: Tensor, norm: Tensor) -> None:
-        """Start to sum the numbers that the step is judged by: this rank's part of the loss, and the norm of the
-        gradients, which is equal on every rank."""
+        """Start to sum the numbers by which the step is judged: this rank's part of the loss, and the gradient norm,
+        which is equal on every rank."""
         self._loss_part = loss_part
         # Ranks of tp compute the same part of the loss.
         parts = [loss_part.double() / self.model.layout.tp, norm.double() / dist.get_world_size()]
@@ -158,16 +158,16 @@ class SpikeGuard:
 
     @property
     def doubts(self) -> bool:
-        """Whether the step that was not taken just now is to be run again before anything is made of it."""
+        """Whether the step that was just refused should be run again before any policy applies."""
         return self._first is not None
 
     def pass_over(self) -> None:
-        """A step was not computed, as none of its tokens counts: there is nothing to judge."""
+        """Record that a step was not computed because none of its tokens counts. There is nothing to judge."""
         self._first, self.recheck, self.seen = None, None, None
 
     def takes(self, overflowed: bool = False) -> bool:
-        """Whether the step that `start` was called for may change weights; `seen` is what was found. `overflowed`: a
-        gradient did in fp16, which the loss scale is there for, so the step is not judged."""
+        """Return whether the step of the last `start` call may change weights, and set `seen`. `overflowed`: a
+        gradient overflowed in fp16. The loss scale handles that, so the step is not judged."""
         assert self._sums is not None
         self._ready()
         loss, norm = self._sums.tolist()
@@ -189,7 +189,7 @@ class SpikeGuard:
         return False
 
     def _found(self, loss: float, norm: float) -> Spike | None:
-        """The spike that a step with these numbers is, if it is one. Every rank calls this."""
+        """Return the spike if a step with these numbers is one, otherwise None. Every rank calls this."""
         why = self.judge(loss, norm)
         if why is None or (math.isfinite(loss) and math.isfinite(norm)):
             return None if why is None else Spike(loss, norm, why)
@@ -200,7 +200,7 @@ class SpikeGuard:
         return Spike(loss, norm, why, where, losing)
 
     def judge(self, loss: float, norm: float) -> str | None:
-        """Why a step with these numbers is a spike, if it is one; they enter the window."""
+        """Return why a step with these numbers is a spike, or None. Finite numbers are added to the windows."""
         state, found = self.state, None
         for name, value, window in (("loss", loss, state.losses), ("gradient norm", norm, state.norms)):
             if not math.isfinite(value):
@@ -222,9 +222,9 @@ class SpikeGuard:
 
 
 def origin(model: ParallelModel, loses: bool, bad: Iterable[str]) -> tuple[str, tuple[int, ...]]:
-    """Where numbers that are not finite come from, in words, and the ranks whose part of the loss is not finite. Every
-    rank calls this. `loses`: whether this rank is one of them; `bad`: the parameters whose gradient has such a number
-    in this rank's shard."""
+    """Return a description of the origin of non-finite numbers, and the ranks whose part of the loss is not finite.
+    Every rank calls this. `loses`: whether this rank's part is not finite. `bad`: the parameters whose gradient in
+    this rank's shard has such a number."""
     names = list(model.held_on)
     place = {name: i for i, name in enumerate(names)}
     found = gathered((loses, max((place[name] for name in bad), default=-1)), tuple[bool, int])
@@ -232,8 +232,9 @@ def origin(model: ParallelModel, loses: bool, bad: Iterable[str]) -> tuple[str, 
 
 
 def in_words(found: Sequence[tuple[bool, int]], names: Sequence[str]) -> str:
-    """`found`: of each rank whether its part of the loss is not finite, and the last of `names`, those of parameters in
-    the order of the forward pass, whose gradient is not; -1 for none."""
+    """Describe the origin of non-finite numbers. `found`: for each rank, whether its part of the loss is not finite,
+    and the index of the last name with a non-finite gradient, or -1. `names`: parameters in order of the forward
+    pass."""
     told = []
     if losing := [rank for rank, (loss, _) in enumerate(found) if loss]:
         told.append(f"the loss is not finite on {ranks_in_words(losing)}")
@@ -248,5 +249,5 @@ def in_words(found: Sequence[tuple[bool, int]], names: Sequence[str]) -> str:
 
 
 def spike_guard(config: FaultsSection, model: ParallelModel, device: torch.device) -> SpikeGuard | None:
-    """That of a run; None where nothing is to be done about spikes."""
+    """Return the spike guard of a run, or None if `faults.spike` is "off"."""
     return None if config.spike == "off" else SpikeGuard(config, model, device)

@@ -1,16 +1,16 @@
-"""Finds ranks that compute longer than they should, from the time that each rank takes for itself in each step.
+"""Finds ranks that compute for too long, from each rank's own time in each step.
 
-A step ends for all ranks when the slowest one is done, so step times do not differ: the others wait in collectives.
-What is compared is a rank's own time (`PhaseClock.own_s`), which waiting for other ranks is no part of.
+A step ends on all ranks when the slowest rank is done, since the others wait in collectives, so step times do not
+differ. The compared quantity is a rank's own time (`PhaseClock.own_s`), which excludes waiting for other ranks.
 
-Peers of a rank are the ranks that have the same work: those of the same stage of the pipeline and the same experts.
-Its ratio in a step is its own time over the median of its peers'. A rank without peers is compared with all other
-ranks, and that ratio with its own past: stages are unequal, but stay as unequal as they are.
+The peers of a rank are the ranks with the same work: the same pipeline stage and the same experts. A rank's ratio in a
+step is its own time over the median own time of its peers. A rank without peers is compared with all other ranks, and
+this ratio with its own past ratios: stages are unequal, but their ratios stay constant.
 
-A rank is a straggler if the median of its ratio over the last 20 steps is 1.2 or more and 16 of the 20 are 1.15 or
-more; until that median is below 1.1. Other programs that share the cores make equal ranks differ by as much for up to
-16 steps at a time, so a window of 10 steps would name ranks that are not slow. nvidia-resiliency-ext flags ranks at
-1.33 (a score below 0.75), by both comparisons.
+A rank becomes a straggler if the median of its ratio over the last 20 steps is at least 1.2 and 16 of the 20 ratios are
+at least 1.15. It stops being one when the median falls below 1.1. Other programs that share the cores make equal ranks
+differ by as much for up to 16 consecutive steps, so a window of 10 steps would report ranks that are not slow.
+nvidia-resiliency-ext flags ranks at 1.33 (a score below 0.75), by both comparisons.
 """
 
 from collections import deque
@@ -33,21 +33,22 @@ from shardwright.training.run_log import RunLog
 from shardwright.training.step import Trainer
 
 WINDOW = 20
-"""Steps that a rank is judged by."""
+"""Number of steps over which a rank is judged."""
 HITS, HIT = 0.8, 1.15
-"""This part of these steps has to have a ratio that high."""
+"""Required fraction of the window's steps, and the ratio that those steps must reach."""
 SLOW, AGAIN = 1.2, 1.1
-"""Median of the ratio over the window from which on a rank is a straggler, and below which it is none any more."""
+"""Median ratio over the window at which a rank becomes a straggler, and below which it stops being one."""
 PAST, LEAST_PAST = 200, 20
-"""Steps before the window that are a rank's own past, and how many it takes at least."""
+"""Maximum and minimum number of steps before the window that form a rank's own past."""
 NOT_JUDGED = 2
-"""First steps of a process: they build, compile and warm up."""
+"""Number of first steps of a process that are ignored, because they build, compile and warm up."""
 
 Times = NDArray[np.float64]
 
 
 def gathered_times(own_s: Sequence[float]) -> Times:
-    """Own times of the last steps, seconds, of every rank; (steps, ranks). Every rank calls this, with equally many."""
+    """Return the own times of the last steps on all ranks, in seconds, of shape (steps, ranks). Every rank calls
+    this with the same number of steps."""
     mine = torch.tensor(own_s, dtype=torch.float64)
     everyone = mine.new_empty(dist.get_world_size() * len(own_s))
     all_gather_single(everyone, mine)
@@ -56,8 +57,8 @@ def gathered_times(own_s: Sequence[float]) -> Times:
 
 @dataclass(frozen=True)
 class Slowest:
-    """The rank that the others wait for longest in the mean of some steps: `costs_s` seconds a step, by which its own
-    time is above the median of its peers'."""
+    """The rank that the others wait for longest, averaged over some steps. `costs_s`: its own time minus the median
+    of its peers, in seconds per step."""
 
     rank: int
     costs_s: float
@@ -65,7 +66,7 @@ class Slowest:
 
 @dataclass(frozen=True)
 class StragglerChange:
-    """A rank that has become a straggler, or is none any more, after `step` steps."""
+    """A rank that has become a straggler, or has stopped being one, after `step` steps."""
 
     rank: int
     step: int
@@ -73,7 +74,7 @@ class StragglerChange:
 
 
 class Stragglers:
-    """What is known of the speed of all ranks of a run."""
+    """Detects stragglers from the own times of all ranks of a run."""
 
     def __init__(self, layout: Layout) -> None:
         self.groups = peers(layout)
@@ -86,17 +87,17 @@ class Stragglers:
         self._window: deque[tuple[Times, Times]] = deque(maxlen=WINDOW)
         """Own times and ratios of the last steps."""
         self._past: deque[Times] = deque(maxlen=PAST)
-        """Ratios of the steps before."""
+        """Ratios of the steps before the window."""
 
     def slowest(self, own_s: Times) -> Slowest:
-        """Of the mean over steps of own times (steps, ranks)."""
+        """Return the slowest rank by mean over steps of `own_s` (steps, ranks)."""
         mean_s = own_s.mean(0, keepdims=True)
         costs_s = (mean_s - self._of_peers(mean_s))[0]
         rank = int(costs_s.argmax())
         return Slowest(rank, float(costs_s[rank]))
 
     def judge(self, own_s: Times, step: int) -> list[StragglerChange]:
-        """Take the own times of some steps (steps, ranks), of which the last is number `step`; what changes by them."""
+        """Add own times (steps, ranks), the last being step number `step`. Return the changes of stragglers."""
         changes = []
         for at, (own_R, ratio_R) in enumerate(zip(own_s, own_s / self._of_peers(own_s), strict=True), 1):
             self._n_steps += 1
@@ -118,7 +119,7 @@ class Stragglers:
                 ratios[:, self.alone] /= np.median(np.stack(self._past), 0)[self.alone]
         often_R = (ratios >= HIT).sum(0) >= HITS * len(ratios)
         if not (self.named or often_R.any()):
-            return []  # nearly always, and without a median, which takes longer than all the rest
+            return []  # almost always returns here, without the median, which takes longer than all other parts
         median_R = np.median(ratios, 0)
         slow_R = often_R & (median_R >= SLOW)
         slow = {int(rank) for rank in np.flatnonzero(slow_R)} - self.named
@@ -154,7 +155,7 @@ class Stragglers:
         return f"as long as {'the median of ' if len(others) > 1 else ''}{ranks_in_words(others)}, with the same work"
 
     def _of_peers(self, own_s: Times) -> Times:
-        """For each step and rank the median of the own times of its peers, of all other ranks where it has none."""
+        """Return, for each step and rank, the median own time of its peers, or of all other ranks without peers."""
         found = np.empty_like(own_s)
         for group in self.groups:
             if len(group) > 1:
@@ -165,8 +166,8 @@ class Stragglers:
 
 
 def peers(layout: Layout) -> list[NDArray[np.intp]]:
-    """The ranks in groups of those that have the same work in a step: of the same stage, the same experts and, where
-    ranks of cp hold unequal parts of the attention, the same part."""
+    """Return the groups of ranks that have the same work in a step: the same stage, the same experts and, if ranks
+    of cp have unequal parts of the attention, the same part."""
     axes = ("pp", "ep", "cp") if layout.cp_method == "ring" else ("pp", "ep")
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(layout.world_size):
@@ -176,18 +177,18 @@ def peers(layout: Layout) -> list[NDArray[np.intp]]:
 
 
 def _median_of_others(own_s: Times) -> Times:
-    """For each element the median of the others of its row; (steps, ranks), 2 ranks or more."""
+    """Return, for each element, the median of the other elements of its row. `own_s`: (steps, ranks >= 2)."""
     order = np.sort(own_s, 1)
     place = own_s.argsort(1).argsort(1)
     others = own_s.shape[1] - 1
     middle = [(others - 1) // 2, others // 2]
-    # Without the element at `place`, those from there on move one place to the front.
+    # Without the element at `place`, all elements after it move one place to the front.
     halves = [np.where(at < place, order[:, at, None], order[:, at + 1, None]) for at in middle]
     return (halves[0] + halves[1]) / 2
 
 
 class WatchStragglers(Hook):
-    """Adds the slowest rank to log records, and reports the ranks that become stragglers or are none any more."""
+    """Adds the slowest rank to log records, and reports ranks that become stragglers or stop being stragglers."""
 
     def __init__(self, layout: Layout, trainer: Trainer, clock: PhaseClock, log: RunLog) -> None:
         self.layout, self.trainer, self.clock, self.log = layout, trainer, clock, log
