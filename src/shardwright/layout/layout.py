@@ -10,7 +10,7 @@ axes become two:
 
     pp  x  dp_replicate  x  expert_dp_shard  x  ep         with  expert_dp_shard * ep = dp_shard * cp * tp
 
-| axis           | what is partitioned over its ranks                                          |
+| axis           | partitioned over its ranks                                                  |
 | -------------- | --------------------------------------------------------------------------- |
 | `pp`           | the layers, in stages                                                       |
 | `dp_replicate` | the samples; each replica has everything that its shard group has           |
