@@ -162,8 +162,8 @@ class ShardwrightLM(TemplateLM):
         return answers
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Continue each context until one of its stop texts or the end of the text. Requests with the same settings run
-        together."""
+        """Continue each context until one of its stop texts or the end of the text. Requests with equal settings are
+        batched."""
         alike: dict[str, list[int]] = {}
         for number, each in enumerate(requests):
             alike.setdefault(repr(each.args[1]), []).append(number)

@@ -98,8 +98,7 @@ class OptimizerKind:
 
     @property
     def can_offload(self) -> bool:
-        """Return whether its states can be on a disk: it has states, and its step can be computed for a part of the
-        elements."""
+        """Return whether its states can be on a disk: it has states, and its step can be computed in parts."""
         return self.by_element and bool(self.state)
 
     def offload_problems(self, where: str) -> Iterable[str]:
@@ -154,8 +153,7 @@ class OptimizerKind:
         return dict.fromkeys(names, row.shape)
 
     def n_bytes(self, rows: "Iterable[Row]", element_bytes: int, options: Mapping[str, float]) -> int:
-        """Return the bytes of the states of all parameters, with `element_bytes` for each element that is not a
-        code."""
+        """Return the bytes of the states of all parameters, with `element_bytes` an element except codes."""
         found = 0
         for row in rows:
             if row.trained:
@@ -294,8 +292,7 @@ NEWTON_SCHULZ_ITERATIONS = 5
 
 
 def newton_schulz_flops(rows: int, columns: int) -> float:
-    """Return the FLOPs of Muon's iterations for a matrix: 2 (2 m^2 n + m^3) an iteration, m the shorter side and n the
-    longer."""
+    """Return the FLOPs of Muon's iterations for a matrix: 2 (2 m^2 n + m^3) an iteration, sides m <= n."""
     m, n = sorted((rows, columns))
     return 2.0 * NEWTON_SCHULZ_ITERATIONS * (2 * m * m * n + m**3)
 

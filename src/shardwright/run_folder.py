@@ -51,8 +51,7 @@ RUN_NAMES = {RUN_FILE, METRICS, CHECKPOINTS, LOGS, TENSORBOARD, EVENTS, OFFLOADE
 PHASES = ("data", "forward_backward", "optimizer")
 """Parts of the step time; a record has the seconds of each as PHASE_s."""
 MOST_RANKS_LOGGED = 256
-"""Maximum number of ranks for which a record has one number per rank; with more, the lines of a long run would fill a
-disk."""
+"""Maximum number of ranks for which a record has one number per rank; more could fill a disk in a long run."""
 _CHECKPOINT = re.compile(r"step-(\d{8,})")
 _KIND_FIRST = re.compile(r'\{"kind": ?"(\w+)"')
 READ_BYTES = 2**24
@@ -61,8 +60,8 @@ READ_BYTES = 2**24
 Record = dict[str, Any]
 Step = Annotated[int, Field(ge=0, lt=2**53)]
 Amount = Annotated[float, Field(ge=-1e18, le=1e18, allow_inf_nan=False)]
-"""Seconds, speeds and fractions of a record: finite, so that sums and the ticks of plots are finite. A loss may be any
-number."""
+"""Seconds, speeds and fractions of a record: finite, so that sums and the ticks of plots are finite. A loss may be
+anything."""
 
 
 def _nan_or_amount(value: float) -> float:
@@ -124,8 +123,7 @@ def published(checkpoints: Path) -> list[Path]:
 
 
 def resumable(out: Path, local: str | None) -> list[Path]:
-    """Return the complete checkpoints in OUT/checkpoints and in this host's `checkpoint.local` folder, ordered by
-    step."""
+    """Return the complete checkpoints in OUT/checkpoints and in this host's `checkpoint.local` folder, by step."""
     return sorted([*published(out / CHECKPOINTS), *(published(Path(local)) if local else [])], key=step_of)
 
 
@@ -393,8 +391,7 @@ class GrowingFile:
 
     def new_lines(self) -> tuple[bool, list[str]]:
         """Return whether the file was replaced since the last call, as after a rollback to a checkpoint, and about
-        `READ_BYTES` bytes of new complete lines. Call again until no lines are returned. A missing file has no
-        lines."""
+        `READ_BYTES` bytes of new complete lines. Call again until no lines are returned. Missing files have none."""
         lines: list[str] = []
         n_bytes = 0
         try:

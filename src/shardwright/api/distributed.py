@@ -58,8 +58,7 @@ class DistributedModel:
         return self.layout.data_rank(self.rank)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield (name in the whole model, parameter) for this rank's parameters: a shard, as a DTensor, or the whole
-        parameter."""
+        """Yield (name in the whole model, parameter) for this rank's parameters: whole or a DTensor shard."""
         yield from self._model.named_parameters.items()
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -223,8 +222,7 @@ def parallelize(
 
 
 def _place() -> ProcessRank:
-    """Return the rank of this process in the process group or in the launcher's world; a world of one without
-    either."""
+    """Return the rank of this process in the process group or the launcher's world, or in a world of one."""
     if dist.is_initialized():
         rank = dist.get_rank()
         return ProcessRank(rank, int(os.environ.get("LOCAL_RANK", rank)), dist.get_world_size())

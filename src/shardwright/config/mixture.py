@@ -18,8 +18,8 @@ LARGEST_PERIOD = 2**20
 
 @dataclass(frozen=True)
 class Mixture:
-    """The weights of the sources after `from_step` steps: source k has weights[k] of every sum(weights) samples; 0:
-    none."""
+    """The weights of the sources after `from_step` steps: source k has weights[k] >= 0 of every sum(weights)
+    samples."""
 
     from_step: int
     weights: tuple[int, ...]
@@ -43,8 +43,7 @@ def tokenizer_folder(data: DataSection) -> Path:
 
 
 def mixtures_of(data: DataSection) -> list[Mixture]:
-    """Return the mixture at the start of a run and the mixture of each later stage, in order. The section must be
-    valid."""
+    """Return the mixture at the start of a run and of each later stage, in order. The section must be valid."""
     sources = sources_of(data)
     first = {name_of(source): source.weight for source in sources if source.weight is not None}
     stages = [(0, first), *((stage.from_step, stage.weights) for stage in data.stages)]

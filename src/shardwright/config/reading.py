@@ -217,8 +217,7 @@ def _sentence(entry: Any) -> str:
 
 
 def _meant(path: Sequence[str]) -> str:
-    """Return the key that was probably meant by an unknown key: in the same section, or with the same name in
-    another."""
+    """Return the key that was probably meant by an unknown key: in its section, or with its name in another."""
     *_, name = path
     if called_here(name) is None and (elsewhere := keys_named(name)):
         return f"did you mean {' or '.join(map(repr, elsewhere))}?"

@@ -151,8 +151,7 @@ class ModelSection(_ModelOverrides):
         return dataclasses.replace(base, **changes)
 
     def resolved(self) -> dict[str, Any]:
-        """Return this section as it is saved with a run: with every size if the sizes come from a folder, which may be
-        deleted."""
+        """Return this section as saved with a run: with every size if they come from a folder, which may be deleted."""
         if self.folder is None:
             return self.model_dump(exclude_none=True)
         return {"preset": self.preset} | table_of(self.spec())
@@ -303,7 +302,7 @@ class LayoutSection(_LayoutKeys):
         return values["recompute"], values["recompute_layers"]
 
     def layout(self) -> Layout:
-        """Return the layout with these degrees. Until it is settled, recompute='auto' counts as its default. Raises
+        """Return the layout with these degrees. An unsettled recompute='auto' counts as its default. Raises
         LayoutError."""
         values = self.model_dump()
         for name, key in LAYOUT_KEYS.items():

@@ -36,8 +36,7 @@ def shrunk(config: RunConfig, most: int, least: int) -> RunConfig | None:
 
 
 def _degrees(layout: Layout, most: int, least: int) -> Iterator[tuple[int, int]]:
-    """Yield (dp_replicate, dp_shard) of worlds of `least` to `most` ranks, the largest first, then the largest
-    dp_shard."""
+    """Yield (dp_replicate, dp_shard) of worlds of `least` to `most` ranks, largest first, then largest dp_shard."""
     others = layout.world_size // layout.data_ranks
     pairs = [
         (replicate, shard)

@@ -67,8 +67,7 @@ class NcclCall(NamedTuple):
 
     @property
     def splits(self) -> tuple[int, ...]:
-        """Return no splits. NCCL has no uneven collectives; an uneven all-to-all is sends and receives of one
-        launch."""
+        """Return no splits. NCCL has no uneven collectives; an uneven all-to-all is a launch of sends and receives."""
         return ()
 
     @property
@@ -116,8 +115,7 @@ def broken_nccl_rules(calls: Mapping[int, Sequence[C]]) -> list[Disagreement[C]]
 
 
 class AgreementCounts(NamedTuple):
-    """Numbers of ranks, calls of all ranks, communicators, and sends to one of the ranks that `disagreements`
-    compares."""
+    """Numbers of ranks, calls, communicators and sends to one of the ranks that `disagreements` compares."""
 
     ranks: int
     calls: int
@@ -213,8 +211,7 @@ class _Launches(Generic[C]):
         """Number of completed calls without waits."""
 
     def counterpart(self, call: C, rank: int, other: int) -> C | None:
-        """Return this rank's first call in progress that matches `call`, in progress on rank `rank`. `other`: this
-        rank."""
+        """Return the first call in progress on this rank, `other`, that matches `call` in progress on `rank`."""
         if call.op not in _PAIRED:
             return next(
                 (each for each in self.under_way if each.group == call.group and each.op not in (*_PAIRED, WAIT)), None

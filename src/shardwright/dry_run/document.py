@@ -10,8 +10,8 @@ from shardwright.dry_run.run import DryRun
 
 
 def document(found: DryRun) -> dict[str, Any]:
-    """Return a dry run as a JSON-compatible dict. Bytes are integers; the plan's values are None, with the reason, if
-    it has none."""
+    """Return a dry run as a JSON-compatible dict. Bytes are integers; the plan's values are None, with a reason, if
+    missing."""
     return {
         "fits": found.fits,
         "limit_bytes": found.how.limit_bytes,

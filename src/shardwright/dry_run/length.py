@@ -22,8 +22,7 @@ Entry = Action | PairExchange
 
 class ShortenedStep(NamedTuple):
     """A step in which only `n_run` of the micro-batches are run. `repeats`: for each rank of `pp`, the number of
-    actions of the whole step that an action represents, if it is not 1. `n_actions`: number of actions that the rank
-    runs."""
+    actions of the whole step that an action represents, if it is not 1. `n_actions`: actions that the rank runs."""
 
     n_run: int
     repeats: tuple[dict[str, int], ...]

@@ -19,8 +19,7 @@ def op_name(func: Any) -> str:
 
 @cache
 def formulas_of(func: Any) -> tuple[Flops | None, Flops | None]:
-    """Return the formulas for the FLOPs of an operation and for its temporary bytes on a GPU; None if there is no
-    formula."""
+    """Return the formulas for the FLOPs of an operation and for its temporary bytes on a GPU; None if missing."""
     name = op_name(func)
     # PyTorch has formulas for out-of-place operations; an in-place operation such as addmm_ has as many FLOPs.
     known = getattr(torch.ops.aten, name.rstrip("_"), None) if func.namespace == "aten" else func.overloadpacket

@@ -37,8 +37,8 @@ class PlannedRank:
 
     `peak_bytes`: peak memory without `workspace_bytes` of libraries, which a dry run does not see. `groups`: bytes of
     each of GROUPS. `lost_share`: additional memory that the allocator reserves, as a fraction of both. `flops`: of a
-    step, the mean over ranks. `sent`: messages of the rank by axis and operation. It lacks messages of a few bytes,
-    which the plan does not price, and shards of parameters that are copied between host and device.
+    step, the mean over ranks. `sent`: messages of the rank by axis and operation. It includes parameter shards that are
+    copied between host and device, but not messages of a few bytes, which the plan does not price.
     """
 
     peak_bytes: float

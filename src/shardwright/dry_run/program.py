@@ -225,7 +225,7 @@ def balanced(n_ranks: int, mine: int, imbalance: float) -> ReadCounts:
 
 
 def shares(n_rows: int, n_ranks: int, imbalance: float) -> list[int]:
-    """Return `n_rows` split over ranks: `imbalance` times the mean for the first, equal parts for the others up to a
+    """Return `n_rows` split over ranks: `imbalance` times the mean for the first, then equal parts up to a
     remainder."""
     first = min(n_rows, round(n_rows * imbalance / n_ranks)) if n_ranks > 1 else n_rows
     each, more = divmod(n_rows - first, max(1, n_ranks - 1))

@@ -182,7 +182,7 @@ N_LARGEST = 10
 def summed(
     allocations: Sequence[Allocation], actions: Sequence[tuple[int, str]]
 ) -> tuple[tuple[Moment, ...], Moment, dict[str, int], tuple[PeakTensor, ...]]:
-    """Return the curve, the peak, the peaks of kinds and the largest tensors of a `RankRecord`. `actions`: (start time,
+    """Return the curve, the peak, peaks of kinds and largest tensors of a `RankRecord`. `actions`: (start time,
     action)."""
     ordered = sorted(changes(allocations))
     curve: list[Moment] = []

@@ -147,8 +147,7 @@ class OperationRecorder(DispatchMode):
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
-        """Count memory created in the block as host memory. Only with `gpu`; otherwise host and device memory are the
-        same."""
+        """Count memory created in the block as host memory. Only with `gpu`; otherwise both memories are the same."""
         before, self._unseen = self._unseen, self.gpu
         try:
             yield

@@ -86,8 +86,7 @@ def _comes(parameter: FSDPParam) -> bool:
 
 
 def _put_gradient(parameter: FSDPParam, recorder: OperationRecorder) -> int:
-    """Put the first gradient sum of a step into host memory, where later sums are added to it, and return the bytes
-    copied."""
+    """Put the first gradient sum of a step into host memory, where later sums are added to it, and return its bytes."""
     gradient: Any = parameter.sharded_param.grad
     local = gradient.to_local()
     if recorder.gpu and not recorder.is_on_host(local):

@@ -130,8 +130,7 @@ class RecordedPhases:
         self._parameters: list[Tensor] = []
 
     def record(self, recorder: OperationRecorder, parameters: Iterable[Tensor]) -> None:
-        """Report phases to the recorder from now on. `parameters`: the trained ones, whose gradients the recorder
-        marks."""
+        """Report phases to the recorder from now on. `parameters`: trained parameters, whose gradients are marked."""
         self._recorder, self._parameters = recorder, list(parameters)
 
     def begin(self, phase: Phase, step: int) -> None:

@@ -200,8 +200,8 @@ class Layout(LayoutKeys, NumberedRanks):
 
     @property
     def cp_ulysses(self) -> int:
-        """Return the number of ranks of `cp` over which attention heads are partitioned: all, some or none, by
-        `cp_method`."""
+        """Return the number of ranks of `cp` over which attention heads are partitioned, by `cp_method`: all, some or
+        none."""
         return {"ulysses": self.cp, "usp": self.ulysses_degree}.get(self.cp_method, 1)
 
     @property
@@ -231,8 +231,7 @@ class Layout(LayoutKeys, NumberedRanks):
 
     @property
     def ways(self) -> Ways:
-        """Return the ways of micro-batches through the pipeline: for each way, the `pp` rank of every stage in
-        order."""
+        """Return the ways of micro-batches through the pipeline: for each way, the `pp` ranks of its stages."""
         return self.kind.ways(self.pp, self.virtual_stages)
 
     def held_by(self, pp_rank: int) -> list[int]:
@@ -251,8 +250,7 @@ class Layout(LayoutKeys, NumberedRanks):
 
     @property
     def expert_dp_shard(self) -> int:
-        """Return the number of ranks over which the parameters, gradients and optimizer states of one expert are
-        sharded."""
+        """Return the number of ranks over which one expert's parameters, gradients and optimizer states are sharded."""
         return self.dp_shard * self.cp * self.tp // self.ep
 
     def check_world(self, world_size: int) -> None:
@@ -284,8 +282,7 @@ def accumulation(global_batch: int, micro_batch: int, data_ranks: int) -> int:
 
 
 def _check_names(values: Mapping[str, Any]) -> None:
-    """Raise LayoutError for names that are not layout keys, with the nearest key, and for values that are not
-    numbers."""
+    """Raise LayoutError for names that are not layout keys, with the nearest key, and for non-numeric values."""
     if unknown := [name for name in values if name not in KEYS]:
         raise LayoutError(*(f"layout.{name}: there is no such key; {nearest(name, KEYS)}" for name in unknown))
     numbers = {name: value for name, value in values.items() if KEYS[name].type in (int, int | None)}

@@ -37,8 +37,7 @@ class MeasuringClock:
     def seconds(self, operation: Callable[[], object], repeats: int | None = None) -> float:
         """Return the median time of a call. Short operations are called several times between two clock readings.
 
-        `repeats`: number of clock readings. Ranks that communicate must pass the same number, or they would wait for
-        ever.
+        `repeats`: number of clock readings. Ranks that communicate must pass the same number, or they would hang.
         """
         operation()
         begin = self.now()

@@ -188,6 +188,5 @@ def _written(value: object) -> str:
 
 
 def accelerator_name(path: Path) -> str:
-    """Return the name of the accelerator in a file: the file name, restricted to characters that TOML allows without
-    quotes."""
+    """Return the name of the accelerator in a file: the file name, in characters that TOML allows unquoted."""
     return re.sub(r"[^A-Za-z0-9_-]+", "-", path.stem).strip("-") or "mine"

@@ -34,8 +34,7 @@ FORWARD_AND_BACKWARD = 2.5
 
 
 def matmuls(clock: MeasuringClock, precisions: tuple[str, ...]) -> Iterator[MatmulPoint]:
-    """Measure the three matmuls of a linear layer (forward pass and both gradients) in the memory layouts of
-    training."""
+    """Measure a linear layer's three matmuls (forward pass and both gradients) in training's memory layouts."""
     factor = ON_GPU if clock.device.type == "cuda" else 1
     for number, precision in enumerate(precisions):
         # The dependence of the rate on shape is measured in the first precision.
@@ -81,8 +80,7 @@ _Operation = tuple[Callable[..., Tensor], tuple[Tensor, ...]]
 
 
 def _operations(clock: MeasuringClock, tokens: int, features: int, precision: str) -> dict[str, _Operation]:
-    """Return, by field of `cost.speed.Speed`, the operation and its tensors; the elements of the first tensor are
-    counted."""
+    """Return, by field of `cost.speed.Speed`, the operation and its tensors; the first one's elements are counted."""
     x, other = (_random(clock, 1, tokens, features, precision=precision) for _ in range(2))
     weight, bias = torch.ones_like(x[0, 0]), torch.zeros_like(x[0, 0])
     heads = x.view(1, tokens, -1, HEAD)

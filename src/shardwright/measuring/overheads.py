@@ -37,8 +37,7 @@ def overheads(run_ranks: RunRanks, clock: Kind, device: str, message_s: float | 
     ranks. Also returns the peak bytes of a process with a very small model.
 
     A rank has one thread: the time to start several threads is part of the kernels, which are measured with them.
-    `run_ranks`: as `verification.ranks.run_ranks`. `message_s`: seconds of a small collective over two ranks, or None
-    for one rank.
+    `run_ranks`: as `verification.ranks.run_ranks`. `message_s`: seconds of a small collective over two ranks, or None.
     """
     held: list[int] = []
 
@@ -76,8 +75,7 @@ def _batch(sequences: int) -> dict[str, int]:
 
 
 def backward_share(device: str) -> float:
-    """Return the time of a small layer's backward pass relative to its forward pass, in one thread's CPU-seconds on the
-    host."""
+    """Return the time of a small layer's backward pass relative to its forward pass, in one thread's CPU-seconds."""
     spec = parse(run_file(small_model(FEW), _batch(FEW), {}, "fp32")).model.spec()
     block = Block(spec, 0).to(device)
     x = torch.randn(1, 16, spec.d_model, device=device, requires_grad=True)
@@ -96,8 +94,7 @@ def backward_share(device: str) -> float:
 
 
 def update_seconds(device: str, clock: Kind) -> list[tuple[int, float]]:
-    """Return (parameters, seconds to clip their gradients and update them) of two models, on the only rank of a
-    world."""
+    """Return (parameters, seconds to clip their gradients and update them) of two models, on a single rank."""
     found = []
     where = selected(device)
     for width in UPDATED_WIDTHS[where.type]:

@@ -18,8 +18,8 @@ from shardwright.training.step import Trainer
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """Measurements of one rank: wall and CPU-seconds of each step; the bytes of the process before the model was built,
-    and at the peak."""
+    """Measurements of one rank: wall and CPU-seconds of each step; process bytes before the model was built, and at the
+    peak."""
 
     wall_s: tuple[float, ...]
     cpu_s: tuple[float, ...]

@@ -9,8 +9,7 @@ BLOCK = 128
 
 
 def block_length(columns: int) -> int:
-    """Return the elements of a block: a row is split into the fewest blocks of equal length; the last may be
-    shorter."""
+    """Return the elements of a block: a row has the fewest blocks of equal length; the last may be shorter."""
     return -(-columns // -(-columns // BLOCK))
 
 

@@ -144,8 +144,7 @@ def dealt(lengths: Lengths, ring: int) -> tuple[tuple[DocumentSpan, ...], ...]:
 
 
 def _shares(length: int, room: Sequence[int]) -> list[int]:
-    """Return the tokens of a document for each rank: in proportion to its room, the remainder to the ranks with most
-    room left."""
+    """Return the tokens of a document for each rank: in proportion to room, the remainder to ranks with most room."""
     total = sum(room)
     shares = [length * each // total for each in room]
     by_room = sorted(range(len(room)), key=lambda rank: (shares[rank] - room[rank], rank))
@@ -155,8 +154,7 @@ def _shares(length: int, room: Sequence[int]) -> list[int]:
 
 
 def _zigzag(document: int, start: int, shares: Sequence[int]) -> list[list[DocumentSpan]]:
-    """Return [rank] -> an early and a late chunk of a document: early chunks in rank order, late chunks in reverse
-    order."""
+    """Return [rank] -> an early and a late chunk of a document: early ones in rank order, late ones reversed."""
     late = [share // 2 for share in shares]
     sizes = [(rank, share - late[rank]) for rank, share in enumerate(shares)]
     sizes += [(rank, late[rank]) for rank in reversed(range(len(shares)))]

@@ -1,5 +1,4 @@
-"""The rules that decide which layouts fit a model and a sequence length, with their arithmetic and the valid
-choices."""
+"""Rules for layouts to fit a model and a sequence length, with their arithmetic and the valid choices."""
 
 from collections.abc import Iterator
 from dataclasses import replace

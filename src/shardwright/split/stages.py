@@ -21,8 +21,7 @@ Each matmul keeps its input and the gradient of its output. Attention stores no 
 
 
 def stage_layers(spec: ModelSpec, layout: Layout, seq_len: int) -> tuple[range, ...]:
-    """Return the layers of every stage: from `layout.stage_layers`, or the partition that minimises the largest work of
-    a stage.
+    """Return the layers of every stage: from `layout.stage_layers`, or the partition with the smallest maximum work.
 
     The work includes the embedding in the first stage; the last stage also has the norm, head and multi-token
     prediction modules, whose numbers follow the layers' numbers. Every stage has at least one layer. The layout must
@@ -145,8 +144,7 @@ def _square(spec: ModelSpec, seq_len: int) -> float:
 
 @cache
 def _balanced(spec: ModelSpec, n_stages: int, seq_len: int) -> tuple[int, ...]:
-    """Return the number of layers of each stage that minimises the largest work of a stage, then the sum of squared
-    works.
+    """Return the number of layers of each stage with the smallest maximum work, then the smallest sum of squares.
 
     Ties assign more layers to late stages, which store fewer activations. The last stage also has the head and the
     multi-token prediction modules. The first stage has the embedding, a lookup whose moved bytes are counted as FLOPs.

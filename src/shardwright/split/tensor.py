@@ -25,8 +25,7 @@ def summed_over(row: Row, layout: Layout, n_kv_heads: int) -> Literal["tp", "tp_
 
 
 def kv_replicas(n_kv_heads: int, tp: int) -> int:
-    """Return the number of ranks of tp that have the same key and value heads: tp / kv heads if there are fewer, else
-    1."""
+    """Return the number of ranks of tp that have the same key and value heads: tp / kv heads if fewer, else 1."""
     return max(1, tp // n_kv_heads)
 
 

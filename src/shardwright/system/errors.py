@@ -59,8 +59,8 @@ def without_secrets(text: str) -> str:
 
 
 class ShardwrightError(Exception):
-    """Base class of all errors. The command line prints the text and exits with `exit_code`. `rank`: the rank at fault,
-    if known."""
+    """Base class of errors. The command line prints the text and exits with `exit_code`. `rank`: the rank at fault, if
+    known."""
 
     exit_code = 3
     rank: int | None = None
@@ -105,8 +105,7 @@ class CheckpointError(InputError):
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint whose bytes are missing or differ from the bytes that were written. An earlier checkpoint may be
-    intact."""
+    """A checkpoint with missing or changed bytes. An earlier checkpoint may be intact."""
 
 
 class SaveError(CheckpointError):
@@ -244,8 +243,8 @@ def near_path(path: str | Path, pattern: str) -> str:
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """Return `did you mean 'x'?` for a misspelt name or another library's name (`synonyms`); otherwise the list of
-    valid names."""
+    """Return `did you mean 'x'?` for a misspelt name or another library's name (`synonyms`); otherwise the valid
+    names."""
     valid = sorted(choices)
     known = called_here(name)
     if known is not None:

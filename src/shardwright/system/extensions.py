@@ -35,8 +35,7 @@ R = TypeVar("R", bound=NamedRow)
 
 
 def add(rows: dict[str, R], what: str, row: R) -> R:
-    """Add a row to a registry. `what`: the kind of row, for the message. Raises ConfigError for a name that is
-    taken."""
+    """Add a row to a registry. `what`: its kind, for the message. Raises ConfigError for a name that is taken."""
     if row.name in rows:
         raise ConfigError(f"{what} named {row.name!r} is registered already; choose another name")
     rows[row.name] = row
@@ -109,8 +108,7 @@ def _trusted_file() -> Path:
 
 
 def _fingerprint(name: str) -> str | None:
-    """Return the checksum of an extension's path and content; None for a module, which Python finds on its import
-    path."""
+    """Return the checksum of an extension's path and content; None for a module, which Python finds by name."""
     if not name.endswith(".py"):
         return None
     try:

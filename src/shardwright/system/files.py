@@ -63,7 +63,7 @@ def _require_regular(path: Path, mode: int) -> None:
 
 
 def read_bytes(path: Path, most_bytes: int = LONGEST_TEXT) -> bytes:
-    """Return the content of a regular file. Raises OSError as `open_regular` does, and for a file longer than
+    """Return the content of a regular file. Raises OSError as `open_regular` does, or if it is longer than
     `most_bytes`."""
     with open_regular(path) as file:
         content = file.read(most_bytes + 1)
@@ -103,8 +103,8 @@ def decoded(line: bytes) -> str:
 
 
 def is_text(name: str) -> bool:
-    """Return whether a string can be encoded as UTF-8. JSON may contain half of a surrogate pair, which no file name
-    can."""
+    """Return whether a string can be encoded as UTF-8. JSON may contain half of a surrogate pair, file names may
+    not."""
     return not any("\ud800" <= character <= "\udfff" for character in name)
 
 

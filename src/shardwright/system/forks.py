@@ -44,7 +44,7 @@ def preload(*modules: str) -> None:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Start the server if needed and fork processes that ignore Ctrl-C, which this process handles for all.
+    """Start the server if needed. Processes started in the block ignore Ctrl-C, which this process handles for all.
 
     The processes do not run the main script again, as multiprocessing would, so a script needs no `if __name__ ==
     "__main__"`.

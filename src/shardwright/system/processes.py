@@ -379,8 +379,7 @@ def _last_words(log: Path) -> list[str]:
 
 
 def _stacks(workers: Sequence[Worker]) -> str:
-    """Return the stacks of these ranks. On SIGUSR1 a rank writes its stack to a file without running any Python
-    code."""
+    """Return the stacks of these ranks. On SIGUSR1 a rank writes its stack to a file without running Python."""
     ready = {worker.rank: worker.stack for worker in workers if worker.stack is not None and worker.stack.exists()}
     for worker in workers:
         if worker.rank in ready:

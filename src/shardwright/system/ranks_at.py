@@ -50,8 +50,7 @@ class RankState:
     """The last reported state of a rank.
 
     `beats`: beats of its monitor. `step`: optimizer steps started. `since_s`: start of the phase on the monotonic clock
-    of its machine. `limit_s`: time limit of the phase. `line`: the Python line last seen in this phase, "" if none was
-    seen.
+    of its machine. `limit_s`: time limit of the phase. `line`: the Python line last seen in this phase, or "".
     """
 
     beats: int
@@ -280,8 +279,7 @@ def describe(
 
 
 SHOWN = 4
-"""Maximum number of ranks at fault that are described, and of the other classes of ranks with equal stacks, smallest
-first."""
+"""Maximum number of described ranks at fault, and of the other classes of ranks with equal stacks, smallest first."""
 
 
 def _of(
@@ -312,8 +310,7 @@ def _of(
 
 
 def _missed(rank: int, dumps: Mapping[int, RankDump]) -> list[str]:
-    """Return the collectives and messages that other ranks have joined and this rank has not, with the waiting
-    ranks."""
+    """Return the collectives and messages that other ranks have joined and this rank has not, with waiting ranks."""
     waiting: dict[JoinedCollective, list[int]] = {}
     joined = dumps[rank].joined if rank in dumps else {}
     for other, dump in dumps.items():

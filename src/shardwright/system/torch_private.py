@@ -117,8 +117,7 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def keep_compiled_side_effects_once() -> None:
-    """Make compiled blocks that are recomputed in the backward pass change module attributes only in the forward
-    pass."""
+    """Make recomputed compiled blocks in the backward pass change module attributes only in the forward pass."""
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
 
 
@@ -210,8 +209,7 @@ def script_type(value: torch.ScriptObject) -> str:
 
 
 class DispatchMode(TorchDispatchMode):
-    """A dispatch mode without Dynamo's guard, which would add 10 % to the time of every operation. Nothing is compiled
-    in it."""
+    """A dispatch mode without Dynamo's guard, which would take 10 % of the time. Nothing is compiled in it."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

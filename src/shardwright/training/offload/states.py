@@ -32,8 +32,7 @@ _ALIGNED = 64
 
 @dataclass(frozen=True)
 class Disk:
-    """Optimizer states in `folder`, in chunks of about `chunk_bytes`. `opened(folder, bytes)`: returns the file of this
-    rank."""
+    """Optimizer states in `folder`, in chunks of about `chunk_bytes`. `opened(folder, bytes)`: this rank's file."""
 
     folder: Path
     chunk_bytes: int = OFFLOAD_CHUNK_BYTES
@@ -42,8 +41,7 @@ class Disk:
 
 @dataclass(frozen=True)
 class Host:
-    """Optimizer states in host memory. Parameters are copied and updated in buckets of at most `bucket_bytes`, or of
-    one parameter."""
+    """Optimizer states in host memory. Parameters are updated in buckets of at most `bucket_bytes`, or of one."""
 
     bucket_bytes: int = 64 * MiB
 
@@ -61,7 +59,7 @@ def where_of(
     """Return the location of the optimizer states in a layout.
 
     `folder`: for states on a disk. `part_bytes`: size of a chunk or bucket instead of the default. `opened`: as in
-    `Disk`. None if the parameters are also on the host, since their states are on the same device.
+    `Disk`. None if the states are with the parameters, on the device or the host.
     """
     sized = () if part_bytes is None else (part_bytes,)
     if layout.offload_optimizer == "disk":
@@ -191,8 +189,7 @@ class StoredTensor:
 
 
 def in_chunks(members: Iterable[OffloadedParameter], chunk_bytes: int) -> list[Chunk]:
-    """Return chunks of about `chunk_bytes` or less that contain every element of every parameter exactly once, in
-    order."""
+    """Return chunks of about `chunk_bytes` or less with every element of every parameter once, in order."""
     chunks = [Chunk(0)]
     for member in members:
         sizes = {name: dtype.itemsize for name, dtype in member.dtypes.items()}

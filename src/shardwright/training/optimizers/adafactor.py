@@ -134,8 +134,7 @@ class _AdafactorParameter:
         return x_EP.index_add_(1, self.part_R, x_ER)
 
     def _of_rows(self, x_EP: Tensor) -> Tensor:
-        """Return for each row the value of its logical matrix: (E, P, ...) -> (E, R, ...), or (E, 1, ...) with one
-        logical matrix."""
+        """Return for each row the value of its logical matrix: (E, P, ...) -> (E, R, ...), or (E, 1, ...) if P = 1."""
         return x_EP if self.part_R is None else x_EP[:, self.part_R]
 
 

@@ -71,8 +71,7 @@ class AdamW8bit(Optimizer):
                     each.round(name, wide[name], scale, local_part(self.state[each.parameter][name]))
 
     def _buckets(self) -> Iterator[tuple[dict[str, Any], list["_AdamW8bitParameter"]]]:
-        """Yield a group with a few of its parameters at a time, the same parameters on all ranks that have shards of
-        them."""
+        """Yield a group with a few of its parameters at a time, the same on all ranks with shards of them."""
         for group, members in zip(self.param_groups, self._members, strict=True):
             for bucket in in_groups(members, lambda each: each.n_bytes, BUCKET_BYTES):
                 yield group, bucket
@@ -119,8 +118,7 @@ class _AdamW8bitParameter:
             self.borders = {name: borders(signed).to(like) for name, signed in SIGNED.items()}
 
     def moments(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the shards of the moments in the type of the parameter; the state tensors themselves if they are not
-        codes."""
+        """Return the shards of the moments in the type of the parameter; without codes the states themselves."""
         if self.blocks is None:
             return {name: local_part(state[name]) for name in SIGNED}
         found = {}
@@ -131,8 +129,7 @@ class _AdamW8bitParameter:
         return found
 
     def largest(self, x: Tensor, scale: Tensor) -> Tensor:
-        """Return the largest absolute value of each block of the rows of this shard, over the shard's part of the
-        block."""
+        """Return the largest absolute value of each block of this shard's rows, over the shard's part."""
         assert self.blocks is not None
         found = torch.zeros_like(scale)
         self.blocks.local_scales(found).copy_(self.blocks.cut(x.abs()).amax(-1))
@@ -164,8 +161,7 @@ class _Blocks:
         return F.pad(x, (self.before, self.after)).unflatten(-1, (self.n, self.size))
 
     def each(self, compute: Callable[[Tensor, Tensor], Tensor], x: Tensor, scale: Tensor) -> Tensor:
-        """Return `compute` of each element, (..., C), and the scale of its block; contiguous, as fused updates
-        require."""
+        """Return `compute` of each element, (..., C), and the scale of its block, contiguous for fused updates."""
         found = compute(self.cut(x), self.local_scales(scale).unsqueeze(-1))
         return found.flatten(-2).narrow(-1, self.before, self.columns).contiguous()
 
@@ -187,8 +183,8 @@ def table(signed: bool) -> Tensor:
 
 
 def borders(signed: bool) -> Tensor:
-    """Return the 255 boundaries between the numbers of the table. If unsigned, the first is 0, so no positive value is
-    rounded to 0."""
+    """Return the 255 boundaries between the numbers of the table. Unsigned, the first is 0: no positive value becomes
+    0."""
     numbers = table(signed)
     found = (numbers[:-1] + numbers[1:]) / 2
     if not signed:

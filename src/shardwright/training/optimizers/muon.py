@@ -32,8 +32,7 @@ SMALLEST_NORM = 1e-7
 
 
 class Muon(Optimizer):
-    """Muon for groups with `hidden`, with each parameter described by its row in `rows`; AdamW on shards for other
-    groups."""
+    """Muon for groups with `hidden`, with each parameter described by its row in `rows`; otherwise AdamW on shards."""
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, options: Mapping[str, float]) -> None:
         super().__init__(groups, {"lr": lr, **options})
@@ -73,8 +72,7 @@ class Muon(Optimizer):
 
 
 def map_logical_matrices(whole: Tensor, row: Row, compute: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return `compute` of each logical matrix, (..., rows, columns), stacked in a parameter, in the parameter's
-    shape."""
+    """Return `compute` of each logical matrix, (..., rows, columns), of a parameter, in the parameter's shape."""
     if len(row.parts) < 2:
         return compute(whole)
     sizes = [n for _, n in row.parts]
@@ -85,8 +83,7 @@ def map_logical_matrices(whole: Tensor, row: Row, compute: Callable[[Tensor], Te
 
 def orthogonal(matrix: Tensor) -> Tensor:
     """Return an approximation of U V^T for a matrix U S V^T, (..., rows, columns), by Newton-Schulz iterations of
-    degree 5. Singular values become about 1, from 0.7 to 1.2, with the number of iterations that the coefficients are
-    designed for."""
+    degree 5. Singular values become about 1, from 0.7 to 1.2, with the coefficients' own number of iterations."""
     a, b, c = COEFFICIENTS
     wide = matrix.shape[-2] <= matrix.shape[-1]
     x = matrix if wide else matrix.mT
