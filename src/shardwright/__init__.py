@@ -1,4 +1,4 @@
-"""Shardwright trains large models across many accelerators, and proves that it computes what one device does.
+"""Shardwright trains large models on many accelerators, and verifies that the result equals a single device's.
 
 import shardwright
 
@@ -50,7 +50,7 @@ _FROM = {
     "train": "api.verbs",
     "verify": "api.verbs",
 }
-"""The module of each name; imported when the name is used, so that `plan` starts without PyTorch."""
+"""The module of each name. It is imported when the name is used, so that `plan` starts without PyTorch."""
 
 
 def __getattr__(name: str) -> Any:

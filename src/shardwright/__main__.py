@@ -1,4 +1,4 @@
-"""python -m shardwright, as torchrun starts it."""
+"""Entry point of `python -m shardwright`, which torchrun uses."""
 
 from shardwright.cli.main import main
 

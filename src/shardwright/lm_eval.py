@@ -1,8 +1,8 @@
-"""Our models in lm-eval, EleutherAI's lm-evaluation-harness (`pip install 'shardwright[lm-eval]'`).
+"""Shardwright models in lm-eval, EleutherAI's lm-evaluation-harness (`pip install 'shardwright[lm-eval]'`).
 
     python -m shardwright.lm_eval --model shardwright --model_args path=quickstart/run --tasks TASKS
 
-is the command `lm_eval` with one model more. In Python, importing this module is enough for
+is the command `lm_eval` with one additional model. In Python, importing this module is enough for
 `lm_eval.simple_evaluate(model="shardwright", model_args={"path": "quickstart/run"}, tasks=[...])`.
 """
 
@@ -34,17 +34,17 @@ except ModuleNotFoundError as error:
 BATCH_SIZE = 16
 """Sequences of a pass, for lm-eval's `--batch_size auto`."""
 GENERATION_KEYS = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "seed"}
-"""What a task may say of the tokens that it wants generated."""
+"""Keys that a task may set for generation."""
 
 
 @register_model("shardwright")
 class ShardwrightLM(TemplateLM):
-    """A run (its newest checkpoint), a checkpoint or a folder of transformers, for lm-eval.
+    """A run (its newest checkpoint), a checkpoint or a transformers folder as an lm-eval model.
 
-    `path`: the folder; `max_length`: tokens that a prediction may depend on, `max_seq_len` of the model if not given;
-    `max_gen_toks`: new tokens where a task does not say; `layout`: keys of the layout to run on, such as tp=2, whose
-    ranks are processes on this machine's CPU. The other arguments are those of lm-eval's command. Raises InputError,
-    with every problem at once.
+    `path`: the folder. `max_length`: tokens that a prediction may depend on, `max_seq_len` of the model by default.
+    `max_gen_toks`: number of new tokens if a task does not set it. `layout`: layout keys to run on, such as tp=2; the
+    ranks are processes on this machine's CPU. The other arguments are lm-eval's own. Raises InputError
+    with all problems at once.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class ShardwrightLM(TemplateLM):
         if problems:
             raise InputError(*problems)
         self.path, self.batch_size, self.max_gen_toks = Path(path), int(batch_size), max_gen_toks
-        self.on = "cpu" if device == "cpu" else "auto"  # lm-eval says cuda where nothing is asked for
+        self.on = "cpu" if device == "cpu" else "auto"  # lm-eval passes cuda by default
 
     @property
     def eot_token_id(self) -> int:
@@ -100,16 +100,16 @@ class ShardwrightLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text of which all tokens are scored."""
+        """The token before a text whose tokens are all scored."""
         return self.eot_token_id if self.text.begin is None else self.text.begin
 
     @property
     def tokenizer_name(self) -> str:
-        """Where the tokenizer is, for lm-eval's cache of requests."""
+        """The location of the tokenizer, for lm-eval's cache of requests."""
         return str(self.path.resolve()).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids; with the tokens that the tokenizer adds unless they are there or are not wanted."""
+        """Return token ids, with the tokens that the tokenizer adds unless they are already there or disabled."""
         if add_special_tokens is None:
             begin = self.text.tokenizer.id_to_token(self.prefix_token_id) or ""
             add_special_tokens = self.text.begins and not (begin and string.startswith(begin))
@@ -117,8 +117,8 @@ class ShardwrightLM(TemplateLM):
         return ids
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of whole texts; what is longer than `max_length` is scored in parts, each with as many
-        tokens before it as fit."""
+        """Return the log-likelihood of whole texts. A text longer than `max_length` is scored in parts, each with as
+        many preceding tokens as fit."""
         pairs, owners = [], []
         for number, (text,) in enumerate(each.args for each in requests):
             windows = get_rolling_token_windows(
@@ -162,8 +162,8 @@ class ShardwrightLM(TemplateLM):
         return answers
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Continue each context until one of its stop texts, or the end of the text; requests that want the same run
-        together."""
+        """Continue each context until one of its stop texts or the end of the text. Requests with equal settings are
+        batched."""
         alike: dict[str, list[int]] = {}
         for number, each in enumerate(requests):
             alike.setdefault(repr(each.args[1]), []).append(number)
@@ -204,7 +204,7 @@ class ShardwrightLM(TemplateLM):
 
 
 def main() -> None:
-    """The command of lm-eval; what cannot be used is said without a traceback."""
+    """Run lm-eval's command. Input errors are printed without a traceback."""
     from lm_eval.__main__ import cli_evaluate
 
     try:

@@ -1,7 +1,7 @@
-"""The optimizers that `[optimizer] name` may say: their options and the state they hold for each parameter. No torch.
+"""The optimizers for `[optimizer] name`: their options and their state for each parameter. No torch.
 
-`register` adds one, ours as well as a user's. The run file's keys, the optimizer of `train` and `verify`, checkpoints
-and the planner's memory and traffic of the optimizer's step read the rows.
+`register` adds an optimizer, built-in or a user's. The run file's keys, the optimizer of `train` and `verify`,
+checkpoints, and the planner's memory and traffic of the optimizer step read these rows.
 """
 
 import math
@@ -21,19 +21,21 @@ OFFLOAD_CHUNK_BYTES = 8 * MiB
 """Bytes of optimizer states on a disk that are read, updated and written together."""
 
 SLOWEST_BF16_DECAY = 1 - 2.0**-8
-"""A number in bf16, of 8 significant bits, that is multiplied by more than this may be rounded back to itself: half the
-distance to the next one is up to 2^-8 of it."""
+"""Largest decay factor that reliably changes a bf16 number. With 8 significant bits, half the distance to the next
+number is up to 2^-8 of the number, so a product with a larger factor may be rounded back to it."""
 
 WIDENING_BYTES = 108.0
-"""Bytes that are read and written of an element to widen two states of a byte and to round them, by PyTorch's
-operations: for each state the code (1 + 4), its number (4 + 4) and that times the scale (8) to widen, the largest of a
-block (4), division by it (8), the code (4 + 4) and its byte (4 + 1) to round; and both states in the update (16)."""
+"""Bytes that PyTorch's operations read and write for an element to widen and round two one-byte states.
+
+For each state: the code (1 + 4), its number (4 + 4) and the number times the scale (8) to widen; the largest value of a
+block (4), division by it (8), the code (4 + 4) and its byte (4 + 1) to round. Both states in the update: 16.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """A number that one optimizer has: `[optimizer] beta1`. Valid: `least` <= value < `below`; with a default of true
-    or false, only those; with a default that is an `int`, only whole numbers.
+    """A number that one optimizer has: `[optimizer] beta1`. Valid: `least` <= value < `below`. With a boolean default
+    only true and false are valid; with an `int` default only integers.
 
     `decay`: each step multiplies a state by it. `at_test_size`: its largest value for a model that `verify` has
     reduced.
@@ -48,7 +50,7 @@ class Option:
 
     @property
     def whole(self) -> bool:
-        """Whether only whole numbers are valid."""
+        """Return whether only integers are valid."""
         return isinstance(self.default, int) and not isinstance(self.default, bool)
 
 
@@ -56,24 +58,24 @@ class Option:
 class OptimizerKind:
     """One optimizer.
 
-    Its update of an element depends on that element alone (AdamW, Lion, SGD with momentum); unless there is a
-    `matrix_state`, the state of hidden matrices, which it then updates as whole matrices (Muon), or `means`, or its
-    states are `in_blocks`.
+    Its update of an element depends only on that element (AdamW, Lion, SGD with momentum), with three exceptions:
+    `matrix_state`, the state of hidden matrices that are updated as whole matrices (Muon); `means`; and `in_blocks`.
 
-    `options`: its options besides those that every optimizer has.
-    `state`: names, as the optimizer's `state[parameter]` has them, of tensors of the shape of the parameter, and of its
-    type unless the run stores them in bf16; `counters`: of fp32 scalars. All are zero before the first step.
+    `options`: its own options, in addition to the common ones.
+    `state`: names in the optimizer's `state[parameter]` of tensors with the shape of the parameter, and with its type
+    unless the run stores them in bf16. `counters`: names of fp32 scalars. All are zero before the first step.
     `means`: names of the two states that matrices have instead of `state` (Adafactor): a mean over each row, of shape
     (..., rows, 1), and over each column of each logical matrix, (..., logical matrices, columns).
-    `in_blocks`: the `state` of a matrix of `least_elements` or more (an option) is codes of a byte, with another state,
-    NAME_scale, of a number for each block of `block_size` elements (an option) of a row, the last of which may have
-    fewer (AdamW with 8-bit states).
+    `in_blocks`: the `state` of a matrix with at least `least_elements` elements (an option) is stored as one-byte
+    codes. Another state, NAME_scale, has a number for each block of `block_size` elements (an option) of a row; the
+    last block of a row may be shorter (AdamW with 8-bit states).
     `matrix_flops`: (rows, columns) -> FLOPs of the update of a hidden matrix, for the planner.
-    `step_bytes`: what a step reads and writes of an element besides gradient, weight and states, for the planner.
-    `problems`: option values by name -> the rules between them that are broken, one sentence each.
-    `make`: (parameter groups with their weight_decay, lr, option values by name) -> torch.optim.Optimizer; or where to
-    import it from, as "module:name". The parameters of one group lie on one device mesh. A group also says whether its
-    parameters are `hidden` matrices, and has their `rows` (`model.modules.Row`).
+    `step_bytes`: bytes of an element that a step reads and writes in addition to gradient, weight and states, for the
+    planner.
+    `problems`: option values by name -> broken rules between them, one sentence each.
+    `make`: (parameter groups with their weight_decay, lr, option values by name) -> torch.optim.Optimizer, or its
+    import path as "module:name". The parameters of one group are on one device mesh. A group also has `hidden`, whether
+    its parameters are hidden matrices, and their `rows` (`model.modules.Row`).
     """
 
     name: str
@@ -91,16 +93,16 @@ class OptimizerKind:
 
     @property
     def by_element(self) -> bool:
-        """Whether the update of an element depends on that element alone, in every parameter."""
+        """Return whether the update of an element depends only on that element, in every parameter."""
         return self.matrix_state is None and self.means is None and not self.in_blocks
 
     @property
     def can_offload(self) -> bool:
-        """Whether its states can be on a disk: it has some, and its step can be taken for a part of the elements."""
+        """Return whether its states can be on a disk: it has states, and its step can be computed in parts."""
         return self.by_element and bool(self.state)
 
     def offload_problems(self, where: str) -> Iterable[str]:
-        """Why its states cannot be where `layout.offload_optimizer` says."""
+        """Return why its states cannot be at the location in `layout.offload_optimizer`."""
         if where != "none" and not self.can_offload:
             why = "it keeps no state of each element" if self.by_element else "it updates whole matrices"
             why = "its states of a block have one scale" if self.in_blocks else why
@@ -111,7 +113,7 @@ class OptimizerKind:
             )
 
     def narrow_problems(self, options: Mapping[str, float]) -> Iterable[str]:
-        """Why its states cannot be stored in bf16, with these option values."""
+        """Return why its states cannot be stored in bf16 with these option values."""
         bf16 = "optimizer.state_dtype='bf16'"
         if self.in_blocks:
             yield (
@@ -134,11 +136,11 @@ class OptimizerKind:
                     )
 
     def has_codes(self, row: "Row", options: Mapping[str, float]) -> bool:
-        """Whether the states of a parameter are codes with a scale for each block."""
+        """Return whether the states of a parameter are codes with a scale for each block."""
         return self.in_blocks and len(row.shape) > 1 and row.numel >= options["least_elements"]
 
     def shapes(self, row: "Row", options: Mapping[str, float]) -> dict[str, tuple[int, ...]]:
-        """The shape of each state of a parameter, by name; `options`: option values by name."""
+        """Return the shape of each state of a parameter, by name. `options`: option values by name."""
         if self.has_codes(row, options):
             *lead, n_columns = row.shape
             scales = (*lead, n_blocks(n_columns, options["block_size"]))
@@ -151,7 +153,7 @@ class OptimizerKind:
         return dict.fromkeys(names, row.shape)
 
     def n_bytes(self, rows: "Iterable[Row]", element_bytes: int, options: Mapping[str, float]) -> int:
-        """Bytes of the states of all parameters, with `element_bytes` an element that is no code."""
+        """Return the bytes of the states of all parameters, with `element_bytes` an element except codes."""
         found = 0
         for row in rows:
             if row.trained:
@@ -161,31 +163,31 @@ class OptimizerKind:
         return found
 
     def counters_of(self, row: "Row") -> tuple[str, ...]:
-        """The counters of a parameter."""
+        """Return the counters of a parameter."""
         return () if row.hidden and self.matrix_state is not None else self.counters
 
     def names(self, rows: "Iterable[Row]", options: Mapping[str, float]) -> set[str]:
-        """The names of the states and counters of parameters."""
+        """Return the names of the states and counters of parameters."""
         trained = [row for row in rows if row.trained]
         return {name for row in trained for name in (*self.shapes(row, options), *self.counters_of(row))}
 
     def option_values(self, given: Mapping[str, float]) -> dict[str, float]:
-        """The values of all options: those that are given, and defaults."""
+        """Return the values of all options: given values and defaults."""
         return {name: float(option.default) for name, option in self.options.items()} | dict(given)
 
     def build(self, groups: list[dict[str, Any]], lr: float, options: Mapping[str, float]) -> Any:
-        """The optimizer, without state."""
+        """Return the optimizer, without state."""
         make = pkgutil.resolve_name(self.make) if isinstance(self.make, str) else self.make
         return make(groups, lr, options)
 
 
 def scale_of(state: str) -> str:
-    """The name of the state with the scales of one that is in blocks."""
+    """Return the name of the state with the scales of a state stored in blocks."""
     return f"{state}_scale"
 
 
 def n_blocks(columns: int, block_size: float) -> int:
-    """Blocks of a row of so many elements."""
+    """Return the number of blocks in a row of `columns` elements."""
     return -(-columns // int(block_size))
 
 
@@ -290,7 +292,7 @@ NEWTON_SCHULZ_ITERATIONS = 5
 
 
 def newton_schulz_flops(rows: int, columns: int) -> float:
-    """FLOPs of Muon's iterations for a matrix: 2 (2 m^2 n + m^3) an iteration, m the shorter side and n the longer."""
+    """Return the FLOPs of Muon's iterations for a matrix: 2 (2 m^2 n + m^3) an iteration, sides m <= n."""
     m, n = sorted((rows, columns))
     return 2.0 * NEWTON_SCHULZ_ITERATIONS * (2 * m * m * n + m**3)
 

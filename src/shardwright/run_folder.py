@@ -1,16 +1,16 @@
-"""The folder of a run, `out` in its run file: the names of its files, and how their records are written and read.
+"""The folder of a run, `out` in its run file: the names of its files, and the format of their records.
 
 run.toml                    the run file with every default filled in
 metrics.jsonl               a JSON object for each start (`StartRecord`), each logged step (`TrainRecord`), each
                             evaluation (`EvaluationRecord`) and each checkpoint (`CheckpointRecord`)
-events.jsonl                a JSON object for each thing that happened besides steps (`EventRecord`)
+events.jsonl                a JSON object for each event other than a step (`EventRecord`)
 timeline/rank-R.jsonl       of rank R of `pp`: a JSON object for each of its last few logged steps (`PipelineStep`)
-checkpoints/step-00000100/  a checkpoint, there under this name when it is complete; see `train/checkpoint`
-offload/                    empty: where files of the optimizer's states are, which have no names
-logs/rank-R.log             stderr of rank R, where `shardwright train` started the ranks; after restart N of them
+checkpoints/step-00000100/  a checkpoint, which has this name once it is complete; see `train/checkpoint`
+offload/                    empty: the location of nameless files with optimizer states
+logs/rank-R.log             stderr of rank R, if `shardwright train` started the ranks; after restart N
                             logs/restart-N/rank-R.log
-tensorboard/                events, if the run file asks for them
-report.html curves.png timeline.svg     what `shardwright report` writes unless it is given other places
+tensorboard/                events, if the run file enables them
+report.html curves.png timeline.svg     written by `shardwright report` unless other paths are given
 .lock                       names the process that trains here
 """
 
@@ -42,25 +42,26 @@ EVENTS = "events.jsonl"
 OFFLOADED = "offload"
 TIMELINES = "timeline"
 MODEL_FILE = "model.toml"
-"""In a folder that `shardwright import` wrote: the section [model] of its weights."""
+"""In a folder written by `shardwright import`: the section [model] of its weights."""
 RESOLVED = "# resolved by shardwright"
 """The first words of a run file that a run wrote."""
 PAGE, CURVES, TIMELINE = "report.html", "curves.png", "timeline.svg"
 RUN_NAMES = {RUN_FILE, METRICS, CHECKPOINTS, LOGS, TENSORBOARD, EVENTS, OFFLOADED, TIMELINES, LOCK}
-"""Files and folders that training makes in the folder of a run."""
+"""Files and folders that training creates in the folder of a run."""
 PHASES = ("data", "forward_backward", "optimizer")
-"""Parts of the time of a step; a record has the seconds of each as PHASE_s."""
+"""Parts of the step time; a record has the seconds of each as PHASE_s."""
 MOST_RANKS_LOGGED = 256
-"""Ranks up to which a record has a number of each; of more of them the lines of a long run would fill a disk."""
+"""Maximum number of ranks for which a record has one number per rank; more could fill a disk in a long run."""
 _CHECKPOINT = re.compile(r"step-(\d{8,})")
 _KIND_FIRST = re.compile(r'\{"kind": ?"(\w+)"')
 READ_BYTES = 2**24
-"""Bytes of a growing file that are read at once."""
+"""Number of bytes of a growing file that are read at once."""
 
 Record = dict[str, Any]
 Step = Annotated[int, Field(ge=0, lt=2**53)]
 Amount = Annotated[float, Field(ge=-1e18, le=1e18, allow_inf_nan=False)]
-"""Seconds, speeds and shares of a record: finite, so that sums and ticks of pictures are. A loss may be anything."""
+"""Seconds, speeds and fractions of a record: finite, so that sums and the ticks of plots are finite. A loss may be
+anything."""
 
 
 def _nan_or_amount(value: float) -> float:
@@ -70,13 +71,13 @@ def _nan_or_amount(value: float) -> float:
 
 
 Load = Annotated[float, AfterValidator(_nan_or_amount)]
-"""The load of experts: NaN in a step without a token that counts."""
+"""The load of experts; NaN in a step without a target token."""
 T = TypeVar("T")
 
 
 def wrong_kinds(out: Path) -> list[str]:
-    """Return what is in a folder in the place of a file or folder of a run: of another kind, or a run file that no run
-    wrote."""
+    """Return the entries of a folder that have the name of a run's file or folder but are of another kind, or a run
+    file that no run wrote."""
     folders = [out / name for name in (CHECKPOINTS, LOGS, TENSORBOARD, TIMELINES)]
     files = [out / name for name in (RUN_FILE, METRICS, EVENTS, LOCK)]
     found = [f"{path} is a file, and a run keeps a folder there" for path in folders if path.is_file()]
@@ -97,24 +98,24 @@ def wrong_kinds(out: Path) -> list[str]:
 
 
 def timeline_path(out: Path, rank: int) -> Path:
-    """The file of rank `rank` of `pp`, of the run whose folder is `out`."""
+    """Return the timeline file of rank `rank` of `pp` in the run folder `out`."""
     return out / TIMELINES / f"rank-{rank}.jsonl"
 
 
 def checkpoint_name(step: int) -> str:
-    """The name of the checkpoint after `step` steps."""
+    """Return the name of the checkpoint after `step` steps."""
     return f"step-{step:08d}"
 
 
 def step_of(checkpoint: Path) -> int:
-    """Steps that were done when a complete checkpoint was saved."""
+    """Return the number of steps done when a complete checkpoint was saved."""
     match = _CHECKPOINT.fullmatch(checkpoint.name)
     assert match is not None, checkpoint
     return int(match[1])
 
 
 def published(checkpoints: Path) -> list[Path]:
-    """The complete checkpoints in OUT/checkpoints, the oldest first."""
+    """Return the complete checkpoints in OUT/checkpoints, the oldest first."""
     if not checkpoints.is_dir():
         return []
     steps = {path: match for path in checkpoints.iterdir() if (match := _CHECKPOINT.fullmatch(path.name))}
@@ -122,16 +123,18 @@ def published(checkpoints: Path) -> list[Path]:
 
 
 def resumable(out: Path, local: str | None) -> list[Path]:
-    """The complete checkpoints in OUT/checkpoints and in the folder `checkpoint.local` of this host, by their steps."""
+    """Return the complete checkpoints in OUT/checkpoints and in this host's `checkpoint.local` folder, by step."""
     return sorted([*published(out / CHECKPOINTS), *(published(Path(local)) if local else [])], key=step_of)
 
 
 @dataclass(frozen=True)
 class StartRecord:
-    """A `run` record: where, with what and on which layout a run began or went on, before it took steps after `step`.
+    """A `run` record: where, with which software and on which layout a run started or resumed, before the steps after
+    `step`.
 
-    `layout` and `lr_schedule` are words for people, `keys` the keys of the layout; `device` is the name of rank 0's;
-    `git_commit` is that of the working directory, if it is in a repository; `checkpoint` is what was loaded, if any.
+    `layout` and `lr_schedule`: text for people. `keys`: the keys of the layout. `device`: the device name of rank 0.
+    `git_commit`: commit of the working directory, if it is in a repository. `checkpoint`: the loaded checkpoint, if
+    any.
     """
 
     step: Step
@@ -150,15 +153,17 @@ class StartRecord:
 
 @dataclass(frozen=True, slots=True)
 class TrainRecord:
-    """A `train` record: loss, gradient norm and learning rate of one step; times and speeds are means over the steps
-    since the record before, `memory_bytes` is the peak of rank 0. Of what has a default, `time` is when the
-    record was written (None in files of older versions), `epochs` how often a mixture has gone through each of its
-    sources, `mtp_loss` the mean loss of the modules of multi-token prediction without its weight, which
-    `loss` does not contain, `loss_scale` that of the next step (fp16 alone) and `skipped_steps` how many steps of the
-    run were skipped (an overflow in fp16, a spike). Of several ranks on CPUs, `slowest_rank` is the one that the others
-    wait for longest, `slowest_costs_s` by how much its own time a step is above the median of its peers', `stragglers`
-    the ranks that are too slow now, and `own_s_by_rank` the seconds a step that each rank takes for itself, without
-    waiting for others (only up to 256 ranks). The rest is said of a model with experts alone."""
+    """A `train` record: loss, gradient norm and learning rate of one step. Times and speeds are means over the steps
+    since the previous record; `memory_bytes` is the peak of rank 0.
+
+    Fields with a default: `time`: when the record was written (None in files of older versions). `epochs`: passes of a
+    mixture over each source. `mtp_loss`: mean loss of the multi-token prediction modules without its weight; `loss`
+    does not contain it. `loss_scale`: for the next step (fp16 only). `skipped_steps`: skipped steps of the run (an
+    overflow in fp16, a spike).
+    With several ranks on CPUs: `slowest_rank`: the rank that the others wait for longest. `slowest_costs_s`: its own
+    time of a step above the median of its peers. `stragglers`: ranks that are too slow now. `own_s_by_rank`: seconds a
+    step of each rank without waiting for others (up to 256 ranks). The other fields are only for models with experts.
+    """
 
     step: Step
     loss: float
@@ -194,9 +199,9 @@ class TrainRecord:
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """An `evaluation` record: the loss on the validation split after `step` steps. Of a mixture, `sources` has the loss
-    on that of each source, and `loss` is their mean, weighted as that step was mixed. `mtp_loss` as in
-    `TrainRecord`."""
+    """An `evaluation` record: the loss on the validation split after `step` steps. For a mixture, `sources` has the
+    loss on each source's validation split, and `loss` is their mean, weighted by the mixture of that step. `mtp_loss`
+    as in `TrainRecord`."""
 
     step: Step
     loss: float
@@ -207,8 +212,9 @@ class EvaluationRecord:
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """A `checkpoint` record: that after `step` steps was published, in OUT or, if `local`, on the hosts. `blocked_s`:
-    how long training stood still for it; `took_s`: from its begin until it was published; `n_bytes`: of its tensors."""
+    """A `checkpoint` record: the checkpoint after `step` steps was published, in OUT or, if `local`, on the hosts.
+    `blocked_s`: time that training was blocked. `took_s`: time from start to publication. `n_bytes`: bytes of its
+    tensors."""
 
     step: Step
     blocked_s: Amount
@@ -229,12 +235,12 @@ _READERS: dict[str, TypeAdapter[AnyRecord]] = {name: TypeAdapter(kind) for name,
 
 
 def now() -> str:
-    """The `time` of a record: UTC by ISO 8601, to the second."""
+    """Return the `time` of a record: UTC in ISO 8601, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def as_record(told: AnyRecord) -> Record:
-    """What a line of metrics.jsonl says, `kind` first; a field that is at its default is left out."""
+    """Return a record as the dict of its line in metrics.jsonl, `kind` first, without fields at their default."""
     [kind] = [name for name, each in _KINDS.items() if isinstance(told, each)]
     return {"kind": kind} | {
         each.name: getattr(told, each.name) for each in fields(told) if getattr(told, each.name) != each.default
@@ -242,33 +248,33 @@ def as_record(told: AnyRecord) -> Record:
 
 
 def read_metrics(path: Path) -> Iterator[AnyRecord]:
-    """The records of metrics.jsonl; older versions wrote no time and no `StartRecord`.
+    """Yield the records of metrics.jsonl. Older versions wrote no time and no `StartRecord`.
 
-    Raises InputError for a record that is damaged.
+    Raises InputError for a damaged record.
     """
     return metrics_of(whole_lines(path), path)
 
 
 def metrics_of(lines: Iterable[str], path: Path, first: int = 1) -> Iterator[AnyRecord]:
-    """The records of some lines of metrics.jsonl, of which the first has number `first`."""
+    """Yield the records of some lines of metrics.jsonl. `first`: the line number of the first line."""
     kinds = " or ".join(map(repr, _KINDS))
     way_out = f"a record is a JSON object of kind {kinds}"
     return _parsed(lines, path, first, _reader_of, "a record of a run", way_out)
 
 
 def _reader_of(line: str) -> TypeAdapter[AnyRecord]:
-    """The validator of a line of metrics.jsonl. `kind` is parsed alone where it comes first, as `as_record` writes it:
-    parsing every line twice would take most of the time of a long file."""
+    """Return the validator of a line of metrics.jsonl. If `kind` comes first, as `as_record` writes it, only `kind` is
+    parsed, since parsing every line twice would take most of the time of a long file."""
     first = _KIND_FIRST.match(line)
     return _READERS[first[1] if first else parse_json(line)["kind"]]
 
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """When a rank of `pp` ran its actions in a logged step.
+    """The times of a `pp` rank's actions in a logged step.
 
     `step`: optimizer steps done; `zero_s`: start of its first action, seconds since the epoch; `actions`: name (`0F3`),
-    start and end of each in the order in which they ran, seconds since `zero_s`.
+    start and end of each action in execution order, seconds since `zero_s`.
     """
 
     step: int
@@ -277,12 +283,12 @@ class PipelineStep:
     actions: tuple[tuple[str, float, float], ...]
 
     def line(self) -> str:
-        """As a line of the file."""
+        """Return the line of the file."""
         return json.dumps(asdict(self), separators=(",", ":")) + "\n"
 
 
 def read_pipeline_steps(path: Path) -> Iterator[PipelineStep]:
-    """The steps in the file of one rank, if there is one. Raises InputError for a line that is damaged."""
+    """Return the steps in the file of one rank, none without a file. Raises InputError for a damaged line."""
 
     reader = TypeAdapter(PipelineStep)
     way_out = "remove the file, it is written anew at the next logged step"
@@ -294,9 +300,9 @@ EventKind = Literal["start", "save", "skip", "rollback", "spike", "hang", "fault
 
 @dataclass(frozen=True)
 class SamplePlace:
-    """Where running sample `sample` of a run is in its data: `n_tokens` tokens from token `token` of `file` on, across
-    the border of a shard. `documents`: the numbers of the first and the last document that it has tokens of, counted
-    from 0 over all shards of the split; None where the index of the data has no documents."""
+    """The position of sample `sample` of a run in its data: `n_tokens` tokens from token `token` of `file`, continuing
+    in the next shard if needed. `documents`: the numbers of its first and last document, counted from 0 over all shards
+    of the split; None if the index of the data has no documents."""
 
     sample: int
     file: str
@@ -314,12 +320,13 @@ class SamplePlace:
 
 @dataclass(frozen=True)
 class EventRecord:
-    """What happened to a run after `step` steps, in the words that it was told in; `rank`: the one it happened on, None
-    for all. Kinds: start (of all ranks, new or resumed), save (of a checkpoint), skip (of the update of a spike),
-    rollback (from a spike), spike (that stopped the run), hang, fault (a rank died or failed, or a device gave another
-    result when a step was run again), restart (of the ranks after a fault; `rank` is the one at fault), straggler
-    (`rank` computes longer than it should, or does not any more). `samples`: of skip, rollback and spike, those of the
-    step that was not taken."""
+    """An event of a run after `step` steps, with its message; `rank`: the affected rank, None for all.
+
+    Kinds: start (of all ranks, new or resumed), save (of a checkpoint), skip (of the update of a spike), rollback (from
+    a spike), spike (that stopped the run), hang, fault (a rank died or failed, or a device gave another result when a
+    step was repeated), restart (of the ranks after a fault; `rank` is at fault), straggler (`rank` computes longer than
+    it should, or no longer does). `samples`: for skip, rollback and spike, the samples of the step that was not taken.
+    """
 
     kind: EventKind
     step: Step
@@ -330,8 +337,9 @@ class EventRecord:
 
 
 def append_event(out: Path, event: EventRecord) -> None:
-    """Add an event to the file of the run in `out`; each line is one write, so that processes may add at once. A disk
-    that is full or a folder that is gone must not be a second fault: then it is not written, nor is a part of it."""
+    """Append an event to the file of the run in `out`. Each line is one write, so that several processes may append at
+    once. On a full disk or without the folder the event is dropped, with no partial line, so that it does not cause a
+    second fault."""
     told = asdict(event)
     if not event.samples:
         del told["samples"]
@@ -340,29 +348,29 @@ def append_event(out: Path, event: EventRecord) -> None:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 1))
         if file.read(1) not in (b"", b"\n"):
-            line = b"\n" + line  # after the part of a line of a process that was killed in its write
+            line = b"\n" + line  # after the partial line of a process that was killed in its write
         written = file.write(line)
-        # Where this is still the end: another process may have found space since.
+        # Only while this is still the end: another process may have found space since.
         if written < len(line) and file.tell() == os.fstat(file.fileno()).st_size:
             file.truncate(file.tell() - written)
 
 
 def read_events(out: Path) -> list[EventRecord]:
-    """The events of a run, in order, if there are any. Raises InputError for a line that is damaged; one that ends
-    early is passed over: its writer was killed."""
+    """Return the events of a run, in order. Raises InputError for a damaged line. An incomplete last line is skipped,
+    because its writer was killed."""
     return list(events_of(whole_lines(out / EVENTS), out / EVENTS))
 
 
 def events_of(lines: Iterable[str], path: Path, first: int = 1) -> Iterator[EventRecord]:
-    """The events of some lines of events.jsonl, of which the first has number `first`."""
+    """Return the events of some lines of events.jsonl. `first`: the line number of the first line."""
     reader = TypeAdapter(EventRecord)
     way_out = "remove the line; the file is only read by people, `shardwright report` and `shardwright watch`"
     return _parsed(lines, path, first, lambda line: reader, "an event of a run", way_out, may_end_early=True)
 
 
 def whole_lines(path: Path) -> Iterator[str]:
-    """Yield the complete lines of a file, none if it is missing. What follows the last newline is an incomplete record:
-    the process that writes it was killed, or is writing it now. Raises InputError for a file that cannot be read."""
+    """Yield the complete lines of a file, none if it is missing. Text after the last newline is an incomplete record:
+    its writer was killed, or is writing it now. Raises InputError for a file that cannot be read."""
     try:
         if path.is_file():
             yield from read_lines(path)
@@ -371,20 +379,19 @@ def whole_lines(path: Path) -> Iterator[str]:
 
 
 class GrowingFile:
-    """The lines of a file to which others are added; each is given once."""
+    """A file to which other processes append lines; each line is returned once."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.begin()
 
     def begin(self) -> None:
-        """Give all lines again."""
+        """Start again at the first line."""
         self._at, self._file, self.n_lines = 0, -1, 0
 
     def new_lines(self) -> tuple[bool, list[str]]:
-        """Return whether the file was replaced since the last call, as a run that goes back to a checkpoint does, and
-        lines that have not been returned, without an incomplete last one: those of about `READ_BYTES` bytes. Call
-        again until there are none. A missing file has none."""
+        """Return whether the file was replaced since the last call, as after a rollback to a checkpoint, and about
+        `READ_BYTES` bytes of new complete lines. Call again until no lines are returned. Missing files have none."""
         lines: list[str] = []
         n_bytes = 0
         try:

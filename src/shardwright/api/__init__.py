@@ -1,1 +1,1 @@
-"""What `import shardwright` offers to a script or a notebook: one function for each thing the command does."""
+"""The public Python API of `import shardwright`: one function for each command."""

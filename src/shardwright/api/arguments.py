@@ -1,4 +1,4 @@
-"""Models and layouts as they are given to the functions of the Python API."""
+"""Conversion and checks of the models and layouts that users pass to the Python API."""
 
 from shardwright.layout.layout import Layout
 from shardwright.model.presets import resolve
@@ -7,10 +7,9 @@ from shardwright.system.errors import ConfigError, InputError
 
 
 def as_spec(model: object, also: str = "") -> ModelSpec:
-    """Return the sizes of a model that is given by the name of a preset or as a ModelSpec. `also`: other types that the
-    caller takes, in words.
+    """Return the sizes of a model given as a preset name or a ModelSpec. `also`: other accepted types, in words.
 
-    Raises ConfigError for an unknown preset and for anything else, such as a module of the user's own.
+    Raises ConfigError for an unknown preset and for any other value, such as a user's own module.
     """
     if isinstance(model, str):
         return resolve(model)
@@ -24,12 +23,12 @@ def as_spec(model: object, also: str = "") -> ModelSpec:
 
 
 def check_counts(**counts: int) -> None:
-    """Raise InputError for each argument that counts something and is below 1."""
+    """Raise InputError for each count below 1."""
     if small := [f"{name}={n}: a number of 1 or more is needed" for name, n in counts.items() if n < 1]:
         raise InputError(*small)
 
 
 def check_layout(layout: object) -> None:
-    """Raise ConfigError for anything but a Layout."""
+    """Raise ConfigError unless `layout` is a Layout."""
     if not isinstance(layout, Layout):
         raise ConfigError(f"layout is of type {type(layout).__qualname__}; valid: a Layout, such as Layout(tp=2)")

@@ -1,4 +1,4 @@
-"""A model on the ranks of a layout, for a training loop of one's own."""
+"""A model on the ranks of a layout, for a user's own training loop."""
 
 import atexit
 import os
@@ -27,7 +27,7 @@ from shardwright.training.step import ForwardBackward
 
 
 class DistributedModel:
-    """What this rank holds of a model; made by `parallelize`.
+    """This rank's part of a model; made by `parallelize`.
 
     A step of a training loop is three calls, on every rank:
 
@@ -35,42 +35,42 @@ class DistributedModel:
         model.clip_grad_norm(1.0)
         optimizer.step()
 
-    Attributes: `spec`, `layout`, `device`. Ranks of one data rank (those of tp, cp and pp) are given the same
-    sequences; ranks of different data ranks are given different ones.
+    Attributes: `spec`, `layout`, `device`. Ranks of the same data rank (along tp, cp and pp) receive the same
+    sequences; ranks of different data ranks receive different sequences.
     """
 
     def __init__(self, work: ForwardBackward) -> None:
-        """`work` has the parallel model, on its device."""
+        """`work`: contains the parallel model, on its device."""
         self._work, self._model = work, work.model
         self.spec, self.layout, self.device = self._model.spec, self._model.layout, work.device
         self._steps = 0
         self._checked: set[tuple[int, int, int]] = set()
-        """Numbers of sequences, of tokens and of sequences of a micro-batch that the layout can run."""
+        """Valid combinations of the number of sequences, the number of tokens and the micro-batch size."""
 
     @property
     def rank(self) -> int:
-        """This process among all of the layout."""
+        """Return the number of this process among all ranks of the layout."""
         return dist.get_rank()
 
     @property
     def data_rank(self) -> int:
-        """Which of the `layout.data_ranks` parts of a global batch this rank is to read."""
+        """Return the index of the part, out of `layout.data_ranks`, of a global batch that this rank must read."""
         return self.layout.data_rank(self.rank)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name in the whole model, parameter) of what this rank holds: a shard, as a DTensor, or all of it."""
+        """Yield (name in the whole model, parameter) for this rank's parameters: whole or a DTensor shard."""
         yield from self._model.named_parameters.items()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of `named_parameters`, for an optimizer."""
+        """Yield the parameters of `named_parameters`, for an optimizer."""
         yield from self._model.named_parameters.values()
 
     @checked_call
     def parameter_groups(self, weight_decay: float = 0.1) -> list[dict[str, Any]]:
-        """Groups for a PyTorch optimizer: `weight_decay` for matrices and embeddings, 0 for norms and biases; and a
-        group for each DeviceMesh, since one fused update cannot take parameters of two.
+        """Return groups for a PyTorch optimizer: `weight_decay` for matrices and embeddings, 0 for norms and biases.
+        Each DeviceMesh has its own group, because one fused update cannot take parameters of two meshes.
 
-        Pass these, and not `parameters()`, to an optimizer with `foreach` or `fused` set.
+        Pass these groups, and not `parameters()`, to an optimizer with `foreach` or `fused` set.
         """
         groups = parameter_groups(self._model.named_parameters, self.spec, OptimizerSection(weight_decay=weight_decay))
         return [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups]
@@ -79,18 +79,18 @@ class DistributedModel:
     def forward_backward(self, tokens: Tensor, targets: Tensor, *, micro_batch: int | None = None) -> Tensor:
         """Compute the loss and the gradients of one global batch, with gradient accumulation over micro-batches.
 
-        `tokens`, `targets`: integers of shape (B, T), the B sequences of T tokens of this data rank; B is the same on
-        every rank, and the global batch is B x `layout.data_ranks` sequences. Ranks of cp take their own tokens of
-        them. A target of -100 is not counted. `micro_batch`: sequences a rank runs at a time; without it all B, or
-        under pp one. `.grad` of the parameters is replaced, not added to: `zero_grad` is not needed.
+        `tokens`, `targets`: integers of shape (B, T), the B sequences of T tokens of this data rank. B is the same on
+        every rank, and the global batch is B x `layout.data_ranks` sequences. Ranks of cp select their own tokens. A
+        target of -100 is not counted. `micro_batch`: sequences that a rank runs at a time; by default B, or 1 with pp.
+        `.grad` of the parameters is replaced, not added to: `zero_grad` is not needed.
 
         Returns the loss of the global batch per target token, a scalar, equal on every rank. Raises InputError for
-        shapes that do not fit, LayoutError where the layout cannot split T or its schedule cannot run B / micro_batch
+        invalid shapes, LayoutError if the layout cannot split T or its schedule cannot run B / micro_batch
         micro-batches.
         """
         micro_batch = micro_batch or (1 if self.layout.pp > 1 else len(tokens))
         batch = self._batch(tokens, targets, micro_batch)
-        self._model.after_change()  # what the optimizer has changed since
+        self._model.after_change()  # parameters that the optimizer has changed since
         self._model.forget_gradients()
         loss_part, *_ = self._work.forward_backward(batch, self._steps)
         self._model.learn_from_load()
@@ -99,13 +99,15 @@ class DistributedModel:
 
     @checked_call
     def clip_grad_norm(self, max_norm: float = float("inf")) -> Tensor:
-        """Scale the gradients so that their global norm is at most `max_norm`. Returns the norm before that, a scalar,
-        of the whole model and equal on every rank; `torch.nn.utils.clip_grad_norm_` would give that of a shard."""
+        """Scale the gradients so that their global norm is at most `max_norm`. Returns the norm before scaling, a
+        scalar of the whole model, equal on every rank. `torch.nn.utils.clip_grad_norm_` would return the norm of a
+        shard."""
         return self._work.clip(max_norm)
 
     @checked_call
     def evaluate(self, tokens: Tensor, targets: Tensor, *, micro_batch: int = 1) -> Tensor:
-        """The loss per target token, without gradients and dropout; arguments and errors as in `forward_backward`."""
+        """Return the loss per target token, without gradients and dropout; arguments and errors as in
+        `forward_backward`."""
         batch = self._batch(tokens, targets, micro_batch)
         self._model.after_change()
         return self._work.evaluate([batch])[0]
@@ -113,8 +115,8 @@ class DistributedModel:
     @checked_call
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Every parameter of the whole model by its name, on this rank's device, to load into a `Transformer` of one
-        process. A collective: every rank calls it, and needs the memory of the whole model."""
+        """Return every parameter of the whole model by name, on this rank's device, to load into a `Transformer` of one
+        process. A collective: every rank calls it, and needs memory for the whole model."""
         self._model.after_change()
         mine = self._model.named_parameters
         held = {name: gather_whole(parameter) for name, parameter in mine.items()}
@@ -144,7 +146,7 @@ class DistributedModel:
         return Batch.from_sequences(tokens, targets, torch.arange(first, first + n_sequences), micro_batch)
 
     def _check(self, n_sequences: int, seq_len: int, micro_batch: int) -> None:
-        """Raises InputError or LayoutError for sizes that the layout cannot run."""
+        """Raise InputError or LayoutError for sizes that the layout cannot run."""
         if not n_sequences or micro_batch < 1 or n_sequences % micro_batch:
             raise InputError(f"micro_batch={micro_batch} does not divide the {n_sequences} sequences of a rank")
         wrong = split_problems(self.spec, self.layout, seq_len) + schedule_problems(
@@ -169,19 +171,19 @@ def parallelize(
     compute_dtype: torch.dtype | None = None,
     compile: bool = False,
 ) -> DistributedModel:
-    """Put a model on the ranks of a layout. Every rank calls this, with the same arguments.
+    """Put a model on the ranks of a layout. Every rank calls this function with the same arguments.
 
     `model`: a ModelSpec or the name of a preset, whose initial values are made from `seed`, equal under every layout;
-    or a Transformer, whose values are taken (every rank has to hold the same ones). `layout`: of one rank if not given.
-    `seq_len`: tokens of a sequence, for which pipeline stages are balanced; the model's `max_seq_len` if not given.
-    `device`: "cpu", "cuda" or "auto". `param_dtype` of parameters, gradients and optimizer states; `compute_dtype` of
-    matmuls, the same if not given. `compile`: each block with torch.compile.
+    or a Transformer, whose values are used and must be the same on every rank. `layout`: one rank by default.
+    `seq_len`: tokens of a sequence, for which pipeline stages are balanced; the model's `max_seq_len` by default.
+    `device`: "cpu", "cuda" or "auto". `param_dtype`: type of parameters, gradients and optimizer states.
+    `compute_dtype`: type of matmuls, `param_dtype` by default. `compile`: compile each block with torch.compile.
 
-    Where no process group exists yet this joins one: of one process, or under torchrun and srun of those that they
-    have started; on CPU with gloo, on GPUs with NCCL.
+    If no process group exists, this function joins one: of one process, or under torchrun and srun of the processes
+    that they started; with gloo on CPU and NCCL on GPUs.
 
-    Raises LayoutError with every problem at once where the layout has another number of ranks than there are
-    processes, or cannot split the model; ConfigError for an unknown preset.
+    Raises LayoutError with all problems at once if the number of processes is not the layout's number of ranks, or if
+    the layout cannot split the model. Raises ConfigError for an unknown preset.
     """
     given = model if isinstance(model, Transformer) else None
     spec = model.spec if isinstance(model, Transformer) else as_spec(model, ", a Transformer")
@@ -220,7 +222,7 @@ def parallelize(
 
 
 def _place() -> ProcessRank:
-    """This process among those of the process group there is, or of the launcher; alone if there is neither."""
+    """Return the rank of this process in the process group or the launcher's world, or in a world of one."""
     if dist.is_initialized():
         rank = dist.get_rank()
         return ProcessRank(rank, int(os.environ.get("LOCAL_RANK", rank)), dist.get_world_size())
@@ -228,14 +230,14 @@ def _place() -> ProcessRank:
 
 
 def _leave() -> None:
-    """Leave without waiting for the others: after an error of one rank they may never come."""
+    """Exit without waiting for other ranks, which may never arrive after an error of one rank."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 @torch.no_grad()
 def _fill(parameter: nn.Parameter, values: Tensor) -> None:
-    """Copy into what this rank holds of a parameter its part of the whole tensor `values`."""
+    """Copy this rank's part of the whole tensor `values` into a parameter."""
     held, offsets = local_box(parameter)
     box = tuple(slice(first, first + size) for first, size in zip(offsets, held.shape, strict=True))
     held.copy_(values[box])

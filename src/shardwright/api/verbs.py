@@ -1,4 +1,4 @@
-"""The verbs of the command as functions: `plan`, `verify`, `dryrun`, `train` and `load_run`."""
+"""The commands as functions: `plan`, `verify`, `dryrun`, `train` and `load_run`."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 @checked_call
 def extend(name: str | Path) -> None:
-    """Import a Python file, or a module by its name, that registers schedules, optimizers or families of models; here
-    and in every process that is started from here. Raises ConfigError, with the line, where that fails."""
+    """Import a Python file, or a module by its name, that registers schedules, optimizers or model families. Processes
+    started from this process import it, too. Raises ConfigError, with the line, if the import fails."""
     extensions.load_trusted([str(name)])
 
 
 @checked_call
 def preset(name: str) -> ModelSpec:
-    """The sizes of a named model, such as "debug" or "llama-3.1-8b" (docs/run-file.md lists them); change some with
-    `dataclasses.replace`. Raises ConfigError, with the nearest name, for one that is not there."""
+    """Return the sizes of a named model, such as "debug" or "llama-3.1-8b" (docs/run-file.md lists them). Change sizes
+    with `dataclasses.replace`. Raises ConfigError, with the nearest name, for an unknown name."""
     return resolve(name)
 
 
@@ -56,20 +56,20 @@ def plan(
 ) -> "Plan":
     """Find the fastest layouts of a cluster that fit, without a GPU and without PyTorch.
 
-    `model`: a ModelSpec or the name of a preset. `cluster`: accelerators and how many, such as "h100:64".
-    `global_batch` in sequences, `seq_len` in tokens. `precision` of matmuls: fp32, tf32, bf16, fp16,
-    fp8, fp8-row, fp8-block, mxfp8 or nvfp4. `narrow_states`:
-    the states of the optimizer are stored in bf16. `memory_margin`: share of an accelerator's memory that is kept free.
-    `hardware`: a TOML file with accelerators of your own. `host_memory`: of each node, such as "2TB", which limits what
-    layouts keep there. `fix`: search only layouts with these values of [layout] and micro_batch, such as
-    {"tp": 8, "pp": 1}. `prefer`: which layout is recommended, "fastest", "simplest" or "cheapest"
-    (on a part of the cluster, if that takes fewer accelerator-hours), instead of one that ties with the fastest.
+    `model`: a ModelSpec or the name of a preset. `cluster`: accelerators and their number, such as "h100:64".
+    `global_batch` in sequences, `seq_len` in tokens. `precision` of matmuls: fp32, tf32, bf16, fp16, fp8, fp8-row,
+    fp8-block, mxfp8 or nvfp4. `narrow_states`: store the states of the optimizer in bf16. `memory_margin`: fraction of
+    an accelerator's memory that is kept free. `hardware`: a TOML file with your own accelerators. `host_memory`: memory
+    of each node, such as "2TB", which limits the state that layouts keep there. `fix`: search only layouts with these
+    values of [layout] and micro_batch, such as {"tp": 8, "pp": 1}. `prefer`: the recommended layout is the "fastest",
+    "simplest" or "cheapest" (on a part of the cluster, if that takes fewer accelerator-hours), instead of one that ties
+    with the fastest.
 
-    Returns a Plan, which prints as a table: `recommended` is the layout with headroom in memory and the fewest axes and
-    settings of those that tie with the fastest one, with
-    `layout`, `micro_batch`, `step_s` in seconds, `peak_bytes` and `parts_s`, where the time of a step goes; None where
-    nothing fits. `best` has up to `top` such layouts, the fastest first. Raises InputError for an unknown cluster,
-    model or precision, LayoutError where no layout can share the batch.
+    Returns a Plan, which prints as a table. `recommended` is a layout with memory headroom and the fewest axes and
+    settings among the layouts that tie with the fastest; None if no layout fits. It has `layout`, `micro_batch`,
+    `step_s` in seconds, `peak_bytes`, and `parts_s`, the parts of the step time. `best` has up to `top` such layouts,
+    the fastest first. Raises InputError for an unknown cluster, model or precision, LayoutError if no layout can share
+    the batch.
     """
     from shardwright.cost.hardware import cluster as find_cluster
     from shardwright.cost.job import Job, on_machine
@@ -113,16 +113,16 @@ def verify(
     full: bool = False,
     timeout_s: float = 300.0,
 ) -> "Report":
-    """Compare what a layout computes with what one process in plain PyTorch computes: losses, gradient norms, every
-    gradient and every parameter of a few steps, and what several ranks hold, bit for bit.
+    """Compare a layout's computation with one process in plain PyTorch: losses, gradient norms, every gradient and
+    every parameter of a few steps. Replicas on several ranks are compared bit for bit.
 
-    `model`: a ModelSpec or the name of a preset, reduced to test size unless `full`. `against`: another layout, in the
-    place of one process. `dtype`: "float64", "float32", "bfloat16" or "float16". Ranks are processes of this machine's
-    CPU; a layout of more ranks than it can hold is reduced to fewer ranks of each axis.
+    `model`: a ModelSpec or the name of a preset, reduced to test size unless `full`. `against`: another layout, instead
+    of one process. `dtype`: "float64", "float32", "bfloat16" or "float16". Ranks are processes on this machine's CPU; a
+    layout with too many ranks for this machine is reduced to fewer ranks along each axis.
 
-    Returns a Report: `equal`, `worst_error`, `rows`, a comparison each, and where the layout is not equal, `culprit`:
-    the smallest layout that still differs. Raises LayoutError where the layout does not fit the model
-    or the batch, WorkerError where a rank fails or takes more than `timeout_s` seconds.
+    Returns a Report: `equal`, `worst_error`, `rows` (one comparison each) and, if the layout is not equal, `culprit`:
+    the smallest layout that still differs. Raises LayoutError if the layout does not fit the model or the batch,
+    WorkerError if a rank fails or takes more than `timeout_s` seconds.
     """
     spec = as_spec(model)
     check_counts(seq_len=seq_len, global_batch=global_batch, micro_batch=micro_batch, steps=steps)
@@ -165,14 +165,14 @@ def dryrun(
     """Run the training program of a run file as `rank` of its world, on fake tensors, without a GPU, data or memory for
     the weights.
 
-    `run`, `changes`: as of `train`. `device_memory`: of a rank's device, such as "80GiB". `rank`: with None one rank of
-    each class that can differ, which have to agree on their messages. `steps`: the last is reported. `imbalance`: rows
-    of experts that the first rank of ep gets, over the mean. `count_as`: "gpu", with the kernels and the allocator of
-    a GPU, or "cpu". `remedies`: where it does not fit, try changes.
+    `run`, `changes`: as in `train`. `device_memory`: memory of a rank's device, such as "80GiB". `rank`: None runs one
+    rank of each class that can differ, and checks that their messages agree. `steps`: number of steps; the last is
+    reported. `imbalance`: expert rows of the first rank of ep, divided by the mean. `count_as`: "gpu", with the kernels
+    and the allocator of a GPU, or "cpu". `remedies`: try changes if the run does not fit.
 
-    Returns a DryRun: `fits`, `fullest`, `records`, one a rank with its `peak`, `curve`, `largest` tensors, `messages`
-    and `flops`, and `disagreements`. Raises ConfigError with every problem of the run file, LayoutError for a rank
-    outside of the world, InputError for a size or a choice that is not valid.
+    Returns a DryRun: `fits`, `fullest`, `records` (one a rank, with its `peak`, `curve`, `largest` tensors, `messages`
+    and `flops`) and `disagreements`. Raises ConfigError with all problems of the run file, LayoutError for a rank
+    outside of the world, InputError for an invalid size or choice.
     """
     from shardwright.config import as_toml, load, parse
     from shardwright.dry_run.run import how_of
@@ -195,15 +195,15 @@ def train(
     quiet: bool = False,
     max_restarts: int = 0,
 ) -> "Run | None":
-    """Train as a run file says; where its layout has several ranks and no launcher has started them, start them here.
+    """Train the model of a run file. If its layout has several ranks and no launcher has started them, start them here.
 
     `run`: the path of a run file, or its keys as a nested mapping. `changes`: keys to change, such as
-    {"layout.dp_shard": 2, "steps": 50}. `quiet`: print nothing. `max_restarts`: how often ranks that are
-    started here are started again, from the newest whole checkpoint, after one was killed, failed or hung.
+    {"layout.dp_shard": 2, "steps": 50}. `quiet`: print nothing. `max_restarts`: how often ranks that are started here
+    are restarted from the newest complete checkpoint after a rank was killed, failed or hung.
 
-    Returns the run, as `load_run` does, or None on a rank other than the first. Raises ConfigError with every problem
-    of the run file, DataError or CheckpointError for data and checkpoints that cannot be used, WorkerError where
-    training fails.
+    Returns the run, as `load_run` does, or None on a rank other than the first. Raises ConfigError with all problems of
+    the run file, DataError or CheckpointError for data and checkpoints that cannot be used, WorkerError if training
+    fails.
     """
     from shardwright.config import as_toml, load, parse
     from shardwright.training.start import start
@@ -218,9 +218,9 @@ def train(
 
 @checked_call
 def load_run(folder: str | Path) -> "Run":
-    """Read the folder of a run, one that is still going on included.
+    """Read the folder of a run, also while the run continues.
 
-    Raises InputError for a folder that is not one of a run, or where a record is damaged.
+    Raises InputError if the folder is not a run's folder, or if a record is damaged.
     """
     from shardwright.report.run_record import read_run
 
@@ -229,40 +229,40 @@ def load_run(folder: str | Path) -> "Run":
 
 @dataclass(frozen=True)
 class Run:
-    """A run as its folder tells it. `record` has all that the report shows."""
+    """A run as recorded in its folder. `record` has all data that the report shows."""
 
     record: "RunRecord"
 
     @property
     def folder(self) -> Path:
-        """Where it is."""
+        """The folder of the run."""
         return self.record.folder
 
     @property
     def config(self) -> "RunConfig":
-        """Its run file, every default filled in."""
+        """The run file with every default filled in."""
         return self.record.config
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The logged training steps, a dict each: `step`, `loss`, `grad_norm`, `lr`, `tokens_per_s`, `step_s` and the
-        other keys of metrics.jsonl."""
+        """Return the logged training steps, a dict each: `step`, `loss`, `grad_norm`, `lr`, `tokens_per_s`, `step_s`
+        and the other keys of metrics.jsonl."""
         return [asdict(record) for record in self.record.train]
 
     @property
     def validation(self) -> list[tuple[int, float]]:
-        """(step, validation loss) of each evaluation."""
+        """Return (step, validation loss) of each evaluation."""
         return [(record.step, record.loss) for record in self.record.validation]
 
     @property
     def checkpoints(self) -> list[Path]:
-        """Folders of the checkpoints that are kept, the oldest first."""
+        """Return the folders of the existing checkpoints, the oldest first."""
         return published(self.folder / CHECKPOINTS)
 
     @checked_call
     def model(self, checkpoint: str | Path | None = None) -> "Transformer":
-        """The whole model of a checkpoint, the newest if none is named, on one process: on the CPU, in evaluation mode,
-        in the type it was trained in. Raises CheckpointError where there is none, or it is damaged."""
+        """Return the whole model of a checkpoint, by default the newest, on one process: on the CPU, in evaluation
+        mode, in the type it was trained in. Raises CheckpointError if there is no checkpoint, or if it is damaged."""
         from shardwright.training.checkpoint.whole import newest_checkpoint, restore
 
         return restore(newest_checkpoint(self.folder) if checkpoint is None else Path(checkpoint))

@@ -1,9 +1,9 @@
-"""The run file: TOML read into frozen, documented models; strict, and every problem reported at once.
+"""The run file: TOML read into frozen, documented models. Reading is strict and reports all problems at once.
 
     config = load("examples/debug.toml", ["layout.dp_shard=2", "steps=100"])
 
-A key that is not here is an error that names the nearest one that is. `resolved_toml` writes a configuration
-back as a run file with every default filled in; it is saved with each run.
+An unknown key is an error that names the nearest valid key. `resolved_toml` writes a configuration as a run file with
+every default filled in; it is saved with each run.
 """
 
 from shardwright.config.optimizer import OptimizerSection

@@ -1,4 +1,4 @@
-"""The section [faults] of the run file: what a run does about steps that are not as they should be."""
+"""The section [faults] of the run file: the handling of spikes, nonfinite numbers, hangs and differing replicas."""
 
 from typing import Annotated, Literal
 
@@ -7,11 +7,11 @@ from pydantic import Field
 from shardwright.config.sections import NotNegative, Positive, RunFileSection
 
 SPIKE_WINDOW = 128
-"""Steps whose losses and gradient norms a step is judged by."""
+"""Number of previous steps whose losses and gradient norms are the reference for spike detection."""
 LEAST_WINDOW = 64
-"""Steps in the window from which on finite values are judged, too."""
+"""Number of steps in the window from which on finite values are checked, too."""
 IN_A_ROW = 3
-"""Spikes one after another, without a step that is taken between them, that stop a run."""
+"""Number of consecutive spikes, without a step taken in between, that stop a run."""
 
 OnSpike = Literal["skip", "rollback", "stop", "off"]
 

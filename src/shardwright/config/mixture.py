@@ -1,7 +1,7 @@
-"""The mixture of a run: which share of the samples each source of data has, and from which step on.
+"""The mixture of a run: the share of the samples from each data source, and the step from which on it applies.
 
-Weights are ratios. As whole numbers without a common divisor they add up to the number of samples after which the
-order of sources repeats, and every source has had exactly its share.
+Weights are ratios. As integers without a common divisor, their sum is the number of samples after which the order of
+sources repeats, with every source having exactly its share.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,31 +18,32 @@ LARGEST_PERIOD = 2**20
 
 @dataclass(frozen=True)
 class Mixture:
-    """From the step after `from_step` steps on, source k has weights[k] of every sum(weights) samples; 0: none."""
+    """The weights of the sources after `from_step` steps: source k has weights[k] >= 0 of every sum(weights)
+    samples."""
 
     from_step: int
     weights: tuple[int, ...]
 
 
 def sources_of(data: DataSection) -> list[SourceSection]:
-    """The sources of a run, each with a name: those of `data.sources`, or the one folder of `data.path`."""
+    """Return the named sources of a run: `data.sources`, or one source for the folder `data.path`."""
     if data.path is not None:
         return [SourceSection(name=Path(data.path).name, path=data.path, weight=1.0)]
     return [source.model_copy(update={"name": name_of(source)}) for source in data.sources]
 
 
 def name_of(source: SourceSection) -> str:
-    """The name of a source: that of its folder, unless it has one of its own."""
+    """Return the name of a source, by default the name of its folder."""
     return source.name or Path(source.path).name
 
 
 def tokenizer_folder(data: DataSection) -> Path:
-    """The folder of data with the tokenizer of a run; all its sources have the same."""
+    """Return the data folder with the tokenizer of a run, which is the same for all its sources."""
     return Path(sources_of(data)[0].path)
 
 
 def mixtures_of(data: DataSection) -> list[Mixture]:
-    """The mixture that a run begins with, and that of each later stage, in order. The section has no problems."""
+    """Return the mixture at the start of a run and of each later stage, in order. The section must be valid."""
     sources = sources_of(data)
     first = {name_of(source): source.weight for source in sources if source.weight is not None}
     stages = [(0, first), *((stage.from_step, stage.weights) for stage in data.stages)]
@@ -51,7 +52,7 @@ def mixtures_of(data: DataSection) -> list[Mixture]:
 
 
 def whole_weights(weights: list[float]) -> tuple[int, ...]:
-    """The smallest whole numbers in the ratio of `weights` as they are written in decimal: 0.7, 0.3 -> 7, 3."""
+    """Return the smallest integers in the ratio of `weights` as written in decimal: 0.7, 0.3 -> 7, 3."""
     exact = [Fraction(str(weight)) for weight in weights]
     scale = lcm(*(each.denominator for each in exact))
     whole = [int(each * scale) for each in exact]
@@ -59,7 +60,7 @@ def whole_weights(weights: list[float]) -> tuple[int, ...]:
 
 
 def mixture_problems(data: DataSection, steps: int | None) -> Iterator[str]:
-    """Every rule on sources and stages that is broken. `steps` of the run; None where that number is not valid."""
+    """Yield each broken rule on sources and stages. `steps`: steps of the run; None if that value is not valid."""
     if data.path is not None and data.sources:
         yield "data.path and data.sources are both given; name the folder of data.path as one of data.sources"
     elif data.path is None and not data.sources:

@@ -1,4 +1,4 @@
-"""The section [optimizer] of the run file, whose options are those of the optimizer's row."""
+"""The section [optimizer] of the run file. Its options are the options of the optimizer's row."""
 
 import math
 from typing import Annotated, Any, Literal, get_args
@@ -15,7 +15,7 @@ Factor = Annotated[float, Field(ge=0)]
 
 
 def _by_kind(name: str, doc: str, of: str) -> Any:
-    """A section with an optional number for each kind of parameter (`model.modules`) that is trained."""
+    """Return a section with an optional number for each kind of trained parameter (`model.modules`)."""
     kinds = [kind for kind in get_args(Kind) if kind != "balance"]
     says = {"matrix": "hidden matrices but experts"}
     fields: dict[str, Any] = {
@@ -32,7 +32,7 @@ WeightDecaySection: Any = _by_kind(
 
 
 def _with_one_of(*keys: str) -> str:
-    """The optimizers that have one of these options, in words."""
+    """Return the names of the optimizers that have one of these options, as text."""
     return " and ".join(repr(name) for name, kind in OPTIMIZERS.items() if not kind.options.keys().isdisjoint(keys))
 
 
@@ -81,7 +81,7 @@ class OptimizerSection(RunFileSection):
         return self
 
     def _problem(self, kind: OptimizerKind, key: str, value: Any) -> str | None:
-        """What is wrong with an option and its value."""
+        """Return the problem of an option's value, or None."""
         option = kind.options.get(key)
         if option is None:
             if new := RENAMED.get(f"optimizer.{key}"):
@@ -107,20 +107,20 @@ class OptimizerSection(RunFileSection):
 
     @property
     def kind(self) -> OptimizerKind:
-        """The row of the optimizer."""
+        """The registered row of the optimizer."""
         return OPTIMIZERS[self.name]
 
     @property
     def options(self) -> dict[str, float]:
-        """The value of each of its options; true is 1."""
+        """Return the value of each of its options; true is 1."""
         return {key: float(value) for key, value in (self.model_extra or {}).items()}
 
     def lr_scale_of(self, row: Row) -> float:
-        """The learning rate of a parameter / lr."""
+        """Return the learning rate of a parameter divided by `lr`."""
         given: float | None = getattr(self.lr_scale, row.kind)
         return 1.0 if given is None else given
 
     def weight_decay_of(self, row: Row) -> float:
-        """The weight decay of a parameter."""
+        """Return the weight decay of a parameter."""
         given: float | None = getattr(self.weight_decay_by_kind, row.kind)
         return given if given is not None else self.weight_decay if row.decays else 0.0

@@ -1,4 +1,4 @@
-"""The section [precision] of the run file: the type of matmuls, the loss scale that fp16 needs, and fp8."""
+"""The section [precision] of the run file: the data type of matmuls, the loss scale of fp16, and fp8."""
 
 import math
 from typing import Annotated, Literal
@@ -66,7 +66,7 @@ class PrecisionSection(RunFileSection):
 
     @property
     def fp8_settings(self) -> Fp8 | None:
-        """Which matmuls are in fp8; None if none is."""
+        """Return which matmuls are in fp8, or None if no matmul is."""
         if self.fp8 == "none":
             return None
         wanted = self.fp8 != "blockwise" if self.fp8_weight_gradient is None else self.fp8_weight_gradient
@@ -74,12 +74,12 @@ class PrecisionSection(RunFileSection):
 
     @property
     def in_words(self) -> str:
-        """The type of matmuls."""
+        """Return the data type of matmuls as text."""
         return self.compute if self.fp8 == "none" else f"{self.compute}, fp8 {self.fp8}"
 
     @property
     def planned(self) -> str:
-        """The format that `plan` prices: that of fp8 where the other matmuls are in 16 bits."""
+        """Return the format that `plan` prices: the fp8 format if the other matmuls are in 16 bits."""
         if self.fp8 != "none" and self.compute in ("bf16", "fp16"):
             return next(name for name, keys in TRAINED.items() if keys.get("fp8") == self.fp8)
         return "tf32" if self.tf32 and self.compute == "fp32" else self.compute
@@ -105,7 +105,7 @@ class PrecisionSection(RunFileSection):
         return self
 
     def _loss_scale_problems(self) -> list[str]:
-        """Which rules of the loss scale are broken, a sentence each."""
+        """Return one sentence for each broken rule of the loss scale."""
         defaults = {name: type(self).model_fields[name].default for name in _SCALE_KEYS}
         given = [name for name in _SCALE_KEYS if getattr(self, name) != defaults[name]]
         if given and self.compute != "fp16":

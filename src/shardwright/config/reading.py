@@ -1,4 +1,4 @@
-"""Read a run file, strictly, with every problem told at once; and write one back."""
+"""Read a run file strictly, with all problems reported at once, and write a run file."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from shardwright.system.synonyms import called_here
 def load(path: str | Path, overrides: Sequence[str] = (), *, started: bool = False) -> RunConfig:
     """Read a run file and apply `key=value` overrides such as `layout.dp_shard=2`. `started`: as in `parse`.
 
-    Raises ConfigError with every problem of the file and of the overrides at once.
+    Raises ConfigError with all problems of the file and of the overrides at once.
     """
     try:
         text = read_text(Path(path))
@@ -39,7 +39,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, started: bool = Fal
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
-    # A kept run file has absolute paths; those of earlier versions are relative to where the run was started.
+    # A saved run file has absolute paths. Earlier versions wrote paths relative to the start directory of the run.
     resolved = text.startswith(RESOLVED)
     folder = Path() if resolved else Path(path).parent
     config = parse(table, overrides, source=str(path), folder=folder, started=started)
@@ -49,7 +49,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, started: bool = Fal
 
 
 def _run_file_of(folder: Path) -> str:
-    """Which run file is meant by a folder, in words."""
+    """Return, in words, which run file of a folder is probably meant."""
     if (folder / RUN_FILE).is_file():
         return f"the run file of the run in it is {folder / RUN_FILE}"
     if (folder / "config.json").is_file():
@@ -58,8 +58,8 @@ def _run_file_of(folder: Path) -> str:
 
 
 def _refuse_moved(path: Path, config: RunConfig, overrides: Sequence[str]) -> None:
-    """Raise ConfigError for the run file of a run whose folder was moved or copied: its `out` still names the old
-    place, where the run would start anew."""
+    """Raise ConfigError for the run file of a run whose folder was moved or copied. Its `out` still names the old path,
+    where the run would start from scratch."""
     folder = path.parent
     is_kept = path.name == RUN_FILE and (folder / METRICS).is_file()
     is_given = any(override.partition("=")[0].strip() == "out" for override in overrides)
@@ -80,9 +80,9 @@ def parse(
 ) -> RunConfig:
     """Validate a run file that is already a table, and import its extensions.
 
-    Relative paths of the table are relative to `folder`, those of `overrides` to the working folder. `started`: the
-    user starts this run file; one that is only read imports what is trusted (`extensions.load_named`). Raises
-    ConfigError with every problem at once.
+    Relative paths of the table are relative to `folder`, and paths of `overrides` to the working directory. `started`:
+    the user starts this run file; otherwise only trusted extensions are imported (`extensions.load_named`). Raises
+    ConfigError with all problems at once.
     """
     problems: list[str] = []
     if folder != Path():
@@ -111,13 +111,13 @@ def parse(
 
 
 def change_paths(table: dict[str, Any], change: Callable[[str], str], section: Any = RunConfig) -> None:
-    """Replace every path of a run file (the fields marked `PATH`), given as a table that may have mistakes."""
+    """Replace every path of a run file (the fields marked `PATH`), given as a table that may be invalid."""
     for name, field in section.model_fields.items():
         value, inner = table.get(name), _section_of(field.annotation)
         if field.json_schema_extra == PATH:
             if isinstance(value, str) and (name, value) not in (("resume", "auto"), ("resume", "no")):
                 table[name] = change(value)
-            elif isinstance(value, list):  # of extensions, where others are names of modules
+            elif isinstance(value, list):  # a list of extensions, whose other entries are module names
                 table[name] = [change(each) if str(each).endswith(".py") else each for each in value]
         elif inner is not None:
             for below in value if isinstance(value, list) else [value]:
@@ -126,7 +126,7 @@ def change_paths(table: dict[str, Any], change: Callable[[str], str], section: A
 
 
 def _beyond_64_bits(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """(key, the first digits) of every integer in a table that no 64 bits hold."""
+    """Yield (key, first digits) of every integer in a table that does not fit in 64 bits."""
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
         yield key, f"{value:.3e}" if abs(value) < 10**300 else f"{str(value)[:6]}..."
     for name, inner in (
@@ -136,8 +136,8 @@ def _beyond_64_bits(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _valid_part(table: dict[str, Any], error: ValidationError) -> dict[str, Any]:
-    """Return the sections and keys at the top of a run file in which pydantic found nothing wrong, by name. A section
-    with unknown keys, and nothing else wrong, is there without these, so that its rules are checked as well."""
+    """Return the top-level sections and keys of a run file in which pydantic found no error, by name. A section whose
+    only errors are unknown keys is returned without these keys, so that its rules are checked as well."""
     problems = error.errors()
     unknown = {each["loc"] for each in problems if each["type"] == "extra_forbidden" and len(each["loc"]) == 2}
     wrong = {each["loc"][0] for each in problems if each["loc"] not in unknown}
@@ -180,15 +180,15 @@ def _apply(table: dict[str, Any], override: str) -> list[str]:
 
 
 INSTEAD = {"model.from": "preset", "model.preset": "from"}
-"""Keys of which one takes the place of the other: what `--set` gives replaces both of the file."""
+"""Mutually exclusive keys: `--set` of one key replaces both keys of the file."""
 
 
 LONGEST_SHOWN = 200
-"""Characters of a value that an error repeats."""
+"""Maximum number of characters of a value in an error."""
 
 
 def _sentence(entry: Any) -> str:
-    """One of pydantic's errors in our words."""
+    """Return a pydantic error as a sentence in the style of our errors."""
     path = [str(part) for part in entry["loc"]]
     key = ".".join(path)
     if entry["type"] == "extra_forbidden" and key in RENAMED:
@@ -217,7 +217,7 @@ def _sentence(entry: Any) -> str:
 
 
 def _meant(path: Sequence[str]) -> str:
-    """The key that was meant by one that does not exist: of the same section, or of that name in another."""
+    """Return the key that was probably meant by an unknown key: in its section, or with its name in another."""
     *_, name = path
     if called_here(name) is None and (elsewhere := keys_named(name)):
         return f"did you mean {' or '.join(map(repr, elsewhere))}?"
@@ -225,7 +225,7 @@ def _meant(path: Sequence[str]) -> str:
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The keys of a run file by their paths: {"layout": {"tp": 2}} -> {"layout.tp": 2}."""
+    """Return the keys of a run file by their paths: {"layout": {"tp": 2}} -> {"layout.tp": 2}."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
@@ -233,12 +233,12 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def keys_named(name: str) -> list[str]:
-    """Keys of a run file whose last part is `name`, with their sections: `tp` -> [`layout.tp`]."""
+    """Return the keys of a run file whose last part is `name`, with their sections: `tp` -> [`layout.tp`]."""
     return [key for key in _paths(RunConfig) if key.split(".")[-1] == name]
 
 
 def _paths(section: Any, prefix: str = "") -> Iterator[str]:
-    """Every key of a section, and of the sections in it."""
+    """Yield every key of a section and of its subsections."""
     for name, field in section.model_fields.items():
         yield prefix + name
         if inner := _section_of(field.annotation):
@@ -246,30 +246,30 @@ def _paths(section: Any, prefix: str = "") -> Iterator[str]:
 
 
 def model_of(annotation: Any) -> Any:
-    """The section that a field of a run file holds."""
+    """Return the section model of a run-file field."""
     found = _section_of(annotation)
     assert found is not None, annotation
     return found
 
 
 def _section_of(annotation: Any) -> Any:
-    """The section that a field of a run file holds; None where it is no section."""
+    """Return the section model of a run-file field, or None if the field is not a section."""
     options = [annotation, *getattr(annotation, "__args__", ())]
     return next((option for option in options if isinstance(option, type) and issubclass(option, BaseModel)), None)
 
 
 def _owner(path: Sequence[str]) -> Any:
-    """The section that the last of these names is a key of."""
+    """Return the section that contains the last key of a path."""
     owner: Any = RunConfig
     for part in path[:-1]:
-        if not part.isdecimal():  # a place in a list, whose annotation names the section of each
+        if not part.isdecimal():  # an index in a list, whose annotation names the section of each entry
             owner = model_of(owner.model_fields[part].annotation)
     return owner
 
 
 def resolved_toml(config: RunConfig, absolute: bool = False) -> str:
-    """A configuration as a run file with every default filled in; reading it back gives an equal one. `absolute`: paths
-    are, so that the file means the same wherever it lies."""
+    """Return a configuration as a run file with every default filled in; reading it gives an equal configuration.
+    `absolute`: write absolute paths, so that the file does not depend on its folder."""
     lines = [f"{RESOLVED}; `shardwright train` accepts this file"]
     values = config.model_dump(exclude_none=True)
     if absolute:
@@ -290,7 +290,7 @@ def resolved_toml(config: RunConfig, absolute: bool = False) -> str:
 
 
 def as_toml(value: Any) -> str:
-    """A value as it is written in a run file."""
+    """Return a value in TOML syntax."""
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{_toml_key(key)} = {as_toml(below)}" for key, below in value.items()) + " }"
     if _is_tables(value):

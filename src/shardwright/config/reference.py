@@ -13,7 +13,7 @@ from shardwright.optimizers import OPTIMIZERS
 
 @dataclasses.dataclass(frozen=True)
 class RunFileKey:
-    """One key of the run file, for the reference: `layout.zero`, its type, default and meaning."""
+    """One key of the run file for the reference: `layout.zero`, its type, default and description."""
 
     path: str
     type: str
@@ -22,7 +22,7 @@ class RunFileKey:
 
 
 def keys() -> Iterable[RunFileKey]:
-    """Every key of the run file in order."""
+    """Return every key of the run file in order."""
     for name, field in RunConfig.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from _section_keys(name, field.annotation)

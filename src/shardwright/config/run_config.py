@@ -1,4 +1,4 @@
-"""A whole run, and the rules between its sections."""
+"""The configuration of a whole run, and the rules between its sections."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
@@ -82,17 +82,17 @@ class RunConfig(RunFileSection):
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches a rank runs in one step. Raises LayoutError where that is not a whole number."""
+        """Return the micro-batches of a rank in one step. Raises LayoutError if the number is not an integer."""
         return accumulation(self.batch.global_batch, self.batch.micro_batch, self.layout.layout().data_ranks)
 
     def problems(self) -> list[str]:
-        """Every rule between keys that is broken, one sentence each."""
+        """Return one sentence for each broken rule between keys."""
         return broken_rules(dict(self))
 
 
 def broken_rules(valid: Mapping[str, Any]) -> list[str]:
-    """Every rule between keys that is broken, one sentence each. `valid`: sections and keys at the top of a run file by
-    name; a rule between some of which one is not there is not looked at."""
+    """Return one sentence for each broken rule between keys. `valid`: top-level sections and keys of a run file by
+    name. A rule is skipped if one of its keys is missing."""
     found: list[str] = []
     model, batch, data, lr_schedule = (valid.get(name) for name in ("model", "batch", "data", "lr_schedule"))
     spec, layout = None, None
@@ -167,7 +167,7 @@ def _fp8_problems(
 
 
 def _compression_problems(layout: Layout, precision: PrecisionSection) -> Iterator[str]:
-    """Types of matmuls that a layout with compressed communication cannot have."""
+    """Yield the data types of matmuls that a layout with compressed communication does not support."""
     how = layout.compress_gradients
     if precision.compute == "fp64" and how != "none":
         yield (
@@ -182,8 +182,8 @@ def _compression_problems(layout: Layout, precision: PrecisionSection) -> Iterat
 
 
 def _graph_problems(layout: Layout, precision: PrecisionSection, data: DataSection | None) -> Iterator[str]:
-    """Why blocks cannot be replayed as CUDA graphs: each call has to find its weights, and put its gradients, where the
-    recorded one did."""
+    """Yield the reasons why blocks cannot be replayed as CUDA graphs. Each call must find its weights, and store its
+    gradients, at the same addresses as the recorded call."""
     if not precision.cuda_graphs:
         return
     needed = {
@@ -338,7 +338,7 @@ def _document_problems(data: DataSection, spec: ModelSpec | None) -> Iterator[st
 
 
 def _lr_schedule_problems(section: ScheduleSection, steps: int | None) -> Iterator[str]:
-    """`steps` of the run; None where that number is not valid."""
+    """Yield problems of the learning rate schedule. `steps`: steps of the run; None if that value is not valid."""
     changing = {"warmup_steps": section.warmup_steps}
     if section.shape == "wsd":
         changing["decay_steps"] = section.decay_steps

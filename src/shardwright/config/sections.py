@@ -31,14 +31,14 @@ from shardwright.system.remote import REMOTE
 
 
 class BrokenRules(PydanticCustomError):
-    """What a section's own rules say, as whole sentences; raised from its validator."""
+    """The broken rules of a section, as whole sentences; raised from its validator."""
 
     def __new__(cls, *problems: str) -> "BrokenRules":
         return super().__new__(cls, "refused", "{problems}", {"problems": problems})
 
 
 class RunFileSection(BaseModel):
-    """A table of the run file: unknown keys are refused, values are not coerced, and nothing changes later."""
+    """A table of the run file. Unknown keys are rejected, values are not coerced, and instances are frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -48,22 +48,21 @@ RENAMED = {
     "layout.schedule": "layout.pp_schedule",
     "optimizer.adamw_lr_scale": "[optimizer.lr_scale] embedding, head, norm, bias, router",
 }
-"""Old names of keys and sections, and what they are called now."""
+"""Old names of keys and sections, with their new names."""
 
 
 PATH: dict[str, Any] = {"path": True}
-"""Marks the fields whose values are paths: relative ones are relative to the folder of the run file."""
+"""Marks the fields whose values are paths; relative paths are relative to the folder of the run file."""
 
 
 def located(path: str, folder: Path) -> str:
-    """A path of a run file that lies in `folder`, as the process can open it: `~` is the home folder, URLs stay as they
-    are."""
+    """Return a path of a run file in `folder` as the process can open it: `~` is expanded, URLs are unchanged."""
     return path if not path or REMOTE in path else os.path.normpath(folder / os.path.expanduser(path))
 
 
 Positive = Annotated[int, Field(ge=1)]
 Counted = Annotated[int, Field(ge=1, le=2**31)]
-"""What work and memory grow with."""
+"""A number with which work and memory grow."""
 NotNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
@@ -76,7 +75,7 @@ MODEL_TABLES: dict[str, type[Described]] = {
 
 
 def _overrides(name: str, spec: type[Described]) -> Any:
-    """A section in which every field of `spec` may be given, and none has to be."""
+    """Return a section in which every field of `spec` is optional."""
 
     def override(field: dataclasses.Field[Any]) -> Any:
         table = MODEL_TABLES.get(field.name)
@@ -93,7 +92,7 @@ _FROM: Any = Field(
     description="instead of a preset: a folder of Hugging Face transformers, one that `shardwright import` wrote, a "
     "checkpoint or a run, whose sizes these are; other keys here may not contradict it",
 )
-# `from` is a word of Python's, which only a field that is made by name can have.
+# `from` is a Python keyword, so the field must be created by name.
 _SOURCES: dict[type[Described], dict[str, Any]] = {ModelSpec: {"from": (str | None, _FROM)}}
 _ModelOverrides: Any = _overrides("_ModelOverrides", ModelSpec)
 
@@ -110,10 +109,10 @@ class ModelSection(_ModelOverrides):
         return found
 
     def spec(self) -> ModelSpec:
-        """The preset, or the model of the folder, with the changes.
+        """Return the preset or the folder's model, with the changes of this section.
 
-        Raises ConfigError for an unknown preset, for a table that it does not have and that is not given whole, and for
-        changes with which the weights of the folder would be those of another model.
+        Raises ConfigError for an unknown preset, for an incomplete table that the base model does not have, and for
+        changes that contradict the weights of the folder.
         """
         if self.folder is None:
             return self._changed(resolve(self.preset), f"model.preset={self.preset!r}")
@@ -128,7 +127,7 @@ class ModelSection(_ModelOverrides):
         return wanted
 
     def _changed(self, base: ModelSpec, of: str) -> ModelSpec:
-        """A model with the changes of this section; `of` names it in errors."""
+        """Return a model with the changes of this section; `of` names the model in errors."""
         given = self.model_fields_set - {"preset", "from"}
         changes = {k: v for k in given if (v := getattr(self, k)) is not None}
         problems: list[str] = []
@@ -152,21 +151,22 @@ class ModelSection(_ModelOverrides):
         return dataclasses.replace(base, **changes)
 
     def resolved(self) -> dict[str, Any]:
-        """This section as it is kept with a run: every size where they come from a folder, which may go away."""
+        """Return this section as saved with a run: with every size if they come from a folder, which may be deleted."""
         if self.folder is None:
             return self.model_dump(exclude_none=True)
         return {"preset": self.preset} | table_of(self.spec())
 
 
 def table_of(spec: ModelSpec) -> dict[str, Any]:
-    """A model as the section [model] of a run file, with every size."""
+    """Return a model as the section [model] of a run file, with every size."""
     return {name: value for name, value in dataclasses.asdict(spec).items() if value is not None}
 
 
 def contradictions(saved: ModelSpec, wanted: ModelSpec, of: str) -> list[str]:
-    """Why weights of the model `saved` are not those of `wanted`, one sentence each; `of` names the former.
+    """Return the reasons why weights of the model `saved` do not fit `wanted`, one sentence each; `of` names `saved`.
 
-    Longer sequences, another base or scaling of the rotary frequencies and what only training uses may differ.
+    Longer sequences, another base or scaling of the rotary frequencies, and settings that only training uses may
+    differ.
     """
     free = ("rope_theta", "rope_scaling", *(() if saved.positions == "learned" else ("max_seq_len",)))
     return [
@@ -176,9 +176,9 @@ def contradictions(saved: ModelSpec, wanted: ModelSpec, of: str) -> list[str]:
 
 
 def spec_of_folder(path: Path) -> ModelSpec:
-    """The model of a folder of transformers or of `shardwright import`, of a checkpoint or of a run.
+    """Return the model of a folder from transformers or `shardwright import`, of a checkpoint or of a run.
 
-    Raises ConfigError for another folder, and for a model that is not supported, with every reason.
+    Raises ConfigError for any other folder, and for an unsupported model with all reasons.
     """
     for name in (MODEL_FILE, RUN_FILE):
         if (path / name).is_file():
@@ -188,7 +188,7 @@ def spec_of_folder(path: Path) -> ModelSpec:
                 if isinstance(source := model.get("from"), str):
                     model["from"] = located(source, path)
                     if Path(model["from"]).resolve() == path.resolve():
-                        continue  # a run file beside the config.json of the model that it trains
+                        continue  # a run file next to the config.json of the model that it trains
                 if problems := extensions.load_named(table, path, started=False):
                     raise ConfigError(*problems)
                 return ModelSection.model_validate(model).spec()
@@ -273,7 +273,7 @@ class BatchSection(RunFileSection):
 
 
 def _layout_key(key: LayoutKey) -> Any:
-    """A field of [layout]: optional where the layout derives its default from other keys."""
+    """Return a field of [layout], optional if the layout derives its default from other keys."""
 
     def valid(value: Any) -> Any:
         if rule := key.problem(value, key.in_run_file):
@@ -297,12 +297,12 @@ class LayoutSection(_LayoutKeys):
 
     @property
     def recomputation(self) -> tuple[str, int | None]:
-        """`recompute`, which may be "auto", and `recompute_layers`."""
+        """Return `recompute`, which may be "auto", and `recompute_layers`."""
         values = self.model_dump()
         return values["recompute"], values["recompute_layers"]
 
     def layout(self) -> Layout:
-        """The arithmetic of these degrees; until it is settled, recompute='auto' counts as its default. Raises
+        """Return the layout with these degrees. An unsettled recompute='auto' counts as its default. Raises
         LayoutError."""
         values = self.model_dump()
         for name, key in LAYOUT_KEYS.items():

@@ -1,4 +1,4 @@
-"""Decides what a run file leaves to the memory of the devices: `layout.recompute = "auto"`."""
+"""Resolve the run-file values that depend on the memory of the devices: `layout.recompute = "auto"`."""
 
 from typing import TYPE_CHECKING
 
@@ -11,19 +11,19 @@ if TYPE_CHECKING:
     from shardwright.cost.job import Job
 
 MARGIN = 0.1
-"""Share of the memory that is kept free, as in a plan."""
+"""Fraction of the memory that is kept free, as in a plan."""
 
 
 def needs_memory(config: RunConfig) -> bool:
-    """Whether the layout is not decided before the memory of a rank is known."""
+    """Return whether the layout depends on the memory of a rank."""
     return config.layout.recomputation[0] == AUTO
 
 
 def settled(config: RunConfig, memory_bytes: float, margin: float = MARGIN) -> tuple[RunConfig, str]:
-    """The configuration with the least recomputation that fits, and what was chosen in words, with the peak.
+    """Return the configuration with the least recomputation that fits, and the choice in words with the peak memory.
 
-    `memory_bytes`: of a rank's device, unless the run file says `memory_gib`; a share of `margin` is kept free. The
-    same arguments give the same choice. Raises LayoutError where nothing fits, and where the plan has no formulas.
+    `memory_bytes`: memory of a rank's device, unless the run file sets `memory_gib`; the fraction `margin` is kept
+    free. Deterministic. Raises LayoutError if no choice fits, and if the plan has no formulas for the run.
     """
     from shardwright.planner.recomputation import least_recomputation
 
@@ -40,8 +40,8 @@ def settled(config: RunConfig, memory_bytes: float, margin: float = MARGIN) -> t
 
 
 def job_of(config: RunConfig, accelerator: str = "h100") -> "Job":
-    """The job of a run file, with its precision and its stack, on one node of an accelerator; formulas of memory read
-    of that only which libraries it has."""
+    """Return the job of a run file, with its precision and its stack, on one node of an accelerator. Memory formulas
+    use the accelerator only for its libraries."""
     from shardwright.cost.hardware import cluster
     from shardwright.cost.job import Job
     from shardwright.cost.stack import SHARDWRIGHT, SHARDWRIGHT_COMPILED
@@ -61,6 +61,6 @@ def job_of(config: RunConfig, accelerator: str = "h100") -> "Job":
 
 
 def with_recomputation(config: RunConfig, recompute: str, recompute_layers: int | None) -> RunConfig:
-    """The configuration with this in the place of "auto"."""
+    """Return the configuration with these values instead of "auto"."""
     section = config.layout.model_copy(update={"recompute": recompute, "recompute_layers": recompute_layers})
     return config.model_copy(update={"layout": section})

@@ -1,4 +1,4 @@
-"""A run on fewer ranks: the layout with fewer of them along dp, all else as it was."""
+"""A run on fewer ranks: the layout with smaller data-parallel degrees and no other changes."""
 
 import tomllib
 from collections.abc import Iterator
@@ -10,10 +10,10 @@ from shardwright.system.errors import ConfigError, LayoutError
 
 
 def shrunk(config: RunConfig, most: int, least: int) -> RunConfig | None:
-    """The run on as many ranks as it can use, at most `most` and at least `least`; None where no number of them does.
+    """Return the run on the largest usable number of ranks from `least` to `most`, or None if no number is usable.
 
-    Only dp_replicate and dp_shard fall, dp_replicate first, as each of its ranks holds all that its shard group holds;
-    tp, cp, pp, ep, the global batch and the micro-batch stay, so that the samples of a step are the same.
+    Only dp_replicate and dp_shard decrease, dp_replicate first, because replicas are redundant. tp, cp, pp, ep, the
+    global batch and the micro-batch stay, so that the samples of a step are the same.
     """
     layout = config.layout.layout()
     for replicate, shard in _degrees(layout, most, least):
@@ -30,13 +30,13 @@ def shrunk(config: RunConfig, most: int, least: int) -> RunConfig | None:
         ]
         try:
             return parse(tomllib.loads(resolved_toml(config)), changes)
-        except ConfigError:  # the global batch cannot be partitioned, or a section does not go with this layout
+        except ConfigError:  # the global batch cannot be partitioned, or a section does not fit this layout
             continue
     return None
 
 
 def _degrees(layout: Layout, most: int, least: int) -> Iterator[tuple[int, int]]:
-    """(dp_replicate, dp_shard) of worlds of `least` to `most` ranks, the largest first, then most of dp_shard."""
+    """Yield (dp_replicate, dp_shard) of worlds of `least` to `most` ranks, largest first, then largest dp_shard."""
     others = layout.world_size // layout.data_ranks
     pairs = [
         (replicate, shard)

@@ -1,1 +1,1 @@
-"""The real training program as any rank of any world, on fake tensors: what it allocates and sends."""
+"""Dry runs: the real training program as any rank of any world, on fake tensors, to record allocations and messages."""

@@ -1,13 +1,13 @@
-"""Check the calls of several ranks against NCCL's rules; ranks that break one hang or compute nonsense. No torch.
+"""Check the calls of several ranks against NCCL's rules; a violation causes a hang or wrong results. No torch.
 
-The calls are those that dry runs record (`disagreements`) or those of NCCL's log (`broken_nccl_rules`). The rules:
+The calls come from dry runs (`disagreements`) or from NCCL's log (`broken_nccl_rules`). The rules:
 
-- every communicator: its ranks issue the same collectives in the same order with the same counts and types;
-- every pair of ranks of a communicator: the k-th send matches the k-th receive in size and type;
-- the order as a whole: no ranks wait for each other if every call blocks until its peers have issued their part. NCCL
-  promises no more, since its calls wait for free channels and buffers. Calls of one launch do not wait for each other.
+- Collectives: the ranks of a communicator issue the same collectives in the same order with the same counts and types.
+- Point-to-point: for each pair of ranks of a communicator, the k-th send matches the k-th receive in size and type.
+- Order: no ranks wait for each other if every call blocks until its peers have issued their part. NCCL guarantees no
+  more, since its calls wait for free channels and buffers. Calls of one launch do not wait for each other.
 
-Of a communicator, the ranks whose calls are known are compared.
+In each communicator, the ranks with known calls are compared.
 """
 
 from collections import Counter, defaultdict
@@ -20,12 +20,12 @@ from shardwright.system.processes import ranks_in_words
 
 _PAIRED = ("send", "receive")
 _MOST_SIDES = 4
-"""Different calls that a sentence lists."""
+"""Maximum number of different calls that a sentence lists."""
 
 
 class Call(Protocol):
-    """A collective, or a message to or from rank `peer` of the world, over the process group of `ranks`. `content`:
-    everything that all ranks of a collective have to agree on, the operation first."""
+    """A collective, or a message to or from rank `peer` of the world, over the process group of `ranks`. `content`: the
+    values that all ranks of a collective must agree on, the operation first."""
 
     @property
     def op(self) -> str: ...
@@ -48,8 +48,8 @@ class Call(Protocol):
 class NcclCall(NamedTuple):
     """A call of NCCL on `group`, the name of a communicator, whose ranks have the numbers `ranks` in the world.
 
-    `launch`: calls of a rank that follow each other with the same number are one launch, in which none waits for
-    another (`ncclGroupStart` and `ncclGroupEnd`); 0 for a call that is launched alone.
+    `launch`: consecutive calls of a rank with the same number are one launch (`ncclGroupStart` and `ncclGroupEnd`),
+    whose calls do not wait for each other; 0 for a call that is launched alone.
     """
 
     op: str
@@ -62,17 +62,17 @@ class NcclCall(NamedTuple):
 
     @property
     def content(self) -> tuple[object, ...]:
-        """What all ranks of a collective have to agree on; `peer` is the root, if it has one."""
+        """The values that all ranks of a collective must agree on; `peer` is the root, if there is one."""
         return self.op, self.n_elements, self.dtype, () if self.op in _PAIRED else self.peer
 
     @property
     def splits(self) -> tuple[int, ...]:
-        """NCCL has no uneven collectives; an uneven all-to-all is sends and receives of one launch."""
+        """Return no splits. NCCL has no uneven collectives; an uneven all-to-all is a launch of sends and receives."""
         return ()
 
     @property
     def words(self) -> str:
-        """Operation, communicator, number of elements and type."""
+        """Return operation, communicator, number of elements and type as text."""
         root = f", root {self.peer}" if self.op not in _PAIRED and self.peer >= 0 else ""
         return f"{self.op} over {self.group} of {self.n_elements} {self.dtype}{root}"
 
@@ -81,8 +81,8 @@ C = TypeVar("C", bound=Call)
 
 
 class Disagreement(NamedTuple, Generic[C]):
-    """A broken rule: `what`, with the communicator and the number of the call in it; the ranks, and the call of each,
-    None where it has ended."""
+    """A broken rule. `what`: the communicator and the index of the call in it. `sides`: the call of each of `ranks`,
+    None for a rank without further calls."""
 
     what: str
     ranks: tuple[int, ...]
@@ -90,7 +90,7 @@ class Disagreement(NamedTuple, Generic[C]):
 
     @property
     def sentence(self) -> str:
-        """The rule with the call of each rank, ranks with equal calls together."""
+        """Return the rule with the call of each rank; ranks with equal calls are grouped."""
         by_call: dict[object, list[int]] = defaultdict(list)
         words: dict[object, str] = {}
         for rank, side in zip(self.ranks, self.sides, strict=True):
@@ -103,20 +103,19 @@ class Disagreement(NamedTuple, Generic[C]):
 
 
 def disagreements(records: Sequence[RankRecord]) -> list[Disagreement[RecordedMessage]]:
-    """Every rule that the messages of these dry runs break."""
+    """Return every rule that the messages of these dry runs break."""
     return broken_nccl_rules({record.rank: record.messages for record in records})
 
 
 def broken_nccl_rules(calls: Mapping[int, Sequence[C]]) -> list[Disagreement[C]]:
-    """Every rule that the calls of these ranks break, in the order in which each rank issued them; that ranks wait for
-    each other only where no other rule is broken."""
+    """Return every rule that the calls of these ranks break. `calls`: calls of each rank in issue order. The order rule
+    is checked only if no other rule is broken."""
     result = [*_of_groups(calls), *_of_pairs(calls)]
     return result or [*_stuck_launches(calls)]
 
 
 class AgreementCounts(NamedTuple):
-    """Counts of what `disagreements` compares: calls of all ranks, communicators, and sends whose receiver is one of
-    the ranks."""
+    """Numbers of ranks, calls, communicators and sends to one of the ranks that `disagreements` compares."""
 
     ranks: int
     calls: int
@@ -156,12 +155,12 @@ def _of_groups(calls: Mapping[int, Sequence[C]]) -> Iterator[Disagreement[C]]:
 
 
 def _name(group: Hashable) -> str:
-    """A communicator, or the axis of a group of a dry run."""
+    """Return the name of a communicator, or the axis of a group of a dry run."""
     return str(group[0] if isinstance(group, tuple) else group)
 
 
 def _splits_match(members: Sequence[int], ranks: Sequence[int], sides: Sequence[C | None]) -> bool:
-    """Whether what each rank of an uneven all-to-all sends to another is what that one receives."""
+    """Return whether each rank's sends in an uneven all-to-all match the receives of the other ranks."""
     uneven = {rank: side.splits for rank, side in zip(members, sides, strict=True) if side is not None and side.splits}
     n = len(ranks)
     for here, splits in uneven.items():
@@ -193,26 +192,26 @@ def _of_pairs(calls: Mapping[int, Sequence[C]]) -> Iterator[Disagreement[C]]:
 
 
 def _ends(op: str, rank: int, peer: int) -> tuple[int, int]:
-    """(sender, receiver) of a message."""
+    """Return (sender, receiver) of a message."""
     return (rank, peer) if op == "send" else (peer, rank)
 
 
 class _Launches(Generic[C]):
-    """The launches of a rank, of which the first is under way; its calls end in any order."""
+    """The remaining launches of a rank. The first launch is in progress; its calls end in any order."""
 
     def __init__(self, calls: Sequence[C]) -> None:
-        # A call that is launched alone has a number of its own, its place.
+        # A call that is launched alone has a unique number, its index.
         numbered = groupby(enumerate(calls), lambda each: (each[1].launch, each[0] if not each[1].launch else -1))
         self._later = [[call for _, call in launch] for _, launch in numbered]
         self._later.reverse()
         self.under_way: list[C] = self._later.pop() if self._later else []
         self.received: Counter[int] = Counter()
-        """Rank -> messages that have come from it."""
+        """Rank -> number of messages received from it."""
         self.n_ended = 0
-        """Calls without waits."""
+        """Number of completed calls without waits."""
 
     def counterpart(self, call: C, rank: int, other: int) -> C | None:
-        """The first call under way here, on rank `other`, that is a part of `call` of `rank`, which is under way."""
+        """Return the first call in progress on this rank, `other`, that matches `call` in progress on `rank`."""
         if call.op not in _PAIRED:
             return next(
                 (each for each in self.under_way if each.group == call.group and each.op not in (*_PAIRED, WAIT)), None
@@ -223,7 +222,7 @@ class _Launches(Generic[C]):
         )
 
     def end(self, call: C) -> None:
-        """End a call under way, and with the last one of the launch begin the next launch."""
+        """End a call in progress. After the last call of the launch, start the next launch."""
         self.under_way.remove(call)
         self.received[call.peer] += call.op == "receive"
         self.n_ended += call.op != WAIT
@@ -232,11 +231,11 @@ class _Launches(Generic[C]):
 
 
 def _stuck_launches(calls: Mapping[int, Sequence[C]]) -> Iterator[Disagreement[C]]:
-    """Run the launches of all ranks together, each blocking its rank until its calls have met their counterparts."""
+    """Simulate the launches of all ranks; each launch blocks its rank until its calls have met their counterparts."""
     launches = {rank: _Launches(issued) for rank, issued in calls.items()}
 
     def parts_of(rank: int, call: C) -> dict[int, C] | None:
-        """The calls that end together with `call`, by rank; None while one is missing."""
+        """Return the calls that end together with `call`, by rank, or None while one is missing."""
         if call.op == WAIT:
             has_come = call.peer not in launches or launches[rank].received[call.peer] > call.splits[0]
             return {rank: call} if has_come else None

@@ -1,12 +1,12 @@
-"""Process groups by the axes along which their ranks differ. No torch."""
+"""The axes of a process group, along which its ranks differ. No torch."""
 
 from shardwright.layout.box import DENSE_AXES
 from shardwright.layout.layout import Layout
 
 
 def axes_of(layout: Layout, ranks: tuple[int, ...], rank: int) -> str:
-    """The axes along which the ranks of a process group differ: `tp`, `dp_shard x cp`, or `ep` where the group is one
-    of that axis and of no other; `one rank` where there is only one."""
+    """Return the axes along which the ranks of a process group differ: `tp`, `dp_shard x cp`, or `ep` if only that axis
+    has this group; `one rank` for a single rank."""
     if len(ranks) == 1:
         return "one rank"
     first, last = layout.coordinates(ranks[0]), layout.coordinates(ranks[-1])

@@ -1,16 +1,19 @@
-"""Which ranks of a layout can differ in what they hold and send, and one of each class. No torch."""
+"""Equivalence classes of ranks with equal memory and messages, and one rank of each class. No torch."""
 
 from shardwright.layout.box import DENSE_AXES
 from shardwright.layout.layout import Layout
 
 ALL_RANKS = 8
-"""Worlds of up to so many ranks are run whole."""
+"""Maximum world size for which every rank is run."""
 
 
 def one_of_each_class(layout: Layout, imbalance: float = 1.0) -> list[int]:
-    """Ranks, ascending: all of a small world; else every rank of `pp` at the first place of the other axes, and at the
-    first and the last rank of `pp` the last place along each other axis. Shards are as large as the first or smaller,
-    so the first place is the fullest; a rank of ep that gets other numbers of rows is at one of these places."""
+    """Return ranks in ascending order that cover every class: all ranks of a small world; otherwise every rank of `pp`
+    at index 0 of the other axes, and at the first and last rank of `pp` also the last index along each other axis.
+
+    The first shard is the largest, so index 0 needs the most memory. A rank of ep with another number of rows has one
+    of these coordinates.
+    """
     if layout.world_size <= ALL_RANKS:
         return list(range(layout.world_size))
     found = {layout.rank_at({"pp": pp}) for pp in range(layout.pp)}

@@ -10,7 +10,8 @@ from shardwright.dry_run.run import DryRun
 
 
 def document(found: DryRun) -> dict[str, Any]:
-    """Bytes are whole numbers; what the plan says is None, with the reason, where it says nothing."""
+    """Return a dry run as a JSON-compatible dict. Bytes are integers; the plan's values are None, with a reason, if
+    missing."""
     return {
         "fits": found.fits,
         "limit_bytes": found.how.limit_bytes,
@@ -74,7 +75,7 @@ def _moment(moment: Moment) -> dict[str, Any]:
 
 
 def _message(message: RecordedMessage) -> dict[str, Any]:
-    """`first_rank`, `n_ranks`: of the process group."""
+    """Return a message as a dict. `first_rank`, `n_ranks`: of the process group."""
     fields = message._asdict()
     ranks = fields.pop("ranks")
     return fields | {"first_rank": ranks[0], "n_ranks": len(ranks)}

@@ -1,4 +1,4 @@
-"""How many micro-batches of a step a dry run takes, and which actions stand for the others. No torch."""
+"""The number of micro-batches that a dry run executes, and which actions represent the omitted ones. No torch."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -9,20 +9,20 @@ from shardwright.schedule.messages import PairExchange, with_messages
 from shardwright.split.stages import schedule_problems, step_schedule
 
 _DIFFERENT = 3
-"""Micro-batches of a step without a pipeline that can differ: the first, one between, and the last."""
+"""Number of micro-batches of a step without a pipeline that can differ: first, middle and last."""
 _PERIODS = 3
-"""Equal periods of a pipeline that are run: one that follows what differs, the one that is repeated, and one after it,
-since the first and the last action of a stage differ from the others."""
+"""Number of equal periods of a pipeline that are run: one after the differing actions, one that represents the repeats,
+and one after it, since the first and the last action of a stage differ from the others."""
 
 _APART = 2**32
-"""Between the numbers of micro-batches of the first and of the second way through a pipeline (dualpipe)."""
+"""Offset between the numbers of micro-batches on the first and the second way through a pipeline (dualpipe)."""
 
 Entry = Action | PairExchange
 
 
 class ShortenedStep(NamedTuple):
-    """`n_run` of the micro-batches are run. `repeats`: for each rank of `pp`, how many actions of the whole step an
-    action of the shortened step stands for, where it is not 1; `n_actions`: how many actions the rank runs."""
+    """A step in which only `n_run` of the micro-batches are run. `repeats`: for each rank of `pp`, the number of
+    actions of the whole step that an action represents, if it is not 1. `n_actions`: actions that the rank runs."""
 
     n_run: int
     repeats: tuple[dict[str, int], ...]
@@ -30,12 +30,12 @@ class ShortenedStep(NamedTuple):
 
 
 def step_length(config: RunConfig) -> ShortenedStep:
-    """The shortest step whose memory and messages are those of the whole step.
+    """Return the shortest step with the same memory and messages as the whole step.
 
-    In a pipeline the lists of actions and exchanges of all ranks are compared: if the list of n micro-batches is the
-    list of fewer with its period inserted again and again, the program runs the same period again and again. Two
-    schedules are run whole. afab has all micro-batches in flight at once, so each one more adds to its peak. auto
-    searches a schedule for one number of micro-batches, and for another one finds another.
+    In a pipeline the lists of actions and exchanges of all ranks are compared. If the list of n micro-batches is a
+    shorter list with its period inserted repeatedly, the program runs the same period repeatedly. Two schedules are run
+    in full. afab has all micro-batches in flight at once, so each micro-batch adds to its peak. auto searches a
+    schedule for one number of micro-batches, and finds a different schedule for another number.
     """
     layout, n = config.layout.layout(), config.accumulation
     if layout.pp == 1:
@@ -70,8 +70,9 @@ def step_length(config: RunConfig) -> ShortenedStep:
 
 
 def _repeats(part: Sequence[Entry], whole: Sequence[Entry], n_run: int, n: int, period: int) -> dict[str, int] | None:
-    """By action of the repeated period, how many actions it stands for; None if the whole list is not the shorter one
-    with a period inserted. `n_run`, `n`, `period`: micro-batches of each way through the pipeline."""
+    """Return for each action of the repeated period the number of actions that it represents, or None if the whole list
+    is not the shorter list with a period inserted. `n_run`, `n`, `period`: micro-batches of each way through the
+    pipeline."""
     few, every = _by_way(part, n_run), _by_way(whole, n)
     left_out = n - n_run
     times = left_out // period
@@ -80,7 +81,7 @@ def _repeats(part: Sequence[Entry], whole: Sequence[Entry], n_run: int, n: int, 
     if rest:
         return None
     for at in range(2 * size, len(few) - size + 1):
-        # Three periods around the place, all of those that are inserted, and what comes before and after them.
+        # Compare three periods around the position, all inserted periods, and the entries before and after them.
         same = (
             isinstance(few[at - size], Action)  # exchanges count with the action before them
             and all(_later(few[i], period) == few[i + size] for i in range(at - 2 * size, at))
@@ -94,12 +95,12 @@ def _repeats(part: Sequence[Entry], whole: Sequence[Entry], n_run: int, n: int, 
 
 
 def _by_way(entries: Sequence[Entry], n_of_way: int) -> list[Entry]:
-    """Entries whose micro-batches are numbered within their way, the second way from `_APART` on."""
+    """Return entries with micro-batches numbered within their way; the second way starts at `_APART`."""
     return [_renumbered(each, lambda at: at // n_of_way * _APART + at % n_of_way) for each in entries]
 
 
 def _later(entry: Entry, n: int) -> Entry:
-    """The same entry with micro-batches whose numbers are higher by n."""
+    """Return the entry with micro-batch numbers increased by n."""
     return _renumbered(entry, lambda at: at + n)
 
 

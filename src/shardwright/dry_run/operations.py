@@ -1,4 +1,4 @@
-"""Formulas of single operations: their FLOPs, and the bytes that they allocate and free inside on a GPU."""
+"""FLOPs of single operations, and the temporary bytes that they allocate and free on a GPU."""
 
 from collections.abc import Callable
 from functools import cache
@@ -13,15 +13,15 @@ Flops = Callable[..., int]
 
 @cache
 def op_name(func: Any) -> str:
-    """`mm` of `aten::mm`."""
+    """Return `mm` for `aten::mm`."""
     return str(func.overloadpacket.__name__)
 
 
 @cache
 def formulas_of(func: Any) -> tuple[Flops | None, Flops | None]:
-    """The FLOPs of an operation, and the bytes that it allocates and frees inside on a GPU; None where it has none."""
+    """Return the formulas for the FLOPs of an operation and for its temporary bytes on a GPU; None if missing."""
     name = op_name(func)
-    # PyTorch has formulas for operations that return a new tensor; one that works in place, addmm_, has as many.
+    # PyTorch has formulas for out-of-place operations; an in-place operation such as addmm_ has as many FLOPs.
     known = getattr(torch.ops.aten, name.rstrip("_"), None) if func.namespace == "aten" else func.overloadpacket
     return _OWN_FLOPS.get(name) or flop_registry.get(known), _WORKSPACE.get(name)
 
@@ -57,9 +57,11 @@ _OWN_FLOPS: dict[str, Flops] = {
 
 
 def _flash_backward_bytes(do: Tensor, q: Tensor, k: Tensor, *_: Any) -> int:
-    """What FlashAttention-2's backward pass allocates beside its results (`mha_bwd` of PyTorch 2.13): the sums of dq in
-    fp32 with tokens in blocks of 128 and heads in multiples of 32, the row sums of do * o, and with grouped heads dk
-    and dv of every query head."""
+    """Return the temporary bytes of FlashAttention-2's backward pass (`mha_bwd` of PyTorch 2.13).
+
+    They are: the sums of dq in fp32 with tokens in blocks of 128 and heads in multiples of 32, the row sums of do * o,
+    and with grouped heads dk and dv of every query head.
+    """
     batch, heads, tokens, width = q.shape
     rows = -(-tokens // 128) * 128
     sums = batch * rows * heads * (-(-width // 32) * 32) * 4 + batch * heads * rows * 4

@@ -1,4 +1,4 @@
-"""A dry run on one HTML page that needs nothing else: the memory of a step, its peak, and the messages by axis."""
+"""A dry run as one self-contained HTML page: the memory of a step, its peak, and the messages by axis."""
 
 from collections.abc import Sequence
 from html import escape
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MOST_NAMES = 24
-"""Actions that have their names written under the picture, evenly chosen."""
+"""Maximum number of actions whose names are written below the plot, evenly selected."""
 _NAMES_AT = 60
-"""Degrees by which these names are turned."""
+"""Rotation of these names in degrees."""
 _SIZE_IN = (10.0, 3.6)
 
 
 def write_page(found: DryRun, path: Path) -> None:
-    """Write the page, in place of what is there. Raises InputError for a place that cannot be written."""
+    """Write the page and replace an existing file. Raises InputError for a path that cannot be written."""
     write_whole(path, _page(found).encode("utf-8"))
 
 

@@ -1,4 +1,4 @@
-"""Which module of the model an operation belongs to, in the forward and in the backward pass, and which line runs."""
+"""The module of the model that an operation belongs to, in the forward and the backward pass, and the running line."""
 
 import sys
 import sysconfig
@@ -16,10 +16,10 @@ from shardwright.system.torch_private import next_node_number, node_number
 
 
 class ModuleLocator:
-    """The module that runs, by its name in the whole model.
+    """The running module, by its name in the whole model.
 
-    In a forward pass that is the innermost module whose `forward` has not returned. In a backward pass it is the module
-    in whose forward pass the node of the graph was made: PyTorch numbers nodes in the order in which they are made.
+    In a forward pass this is the innermost module whose `forward` has not returned. In a backward pass it is the module
+    whose forward pass created the current autograd node: PyTorch numbers nodes in the order of creation.
     """
 
     def __init__(self, parts: Iterable[nn.Module]) -> None:
@@ -28,7 +28,7 @@ class ModuleLocator:
         }
         self._stack: list[str] = []
         self._starts: list[int] = []
-        """The number of the first node after each change of the module that runs."""
+        """The number of the first node after each change of the running module."""
         self._modules: list[str] = []
         self._handles: list[Any] = []
 
@@ -44,13 +44,13 @@ class ModuleLocator:
             handle.remove()
 
     def restart(self) -> None:
-        """Forget the nodes of steps before."""
+        """Forget the nodes of earlier steps."""
         self._starts.clear()
         self._modules.clear()
 
     @property
     def module(self) -> str:
-        """The module that runs; empty outside of all."""
+        """The running module; "" outside of all modules."""
         if self._stack:
             return self._stack[-1]
         number = node_number()
@@ -83,8 +83,8 @@ _LIBRARIES = (Path(torch.__file__).parent, Path(sysconfig.get_path("stdlib")))
 
 
 def running_line() -> str:
-    """The innermost line that runs and is neither of PyTorch nor of Python's library, as `model/norm.py:12`; empty
-    where there is none."""
+    """Return the innermost running line outside of PyTorch and Python's standard library, as `model/norm.py:12`, or
+    ""."""
     frame = sys._getframe(1)
     while frame is not None:
         if place := _of_program(frame.f_code.co_filename):
@@ -95,7 +95,7 @@ def running_line() -> str:
 
 @cache
 def _of_program(file: str) -> str:
-    """The name of a file of the program, within this package if it is of it; empty for others."""
+    """Return the name of a file of the program, relative to this package if it is inside; "" for other files."""
     path = Path(file)
     if path.is_relative_to(_PACKAGE):
         return "" if path.is_relative_to(_HERE) else str(path.relative_to(_PACKAGE))

@@ -1,4 +1,4 @@
-"""What the formulas of the plan say of a rank, to stand beside what the dry run has found. No torch."""
+"""The plan's formulas for a rank, shown next to the results of the dry run. No torch."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -28,15 +28,18 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("activations", "experts", "logits", "working", "buffers"),
     ),
 }
-"""Kinds of memory that can be compared: those of the dry run, and those of the plan (`cost.memory.KINDS`)."""
+"""Kinds of memory that can be compared: the dry run's kinds, and the plan's kinds (`cost.memory.KINDS`)."""
 
 
 @dataclass(frozen=True)
 class PlannedRank:
-    """Bytes of a rank by the plan. `peak_bytes`: at its peak, without `workspace_bytes` of libraries, which no dry run
-    sees; `groups`: those of GROUPS; `lost_share`: what the allocator reserves beyond both, as a fraction; `flops`: of a
-    step, the mean over ranks; `sent`: what the rank sends, by axis and operation, without the numbers of a few bytes
-    that the plan does not price, and shards of parameters that it copies between host and device."""
+    """The plan's prediction for a rank.
+
+    `peak_bytes`: peak memory without `workspace_bytes` of libraries, which a dry run does not see. `groups`: bytes of
+    each of GROUPS. `lost_share`: additional memory that the allocator reserves, as a fraction of both. `flops`: of a
+    step, the mean over ranks. `sent`: messages of the rank by axis and operation. It includes parameter shards that are
+    copied between host and device, but not messages of a few bytes, which the plan does not price.
+    """
 
     peak_bytes: float
     workspace_bytes: float
@@ -48,7 +51,7 @@ class PlannedRank:
 
 
 def planned(config: RunConfig, rank: int) -> PlannedRank | str:
-    """The memory of a rank by the plan, or why there is none."""
+    """Return the memory of a rank by the plan, or the reason why the plan has none."""
     if config.precision.compute == "fp64":
         return "the plan has no formulas for precision.compute='fp64'"
     from shardwright.cost.memory import MOMENTS
@@ -97,5 +100,5 @@ def _sent(messages: Iterable[PricedMessage], layout: Layout, rank: int) -> dict[
 
 
 def grouped(record: RankRecord) -> dict[str, int]:
-    """The peak of a record in the groups of `PlannedRank.groups`."""
+    """Return the peak of a record in the groups of `PlannedRank.groups`."""
     return {name: sum(record.peak.kinds[kind] for kind in dry) for name, (dry, _) in GROUPS.items()}

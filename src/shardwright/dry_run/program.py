@@ -1,4 +1,4 @@
-"""Runs steps of the training program as one rank, on fake tensors or on real ones, and records the last."""
+"""Run steps of the training program as one rank, on fake or real tensors, and record the last step."""
 
 import gc
 from collections.abc import Callable, Iterable
@@ -50,12 +50,12 @@ def dry_rank(
     begun: Callable[[], None] = lambda: None,
     length: ShortenedStep | None = None,
 ) -> RankRecord:
-    """The last of `steps` steps of `rank`, on a fake process group and fake tensors.
+    """Return the last of `steps` steps of `rank`, on a fake process group and fake tensors.
 
-    It has to run in a process of its own, in which no process group was used: PyTorch keeps what it has worked out for
-    the device meshes of a world. `gpu`: with the kernels and the allocator of a GPU, else as on a CPU. `read`: the
-    numbers of rows that ranks of ep exchange; by default those of `balanced`.
-    `begun`: called when an action of the recorded step begins. `length`: as of `record_steps`.
+    It must run in its own process, in which no process group was used, since PyTorch caches results for the device
+    meshes of a world. `gpu`: use the kernels and the allocator of a GPU instead of a CPU. `read`: the numbers of rows
+    that ranks of ep exchange; `balanced` by default. `begun`: called when an action of the recorded step starts.
+    `length`: as in `record_steps`.
     """
     layout = config.layout.layout()
     if dist.is_initialized():
@@ -82,7 +82,7 @@ def dry_rank(
 
 
 class _NoFile:
-    """A file of optimizer states without bytes; a recorder counts the requests."""
+    """A file of optimizer states without content; a recorder counts the requests."""
 
     def __init__(self, folder: Path, n_bytes: int) -> None:
         pass
@@ -95,15 +95,15 @@ class _NoFile:
 
 
 def _chunks(tensor: Tensor, num_chunks: int, dim: int) -> list[Tensor]:
-    """Split a parameter over ranks as FSDP2 does, but with the same empty tensor for every rank whose shard has no row.
-    FSDP2 makes one for each: with 16,384 ranks these take most of the time of a dry run (PyTorch 2.13)."""
+    """Split a parameter over ranks as FSDP2 does, but use the same empty tensor for all ranks without rows. FSDP2
+    creates one for each; with 16,384 ranks this takes most of the time of a dry run (PyTorch 2.13)."""
     chunks = list(torch.chunk(tensor, num_chunks, dim=dim))
     missing = num_chunks - len(chunks)
     return chunks + [chunks[0].new_empty(0)] * missing if missing else chunks
 
 
 def _fuse_norms(parts: Iterable[nn.Module]) -> None:
-    """Have norms allocate what the fused kernel of a GPU does; a CPU runs several operations, which keep more."""
+    """Make norms allocate like a GPU's fused kernel; a CPU runs several operations, which keep more memory."""
 
     def fused(norm: nn.RMSNorm, x: Tensor) -> Tensor:
         y: Tensor = _FusedNorm.apply(x, norm.weight)
@@ -116,7 +116,7 @@ def _fuse_norms(parts: Iterable[nn.Module]) -> None:
 
 
 class _FusedNorm(torch.autograd.Function):
-    """RMSNorm without values, as `aten._fused_rms_norm` on a GPU: it keeps its input and a number a row."""
+    """RMSNorm without values, as `aten._fused_rms_norm` on a GPU: it keeps its input and one number a row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -141,8 +141,8 @@ def record_steps(
     begun: Callable[[], None] = lambda: None,
     length: ShortenedStep | None = None,
 ) -> RankRecord:
-    """Take steps, on `batch(step, number of micro-batches)`, and record the last of them, which is not the first.
-    `length`: which micro-batches of that are run; by default those that `step_length` needs."""
+    """Take steps on `batch(step, number of micro-batches)` and record the last, which is not the first. `length`: the
+    micro-batches of the last step to run; by default from `step_length`."""
     rate, layout = config.optimizer.lr, config.layout.layout()
     n_microbatches = config.accumulation
     length = length or step_length(config)
@@ -174,8 +174,8 @@ def record_steps(
 
 
 def _hold_data_of_others(trainer: Trainer, recorder: OperationRecorder, batch: Iterable[Tensor], left_out: int) -> None:
-    """Have the recorder hold what the trainer makes of the batch for the micro-batches that are left out: parts of
-    sequences with cp, the tokens that MTP modules read, positions in documents. `batch`: the tensors it is made of."""
+    """Make the recorder hold the tensors that the trainer derives from the omitted micro-batches' data: parts of
+    sequences with cp, the tokens that MTP modules read, positions in documents. `batch`: the source tensors."""
     own, given = trainer._microbatches, {storage_id(tensor.untyped_storage()) for tensor in batch}
 
     def made(batch: Batch, step: int | None) -> list[Microbatch]:
@@ -192,7 +192,7 @@ def _hold_data_of_others(trainer: Trainer, recorder: OperationRecorder, batch: I
         for n_bytes, owners, offsets in of_storage.values():
             if len(owners) == 1:
                 of_each += recorder.rounded(n_bytes)
-            elif len(offsets) == n_run:  # one tensor, of which each micro-batch has a part
+            elif len(offsets) == n_run:  # one tensor, which contains a part for each micro-batch
                 n_all = n_bytes * (n_run + left_out) // n_run
                 recorder.hold(recorder.rounded(n_all) - recorder.rounded(n_bytes), "temporaries")
         recorder.hold(of_each * left_out // n_run, "temporaries")
@@ -202,7 +202,7 @@ def _hold_data_of_others(trainer: Trainer, recorder: OperationRecorder, batch: I
 
 
 def empty_batch(config: RunConfig, n_microbatches: int) -> Batch:
-    """A batch of one data rank without padding; on fake tensors it has no values."""
+    """Return a batch of one data rank without padding; on fake tensors it has no values."""
     shape_AB = (n_microbatches, config.batch.micro_batch)
     seq_len = config.batch.seq_len
     tokens_ABT = torch.zeros(*shape_AB, seq_len, dtype=torch.int64)
@@ -214,8 +214,8 @@ def empty_batch(config: RunConfig, n_microbatches: int) -> Batch:
 
 
 def balanced(n_ranks: int, mine: int, imbalance: float) -> ReadCounts:
-    """Numbers of rows where every rank sends the first rank of ep `imbalance` times the mean, and an equal part of the
-    others to each other rank. `mine`: this rank of ep."""
+    """Return numbers of rows for ep: every rank sends `imbalance` times the mean to the first rank, and equal parts of
+    the rest to the other ranks. `mine`: this rank of ep."""
 
     def read(rows_2n: Any, n_rows: int) -> list[list[int]]:
         to = shares(n_rows, n_ranks, imbalance)
@@ -225,7 +225,8 @@ def balanced(n_ranks: int, mine: int, imbalance: float) -> ReadCounts:
 
 
 def shares(n_rows: int, n_ranks: int, imbalance: float) -> list[int]:
-    """`n_rows` in parts for each rank: the first `imbalance` times the mean, the others equal, up to a remainder."""
+    """Return `n_rows` split over ranks: `imbalance` times the mean for the first, then equal parts up to a
+    remainder."""
     first = min(n_rows, round(n_rows * imbalance / n_ranks)) if n_ranks > 1 else n_rows
     each, more = divmod(n_rows - first, max(1, n_ranks - 1))
     return [first, *(each + (number < more) for number in range(n_ranks - 1))]

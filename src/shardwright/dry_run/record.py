@@ -1,6 +1,6 @@
-"""What one rank does in a step: its actions in order, the tensors that it allocates, and its messages. No torch.
+"""The record of one rank's step: its actions in order, its allocated tensors, and its messages. No torch.
 
-A record holds numbers and names alone, so that it can be sent to another process, compared and written to a file.
+A record contains only numbers and names, so that it can be sent to another process, compared and written to a file.
 """
 
 from collections import Counter
@@ -17,28 +17,28 @@ KINDS = (
     "communication",
     "temporaries",
 )
-"""The kinds of memory. `gathered`: whole parameters of FSDP in the compute type; `states`: of the optimizer;
-`activations`: what a forward pass leaves for the backward pass; `communication`: buffers of collectives and messages;
-`temporaries`: what is freed within its action."""
+"""The kinds of memory. `gathered`: unsharded parameters of FSDP in the compute type. `states`: optimizer states.
+`activations`: memory that a forward pass keeps for the backward pass. `communication`: buffers of collectives and
+messages. `temporaries`: memory that is freed within its action."""
 
 WAIT = "wait"
-"""The operation of an entry that is no message: the rank waits for a message whose receive it has started."""
+"""Operation of an entry that is not a message: the rank waits for a message whose receive it has started."""
 
 
 TO_HOST, TO_DEVICE, LINK = "copy to the host", "copy to the device", "link"
 READ, WRITE, DISK = "read", "write", "disk"
-"""What a rank copies between its device and the memory of the host, and reads from and writes to a disk: operations of
-messages, and the axes that these have."""
+"""Copies between the device and host memory, and reads and writes of a disk: operations of messages, and their axes."""
 
 
 class RecordedMessage(NamedTuple):
     """A collective, a send or receive of a message, or a copy to or from the host or a disk.
 
-    `ranks`: the process group, by number in the world; `axis`: the axes of the layout along which these differ;
-    `n_bytes`: of the larger of the tensors given to it, of an all-to-all of equal parts without the rank's own as if
-    that were there; `shapes`: of all of them; `splits`: rows to and from each rank of an uneven all-to-all, of a wait
-    the number of the message among those from `peer`; `peer`: the other rank of a send, receive or wait, in the world;
-    `launch`: messages that follow each other with the same number are one `batch_isend_irecv`; 0 for one alone.
+    `ranks`: the process group, by number in the world. `axis`: the axes of the layout along which the ranks differ.
+    `n_bytes`: size of the largest tensor argument; an all-to-all of equal parts without the rank's own part counts as
+    if the part were included. `shapes`: shapes of all tensors. `splits`: rows to and from each rank of an uneven
+    all-to-all; for a wait, the number of the message among the messages from `peer`. `peer`: the other rank of a send,
+    receive or wait, in the world. `launch`: consecutive messages with the same number are one `batch_isend_irecv`; 0
+    for a single message.
     """
 
     op: str
@@ -60,12 +60,12 @@ class RecordedMessage(NamedTuple):
 
     @property
     def content(self) -> tuple[object, ...]:
-        """What all ranks of a collective have to agree on."""
+        """The values that all ranks of a collective must agree on."""
         return self.op, self.n_bytes, self.dtype, self.shapes if not self.splits else ()
 
     @property
     def words(self) -> str:
-        """Operation, axis, type, shapes, module and action."""
+        """Return operation, axis, type, shapes, module and action as text."""
         if self.op == WAIT:
             return f"wait for {self.module} from rank {self.peer} in {self.action}"
         shapes = ", ".join(" x ".join(map(str, shape)) or "scalar" for shape in self.shapes)
@@ -77,9 +77,9 @@ class RecordedMessage(NamedTuple):
 
 @dataclass(slots=True)
 class Allocation:
-    """A storage. `sizes`: (time, bytes) whenever its size changed, the first when it was made; the last is 0 once it is
-    freed. `op`, `module`, `action`: what made it; `line`: the innermost line that ran outside of PyTorch, which in the
-    backward pass of PyTorch's own operations is the one that started it."""
+    """A storage. `sizes`: (time, bytes) at each change of its size, first at its creation; the last is 0 after it is
+    freed. `op`, `module`, `action`: its creator. `line`: the innermost line outside of PyTorch; in the backward pass of
+    PyTorch's own operations, the line that started the backward pass."""
 
     op: str
     module: str
@@ -105,7 +105,7 @@ class PeakTensor(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Bytes that are alive at one moment, by kind; `action` and `module` run, `op` has allocated last."""
+    """Live bytes at one moment, by kind. `action` and `module` are running; `op` made the last allocation."""
 
     kinds: dict[str, int]
     action: str
@@ -114,14 +114,14 @@ class Moment(NamedTuple):
 
     @property
     def n_bytes(self) -> int:
-        """Sum of all kinds."""
+        """Return the sum of all kinds."""
         return sum(self.kinds.values())
 
 
 @dataclass(frozen=True)
 class History:
-    """Everything that a rank did in the step, in the order of time, which is counted in operations. `actions`: (time at
-    which it began, action); `message_times`: of the messages of the record; `end`: the last time."""
+    """All events of a rank's step in order of time, which is counted in operations. `actions`: (start time, action).
+    `message_times`: times of the record's messages. `end`: the last time."""
 
     allocations: tuple[Allocation, ...]
     actions: tuple[tuple[int, str], ...]
@@ -131,12 +131,14 @@ class History:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """A step of one rank. `curve`: of each action in order the moment with the most bytes; `peak`: of the whole step;
-    `largest`: the tensors of most bytes that are alive at the peak; `flops`: of matmuls and attention, by operation;
-    `peak_of_kinds`: of each kind its own largest sum, which may be at another moment. `repeats`: how many micro-batches
-    an action stands for, where it is not 1: without a pipeline all between the first and the last do the same, and one
-    of them is run; `flops` counts all. `history`: where it was asked for. `host_bytes`: the most that is at once in the
-    memory of the host, where that is not the memory of the device; no kind includes them."""
+    """A step of one rank.
+
+    `curve`: for each action in order, the moment with the most bytes. `peak`: of the whole step. `largest`: the largest
+    live tensors at the peak. `flops`: of matmuls and attention, by operation, for all micro-batches. `peak_of_kinds`:
+    the peak of each kind, possibly at different moments. `repeats`: number of micro-batches that an action represents,
+    if it is not 1. Without a pipeline, one micro-batch represents all between the first and the last. `history`: if
+    requested. `host_bytes`: peak of host memory, if it is separate from device memory; no kind includes it.
+    """
 
     rank: int
     curve: tuple[Moment, ...]
@@ -151,7 +153,7 @@ class RankRecord:
 
     @property
     def sent(self) -> "dict[tuple[str, str], AxisTraffic]":
-        """Number and bytes of the messages, by axis and operation."""
+        """Return number and bytes of the messages, by axis and operation."""
         return traffic(self.messages, self.repeats)
 
 
@@ -163,7 +165,7 @@ class AxisTraffic(NamedTuple):
 
 
 def traffic(messages: Iterable[RecordedMessage], repeats: Mapping[str, int]) -> dict[tuple[str, str], AxisTraffic]:
-    """Number and bytes of messages, by axis and operation, in the order in which these come first."""
+    """Return number and bytes of messages, by axis and operation, in order of first occurrence."""
     calls: Counter[tuple[str, str]] = Counter()
     n_bytes: Counter[tuple[str, str]] = Counter()
     for message in messages:
@@ -180,8 +182,8 @@ N_LARGEST = 10
 def summed(
     allocations: Sequence[Allocation], actions: Sequence[tuple[int, str]]
 ) -> tuple[tuple[Moment, ...], Moment, dict[str, int], tuple[PeakTensor, ...]]:
-    """The curve, the peak, the peaks of kinds and the largest tensors of a `RankRecord`; `actions`: (time at which it
-    began, action)."""
+    """Return the curve, the peak, peaks of kinds and largest tensors of a `RankRecord`. `actions`: (start time,
+    action)."""
     ordered = sorted(changes(allocations))
     curve: list[Moment] = []
     now = dict.fromkeys(KINDS, 0)
@@ -206,7 +208,7 @@ def summed(
 
 
 def changes(allocations: Sequence[Allocation]) -> Iterator[tuple[int, int, int]]:
-    """(time, number of the storage, bytes that are added), not in the order of time."""
+    """Yield (time, number of the storage, bytes added), not in order of time."""
     for number, each in enumerate(allocations):
         held = 0
         for time, n_bytes in each.sizes:

@@ -1,4 +1,4 @@
-"""Records what the program allocates and sends, on fake tensors as on real ones."""
+"""Record allocations and messages of the program, on fake or real tensors."""
 
 import weakref
 from collections import Counter
@@ -39,20 +39,20 @@ from shardwright.system.torch_private import (
 )
 
 BLOCK_BYTES = 512
-"""CUDA's caching allocator rounds every tensor up to a multiple of this."""
+"""CUDA's caching allocator rounds every tensor up to a multiple of this size."""
 
 
 class OperationRecorder(DispatchMode):
-    """While active, records every storage that is made, resized and freed, and every collective and message.
+    """While active, records every creation, resize and release of a storage, and every collective and message.
 
-    It sees the operations that PyTorch dispatches. What a kernel allocates and frees inside is not among them; for
-    flash attention on a GPU, `gpu` adds it by formula and rounds sizes as CUDA's allocator does.
+    It sees the operations that PyTorch dispatches, but not memory that a kernel allocates and frees internally. For
+    flash attention on a GPU, `gpu` adds that memory by formula and rounds sizes as CUDA's allocator does.
     """
 
     def __init__(
         self, layout: Layout, rank: int, places: ModuleLocator, gpu: bool, begun: Callable[[], None] = lambda: None
     ) -> None:
-        """`begun`: called when an action of the step begins."""
+        """`begun`: called when an action of the step starts."""
         super().__init__()
         self._begun = begun
         self.layout, self.rank, self.places, self.gpu = layout, rank, places, gpu
@@ -62,25 +62,25 @@ class OperationRecorder(DispatchMode):
         self.flops: Counter[tuple[str, str]] = Counter()
         """(action, operation) -> FLOPs."""
         self._times: list[int] = []
-        """Of the messages."""
+        """Times of the messages."""
         self._now = 0
         self._live: dict[int, int] = {}
         """Address of a storage -> its number in `allocations`."""
         self._of_action: list[int] = []
         self._unseen = False
         self._on_host: dict[int, int] = {}
-        """Number of a storage that is in the memory of the host -> its bytes, which are not in `allocations`."""
+        """Number of a storage in host memory -> its bytes, which are not in `allocations`."""
         self._host_bytes = 0
         self.most_host_bytes = 0
-        """Of `_host_bytes`, what is in the memory of the host at a time."""
+        """Maximum of `_host_bytes`, the current bytes in host memory."""
         self._in_messages: set[int] = set()
         self._of_fsdp: set[int] = set()
         self._groups: dict[int, tuple[str, tuple[int, ...]]] = {}
         self._patches = ExitStack()
         self._launch = self._n_launches = 0
-        """The number of the `batch_isend_irecv` that runs, 0 outside of one, and of the last."""
+        """The number of the current `batch_isend_irecv`, 0 outside, and the number of the last one."""
         self._asked = False
-        """Whether DTensor asks for the shape of a whole tensor, by running an operation on fake ones."""
+        """Whether DTensor is inferring the shape of a whole tensor by running an operation on fake tensors."""
 
     def __enter__(self) -> "OperationRecorder":
         def resized(resize: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,18 +123,18 @@ class OperationRecorder(DispatchMode):
         self._patches.close()
         super().__exit__(*error)
 
-    # What the watched program tells
+    # Calls from the watched program
 
     def begin(self, action: str) -> None:
-        """An action of the step begins."""
+        """Start an action of the step."""
         self._begun()
         self._now += 1
         self.actions.append((self._now, action))
         self._of_action.clear()
 
     def keep(self) -> None:
-        """The forward pass of a micro-batch ends, or a backward pass that leaves weight gradients to a later action:
-        what it has made and not freed is kept for later."""
+        """End a forward pass, or a backward pass that leaves weight gradients to a later action: memory that it created
+        and has not freed is kept as activations."""
         for number in self._of_action:
             each = self.allocations[number]
             if not each.kind and each.sizes[-1][1] and number not in self._of_fsdp:
@@ -142,12 +142,12 @@ class OperationRecorder(DispatchMode):
         self._of_action.clear()
 
     def hold(self, n_bytes: int, kind: str) -> None:
-        """Bytes are held for the whole step, which are not there in this process."""
+        """Count bytes for the whole step that this process does not allocate."""
         self.allocations.append(Allocation("", "", "", (n_bytes,), "uint8", [(0, self.rounded(n_bytes))], kind))
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
-        """What is made in the block is in the memory of the host. With `gpu` alone; else all memory is one."""
+        """Count memory created in the block as host memory. Only with `gpu`; otherwise both memories are the same."""
         before, self._unseen = self._unseen, self.gpu
         try:
             yield
@@ -156,7 +156,7 @@ class OperationRecorder(DispatchMode):
 
     @contextmanager
     def held(self, n_bytes: int, kind: str) -> Iterator[None]:
-        """For the length of the block the device has so many bytes more. With `gpu` alone."""
+        """Count additional device memory during the block. Only with `gpu`."""
         self._now += 1
         sizes = [(self._now, self.rounded(n_bytes))]
         if self.gpu:
@@ -168,7 +168,7 @@ class OperationRecorder(DispatchMode):
             sizes.append((self._now, 0))
 
     def put_on_host(self, tensor: Tensor | None, kind: str) -> None:
-        """A tensor is in the memory of the host. Without `gpu` it is one of this kind."""
+        """Count a tensor as host memory. Without `gpu` it has kind `kind`."""
         self.mark(tensor, kind)
         if self.gpu and tensor is not None:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -179,20 +179,19 @@ class OperationRecorder(DispatchMode):
                 self._add_on_host(self._on_host[number])
 
     def hold_on_host(self, n_bytes: int, kind: str) -> None:
-        """Bytes are held in the memory of the host for the whole step, which no tensor has. Without `gpu` they are of
-        this kind."""
+        """Count host memory for the whole step that has no tensor. Without `gpu` it has kind `kind`."""
         if self.gpu:
             self._add_on_host(n_bytes)
         else:
             self.hold(n_bytes, kind)
 
     def is_on_host(self, tensor: Tensor) -> bool:
-        """Whether a tensor was put into the memory of the host."""
+        """Return whether a tensor was put into host memory."""
         return self._live.get(storage_id(tensor.untyped_storage()), -1) in self._on_host
 
     def copied(self, op: str, n_bytes: int) -> None:
-        """The rank copies bytes to the host or the device (TO_HOST, TO_DEVICE), or from or to a disk (READ, WRITE).
-        Also without `gpu`, where device and host are one and there may be nothing to copy."""
+        """Record a copy to the host or the device (TO_HOST, TO_DEVICE), or from or to a disk (READ, WRITE). Also
+        without `gpu`, although host and device memory are then the same and nothing may be copied."""
         if n_bytes:
             self._times.append(self._now)
             axis = LINK if op in (TO_HOST, TO_DEVICE) else DISK
@@ -207,7 +206,7 @@ class OperationRecorder(DispatchMode):
         self.most_host_bytes = max(self.most_host_bytes, self._host_bytes)
 
     def mark(self, tensor: Tensor | None, kind: str) -> None:
-        """The storage of a tensor is of this kind; of two that it is told to be the one that comes first in KINDS."""
+        """Set the kind of a tensor's storage; of two kinds the first in KINDS applies."""
         if tensor is None:
             return
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -217,13 +216,13 @@ class OperationRecorder(DispatchMode):
             self.allocations[number].kind = kind
 
     def wait(self, what: str, peer: int, number: int) -> None:
-        """The rank waits for the message of that number from another one."""
+        """Record a wait for message number `number` from another rank."""
         self._times.append(self._now)
         pair = (min(peer, self.rank), max(peer, self.rank))
         self.messages.append(RecordedMessage(WAIT, "pp", pair, 0, "", (), self._action, what, (number,), peer))
 
     def record(self, repeats: Mapping[str, int], history: bool = False) -> RankRecord:
-        """What was recorded, after the step; `repeats`, `history`: as of a `RankRecord`."""
+        """Return the record after the step. `repeats`, `history`: as in `RankRecord`."""
         for number, each in enumerate(self.allocations):
             if not each.kind:
                 each.kind = "communication" if number in self._in_messages else "temporaries"
@@ -246,13 +245,13 @@ class OperationRecorder(DispatchMode):
             self.most_host_bytes,
         )
 
-    # What PyTorch dispatches
+    # Operations that PyTorch dispatches
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # DTensor runs first; its operations on shards come back here
         kwargs = kwargs or {}
-        if self._asked or self._unseen or func.namespace == "prim":  # the last asks a fake tensor for its device
+        if self._asked or self._unseen or func.namespace == "prim":  # prim: a query of a fake tensor's device
             return func(*args, **kwargs)
         self._now += 1
         if func.namespace == "c10d":
@@ -270,12 +269,12 @@ class OperationRecorder(DispatchMode):
         return out
 
     def _computes_on_host(self, args: Any) -> bool:
-        """Whether all tensors that an operation is given are in the memory of the host, where its results are then."""
+        """Return whether all tensor arguments of an operation are in host memory, where its results are then."""
         tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
         return bool(tensors) and all(map(self.is_on_host, tensors))
 
     def _made(self, tensor: Tensor, func: Any, on_host: bool) -> None:
-        # A view of an unknown storage is of memory of the collectives' backend: gloo's reduce-scatter works on a copy.
+        # A view of an unknown storage views memory of the collectives' backend: gloo's reduce-scatter works on a copy.
         if func.is_view or storage_id(tensor.untyped_storage()) in self._live:
             return
         self._of_action.append(self._number(tensor, op_name(func), before=False))
@@ -283,7 +282,8 @@ class OperationRecorder(DispatchMode):
             self.put_on_host(tensor, "temporaries")
 
     def _number(self, tensor: Tensor, op: str = "", before: bool = True) -> int:
-        """The number of the storage of a tensor; one that is not known yet is `before` this record, or is made now."""
+        """Return the number of a tensor's storage. An unknown storage was allocated before this record (`before`), or
+        just now."""
         storage = tensor.untyped_storage()
         key = storage_id(storage)
         if key in self._live:
@@ -312,7 +312,7 @@ class OperationRecorder(DispatchMode):
             self.allocations[number].sizes.append((self._now, self.rounded(storage.nbytes())))
 
     def _passing(self, n_bytes: int, func: Any) -> None:
-        """Bytes that a kernel allocates and frees."""
+        """Record bytes that a kernel allocates and frees."""
         sizes = [(self._now, self.rounded(n_bytes)), (self._now + 1, 0)]
         self._now += 1
         self.allocations.append(

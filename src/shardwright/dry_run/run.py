@@ -1,6 +1,6 @@
-"""Dry runs of a run file: of one rank, of one rank of each class, and of changes after which it would fit.
+"""Dry runs of a run file: of one rank, of one rank of each class, and of changes that make the run fit.
 
-Every rank runs in a process of its own, since PyTorch keeps what it has worked out for the device meshes of a world.
+Every rank runs in its own process, since PyTorch caches results for the device meshes of a world.
 """
 
 import tomllib
@@ -27,15 +27,15 @@ from shardwright.verification.progress import Tell, report_progress
 
 TIMEOUT_S = 3600.0
 MOST_STEPS = 100
-"""Of a dry run."""
+"""Maximum number of steps of a dry run."""
 _MOST_REMEDIES = 3
 
 
 @dataclass(frozen=True)
 class DryRunSettings:
-    """How a dry run is made. `memory_bytes`: of the device of a rank; `gpu`: with the kernels and the allocator of a
-    GPU, else those of a CPU; `steps`: of which the last is recorded, 2 or more; `imbalance`: rows of experts that the
-    first rank of ep gets, over the mean; `history`: whether records keep everything that was done."""
+    """Settings of a dry run. `memory_bytes`: memory of a rank's device. `gpu`: use the kernels and the allocator of a
+    GPU instead of a CPU. `steps`: number of steps, 2 or more; the last is recorded. `imbalance`: expert rows of the
+    first rank of ep, divided by the mean. `history`: whether records contain all events."""
 
     memory_bytes: float
     gpu: bool = True
@@ -45,15 +45,15 @@ class DryRunSettings:
 
     @property
     def limit_bytes(self) -> float:
-        """What a rank may need, with the margin of a plan."""
+        """Return the memory that a rank may use, with the margin of a plan."""
         return (1 - MARGIN) * self.memory_bytes
 
 
 def how_of(
     device_memory: str | float, count_as: str, steps: int, imbalance: float, history: bool = False
 ) -> DryRunSettings:
-    """How a dry run is made, from what a user says; `device_memory` in words, such as 80GiB, or in bytes. Raises
-    InputError with every problem at once."""
+    """Return the settings of a dry run from user input. `device_memory`: text such as 80GiB, or bytes. Raises
+    InputError with all problems at once."""
     memory_bytes = parsed_bytes(device_memory) if isinstance(device_memory, str) else device_memory
     wrong = []
     if not memory_bytes:
@@ -73,7 +73,7 @@ def how_of(
 
 @dataclass(frozen=True)
 class DryRunRemedy:
-    """A change of the run file, and what the rank needs after it, in bytes."""
+    """A change of the run file, and the memory in bytes that the rank needs after it."""
 
     change: str
     needed_bytes: float
@@ -81,8 +81,8 @@ class DryRunRemedy:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a run file does on some of its ranks. `plans`: by rank what the plan says, or why it says nothing.
-    `remedies`: the changes that were found to make it fit; None where none were tried."""
+    """The dry run of a run file on some of its ranks. `plans`: by rank, the plan's prediction or the reason why there
+    is none. `remedies`: the changes found that make it fit; None if none were tried."""
 
     config: RunConfig
     how: DryRunSettings
@@ -102,31 +102,31 @@ class DryRun:
         return self.needed_bytes(self.fullest) <= self.how.limit_bytes
 
     def needed_bytes(self, record: RankRecord) -> float:
-        """The peak of a rank with what a dry run does not see."""
+        """Return the peak of a rank including memory that a dry run does not see."""
         return _needed_bytes(record, self.plans[record.rank])
 
     def groups(self, record: RankRecord) -> Iterator[tuple[str, int, float | None]]:
-        """(group of kinds, bytes of the dry run, bytes of the plan) at the peak of a rank."""
+        """Yield (group of kinds, bytes of the dry run, bytes of the plan) at the peak of a rank."""
         plan = self.plans[record.rank]
         for name, n_bytes in grouped(record).items():
             yield name, n_bytes, None if isinstance(plan, str) else plan.groups[name]
 
     def traffic(self, record: RankRecord) -> Iterator[tuple[str, str, AxisTraffic, AxisTraffic | None]]:
-        """(axis, operation, what a rank sends, what it sends by the plan), the latter None where the plan has none."""
+        """Yield (axis, operation, traffic of a rank, its traffic by the plan), the last None if the plan has none."""
         plan = self.plans[record.rank]
         for (axis, op), sums in record.sent.items():
             yield axis, op, sums, None if isinstance(plan, str) else plan.sent.get((axis, op))
 
 
 def _needed_bytes(record: RankRecord, plan: PlannedRank | str) -> float:
-    """The peak of a rank with what a dry run does not see, by the plan: workspace of libraries, and what the allocator
-    reserves beyond the tensors."""
+    """Return the peak of a rank, plus the plan's values for memory that a dry run does not see: workspace of libraries,
+    and the allocator's reserve beyond the tensors."""
     share = SHARDWRIGHT.fragmentation if isinstance(plan, str) else plan.lost_share
     return (record.peak.n_bytes + SHARDWRIGHT.workspace_bytes) * (1 + share)
 
 
 def fullest_by_plan(config: RunConfig) -> int:
-    """The rank that needs most by the plan, the first of those with its place in `pp`; 0 where there is no plan."""
+    """Return the rank that needs most memory by the plan, the first with its `pp` coordinate; 0 if there is no plan."""
     layout = config.layout.layout()
     peaks = {}
     for pp_rank in range(layout.pp):
@@ -139,11 +139,11 @@ def fullest_by_plan(config: RunConfig) -> int:
 def dry_run(
     config: RunConfig, how: DryRunSettings, rank: int | None = 0, remedies: bool = True, tell: Tell = lambda line: None
 ) -> DryRun:
-    """Run `rank` dry, or with None one rank of each class that can differ, whose messages then have to agree.
+    """Dry-run `rank`, or with None one rank of each class that can differ, and then check that their messages agree.
 
-    `remedies`: where it does not fit, try changes. `tell`: called each second with how far it is. Raises LayoutError
-    for a rank outside of the world, and where with recompute='auto' nothing fits; InputError for what a run file cannot
-    do.
+    `remedies`: try changes if the run does not fit. `tell`: called each second with the progress. Raises LayoutError
+    for a rank outside of the world, or if recompute='auto' finds nothing that fits; InputError for a run file that
+    cannot be run.
     """
     if needs_memory(config):
         config, _ = settled(config, how.memory_bytes)
@@ -170,7 +170,7 @@ def dry_run(
 def _run(
     config: RunConfig, how: DryRunSettings, ranks: Sequence[int], tell: Tell, what: str = "dry run"
 ) -> list[RankRecord]:
-    """Run ranks dry; each appends a byte to a file of its own when an action begins, from which progress is counted."""
+    """Dry-run ranks. Each appends a byte to its own file when an action starts, from which progress is counted."""
     from shardwright.verification.ranks import end_all, run_ranks
 
     text = resolved_toml(config)
@@ -220,7 +220,7 @@ def _in_process(text: str, rank: int, how: DryRunSettings, progress: str) -> Ran
 
 
 def _remedies(config: RunConfig, how: DryRunSettings, rank: int, tell: Tell) -> Iterator[DryRunRemedy]:
-    """Single changes after which the rank fits: first those that fit by the plan, each then run dry."""
+    """Yield changes after which the rank fits: changes that fit by the plan, each confirmed by a dry run."""
     found = 0
     seen = [config]
     for changes in _changes(config):
@@ -244,7 +244,7 @@ def _remedies(config: RunConfig, how: DryRunSettings, rank: int, tell: Tell) -> 
 
 
 def _changes(config: RunConfig) -> Iterator[dict[str, Any]]:
-    """Changes that need less memory, those that cost least time first, on as many ranks; then on twice as many."""
+    """Yield changes that need less memory, cheapest in time first: on the same number of ranks, then on more."""
     layout, micro_batch = config.layout.layout(), config.batch.micro_batch
     single: list[dict[str, Any]] = []
     if not layout.loss_chunk_tokens:
@@ -276,7 +276,7 @@ def _changes(config: RunConfig) -> Iterator[dict[str, Any]]:
 
 
 def _changed(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
-    """The run file with other values. Raises InputError where they do not fit."""
+    """Return the run file with other values. Raises InputError if they are not valid."""
     table = tomllib.loads(resolved_toml(config))
     for path, value in changes.items():
         section, _, key = path.partition(".")
@@ -288,7 +288,7 @@ def _changed(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
 
 
 def _planned_to_fit(config: RunConfig, how: DryRunSettings) -> bool:
-    """Whether the plan, where it has formulas, says that the fullest rank needs at most a tenth more than it may."""
+    """Return whether, by the plan's formulas if any, the fullest rank exceeds its limit by at most 10 %."""
     layout = config.layout.layout()
     if config.precision.compute == "fp64":
         return True

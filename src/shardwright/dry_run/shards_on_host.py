@@ -1,5 +1,5 @@
-"""Records what FSDP2 copies between the host and the device with `layout.offload_parameters`: shards of parameters
-before they are gathered, shards of gradients after they are reduced."""
+"""Record FSDP2's copies between host and device with `layout.offload_parameters`: parameter shards before they are
+gathered, and gradient shards after they are reduced."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,8 +26,8 @@ from shardwright.system.torch_private import (
 
 @contextmanager
 def copies_of_shards(recorder: OperationRecorder) -> Iterator[None]:
-    """In the block, each gather and each reduction of a group of parameters is recorded with its copies. Where the
-    recorder counts as on a GPU, the copies are made, since without one device and host are the same and nothing is
+    """Record each gather and reduction of a parameter group with its copies during the block. When the recorder counts
+    as on a GPU, this function makes the copies, since without one host and device are the same and nothing is
     copied."""
 
     def come(parameters: list[FSDPParam]) -> None:
@@ -43,7 +43,7 @@ def copies_of_shards(recorder: OperationRecorder) -> Iterator[None]:
     def waited(wait: Callable[..., Any]) -> Callable[..., Any]:
         def record_and_wait(group: FSDPParamGroup) -> None:
             result = pending_gather(group)
-            if result is not None and not result.all_gather_input_split_sizes:  # of one rank, which copies only now
+            if result is not None and not result.all_gather_input_split_sizes:  # one rank: the copy is made only now
                 come(group.fsdp_params)
             wait(group)
 
@@ -65,7 +65,7 @@ def copies_of_shards(recorder: OperationRecorder) -> Iterator[None]:
     def reduced(reduce: Callable[..., Any]) -> Callable[..., Any]:
         def reduce_and_record(parameters: list[FSDPParam], *args: Any, **kwargs: Any) -> Any:
             result = reduce(parameters, *args, **kwargs)
-            if result[-1] is None:  # else what is reduced waits on the device for the sum over replicas
+            if result[-1] is None:  # otherwise the reduced gradient waits on the device for the sum over replicas
                 offloaded = [each for each in parameters if each.offload_to_cpu]
                 recorder.copied(TO_HOST, sum(_put_gradient(each, recorder) for each in offloaded))
             return result
@@ -81,13 +81,12 @@ def copies_of_shards(recorder: OperationRecorder) -> Iterator[None]:
 
 
 def _comes(parameter: FSDPParam) -> bool:
-    """Whether a gather begins with a copy of its shard from the host."""
+    """Return whether a gather starts with a copy of this parameter's shard from the host."""
     return parameter.offload_to_cpu and parameter.sharded_state == ShardedState.SHARDED
 
 
 def _put_gradient(parameter: FSDPParam, recorder: OperationRecorder) -> int:
-    """Have the first sum of a step in the memory of the host, to which later ones are added; returns the bytes that are
-    copied there."""
+    """Put the first gradient sum of a step into host memory, where later sums are added to it, and return its bytes."""
     gradient: Any = parameter.sharded_param.grad
     local = gradient.to_local()
     if recorder.gpu and not recorder.is_on_host(local):

@@ -1,7 +1,6 @@
-"""A dry run for viewers: a trace that ui.perfetto.dev opens, and a memory snapshot for pytorch.org/memory_viz.
+"""A dry run for viewers: a trace for ui.perfetto.dev, and a memory snapshot for pytorch.org/memory_viz.
 
-A dry run knows the order of what is done and not how long it takes: both viewers show operations where they say
-microseconds. No torch.
+A dry run knows the order of operations but not their times, so both viewers show operations as microseconds. No torch.
 """
 
 import json
@@ -19,9 +18,9 @@ _ACTIONS, _MESSAGES = 1, 2
 
 
 def write_trace(records: Sequence[RankRecord], path: Path) -> None:
-    """Write the trace of ranks with a history: for each its actions, messages, and the bytes that are alive by kind.
+    """Write the trace of ranks with a history: for each rank its actions, messages, and live bytes by kind.
 
-    The format is Chrome's JSON of trace events. Raises InputError for a place that cannot be written.
+    The format is Chrome's JSON of trace events. Raises InputError for a path that cannot be written.
     """
     events = [event for record in records for event in _events(record)]
     write_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode())
@@ -55,11 +54,11 @@ def _events(record: RankRecord) -> Iterator[dict[str, Any]]:
 
 
 def write_snapshot(records: Sequence[RankRecord], path: Path) -> None:
-    """Write the memory of ranks with a history as `torch.cuda.memory._dump_snapshot` does, a rank in the place of a
-    device: every allocation with its kind, module, operation and line.
+    """Write the memory of ranks with a history as `torch.cuda.memory._dump_snapshot` does, with a rank as a device:
+    every allocation with its kind, module, operation and line.
 
-    Addresses are made up: no two tensors that are alive at a time have the same. Raises InputError for a place that
-    cannot be written.
+    Addresses are made up: tensors that are alive at the same time have different addresses. Raises InputError for a
+    path that cannot be written.
     """
     traces = [list(_trace_entries(record)) for record in records]
     write_whole(path, pickle.dumps({"segments": [], "device_traces": traces, "allocator_settings": {}}))
@@ -68,7 +67,7 @@ def write_snapshot(records: Sequence[RankRecord], path: Path) -> None:
 def _trace_entries(record: RankRecord) -> Iterator[dict[str, Any]]:
     history = _history(record)
     held: dict[int, tuple[int, int]] = {}
-    """Of each storage: its address and its bytes."""
+    """Address and bytes of each storage."""
     free = 1 << 32
     for time, number, delta in sorted(changes(history.allocations)):
         made = history.allocations[number]

@@ -1,4 +1,4 @@
-"""Tells a recorder when the actions of a step begin and end, and which tensors are what; changes nothing else."""
+"""Report the start and end of actions, and the kinds of tensors, to a recorder without changing the step."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ nothing."""
 
 
 class _DryRunModel:
-    """The model of a rank without a pipeline; a call begins the forward pass of the next micro-batch."""
+    """The model of a rank without a pipeline; a call starts the forward pass of the next micro-batch."""
 
     def __init__(self, model: Callable[..., Any], recorder: OperationRecorder) -> None:
         self.model, self.recorder, self.n_calls = model, recorder, 0
@@ -90,14 +90,15 @@ class _DryRunTimeline(StepTimeline):
 
 
 class _DryRunMessages(PipelineMessages):
-    """The messages of a pipeline. A message is sent when the rank starts its next exchange, as the plan has it: a fake
-    process group never says that one is, and a real one does so at a moment that depends on other ranks."""
+    """The messages of a pipeline. A message counts as sent when the rank starts its next exchange, as in the plan. A
+    fake process group never reports a completed send, and a real group does so at a time that depends on other
+    ranks."""
 
     def __init__(self, messages: PipelineMessages, recorder: OperationRecorder, in_world: Sequence[int]) -> None:
         super().__init__(messages.rank, messages.groups)
         self.recorder, self.in_world = recorder, in_world
         self._from: dict[Need, tuple[int, int]] = {}
-        """The sender of each message, in the world, and the number of the message among those of the sender."""
+        """The sender of each message, in the world, and the number of the message among the sender's messages."""
         self._received: Counter[int] = Counter()
 
     def start(self, exchange: PairExchange, results: dict[Need, Tensor], empty: Callable[[], Tensor]) -> None:
@@ -122,21 +123,21 @@ class _DryRunMessages(PipelineMessages):
 
 
 class RecordedPhases:
-    """The phases of a step as its last actions: of the step that is recorded alone."""
+    """The phases of the recorded step as its last actions."""
 
     def __init__(self) -> None:
         self._recorder: OperationRecorder | None = None
         self._parameters: list[Tensor] = []
 
     def record(self, recorder: OperationRecorder, parameters: Iterable[Tensor]) -> None:
-        """Tell the recorder of phases from now on. `parameters`: the trained ones, whose gradients it marks."""
+        """Report phases to the recorder from now on. `parameters`: trained parameters, whose gradients are marked."""
         self._recorder, self._parameters = recorder, list(parameters)
 
     def begin(self, phase: Phase, step: int) -> None:
-        """Do nothing: the phase before has ended, or the actions of a pass begin by themselves."""
+        """Do nothing: the previous phase has ended, or the actions of a pass start by themselves."""
 
     def end(self, phase: Phase) -> None:
-        """Begin the actions that follow a phase."""
+        """Start the action that follows a phase."""
         if self._recorder is None:
             return
         if phase == "forward_backward":
@@ -146,8 +147,8 @@ class RecordedPhases:
 
 
 def watch(trainer: Trainer, recorder: OperationRecorder) -> None:
-    """Have the next step of a trainer with `RecordedPhases` recorded. It has to have taken a step before, in which FSDP
-    makes the tensors that it gathers parameters into."""
+    """Record the next step of a trainer with `RecordedPhases`. The trainer must have taken a step before, in which FSDP
+    allocates the unsharded parameters."""
     model, runner = trainer.model, trainer.model.runner
     assert isinstance(trainer.phases, RecordedPhases)
     trainer.phases.record(recorder, model.named_parameters.values())
@@ -198,7 +199,7 @@ def watch(trainer: Trainer, recorder: OperationRecorder) -> None:
 
 
 def _gathered(engine: Sharded, recorder: OperationRecorder) -> list[Any]:
-    """Mark what FSDP gathers into; returns the whole parameters."""
+    """Mark the tensors that FSDP gathers into; return the unsharded parameters."""
     found = []
     for group in engine.groups:
         for parameters in parameter_groups(group):
@@ -212,13 +213,13 @@ def _gathered(engine: Sharded, recorder: OperationRecorder) -> list[Any]:
 
 
 def _keep_part(keep: Callable[[], None], parameter: Any, recorder: OperationRecorder) -> None:
-    """Mark what a rank keeps of a gathered parameter for the backward pass."""
+    """Mark the part of a gathered parameter that a rank keeps for the backward pass."""
     keep()
     recorder.mark(secondary_shard_of(parameter), "gathered")
 
 
 def _mark_accumulated(engines: Iterable[DataEngine], recorder: OperationRecorder) -> None:
-    """Mark the gradients of whole parameters that FSDP holds until the last micro-batch."""
+    """Mark the gradients of unsharded parameters that FSDP holds until the last micro-batch."""
     for engine in engines:
         for group in engine.groups if isinstance(engine, Sharded) else ():
             for parameters in parameter_groups(group):
@@ -234,8 +235,8 @@ def _states(states: Mapping[Any, Mapping[str, Any]], recorder: OperationRecorder
 
 
 def _on_disk(optimizer: OptimizerOnDisk, recorder: OperationRecorder, beside_parameters: bool) -> None:
-    """Mark what there is in memory of states on a disk, and have requests and copies of chunks recorded.
-    `beside_parameters`: chunks are updated on the host, where the parameters are."""
+    """Mark the memory of states on a disk, and record requests and copies of chunks. `beside_parameters`: chunks are
+    updated on the host, where the parameters are."""
     for counter in optimizer.counters:
         (recorder.put_on_host if beside_parameters else recorder.mark)(counter, "states")
     recorder.hold_on_host(optimizer.states_on_disk.buffer_bytes, "states")
@@ -254,7 +255,7 @@ def _on_disk(optimizer: OptimizerOnDisk, recorder: OperationRecorder, beside_par
 
 
 def _activations_on_host(store: ActivationsOnHost, recorder: OperationRecorder) -> None:
-    """Have the copies of activations recorded."""
+    """Record the copies of activations."""
     copy_out, copy_in = store.copy_out, store.copy_in
 
     def out(on_device: Tensor) -> Tensor:
@@ -273,7 +274,7 @@ def _activations_on_host(store: ActivationsOnHost, recorder: OperationRecorder) 
 
 
 def _on_host(optimizer: OptimizerOnHost, recorder: OperationRecorder) -> None:
-    """Mark what the host holds, and have copies, and the update that the host computes, recorded."""
+    """Mark the host's tensors, and record copies and the update that the host computes."""
     for tensor in optimizer.tensors_on_host():
         recorder.put_on_host(tensor, "states")
     link, update = optimizer.link, optimizer.on_host.step

@@ -1,1 +1,1 @@
-"""The layout: its degrees and choices, their keys, and the numbering of ranks; no torch."""
+"""The layout: its degrees and choices, its keys, and the numbering of ranks; no torch."""

@@ -1,4 +1,4 @@
-"""Ranks numbered row by row over named axes, and the ranks of a layout, which are numbered so in three ways."""
+"""Row-major numbering of ranks over named axes, and the three such numberings of a layout's ranks."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
@@ -11,7 +11,7 @@ EXPERT_AXES = ("pp", "dp_replicate", "expert_dp_shard", "ep")
 
 
 class Box:
-    """The ranks of some axes, outermost first: axis -> how many ranks it has."""
+    """Ranks over named axes, outermost first: axis -> degree."""
 
     def __init__(self, degrees: dict[str, int]) -> None:
         self.degrees = degrees
@@ -29,7 +29,7 @@ class Box:
         return rank
 
     def span(self, axes: Iterable[str]) -> Iterator[dict[str, int]]:
-        """Every combination of coordinates along some axes, the innermost axis fastest."""
+        """Yield every combination of coordinates along some axes, the innermost axis fastest."""
         wanted = set(axes)
         ordered = [axis for axis in self.degrees if axis in wanted]
         for position in product(*(range(self.degrees[axis]) for axis in ordered)):
@@ -42,45 +42,45 @@ class Box:
 
 
 class NumberedRanks:
-    """The ranks of a layout: their coordinates, and the groups of those that differ along some axes only. An attribute
-    of the name of each axis is its degree."""
+    """The ranks of a layout: their coordinates, and the groups of ranks that differ along some axes only. Each axis
+    name is an attribute with the axis's degree."""
 
     def degree(self, axis: str) -> int:
-        """Number of ranks along an axis of either box."""
+        """Return the degree of an axis of any box."""
         return int(getattr(self, axis))
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The coordinates of a rank on every axis, of both boxes."""
+        """Return the coordinates of a rank along every axis of both boxes."""
         world_size = prod(self._boxes[0].degrees.values())
         assert 0 <= rank < world_size, f"rank {rank} of a world of {world_size}"
         return {axis: at for box in self._boxes for axis, at in box.coordinates(rank).items()}
 
     def rank_at(self, coordinates: Mapping[str, int]) -> int:
-        """The rank at coordinates of the dense box; an axis left out counts as 0."""
+        """Return the rank at coordinates of the dense box; a missing axis counts as 0."""
         return self._boxes[0].rank_at(coordinates)
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """All groups of ranks that differ only along `axes` (of one box), each in the order of its coordinates.
+        """Return all groups of ranks that differ only along `axes` (of one box), each in the order of its coordinates.
 
-        The groups partition the world: `groups("tp")` are the tensor-parallel groups,
-        `groups("dp_shard", "cp")` those over which a sharded parameter is spread.
+        The groups partition the world: `groups("tp")` are the tensor-parallel groups, `groups("dp_shard", "cp")` the
+        groups that a sharded parameter is spread over.
         """
         return list(self._box(axes).groups(axes))
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The one group of `groups(*axes)` that a rank belongs to."""
+        """Return the group in `groups(*axes)` that contains `rank`."""
         box = self._box(axes)
         here = box.coordinates(rank)
         return tuple(box.rank_at({**here, **there}) for there in box.span(axes))
 
     def data_rank(self, rank: int) -> int:
-        """Which of the `data_ranks` parts of a global batch a rank reads."""
+        """Return the index of the part, out of `data_ranks`, of a global batch that a rank reads."""
         here = self.coordinates(rank)
         return here["dp_replicate"] * self.degree("dp_shard") + here["dp_shard"]
 
     @cached_property
     def _boxes(self) -> list[Box]:
-        """The same ranks, numbered three ways; the dense box first."""
+        """Return the three numberings of the ranks, the dense box first."""
         return [Box({axis: self.degree(axis) for axis in axes}) for axes in (DENSE_AXES, CONTEXT_AXES, EXPERT_AXES)]
 
     def _box(self, axes: Iterable[str]) -> Box:

@@ -1,4 +1,4 @@
-"""What is known of a key of the layout, for everything that reads keys: the run file, the planner, verify, the docs."""
+"""The description of a layout key, shared by the run file, the planner, verify and the docs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 from shardwright.system.errors import nearest
 
 MOST_RANKS = 2**22
-"""The most ranks of a world. A larger degree is a mistake of typing, and the work of a search grows with it."""
+"""Maximum world size. A larger degree is a typing mistake, and the work of a search grows with the degree."""
 
 MOST_LAYERS = 2**14
-"""The most layers of a model, each of which has rows in tables of parameters."""
+"""Maximum number of layers of a model, since each layer has rows in parameter tables."""
 
 
 class JobSizes(NamedTuple):
-    """What `LayoutKey.words` mentions of a job; `seq_len` in tokens, `node_size` in ranks."""
+    """The sizes of a job that `LayoutKey.words` uses; `seq_len` in tokens, `node_size` in ranks."""
 
     n_layers: int
     n_experts: int
@@ -24,24 +24,27 @@ class JobSizes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutKey:
-    """All that is known of a key of the layout. The run file, the planner, verify and the docs read it from `KEYS`.
+    """The description of a layout key. The run file, the planner, verify and the docs read it from `KEYS`.
 
-    `help`: what it sets, for the reference of the run file. `words(layout, sizes)`: what its value means, for the page
-    and the printed plan. `choices()`: the valid values; None: a degree or count, `least` to `most`, or a list of them.
+    `help`: the effect of the key, for the run-file reference.
+    `words(layout, sizes)`: the meaning of its value, for the page and the printed plan.
+    `choices()`: the valid values; None for a degree or count from `least` to `most`, or a list of them.
     `members()`: the valid words of a list of words, each at most once.
-    `derived(layout)`: its default, where that depends on other keys.
-    `used(layout)`: whether it has a meaning in a layout; also asked of `cost.job.Candidates`, with arrays. `needs`:
-    what that takes, in words; where this is given, a value other than the default that is not used is an error.
-    `said`: whether it is written down wherever it is used, and not only where it differs from its default.
-    `group`: the name of the choice that it is part of, where several keys are one choice; else its own name.
-    `off(layout)`: the changes that switch it off, for the search for a culprit; its default unless given. `milder`: a
-    value that is tried after that. `in_turn`: other values, of which the matrix of verify has any two of different keys
-    together in some layouts, and not each in every one. `unverified`: why that matrix leaves it at its default.
-    `in_run_file`: values that a run file may have, in the place of which another is decided before there is a layout
-    (`config/settle.py`).
-    `planned(layout)`: the values that the planner searches; all choices unless given, the default where there are none.
-    `not_priced()`: values that the cost model has no formulas for. `runner_up`: whether a plan shows the best layout
-    with another value.
+    `derived(layout)`: its default, if the default depends on other keys.
+    `used(layout)`: whether the key has a meaning in a layout; also called with arrays (`cost.job.Candidates`).
+    `needs`: the condition for `used`, in words. If given, a value other than the default is an error when unused.
+    `said`: whether the key is written wherever it is used, and not only where it differs from its default.
+    `group`: the name of the choice to which several keys belong; its own name by default.
+    `off(layout)`: the changes that disable it, for the search for a culprit; its default unless given.
+    `milder`: a value to try after `off`.
+    `in_turn`: other values; the verify matrix pairs values of different keys in some layouts, not each value in every
+    layout.
+    `unverified`: why the verify matrix leaves the key at its default.
+    `in_run_file`: values allowed in a run file that are resolved before there is a layout (`config/settle.py`).
+    `planned(layout)`: the values that the planner searches; by default all choices, or the default if there are no
+    choices.
+    `not_priced()`: values that the cost model has no formulas for.
+    `runner_up`: whether a plan shows the best layout with another value.
     """
 
     name: str = ""
@@ -68,12 +71,11 @@ class LayoutKey:
     runner_up: bool = False
 
     def default_in(self, layout: Any) -> Any:
-        """Its value in a layout where it is not given."""
+        """Return the key's default value in a layout."""
         return self.derived(layout) if self.derived else self.default
 
     def problem(self, value: Any, also: Sequence[Any] = ()) -> str | None:
-        """The rule that a value breaks whatever else is chosen; None where there is none. `also`: values that are valid
-        here besides."""
+        """Return the rule that a value breaks regardless of other keys, or None. `also`: additional valid values."""
         if value in also:
             return None
         if value is None and (self.derived or self.default is None):
@@ -94,7 +96,7 @@ class LayoutKey:
         return None
 
     def searched(self, layout: Any) -> Sequence[Any]:
-        """The values that the planner tries in the place of that of a layout."""
+        """Return the values that the planner tries instead of the layout's own value."""
         if not self.used(layout):
             return (self.default_in(layout),)
         if self.planned is not None:
@@ -111,7 +113,7 @@ def _members_problem(values: Sequence[str], valid: Sequence[str]) -> str | None:
 
 
 def written(value: Any) -> str:
-    """A value of a key as it is written in a line: `true`, `20+21+20`."""
+    """Return a key's value as it is printed: `true`, `20+21+20`."""
     if isinstance(value, bool):
         return str(value).lower()
     return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -1,4 +1,4 @@
-"""The keys of a layout, each with all that is known of it.
+"""The keys of a layout, each with its description (`LayoutKey`).
 
 The section [layout] of a run file, the planner's candidates, the matrix of `verify` and the pages are made from these
 rows.
@@ -17,7 +17,7 @@ RECOMPUTE = ("none", "selective", "full")
 ZERO = (0, 1, 2, 3)
 OFFLOAD = ("none", "cpu", "disk")
 AUTO = "auto"
-"""In a run file: the least of `RECOMPUTE` that fits, decided when the memory of the devices is known."""
+"""In a run file: the least recomputation in `RECOMPUTE` that fits, decided when the memory of the devices is known."""
 RECOMPUTE_MODULES = ("norms", "activation", "rope", "mla_up", "attention", "experts")
 _GRADIENT_WORDS = {
     "none": "gradients travel in the type in which they accumulate",
@@ -26,11 +26,11 @@ _GRADIENT_WORDS = {
     "int4": "gradients travel as integers of 4 bits",
     **{f"powersgd-{rank}": f"gradients of matrices travel as products of rank {rank}" for rank in (1, 2, 4, 8, 16, 32)},
 }
-"""Each value of `compress_gradients`, in words."""
+"""Description of each value of `compress_gradients`."""
 INTEGERS = ("int8", "int4")
-"""The values of `compress_gradients` that have a scale for each block."""
+"""Values of `compress_gradients` that have a scale for each block."""
 POWERSGD = tuple(name for name in _GRADIENT_WORDS if name.startswith("powersgd-"))
-"""The values of `compress_gradients` that are products of thin matrices, each with its rank."""
+"""Values of `compress_gradients` that send products of low-rank matrices, each with its rank."""
 
 _ZERO_WORDS = (
     "every rank holds all parameters, gradients and optimizer states of its stage",
@@ -59,7 +59,7 @@ def _over_data(layout: Any) -> Any:
 
 
 def _shards(zero: Any) -> Any:
-    """Whether a ZeRO stage, which is None where it is still to be derived, shards anything."""
+    """Return whether a ZeRO stage shards anything; None is a stage that is still to be derived."""
     return (zero == 1) | (zero == 2) | (zero == 3)
 
 
@@ -69,7 +69,7 @@ def _nodes(tp: int, node_size: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutKeys:
-    """The fields of a `Layout`, with their defaults; a key's metadata is its row of `KEYS`."""
+    """The fields of a `Layout` with their defaults. The metadata of a field is its row of `KEYS`."""
 
     tp: int = _degree(
         "tp",
@@ -81,7 +81,7 @@ class LayoutKeys:
         "pp",
         "ranks that hold different layers, in stages; each micro-batch goes through all",
         lambda layout, sizes: f"ranks hold {sizes.n_layers} layers in {layout.n_stages} stages",
-        most=MOST_LAYERS,  # each rank holds a layer
+        most=MOST_LAYERS,  # each rank has a layer
         runner_up=True,
     )
     pp_schedule: str = _key(
@@ -228,7 +228,7 @@ class LayoutKeys:
         least=0,
         most=2**31,
         in_turn=(5,),
-        planned=lambda layout: (0, 4096),  # with fewer the sum of the head's gradients is moved more often
+        planned=lambda layout: (0, 4096),  # smaller values move the sum of the head's gradients more often
         runner_up=True,
     )
     offload_optimizer: str = _key(
@@ -299,7 +299,7 @@ class LayoutKeys:
             & (layout.dp_shard * layout.cp % layout.zero_secondary_ranks == 0)
         ),
         in_turn=(2, 1),
-        planned=lambda layout: (layout.zero_secondary_ranks,),  # planner/space.py tries those of a node
+        planned=lambda layout: (layout.zero_secondary_ranks,),  # planner/space.py tries the values of a node
     )
     compress_gradients: str = _key(
         "none",
@@ -312,7 +312,7 @@ class LayoutKeys:
         used=_over_data,
         needs="more than one rank of dp_replicate x dp_shard x cp",
         in_turn=("bf16", "int8"),
-        planned=lambda layout: ("none",),  # the others change the numbers of the training
+        planned=lambda layout: ("none",),  # the others change the numerics of training
     )
     compress_weights: str = _key(
         "none",
@@ -326,7 +326,7 @@ class LayoutKeys:
         used=lambda layout: (layout.dp_shard * layout.cp > 1) & (layout.zero != 0),
         needs="dp_shard x cp above 1 and zero=1, 2 or 3, where parameters are gathered",
         in_turn=("none", "int8"),
-        planned=lambda layout: ("none",),  # the other changes the numbers of the training
+        planned=lambda layout: ("none",),  # the other changes the numerics of training
     )
     node_ranks: int = _key(
         1,
@@ -359,4 +359,4 @@ KEYS: dict[str, LayoutKey] = {
     )
     for each in fields(LayoutKeys)
 }
-"""Every key of the layout, in the order in which they are written."""
+"""Every key of the layout, in output order."""

@@ -1,23 +1,23 @@
 """Degrees to ranks, coordinates and groups, by arithmetic; the only place where ranks are numbered.
 
-The world is a box of ranks, numbered row by row with the axes in this order, outermost first:
+The world is a box of ranks in row-major order with these axes, outermost first:
 
     pp  x  dp_replicate  x  dp_shard  x  cp  x  tp
 
-so that neighbours in `tp`, which talk most, have neighbouring numbers and share a node, and pipeline stages,
-which talk least, lie farthest apart. Experts see the same ranks through a second box in which the three
-innermost axes are folded into two:
+Neighbours along `tp`, which communicate most, have consecutive numbers and share a node. Pipeline stages, which
+communicate least, are farthest apart. Experts use the same ranks through a second box, in which the three innermost
+axes become two:
 
     pp  x  dp_replicate  x  expert_dp_shard  x  ep         with  expert_dp_shard * ep = dp_shard * cp * tp
 
-| axis           | what is partitioned over its ranks                                          |
+| axis           | partitioned over its ranks                                                  |
 | -------------- | --------------------------------------------------------------------------- |
-| `pp`           | the layers, in stages                                                         |
-| `dp_replicate` | the samples; each replica holds everything its shard group holds             |
-| `dp_shard`     | the samples, and under ZeRO optimizer states, gradients, parameters          |
-| `cp`           | the tokens of a sequence: cp_ring x cp_ulysses, the latter innermost         |
-| `tp`           | the rows and columns of matrices                                             |
-| `ep`           | the experts                                                                  |
+| `pp`           | the layers, in stages                                                       |
+| `dp_replicate` | the samples; each replica has everything that its shard group has           |
+| `dp_shard`     | the samples, and under ZeRO optimizer states, gradients, parameters         |
+| `cp`           | the tokens of a sequence: cp_ring x cp_ulysses, the latter innermost        |
+| `tp`           | the rows and columns of matrices                                            |
+| `ep`           | the experts                                                                 |
 """
 
 from collections.abc import Iterator, Mapping
@@ -38,10 +38,10 @@ from shardwright.system.units import divisors
 @checked_constructor(LayoutError)
 @dataclass(frozen=True, kw_only=True)
 class Layout(LayoutKeys, NumberedRanks):
-    """The degrees of a run and the choices that go with them: the keys of a run file's section [layout], with the same
-    defaults. What each key means, and all else that is known of it, is in its metadata (`KEYS`).
+    """The degrees and choices of a run: the keys of the run file's section [layout], with the same defaults. The
+    metadata of each field describes the key (`KEYS`).
 
-    Raises LayoutError, with every problem at once, for a layout that cannot exist on any world.
+    Raises LayoutError, with all problems at once, for a layout that is invalid for every world size.
     """
 
     def __new__(cls, *_: Any, **values: Any) -> "Layout":
@@ -58,7 +58,7 @@ class Layout(LayoutKeys, NumberedRanks):
             raise LayoutError(*problems)
 
     def problems(self) -> list[str]:
-        """Every rule this layout breaks, one sentence each; empty for a good one."""
+        """Return one sentence for each rule that this layout breaks; empty for a valid layout."""
         found = []
         for name, key in KEYS.items():
             if rule := key.problem(getattr(self, name)):
@@ -145,14 +145,14 @@ class Layout(LayoutKeys, NumberedRanks):
             )
 
     def _schedule_problems(self) -> Iterator[str]:
-        # The number of micro-batches, which a layout does not know, is one that every schedule takes.
+        # A layout does not know the number of micro-batches; this number is valid for every schedule.
         if self.pp > 1:
             for problem in build.problems(self.pp_schedule, self.pp, 2 * self.pp, self.virtual_stages):
                 yield f"layout.pp_schedule: {problem}"
 
     def settings(self) -> dict[str, Any]:
-        """The keys that have to be written down for this layout: those that are not at their default, and those that
-        are always said where they are used (`LayoutKey.said`)."""
+        """Return the keys to write for this layout: keys that differ from their default, and keys that are always
+        written where they are used (`LayoutKey.said`)."""
         values = {name: getattr(self, name) for name in KEYS}
         return {
             name: value
@@ -161,16 +161,17 @@ class Layout(LayoutKeys, NumberedRanks):
         }
 
     def __str__(self) -> str:
-        """`tp 2, dp_shard 2, zero 3`: the keys that have to be written down."""
+        """Return the written keys as text: `tp 2, dp_shard 2, zero 3`."""
         return ", ".join(f"{name} {written(value)}" for name, value in self.settings().items()) or "one rank"
 
     def changed(self, **changes: Any) -> "Layout":
-        """This layout with changes, and what they entail: a key that has no meaning any more goes back to its default,
-        another schedule has its own number of stages, ep divides the ranks that are left, and ZeRO is 0 where nothing
-        is left to shard over, unless it says what goes to the host from one rank. None as a value means the derived
-        default.
+        """Return this layout with changes and their consequences. None as a value means the derived default.
 
-        Raises LayoutError where the changes themselves do not fit.
+        A key that has no meaning any more returns to its default. Another schedule uses its own number of stages. ep is
+        reduced to divide the remaining ranks. ZeRO becomes 0 if dp_shard x cp is 1, except with one replica and
+        `offload_parameters`, where ZeRO selects the state on the host.
+
+        Raises LayoutError if the changes themselves are not valid.
         """
         _check_names(changes)
         if changes.get("pp_schedule", self.pp_schedule) != self.pp_schedule:
@@ -189,70 +190,71 @@ class Layout(LayoutKeys, NumberedRanks):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return prod(self.degree(axis) for axis in DENSE_AXES)
 
     @property
     def data_ranks(self) -> int:
-        """Number of ranks along the data axes, over which a global batch is partitioned."""
+        """Return the number of ranks along the data axes, over which a global batch is partitioned."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def cp_ulysses(self) -> int:
-        """Ranks of `cp` over which attention heads are partitioned: all, some or none, as `cp_method` says."""
+        """Return the number of ranks of `cp` over which attention heads are partitioned, by `cp_method`: all, some or
+        none."""
         return {"ulysses": self.cp, "usp": self.ulysses_degree}.get(self.cp_method, 1)
 
     @property
     def cp_ring(self) -> int:
-        """Ranks of `cp` that pass keys and values to one another."""
+        """Return the number of ranks of `cp` that pass keys and values to each other."""
         return self.cp // self.cp_ulysses
 
     @property
     def token_shards(self) -> bool:
-        """Whether activations are sharded by token over tp."""
+        """Return whether activations are sharded by token over tp."""
         return self.sequence_parallel and self.tp > 1
 
     @property
     def recomputes(self) -> bool:
-        """Whether the backward pass computes anything again."""
+        """Return whether the backward pass recomputes anything."""
         return self.recompute != "none"
 
     @property
     def recomputes_parts(self) -> bool:
-        """Whether that is some parts of a block."""
+        """Return whether only parts of a block are recomputed."""
         return self.recompute == "selective"
 
     @property
     def kind(self) -> Kind:
-        """What is registered under the name of the schedule."""
+        """Return the registered row of the schedule."""
         return find(self.pp_schedule)
 
     @property
     def ways(self) -> Ways:
-        """The ways that micro-batches take through the pipeline: for each, the rank of `pp` of every stage in order."""
+        """Return the ways of micro-batches through the pipeline: for each way, the `pp` ranks of its stages."""
         return self.kind.ways(self.pp, self.virtual_stages)
 
     def held_by(self, pp_rank: int) -> list[int]:
-        """The stages that a rank of `pp` holds, those of one way after another."""
+        """Return the stages on a rank of `pp`, way by way."""
         return stages_of_rank(self.ways, pp_rank)
 
     @property
     def n_stages(self) -> int:
-        """Into how many stages the layers are partitioned."""
+        """Return the number of pipeline stages."""
         return len(self.ways[0])
 
     @property
     def regathers(self) -> bool:
-        """Whether ZeRO-3 frees gathered parameters after each pass of a micro-batch."""
+        """Return whether ZeRO-3 frees gathered parameters after each pass of a micro-batch."""
         return self.zero == 3 and (self.pp == 1 or self.zero_pp_gather == "microbatch")
 
     @property
     def expert_dp_shard(self) -> int:
-        """Ranks over which the parameters, gradients and optimizer states of one expert are sharded."""
+        """Return the number of ranks over which one expert's parameters, gradients and optimizer states are sharded."""
         return self.dp_shard * self.cp * self.tp // self.ep
 
     def check_world(self, world_size: int) -> None:
-        """Raises LayoutError when the degrees do not multiply to the number of processes there are."""
+        """Raise LayoutError if the product of the degrees is not the number of processes."""
         if self.world_size != world_size:
             degrees = " x ".join(f"{axis} {self.degree(axis)}" for axis in DENSE_AXES if self.degree(axis) > 1)
             raise LayoutError(
@@ -263,9 +265,9 @@ class Layout(LayoutKeys, NumberedRanks):
 
 
 def accumulation(global_batch: int, micro_batch: int, data_ranks: int) -> int:
-    """Micro-batches that a data rank runs in one step: global_batch / (micro_batch x data_ranks), in sequences.
+    """Return the micro-batches of a data rank in one step: global_batch / (micro_batch x data_ranks), in sequences.
 
-    Raises LayoutError where that is not a whole number.
+    Raises LayoutError if the result is not an integer.
     """
     assert min(global_batch, micro_batch, data_ranks) >= 1, (global_batch, micro_batch, data_ranks)
     unit = micro_batch * data_ranks
@@ -280,7 +282,7 @@ def accumulation(global_batch: int, micro_batch: int, data_ranks: int) -> int:
 
 
 def _check_names(values: Mapping[str, Any]) -> None:
-    """Raise LayoutError for names that are no keys of the layout, with the nearest, and values that are no numbers."""
+    """Raise LayoutError for names that are not layout keys, with the nearest key, and for non-numeric values."""
     if unknown := [name for name in values if name not in KEYS]:
         raise LayoutError(*(f"layout.{name}: there is no such key; {nearest(name, KEYS)}" for name in unknown))
     numbers = {name: value for name, value in values.items() if KEYS[name].type in (int, int | None)}

@@ -1,1 +1,1 @@
-"""Measures this machine, rank by rank, for the tables of `cost.hardware`."""
+"""Measurement of this machine, rank by rank, for the tables of `cost.hardware`."""

@@ -1,4 +1,4 @@
-"""Seconds of an operation on this rank's device, as a median of repeats."""
+"""The time of an operation on this rank's device in seconds, as a median of repeats."""
 
 import statistics
 import time
@@ -14,10 +14,10 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True)
 class MeasuringClock:
-    """`kind`: "wall", or on a CPU that other programs load too, "cpu": CPU-seconds of this process divided by its
-    threads. Time in which a rank waits for others then does not count.
+    """`kind`: "wall", or on a CPU that other programs also load, "cpu": CPU-seconds of this process divided by its
+    threads, which exclude time that a rank waits for others.
 
-    `budget_s`: of the repeats of one operation, beyond the first.
+    `budget_s`: time for the repeats of one operation after the first.
     """
 
     device: torch.device
@@ -27,7 +27,7 @@ class MeasuringClock:
     most: int = 25
 
     def now(self) -> float:
-        """Seconds, with what was given to the accelerator done."""
+        """Return the time in seconds after all work submitted to the accelerator is complete."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         if self.kind == "cpu":
@@ -35,9 +35,9 @@ class MeasuringClock:
         return time.perf_counter()
 
     def seconds(self, operation: Callable[[], object], repeats: int | None = None) -> float:
-        """The median time of a call. Short operations are called several times between two looks at the clock.
+        """Return the median time of a call. Short operations are called several times between two clock readings.
 
-        `repeats`: how many looks; ranks that communicate give the same number, or they would wait for ever.
+        `repeats`: number of clock readings. Ranks that communicate must pass the same number, or they would hang.
         """
         operation()
         begin = self.now()
@@ -60,5 +60,5 @@ class MeasuringClock:
 
 
 def worst(values: Sequence[float]) -> float:
-    """Of the ranks of a group, the one that takes longest: the others wait for it."""
+    """Return the time of the slowest rank of a group, for which the others wait."""
     return max(values)

@@ -1,4 +1,4 @@
-"""What was measured, as a hardware file (`cost.hardware`)."""
+"""Write measurements as a hardware file (`cost.hardware`)."""
 
 import json
 import platform
@@ -26,11 +26,11 @@ from shardwright.system.units import GiB, MiB
 from shardwright.system.version import PACKAGE_VERSION
 
 ASSUMED_GBIT = 10.0
-"""Of a network that was not measured."""
+"""Assumed bandwidth of a network that was not measured."""
 
 
 def hardware_toml(machine: MachineMeasurements, name: str, command: str) -> str:
-    """A file with the accelerator `name`, its node and its network. `command`: how it was measured."""
+    """Return a file with the accelerator `name`, its node and its network. `command`: the command that measured it."""
     alone = "\n".join(_lines(machine, name, command, {}))
     factors: dict[int, dict[str, object]] = {
         each.ranks: {
@@ -92,7 +92,7 @@ def _lines(
 
 
 def rates(points: RankPoints, on_host: bool) -> tuple[dict[str, object], dict[str, float]]:
-    """The figures of `cost.measured.RatesTable`, and the mean relative errors of the fits."""
+    """Return the values of `cost.measured.RatesTable`, and the mean relative errors of the fits."""
     copied = copy_bytes_per_s(points.copies)
     matmuls = fit_matmuls(points.matmuls)
     wide = "fp32" if on_host else "bf16"
@@ -141,8 +141,8 @@ def rates(points: RankPoints, on_host: bool) -> tuple[dict[str, object], dict[st
 def _peaks(
     machine: MachineMeasurements, fits: dict[int, tuple[dict[str, object], dict[str, float]]]
 ) -> dict[str, float]:
-    """TFLOP/s: of the data sheet, for accelerators that are known by name, so that MFU is what others mean; else the
-    best that was measured."""
+    """Return peak TFLOP/s: from the data sheet for accelerators known by name, so that MFU has its usual meaning;
+    otherwise the best measured value."""
     best: dict[str, float] = {}
     for figures, _ in fits.values():
         reached = figures["tflops"]
@@ -157,7 +157,7 @@ def _peaks(
 
 def _inside(machine: MachineMeasurements) -> dict[str, object]:
     if not machine.inside:
-        # One rank sends nothing; the figures are there because the format wants them.
+        # One rank sends nothing; the format requires these values.
         return {"bus_gb_per_s": 1.0, "start_us": 0.0, "latency_us": 1.0, "half_mib": 0.0}
     link = fit_link(machine.inside)
     return {
@@ -188,5 +188,5 @@ def _written(value: object) -> str:
 
 
 def accelerator_name(path: Path) -> str:
-    """The name of the accelerator in a file: that of the file, in letters that TOML takes without quotes."""
+    """Return the name of the accelerator in a file: the file name, in characters that TOML allows unquoted."""
     return re.sub(r"[^A-Za-z0-9_-]+", "-", path.stem).strip("-") or "mine"

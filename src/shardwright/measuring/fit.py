@@ -1,4 +1,4 @@
-"""Fits the formulas of the cost model to measured points: least squares of logarithms, so that errors are relative."""
+"""Fit the formulas of the cost model to measured points by least squares of logarithms, so that errors are relative."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from shardwright.system.units import MiB
 
 Floats = NDArray[np.float64]
 STEPS = np.concatenate([[0.0], np.geomspace(0.01, 1024, 41)])
-"""Values that are tried of sizes at which half of a rate is reached."""
+"""Candidate values for sizes at which half of a rate is reached."""
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,15 @@ class MatmulFit:
     error: float
 
     def share(self, shapes: Sequence[tuple[int, int, int]]) -> Floats:
-        """Of `flops_per_s`, by shape (m, k, n), on one multiprocessor."""
+        """Return the fraction of `flops_per_s` that is reached, by shape (m, k, n), on one multiprocessor."""
         m, k, n = np.array(shapes, dtype=float).T
         waves = np.maximum(m / TILE_ROWS, 0.25) * np.maximum(n / TILE_COLUMNS, 0.25)
         return np.asarray(waves / (waves + self.partial_wave) * (k / (k + self.ramp_k)))
 
 
 def fit_matmuls(points: Sequence[MatmulPoint], multiprocessors: int = 1) -> MatmulFit:
-    """How the rate depends on the shape follows from the points of the first precision, which has most of them, and so
-    does the error; the rates of the others are means over their points."""
+    """Fit the dependence on shape, and its error, to the points of the first precision, which has the most points. The
+    rates of the other precisions are means over their points."""
     names = list(dict.fromkeys(each.precision for each in points))
     which = np.array([names.index(each.precision) for each in points])
     rate = np.array([each.flops / each.seconds for each in points])
@@ -61,8 +61,11 @@ def fit_matmuls(points: Sequence[MatmulPoint], multiprocessors: int = 1) -> Matm
 
 
 def fit_weights(points: Sequence[MatmulPoint], large: MatmulFit) -> tuple[float, float, float]:
-    """Bytes/s at which matmuls of one token read their weights, and those of several before they multiply, as
-    `serving.host.matmul_s` has it; and the mean of the absolute relative errors of the latter's times."""
+    """Fit the weight-reading rate of matmuls of few tokens, as in `serving.host.matmul_s`.
+
+    Returns bytes/s at which matmuls of one token read their weights, bytes/s at which matmuls of several tokens read
+    them before multiplying, and the mean absolute relative error of the times with several tokens.
+    """
     n_bytes = np.array([4.0 * each.k * each.n for each in points])
     seconds = np.array([each.seconds for each in points])
     alone = np.array([each.m == 1 for each in points])
@@ -72,27 +75,27 @@ def fit_weights(points: Sequence[MatmulPoint], large: MatmulFit) -> tuple[float,
     reading = n_bytes / seconds  # relative errors: 1 = reading x + multiplying / seconds
     rest = 1 - multiplying / seconds
     per_byte = float((reading * rest)[~alone].sum() / (reading**2)[~alone].sum())
-    if per_byte <= 0:  # a machine on which it takes no time beside multiplying
+    if per_byte <= 0:  # on this machine reading takes no time in addition to multiplying
         per_byte = 1e-6 / row
     error = _error(n_bytes[~alone] * per_byte + multiplying[~alone], seconds[~alone])
     return row, 1 / per_byte, error
 
 
 def fit_cached(points: Sequence[CachedPoint]) -> tuple[float, float, float]:
-    """Seconds of a head of a sequence, and FLOP/s with which it then attends to the cache; and the mean of the absolute
-    relative errors."""
+    """Return the start-up seconds of one head of one sequence, the FLOP/s of its attention to the cache, and the mean
+    absolute relative error."""
     seconds = np.array([each.seconds for each in points])
     heads = np.array([float(each.sequences * each.heads) for each in points])
     columns = np.stack([heads, np.array([each.flops for each in points])], axis=1)
     head_s, per_flop = not_negative(columns / seconds[:, None], np.ones_like(seconds))
-    per_flop = max(float(per_flop), 1e-15)  # a machine on which it takes no time beside its start
+    per_flop = max(float(per_flop), 1e-15)  # on this machine it takes no time in addition to its start
     return float(head_s), 1 / per_flop, _error(columns @ np.array([head_s, per_flop]), seconds)
 
 
 @dataclass(frozen=True)
 class AttentionFit:
-    """`share`: of the rate of matmuls, forward; `width`, `length`: at which half of it is reached; `backward`: time
-    relative to the forward pass."""
+    """`share`: fraction of the matmul rate, forward. `width`, `length`: values at which half of it is reached.
+    `backward`: time relative to the forward pass."""
 
     share: float
     width: float
@@ -102,7 +105,7 @@ class AttentionFit:
 
 
 def fit_attention(points: Sequence[AttentionPoint], matmul_flops_per_s: float) -> AttentionFit:
-    """Both passes together."""
+    """Fit the forward and backward passes together."""
     backward = float(np.median([each.backward_s / each.forward_s for each in points]))
     seconds = np.array([each.forward_s + each.backward_s for each in points])
     rate = np.array([each.flops for each in points]) * (1 + backward) / seconds / matmul_flops_per_s
@@ -120,14 +123,14 @@ def fit_attention(points: Sequence[AttentionPoint], matmul_flops_per_s: float) -
 
 
 def copy_bytes_per_s(points: Sequence[CopyPoint]) -> float:
-    """Read and written, of the largest copy."""
+    """Return the bandwidth of the largest copy, counting bytes read and written."""
     largest = max(points, key=lambda each: each.n_bytes)
     return 2 * largest.n_bytes / largest.seconds
 
 
 def kernel_bytes(points: Iterable[KernelPoint], bytes_per_s: float) -> dict[str, float]:
-    """Bytes that each operation seems to move for an element of 16 bits at that bandwidth; mean of the logarithms over
-    sizes."""
+    """Return the bytes per 16-bit element that each operation appears to move at that bandwidth, as a geometric mean
+    over sizes."""
     found: dict[str, list[float]] = {}
     for each in points:
         moved = each.seconds * bytes_per_s / (each.elements * each.passes * each.widths)
@@ -137,7 +140,7 @@ def kernel_bytes(points: Iterable[KernelPoint], bytes_per_s: float) -> dict[str,
 
 @dataclass(frozen=True)
 class LinkFit:
-    """As `cost.hardware.NetworkLink`."""
+    """The values of a `cost.hardware.NetworkLink`."""
 
     bytes_per_s: float
     latency_s: float
@@ -148,8 +151,9 @@ class LinkFit:
 
 
 def fit_link(points: Sequence[MessagePoint]) -> LinkFit:
-    """relative (start + messages latency + (V + H^q V^(1-q)) / B) over groups in which all ranks have the same link; V
-    and the number of messages as `cost.collectives` counts them, `relative` by kind of collective, with a mean of 1."""
+    """Fit relative (start + messages latency + (V + H^q V^(1-q)) / B) over groups in which all ranks have the same
+    link. V and the number of messages are counted as in `cost.collectives`; `relative` is a factor of each kind of
+    collective, with a mean of 1."""
     n = np.array([each.ranks for each in points], dtype=float)
     buffer = np.array([each.n_bytes for each in points], dtype=float)
     twice = np.array([each.collective == "all_reduce" for each in points])
@@ -172,12 +176,12 @@ def fit_link(points: Sequence[MessagePoint]) -> LinkFit:
 
 
 ROUNDS = 4
-"""In which the figures of a link and those of kinds of collective are fitted in turn."""
+"""Number of alternations between fitting the link and the factors of kinds of collective."""
 
 
 def _common(messages: Floats, sent: Floats, seconds: Floats) -> tuple[float, Floats, Floats]:
-    """H, then latency, 1 / B and start, and the seconds by them. Linear in the three times for each H; none is
-    negative."""
+    """Return H, then latency, 1 / B and start, and the predicted seconds. For each H the problem is linear in the three
+    times, which are not negative."""
     best: tuple[float, float, Floats, Floats] | None = None
     for half in np.concatenate([[0.0], np.geomspace(1 / 1024, 16, 29)]) * MiB:
         columns = np.stack([messages, sent + half**SATURATION * sent ** (1 - SATURATION), np.ones_like(sent)], axis=1)
@@ -191,7 +195,7 @@ def _common(messages: Floats, sent: Floats, seconds: Floats) -> tuple[float, Flo
 
 
 def not_negative(columns: Floats, values: Floats) -> Floats:
-    """Least squares with coefficients that are not negative; few columns, so every subset of them is tried."""
+    """Return least squares with nonnegative coefficients. There are few columns, so every subset of them is tried."""
     best, least = np.zeros(columns.shape[1]), np.inf
     for count in range(1, columns.shape[1] + 1):
         for those in combinations(range(columns.shape[1]), count):

@@ -1,5 +1,5 @@
-"""What `shardwright generate` takes of a pass: prefill and decode of models so small that they compute next to nothing,
-and matmuls of as few tokens as a decode pass has."""
+"""Overheads of a pass of `shardwright generate`: prefill and decode of very small models, and matmuls of as few tokens
+as a decode pass has."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -28,25 +28,25 @@ from shardwright.model.transformer import Transformer
 from shardwright.parallel.apply import apply
 
 PROMPT, NEW, REPEATS, ROUNDS = 4, 13, 5, 3
-"""Tokens of a prompt and of its continuation; how often a process measures them, and how many processes, of which the
-fastest counts: what other programs take only adds."""
+"""Tokens of a prompt and of its continuation; repeats in a process; number of processes (the fastest counts,
+since other programs only add time)."""
 SEQUENCES = 32
 DRAWN = Sampling(temperature=0.8, top_k=40)
-"""As `generate` draws when nothing else is said."""
+"""The default sampling of `generate`."""
 TOKENS = (1, 8, 16, 32)
 SHAPES = ((256, 256), (256, 768), (768, 256), (512, 512))
 CACHED = ((16, 32), (64, 32), (256, 32), (64, 64))
 """Cached tokens of each sequence, and widths of a head."""
 HEADS, KV_HEADS, LAYERS = 8, 4, 6
-"""Of the attention to the cache that is measured, whose layers have a cache each."""
+"""Sizes of the measured attention to the cache; each layer has its own cache."""
 WEIGHT_BYTES = 2**24
-"""Of the matrices of one shape: more than the caches nearest to a core hold, as the weights of a model are."""
+"""Bytes of the matrices of one shape: more than the caches closest to a core, like the weights of a model."""
 RunRanks = Callable[..., list[Any]]
 
 
 def pass_seconds(batcher: Batcher, clock: MeasuringClock, sequences: int, prompt: int, new: int) -> tuple[float, float]:
-    """Seconds of the prefill of so many prompts of `prompt` tokens, and of a decode pass: the medians of `REPEATS`
-    generations of one token and of `new`. Every rank of a layout calls it."""
+    """Return the seconds of the prefill of `sequences` prompts of `prompt` tokens, and of a decode pass: the medians of
+    `REPEATS` generations of one token and of `new`. Every rank of a layout calls it."""
     vocabulary = batcher.engine.model.spec.vocab_size  # type: ignore[attr-defined]
     prompts = {index: [(index + at) % vocabulary for at in range(prompt)] for index in range(sequences)}
     prefill, decode = [], []
@@ -62,7 +62,7 @@ def pass_seconds(batcher: Batcher, clock: MeasuringClock, sequences: int, prompt
 
 
 def passes_of(spec: ModelSpec, kind: Kind, tp: int, sequences: int, prompt: int, new: int) -> tuple[float, float]:
-    """`pass_seconds` of a model with random weights in fp32, on this rank of tp."""
+    """Return `pass_seconds` of a model with random weights in fp32, on this rank of tp."""
     device, positions = torch.device("cpu"), prompt + new
     if tp == 1:
         batcher = Batcher(WholeEngine(Transformer(spec), sequences, positions), DRAWN, positions)
@@ -74,7 +74,7 @@ def passes_of(spec: ModelSpec, kind: Kind, tp: int, sequences: int, prompt: int,
 
 
 def small_passes(kind: Kind, cases: Sequence[tuple[int, int]], tp: int) -> list[tuple[float, float]]:
-    """`pass_seconds` of small models, by (layers, sequences), on this rank of tp."""
+    """Return `pass_seconds` of small models, by (layers, sequences), on this rank of tp."""
     batch = {"seq_len": 16, "global_batch": 1, "micro_batch": 1}
     specs = [parse(run_file(small_model(layers), batch, {}, "fp32")).model.spec() for layers, _ in cases]
     return [
@@ -83,7 +83,7 @@ def small_passes(kind: Kind, cases: Sequence[tuple[int, int]], tp: int) -> list[
 
 
 def small_matmuls(kind: Kind, budget_s: float) -> tuple[MatmulPoint, ...]:
-    """(tokens, k) by (k, n) for few tokens; each reads another matrix than the one before it."""
+    """Measure (tokens, k) by (k, n) for few tokens; each matmul reads another matrix than the previous one."""
     clock, found = MeasuringClock(torch.device("cpu"), kind, budget_s), []
     for k, n in SHAPES:
         weights = [torch.randn(n, k) for _ in range(WEIGHT_BYTES // (4 * n * k))]
@@ -95,7 +95,7 @@ def small_matmuls(kind: Kind, budget_s: float) -> tuple[MatmulPoint, ...]:
 
 @torch.inference_mode()
 def cached_attention(kind: Kind, budget_s: float) -> tuple[CachedPoint, ...]:
-    """One new token of each sequence to what the caches of some layers hold, one layer after another."""
+    """Measure the attention of one new token of each sequence to the caches of some layers, one layer after another."""
     clock, found = MeasuringClock(torch.device("cpu"), kind, budget_s), []
     for positions, width in CACHED:
         layers = [Cache(SEQUENCES, positions + NEW).layer() for _ in range(LAYERS)]
@@ -123,11 +123,11 @@ def _one_after_another(x: Tensor, weights: Sequence[Tensor]) -> None:
 def generation_points(
     run_ranks: RunRanks, kind: Kind, budget_s: float, threads: int, inside: Sequence[MessagePoint]
 ) -> GenerationPoints:
-    """From differences of passes: of more layers, of more sequences, and sharded over two ranks of tp, where messages
-    between ranks were measured. `run_ranks`: as `verification.ranks.run_ranks`.
+    """Compute overheads from differences between passes: with more layers, with more sequences, and over two ranks of
+    tp if messages between ranks were measured. `run_ranks`: as `verification.ranks.run_ranks`.
 
-    Small models run on one thread, as those of `overheads`: what several threads take to start is part of the matmuls
-    and of attention, which run on `threads`.
+    Small models run on one thread, as in `overheads`. The time to start several threads is part of the matmuls and of
+    attention, which run on `threads` threads.
     """
     cases = [(layers, sequences) for layers in (FEW, MANY) for sequences in (1, SEQUENCES)]
     found = _fastest([run_ranks(small_passes, 1, kind, cases, 1, timeout_s=600, n_threads=1) for _ in range(ROUNDS)])
@@ -152,14 +152,14 @@ def generation_points(
 
 
 def _small_heads_s(points: Sequence[CachedPoint], threads: int) -> float:
-    """What the heads of a sequence take in a layer of a decode pass of the small model, on one thread."""
+    """Return the seconds of a sequence's heads in one layer of a decode pass of the small model, on one thread."""
     head_s, flops_per_s, _ = fit_cached(points)
     flops = CachedPoint(1, 1, PROMPT + NEW // 2, SMALL_WIDTH, 0.0).flops
     return threads * SMALL_HEADS * (head_s + flops / flops_per_s)
 
 
 def _fastest(runs: Sequence[Sequence[Sequence[tuple[float, float]]]]) -> list[tuple[float, float]]:
-    """Of runs of `small_passes` for each case the least prefill and decode, of the rank that takes longest."""
+    """Return, for each case, the minimum prefill and decode time over the runs, of the slowest rank."""
     of_runs = [
         [
             (worst([prefill for prefill, _ in ranks]), worst([decode for _, decode in ranks]))
@@ -174,12 +174,12 @@ def _fastest(runs: Sequence[Sequence[Sequence[tuple[float, float]]]]) -> list[tu
 
 
 def _split(run_ranks: RunRanks, kind: Kind, inside: Sequence[MessagePoint]) -> tuple[float, float]:
-    """Of a layer and of a pass on two ranks of tp, without two all-reduces a layer, one of the embedding and the
-    all-gather of the logits."""
+    """Return the seconds of a layer and of a pass on two ranks of tp, without two all-reduces a layer, one all-reduce
+    of the embedding and the all-gather of the logits."""
     cases = [(FEW, 1), (MANY, 1)]
     runs = [run_ranks(small_passes, 2, kind, cases, 2, timeout_s=600, n_threads=1) for _ in range(ROUNDS)]
     (_, few), (_, deep) = _fastest(runs)
-    # Messages of a ring of n ranks take n - 1 times as long as those of two.
+    # Messages of a ring of n ranks take n - 1 times as long as messages of two ranks.
     reduce_s, gather_s = (
         min(each.seconds / (each.ranks - 1) for each in inside if each.collective == kind_)
         for kind_ in ("all_reduce", "all_gather")

@@ -1,4 +1,4 @@
-"""Matmuls, attention, element-wise operations and copies on this rank's device."""
+"""Measure matmuls, attention, element-wise operations and copies on this rank's device."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,27 +18,26 @@ from shardwright.model.rotary import rotate
 from shardwright.parallel.loss import bound, loss_sum
 from shardwright.training.device import DTYPES
 
-MATMULS = (  # (tokens, features in, features out): those of small models on a CPU, and of large ones on a GPU
+MATMULS = (  # (tokens, features in, features out): sizes of small models on a CPU, and of large ones on a GPU
     (128, 128, 384), (512, 128, 128), (128, 256, 768), (512, 256, 256), (512, 256, 768), (512, 768, 256),
     (1024, 256, 2048), (512, 512, 512), (256, 512, 1536), (1024, 512, 1536), (1024, 1536, 512), (512, 1024, 1024),
     (512, 512, 4096),
 )  # fmt: skip
 OTHERS = ((512, 256, 768), (512, 512, 512))
-"""Shapes in all precisions but the first."""
+"""Shapes in all precisions except the first."""
 ON_GPU = 8
-"""By which the sizes on a GPU are larger."""
+"""Factor by which the sizes on a GPU are larger."""
 HEAD, VOCABULARY = 64, 8
 """Width of a head; size of the vocabulary relative to the width of the model."""
 FORWARD_AND_BACKWARD = 2.5
-"""Forward passes in whose time the cost model counts an element-wise operation forward and backward."""
+"""Time of an element-wise operation forward and backward in the cost model, in units of the forward pass."""
 
 
 def matmuls(clock: MeasuringClock, precisions: tuple[str, ...]) -> Iterator[MatmulPoint]:
-    """The three matmuls of a linear layer: of the forward pass, and of both gradients, in the memory layouts in which
-    training has them."""
+    """Measure a linear layer's three matmuls (forward pass and both gradients) in training's memory layouts."""
     factor = ON_GPU if clock.device.type == "cuda" else 1
     for number, precision in enumerate(precisions):
-        # How the rate depends on the shape is measured in the first precision.
+        # The dependence of the rate on shape is measured in the first precision.
         for m, k, n in ((factor * each for each in shape) for shape in (OTHERS if number else MATMULS)):
             x, w, g = (_random(clock, *shape, precision=precision) for shape in ((m, k), (n, k), (m, n)))
             yield MatmulPoint(precision, m, k, n, clock.seconds(partial(F.linear, x, w)))
@@ -47,7 +46,7 @@ def matmuls(clock: MeasuringClock, precisions: tuple[str, ...]) -> Iterator[Matm
 
 
 def attention(clock: MeasuringClock, precision: str) -> Iterator[AttentionPoint]:
-    """By length and head width; queries, keys and values as the model makes them."""
+    """Measure attention by length and head width, with queries, keys and values in the memory layout of the model."""
     gpu = clock.device.type == "cuda"
     for length in (1024, 2048, 4096, 8192) if gpu else (64, 128, 256, 512, 1024):
         for width in (64, 128) if gpu else (16, 32, 64, 128):
@@ -66,7 +65,7 @@ def _attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def kernels(clock: MeasuringClock, precision: str) -> Iterator[KernelPoint]:
-    """Element-wise operations of the model, with their backward pass, at two sizes."""
+    """Measure the element-wise operations of the model, with their backward pass, at two sizes."""
     gpu = clock.device.type == "cuda"
     e = DTYPES[precision].itemsize / 2
     for tokens, features in ((8192, 4096), (16384, 4096)) if gpu else ((512, 256), (1024, 512)):
@@ -81,8 +80,7 @@ _Operation = tuple[Callable[..., Tensor], tuple[Tensor, ...]]
 
 
 def _operations(clock: MeasuringClock, tokens: int, features: int, precision: str) -> dict[str, _Operation]:
-    """By the field of `cost.speed.Speed`: what is done to which tensors, of which the first has the elements that are
-    counted."""
+    """Return, by field of `cost.speed.Speed`, the operation and its tensors; the first one's elements are counted."""
     x, other = (_random(clock, 1, tokens, features, precision=precision) for _ in range(2))
     weight, bias = torch.ones_like(x[0, 0]), torch.zeros_like(x[0, 0])
     heads = x.view(1, tokens, -1, HEAD)
@@ -103,7 +101,7 @@ def _operations(clock: MeasuringClock, tokens: int, features: int, precision: st
 
 
 def copies(clock: MeasuringClock) -> Iterator[CopyPoint]:
-    """Copies by size."""
+    """Measure copies by size."""
     for n_bytes in (2**16, 2**20, 2**24, 2**26) if clock.device.type == "cpu" else (2**20, 2**26, 2**30):
         x = torch.zeros(n_bytes // 4, device=clock.device)
         y = torch.empty_like(x)
@@ -111,7 +109,7 @@ def copies(clock: MeasuringClock) -> Iterator[CopyPoint]:
 
 
 def _with_gradient(operation: Callable[..., Tensor], *given: Tensor) -> Callable[[], object]:
-    """The operation, forward and backward."""
+    """Return the operation with its forward and backward pass."""
     leaves = [each.detach().requires_grad_() for each in given]
     ahead = torch.ones_like(operation(*leaves))
 

@@ -1,4 +1,4 @@
-"""Measures this machine: with one rank, and with as many as it has cores or was started with."""
+"""Measure this machine with one rank, and with as many ranks as it has cores or was started with."""
 
 import os
 import platform
@@ -39,10 +39,11 @@ _NONE = Overheads(0.0, 0.0, 0.0, 1.0)
 def measure_here(
     kind: Kind, device: str, ranks: Sequence[int], folder: Path, budget_s: float, say: Say
 ) -> MachineMeasurements:
-    """Measure with local ranks: with each number of `ranks` on a CPU, with one on a GPU. `device`: "cpu" or "cuda";
-    `folder`: on the disk that is measured; `budget_s`: of the repeats of one operation.
+    """Measure with local ranks: with each number in `ranks` on a CPU, with one on a GPU. `device`: "cpu" or "cuda";
+    `folder`: a folder on the measured disk; `budget_s`: time for the repeats of one operation.
 
-    Raises WorkerError where a rank fails."""
+    Raises WorkerError if a rank fails.
+    """
     begin = time.perf_counter()
     on_host = device == "cpu"
     remarks = () if on_host else ("links between accelerators need ranks: torchrun --nproc-per-node N",)
@@ -89,8 +90,8 @@ def measure_here(
 def measure_as_rank(
     kind: Kind, device: torch.device, ranks_here: int, folder: Path, budget_s: float
 ) -> MachineMeasurements | None:
-    """The same as this rank of a process group that torchrun or srun has set up, whose machines all have as many ranks;
-    None but on rank 0. Groups are the ranks of a machine, and the first ranks of all machines."""
+    """Measure as one rank of a process group that torchrun or srun has set up, with equal numbers of ranks on all
+    machines. Returns None except on rank 0. Groups are the ranks of a machine, and the first ranks of all machines."""
     begin = time.perf_counter()
     rank, world = dist.get_rank(), dist.get_world_size()
     found = rank_points(kind, device.type, ranks_here, budget_s, grouped=True)
@@ -124,11 +125,11 @@ def measure_as_rank(
 def rank_points(
     kind: Kind, device: str, ranks_here: int, budget_s: float, grouped: bool = False
 ) -> tuple[RankPoints, tuple[MessagePoint, ...]]:
-    """What this rank measures, while the others do the same; and the messages of the ranks of its machine, which are
-    consecutive. `grouped`: there are others in the world; every rank calls it."""
+    """Measure this rank while the others do the same, and the messages between the ranks of its machine, which have
+    consecutive numbers. `grouped`: the world has other machines; every rank calls it."""
     where = selected(device)
     clock = MeasuringClock(where, kind, budget_s)
-    configure_malloc()  # as the training program does
+    configure_malloc()  # as in the training program
     precisions = CPU_PRECISIONS if device == "cpu" else GPU_PRECISIONS
     wide = "fp32" if device == "cpu" else "bf16"
     dist.barrier()
@@ -150,7 +151,7 @@ def rank_points(
 
 
 def _of_machine(ranks_here: int) -> dist.ProcessGroup:
-    """The process group of this rank's machine; every rank of the world makes all of them."""
+    """Return the process group of this rank's machine; every rank of the world creates all of these groups."""
     world, rank = dist.get_world_size(), dist.get_rank()
     groups = [dist.new_group(list(range(begin, begin + ranks_here))) for begin in range(0, world, ranks_here)]
     return groups[rank // ranks_here]
@@ -172,13 +173,13 @@ def _with_overheads(
 
 
 def _middle(found: Sequence[RankPoints]) -> RankPoints:
-    """Of ranks that measured the same at the same time, the one in the middle by its matmuls."""
+    """Return the median rank, by its matmuls, of ranks that measured the same at the same time."""
     ordered = sorted(found, key=lambda each: statistics.fmean(point.seconds for point in each.matmuls))
     return ordered[len(ordered) // 2]
 
 
 def machine_name(device: str) -> str:
-    """The name of the accelerator or the processor."""
+    """Return the name of the accelerator or the processor."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     cpuinfo = Path("/proc/cpuinfo")

@@ -1,4 +1,4 @@
-"""Collectives and sends over a process group, by size; and the links to the memory of the host and to a disk."""
+"""Measure collectives and sends over a process group by size, and the links to host memory and to a disk."""
 
 import os
 import statistics
@@ -25,13 +25,13 @@ WORK = 512
 
 
 def messages(clock: MeasuringClock, group: dist.ProcessGroup) -> Iterator[MessagePoint]:
-    """Every kind of message that layouts send, of fp32, as the training program sends them; every rank of the group
-    calls it and has the same numbers.
+    """Measure every kind of message that layouts send, in fp32, as the training program sends them. Every rank of the
+    group calls it and returns the same values.
 
-    On a CPU a rank computes before each message, as in a step: ranks are not ready at the same moment, what they send
-    is not in the caches of the others, and their cores may be in other use. A message is how much longer the sequence
-    takes than the computation, the mean over ranks and repeats. On a GPU it is sent alone, and counts as on the slowest
-    rank.
+    On a CPU a rank computes before each message, as in a step: ranks are not ready at the same time, the sent data is
+    not in the other ranks' caches, and their cores may be in other use. The time of a message is the time of the
+    sequence minus the time of the computation, as a mean over ranks and repeats. On a GPU the message is sent alone,
+    and the time of the slowest rank counts.
     """
     n, work = group.size(), torch.randn(WORK, WORK, device=clock.device)
     for n_bytes in SIZES:
@@ -55,7 +55,7 @@ def messages(clock: MeasuringClock, group: dist.ProcessGroup) -> Iterator[Messag
 
 
 def _after_work(clock: MeasuringClock, work: Tensor, send: Callable[[], object]) -> float:
-    """Mean seconds of a message that follows a matmul."""
+    """Return the mean seconds of a message that follows a matmul."""
     found = []
     for repeat in range(REPEATS + 2):
         torch.mm(work, work)
@@ -75,7 +75,7 @@ def _exchange(x: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _to_the_next(x: Tensor, group: dist.ProcessGroup) -> None:
-    """Each rank but the last sends to the next, as stages of a pipeline do."""
+    """Send from each rank except the last to the next, like stages of a pipeline."""
     rank, n = group.rank(), group.size()
     works = []
     if rank + 1 < n:
@@ -88,7 +88,7 @@ def _to_the_next(x: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def host_bytes_per_s(clock: MeasuringClock) -> float:
-    """To the memory of the host from an accelerator's, one direction; 0 if it is the same memory."""
+    """Return the one-way bandwidth from accelerator memory to host memory; 0 if they are the same memory."""
     if clock.device.type != "cuda":
         return 0.0
     there, here = torch.zeros(2**26, device=clock.device), torch.zeros(2**26, pin_memory=True)
@@ -96,7 +96,7 @@ def host_bytes_per_s(clock: MeasuringClock) -> float:
 
 
 def disk_bytes_per_s(folder: Path, n_bytes: int = 2**26) -> float:
-    """Of a file that is written until it is on the disk, by one rank alone; wall seconds."""
+    """Return the bandwidth of one rank that writes a file until it is on disk, in wall time."""
     block = os.urandom(2**20)
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".shardwright-measure-") as file:
         begin = time.perf_counter()

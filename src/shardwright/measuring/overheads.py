@@ -1,5 +1,4 @@
-"""What Python and the libraries take of a step: steps of the training program on models so small that they compute
-next to nothing."""
+"""Overheads of Python and the libraries in a step: steps of the training program on very small models."""
 
 import gc
 import statistics
@@ -20,24 +19,26 @@ from shardwright.training.build import build_model, build_trainer
 FEW, MANY = 2, 8
 """Layers of two models; micro-batches of two steps."""
 STEPS, ROUNDS = 8, 3
-"""Steps of a run, and runs, of which the fastest counts: what other programs take only adds."""
+"""Steps of a run, and number of runs (the fastest counts, since other programs only add time)."""
 SMALL_HEADS, SMALL_WIDTH = 2, 16
 """Heads of the small models, and their width."""
 UPDATED_WIDTHS = {"cpu": (128, 512), "cuda": (2048, 4096)}
-"""Widths of two models that are updated: on a GPU an update of 50M parameters takes as long as its launches."""
+"""Widths of two models whose update is measured: on a GPU an update of 50M parameters takes as long as its launches."""
 RunRanks = Callable[..., list[Any]]
 
 
 def seconds_of(ranks: list[MeasuredSteps], clock: Kind) -> float:
-    """The median step of the rank that takes longest."""
+    """Return the median step time of the slowest rank."""
     return worst([statistics.median(each.cpu_s if clock == "cpu" else each.wall_s) for each in ranks])
 
 
 def overheads(run_ranks: RunRanks, clock: Kind, device: str, message_s: float | None) -> tuple[Overheads, int]:
-    """From differences of steps: of more layers, of more micro-batches, and sharded over two ranks; and the most bytes
-    that a process with next to no model holds. A rank has one thread: what several threads take to start is part of the
-    kernels, which are measured with them. `run_ranks`: as `verification.ranks.run_ranks`; `message_s`: of a small
-    collective over two ranks, None where there are none."""
+    """Compute overheads from differences between steps: with more layers, with more micro-batches, and sharded over two
+    ranks. Also returns the peak bytes of a process with a very small model.
+
+    A rank has one thread: the time to start several threads is part of the kernels, which are measured with them.
+    `run_ranks`: as `verification.ranks.run_ranks`. `message_s`: seconds of a small collective over two ranks, or None.
+    """
     held: list[int] = []
 
     def step_s(layers: int, microbatches: int, **layout: Any) -> float:
@@ -63,7 +64,7 @@ def overheads(run_ranks: RunRanks, clock: Kind, device: str, message_s: float | 
 
 
 def small_model(layers: int) -> dict[str, Any]:
-    """A model that computes next to nothing, as a section of a run file."""
+    """Return a model with negligible computation, as a section of a run file."""
     heads = {"n_heads": SMALL_HEADS, "n_kv_heads": SMALL_HEADS, "head_dim": SMALL_WIDTH}
     sizes = {"n_layers": layers, "d_model": SMALL_HEADS * SMALL_WIDTH, "d_ffn": 64, **heads}
     return {"preset": "debug", **sizes, "vocab_size": 64, "max_seq_len": 64}
@@ -74,8 +75,7 @@ def _batch(sequences: int) -> dict[str, int]:
 
 
 def backward_share(device: str) -> float:
-    """Time of the backward pass of a small layer relative to its forward pass, on one thread's CPU-seconds: what the
-    host does."""
+    """Return the time of a small layer's backward pass relative to its forward pass, in one thread's CPU-seconds."""
     spec = parse(run_file(small_model(FEW), _batch(FEW), {}, "fp32")).model.spec()
     block = Block(spec, 0).to(device)
     x = torch.randn(1, 16, spec.d_model, device=device, requires_grad=True)
@@ -94,7 +94,7 @@ def backward_share(device: str) -> float:
 
 
 def update_seconds(device: str, clock: Kind) -> list[tuple[int, float]]:
-    """Parameters, and seconds to clip their gradients and update them, of two models; as the only rank of a world."""
+    """Return (parameters, seconds to clip their gradients and update them) of two models, on a single rank."""
     found = []
     where = selected(device)
     for width in UPDATED_WIDTHS[where.type]:

@@ -1,4 +1,4 @@
-"""What is measured, as plain numbers: points of curves."""
+"""Measured points of curves, as plain numbers."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class MatmulPoint:
-    """(m, k) by (k, n) in `precision`."""
+    """A matmul of (m, k) by (k, n) in `precision`."""
 
     precision: str
     m: int
@@ -16,7 +16,7 @@ class MatmulPoint:
 
     @property
     def flops(self) -> float:
-        """2 m k n."""
+        """Return 2 m k n."""
         return 2.0 * self.m * self.k * self.n
 
 
@@ -33,14 +33,14 @@ class AttentionPoint:
 
     @property
     def flops(self) -> float:
-        """Forward, as `cost.layer` counts them: half of the scores, and whole blocks on the diagonal."""
+        """Return the forward FLOPs as in `cost.layer`: half of the scores, and whole blocks on the diagonal."""
         return 4.0 * self.batch * self.length**2 * self.heads * self.width * (0.5 + 64 / self.length)
 
 
 @dataclass(frozen=True)
 class KernelPoint:
-    """An element-wise operation of ours, forward and backward, on `elements`, as `cost.speed` counts them; `passes`:
-    those of the cost model's time, in units of the forward pass; `element_bytes` relative to 2."""
+    """An element-wise operation, forward and backward, on `elements` elements, counted as in `cost.speed`. `passes`:
+    its time in the cost model, in units of the forward pass. `element_bytes`: relative to 2."""
 
     name: str
     elements: float
@@ -69,8 +69,8 @@ class MessagePoint:
 
 @dataclass(frozen=True)
 class Overheads:
-    """Seconds: of a layer's launches, forward and backward together; of embedding, head and loss; of a step; of each
-    message of parameters. `backward`: of a layer relative to its forward pass."""
+    """Overheads in seconds: of a layer's launches, forward and backward together; of embedding, head and loss; of a
+    step; of each message of parameters. `backward`: of a layer relative to its forward pass."""
 
     layer_s: float
     ends_s: float
@@ -91,16 +91,16 @@ class CachedPoint:
 
     @property
     def flops(self) -> float:
-        """Scores and weighted sums."""
+        """Return the FLOPs of scores and weighted sums."""
         return 4.0 * self.sequences * self.heads * self.positions * self.width
 
 
 @dataclass(frozen=True)
 class GenerationPoints:
-    """Seconds of passes of `shardwright generate` beside their work: of a layer; of a pass; of each sequence in a pass,
-    and in a layer of a decode pass; of each prompt in a layer. `split_layer_s`, `split_pass_s`: of two ranks of tp,
-    without the collectives. `matmuls`: of few tokens, each with weights that no matmul before it has read. `cached`:
-    attention of decode passes."""
+    """Overheads of `shardwright generate` in seconds: of a layer; of a pass; of each sequence in a pass, and in a layer
+    of a decode pass; of each prompt in a layer. `split_layer_s`, `split_pass_s`: on two ranks of tp, without the
+    collectives. `matmuls`: of few tokens, each with weights that no previous matmul has read. `cached`: attention of
+    decode passes."""
 
     layer_s: float
     pass_s: float
@@ -116,7 +116,7 @@ class GenerationPoints:
 @dataclass(frozen=True)
 class WholeStep:
     """A step of `ranks` ranks of the training program (`measuring.whole_steps`). `layout`: its settings, as in a run
-    file; `peak_bytes`: the most that a rank's process held."""
+    file. `peak_bytes`: the peak memory of a rank's process."""
 
     ranks: int
     layout: dict[str, Any]
@@ -127,7 +127,7 @@ class WholeStep:
 
 @dataclass(frozen=True)
 class RankPoints:
-    """Of a rank, while the others of its node do the same."""
+    """Measurements of a rank while the other ranks of its node measure the same."""
 
     ranks: int
     threads: int
@@ -144,8 +144,8 @@ class RankPoints:
 
 @dataclass(frozen=True)
 class MachineMeasurements:
-    """All that was measured. `ranks`: by the ranks of a node; `inside`, `across`: messages in a node and between nodes;
-    bytes per second of the link to the host and of a disk, 0 if not measured."""
+    """All measurements. `ranks`: by the number of ranks of a node. `inside`, `across`: messages in a node and between
+    nodes. The bandwidths of the link to the host and of a disk are in bytes per second, 0 if not measured."""
 
     name: str
     clock: str
@@ -160,5 +160,5 @@ class MachineMeasurements:
     remarks: tuple[str, ...] = field(default=())
 
     def as_json(self) -> dict[str, Any]:
-        """One JSON document."""
+        """Return one JSON document."""
         return asdict(self)

@@ -1,4 +1,4 @@
-"""Seconds of steps of the real training program, without data: what `train` takes of a layout on this machine."""
+"""Step times of the real training program, without data files: the cost of a layout in `train` on this machine."""
 
 import gc
 import resource
@@ -18,8 +18,8 @@ from shardwright.training.step import Trainer
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """Of one rank: wall and CPU-seconds of each step; the bytes that the process held before the model was built, and
-    at most."""
+    """Measurements of one rank: wall and CPU-seconds of each step; process bytes before the model was built, and at the
+    peak."""
 
     wall_s: tuple[float, ...]
     cpu_s: tuple[float, ...]
@@ -28,7 +28,7 @@ class MeasuredSteps:
 
 
 def run_file(model: dict[str, Any], batch: dict[str, int], layout: dict[str, Any], compute: str) -> dict[str, Any]:
-    """A run file of a model on random tokens, which are in no file."""
+    """Return a run file for a model on random tokens, which are in no file."""
     return {
         "out": "none",
         "steps": 1,
@@ -41,7 +41,7 @@ def run_file(model: dict[str, Any], batch: dict[str, int], layout: dict[str, Any
 
 
 def run_steps(table: dict[str, Any], steps: int, device: str = "cpu", warm_up: int = 1) -> MeasuredSteps:
-    """Take steps as this rank of the process group that is set up; collective."""
+    """Take steps as this rank of the current process group. A collective."""
     configure_malloc()
     where = selected(device)
     if where.type == "cpu":
@@ -67,7 +67,7 @@ def run_steps(table: dict[str, Any], steps: int, device: str = "cpu", warm_up: i
 
 
 def selected(device: str) -> torch.device:
-    """The device of this rank, as the current one: a mesh is built for that."""
+    """Make this rank's device the current device, for which a mesh is built, and return it."""
     if device == "cpu":
         return torch.device(device)
     where = torch.device(device, torch.cuda.current_device())
@@ -76,7 +76,7 @@ def selected(device: str) -> torch.device:
 
 
 def random_batch(config: RunConfig) -> Batch:
-    """A batch of one data rank."""
+    """Return a random batch of one data rank."""
     shape_AB = (config.accumulation, config.batch.micro_batch)
     tokens_ABT = torch.randint(0, config.model.spec().vocab_size, (*shape_AB, config.batch.seq_len + 1))
     ids_AB = torch.arange(shape_AB[0] * shape_AB[1]).view(shape_AB)
@@ -85,7 +85,7 @@ def random_batch(config: RunConfig) -> Batch:
 
 
 def resident_bytes(device: torch.device) -> int:
-    """What this process holds now: on a CPU resident memory, else of the allocator."""
+    """Return the current memory of this process: on a CPU resident memory, otherwise the allocator's memory."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     with open("/proc/self/statm") as file:
@@ -93,8 +93,7 @@ def resident_bytes(device: torch.device) -> int:
 
 
 def reset_peak() -> None:
-    """Have the kernel measure the peak of resident memory from now on; a process that is forked begins with that of its
-    parent."""
+    """Reset the kernel's peak of resident memory. A forked process starts with its parent's peak."""
     try:
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")
@@ -103,7 +102,7 @@ def reset_peak() -> None:
 
 
 def peak_resident_bytes(device: torch.device) -> int:
-    """The most that this process has held since `reset_peak`."""
+    """Return the peak memory of this process since `reset_peak`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with open("/proc/self/status") as file:

@@ -1,5 +1,5 @@
-"""Steps of the training program on a small model, in layouts of every kind: what work and messages take in a step,
-where ranks also compute, relative to kernels and messages alone."""
+"""Steps of the training program on a small model, in layouts of every kind, to fit how much slower work and messages
+are within a step, where ranks also compute, than alone."""
 
 import statistics
 import tempfile
@@ -28,7 +28,7 @@ MODEL = {
     "vocab_size": 2048, "max_seq_len": 192,
 }  # fmt: skip
 SEQ_LEN, SEQUENCES = 192, 4
-"""Of a step, for each two ranks."""
+"""Sequence length, and sequences of a step for each two ranks."""
 Case = tuple[dict[str, Any], int]
 """A layout, as in a run file, and the sequences of a micro-batch."""
 ALONE: tuple[Case, ...] = (({}, 1), ({}, 2))
@@ -42,7 +42,7 @@ OF_TWO: tuple[Case, ...] = (
     ({"cp": 2, "cp_method": "allgather"}, 2),
     ({"cp": 2, "cp_method": "ulysses"}, 2),
 )
-"""What is measured, the latter with replicas on all ranks that there are."""
+"""The measured layouts of one rank and of two ranks, the latter with replicas on all available ranks."""
 STEPS, ROUNDS = 2, 3
 PARTS = {DATA: "data_parallel", TENSOR: "tensor_parallel", CONTEXT: "context_parallel"}
 """Messages whose time is fitted: kind of work -> key of `cost.measured.InStepFactors`."""
@@ -51,7 +51,7 @@ FIXED = ("launch", "stragglers")
 
 
 def cases_of(ranks: int) -> Iterator[Case]:
-    """What is measured on so many ranks."""
+    """Yield the cases measured on `ranks` ranks."""
     for layout, micro_batch in ALONE if ranks == 1 else OF_TWO if ranks % 2 == 0 else ():
         rest = ranks // 2 if layout else 1
         more = {"dp_replicate": rest * layout.get("dp_replicate", 1)} if rest > 1 else {}
@@ -59,17 +59,18 @@ def cases_of(ranks: int) -> Iterator[Case]:
 
 
 def table_of(layout: dict[str, Any], ranks: int, micro_batch: int) -> dict[str, Any]:
-    """The run file of a step."""
+    """Return the run file of a step."""
     batch = {"seq_len": SEQ_LEN, "global_batch": SEQUENCES * max(1, ranks // 2), "micro_batch": micro_batch}
     return run_file(MODEL, batch, layout, "fp32")
 
 
 def one_round(run_ranks: RunRanks, clock: Kind, threads_of: Mapping[int, int]) -> list[WholeStep]:
-    """A step of each layout of so many ranks, each of so many threads; every layout is run in a world of its own.
+    """Measure a step of each layout for each number of ranks, with the number of threads from `threads_of`; each layout
+    is run in its own world.
 
-    The caller spreads rounds over all that it measures, and the layouts of all numbers of ranks take turns, so that
-    neither kernels and steps nor two layouts are measured at different speeds of the machine alone, where other
-    programs or other guests of a virtual machine come and go.
+    The caller spreads rounds over all its measurements, and the layouts of all numbers of ranks alternate. Otherwise
+    kernels and steps, or two layouts, could be measured at different machine speeds, when other programs or other
+    guests of a virtual machine start and stop.
     """
     steps = []
     for ranks, threads in threads_of.items():
@@ -81,7 +82,7 @@ def one_round(run_ranks: RunRanks, clock: Kind, threads_of: Mapping[int, int]) -
 
 
 def medians(rounds: Sequence[Sequence[WholeStep]]) -> list[WholeStep]:
-    """The steps of a round with the medians of all rounds."""
+    """Return the steps of a round with the medians of all rounds."""
     return [
         replace(
             same[0],
@@ -93,9 +94,9 @@ def medians(rounds: Sequence[Sequence[WholeStep]]) -> list[WholeStep]:
 
 
 def in_step(text: str, name: str, steps: Sequence[WholeStep], clock: str) -> dict[str, float]:
-    """By key of `cost.measured.InStepFactors`: by how much work and messages take longer in these steps than `text`, a
-    hardware file with the accelerator `name`, predicts; least squares of relative errors. A kind that no step tells
-    anything of is left out."""
+    """Fit, by key of `cost.measured.InStepFactors`, how much longer work and messages take in these steps than
+    predicted, by least squares of relative errors. `text`: a hardware file with the accelerator `name`. A kind without
+    information in any step is omitted."""
     parts = [_predicted(text, name, step, clock) for step in steps]
     keys = [WORK, *PARTS.values()]
     columns = np.array([[part.get(key, 0.0) for key in keys] for part in parts])
@@ -107,9 +108,12 @@ def in_step(text: str, name: str, steps: Sequence[WholeStep], clock: str) -> dic
 
 
 def holes(text: str, name: str, steps: Sequence[WholeStep]) -> list[float]:
-    """Bytes that the C library keeps for each byte of small tensors, by ZeRO stage: least squares of relative errors of
-    the most that these steps held, beside process and tensors as `text` predicts them, a hardware file with accelerator
-    `name`. Stage 2 is as 1, and a stage that no step has is as 0: the buffers of FSDP2 are what breaks up holes."""
+    """Fit the bytes that the C library keeps for each byte of small tensors, by ZeRO stage, by least squares of
+    relative errors of the peak memory of these steps, beyond the process and the predicted tensors.
+
+    `text`: a hardware file with accelerator `name`. Stage 2 is equal to stage 1, and a stage without a step to stage 0:
+    the buffers of FSDP2 fragment the memory.
+    """
     columns: dict[int, list[float]] = {}
     rest: dict[int, list[float]] = {}
     for step in steps:
@@ -127,8 +131,8 @@ def holes(text: str, name: str, steps: Sequence[WholeStep]) -> list[float]:
 
 
 def _predicted(text: str, name: str, step: WholeStep, clock: str) -> dict[str, float]:
-    """Seconds of a step by key of `InStepFactors`, with "rest" for what is not fitted. A rank that waits for other
-    stages takes no CPU-seconds."""
+    """Return the seconds of a step by key of `InStepFactors`, with "rest" for kinds that are not fitted. A rank that
+    waits for other stages takes no CPU-seconds."""
     found: dict[str, float] = {"rest": 0.0}
     for kind, seconds in _estimate(text, name, step).parts_s.items():
         key = PARTS.get(kind, "rest" if kind in FIXED else WORK)

@@ -1,1 +1,1 @@
-"""How parameters, sequences and layers are partitioned over the ranks, as tables and arithmetic; no torch."""
+"""The partition of parameters, sequences and layers over the ranks, as tables and arithmetic; no torch."""

@@ -5,23 +5,22 @@ from shardwright.layout.layout import Layout
 from shardwright.model.modules import Row
 
 BLOCK = 128
-"""Elements of a block, at most. A scale of 4 bytes adds 3 % to integers of 8 bits."""
+"""Maximum number of elements of a block. A scale of 4 bytes adds 3 % to 8-bit integers."""
 
 
 def block_length(columns: int) -> int:
-    """Elements of a block of a row: it is cut into the fewest blocks of equal length, the last of which may be
-    shorter."""
+    """Return the elements of a block: a row has the fewest blocks of equal length; the last may be shorter."""
     return -(-columns // -(-columns // BLOCK))
 
 
 def powersgd_rank(layout: Layout) -> int:
-    """The rank of the products that gradients of matrices travel as; 0 where they do not."""
+    """Return the rank of the low-rank products that the gradients of matrices are sent as; 0 without PowerSGD."""
     how = layout.compress_gradients
     return int(how.removeprefix("powersgd-")) if how in POWERSGD else 0
 
 
 def factored(row: Row, rank: int) -> bool:
-    """Whether the gradient of a parameter travels as products of this rank: all its logical matrices do, or none."""
+    """Return whether a parameter's gradient is sent as products of this rank: all its logical matrices are, or none."""
     if not row.hidden:
         return False
     columns = row.shape[-1]
@@ -29,8 +28,8 @@ def factored(row: Row, rank: int) -> bool:
 
 
 def gradient_roundings(layout: Layout) -> int:
-    """How often an element of a gradient is rounded on its way to its sum over all data ranks: once in each hop of a
-    reduce-scatter, and once on its way to replicas and once on its way back."""
+    """Return how often a gradient element is rounded before it is summed over all data ranks: once in each hop of a
+    reduce-scatter, once on its way to the replicas and once on its way back."""
     if layout.compress_gradients == "none" or layout.compress_gradients in POWERSGD:
         return 0
     sharded = layout.zero > 0 and layout.dp_shard * layout.cp > 1

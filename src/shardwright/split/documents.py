@@ -1,16 +1,16 @@
-"""Which tokens of a sequence of several documents each rank of cp holds, and which of them attend to which.
+"""Which tokens of a sequence of several documents each rank of cp has, and which of them attend to which.
 
-With attention within documents the number of scores of a token depends on where its document begins, so zig-zag chunks
-of the sequence are not balanced. Each document is sharded over the ranks by itself (`dealt`):
+With attention within documents, a token's number of scores depends on where its document starts, so zig-zag chunks of
+the sequence are not balanced. Each document is sharded over the ranks by itself (`dealt`):
 
-- A document whose scores are few is given to one rank: no other rank needs its keys.
-- A long document is sharded zig-zag over all ranks: rank r holds chunks r and 2R-1-r of its 2R chunks (Llama 3, arXiv
-  2407.21783, section 3.3.2, for each document instead of the sequence; per-document sharding is that of WLB-LLM, arXiv
-  2503.17924, here without padding: chunks may differ by a token).
+- A document with few scores is assigned to one rank, so no other rank needs its keys.
+- A long document is sharded zig-zag over all ranks: rank r has chunks r and 2R-1-r of its 2R chunks (Llama 3, arXiv
+  2407.21783, section 3.3.2, for each document instead of the sequence). Per-document sharding is from WLB-LLM, arXiv
+  2503.17924, here without padding: chunks may differ by a token.
 
-Every rank holds S / R tokens of each sequence, in the order of the sequence, and all follows from the lengths of the
-documents, which every rank of cp knows. So a rank's tokens of a document are consecutive among its own, and of the keys
-of another rank a query needs a first part: attention is causal squares within a rank and rectangles between two ranks.
+Every rank has S / R tokens of each sequence, in sequence order. The assignment depends only on the document lengths,
+which every rank of cp knows. A rank's tokens of a document are consecutive among its own tokens, and a query needs a
+prefix of another rank's keys: attention consists of causal squares within a rank and rectangles between two ranks.
 
 Letters: S tokens of the sequence, R ranks of the ring.
 """
@@ -25,15 +25,15 @@ from shardwright.model.spec import ModelSpec
 from shardwright.split.sequence import ZIGZAG, cut, on_ring
 
 Lengths = tuple[int, ...]
-"""Tokens of each document of a sequence, in order; the parts of documents that the sequence cuts are documents too."""
+"""Tokens of each document of a sequence, in order; parts of documents that the sequence cuts count as documents."""
 
 WHOLE = 8
-"""A document is given to one rank where its scores are at most this part of the mean of a rank's."""
+"""A document is assigned to one rank if its scores are at most 1 / WHOLE of the mean scores of a rank."""
 
 
 @dataclass(frozen=True)
 class DocumentSpan:
-    """Consecutive tokens of one document that a rank holds: positions `start` to `stop` - 1 in the sequence."""
+    """Consecutive tokens of one document on a rank: positions `start` to `stop` - 1 in the sequence."""
 
     document: int
     start: int
@@ -41,14 +41,14 @@ class DocumentSpan:
 
     @property
     def tokens(self) -> int:
-        """How many."""
+        """The number of tokens."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True)
 class AttentionPiece:
-    """Queries `rows` of a rank attend to keys `columns` of a block: all to all, or causally where the two are the same
-    tokens. Both are places among the tokens of all sequences of a micro-batch, one sequence after another."""
+    """Queries `rows` of a rank attend to keys `columns` of a block, either all to all, or causally if both are the same
+    tokens. Both are indices into the tokens of all sequences of a micro-batch, concatenated."""
 
     rows: slice
     columns: slice
@@ -56,18 +56,18 @@ class AttentionPiece:
 
     @property
     def pairs(self) -> int:
-        """The number of scores that are not masked."""
+        """The number of unmasked scores."""
         n_rows, n_columns = self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
         return n_rows * (n_rows + 1) // 2 if self.causal else n_rows * n_columns
 
 
 @dataclass(frozen=True)
 class RingPlan:
-    """The attention of a rank of a ring to a micro-batch: in step s it has the keys of ring rank (rank - s) mod R.
+    """The attention of a ring rank to a micro-batch. In step s it has the keys of ring rank (rank - s) mod R.
 
-    `pieces[s]`: what is computed in step s; columns are places among the keys that have come. `sends[s]`: the own
-    tokens whose keys rank (rank + s) mod R needs, in the order in which they are sent; empty for step 0 and where the
-    two ranks have no document in common. `receives[s]`: how many tokens come in step s.
+    `pieces[s]`: attention computed in step s; columns are indices into the received keys. `sends[s]`: own tokens whose
+    keys rank (rank + s) mod R needs, in send order; empty for step 0 and if the two ranks share no document.
+    `receives[s]`: number of tokens received in step s.
     """
 
     pieces: tuple[tuple[AttentionPiece, ...], ...]
@@ -76,14 +76,14 @@ class RingPlan:
 
     @property
     def pairs(self) -> tuple[int, ...]:
-        """[step] -> scores that are computed."""
+        """[step] -> number of scores computed."""
         return tuple(sum(piece.pairs for piece in pieces) for pieces in self.pieces)
 
 
 def deals_documents(spec: ModelSpec, layout: Layout) -> bool:
-    """Whether each document is dealt over the ring on its own (`dealt`), instead of chunks of the sequence.
+    """Return whether each document is sharded over the ring by itself (`dealt`), instead of chunks of the sequence.
 
-    Not with cp_method "ring", which is contiguous, and not with a capacity of experts: which tokens it drops is counted
+    False for cp_method "ring", which is contiguous. False with an expert capacity: the tokens that it drops are counted
     over pieces of the sequence that are the same for all sequences (`parallel.routing`).
     """
     capacity = spec.moe is not None and spec.moe.capacity_factor > 0
@@ -92,7 +92,7 @@ def deals_documents(spec: ModelSpec, layout: Layout) -> bool:
 
 @lru_cache(maxsize=1024)
 def held_tokens(lengths: Lengths, method: str, ring: int, deals: bool) -> tuple[tuple[DocumentSpan, ...], ...]:
-    """[ring rank] -> the tokens of a sequence that it holds, in the order of the sequence, by document."""
+    """Return [ring rank] -> its tokens of a sequence, in sequence order, by document."""
     if deals:
         return dealt(lengths, ring)
     starts = [0, *accumulate(lengths)]
@@ -109,7 +109,7 @@ def held_tokens(lengths: Lengths, method: str, ring: int, deals: bool) -> tuple[
 
 
 def spans_of_documents(layout: Layout, lengths: Lengths, rank: int, deals: bool) -> list[range]:
-    """The positions of the tokens of a sequence that a rank of the world holds, in its order."""
+    """Return the sequence positions of the tokens of a rank of the world, in its order."""
     at = layout.coordinates(rank)
     held = held_tokens(lengths, layout.cp_method, layout.cp_ring, deals)[at["cp_ring"]]
     tokens = sum(lengths) // layout.cp
@@ -117,11 +117,11 @@ def spans_of_documents(layout: Layout, lengths: Lengths, rank: int, deals: bool)
 
 
 def dealt(lengths: Lengths, ring: int) -> tuple[tuple[DocumentSpan, ...], ...]:
-    """[ring rank] -> its tokens, by document, such that ranks have equally many tokens and nearly as many scores.
+    """Return [ring rank] -> its tokens, by document, with equal numbers of tokens and nearly equal numbers of scores.
 
-    Documents are dealt in the order of their length, the longest first. One with few scores goes whole to the rank that
-    has the fewest scores so far, of those with room for it; any other is sharded over all ranks in proportion to the
-    room that they have. Every rank computes the same.
+    Documents are assigned longest first. A document with few scores is assigned to the rank with the fewest scores so
+    far among the ranks with room for it. Any other document is sharded over all ranks in proportion to their room. The
+    result is the same on every rank.
     """
     starts = [0, *accumulate(lengths)]
     assert starts[-1] % ring == 0, f"{starts[-1]} tokens are not divisible by a ring of {ring}"
@@ -144,7 +144,7 @@ def dealt(lengths: Lengths, ring: int) -> tuple[tuple[DocumentSpan, ...], ...]:
 
 
 def _shares(length: int, room: Sequence[int]) -> list[int]:
-    """How many tokens of a document each rank takes: in proportion to its room, the rest to those with most left."""
+    """Return the tokens of a document for each rank: in proportion to room, the remainder to ranks with most room."""
     total = sum(room)
     shares = [length * each // total for each in room]
     by_room = sorted(range(len(room)), key=lambda rank: (shares[rank] - room[rank], rank))
@@ -154,7 +154,7 @@ def _shares(length: int, room: Sequence[int]) -> list[int]:
 
 
 def _zigzag(document: int, start: int, shares: Sequence[int]) -> list[list[DocumentSpan]]:
-    """[rank] -> an early and a late chunk of a document: early ones in the order of ranks, late ones in the reverse."""
+    """Return [rank] -> an early and a late chunk of a document: early ones in rank order, late ones reversed."""
     late = [share // 2 for share in shares]
     sizes = [(rank, share - late[rank]) for rank, share in enumerate(shares)]
     sizes += [(rank, late[rank]) for rank in reversed(range(len(shares)))]
@@ -162,7 +162,7 @@ def _zigzag(document: int, start: int, shares: Sequence[int]) -> list[list[Docum
     for rank, size in sizes:
         if size:
             before = chunks[rank]
-            if before and before[-1].stop == start:  # the last rank's early and late chunk are one
+            if before and before[-1].stop == start:  # the last rank's early and late chunk are contiguous
                 before[-1] = DocumentSpan(document, before[-1].start, start + size)
             else:
                 before.append(DocumentSpan(document, start, start + size))
@@ -172,7 +172,7 @@ def _zigzag(document: int, start: int, shares: Sequence[int]) -> list[list[Docum
 
 @lru_cache(maxsize=256)
 def plan(sequences: tuple[Lengths, ...], method: str, ring: int, rank: int, deals: bool) -> RingPlan:
-    """The attention of a ring rank to a micro-batch of so many sequences with documents of these lengths."""
+    """Return the attention of a ring rank to a micro-batch of `sequences`, given by their document lengths."""
     pieces: list[list[AttentionPiece]] = [[] for _ in range(ring)]
     sends: list[list[slice]] = [[] for _ in range(ring)]
     receives = [0] * ring
@@ -202,7 +202,7 @@ def plan(sequences: tuple[Lengths, ...], method: str, ring: int, rank: int, deal
 
 
 _Places = dict[int, tuple[slice, list[DocumentSpan]]]
-"""Document -> the places of its tokens among those of a rank, and where they are in the sequence."""
+"""Document -> the slice of its tokens among a rank's tokens, and their positions in the sequence."""
 
 
 def _places(held: Sequence[DocumentSpan]) -> _Places:
@@ -218,8 +218,8 @@ def _places(held: Sequence[DocumentSpan]) -> _Places:
 def _between(
     queries: tuple[slice, list[DocumentSpan]], keys: tuple[slice, list[DocumentSpan]]
 ) -> tuple[list[AttentionPiece], int]:
-    """The pieces of one document between the queries of a rank and the keys of another, with columns that begin at 0,
-    and how many of its first keys the queries need."""
+    """Return the pieces of one document between a rank's queries and another rank's keys, with columns from 0, and the
+    number of leading keys that the queries need."""
     pieces, at = [], queries[0].start
     for n_keys, group in groupby(queries[1], key=lambda each: sum(k.tokens for k in keys[1] if k.start < each.start)):
         rows = sum(each.tokens for each in group)
@@ -238,7 +238,7 @@ def _moved(piece: AttentionPiece, rows: int, columns: int) -> AttentionPiece:
 
 
 def _joined(places: Sequence[slice]) -> Iterator[slice]:
-    """The same places, those that follow one another as one slice."""
+    """Yield the same positions, with adjacent slices merged."""
     for at, place in enumerate(places):
         if at and places[at - 1].stop == place.start:
             continue
@@ -251,15 +251,15 @@ def _joined(places: Sequence[slice]) -> Iterator[slice]:
 
 
 def _triangle(n: int) -> int:
-    """The scores of n tokens with a causal mask."""
+    """Return the number of scores of n tokens with a causal mask."""
     return n * (n + 1) // 2
 
 
 def imbalance(sequences: Sequence[Lengths], method: str, ring: int, deals: bool) -> tuple[float, float]:
-    """(of the sums, of the steps): the slowest rank's scores over the mean of all ranks, for each sequence as one
-    micro-batch; the mean over sequences is weighted by their scores.
+    """Return (total imbalance, step imbalance) of the scores: the slowest rank over the mean of all ranks.
 
-    Of the steps: the sum over the ring's steps of the maximum over ranks, as if all waited for each other after each.
+    Each sequence is one micro-batch; the mean over sequences is weighted by their scores. The step imbalance sums the
+    maximum over ranks of each ring step, as if all ranks synchronized after each step.
     """
     slowest = stepwise = mean = 0.0
     for lengths in sequences:

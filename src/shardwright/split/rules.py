@@ -1,4 +1,4 @@
-"""Which layouts fit a model and a sequence length: the rules, with their arithmetic and the valid choices."""
+"""Rules for layouts to fit a model and a sequence length, with their arithmetic and the valid choices."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +13,7 @@ from shardwright.system.units import divisors
 
 
 def problems(spec: ModelSpec, layout: Layout, seq_len: int) -> list[str]:
-    """Every rule that `layout` breaks for this model and sequence length, one sentence each; empty where it fits."""
+    """Return one sentence for each rule that `layout` breaks for this model and sequence length; empty if it fits."""
     found = [*_tensor(spec, layout.tp), *_context(spec, layout), *_experts(spec, layout)]
     of_stages = list(stages.problems(spec, layout))
     found += of_stages or _recomputation(spec, layout, seq_len)
@@ -40,12 +40,12 @@ def _tensor(spec: ModelSpec, tp: int) -> Iterator[str]:
 
 
 def _valid_tp(spec: ModelSpec) -> str:
-    """Every valid tp degree of the model, as a list to print."""
+    """Return every valid tp degree of the model as a printable list."""
     return ", ".join(str(tp) for tp in range(1, spec.n_heads + 1) if tp_divides(spec, tp))
 
 
 def tp_divides(spec: ModelSpec, tp: int) -> bool:
-    """Whether heads, kv heads, ffn features and vocabulary can be sharded over `tp` ranks."""
+    """Return whether heads, kv heads, ffn features and vocabulary can be sharded over `tp` ranks."""
     kv = spec.n_kv_heads
     even = spec.n_heads % tp == 0 and spec.d_ffn % tp == 0 and (kv % tp == 0 or tp % kv == 0)
     return even and _vocabulary_reaches(spec, tp)
@@ -104,7 +104,7 @@ def _experts(spec: ModelSpec, layout: Layout) -> Iterator[str]:
 
 
 def _recomputation(spec: ModelSpec, layout: Layout, seq_len: int) -> Iterator[str]:
-    """The stages have to be valid."""
+    """Yield problems of the recomputation settings. The stages must be valid."""
     if layout.recompute_layers is not None:
         most = stages.most_layers(spec, layout, seq_len)
         if layout.recompute_layers > most:
@@ -134,12 +134,12 @@ def _sequence(layout: Layout, seq_len: int) -> Iterator[str]:
 
 
 def sequence_cuts(layout: Layout) -> int:
-    """The number that divides every valid sequence length, so that all ranks hold the same number of tokens."""
+    """Return the number that must divide the sequence length, so that all ranks have the same number of tokens."""
     return lcm(*_cuts(layout).values())
 
 
 def _cuts(layout: Layout) -> dict[str, int]:
-    """Each partition of a sequence into equal parts: its description -> the number of parts."""
+    """Return each partition of a sequence into equal parts: its description -> the number of parts."""
     found = {}
     if layout.cp_ring > 1 and layout.cp_method != "ring":
         chunks = 2 * layout.cp_ring

@@ -1,9 +1,9 @@
-"""Which tokens of a sequence each rank of cp holds, and how many scores of attention it computes for them.
+"""Which tokens of a sequence each rank of cp has, and how many attention scores it computes for them.
 
 S tokens are sharded over a ring of R ranks, and the tokens of each ring rank over U Ulysses ranks. With a causal mask
 later tokens attend to more keys, so the choice of tokens for each rank decides how evenly the work is distributed.
 
-| method      | a ring rank r holds                                       | source                                   |
+| method      | tokens of ring rank r                                     | source                                   |
 | ----------- | --------------------------------------------------------- | ---------------------------------------- |
 | `ring`      | the r-th of R equal parts                                 | Ring Attention, arXiv 2310.01889         |
 | `zigzag`    | chunks r and 2R-1-r of 2R                                 | Llama 3, arXiv 2407.21783, section 3.3.2 |
@@ -22,7 +22,7 @@ ZIGZAG = ("zigzag", "allgather", "usp")
 
 
 def spans(method: str, seq_len: int, ring: int, ulysses: int, ring_rank: int, ulysses_rank: int) -> list[range]:
-    """The positions of the tokens that a rank of cp holds, in the order in which it holds them.
+    """Return the positions of the tokens of a rank of cp, in the order in which the rank stores them.
 
     `ring` and `ulysses` are the degrees of the two axes of cp, 1 for an axis that a method does not have.
     """
@@ -33,7 +33,7 @@ def spans(method: str, seq_len: int, ring: int, ulysses: int, ring_rank: int, ul
 
 
 def positions_of_rank(layout: Layout, seq_len: int, rank: int, *, token_shard: bool = False) -> list[range]:
-    """The positions of the tokens that a rank of the world holds, in its order; with `token_shard` those of its token
+    """Return the positions of the tokens of a rank of the world, in its order. `token_shard`: only the rank's token
     shard under sequence parallelism."""
     at = layout.coordinates(rank)
     held = spans(layout.cp_method, seq_len, layout.cp_ring, layout.cp_ulysses, at["cp_ring"], at["cp_ulysses"])
@@ -44,7 +44,8 @@ def positions_of_rank(layout: Layout, seq_len: int, rank: int, *, token_shard: b
 
 
 def step_pairs(method: str, seq_len: int, ring: int) -> list[list[int]]:
-    """[step][ring rank] -> (query, key) pairs computed: in step s, rank r has the keys of rank (r - s) mod `ring`.
+    """Return [step][ring rank] -> (query, key) pairs computed. In step s, rank r has the keys of rank (r - s) mod
+    `ring`.
 
     The slowest rank determines the time of a step, so the time of a method is the sum of each step's maximum.
     """
@@ -56,12 +57,12 @@ def step_pairs(method: str, seq_len: int, ring: int) -> list[list[int]]:
 
 
 def attention_pairs(method: str, seq_len: int, ring: int) -> list[int]:
-    """[ring rank] -> the number of (query, key) pairs with key <= query; S (S + 1) / 2 over all ranks."""
+    """Return [ring rank] -> the number of (query, key) pairs with key <= query; S (S + 1) / 2 over all ranks."""
     return [sum(steps) for steps in zip(*step_pairs(method, seq_len, ring), strict=True)]
 
 
 def attention_flops(pairs: int, n_heads: int, head_dim: int) -> int:
-    """FLOPs of one layer's attention forward for one sequence: 4 C H pairs; backward is 2.5 times that.
+    """Return the FLOPs of one layer's attention forward for one sequence: 4 C H pairs; backward is 2.5 times as many.
 
     C is the width of a head, H the heads (H / U on a Ulysses rank): a pair costs 2 C FLOPs in the matmul of the scores
     and 2 C in the matmul with the values. Backward has five such matmuls, two for the scores and three for gradients
@@ -71,7 +72,7 @@ def attention_flops(pairs: int, n_heads: int, head_dim: int) -> int:
 
 
 def on_ring(method: str, seq_len: int, ring: int, rank: int) -> list[range]:
-    """The positions of the tokens of a ring rank, before they are sharded over Ulysses ranks."""
+    """Return the positions of the tokens of a ring rank, before they are sharded over Ulysses ranks."""
     assert 0 <= rank < ring, f"rank {rank} of a ring of {ring}"
     if ring == 1:
         return [range(seq_len)]
@@ -87,7 +88,7 @@ def on_ring(method: str, seq_len: int, ring: int, rank: int) -> list[range]:
 
 
 def cut(held: list[range], start: int, length: int) -> Iterator[range]:
-    """The tokens start, ..., start + length - 1 of those held, as ranges."""
+    """Yield the tokens start, ..., start + length - 1 of `held`, as ranges."""
     for span in held:
         piece = span[max(0, start) : max(0, start + length)]
         if piece:
@@ -96,16 +97,16 @@ def cut(held: list[range], start: int, length: int) -> Iterator[range]:
 
 
 def _pairs(queries: range, keys: range) -> int:
-    """The number of (query, key) pairs with key <= query, for two ranges of the same stride.
+    """Return the number of (query, key) pairs with key <= query, for two ranges of the same stride.
 
-    The sum over queries i = 0, 1, ... of min(max(i + c, 0), K), for K keys; c, which may be negative or above K, is the
-    number of keys at or before the first query if the range of keys were infinite in both directions.
+    This is the sum over queries i = 0, 1, ... of min(max(i + c, 0), K), for K keys. c is the number of keys at or
+    before the first query if the range of keys were infinite in both directions; it may be negative or above K.
     """
     assert queries.step == keys.step
     c = (queries.start - keys.start) // keys.step + 1
 
     def up_to(x: int) -> int:
-        """min(0, K) + min(1, K) + ... + min(x, K)"""
+        """Return min(0, K) + min(1, K) + ... + min(x, K)."""
         below = max(0, min(x, len(keys)))
         return below * (below + 1) // 2 + max(0, x - len(keys)) * len(keys)
 

@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage has, and the relative times of the actions of each stage."""
+"""The layers of each pipeline stage, and the relative times of the actions of each stage."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -14,18 +14,18 @@ from shardwright.schedule.registry import find
 from shardwright.schedule.simulate import Times
 
 KEPT_FOR_WEIGHT = 1.0
-"""Activations that a micro-batch keeps from I to W, as a fraction of those it keeps from F to I (`schedule.memory`).
-Each matmul keeps its input and the gradient of its output; as attention stores no scores, that is as much as in flight.
+"""Activations that a micro-batch keeps from I to W, as a fraction of the activations from F to I (`schedule.memory`).
+
+Each matmul keeps its input and the gradient of its output. Attention stores no scores, so both amounts are equal.
 """
 
 
 def stage_layers(spec: ModelSpec, layout: Layout, seq_len: int) -> tuple[range, ...]:
-    """The layers of every stage: by `layout.stage_layers`, or else the partition that minimises the work of the stage
-    with the most, counting the embedding in the first stage and norm, head and modules of multi-token prediction in the
-    last.
+    """Return the layers of every stage: from `layout.stage_layers`, or the partition with the smallest maximum work.
 
-    Every stage has at least one layer; the last one also has the modules, whose numbers follow those of the layers. The
-    layout has to fit the model (`problems`).
+    The work includes the embedding in the first stage; the last stage also has the norm, head and multi-token
+    prediction modules, whose numbers follow the layers' numbers. Every stage has at least one layer. The layout must
+    fit the model (`problems`).
     """
     counts = layout.stage_layers or _balanced(spec, layout.n_stages, seq_len)
     *ends, _ = 0, *accumulate(counts)
@@ -34,12 +34,12 @@ def stage_layers(spec: ModelSpec, layout: Layout, seq_len: int) -> tuple[range, 
 
 
 def most_layers(spec: ModelSpec, layout: Layout, seq_len: int) -> int:
-    """How many layers the stage that has most of them has; as `stage_layers`."""
+    """Return the largest number of layers of a stage, as partitioned by `stage_layers`."""
     return max(map(len, stage_layers(spec, layout, seq_len)))
 
 
 def problems(spec: ModelSpec, layout: Layout) -> Iterator[str]:
-    """Why the layers cannot be partitioned into the stages of a layout, one sentence each."""
+    """Yield the reasons why the layers cannot be partitioned into the stages of a layout, one sentence each."""
     if layout.pp == 1:
         return
     n = layout.n_stages
@@ -67,7 +67,7 @@ def problems(spec: ModelSpec, layout: Layout) -> Iterator[str]:
 
 
 def schedule_problems(layout: Layout, n_microbatches: int) -> list[str]:
-    """Why the schedule of a layout cannot run a step of `n_microbatches`, one sentence each."""
+    """Return the reasons why the schedule of a layout cannot run `n_microbatches` in a step, one sentence each."""
     if layout.pp == 1:
         return []
     found = build.problems(layout.pp_schedule, layout.pp, n_microbatches, layout.virtual_stages)
@@ -79,7 +79,7 @@ def schedule_problems(layout: Layout, n_microbatches: int) -> list[str]:
 
 
 def stage_times(spec: ModelSpec, layout: Layout, seq_len: int) -> Times:
-    """The times of F, I and W of every stage, as FLOPs of a token; messages take no time.
+    """Return the times of F, I and W of every stage, as FLOPs of a token; messages take no time.
 
     A matmul with weights costs the same in F, I and W. The matmuls of attention have no weights; their backward pass,
     two matmuls for each, is all in I.
@@ -97,8 +97,8 @@ def stage_times(spec: ModelSpec, layout: Layout, seq_len: int) -> Times:
 
 
 class ScheduleInputs(NamedTuple):
-    """What a layout's schedules are built from, whatever the number of micro-batches. `times`: of the stages, for a
-    schedule that is searched for them; None for the others, which are the same for every model."""
+    """The inputs of a layout's schedules, independent of the number of micro-batches. `times`: stage times if the
+    schedule is searched for them; None for other schedules, which are the same for every model."""
 
     name: str
     pp: int
@@ -107,20 +107,20 @@ class ScheduleInputs(NamedTuple):
 
     @classmethod
     def from_layout(cls, spec: ModelSpec, layout: Layout, seq_len: int) -> "ScheduleInputs":
-        """That of a layout."""
+        """Return the inputs for a layout."""
         searched = find(layout.pp_schedule).searched
         times = stage_times(spec, layout, seq_len) if searched else None
         return cls(layout.pp_schedule, layout.pp, layout.virtual_stages, times)
 
     def schedule(self, n_microbatches: int) -> Schedule:
-        """The schedule of a step. Raises ScheduleError (`build.problems`)."""
+        """Return the schedule of a step. Raises ScheduleError (`build.problems`)."""
         return build.build(
             self.name, self.pp, n_microbatches, self.virtual_stages, self.times, kept_for_weight=KEPT_FOR_WEIGHT
         )
 
 
 def step_schedule(spec: ModelSpec, layout: Layout, n_microbatches: int, seq_len: int) -> Schedule:
-    """The schedule of a step of a layout with pp; deterministic, so that every rank builds the same.
+    """Return the schedule of a step of a layout with pp; deterministic, so that every rank builds the same schedule.
 
     Raises ScheduleError (`schedule_problems`).
     """
@@ -128,37 +128,36 @@ def step_schedule(spec: ModelSpec, layout: Layout, n_microbatches: int, seq_len:
 
 
 def _matmul_flops(spec: ModelSpec, layer: int) -> float:
-    """Forward FLOPs of a token in the matmuls with weights of a layer."""
+    """Return the forward FLOPs of a token in a layer's matmuls with weights."""
     return 2.0 * spec.layer_matmul_parameters(layer)
 
 
 def _head_flops(spec: ModelSpec) -> float:
-    """Forward FLOPs of a token in the head, which each module of multi-token prediction uses once more."""
+    """Return the forward FLOPs of a token in the head, which each multi-token prediction module uses once more."""
     return 2.0 * (1 + spec.mtp_modules) * spec.vocab_size * spec.d_model
 
 
 def _square(spec: ModelSpec, seq_len: int) -> float:
-    """Forward FLOPs of a token in the matmuls of attention of one layer, over the causal half of the scores."""
+    """Return the forward FLOPs of a token in one layer's attention matmuls, over the causal half of the scores."""
     return 1.0 * spec.n_heads * (spec.qk_dim + spec.head_dim) * seq_len
 
 
 @cache
 def _balanced(spec: ModelSpec, n_stages: int, seq_len: int) -> tuple[int, ...]:
-    """The number of layers of each stage: minimises the work of the stage with the most, then the sum of squares of the
-    stages' work; ties give more layers to late stages, which hold fewer activations.
+    """Return the number of layers of each stage with the smallest maximum work, then the smallest sum of squares.
 
-    The last stage also has the head and the modules of multi-token prediction; the first has the embedding, a lookup
-    whose moved bytes are counted as FLOPs.
+    Ties assign more layers to late stages, which store fewer activations. The last stage also has the head and the
+    multi-token prediction modules. The first stage has the embedding, a lookup whose moved bytes are counted as FLOPs.
     """
     import numpy as np  # Not at the top: importing it would slow down reading run files and drawing reports.
 
     blocks = [3 * (_matmul_flops(spec, layer) + _square(spec, seq_len)) for layer in range(spec.n_blocks)]
     layers, modules = blocks[: spec.n_layers], blocks[spec.n_layers :]
     upto = np.array([0.0, *accumulate(layers)])
-    # [begin, end]: the work of the layers from begin to end, inf where there are none.
+    # [start, end]: the work of the layers from start to end, inf for an empty range.
     number = np.arange(len(upto))
     between = np.where(number[:, None] < number, upto - upto[:, None], np.inf)
-    # For the layers up to each end: the most work of a stage, the sum of squares, and where the last stage begins.
+    # For the layers up to each end: the largest work of a stage, the sum of squares, and the start of the last stage.
     most, squares = np.full(len(upto), np.inf), np.full(len(upto), np.inf)
     most[0] = squares[0] = 0.0
     begins = []

@@ -1,6 +1,6 @@
-"""Sharding over tp: which replicated parameters have partial gradients, and which rows of the vocabulary a rank holds.
+"""Sharding over tp: replicated parameters with partial gradients, and the rows of the vocabulary on each rank.
 
-The row of a parameter says how it is split (`model/modules.py`).
+The row of a parameter describes how it is split (`model/modules.py`).
 """
 
 from typing import Literal
@@ -10,10 +10,10 @@ from shardwright.model.modules import Row
 
 
 def summed_over(row: Row, layout: Layout, n_kv_heads: int) -> Literal["tp", "tp_replicas"] | None:
-    """The mesh axis over which the replicas of a parameter have partial gradients, which have to be summed; or None.
+    """Return the mesh axis over which partial gradients of a parameter's replicas must be summed, or None.
 
-    A replica that is used for this rank's heads, or for this rank's token shard, has a partial gradient. One that is
-    used for all tokens and all features has the complete gradient, and a sum would count it tp times.
+    A replica that is used for this rank's heads, or for this rank's token shard, has a partial gradient. A replica that
+    is used for all tokens and all features has the complete gradient, and a sum would count it tp times.
     """
     if layout.tp == 1:
         return None
@@ -25,12 +25,12 @@ def summed_over(row: Row, layout: Layout, n_kv_heads: int) -> Literal["tp", "tp_
 
 
 def kv_replicas(n_kv_heads: int, tp: int) -> int:
-    """Number of ranks of tp that hold the same key and value heads: tp / kv heads where there are fewer, else 1."""
+    """Return the number of ranks of tp that have the same key and value heads: tp / kv heads if fewer, else 1."""
     return max(1, tp // n_kv_heads)
 
 
 def vocabulary_rows(vocab_size: int, tp: int, tp_rank: int) -> range:
-    """The rows of embedding and head that a rank holds: vocab_size / tp, rounded up; the last ranks hold the remainder.
+    """Return the rows of embedding and head on a rank: vocab_size / tp, rounded up; the last ranks have the remainder.
 
     The matrices have no padding rows, neither in memory nor in checkpoints.
     """
@@ -39,6 +39,6 @@ def vocabulary_rows(vocab_size: int, tp: int, tp_rank: int) -> range:
 
 
 def chunk_sizes(size: int, n: int) -> tuple[int, ...]:
-    """The sizes of n shards, as torch.chunk makes them; the last ones may be smaller, or empty."""
+    """Return the sizes of n shards, as torch.chunk makes them; the last shards may be smaller or empty."""
     most = -(-size // n)
     return tuple(max(0, min(most, size - place * most)) for place in range(n))

@@ -1,1 +1,1 @@
-"""Files, processes, errors, units and everything else that the package asks of Python, PyTorch and the machine."""
+"""Files, processes, errors, units and other services that the package needs from Python, PyTorch and the machine."""

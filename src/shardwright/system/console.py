@@ -1,4 +1,4 @@
-"""What is printed: text from any file is shown, and never obeyed by a terminal; secrets in URLs are masked."""
+"""Safe printing: control characters in text from files are escaped, and secrets in URLs are masked."""
 
 import re
 from collections.abc import Iterable
@@ -9,11 +9,11 @@ from rich.segment import Segment
 from shardwright.system.errors import without_secrets
 
 _NOT_SHOWN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters but tab and newline, overrides of the direction of text, halves of surrogate pairs."""
+"""Control characters except tab and newline, bidirectional overrides, and halves of surrogate pairs."""
 
 
 def visible(text: str) -> str:
-    """Return a text from any file as it may be printed: control characters as `\\x1b`, overrides of the direction as
+    """Return a text from any file in printable form: control characters as `\\x1b`, bidirectional overrides as
     `\\u202e`, secrets in URLs as `***`."""
     return _NOT_SHOWN.sub(_as_escape, without_secrets(text))
 
@@ -24,7 +24,7 @@ def _as_escape(match: re.Match[str]) -> str:
 
 
 class PlainConsole(Console):
-    """A console that prints every text as `visible` shows it."""
+    """A console that passes every text through `visible`."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):

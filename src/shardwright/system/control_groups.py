@@ -1,8 +1,8 @@
-"""What this process may use of its machine: memory, as far as its control groups (cgroups) allow, which are those of a
-container, a job of Slurm or a service of systemd; and cores. No torch.
+"""The memory and cores that this process may use. No torch.
 
-The kernel's documents: cgroup v2, `memory.max`; cgroup v1, `memory.limit_in_bytes`. A group has at most what the groups
-around it have, so the least limit counts.
+Memory is limited by the control groups (cgroups) of a container, a Slurm job or a systemd service. The kernel's
+documents: cgroup v2, `memory.max`; cgroup v1, `memory.limit_in_bytes`. A group cannot use more than its parent groups
+allow, so the smallest limit counts.
 """
 
 import os
@@ -16,28 +16,28 @@ OWN = Path("/proc/self/cgroup")
 
 
 class MemoryLimit(NamedTuple):
-    """Bytes that the processes of a group may use together, and the file that says so."""
+    """The memory limit of a control group in bytes, shared by its processes, and the file that contains the limit."""
 
     n_bytes: int
     file: Path
 
 
 def memory_limit(groups: Path = GROUPS, own: Path = OWN) -> MemoryLimit | None:
-    """The least limit of the groups that this process is in; None where there is none.
+    """Return the smallest memory limit of the groups that this process is in, or None without a limit.
 
-    `groups`: where the file system of cgroups is mounted; `own`: the file that names the groups of a process, with a
-    line `hierarchy:controllers:path` each. In a container a path may be that on the machine outside, which is not
-    mounted: then the group that is mounted at the top is its own.
+    `groups`: the mount point of the cgroup file system. `own`: the file that lists the groups of a process, one
+    `hierarchy:controllers:path` a line. In a container, a path may refer to the host's cgroup tree, which is not
+    mounted; the group mounted at the top is then the process's own.
     """
     found = []
     for file in _files(groups, own):
-        with suppress(OSError, ValueError):  # of a group that is not mounted, or "max": no limit
+        with suppress(OSError, ValueError):  # a group that is not mounted, or "max": no limit
             found.append(MemoryLimit(int(file.read_text()), file))
     return min(found, default=None)
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -1,21 +1,21 @@
-"""One exception tree for everything Shardwright raises on purpose.
+"""The exception tree of all errors that Shardwright raises on purpose.
 
     ShardwrightError                 exit code 3: the run failed
-    ├── InputError (ValueError)    exit code 2: something the user gave cannot be used
+    ├── InputError (ValueError)    exit code 2: an input of the user cannot be used
     │   ├── ConfigError            the run file, or a --set
-    │   ├── LayoutError            degrees that cannot be laid over the ranks or the model
+    │   ├── LayoutError            degrees that do not fit the ranks or the model
     │   ├── ScheduleError          a pipeline schedule that cannot be built or cannot run
     │   ├── DataError              text, token shards, tokenizer
-    │   └── CheckpointError        missing, damaged, or of another run
-    │       ├── DamagedError       what is on the disk is not what was written
+    │   └── CheckpointError        missing, damaged, or from another run
+    │       ├── DamagedError       the bytes on disk are not the bytes that were written
     │       └── SaveError          a run could not write a checkpoint and ends: exit code 3
-    ├── SpikeError                 a loss or gradient that [faults] stops a run for
-    ├── CopiesError                ranks that have to hold the same weights do not
+    ├── SpikeError                 a loss or gradient for which [faults] stops the run
+    ├── CopiesError                replicas of the weights differ between ranks
     └── WorkerError                a worker process died or hung
         └── FullError              a disk is full, or there are too few file descriptors
 
-An InputError states the value, the rule it breaks and the nearest valid choices, and is printed without
-a traceback. What only a bug can cause is an `assert`.
+An InputError states the value, the rule it breaks and the nearest valid choices, and is printed without a traceback. An
+error that only a bug can cause is an `assert`.
 """
 
 import errno
@@ -36,19 +36,19 @@ R = TypeVar("R")
 C = TypeVar("C")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CUTOFF = 0.6
-"""How alike two spellings have to be for one to be offered for the other, as difflib counts."""
+"""Smallest similarity, as difflib measures it, at which a spelling is suggested for another one."""
 
 
 MASK = "***"
 _USER = re.compile(r"""(?<=\w)(://?)(?:[^\s"'/@:]*|[^\s"'/@:]*:[^\s"']*)@""")
-"""The user and the password of a URL, also where it became a path, which has one slash: `s3:/KEY:SECRET@bucket`."""
+"""The user and the password of a URL, also after the URL became a path with one slash: `s3:/KEY:SECRET@bucket`."""
 _SECRET_NAMES = "token|secret|password|passwd|signature|credential|key|sig|auth"
 _TOKEN = re.compile(rf"""([?&][\w.-]*(?:{_SECRET_NAMES})[\w.-]*=)[^\s"'&#]+""", re.IGNORECASE)
 
 
 def without_secrets(text: str) -> str:
-    """Return a text in which the user, the password and the tokens of URLs are `***`: `s3://***@bucket/run`; a user
-    and password also where the text repeats them without their URL, as errors of libraries do."""
+    """Return a text with the user, password and tokens of URLs masked as `***`: `s3://***@bucket/run`. A user and
+    password are also masked where the text repeats them without their URL, as errors of libraries do."""
     if ":/" not in text:
         return text
     users = {each[0].removeprefix(each[1]) for each in _USER.finditer(text)} - {"@"}
@@ -59,8 +59,8 @@ def without_secrets(text: str) -> str:
 
 
 class ShardwrightError(Exception):
-    """Base of the tree; the command line prints the text and leaves with `exit_code`. `rank`: the one at fault, where
-    one is known."""
+    """Base class of errors. The command line prints the text and exits with `exit_code`. `rank`: the rank at fault, if
+    known."""
 
     exit_code = 3
     rank: int | None = None
@@ -69,13 +69,13 @@ class ShardwrightError(Exception):
         super().__init__(*(without_secrets(each) if isinstance(each, str) else each for each in args))
 
     def of_rank(self, rank: int | None) -> Self:
-        """This error, with the rank at fault."""
+        """Set the rank at fault and return this error."""
         self.rank = rank
         return self
 
 
 class InputError(ShardwrightError, ValueError):
-    """Something the user gave cannot be used. `problems` holds every complaint, one a line of the text."""
+    """An input of the user cannot be used. `problems` contains all problems, one a line of the text."""
 
     exit_code = 2
 
@@ -101,45 +101,47 @@ class DataError(InputError):
 
 
 class CheckpointError(InputError):
-    """A checkpoint that is missing, damaged, or belongs to another run."""
+    """A checkpoint that is missing, damaged, or from another run."""
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint whose bytes are not, or not all, those that were written; an earlier one may be whole."""
+    """A checkpoint with missing or changed bytes. An earlier checkpoint may be intact."""
 
 
 class SaveError(CheckpointError):
-    """A checkpoint that could not be written, for which the run ends; earlier ones are whole."""
+    """A checkpoint could not be written, so the run ends. Earlier checkpoints are intact."""
 
     exit_code = ShardwrightError.exit_code
 
 
 class SpikeError(ShardwrightError):
-    """A loss or gradient norm of a step, the same on every rank, for which the run file stops a run."""
+    """A step's loss or gradient norm, the same on every rank, for which the run file stops the run."""
 
 
 class CopiesError(ShardwrightError):
-    """Ranks that have to hold the same weights, to the last bit, do not."""
+    """Ranks whose weights must be bitwise equal have different weights."""
 
 
 class WorkerError(ShardwrightError):
-    """A worker process died, hung, or reported an error of its own."""
+    """A worker process died, hung or reported an error."""
 
 
 class FullError(WorkerError):
-    """A disk is full, or a limit of the system is reached: to start the ranks again would end the same way."""
+    """A disk is full, or a system limit is reached. Restarting the ranks would fail the same way."""
 
 
 def checked_call(function: Callable[P, R], name: str = "", error: type[InputError] = InputError) -> Callable[P, R]:
-    """Return a function of the Python API, or a method, that raises `error` with a sentence for each argument that is
-    missing, unknown, given twice, of a wrong type, or given by place where it is taken by name. `name`: what the caller
-    knows it by, its own if not given."""
+    """Wrap a function or method of the Python API so that invalid arguments raise `error`.
+
+    The error has one sentence for each argument that is missing, unknown, given twice, of a wrong type, or given by
+    position although it is keyword-only. `name`: the name that the caller uses, by default the function's own.
+    """
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
-        except (TypeError, AttributeError, LookupError):  # the arguments may be why
+        except (TypeError, AttributeError, LookupError):  # the arguments may be the cause
             if problems := list(_argument_problems(function, name or function.__qualname__, args, kwargs)):
                 raise error(*problems) from None
             raise
@@ -148,7 +150,7 @@ def checked_call(function: Callable[P, R], name: str = "", error: type[InputErro
 
 
 def checked_constructor(error: type[InputError]) -> Callable[[type[C]], type[C]]:
-    """Return a decorator of classes whose constructors are a `checked_call`."""
+    """Return a class decorator that applies `checked_call` to the constructor."""
 
     def decorate(kind: type[C]) -> type[C]:
         kind.__init__ = checked_call(kind.__init__, kind.__name__, error)  # type: ignore[method-assign]
@@ -187,7 +189,7 @@ def _argument_problems(
 
 
 def _is_of_type(value: object, annotation: Any) -> bool:
-    """Whether a value has an annotated type, as far as `isinstance` can say."""
+    """Return whether a value has the annotated type, as far as `isinstance` can check."""
     kinds = tuple(get_origin(each) or each for each in get_args(annotation) or (annotation,))
     if not isinstance(annotation, UnionType):
         kinds = (get_origin(annotation) or annotation,)
@@ -198,15 +200,15 @@ def _is_of_type(value: object, annotation: Any) -> bool:
 
 
 class QuietExit(SystemExit):
-    """The end of a rank that prints no error, since another rank of its machine prints the same one."""
+    """Exit of a rank that prints no error, because another rank of its machine prints the same error."""
 
 
 @contextmanager
 def cleaning_up(*clean_ups: Callable[[], object]) -> Iterator[None]:
-    """Call each of `clean_ups` when the block ends, however it ends and whatever the ones before raise.
+    """Call each of `clean_ups` when the block ends, even if the block or an earlier clean-up raised.
 
-    The first error is raised: the error of the block where it has one, so that a clean-up that fails for the same
-    reason, such as a full disk, does not hide it.
+    The first error is raised. An error of the block comes first, so a clean-up that fails for the same reason, such as
+    a full disk, does not hide it.
     """
     errors: list[BaseException] = []
     try:
@@ -223,7 +225,7 @@ def cleaning_up(*clean_ups: Callable[[], object]) -> Iterator[None]:
 
 
 def system_limit(error: OSError) -> str | None:
-    """A full disk, a quota, the size of a file or the number of open files as one sentence; None for other errors."""
+    """Return one sentence for a full disk, a quota, a file size limit or too many open files; None for other errors."""
     where = f"{error.filename}: " if error.filename else ""
     if error.errno in NO_ROOM:
         return f"{where}no room to write ({error.strerror}); free some, or choose another `out`"
@@ -233,7 +235,7 @@ def system_limit(error: OSError) -> str | None:
 
 
 def near_path(path: str | Path, pattern: str) -> str:
-    """`; did you mean x?` for a misspelt path, x one that is there and matches `pattern`; empty if there is none."""
+    """Return `; did you mean x?` for a misspelt path, where x is an existing path that matches `pattern`, or ""."""
     path = Path(path)
     there = {str(each) for each in path.parent.glob(pattern)} if path.parent.is_dir() else set()
     close = get_close_matches(str(path), there, n=1, cutoff=CUTOFF)
@@ -241,8 +243,8 @@ def near_path(path: str | Path, pattern: str) -> str:
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """`did you mean 'x'?` for another name of the field for a choice or a key (`synonyms`) and for a misspelt one, or
-    the list of valid names if there is none."""
+    """Return `did you mean 'x'?` for a misspelt name or another library's name (`synonyms`); otherwise the valid
+    names."""
     valid = sorted(choices)
     known = called_here(name)
     if known is not None:

@@ -1,8 +1,9 @@
-"""Files and modules of a user's own that register schedules, optimizers or families of models when they are imported.
+"""User files and modules that register schedules, optimizers or model families when they are imported.
 
-A run file names them under `extensions`, and every verb that reads a run has `--extension`. They are code, and a folder
-that is only read is data: a run file's extensions are imported if the user starts that run file, has named them, or has
-trusted them before (`load_named` decides). A process that starts others has them load what it has loaded (`loaded`).
+A run file lists them under `extensions`, and every verb that reads a run has `--extension`. Extensions are code, but a
+folder that is only read is data. A run file's extensions are therefore imported only if the user starts that run file,
+named the extensions, or trusted them before (`load_named` decides). A process that starts others has them load the
+extensions that it has loaded (`loaded`).
 """
 
 import contextlib
@@ -34,7 +35,7 @@ R = TypeVar("R", bound=NamedRow)
 
 
 def add(rows: dict[str, R], what: str, row: R) -> R:
-    """Add a row to a registry; `what` it is, for the message. Raises ConfigError for a name that is taken."""
+    """Add a row to a registry. `what`: its kind, for the message. Raises ConfigError for a name that is taken."""
     if row.name in rows:
         raise ConfigError(f"{what} named {row.name!r} is registered already; choose another name")
     rows[row.name] = row
@@ -42,8 +43,8 @@ def add(rows: dict[str, R], what: str, row: R) -> R:
 
 
 def resolve(name: str, folder: Path = Path()) -> str:
-    """What is written down for an extension: a `.py` file by its absolute path, taken from `folder`; a module as it
-    is. Raises ConfigError for what is neither."""
+    """Return the form in which an extension is recorded: a `.py` file as an absolute path, relative to `folder`; a
+    module unchanged. Raises ConfigError for a name that is neither."""
     if "\0" in name or not name.strip():
         raise ConfigError(f"extension {name!r}: a Python file (.py) or a module is needed")
     return str((folder / name).resolve()) if name.endswith(".py") else name
@@ -52,7 +53,7 @@ def resolve(name: str, folder: Path = Path()) -> str:
 def load(names: Iterable[str]) -> None:
     """Import each extension (`resolve`) that this process has not imported yet, in order.
 
-    Raises ConfigError, with the place, for one that is not there or whose import fails.
+    Raises ConfigError, with the file and line, for an extension that does not exist or whose import fails.
     """
     for name in names:
         if name not in _LOADED:
@@ -60,29 +61,30 @@ def load(names: Iterable[str]) -> None:
                 _import(name)
             except KeyboardInterrupt:
                 raise
-            except BaseException as error:  # SystemExit and what a file derives from BaseException included
+            except BaseException as error:  # also SystemExit and a file's own subclasses of BaseException
                 raise ConfigError(f"extension {name}: {_reason(name, error)}") from error
             _LOADED.append(name)
 
 
 def load_trusted(names: Iterable[str]) -> None:
-    """Import extensions that the user has named, and remember each file by its path and content: run files that name
-    it may import it from now on, until it changes. Raises ConfigError as `load` does."""
+    """Import extensions that the user has named and record each file's path and content as trusted. Run files that name
+    a trusted file may import it until it changes. Raises ConfigError as `load` does."""
     for name in map(resolve, names):
         load([name])
         _trust(name)
 
 
 def load_named(table: dict[str, Any], folder: Path, started: bool) -> list[str]:
-    """Import the extensions of a run file, given as a table, before anything that they register is looked for; returns
-    what is wrong with them. Their paths in the table become absolute, so that it means the same wherever it lies.
+    """Import the extensions of a run file's `table`, before any name that they register is looked up, and return the
+    problems found. Their paths in the table become absolute, so that they do not depend on the run file's folder.
 
-    `started`: the user has started this run file, and not only named a folder or file that is read. Raises ConfigError
-    where it is only read and an extension is neither imported already nor trusted: that would run a stranger's code.
+    `started`: the user has started this run file, rather than only named a folder or file that is read. Raises
+    ConfigError if the run file is only read and an extension is neither imported nor trusted, since that would run
+    foreign code.
     """
     names = table.get("extensions", [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        return []  # the model of the run file says so
+        return []  # the pydantic model of the run file reports it
     try:
         table["extensions"] = names = [resolve(name, folder) for name in names]
     except ConfigError as error:
@@ -101,12 +103,12 @@ def load_named(table: dict[str, Any], folder: Path, started: bool) -> list[str]:
 
 
 def _trusted_file() -> Path:
-    """The file that has the checksums of trusted extensions, one a line."""
+    """Return the path of the file with the checksums of trusted extensions, one a line."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "shardwright" / "trusted-extensions"
 
 
 def _fingerprint(name: str) -> str | None:
-    """The checksum of the path and content of an extension; None for a module, which is found by where Python looks."""
+    """Return the checksum of an extension's path and content; None for a module, which Python finds by name."""
     if not name.endswith(".py"):
         return None
     try:
@@ -118,7 +120,7 @@ def _fingerprint(name: str) -> str | None:
 def _is_trusted(name: str) -> bool:
     try:
         return _fingerprint(name) in list(read_lines(_trusted_file()))
-    except (OSError, RuntimeError):  # there is none, or no home
+    except (OSError, RuntimeError):  # no such file, or no home directory
         return False
 
 
@@ -126,7 +128,7 @@ def _trust(name: str) -> None:
     fingerprint = _fingerprint(name)
     if fingerprint is None or _is_trusted(name):
         return
-    with contextlib.suppress(OSError, RuntimeError):  # a home that cannot be written: it is asked for again
+    with contextlib.suppress(OSError, RuntimeError):  # a home that cannot be written: the user is asked again next time
         path = _trusted_file()
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with path.open("a") as file:
@@ -134,7 +136,7 @@ def _trust(name: str) -> None:
 
 
 def loaded() -> tuple[str, ...]:
-    """What this process has loaded, in order."""
+    """Return the extensions that this process has loaded, in order."""
     return tuple(_LOADED)
 
 
@@ -142,7 +144,8 @@ def _import(name: str) -> None:
     if not name.endswith(".py"):
         importlib.import_module(name)
         return
-    # The same name in every process, so that what is pickled in one is found in another; and no other file's.
+    # The same name in every process, so that objects pickled in one process can be unpickled in another; unique by
+    # file.
     module_name = f"{Path(name).stem}_{zlib.crc32(name.encode()):08x}"
     spec = importlib.util.spec_from_file_location(module_name, name)
     assert spec is not None

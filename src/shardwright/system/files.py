@@ -1,6 +1,9 @@
-"""Reading and writing of files that others may have made. Reading takes regular files of a bounded size, inside the
-folder that names them. Publishing is by rename: a file or folder is written under a temporary name beside its place and
-renamed when it is complete, so that a reader sees a complete one or none. Also locks a folder for one process."""
+"""Reading and writing of files that others may have made.
+
+Reading is limited to regular files of a bounded size inside the folder that names them. Publishing is by rename: a file
+or folder is written under a temporary name in the same directory and renamed when it is complete, so a reader sees a
+complete file or none. A folder can be locked for one process.
+"""
 
 import contextlib
 import csv
@@ -24,22 +27,22 @@ from shardwright.system.errors import NO_ROOM, FullError, InputError, system_lim
 from shardwright.system.units import MiB, format_bytes
 
 LONGEST_TEXT = 16 * MiB
-"""The longest file that is read whole as text: a run file, a table of hardware."""
+"""Largest text file that is read whole, in bytes: a run file or a hardware table."""
 LONGEST_TOKENIZER = 512 * MiB
-"""The longest tokenizer.json that is read; the largest published ones have 35 MB."""
+"""Largest tokenizer.json that is read, in bytes. The largest published ones have 35 MB."""
 LONGEST_LINE = 4 * MiB
-"""The longest line of a file of records, such as metrics.jsonl."""
+"""Longest line of a record file, such as metrics.jsonl, in bytes."""
 DEEPEST = 32
-"""How deep tables and lists of a TOML document may be nested."""
+"""Maximum nesting depth of tables and lists in a TOML document."""
 _MOST_DOTS = 1000
-"""In a key of a TOML document, which could be no valid one by far."""
+"""Maximum number of dots in a TOML key, far more than any valid key has."""
 _STRING = re.compile(r"\"(?:[^\"\\]|\\.)*\"|'[^']*'")
-# The folders this process is writing. The pid in a folder's name alone may be that of an earlier process.
+# The folders that this process is writing. A pid in a folder's name may belong to an earlier process.
 _in_use: set[Path] = set()
 
 
 def open_regular(path: Path) -> io.BufferedReader:
-    """Open a regular file for reading. Raises OSError for what is not there and for anything else, such as a pipe,
+    """Open a regular file for reading. Raises OSError for a missing file and for any other file type, such as a pipe,
     which could block, or a device, which may have no end."""
     _require_regular(path, os.stat(path).st_mode)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -60,7 +63,7 @@ def _require_regular(path: Path, mode: int) -> None:
 
 
 def read_bytes(path: Path, most_bytes: int = LONGEST_TEXT) -> bytes:
-    """Return the content of a regular file. Raises OSError as `open_regular` does, and for a file that is longer than
+    """Return the content of a regular file. Raises OSError as `open_regular` does, or if it is longer than
     `most_bytes`."""
     with open_regular(path) as file:
         content = file.read(most_bytes + 1)
@@ -70,8 +73,8 @@ def read_bytes(path: Path, most_bytes: int = LONGEST_TEXT) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """Return a file of UTF-8 text, without a byte order mark. Raises OSError as `read_bytes` does, and ValueError with
-    a reason for what is no such text."""
+    """Return the content of a UTF-8 text file without a byte order mark. Raises OSError as `read_bytes` does, and
+    ValueError with the reason for a file that is not such text."""
     try:
         return read_bytes(path).decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
@@ -79,15 +82,15 @@ def read_text(path: Path) -> str:
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """Yield the complete lines of a file of records. Raises OSError as `open_regular` and `complete_lines` do."""
+    """Yield the complete lines of a record file. Raises OSError as `open_regular` and `complete_lines` do."""
     with open_regular(path) as file:
         for line in complete_lines(file, path):
             yield decoded(line)
 
 
 def complete_lines(file: io.BufferedReader, path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file from its position on, with their newlines; the part after the last newline is left out.
-    A line ends at a newline alone, which JSON escapes. Raises OSError for a line longer than `LONGEST_LINE`."""
+    """Yield the lines of a file from its current position, with their newlines; text after the last newline is omitted.
+    Only a newline ends a line; JSON escapes newlines. Raises OSError for a line longer than `LONGEST_LINE`."""
     while (line := file.readline(LONGEST_LINE + 1)).endswith(b"\n"):
         yield line
     if len(line) > LONGEST_LINE:
@@ -100,15 +103,16 @@ def decoded(line: bytes) -> str:
 
 
 def is_text(name: str) -> bool:
-    """Whether a string can be written as UTF-8: JSON may hold half of a surrogate pair, which is no name of a file."""
+    """Return whether a string can be encoded as UTF-8. JSON may contain half of a surrogate pair, file names may
+    not."""
     return not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 def inside(folder: Path, name: str, error: type[InputError] = InputError) -> Path:
-    """Return the path of the file that a file of `folder` calls `name`.
+    """Return the path of the file that a file in `folder` refers to as `name`.
 
-    Raises `error` for a name that leads out of the folder: an absolute path, `..`, or a link to elsewhere. The links in
-    a snapshot of the Hugging Face cache lead to the blobs of the same model, and are followed.
+    Raises `error` for a name that leads out of the folder: an absolute path, `..`, or a link to another folder. Links
+    in a snapshot of the Hugging Face cache to the blobs of the same model are followed.
     """
     way_out = "only files of the folder itself are read; copy the file into it"
     parts = Path(name).parts
@@ -124,8 +128,8 @@ def inside(folder: Path, name: str, error: type[InputError] = InputError) -> Pat
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """A TOML document, whose tables and lists are nested at most `DEEPEST` deep. Raises ValueError with a reason for
-    what is none."""
+    """Return a TOML document whose tables and lists are nested at most `DEEPEST` deep. Raises ValueError with the
+    reason for an invalid document."""
     if any(_has_long_key(line) for line in text.splitlines()):
         raise ValueError("tables or lists are nested too deeply")
     try:
@@ -146,16 +150,16 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def _has_long_key(line: str) -> bool:
-    """Whether a line of TOML has a dotted key of thousands of parts: tomllib takes time by the square of their number,
-    30 s of CPU for 50,000."""
+    """Return whether a line of TOML has a dotted key of thousands of parts. The time of tomllib grows with the square
+    of their number (30 s of CPU for 50,000)."""
     if line.count(".") <= _MOST_DOTS:
         return False
     return any(part.count(".") > _MOST_DOTS for part in re.split("[=,{}]", _STRING.sub("", line)))
 
 
 def parse_json(text: str | bytes, finite: bool = False) -> Any:
-    """Return a JSON document. `finite`: numbers that are infinite or NaN, which Python reads and JSON does not have,
-    are refused. Raises ValueError with a reason for what is no such document."""
+    """Return a JSON document. `finite`: reject infinity and NaN, which Python reads although JSON does not have them.
+    Raises ValueError with the reason for an invalid document."""
     text = text.removeprefix("\ufeff") if isinstance(text, str) else text.removeprefix(b"\xef\xbb\xbf")
     try:
         return json.loads(text, parse_constant=_refuse, parse_float=_finite) if finite else json.loads(text)
@@ -175,8 +179,8 @@ def _finite(number: str) -> float:
 
 
 def read_csv(path: Path) -> list[tuple[int, list[str]]]:
-    """The rows of a CSV file, each with its line (the last one of a row that has several). Raises OSError, and
-    ValueError with a reason for what is no such file."""
+    """Return the rows of a CSV file, each with its line number (the last line of a multi-line row). Raises OSError, and
+    ValueError with the reason for an invalid file."""
     reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
     try:
         return [(reader.line_num, cells) for cells in reader]
@@ -185,17 +189,17 @@ def read_csv(path: Path) -> list[tuple[int, list[str]]]:
 
 
 def reason(error: OSError | ValueError) -> str:
-    """Why a file cannot be read, in a few words."""
+    """Return a short reason why a file cannot be read."""
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def problem_of_place(path: Path) -> str | None:
-    """Return why a file may not be written to a place, or None. A regular file is replaced; a character device, such as
-    /dev/null, or a pipe is written to; a link is followed within its folder."""
+    """Return why `path` cannot be written, or None. A regular file is replaced; a character device, such as /dev/null,
+    or a pipe is written to; a link is followed within its folder."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
-        mode = stat.S_IFREG  # absent, or a link to what is absent
+        mode = stat.S_IFREG  # absent, or a link to an absent file
     except OSError as error:
         return f"{path} cannot be written: {error.strerror}; choose another place"
     if stat.S_ISDIR(mode):
@@ -211,8 +215,8 @@ def problem_of_place(path: Path) -> str | None:
 
 
 def write_whole(path: Path, content: bytes, required: bool = True) -> None:
-    """Write a file, in place of a regular file that is there. Raises InputError if the place cannot be written, and on
-    a full disk, if the file is `required`, FullError: what is there stays."""
+    """Write a file and replace an existing regular file. Raises InputError if the path cannot be written. On a full
+    disk the existing file stays, and FullError is raised if the file is `required`."""
     if (problem := problem_of_place(path)) is not None:
         raise InputError(problem)
     special = path.exists() and not path.is_file()
@@ -239,7 +243,7 @@ def write_whole(path: Path, content: bytes, required: bool = True) -> None:
 
 
 def _write_through(path: Path, content: bytes) -> None:
-    """Write to a device or a pipe, which stays what it is; a pipe that nobody reads is an error instead of a wait."""
+    """Write to a device or a pipe without replacing it. A pipe without a reader raises an error instead of blocking."""
     descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     os.set_blocking(descriptor, True)
     with open(descriptor, "wb") as file:
@@ -253,12 +257,12 @@ def new_folder(
     error: type[InputError] = InputError,
     no_room_hint: str = "",
 ) -> Iterator[Path]:
-    """An empty folder beside `out`, `OUT.partial-<pid>-<host>`, that replaces `out` when the block ends and is deleted
-    when the block raises.
+    """Yield an empty folder next to `out`, `OUT.partial-<pid>-<host>`, that replaces `out` when the block ends and is
+    deleted when the block raises.
 
-    `check` raises if what is at `out` may not be replaced. It is called before the block and again before the rename.
-    What dead processes of this machine left of `out` is cleared first. Raises `error` for a place that cannot be
-    written and for a full disk, there with `no_room_hint` at the end.
+    `check` raises if the existing `out` may not be replaced. It is called before the block and again before the rename.
+    Partial folders that dead processes of this machine left are removed first. Raises `error` for a path that cannot be
+    written and for a full disk, then with `no_room_hint` at the end.
     """
     out, owner = Path(os.path.abspath(out)), f"{os.getpid()}-{socket.gethostname()}"
     fresh = out.with_name(f"{out.name}.partial-{owner}")
@@ -290,10 +294,10 @@ def new_folder(
 
 
 def publish_folder(fresh: Path, final: Path, aside: Path) -> None:
-    """Rename the complete folder `fresh` to `final` once all its files are on disk.
+    """Rename the complete folder `fresh` to `final` after all its files are flushed to disk.
 
-    What is at `final` is first renamed to `aside` and deleted last. A process killed in between leaves it there, for
-    `clear_leftover`.
+    An existing `final` is first renamed to `aside` and deleted last. If the process is killed in between, `aside`
+    remains for `clear_leftover`.
     """
     for path in (*fresh.iterdir(), fresh):
         _sync(path)
@@ -312,7 +316,7 @@ def publish_folder(fresh: Path, final: Path, aside: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a folder with what is in it, or a file or link that stands in the place of one."""
+    """Delete a folder with its contents, or a file or link at the same path."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -320,7 +324,8 @@ def remove(path: Path) -> None:
 
 
 def clear_leftover(path: Path, replaced: Path | None = None) -> None:
-    """Remove a folder that a killed process left; one that was renamed from `replaced` goes back if that is missing."""
+    """Remove a folder that a killed process left. A folder that was renamed from `replaced` is renamed back if
+    `replaced` is missing."""
     if replaced is not None and not replaced.exists():
         path.rename(replaced)
     else:
@@ -336,7 +341,7 @@ def _clear_leftovers(out: Path) -> None:
 
 
 def _runs(pid: int) -> bool:
-    """Whether another process has this pid."""
+    """Return whether another process has this pid."""
     if pid == os.getpid():
         return False
     try:
@@ -360,7 +365,7 @@ LOCK = ".lock"
 
 
 def problem_of_owner(folder: Path) -> str | None:
-    """What is wrong with starting a run in a folder that another process owns (`sole_owner`); None if none does."""
+    """Return why a run cannot start in a folder: another process owns it (`sole_owner`). None if no process does."""
     try:
         with open_regular(folder / LOCK) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -372,8 +377,8 @@ def problem_of_owner(folder: Path) -> str | None:
 
 
 def owner_runs(folder: Path) -> bool | None:
-    """Whether the process that owned a folder last (`sole_owner`) still runs; None where it was not one of this machine
-    or is not known. The lock itself is not touched: a run that starts just then would find it taken."""
+    """Return whether the last owner of a folder (`sole_owner`) is still running; None if it is unknown or on another
+    machine. The lock itself is not touched, because a run that starts at that moment would find it taken."""
     try:
         owner = re.fullmatch(r"process (\d{1,9}) on (\S+)\n", _text_of_lock(folder))
     except OSError:
@@ -397,9 +402,9 @@ def _used_by(folder: Path) -> str:
 
 @contextlib.contextmanager
 def sole_owner(folder: Path) -> Iterator[None]:
-    """Own a folder, which is made if need be, for the length of the block; the end of the process gives it up too.
+    """Own a folder during the block and create it if needed. The end of the process also releases it.
 
-    Raises InputError, naming the process, if another one owns it.
+    Raises InputError, with the owner's process, if another process owns the folder.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -412,7 +417,7 @@ def sole_owner(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             raise InputError(_used_by(folder)) from None
         except OSError:
-            pass  # a file system without locks: nothing is lost that was there before
+            pass  # a file system without locks: ownership cannot be checked
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()

@@ -1,8 +1,8 @@
-"""Processes of this machine that are forked from a server, a process that has imported PyTorch and run nothing.
+"""Worker processes that are forked from a server process, which has imported PyTorch and run nothing else.
 
-A new interpreter needs seconds to import PyTorch; a process that is forked from the server needs 0.1 s, also when a run
-starts its ranks again after a fault. The server is Python's own (`multiprocessing.forkserver`). It ends with the last
-process that uses it, and removes the temporary folders of its starter, which could not do that if it was killed.
+A new interpreter needs seconds to import PyTorch; a fork of the server needs 0.1 s, also when a run restarts its ranks
+after a fault. The server is Python's `multiprocessing.forkserver`. It ends with the last process that uses it, and
+removes the temporary folders of the process that started it, in case that process was killed.
 """
 
 import atexit
@@ -26,17 +26,17 @@ from shardwright.system.openmp import brief_waiting
 
 context = multiprocessing.get_context("forkserver")
 LONGEST_ADDRESS = 107
-"""Characters of the path of a Unix socket, on Linux."""
+"""Maximum number of characters in the path of a Unix socket on Linux."""
 _imported: list[str] = []
 _TEMPORARY = "SHARDWRIGHT_TEMPORARY"
-"""In the environment that the server starts with: the temporary folders of the process that starts it."""
+"""Environment variable of the server with the temporary folders of the process that starts it."""
 _PREFIX = "shardwright-temporary-"
 for _of_starter in filter(None, os.environ.pop(_TEMPORARY, "").split(os.pathsep)):
     atexit.register(shutil.rmtree, _of_starter, ignore_errors=True)
 
 
 def preload(*modules: str) -> None:
-    """What the server imports before it forks anything; of several calls in a process the first one counts."""
+    """Set the modules that the server imports before the first fork. Only the first call in a process has an effect."""
     if not _imported:
         _imported.extend([__name__, *modules])
         context.set_forkserver_preload(_imported)
@@ -44,10 +44,13 @@ def preload(*modules: str) -> None:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Has the server started. The processes started inside ignore Ctrl-C, which this process handles for all, and do
-    not run the main script again, as multiprocessing would, so that a script needs no `if __name__ == "__main__"`."""
+    """Start the server if needed. Processes started in the block ignore Ctrl-C, which this process handles for all.
+
+    The processes do not run the main script again, as multiprocessing would, so a script needs no `if __name__ ==
+    "__main__"`.
+    """
     main = sys.modules["__main__"]
-    resource_tracker.ensure_running()  # which ends by unblocking SIGINT, so it comes first
+    resource_tracker.ensure_running()  # it unblocks SIGINT at its end, so it comes first
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     sys.modules["__main__"] = ModuleType("__main__")
     folders = os.pathsep.join({temporary_folder(), _folder_of_socket()})
@@ -67,15 +70,15 @@ def undisturbed() -> Iterator[None]:
 def temporary_folder() -> str:
     """Return the folder in TMPDIR for the temporary files of this process and its ranks.
 
-    It is removed when this process ends: by the process, by the server where the process is killed, and by the next
-    process with such a folder where the server is killed, too.
+    This process removes the folder when it ends. If it is killed, the server removes the folder. If the server is
+    killed too, the next process with such a folder removes it.
     """
     return _new_folder(tempfile.gettempdir())
 
 
 def _folder_of_socket() -> str:
-    """Return the folder of the socket of the server: `temporary_folder`, or one in /tmp where the address of the
-    socket, 107 characters at most, would be too long."""
+    """Return the folder of the server's socket: `temporary_folder`, or a folder in /tmp if the socket's path would
+    exceed 107 characters."""
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     folder: str = config.get("tempdir") or temporary_folder()
     if len(folder) + len("/listener-12345678") > LONGEST_ADDRESS:
@@ -85,7 +88,7 @@ def _folder_of_socket() -> str:
 
 
 def _new_folder(parent: str) -> str:
-    """Make a folder that this process has locked, after those of ended processes are removed."""
+    """Remove the folders of ended processes, then create a folder that this process locks."""
     for path in Path(parent).glob(f"{_PREFIX}*"):
         _remove_if_unlocked(path)
     while True:
@@ -110,7 +113,7 @@ def _remove_if_unlocked(path: Path) -> None:
 
 
 def fork(target: Callable[..., None], *args: Any) -> BaseProcess:
-    """Run `target(*args)` in a process that is forked from the server, where SIGINT is blocked."""
+    """Run `target(*args)` in a process forked from the server, with SIGINT blocked."""
     with undisturbed():
         process = context.Process(target=target, args=args)
         process.start()
@@ -118,7 +121,7 @@ def fork(target: Callable[..., None], *args: Any) -> BaseProcess:
 
 
 class Descriptor:
-    """A file descriptor as an argument of `fork`; the process has it under another number."""
+    """A file descriptor as an argument of `fork`; it has another number in the new process."""
 
     def __init__(self, number: int) -> None:
         self.number = number

@@ -1,7 +1,7 @@
-"""One process a rank on this machine: waits for them, reports the error of the rank that failed, ends the others.
+"""The worker processes of one machine, one a rank: wait for them, report the error of a failed rank, kill the others.
 
-`train` (training/launch.py) and `verify` (verification/ranks.py) fork their ranks from a server. Both hold each
-rank as a `Worker` and wait in `results`. In the process of a rank, `ParentConnection` is the other end of the worker's
+`train` (training/launch.py) and `verify` (verification/ranks.py) fork their ranks from a server. Both represent each
+rank as a `Worker` and wait in `results`. In a rank's process, `ParentConnection` is the other end of the worker's
 connection.
 """
 
@@ -31,17 +31,17 @@ from shardwright.system.control_groups import memory_limit
 from shardwright.system.errors import FullError, ShardwrightError, WorkerError, system_limit
 from shardwright.system.units import GiB, format_bytes
 
-_POLL_S = 0.25  # how often processes are looked at whose connections say nothing
-_LAST_WORDS_S = 1.0  # how long the report of the rank at fault is waited for, where others have lost it
-_OTHER_WORDS_S = 0.2  # how long that of another is, which may have failed before the one that has told
-_STACKS_S = 2.0  # how long ranks that hang are given to write down their stacks
+_POLL_S = 0.25  # interval between checks of processes that send no message
+_LAST_WORDS_S = 1.0  # wait for the report of the failed rank after other ranks lost their connection to it
+_OTHER_WORDS_S = 0.2  # wait for reports of other ranks, which may have failed before the rank that reported first
+_STACKS_S = 2.0  # time that hung ranks have to write their stacks
 PROCESS_BYTES = 0.3 * GiB
-"""Of a rank before it holds any of the model: Python, PyTorch and its libraries."""
+"""Memory of a rank without a model, in bytes: Python, PyTorch and its libraries."""
 STACKS_SHOWN = 8
-"""Of ranks that hang, so many tell where they stand: the others mostly stand in the same places."""
+"""Number of hung ranks whose stacks are shown; the other ranks mostly wait at the same places."""
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-"""Signals that ask a run to end: Ctrl-C, the end of a job's time, the loss of the terminal, Ctrl-\\, and the one that
-`sbatch --signal=USR1` sends before the end of a job's time."""
+"""Signals that ask a run to end: Ctrl-C, the end of a job's time, the loss of the terminal, Ctrl-\\, and the signal
+that `sbatch --signal=USR1` sends before the end of a job's time."""
 _LOST_PEER = (
     "connection closed",
     "connection reset",
@@ -54,7 +54,7 @@ _LOST_PEER = (
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0, 2`, or `ranks 0, 1, 2 and 13 more`."""
+    """Return `rank 3`, `ranks 0, 2`, or `ranks 0, 1, 2 and 13 more`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     shown = ", ".join(map(str, ranks[:STACKS_SHOWN]))
@@ -62,20 +62,20 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 class UsableMemory(NamedTuple):
-    """Bytes that processes on this machine can use, and the file of their control group that allows no more; "" where
-    the machine has no more."""
+    """Bytes that processes on this machine can use, and the file of the control group that limits them; "" if the
+    machine's memory is the limit."""
 
     n_bytes: int
     limit_file: str = ""
 
     def __str__(self) -> str:
-        """`has 32 GiB`, `allows 8 GiB (/sys/fs/cgroup/memory.max)`: what the machine does."""
+        """Return `has 32 GiB` or `allows 8 GiB (/sys/fs/cgroup/memory.max)`."""
         n = format_bytes(self.n_bytes)
         return f"allows {n} ({self.limit_file})" if self.limit_file else f"has {n}"
 
 
 def machine_memory() -> UsableMemory:
-    """The memory of this machine, or what the control groups of this process allow of it."""
+    """Return the memory of this machine, or the limit of this process's control groups if that is smaller."""
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = memory_limit()
     return (
@@ -84,12 +84,12 @@ def machine_memory() -> UsableMemory:
 
 
 def machine_bytes() -> int:
-    """The bytes of `machine_memory`."""
+    """Return the bytes of `machine_memory`."""
     return machine_memory().n_bytes
 
 
 def share_bytes(ranks: int) -> float:
-    """What each of so many ranks on this machine can hold of a model."""
+    """Return the bytes available for the model on each of `ranks` ranks on this machine."""
     return machine_bytes() / ranks - PROCESS_BYTES
 
 
@@ -97,8 +97,8 @@ def share_bytes(ranks: int) -> float:
 class Worker:
     """A rank's process and the connection to it.
 
-    `log` is the file that its stderr goes to; `stack` the one into which SIGUSR1 makes it write its stack. A file
-    `stack` that is not there yet belongs to a process that does not answer the signal yet.
+    `log`: the file for its stderr. `stack`: the file to which the process writes its stack on SIGUSR1. While the file
+    `stack` does not exist, the process does not handle the signal yet.
     """
 
     rank: int
@@ -113,18 +113,18 @@ class Worker:
         return self.process.pid
 
     def exit_code(self) -> int | None:
-        """-N of a process that signal N has ended; None while it runs."""
+        """Return the exit code, -N if signal N ended the process, or None while it runs."""
         return self.process.exitcode if isinstance(self.process, BaseProcess) else self.process.poll()
 
     def wait(self) -> None:
-        """Until the process has ended."""
+        """Wait until the process has ended."""
         if isinstance(self.process, BaseProcess):
             self.process.join()
         else:
             self.process.wait()
 
     def send(self, task: Any) -> None:
-        """Give the process something to do. One that is dead is left to `results` to report."""
+        """Send a task to the process. A dead process is ignored here and reported by `results`."""
         work = pickle.dumps((extensions.loaded(), pickle.dumps(task)))
         with suppress(BrokenPipeError, ConnectionResetError):
             self.link.send_bytes(work)
@@ -132,20 +132,20 @@ class Worker:
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank failed. `error` is raised as it is; where it is None, `text` says what happened to the rank."""
+    """The failure of a rank. `error` is raised unchanged; if it is None, `text` describes the failure."""
 
     time_s: float
     text: str = ""
     error: ShardwrightError | None = None
-    lost_peer: bool = False  # another rank's end is the cause
-    interrupted: bool = False  # one of STOPPING ended it
+    lost_peer: bool = False  # caused by the end of another rank
+    interrupted: bool = False  # ended by a signal in STOPPING
 
 
 class ParentConnection:
-    """The connection of a rank's process to the one that started it, which is to be made first of all.
+    """The connection of a rank's process to its parent, made before anything else in the process.
 
-    When it closes, the parent is gone and this process ends at once: no one else would end it, and it may wait in a
-    collective for ever.
+    When it closes, the parent has ended and this process exits at once. Otherwise it could wait in a collective for
+    ever, because no other process would end it.
     """
 
     def __init__(self, connection: "Connection[Any, Any]") -> None:
@@ -160,35 +160,35 @@ class ParentConnection:
         os._exit(1)
 
     def next_task(self) -> Any:
-        """What the parent sends next; the extensions that the parent has loaded are loaded here, too."""
+        """Return the next task from the parent, after loading the extensions that the parent has loaded."""
         extended, task = pickle.loads(self._tasks.get())
-        extensions.load(extended)  # before anything that they define is unpickled
+        extensions.load(extended)  # before any class that they define is unpickled
         return pickle.loads(task)
 
     def done(self, value: Any = None) -> None:
-        """Tell the parent what the task came to."""
+        """Send the result of the task to the parent."""
         # multiprocessing's own pickling would share tensors by file descriptor, which ends with this process.
         self._connection.send_bytes(pickle.dumps(value))
 
     def failed(self, error: BaseException) -> None:
-        """Tell the parent what went wrong. Without all ranks no collective completes, so this process has to end."""
+        """Report an error to the parent. This process must end, because no collective completes without all ranks."""
         expected = in_one_sentence(error)
         text = "" if expected else f"failed: {type(error).__name__}: {error}\n\n{formatted(error)}\n"
         self.done(Failure(time.time(), text, expected, is_lost_peer(error), isinstance(error, KeyboardInterrupt)))
 
 
 def threads_of_a_rank(world_size: int) -> int:
-    """Threads of each rank on this machine: OMP_NUM_THREADS, or the cores divided by the ranks.
+    """Return the number of threads of each rank on this machine: OMP_NUM_THREADS, or the cores divided by the ranks.
 
-    Ranks share the cores: without a bound each would start as many threads as there are cores.
+    Without a limit each rank would start as many threads as there are cores, which the ranks share.
     """
     given = os.environ.get("OMP_NUM_THREADS", "")
     return int(given) if given.isdecimal() else max(1, (os.cpu_count() or 1) // world_size)
 
 
 def bind_to_loopback(environment: MutableMapping[str, str]) -> None:
-    """Have gloo and NCCL listen on the loopback interface alone, as all ranks are on this machine; unless it says which
-    interface they are to use. Without that gloo takes the address that the host name resolves to."""
+    """Make gloo and NCCL listen on the loopback interface only, because all ranks are on this machine. An interface set
+    in `environment` is kept. By default gloo uses the address that the host name resolves to."""
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if names:
@@ -197,7 +197,7 @@ def bind_to_loopback(environment: MutableMapping[str, str]) -> None:
 
 @contextmanager
 def on_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Have `handler` called for the signals of STOPPING while inside, but for SIGHUP where it is ignored (nohup)."""
+    """Call `handler` for the signals in STOPPING during the block, except for SIGHUP if it is ignored (nohup)."""
 
     def hear(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
@@ -214,7 +214,7 @@ def on_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[Non
 
 
 def leave_dead_terminal() -> None:
-    """Send stdout and stderr nowhere where their terminal is gone: each write to it would be an OSError."""
+    """Redirect stdout and stderr to /dev/null if their terminal is gone, since each write to it would raise OSError."""
     for descriptor in (1, 2):
         try:
             termios.tcgetattr(descriptor)
@@ -224,12 +224,12 @@ def leave_dead_terminal() -> None:
 
 
 def formatted(error: BaseException) -> str:
-    """The traceback of an error, as Python prints it."""
+    """Return the traceback of an error as Python prints it."""
     return "".join(traceback.format_exception(error)).rstrip()
 
 
 def in_one_sentence(error: BaseException) -> ShardwrightError | None:
-    """Return the error of a rank as one that needs no traceback; None for what only a traceback explains."""
+    """Return a rank's error as an error without a traceback, or None if the traceback is needed to explain it."""
     if isinstance(error, ShardwrightError):
         return error
     if isinstance(error, OSError) and (told := system_limit(error)):
@@ -241,7 +241,7 @@ def in_one_sentence(error: BaseException) -> ShardwrightError | None:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an error of torch.distributed says that another rank is gone."""
+    """Return whether an error of torch.distributed means that another rank is gone."""
     from torch.distributed import DistError
 
     return isinstance(error, DistError) or (
@@ -257,13 +257,13 @@ def results(
     is_asked: Callable[[], bool] = lambda: False,
     watched: Callable[[], WorkerError | None] = lambda: None,
 ) -> list[Any]:
-    """What each worker has sent with `ParentConnection.done`, by rank.
+    """Return the value that each worker sent with `ParentConnection.done`, by rank.
 
-    Where one fails, its error is raised: a ShardwrightError as it is, all else as a WorkerError that names the rank
-    and says what it told, or how it died. Raises WorkerError with their stacks for ranks that are not done within
-    `timeout_s`, and KeyboardInterrupt for ranks that a signal of STOPPING has ended if `is_asked()`, that is, if this
-    process has sent it to them on request. `watched` is called several times a second; what it returns, other than
-    None, is raised. Ends no process: that is `end`'s.
+    If a rank fails, its error is raised: a ShardwrightError unchanged, any other error as a WorkerError with the rank
+    and its report, or how it died. Raises WorkerError with the stacks of ranks that are not done within `timeout_s`
+    seconds. Raises KeyboardInterrupt if a signal in STOPPING ended the ranks and `is_asked()` returns True, that is,
+    this process sent the signal on request. `watched` is called several times a second; an error that it returns is
+    raised. No process is ended here; `end` does that.
     """
     told: dict[int, Any] = {}
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -273,7 +273,7 @@ def results(
         left_s = _POLL_S if deadline is None else deadline - time.monotonic()
         told |= _news([worker for worker in workers if worker.rank not in told], left_s)
         if not failures and (failures := _failures(told)):
-            # Others may have failed first and tell it later.
+            # Other ranks may have failed first and report it later.
             deadline = time.monotonic() + _LAST_WORDS_S
         if not at_fault and (at_fault := any(not failure.lost_peer for failure in _failures(told).values())):
             deadline = min(deadline or math.inf, time.monotonic() + _OTHER_WORDS_S)
@@ -309,7 +309,7 @@ def results(
 
 
 def end(workers: Iterable[Worker]) -> None:
-    """Kill what still runs, with its children: without all ranks no collective completes, so nothing is waited for."""
+    """Kill running workers and their children without waiting: no collective completes without all ranks."""
     workers = list(workers)
     for worker in workers:
         kill(worker)
@@ -322,7 +322,7 @@ def kill(worker: Worker) -> None:
     """Kill a rank that still runs, with its children."""
     if worker.exit_code() is None:
         with suppress(ProcessLookupError):
-            # A rank that has only just been forked leads no group yet.
+            # A rank that has just been forked does not lead a process group yet.
             (os.killpg if os.getpgid(worker.pid) == worker.pid else os.kill)(worker.pid, signal.SIGKILL)
 
 
@@ -331,11 +331,11 @@ def _failures(told: dict[int, Any]) -> dict[int, Failure]:
 
 
 def _news(workers: Sequence[Worker], wait_s: float) -> dict[int, Any]:
-    """What workers have told by now, or how they died; waits for the first of it."""
+    """Wait for the first report or death of a worker; return all reports received by then, by rank."""
     news = {}
     wait([worker.link for worker in workers], max(0.0, min(_POLL_S, wait_s)))
     for worker in workers:
-        code = worker.exit_code()  # before its connection is read, which then holds all that it has told
+        code = worker.exit_code()  # read before the connection, which then contains all that it sent
         try:
             if worker.link.poll():
                 news[worker.rank] = pickle.loads(worker.link.recv_bytes())
@@ -369,7 +369,7 @@ def _silent_death(worker: Worker) -> Failure:
 
 
 def _last_words(log: Path) -> list[str]:
-    """Python's report of a crash, if there is one, or the last lines."""
+    """Return Python's report of a crash, or the last lines of the log."""
     lines = log.read_text(errors="replace").strip().splitlines()
     fatal = [line for line in lines if line.startswith("Fatal Python error")]
     if fatal:
@@ -379,7 +379,7 @@ def _last_words(log: Path) -> list[str]:
 
 
 def _stacks(workers: Sequence[Worker]) -> str:
-    """The stack of each of these ranks, which writes it to a file when SIGUSR1 comes, without running any Python."""
+    """Return the stacks of these ranks. On SIGUSR1 a rank writes its stack to a file without running Python."""
     ready = {worker.rank: worker.stack for worker in workers if worker.stack is not None and worker.stack.exists()}
     for worker in workers:
         if worker.rank in ready:

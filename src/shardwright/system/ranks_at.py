@@ -1,12 +1,12 @@
-"""Where the ranks of a run are, as each reports it in files of the run's folder, and which of them hold up the others.
+"""The state of each rank of a run, written to files in the run's folder, and the diagnosis of a hang.
 
-    OUT/ranks/rank-R.json      what does not change: host, process id, device, coordinates in the layout
-    OUT/ranks/rank-R.state     step, phase and since when, written by the training thread at each change, through shared
-                               memory: it is there to be read when the process is stopped or dead
-    OUT/ranks/asked            there when somebody wants to know where all ranks stand
-    OUT/ranks/rank-R.dump      the answer of rank R: its Python stack and its collectives
+    OUT/ranks/rank-R.json      constant data: host, process id, device, coordinates in the layout
+    OUT/ranks/rank-R.state     step, phase and its start time, written by the training thread at each change through
+                               shared memory, so that it can be read when the process is stopped or dead
+    OUT/ranks/asked            exists while a process requests the dumps of all ranks
+    OUT/ranks/rank-R.dump      the dump of rank R: its Python stack and its collectives
 
-No torch: the launcher reads them, too.
+No torch: the launcher reads these files, too.
 """
 
 import json
@@ -29,27 +29,29 @@ RANKS = "ranks"
 PHASES_SEEN = (
     "start", "agreement", "data", "forward_backward", "optimizer", "log", "evaluation", "checkpoint",
 )  # fmt: skip
-"""Parts of a run in which a rank can be. `agreement`: on whether a signal asked to stop; `log`: reading values back."""
+"""Phases of a run. `agreement`: agree on whether a signal asked to stop; `log`: read values back from the device."""
 Phase = Literal["start", "agreement", "data", "forward_backward", "optimizer", "log", "evaluation", "checkpoint"]
 FIRST_LIMIT_S = 600.0
-"""What a phase may take that has not been timed yet: compilation, the first batch, the first checkpoint."""
+"""Time limit of a phase that has not been timed yet, in seconds: compilation, first batch, first checkpoint."""
 TIMES_LARGEST = 5.0
-"""A phase may take so many times the longest that it was seen to take (nvidia-resiliency-ext: the same factor)."""
+"""Time limit of a phase as a multiple of its longest measured time (nvidia-resiliency-ext: the same factor)."""
 NOT_TIMED = 1
-"""First turns of a phase that are not timed: they build, compile and warm up."""
+"""Number of first turns of a phase that are not timed, since they build, compile and warm up."""
 FEW_TURNS = 3
-"""Turns of a phase up to which `FIRST_LIMIT_S` holds."""
+"""Number of turns of a phase during which `FIRST_LIMIT_S` applies."""
 _PLACE = struct.Struct("<qqdd")
 _BEAT = struct.Struct("<qd128s")
 _HEARD_S = 5.0
-"""How long the answers of ranks are waited for."""
+"""Timeout for the dumps of ranks, in seconds."""
 
 
 @dataclass(frozen=True)
 class RankState:
-    """What a rank has last reported: `beats` of its monitor, optimizer steps begun, the phase, `since_s` when (on the
-    monotonic clock of its machine), `limit_s` how long it may take, and the line of Python it was last seen at in this
-    phase; "" where it has not been looked at since the phase began."""
+    """The last reported state of a rank.
+
+    `beats`: beats of its monitor. `step`: optimizer steps started. `since_s`: start of the phase on the monotonic clock
+    of its machine. `limit_s`: time limit of the phase. `line`: the Python line last seen in this phase, or "".
+    """
 
     beats: int
     step: int
@@ -59,33 +61,33 @@ class RankState:
     line: str
 
     def over_s(self, now_s: float) -> float:
-        """How much longer than it may the phase has gone on at `now_s`."""
+        """Return by how many seconds the phase exceeds its time limit at `now_s`."""
         return now_s - self.since_s - self.limit_s
 
 
 class RankStateFile:
-    """The file of a rank's state, open to write or to read."""
+    """The state file of a rank, open for writing or reading."""
 
     def __init__(self, path: Path, writes: bool) -> None:
         size = _PLACE.size + _BEAT.size
         if writes:
-            write_whole(path, bytes(size))  # renamed: who has mapped the file of a process before this one keeps that
+            write_whole(path, bytes(size))  # by rename: a reader that has mapped an earlier process's file keeps it
         with path.open("r+b" if writes else "rb") as file:
             access = mmap.ACCESS_WRITE if writes else mmap.ACCESS_READ
             self._memory = mmap.mmap(file.fileno(), size, access=access)
 
     def place(self, step: int, phase: Phase, since_s: float, limit_s: float) -> None:
-        """Of the training thread: a few microseconds, no system call."""
+        """Write the step and phase from the training thread: a few microseconds, no system call."""
         _PLACE.pack_into(self._memory, 0, step, PHASES_SEEN.index(phase), since_s, limit_s)
 
     def beat(self, beats: int, since_s: float, line: str) -> None:
-        """Of the monitor's thread, which has seen the line in the phase that began at `since_s`."""
+        """Write a beat from the monitor's thread, which saw `line` in the phase that started at `since_s`."""
         _BEAT.pack_into(self._memory, _PLACE.size, beats, since_s, line.encode()[:128])
 
     def read(self) -> RankState:
         step, phase, since_s, limit_s = _PLACE.unpack_from(self._memory, 0)
         beats, seen_since_s, line = _BEAT.unpack_from(self._memory, _PLACE.size)
-        if seen_since_s != since_s:  # of a phase before
+        if seen_since_s != since_s:  # an earlier phase
             line = b""
         name = PHASES_SEEN[phase] if 0 <= phase < len(PHASES_SEEN) else "start"
         return RankState(beats, step, name, since_s, limit_s, line.rstrip(b"\0").decode(errors="replace"))
@@ -93,7 +95,7 @@ class RankStateFile:
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """What does not change of a rank: where it runs, and its coordinates along the axes of the layout."""
+    """The constant data of a rank: where it runs, and its coordinates along the axes of the layout."""
 
     rank: int
     host: str
@@ -104,9 +106,12 @@ class RankIdentity:
 
 @dataclass(frozen=True)
 class JoinedCollective:
-    """A collective that a rank has joined and that is not complete: number `number` of the process group of `ranks`,
-    `axes` in words. Or a message from the first to the second of two `ranks`, number `number` of its kind between them,
-    which a rank waits for and both have to begin."""
+    """An incomplete collective that a rank has joined, or an incomplete message that a rank waits for.
+
+    A collective has number `number` in the process group of `ranks`; `axes` names the axes in words. A message goes
+    from the first to the second of two `ranks` and has number `number` among the messages of its kind between them;
+    both ranks must start it.
+    """
 
     name: str
     number: int
@@ -118,11 +123,13 @@ class JoinedCollective:
 
 @dataclass(frozen=True)
 class RankDump:
-    """The answer of a rank. `line`: file, line and function of Shardwright's own code it is in; `waits`: whether it is
-    in a collective or a message; `stack`: of its training thread; `pending`: a message that it waits for, then
-    collectives that it has joined and that are not complete, the oldest first; `joined`: process group -> number of the
-    last collective or message of it that it has joined or begun; `for_s`: how long it has been in its phase, by the
-    clock of its machine."""
+    """The dump of a rank.
+
+    `line`: current file, line and function in Shardwright's own code. `waits`: whether the rank is in a collective or a
+    message. `stack`: of its training thread. `pending`: a message that it waits for, then incomplete collectives that
+    it has joined, oldest first. `joined`: process group -> number of the last collective or message that the rank has
+    joined or started. `for_s`: time in its phase in seconds, by its machine's clock.
+    """
 
     line: str
     waits: bool
@@ -138,7 +145,7 @@ _IDENTITY, _DUMP = TypeAdapter(RankIdentity), TypeAdapter(RankDump)
 
 
 class RanksFolder:
-    """OUT/ranks."""
+    """The folder OUT/ranks."""
 
     def __init__(self, out: Path) -> None:
         self.path = out / RANKS
@@ -147,7 +154,7 @@ class RanksFolder:
         return self.path / f"rank-{rank}.state"
 
     def introduce(self, identity: RankIdentity) -> RankStateFile:
-        """Say who this rank is, and open its state to write."""
+        """Write the rank's constant data and open its state file for writing."""
         self.path.mkdir(parents=True, exist_ok=True)
         for path in (self.path / f"rank-{identity.rank}.dump", self.path / "asked"):
             path.unlink(missing_ok=True)
@@ -156,7 +163,7 @@ class RanksFolder:
         return reported
 
     def forget(self, rank: int) -> None:
-        """Remove the files of a rank, and the folder with the last of them."""
+        """Remove the files of a rank, and the folder after the last rank's files."""
         for name in ("json", "state", "dump"):
             (self.path / f"rank-{rank}.{name}").unlink(missing_ok=True)
         (self.path / "asked").unlink(missing_ok=True)
@@ -169,23 +176,23 @@ class RanksFolder:
         return _read(_IDENTITY, self.path / f"rank-{rank}.json")
 
     def state(self, rank: int) -> RankState | None:
-        """What a rank has last reported; None before its first report."""
+        """Return the last reported state of a rank, or None before its first report."""
         try:
             return RankStateFile(self.state_of(rank), writes=False).read()
         except (OSError, ValueError):
             return None
 
     def clear(self) -> None:
-        """Remove what an earlier run has left, before ranks are started."""
+        """Remove the files of an earlier run, before ranks are started."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def ask(self) -> None:
-        """Ask all ranks where they stand."""
+        """Request a dump from all ranks."""
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / "asked").touch()
 
     def take_back(self) -> None:
-        """Nobody asks any more."""
+        """Withdraw the request by deleting the `asked` file."""
         (self.path / "asked").unlink(missing_ok=True)
 
     @property
@@ -196,7 +203,7 @@ class RanksFolder:
         write_whole(self.path / f"rank-{rank}.dump", json.dumps(asdict(dump)).encode())
 
     def answers(self, ranks: Sequence[int], mute: Sequence[int] = ()) -> dict[int, RankDump]:
-        """The answers of ranks; waits for those that are not `mute`."""
+        """Return the dumps of `ranks`, waiting for the ranks that are not in `mute`."""
         until = time.monotonic() + _HEARD_S
         while True:
             found = {rank: dump for rank in ranks if (dump := _read(_DUMP, self.path / f"rank-{rank}.dump"))}
@@ -213,12 +220,12 @@ def _read(adapter, path: Path):  # type: ignore[no-untyped-def]
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process of this machine is stopped by a signal or a debugger."""
+    """Return whether a process of this machine is stopped by a signal or a debugger."""
     return _kernel_state(pid) in ("T", "t")
 
 
 def is_dead(pid: int) -> bool:
-    """Whether there is no such process on this machine any more."""
+    """Return whether no process of this machine has this pid any more."""
     return _kernel_state(pid) in ("", "Z", "X")
 
 
@@ -236,12 +243,12 @@ def describe(
     fates: Mapping[int, str],
     now_s: float,
 ) -> tuple[list[int], str]:
-    """The ranks that hold up the others, and the whole of what there is to say of a hang. `fates`: what is known of
-    ranks that cannot answer: stopped, dead, unreachable.
+    """Return the ranks that block the others, and a full description of the hang.
 
-    A rank that was heard and is not in a collective or message holds up those that are, as does one that cannot answer:
-    of the graph of who waits for whom these are the ranks that wait for none. Where all wait, the collectives that
-    they have joined are not the same, or the messages of one that all of its ranks have joined do not arrive.
+    `fates`: state of ranks that cannot answer: stopped, dead, unreachable. A rank blocks others if it answered and is
+    not in a collective or message, or if it cannot answer; in the wait-for graph these ranks wait for no rank. If all
+    ranks wait, then either they have joined different collectives, or a collective that all its ranks have joined does
+    not complete.
     """
     ranks = sorted(states)
     gone = [rank for rank in ranks if rank in fates]
@@ -272,7 +279,7 @@ def describe(
 
 
 SHOWN = 4
-"""Of the ranks at fault, so many are described, and of the classes of others, which have equal stacks, the smallest."""
+"""Maximum number of described ranks at fault, and of the other classes of ranks with equal stacks, smallest first."""
 
 
 def _of(
@@ -283,14 +290,14 @@ def _of(
     fates: Mapping[int, str],
     now_s: float,
 ) -> str:
-    """One rank: what became of it, where it runs, and what it is doing."""
+    """Return the description of one rank: its fate, where it runs, and what it is doing."""
     state, who, dump = states[rank], identities.get(rank), dumps.get(rank)
     runs = "does not answer" if dump is None else "runs, and does not come to where the others wait"
     words = [f"rank {rank} {fates.get(rank, runs)}"]
     if who is not None:
         at = " ".join(f"{axis}={n}" for axis, n in who.at.items())
         words.append(f"{who.device} of {who.host}, process {who.pid}" + (f" ({at})" if at else ""))
-    # The clocks of two machines have begun at different times.
+    # The monotonic clocks of two machines have different origins.
     here = who is None or who.host == os.uname().nodename
     for_s = dump.for_s if dump is not None and dump.for_s is not None else now_s - state.since_s if here else 0.0
     took = f" for {for_s:.1f} s" if 0 < for_s < 1e6 else ""
@@ -303,8 +310,7 @@ def _of(
 
 
 def _missed(rank: int, dumps: Mapping[int, RankDump]) -> list[str]:
-    """The collectives that other ranks have joined and this one has not, each with those that wait in it, and so the
-    messages."""
+    """Return the collectives and messages that other ranks have joined and this rank has not, with waiting ranks."""
     waiting: dict[JoinedCollective, list[int]] = {}
     joined = dumps[rank].joined if rank in dumps else {}
     for other, dump in dumps.items():
@@ -318,15 +324,15 @@ def _missed(rank: int, dumps: Mapping[int, RankDump]) -> list[str]:
 
 
 def _to_begin(each: JoinedCollective, rank: int) -> str:
-    """What a rank would have had to do."""
+    """Return the action that a rank should have taken."""
     if not each.is_message:
         return "joined"
     return "sent" if rank == each.ranks[0] else "took"
 
 
 def _joined_by_all(dumps: Mapping[int, RankDump]) -> JoinedCollective | None:
-    """A collective that is not complete though all of its ranks have joined it, if there is one. Only the oldest of
-    each rank counts: later ones may be queued behind it."""
+    """Return an incomplete collective that all of its ranks have joined, or None. Only the oldest collective of each
+    rank counts, since later ones may be queued behind it."""
     stuck = [
         each
         for each in {dump.pending[0] for dump in dumps.values() if dump.pending}
@@ -336,7 +342,7 @@ def _joined_by_all(dumps: Mapping[int, RankDump]) -> JoinedCollective | None:
 
 
 def _between(each: JoinedCollective, identities: Mapping[int, RankIdentity]) -> str:
-    """The machines of a collective, if they are several, with the ranks of each."""
+    """Return the machines of a collective with the ranks of each; empty for one machine."""
     hosts: dict[str, list[int]] = {}
     for rank in each.ranks:
         if rank in identities:
@@ -353,8 +359,8 @@ def _wait(ranks: Sequence[int]) -> str:
 
 
 def in_words(each: JoinedCollective) -> str:
-    """`all_reduce number 12 of the group of tp (ranks 0, 1)`, or `the input of 1F3, number 7 of the messages of pp from
-    rank 0 to rank 2`."""
+    """Return `all_reduce number 12 of the group of tp (ranks 0, 1)`, or `the input of 1F3, number 7 of the messages of
+    pp from rank 0 to rank 2`."""
     if each.is_message:
         source, target = each.ranks
         return f"{each.name}, number {each.number} of the messages of {each.axes} from rank {source} to rank {target}"
@@ -362,7 +368,7 @@ def in_words(each: JoinedCollective) -> str:
 
 
 def _waiting(ranks: Sequence[int], states: Mapping[int, RankState], dumps: Mapping[int, RankDump]) -> list[str]:
-    """Ranks that wait, those at the same place together."""
+    """Return lines for the waiting ranks; ranks at the same place share a line."""
     places: dict[str, list[int]] = {}
     for rank in ranks:
         dump = dumps.get(rank)
@@ -373,7 +379,7 @@ def _waiting(ranks: Sequence[int], states: Mapping[int, RankState], dumps: Mappi
 
 
 class RanksWatch:
-    """What the process that started ranks on this machine sees of them."""
+    """The view that a launcher process has of its ranks on this machine."""
 
     def __init__(self, out: Path, world_size: int) -> None:
         self.folder, self.world_size = RanksFolder(out), world_size
@@ -383,7 +389,7 @@ class RanksWatch:
         self._late = False
 
     def states(self) -> dict[int, RankState]:
-        """What the ranks that have reported anything have last reported."""
+        """Return the last state of each rank that has reported."""
         for rank in range(self.world_size):
             if rank not in self._open:
                 try:
@@ -393,20 +399,20 @@ class RanksWatch:
         return {rank: state for rank, each in self._open.items() if (state := each.read()).since_s > 0}
 
     def hang(self) -> tuple[list[int], str] | None:
-        """The ranks at fault and what to say, once a rank takes longer than it may; None while none does."""
+        """Return the ranks at fault and the description once a rank exceeds its time limit, otherwise None."""
         now_s = time.monotonic()
         gap_s = now_s - self._looked_s
         self._looked_s = now_s
-        if gap_s > SUSPENDED_S:  # this process was stopped, and perhaps the ranks were with it
+        if gap_s > SUSPENDED_S:  # this process was suspended, perhaps together with the ranks
             self._lost_s = now_s
-        # Twice in a row: a state may be read while it is written.
+        # Twice in a row, because a state may be read while it is written.
         late, self._late = self._late, self._is_late(now_s)
         if not (late and self._late):
             return None
         found = self.compared(self.states())
         if self._is_late(time.monotonic()):
             return found
-        self.folder.take_back()  # it goes on after all
+        self.folder.take_back()  # it continues after all
         return None
 
     def _is_late(self, now_s: float) -> bool:
@@ -414,7 +420,7 @@ class RanksWatch:
         return any(s.limit_s and now_s > max(s.since_s, self._lost_s) + s.limit_s for s in states)
 
     def compared(self, states: Mapping[int, RankState]) -> tuple[list[int], str]:
-        """Ask all ranks where they stand, and compare."""
+        """Request a dump from all ranks and compare the dumps."""
         self.folder.ask()
         identities = {rank: who for rank in states if (who := self.folder.identity(rank))}
         fates = {rank: fate for rank, who in identities.items() if (fate := fate_of(who))}
@@ -424,11 +430,11 @@ class RanksWatch:
 
 
 SUSPENDED_S = 5.0
-"""Seconds between two looks, which are fractions of a second apart, that mean that the process was stopped itself."""
+"""Seconds between two checks, normally fractions of a second apart, that mean that this process was suspended."""
 
 
 def fate_of(who: RankIdentity) -> str:
-    """What keeps a rank of this machine from answering; nothing where it may, or is on another machine."""
+    """Return why a rank of this machine cannot answer; "" if it can, or if it is on another machine."""
     if who.host != os.uname().nodename:
         return ""
     if is_dead(who.pid):

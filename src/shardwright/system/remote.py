@@ -8,8 +8,8 @@ REMOTE = "://"
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """The file system of a URL, or of a path on the disk, and the path there. Raises ValueError, with the reason, for a
-    kind of URL that fsspec does not know, or that needs a package which is not installed."""
+    """Return the fsspec file system of a URL or local path, and the path in it. Raises ValueError with the reason for a
+    URL scheme that fsspec does not know or that needs a package that is not installed."""
     import fsspec
 
     if MASK in url:

@@ -1,4 +1,4 @@
-"""What torchtitan, Megatron-LM, DeepSpeed and Hugging Face call the keys and values of a run file.
+"""Names in torchtitan, Megatron-LM, DeepSpeed and Hugging Face for the keys and values of a run file.
 
 Every "did you mean" (`errors.nearest`) looks here before it compares spellings.
 """
@@ -88,7 +88,7 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "warmup": ("lr_schedule.warmup_steps",),
     "warmup_iters": ("lr_schedule.warmup_steps",),
     "linear": ("wsd",),
-    # Precision; a type that nothing computes in yet is no misspelling of another
+    # Precision. Unsupported compute types have empty rows, so they are not treated as misspellings.
     "dtype": ("precision.compute",),
     "mixed_precision": ("precision.compute",),
     "bf16": ("bfloat16", "precision.compute"),
@@ -109,7 +109,7 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "float8": ("precision.fp8",),
     "mxfp8": (),
     "nvfp4": (),
-    # What there is not
+    # Not supported
     "adapter": (),
     "async_checkpoint": (),
     "cpu_offload": ("layout.offload_optimizer",),
@@ -178,10 +178,10 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "num_nextn_predict_layers": ("model.mtp_modules",),
     "mtp_loss_scaling_factor": ("model.mtp_weight",),
 }
-"""A name in lower case with underscores -> what it is called here: a key with its section, or a value. An empty row is
-the name of something that is not supported, so that no name that looks like it is offered."""
+"""A name in lower case with underscores -> the name here: a key with its section, or a value. An empty row is the name
+of an unsupported feature, so that no similarly spelt name is suggested."""
 
 
 def called_here(name: str) -> tuple[str, ...] | None:
-    """What a name of the field is called here; None for one that is not in the table."""
+    """Return the names here for a name of another library; None if it is not in the table."""
     return SYNONYMS.get(name.strip().lower().replace("-", "_").replace(" ", "_"))

@@ -1,16 +1,16 @@
 """Every private name of PyTorch that this package uses, and every difference between the versions it supports.
 
 A name is private if a part of its path begins with one underscore: `torch._foreach_norm`, `Tensor._version`,
-`torch.ops.aten._flash_attention_forward`, and all that is imported from `torch._subclasses`. PyTorch changes such names
-without notice. No other module of the package may use one: it takes the function, class or operator from here.
-`tests/test_torch_private.py` checks that no other module does, and reports each name that the installed PyTorch lacks.
+`torch.ops.aten._flash_attention_forward`, and every import from `torch._subclasses`. PyTorch changes such names without
+notice. No other module of the package may use a private name; it imports the function, class or operator from here.
+`tests/test_torch_private.py` checks this, and reports each name that the installed PyTorch lacks.
 
-| PyTorch | what differs                                                            | here                        |
+| PyTorch | difference                                                              | here                        |
 | ------- | ----------------------------------------------------------------------- | --------------------------- |
-| 2.11    | a module of FSDP2 has one group of parameters or None, not a list       | `parameter_groups`          |
+| 2.11    | an FSDP2 module has one parameter group or None, not a list             | `parameter_groups`          |
 | 2.11    | FSDP2 cannot reduce zeros for parameters without a gradient             | `reduce_unused_parameters`  |
-| 2.11    | `varlen_attn` takes fewer kv heads than heads without being told so     | `varlen_attention`          |
-| 2.13    | new names of two collectives, and warnings about the old ones           | `all_gather_single` and ... |
+| 2.11    | `varlen_attn` accepts fewer kv heads than heads without a flag          | `varlen_attention`          |
+| 2.13    | new names of two collectives, and warnings about the old names          | `all_gather_single` and ... |
 """
 
 import inspect
@@ -77,13 +77,13 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 
 
 def varlen_attention(q_NHC: Tensor, k_NKC: Tensor, v_NKC: Tensor, ends: Tensor, longest: int) -> Tensor:
-    """Causal attention within each document by PyTorch's variable-length attention; (N, H, C). `ends`: 0 and the ends
-    of the documents.
+    """Return causal attention within each document by PyTorch's variable-length attention, (N, H, C). `ends`: 0 and the
+    end positions of the documents.
 
-    The flash kernel itself reads fewer kv heads. PyTorch 2.11 passes them on; newer versions refuse them without
-    `enable_gqa`, which changes nothing else.
+    The flash kernel itself accepts fewer kv heads than heads. PyTorch 2.11 passes them through; newer versions reject
+    them without `enable_gqa`, which has no other effect.
     """
-    from torch.nn.attention.varlen import varlen_attn  # asks for the device when it is imported
+    from torch.nn.attention.varlen import varlen_attn  # queries the device on import
 
     grouped = q_NHC.shape[1] != k_NKC.shape[1]
     has_flag = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -97,28 +97,27 @@ def varlen_attention(q_NHC: Tensor, k_NKC: Tensor, v_NKC: Tensor, ends: Tensor, 
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """A number that a storage has while it exists, and no other storage at the same time; fake ones have it too."""
+    """Return a number that identifies a storage, also a fake one, among the storages that exist at the same time."""
     return storage._cdata
 
 
 def tensor_version(tensor: Tensor) -> int:
-    """How many times a tensor was changed in place."""
+    """Return how often a tensor was modified in place."""
     return tensor._version
 
 
 def map_tensors(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Replace each parameter and buffer of a module and of those in it, as `Module.to` does."""
+    """Replace each parameter and buffer of a module and its submodules, as `Module.to` does."""
     module._apply(change)
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """The mesh of one axis, `name`, with the ranks of all axes of `mesh`."""
+    """Return a mesh with one axis `name` that has the ranks of all axes of `mesh`."""
     return mesh._flatten(name)
 
 
 def keep_compiled_side_effects_once() -> None:
-    """Have compiled blocks that run again in the backward pass change attributes of modules in the forward pass
-    alone."""
+    """Make recomputed compiled blocks in the backward pass change module attributes only in the forward pass."""
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
 
 
@@ -126,8 +125,7 @@ def keep_compiled_side_effects_once() -> None:
 
 
 def parameter_groups(module: FSDPModule) -> list[FSDPParamGroup]:
-    """The groups of parameters of one module of FSDP2, without those of modules in it: none or one with
-    `fully_shard`."""
+    """Return the parameter groups of one FSDP2 module without its submodules': none or one with `fully_shard`."""
     state: Any = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -135,7 +133,7 @@ def parameter_groups(module: FSDPModule) -> list[FSDPParamGroup]:
 
 
 def reduce_unused_parameters(module: FSDPModule) -> None:
-    """Have FSDP2 reduce zeros where a parameter of the module has no gradient."""
+    """Make FSDP2 reduce zeros for parameters of the module that have no gradient."""
     if hasattr(module, "set_reduce_scatter_unused_params"):
         module.set_reduce_scatter_unused_params(True, recurse=False)
         return
@@ -152,66 +150,66 @@ def _post_backward_with_zeros(group: FSDPParamGroup, post_backward: Callable[...
 
 
 def end_backward(root: FSDPModule) -> None:
-    """What FSDP2 does at the end of a backward pass, for all modules below the outermost one."""
+    """Run FSDP2's end of a backward pass for all modules below the root."""
     root._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def whole_parameter(parameter: FSDPParam) -> nn.Parameter | None:
-    """The tensor that a parameter is gathered into; None before it was gathered first."""
+    """Return the unsharded parameter, or None before the first all-gather."""
     return getattr(parameter, "_unsharded_param", None)
 
 
 def shard_of(parameter: FSDPParam) -> Tensor:
-    """This rank's shard of a parameter, flat and padded, where FSDP2 keeps it between steps."""
+    """Return this rank's shard of a parameter, flat and padded, as FSDP2 stores it between steps."""
     return parameter._sharded_param_data
 
 
 def set_shard(parameter: FSDPParam, shard: Tensor) -> None:
-    """Replace what `shard_of` returns."""
+    """Replace the tensor that `shard_of` returns."""
     parameter._sharded_param_data = shard
 
 
 def secondary_shard_of(parameter: FSDPParam) -> Tensor | None:
-    """What this rank keeps of a gathered parameter for the backward pass."""
+    """Return this rank's part of a gathered parameter that is kept for the backward pass (secondary shard)."""
     return parameter._sharded_post_forward_param_data
 
 
 def set_secondary_shard(parameter: FSDPParam, shard: Tensor | None) -> None:
-    """Replace what `secondary_shard_of` returns."""
+    """Replace the tensor that `secondary_shard_of` returns."""
     parameter._sharded_post_forward_param_data = shard
 
 
 def register_shard(parameter: FSDPParam) -> None:
-    """Make the shard the parameter of its module, as between steps."""
+    """Register the shard as the parameter of its module, as it is between steps."""
     parameter._setattr_on_modules(parameter.sharded_param)
 
 
 def pending_gather(group: FSDPParamGroup) -> Any:
-    """The all-gather of a group that was started and not waited for, or None."""
+    """Return the all-gather of a group that was started and not yet waited for, or None."""
     return group._all_gather_result
 
 
-# Which operation runs
+# Running operation
 
 
 def node_number() -> int | None:
-    """The number of the node of the graph whose backward pass runs; None outside of backward passes."""
+    """Return the number of the autograd node whose backward runs, or None outside of a backward pass."""
     node: Any = torch._C._current_autograd_node()
     return None if node is None else int(node._sequence_nr())
 
 
 def next_node_number() -> int:
-    """The number that the next node of the graph gets."""
+    """Return the number that the next autograd node gets."""
     return torch.autograd._get_sequence_nr()
 
 
 def script_type(value: torch.ScriptObject) -> str:
-    """The name of the class in C++ of a value that PyTorch passes to operators."""
+    """Return the C++ class name of a value that PyTorch passes to operators."""
     return str(value._type())
 
 
 class DispatchMode(TorchDispatchMode):
-    """A mode in which nothing is compiled. A guard against that around every operation costs a tenth of the time."""
+    """A dispatch mode without Dynamo's guard, which would take 10 % of the time. Nothing is compiled in it."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -234,14 +232,14 @@ GATHER_PARAMETERS = TorchAttribute(_fsdp_param_group, "foreach_all_gather")
 REDUCE_GRADIENTS = TorchAttribute(_fsdp_param_group, "foreach_reduce")
 WAIT_FOR_PARAMETERS = TorchAttribute(FSDPParamGroup, "wait_for_unshard")
 SHARDS_TO_GATHER = TorchAttribute(FSDPParam, "all_gather_inputs")
-"""A property: the tensors of a parameter that this rank sends."""
+"""A property: the tensors of a parameter that this rank sends in an all-gather."""
 SHAPE_OF_WHOLE = TorchAttribute(ShardingPropagator, "_propagate_tensor_meta_non_cached")
-"""DTensor runs an operation on fake tensors of the size of the whole ones here, to know the shape of its result."""
+"""DTensor runs an operation here on fake tensors of the unsharded sizes to infer the shape of its result."""
 
 
 @contextmanager
 def replaced(place: TorchAttribute, make: Callable[[Any], Any]) -> Iterator[None]:
-    """In the block an attribute is `make(what it was)`."""
+    """Replace an attribute by `make(old value)` during the block."""
     before = inspect.getattr_static(place.owner, place.name)
     setattr(place.owner, place.name, make(before))
     try:
@@ -251,8 +249,8 @@ def replaced(place: TorchAttribute, make: Callable[[Any], Any]) -> Iterator[None
 
 
 def start_fake_world(rank: int, world_size: int) -> None:
-    """Join a process group of ranks that are not there, in which collectives on fake tensors do nothing."""
-    # These two register operators and a backend: imported where a dry run starts, and nowhere else.
+    """Join a process group of nonexistent ranks, in which collectives on fake tensors do nothing."""
+    # These imports register operators and a backend, so only a dry run imports them.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -262,13 +260,13 @@ def start_fake_world(rank: int, world_size: int) -> None:
 
 
 def group_names() -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and ranks of each process group of this rank."""
+    """Yield the name and ranks of each process group of this rank."""
     world = dist.distributed_c10d._world
     for group, name in world.pg_names.items():
         yield name, tuple(sorted(world.pg_group_ranks[group]))
 
 
 def flight_record() -> list[dict[str, Any]]:
-    """The collectives in the Flight Recorder; none where this build of PyTorch has no recorder."""
+    """Return the collectives in the Flight Recorder; empty if this build of PyTorch has no recorder."""
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
     return json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", []) if dump else []

@@ -1,4 +1,4 @@
-"""Bytes, seconds and counts as people read them, divisors and multiples, and items in groups of so many bytes.
+"""Formatting and parsing of bytes, seconds and counts; divisors, multiples, and grouping of items by size.
 
 GiB is 2**30 bytes, GB 1e9.
 """
@@ -14,7 +14,7 @@ KiB, MiB, GiB, TiB = 2**10, 2**20, 2**30, 2**40
 
 
 def format_bytes(n_bytes: float) -> str:
-    """`1536` -> `1.5 KiB`; three significant digits, binary prefixes."""
+    """Return `1.5 KiB` for 1536: three significant digits, binary prefixes."""
     for unit, size in (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
         if abs(n_bytes) >= size:
             return f"{n_bytes / size:.3g} {unit}" if n_bytes < 1000 * size else f"{n_bytes / size:.0f} {unit}"
@@ -22,13 +22,13 @@ def format_bytes(n_bytes: float) -> str:
 
 
 def format_host_bytes(n_bytes: float) -> str:
-    """`1.13e12` -> `1.03 TiB (1.13 TB)`: memory of a host, which is sold by decimal prefixes."""
+    """Return `1.03 TiB (1.13 TB)` for 1.13e12. Host memory is sold by decimal prefixes."""
     unit, size = ("TB", 1e12) if n_bytes >= 1e12 else ("GB", 1e9)
     return f"{format_bytes(n_bytes)} ({n_bytes / size:.3g} {unit})"
 
 
 def parsed_bytes(text: str) -> float | None:
-    """`80GiB`, `80 GB` -> bytes; None for what is no number above 0 with a unit."""
+    """Return the bytes of `80GiB` or `80 GB`; None unless the text is a positive number with a unit."""
     form = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGT])(i?)B\s*", text, re.IGNORECASE)
     if form is None:
         return None
@@ -37,7 +37,7 @@ def parsed_bytes(text: str) -> float | None:
 
 
 def format_count(n: float) -> str:
-    """`1_234_567` -> `1.23M`; decimal prefixes, for parameters and tokens."""
+    """Return `1.23M` for 1_234_567: decimal prefixes, for parameters and tokens."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if abs(n) >= size:
             return f"{n / size:.3g}{unit}" if abs(n) < 1000 * size else f"{n / size:.0f}{unit}"
@@ -45,7 +45,7 @@ def format_count(n: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`0.0123` -> `12.3 ms`, `75` -> `1 min 15 s`, `7500` -> `2 h 05 min`."""
+    """Return `12.3 ms` for 0.0123, `1 min 15 s` for 75, `2 h 05 min` for 7500."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.3g} us"
     if seconds < 1:
@@ -59,12 +59,12 @@ def format_seconds(seconds: float) -> str:
 
 
 def percent(fraction: float) -> str:
-    """`0.956` -> `96%`, `0.041` -> `4.1%`, `0.01` -> `1%`."""
+    """Return `96%` for 0.956, `4.1%` for 0.041, `1%` for 0.01."""
     return f"{fraction:.0%}" if fraction >= 0.0995 else f"{100 * fraction:.2g}%"
 
 
 def round_up(n: int, unit: int) -> int:
-    """The next multiple of `unit`, or `n` itself if it is one."""
+    """Return the smallest multiple of `unit` that is at least `n`."""
     return -(-n // unit) * unit
 
 
@@ -75,7 +75,7 @@ def divisors(n: int) -> list[int]:
 
 
 def in_groups(items: Iterable[T], n_bytes: Callable[[T], int], max_bytes: int) -> Iterator[list[T]]:
-    """Items in order, as many together as have at most `max_bytes`, or a larger one alone; no group is empty."""
+    """Yield items in order in nonempty groups of at most `max_bytes`; a larger item forms its own group."""
     group: list[T] = []
     held = 0
     for item in items:

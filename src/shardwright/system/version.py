@@ -1,3 +1,3 @@
-"""The version of this package, in a module that imports nothing, so that every part can name it."""
+"""The version of this package, in a module without imports, so that every module can import it."""
 
 PACKAGE_VERSION = "0.1.0"

@@ -1,1 +1,1 @@
-"""States of the optimizer outside the memory of the device: in that of the host, or in a file on a disk."""
+"""Optimizer states outside of the device memory: in host memory, or in a file on a disk."""

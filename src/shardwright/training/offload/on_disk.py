@@ -1,4 +1,4 @@
-"""Steps of an optimizer that updates each element on its own, with its states on a disk."""
+"""An optimizer with its states on a disk; its update of each element depends only on that element."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -15,10 +15,10 @@ from shardwright.training.offload.states import Chunk, Disk, OffloadedParameter,
 
 
 class OptimizerOnDisk(Optimizer):
-    """An optimizer whose `step` updates a chunk of elements at a time (`StatesOnDisk`): the same bits as without.
+    """An optimizer whose `step` updates one chunk of elements at a time (`StatesOnDisk`), with bitwise the same result.
 
-    `state[parameter]` has the counters, which stay in memory, and for each state a tensor on the meta device that has
-    its shape, type and sharding; `stored` has the values.
+    `state[parameter]` has the counters, which stay in memory, and for each state a meta tensor with its shape, type and
+    sharding; `stored` has the values.
     """
 
     def __init__(self, optimizer: Optimizer, members: Sequence[OffloadedParameter], disk: Disk) -> None:
@@ -27,13 +27,13 @@ class OptimizerOnDisk(Optimizer):
         self._of_pieces = optimizer
         self.states_on_disk = StatesOnDisk(members, disk)
         self.counters = [number for each in members for number in each.counters.values()]
-        """Which stay in memory."""
+        """The counters, which stay in memory."""
         for each in members:
             shapes = {name: _without_values(each.parameter, dtype) for name, dtype in each.dtypes.items()}
             self.state[each.parameter] = {**each.counters, **shapes}
 
     def stored(self, parameter: nn.Parameter) -> dict[str, StoredTensor]:
-        """The states of this rank's shard of a parameter, by name."""
+        """Return the states of this rank's shard of a parameter, by name."""
         return self.states_on_disk.stored_states(parameter)
 
     @property
@@ -64,10 +64,10 @@ class OptimizerOnDisk(Optimizer):
         inner.step()
         for piece, shard, before in held:
             self._keep(piece, inner.state.pop(shard), before)
-        inner.param_groups = []  # they hold gradients
+        inner.param_groups = []  # they reference gradients
 
     def _keep(self, piece: StatePiece, after: dict[str, Any], before: dict[str, Tensor]) -> None:
-        """Take the states of a piece into the bytes of its chunk, and the counters, with the last of its parameter."""
+        """Copy the states of a piece into its chunk, and the counters with the last piece of a parameter."""
         for name, value in after.items():
             if name not in before:
                 if piece.last:
@@ -77,7 +77,7 @@ class OptimizerOnDisk(Optimizer):
 
 
 def _shard_of(piece: StatePiece) -> nn.Parameter:
-    """The elements of a piece, a view of its parameter, with their gradient."""
+    """Return the elements of a piece as a view of its parameter, with their gradient."""
     parameter, part = piece.member.parameter, slice(piece.first, piece.first + piece.count)
     shard = nn.Parameter(local_part(parameter.detach()).view(-1)[part])
     if parameter.grad is not None:
@@ -86,7 +86,7 @@ def _shard_of(piece: StatePiece) -> nn.Parameter:
 
 
 def _states_of(piece: StatePiece, data: Tensor) -> dict[str, Tensor]:
-    """The states of a piece, views of the bytes of its chunk."""
+    """Return the states of a piece as views of its chunk's bytes."""
     return {
         name: data[at : at + piece.count * piece.member.dtypes[name].itemsize].view(piece.member.dtypes[name])
         for name, at in piece.at.items()
@@ -94,7 +94,7 @@ def _states_of(piece: StatePiece, data: Tensor) -> dict[str, Tensor]:
 
 
 def _without_values(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    """A tensor of the shape and sharding of a parameter, on the meta device."""
+    """Return a meta tensor with the shape and sharding of a parameter."""
     empty = torch.empty_like(local_part(parameter.detach()), dtype=dtype, device="meta")
     if not isinstance(parameter, DTensor):
         return empty

@@ -1,12 +1,12 @@
-"""Steps of an optimizer that are computed on the host, which holds its states (ZeRO-Offload, arXiv 2101.06840).
+"""Optimizer steps computed on the host, which stores the optimizer states (ZeRO-Offload, arXiv 2101.06840).
 
-Of each parameter the host holds the states, and a copy of this rank's shard of the weights. A step takes the parameters
-in buckets: while the host updates one, the gradients of the next come from the device, and the weights of the one
-before go back.
+For each parameter the host stores the states and a copy of this rank's shard of the weights. A step processes the
+parameters in buckets: while the host updates one bucket, the gradients of the next bucket are copied from the device,
+and the weights of the previous bucket are copied back.
 
-A step copies the bytes of the gradients to the host and those of the weights to the device, in the types in which they
-are there: 4 + 4 bytes a parameter of the shard in fp32. ZeRO-Offload has 2 + 2, since its device keeps both in 16 bits;
-here gradients are summed and sharded weights kept in fp32, also where matmuls are in bf16, and so they are not rounded.
+A step copies the gradients to the host and the weights to the device in their own types: 4 + 4 bytes a parameter of the
+shard in fp32. ZeRO-Offload copies 2 + 2 bytes, since its device stores both in 16 bits. Here gradients are summed and
+sharded weights stored in fp32, even with matmuls in bf16, so they are not rounded.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,7 @@ _ALIGNED = 64
 
 
 class _HostParameter:
-    """What the host holds of a parameter: `weights`, as the optimizer on the host is given them."""
+    """A parameter's data on the host. `weights`: the parameter of the host's optimizer."""
 
     def __init__(self, member: OffloadedParameter) -> None:
         self.member = member
@@ -40,23 +40,23 @@ class _HostParameter:
 
     @property
     def shard(self) -> Tensor:
-        """This rank's shard of the parameter on the device."""
+        """Return this rank's shard of the parameter on the device."""
         return local_part(self.member.parameter.detach())
 
     @property
     def changed(self) -> bool:
-        """Whether the shard may have other values than after `sent`: a checkpoint was loaded, say."""
+        """Return whether the shard may have changed since `sent`, for example because a checkpoint was loaded."""
         return self._seen != _version(self.shard)
 
     def sent(self) -> None:
-        """The shard has the values of `weights`."""
+        """Record that the shard has the values of `weights`."""
         self._seen = _version(self.shard)
 
 
 class OptimizerOnHost(Optimizer):
-    """An optimizer whose `step` is computed on the host, for one that updates each element on its own.
+    """An optimizer whose `step` is computed on the host. The update of each element must depend only on that element.
 
-    `state[parameter]` has the counters and states, in the memory of the host, sharded as the parameter is.
+    `state[parameter]` has the counters and states, in host memory, sharded like the parameter.
     """
 
     def __init__(self, optimizer: Optimizer, members: Sequence[OffloadedParameter], host: Host) -> None:
@@ -74,17 +74,17 @@ class OptimizerOnHost(Optimizer):
         largest = max((sum(_room(each.weights) for each in bucket) for bucket in self.buckets), default=0)
         n_buffers = min(BUFFERS, len(self.buckets))
         self.buffers = [torch.empty(largest, dtype=torch.uint8, pin_memory=pins(device)) for _ in range(n_buffers)]
-        """For the gradients of a bucket each."""
+        """One buffer for the gradients of a bucket each."""
         for each in (held for bucket in self.buckets for held in bucket):
             self._make_states(each)
 
     @property
     def bytes_on_host(self) -> int:
-        """Bytes of states, weights and gradients in the memory of the host."""
+        """Return the bytes of states, weights and gradients in host memory."""
         return sum(each.nbytes for each in self.tensors_on_host())
 
     def tensors_on_host(self) -> Iterator[Tensor]:
-        """Every tensor in the memory of the host: states and weights of this rank's shards, buffers for gradients."""
+        """Yield every tensor in host memory: states and weights of this rank's shards, and gradient buffers."""
         for weights, states in self.on_host.state.items():
             yield weights
             yield from states.values()
@@ -105,8 +105,8 @@ class OptimizerOnHost(Optimizer):
         self.link.join()
 
     def _fetch(self, number: int) -> Callable[[], None]:
-        """Copy the gradients of a bucket to the host, and weights that are not those of the last step. The bucket that
-        used the same buffer before has been updated."""
+        """Copy a bucket's gradients, and weights that changed since the last step, to the host. The previous bucket in
+        the same buffer must have been updated."""
         into: list[Tensor] = []
         of: list[Tensor] = []
         at = 0
@@ -147,12 +147,12 @@ class OptimizerOnHost(Optimizer):
 
 
 def _as_of(value: Tensor, parameter: nn.Parameter) -> Tensor:
-    """A shard on the host, as a tensor sharded as a parameter is."""
+    """Return a shard on the host as a tensor sharded like `parameter`."""
     return as_part_on_host(value, parameter) if isinstance(parameter, DTensor) else value
 
 
 def _version(shard: Tensor) -> tuple[int, int]:
-    """Something that differs once the values of a tensor were changed, or it is in another place."""
+    """Return a value that differs after a tensor was modified or moved to another address."""
     storage: Any = shard.untyped_storage()
     return storage_id(storage), tensor_version(shard)
 

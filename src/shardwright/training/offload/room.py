@@ -1,4 +1,4 @@
-"""Whether the memory of each machine has room for what a layout keeps there of all its ranks."""
+"""Check that each machine has enough memory for the offloaded state of all its ranks."""
 
 import socket
 
@@ -15,13 +15,13 @@ from shardwright.system.units import format_bytes
 
 
 def require_host_memory(config: RunConfig) -> None:
-    """Raises InputError, on every rank, unless each machine has the memory that its ranks need of it, by the formulas
-    of the plan, and their control groups allow it. A collective; every rank calls it."""
+    """Raise InputError, on every rank, unless each machine has, and its control groups allow, the host memory that its
+    ranks need by the formulas of the plan. A collective; every rank calls it."""
     layout = config.layout.layout()
     if "cpu" not in (layout.offload_optimizer, layout.offload_parameters, layout.offload_activations):
         return
     if config.precision.compute == "fp64":
-        return  # for which the plan has no formulas
+        return  # the plan has no formulas for this run
     pp_rank = layout.coordinates(dist.get_rank())["pp"]
     parts = host_bytes(job_of(config), Candidates.from_layout(layout, config.batch.micro_batch), pp_rank)
     mine = {name: float(n_bytes[0]) for name, n_bytes in parts.items()}

@@ -1,4 +1,4 @@
-"""A file for the length of a process, and the room that the ranks of a machine need on its disk."""
+"""A temporary file of a process, and a check of the disk space that the ranks of a machine need."""
 
 import contextlib
 import errno
@@ -15,32 +15,32 @@ from shardwright.system.errors import InputError, WorkerError
 from shardwright.system.units import format_bytes
 
 BLOCK = 4096
-"""Bytes of which offset, length and address of a request have to be multiples to bypass the page cache."""
-_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux alone
+"""Alignment in bytes of the offset, length and address of a request that bypasses the page cache."""
+_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux only
 
 
 class OffloadFile(Protocol):
-    """Bytes that are read and written by offset; `direct`: past the page cache, for multiples of BLOCK."""
+    """Bytes that are read and written by offset. `direct`: bypass the page cache, for multiples of BLOCK."""
 
     def read(self, at: int, into: memoryview, direct: bool = False) -> None:
-        """The bytes from offset `at` on."""
+        """Read bytes from offset `at`."""
 
     def write(self, at: int, data: memoryview, direct: bool = False) -> None:
-        """Write bytes from offset `at` on."""
+        """Write bytes from offset `at`."""
 
 
 def scratch_file(folder: Path, n_bytes: int) -> OffloadFile:
-    """A file of this rank, where there is room for those of all; a collective, which every rank calls."""
+    """Return a file of this rank if there is room for the files of all ranks; a collective, which every rank calls."""
     require_room(folder, n_bytes)
     return ScratchFile(folder, n_bytes)
 
 
 class ScratchFile:
-    """`n_bytes` zero bytes on a disk, whose room is taken when it is made.
+    """`n_bytes` zero bytes on a disk, allocated on creation.
 
-    It has no name: no other process can delete or change it, several runs may use one folder, and the room is free
-    again when this process has ended, in whatever way. Raises InputError if it cannot be made in `folder`, and
-    WorkerError if a request fails later.
+    The file has no name: no other process can delete or change it, several runs may use one folder, and the space is
+    freed when this process ends for any reason. Raises InputError if it cannot be created in `folder`, and WorkerError
+    if a request fails later.
     """
 
     def __init__(self, folder: Path, n_bytes: int) -> None:
@@ -85,7 +85,7 @@ class ScratchFile:
 
 
 def _opened_direct(name: str) -> Any:
-    """The file opened to bypass the page cache; None where the system or the file system cannot."""
+    """Return the file opened to bypass the page cache, or None if the system or the file system does not support it."""
     with contextlib.suppress(OSError):
         if _DIRECT:
             file = os.fdopen(os.open(name, os.O_RDWR | _DIRECT), "r+b", buffering=0)
@@ -102,7 +102,7 @@ def _take_room(descriptor: int, n_bytes: int) -> None:
 
 
 def require_room(folder: Path, n_bytes: int) -> None:
-    """Raises InputError, on every rank, unless all ranks of each machine together have room for their `n_bytes` in
+    """Raise InputError, on every rank, unless all ranks of each machine together have room for their `n_bytes` in
     `folder`. A collective; every rank calls it."""
     there = next(each for each in (folder.absolute(), *folder.absolute().parents) if os.path.exists(each))
     found = os.statvfs(there)

@@ -1,8 +1,8 @@
-"""The optimizer states of a rank in a file, in chunks: read ahead, updated in a buffer, written behind.
+"""The optimizer states of a rank in a file, in chunks: read ahead, updated in a buffer, written in the background.
 
-A chunk holds, for some elements of some parameters, all their states side by side, so that it is one request. One
-thread takes requests in the order in which they are made. There are three buffers: while a chunk is updated in one, the
-chunk before is written from the second, and then the chunk after is read into the third.
+A chunk contains all states of some elements of some parameters, so that it is one request. One thread executes requests
+in order. There are three buffers: while a chunk is updated in one buffer, the previous chunk is written from the
+second, and then the next chunk is read into the third.
 """
 
 import math
@@ -25,14 +25,14 @@ from shardwright.training.offload.scratch import BLOCK, OffloadFile, scratch_fil
 
 BUFFERS = 3
 CUT = 512
-"""Parameters are cut at multiples of so many elements: whole vectors of any processor, so that the elements which an
-update computes one by one, at the end of a tensor, are the same as without cuts."""
+"""Parameters are cut at multiples of CUT elements: whole vectors of any processor. The elements at the end of a tensor
+that an update computes one by one are therefore the same as without cuts."""
 _ALIGNED = 64
 
 
 @dataclass(frozen=True)
 class Disk:
-    """Where states go: `folder`, in chunks of about `chunk_bytes`. `opened(folder, bytes)`: the file of this rank."""
+    """Optimizer states in `folder`, in chunks of about `chunk_bytes`. `opened(folder, bytes)`: this rank's file."""
 
     folder: Path
     chunk_bytes: int = OFFLOAD_CHUNK_BYTES
@@ -41,13 +41,13 @@ class Disk:
 
 @dataclass(frozen=True)
 class Host:
-    """In the memory of the host; parameters are copied and updated in buckets of at most `bucket_bytes`, or one."""
+    """Optimizer states in host memory. Parameters are updated in buckets of at most `bucket_bytes`, or of one."""
 
     bucket_bytes: int = 64 * MiB
 
 
 Where = Disk | Host | None
-"""Where the optimizer states of a run are; None: on the device."""
+"""The location of a run's optimizer states; None: on the device."""
 
 
 def where_of(
@@ -56,8 +56,11 @@ def where_of(
     part_bytes: int | None = None,
     opened: Callable[[Path, int], OffloadFile] = scratch_file,
 ) -> Where:
-    """What a layout says of them; `folder`: for those on a disk; `part_bytes`: of a chunk or bucket, if not the default
-    one; `opened`: as of a `Disk`. States of parameters that are on the host themselves are beside them."""
+    """Return the location of the optimizer states in a layout.
+
+    `folder`: for states on a disk. `part_bytes`: size of a chunk or bucket instead of the default. `opened`: as in
+    `Disk`. None if the states are with the parameters, on the device or the host.
+    """
     sized = () if part_bytes is None else (part_bytes,)
     if layout.offload_optimizer == "disk":
         return replace(Disk(folder, *sized), opened=opened)
@@ -67,8 +70,7 @@ def where_of(
 
 
 class OffloadedParameter(NamedTuple):
-    """A parameter of a group of the optimizer, the types of its states by name, and its counters, which stay in
-    memory."""
+    """A parameter of an optimizer group, the types of its states by name, and its counters, which stay in memory."""
 
     group: dict[str, Any]
     parameter: nn.Parameter
@@ -78,8 +80,8 @@ class OffloadedParameter(NamedTuple):
 
 @dataclass(frozen=True)
 class StatePiece:
-    """Elements [first, first + count) of this rank's flattened shard of a parameter. `at`: for each state the byte of
-    its chunk at which it begins; `last`: whether these are the last elements of the shard."""
+    """Elements [first, first + count) of this rank's flattened shard of a parameter. `at`: for each state its first
+    byte in the chunk. `last`: whether these are the last elements of the shard."""
 
     member: OffloadedParameter
     first: int
@@ -90,7 +92,7 @@ class StatePiece:
 
 @dataclass
 class Chunk:
-    """`n_bytes` of the file from byte `begin` on, both multiples of BLOCK."""
+    """`n_bytes` bytes of the file from byte `begin`, both multiples of BLOCK."""
 
     begin: int
     pieces: list[StatePiece] = field(default_factory=list)
@@ -102,10 +104,10 @@ class Chunk:
 
 
 class StatesOnDisk:
-    """The states of `members`, zero at first, in a file of this rank. Every rank makes one, a collective.
+    """The states of `members`, initially zero, in a file of this rank. Construction is a collective over all ranks.
 
-    Raises InputError if there is no room for those of all ranks, or no file can be made; later WorkerError, if the disk
-    fails, from the next call.
+    Raises InputError if there is no room for the files of all ranks, or if no file can be created. After a disk failure
+    the next call raises WorkerError.
     """
 
     def __init__(self, members: Sequence[OffloadedParameter], disk: Disk) -> None:
@@ -120,15 +122,15 @@ class StatesOnDisk:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the buffers that chunks are read into and written from, in the memory of the host."""
+        """Return the bytes of the buffers for chunks in host memory."""
         return sum(map(len, self._buffers))
 
     def stored_states(self, parameter: nn.Parameter) -> dict[str, "StoredTensor"]:
-        """The states of this rank's shard of a parameter, by name."""
+        """Return the states of this rank's shard of a parameter, by name."""
         return self._stored[parameter]
 
     def in_turn(self) -> Iterator[tuple[Chunk, Tensor]]:
-        """Each chunk with its bytes, which may be changed until the next chunk is asked for."""
+        """Yield each chunk with its bytes, which may be modified until the next chunk is requested."""
         self._require_written()
         ahead = deque(self._read_ahead(number) for number in range(min(BUFFERS - 1, len(self.chunks))))
         for number, chunk in enumerate(self.chunks):
@@ -136,16 +138,16 @@ class StatesOnDisk:
             yield chunk, torch.frombuffer(self._buffers[number % BUFFERS], dtype=torch.uint8)
             self._writes.append(self._thread.submit(self.file.write, chunk.begin, self._part(number), direct=True))
             if number + BUFFERS - 1 < len(self.chunks):
-                # Into the buffer of the chunk before, whose write is ahead of this in the queue.
+                # Into the buffer of the previous chunk, whose write is ahead of this read in the queue.
                 ahead.append(self._read_ahead(number + BUFFERS - 1))
 
     def read(self, at: int, into: Tensor) -> None:
-        """Fill a tensor from byte `at` on, after all that was to be written before."""
+        """Fill a tensor from byte `at`, after all earlier writes."""
         self._require_written()
         self._thread.submit(self.file.read, at, _bytes(into)).result()
 
     def write(self, at: int, data: Tensor) -> None:
-        """Write a tensor from byte `at` on, after all that was to be read and written before."""
+        """Write a tensor from byte `at`, after all earlier reads and writes."""
         self._thread.submit(self.file.write, at, _bytes(data)).result()
 
     def _read_ahead(self, number: int) -> "Future[None]":
@@ -155,7 +157,7 @@ class StatesOnDisk:
         return memoryview(self._buffers[number % BUFFERS])[: self.chunks[number].n_bytes]
 
     def _require_written(self) -> None:
-        """Waits for the writes behind; raises what one has met."""
+        """Wait for pending writes and raise their error."""
         while self._writes:
             self._writes.popleft().result()
 
@@ -166,18 +168,18 @@ class StoredTensor:
     def __init__(self, states: StatesOnDisk, shape: Sequence[int], dtype: torch.dtype) -> None:
         self.shape, self.dtype = tuple(shape), dtype
         self.runs: list[tuple[int, int, int]] = []
-        """Byte of the file at which elements begin, the first of them, and how many there are."""
+        """Runs of consecutive elements: first byte in the file, first element, number of elements."""
         self._states = states
 
     def read(self) -> Tensor:
-        """All of it, on the CPU."""
+        """Return the whole state on the CPU."""
         flat = torch.empty(math.prod(self.shape), dtype=self.dtype)
         for at, first, count in self.runs:
             self._states.read(at, flat[first : first + count])
         return flat.view(self.shape)
 
     def write(self, offsets: Sequence[int], part: Tensor) -> None:
-        """Put `part` in the place of the box that begins at `offsets`."""
+        """Write `part` into the box that starts at `offsets`."""
         whole = self.read()
         box = tuple(slice(at, at + size) for at, size in zip(offsets, part.shape, strict=True))
         whole[box] = part
@@ -187,7 +189,7 @@ class StoredTensor:
 
 
 def in_chunks(members: Iterable[OffloadedParameter], chunk_bytes: int) -> list[Chunk]:
-    """Every element of every parameter in exactly one chunk, in order; a chunk has about `chunk_bytes` or less."""
+    """Return chunks of about `chunk_bytes` or less with every element of every parameter once, in order."""
     chunks = [Chunk(0)]
     for member in members:
         sizes = {name: dtype.itemsize for name, dtype in member.dtypes.items()}

@@ -1,20 +1,20 @@
-"""Adafactor (Shazeer & Stern, arXiv 1804.04235, algorithms 4 and 5): of the second moment of a matrix only the means
-over its rows and over its columns are kept, and steps are relative to the size of what they change.
+"""Adafactor (Shazeer & Stern, arXiv 1804.04235, algorithms 4 and 5): for the second moment of a matrix only the means
+over its rows and columns are stored, and steps are relative to the size of the parameter.
 
     beta = 1 - t^-decay_power, t the number of the step
     r <- beta r + (1 - beta) mean of g^2 over each row      c <- beta c + (1 - beta) mean of g^2 over each column
     u = g / sqrt(r c / mean(r))                             of a vector: u = g / sqrt(v), v <- beta v + (1 - beta) g^2
     w <- (1 - lr weight_decay) w - lr max(least_rms, rms(w)) u / max(1, rms(u) / clip_threshold)
 
-As `torch.optim.Adafactor`, with two differences: lr is that of the run's schedule, not bounded by 1 / sqrt(t); and r, c
-and v are at least 1e-30, as in the paper, not the square of the type's epsilon, which gradients of large models reach.
-There is no momentum.
+As `torch.optim.Adafactor`, with two differences. lr follows the run's schedule and is not bounded by 1 / sqrt(t). r, c
+and v are at least 1e-30, as in the paper, instead of the squared epsilon of the data type, which gradients of large
+models reach. There is no momentum.
 
-The matrix of a mean and of an rms is the whole logical one, whatever the layout: the rows of `model.modules` say which
-are stacked in a parameter, and an expert is a matrix of its own. A rank sums over its shard, and sums are added over
-the ranks that shard what they are over: of all parameters of a process group together, three times a step.
+Means and rms values are over whole logical matrices in every layout: the rows of `model.modules` list the matrices that
+are stacked in a parameter, and each expert is a matrix. A rank sums over its shard. The sums are all-reduced over the
+ranks that shard the summed dimension, for all parameters of a process group together, three times a step.
 
-Shapes: E experts (1 of a plain matrix), R rows and C columns of the shard, P logical matrices stacked in the rows. A
+Shapes: E experts (1 for a plain matrix), R rows and C columns of the shard, P logical matrices stacked in the rows. A
 vector is a matrix of one row that keeps the second moment of each element.
 """
 
@@ -34,7 +34,7 @@ LEAST_SQUARE = 1e-30
 
 
 class Adafactor(Optimizer):
-    """Of parameters by their `rows`; they may be DTensors. A step overwrites the gradients."""
+    """Adafactor for parameters described by their `rows`; they may be DTensors. A step overwrites the gradients."""
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, options: Mapping[str, float]) -> None:
         super().__init__(groups, {"lr": lr, **options})
@@ -55,14 +55,14 @@ class Adafactor(Optimizer):
 
 
 class _AdafactorParameter:
-    """One parameter, and its step."""
+    """The optimizer step of one parameter."""
 
     def __init__(self, parameter: nn.Parameter, row: Row, group: dict[str, Any]) -> None:
         self.parameter, self.group = parameter, group
         self.is_matrix = parameter.dim() > 1
         local = local_part(parameter.detach())
         self.shape_ERC = (1,) * (3 - local.dim()) + tuple(local.shape)
-        # What the means are over, of the whole parameter: columns, and the rows of each logical matrix.
+        # Sizes of the means of the whole parameter: columns, and the rows of each logical matrix.
         self.n_columns, sizes = parameter.shape[-1], [n * row.heads for _, n in row.parts]
         n_rows = sizes or [parameter.shape[-2] if self.is_matrix else 1]
         self.n_rows_P = torch.tensor(n_rows, dtype=local.dtype, device=local.device)
@@ -77,7 +77,7 @@ class _AdafactorParameter:
         return (*self.over_rows, *self.over_columns)
 
     def squares(self, state: dict[str, Tensor]) -> Iterable[tuple[Tensor, Groups]]:
-        """Begins the step; the sums of g^2 and w^2 that have to be added up."""
+        """Start the step; yield the sums of g^2 and w^2 to all-reduce."""
         weights = local_part(self.parameter)
         gradient = weights.new_zeros(weights.shape) if self.parameter.grad is None else local_part(self.parameter.grad)
         self.w_ERC, self.u_ERC = weights.view(self.shape_ERC), gradient.reshape(self.shape_ERC)
@@ -92,7 +92,7 @@ class _AdafactorParameter:
             yield self.of_columns_EPC, self.over_rows
 
     def moments(self) -> Iterable[tuple[Tensor, Groups]]:
-        """Takes the gradient into the second moments; the sums of r that have to be added up."""
+        """Update the second moment with the gradient; yield the sums of r to all-reduce."""
         # 1 - beta, in the type of the parameter
         fresh = self.state["step"].to(self.w_ERC.dtype) ** -self.group["decay_power"]
         if not self.is_matrix:
@@ -105,7 +105,7 @@ class _AdafactorParameter:
         yield self.r_mean_EP, self.over_rows
 
     def direction(self) -> Iterable[tuple[Tensor, Groups]]:
-        """Makes u of the gradient, in its place; the sums of u^2 that have to be added up."""
+        """Replace the gradient by u in place; yield the sums of u^2 to all-reduce."""
         if self.is_matrix:
             c_EPC = self.state["column"].view(self.shape_ERC[0], len(self.n_rows_P), self.shape_ERC[2])
             r_ER = self.state["row"].view(self.shape_ERC[:2]) / self._of_rows(self.r_mean_EP.clamp(min=LEAST_SQUARE))
@@ -117,7 +117,7 @@ class _AdafactorParameter:
         yield self.u_square_EP, self.over_all
 
     def apply(self) -> None:
-        """Changes the parameter, and lets go of what the step has made."""
+        """Update the parameter and free the temporaries of the step."""
         group, numel_P = self.group, self.n_rows_P * self.n_columns
         w_rms_EP, u_rms_EP = ((square / numel_P).sqrt() for square in (self.w_square_EP, self.u_square_EP))
         size_EP = w_rms_EP.clamp(min=group["least_rms"]) / (u_rms_EP / group["clip_threshold"]).clamp(min=1)
@@ -127,19 +127,19 @@ class _AdafactorParameter:
             self.__dict__.pop(name, None)
 
     def _by_part(self, x_ER: Tensor) -> Tensor:
-        """(E, R, ...) summed over the rows of each logical matrix: (E, P, ...)."""
+        """Return (E, R, ...) summed over the rows of each logical matrix: (E, P, ...)."""
         if self.part_R is None:
             return x_ER.sum(1, keepdim=True)
         x_EP = x_ER.new_zeros(x_ER.shape[0], len(self.n_rows_P), *x_ER.shape[2:])
         return x_EP.index_add_(1, self.part_R, x_ER)
 
     def _of_rows(self, x_EP: Tensor) -> Tensor:
-        """(E, P, ...) for each row the value of its logical matrix: (E, R, ...), or (E, 1, ...) where there is one."""
+        """Return for each row the value of its logical matrix: (E, P, ...) -> (E, R, ...), or (E, 1, ...) if P = 1."""
         return x_EP if self.part_R is None else x_EP[:, self.part_R]
 
 
 def _part_of_rows(row: Row, first: int, n: int, device: torch.device) -> Tensor:
-    """The number of the logical matrix of each of `n` rows from row `first` on, (R,)."""
+    """Return the index of the logical matrix of each of `n` rows from row `first`, (R,)."""
     sizes = [size for _, size in row.parts]
     of_head = [part for part, size in enumerate(sizes) for _ in range(size)]
     return torch.tensor(

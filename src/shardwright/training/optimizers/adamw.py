@@ -8,5 +8,5 @@ from torch.optim.adamw import AdamW
 
 
 def adamw(groups: list[dict[str, Any]], lr: float, options: Mapping[str, float]) -> Optimizer:
-    """Fused AdamW."""
+    """Return PyTorch's fused AdamW."""
     return AdamW(groups, lr=lr, betas=(options["beta1"], options["beta2"]), eps=options["eps"], fused=True)

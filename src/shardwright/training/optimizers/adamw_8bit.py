@@ -1,23 +1,23 @@
-"""AdamW with states of 8 bits (Dettmers et al., arXiv 2110.02861): a code of one byte for each element of the moments
-of a matrix, and for each block of elements a scale, the largest absolute value in it.
+"""AdamW with 8-bit states (Dettmers et al., arXiv 2110.02861): a one-byte code for each element of a matrix's moments,
+and a scale for each block of elements, the largest absolute value in the block.
 
-    m = table[code of m] x scale of its block, and so v      widened, in the type of the parameters
+    m = table[code of m] x scale of its block                widened, in the type of the parameters; v likewise
     the step of AdamW with m and v                           it uses the new moments before they are rounded
-    scale = largest |m| of the block                         and so of v
-    code = that of the number in the table that is nearest to m / scale
+    scale = largest |m| of the block                         v likewise
+    code = index of the table's number nearest to m / scale
 
-The table is that of dynamic tree quantisation (section 1.3): after the sign, the zeros before the first 1 are a
-negative exponent of 10, and the bits after it the place among equal parts of 0.1 to 1. v has no sign, and one bit more.
+The table is dynamic tree quantisation (section 1.3): after the sign, the zeros before the first 1 are a negative
+exponent of 10, and the bits after it select one of equal parts of 0.1 to 1. v has no sign, and one bit more.
 
-A block is of consecutive elements of a row of the whole parameter, whatever the layout: up to `block_size` of them, the
-last of a row may have fewer. Where tp shards columns, a block may lie on several ranks: the largest value is then that
-over all of them, which keep the scales of all blocks of their rows. So a step is the same on every layout.
-(bitsandbytes and torchao quantise blocks of the flattened shard, which are others on other layouts.)
+A block consists of consecutive elements of a row of the whole parameter, in every layout: up to `block_size` elements;
+the last block of a row may be shorter. If tp shards columns, a block may be spread over several ranks. Its scale is
+then the maximum over all of them, and each rank stores the scales of all blocks of its rows. A step is therefore the
+same on every layout. (bitsandbytes and torchao quantise blocks of the flattened shard, which depend on the layout.)
 
-Vectors and matrices of fewer than `least_elements` elements have states of the type of the parameters. One rule differs
-from bitsandbytes: a second moment that is not 0 is never rounded to 0, since a step divides by its root.
+Vectors and matrices with fewer than `least_elements` elements have states in the type of the parameters. One rule
+differs from bitsandbytes: a nonzero second moment is never rounded to 0, since a step divides by its root.
 
-Shapes: R rows (of all experts) and C columns of a shard, N blocks of B elements that it has parts of.
+Shapes: R rows (of all experts) and C columns of a shard, N blocks of B elements that overlap the shard.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -43,7 +43,7 @@ SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 
 
 class AdamW8bit(Optimizer):
-    """Of parameters by their `rows`; they may be DTensors."""
+    """8-bit AdamW for parameters described by their `rows`; they may be DTensors."""
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, options: Mapping[str, float]) -> None:
         super().__init__(groups, {"lr": lr, **options})
@@ -71,7 +71,7 @@ class AdamW8bit(Optimizer):
                     each.round(name, wide[name], scale, local_part(self.state[each.parameter][name]))
 
     def _buckets(self) -> Iterator[tuple[dict[str, Any], list["_AdamW8bitParameter"]]]:
-        """A group's parameters, a few at a time; the same ones on all ranks that have shards of them."""
+        """Yield a group with a few of its parameters at a time, the same on all ranks with shards of them."""
         for group, members in zip(self.param_groups, self._members, strict=True):
             for bucket in in_groups(members, lambda each: each.n_bytes, BUCKET_BYTES):
                 yield group, bucket
@@ -80,7 +80,7 @@ class AdamW8bit(Optimizer):
 def _update(
     group: dict[str, Any], members: list["_AdamW8bitParameter"], moments: list[dict[str, Tensor]], steps: list[Any]
 ) -> None:
-    """AdamW of the shards of parameters, and their moments, in place. A step adds 1 to each of `steps`."""
+    """Apply AdamW to shards of parameters and their moments in place. Adds 1 to each of `steps`."""
     weights = [local_part(each.parameter.detach()) for each in members]
     gradients = [
         torch.zeros_like(weight) if each.parameter.grad is None else local_part(each.parameter.grad)
@@ -105,7 +105,7 @@ def _update(
 
 
 class _AdamW8bitParameter:
-    """One parameter; `blocks` where its states are codes."""
+    """One parameter; `blocks` is set if its states are codes."""
 
     def __init__(self, parameter: nn.Parameter, block_size: int | None) -> None:
         self.parameter = parameter
@@ -118,7 +118,7 @@ class _AdamW8bitParameter:
             self.borders = {name: borders(signed).to(like) for name, signed in SIGNED.items()}
 
     def moments(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The shards of the moments in the type of the parameter: the very ones where they are no codes."""
+        """Return the shards of the moments in the type of the parameter; without codes the states themselves."""
         if self.blocks is None:
             return {name: local_part(state[name]) for name in SIGNED}
         found = {}
@@ -129,7 +129,7 @@ class _AdamW8bitParameter:
         return found
 
     def largest(self, x: Tensor, scale: Tensor) -> Tensor:
-        """The largest absolute value of each block of the rows of this shard, as far as the shard has it."""
+        """Return the largest absolute value of each block of this shard's rows, over the shard's part."""
         assert self.blocks is not None
         found = torch.zeros_like(scale)
         self.blocks.local_scales(found).copy_(self.blocks.cut(x.abs()).amax(-1))
@@ -143,7 +143,7 @@ class _AdamW8bitParameter:
 
 
 class _Blocks:
-    """The blocks of the rows of a parameter, of which this rank has all columns or a shard of them."""
+    """The blocks of a parameter's rows; this rank has all columns or a shard of them."""
 
     def __init__(self, parameter: Tensor, size: int) -> None:
         offsets, shape, _ = shard_of(parameter)
@@ -153,22 +153,25 @@ class _Blocks:
         self.after = self.n * self.size - self.before - self.columns
 
     def local_scales(self, scale: Tensor) -> Tensor:
-        """Of the scales of whole rows those of the blocks that this rank has parts of, (..., N)."""
+        """Return the scales of the blocks that overlap this rank's shard, (..., N), from the scales of whole rows."""
         return scale.narrow(-1, self.first, self.n)
 
     def cut(self, x: Tensor) -> Tensor:
-        """(..., C) -> (..., N, B), with zeros for what other ranks have."""
+        """Return (..., C) as (..., N, B), with zeros for other ranks' elements."""
         return F.pad(x, (self.before, self.after)).unflatten(-1, (self.n, self.size))
 
     def each(self, compute: Callable[[Tensor, Tensor], Tensor], x: Tensor, scale: Tensor) -> Tensor:
-        """`compute` of each element, (..., C), and the scale of its block; contiguous, as fused updates need it."""
+        """Return `compute` of each element, (..., C), and the scale of its block, contiguous for fused updates."""
         found = compute(self.cut(x), self.local_scales(scale).unsqueeze(-1))
         return found.flatten(-2).narrow(-1, self.before, self.columns).contiguous()
 
 
 def table(signed: bool) -> Tensor:
-    """The 256 numbers of dynamic tree quantisation, in order, in float64: 0, 1, and for each exponent e of 0 to 6 the
-    middles of 2^e (unsigned: 2^(e+1)) equal parts of 0.1 to 1, times 10^(e - 6); signed: with their negatives."""
+    """Return the 256 numbers of dynamic tree quantisation in ascending order, in float64.
+
+    They are 0, 1, and for each exponent e of 0 to 6 the middles of 2^e (unsigned: 2^(e+1)) equal parts of 0.1 to 1,
+    times 10^(e - 6); signed: also their negatives.
+    """
     places = BITS - 1
     found = [0.0, 1.0]
     for exponent in range(places):
@@ -180,8 +183,8 @@ def table(signed: bool) -> Tensor:
 
 
 def borders(signed: bool) -> Tensor:
-    """The 255 numbers between those of the table at which the nearest one changes; unsigned, the first is 0: what is
-    above is not rounded to 0."""
+    """Return the 255 boundaries between the numbers of the table. Unsigned, the first is 0: no positive value becomes
+    0."""
     numbers = table(signed)
     found = (numbers[:-1] + numbers[1:]) / 2
     if not signed:

@@ -1,8 +1,8 @@
-"""Lion (Chen et al., arXiv 2302.06675, algorithm 2): steps of one size, along the sign of a mean of gradients.
+"""Lion (Chen et al., arXiv 2302.06675, algorithm 2): steps of constant size along the sign of a mean of gradients.
 
     w <- (1 - lr weight_decay) w - lr sign(beta1 m + (1 - beta1) g)        m <- beta2 m + (1 - beta2) g
 
-sign(0) = 0: the row of a token that was never seen does not move.
+sign(0) = 0, so the embedding row of a token that has never occurred does not change.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from shardwright.system.torch_private import foreach_add_, foreach_lerp, foreach
 
 
 class Lion(torch.optim.Optimizer):
-    """On plain tensors; `mean` of each parameter has to be in its state before the first step."""
+    """Lion for plain tensors. `mean` of each parameter must be in its state before the first step."""
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, options: Mapping[str, float]) -> None:
         super().__init__(groups, {"lr": lr, **options})

@@ -1,15 +1,15 @@
-"""Muon: momentum, made orthogonal matrix by matrix; everything but hidden matrices is updated by AdamW.
+"""Muon: momentum, orthogonalized matrix by matrix. AdamW updates all parameters except hidden matrices.
 
     m <- mu m + (1 - mu) G        u = mu m + (1 - mu) G
     W <- (1 - lr weight_decay) W - lr update_rms sqrt(max(rows, columns)) orthogonal(u)
 
 Sources: K. Jordan et al., https://kellerjordan.github.io/posts/muon (2024), for the iteration and its coefficients;
-Moonlight, arXiv 2502.16982, section 2.2, for weight decay and the scale, with which an update has the root mean square
-of AdamW's, so that both take one learning rate.
+Moonlight, arXiv 2502.16982, section 2.2, for weight decay and the scale, which gives an update the root mean square of
+AdamW's update, so that both use the same learning rate.
 
-The matrix of an update is the logical one, whatever the layout: the rows of `model.modules` say which are stacked in a
-parameter. An expert is a matrix of its own; K and V of latent attention are two, each of the rows of all heads. Shards
-are brought whole to one rank (`parallel.whole_matrices`), and the scale is that of the whole matrix.
+Updates are of whole logical matrices in every layout: the rows of `model.modules` list the matrices that are stacked in
+a parameter. Each expert is a matrix; K and V of latent attention are two matrices, each with the rows of all heads.
+Shards are gathered on one rank (`parallel.whole_matrices`), and the scale uses the size of the whole matrix.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ SMALLEST_NORM = 1e-7
 
 
 class Muon(Optimizer):
-    """Of groups with `hidden`, each parameter is updated by the row in `rows`; the others by AdamW on shards."""
+    """Muon for groups with `hidden`, with each parameter described by its row in `rows`; otherwise AdamW on shards."""
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, options: Mapping[str, float]) -> None:
         super().__init__(groups, {"lr": lr, **options})
@@ -54,7 +54,7 @@ class Muon(Optimizer):
         self._exchange.update(self._direction, self._orthogonal, self._apply)
 
     def _direction(self, number: int) -> Tensor:
-        """This rank's shard of u; adds the gradient to the momentum, which may be stored in fewer bits."""
+        """Return this rank's shard of u and add the gradient to the momentum, which may be stored in fewer bits."""
         parameter, mu = self._matrices[number], self._groups[number]["momentum"]
         weights, stored = local_part(parameter), local_part(self.state[parameter]["momentum"])
         gradient = torch.zeros_like(weights) if parameter.grad is None else local_part(parameter.grad)
@@ -72,7 +72,7 @@ class Muon(Optimizer):
 
 
 def map_logical_matrices(whole: Tensor, row: Row, compute: Callable[[Tensor], Tensor]) -> Tensor:
-    """`compute` of each logical matrix, (..., rows, columns), that a parameter stacks, in its shape."""
+    """Return `compute` of each logical matrix, (..., rows, columns), of a parameter, in the parameter's shape."""
     if len(row.parts) < 2:
         return compute(whole)
     sizes = [n for _, n in row.parts]
@@ -82,8 +82,8 @@ def map_logical_matrices(whole: Tensor, row: Row, compute: Callable[[Tensor], Te
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """An approximation of U V^T for a matrix U S V^T, (..., rows, columns), by Newton-Schulz iterations of degree 5:
-    singular values become about 1, from 0.7 to 1.2, with as many iterations as the coefficients are made for."""
+    """Return an approximation of U V^T for a matrix U S V^T, (..., rows, columns), by Newton-Schulz iterations of
+    degree 5. Singular values become about 1, from 0.7 to 1.2, with the coefficients' own number of iterations."""
     a, b, c = COEFFICIENTS
     wide = matrix.shape[-2] <= matrix.shape[-1]
     x = matrix if wide else matrix.mT
@@ -95,12 +95,12 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 def scale(matrix: Tensor, update_rms: float) -> float:
-    """What an orthogonal matrix is multiplied by, to have about the root mean square `update_rms`."""
+    """Return the factor that gives an orthogonal matrix about the root mean square `update_rms`."""
     return update_rms * max(matrix.shape[-2:]) ** 0.5
 
 
 def _compute_type(momentum: Tensor) -> torch.dtype:
-    """bf16 on a GPU, as published; a CPU multiplies fp32 faster, and proofs are in float64."""
+    """Return bf16 on a GPU, as published. A CPU multiplies fp32 faster, and proofs are in float64."""
     if momentum.dtype == torch.float64 or device_type(momentum) == "cpu":
         return momentum.dtype
     return torch.bfloat16

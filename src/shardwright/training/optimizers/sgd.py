@@ -3,8 +3,8 @@
     m <- momentum m + g        u = m, or with Nesterov momentum m + g
     w <- (1 - lr weight_decay) w - lr u
 
-PyTorch's own weight decay adds weight_decay w to g, and so to m; here it is that of all other optimizers (arXiv
-1711.05101, algorithm 1).
+PyTorch's own weight decay adds weight_decay w to g, and thus to m. Here it is decoupled, as in all other optimizers
+(arXiv 1711.05101, algorithm 1).
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from shardwright.system.torch_private import foreach_mul_
 
 
 class SGD(torch.optim.SGD):
-    """On plain tensors."""
+    """SGD for plain tensors."""
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, options: Mapping[str, float]) -> None:
         for group in groups:
