@@ -22,12 +22,12 @@ For GPT this is Table 2 of Korthikanti et al. (arXiv 2205.05198), T (10 + 24 / t
 that weight gradients need is 32 T h, as in Qi et al. (arXiv 2401.10241, section 2.3).
 Ignored: statistics of norms, biases, indices, and uneven load of experts.
 
-torch.compile keeps what its partitioner does not find cheaper to compute again. In 16 bits it does not keep silu(gate),
-since one kernel computes silu(gate) x up; it keeps that product and the norms, as matmuls of the backward pass read
-them. In fp8 such a matmul reads the result of a cast, which a kernel of the backward pass makes from what the norm or
-the product is made of, so neither is kept (`Stack.casts_again`): of a layer of SmolLM2-1.7B a token keeps 20 h elements
-in 16 bits, and 14 h in fp8. Experts stay in 16 bits. Ignored: `precision.fp8_skip_layers`, which leaves layers in 16
-bits, and `precision.fp8_experts`.
+torch.compile does not keep tensors that its partitioner finds cheaper to compute again. In 16 bits it does not keep
+silu(gate), since one kernel computes silu(gate) x up; it keeps that product and the norms, because matmuls of the
+backward pass read them. In fp8 such a matmul reads the result of a cast, and a kernel of the backward pass makes the
+cast from the inputs of the norm or the product, so neither is kept (`Stack.casts_again`): of a layer of SmolLM2-1.7B a
+token keeps 20 h elements in 16 bits, and 14 h in fp8. Experts stay in 16 bits. Ignored: `precision.fp8_skip_layers`,
+which leaves layers in 16 bits, and `precision.fp8_experts`.
 """
 
 from dataclasses import dataclass
@@ -44,8 +44,8 @@ from shardwright.cost.parameters import vocabulary_rows
 
 @dataclass(frozen=True)
 class LayerActivations:
-    """Bytes of one layer: `kept` from forward to backward pass, of which `experts` are rows sent to experts; `waiting`:
-    kept from I to W; `working`: temporary buffers of its backward pass, with recomputed activations."""
+    """Bytes of one layer. `kept`: from forward to backward pass, including `experts`, the rows sent to experts.
+    `waiting`: kept from I to W. `working`: temporary buffers of its backward pass, with recomputed activations."""
 
     kept: Floats
     experts: Floats
@@ -73,8 +73,8 @@ class EndActivations:
 
 
 def layer(job: Job, candidates: Candidates, block: BlockShape, name: str | None = None) -> LayerActivations:
-    """One layer of a kind, with each candidate's recomputation. Full recomputation keeps only the block's input.
-    `name`: that in the ledger, by default the kind's."""
+    """Return the activations of one layer of a kind, with each candidate's recomputation. Full recomputation keeps only
+    the block's input. `name`: its name in the ledger, by default the kind's."""
     name = name or block.name
     with ledger.section(f"Kept of a microbatch by {name}"):
         f = Formulas("B", _symbols(job, candidates) | features(job, candidates, block))
@@ -94,7 +94,7 @@ def layer(job: Job, candidates: Candidates, block: BlockShape, name: str | None 
             f("listed", np.minimum(listed, f.everything))
             selective = f.listed
         elif job.stack.selective == "parts":
-            # Under torch.compile only what a matmul reads as it is has to exist before it.
+            # Under torch.compile only tensors that a matmul reads uncast have to exist before it.
             cast = _CAST * (job.stack.casts_again and FORMATS[job.precision].narrow)
             whole = _without(cast, job, f, experts=False)
             if np.any(candidates.recomputes_parts):
@@ -122,11 +122,11 @@ def layer(job: Job, candidates: Candidates, block: BlockShape, name: str | None 
 
 
 _CAST = ("norms", "activation")
-"""The parts of a block whose outputs matmuls alone read."""
+"""The parts of a block whose outputs only matmuls read."""
 
 
 def _without(parts: tuple[str, ...], job: Job, f: Formulas, *, experts: bool) -> Floats:
-    """Everything but the outputs of some parts, those of experts only with `experts`."""
+    """Return everything except the outputs of some parts; the outputs of experts are left out only with `experts`."""
     if not parts:
         return f.everything
     latent = job.model.latent_attention is not None
@@ -134,15 +134,16 @@ def _without(parts: tuple[str, ...], job: Job, f: Formulas, *, experts: bool) ->
 
 
 def ends(job: Job, candidates: Candidates) -> EndActivations:
-    """Activations before the first layer and after the last.
+    """Return the activations before the first layer and after the last.
 
-    The loss overwrites logits with their gradient, and copies a part of 16-bit ones to fp32 at a time. In other systems
-    all of them are copied, and the softmax is kept; `Stack.logit_peak_bytes` is the maximum of logits, copies and
-    gradients together. In fp32 there are no copies, but softmax and gradients. Modules of multi-token prediction have
-    logits of their own.
+    The loss overwrites logits with their gradient, and copies a part of 16-bit logits to fp32 at a time. In other
+    systems all logits are copied, and the softmax is kept; `Stack.logit_peak_bytes` is the maximum of logits, copies
+    and gradients together. In fp32 there are no copies, but softmax and gradients. Modules of multi-token prediction
+    have logits of their own.
 
-    A chunked loss (`layout.loss_chunk_tokens`) has the logits of C tokens, with what is beside them in its sums, and
-    keeps the gradients of the head's input and matrix instead of logits; the latter is a sum in 32 bits or more.
+    A chunked loss (`layout.loss_chunk_tokens`) has the logits of C tokens, and the temporary tensors of its sums. It
+    keeps the gradients of the head's input and matrix instead of logits; the matrix gradient is a sum in at least 32
+    bits.
     """
     stack, e = job.stack, job.element_bytes
     kept = np.maximum(stack.logit_kept_bytes, e)
@@ -175,7 +176,7 @@ def ends(job: Job, candidates: Candidates) -> EndActivations:
 
 
 def _chunked_loss(job: Job, candidates: Candidates, f: Formulas) -> tuple[Floats, ...]:
-    """`logits` and what follows it in `EndActivations`."""
+    """Return `logits` and the fields after it in `EndActivations`."""
     f.add(C=np.minimum(candidates.tokens(job.seq_len), candidates.shared.loss_chunk_tokens))
     gradients = f.T_shard * f.h * f.e + f.vocabulary_rows * f.h * f.sum_bytes
     if job.model.mtp_modules:
@@ -196,7 +197,7 @@ def _symbols(job: Job, candidates: Candidates) -> ledger.Inputs:
     # A ring has a buffer of keys and values to read and one to receive into.
     gathers = candidates.shared.cp_method == "allgather"
     visiting = candidates.cp if gathers else 2.0
-    # Without kv groups the gradients alone; ulysses has all tokens of few heads, as one process has.
+    # Without kv groups only the gradients; ulysses has all tokens of few heads, like a single process.
     expands = job.stack.expands_heads and candidates.shared.cp_method != "ulysses"
     expanded = (1 + (job.model.n_heads > job.model.n_kv_heads)) * (candidates.cp - 1 if gathers else 1) * expands
     return {
@@ -216,7 +217,7 @@ def _symbols(job: Job, candidates: Candidates) -> ledger.Inputs:
 
 
 def features(job: Job, candidates: Candidates, block: BlockShape) -> ledger.Inputs:
-    """Features and counts of one layer on a rank."""
+    """Return the features and counts of one layer on a rank."""
     model, latent, moe, stack = job.model, job.model.latent_attention, job.model.moe, job.stack
     heads = model.n_heads / candidates.tp
     kv_heads = np.maximum(model.n_kv_heads / candidates.tp, 1)
@@ -227,7 +228,7 @@ def features(job: Job, candidates: Candidates, block: BlockShape) -> ledger.Inpu
         "v": kv_heads * model.head_dim,
         "out": heads * model.head_dim,
         "narrow": 0 if latent is None else 2 * (latent.q_rank + latent.kv_rank) + latent.rope_dim,
-        # Normed queries and keys; the kernel's padded values and outputs, beside the unpadded outputs that o reads.
+        # Normed queries and keys; the kernel's padded values and outputs, and the unpadded outputs that o reads.
         "padding": (heads + kv_heads) * model.qk_dim * (model.qk_norm and latent is None)
         + heads * (2 * model.qk_dim - model.head_dim) * (stack.pads_values and model.qk_dim > model.head_dim),
         "norms": block.norms,
@@ -241,7 +242,7 @@ def features(job: Job, candidates: Candidates, block: BlockShape) -> ledger.Inpu
         "tensors": 2 + block.gated,
         "frees_inputs": int(stack.frees_inputs),
         "expert_inner": block.expert_inner,
-        # The normed input of a router in 16 bits is kept in fp32 alone where no shared experts read it.
+        # The normed input of a router in 16 bits is kept only in fp32 if no shared experts read it.
         "copied_alone": int(bool(block.experts) and block.inner == 0 and stack.wide_router and job.element_bytes < 4),
     }
     found |= recompute.features(model, heads, kv_heads)
@@ -266,8 +267,8 @@ def _attention(job: Job, f: Formulas) -> None:
         f("scores", f.T * f.heads / f.tp * 4, "log-sum-exp, fp32")
     kept = f.T * ((f.q + f.k + f.v + f.padding) * f.e + f.out * f.e_input) + f.T_shard * f.narrow * f.e + f.scores
     f("kept of attention", kept)
-    # Of a mixture in eager mode, torchtitan recomputes the attention whole. It keeps what the norms around it read and
-    # write, which no recomputed module contains (distributed/activation_checkpoint.py since 0943771, 2025-09).
+    # For a mixture in eager mode, torchtitan recomputes the whole attention. It keeps inputs and outputs of the norms
+    # around it, which no recomputed module contains (distributed/activation_checkpoint.py since 0943771, 2025-09).
     apart = job.model.moe is not None and job.stack.selective == "products"
     f("listed of attention", 2 * f.T_shard * f.h * f.e if apart else f.T * (f.q + f.v + f.out) * f.e)
     f("attention for W", f.T * (f.q + f.k + f.v + f.out) * f.e + f.T_shard * f.narrow * f.e)
@@ -279,7 +280,7 @@ def _attention(job: Job, f: Formulas) -> None:
 
 
 def _networks(job: Job, f: Formulas) -> None:
-    """Networks that compute all tokens: a feed-forward network, or shared experts."""
+    """Add the networks that compute all tokens: a feed-forward network, or shared experts."""
     inner = f.T * f.inner / f.tp
     f("kept of networks", inner * (f.made * f.e + f.e_input))
     listed = inner * f.e
@@ -290,7 +291,7 @@ def _networks(job: Job, f: Formulas) -> None:
 
 
 def _experts(f: Formulas, *, shared: bool) -> Floats:
-    """The router and the routed experts, which are never sharded over tp; the bytes of the rows sent to experts."""
+    """Add the router and the routed experts, never sharded over tp. Return the bytes of rows sent to experts."""
     sent = f("rows sent", f.T_shard * f.top_k * f.h * (f.e_input + f.e * f.weighed))
     router = f.T_shard * (f.constant(2) * 4 * f.n_experts + 4 * f.h * f.copied)
     if not shared:  # the router's input is kept in fp32, and no other matmul keeps it in 16 bits

@@ -20,7 +20,7 @@ class FusedRows:
 
     @property
     def name(self) -> str:
-        """`attention q k v`."""
+        """Return the name, such as `attention q k v`."""
         names = [row.name.removesuffix(".weight").rpartition(".")[::2] for row in self.rows]
         told: dict[str, list[str]] = {}
         for path, last in names:
@@ -31,8 +31,8 @@ class FusedRows:
 @dataclass(frozen=True)
 class Region:
     """A tensor-parallel part of a layer, from column-parallel matmuls to the row-parallel matmul whose output is summed
-    over tp. `inputs`: features a token of each input that no region before it has gathered; `every_head`: of each
-    output of a replicated matmul that the heads of all ranks read."""
+    over tp. `inputs`: features a token of each input that no earlier region has gathered. `every_head`: features of
+    each output of a replicated matmul that the heads of all ranks read."""
 
     name: str
     inputs: tuple[int, ...]
@@ -48,13 +48,13 @@ class BlockShape:
 
     @property
     def name(self) -> str:
-        """The name of a layer of this kind in the ledger."""
+        """Return the name of a layer of this kind in the ledger."""
         what = "an MTP module" if any(row.name.startswith(MTP_BLOCK) for row in self.rows) else "a layer"
         return f"{what} with experts" if self.experts else what
 
     @cached_property
     def matmuls(self) -> tuple[FusedRows, ...]:
-        """The matmuls, in the order of the forward pass."""
+        """Return the matmuls, in the order of the forward pass."""
         found: dict[tuple[str, ...], list[Row]] = {}
         for row in self.rows:
             if row.matmul:
@@ -64,12 +64,12 @@ class BlockShape:
 
     @property
     def tensors(self) -> int:
-        """Number of parameter tensors, if rows that read one tensor are one."""
+        """Return the number of parameter tensors, if rows that read one tensor are one."""
         return len(self.matmuls) + self.norms
 
     @cached_property
     def regions(self) -> tuple[Region, ...]:
-        """The tensor-parallel regions, in the order of the forward pass."""
+        """Return the tensor-parallel regions, in the order of the forward pass."""
         found: list[Region] = []
         seen: set[str] = set()
         inputs: list[int] = []
@@ -87,31 +87,31 @@ class BlockShape:
 
     @cached_property
     def experts(self) -> tuple[Row, ...]:
-        """The rows of experts."""
+        """Return the rows of experts."""
         return tuple(row for row in self.rows if row.split == "experts")
 
     @cached_property
     def norms(self) -> int:
-        """Number of norms of the residual stream."""
+        """Return the number of norms of the residual stream."""
         return sum(row.kind == "norm" and row.shape == (self.d_model,) for row in self.rows)
 
     @cached_property
     def branches(self) -> int:
-        """Number of outputs that are added to the residual stream; those of experts and shared experts count once."""
+        """Return the number of outputs added to the residual stream; experts with shared experts count once."""
         added = (row.name.removeprefix(MTP_BLOCK) for row in self.rows if row.split in ("row", "experts"))
         return len({name.partition(".")[0] for name in added})
 
     @cached_property
     def inputs(self) -> int:
-        """Number of tensors of width d_model that the matmuls of all tokens read; each is kept once. One of twice that
-        width (of the projection of multi-token prediction) is two."""
+        """Return the number of tensors of width d_model that the matmuls of all tokens read; each is kept once. A
+        tensor of twice that width (of the projection of multi-token prediction) counts as two."""
         widths = {row.input: row.shape[-1] for row in self._dense if row.split != "row"}
         return sum(width // self.d_model for width in widths.values() if width % self.d_model == 0)
 
     @cached_property
     def networks(self) -> dict[Row, tuple[Row, ...]]:
-        """For the last matrix of each network of all tokens, the matrices that compute its inner features: gate and up,
-        or up."""
+        """Return, for the last matrix of each network of all tokens, the matrices that compute its inner features: gate
+        and up, or up."""
         lasts = [row for row in self._dense if row.split == "row" and row.input != "attention"]
         inputs = [row for row in self._dense if row.split == "column"]
         return {
@@ -121,23 +121,23 @@ class BlockShape:
 
     @cached_property
     def gated(self) -> bool:
-        """Whether networks are gated: two matrices in, one out."""
+        """Return whether networks are gated: two matrices in, one out."""
         into_experts = sum(row.input == self.experts[0].input for row in self.experts)
         return max([into_experts, *map(len, self.networks.values())]) > 1
 
     @cached_property
     def inner(self) -> int:
-        """Inner features of the networks of all tokens."""
+        """Return the inner features of the networks of all tokens."""
         return sum(last.shape[-1] for last in self.networks)
 
     @cached_property
     def expert_inner(self) -> int:
-        """Inner features of an expert, 0 without experts."""
+        """Return the inner features of an expert, 0 without experts."""
         return self.experts[-1].shape[-1] if self.experts else 0
 
     @cached_property
     def dense_numel(self) -> dict[Split, int]:
-        """Elements of the layer's parameters without experts, by their split over tp."""
+        """Return the elements of the layer's parameters without experts, by their split over tp."""
         found: Counter[Split] = Counter()
         for row in self.rows:
             if row.counted and row.split != "experts":
@@ -146,7 +146,7 @@ class BlockShape:
 
     @cached_property
     def hidden_numel(self) -> dict[Split, int]:
-        """As `dense_numel`, of hidden matrices alone."""
+        """Return the elements of hidden matrices, by their split over tp."""
         found: Counter[Split] = Counter()
         for row in self.rows:
             if row.hidden and row.split != "experts":
@@ -155,17 +155,17 @@ class BlockShape:
 
     @cached_property
     def expert_numel(self) -> int:
-        """Elements of all experts."""
+        """Return the elements of all experts."""
         return sum(row.numel for row in self.experts)
 
     @cached_property
     def network_numel(self) -> int:
-        """Elements of the largest fused matrix of the networks of all tokens: gate and up."""
+        """Return the elements of the largest fused matrix of the networks of all tokens: gate and up."""
         return max((sum(row.numel for row in rows) for rows in self.networks.values()), default=0)
 
     @cached_property
     def expert_matmul_numel(self) -> int:
-        """Elements of the largest fused matrix of all experts together."""
+        """Return the elements of the largest fused matrix of all experts together."""
         of_experts = [group.rows for group in self.matmuls if group.rows[0].split == "experts"]
         return max((sum(row.numel for row in rows) for rows in of_experts), default=0)
 
@@ -180,7 +180,7 @@ def _path(row: Row) -> str:
 
 @cache
 def blocks(spec: ModelSpec) -> dict[BlockShape, tuple[int, ...]]:
-    """The kinds of layers, each with the numbers of its layers, in the order of their first layers."""
+    """Return the kinds of layers, each with the numbers of its layers, in the order of their first layers."""
     found: dict[BlockShape, tuple[int, ...]] = {}
     for layer in range(spec.n_blocks):
         block = BlockShape(layer_rows(spec, layer), spec.d_model)

@@ -5,7 +5,7 @@ from shardwright.split.tensor import kv_replicas
 
 
 def cache_bytes_per_token(spec: ModelSpec, tp: int, element_bytes: int) -> int:
-    """Bytes of one token in one layer on a rank of tp.
+    """Return the bytes of one token in one layer on a rank of tp.
 
         grouped heads       2 max(K / tp, 1) C e      with fewer kv heads than ranks each rank has a whole one
         latent attention    (L + P) e                 on every rank of tp, since all heads read it

@@ -1,8 +1,8 @@
 """The constants of the cost model that are fitted to measured runs, such as sustained fractions of peak rates.
 
 hardware.toml has the figures of data sheets; these constants are in no data sheet. `benchmarks/calibrate.py` fits them
-and writes calibration.toml: one set fitted to all sources of measurements, with one number for each die or
-software stack where it depends on it, and for each family of runs a set fitted to the other families only.
+and writes calibration.toml: one set fitted to all sources of measurements, with a number for each die or software
+stack if a constant depends on it, and for each family of runs a set fitted to the other families only.
 """
 
 import tomllib
@@ -53,21 +53,21 @@ class Calibration:
     flash_backward: float = 2.5 / 0.85
 
     def measured_dies(self) -> list[str]:
-        """Dies that measured runs were on."""
+        """Return the dies on which runs were measured."""
         return [die for die in self.product_share if die != OTHERS]
 
     def matmuls(self, die: str, peak: str) -> float:
-        """`product_share` of a die, for a format that runs at the peak of `peak`."""
+        """Return `product_share` of a die, for a format that runs at the peak of `peak`."""
         shares = self.product_share.get(die, self.product_share[OTHERS])
         return shares["fp8" if "fp8" in shares and peak in NARROW else "bf16"]
 
     def flash(self, die: str) -> float:
-        """`flash_share` of one die."""
+        """Return `flash_share` of one die."""
         return self.flash_share.get(die, self.flash_share[OTHERS])
 
 
 def read(path: Path = PACKAGED) -> tuple[Calibration, dict[str, Calibration]]:
-    """The constants, and for each family those that were fitted without it."""
+    """Return the constants, and for each family the constants that were fitted without it."""
     with path.open("rb") as file:
         document = tomllib.load(file)
     left_out: dict[str, dict[str, Any]] = document.pop("left_out", {})

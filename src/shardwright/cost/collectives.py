@@ -48,16 +48,16 @@ class CollectiveCost(Protocol):
 
 
 Seconds = Callable[[Cluster, ArrayLike, ArrayLike, ArrayLike, str], Floats]
-"""A `CollectiveCost`, or one with further arguments that are given (`functools.partial`)."""
+"""A `CollectiveCost`, or one whose further arguments are bound (`functools.partial`)."""
 Number = Floats | NDArray[np.floating[Any]] | Ints | float
 
 
 @dataclass(frozen=True)
 class Placement:
-    """How groups of `size` ranks, `stride` apart, are distributed over nodes of consecutive ranks; arrays.
+    """The distribution of groups of `size` ranks, `stride` apart, over nodes of consecutive ranks; arrays.
 
     `per_node` (g): ranks in the node that has the fewest. A group covers size x stride ranks and starts at a multiple
-    of that, so all node boundaries are at multiples of gcd(size x stride, node_size), and g is that over the stride.
+    of size x stride. So all node boundaries are at multiples of d = gcd(size x stride, node_size), and g = d / stride.
     `nodes` (k): number of nodes.
     """
 
@@ -67,7 +67,7 @@ class Placement:
 
     @staticmethod
     def on_cluster(cluster: Cluster, size: ArrayLike, stride: ArrayLike) -> "Placement":
-        """The placement of groups on a cluster."""
+        """Return the placement of groups on a cluster."""
         n, apart = np.asarray(size, dtype=np.int64), np.asarray(stride, dtype=np.int64)
         if cluster.nodes == 1:
             return Placement(n, n, np.ones_like(n))
@@ -78,8 +78,7 @@ class Placement:
 
 
 def _as_measured(collective: CollectiveCost) -> CollectiveCost:
-    """The collective, times what this kind takes on a measured machine relative to the formula of all kinds
-    (`NetworkLink.relative`)."""
+    """Multiply a collective's time by its measured time relative to the formula (`NetworkLink.relative`)."""
     kind = collective.__name__
 
     @wraps(collective)
@@ -102,10 +101,10 @@ def _as_measured(collective: CollectiveCost) -> CollectiveCost:
 def all_reduce(
     cluster: Cluster, n_bytes: ArrayLike, size: ArrayLike, stride: ArrayLike = 1, what: str = "all-reduce"
 ) -> Floats:
-    """Every rank gets the sum over all; seconds for a buffer of `n_bytes` (S) on each.
+    """Return the seconds of an all-reduce: every rank gets the sum over all. `n_bytes` (S): buffer on each rank.
 
     Ring: V = 2 S (n-1)/n inside a node, and V/g across nodes through each of the g ports of a node; 2 (n-1) messages,
-    of which 2 (k-1) are across nodes. Double tree, for groups over several nodes: up and down a chain inside, V = 2 S
+    2 (k-1) of them across nodes. Double tree, for groups over several nodes: up and down a chain inside, V = 2 S
     and 2 (g-1) messages; across nodes, each of two trees transfers half of the buffer, and an inner node of one is a
     leaf of the other, so a port sends 2 S/g, in 2 log2(k) messages. In the switch (NVLink SHARP), for groups in a node:
     V = S in 2 log2(n) messages, at the rate of the switches. NCCL chooses the fastest, and so does this function.
@@ -137,9 +136,9 @@ def all_reduce(
 def all_gather(
     cluster: Cluster, n_bytes: ArrayLike, size: ArrayLike, stride: ArrayLike = 1, what: str = "all-gather"
 ) -> Floats:
-    """Every rank gets the shards of all; seconds for `n_bytes` (S) of output, of which each rank contributes S/n.
+    """Return the seconds of an all-gather: every rank gets all shards. `n_bytes` (S): output; each shard has S/n.
 
-    Ring: V = S (n-1)/n inside and V/g across nodes, in n-1 messages, of which k-1 are across nodes.
+    Ring: V = S (n-1)/n inside and V/g across nodes, in n-1 messages, k-1 of them across nodes.
     """
     return _one_algorithm(what, cluster, n_bytes, size, stride, _ring)
 
@@ -148,7 +147,7 @@ def all_gather(
 def reduce_scatter(
     cluster: Cluster, n_bytes: ArrayLike, size: ArrayLike, stride: ArrayLike = 1, what: str = "reduce-scatter"
 ) -> Floats:
-    """Every rank gets its shard S/n of the sum over all; seconds for a buffer of `n_bytes` (S) on each.
+    """Return the seconds of a reduce-scatter: every rank gets its shard S/n of the sum. `n_bytes` (S): a rank's buffer.
 
     The same ring as in `all_gather`, in the other direction.
     """
@@ -159,10 +158,10 @@ def reduce_scatter(
 def all_to_all(
     cluster: Cluster, n_bytes: ArrayLike, size: ArrayLike, stride: ArrayLike = 1, what: str = "all-to-all"
 ) -> Floats:
-    """Every rank sends an equal part of its `n_bytes` (S) to each other rank and keeps S/n; seconds.
+    """Return the seconds of an all-to-all: every rank sends S/n of its `n_bytes` (S) to each other rank.
 
     V = S (g-1)/n inside and S (n-g)/n across nodes, each rank through its own port. Messages: g-1 inside, k-1 across,
-    as those to the ranks of one other node overlap. Ignores the uneven parts of a router's load.
+    because messages to the ranks of one other node overlap. Ignores the uneven parts of a router's load.
     """
 
     def sent(f: Formulas) -> _Sent:
@@ -180,12 +179,12 @@ def all_to_all_by_node(
     *,
     top_k: int,
 ) -> Floats:
-    """Tokens of `top_k` copies each, `n_bytes` (S) together, to random ranks; seconds where a token crosses to a node
-    once, and goes to a rank once, however many of its copies go there (DeepEP, DeepSeek-V3 report, arXiv 2412.19437,
-    section 3.2.2; HybridEP).
+    """Return the seconds to send tokens of `top_k` copies each, `n_bytes` (S) together, to random ranks, if a token
+    crosses to a node once, and is sent to a rank once, for any number of its copies there (DeepEP, DeepSeek-V3 report,
+    arXiv 2412.19437, section 3.2.2; HybridEP).
 
-    A token goes to a given one of N nodes or ranks with probability p(N) = 1 - (1 - 1/N)^top_k. So (k-1) p(k) S / top_k
-    are sent across nodes, and inside V = n p(n) S / top_k (g-1)/g, of the copies that go to other ranks of a node.
+    A token is sent to a given one of N nodes or ranks with probability p(N) = 1 - (1 - 1/N)^top_k. So (k-1) p(k) S /
+    top_k are sent across nodes, and inside V = n p(n) S / top_k (g-1)/g, for the copies sent to other ranks of a node.
     These kernels reach the full bandwidth with messages of a micro-batch (153 to 158 of 160 GB/s, DeepEP's README).
     Ignored: routers that choose nodes before experts.
     """
@@ -205,7 +204,7 @@ def all_to_all_by_node(
 def point_to_point(
     cluster: Cluster, n_bytes: ArrayLike, size: ArrayLike, stride: ArrayLike = 1, what: str = "send"
 ) -> Floats:
-    """A rank sends `n_bytes` (S) to the next rank of the group; seconds of the slowest pair: a + S/B.
+    """Return the seconds a + S/B of the slowest pair, if each rank sends `n_bytes` (S) to the next rank of the group.
 
     The link across nodes counts if any pair is on two nodes; each sender has its own port.
     """
@@ -225,7 +224,7 @@ def point_to_point(
 
 
 def _symbols(cluster: Cluster, at: Placement, n_bytes: ArrayLike, **more: float) -> Formulas:
-    """The inputs of the formulas of collectives. A link that a group does not use has infinite bandwidth."""
+    """Return the inputs of the formulas of collectives. A link that a group does not use has infinite bandwidth."""
     inside, across, leaves = cluster.inside, cluster.across, at.nodes > 1
     return Formulas(
         "s", start_s=np.where(leaves, across.start_s, inside.start_s), S=np.asarray(n_bytes, dtype=np.float64),
@@ -237,7 +236,7 @@ def _symbols(cluster: Cluster, at: Placement, n_bytes: ArrayLike, **more: float)
 
 
 class _Sent(NamedTuple):
-    """Messages one after another and bytes that a rank sends, inside a node (V) and across nodes, by default V / g."""
+    """Consecutive messages and bytes that a rank sends, inside a node (V) and across nodes, by default V / g."""
 
     messages_in: Floats
     messages_across: Floats
@@ -265,8 +264,8 @@ def _links_s(
     f: Formulas, what: str, at: Placement, messages_in: Floats, messages_across: Floats, inside: Floats,
     across: Floats | None = None,
 ) -> Floats:  # fmt: skip
-    """The sum of the latencies of messages, and the time of the slower kind of link, as transfers on both overlap. With
-    only those terms that some group needs; for the other groups they are 0. The last arguments: those of `_Sent`."""
+    """Return the latencies of messages, and the time of the slower kind of link, because transfers on both overlap.
+    Terms are included if some group needs them. The last arguments: fields of `_Sent`."""
     shares, leaves = bool(at.per_node.max() > 1), bool(at.nodes.max() > 1)
     V, seconds, sent_s = f.let("V", inside), f.start_s, []
     if shares or (at.size > at.nodes).any():
@@ -281,13 +280,13 @@ def _links_s(
 
 
 def _full_rate_bytes(sent: Floats, half_bytes: Floats) -> Floats:
-    """Bytes that would take the same time at full bandwidth: V (1 + (H/V)^q) = V + H^q V^(1-q), with q = SATURATION."""
+    """Return the bytes with the same time at full bandwidth: V (1 + (H/V)^q) = V + H^q V^(1-q), with q = SATURATION."""
     return sent + half_bytes**SATURATION * sent**FLATNESS
 
 
 def _bandwidth(link: NetworkLink, members: Ints) -> Floats:
-    """Bytes/s of an accelerator in a group of `members` in its node; if each pair of accelerators has its own wire, a
-    small group uses few of them."""
+    """Return bytes/s of an accelerator in a group of `members` in its node. If each pair of accelerators has its own
+    wire, a small group uses few wires."""
     if not link.peer_bytes_per_s:
         return np.asarray(link.bytes_per_s)
     wires: Floats = link.peer_bytes_per_s * np.maximum(members - 1, 1)
@@ -310,8 +309,7 @@ class PricedMessage:
     calls: Number = 1
 
     def seconds(self, cluster: Cluster, in_step: float = 1.0) -> Floats:
-        """Seconds of all calls, one after another; (n,). `in_step`: by how much that is longer in a step than
-        alone."""
+        """Return the seconds of all calls, one after another; (n,). `in_step`: time in a step relative to alone."""
         if in_step != 1:
             alone = f"{self.what}, alone"
             seconds = replace(self, what=alone).seconds(cluster)
@@ -330,5 +328,5 @@ class PricedMessage:
 
 
 def named(collective: Seconds) -> str:
-    """`all-gather`."""
+    """Return the name of a collective, such as `all-gather`."""
     return collective.__name__.replace("_", "-")

@@ -1,4 +1,4 @@
-"""Messages of the sums of gradients over data ranks, compressed or as they are.
+"""Messages of the sums of gradients over data ranks, compressed or uncompressed.
 
 | gradients | a reduce-scatter of X elements is     | an all-reduce of X elements is                           |
 | --------- | ------------------------------------- | -------------------------------------------------------- |
@@ -8,10 +8,10 @@
 | int4      | an all-to-all of (1/2 + 4/128) X bytes | the same with (1/2 + 4/128) X bytes                     |
 
 g: bytes of an element in a reduction of the stack. 4/128: a scale of 4 bytes for each block of 128 elements. With
-`layout.node_ranks` g a reduce-scatter over n ranks is two all-to-alls: of those bytes over the g ranks of a node, of
-1/g of them over n/g nodes. Ignored: the time of rounding and of the sum where parts arrive; that rows which are no
-multiple of 128 have shorter blocks, and that vectors travel as they are. PowerSGD: `cost.products`; what it does not
-compress goes as with none.
+`layout.node_ranks` g a reduce-scatter over n ranks is two all-to-alls: one of these bytes over the g ranks of a node,
+and one of 1/g of them over n/g nodes. Ignored: the time of rounding and of summing the received parts; that rows which
+are no multiple of 128 have shorter blocks, and that vectors are sent uncompressed. PowerSGD: `cost.products`; gradients
+that it does not compress are sent as with none.
 Source: parallel/compression.py, parallel/blocks_of_integers.py.
 """
 
@@ -26,12 +26,12 @@ from shardwright.split.compression import BLOCK, POWERSGD
 
 _SCALE = 4 / BLOCK
 SENT_BYTES = {"bf16": 2.0, "int8": 1 + _SCALE, "int4": 0.5 + _SCALE}
-"""Bytes of an element on its way."""
+"""Bytes of an element in a message."""
 
 
 @dataclass(frozen=True)
 class GradientSums:
-    """How gradients are summed: `element_bytes` of an element on its way, whether it is `compressed`, and how many
+    """The summation of gradients: `element_bytes` of an element in a message, whether it is `compressed`, and how many
     consecutive ranks of a group share a node, (n,) or a number."""
 
     element_bytes: float
@@ -40,7 +40,7 @@ class GradientSums:
 
     @staticmethod
     def from_layout(job: Job, layout: Layout, node_ranks: Ints | int) -> "GradientSums":
-        """The sums of a layout over groups of which `node_ranks` ranks share a node."""
+        """Return the sums of a layout over groups in which `node_ranks` ranks share a node."""
         given = layout.compress_gradients
         if given == "none" or given in POWERSGD:
             return GradientSums(job.stack.speed.reduce_bytes, compressed=False)
@@ -49,7 +49,7 @@ class GradientSums:
     def reduce_scatter(
         self, what: str, n_elements: Number, size: Ints, stride: Number, calls: Ints
     ) -> list[PricedMessage]:
-        """After which every rank has its shard of the sum of `n_elements`, in each of the calls."""
+        """Return the messages after which every rank has its shard of the sum of `n_elements`, in each of the calls."""
         n_bytes, n, g = np.asarray(n_elements * self.element_bytes), np.asarray(size), self.node_ranks
         if not self.compressed:
             return [PricedMessage(what, reduce_scatter, n_bytes, n, stride, calls)]
@@ -63,7 +63,7 @@ class GradientSums:
         ]
 
     def all_reduce(self, what: str, n_elements: Number, size: Ints, stride: Number, calls: Ints) -> list[PricedMessage]:
-        """After which every rank has the sum of `n_elements`, in each of the calls."""
+        """Return the messages after which every rank has the sum of `n_elements`, in each of the calls."""
         n_bytes = n_elements * self.element_bytes
         if not self.compressed:
             return [PricedMessage(what, all_reduce, n_bytes, size, stride, calls)]
@@ -74,7 +74,7 @@ class GradientSums:
 
 
 def waits_for_replicas(layout: Layout) -> bool:
-    """Whether shards of gradients that have replicas stay on the device until the last micro-batch of a step, where
-    FSDP2 sums them over replicas. Compressed ones are summed after the step's last backward pass, wherever they are
-    (`parallel.compressed.OverReplicas`)."""
+    """Return whether shards of gradients that have replicas stay on the device until the last micro-batch of a step, in
+    which FSDP2 sums them over replicas. Compressed gradients are summed after the step's last backward pass, wherever
+    they are stored (`parallel.compressed.OverReplicas`)."""
     return layout.compress_gradients == "none"

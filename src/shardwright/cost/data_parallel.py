@@ -1,4 +1,4 @@
-"""Communication of weights and gradients over the ranks that hold the same parameters: messages and exposed seconds."""
+"""Communication of weights and gradients over the ranks with the same parameters: messages and exposed seconds."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ from shardwright.layout.layout import Layout
 from shardwright.split.buckets import BUCKET_BYTES, REPLICA_BUCKET_BYTES
 
 F, I_AND_W = "F of a microbatch", "I and W of a microbatch"
-"""Passes of a rank, in the ledger."""
+"""Ledger names of the passes of a rank."""
 
 
 @dataclass(frozen=True)
 class OverlappedPasses:
-    """What messages of weights and gradients overlap with on each rank of `pp`, (n, R): seconds of the forward and of
-    the backward pass of a micro-batch, and `slack`, the time of the pipeline beyond what the rank's own passes, and
-    those before and after them, take. `note(rank)` records the passes of the one candidate."""
+    """The times with which messages of weights and gradients overlap on each rank of `pp`, (n, R): seconds of the
+    forward and of the backward pass of a micro-batch, and `slack`, the time of the pipeline beyond the rank's own
+    passes and the passes before and after them. `note(rank)` records the passes of the one candidate."""
 
     forward: Floats
     backward: Floats
@@ -36,13 +36,13 @@ class OverlappedPasses:
     note: Callable[[int], None] = lambda rank: None
 
     def on(self, rank: int) -> "OverlappedPasses":
-        """The same on one rank, (n, 1)."""
+        """Return the times of one rank, (n, 1)."""
         forward, backward, slack = (each[:, [rank]] for each in (self.forward, self.backward, self.slack))
         return OverlappedPasses(forward, backward, slack)
 
 
 def data_parallel(job: Job, candidates: Candidates, held: RankParameters, m: Ints, beside: OverlappedPasses) -> Floats:
-    """Exposed communication of weights and gradients in a step.
+    """Return the exposed communication of weights and gradients in a step, in seconds.
 
     | zero | gradients                                                | weights                                    |
     | ---- | -------------------------------------------------------- | ------------------------------------------ |
@@ -55,12 +55,12 @@ def data_parallel(job: Job, candidates: Candidates, held: RankParameters, m: Int
     Shards of gradients are then all-reduced over dp_replicate, once. With a pipeline that gathers once a step, zero 3
     is as 1. With `layout.zero_secondary_ranks` layers are gathered from these ranks for the backward pass
     (`cost.secondary`). Experts have their own process groups. A stack that overlaps communication runs it during the
-    pass of its micro-batch; the part of one layer stays exposed, and `interference` slows the pass down. What is longer
-    than that pass takes the rank's slack first: a rank that waits for others sends and receives meanwhile. So the step
-    ends with the pipeline, or with the rank whose passes and messages take longest. After a
-    pipeline come the all-reduce of the gradient of an embedding that two stages hold, and with two routes of
-    micro-batches that of the gradients of both replicas of each stage. Those that travel as products are all-reduced
-    after the last backward pass, too (`cost.products`).
+    pass of its micro-batch; the part of one layer stays exposed, and `interference` slows the pass down. Communication
+    longer than that pass uses the rank's slack first: a rank that waits for others sends and receives meanwhile. So the
+    step ends with the pipeline, or with the rank whose passes and messages take longest. After a pipeline two
+    all-reduces follow: of the gradient of an embedding that is on two stages, and with two routes of micro-batches, of
+    the gradients of both replicas of each stage. Gradients that are sent as products are all-reduced after the last
+    backward pass, too (`cost.products`).
     """
     if ledger.recording():
         with ledger.unrecorded():
@@ -77,7 +77,7 @@ def data_parallel(job: Job, candidates: Candidates, held: RankParameters, m: Int
 
 
 def _beside_passes(job: Job, candidates: Candidates, held: RankParameters, m: Ints, beside: OverlappedPasses) -> Floats:
-    """What messages that overlap with passes add to the step on each rank, (n, R)."""
+    """Return the seconds that overlapping messages add to the step on each rank, (n, R)."""
     traffic = _DataParallelTraffic(job, candidates, held, beside)
     found = np.zeros(beside.forward.shape)
     for zero in np.unique(candidates.zero):
@@ -106,7 +106,7 @@ def _beside_passes(job: Job, candidates: Candidates, held: RankParameters, m: In
 
 
 def _in_step(f: Formulas, times: str, seconds: Floats) -> Floats:
-    """Seconds of collectives that are sent as many times in a step as `stage_collectives` says."""
+    """Return the seconds of collectives that are sent as many times in a step as `stage_collectives` says."""
     return seconds if times == "1" else f.m * seconds if times == "m" else (f.m - 1) * seconds
 
 
@@ -116,11 +116,11 @@ GATHERED, GATHERED_AGAIN = "weights, all-gather", "weights of layers, all-gather
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters of a rank that are communicated over the same process groups: `count` of them, in `calls` messages, of
-    which `again` are in layers, in `calls_again`. Gradients are reduced over `reduce_ranks`, `stride` apart; ZeRO
-    shards over `shards` of these. `calls_over_replicas`: messages in which
-    gradients, or shards of them, are summed over replicas. `node_ranks`: ranks of a node (`layout.node_ranks`).
-    `again_ranks`: those from which layers are gathered for the backward pass."""
+    """Parameters of a rank that are communicated over the same process groups: `count` of them, in `calls` messages.
+    `again`: the part of `count` in layers, in `calls_again` messages. Gradients are reduced over `reduce_ranks`,
+    `stride` apart; ZeRO shards over `shards` of these. `calls_over_replicas`: messages in which gradients, or shards of
+    them, are summed over replicas. `node_ranks`: ranks of a node (`layout.node_ranks`). `again_ranks`: ranks from which
+    layers are gathered for the backward pass."""
 
     name: str
     count: Ints
@@ -136,13 +136,13 @@ class ParameterGroup:
 
     @property
     def keeps_parts(self) -> NDArray[np.bool_]:
-        """Whether a rank keeps a part of gathered layers for the backward pass."""
+        """Return whether a rank keeps a part of gathered layers for the backward pass."""
         found: NDArray[np.bool_] = self.again_ranks < self.shards
         return found
 
 
 def groups(job: Job, candidates: Candidates, held: RankParameters) -> list[ParameterGroup]:
-    """Experts are apart from the parameters of all tokens where ep or tp gives them other ranks."""
+    """Return the parameter groups. Experts are a separate group if ep or tp gives them other ranks."""
     apart = (candidates.ep * candidates.tp > 1) & np.any(held.experts)
     of_experts, filled = held.experts + held.expert_padding, held.layer_padding + held.end_padding
     dense = held.dense - held.untrained - held.factored + filled + np.where(apart, 0, of_experts)
@@ -183,9 +183,9 @@ def groups(job: Job, candidates: Candidates, held: RankParameters) -> list[Param
 
 
 class ExposedCollective(NamedTuple):
-    """Collectives that overlap with a pass: their name, what they add to it, (n, R) seconds, and the formula, with its
-    inputs, of the part that no slack takes: of one layer and the slowdown of the pass. `longer`: whether slack can take
-    anything."""
+    """Collectives that overlap with a pass: their name, the seconds that they add to it, (n, R), and the formula, with
+    its inputs, of the part that no slack takes: the part of one layer and the slowdown of the pass. `longer`: whether
+    slack can take anything."""
 
     name: str
     seconds: Floats
@@ -205,7 +205,7 @@ class _DataParallelTraffic:
         self._sent: dict[str, Floats] = {}
 
     def exposed(self, whats: tuple[str, ...], beside: str) -> ExposedCollective:
-        """The exposed time of collectives that overlap with a pass of a micro-batch."""
+        """Return the exposed time of collectives that overlap with a pass of a micro-batch."""
         name, speed = " and ".join(whats), self.job.stack.speed
         message_s = (
             self.sent(name) if len(whats) == 1 else ledger.total(name, {what: self.sent(what) for what in whats})
@@ -226,7 +226,7 @@ class _DataParallelTraffic:
         )
 
     def sent(self, what: str) -> Floats:
-        """Seconds of a collective, summed over dense parameters and experts."""
+        """Return the seconds of a collective, summed over dense parameters and experts."""
         if what not in self._sent:
             messages = [
                 message
@@ -252,7 +252,7 @@ class _DataParallelTraffic:
         return self._sent[what]
 
     def _over_link(self, what: str, group: ParameterGroup) -> Floats:
-        """Seconds in which shards in fp32 come from the host to be gathered, or go there when they are reduced."""
+        """Return the seconds of copies of fp32 shards from the host before a gather, or to it after a reduction."""
         f = Formulas(
             "s", elements=over_link(self.candidates.shared, what, group)[1],
             host_rate=self.job.cluster.accelerator.host_bytes_per_s,
@@ -261,8 +261,8 @@ class _DataParallelTraffic:
 
 
 def over_link(layout: Layout, what: str, group: ParameterGroup) -> tuple[Ints, Floats]:
-    """Copies between device and host that go with one of the collectives of a group whose shards are on the host, and
-    the elements that they have together, (n,). `layout`: as of `data_messages`."""
+    """Return the copies between device and host for one of the collectives of a group whose shards are on the host, and
+    the total elements, (n,). `layout`: as of `data_messages`."""
     if what == GATHERED_AGAIN:  # parts that a rank keeps are on the device
         return np.where(group.keeps_parts, 0, group.calls_again), np.where(
             group.keeps_parts, 0.0, group.again / group.shards
@@ -275,11 +275,11 @@ def over_link(layout: Layout, what: str, group: ParameterGroup) -> tuple[Ints, F
 
 
 def stage_collectives(candidates: Candidates, zero: int) -> list[tuple[str, tuple[str, ...], str]]:
-    """The collectives of a ZeRO stage in a step: how often, "1" or with m micro-batches "m" or "(m - 1)", which
-    together, and the pass that they overlap with.
+    """Return the collectives of a ZeRO stage in a step: their number, "1" or with m micro-batches "m" or "(m - 1)"; the
+    collectives that are sent together; and the pass that they overlap with.
 
     With zero 3 embedding and head are gathered once a micro-batch, and the layers twice; in a pipeline too, since each
-    backward pass frees what a forward pass or itself has gathered.
+    backward pass frees the layers that a forward pass or itself has gathered.
     """
     if zero == 0:
         return [("1", (SUMMED,), I_AND_W)]
@@ -291,8 +291,8 @@ def stage_collectives(candidates: Candidates, zero: int) -> list[tuple[str, tupl
 
 
 def data_messages(job: Job, layout: Layout, what: str, group: ParameterGroup) -> list[PricedMessage]:
-    """One of the collectives of a step for a group of parameters: messages for each block or bucket. `layout`: one that
-    has the same way of compression as all candidates."""
+    """Return one of the collectives of a step for a group of parameters: messages for each block or bucket. `layout`: a
+    layout with the same compression as all candidates."""
     name, sums = f"{what}, {group.name}", GradientSums.from_layout(job, layout, group.node_ranks)
     count = group.again if what == GATHERED_AGAIN else group.count
     over_replicas = what in (SUMMED, ACROSS)
@@ -317,8 +317,8 @@ def data_messages(job: Job, layout: Layout, what: str, group: ParameterGroup) ->
 def replica_messages(
     job: Job, candidates: Candidates, held: RankParameters, end: Ints | int = 1
 ) -> list[PricedMessage]:
-    """All-reduces, once a step, of gradients of parameters that several ranks hold, each of them a part: ranks of tp,
-    and two ranks of `pp`. `end`: 1 where the rank has the first stage or the last, and not both."""
+    """Return the all-reduces, once a step, of partial gradients of parameters on several ranks: ranks of tp, and two
+    ranks of `pp`. `end`: 1 if the rank has the first or the last stage, not both."""
     spec, stride, n_bytes = job.model, candidates.world // candidates.pp, job.stack.speed.reduce_bytes
     shares = np.where(candidates.zero > 0, candidates.shards, 1)
     kv_ranks = np.maximum(candidates.tp // spec.n_kv_heads, 1)
@@ -339,7 +339,7 @@ def replica_messages(
 
 
 def rank_parameters(job: Job, candidates: Candidates, rank: int | None = None) -> RankParameters:
-    """The parameters of each candidate on a rank of `pp`, by default the one with the most."""
+    """Return the parameters of each candidate on a rank of `pp`, by default the rank with the most."""
     cut = pipeline.stages(job, candidates)
     held = parameters.tp_rank_parameters(job.model, cut, candidates.tp, candidates.ep)
     replicas, kv_replicas = parameters.with_partial_gradients(job.model, cut, candidates)
@@ -355,7 +355,7 @@ def rank_parameters(job: Job, candidates: Candidates, rank: int | None = None) -
     parts += (
         list(parameters.padding(job.model, cut, candidates)) if job.stack.pads_rows else [np.zeros_like(parts[0])] * 3
     )
-    # Those that remain where matrices travel as products have the formula's number.
+    # If matrices are sent as products, a formula estimates the buckets of the other parameters.
     counted = job.element_bytes == 4 and bool((candidates.zero == 0).any()) and not np.any(factored[0])
     parts.append(
         parameters.buckets(job.model, cut, candidates.tp, candidates.ep) if counted else np.zeros_like(parts[0])

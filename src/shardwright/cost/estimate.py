@@ -25,32 +25,32 @@ class Estimate:
 
     @cached_property
     def time(self) -> StepTime:
-        """The step time, as arrays of length 1."""
+        """Return the step time, as arrays of length 1."""
         return step_time(self.job, self.candidates, simulated=True)
 
     @cached_property
     def memory(self) -> memory.MemoryEstimate:
-        """The memory by rank of `pp`, as arrays with one candidate."""
+        """Return the memory by rank of `pp`, as arrays with one candidate."""
         return memory.estimate_memory(self.job, self.candidates)
 
     @property
     def step_s(self) -> float:
-        """The step time in seconds."""
+        """Return the step time in seconds."""
         return float(self.time.total_s[0])
 
     @property
     def parts_s(self) -> dict[str, float]:
-        """The parts of the step time, in seconds; they add up to `step_s`."""
+        """Return the parts of the step time, in seconds; they add up to `step_s`."""
         return {kind: float(np.asarray(seconds).reshape(-1)[0]) for kind, seconds in self.time.parts.items()}
 
     @property
     def peak_bytes(self) -> float:
-        """Reserved bytes of the rank with the most memory, with the allocator's fragmentation."""
+        """Return the reserved bytes of the rank with the most memory, with the allocator's fragmentation."""
         return float(self.memory.reserved_bytes[0])
 
 
 def estimate(job: Job, layout: Layout, micro_batch: int = 1, recompute: str | None = None) -> Estimate:
-    """The cost of a layout. `recompute`, if given, replaces the layout's.
+    """Return the cost of a layout. `recompute`, if given, replaces the layout's.
 
     Raises LayoutError for values that the cost model does not cover, and for every reason why the layout cannot run
     this job: rules of the model, the size of the cluster, the batch, the schedule.

@@ -1,4 +1,4 @@
-"""FLOPs of a token: those of the model (for MFU) and those that a layout executes, with recomputation (for HFU)."""
+"""FLOPs of a token: model FLOPs (for MFU), and executed FLOPs of a layout with recomputation (for HFU)."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ class TokenFlops:
 
 
 def model_flops(job: Job) -> TokenFlops:
-    """Model FLOPs, the same for every layout: `ModelSpec.train_flops_per_token` by both conventions.
+    """Return the model FLOPs, the same for every layout: `ModelSpec.train_flops_per_token` by both conventions.
 
     full = 6 N + 6 L H (q + c) s, causal = 6 N + 3 L H (q + c) s. N parameters in the matmuls of a token, with top_k of
     the experts; L layers, H heads, q and c width of a query and of a value head, s tokens of a sequence, or within
@@ -48,7 +48,7 @@ SECTION = "FLOPs of a token"
 
 
 def _parts(job: Job, candidates: Candidates, f: Formulas) -> Floats:
-    """The FLOPs of the parts of a layout that are matmuls; element-wise work does not count."""
+    """Return the FLOPs of the parts of a layout that are matmuls; element-wise work does not count."""
     parts, moe, latent = candidates.shared.recompute_modules, job.model.moe, job.model.latent_attention
     terms = [f.square] if "attention" in parts else []
     if "mla_up" in parts and latent is not None:
@@ -62,12 +62,12 @@ def _parts(job: Job, candidates: Candidates, f: Formulas) -> Floats:
 
 
 def executed_flops(job: Job, candidates: Candidates) -> TokenFlops:
-    """FLOPs that a layout executes: those of the model and those of recomputation, (n,).
+    """Return the FLOPs that a layout executes, model FLOPs and recomputation, (n,).
 
     full: one more forward pass of the layers, 2 (N - V h) + 2 L H (q + c) s, V rows of the vocabulary, h d_model
-    (2104.04473, equation 3: 96 instead of 72), without the last matmuls where it stops before them. selective: only
-    attention, 2 L H (q + c) s (2205.05198, equation 8), or with torchtitan's list every other matmul, or what the parts
-    of `layout.recompute_modules` have.
+    (2104.04473, equation 3: 96 instead of 72), without the last matmuls if it stops before them. selective: only
+    attention, 2 L H (q + c) s (2205.05198, equation 8), or with torchtitan's list every other matmul, or the matmuls in
+    the parts of `layout.recompute_modules`.
     Ignored: recomputation inside a fused attention's backward pass, which no convention counts.
     """
     spec, needed = job.model, model_flops(job)

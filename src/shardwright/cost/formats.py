@@ -1,4 +1,4 @@
-"""Number formats of matmuls: at which peak they run, and what it costs to bring inputs of 16 bits into them.
+"""Number formats of matmuls: the peak at which they run, and the cost of casting 16-bit inputs to them.
 
 Tensors of fp32 are multiplied in fp32, outside tensor cores, or in tf32, with 10 bits of mantissa (`precision.tf32`).
 
@@ -12,11 +12,11 @@ Tensors of fp32 are multiplied in fp32, outside tensor cores, or in tf32, with 1
 | nvfp4     | 16 elements              | 5.13: read for the tensor's maximum (2), then one pass (2) that writes it   |
 |           |                          | along both dims (0.5 + 1 / 16 each)                                         |
 
-`rate`: of its matmuls relative to those with one scale a tensor. Sources: fp8-row: training Llama 3 8B with it saves
-0.52 of the time that one scale a tensor saves (torchtitan commit 7a04053: 5,760, 6,424 and 7,186 tokens/s), which with
-0.55 of the step in matmuls is 0.79 of the rate; fp8-block: 1.34 times the rate of bf16 (pytorch/ao pull request 3342,
-H100), where one scale a tensor has 1.77 (stas00/ml-engineering). mxfp8 and nvfp4 scale in the tensor cores (NVIDIA
-Blackwell).
+`rate`: rate of its matmuls relative to matmuls with one scale a tensor. Sources: fp8-row: training Llama 3 8B with it
+saves 0.52 of the time that one scale a tensor saves (torchtitan commit 7a04053: 5,760, 6,424 and 7,186 tokens/s), which
+with 0.55 of the step in matmuls is 0.79 of the rate; fp8-block: 1.34 times the rate of bf16 (pytorch/ao pull request
+3342, H100), compared with 1.77 for one scale a tensor (stas00/ml-engineering). mxfp8 and nvfp4 scale in the tensor
+cores (NVIDIA Blackwell).
 """
 
 from dataclasses import dataclass
@@ -24,11 +24,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MatmulFormat:
-    """`peak`: the precision of `hardware.toml` at whose rate it runs; `rate`: fraction of that which its kernels reach,
-    relative to the best; `cast_bytes`: moved to cast an element from 16 bits, 0 for formats that need no cast; `wide`:
-    the format of matmuls that stay out of it, such as those of attention and the logits; `gathered_bytes`: of an
-    element that is gathered over tp after its cast, with its share of a scale. The scale of a row needs no other
-    rank either, but torchao's recipe gathers before it casts."""
+    """`peak`: the precision of `hardware.toml` at whose rate it runs. `rate`: fraction of that rate which its kernels
+    reach, relative to the best. `cast_bytes`: moved to cast an element from 16 bits, 0 for formats that need no cast.
+    `wide`: the format of matmuls that do not use it, such as attention and the logits. `gathered_bytes`: of an element
+    that is gathered over tp after its cast, with its share of a scale. The scale of a row needs no other rank either,
+    but torchao's recipe gathers before it casts."""
 
     peak: str
     rate: float = 1.0
@@ -38,12 +38,12 @@ class MatmulFormat:
     fused_cast_bytes: float = 0.0
 
     def casts(self, fused: bool) -> float:
-        """Bytes moved to cast an element, by a stack that fuses that with other kernels or not."""
+        """Return the bytes moved to cast an element, by a stack that fuses casts with other kernels or not."""
         return self.fused_cast_bytes if fused and self.fused_cast_bytes else self.cast_bytes
 
     @property
     def narrow(self) -> bool:
-        """Whether inputs have fewer than 16 bits."""
+        """Return whether inputs have fewer than 16 bits."""
         return self.cast_bytes > 0
 
 
@@ -67,4 +67,4 @@ TRAINED: dict[str, dict[str, str | bool]] = {
     "fp8-row": {"compute": "bf16", "fp8": "rowwise"},
     "fp8-block": {"compute": "bf16", "fp8": "blockwise"},
 }
-"""Formats that `train` computes in, and the keys of [precision] that say so."""
+"""Formats in which `train` computes, and the keys of [precision] that select them."""

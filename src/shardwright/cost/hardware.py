@@ -1,4 +1,4 @@
-"""Accelerators, links and clusters, read from hardware.toml beside this file and from a user's file of the same form.
+"""Accelerators, links and clusters, read from the package's hardware.toml and from a user's file of the same form.
 
     accelerator("A100-80GB-SXM")        rates and memory of one accelerator
     cluster("h100:64")                  64 of them in nodes of the usual 8, with the usual network
@@ -59,15 +59,15 @@ class Accelerator:
     """`flops_per_s`: peak by precision, dense. `memory_bytes_per_s`: bandwidth of its memory.
 
     `host_bytes_per_s`: to or from the memory of the host, 0 if it is the same memory; `disk_bytes_per_s`: its equal
-    part of the disks of its node, read or written, 0 if that is not known; `host_memory_bytes_per_s`: its equal part of
-    the bandwidth that an optimizer's update on the host reaches, reads and writes together, 0 if that is not known.
+    part of the disks of its node, read or written, 0 if unknown; `host_memory_bytes_per_s`: its equal part of
+    the bandwidth that an optimizer's update on the host reaches, reads and writes together, 0 if unknown.
 
     `memory_bytes`: available to a program. `matmul_share`: by precision, the fraction of the peak that the best large
     matmul has reached; `memory_share`: the fraction of the bandwidth that a large copy reaches. `multiprocessors`:
     processors over which the blocks of a kernel are distributed. `workspace_bytes`: that a matmul of Transformer Engine
-    may use. `die`: the name of the accelerator with the same die; `lasting`: the fraction of its best matmul rate that
-    is kept up in training, relative to that of that accelerator. `sources`: the source of each figure, by its key in
-    the file. `rates`: those measured on this machine (`cost.measured`), with a share `core_share` of the cores;
+    may use. `die`: the name of the accelerator with the same die; `lasting`: the sustained fraction of its best matmul
+    rate in training, relative to the fraction of that accelerator. `sources`: the source of each figure, by its key in
+    the file. `rates`: measured on this machine (`cost.measured`), with a share `core_share` of the cores;
     `on_host`: it is the processor that also runs Python, and sends messages itself.
     """
 
@@ -96,7 +96,7 @@ class Cluster:
 
     Ranks are numbered node by node. `across` is the link of one accelerator, with its equal part of the node's network,
     and `node_bytes_per_s` the line rate of the whole node. `host_memory_part`: bytes of a node's host memory for each
-    of its accelerators, 0 if that is not known.
+    of its accelerators, 0 if unknown.
     """
 
     name: str
@@ -110,11 +110,11 @@ class Cluster:
 
     @property
     def host_memory_bytes(self) -> float:
-        """Memory of the host of a node, 0 if that is not known."""
+        """Return the bytes of memory of the host of a node, 0 if unknown."""
         return self.host_memory_part * self.node_size
 
     def with_host_memory(self, text: str) -> "Cluster":
-        """The same nodes, each with this memory of its host. Raises InputError for what is no size."""
+        """Return the same nodes, each with this memory of its host. Raises InputError if the text is not a size."""
         n_bytes = parsed_bytes(text)
         if n_bytes is None:
             raise InputError(
@@ -124,23 +124,23 @@ class Cluster:
 
     @property
     def nodes(self) -> int:
-        """Number of nodes."""
+        """Return the number of nodes."""
         return self.size // self.node_size
 
     def with_network(self, node_bytes_per_s: float) -> "Cluster":
-        """The same nodes on a network of another line rate, of which collectives reach the same fraction."""
+        """Return the same nodes on a network of another line rate; collectives reach the same fraction of it."""
         reached = self.across.bytes_per_s * node_bytes_per_s / self.node_bytes_per_s
         return replace(self, across=replace(self.across, bytes_per_s=reached), node_bytes_per_s=node_bytes_per_s)
 
     def on(self, network: str, extra: str | Path | None = None) -> "Cluster":
-        """The same nodes and line rate on another kind of network. Raises InputError for one that is in no file."""
+        """Return the same nodes and line rate on another kind of network. Raises InputError if no file has it."""
         if network not in (known := known_tables(extra).networks):
             raise InputError(f"network {network!r} is not known; {nearest(network, known)}")
         return replace(self, across=_across(network, known[network], self.node_bytes_per_s / self.node_size * 8 / 1e9))
 
 
 def accelerator(name: str, extra: str | Path | None = None) -> Accelerator:
-    """An accelerator by its name or an alias; case and punctuation do not matter.
+    """Return an accelerator by its name or an alias; case and punctuation do not matter.
 
     Raises InputError for a name that is in no file.
     """
@@ -149,18 +149,18 @@ def accelerator(name: str, extra: str | Path | None = None) -> Accelerator:
 
 
 def node_size(name: str, extra: str | Path | None = None) -> int:
-    """Accelerators of the usual node of an accelerator. Raises InputError for a name that is in no file."""
+    """Return the size of the usual node of an accelerator. Raises InputError for a name that is in no file."""
     return find("accelerator", name, known_tables(extra).accelerators)[1].node_size
 
 
 def packaged_accelerators() -> list[Accelerator]:
-    """Every accelerator that comes with the package."""
+    """Return every accelerator that is part of the package."""
     return [_accelerator(name, table) for name, table in packaged().accelerators.items()]
 
 
 def cluster(text: str, extra: str | Path | None = None) -> Cluster:
-    """A cluster from `NAME:COUNT`, `NAME:COUNT/NODE_SIZE` or `NAME:COUNT@GBIT_PER_S_PER_NODE`, or both, where NAME is
-    an accelerator's or a cluster's.
+    """Return a cluster from `NAME:COUNT`, `NAME:COUNT/NODE_SIZE` or `NAME:COUNT@GBIT_PER_S_PER_NODE`, or both, where
+    NAME is an accelerator's or a cluster's.
 
     Fewer accelerators than a usual node has are a part of one node. Raises InputError for another form, an unknown
     name, or a count that does not fill its nodes.
@@ -209,7 +209,7 @@ def cluster(text: str, extra: str | Path | None = None) -> Cluster:
 
 
 def evenly(size: int, largest: int) -> int:
-    """Accelerators of each node, if `size` of them are spread evenly over as few nodes of `largest` as hold them."""
+    """Return the accelerators of each node, if `size` are spread evenly over the fewest nodes of at most `largest`."""
     nodes = next(k for k in range(-(-size // largest), size + 1) if size % k == 0)
     return size // nodes
 
@@ -220,7 +220,7 @@ def _share(table: AcceleratorTable, ranks: int) -> float:
 
 
 def _accelerator(name: str, table: AcceleratorTable, ranks: int | None = None) -> Accelerator:
-    """`ranks`: of a node, which measured rates depend on; by default those of a whole node."""
+    """Build an accelerator. `ranks`: of a node, which measured rates depend on; by default a whole node's."""
     found = Accelerator(
         name=name,
         memory_bytes=table.memory_gib * GiB,
@@ -257,7 +257,7 @@ def _accelerator(name: str, table: AcceleratorTable, ranks: int | None = None) -
 
 
 def _inside(table: InsideTable, share: float = 1.0) -> NetworkLink:
-    """`share`: of the cores that the ranks had which were measured; messages take CPU time."""
+    """Build the link inside a node. `share`: of the cores of the measured ranks; messages take CPU time."""
     return NetworkLink(
         name="inside",
         bytes_per_s=table.bus_gb_per_s * 1e9 * share,

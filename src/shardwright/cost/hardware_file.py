@@ -1,6 +1,6 @@
-"""The form of hardware.toml and of files like it: their tables, how a file is read and merged, what is refused.
+"""The form of hardware.toml and of files like it: their tables, how a file is read and merged, and validation.
 
-Figures are in the units of data sheets; `cost/hardware.py` makes accelerators and clusters of them.
+Figures are in the units of data sheets; `cost/hardware.py` converts them to accelerators and clusters.
 """
 
 import re
@@ -130,7 +130,7 @@ class HardwareFile(HardwareTable):
 
 
 def _letters(name: str) -> str:
-    """A name in a normal form, without optional words and punctuation."""
+    """Return a name in a normal form, without optional words and punctuation."""
     return re.sub(r"nvidia|amd|geforce|instinct|gpu|[^a-z0-9]", "", name.lower())
 
 
@@ -138,7 +138,7 @@ _Named = TypeVar("_Named", bound=AcceleratorTable | ClusterTable)
 
 
 def find(kind: str, name: str, tables: Mapping[str, _Named]) -> tuple[str, _Named]:
-    """The table of that name or alias; that of the last file read takes precedence."""
+    """Return the table with a name or alias; the last file read takes precedence."""
     for known, table in reversed(list(tables.items())):
         if _letters(name) in map(_letters, (known, *table.aliases)):
             return known, table
@@ -146,18 +146,18 @@ def find(kind: str, name: str, tables: Mapping[str, _Named]) -> tuple[str, _Name
 
 
 def known_tables(extra: str | Path | None) -> HardwareFile:
-    """The packaged tables, with those that a user's file adds or replaces."""
+    """Return the packaged tables, with the tables that a user's file adds or replaces."""
     return packaged() if extra is None else _read(Path(extra), packaged())
 
 
 @lru_cache(maxsize=1)
 def packaged() -> HardwareFile:
-    """The tables that come with Shardwright."""
+    """Return the tables that are part of the package."""
     return _read(PACKAGED, HardwareFile())
 
 
 def _read(path: Path, below: HardwareFile) -> HardwareFile:
-    """A file merged into another. Raises InputError with all its problems at once."""
+    """Merge a file into another. Raises InputError with all its problems at once."""
     try:
         table = parse_toml(read_text(path))
     except OSError as error:
@@ -186,7 +186,7 @@ def _read(path: Path, below: HardwareFile) -> HardwareFile:
 
 
 def _problems(file: HardwareFile, both: HardwareFile) -> Iterable[str]:
-    """Every rule between tables that a file breaks, one sentence each."""
+    """Yield every rule between tables that a file breaks, one sentence each."""
     for name, table in file.accelerators.items():
         for precision in table.tflops.keys() ^ table.matmul_share.keys():
             has, lacks = ("tflops", "matmul_share") if precision in table.tflops else ("matmul_share", "tflops")
@@ -220,7 +220,7 @@ _TABLES: dict[str, type[HardwareTable]] = {
 
 
 def _sentence(entry: Any) -> str:
-    """One of pydantic's errors as a sentence with the valid choices."""
+    """Return one of pydantic's errors as a sentence with the valid choices."""
     path = [str(part) for part in entry["loc"] if part != "[key]"]
     owner: type[HardwareTable] = HardwareFile
     if path[0] == "measured" and len(path) > 1:

@@ -1,8 +1,8 @@
-"""What the C library keeps of freed tensors on a CPU, where it is the allocator.
+"""Memory of freed tensors that the C library keeps on a CPU, where it is the allocator.
 
-Blocks of `MAPPED_BYTES` and more are mapped alone, and go back to the kernel. Of smaller ones glibc cannot use every
-hole again (`training/device.py:configure_malloc`). Of W bytes of tensors it keeps r s W more: r bytes for each byte of
-small tensors, which `shardwright measure` measures, and s their share of all tensors, here.
+Blocks of `MAPPED_BYTES` and more are mapped alone, and are returned to the kernel. glibc cannot reuse every hole of
+smaller blocks (`training/device.py:configure_malloc`). For W bytes of tensors it keeps r s W more: r bytes for each
+byte of small tensors, which `shardwright measure` measures, and s their share of all tensors, computed here.
 """
 
 import numpy as np
@@ -13,16 +13,16 @@ from shardwright.model.modules import Row, end_rows
 from shardwright.system.units import MiB
 
 MAPPED_BYTES = 32 * MiB
-"""The largest that glibc takes. With 2 MiB, steps of a 30M model held 905 MiB with ZeRO-1 and 814 MiB with ZeRO-3, in
-place of 1137 and 1203, and took 14 % and 34 % more CPU-seconds, and steps with micro-batches of 4096 tokens 27 % more:
-the kernel zeroes what it maps."""
+"""Largest threshold that glibc accepts. With 2 MiB, steps of a 30M model used 905 MiB with ZeRO-1 and 814 MiB with
+ZeRO-3, instead of 1137 and 1203. They took 14 % and 34 % more CPU-seconds, and steps with micro-batches of 4096 tokens
+27 % more, because the kernel zeroes the memory that it maps."""
 
 
 def small_share(job: Job, candidates: Candidates) -> Floats:
-    """The share of bytes in tensors of less than `MAPPED_BYTES`, (n,).
+    """Return the share of bytes in tensors of less than `MAPPED_BYTES`, (n,).
 
-    Counted are a weight and its gradient, of the size of the parameter on a rank of tp, its optimizer states, of which
-    ZeRO has shards, and the activations of a micro-batch. Ignored: shards of gradients, and buffers of messages.
+    Counted are a weight and its gradient, of the size of the parameter on a rank of tp, its optimizer states, which
+    ZeRO shards, and the activations of a micro-batch. Ignored: shards of gradients, and buffers of messages.
     """
     small, whole = np.zeros(len(candidates)), np.zeros(len(candidates))
     e, model, tp, ep = job.element_bytes, job.model, candidates.tp, candidates.ep

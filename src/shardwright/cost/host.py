@@ -1,4 +1,4 @@
-"""Bytes in the memory of the host that belong to one rank or to the ranks of a node, with what a layout keeps there."""
+"""Bytes in host memory of one rank or of the ranks of a node, for tensors that a layout offloads."""
 
 from dataclasses import replace
 
@@ -10,11 +10,11 @@ from shardwright.cost.job import Candidates, Floats, Job
 
 
 def host_bytes(job: Job, candidates: Candidates, pp_rank: int) -> dict[str, Floats]:
-    """Bytes of a rank of `pp` in host memory by what they are, each (n,); empty where nothing is offloaded.
+    """Return the bytes of a rank of `pp` in host memory by kind, each (n,); empty if nothing is offloaded.
 
-    With the P parameters of the rank's shards: states of the optimizer; beside them a copy of the weights, 4 P, or with
-    parameters there these and their gradients, 8 P; and what layers keep of the micro-batches in flight, at the peak.
-    Ignored: buffers for gradients, and of states on a disk, of a few chunks.
+    With the P parameters of the rank's shards: states of the optimizer; a copy of the weights, 4 P, or with parameters
+    on the host these and their gradients, 8 P; and the tensors kept by layers for the micro-batches in flight, at the
+    peak. Ignored: buffers for gradients, and of states on a disk, of a few chunks.
     """
     layout = candidates.shared
     held = rank_parameters(job, candidates, pp_rank)
@@ -38,8 +38,8 @@ def host_bytes(job: Job, candidates: Candidates, pp_rank: int) -> dict[str, Floa
 
 
 def node_host_bytes(job: Job, candidates: Candidates) -> Floats:
-    """Upper bound on the bytes that the ranks of a node keep in host memory, (n,): the rank of `pp` with the most,
-    times the ranks of a node."""
+    """Return an upper bound on the bytes that the ranks of a node keep in host memory, (n,): the rank of `pp` with the
+    most, times the ranks of a node."""
     per_rank = [
         sum(host_bytes(job, candidates, rank).values(), np.zeros(len(candidates))) for rank in range(candidates.pp)
     ]
@@ -48,8 +48,8 @@ def node_host_bytes(job: Job, candidates: Candidates) -> Floats:
 
 
 def host_share(job: Job, candidates: Candidates) -> Floats:
-    """`node_host_bytes` as a share of the memory of a node's host, (n,); 0 where nothing is offloaded, or where that
-    memory is not known. A layout does not fit where it is above 1."""
+    """Return `node_host_bytes` as a share of the memory of a node's host, (n,); 0 if nothing is offloaded, or if that
+    memory is unknown. A layout does not fit if it is above 1."""
     layout, memory_bytes = candidates.shared, job.cluster.host_memory_bytes
     if not memory_bytes or "cpu" not in (
         layout.offload_optimizer,

@@ -15,8 +15,7 @@ from shardwright.schedule.simulate import Times, simulate
 from shardwright.split.stages import ScheduleInputs
 
 MOST_SIMULATED = 2048
-"""Micro-batches times stages that are simulated at most; a longer step is extrapolated from a shorter one of at least 6
-rounds."""
+"""Most micro-batches x stages that are simulated. Longer steps are extrapolated from at least 6 rounds."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class StageTimes:
 
 
 def busy(candidates: Candidates, times: StageTimes, m: Ints) -> Floats:
-    """Seconds that each rank of `pp` computes in a step of `m` micro-batches: (n, R)."""
+    """Return the seconds that each rank of `pp` computes in a step of `m` micro-batches: (n, R)."""
     whole = times.forward + times.backward_input + times.weight
     routes = candidates.shared.ways
     found = np.zeros((len(candidates), candidates.pp))
@@ -41,9 +40,9 @@ def busy(candidates: Candidates, times: StageTimes, m: Ints) -> Floats:
 
 
 def ends(candidates: Candidates, times: StageTimes, work: Floats) -> Floats:
-    """A lower bound on the time of the schedule by what each rank does: (n, R) seconds. `work`: of each rank (`busy`).
+    """Return a lower bound on the time of the schedule from the `work` (`busy`) of each rank: (n, R) seconds.
 
-    A rank cannot begin before the first micro-batch has reached it, and after it has sent its last input gradient the
+    A rank cannot start before the first micro-batch has reached it, and after it has sent its last input gradient the
     stages before it still have to run their backward passes:
 
     head + m (F + I + W) + tail,  without tail if W may come last
@@ -70,14 +69,14 @@ def ends(candidates: Candidates, times: StageTimes, work: Floats) -> Floats:
 
 
 def makespans(of: ScheduleInputs, times: StageTimes, m: Ints) -> Floats:
-    """The simulated time of the schedule of each of n candidates: (n,) seconds; 0 without a pipeline.
+    """Return the simulated time of the schedule of each of n candidates: (n,) seconds; 0 without a pipeline.
 
     Exact up to `MOST_SIMULATED`. The time of a schedule is the longest of many paths through its actions. A longer step
-    has a shorter one's paths with more micro-batches in the middle (`_SteadyRounds`): of these all but those that come
-    back to no action within a round, so the result is a lower bound, and seven schedules with random times have been
-    exact. As it is the longest of a fixed set of paths, no action that takes longer makes it shorter. A searched
-    schedule does not repeat its actions: of a longer step it is a shorter one's time and the work of the busiest rank
-    beyond.
+    has a shorter step's paths with more micro-batches in the middle (`_SteadyRounds`). Paths that return to no action
+    within a round are left out, so the result is a lower bound; seven schedules with random times have been exact.
+    Because it is the longest of a fixed set of paths, no slower action makes it shorter. A searched
+    schedule does not repeat its actions: a longer step takes a shorter step's time and the work of the busiest rank
+    beyond it.
     """
     if of.pp == 1:
         return np.zeros(len(m))
@@ -128,8 +127,8 @@ def _middle(of: ScheduleInputs, m: int, unit: int) -> "_SteadyRounds":
 class _SteadyRounds:
     """A round of `unit` micro-batches in the middle of a schedule, where every rank repeats its actions.
 
-    `order`: (rank, position) of all actions, each after those that it waits for. `repeats`: for each action that the
-    ranks repeat, its rank and the positions at which it is repeated, in that round and at the beginning of the next.
+    `order`: (rank, position) of all actions, each after the actions that it waits for. `repeats`: for each action that
+    the ranks repeat, its rank and the positions at which it is repeated, in that round and at the start of the next.
     """
 
     order: list[tuple[int, int]]
@@ -137,7 +136,7 @@ class _SteadyRounds:
 
     @staticmethod
     def from_schedules(schedule: Schedule, shorter: Schedule) -> "_SteadyRounds":
-        """`shorter`: the same schedule with a round less."""
+        """Return the repeated round. `shorter`: the same schedule with a round less."""
         starts, _ = play(schedule, Times().of_stages(schedule.n_stages))
         order = sorted((start, rank, at) for rank, each in enumerate(starts) for at, start in enumerate(each))
         of_round = [len(one) - len(other) for one, other in zip(schedule.ranks, shorter.ranks, strict=True)]
@@ -152,8 +151,8 @@ class _SteadyRounds:
         return _SteadyRounds([(rank, at) for _, rank, at in order], repeats)
 
     def makespan(self, schedule: Schedule, times: Times, rounds: int) -> float:
-        """The longest path of the schedule with `rounds` more, of those that come to an action, from there to the same
-        some repetitions later, again and again, and from there to the end."""
+        """Return the longest path of the schedule with `rounds` more. Considered are the paths that reach an action,
+        then cycle from it to its own later repetitions, and then run from it to the end."""
         durations = times.of_stages(schedule.n_stages)
         starts, _ = play(schedule, durations, times.comm)
         rest, repeated = self._rest(schedule, durations, times.comm), self._repeated(schedule, durations, times.comm)
@@ -165,10 +164,10 @@ class _SteadyRounds:
         return found
 
     def _repeated(self, schedule: Schedule, durations: Mapping[Op, Sequence[float]], comm: float) -> list[list[float]]:
-        """The longest paths from the beginning of each action of `repeats` to that of each of its repetitions."""
+        """Return the longest paths from the start of each action of `repeats` to the starts of its repetitions."""
         needs, makes, _ = schedule.numbered
         n = len(self.repeats)
-        # By rank and position: where a path begins, and is back.
+        # By rank and position: where a path starts, and where it is back.
         begins: dict[tuple[int, int], int] = {}
         ends: dict[tuple[int, int], int] = {}
         for number, (rank, places) in enumerate(self.repeats):
@@ -196,7 +195,7 @@ class _SteadyRounds:
         return found
 
     def _rest(self, schedule: Schedule, durations: Mapping[Op, Sequence[float]], comm: float) -> list[list[float]]:
-        """For every action of every rank the longest path from its beginning to the end of the schedule."""
+        """Return, for every action of every rank, the longest path from its start to the end of the schedule."""
         needs, makes, n_results = schedule.numbered
         found = [[0.0] * (len(actions) + 1) for actions in schedule.ranks]
         after_result: list[list[tuple[int, float]]] = [[] for _ in range(n_results)]
@@ -212,7 +211,7 @@ class _SteadyRounds:
 
 
 def _repeats(schedule: Schedule, first: Sequence[int], of_round: Sequence[int], times: int) -> bool:
-    """Whether every rank repeats its actions so many times in a round."""
+    """Return whether every rank repeats its actions `times` times in a round."""
     for actions, at, n in zip(schedule.ranks, first, of_round, strict=True):
         if n % times:
             return False

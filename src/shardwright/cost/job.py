@@ -37,11 +37,11 @@ class Job:
     """The training job: model, cluster, batch and software stack.
 
     `seq_len` in tokens, `global_batch` in sequences. `precision`: of the matmuls, a name in `formats.FORMATS`; with all
-    but fp32 the master weights are fp32. `calibration`: the fitted constants of step times. `optimizer`: a name
-    in `optimizers.OPTIMIZERS`; `narrow_states`: its states are stored in bf16;
-    `optimizer_options`: (name, value) of those that are not at their defaults. `document_tokens`: with attention within
-    documents, the mean length of a token's document, which is sum L^2 / sum L over documents of L tokens
-    (`data.packing`); None: attention goes over sequences.
+    except fp32 the master weights are fp32. `calibration`: the fitted constants of step times. `optimizer`: a name in
+    `optimizers.OPTIMIZERS`; `narrow_states`: its states are stored in bf16; `optimizer_options`: (name, value) of each
+    option that is not at its default. `document_tokens`: with attention within documents, the mean length of a token's
+    document, which is sum L^2 / sum L over documents of L tokens (`data.packing`); None: attention is over
+    sequences.
     """
 
     model: ModelSpec
@@ -58,40 +58,40 @@ class Job:
 
     @property
     def attended(self) -> tuple[str, float]:
-        """How many tokens attention goes over, of which the causal mask leaves half, and its symbol in formulas."""
+        """Return the tokens that attention spans (the causal mask leaves half), and their symbol in formulas."""
         return ("s", self.seq_len) if self.document_tokens is None else ("document_tokens", self.document_tokens)
 
     @property
     def optimizer_kind(self) -> OptimizerKind:
-        """The row of the optimizer."""
+        """Return the row of the optimizer."""
         return OPTIMIZERS[self.optimizer]
 
     @property
     def options_of_optimizer(self) -> dict[str, float]:
-        """The values of all options of the optimizer, by name."""
+        """Return the values of all options of the optimizer, by name."""
         return self.optimizer_kind.option_values(dict(self.optimizer_options))
 
     @property
     def n_optimizer_states(self) -> int:
-        """Optimizer states of each parameter, but of matrices of an optimizer that has others for them: 2 for Adam."""
+        """Return the optimizer states of a parameter: 2 for Adam. Matrices may differ (`n_matrix_states`)."""
         return len(self.optimizer_kind.state)
 
     @property
     def n_matrix_states(self) -> int:
-        """Optimizer states of an element of a hidden matrix: 1 for Muon."""
+        """Return the optimizer states of an element of a hidden matrix: 1 for Muon."""
         of_matrices = self.optimizer_kind.matrix_state
         return self.n_optimizer_states if of_matrices is None else len(of_matrices)
 
     @property
     def state_bytes(self) -> float:
-        """Bytes of an element of one optimizer state, of one in blocks with its share of a scale."""
+        """Return the bytes of an element of one optimizer state; in blocks including its share of a scale."""
         if self.optimizer_kind.in_blocks:
             return 1 + self.stack.state_bytes / self.options_of_optimizer["block_size"]
         return 2.0 if self.narrow_states else self.stack.state_bytes
 
     def offload_problems(self, where: str, parameters: str = "none", activations: str = "none") -> Iterator[str]:
-        """Why optimizer states cannot be where `layout.offload_optimizer` says, or what that costs is not known;
-        `parameters`, `activations`: `layout.offload_parameters`, `layout.offload_activations`."""
+        """Yield the reasons why optimizer states cannot be stored as `layout.offload_optimizer` says, or why the cost
+        is unknown; `parameters`, `activations`: `layout.offload_parameters`, `layout.offload_activations`."""
         yield from self.optimizer_kind.offload_problems(where)
         chip = self.cluster.accelerator
         if where == "disk" and not chip.disk_bytes_per_s:
@@ -115,27 +115,27 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step, over all ranks."""
+        """Return the tokens of a step, over all ranks."""
         return self.seq_len * self.global_batch
 
     @property
     def wide_precision(self) -> str:
-        """The precision of the matmuls that never have fewer than 16 bits: those of attention and the logits."""
+        """Return the precision of matmuls that never have fewer than 16 bits: attention and the logits."""
         return FORMATS[self.precision].wide or self.precision
 
     @property
     def compiled(self) -> bool:
-        """Whether the run is one of this system with `precision.compile`."""
+        """Return whether the run is a run of this system with `precision.compile`."""
         return self.stack.name == SHARDWRIGHT_COMPILED.name
 
     @property
     def peak_flops_per_s(self) -> float:
-        """The peak of an accelerator in the format of the matmuls."""
+        """Return the peak of an accelerator in the format of the matmuls, in FLOP/s."""
         return self.cluster.accelerator.flops_per_s[FORMATS[self.precision].peak]
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of an element of an activation or a working weight; fp8 is used only inside matmuls."""
+        """Return the bytes of an element of an activation or a working weight; fp8 is used only inside matmuls."""
         return 4 if self.precision in ("fp32", "tf32") else 2
 
 
@@ -144,7 +144,7 @@ class Candidates:
     """n layouts, each with a micro-batch. Keys of the layout that may differ between candidates are arrays of shape
     (n,); `shared` has the values of all other keys (its values of keys with arrays are not used).
 
-    The fields have the meaning of those of `Layout`. The world size need not be the same for all.
+    The fields have the meaning of the fields of `Layout`. The world size need not be the same for all.
     """
 
     shared: Layout
@@ -160,7 +160,7 @@ class Candidates:
 
     @staticmethod
     def from_layout(layout: Layout, micro_batch: int, recompute: str | None = None) -> "Candidates":
-        """One layout as arrays of length 1. `recompute`, if given, replaces the layout's."""
+        """Return one layout as arrays of length 1. `recompute`, if given, replaces the layout's."""
         own = {name: getattr(layout, name) for name in COLUMNS if name in KEYS}
         own |= {"micro_batch": micro_batch, "recompute": RECOMPUTE.index(recompute or layout.recompute)}
         return Candidates(shared=layout, **{name: np.array([value]) for name, value in own.items()})
@@ -169,37 +169,37 @@ class Candidates:
         return len(self.tp)
 
     def take(self, rows: Ints | NDArray[np.bool_] | slice) -> "Candidates":
-        """A subset of the candidates, by indices or by a mask."""
+        """Return a subset of the candidates, by indices or by a mask."""
         return replace(self, **{name: getattr(self, name)[rows] for name in COLUMNS})
 
     @property
     def pp(self) -> int:
-        """Number of ranks of the pipeline."""
+        """Return the number of ranks of the pipeline."""
         return self.shared.pp
 
     @property
     def kind(self) -> Kind:
-        """The registered row of the schedule."""
+        """Return the registered row of the schedule."""
         return self.shared.kind
 
     @cached_property
     def data_ranks(self) -> Ints:
-        """Number of data ranks, over which the global batch is partitioned."""
+        """Return the number of data ranks, over which the global batch is partitioned."""
         return self.dp_replicate * self.dp_shard
 
     @cached_property
     def shards(self) -> Ints:
-        """Number of ranks over which ZeRO shards a dense parameter: dp_shard x cp."""
+        """Return the number of ranks over which ZeRO shards a dense parameter: dp_shard x cp."""
         return self.dp_shard * self.cp
 
     @cached_property
     def gradient_ranks(self) -> Ints:
-        """Number of ranks over which the gradient of a dense parameter is reduced: data ranks x cp."""
+        """Return the number of ranks over which the gradient of a dense parameter is reduced: data ranks x cp."""
         return self.data_ranks * self.cp
 
     @cached_property
     def expert_shards(self) -> Ints:
-        """Number of ranks over which ZeRO shards an expert: dp_shard x cp x tp / ep.
+        """Return the number of ranks over which ZeRO shards an expert: dp_shard x cp x tp / ep.
 
         Other systems also partition experts over dp_replicate, so that ep is larger than dp_shard x cp x tp; then 1.
         """
@@ -207,46 +207,46 @@ class Candidates:
 
     @cached_property
     def world(self) -> Ints:
-        """World size."""
+        """Return the world size."""
         return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
 
     def __getattr__(self, name: str) -> Any:
-        """A key of the layout that all candidates have the same value of."""
+        """Return the value of a layout key that all candidates share."""
         if name in KEYS:
             return getattr(self.shared, name)
         raise AttributeError(f"Candidates have no {name!r}")
 
     @property
     def recomputes(self) -> NDArray[np.bool_]:
-        """Whether the backward pass computes anything again; as `Layout.recomputes`."""
+        """Return whether the backward pass computes anything again; as `Layout.recomputes`."""
         return self.recompute > 0
 
     @property
     def recomputes_parts(self) -> NDArray[np.bool_]:
-        """Whether that is some parts of a block."""
+        """Return whether the backward pass computes some parts of a block again."""
         return self.recompute == RECOMPUTE.index("selective")
 
     @cached_property
     def token_shards(self) -> Ints:
-        """Number of token shards between a block's matmuls: tp with sequence parallelism, else 1."""
+        """Return the number of token shards between a block's matmuls: tp with sequence parallelism, else 1."""
         return np.where(self.sequence_parallel, self.tp, 1)
 
     def tokens(self, seq_len: int) -> Floats:
-        """Tokens of a micro-batch on one rank of cp."""
+        """Return the tokens of a micro-batch on one rank of cp."""
         return self.micro_batch * seq_len / self.cp
 
     def microbatches(self, global_batch: int) -> Ints:
-        """Micro-batches of a data rank in one step; the global batch has to be divisible."""
+        """Return the micro-batches of a data rank in one step; the global batch has to be divisible."""
         return global_batch // (self.micro_batch * self.data_ranks)
 
 
 COLUMNS = tuple(each.name for each in fields(Candidates) if each.name != "shared")
-"""The arrays of `Candidates`."""
+"""The array fields of `Candidates`."""
 
 
 def on_machine(job: Job) -> Job:
-    """The job with the rates measured on its cluster's machine, if there are any. They are those of this system's eager
-    stack; of a compiled one the matmuls and attention alone."""
+    """Return the job with the rates measured on its cluster's machine, if there are any. They were measured with this
+    system's eager stack; a compiled stack uses only the rates of matmuls and attention."""
     chip = job.cluster.accelerator
     if chip.rates is None:
         return job

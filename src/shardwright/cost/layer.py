@@ -26,7 +26,7 @@ one, and one output."""
 
 
 def layer(job: Job, candidates: Candidates, block: BlockShape, name: str | None = None) -> Passes:
-    """The passes of one layer of a kind; `name`: that in the ledger, by default the kind's."""
+    """Return the passes of one layer of a kind; `name`: its name in the ledger, by default the kind's."""
     passes = Passes(name or block.name)
     with ledger.section(f"{passes.of[0].upper()}{passes.of[1:]}, one microbatch"):
         tokens = candidates.tokens(job.seq_len)
@@ -46,8 +46,8 @@ def layer(job: Job, candidates: Candidates, block: BlockShape, name: str | None 
 
 
 def _copy_activations(passes: Passes, job: Job, candidates: Candidates, block: BlockShape) -> None:
-    """What copies of activations to the host, and back, take longer than the pass of a layer beside which they run.
-    Ignored: tensors of few bytes, which stay, and the memory bandwidth that copies take from kernels."""
+    """Add the time by which copies of activations to the host, and back, exceed the pass of the layer that they overlap
+    with. Ignored: small tensors, which stay on the device, and the memory bandwidth that copies take from kernels."""
     kept = activations.layer(job, candidates, block, passes.of).kept
     forward, backward_input, weight = passes.totals
     backward = backward_input if candidates.kind.splits_backward else backward_input + weight
@@ -61,8 +61,8 @@ def _copy_activations(passes: Passes, job: Job, candidates: Candidates, block: B
 
 
 def head(job: Job, candidates: Candidates) -> Passes:
-    """The passes of final norm, logits and loss. The loss reads and writes the logits several times in fp32. A chunked
-    loss does all of it in F."""
+    """Return the passes of final norm, logits and loss. The loss reads and writes the logits several times in fp32. A
+    chunked loss does all of it in F."""
     if candidates.shared.loss_chunk_tokens:
         return _chunked_head(job, candidates)
     passes = Passes("the head")
@@ -82,17 +82,17 @@ def head(job: Job, candidates: Candidates) -> Passes:
 
 
 def _loss_bytes(job: Job, candidates: Candidates) -> Floats:
-    """Bytes that the loss moves for a logit, forward and backward. Ignored: a chunked loss multiplies no logits by the
-    gradient of the loss."""
+    """Return the bytes that the loss moves for a logit, forward and backward. Ignored: a chunked loss multiplies no
+    logits by the gradient of the loss."""
     speed, over_tp = job.stack.speed, candidates.tp > 1
     narrow = speed.loss_cast_bytes + speed.loss_over_tp_bytes * over_tp
     return np.asarray(speed.loss_bytes + narrow * (job.element_bytes < 4), dtype=np.float64)
 
 
 def _chunked_head(job: Job, candidates: Candidates) -> Passes:
-    """The three matmuls and the loss of each chunk, all in F. In 16 bits each gradient of the matrix is written, read,
-    and added to a sum in fp32; I multiplies the gradients that are kept by that of the loss. The input is gathered over
-    tp once, as it is kept."""
+    """Return the passes of a chunked loss: the three matmuls and the loss of each chunk, all in F. In 16 bits each
+    gradient of the matrix is written, read, and added to a sum in fp32. I multiplies the kept gradients by the gradient
+    of the loss. The input is gathered over tp once, because it is kept."""
     passes = Passes("the head")
     with ledger.section("Head, one microbatch"):
         tokens, spec = candidates.tokens(job.seq_len), job.model
@@ -123,8 +123,8 @@ def _chunked_head(job: Job, candidates: Candidates) -> Passes:
 
 
 def embedding(job: Job, candidates: Candidates) -> Passes:
-    """The passes of the embedding lookup. Over tp each rank holds a shard of the rows, so the outputs are summed, and
-    with token shards the gradients are all-gathered."""
+    """Return the passes of the embedding lookup. Over tp each rank has a shard of the rows, so the outputs are summed,
+    and with token shards the gradients are all-gathered."""
     passes = Passes("the embedding")
     with ledger.section("Embedding, one microbatch"):
         tokens, h = candidates.tokens(job.seq_len), job.model.d_model
@@ -140,9 +140,9 @@ def embedding(job: Job, candidates: Candidates) -> Passes:
 
 
 def _multiply(passes: Passes, job: Job, candidates: Candidates, matmuls: Iterable[Matmul]) -> None:
-    """Matmuls with weights, forward and for both gradients. In formats of fewer than 16 bits their inputs are cast
-    first: those that are gathered over tp before that, if the format and the stack allow it, and weights once a step
-    where the casts are kept."""
+    """Add the matmuls with weights, forward and for both gradients. In formats of fewer than 16 bits their inputs are
+    cast first. Inputs that are gathered over tp are cast before the gather if the format and the stack allow it, and
+    weights once a step if the casts are kept."""
     those = list(matmuls)
     in_each_pass = (those, [each.for_input for each in those], [each.for_weight for each in those])
     seconds = (
@@ -173,12 +173,12 @@ def _multiply(passes: Passes, job: Job, candidates: Candidates, matmuls: Iterabl
 
 
 def _attend(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -> None:
-    """The matmuls of attention. Fused attention computes the half of the scores that is not masked, but whole blocks on
-    the diagonal, at a fraction of the peak that grows with the head width and the length. Without it batched matmuls
-    compute the whole square, and the scores are written to memory and read between them. With cp_method "ring" the last
-    rank of cp has the most scores, 2 - 1 / cp of the mean.
+    """Add the matmuls of attention. Fused attention computes the half of the scores that is not masked, but whole
+    blocks on the diagonal, at a fraction of the peak that grows with the head width and the length. Without it batched
+    matmuls compute the whole square, and the scores are written to memory and read between them. With cp_method "ring"
+    the last rank of cp has the most scores, 2 - 1 / cp of the mean.
 
-    Within documents fused attention computes the scores of each document, document_tokens in place of s; for "ring"
+    Within documents fused attention computes the scores of each document, with document_tokens instead of s; for "ring"
     that share is then an upper bound. Stored scores are of the whole sequence, and masked.
     """
     attended, n_attended = job.attended
@@ -226,7 +226,7 @@ def _attend(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) ->
 
 
 def _elementwise(passes: Passes, job: Job, candidates: Candidates, block: BlockShape) -> None:
-    """Norms, residual additions, activations, rotary embedding, permutation of heads, sorting of tokens by expert."""
+    """Add norms, residual additions, activations, rotary embedding, permutation of heads, sorting by expert."""
     spec, f = job.model, kernel_symbols(job, candidates, block)
     around = f.norms * f.norm_bytes + f.branches * f.residual_bytes + f.branches * f.dropout_bytes
     formulas = {
@@ -256,9 +256,9 @@ def _elementwise(passes: Passes, job: Job, candidates: Candidates, block: BlockS
 
 
 def _recompute(passes: Passes, job: Job, candidates: Candidates, block: BlockShape) -> None:
-    """The recomputation in I. full: the forward pass, up to what the backward pass reads last. selective: the parts
-    that the layout names, or in other stacks attention between its matmuls with weights, or with torchtitan's list
-    half of the matmuls and of the tp communication and all element-wise work."""
+    """Add the recomputation in I. full: the forward pass, up to the last tensor that the backward pass reads.
+    selective: the parts that the layout names; in other stacks attention between its matmuls with weights, or with
+    torchtitan's list half of the matmuls and of the tp communication and all element-wise work."""
     again = np.zeros(len(candidates))
     if np.any(candidates.recompute):
         f = Formulas("s", {f"{kind}, F": seconds for kind, seconds in passes.forward.items()})
@@ -283,8 +283,8 @@ def _recompute(passes: Passes, job: Job, candidates: Candidates, block: BlockSha
 
 
 def _launch(passes: Passes, job: Job, candidates: Candidates, block: BlockShape) -> None:
-    """The host launches kernels one by one; the time of a pass is at least that of its launches. A backward pass in two
-    parts launches half of its kernels in each. Where the accelerator is the host itself, launches add to the work."""
+    """Add launch time: the host launches kernels one by one, and a pass takes at least that long. A backward pass in
+    two parts launches half of them in each. If the accelerator is the host itself, launches add to the work."""
     speed = job.stack.speed
     total_f, total_i, total_w = passes.totals
     in_two = candidates.kind.splits_backward and not speed.adds_launches
@@ -311,7 +311,7 @@ def _launch(passes: Passes, job: Job, candidates: Candidates, block: BlockShape)
 
 
 def _launch_ends(passes: Passes, job: Job) -> None:
-    """Where launches add to the work, those of embedding, head and loss."""
+    """Add the launches of embedding, head and loss, if launches add to the work."""
     speed = job.stack.speed
     if speed.adds_launches:
         f = Formulas(

@@ -1,4 +1,4 @@
-"""Records the inputs and results of the formulas of this package while they are evaluated.
+"""Record the inputs and results of the formulas of this package while they are evaluated.
 
 A formula is arithmetic on the symbols of a `Formulas`. Outside of `record` a symbol is the number or array that was
 given, and the formula is plain NumPy at the cost of one check. Within `record` it is a `Traced`, which computes the
@@ -33,7 +33,7 @@ class LedgerEntry:
     `formula`: a Python expression over the names of `inputs` with max, min, sum (over stages), ceil and log2; steps
     before it, `name = expression`, are separated by semicolons. It is empty for a value from a simulation or a table,
     which `source` then names. A name of `inputs` is a symbol of `cost.notation`, or the `identifier` of another entry,
-    whose value it has.
+    with that entry's value.
     """
 
     section: str
@@ -57,7 +57,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 
 @contextmanager
 def record() -> Iterator[list[LedgerEntry]]:
-    """Context that collects the entries recorded within, in order; equal entries are recorded once."""
+    """Collect the entries recorded in this context, in order; equal entries are recorded once."""
     book = _Book()
     token = _BOOK.set(book)
     try:
@@ -68,7 +68,7 @@ def record() -> Iterator[list[LedgerEntry]]:
 
 @contextmanager
 def section(name: str) -> Iterator[None]:
-    """Context whose entries belong to the section `name`."""
+    """Assign the entries recorded in this context to the section `name`."""
     book = _BOOK.get()
     if book is None:
         yield
@@ -82,7 +82,7 @@ def section(name: str) -> Iterator[None]:
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """Context in which nothing is recorded, and many layouts or ranks can be computed at once."""
+    """Record nothing in this context, so that many layouts or ranks can be computed at once."""
     token = _BOOK.set(None)
     try:
         yield
@@ -91,14 +91,14 @@ def unrecorded() -> Iterator[None]:
 
 
 def recording() -> bool:
-    """Whether entries are recorded: a check before computing expensive inputs of a note."""
+    """Return whether entries are recorded: a check before computing expensive inputs of a note."""
     return _BOOK.get() is not None
 
 
 def note(
     what: str, formula: str, value: ArrayLike, unit: str = "s", source: str = "", at: str = "", /, **inputs: ArrayLike
 ) -> None:
-    """Record an entry in the current section, or in section `at`, with those `inputs` whose names are in `formula`."""
+    """Record an entry in the current section, or in section `at`, with the `inputs` whose names are in `formula`."""
     book = _BOOK.get()
     if book is None:
         return
@@ -112,8 +112,8 @@ def note(
 def total(
     what: str, terms: Mapping[str, ArrayLike], unit: str = "s", source: str = "", value: Floats | None = None
 ) -> Floats:
-    """The sum of entries recorded before, given by their names; recorded if a term is not 0. `value`: the sum, if it is
-    computed already."""
+    """Return the sum of entries recorded before, given by their names; record it if a term is not 0. `value`: the sum,
+    if it is computed already."""
     found = value if value is not None else sum(map(np.asarray, terms.values()), np.asarray(0.0))
     if recording():
         there = {identifier(name): value for name, value in terms.items() if np.any(value)}
@@ -130,16 +130,16 @@ _OPERATORS: dict[np.ufunc, tuple[str, int, Callable[[Any, Any], Any]]] = {
     np.floor_divide: ("//", 2, operator.floordiv),
     np.power: ("**", 3, operator.pow),
 }
-"""The sign, the precedence and the function of an operator. Python's operators, as plain formulas use them, since
-`np.power` rounds otherwise than `**`."""
+"""The sign, the precedence and the function of an operator. Python's operators are used, as in plain formulas, because
+`np.power` rounds differently from `**`."""
 _ATOM = 4
 _FUNCTIONS = {np.maximum: "max", np.minimum: "min", np.ceil: "ceil", np.log2: "log2", np.sum: "sum", np.max: "max"}
 
 
 @dataclass(frozen=True, eq=False)
 class Traced(NDArrayOperatorsMixin):
-    """A number or an array with the arithmetic that it comes from: `text` and its `precedence`, the values of the
-    symbols in it by name, and the named steps before it, in order."""
+    """A number or an array with the arithmetic that produced it: `text` and its `precedence`, the values of the symbols
+    in it by name, and the named steps before it, in order."""
 
     value: Any
     text: str
@@ -149,7 +149,7 @@ class Traced(NDArrayOperatorsMixin):
 
     @staticmethod
     def of(value: Any) -> "Traced":
-        """The value itself, or a number as a constant of a formula."""
+        """Return the value itself, or a number as a constant of a formula."""
         if isinstance(value, Traced):
             return value
         if isinstance(value, np.ndarray):
@@ -182,7 +182,7 @@ class Traced(NDArrayOperatorsMixin):
         raise TypeError("a formula must not depend on the values of its symbols")
 
     def inside(self, precedence: int) -> str:
-        """The text as an operand of an operator, in parentheses if the operator binds more tightly."""
+        """Return the text as an operand of an operator, in parentheses if the operator binds more tightly."""
         return self.text if self.precedence >= precedence else f"({self.text})"
 
 
@@ -211,7 +211,7 @@ class Formulas:
         raise AttributeError(f"no symbol {name!r}; there are {', '.join(there)}")
 
     def __getitem__(self, name: str) -> Floats:
-        """The symbol for the name of a quantity."""
+        """Return the symbol for the name of a quantity."""
         symbol: Floats = getattr(self, identifier(name))
         return symbol
 
@@ -234,19 +234,19 @@ class Formulas:
         return result
 
     def let(self, name: str, step: Floats) -> Floats:
-        """A part of a formula under a name of its own, as a step before the formula."""
+        """Name a part of a formula, as a step before the formula."""
         if not isinstance(step, Traced):
             return step
         named: Any = replace(step, text=name, precedence=_ATOM, steps={**step.steps, (name, step.text): None})
         return named
 
     def constant(self, value: float) -> Floats:
-        """A number that is shown as a factor of its own in a product of numbers."""
+        """Return a number that is shown as a factor of its own in a product of numbers."""
         constant: Any = Traced.of(value) if self._records else value
         return constant
 
     def choose(self, what: str, which: Ints, formulas: Sequence[Floats], source: str = "") -> Floats:
-        """For each candidate the formula whose index is in `which`."""
+        """Return, for each candidate, the formula whose index is in `which`."""
         there = np.unique(which)
         if len(there) == 1:
             return self(what, formulas[int(there[0])], source)
@@ -254,23 +254,23 @@ class Formulas:
 
 
 def plus(*terms: Floats) -> Floats:
-    """The sum of some terms of a formula."""
+    """Return the sum of some terms of a formula."""
     return reduce(operator.add, terms)
 
 
 def greatest(*terms: Floats) -> Floats:
-    """The largest of some terms of a formula, by element."""
+    """Return the largest of some terms of a formula, by element."""
     return reduce(np.maximum, terms)
 
 
 @cache
 def identifier(what: str) -> str:
-    """The name of an entry in the formulas of other entries."""
+    """Return the name of an entry in the formulas of other entries."""
     return re.sub(r"\W+", "_", what).strip("_")
 
 
 def _number(value: ArrayLike) -> Number:
-    """The element of an array of length 1; of an array (n, R, k, v) those of its v stages."""
+    """Return the element of an array of length 1; of an array (n, R, k, v) the elements of its v stages."""
     array = np.asarray(value, dtype=np.float64)
     if array.ndim == 4:
         array = array[0, 0, 0]
@@ -280,5 +280,5 @@ def _number(value: ArrayLike) -> Number:
 
 
 def substituted(formula: str, numbers: Mapping[str, str]) -> str:
-    """A formula with its symbols replaced by numbers."""
+    """Return a formula with its symbols replaced by numbers."""
     return _NAME.sub(lambda name: numbers.get(name[0], name[0]), formula)

@@ -2,7 +2,7 @@
 
 A matmul multiplies (m, k) by (k, n), `batch` times: `m` tokens, `k` features in, `n` out. The backward pass of a
 matmul with weights is two more of as many FLOPs: (m, n) by (n, k) for the gradient of its input, (k, m) by (m, n) for
-that of its weights.
+the gradient of its weights.
 """
 
 from collections.abc import Iterator
@@ -23,9 +23,9 @@ matmuls."""
 
 @dataclass(frozen=True)
 class Matmul:
-    """m, k, n, batch: arrays of shape (n,) or numbers. `precision`: of its inputs; by default that of the job.
+    """m, k, n, batch: arrays of shape (n,) or numbers. `precision`: of its inputs; by default the job's.
     `input_shards`, `output_shards`: ranks over which its input, and the gradient of its output, are token shards before
-    they are gathered. `apart`: those of the batch are kernels of their own, each with its last wave."""
+    they are gathered. `apart`: the matmuls of the batch are separate kernels, each with its last wave."""
 
     name: str
     m: Floats | float
@@ -39,30 +39,30 @@ class Matmul:
 
     @property
     def flops(self) -> Floats:
-        """2 m k n batch."""
+        """Return 2 m k n batch."""
         return np.asarray(2.0 * self.m * self.k * self.n * self.batch)
 
     @property
     def for_input(self) -> "Matmul":
-        """The matmul that gives the gradient of the input."""
+        """Return the matmul that computes the gradient of the input."""
         return Matmul(
             f"{self.name}, gradient of input", self.m, self.n, self.k, self.batch, self.precision, apart=self.apart
         )
 
     @property
     def for_weight(self) -> "Matmul":
-        """The matmul that gives the gradient of the weights."""
+        """Return the matmul that computes the gradient of the weights."""
         return Matmul(
             f"{self.name}, gradient of weight", self.k, self.m, self.n, self.batch, self.precision, apart=self.apart
         )
 
     def seconds(self, job: Job) -> Floats:
-        """time = max(flops / (peak share q), bytes / bandwidth)
+        """Return time = max(flops / (peak share q), bytes / bandwidth) in seconds.
 
         q = w / (w + w0) k / (k + k0), w = tiles / multiprocessors. `peak` FLOP/s of the precision; `share` the fraction
         of it that the best matmuls reach, times the fraction sustained in training (`Calibration`). k0 `ramp_k`: input
         features at which filling and draining the pipeline of a tile takes half of the time. w0 `partial_wave`: time
-        beyond that of the tiles, in waves, since the last wave is not full and the first starts cold. `bytes`: two
+        beyond the time of the tiles, in waves, since the last wave is not full and the first starts cold. `bytes`: two
         inputs and the output, once each. Source: tile and wave quantisation in NVIDIA's "Matrix Multiplication
         Background" guide, smoothed, since libraries choose among many tiles and split k if there are few. Ignored: the
         memory layout of operands, and that the power limit lowers the clock for some shapes more than for others.
@@ -83,8 +83,9 @@ class Matmul:
 
 
 def reached_flops_per_s(job: Job, precision: str) -> float:
-    """The rate that matmuls of the best shapes reach in training: the peak of the format, of which microbenchmarks
-    reach a share, of which a share lasts in training, by die and format; times the effect of the software."""
+    """Return the rate that matmuls of the best shapes reach in training, in FLOP/s: the peak of the format, times the
+    share that microbenchmarks reach, times the share of it sustained in training, by die and format, times the effect
+    of the software."""
     chip, form = job.cluster.accelerator, FORMATS[precision]
     gain = job.stack.speed.on(chip.die).matmul_gain
     f = Formulas(
@@ -98,7 +99,7 @@ def reached_flops_per_s(job: Job, precision: str) -> float:
 
 
 def layer_matmuls(job: Job, candidates: Candidates, block: BlockShape, tokens: Floats) -> Iterator[Matmul]:
-    """The matmuls with weights of one layer; `tokens`: (n,) of one micro-batch on a rank of cp.
+    """Yield the matmuls with weights of one layer; `tokens`: (n,) of one micro-batch on a rank of cp.
 
     Experts have equal loads. Each rank of tp sends its token shard to the experts, and receives as many tokens as it
     sends: m of an expert is tokens / tp x top_k / (experts of the rank).
@@ -115,7 +116,7 @@ def layer_matmuls(job: Job, candidates: Candidates, block: BlockShape, tokens: F
             yield Matmul(group.name, tokens / candidates.tp, first.shape[-1], n_out, precision=wide)
         else:
             n_in = first.shape[-1] / candidates.tp if first.split == "row" else first.shape[-1]
-            # With a replicated matrix each rank of tp computes the tokens that it holds.
+            # With a replicated matrix each rank of tp computes its own tokens.
             rows = tokens / candidates.token_shards if first.split == "replicated" else tokens
             yield Matmul(
                 group.name, rows, n_in, n_out,
@@ -125,7 +126,7 @@ def layer_matmuls(job: Job, candidates: Candidates, block: BlockShape, tokens: F
 
 
 def _outputs(job: Job, candidates: Candidates, group: FusedRows) -> Floats | float:
-    """Output features on one rank of tp."""
+    """Return the output features on one rank of tp."""
     return sum(
         row.shape[-2] / tp_shards(job.model, row.split, candidates.tp) if row.split_dim == 0 else row.shape[-2]
         for row in group.rows
@@ -133,6 +134,6 @@ def _outputs(job: Job, candidates: Candidates, group: FusedRows) -> Floats | flo
 
 
 def head_matmul(job: Job, candidates: Candidates, tokens: Floats) -> Matmul:
-    """The matmul of the logits of a micro-batch, for the rank's shard of the vocabulary; always of 16 bits or more."""
+    """Return the matmul of a micro-batch's logits, for the rank's shard of the vocabulary; always 16 bits or more."""
     n_out = job.model.vocab_size / candidates.tp
     return Matmul("logits", tokens, job.model.d_model, n_out, precision=job.wide_precision)

@@ -1,5 +1,5 @@
-"""Tables of a hardware file: what all of them have in common, and the rates that `shardwright measure` has measured on
-a machine, in the place of the constants fitted to published runs.
+"""Tables of a hardware file: their common part, and the rates that `shardwright measure` has measured on a machine,
+which replace the constants fitted to published runs.
 
 An accelerator of a hardware file has rates by the number of ranks of a node that they were measured with, since ranks
 on the processor of one host share its cores and its memory's bandwidth. Rates for more ranks than were measured follow
@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 VERSION = 3
-"""Of the tables below; a file of another version was written by another version of shardwright."""
+"""Version of the tables below. A file with another version was written by another version of shardwright."""
 Kernel = Literal[
     "norm_bytes", "rmsnorm_bytes", "residual_bytes", "heads_bytes", "rope_bytes", "gated_bytes", "gelu_bytes",
     "loss_bytes", "optimizer_bytes",
@@ -35,7 +35,7 @@ CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_a
 
 
 class MeasuredTable(HardwareTable):
-    """How, when and with what a file was measured."""
+    """How, when and with which software a file was measured."""
 
     version: Count = Field(description=f"of these tables; this shardwright reads {VERSION}")
     date: str = Field(description="day of the measurement")
@@ -48,7 +48,7 @@ class MeasuredTable(HardwareTable):
 
 
 class GenerationTable(HardwareTable):
-    """What a pass of `shardwright generate` takes on a processor beside its work, and the matmuls of few tokens."""
+    """The overhead of a pass of `shardwright generate` on a processor, and the rates of matmuls of few tokens."""
 
     layer_us: NotNegative = Field(description="of a layer in each pass, microseconds")
     pass_us: NotNegative = Field(description="of each pass: embedding, head, and choosing the batch, microseconds")
@@ -87,7 +87,7 @@ class InStepFactors(HardwareTable):
 
 
 class RatesTable(HardwareTable):
-    """Rates of one rank of a node of so many."""
+    """Rates of one rank of a node with a given number of ranks."""
 
     memory_gib: Positive = Field(description="GiB that a rank can have")
     process_gib: NotNegative = Field(description="GiB that a rank holds before any of a model")
@@ -121,8 +121,8 @@ class RatesTable(HardwareTable):
 
 
 def node_rates(tables: Mapping[str, RatesTable], ranks: int, cores: int | None) -> tuple[RatesTable, float] | None:
-    """The rates of a rank where a node has so many: those of the largest measured number that is not larger, and the
-    share of a core of the measured rank that each has, where they share `cores`."""
+    """Return the rates of a rank of a node with `ranks` ranks, and the share of a core of the measured rank that each
+    has, if they share `cores`. The rates are those measured with the most ranks up to `ranks`."""
     if not tables:
         return None
     measured = sorted(map(int, tables))

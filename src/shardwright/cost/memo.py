@@ -1,7 +1,7 @@
-"""What is computed for some of many layouts and holds for others, kept for as long as one search takes.
+"""A cache of per-layout results that many layouts share, valid for one search.
 
-Passes of a layer do not depend on the pipeline or on data ranks, and parameters and optimizer states not on the
-micro-batch; so thousands of groups of layouts share some hundred distinct rows of the columns that matter.
+Passes of a layer do not depend on the pipeline or on data ranks, and parameters and optimizer states do not depend on
+the micro-batch. So thousands of groups of layouts share some hundred distinct rows of the columns that matter.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -19,32 +19,32 @@ from shardwright.system.units import MiB
 
 Arrays = dict[str, NDArray[Any]]
 OF_A_PASS = ("tp", "cp", "ep", "sequence_parallel", "micro_batch", "recompute")
-"""The columns that the passes of a part of the model depend on."""
+"""The columns on which the passes of a part of the model depend."""
 OF_STATES = ("tp", "cp", "ep", "dp_shard", "dp_replicate", "zero", "sequence_parallel")
-"""Those that parameters, gradients and optimizer states depend on."""
+"""The columns on which parameters, gradients and optimizer states depend."""
 OF_A_MICROBATCH = (*OF_A_PASS, "zero")
-"""Those that activations and temporary buffers of a stage depend on; of zero, whether gradients are added in shards."""
+"""The columns on which activations and temporary buffers of a stage depend; zero, as it may shard gradients."""
 NOT_OF_A_PASS = {name for name in KEYS if name.startswith(("pp", "virtual", "stage", "zero", "compress"))}
 NOT_OF_A_STAGE = {"pp_schedule", "virtual_stages"}
 NOT_OF_A_MICROBATCH = NOT_OF_A_STAGE | {"zero_pp_gather", "zero_secondary_ranks"}
 NOT_OF_STATES = NOT_OF_A_STAGE | {"loss_chunk_tokens", "cp_method"}
-"""Keys that the layouts of a group share, and on which these do not depend; stages and their ranks are told apart."""
+"""Keys that the layouts of a group share and that do not affect states. Stages and their ranks are separate keys."""
 
 
 MOST_BYTES = 128 * MiB
-"""Of the tables of a memo, which forgets those that were not asked for the longest when they are larger."""
+"""Largest size of the tables of a memo. Above it, the least recently used tables are dropped."""
 
 
 MOST_PLACES = 2**20
-"""Numbers up to this are looked up in an array of as many, larger ones by bisection."""
+"""Values up to this limit are looked up in an array with an entry for each; larger values by bisection."""
 
 
 EVERY: dict[str, Sequence[int]] = {"recompute": range(len(RECOMPUTE)), "zero": ZERO}
-"""The numbers of columns that do not depend on a job."""
+"""The values of columns that do not depend on a job."""
 
 
 class Memo:
-    """Tables of a job. `values`: for each column of candidates the numbers that it can have, in order."""
+    """Tables of a job. `values`: for each column of candidates the values that it can have, in ascending order."""
 
     def __init__(self, values: Mapping[str, Sequence[int]]) -> None:
         self.columns = {name: CandidateColumn(those) for name, those in values.items()}
@@ -53,23 +53,23 @@ class Memo:
 
     @staticmethod
     def from_candidates(candidates: Candidates) -> "Memo":
-        """One for these candidates alone."""
+        """Return a memo for these candidates alone."""
         values = {name: np.unique(getattr(candidates, name)).tolist() for name in COLUMNS}
-        # Some of the layers may recompute nothing, and a layout may stand for others with like gradients.
+        # Some layers may recompute nothing, and a layout may represent layouts with equal gradients.
         return Memo(values | EVERY)
 
     def table(self, columns: Sequence[str], *of: Hashable) -> "DistinctRows":
-        """That of some columns, for what is computed with all else equal, which `of` names."""
+        """Return the table of some columns, for a result that depends only on them and on `of`."""
         tables = self._tables
         if (table := tables.pop(of, None)) is None:
             table = DistinctRows(partial(self._keys, tuple(columns)))
             while sum(each.n_bytes for each in tables.values()) > MOST_BYTES:
                 del tables[next(iter(tables))]
-        tables[of] = table  # the last of all
+        tables[of] = table  # move to the end: most recently used
         return table
 
     def _keys(self, columns: tuple[str, ...], candidates: Candidates) -> "ColumnKeys":
-        """Those of candidates, which are kept until others are asked for: several tables have the same columns."""
+        """Return the keys of candidates, cached until the next candidates: several tables have the same columns."""
         if self._last.get(columns, (None,))[0] is not candidates:
             key = np.zeros(len(candidates), np.int64)
             for name in columns:
@@ -81,7 +81,7 @@ class Memo:
         return self._last[columns][1]
 
     def passes(self, job: Job, candidates: Candidates, of: Hashable, compute: Callable[[Candidates], Passes]) -> Passes:
-        """`compute(candidates)`, with what is known; `of`: the part of the model. Messages are left out."""
+        """Return `compute(candidates)`, using cached rows; `of`: the part of the model. Messages are left out."""
         shared = others(candidates, NOT_OF_A_PASS)
         table = self.table(OF_A_PASS, of, candidates.kind.splits_backward, shared)
         rows = table.rows(candidates, lambda new: _as_arrays(compute(new)))
@@ -93,7 +93,7 @@ class Memo:
 
 
 def others(candidates: Candidates, but: set[str]) -> Hashable:
-    """The keys that candidates share, without some."""
+    """Return the keys that candidates share, except the keys in `but`."""
     return tuple(getattr(candidates.shared, name) for name in KEYS if name not in COLUMNS and name not in but)
 
 
@@ -102,7 +102,7 @@ def _as_arrays(passes: Passes) -> Arrays:
 
 
 class CandidateColumn:
-    """The numbers that a column of candidates can have, in order."""
+    """The values that a column of candidates can have, in ascending order."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self._numbers = np.asarray(numbers, dtype=np.int64)
@@ -115,7 +115,7 @@ class CandidateColumn:
         return len(self._numbers)
 
     def places(self, values: Ints) -> Ints:
-        """Which of the numbers each of the values is."""
+        """Return the index of each value in the column's values."""
         if self._places is not None:
             found = self._places[values]
             assert found.min(initial=0) == 0, "a value that is not one of the numbers"
@@ -126,9 +126,9 @@ class CandidateColumn:
 
 
 class ColumnKeys(NamedTuple):
-    """Numbers of the values of some columns of n candidates. Neighbours often have the same values, as what differs
-    between them is in other columns: `keys` are those of the runs of equal ones, `begins` the candidates with which
-    these begin, `counts` how many are in each."""
+    """Numbers of the values of some columns of n candidates. Neighbours often have equal values, because they differ in
+    other columns, so runs of equal candidates are stored once. `keys`: the number of each run; `begins`: the index of
+    its first candidate; `counts`: its length."""
 
     keys: Ints
     begins: Ints
@@ -136,7 +136,7 @@ class ColumnKeys(NamedTuple):
 
 
 class DistinctRows:
-    """Arrays (u, ...), by name, of u distinct rows of some columns, which `keys` numbers."""
+    """Arrays (u, ...), by name, of u distinct rows of some columns; `keys` numbers the rows."""
 
     def __init__(self, keys: Callable[[Candidates], ColumnKeys]) -> None:
         self.values: Arrays = {}
@@ -145,7 +145,7 @@ class DistinctRows:
         self._keys, self._places = np.zeros(0, np.int64), np.zeros(0, np.int64)
 
     def rows(self, candidates: Candidates, compute: Callable[[Candidates], Arrays]) -> Ints:
-        """Where in the arrays each of the candidates is, (n,); `compute` is called for those that are not there yet."""
+        """Return the index of each candidate in the arrays, (n,); `compute` is called for missing candidates."""
         keys, begins, counts = self._keys_of(candidates)
         found = self._find(keys)
         if (missing := found < 0).any():
@@ -173,15 +173,15 @@ class DistinctRows:
 
 
 def remembers(memo: Memo | None, job: Job) -> bool:
-    """Whether passes may come from a table: not while formulas are recorded, and not where casts of weights are counted
-    once a step, so that passes depend on the number of micro-batches."""
+    """Return whether passes may come from a table. They may not while formulas are recorded, nor if casts of weights
+    are counted once a step, because passes then depend on the number of micro-batches."""
     return memo is not None and not ledger.recording() and not job.stack.keeps_casts
 
 
 def numbered(values: Ints) -> tuple[Ints, Ints]:
-    """The distinct ones of n whole numbers from 0 on, in order, (u,), and for each of the n which of them it is, (n,).
+    """Return the distinct values of n integers >= 0 in ascending order, (u,), and the index of each of the n, (n,).
 
-    As `np.unique` with `return_inverse`, without sorting where the largest is not far above n.
+    Equals `np.unique` with `return_inverse`, but does not sort if the largest is not far above n.
     """
     most = int(values.max(initial=0))
     if most > 4 * len(values):

@@ -38,13 +38,13 @@ KINDS = (
 buffers of an action; `buffers`: messages of the pipeline; `workspace`: of libraries."""
 
 _BOTH = ("gradients", "gathered")
-"""The kinds of which a part is held for the whole step, and another for some of its moments."""
+"""The kinds that have one part for the whole step and another part for some of its moments."""
 
 MOMENTS = ("forward", "loss", "backward", "optimizer")
-"""Where in a step the peak of a rank can be; `MemoryEstimate.moment` holds indices into this."""
+"""Moments of a step at which the peak of a rank can be; `MemoryEstimate.moment` has indices into this."""
 
 _WHERE = np.array([0, 1, 2, 2, 2])
-"""For each of `pipeline.ACTIONS` the index in `MOMENTS`."""
+"""The index in `MOMENTS` of each of `pipeline.ACTIONS`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,8 +52,8 @@ class MemoryEstimate:
     """Bytes of each rank of pp at its peak.
 
     `kinds`: for each of `KINDS` an array (n, R). `moment`: (n, R), where in the step the peak is. `fragmentation`:
-    (n,), bytes that the allocator reserves beyond that, as a fraction; `of_process`: of all but the workspace.
-    `pools`: bytes of its pools (cost/pools.py), which add up, each (n, R), where they are priced.
+    (n,), bytes that the allocator reserves beyond these, as a fraction; `of_process`: of all except the workspace.
+    `pools`: bytes of the allocator's pools (cost/pools.py), which add up, each (n, R), if they are priced.
     """
 
     kinds: dict[str, Floats]
@@ -64,35 +64,35 @@ class MemoryEstimate:
 
     @property
     def rank_bytes(self) -> Floats:
-        """(n, R): sum of all kinds; comparable to `torch.cuda.max_memory_allocated` on each rank."""
+        """Return the sum of all kinds, (n, R); comparable to `torch.cuda.max_memory_allocated` on each rank."""
         return np.sum(list(self.kinds.values()), axis=0)
 
     @property
     def peak_bytes(self) -> Floats:
-        """(n,): bytes of the rank with the most."""
+        """Return the bytes of the rank with the most, (n,)."""
         return np.max(self.rank_bytes, axis=1)
 
     @property
     def fullest_rank(self) -> int:
-        """The rank of the first candidate for which the allocator reserves most."""
+        """Return the rank of the first candidate for which the allocator reserves most."""
         return int((self.rank_bytes + self.lost_bytes)[0].argmax())
 
     @property
     def other_pools(self) -> Floats:
-        """(n, R): by how much the sum of the peaks of the allocator's pools exceeds the peak of live tensors."""
+        """Return by how much the sum of the peaks of the allocator's pools exceeds the peak of live tensors, (n, R)."""
         return np.maximum(sum(self.pools.values(), np.zeros(1)) - self.rank_bytes, 0.0)
 
     @property
     def lost_bytes(self) -> Floats:
-        """(n, R): what the allocator reserves beyond the tensors."""
+        """Return the bytes that the allocator reserves beyond the tensors, (n, R)."""
         beside = self.other_pools
         of_pools = self.rank_bytes + beside - self.kinds["workspace"] * self.of_process
         return np.asarray(beside + self.fragmentation[:, None] * of_pools)
 
     @property
     def reserved_bytes(self) -> Floats:
-        """(n,): with the allocator's fragmentation, comparable to `torch.cuda.max_memory_reserved`, or on a CPU to the
-        most resident memory of the process; this has to fit."""
+        """Return the reserved bytes, (n,), with the allocator's fragmentation, comparable to
+        `torch.cuda.max_memory_reserved`, or on a CPU to the peak resident memory of the process. They have to fit."""
         return np.max(self.rank_bytes + self.lost_bytes, axis=1)
 
 
@@ -106,12 +106,12 @@ class Curve:
 
     @property
     def total_bytes(self) -> Floats:
-        """(k,): sum of all kinds."""
+        """Return the sum of all kinds, (k,)."""
         return np.sum(list(self.kinds.values()), axis=0)
 
 
 def estimate_memory(job: Job, candidates: Candidates) -> MemoryEstimate:
-    """The memory of n candidates, whose batches have to be divisible and whose schedule has to be valid."""
+    """Return the memory of n candidates, whose batches have to be divisible and whose schedule has to be valid."""
     step = StepMemory(job, candidates)
     shape = (len(candidates), candidates.pp)
     kinds = {kind: np.zeros(shape) for kind in KINDS}
@@ -133,8 +133,8 @@ def estimate_memory(job: Job, candidates: Candidates) -> MemoryEstimate:
 
 
 def _pools(step: "StepMemory") -> dict[str, Floats]:
-    """Bytes of the allocator's pools, which add up, each (n, R): what they hold for the whole step, the most that comes
-    and goes beside that, and parameters and gradients on their way."""
+    """Return the bytes of the allocator's pools, which add up, each (n, R): memory for the whole step, the peak of the
+    memory that is allocated and freed, and parameters and gradients that are being sent."""
     few, job, apart, stages = step.microbatches(), step.job, step.pools, step.stages
     always = sum(step.states.values(), np.zeros(1)) + apart.reduced[:, stages.of_rank].sum(2)
     update = step.update_bytes - step.states["gathered"] + step.pooled_shards.reduced[:, stages.of_rank].sum(2)
@@ -186,7 +186,7 @@ def note_fullest(job: Job, candidates: Candidates, memory: MemoryEstimate) -> No
 
 
 def lost_share(job: Job, candidates: Candidates) -> Floats:
-    """What the allocator reserves beyond the tensors, as a fraction, (n,)."""
+    """Return the bytes that the allocator reserves beyond the tensors, as a fraction, (n,)."""
     if not job.stack.of_process:
         again = job.stack.again_fragmentation * (candidates.recompute == FULL) * (candidates.pp == 1)
         if (layers := candidates.shared.recompute_layers) is not None:
@@ -197,7 +197,7 @@ def lost_share(job: Job, candidates: Candidates) -> Floats:
 
 
 def curve(job: Job, candidates: Candidates, rank: int) -> Curve:
-    """The memory of rank `rank` of pp at every action of a step, for a single candidate."""
+    """Return the memory of rank `rank` of pp at every action of a step, for a single candidate."""
     assert len(candidates) == 1, len(candidates)
     step = StepMemory(job, candidates, _of_rank(job, candidates, rank))
     microbatches = int(candidates.microbatches(job.global_batch)[0])
@@ -227,27 +227,27 @@ class StepMemory:
 
     @cached_property
     def of_microbatch(self) -> MicrobatchBytes:
-        """Bytes of a micro-batch in each stage."""
+        """Return the bytes of a micro-batch in each stage."""
         return stage_bytes.microbatch_bytes(self.job, self.candidates, self.stages, self.held, self.memo)
 
     @cached_property
     def sharded(self) -> ShardedBytes:
-        """What each stage has for a part of the step."""
+        """Return the bytes of each stage that exist for a part of the step."""
         return ShardedBytes(*states.stage_state_bytes(self.job, self.candidates, self.stages, self.held))
 
     @cached_property
     def of_stage(self) -> StageBytes:
-        """All of these."""
+        """Return the bytes of a micro-batch and the sharded bytes of each stage."""
         return StageBytes(**vars(self.of_microbatch), **vars(self.sharded))
 
     @cached_property
     def pools(self) -> Pools:
-        """What the allocator holds apart."""
+        """Return the bytes that the allocator keeps in separate pools."""
         return pools.stage_pools(self.job, self.candidates, self.stages, self.held, self.sharded.reduced)
 
     @cached_property
     def pooled_shards(self) -> ShardedBytes:
-        """What each stage has for a part of the step, without gradients that have a pool of their own."""
+        """Return the bytes of each stage that exist for a part of the step, without gradients in a separate pool."""
         sharded, apart = self.sharded, self.pools
         return replace(
             sharded,
@@ -257,31 +257,31 @@ class StepMemory:
 
     @cached_property
     def pooled(self) -> StageBytes:
-        """All of these, without such gradients."""
+        """Return the bytes of a micro-batch and of each stage, without gradients that have a pool of their own."""
         return StageBytes(**vars(self.of_microbatch), **vars(self.pooled_shards))
 
     @cached_property
     def update_bytes(self) -> Floats:
-        """Temporary buffers of the optimizer, (n, R)."""
+        """Return the temporary buffers of the optimizer, (n, R)."""
         return states.optimizer_step(self.job, self.candidates, self.stages, self.held)
 
     @cached_property
     def reduced_bytes(self) -> Floats:
-        """Gradients at the optimizer's step that are not held for the whole step, (n, R)."""
+        """Return the gradients at the optimizer's step that do not exist for the whole step, (n, R)."""
         found: Floats = self.sharded.reduced[:, self.stages.of_rank].sum(2)
         return found
 
     @cached_property
     def states(self) -> dict[str, Floats]:
-        """Parameters, gradients, optimizer states and other memory of the whole step, by kind, each (n, R)."""
+        """Return parameters, gradients, optimizer states and other memory of the whole step, by kind, each (n, R)."""
         return states.rank_state_bytes(self.job, self.candidates, self.stages, self.held)
 
     def microbatches(self) -> Ints:
-        """For each candidate a number of micro-batches with the same peaks as all of them, (n,)."""
+        """Return, for each candidate, a number of micro-batches with the same peaks as all of them, (n,)."""
         return few_microbatches(self.job, self.candidates)
 
     def at_update(self) -> dict[str, Floats]:
-        """Memory by kind while the optimizer runs: no activations and no gathered parameters."""
+        """Return the memory by kind while the optimizer runs: no activations and no gathered parameters."""
         nothing = np.zeros((len(self.candidates), len(self.stages.of_rank)))
         now = {"gathered": nothing, "working": self.update_bytes}
         now["gradients"] = self.states["gradients"] + self.reduced_bytes
@@ -289,13 +289,13 @@ class StepMemory:
 
 
 def _of_rank(job: Job, candidates: Candidates, rank: int) -> Stages:
-    """All stages, and the one rank; R is 1."""
+    """Return all stages, and the one rank; R is 1."""
     stages = pipeline.stages(job, candidates)
     return replace(stages, of_rank=stages.of_rank[[rank]])
 
 
 def few_microbatches(job: Job, candidates: Candidates) -> Ints:
-    """For each candidate a number of micro-batches with the same peaks as all of them, (n,)."""
+    """Return, for each candidate, a number of micro-batches with the same peaks as all of them, (n,)."""
     distinct, back = numbered(candidates.microbatches(job.global_batch))
     few = [pipeline.representative(candidates.shared.pp_schedule, candidates.pp, int(m)) for m in distinct]
     found: Ints = np.array(few, dtype=np.int64)[back]
@@ -303,7 +303,7 @@ def few_microbatches(job: Job, candidates: Candidates) -> Ints:
 
 
 def _fullest(of_stage: StageBytes, stages: Stages, at: Moments) -> tuple[dict[str, Floats], Ints]:
-    """Activations and temporary buffers by kind at the peak of each rank, (n, R), and where in the step the peak is."""
+    """Return activations and temporary buffers by kind at each rank's peak, and where in the step it is, (n, R)."""
     which = stage_bytes.sizes_at(of_stage, stages, at).argmax(2)
     rank = np.arange(len(stages.of_rank))[None, :]
     fullest = {name: values[0, rank, which][:, :, None] for name, values in at.each.items()}
@@ -312,8 +312,8 @@ def _fullest(of_stage: StageBytes, stages: Stages, at: Moments) -> tuple[dict[st
 
 
 def _held(of_stage: StageBytes, stages: Stages, at: dict[str, Ints]) -> dict[str, Floats]:
-    """Activations and temporary buffers by kind, (n, R, k), at given moments: the fields of `Moments` by name, with a
-    first dim for candidates."""
+    """Return activations and temporary buffers by kind, (n, R, k), at given moments: the fields of `Moments` by name,
+    with a first dim for candidates."""
     kind = at["kind"]
 
     def of_ranks(part: Floats) -> Floats:
@@ -372,13 +372,13 @@ def _held(of_stage: StageBytes, stages: Stages, at: dict[str, Ints]) -> dict[str
 
 
 def _gradients(f: Formulas, at: dict[str, Ints], accumulate: bool, backward: bool, embedding: bool) -> list[Floats]:
-    """The terms of gradients that are not held for the whole step."""
+    """Return the terms of gradients that do not exist for the whole step."""
     terms = [_sum(f.accumulating * f.all_of_stages)] * (accumulate and bool(at["accumulating"].any()))
     terms += [_sum(f.reduced * f.reduced_of_stages)] * (accumulate and bool(at["reduced"].any()))
     return terms + [np.max(f.gradients_of_stages, axis=-1)] * backward + [f.of_embedding] * embedding
 
 
 def _sum(of_stages: Floats) -> Floats:
-    """The sum over the stages of a rank."""
+    """Return the sum over the stages of a rank."""
     total: Floats = np.sum(of_stages, axis=-1)
     return total

@@ -25,15 +25,15 @@ from shardwright.cost.passes import Passes, reached_bytes_per_s
 from shardwright.cost.speed import CONTEXT, EXPERT, MATMULS, TENSOR
 
 HIDDEN = ", exposed"
-"""Suffix in the ledger of communication that overlaps with computation."""
+"""Ledger suffix of communication that overlaps with computation."""
 MERGE_BYTES = 10.0
-"""Bytes moved for each element of attention's output at a hop of the ring: the fp32 sum read and written, a block's
-output read."""
+"""Bytes moved for each element of attention's output at a hop of the ring: the fp32 sum is read and written, a block's
+output is read."""
 
 
 def tensor(passes: Passes, job: Job, candidates: Candidates, block: BlockShape, tokens: Floats) -> None:
-    """Collectives over tp of each tensor-parallel region: attention, and a feed-forward network or the shared experts.
-    Routed experts need none.
+    """Add the collectives over tp of each tensor-parallel region: attention, and a feed-forward network or the shared
+    experts. Routed experts need none.
 
     |                         | forward                            | backward                                   |
     | ----------------------- | ---------------------------------- | ------------------------------------------ |
@@ -56,7 +56,7 @@ def tensor(passes: Passes, job: Job, candidates: Candidates, block: BlockShape, 
 
 
 def result_of(region: Region) -> str:
-    """What the message of the result of a region is of."""
+    """Return the name of the tensor in the message of a region's result."""
     return f"result of {region.name}"
 
 
@@ -66,9 +66,9 @@ MESSAGES_OF_F, OF_RESULTS, OF_INPUTS, AGAIN = (
     "gradients of inputs",
     "inputs gathered again",
 )
-"""The messages over tp, by what they may overlap with."""
+"""The messages over tp, grouped by the computation that they may overlap with."""
 IN_PIECES = (MESSAGES_OF_F, OF_RESULTS)
-"""Those of which the first piece has no matmul to overlap with."""
+"""The messages whose first piece has no matmul to overlap with."""
 
 
 class _OverTp:
@@ -77,7 +77,8 @@ class _OverTp:
     In the backward pass the reduction of an input's gradient overlaps with the weight gradients, and the second
     all-gather of the input with the input gradients; the first collective of the backward pass is exposed. A stack that
     splits matmuls and collectives into pieces overlaps all but the first piece: gathers of results' gradients and of
-    inputs with the input gradients. Where the backward pass is split the weight gradients come later, and hide nothing.
+    inputs overlap with the input gradients. If the backward pass is split, the weight gradients come later and hide
+    nothing.
     """
 
     def __init__(self, passes: Passes, job: Job, candidates: Candidates) -> None:
@@ -87,13 +88,13 @@ class _OverTp:
     def add(
         self, when: str, n_bytes: Floats, what: str, on_shards: CollectiveCost | None, whole: CollectiveCost | None
     ) -> None:
-        """A collective with token shards, and one without."""
+        """Add a collective for token shards, and one without them."""
         forward = TENSOR if when == MESSAGES_OF_F else ""
         self.terms[when] |= over_tp(self.passes, self.job, self.candidates, n_bytes, what, on_shards, whole, forward)
 
     def input(self, n_bytes: Floats, what: str, again: bool = True, narrow: bool = True) -> None:
-        """The input of column-parallel matmuls. `again`: it is not kept as gathered. `narrow`: it is gathered in the
-        format of the matmuls."""
+        """Add the input of column-parallel matmuls. `again`: it is not kept as gathered. `narrow`: it is gathered in
+        the format of the matmuls."""
         gathered = n_bytes * self.narrowed if narrow else n_bytes
         self.add(MESSAGES_OF_F, gathered, what, all_gather, None)
         self.add(OF_INPUTS, n_bytes, f"gradient of the {what}", reduce_scatter, all_reduce)
@@ -102,7 +103,7 @@ class _OverTp:
 
     @property
     def narrowed(self) -> float:
-        """Bytes that a gather of what matmuls read sends, relative to elements of 16 bits."""
+        """Return the bytes that a gather of matmul inputs sends, relative to elements of 16 bits."""
         form = FORMATS[self.job.precision]
         return form.gathered_bytes / 2 if self.job.stack.speed.gathers_narrow and form.narrow else 1.0
 
@@ -128,8 +129,8 @@ class _OverTp:
         passes.add(TENSOR, ledger.total(f"{TENSOR}, F", in_f), ledger.total(f"{TENSOR}, I", exposed))
 
     def _hidden_by(self) -> dict[tuple[str, ...], str]:
-        """Messages that overlap, each group of them with the matmuls of one pass; a matmul hides no more than its own
-        time. A backward pass in two parts has no weight gradients beside the messages of I."""
+        """Return each group of overlapped messages with the pass whose matmuls it overlaps with. A matmul hides no more
+        than its own time. In a backward pass in two parts, no weight gradients overlap with the messages of I."""
         speed, in_two = self.job.stack.speed, self.candidates.kind.splits_backward
         pieces = speed.hides_tp
         beside_i = (OF_RESULTS,) * pieces + (AGAIN,) + (OF_INPUTS,) * (pieces and in_two)
@@ -141,7 +142,7 @@ class _OverTp:
 
 
 def head_over_tp(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -> None:
-    """The messages of logits and loss over tp: the input as of any column-parallel matmul, and for each token the
+    """Add the messages of logits and loss over tp: the input as of any column-parallel matmul, and for each token the
     maximum of the logits, then the sum of exponentials and the target's logit, in fp32 (Shoeybi et al., arXiv
     1909.08053, section 3)."""
     over = _OverTp(passes, job, candidates)
@@ -151,7 +152,7 @@ def head_over_tp(passes: Passes, job: Job, candidates: Candidates, tokens: Float
 
 
 def loss_sums(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, chunks: Floats) -> dict[str, Floats]:
-    """Seconds of the all-reduces of the loss over tp, by name: of one number for each token, then of two."""
+    """Return the seconds of the loss's all-reduces over tp, by name: one number for each token, then two."""
     found = {}
     for what, n_bytes in (("maxima of logits", 4.0), ("sums of exponentials, targets", 8.0)):
         message = PricedMessage(f"{what}, all-reduce", all_reduce, n_bytes * tokens / chunks, candidates.tp, 1, chunks)
@@ -169,8 +170,8 @@ def over_tp(
     whole: CollectiveCost | None,
     forward: str = "",
 ) -> dict[str, Floats]:
-    """Seconds of one collective over tp, whose ranks are consecutive, by its name: `on_shards` with token shards, else
-    `whole`; each may be none. `forward`: see `Passes.record`."""
+    """Return the seconds of one collective over tp, whose ranks are consecutive, by its name: `on_shards` with token
+    shards, else `whole`; each may be None. `forward`: see `Passes.record`."""
     shards = candidates.sequence_parallel
     found: dict[str, Floats] = {}
     for collective, used in ((on_shards, shards), (whole, ~shards)):
@@ -185,9 +186,9 @@ def over_tp(
 def hidden(
     message_s: Floats, beside_s: Floats, interference: float, least_s: Floats | float = 0.0, *, what: str, beside: str
 ) -> Floats:
-    """The time that overlapped communication adds: its exposed part, at least `least_s`, and the slowdown of the
-    computation that it overlaps with, a fraction of the rest. In the ledger `what` names the communication, and
-    `beside` the computation."""
+    """Return the time that overlapped communication adds: its exposed part, at least `least_s`, and the slowdown of the
+    overlapping computation, as a fraction of the overlapped part. In the ledger `what` names the communication, and the
+    argument after it the computation."""
     if not message_s.any():
         return np.zeros_like(message_s)
     f = Formulas("s", {"least_s": least_s, "interference": interference})
@@ -198,7 +199,7 @@ def hidden(
 
 
 def context(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -> None:
-    """Communication of attention over cp, of keys and values of kv heads alone.
+    """Add the communication of attention over cp; only keys and values of kv heads are sent.
 
     |              | forward                         | backward                                                      |
     | ------------ | ------------------------------- | ------------------------------------------------------------- |
@@ -207,9 +208,9 @@ def context(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) ->
     | ulysses      | two all-to-alls: queries, keys  | the same two                                                  |
     |              | and values; results             |                                                               |
 
-    Hops overlap with attention to what is there; a gradient follows its keys one hop behind, so the last hop of the
-    gradients is exposed. The output of each hop is merged by its log-sum-exp. The messages of the other two are
-    exposed. With ulysses and fewer kv heads than ranks every rank gets one head, so as many as ranks are sent.
+    Hops overlap with attention to the keys that have arrived; a gradient follows its keys one hop behind, so the last
+    hop of the gradients is exposed. The output of each hop is merged by its log-sum-exp. The messages of allgather and
+    ulysses are exposed. With ulysses and fewer kv heads than ranks every rank gets one head: n ranks, n heads sent.
     """
     if np.all(candidates.cp == 1):
         return
@@ -250,7 +251,7 @@ def context(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) ->
 
 
 def _ring(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, kv: Floats) -> None:
-    """Hops round a ring of `kv` elements of keys and values, and of their gradients."""
+    """Add the hops round a ring of `kv` elements of keys and values, and of their gradients."""
     spec, hops = job.model, candidates.cp - 1
 
     def hop(what: str, n_bytes: Floats, forward: str = "") -> Floats:
@@ -279,8 +280,8 @@ def _ring(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, kv: 
 
 
 def dispatch(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -> None:
-    """Dispatch and combine of experts: two all-to-alls forward, two backward, of tokens / tp x top_k x d_model, of
-    which some stacks send a token to a node once."""
+    """Add dispatch and combine of experts: two all-to-alls forward, two backward, of tokens / tp x top_k x d_model.
+    Some stacks send a token to a node once."""
     spec = job.model
     assert spec.moe is not None
     what = "tokens of experts, all-to-all"

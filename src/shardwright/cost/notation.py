@@ -1,4 +1,4 @@
-"""The symbols of the ledger's formulas, with their units; every other name in a formula is that of another entry."""
+"""The symbols of the ledger's formulas, with their units. Other names in a formula are names of entries."""
 
 _SYMBOLS = (
     ("s", "tokens", "a sequence"),
@@ -97,4 +97,4 @@ _SYMBOLS = (
 )  # fmt: skip
 
 NOTATION = {name: (unit, meaning, names) for names, unit, meaning in _SYMBOLS for name in names.split()}
-"""For each symbol its unit, what it means, and the symbols that are explained together with it."""
+"""For each symbol its unit, its meaning, and the symbols that are explained together with it."""

@@ -16,13 +16,13 @@ from shardwright.optimizers import OPTIMIZERS
 
 
 def optimizer_step(job: Job, candidates: Candidates, held: RankParameters) -> Floats:
-    """Seconds of the optimizer, which is bound by memory bandwidth, and the fixed overhead of a step.
+    """Return the seconds of the optimizer, which is bound by memory bandwidth, and the fixed overhead of a step.
 
     For each parameter of the rank's shard, Adam in fp32 reads gradient (4 bytes), master weight (4) and moments (8) and
     writes weight and moments (12) and the working weight (2); the gradient norm reads the gradients before (4), and
     they are zeroed after (4): 38. Each optimizer state more or fewer than two adds or saves 8 bytes, and one that is
-    stored in bf16 saves 4, in blocks of bytes 6; of an optimizer that keeps means of matrices none is counted. What an
-    optimizer reads and writes more is `OptimizerKind.step_bytes`. The overhead is that of the loss, the norm's
+    stored in bf16 saves 4, in blocks of bytes 6; means of matrices are not counted as states. Further bytes that an
+    optimizer reads and writes are `OptimizerKind.step_bytes`. The overhead is the overhead of the loss, the norm's
     all-reduce and the start of the next step. Whole matrices: `matrix_updates`. Ignored: the all-reduces of means
     and of the scales of blocks, and that small matrices are not in blocks.
     """
@@ -54,8 +54,8 @@ def optimizer_step(job: Job, candidates: Candidates, held: RankParameters) -> Fl
 
 
 def _on_disk(job: Job, f: Formulas, changed: Floats, update: Floats, sent: bool = True) -> Floats:
-    """Seconds of the optimizer with states on a disk: all are read and written once a step, and `sent` to the device
-    and back. `changed`: parameters of the rank; `update`: seconds of the update itself."""
+    """Return the seconds of the optimizer with states on a disk: all are read and written once a step, and `sent` to
+    the device and back. `changed`: parameters of the rank; `update`: seconds of the update itself."""
     chip = job.cluster.accelerator
     f.add(
         optimizer=update,
@@ -68,18 +68,18 @@ def _on_disk(job: Job, f: Formulas, changed: Floats, update: Floats, sent: bool 
 
 
 ON_DEVICE_BYTES = 16.0
-"""Moved on the device for a parameter that the host updates: its gradient is read for the norm and for the copy, and
-zeroed, and its weight is written; 4 bytes each."""
+"""Bytes moved on the device for a parameter that the host updates: its gradient is read for the norm and for the copy,
+and zeroed, and its weight is written; 4 bytes each."""
 SENT_BYTES = 4.0
-"""Of a gradient to the host, and of a weight to the device, which are both in fp32."""
+"""Bytes of a gradient sent to the host, and of a weight sent to the device; both are in fp32."""
 
 
 def _on_host(job: Job, f: Formulas, changed: Floats, sent: bool) -> Floats:
-    """Seconds of the optimizer with states and update on the host (`training/offload/on_host.py`). Gradients of some
-    parameters come down the link while others are updated and the weights of others go up, so that the slowest of the
-    three takes the time. An update reads gradient and weight, writes the weight, and reads and writes each state.
-    Ignored: the first and the last bucket, which nothing overlaps with. Unless they are `sent`, gradients and weights
-    are on the host before and after, where the norm reads the gradients."""
+    """Return the seconds of the optimizer with states and update on the host (`training/offload/on_host.py`). Gradients
+    of some parameters are copied to the host while others are updated and the weights of others are copied back, so the
+    slowest of the three determines the time. An update reads gradient and weight, writes the weight, and reads and
+    writes each state. Ignored: the first and the last bucket, which nothing overlaps with. Unless they are `sent`,
+    gradients and weights are on the host before and after, and the norm reads the gradients there."""
     chip = job.cluster.accelerator
     f.add(sent_bytes=SENT_BYTES, host_rate=chip.host_bytes_per_s, host_memory_rate=chip.host_memory_bytes_per_s)
     f("link to the host", f.sent_bytes * changed / f.host_rate, "each direction; arXiv 2101.06840")
@@ -94,17 +94,17 @@ def _on_host(job: Job, f: Formulas, changed: Floats, sent: bool) -> Floats:
 
 
 MATRIX_BYTES = 2
-"""Of an element of a matrix that is sent to its owner and back."""
+"""Bytes of an element of a matrix that is sent to its owner and back."""
 
 
 def matrix_updates(job: Job, candidates: Candidates, hidden: Ints, experts: Ints) -> Floats:
-    """Seconds a step in which whole hidden matrices are updated (Muon), beyond those of the element-wise part, (n,).
+    """Return the seconds a step in which whole hidden matrices are updated (Muon), beyond the element-wise part, (n,).
     `hidden`, `experts`: elements of hidden matrices on a rank of tp and ep before ZeRO.
 
-    The owners of matrices are spread over all ranks that hold shards or replicas of them as DTensors: tp, the ranks of
-    ZeRO, and with ZeRO 1 to 3 dp_replicate. Shards go to the owners and back by an all-to-all over the ranks of ZeRO,
-    and one over tp, 2 bytes an element. The element-wise part is priced as that of Adam: a moment less saves 8 bytes,
-    and about as many are written and read for what is sent.
+    The owners of matrices are spread over all ranks with shards or replicas of them as DTensors: tp, the ranks of ZeRO,
+    and with ZeRO 1 to 3 dp_replicate. Shards are sent to the owners and back by an all-to-all over the ranks of ZeRO,
+    and one over tp, 2 bytes an element. The element-wise part is priced like Adam's: one moment less saves 8 bytes, and
+    about as many are written and read for sending.
 
     Ignored: that owners cannot be balanced exactly, that one bucket is exchanged while another is computed, and the
     lower rates of small matmuls.
@@ -131,7 +131,7 @@ def matrix_updates(job: Job, candidates: Candidates, hidden: Ints, experts: Ints
 
 @cache
 def _flops(spec: ModelSpec, optimizer: str, of_experts: bool) -> float:
-    """FLOPs of the updates of all experts, or of all other hidden matrices, divided by their elements."""
+    """Return the FLOPs of the updates of all experts, or of all other hidden matrices, divided by their elements."""
     found = [row for row in rows(spec).values() if row.hidden and (row.kind == "expert") is of_experts]
     compute = OPTIMIZERS[optimizer].matrix_flops
     return sum(flops_of_matrices(row, compute) for row in found) / max(sum(row.numel for row in found), 1)

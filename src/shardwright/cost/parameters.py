@@ -22,7 +22,7 @@ from shardwright.split.buckets import BUCKET_BYTES
 from shardwright.system.units import in_groups
 
 DENSE, EXPERT = "dense parameters", "parameters in experts"
-"""Names in the ledger of the parameters of a rank."""
+"""Ledger names of the parameters of a rank."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Parameters:
 
     `dense`, `expert`, (n, S): of each stage. `layer_dense`, `layer_expert`, (n,): of the largest layer, which ZeRO-3
     gathers at once; `matrix`, (n,): of the largest matmul of a feed-forward network, or of all experts together.
-    `head`, (n,): of the matrix of the logits. `ends`, (n, S): embedding, positions, last norm and head, included in
-    `dense`, as are those in `hidden`, (n, S): hidden matrices. `of_block`: dense and expert elements of a layer of each
-    kind, (n,).
+    `head`, (n,): of the matrix of the logits. `ends`, (n, S): embedding, positions, last norm and head. `hidden`, (n,
+    S): hidden matrices. Both are included in `dense`. `of_block`: dense and expert elements of a layer of each kind,
+    (n,).
     """
 
     dense: Ints
@@ -47,7 +47,7 @@ class Parameters:
     of_block: Mapping[BlockShape, tuple[Ints, Ints]]
 
     def note(self, stages: Stages, rank: int) -> None:
-        """Record the parameters of a rank of `pp` of one candidate: P dense ones and Q in experts."""
+        """Record the parameters of a rank of `pp` of one candidate: P dense parameters and Q in experts."""
         if not ledger.recording():
             return
         mine = stages.of_rank[rank]
@@ -65,14 +65,14 @@ class Parameters:
 
 
 class RankParameters(NamedTuple):
-    """Parameters on a rank of `pp`, each (n,). `ends`: embedding, last norm and head, and `hidden`: hidden matrices,
-    both included in `dense`. `replicas`, `kv_replicas`: of those that tp does not shard, the ones with partial
-    gradients on all its ranks, and on those with the same kv heads. `blocks`: layers of the rank, of which
-    `expert_blocks` have experts; `end_groups`: its stages with parameters outside of the layers.
-    `untrained`: of `dense`, those without gradients, which every rank keeps. `factored`: those whose gradients travel
-    as products, with the rows and the columns of their logical matrices and the stages that have some. `layer_padding`,
-    `end_padding`, `expert_padding`: elements that fill up rows (`parameters.padding`). `buckets`: of gradients in fp32
-    without ZeRO, 0 where they are not counted."""
+    """Parameters on a rank of `pp`, each (n,). `ends`: embedding, last norm and head; `hidden`: hidden matrices; both
+    are included in `dense`. `replicas`: parameters replicated over tp with partial gradients on all tp ranks;
+    `kv_replicas`: with partial gradients on the ranks with the same kv heads. `blocks`: layers of the rank;
+    `expert_blocks`: layers with experts; `end_groups`: its stages with parameters outside of the layers. `untrained`:
+    dense parameters without gradients, which every rank keeps. `factored`: parameters whose gradients are sent as
+    products, with the rows and the columns of their logical matrices and the number of stages with some.
+    `layer_padding`, `end_padding`, `expert_padding`: elements that pad rows (`parameters.padding`). `buckets`: number
+    of buckets of fp32 gradients without ZeRO, 0 if they are not counted."""
 
     dense: Ints
     experts: Ints
@@ -97,7 +97,7 @@ class RankParameters(NamedTuple):
 def tp_rank_parameters(
     model: ModelSpec, stages: Stages, tp: Ints, ep: Ints, tp_rank: int = 0, vocabulary_multiple: int = 0
 ) -> Parameters:
-    """Parameters of rank `tp_rank` of each tp group, for n pairs of tp and ep.
+    """Return the parameters of rank `tp_rank` of each tp group, for n pairs of tp and ep.
 
     Rank 0 has the most: vocabulary shards are rounded up, and the last ranks have the remainder
     (`split.tensor.vocabulary_rows`). `vocabulary_multiple`: for a stack that pads the vocabulary to a multiple of this
@@ -130,8 +130,8 @@ def tp_rank_parameters(
 
 
 def with_partial_gradients(model: ModelSpec, stages: Stages, candidates: Candidates) -> tuple[Ints, Ints]:
-    """Elements of the parameters that ranks of tp hold replicas of, each with a part of the gradient, (n, S): replicas
-    on all ranks of tp, and of kv heads on the ranks with the same head; as `split.tensor.summed_over`."""
+    """Return the elements of parameters that are replicated over tp with partial gradients, each (n, S): replicas on
+    all ranks of tp, and replicas of kv heads on the ranks with the same head; as `split.tensor.summed_over`."""
     tp, n_stages = candidates.tp, len(stages.layers)
     shape = (len(tp), n_stages)
     of_shards, of_heads, of_kv = (np.zeros(n_stages, np.int64) for _ in range(3))
@@ -149,7 +149,7 @@ def with_partial_gradients(model: ModelSpec, stages: Stages, candidates: Candida
 
 
 def means(model: ModelSpec, stages: Stages, tp: Ints, ep: Ints) -> tuple[Ints, Ints, Ints]:
-    """Elements of the states of an optimizer with `means` on rank 0 of tp, each (n, S): a mean over each row of a
+    """Return the state elements of an optimizer with `means` on rank 0 of tp, each (n, S): a mean over each row of a
     matrix and all elements of a vector; a mean over each column of each logical matrix; and both means of experts."""
     shape = (len(tp), len(stages.layers))
     found = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
@@ -166,7 +166,7 @@ def means(model: ModelSpec, stages: Stages, tp: Ints, ep: Ints) -> tuple[Ints, I
 
 
 def _means_of(model: ModelSpec, row: Row, tp: Ints, ep: Ints) -> tuple[Ints, Ints, Ints]:
-    """The counts of `means` of one parameter, each (n,)."""
+    """Return the counts of `means` of one parameter, each (n,)."""
     none = np.zeros_like(tp)
     if not row.trained:
         return none, none, none
@@ -180,7 +180,7 @@ def _means_of(model: ModelSpec, row: Row, tp: Ints, ep: Ints) -> tuple[Ints, Int
 
 
 def buckets(model: ModelSpec, stages: Stages, tp: Ints, ep: Ints) -> Ints:
-    """Buckets in which ZeRO-0 sums the gradients of each stage in fp32 (`split.buckets`), on rank 0 of tp, (n, S)."""
+    """Return the buckets of ZeRO-0's sums of each stage's fp32 gradients (`split.buckets`), rank 0 of tp, (n, S)."""
     degrees, back = np.unique(np.stack([tp, ep]), axis=1, return_inverse=True)
     layers = tuple(map(tuple, stages.layers))
     found = np.array([_buckets(model, layers, *degree) for degree in degrees.T.tolist()], dtype=np.int64)
@@ -189,7 +189,7 @@ def buckets(model: ModelSpec, stages: Stages, tp: Ints, ep: Ints) -> Ints:
 
 @cache
 def _buckets(model: ModelSpec, layers: tuple[tuple[int, ...], ...], tp: int, ep: int) -> tuple[int, ...]:
-    """Those of each stage."""
+    """Return the number of buckets of each stage."""
     sizes: list[list[int]] = [[] for _ in layers]
     stage_of = {number: stage for stage, numbers in enumerate(layers) for number in numbers}
     copies: list[tuple[int, int]] = []
@@ -208,8 +208,8 @@ def _buckets(model: ModelSpec, layers: tuple[tuple[int, ...], ...], tp: int, ep:
 
 
 def padding(model: ModelSpec, stages: Stages, candidates: Candidates) -> Ints:
-    """Elements by which FSDP2 fills up the rows of parameters that its ranks do not divide, on rank 0 of tp, (3, n, S):
-    of dense parameters in layers, of others, and of experts."""
+    """Return the elements with which FSDP2 pads the rows of parameters that its ranks do not divide, on rank 0 of tp,
+    (3, n, S): of dense parameters in layers, of other dense parameters, and of experts."""
     tp, ep = candidates.tp, candidates.ep
     found = np.zeros((3, len(tp), len(stages.layers)), np.int64)
     for block, layers in stages.of_kind.items():
@@ -224,7 +224,7 @@ def padding(model: ModelSpec, stages: Stages, candidates: Candidates) -> Ints:
 
 
 def _padding_of(model: ModelSpec, row: Row, tp: Ints, ep: Ints, over: Ints) -> Ints:
-    """The padding of one parameter over `over` ranks, (n,). Experts that they do not divide are sharded by row."""
+    """Return the padding of one parameter over `over` ranks, (n,). Experts not divisible by it are sharded by row."""
     if row.split == "experts":
         experts = row.shape[0] // ep
         if not np.any(by_row := experts % over > 0):
@@ -235,7 +235,7 @@ def _padding_of(model: ModelSpec, row: Row, tp: Ints, ep: Ints, over: Ints) -> I
 
 
 def _rows_and_columns(model: ModelSpec, row: Row, tp: Ints) -> tuple[Ints, Ints]:
-    """Rows of a parameter of all tokens on rank 0 of tp, and elements of each, (n,)."""
+    """Return the rows of a parameter of all tokens on rank 0 of tp, and the elements of each row, (n,)."""
     rows_over, columns_over = (tp_shards(model, row.split, tp) if row.split_dim == dim else 1 for dim in (0, 1))
     n_rows = vocabulary_rows(model, tp) if row.split == "vocabulary" else row.shape[0] // rows_over
     none = np.zeros_like(tp)
@@ -243,7 +243,7 @@ def _rows_and_columns(model: ModelSpec, row: Row, tp: Ints) -> tuple[Ints, Ints]
 
 
 def elements(model: ModelSpec, row: Row, tp: Ints, ep: Ints) -> Ints:
-    """Elements of a parameter on rank 0 of tp and ep, (n,)."""
+    """Return the elements of a parameter on rank 0 of tp and ep, (n,)."""
     if row.split == "experts":
         return np.asarray(row.numel // ep)
     n_rows, n_columns = _rows_and_columns(model, row, tp)
@@ -251,8 +251,8 @@ def elements(model: ModelSpec, row: Row, tp: Ints, ep: Ints) -> Ints:
 
 
 def in_blocks(job: Job, stages: Stages, tp: Ints, ep: Ints) -> Ints:
-    """Of an optimizer whose states are `in_blocks`: elements whose states are codes, and scales of one state, on rank 0
-    of tp, (4, n, S): of dense parameters both, and of experts both."""
+    """Return, for an optimizer whose states are `in_blocks`, the elements whose states are codes, and the scales of one
+    state, on rank 0 of tp, (4, n, S): both of dense parameters, and both of experts."""
     shape = (len(tp), len(stages.layers))
     found = np.zeros((4, *shape), np.int64)
     for block, layers in stages.of_kind.items():
@@ -266,7 +266,7 @@ def in_blocks(job: Job, stages: Stages, tp: Ints, ep: Ints) -> Ints:
 
 
 def _in_blocks_of(job: Job, row: Row, tp: Ints, ep: Ints) -> Ints:
-    """The counts of `in_blocks` of one parameter: dense codes and scales, then those of experts, (4, n)."""
+    """Return the counts of `in_blocks` of one parameter, (4, n): codes and scales, dense and of experts."""
     none, options, model = np.zeros_like(tp), job.options_of_optimizer, job.model
     if not (row.trained and job.optimizer_kind.has_codes(row, options)):
         return np.stack([none] * 4)
@@ -279,7 +279,7 @@ def _in_blocks_of(job: Job, row: Row, tp: Ints, ep: Ints) -> Ints:
 
 
 def vocabulary_rows(model: ModelSpec, tp: Ints, tp_rank: int = 0, multiple: int = 0) -> Ints:
-    """Rows of embedding and head of a rank, (n,)."""
+    """Return the rows of embedding and head on a rank, (n,)."""
     if multiple:
         unit = multiple * tp
         return -(-model.vocab_size // unit) * multiple
@@ -301,16 +301,16 @@ def _note_block(model: ModelSpec, block: BlockShape, tp: Ints, ep: Ints, dense: 
 
 
 def tp_shards(model: ModelSpec, split: Split, tp: Ints) -> Ints | int:
-    """Number of shards of a parameter over tp; kv heads are replicated if there are fewer than ranks."""
+    """Return the number of shards of a parameter over tp; kv heads are replicated if there are fewer than ranks."""
     if split == "kv_column":
         return np.minimum(tp, model.n_kv_heads)
     return tp if split in SPLIT_DIM else 1
 
 
 def _ends(model: ModelSpec, n_stages: int, matrix_rows: Ints) -> Ints:
-    """Embedding and learned positions in the first stage, norm and head in the last, (n, S). A tied embedding, or one
-    that modules of multi-token prediction read, counts in both stages, or once if there is one stage. `matrix_rows`:
-    rows of the vocabulary on a rank."""
+    """Return embedding and learned positions in the first stage, norm and head in the last, (n, S). A tied embedding,
+    or an embedding that modules of multi-token prediction read, counts in both stages, or once if there is one stage.
+    `matrix_rows`: rows of the vocabulary on a rank."""
     found = np.zeros((len(matrix_rows), n_stages), dtype=np.int64)
     for row in end_rows(model):
         count: Ints | int = matrix_rows * model.d_model if row.split == "vocabulary" else row.numel
@@ -320,7 +320,7 @@ def _ends(model: ModelSpec, n_stages: int, matrix_rows: Ints) -> Ints:
 
 
 def _stages_of_end(model: ModelSpec, row: Row, n_stages: int) -> list[int]:
-    """The stages that hold a parameter which is in no layer."""
+    """Return the stages that have a parameter which is in no layer."""
     stage = 0 if row.kind == "embedding" else n_stages - 1
     read_again = row.name == "embedding.weight" and bool(row.matmul or model.mtp_modules)
     return [stage, n_stages - 1] if read_again and n_stages > 1 else [stage]

@@ -14,8 +14,8 @@ from shardwright.cost.ledger import Formulas
 
 @dataclass
 class Passes:
-    """Seconds of F, I and W of one micro-batch, by kind of work, each an array (n,). `of`: the part of the model;
-    `messages`: what a rank sends in all three; `forward_messages`: those of F, by kind, which recomputation repeats."""
+    """Seconds of F, I and W of one micro-batch, by kind of work, each an array (n,). `of`: the part of the model.
+    `messages`: sent by a rank in all three. `forward_messages`: sent in F, by kind; recomputation repeats them."""
 
     of: str
     forward: dict[str, Floats] = field(default_factory=dict)
@@ -30,28 +30,28 @@ class Passes:
             part[kind] = part.get(kind, np.zeros(())) + np.asarray(seconds, dtype=np.float64)
 
     def record(self, message: PricedMessage, forward: str = "") -> None:
-        """Add a message to those that are sent; `forward`: its kind, if it is one of F."""
+        """Record a message that is sent; `forward`: its kind, if it is a message of F."""
         self.messages.append(message)
         if forward:
             self.forward_messages.setdefault(forward, []).append(message)
 
     def send(self, job: Job, message: PricedMessage, kind: str, forward: str = "") -> Floats:
-        """The same; its seconds, of all calls. `kind`: of work, of which it is a part."""
+        """Record a message and return its total time over all calls, in seconds. `kind`: its kind of work."""
         self.record(message, forward)
         return message.seconds(job.cluster, job.stack.speed.slowdown(kind))
 
     @property
     def totals(self) -> tuple[Floats, Floats, Floats]:
-        """Seconds of F, I and W."""
+        """Return the seconds of F, I and W."""
         forward, backward_input, weight = (sum(part.values(), np.zeros(1)) for part in self.parts.values())
         return forward, backward_input, weight
 
     def of_kind(self, kind: str) -> Floats:
-        """Sum of the seconds of F, I and W of one kind."""
+        """Return the sum of the seconds of F, I and W of one kind."""
         return sum((part.get(kind, np.zeros(1)) for part in self.parts.values()), np.asarray(0.0))
 
     def note(self) -> None:
-        """Record the sums: of each pass, and of each kind of work."""
+        """Record the sums of each pass, and of each kind of work."""
         for name, part in self.parts.items():
             ledger.total(f"{name} of {self.of}", {f"{kind}, {name}": seconds for kind, seconds in part.items()})
         for kind in self.forward:
@@ -60,12 +60,12 @@ class Passes:
 
     @property
     def parts(self) -> dict[str, dict[str, Floats]]:
-        """By pass: F, I and W."""
+        """Return the seconds by pass: F, I and W."""
         return {"F": self.forward, "I": self.backward_input, "W": self.weight}
 
 
 def reached_bytes_per_s(job: Job) -> Floats:
-    """The memory bandwidth that element-wise kernels of the stack reach."""
+    """Return the memory bandwidth that element-wise kernels of the stack reach, in bytes/s."""
     chip = job.cluster.accelerator
     f = Formulas(
         "B/s", bandwidth=chip.memory_bytes_per_s, copy_share=chip.memory_share,
@@ -76,7 +76,7 @@ def reached_bytes_per_s(job: Job) -> Floats:
 
 
 def kernel_symbols(job: Job, candidates: Candidates, block: BlockShape) -> Formulas:
-    """The sizes of a layer on a rank, and the bytes that its element-wise kernels move for each element of 16 bits."""
+    """Return the sizes of a layer on a rank, and the bytes that element-wise kernels move for a 16-bit element."""
     spec, speed, tokens = job.model, job.stack.speed, candidates.tokens(job.seq_len)
     return Formulas(
         "B", norms=block.norms, norm_bytes=speed.norm_bytes if spec.norm == "layernorm" else speed.rmsnorm_bytes,

@@ -21,18 +21,18 @@ from shardwright.split.stages import ScheduleInputs, stage_layers
 
 ACTIONS = ("forward or weight", "loss", "backward", "backward in the last stage", "gradient of the embedding")
 OTHER, LOSS, BACKWARD, BACKWARD_LAST, EMBEDDING = range(len(ACTIONS))
-"""Classes of actions, by their temporary buffers: F of the last stage computes the loss, and its B or I first frees the
-logits; I of the first stage ends with the gradient of the embedding, which is not deferred to W; F of other stages and
-W need no more than is counted as in flight and waiting."""
+"""Classes of actions, by their temporary buffers. F of the last stage computes the loss, and its B or I first frees the
+logits. I of the first stage ends with the gradient of the embedding, which is not deferred to W. F of other stages and
+W need no more than the memory in flight and waiting."""
 
 
 @dataclass(frozen=True, eq=False)
 class Stages:
     """The layers of each stage and the stages of each rank.
 
-    `of_kind`: for each kind of layer the number in each stage, (S,). `of_rank`, (R, v): the stages that a rank holds.
-    `several`: whether any stage has more than one layer. `built_from`: what their schedules are built from. `key`:
-    equal for equal layers on equal ranks, of one model.
+    `of_kind`: for each kind of layer the number in each stage, (S,). `of_rank`, (R, v): the stages of each rank.
+    `several`: whether any stage has more than one layer. `built_from`: the inputs of their schedules. `key`: equal for
+    equal layers on equal ranks, of one model.
     """
 
     layers: tuple[range, ...]
@@ -43,7 +43,7 @@ class Stages:
     key: tuple[Hashable, ...]
 
     def of_ranks(self, ranks: Ints) -> "Stages":
-        """Those of some ranks, between the first and the last stage of all; R is the number of these ranks."""
+        """Return the stages of some ranks, with the first and the last stage of all; R is the number of these ranks."""
         kept = np.unique([0, len(self.layers) - 1, *self.of_rank[ranks].ravel()])
         return replace(
             self,
@@ -59,10 +59,10 @@ class Moments:
     """The moments of a step at which the memory of a rank can be at its peak: no other moment has at least as many
     micro-batches of every stage, in flight and waiting, and gradients of as many stages.
 
-    `in_flight`, `waiting`, (R, k, v): micro-batches of each stage in `Stages.of_rank`, with that of the running action.
-    `accumulating`, `reduced`, (R, k, v): 1 for a stage whose gradients have been computed for some micro-batches but
-    not for all, and for one whose gradients are complete. `kind`, (R, k): which of `ACTIONS` runs. A rank with fewer
-    than k such moments repeats one of them.
+    `in_flight`, `waiting`, (R, k, v): micro-batches of each stage in `Stages.of_rank`, including the running action's.
+    `accumulating`, (R, k, v): 1 for a stage whose gradients have been computed for some micro-batches but not for all.
+    `reduced`, (R, k, v): 1 for a stage whose gradients are complete. `kind`, (R, k): which of `ACTIONS` runs. A rank
+    with fewer than k such moments repeats one of them.
     """
 
     in_flight: Ints
@@ -73,36 +73,36 @@ class Moments:
 
     @property
     def each(self) -> dict[str, Ints]:
-        """The fields by name, with a first dim of 1 for a candidate."""
+        """Return the fields by name, with a first dim of 1 for a candidate."""
         return {each.name: getattr(self, each.name)[None] for each in fields(self)}
 
     def of_rank(self, rank: int) -> "Moments":
-        """Those of one rank; R is 1."""
+        """Return the moments of one rank; R is 1."""
         return Moments(**{each.name: getattr(self, each.name)[[rank]] for each in fields(self)})
 
     @cached_property
     def counts(self) -> Floats:
-        """How often each part of the memory of a rank is held, (R, k, c): of each stage what is in flight, waiting,
-        accumulating and reduced, and of each of `ACTIONS` what it needs while it runs."""
+        """Return how often each part of the memory of a rank exists, (R, k, c): for each stage the parts in flight,
+        waiting, accumulating and reduced, and for each of `ACTIONS` its buffers while it runs."""
         runs = self.kind[:, :, None] == np.arange(len(ACTIONS))
         each = (self.in_flight, self.waiting, self.accumulating, self.reduced, runs)
         return np.concatenate(each, axis=2).astype(np.float64)
 
     def counts_of(self, ranks: Ints) -> Floats:
-        """Those of some ranks, without moments that repeat the first of each of them."""
+        """Return the counts of some ranks, without moments that repeat the first moment of each rank."""
         found = self.counts[ranks]
         others = (found[:, 1:] != found[:, :1]).any((0, 2))
         return found[:, np.append(True, others)]
 
 
 def stages(job: Job, candidates: Candidates) -> Stages:
-    """The stages, which are the same for all candidates; `split.stages` partitions the layers."""
+    """Return the stages, which are the same for all candidates; `split.stages` partitions the layers."""
     shared = candidates.shared
     return _stages(job.model, job.seq_len, shared.pp, shared.pp_schedule, shared.virtual_stages, shared.stage_layers)
 
 
 class Layers(NamedTuple):
-    """Layers that cost the same: their kind, what the ledger calls them, how many each stage has, (S,), and the
+    """Layers that cost the same: their kind, their name in the ledger, their number in each stage, (S,), and the
     candidates with the recomputation of these layers."""
 
     block: BlockShape
@@ -112,7 +112,7 @@ class Layers(NamedTuple):
 
 
 def layers_alike(job: Job, candidates: Candidates, held: Stages) -> Iterator[Layers]:
-    """The layers of these stages: by kind, and where only the first of a stage recompute, those apart from the rest."""
+    """Yield the layers of these stages by kind. If only the first layers of a stage recompute, they are separate."""
     first = candidates.shared.recompute_layers
     if first is None:
         yield from (Layers(block, block.name, counts, candidates) for block, counts in held.of_kind.items())
@@ -125,10 +125,10 @@ def layers_alike(job: Job, candidates: Candidates, held: Stages) -> Iterator[Lay
 
 
 def moments(job: Job, candidates: Candidates, microbatches: int) -> Moments:
-    """The possible peaks of every rank in a step of `microbatches`; `representative` gives a smaller number with the
-    same peaks.
+    """Return the possible peaks of every rank in a step of `microbatches`; `representative` gives a smaller number with
+    the same peaks.
 
-    Raises ScheduleError if the schedule cannot run that many.
+    Raises ScheduleError if the schedule cannot run that number.
     """
     of = stages(job, candidates).built_from
     if candidates.kind.microbatches_stay and microbatches > 2:
@@ -140,14 +140,14 @@ def moments(job: Job, candidates: Candidates, microbatches: int) -> Moments:
 def every_moment(
     job: Job, candidates: Candidates, microbatches: int, rank: int
 ) -> tuple[list[Action], Moments, Moments]:
-    """The actions of one rank in order, and what is held while each of them runs: at first, at the end; R is 1."""
+    """Return the actions of one rank in order, and the memory at the start and at the end of each; R is 1."""
     schedule = stages(job, candidates).built_from.schedule(microbatches)
     begin, end = _held(schedule, [rank])
     return list(schedule.ranks[rank]), _as_moments(begin), _as_moments(end)
 
 
 def representative(name: str, pp: int, microbatches: int) -> int:
-    """A number of micro-batches, no larger, with the same memory peaks of all ranks."""
+    """Return a number of micro-batches, no larger, with the same memory peaks of all ranks."""
     return find(name).representative(pp, microbatches)
 
 
@@ -178,7 +178,7 @@ def _moments(of: ScheduleInputs, microbatches: int) -> Moments:
 
 
 def _as_moments(rows_Rkc: Ints) -> Moments:
-    """Moments from rows of `_held`."""
+    """Convert rows of `_held` to moments."""
     in_flight, waiting, some, accumulating = np.split(rows_Rkc[:, :, 1:], 4, axis=2)
     return Moments(in_flight, waiting, accumulating, some - accumulating, rows_Rkc[:, :, 0])
 
@@ -187,11 +187,13 @@ _OPS = {"F": 0, "B": 1, "I": 2, "W": 3}
 
 
 def _held(schedule: Schedule, ranks: Sequence[int]) -> tuple[Ints, Ints]:
-    """For every action of some ranks its class, and for each of the v stages what is held when it begins, (R, actions,
-    1 + 4 v): micro-batches in flight, with that of the action, and waiting; 1 if there are gradients, and 1 if they are
-    not those of all micro-batches. Then the same when it ends, if it makes the first gradients of a stage, which take
-    the place of what its micro-batch held, or that of the embedding; else once more what is held at its beginning. A
-    rank with fewer actions than another repeats its first row."""
+    """Return the counts at the start of every action of some ranks, and the counts at its end, each (R, actions, 1 + 4
+    v).
+
+    A row has the class of the action and, for each of the v stages: micro-batches in flight, including the action's;
+    micro-batches waiting; 1 if there are gradients; 1 if they are not complete. The counts at the end differ from the
+    counts at the start if the action makes the first gradients of a stage, which replace its micro-batch's memory, or
+    the embedding's gradient. A rank with fewer actions than another repeats its first row."""
     codes = [[(action.stage, _OPS[action.op]) for action in schedule.ranks[rank]] for rank in ranks]
     most = max(map(len, codes))
     padded = np.array([[*each, *[(-1, -1)] * (most - len(each))] for each in codes], dtype=np.int64)
@@ -218,8 +220,8 @@ def _held(schedule: Schedule, ranks: Sequence[int]) -> tuple[Ints, Ints]:
 
 
 def _largest(rows_Rnc: Ints) -> Ints:
-    """Of each rank the rows of each class that no other row of the class dominates in all columns, one of equal rows;
-    (R, k, c), where a rank with fewer than k repeats its first."""
+    """Return, for each rank, the rows of each class that no other row of the class dominates in all columns; of equal
+    rows one. (R, k, c); a rank with fewer than k repeats its first."""
     order = np.argsort(-rows_Rnc[:, :, 1:].sum(axis=2), axis=1, kind="stable")
     rows_Rnc = np.take_along_axis(rows_Rnc, order[:, :, None], axis=1)
     ranks, left_Rn = np.arange(len(rows_Rnc)), np.ones(order.shape, dtype=bool)

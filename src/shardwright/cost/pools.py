@@ -1,4 +1,4 @@
-"""What PyTorch's CUDA allocator reserves beyond the peak of live tensors, as its memory is not shared freely.
+"""Memory that PyTorch's CUDA allocator reserves beyond the peak of live tensors, because its pools share no memory.
 
 A tensor can take memory that another one has freed only if that was allocated on the same stream, and in a segment that
 is large enough: segments are never joined. So the allocator reserves the sum of the peaks of its pools:
@@ -6,16 +6,16 @@ is large enough: segments are never joined. So the allocator reserves the sum of
 | memory of its own                                        | bytes                     | when                          |
 | -------------------------------------------------------- | ------------------------- | ----------------------------- |
 | reduced gradients, on a stream of FSDP2                  | g P / N                   | FSDP2                         |
-| what is gathered: a block and the ends, and the shard of | e (B + E) + e max(B, E)/N | FSDP2 over N > 1 ranks        |
-| the larger one, on another stream                        |                           |                               |
+| gathered parameters: a block and the ends, and the shard | e (B + E) + e max(B, E)/N | FSDP2 over N > 1 ranks        |
+| of the larger one, on another stream                     |                           |                               |
 | gradients of a block or of the ends that are cast for a  | r B, r E                  | the same, if larger than the  |
 | reduce-scatter                                           |                           | logits and any activation     |
 | gradients of matrices that are larger than any           | their sum less the logits | one rank without FSDP2; freed |
 | activation                                               |                           | logits make room for them     |
 
-B, E are parameters of the largest block and of embedding, norm and head; other symbols are those of cost/states.py. The
-rest, the allocator's rounding and holes, is `Stack.fragmentation`. benchmarks/gpu/memory.py compares all of it with the
-allocator itself.
+B, E are parameters of the largest block and of embedding, norm and head; other symbols are defined in cost/states.py.
+The rest, the allocator's rounding and holes, is `Stack.fragmentation`. benchmarks/gpu/memory.py compares all of it with
+the allocator itself.
 """
 
 from dataclasses import dataclass
@@ -32,9 +32,9 @@ from shardwright.cost.states import shares_gradients, uses_fsdp
 
 @dataclass(frozen=True, eq=False)
 class Pools:
-    """Bytes of each stage that have pools of their own. `reduced`, `accumulating`, (n, S): of its gradients, once they
-    are complete and while they accumulate; `gathered`, (n, S): of parameters on their way; `sent`, (2, n, S): gradients
-    of a block and of the ends, as they are reduced."""
+    """Bytes of each stage that have pools of their own. `reduced`, `accumulating`, (n, S): gradients, once they are
+    complete and while they accumulate. `gathered`, (n, S): parameters that are being gathered. `sent`, (2, n, S):
+    gradients of a block and of the ends, while they are reduced."""
 
     reduced: Floats
     accumulating: Floats
@@ -43,12 +43,12 @@ class Pools:
 
 
 def has_pools(job: Job) -> bool:
-    """Whether this is priced: for this system on GPUs."""
+    """Return whether pools are priced: for this system on GPUs."""
     return job.stack.pools and not job.stack.of_process
 
 
 def stage_pools(job: Job, candidates: Candidates, stages: Stages, held: Parameters, reduced: Floats) -> Pools:
-    """The pools of stages. `held`: their parameters, `reduced`: their complete gradients."""
+    """Return the pools of stages. `held`: their parameters, `reduced`: their complete gradients."""
     fsdp = uses_fsdp(job, candidates)[:, None]
     alone = (candidates.world == 1)[:, None] & ~fsdp
     apart = np.where(fsdp, reduced, _outsized(job, candidates, stages) if alone.any() else 0.0)
@@ -63,21 +63,21 @@ def stage_pools(job: Job, candidates: Candidates, stages: Stages, held: Paramete
 
 
 def in_passing(gathered: Floats, sent: Floats, room: Floats, stages: Stages) -> Floats:
-    """What the pools of a rank have of parameters and gradients on their way, (n, R); `room`: as of `room`."""
+    """Return the bytes in a rank's pools of parameters and gradients that are being sent, (n, R)."""
     found: Floats = (gathered + np.where(sent > room, sent, 0.0).sum(0))[:, stages.of_rank].max(2)
     return found
 
 
 def room(job: Job, candidates: Candidates, n_stages: int) -> Floats:
-    """The largest freed memory that a later tensor of a backward pass finds in each stage, (n, S): of an activation,
-    or in the last stage of the logits of a micro-batch; with a chunked loss of the sum of the head's gradients."""
+    """Return the largest freed memory for a later tensor of a backward pass in each stage, (n, S): an activation; in
+    the last stage the logits of a micro-batch, or with a chunked loss the sum of the head's gradients."""
     result = np.broadcast_to(_largest_activation(job, candidates)[:, None], (len(candidates), n_stages)).copy()
     result[:, -1] = np.maximum(result[:, -1], _logits(job, candidates))
     return result
 
 
 def _largest_activation(job: Job, candidates: Candidates) -> Floats:
-    """Bytes of the largest tensor that a layer keeps of a micro-batch, (n,)."""
+    """Return the bytes of the largest tensor that a layer keeps of a micro-batch, (n,)."""
     tokens, h = candidates.tokens(job.seq_len), job.model.d_model
     outside = tokens / candidates.token_shards
     top_k = 0 if job.model.moe is None else job.model.moe.top_k
@@ -97,7 +97,7 @@ def _logits(job: Job, candidates: Candidates) -> Floats:
 
 
 def _outsized(job: Job, candidates: Candidates, stages: Stages) -> Floats:
-    """Bytes of the gradients of a stage's matrices that are larger than any activation, beyond the logits, (n, S)."""
+    """Return the bytes of a stage's matrix gradients that are larger than any activation, beyond the logits, (n, S)."""
     largest = _largest_activation(job, candidates)
     result = np.zeros((len(candidates), len(stages.layers)))
     for block, counts in stages.of_kind.items():

@@ -1,18 +1,19 @@
-"""Gradients of matrices that travel as products of thin matrices (`layout.compress_gradients` "powersgd-r").
+"""Gradients of matrices that are sent as products of thin matrices (`layout.compress_gradients` "powersgd-r").
 
-Of each logical matrix (n x m) two factors are all-reduced, of r n and r m elements in fp32, those of all matrices of a
-stage together, after its last backward pass. For C elements, N rows and M columns of all matrices of a rank:
+For each logical matrix (n x m) two factors are all-reduced, of r n and r m elements in fp32. The factors of all
+matrices of a stage are sent together, after its last backward pass. For C elements, N rows and M columns of all
+matrices of a rank:
 
     sent       4 r N and 4 r M bytes instead of 4 C
-    computed   8 r C FLOPs: the two products that make the factors, and two more of them, for the gradient and for what
-               this rank has sent; 8 r^2 N: Gram and Schmidt's orthonormal columns, each projected twice
+    computed   8 r C FLOPs: the two products that make the factors, and two more, for the gradient and for the message
+               that this rank has sent; 8 r^2 N: Gram and Schmidt's orthonormal columns, each projected twice
     moved      64 C bytes: error and gradient are added (12), read for both factors (8), both products are written and
                joined (24), taken from the error (12) and copied to the gradient (8)
     held       4 (C + r M) bytes: errors, and the right factors for the next step
 
 With r up to 32 the products move more than they compute, so the longer of both counts. Ignored: buffers of factors and
-of one product, and the start of the small operations of Gram and Schmidt, some 6 r of each shape of a matrix.
-Source: Vogels et al., arXiv 1905.13727; parallel/powersgd.py.
+of one product, and the start of the small operations of Gram and Schmidt, some 6 r of each shape of a matrix. Source:
+Vogels et al., arXiv 1905.13727; parallel/powersgd.py.
 """
 
 from collections.abc import Iterator
@@ -31,12 +32,12 @@ from shardwright.model.modules import Row
 from shardwright.split.compression import factored, powersgd_rank
 
 MOVED_BYTES = 64.0
-"""Bytes that are read and written of an element of a matrix."""
+"""Bytes that are read and written for an element of a matrix."""
 LEFT, RIGHT = "left factors of gradients, all-reduce", "right factors of gradients, all-reduce"
 
 
 def counts(stages: Stages, layout: Layout) -> Ints:
-    """Elements, rows and columns of the logical matrices of each stage whose gradients travel as products, (3, S)."""
+    """Return elements, rows and columns of each stage's logical matrices with gradients sent as products, (3, S)."""
     rank = powersgd_rank(layout)
     found = np.zeros((3, len(stages.layers)), np.int64)
     for block, layers in stages.of_kind.items():
@@ -52,7 +53,7 @@ def _of_row(row: Row) -> tuple[int, int, int]:
 
 
 def messages(candidates: Candidates, held: RankParameters) -> list[PricedMessage]:
-    """The all-reduces of the factors, once a step for each stage of the rank; none where gradients travel whole."""
+    """Return the all-reduces of the factors, once a step for each stage of the rank; empty without products."""
     rank, calls = powersgd_rank(candidates.shared), np.maximum(held.factored_stages, 1)
     if not rank:
         return []
@@ -63,7 +64,7 @@ def messages(candidates: Candidates, held: RankParameters) -> list[PricedMessage
 
 
 def computed(job: Job, candidates: Candidates, held: RankParameters) -> Floats:
-    """Seconds of the products and of the orthonormal columns in a step, (n,)."""
+    """Return the seconds of the products and of the orthonormal columns in a step, (n,)."""
     f = Formulas(
         "s", moved_bytes=MOVED_BYTES, r=powersgd_rank(candidates.shared), factored=held.factored,
         left_rows=held.left_rows, element_rate=reached_bytes_per_s(job),
@@ -76,7 +77,7 @@ def computed(job: Job, candidates: Candidates, held: RankParameters) -> Floats:
 
 
 def problems(job: Job, layout: Layout) -> Iterator[str]:
-    """Why gradients of this job cannot travel as products."""
+    """Yield the reasons why gradients of this job cannot be sent as products."""
     if powersgd_rank(layout) and job.element_bytes != 4:
         yield (
             f"layout.compress_gradients={layout.compress_gradients!r} needs matmuls in fp32, the type of the "

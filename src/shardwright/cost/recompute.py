@@ -1,9 +1,10 @@
-"""Recomputation: what a layer keeps less with the parts of selective recomputation, and what its backward pass computes
-and sends once more.
+"""Recomputation: the activations that selective recomputation does not keep, and the work and messages that the
+backward pass repeats.
 
-The parts are those of `layout.recompute_modules` (model/recompute.py). Notation of cost/activations.py, and a the
-matrices of a network before its last (2 if gated), m the tensors of inner features that it keeps beside the input of
-that last one, C and V widths of a key and a value head, N the unrotated part of a key, P the rotated one.
+The parts are the parts of `layout.recompute_modules` (model/recompute.py). Notation of cost/activations.py, and a the
+number of a network's matrices before its last (2 if gated), m the number of tensors of inner features that it keeps in
+addition to the last matrix's input, C and V widths of a key and a value head, N the unrotated part of a key, P the
+rotated part.
 
 | part       | bytes that are not kept                                         | computed again                        |
 | ---------- | --------------------------------------------------------------- | ------------------------------------- |
@@ -11,9 +12,9 @@ that last one, C and V widths of a key and a value head, N the unrotated part of
 | activation | T f / t (m - a + 1) e; likewise for k experts                   | silu(gate) x up, or gelu              |
 | rope       | with norms of heads q and k, T (H + K) C / t e; latent:         | norms, rotation, concatenation        |
 |            | T (H (2 C - N - V) / t - P) e                                   |                                       |
-| mla_up     | T (2 H C / t - P) e, with that of rope in it                    | the matmul from latent vectors, rope  |
+| mla_up     | T (2 H C / t - P) e, including rope                             | the matmul from latent vectors, rope  |
 | attention  | its output, padded and not, and the log-sum-exp                 | attention, with its communication     |
-| experts    | T' k g (m + 1) e, with that of activation in it                 | first matrices of experts, activation |
+| experts    | T' k g (m + 1) e, including activation                          | first matrices of experts, activation |
 
 So a Llama layer with the default, norms and activation, keeps T (2 h + 2 H c + 2 K c + 2 f) e bytes and the
 log-sum-exp. Ignored: the all-gather of latent vectors over tp that mla_up repeats.
@@ -48,7 +49,7 @@ assert tuple(_NOT_KEPT) == RECOMPUTE_MODULES
 
 
 def not_kept(f: Formulas, parts: Sequence[str], *, latent: bool, experts: bool) -> Floats:
-    """The bytes of a layer that are not kept; records those of each part."""
+    """Return the bytes of a layer that are not kept, and record the bytes of each part."""
     terms = []
     for name in _alone(parts, latent=latent, experts=experts):
         n_bytes = _NOT_KEPT[name](f)
@@ -61,7 +62,7 @@ def not_kept(f: Formulas, parts: Sequence[str], *, latent: bool, experts: bool) 
 
 
 def features(model: ModelSpec, heads: Floats, kv_heads: Floats) -> ledger.Inputs:
-    """The symbols of `not_kept` for the heads of a rank, in elements a token."""
+    """Return the symbols of `not_kept` for the heads of a rank, in elements a token."""
     latent, wide = model.latent_attention, max(model.qk_dim, model.head_dim)
     if latent is None:
         placed = (heads + kv_heads) * model.qk_dim * model.qk_norm
@@ -76,7 +77,7 @@ def features(model: ModelSpec, heads: Floats, kv_heads: Floats) -> ledger.Inputs
 
 
 def seconds(passes: Passes, job: Job, candidates: Candidates, block: BlockShape) -> Floats:
-    """Seconds that the backward pass of a layer takes to compute the parts again; `passes`: its own, without that."""
+    """Return the seconds in which the backward pass of a layer computes the parts again; `passes`: without them."""
     spec, tokens = job.model, candidates.tokens(job.seq_len)
     parts = candidates.shared.recompute_modules
     mine = _alone(parts, latent=spec.latent_attention is not None, experts=bool(block.experts))
@@ -105,14 +106,14 @@ def seconds(passes: Passes, job: Job, candidates: Candidates, block: BlockShape)
 
 
 def last_matmul(job: Job, block: BlockShape) -> FusedRows | None:
-    """The matmul of a layer that full recomputation leaves out where it stops at the last tensor that the backward pass
-    reads, which is that matmul's input. None where something is read after it: the outputs of routed experts, to be
-    weighed, or what dropout keeps."""
+    """Return the matmul that full recomputation leaves out. It stops at the last tensor that the backward pass reads,
+    which is this matmul's input. Return None if a later tensor is read: the outputs of routed experts, to be weighted,
+    or the tensors that dropout keeps."""
     return block.matmuls[-1] if job.stack.stops_early and not block.experts and not job.model.dropout else None
 
 
 def left_out(passes: Passes, job: Job, candidates: Candidates, block: BlockShape) -> dict[str, Floats]:
-    """The seconds of what full recomputation leaves out, by name: the last matmul, and its message over tp."""
+    """Return the seconds that full recomputation leaves out, by name: the last matmul, and its message over tp."""
     last, tokens = last_matmul(job, block), candidates.tokens(job.seq_len)
     if last is None:
         return {}
@@ -126,8 +127,8 @@ def left_out(passes: Passes, job: Job, candidates: Candidates, block: BlockShape
 
 
 def record_messages(passes: Passes, job: Job, candidates: Candidates, but: Container[str]) -> None:
-    """Add the messages that recomputation sends once more: all of F `but` some with full, those of attention where
-    that is a part."""
+    """Add the messages that recomputation repeats: with full recomputation all messages of F, except those named in the
+    last argument; with attention as a part, the messages of attention."""
     full = (candidates.recompute == FULL).astype(int)
     of_attention = full + candidates.recomputes_parts * ("attention" in candidates.shared.recompute_modules)
     for kind, messages in passes.forward_messages.items():
@@ -138,7 +139,7 @@ def record_messages(passes: Passes, job: Job, candidates: Candidates, but: Conta
 
 
 def _again(group: FusedRows, parts: Sequence[str]) -> bool:
-    """Whether a matmul is computed again: from latent vectors to keys and values, or the first of experts."""
+    """Return whether a matmul is computed again: from latent vectors to keys and values, or the first of experts."""
     first = group.rows[0]
     if first.split == "experts":
         return "experts" in parts and not first.name.endswith("down")
@@ -146,7 +147,7 @@ def _again(group: FusedRows, parts: Sequence[str]) -> bool:
 
 
 def _alone(parts: Sequence[str], *, latent: bool, experts: bool) -> list[str]:
-    """The parts that a layer has and that are in no other of these parts."""
+    """Return the parts that a layer has and that no other of these parts includes."""
     without = set() if experts else {"experts"}
     without |= ({"rope"} if "mla_up" in parts else set()) if latent else {"mla_up"}
     return [name for name in RECOMPUTE_MODULES if name in parts and name not in without]

@@ -1,5 +1,4 @@
-"""The memory of thousands of layouts at once, for a search: as `cost.memory` has it, with what many share computed
-once."""
+"""The memory of thousands of layouts at once, for a search. Equal to `cost.memory`; shared parts are computed once."""
 
 from dataclasses import replace
 
@@ -19,15 +18,15 @@ from shardwright.cost.memo import (
 
 
 def reserved_bytes(job: Job, candidates: Candidates, most: float = np.inf, memo: Memo | None = None) -> Floats:
-    """`memory.estimate_memory(job, candidates).reserved_bytes`, (n,), in a fraction of the time for many candidates. Of
-    those that need more than `most` it may be a lower bound, above `most`. `memo`: of this job.
+    """Return `memory.estimate_memory(job, candidates).reserved_bytes`, (n,), in a fraction of the time for many
+    candidates. Above `most` the result may be a lower bound. `memo`: of this job.
 
     Parameters, gradients and optimizer states are computed once for candidates that differ only in micro-batch and
-    recomputation. Where they need no more than `most`, activations and temporary buffers follow, once for candidates
-    that differ only in their data axes.
+    recomputation. If they need at most `most`, activations and temporary buffers follow, once for candidates that
+    differ only in their data axes.
     """
     if not job.stack.keeps_gradients and np.any(candidates.world == 1):
-        # One rank's gradients and pools depend on the micro-batch and on how many there are, and it has few layouts.
+        # A single rank's gradients and pools depend on the micro-batch and on the number of them; it has few layouts.
         return memory.estimate_memory(job, candidates).reserved_bytes
     memo = memo or Memo.from_candidates(candidates)
     stages = pipeline.stages(job, candidates)
@@ -53,9 +52,9 @@ def reserved_bytes(job: Job, candidates: Candidates, most: float = np.inf, memo:
 
 
 def _whole_step(job: Job, candidates: Candidates) -> dict[str, Floats]:
-    """Bytes of each rank, (n, R), without activations, temporary buffers of passes and messages: `always`, and while
-    the optimizer runs; the most of both and of all ranks, and of it the workspace, (n,). What the allocator holds apart
-    is in all of them, but `gathered` and `sent`, which are of stages."""
+    """Return the bytes of each rank, (n, R), without activations, temporary buffers of passes and messages: `always`,
+    and while the optimizer runs; the maximum of both over all ranks, and the workspace in it, (n,). The allocator's
+    separate pools are in all of them, except `gathered` and `sent`, which are of stages."""
     held = memory.StepMemory(job, candidates)
     always = sum((n_bytes for kind, n_bytes in held.states.items() if kind != "buffers"), np.zeros(1))
     reduced, apart = held.reduced_bytes, {}
@@ -75,8 +74,8 @@ def _whole_step(job: Job, candidates: Candidates) -> dict[str, Floats]:
 
 
 def _while_running(job: Job, candidates: Candidates, memo: Memo, ranks: Ints) -> Floats:
-    """Activations and temporary buffers at the peak of some ranks of pp, (n, ranks). A part of them depends on the
-    micro-batch, and a part on the data axes; each is computed once, and a peak is the largest sum at one moment."""
+    """Return activations and temporary buffers at the peak of some ranks of pp, (n, ranks). One part depends on the
+    micro-batch, and one on the data axes; each is computed once, and a peak is the largest sum at one moment."""
     whole = pipeline.stages(job, candidates)
     stages = whole.of_ranks(ranks)
     no_loss = len(whole.layers) - 1 not in whole.of_rank[ranks]
@@ -85,7 +84,7 @@ def _while_running(job: Job, candidates: Candidates, memo: Memo, ranks: Ints) ->
     of_microbatches = memo.table(OF_A_MICROBATCH, "parts of a microbatch", stages.key, splits, shared)
     whole_loss = not (no_loss or candidates.shared.loss_chunk_tokens)
     sharded = memo.table(OF_STATES, "sharded parts", stages.key, whole_loss, others(candidates, NOT_OF_STATES))
-    # Of the ZeRO stage it matters only whether gradients are accumulated in shards.
+    # The ZeRO stage matters only for whether gradients are accumulated in shards.
     alike = replace(candidates, zero=np.where(states.shares_gradients(candidates), 2, 0))
 
     apart = pools.has_pools(job)

@@ -1,4 +1,4 @@
-"""From how many ranks zero 3 gathers layers for the backward pass (`layout.zero_secondary_ranks`).
+"""The number of ranks from which zero 3 gathers layers for the backward pass (`layout.zero_secondary_ranks`).
 
 Source: ZeRO++, arXiv 2306.10209; parallel/secondary.py.
 """
@@ -9,8 +9,8 @@ from shardwright.cost.job import Candidates, Ints, Job
 
 
 def again_ranks(job: Job, candidates: Candidates, experts: bool = False) -> Ints:
-    """From how many ranks layers are gathered for the backward pass, (n,): all over which ZeRO shards, or, where these
-    are several times as many, the secondary ranks. Of `experts`: where they are apart."""
+    """Return from how many ranks layers are gathered for the backward pass, (n,): the secondary ranks, if ZeRO's shards
+    are a multiple of them; else all ranks of the shards. `experts`: for experts, if separate."""
     ranks, shards = candidates.zero_secondary_ranks, candidates.shards
     possible = np.full(len(candidates), candidates.pp == 1) & (candidates.zero == 3)
     if experts:

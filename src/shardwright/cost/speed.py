@@ -1,7 +1,7 @@
 """The speed of a software stack: fused kernels, overlapped communication, kernel launches.
 
-One set of numbers holds for all runs of a stack. Bytes are those moved in the forward pass for each element of 16 bits,
-inputs read and outputs written; they follow from the kernels into which an operation is divided.
+One set of numbers holds for all runs of a stack. Bytes are the bytes moved in the forward pass for each element of 16
+bits, inputs read and outputs written; they follow from the kernels into which an operation is divided.
 """
 
 from collections.abc import Mapping
@@ -31,46 +31,47 @@ class Speed:
     several kernels if it is not fused; `residual_bytes` of a residual addition (with its bias); `dropout_bytes` of
     dropout; `heads_bytes` of permuting queries, keys, values and outputs; `rope_bytes` of rotary embedding;
     `gated_bytes` of silu(gate) x up, for each element of the output; `gelu_bytes` of gelu; `permute_bytes` of sorting
-    tokens by expert and back; `loss_bytes` of the loss, for each logit, forward and backward together; where that is of
-    logits in fp32, `loss_cast_bytes` more of those in 16 bits, and `loss_over_tp_bytes` more of those over tp.
+    tokens by expert and back; `loss_bytes` of the loss, for each logit, forward and backward together. If `loss_bytes`
+    is for logits in fp32, 16-bit logits add `loss_cast_bytes`, and 16-bit logits over tp add `loss_over_tp_bytes`.
 
     Overlap: `hides_tp_backward`: reductions over tp overlap with the weight gradients; `hides_tp`: matmuls and
     collectives are split into pieces that overlap; `hides_dp`: data-parallel communication overlaps with the forward
     and backward passes; `interference`: slowdown of the computation, as a fraction of the time of the communication
-    that overlaps with it; `blocking_sends`: a rank of `pp` waits for its messages, each of which takes `message_s` in
+    that overlaps with it; `blocking_sends`: a rank of `pp` waits for its messages, and each takes `message_s` in
     addition to the transfer; `scatters_messages`: each rank of tp sends a part of an activation that all of them have;
-    `copies_by_node`: tokens of experts cross to a node once, and go to a rank once (DeepEP, HybridEP).
-    `gathers_narrow`: what matmuls of fewer than 16 bits read is cast before it is gathered over tp, if the format has a
-    scale that all ranks can compute (Transformer Engine; torchtitan with one scale a tensor). `fuses_casts`: casts move
-    `MatmulFormat.fused_cast_bytes`.
+    `copies_by_node`: tokens of experts cross to a node once, and are sent to a rank once (DeepEP, HybridEP).
+    `gathers_narrow`: inputs of matmuls of fewer than 16 bits are cast before they are gathered over tp, if the format
+    has a scale that all ranks can compute (Transformer Engine; torchtitan with one scale a tensor). `fuses_casts`:
+    casts move `MatmulFormat.fused_cast_bytes`.
 
-    Experts: `groups_matmuls`: those of all experts are one kernel (torch._grouped_mm), and not one each (Transformer
-    Engine's GroupedLinear); `waits_for_counts`: the host reads how many tokens each expert has, and launches the rest
-    of the layer after that, beside no work.
+    Experts: `groups_matmuls`: the matmuls of all experts are one kernel (torch._grouped_mm), not one for each expert
+    (Transformer Engine's GroupedLinear); `waits_for_counts`: the host reads the number of tokens of each expert, and
+    then launches the rest of the layer, while no kernel runs.
 
-    `merge_bytes`: moved for each element of attention's output and rank of cp but one, where keys and values that were
-    gathered are read block by block, and results merged by their log-sum-exp: by PyTorch in fp32, a cast (6), a
+    `merge_bytes`: moved for each element of attention's output and each rank of cp except one, if gathered keys and
+    values are read block by block, and results merged by their log-sum-exp: by PyTorch in fp32, a cast (6), a
     difference (12), a product (8) and a difference (12).
 
     `sum_bytes`: moved for each element of a weight's gradient when it is added to a sum in fp32, for each micro-batch.
 
     `matmul_gain`: rate of matmuls relative to PyTorch's of the same die and format (Transformer Engine and hand-tuned
-    settings choose kernels by trial). `kernel_share`: bandwidth of the stack's element-wise kernels as a fraction of
-    that of fused ones. `flash_gain`: rate of attention relative to the kernels of 2023 to which `flash_share` is
-    fitted. FlashAttention-2 in today's PyTorch reaches 335 TFLOP/s forward and backward on H100 (arXiv 2307.08691,
-    section 4.1), 1.4 times that; later kernels reach more (FlashAttention-3, arXiv 2407.08608, figure 5).
+    settings choose kernels by trial). `kernel_share`: bandwidth of the stack's element-wise kernels relative to fused
+    kernels. `flash_gain`: rate of attention relative to the kernels of 2023 to which `flash_share` is fitted.
+    FlashAttention-2 in today's PyTorch reaches 335 TFLOP/s forward and backward on H100 (arXiv 2307.08691, section
+    4.1),
+    1.4 times the rate of 2023; later kernels reach more (FlashAttention-3, arXiv 2407.08608, figure 5).
 
     Host: `launch_s`: seconds to launch all kernels of one layer forward; `launch_backward`: the same backward, relative
     to it; `adds_launches`: launches take the time of the device itself, since it is the host; then `head_launches`:
-    those of embedding, head and loss relative to a layer; `step_s`: overhead of a step; `bucket_s`: to gather or reduce
-    the parameters of a message, beyond the collective; `part_s`: to copy a rank's part of a gathered tensor to its
-    place, where each is copied alone. `in_step`: by kind of work, by how much its messages take longer
-    in a step than alone, 1 where it is not there; what runs on the same processor slows them down.
+    launches of embedding, head and loss relative to a layer; `step_s`: overhead of a step; `bucket_s`: to gather or
+    reduce the parameters of a message, beyond the collective; `part_s`: to copy a rank's part of a gathered tensor to
+    its place, if each is copied alone. `in_step`: by kind of work, the time of its messages in a step relative to their
+    time alone (1 if absent); computation on the same processor slows them down.
 
-    `by_die`: numbers that replace those of this stack on a die.
+    `by_die`: numbers that replace this stack's numbers on a die.
 
-    `bucket_elements`: parameters whose gradients are reduced, or which are gathered, in one message; 0: those of one
-    block, as FSDP does; infinite: all of a rank.
+    `bucket_elements`: parameters whose gradients are reduced, or which are gathered, in one message; 0: one block, as
+    FSDP does; infinite: all of a rank.
 
     `reduce_bytes`: of an element in gradient reductions, 2 if 16-bit gradients are reduced without a cast, even if they
     are accumulated in fp32; `optimizer_bytes`: moved for each parameter by Adam.
@@ -120,22 +121,22 @@ class Speed:
     optimizer_bytes: float = 38.0
 
     def slowdown(self, kind: str) -> float:
-        """By how much messages of a kind of work take longer in a step than alone."""
+        """Return the time of messages of a kind of work in a step, relative to their time alone."""
         return self.in_step.get(kind, 1.0)
 
     def on(self, die: str) -> "Speed":
-        """This stack on accelerators of a die."""
+        """Return this stack on accelerators of a die."""
         given: dict[str, Any] = dict(self.by_die.get(die, {}))
         return replace(self, **given) if given else self
 
     def calibrated(self, by: Calibration) -> "Speed":
-        """This stack with its fitted numbers."""
+        """Return this stack with its fitted numbers."""
         fitted: dict[str, Any] = {**by.host, **by.stacks.get(self.kind, {})}
         return replace(self, **fitted)
 
 
 FLASH_2 = 1.4
-"""`flash_gain` of FlashAttention-2 as PyTorch has had it since 2024."""
+"""`flash_gain` of FlashAttention-2 in PyTorch since 2024."""
 MEGATRON = Speed(
     kind="megatron", hides_dp=False, blocking_sends=True, scatters_messages=True, loss_bytes=30.0, bucket_elements=inf
 ).calibrated(CALIBRATED)
@@ -171,9 +172,9 @@ NANOTRON = replace(
     blocking_sends=True,
     part_s=10e-6,
 )
-"""Its norms and rotary embedding are fused kernels (TritonRMSNorm, flash_attn's RotaryEmbedding). ZeRO-1 gathers all
-weights in one message, and its host copies the part of each rank of each tensor alone (`all_gather_coalesced`), which
-takes PyTorch 4 us on a CPU, and about as much again to launch the kernel."""
+"""Nanotron's norms and rotary embedding are fused kernels (TritonRMSNorm, flash_attn's RotaryEmbedding). ZeRO-1 gathers
+all weights in one message, and its host copies the part of each rank of each tensor alone (`all_gather_coalesced`).
+A copy takes PyTorch 4 us on a CPU, and about as much again to launch the kernel."""
 COMPILED = Speed(
     kind="fsdp-compiled",
     flash_gain=FLASH_2,
@@ -183,8 +184,8 @@ COMPILED = Speed(
     merge_bytes=38.0,
 ).calibrated(CALIBRATED)
 HOPPER = {"matmul_gain": 1.16, "flash_gain": 2.4}
-"""Of PyTorch 2.11 on an H200: a step of 1.7B has 229 ms of matmuls (266 ms at 1), and 68 ms of attention by cuDNN,
-which PyTorch takes there (benchmarks/results/gpu-2026-11-27.md)."""
+"""Gains of PyTorch 2.11 on an H200: a step of 1.7B has 229 ms of matmuls (266 ms at gain 1), and 68 ms of attention by
+cuDNN, which PyTorch selects there (benchmarks/results/gpu-2026-11-27.md)."""
 SHARDWRIGHT_COMPILED = Speed(
     kind="shardwright-compiled",
     hides_tp_backward=True,

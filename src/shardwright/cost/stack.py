@@ -1,4 +1,4 @@
-"""Named software stacks: what a training program keeps in memory, fuses and overlaps, independent of the layout.
+"""Named software stacks: their memory, fused kernels and overlaps, independent of the layout.
 
 One set of choices holds for all runs of a stack; none is fitted to a single table of measurements.
 """
@@ -17,51 +17,50 @@ from shardwright.system.units import MiB
 class Stack:
     """The properties of a stack that determine memory, the same for all layouts.
 
-    Parameters, gradients and optimizer states, in bytes for each parameter of a model in 16 bits:
-    `gradient_bytes`: of the buffer in which gradients are accumulated; `master_bytes`: of the master weights;
-    `state_bytes`: of an element of one optimizer state (Adam has two).
-    `gathers_master`: with ZeRO-3 working weights exist only while gathered from the shards of the master weights.
-    `weight_gradient_bytes`: of the weight gradient of one matmul before it is added to that buffer. Megatron-LM's
-    matmuls accumulate into the buffer themselves, but still allocate an empty gradient for autograd.
-    `keeps_gradients`: that buffer is there for the whole step, else from the first backward pass to the update.
-    `gathers_in_loss`: ZeRO-3 holds a gathered block and the next one while the loss is computed, too.
-    `step_bytes`: temporary buffers of the optimizer.
-    `reduced_bytes`: of a block's gradients in the reduce-scatter, with ZeRO-2 and ZeRO-3.
+    Parameters, gradients and optimizer states, in bytes for each parameter of a model in 16 bits: `gradient_bytes`: of
+    the buffer in which gradients are accumulated; `master_bytes`: of the master weights; `state_bytes`: of an element
+    of one optimizer state (Adam has two). `gathers_master`: with ZeRO-3 working weights exist only while gathered from
+    the shards of the master weights. `weight_gradient_bytes`: of the weight gradient of one matmul before it is added
+    to that buffer. Megatron-LM's matmuls accumulate into the buffer themselves, but still allocate an empty gradient
+    for autograd. `keeps_gradients`: that buffer exists for the whole step, else from the first backward pass to the
+    update. `gathers_in_loss`: ZeRO-3 has a gathered block and the next one while the loss is computed, too.
+    `step_bytes`: temporary buffers of the optimizer. `reduced_bytes`: of a block's gradients in the reduce-scatter,
+    with ZeRO-2 and ZeRO-3.
 
-    Activations of a micro-batch:
-    `flash_attention`: attention does not store its scores. `dropout_masks`: masks for activations, and for scores if
-    stored, are kept for every model. `fused_gate`: silu(gate) is not kept in addition to gate. `keeps_gathered`: the
-    inputs of matmuls are kept as gathered over tp, not as token shards; `waits_gathered`: what weight gradients need is
-    kept so between I and W. `keeps_outputs`: a pipeline stage keeps its output until its backward pass.
-    `receives_ahead`: it has a buffer for each message that it receives in a step (`torch.distributed.pipelining`).
-    `selective`: activations that selective recomputation does not keep: "scores" of attention; or all but the outputs
-    of the "products" (matmuls) in torchtitan's list, or all but those of them that the backward pass reads, with the
-    outputs of the all-to-alls of experts, and with eager products nothing of a mixture's attention; or the "parts" that
-    a layout names (cost/recompute.py). `stops_early`: full recomputation ends with the last tensor that
-    the backward pass reads, as `torch.utils.checkpoint` does.
-    `frees_inputs`: the backward pass of a network frees the input of its last matmul before the gradients of what it
-    was made of exist. `weighs_outputs`: the outputs of experts are kept, since they are multiplied by the router's
-    weights; otherwise the inputs of the experts' last matrices are, and are also kept unweighted if no kernel fused
-    with a gate recomputes them. `wide_router`: the router's input is copied to fp32. `pads_values`: value heads are
-    padded to the width of key heads for a fused kernel (latent attention). `fp8_input_bytes`: of the kept input of a
-    matmul in fp8; `fp8_weight_bytes`: of the fp8 copies of its weight, plain and transposed, that are kept for all
-    micro-batches; `keeps_casts`: weights are cast once a step, and that is kept. `casts_again`: in fp8 the backward
-    pass computes again the norms and the inner activations that it casts (cost/activations.py).
-    `logit_kept_bytes`, `logit_peak_bytes`: for each logit, kept from the loss to its backward pass, and the maximum in
-    between; `logit_cut_bytes`: added to that maximum if the vocabulary is sharded over tp. `logits_together`: the loss
-    overwrites logits with their gradient, with a copy in fp32 of so many at a time in place of that maximum, and none
-    of logits in fp32; 0: not. `compiles_loss`: then with two copies, of logits in fp32 too, unless they are sharded.
+    Activations of a micro-batch: `flash_attention`: attention does not store its scores. `dropout_masks`: masks for
+    activations, and for scores if stored, are kept for every model. `fused_gate`: silu(gate) is not kept in addition to
+    gate. `keeps_gathered`: the inputs of matmuls are kept as gathered over tp, not as token shards; `waits_gathered`:
+    the tensors for weight gradients are kept so between I and W. `keeps_outputs`: a pipeline stage keeps its output
+    until its backward pass. `receives_ahead`: it has a buffer for each message that it receives in a step
+    (`torch.distributed.pipelining`). `selective`: activations that selective recomputation does not keep: "scores" of
+    attention; or all except the outputs of the "products" (matmuls) in torchtitan's list, or all except the product
+    outputs that the backward pass reads, with the outputs of the all-to-alls of experts, and with eager products
+    nothing of a mixture's attention; or the "parts" that a layout names (cost/recompute.py). `stops_early`: full
+    recomputation ends with the last tensor that the backward pass reads, as `torch.utils.checkpoint` does.
+    `frees_inputs`: the backward pass of a network frees the input of its last matmul before the gradients of the
+    tensors from which it was computed exist. `weighs_outputs`: the outputs of experts are kept, since they are
+    multiplied by the router's weights; otherwise the inputs of the experts' last matrices are, and are also kept
+    unweighted if no kernel fused with a gate recomputes them. `wide_router`: the router's input is copied to fp32.
+    `pads_values`: value heads are padded to the width of key heads for a fused kernel (latent attention).
+    `fp8_input_bytes`: of the kept input of a matmul in fp8; `fp8_weight_bytes`: of the fp8 copies of its weight, plain
+    and transposed, that are kept for all micro-batches; `keeps_casts`: weights are cast once a step, and the casts are
+    kept. `casts_again`: in fp8 the backward pass computes again the norms and the inner activations that it casts
+    (cost/activations.py). `logit_kept_bytes`, `logit_peak_bytes`: for each logit, kept from the loss to its backward
+    pass, and the maximum in between; `logit_cut_bytes`: added to that maximum if the vocabulary is sharded over tp.
+    `logits_together`: the loss overwrites logits with their gradient. Instead of that maximum it has a copy in fp32 of
+    this number of logits at a time, and no copy of logits in fp32; 0: it does not overwrite them. `compiles_loss`: then
+    with two copies, of logits in fp32 too, unless they are sharded.
 
     `expands_heads`: over cp, keys, values and their gradients have all query heads in the backward pass of attention.
-    `pads_rows`: a parameter is sharded by rows, which are filled up to a multiple of the ranks and sent so (FSDP2).
+    `pads_rows`: a parameter is sharded by rows, which are padded to a multiple of the ranks and sent so (FSDP2).
 
     Other memory: `vocabulary_multiple`: the vocabulary is padded to a multiple of this times tp. `workspace_bytes`: of
-    libraries, beside `workspaces` of matmuls, each as large as the accelerator's; `expert_workspaces`: more of these,
-    with experts, whose matmuls run in streams of their own. `fragmentation`: bytes that the allocator reserves beyond
-    the tensors, as a fraction; `again_fragmentation`: added to it where whole blocks are recomputed without a pipeline:
-    their forward passes leave pieces in which neither logits nor gradients fit; `pools`: beyond the sum of the peaks of
-    its pools (cost/pools.py). `of_process`: on a CPU, where the allocator is the C library, the workspace is what the
-    process holds, of which nothing is reserved, and the fraction is `holes` of small tensors, by ZeRO stage
+    libraries, in addition to `workspaces` of matmuls, each as large as the accelerator's; `expert_workspaces`: more of
+    these, with experts, whose matmuls run in streams of their own. `fragmentation`: bytes that the allocator reserves
+    beyond the tensors, as a fraction; `again_fragmentation`: added to it if whole blocks are recomputed without a
+    pipeline: their forward passes leave pieces in which neither logits nor gradients fit; `pools`: beyond the sum of
+    the peaks of its pools (cost/pools.py). `of_process`: on a CPU, where the allocator is the C library, the workspace
+    is the memory of the process, outside of the fraction, and the fraction is `holes` of small tensors, by ZeRO stage
     (cost/holes.py).
     """
 
@@ -112,7 +111,7 @@ class Stack:
     holes: tuple[float, ...] = (0.0,) * 4
 
     def held_by_libraries(self, chip: Accelerator, *, experts: bool) -> float:
-        """Bytes of all workspaces on an accelerator, of a model with or without experts."""
+        """Return the bytes of all workspaces on an accelerator, of a model with or without experts."""
         count = self.workspaces + self.expert_workspaces * experts
         return self.workspace_bytes + count * chip.workspace_bytes
 

@@ -1,5 +1,5 @@
-"""Bytes of the stages of a pipeline while it runs: what a micro-batch has in each, what ZeRO shards of it for a part of
-the step, and the sum of all at given moments.
+"""Bytes of the stages of a pipeline while it runs: the bytes of a micro-batch in each stage, the bytes that ZeRO shards
+for a part of the step, and the sum of all at given moments.
 
 Shapes: n candidates, S stages, R ranks of pp, v stages of a rank, k moments, c parts of a sum.
 """
@@ -21,8 +21,8 @@ from shardwright.cost.pipeline import Layers, Moments, Stages
 class MicrobatchBytes:
     """Bytes of a micro-batch in each stage, (n, S): kept while it is in flight, by kind, and while it waits for W; and
     the temporary buffers of an action: of a block's backward pass, of gradients before their reduction, of the loss, of
-    the embedding's backward pass. `last_norm`: of the last stage, what it has beside
-    logits that is freed before the backward pass of its layers."""
+    the embedding's backward pass. `last_norm`: bytes of the last stage, in addition to logits, that are freed before
+    the backward pass of its layers."""
 
     activations: Floats
     experts: Floats
@@ -38,8 +38,8 @@ class MicrobatchBytes:
 
 @dataclass(frozen=True, eq=False)
 class ShardedBytes:
-    """What each stage has for a part of the step, whatever the micro-batch, (n, S): its gradients while they accumulate
-    and once they are reduced, and the parameters that it gathers for a pass, and while the head's runs."""
+    """Bytes of each stage for a part of the step, independent of the micro-batch, (n, S): its gradients while they
+    accumulate and once they are reduced, and the parameters that it gathers for a pass and during the head's."""
 
     accumulating: Floats
     reduced: Floats
@@ -49,17 +49,17 @@ class ShardedBytes:
 
 @dataclass(frozen=True, eq=False)
 class StageBytes(ShardedBytes, MicrobatchBytes):
-    """All of these."""
+    """The bytes of a micro-batch and the sharded bytes of each stage."""
 
     def take(self, rows: Ints) -> "StageBytes":
-        """The bytes of some of the candidates."""
+        """Return the bytes of some of the candidates."""
         return StageBytes(**{name: values[rows] for name, values in vars(self).items()})
 
 
 def microbatch_bytes(
     job: Job, candidates: Candidates, stages: Stages, held: Parameters, memo: Memo | None = None
 ) -> MicrobatchBytes:
-    """Of some stages; `held`: their parameters, `memo`: what is known of layers."""
+    """Return the bytes of a micro-batch in some stages; `held`: their parameters, `memo`: cached results of layers."""
     zeros = np.zeros((len(candidates), len(stages.layers)))
     kept, experts, waiting, working, largest = (zeros.copy() for _ in range(5))
     layers: list[tuple[Layers, LayerActivations]] = []
@@ -85,7 +85,7 @@ def microbatch_bytes(
     head = held.head * states.weight_gradient_bytes(job)
     loss[:, -1] = np.maximum(around.loss, head + around.to_head - around.freed)
     if candidates.shared.offload_activations == "cpu":
-        # The layer that runs, and the one whose activations are on their way.
+        # The layer that runs, and the layer whose activations are being copied.
         n_layers = np.array([len(each) for each in stages.layers])
         working = working + np.minimum(n_layers, 2) * largest
         loss[:, -1] += largest[:, -1]
@@ -107,7 +107,7 @@ def microbatch_bytes(
 
 
 def _layer(job: Job, alike: Layers, memo: Memo | None) -> LayerActivations:
-    """What layers of a kind keep, with what is known."""
+    """Return the activations of layers of a kind, from the memo if it has them."""
     if memo is None:
         return activations.layer(job, alike.candidates, alike.block, alike.name)
     table = memo.table(OF_A_PASS, "activations", alike.name, others(alike.candidates, NOT_OF_A_PASS))
@@ -116,16 +116,16 @@ def _layer(job: Job, alike: Layers, memo: Memo | None) -> LayerActivations:
 
 
 ONE_THREAD = 2**18
-"""Multiplications of a matmul up to which BLAS takes one thread; threads that wait for others take CPU time too."""
+"""Multiplications of a matmul up to which BLAS uses one thread; threads that wait for others take CPU time too."""
 
 
 def sizes_at(of_stage: StageBytes, stages: Stages, at: Moments) -> Floats:
-    """Activations and temporary buffers, sum of all kinds, (n, R, k)."""
+    """Return activations and temporary buffers, sum of all kinds, (n, R, k)."""
     return sizes_of(parts_of_microbatch(of_stage, stages) + parts_sharded(of_stage, stages), at.counts)
 
 
 def sizes_of(parts_nRc: Floats, counts_Rkc: Floats) -> Floats:
-    """The sum of parts times how often each is held at a moment (`Moments.counts`), (n, R, k)."""
+    """Return the sum of parts, each times its count at a moment (`Moments.counts`), (n, R, k)."""
     n_ranks, k, c = counts_Rkc.shape
     sizes = np.empty((n_ranks, len(parts_nRc), k))
     step = max(1, ONE_THREAD // (k * c))
@@ -136,7 +136,7 @@ def sizes_of(parts_nRc: Floats, counts_Rkc: Floats) -> Floats:
 
 
 def parts_of_microbatch(of_stage: MicrobatchBytes, stages: Stages) -> Floats:
-    """What a rank has of a micro-batch, in the order of `Moments.counts`, (n, R, c)."""
+    """Return the bytes of a rank for a micro-batch, in the order of `Moments.counts`, (n, R, c)."""
     parts, (in_flight, waiting, *_), by_action = _parts(len(of_stage.loss), stages)
     in_flight[:] = (of_stage.activations + of_stage.experts + of_stage.logits)[:, stages.of_rank]
     waiting[:] = (of_stage.waiting + of_stage.waiting_logits)[:, stages.of_rank]
@@ -149,7 +149,7 @@ def parts_of_microbatch(of_stage: MicrobatchBytes, stages: Stages) -> Floats:
 
 
 def parts_sharded(of_stage: ShardedBytes, stages: Stages) -> Floats:
-    """What it has of its stages for a part of the step, whatever the micro-batch, in the same order, (n, R, c)."""
+    """Return the bytes of a rank's stages for a part of the step, for any micro-batch, in the same order, (n, R, c)."""
     parts, (*_, accumulating, reduced), by_action = _parts(len(of_stage.gathered), stages)
     accumulating[:] = of_stage.accumulating[:, stages.of_rank]
     reduced[:] = of_stage.reduced[:, stages.of_rank]
@@ -159,8 +159,8 @@ def parts_sharded(of_stage: ShardedBytes, stages: Stages) -> Floats:
 
 
 def _parts(n: int, stages: Stages) -> tuple[Floats, list[Floats], Floats]:
-    """Zeros, (n, R, c), and what of them is of the stages of a rank, in flight, waiting, accumulating and reduced,
-    each (n, R, v), and of each action, (actions, n, R)."""
+    """Return zeros, (n, R, c), and views of them: for the stages of a rank, in flight, waiting, accumulating and
+    reduced, each (n, R, v), and for each action, (actions, n, R)."""
     n_ranks, v = stages.of_rank.shape
     parts = np.zeros((n, n_ranks, 4 * v + len(pipeline.ACTIONS)))
     return parts, [parts[:, :, v * at : v * (at + 1)] for at in range(4)], np.moveaxis(parts[:, :, 4 * v :], 2, 0)

@@ -11,17 +11,17 @@ m `state_bytes` for each optimizer state:
 | 2    | e P     | g P / N   | (w + m) P / N      |
 | 3    | e P / N | g P / N   | (w + m) P / N      |
 
-In fp32 there are no master weights, but a stack that gathers from shards (`Stack.gathers_master`) holds e P / N of them
-beside the gathered weights with zero 1 and 2 too.
+In fp32 there are no master weights, but a stack that gathers from shards (`Stack.gathers_master`) has e P / N of them
+in addition to the gathered weights with zero 1 and 2 too.
 
-Where a stack keeps no buffer for gradients (`Stack.keeps_gradients`), those of a stage exist from its first backward
-pass of a step on; after its last one they are sharded with zero 1 too (`stage_state_bytes`).
+If a stack keeps no buffer for gradients (`Stack.keeps_gradients`), the gradients of a stage exist from its first
+backward pass of a step on; after its last one they are sharded with zero 1 too (`stage_state_bytes`).
 
 Source: ZeRO, arXiv 1910.02054, section 5, with 2, 2 and 12 bytes; Megatron-LM's distributed optimizer is stage 1 with
-2, 4 and 12. If a stack gathers from the master weights, zero 3 has no working weights except the gathered ones. With a
-pipeline that gathers once a step (`Layout.zero_pp_gather`) it holds unsharded weights and gradients until the end of
-the step. Ignored: padding of shards; and that the second replica of a tied embedding has no optimizer states if one
-rank holds the first and the last stage.
+2, 4 and 12. If a stack gathers from the master weights, zero 3 has no working weights except the gathered ones. A
+pipeline that gathers once a step (`Layout.zero_pp_gather`) has unsharded weights and gradients until the end of the
+step. Ignored: padding of shards; and that the second replica of a tied embedding has no optimizer states if one
+rank has the first and the last stage.
 """
 
 import numpy as np
@@ -39,7 +39,7 @@ from shardwright.split.compression import powersgd_rank
 
 
 def rank_state_bytes(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> dict[str, Floats]:
-    """Bytes by kind, each (n, R)."""
+    """Return the bytes by kind, each (n, R)."""
     stack, has_master = job.stack, job.precision != "fp32"
     sharded = candidates.zero == 3
     f = _formulas(job, candidates, stages, held)
@@ -85,8 +85,8 @@ def rank_state_bytes(job: Job, candidates: Candidates, stages: Stages, held: Par
 
 
 def messages(job: Job, candidates: Candidates, stages: Stages) -> Floats:
-    """Buffers for the messages of the pipeline: one in each direction, (n, 1), or one for each input and each gradient
-    that a rank receives in a step, (n, R)."""
+    """Return the bytes of buffers for the messages of the pipeline: one in each direction, (n, 1), or one for each
+    input and each gradient that a rank receives in a step, (n, R)."""
     buffers = np.full((len(candidates), 1), 2 * (candidates.pp > 1))
     if job.stack.receives_ahead:
         from_others = (stages.of_rank > 0).sum(1) + (stages.of_rank < len(stages.layers) - 1).sum(1)
@@ -100,8 +100,8 @@ def messages(job: Job, candidates: Candidates, stages: Stages) -> Floats:
 
 
 def _shards_beside(candidates: Candidates, f: Formulas) -> Floats:
-    """In fp32, the shards from which zero 1 and 2 gather the weights once a step. FSDP2 gathers them into tensors of
-    their own; one rank's shard is the weight itself."""
+    """Return the bytes of the fp32 shards from which zero 1 and 2 gather the weights once a step. FSDP2 gathers them
+    into separate tensors; a single rank's shard is the weight itself."""
     gathered = (candidates.zero == 1) | (candidates.zero == 2)
     _share(f, candidates, np.ones_like(gathered))
     f.add(beside=(gathered & (candidates.shards > 1))[:, None] + 0)
@@ -111,8 +111,8 @@ def _shards_beside(candidates: Candidates, f: Formulas) -> Floats:
 
 
 def _gathered(job: Job, candidates: Candidates, f: Formulas) -> Floats:
-    """The parameters outside of blocks, and the current block and the next one; or with one gather a step all. With
-    secondary ranks also a part of those of every layer, until its backward pass; the latter is not counted."""
+    """Return the bytes of gathered parameters: outside of blocks, of the current block and of the next; or all, with
+    one gather a step. With secondary ranks also a part of every layer, until its backward pass (not counted)."""
     blocks = f.always_two * np.minimum(f.layers, 2) * f.largest_layer + f.ends
     gathered = f.e * f.gathers * np.maximum(f.gathers_all * (f.P + f.Q), np.minimum(blocks, f.P + f.Q))
     if candidates.shared.zero_secondary_ranks > 1:
@@ -129,7 +129,7 @@ def _gathered(job: Job, candidates: Candidates, f: Formulas) -> Floats:
 
 
 def _with_errors(candidates: Candidates, stages: Stages, f: Formulas, kept: Floats) -> Floats:
-    """Gradients, and what is held between steps where they travel as products (`cost.products`)."""
+    """Return the gradients, and the tensors kept between steps if gradients are sent as products (`cost.products`)."""
     if not (rank := powersgd_rank(candidates.shared)):
         return kept
     factored, _, columns = products.counts(stages, candidates.shared)[:, stages.of_rank].sum(2)
@@ -138,14 +138,14 @@ def _with_errors(candidates: Candidates, stages: Stages, f: Formulas, kept: Floa
 
 
 def optimizer_step(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> Floats:
-    """Temporary buffers of the optimizer, in bytes, (n, R)."""
+    """Return the temporary buffers of the optimizer, in bytes, (n, R)."""
     f = _formulas(job, candidates, stages, held)
     return f("working", _sharded(f, candidates, candidates.zero >= 1, job.stack.step_bytes), _ZERO)
 
 
 def _formulas(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> Formulas:
-    """Formulas with the parameters of each rank as inputs, (n, R): P dense ones, Q in experts, and of P `ends`, which
-    are in no layer, and `hidden`, in hidden matrices."""
+    """Return formulas with the parameters of each rank as inputs, (n, R): P dense ones, Q in experts. Of P, `ends` are
+    in no layer and `hidden` in hidden matrices."""
     dense, expert, ends, hidden = (
         part[:, stages.of_rank].sum(2) for part in (held.dense, held.expert, held.ends, held.hidden)
     )
@@ -154,7 +154,7 @@ def _formulas(job: Job, candidates: Candidates, stages: Stages, held: Parameters
 
 
 def _optimizer(job: Job, candidates: Candidates, stages: Stages, f: Formulas) -> Floats:
-    """Optimizer states; matrices may have fewer than other parameters."""
+    """Return the bytes of optimizer states; matrices may have fewer states than other parameters."""
     if "cpu" in (candidates.shared.offload_optimizer, candidates.shared.offload_parameters):
         return f("optimizer", 0 * f.P, "in the memory of the host")
     if candidates.shared.offload_optimizer == "disk":
@@ -174,8 +174,8 @@ def _optimizer(job: Job, candidates: Candidates, stages: Stages, f: Formulas) ->
 
 
 def _means(job: Job, candidates: Candidates, stages: Stages, f: Formulas) -> Floats:
-    """States of an optimizer that keeps means over the rows and columns of a matrix. ZeRO shards rows, and so the means
-    over each of them; means over each column are on every rank. Of experts it shards whole ones, and both means."""
+    """Return the states of an optimizer with means over the rows and columns of a matrix. ZeRO shards rows, and so the
+    means over each row; means over each column are on every rank. It shards whole experts, and both their means."""
     counts = parameters.means(job.model, stages, candidates.tp, candidates.ep)
     names = ("by_row", "by_column", "expert_means")
     f.add({name: each[:, stages.of_rank].sum(2) for name, each in zip(names, counts, strict=True)})
@@ -186,8 +186,8 @@ def _means(job: Job, candidates: Candidates, stages: Stages, f: Formulas) -> Flo
 
 
 def _in_blocks(job: Job, candidates: Candidates, stages: Stages, f: Formulas) -> Floats:
-    """States that are codes of a byte with a scale for each block of a row, of large matrices; others as they are. Of
-    a matrix whose columns tp shards, every rank of tp has the scales of all blocks of its rows."""
+    """Return the states of an optimizer in blocks. States of large matrices are codes of a byte with a scale for each
+    block of a row, others as usual. If tp shards a matrix's columns, every tp rank has all scales of its rows."""
     counts = parameters.in_blocks(job, stages, candidates.tp, candidates.ep)
     names = ("coded", "scales", "expert_coded", "expert_scales")
     f.add({name: each[:, stages.of_rank].sum(2) for name, each in zip(names, counts, strict=True)})
@@ -203,14 +203,14 @@ _ZERO = "ZeRO, arXiv 1910.02054, section 5"
 
 
 def _sharded(f: Formulas, candidates: Candidates, shared: NDArray[np.bool_], n_bytes: float) -> Floats:
-    """`n_bytes` for each parameter, sharded for the candidates in `shared`."""
+    """Return `n_bytes` for each parameter, sharded for the candidates in `shared`."""
     _share(f, candidates, shared)
     f.add(n_bytes=n_bytes)
     return f.n_bytes * (f.P / f.ranks + f.Q / f.expert_ranks)
 
 
 def _share(f: Formulas, candidates: Candidates, shared: NDArray[np.bool_]) -> None:
-    """Add the numbers of ranks over which dense parameters and experts are sharded: 1 where they are not `shared`."""
+    """Add the numbers of ranks over which dense parameters and experts are sharded: 1 if not `shared`."""
     f.add(ranks=np.where(shared, candidates.shards, 1)[:, None])
     f.add(expert_ranks=np.where(shared, candidates.expert_shards, 1)[:, None])
 
@@ -218,17 +218,17 @@ def _share(f: Formulas, candidates: Candidates, shared: NDArray[np.bool_]) -> No
 def moving_gradients(
     job: Job, candidates: Candidates, stages: Stages, held: Parameters, kept: Floats, working: Floats
 ) -> Floats:
-    """Bytes of gradients that are not yet accumulated in their buffer, during the backward pass of a block, (n, S).
-    `kept`, `working`, (n,): of a block, the activations that it frees, and its temporary buffers.
+    """Return the bytes of gradients that are not yet accumulated in their buffer, during the backward pass of a block,
+    (n, S). `kept`, `working`, (n,): of a block, the activations that it frees, and its temporary buffers.
 
-    If gradients are sharded, the most of three moments, beside the activations of all blocks and these buffers: the
-    first block runs; the second one does, after the first has freed its activations, and while its gradients are
-    reduced; the first is done, and has all its gradients, the buffer of their reduce-scatter, and no temporary buffers.
-    With experts, whose gradients are reduced apart, all of this at once. The last stage has also the gradient of the
-    head, which is reduced at the end of the pass. If they are not sharded: the gradient of one matrix at a time. On one
-    rank without FSDP2, with one micro-batch a step, the gradients of the block that runs do not exist yet; that of a
-    tied head waits, in 16 bits, until the embedding adds its own. Ignored with activations on the host, whose copies
-    hold some 0.8 of a layer more than is counted for them.
+    If gradients are sharded, this is the maximum over three moments, in addition to the activations of all blocks and
+    these buffers: (1) the first block runs; (2) the second block runs, the first has freed its activations, and its
+    gradients are being reduced; (3) the first is done, and has all its gradients, the buffer of their reduce-scatter,
+    and no temporary buffers. With experts, whose gradients are reduced separately, all of this at once. The last stage
+    also has the gradient of the head, which is reduced at the end of the pass. If gradients are not sharded: the
+    gradient of one matrix at a time. On one rank without FSDP2, with one micro-batch a step, the gradients of the
+    running block do not exist yet; the gradient of a tied head waits, in 16 bits, until the embedding adds its own.
+    Ignored with activations on the host: their copies take some 0.8 of a layer more than is counted for them.
     """
     stack, layer = job.stack, held.layer_dense + held.layer_expert
     f = Formulas(
@@ -261,15 +261,15 @@ def moving_gradients(
 
 
 def weight_gradient_bytes(job: Job) -> float:
-    """Of an element of the weight gradient of one matmul."""
+    """Return the bytes of an element of the weight gradient of one matmul."""
     return job.stack.weight_gradient_bytes * job.element_bytes / 2
 
 
 def stage_state_bytes(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> tuple[Floats, ...]:
-    """What a stage has for a part of the step, in bytes, each (n, S): its gradients while they accumulate, and once
-    they are complete; the current block and the next one, as ZeRO-3 gathers them for a pass; and the last one, which
-    is on its way while the backward pass of the head runs. A chunked loss runs that before, and in a loss that copies
-    logits these copies are more, and gone by then."""
+    """Return the bytes of a stage that exist for a part of the step, each (n, S): its gradients while they accumulate,
+    and once they are complete; the current block and the next one, as ZeRO-3 gathers them for a pass; and the last
+    block, which is on its way while the backward pass of the head runs. A chunked loss runs that pass earlier; in a
+    loss that copies logits, the copies are larger and are freed by then."""
     each = job.stack.gradient_bytes * ~keeps_gradients(job, candidates)[:, None]
     found = []
     for sharded in (shares_gradients(candidates), candidates.zero >= 1):
@@ -294,8 +294,8 @@ def stage_state_bytes(job: Job, candidates: Candidates, stages: Stages, held: Pa
 
 
 def keeps_gradients(job: Job, candidates: Candidates) -> NDArray[np.bool_]:
-    """Whether gradients have memory for the whole step: in a stack whose buffers for them do, or, without FSDP, in
-    buckets that are all-reduced (parallel/data.py)."""
+    """Return whether gradients have memory for the whole step: in a stack whose buffers exist for the step, or, without
+    FSDP, in buckets that are all-reduced (parallel/data.py)."""
     if job.stack.keeps_gradients or powersgd_rank(candidates.shared):
         return np.full(len(candidates), True)
     on_host = candidates.shared.offload_parameters == "cpu"
@@ -304,12 +304,12 @@ def keeps_gradients(job: Job, candidates: Candidates) -> NDArray[np.bool_]:
 
 
 def shares_gradients(candidates: Candidates) -> NDArray[np.bool_]:
-    """Whether gradients are accumulated in shards."""
+    """Return whether gradients are accumulated in shards."""
     return (candidates.zero >= 2) & ~_holds_stage(candidates)
 
 
 def uses_fsdp(job: Job, candidates: Candidates) -> NDArray[np.bool_]:
-    """As `parallel.data.needs_sharding`, and for experts that are sharded apart."""
+    """Return whether FSDP is used: as `parallel.data.needs_sharding`, and for experts that are sharded separately."""
     on_host = candidates.shared.offload_parameters != "none"
     shards = (candidates.zero > 0) & (candidates.shards > 1)
     alone = (candidates.world == 1) & (candidates.zero < 3)
@@ -319,5 +319,5 @@ def uses_fsdp(job: Job, candidates: Candidates) -> NDArray[np.bool_]:
 
 
 def _holds_stage(candidates: Candidates) -> NDArray[np.bool_]:
-    """Whether ZeRO-3 gathers a stage once a step."""
+    """Return whether ZeRO-3 gathers a stage once a step."""
     return (candidates.zero == 3) & (candidates.pp > 1) & (candidates.shared.zero_pp_gather == "step")

@@ -26,22 +26,22 @@ PIPELINE = "Pipeline, busiest rank"
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of one step of each candidate, arrays of shape (n,). `parts` add up to `total_s`, in the order in which
-    they are shown; of communication that overlaps with computation a part is only what it adds to the step.
+    they are shown. The part of communication that overlaps with computation is only the time that it adds to the step.
 
-    Work is that of the rank of `pp` with the most; "pipeline" is the idle time of that rank.
+    Work is the work of the rank of `pp` with the most; "pipeline" is the idle time of that rank.
     """
 
     parts: dict[str, Floats]
 
     @property
     def total_s(self) -> Floats:
-        """(n,) seconds."""
+        """Return the seconds of the step, (n,)."""
         return np.asarray(sum(self.parts.values(), np.zeros(())))
 
 
 def step_time(job: Job, candidates: Candidates, *, simulated: bool = True, memo: Memo | None = None) -> StepTime:
-    """Seconds of a step. With `simulated` the pipeline's schedule is simulated for each candidate; otherwise its idle
-    time is a lower bound, which is some hundred times faster to compute. `memo`: of this job."""
+    """Return the seconds of a step. With `simulated` the pipeline's schedule is simulated for each candidate; otherwise
+    its idle time is a lower bound, which is some hundred times faster to compute. `memo`: of this job."""
     m = candidates.microbatches(job.global_batch)
     stages = StagePasses(job, candidates, memo)
     times = stages.times()
@@ -74,7 +74,7 @@ def step_time(job: Job, candidates: Candidates, *, simulated: bool = True, memo:
 
 
 def _rank_parameters(job: Job, candidates: Candidates, memo: Memo | None) -> RankParameters:
-    """The parameters of the rank with the most, with what is known."""
+    """Return the parameters of the rank with the most, from the memo if it has them."""
     if memo is None:
         return rank_parameters(job, candidates)
     of = pipeline.stages(job, candidates).key
@@ -84,8 +84,8 @@ def _rank_parameters(job: Job, candidates: Candidates, memo: Memo | None) -> Ran
 
 
 def _waiting(job: Job, candidates: Candidates, makespan: Floats, work: Floats) -> Floats:
-    """Seconds that the rank with the most work waits for other stages. Where ranks share cores, one that waits leaves
-    its share to the others, which run as fast as with cores of their own then."""
+    """Return the seconds that the rank with the most work waits for other stages. If ranks share cores, a rank that
+    waits leaves its share to the others, which then run as fast as with cores of their own."""
     if candidates.pp == 1:
         return makespan - work
     if ledger.recording():
@@ -125,7 +125,7 @@ class StagePasses:
         return compute(candidates) if self.memo is None else self.memo.passes(self.job, candidates, part, compute)
 
     def times(self) -> StageTimes:
-        """The times of each stage for the simulation of the pipeline."""
+        """Return the times of each stage for the simulation of the pipeline."""
         shape = (len(self.candidates), self.n_stages)
         f, i, w = np.zeros(shape), np.zeros(shape), np.zeros(shape)
         for passes, count in self.work:
@@ -138,7 +138,7 @@ class StagePasses:
 
     @cached_property
     def message(self) -> Floats:
-        """Seconds of one message between stages, (n,)."""
+        """Return the seconds of one message between stages, (n,)."""
         job, candidates, speed = self.job, self.candidates, self.job.stack.speed
         if candidates.pp == 1:
             return np.zeros(len(candidates))
@@ -150,7 +150,7 @@ class StagePasses:
             return f("message between stages", f.sent + f.message_s)
 
     def of_rank(self, rank: Ints) -> dict[str, Floats]:
-        """Seconds of one micro-batch on a rank of `pp` of each candidate, by kind: {kind: (n,)}."""
+        """Return the seconds of one micro-batch on a rank of `pp` of each candidate, by kind: {kind: (n,)}."""
         found: dict[str, Floats] = {}
         for passes, count in self.work:
             share = self.of_each_rank(count)[rank]
@@ -163,7 +163,7 @@ class StagePasses:
         return found
 
     def passes_of_ranks(self) -> tuple[Floats, Floats]:
-        """Seconds of the forward and of the backward pass of one micro-batch on each rank, (n, R)."""
+        """Return the seconds of the forward and of the backward pass of one micro-batch on each rank, (n, R)."""
         shape = (len(self.candidates), self.candidates.pp)
         forward, backward = np.zeros(shape), np.zeros(shape)
         for passes, count in self.work:
@@ -207,7 +207,7 @@ class StagePasses:
             _note_shares(name, terms, seconds[:, rank])
 
     def of_each_rank(self, count: Ints) -> Floats:
-        """(R,): the sum of `count`, a number for every stage, over the stages of each rank on the route of a
+        """Return (R,): the sum of `count`, a number for every stage, over the stages of each rank on the route of a
         micro-batch, averaged over the routes."""
         routes = self.candidates.shared.ways
         found = np.zeros(self.candidates.pp)
@@ -230,7 +230,7 @@ def _note_shares(
 
 
 def stragglers(job: Job, candidates: Candidates) -> Floats:
-    """Relative increase of the step time because all ranks wait for the slowest: c log2(world size / node size).
+    """Return the relative increase of the step time as all ranks wait for the slowest: c log2(world size / node size).
 
     c `Calibration.straggler_share`. The maximum of n noisy times grows roughly as the logarithm of n; nodes differ more
     than the accelerators in one node. Ignored: failures, and noise of the network, which grows with its load.

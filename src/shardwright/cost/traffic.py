@@ -1,7 +1,7 @@
-"""What a rank sends in a step: the messages that the step time prices, which tests compare with those of real steps.
+"""The messages that a rank sends in a step, as the step time prices them. Tests compare them with real steps.
 
-Not listed: numbers of a few bytes once a step (target tokens, norm of the gradients), and what routers count (rows for
-each expert, their load and losses).
+Not listed: numbers of a few bytes once a step (target tokens, norm of the gradients), and the counts of routers (rows
+for each expert, their load and losses).
 """
 
 from collections import Counter
@@ -19,8 +19,8 @@ from shardwright.cost.step import StagePasses
 
 
 def step_messages(job: Job, candidates: Candidates, rank: int) -> list[PricedMessage]:
-    """The messages of rank `rank` of `pp` in a step of one layout, with the calls of all its micro-batches; of sends
-    only those that leave the rank."""
+    """Return the messages of rank `rank` of `pp` in a step of one layout, with the calls of all its micro-batches.
+    Sends are included only if they leave the rank."""
     m = int(candidates.microbatches(job.global_batch)[0])
     stages = StagePasses(job, candidates)
     found = [
@@ -41,8 +41,8 @@ def step_messages(job: Job, candidates: Candidates, rank: int) -> list[PricedMes
 
 
 def shards_over_link(job: Job, candidates: Candidates, rank: int) -> dict[str, tuple[int, int]]:
-    """With shards of parameters in the memory of the host: copies "to the device" and "to the host" of rank `rank` of
-    `pp` in a step of one layout, and their bytes; else none."""
+    """Return, with shards of parameters in host memory, the copies "to the device" and "to the host" of rank `rank` of
+    `pp` in a step of one layout, and their bytes; else an empty dict."""
     if candidates.shared.offload_parameters == "none":
         return {}
     held = data_parallel.rank_parameters(job, candidates, rank)
@@ -60,7 +60,7 @@ def shards_over_link(job: Job, candidates: Candidates, rank: int) -> dict[str, t
 def _collectives(
     job: Job, candidates: Candidates, held: RankParameters, m: int
 ) -> Iterator[tuple[int, str, data_parallel.ParameterGroup]]:
-    """Of weights and gradients, in a step: how often, which, and of which parameters."""
+    """Yield the collectives of weights and gradients in a step: their number, their name, and their parameters."""
     times = {"1": 1, "m": m, "(m - 1)": m - 1}
     for often, whats, _ in data_parallel.stage_collectives(candidates, int(candidates.zero[0])):
         for what in whats:
@@ -69,7 +69,7 @@ def _collectives(
 
 
 def _between_stages(job: Job, candidates: Candidates, rank: int, m: int) -> Iterator[PricedMessage]:
-    """Activations that a rank sends to the next stage, and gradients to the previous one."""
+    """Yield the activations that a rank sends to the next stage, and the gradients sent to the previous one."""
     n_bytes = candidates.tokens(job.seq_len) * job.model.d_model * job.element_bytes / candidates.token_shards
     stride = candidates.world // candidates.pp
     for route in candidates.shared.ways:

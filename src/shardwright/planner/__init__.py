@@ -1,1 +1,1 @@
-"""Which layout to take: the search over all of them, and why; no torch."""
+"""The search over all layouts of a job, and the reasons for its recommendation. Does not import torch."""

@@ -1,4 +1,4 @@
-"""Alternatives to the recommended layout: the best of each other kind, evaluated as all are."""
+"""Alternatives to the recommended layout: the best layout of each other kind, priced by the same cost model."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ SIDES = (
     "micro_batch",
     *(name for name in _SIDES if name not in (*COLUMNS, "pp")),
 )
-"""Choices for each of which the runner-up with another value is shown: numbers first, then words."""
+"""Choices whose runner-up (the best layout with another value) is shown: numbers first, then words."""
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """The best layout of a kind. `name`: what kind. `priced`: None where none of the kind fits; then `nearest` is the
-    one that needs least memory, and how many bytes."""
+    """The best layout of a kind. `name`: the kind. `priced`: None if no layout of the kind fits; `nearest` is then the
+    layout that needs the least memory, with its bytes."""
 
     name: str
     priced: PricedLayout | None
@@ -36,51 +36,50 @@ class Alternative:
 
     @property
     def choice(self) -> Choice:
-        """The layout, whether it fits or not."""
+        """Return the layout, whether it fits or not."""
         if self.priced is not None:
             return self.priced.choice
         assert self.nearest is not None
         return self.nearest[0]
 
     def as_fast(self, best: PricedLayout) -> bool:
-        """Whether it takes as long as the best layout, as far as can be told."""
+        """Return whether its step is as fast as the best layout's, within the error of the prediction."""
         return self.priced is not None and abs(self.priced.step_s - best.step_s) <= SAME_TIME * best.step_s
 
     def slower(self, best: PricedLayout) -> float | None:
-        """By which share of the best layout's time a step takes longer; None where none fits."""
+        """Return the step time relative to the best layout's, less 1; None if no layout of the kind fits."""
         return None if self.priced is None else self.priced.step_s / best.step_s - 1
 
 
 def runners_up(plan: Plan) -> list[Alternative]:
-    """For each choice, the best layout with another value of it: another tp, another pp, ..."""
+    """Return, for each choice, the best layout with another value of it: another tp, another pp, ..."""
     assert plan.recommended is not None
     return list(_evaluated(plan, _sides(plan.recommended.choice.candidates)))
 
 
 def well_known(plan: Plan) -> list[Alternative]:
-    """The best layout of each well-known kind (DDP, FSDP, HSDP, Megatron-LM), where the recommended layout is not one
-    of them."""
+    """Return the best layout of each well-known kind (DDP, FSDP, HSDP, Megatron-LM) except the recommended layout's."""
     assert plan.recommended is not None
     taken = plan.recommended.choice.candidates
     return list(_evaluated(plan, [kind for kind in _recipes(plan.job.cluster.node_size) if not kind.meets(taken)[0]]))
 
 
 def reasons(best: PricedLayout, other: PricedLayout, most: int = 3) -> list[tuple[str, float]]:
-    """What another layout spends more time on than the best: kinds of work with seconds, the largest first; only those
-    that make up a tenth of the difference."""
+    """Return the kinds of work on which another layout spends more time than the best, with the additional seconds, the
+    largest first. Kinds below a tenth of the difference are left out."""
     worth = max(0.1 * abs(other.step_s - best.step_s), 1e-9)
     return [(kind, seconds) for kind, seconds in _changes(best, other) if seconds > worth][:most]
 
 
 def savings(best: PricedLayout, other: PricedLayout) -> list[tuple[str, float]]:
-    """What another layout spends less time on than the best: kinds of work with seconds below 0, the largest first;
-    only those of more than a fifth of the difference, without which what it spends more seems not to add up."""
+    """Return the kinds of work on which another layout is faster than the best, with seconds below 0, most first.
+    Savings up to a fifth of the difference are left out; larger ones are needed for the terms to add up."""
     worth = max(0.2 * abs(other.step_s - best.step_s), 1e-9)
     return [(kind, seconds) for kind, seconds in reversed(_changes(best, other)) if -seconds > worth]
 
 
 def _changes(best: PricedLayout, other: PricedLayout) -> list[tuple[str, float]]:
-    """By how many seconds each kind of work is longer, the most first; they add up to the difference."""
+    """Return the additional seconds of each kind of work, the largest first; they add up to the difference."""
     theirs, ours = other.parts_s, best.parts_s
     more = {kind: theirs.get(kind, 0.0) - ours.get(kind, 0.0) for kind in {**theirs, **ours}}
     return sorted(more.items(), key=lambda item: -item[1])
@@ -88,14 +87,14 @@ def _changes(best: PricedLayout, other: PricedLayout) -> list[tuple[str, float]]
 
 @dataclass(frozen=True)
 class _LayoutKind:
-    """Layouts of a kind: those that meet a condition, and if `pp` is given have pipelines of so many ranks."""
+    """Layouts that meet a condition and, if `pp` is given, have pipelines of `pp` ranks."""
 
     name: str
     condition: Condition
     pp: int | None = None
 
     def meets(self, candidates: Candidates) -> Mask:
-        """Which of some candidates are of this kind."""
+        """Return the mask of the candidates that are of this kind."""
         return self.condition(candidates) & (self.pp in (None, candidates.pp))
 
 
@@ -112,7 +111,7 @@ def _differs(side: str, value: int) -> Condition:
 
 
 def _differs_shared(side: str, value: Any) -> Condition:
-    """Where the key is used: plain 1f1b is not another schedule of a layout without a pipeline."""
+    """Select another value of a key, only where the key is used: plain 1f1b is no other schedule without a pipeline."""
 
     def condition(candidates: Candidates) -> Mask:
         differs = getattr(candidates.shared, side) != value and (
@@ -176,7 +175,7 @@ def _both(kind: Condition, fixed: Condition | None) -> Condition:
 
 
 def _evaluated(plan: Plan, kinds: Iterable[_LayoutKind]) -> Iterator[Alternative]:
-    """Kinds of which there is no layout at all, or none with the plan's fixed values, are left out."""
+    """Yield the best layout of each kind; skip a kind that has no layout, or none with the plan's fixed values."""
     for kind in kinds:
         condition = _both(kind.meets, plan.fixed)
         fastest = plan.pool.fastest(1, plan.pool.where(condition))

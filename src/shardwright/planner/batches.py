@@ -1,4 +1,4 @@
-"""Batches near the one that was asked for, of which the accelerators of a cluster take equal parts."""
+"""Global batches near the requested one that all accelerators of a cluster can share equally."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -9,16 +9,16 @@ from shardwright.system.errors import LayoutError
 from shardwright.system.units import divisors
 
 WITHIN = 0.3
-"""Share of the batch by which a near one may differ."""
+"""Largest relative difference between a near batch and the requested one."""
 MOST = 2
-"""Batches that are tried, as each takes a search."""
+"""Largest number of batches that are tried; each takes a search."""
 WORTH = 0.01
-"""Share of the time of a token that another batch has to save."""
+"""Smallest share of the time per token that another batch has to save."""
 
 
 @dataclass(frozen=True)
 class NearBatch:
-    """Another batch, its plan, and the share of the time of a token that it saves."""
+    """Another batch, its plan, and the share of the time per token that it saves."""
 
     global_batch: int
     plan: Plan
@@ -26,7 +26,7 @@ class NearBatch:
 
 
 def near_batches(plan: Plan, memory_margin: float, processes: int = 1) -> list[NearBatch]:
-    """The near batches that take less time for a token, the best first; none where the batch divides well."""
+    """Return the near batches that take less time per token, the best first; empty if the batch divides well."""
     taken = plan.recommended
     if taken is None:
         return []
@@ -46,8 +46,8 @@ def near_batches(plan: Plan, memory_margin: float, processes: int = 1) -> list[N
 
 
 def tried(job: Job) -> list[int]:
-    """The nearest batches that more accelerators than now could share equally, those of most accelerators first; none
-    where the batch is a multiple of the accelerators, or the accelerators of the batch."""
+    """Return the nearest batches that more accelerators could share equally, most accelerators first; empty if
+    the batch is a multiple of the accelerators, or the accelerators are a multiple of the batch."""
     size, batch = job.cluster.size, job.global_batch
     if batch % size == 0 or size % batch == 0:
         return []

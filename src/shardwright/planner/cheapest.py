@@ -1,4 +1,4 @@
-"""The plan with the fewest accelerator-hours: on all accelerators of a cluster, or on a part of them."""
+"""The plan with the fewest accelerator-hours, on all accelerators of a cluster or on a part of them."""
 
 import re
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ from shardwright.system.units import divisors
 
 
 def cheapest(whole: Plan, *, memory_margin: float = MARGIN, top: int = TOP, processes: int = 1) -> Plan:
-    """The plan of a part of the cluster whose fastest layout takes the fewest accelerator-seconds a step, or `whole`,
-    the plan of all accelerators.
+    """Return the plan of the part of the cluster whose fastest layout takes the fewest accelerator-seconds a step, or
+    `whole`, the plan of all accelerators.
 
     Larger parts are tried first, until nothing fits. A number of accelerators that cannot share the batch is skipped.
     """
@@ -33,15 +33,15 @@ def cheapest(whole: Plan, *, memory_margin: float = MARGIN, top: int = TOP, proc
 
 
 def accelerator_seconds(plan: Plan) -> float:
-    """Accelerators x seconds of the recommended step; infinite where nothing fits."""
+    """Return accelerators x seconds of the recommended step; infinite if no layout fits."""
     taken = plan.recommended
     return float("inf") if taken is None else taken.step_s * plan.job.cluster.size
 
 
 def parts(cluster: Cluster) -> Iterator[Cluster]:
-    """Parts of a cluster, larger ones first: whole nodes whose number divides its nodes, then a part of one node, but
-    not of a machine that was measured, whose rates are those of a node. Each has at most half the accelerators of the
-    one before, as each takes a search."""
+    """Yield parts of a cluster, larger ones first: whole nodes whose number divides its nodes, then a part of one node.
+    A measured machine is not divided within a node, because its rates are those measured on a node. Each part has at
+    most half the accelerators of the previous one, because each takes a search."""
     sizes = {n * cluster.node_size for n in divisors(cluster.nodes)}
     if cluster.accelerator.rates is None:
         sizes |= {*divisors(cluster.node_size)}

@@ -1,4 +1,4 @@
-"""One layout with its micro-batch: taken out of `Candidates`, written in a line, and read from one."""
+"""One layout with its micro-batch: selected from `Candidates`, formatted as a line, and parsed from a line."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,31 +12,31 @@ from shardwright.system.errors import LayoutError, nearest
 
 @dataclass(frozen=True)
 class Choice:
-    """A layout and how many sequences a rank runs at a time."""
+    """A layout and the number of sequences that a rank runs at a time."""
 
     layout: Layout
     micro_batch: int = 1
 
     @property
     def candidates(self) -> Candidates:
-        """An array of one."""
+        """Return `Candidates` with this choice as their only element."""
         return Candidates.from_layout(self.layout, self.micro_batch)
 
     def __str__(self) -> str:
-        """`tp=8,pp=4,dp_shard=2,zero=1,micro_batch=1`: what is not at its default, in the words of a run file's
-        layout section; `read` gives an equal choice back."""
+        """Return the values that are not defaults, with the keys of a run file's layout section:
+        `tp=8,pp=4,dp_shard=2,zero=1,micro_batch=1`. `read` returns an equal choice."""
         return ",".join(f"{key}={written(value)}" for key, value in self.settings().items())
 
     def settings(self) -> dict[str, Any]:
-        """Keys of a run file's layout section that have to be written for this layout, and micro_batch."""
+        """Return micro_batch and the keys of a run file's layout section that have to be written for this layout."""
         return self.layout.settings() | {"micro_batch": self.micro_batch}
 
 
 def read(text: str) -> Choice:
-    """A choice from `key=value` pairs, separated by commas: keys of a run file's layout section, and micro_batch.
+    """Parse `key=value` pairs, separated by commas: keys of a run file's layout section, and micro_batch.
 
-    What is left out is as in a run file. `stage_layers=20+21+20` has the layers of each stage. Raises LayoutError with
-    every problem at once.
+    Omitted keys have their defaults, as in a run file. `stage_layers=20+21+20` has the layers of each stage. Raises
+    LayoutError with every problem at once.
     """
     values, problems = pairs(text, "--explain")
     micro_batch = values.pop("micro_batch", 1)
@@ -52,8 +52,8 @@ def read(text: str) -> Choice:
 
 
 def pairs(text: str, option: str) -> tuple[dict[str, Any], list[str]]:
-    """The values of `key=value` pairs, separated by commas, and what is wrong with the others; `option`: where they
-    were given."""
+    """Parse `key=value` pairs, separated by commas; return their values and the problems of invalid pairs. `option`:
+    the name of the command-line option, for the messages."""
     kinds = {name: key.type for name, key in KEYS.items()} | {"micro_batch": int}
     problems: list[str] = []
     values: dict[str, Any] = {}
@@ -83,7 +83,7 @@ _LAYERS = "a number of layers for each stage, such as 20+21+20,"
 
 
 def _value(text: str, kind: Any) -> Any:
-    """Raises ValueError."""
+    """Convert the text of a value to `kind`. Raises ValueError."""
     if kind is bool:
         return bool(("false", "true").index(text))
     if kind == tuple[str, ...]:
@@ -92,7 +92,7 @@ def _value(text: str, kind: Any) -> Any:
 
 
 def choice_at(candidates: Candidates, at: int) -> Choice:
-    """The candidate number `at`; its recomputation has to be one that a layout knows."""
+    """Return candidate number `at`. Its recomputation must be one that `Layout` accepts."""
     own: dict[str, Any] = {name: getattr(candidates, name)[at].item() for name in COLUMNS}
     micro_batch, own["recompute"] = own.pop("micro_batch"), RECOMPUTE[own["recompute"]]
     return Choice(replace(candidates.shared, **own), micro_batch)

@@ -1,6 +1,6 @@
-"""Why the step of one layout takes longer than that of another, term by term, and where it holds more memory.
+"""Explain the difference between the steps of two layouts, and between their memory, term by term.
 
-The terms are those of `Estimate.parts_s`, so their differences add up to the difference of the step times. The two
+The terms are the keys of `Estimate.parts_s`; their differences add up to the difference of the step times. The two
 layouts may be of different models, batches and clusters.
 """
 
@@ -14,13 +14,13 @@ from shardwright.planner.explain import explain, number
 from shardwright.planner.priced import PricedLayout
 
 ROUNDING = 1e-9
-"""Terms that differ by less than this share of the longer step are equal."""
+"""Terms that differ by less than this share of the longer step count as equal."""
 
 
 @dataclass(frozen=True)
 class DiffTerm:
-    """A kind of work (seconds) or of memory (bytes) of both layouts, 0 where one has none. `why`: of seconds, the
-    formula and those of its inputs that differ."""
+    """A kind of work (seconds) or of memory (bytes) of both layouts, 0 if a layout has none. `why`: for seconds, the
+    formula and the inputs that differ."""
 
     name: str
     a: float
@@ -29,14 +29,14 @@ class DiffTerm:
 
     @property
     def more(self) -> float:
-        """By how much the second has more than the first."""
+        """Return the second layout's value less the first's."""
         return self.b - self.a
 
 
 @dataclass(frozen=True)
 class PlanDifference:
-    """Two layouts side by side. `time`, `memory`: terms that differ, the largest difference first; of the memory those
-    of the rank of pp that has most. `choices`: what was asked that differs, by key, as (first, second)."""
+    """Two layouts compared. `time`, `memory`: terms that differ, the largest difference first; memory is compared on
+    the pp rank with most memory. `choices`: the requested values that differ, by key, as (first, second)."""
 
     a: PricedLayout
     b: PricedLayout
@@ -46,11 +46,11 @@ class PlanDifference:
 
     @property
     def slower(self) -> float:
-        """The second step's time relative to the first, less 1; of tokens, if the steps have different numbers."""
+        """Return the second step's time relative to the first, less 1; per token if their numbers differ."""
         return self.b.step_s / self.b.job.tokens / (self.a.step_s / self.a.job.tokens) - 1
 
     def as_json(self) -> dict[str, Any]:
-        """One JSON document."""
+        """Return the difference as a JSON document."""
         sides = {
             name: {"step_s": each.step_s, "tokens": each.job.tokens, "peak_bytes": each.peak_bytes,
                    "cluster": each.job.cluster.name, "text": str(each.choice)}
@@ -66,7 +66,7 @@ class PlanDifference:
 
 
 def diff(a: PricedLayout, b: PricedLayout) -> PlanDifference:
-    """The difference of two layouts that have been checked (`cost.estimate.estimate`)."""
+    """Return the difference of two layouts that have been checked (`cost.estimate.estimate`)."""
     explained = _by_name(explain(a)), _by_name(explain(b))
     time = _terms(a.parts_s, b.parts_s, {name: _why(name, *explained) for name in {*a.parts_s, *b.parts_s}})
     memory = _terms(_memory(a), _memory(b), {})
@@ -88,12 +88,12 @@ def _memory(priced: PricedLayout) -> dict[str, float]:
 
 
 def _by_name(entries: list[LedgerEntry]) -> dict[str, LedgerEntry]:
-    """The last entry of each name, which is that of the step where a part of the model has one too."""
+    """Return the last entry of each name: the step's entry, if a part of the model has an entry of that name too."""
     return {ledger.identifier(entry.what): entry for entry in entries}
 
 
 def _why(name: str, a: Mapping[str, LedgerEntry], b: Mapping[str, LedgerEntry]) -> tuple[str, ...]:
-    """The formula of a term on both sides, and its inputs that differ."""
+    """Return the formula of a term on both sides, and its inputs that differ."""
     one, other = a.get(ledger.identifier(name)), b.get(ledger.identifier(name))
     formulas = [each.formula if each is not None else "" for each in (one, other)]
     told = [formulas[0]] if formulas[0] == formulas[1] else [each or "none" for each in formulas]
@@ -107,7 +107,7 @@ def _why(name: str, a: Mapping[str, LedgerEntry], b: Mapping[str, LedgerEntry]) 
 
 
 def _choices(a: PricedLayout, b: PricedLayout) -> dict[str, tuple[Any, Any]]:
-    """The keys of the layout, and what else was asked, that are not the same."""
+    """Return the keys of the layout and of the job whose values differ."""
     keys = dict.fromkeys([*a.layout.settings(), *b.layout.settings()])
     sides: list[dict[str, Any]] = []
     for each in (a, b):

@@ -1,4 +1,4 @@
-"""Which of the fastest layouts are worth a row of their own: of layouts that cost the same, one."""
+"""Select the fastest layouts that deserve a row of their own: one for each set of layouts with equal cost."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,17 +8,17 @@ from shardwright.planner.choice import Choice
 from shardwright.planner.pool import LayoutPool
 
 SAME_TIME = 1e-6
-"""Share of a step by which two layouts count as equally fast."""
+"""Relative difference of step times up to which two layouts count as equally fast."""
 SAME_BYTES = 1e-9
-"""Share of the peak by which they count as needing equal memory."""
+"""Relative difference of peak memory up to which two layouts count as needing equal memory."""
 CHOICES = {key.group: tuple(name for name in KEYS if KEYS[name].group == key.group) for key in KEYS.values()}
 CHOICES["micro_batch"] = ("micro_batch",)
-"""What a person decides at once, with the keys of a layout that say it."""
+"""The choices that a person makes at once, with the layout keys of each."""
 
 
 @dataclass
 class EqualLayouts:
-    """Layouts of a pool, by their numbers, that follow from one another by one choice at no cost."""
+    """Layouts of a pool, by index, that differ from one another by one choice at a time and have the same cost."""
 
     step_s: float
     peak_bytes: float
@@ -26,16 +26,16 @@ class EqualLayouts:
 
     @property
     def simplest(self) -> int:
-        """The member that comes first in the space."""
+        """Return the member that comes first in the space."""
         return min(self.members)
 
     @property
     def others(self) -> list[Choice]:
-        """All but the simplest."""
+        """Return all members except the simplest."""
         return [choice for number, choice in sorted(self.members.items()) if number != self.simplest]
 
     def takes(self, choice: Choice, step_s: float, peak_bytes: float) -> bool:
-        """Whether a layout costs what these do, and is one choice away from one of them."""
+        """Return whether a layout has the same cost as these, and differs in one choice from one of them."""
         return (
             abs(step_s - self.step_s) <= SAME_TIME * self.step_s
             and abs(peak_bytes - self.peak_bytes) <= SAME_BYTES * self.peak_bytes
@@ -44,8 +44,8 @@ class EqualLayouts:
 
 
 def distinct(pool: LayoutPool, k: int) -> list[EqualLayouts]:
-    """The k fastest layouts of which no two are equal, the fastest first, each with its equals; fewer than k where
-    there are not so many. The pool is asked for more until one layout beyond the k-th is known, so that the
+    """Return the k fastest layouts that are pairwise unequal, the fastest first, each with its equals; fewer than k if
+    the pool has fewer. More layouts of the pool are evaluated until one layout after the k-th is known, so that the
     equals of each are complete."""
     asked = k + 1
     while True:
@@ -57,12 +57,12 @@ def distinct(pool: LayoutPool, k: int) -> list[EqualLayouts]:
 
 
 def differing(one: Choice, other: Choice) -> list[str]:
-    """The choices (`CHOICES`) in which two layouts differ."""
+    """Return the choices (`CHOICES`) in which two layouts differ."""
     return [name for name, keys in CHOICES.items() if any(value(one, key) != value(other, key) for key in keys)]
 
 
 def value(choice: Choice, key: str) -> object:
-    """Of one key of a layout, or the micro-batch."""
+    """Return the value of a layout key, or of the micro-batch."""
     return choice.micro_batch if key == "micro_batch" else getattr(choice.layout, key)
 
 

@@ -15,7 +15,7 @@ from shardwright.planner.words import remarks
 
 
 def job_document(job: Job, name: str, limit_bytes: float) -> dict[str, Any]:
-    """What was asked."""
+    """Return the job: model, batch, cluster and limits."""
     return {
         "model": name,
         "parameters": job.model.n_parameters,
@@ -35,7 +35,7 @@ def job_document(job: Job, name: str, limit_bytes: float) -> dict[str, Any]:
 
 
 def layout_document(priced: PricedLayout, limit_bytes: float, budget_tokens: float | None = None) -> dict[str, Any]:
-    """One layout with its numbers; `memory_by_kind_bytes` has a list with a number for each rank of pp."""
+    """Return one layout with its numbers; `memory_by_kind_bytes` has a list by pp rank for each kind."""
     found: dict[str, Any] = {
         "layout": priced.choice.settings(),
         "text": str(priced.choice),
@@ -61,11 +61,11 @@ def plan_document(
     remedies: list[PlanRemedy],
     budget_tokens: float | None,
 ) -> dict[str, Any]:
-    """All that was found. `best` are the fastest layouts that fit, each with those that cost the same (`equals`);
-    `recommended` is one that ties with the first (which may be that one), or the one of --prefer, `remarks` says why,
-    and `simplest` is the simplest near the first; `run_file`, if one was given, is its own layout, `own`;
-    `alternatives` are the best of other kinds, with `slower` as a share of the recommended layout's time; where nothing
-    fits, `nearest` and `remedies` say what would."""
+    """Return the whole plan. `best`: the fastest layouts that fit, each with the layouts of equal cost (`equals`).
+    `recommended`: a layout that ties with the first of `best` (it may be the first), or the layout of --prefer;
+    `remarks` has the reason. `simplest`: the simplest layout near the first. `run_file`: the run file's own layout,
+    `own`, if one was given. `alternatives`: the best layouts of other kinds, with `slower` as a share of the
+    recommended layout's time. If no layout fits, `nearest` and `remedies` list changes that would make one fit."""
     taken = plan.recommended
     found = {
         **job_document(plan.job, name, plan.limit_bytes),

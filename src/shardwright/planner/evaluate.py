@@ -1,4 +1,4 @@
-"""Predicted against measured: every row of a table of published runs, and how far off each source's rows are."""
+"""Predictions compared with measurements: each row of a table of published runs, and the errors of each source."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,21 +18,21 @@ from shardwright.planner.runs import read_runs
 from shardwright.system.errors import InputError
 
 MEASURED_RUNS = Path(__file__).with_name("measured") / "runs.csv"
-"""Published runs that come with Shardwright."""
+"""Published runs that are part of the package."""
 QUANTITIES = {"step time": "s", "peak memory": "GiB"}
 _KEYS = (
     *("row", "id", "source", "model", "stack"),
     *("predicted_step_time_s", "measured_step_time_s", "predicted_peak_mem_gib", "measured_peak_mem_gib"),
     *("interval_s", "left_out_step_time_s", "left_out_interval_s", "family", "assumed", "skipped"),
 )
-"""Of a row as JSON, whether it is predicted or skipped."""
+"""Keys of the JSON of a row, whether it is predicted or skipped."""
 
 
 @dataclass(frozen=True)
 class PredictedRun:
-    """A run with what is predicted for it. `interval_s`: the seconds between which four of five runs are expected.
-    `left_out_s`, `left_out_interval_s`: the same by constants that were fitted without the row's family; None where the
-    family is not among those that the constants were fitted to."""
+    """A run with its prediction. `interval_s`: the seconds between which four of five runs are expected (80 %
+    interval). `left_out_s`, `left_out_interval_s`: the same with constants fitted without the row's family; None if the
+    constants were not fitted to the family."""
 
     run: PredictableRun
     step_s: float
@@ -42,7 +42,7 @@ class PredictedRun:
     left_out_interval_s: tuple[float, float] | None
 
     def pair(self, quantity: str) -> tuple[float, float] | None:
-        """Predicted and measured, or None where nothing was measured."""
+        """Return (predicted, measured), or None if the quantity was not measured."""
         predicted, measured = {
             "step time": (self.step_s, self.run.measured.step_time_s),
             "peak memory": (self.peak_gib, self.run.measured.peak_mem_gib),
@@ -50,15 +50,15 @@ class PredictedRun:
         return None if measured is None else (predicted, measured)
 
     def error(self, quantity: str) -> float | None:
-        """predicted / measured - 1, or None."""
+        """Return predicted / measured - 1, or None if the quantity was not measured."""
         pair = self.pair(quantity)
         return None if pair is None else pair[0] / pair[1] - 1
 
 
 @dataclass(frozen=True)
 class PlanErrorSummary:
-    """Errors of one quantity over the rows of one source or family, as shares. `left_out`: the mean absolute error by
-    constants that have not seen the family, `inside`: the share of rows that are then inside their intervals; or None.
+    """Errors of one quantity over the rows of one source or family, as shares. With constants fitted without the
+    family: `left_out` is the mean absolute error and `inside` the share of rows inside their intervals, else None.
     """
 
     group: str
@@ -75,7 +75,7 @@ class PlanErrorSummary:
 
 @dataclass(frozen=True)
 class PlanEvaluation:
-    """What `evaluate` found."""
+    """The result of `evaluate`."""
 
     path: Path
     rows: tuple[PredictedRun, ...]
@@ -83,12 +83,12 @@ class PlanEvaluation:
 
     @property
     def summaries(self) -> list[PlanErrorSummary]:
-        """One for each source and quantity that was measured there, in the order of the file."""
+        """Return one summary for each source and measured quantity, in the order of the file."""
         return list(self._by("source"))
 
     @property
     def families(self) -> list[PlanErrorSummary]:
-        """The same for each family of sources, and last for all rows."""
+        """Return one summary for each family of sources, and last one for all rows."""
         whole = [found for quantity in QUANTITIES if (found := _summary("all", quantity, self.rows))]
         return [*self._by("family"), *whole]
 
@@ -100,7 +100,7 @@ class PlanEvaluation:
                     yield found
 
     def as_json(self) -> dict[str, Any]:
-        """`rows`, with the skipped ones among them, `sources` and `families`."""
+        """Return `rows`, with the skipped ones among them, `sources` and `families`."""
         rows = [_row_json(row) for row in self.rows]
         rows += [dict.fromkeys(_KEYS) | _names(each) | {"skipped": each.reason} for each in self.skipped]
         return {
@@ -114,39 +114,39 @@ class PlanEvaluation:
 def evaluate(path: Path) -> PlanEvaluation:
     """Predict every row of a CSV with the columns of `planner.run_columns`.
 
-    Raises InputError with every column and cell that is not valid. A row that has no price is no error: it is skipped.
+    Raises InputError with every column and cell that is not valid. A row that the cost model cannot price is skipped.
     """
     return evaluate_runs(path, read_runs(path))
 
 
 def evaluate_runs(path: Path, found: Iterable[PredictableRun | SkippedRun]) -> PlanEvaluation:
-    """The same for runs that have been read."""
+    """Predict runs that have been read from a file."""
     predicted = [each if isinstance(each, SkippedRun) else _predict(each) for each in found]
     rows = tuple(each for each in predicted if isinstance(each, PredictedRun))
     return PlanEvaluation(path, rows, tuple(each for each in predicted if isinstance(each, SkippedRun)))
 
 
 def step_seconds(run: PredictableRun, calibration: Calibration = CALIBRATED) -> float:
-    """Predicted seconds of a step of one run."""
+    """Return the predicted seconds of a step of one run."""
     return float(timed_run(run, calibration)[1].total_s[0])
 
 
 def timed_run(run: PredictableRun, calibration: Calibration) -> tuple[Job, StepTime]:
-    """A run's job with these constants, and its step time."""
+    """Return a run's job with these constants, and its step time."""
     stack = replace(run.job.stack, speed=run.job.stack.speed.calibrated(calibration))
     job = replace(run.job, stack=stack, calibration=calibration)
     return job, step_time(job, run.candidates)
 
 
 def _predicted(run: PredictableRun, calibration: Calibration) -> tuple[float, tuple[float, float]]:
-    """Seconds of a step, and between which they are expected."""
+    """Return the predicted seconds of a step, and their interval."""
     job, time = timed_run(run, calibration)
     low, high = interval_s(job, time, calibration)
     return float(time.total_s[0]), (float(low[0]), float(high[0]))
 
 
 def report_lines(found: PlanEvaluation) -> Iterator[str]:
-    """The evaluation as text: a line a row, the assumptions, then a table by source, and one by family."""
+    """Yield the evaluation as text: a line for each row, the assumptions, a table by source, and a table by family."""
     yield f"{'row':>4}  {'model':<28} {'measured':>10} {'predicted':>10} {'error':>7}   measured GiB  predicted   error"
     for row in found.rows:
         line = f"{row.run.row:>4}  {row.run.measured.model[:28]:<28} "
@@ -180,10 +180,10 @@ def _table(groups: str, summaries: Sequence[PlanErrorSummary]) -> Iterator[str]:
 
 
 def _predict(run: PredictableRun) -> PredictedRun | SkippedRun:
-    """Skipped where the cost model cannot price the run, such as for a schedule that cannot run its micro-batches."""
+    """Predict a run, or skip it if it cannot be priced, such as a schedule that cannot run its micro-batches."""
     left_out = LEFT_OUT.get(run.measured.family)
     try:
-        # Overflows are handled below; numpy's warnings of them would only disturb the terminal.
+        # Overflows are handled below; numpy's warnings about them would only clutter the terminal.
         with np.errstate(all="ignore"):
             seconds, interval = _predicted(run, CALIBRATED)
             measured = run.measured.step_time_s is not None
@@ -252,7 +252,7 @@ def _row_json(row: PredictedRun) -> dict[str, Any]:
 
 
 def _grouped(what: str, found: Iterable[tuple[str, int]]) -> Iterator[str]:
-    """Each text once, with the rows it is about and their number."""
+    """Yield each text once, with the rows that it applies to and their number."""
     rows: dict[str, list[int]] = {}
     for text, row in found:
         rows.setdefault(text, []).append(row)

@@ -1,4 +1,4 @@
-"""Every formula behind a prediction with its numbers: the ledger of the cost model (`cost.ledger`), as text."""
+"""Text with every formula behind a prediction and its numbers: the ledger of the cost model (`cost.ledger`)."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -15,7 +15,7 @@ from shardwright.system.units import MiB, format_bytes
 
 
 def explain(priced: PricedLayout) -> list[LedgerEntry]:
-    """From the batch to the step time, section by section."""
+    """Return the ledger entries from the batch to the step time, section by section."""
     job, candidates = priced.job, priced.choice.candidates
     held = priced.memory
     with ledger.record() as entries:
@@ -29,7 +29,7 @@ def explain(priced: PricedLayout) -> list[LedgerEntry]:
 
 
 def lines(entries: Sequence[LedgerEntry]) -> Iterator[str]:
-    """The entries by section, those of one formula together. At the end the symbols."""
+    """Yield the entries by section, grouped by formula, and last the symbols."""
     for section, inside in groupby(entries, key=lambda entry: entry.section):
         yield ""
         yield section
@@ -49,7 +49,7 @@ def lines(entries: Sequence[LedgerEntry]) -> Iterator[str]:
 
 
 def _table(entries: Sequence[LedgerEntry]) -> Iterator[str]:
-    """Entries of one formula: the formula, the inputs that are the same for all, and a line of each with its own."""
+    """Yield the entries of one formula: the formula, the inputs that all entries share, and a line for each entry."""
     first = entries[0]
     shared = {name: n for name, n in first.inputs.items() if all(each.inputs[name] == n for each in entries)}
     for step in first.formula.split("; "):
@@ -62,7 +62,7 @@ def _table(entries: Sequence[LedgerEntry]) -> Iterator[str]:
 
 
 def _line(entry: LedgerEntry) -> str:
-    """`what = formula = the formula with numbers = value (source)`."""
+    """Return `what = formula = the formula with numbers = value (source)`."""
     numbers = ledger.substituted(entry.formula, {name: number(value) for name, value in entry.inputs.items()})
     steps = [entry.what, entry.formula, numbers if entry.formula not in entry.inputs else ""]
     steps = [step for at, step in enumerate(steps) if step and step not in steps[:at]]
@@ -84,7 +84,7 @@ def _value(value: Number, unit: str) -> str:
 
 
 def number(value: Number) -> str:
-    """A value of an entry as text."""
+    """Return the value of an entry as text."""
     if isinstance(value, tuple):
         return f"({', '.join(map(number, value))})"
     return str(int(value)) if value.is_integer() and abs(value) < 1e12 else f"{value:.6g}"
@@ -117,7 +117,7 @@ def _batch(priced: PricedLayout) -> None:
 
 
 def _parameters(priced: PricedLayout) -> None:
-    """All rows of the model."""
+    """Record the parameter count of each block, of the embedding, norm and head, and of the model."""
     spec = priced.job.model
     with ledger.section("Parameters of the model"):
         terms: dict[str, tuple[int, int]] = {}
@@ -132,7 +132,7 @@ def _parameters(priced: PricedLayout) -> None:
 
 
 def _rows(what: str, numel: dict[str, int]) -> int:
-    """Record the elements of some rows, whose names are those of the model."""
+    """Record the number of elements of some parameter rows, named as in the model."""
     found = sum(numel.values())
     names = {ledger.identifier(name): n for name, n in numel.items()}
     ledger.note(what, " + ".join(names), found, "", "model/modules.py", **names)

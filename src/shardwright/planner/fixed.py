@@ -1,4 +1,4 @@
-"""Keys of the layout that are not searched, since the user has chosen their values."""
+"""Layout keys that are not searched because the user has fixed their values."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ OFFLOADS = ("offload_optimizer", "offload_parameters", "offload_activations")
 
 @dataclass(frozen=True)
 class FixedChoices:
-    """A condition on candidates: that each key of `values` (of [layout], or micro_batch) has that value, and a meaning.
-    The degree 1 of an axis is a value like another."""
+    """Select the candidates in which each key of `values` (of [layout], or micro_batch) has the given value and is
+    used. The degree 1 of an axis is a value like any other."""
 
     values: Mapping[str, Any]
 
@@ -37,7 +37,7 @@ class FixedChoices:
 
     @property
     def offload(self) -> dict[str, Any]:
-        """The keys that say where the layouts have what is not on the device: only what is fixed is searched."""
+        """Return the offload keys. Only the fixed offloads are searched."""
         return {name: value for name, value in self.values.items() if name in OFFLOADS}
 
     def __str__(self) -> str:
@@ -45,12 +45,12 @@ class FixedChoices:
 
 
 def read_fixed(text: str) -> FixedChoices:
-    """Values to fix, from `key=value` pairs separated by commas. Raises LayoutError with every problem at once."""
+    """Parse the values to fix, `key=value` pairs separated by commas. Raises LayoutError with all problems at once."""
     return _checked(*pairs(text, OPTION))
 
 
 def fixed_values(values: Mapping[str, Any]) -> FixedChoices:
-    """Values to fix. Raises LayoutError with every problem at once."""
+    """Check the values to fix. Raises LayoutError with every problem at once."""
     known = [*KEYS, "micro_batch"]
     wrong = [
         f"{OPTION} {name}={value}: no such key; {nearest(name, known)}"
@@ -77,7 +77,7 @@ def _checked(values: Mapping[str, Any], problems: list[str]) -> FixedChoices:
 
 
 def none_searched(job: Job, fixed: FixedChoices) -> LayoutError:
-    """That no layout of the space has these values; with those of each key that layouts have."""
+    """Return the error that no layout of the space has these values, with the values that layouts have for each key."""
     found: dict[str, set[Any]] = {name: set() for name in fixed.values}
     for group in groups(job, fixed.offload):
         for name in found:

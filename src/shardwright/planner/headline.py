@@ -14,9 +14,9 @@ _PALM = "PaLM, arXiv 2204.02311, section 4.1"
 
 @dataclass(frozen=True)
 class PlanHeadline:
-    """Speed of a layout. Shares of the peak by both conventions of attention: `full` counts the whole square of scores
-    (PaLM), `causal` the half that is not masked (Megatron-LM today). `interval_s`: between which a step of four of five
-    runs is expected (`planner.interval`)."""
+    """Speed of a layout. Shares of the peak use two conventions of attention: `full` counts the whole square of scores
+    (PaLM), `causal` the half that is not masked (Megatron-LM today). `interval_s`: the seconds between which the step
+    of four of five runs is expected (80 % interval, `planner.interval`)."""
 
     step_s: float
     interval_s: tuple[float, float]
@@ -30,12 +30,12 @@ class PlanHeadline:
 
     @property
     def recomputes_flops(self) -> bool:
-        """Whether FLOPs of the model are computed again, so that HFU is another number than MFU."""
+        """Return whether FLOPs of the model are computed again, so that HFU differs from MFU."""
         return self.hfu_full > self.mfu_full
 
 
 def headline(priced: PricedLayout) -> PlanHeadline:
-    """MFU = tokens/s x model FLOPs of a token / (accelerators x peak), HFU the same with what is executed.
+    """Compute MFU = tokens/s x model FLOPs per token / (accelerators x peak), and HFU likewise from the executed FLOPs.
 
     Source: PaLM, arXiv 2204.02311, section 4.1 and appendix B; FLOPs by `cost.flops`.
     """
@@ -75,10 +75,10 @@ def headline(priced: PricedLayout) -> PlanHeadline:
 
 
 def days(job: Job, step_s: float, budget_tokens: float) -> float:
-    """Of training on so many tokens, without checkpoints, evaluations and failures."""
+    """Return the days of training on `budget_tokens`, without checkpoints, evaluations and failures."""
     return budget_tokens / job.tokens * step_s / SECONDS_A_DAY
 
 
 def accelerator_hours(job: Job, step_s: float, budget_tokens: float) -> float:
-    """The same on all accelerators together."""
+    """Return the accelerator-hours of training on `budget_tokens`, over all accelerators."""
     return days(job, step_s, budget_tokens) * 24 * job.cluster.size

@@ -1,4 +1,4 @@
-"""A measured run as a job and a layout that the cost model can price, or why it cannot."""
+"""Convert a measured run into a job and a layout that the cost model can price, or give the reason why not."""
 
 import re
 from collections.abc import Iterator
@@ -23,32 +23,32 @@ from shardwright.system.errors import InputError
 from shardwright.system.units import GiB
 
 MOST_STAGES = 512
-"""Of a pipeline, whose schedule is simulated action by action."""
+"""Most stages of a pipeline; its schedule is simulated action by action."""
 MOST_PARAMETERS = 1e16
 MOST_TOKENS = 1e12
-"""Of a step. Beyond these, sizes multiplied leave the whole numbers of 64 bits that the cost model counts with."""
+"""Most tokens of a step. Above these limits, products of sizes overflow the 64-bit integers of the cost model."""
 PRECISIONS = {name: name for name in FORMATS} | {"fp8-tensor": "fp8"}
-"""Number formats of a table, as the cost model names them."""
+"""Cost model's name of each number format of a table."""
 STACK = {"deepspeed": "megatron", "automodel": "fsdp-compiled", "other": "megatron-core"}
-"""Software of a table that is priced as another."""
+"""Software of a table that is priced as other software."""
 MEGATRON_SCHEDULE = {"zb-h2": "auto"}
-"""What runs of Megatron-LM with "zb-h2" had: ZB-2p, a schedule that is searched for the times of the stages, with at
-most 2p micro-batches in flight (Qi et al., arXiv 2401.10241, section 4)."""
+"""Schedule of the runs of Megatron-LM marked "zb-h2". They ran ZB-2p, a schedule that is searched for the times of the
+stages, with at most 2p micro-batches in flight (Qi et al., arXiv 2401.10241, section 4)."""
 FUSED_LOSS = {
     "megatron-core": "megatron-core-fused-loss",
     "fsdp": "fsdp-fused-loss",
     "fsdp-compiled": "fsdp-compiled-loss",
 }
 RECOMPUTE = {"none": 0, "selective": 1, "full": 2}
-"""Places in `cost.job.RECOMPUTE`."""
+"""Indices in `cost.job.RECOMPUTE`."""
 PARTS = {"mla_up_proj": "mla_up"}
-"""Modules that Megatron-Core recomputes, as the parts of `layout.recompute_modules`."""
+"""Modules that Megatron-Core recomputes, and their names in `layout.recompute_modules`."""
 FLEX_SINCE = "2026"
-"""From when on recipes of Megatron-Core dispatch by DeepEP or HybridEP, where a row does not say (Megatron-Bridge,
-scripts/performance/configs)."""
+"""First date from which recipes of Megatron-Core dispatch by DeepEP or HybridEP, for rows that do not state the
+dispatch (Megatron-Bridge, scripts/performance/configs)."""
 PERMUTED_BY_RANK = 8.0
-"""`Speed.permute_bytes` of these: tokens are copied for their experts once they are there, and summed before they go
-back; there is no sorting on the side of the sender."""
+"""`Speed.permute_bytes` of DeepEP and HybridEP. The receiver copies tokens for their experts, and sums them before they
+are sent back; the sender does not sort."""
 ELEMENT_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp32": 4.0}
 
 
@@ -63,7 +63,7 @@ class PredictableRun:
     assumed: tuple[str, ...] = ()
 
     def predicted_peak_gib(self) -> float:
-        """The same quantity as `measured.peak_mem_gib` by the memory model."""
+        """Return the peak of the memory model, in the same unit as `measured.peak_mem_gib`."""
         found = memory.estimate_memory(self.job, self.candidates)
         ranks = found.rank_bytes[0]
         held = {"first": ranks[0], "last": ranks[-1]}.get(self.measured.peak_mem_rank, ranks.max())
@@ -73,7 +73,7 @@ class PredictableRun:
 
 @dataclass(frozen=True)
 class SkippedRun:
-    """A row that is not predicted, and why."""
+    """A row that is not predicted, and the reason."""
 
     row: int
     measured: MeasuredRun
@@ -81,7 +81,7 @@ class SkippedRun:
 
 
 def prepared(line: int, row: MeasuredRun) -> PredictableRun | SkippedRun:
-    """A row for its prediction; `line`: its line in the file."""
+    """Prepare a row for its prediction; `line`: its line in the file."""
     if row.usable == "no":
         return SkippedRun(line, row, row.why_not)
     if reason := next(_not_priced(row), None):
@@ -108,7 +108,7 @@ def prepared(line: int, row: MeasuredRun) -> PredictableRun | SkippedRun:
 
 
 def _not_priced(row: MeasuredRun) -> Iterator[str]:
-    """What the row says that the cost model has no figures or formulas for."""
+    """Yield the choices of the row for which the cost model has no figures or formulas."""
     if row.recompute not in RECOMPUTE and not _core_attention(row) and not _parts(row):
         yield f"recompute={row.recompute} has no price; priced: {', '.join(RECOMPUTE)}"
     if row.offload != "none":
@@ -120,19 +120,19 @@ def _not_priced(row: MeasuredRun) -> Iterator[str]:
 
 
 def _schedule(row: MeasuredRun) -> str:
-    """The schedule that a row is priced with."""
+    """Return the schedule with which a row is priced."""
     of_megatron = row.stack in ("megatron", "megatron-core")
     return MEGATRON_SCHEDULE.get(row.schedule, row.schedule) if of_megatron else row.schedule
 
 
 def _core_attention(row: MeasuredRun) -> bool:
-    """Whether it recomputes what Megatron's "selective" does, by the module's name."""
+    """Return whether the row recomputes core attention, which is Megatron's "selective", given by the module's name."""
     return row.recompute == "selective:core_attn" and STACKS[STACK.get(row.stack, row.stack)].selective == "scores"
 
 
 def _parts(row: MeasuredRun) -> tuple[str, ...]:
-    """The parts of a layer that a row recomputes by Megatron's names, as a layout names them; none where one of them
-    has no price."""
+    """Return the parts of a layer that a row recomputes, converted from Megatron's names to a layout's names; empty if
+    one of them cannot be priced."""
     kind, _, modules = row.recompute.partition(":")
     found = tuple(PARTS.get(name, "") for name in modules.split("+")) if kind == "selective" else ()
     return found if all(found) else ()
@@ -193,7 +193,7 @@ def _model(row: MeasuredRun) -> ModelSpec:
 
 
 def _stack(row: MeasuredRun) -> Stack:
-    """The row's software, with what the row itself says of its kernels, types and overlaps."""
+    """Return the row's software, with the kernels, types and overlaps that the row states."""
     name = STACK.get(row.stack, row.stack)
     stack = STACKS[FUSED_LOSS[name] if row.fused_loss else name]
     speed = stack.speed
@@ -220,19 +220,19 @@ def _stack(row: MeasuredRun) -> Stack:
 
 
 def _replays(row: MeasuredRun) -> bool:
-    """Whether launches of routers and experts are replayed as CUDA graphs, as recipes for racks do."""
+    """Return whether launches of routers and experts are replayed as CUDA graphs, as recipes for racks do."""
     return row.stack == "megatron-core" and bool(row.experts) and (row.per_domain or 0) > 8
 
 
 def _copies_by_node(row: MeasuredRun) -> bool:
-    """Whether a token of experts crosses to a node once: where the row says so, or by the date of the software."""
+    """Return whether a token crosses to a node once for all its experts there: stated by the row, or by its date."""
     if row.moe_dispatch is not None or not row.experts:
         return row.moe_dispatch in ("deepep", "hybridep")
     return row.stack == "megatron-core" and (row.date or "") >= FLEX_SINCE
 
 
 def _cluster(row: MeasuredRun) -> Cluster:
-    """Evenly over as few NVLink domains as hold the run."""
+    """Return a cluster whose ranks are divided evenly over as few NVLink domains as have room for the run."""
     found = cluster(f"{row.accelerator}:{row.accelerators}/{evenly(row.accelerators, row.per_domain)}")
     if row.network_gbs is not None:
         found = found.with_network(row.network_gbs * 1e9 * found.node_size)
@@ -245,7 +245,7 @@ def _candidates(row: MeasuredRun, piped: Layout) -> Candidates:
         "dp_shard": row.dp_shard,
         "cp": row.cp,
         "tp": row.tp,
-        # Experts sharded over their own tp hold as much, and see as many tokens, as over as many more ranks of ep.
+        # Experts with tp of their own need as much memory, and get as many tokens, as with more ranks of ep.
         "ep": row.ep * (row.etp or row.tp) if row.experts else 1,
         "zero": row.zero,
         "micro_batch": row.micro_batch,
@@ -266,7 +266,7 @@ def _candidates(row: MeasuredRun, piped: Layout) -> Candidates:
 
 
 def _stage_layers(row: MeasuredRun, n_stages: int) -> tuple[int, ...] | None:
-    """Layers of each stage; None where they are balanced by cost."""
+    """Return the number of layers of each stage; None if they are balanced by cost."""
     if row.pp == 1:
         return None
     if row.stack == "nanotron":
@@ -283,8 +283,9 @@ def _stage_layers(row: MeasuredRun, n_stages: int) -> tuple[int, ...] | None:
 
 
 def _by_weights(row: MeasuredRun, n_stages: int) -> tuple[int, ...]:
-    """Layers of each stage as nanotron deals them, whatever their number: a stage is full with the layer at which the
-    weights of all layers so far exceed its share of those of layers and head (`nanotron.models.base.build_model`)."""
+    """Return the layers of each stage as nanotron assigns them, for any number: a stage ends with the layer at which
+    the weights of all layers so far exceed its share of the weights of layers and head
+    (`nanotron.models.base.build_model`)."""
     layer = (4 * row.heads * row.head_dim + 3 * row.d_ffn) * row.d_model
     whole = row.layers * layer + row.vocab * row.d_model
     counts = [0] * n_stages
@@ -297,8 +298,8 @@ def _by_weights(row: MeasuredRun, n_stages: int) -> tuple[int, ...]:
 
 
 def _problems(job: Job, candidates: Candidates, piped: Layout) -> Iterator[str]:
-    """The rules of any training code that the run breaks. Rules of this system alone are not checked: other programs
-    shard experts over data replicas, pad a vocabulary, and may leave a stage without a layer."""
+    """Yield the rules of any training code that the run breaks. Rules of this system alone are not checked: other
+    programs shard experts over data replicas, pad a vocabulary, and may have a stage without a layer."""
     spec = job.model
     yield from spec.problems()
     if spec.n_parameters > MOST_PARAMETERS or job.tokens > MOST_TOKENS:
@@ -306,7 +307,7 @@ def _problems(job: Job, candidates: Candidates, piped: Layout) -> Iterator[str]:
     priced = job.cluster.accelerator.flops_per_s
     if FORMATS[job.precision].peak not in priced:
         yield f"no figures for {job.precision} on {job.cluster.accelerator.name}; valid: {', '.join(priced)}"
-    # Dense, and without data ranks: rules of those are about how this system shards state.
+    # Checked as dense and without data ranks: the rules for experts and data ranks are about this system's sharding.
     inside = Layout(
         tp=int(candidates.tp[0]),
         cp=int(candidates.cp[0]),
@@ -325,5 +326,5 @@ def _problems(job: Job, candidates: Candidates, piped: Layout) -> Iterator[str]:
 
 
 def _of_columns(problem: str) -> str:
-    """A rule in the words of a table, which has no sections."""
+    """Return a rule with the names of table columns, without sections of a run file."""
     return re.sub(r"\b(layout|model|batch)\.(?=[a-z])", "", problem)

@@ -1,4 +1,4 @@
-"""What would make a model fit where no layout does: each change is tried, and named only if it works."""
+"""Changes that make a model fit if no layout does. Each change is tried, and reported only if it works."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from shardwright.system.errors import LayoutError
 from shardwright.system.units import GiB, format_host_bytes
 
 MOST_TIMES = 256
-"""How many times as many accelerators are tried."""
+"""Largest factor by which the number of accelerators is multiplied."""
 OFFLOADED: dict[str, dict[str, Any]] = {
     "activations of layers in the memory of the host": {"offload_activations": "cpu"},
     "optimizer states in the memory of the host": {"offload_optimizer": "cpu"},
@@ -23,26 +23,26 @@ OFFLOADED: dict[str, dict[str, Any]] = {
         "offload_parameters": "cpu",
     },
 }
-"""What can be elsewhere than on the device, and the keys for it."""
+"""State that can be stored outside the device, and the layout keys for it."""
 SHORTEST = 512
-"""Tokens of a sequence below which none is tried."""
+"""Shortest sequence that is tried, in tokens."""
 
 
 @dataclass(frozen=True)
 class PlanRemedy:
-    """One change after which a layout fits. `what`: in words."""
+    """One change after which a layout fits. `what`: its description."""
 
     what: str
     job: Job
 
 
 def remedies(job: Job, memory_margin: float, fixed: FixedChoices | None = None) -> list[PlanRemedy]:
-    """Single changes of the job with each of which some layout with the fixed values fits, the least of each kind;
-    first, whether one fits without them.
+    """Return single changes of the job after which some layout with the fixed values fits, the smallest change of each
+    kind. The first remedy is to drop the fixed values, if some layout then fits.
 
-    Layout, micro-batch and recomputation are not among them: every choice of those has been searched, but for
-    activations, optimizer states and shards of parameters in the memory of the host or on a disk, which make every step
-    longer.
+    Layout, micro-batch and recomputation are no remedies, because every choice of them has been searched. Activations,
+    optimizer states and shards of parameters in the memory of the host or on a disk are remedies: they are not searched
+    because they make every step longer.
     """
 
     def works(changed: Job, margin: float = memory_margin, condition: FixedChoices | None = fixed) -> bool:
@@ -72,7 +72,7 @@ def remedies(job: Job, memory_margin: float, fixed: FixedChoices | None = None) 
 
 
 def _host_memory(job: Job, margin: float, offloaded: FixedChoices) -> PlanRemedy | None:
-    """With how much memory of each node's host a layout fits; None where none fits."""
+    """Return the memory of each node's host with which a layout fits; None if no layout fits."""
     try:
         needed = least_host_bytes(job, limit_bytes(job, margin), offloaded)
     except LayoutError:
@@ -96,7 +96,7 @@ def _host_memory(job: Job, margin: float, offloaded: FixedChoices) -> PlanRemedy
 
 
 def _larger(job: Job) -> Iterator[PlanRemedy]:
-    """More accelerators: twice, three times, four times, ... as many."""
+    """Yield more accelerators: two, three, four, ... times the number."""
     times = 2
     while times <= MOST_TIMES:
         size = job.cluster.size * times
@@ -107,7 +107,7 @@ def _larger(job: Job) -> Iterator[PlanRemedy]:
 
 
 def _shorter(job: Job) -> Iterator[PlanRemedy]:
-    """Shorter sequences, of as many tokens a step."""
+    """Yield shorter sequences with the same number of tokens a step."""
     seq_len, global_batch = job.seq_len, job.global_batch
     while seq_len % 2 == 0 and seq_len // 2 >= SHORTEST:
         seq_len, global_batch = seq_len // 2, global_batch * 2
@@ -116,8 +116,8 @@ def _shorter(job: Job) -> Iterator[PlanRemedy]:
 
 
 def _even(job: Job) -> Iterator[PlanRemedy]:
-    """The nearest sequence length that tp and cp can partition into more parts, of as many sequences a step: an
-    even one, one for a node, one for all ranks. cp makes twice as many parts of it as it has ranks."""
+    """Yield the nearest sequence lengths that tp and cp can partition into more parts, with the same number of
+    sequences a step: an even length, one for the ranks of a node, one for all ranks. cp makes two parts per rank."""
     size, node = job.cluster.size, job.cluster.node_size
     tried = {job.seq_len}
     for parts in (2, 2 * node, 2 * size) if size > 1 else ():
@@ -131,13 +131,13 @@ def _even(job: Job) -> Iterator[PlanRemedy]:
 
 
 def _narrower(job: Job) -> Iterator[PlanRemedy]:
-    """Matmuls in 16 bits."""
+    """Yield matmuls in 16 bits."""
     if job.element_bytes == 4:
         yield PlanRemedy("--precision bf16", replace(job, precision="bf16"))
 
 
 def _lighter(job: Job) -> Iterator[PlanRemedy]:
-    """Optimizer states of 16 bits, or of 8."""
+    """Yield optimizer states of 16 bits and of 8."""
     kind = job.optimizer_kind
     if kind.state and not job.narrow_states and not [*kind.narrow_problems(job.options_of_optimizer)]:
         yield PlanRemedy("optimizer states in bf16: optimizer.state_dtype='bf16'", replace(job, narrow_states=True))

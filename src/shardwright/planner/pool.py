@@ -1,4 +1,4 @@
-"""Layouts that fit, with a bound on the time of each, and the fastest of any part of them."""
+"""Layouts that fit, with a lower bound on the step time of each, and a search for the fastest of any subset."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,13 +10,13 @@ from shardwright.planner.choice import Choice, choice_at
 from shardwright.planner.space import Condition, Mask
 
 AT_ONCE = 2
-"""Layouts of one round of simulations. More would simulate some that one more result could have excluded."""
+"""Layouts simulated in one round. With more, one more result could have excluded some of them."""
 
 
 class LayoutPool:
     """n layouts of a job in groups that share a pipeline. `bound_s`, `peak_bytes`: (n,), in the order of the groups.
 
-    The time of a layout with a pipeline is simulated when it is asked for, and kept; that of any other is its bound.
+    The time of a layout with a pipeline is simulated on request and cached; any other layout's is its bound.
     """
 
     def __init__(self, job: Job, groups: Sequence[Candidates], bound_s: Floats, peak_bytes: Floats) -> None:
@@ -33,24 +33,24 @@ class LayoutPool:
 
     @property
     def n_simulated(self) -> int:
-        """How many have been simulated so far."""
+        """Return the number of layouts simulated so far."""
         return len(self._exact)
 
     def where(self, condition: Condition) -> Mask:
-        """The mask of a condition over all n."""
+        """Return the mask of a condition over all n layouts, (n,)."""
         return np.concatenate([condition(group) for group in self.groups]) if self.groups else np.zeros(0, dtype=bool)
 
     def choice(self, number: int) -> Choice:
-        """Layout number `number`."""
+        """Return layout number `number`."""
         group, row = self._place(number)
         return choice_at(self.groups[group], row)
 
     def fastest(self, k: int, among: Mask | None = None) -> list[int]:
-        """Numbers of the k layouts with the least simulated time, the fastest first; of equals the simpler one, which
-        comes first. `among`, (n,): only of these. Fewer than k where there are not so many.
+        """Return the numbers of the k layouts with the least simulated time, the fastest first; of equals the simpler
+        layout, which comes first. `among`, (n,): the subset to search. Returns fewer than k if the subset has fewer.
 
-        Best first: layouts are simulated in the order of their bounds, until no bound that is left is below the k-th
-        time found. As no layout is faster than its bound, this is what simulating all would give.
+        Best first: layouts are simulated in the order of their bounds, until no remaining bound is below the k-th time.
+        No layout is faster than its bound, so the result is the same as after simulating all.
         """
         order = self._order if among is None else self._order[among[self._order]]
         found: list[tuple[float, int]] = []
@@ -62,7 +62,7 @@ class LayoutPool:
         return [number for _, number in found]
 
     def times_s(self, numbers: Iterable[int]) -> list[float]:
-        """Simulated seconds of a step of some layouts."""
+        """Return the simulated seconds of a step of some layouts."""
         wanted = list(numbers)
         by_group: dict[int, list[int]] = {}
         for number in wanted:
@@ -76,6 +76,6 @@ class LayoutPool:
         return [self._exact.get(number, float(self.bound_s[number])) for number in wanted]
 
     def _place(self, number: int) -> tuple[int, int]:
-        """In which group a layout is, and which of it."""
+        """Return the index of a layout's group, and its index in the group."""
         group = int(np.searchsorted(self._ends, number, side="right"))
         return group, number - int(self._ends[group] - len(self.groups[group]))

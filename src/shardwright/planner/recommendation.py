@@ -1,12 +1,12 @@
-"""Which of the layouts that tie with the fastest one is recommended.
+"""Selection of the recommended layout among the layouts that tie with the fastest.
 
 A layout is in the class if it ties with the fastest layout (`planner.tie`) and has no more axes. Every layout is
 compared with the fastest one only, so membership does not depend on the other layouts. Within the class:
 
 1. Layouts with headroom are kept: a peak that is higher than predicted by `MEMORY_ERROR` is still within the limit.
-   Where no layout has headroom, those are kept that need at most `WORTH_A_KEY` more than the least.
+   If no layout has headroom, the layouts are kept that need at most `WORTH_A_KEY` more memory than the least.
 2. Of these, the layouts with the fewest axes are kept.
-3. Of these, the layouts are kept that take at most `WORTH_A_KEY` longer than the fastest of them. The one with the
+3. Of these, the layouts are kept that take at most `WORTH_A_KEY` longer than the fastest of them. The layout with the
    fewest settings is recommended, and of equals the fastest.
 
 Each layout has a number for each criterion, and each step keeps the layouts near an extreme of all, so the order of the
@@ -26,17 +26,17 @@ from shardwright.planner.simplicity import WORTH_A_KEY, axes, complexity, plaine
 from shardwright.planner.tie import difference_error, ties
 
 MEMORY_ERROR = 0.027
-"""Half of the published peaks are predicted within this share of the peak: the median error of peak memory that
-`shardwright plan evaluate` prints."""
+"""Median relative error of predicted peak memory, as `shardwright plan evaluate` prints it: half of the published peaks
+are predicted within it."""
 FEW = 4
-"""Layouts of each number of axes, with and without headroom, that are candidates: the fastest ones."""
+"""Candidates for each number of axes, with and without headroom: the fastest layouts."""
 
 
 @dataclass(frozen=True)
 class Rated:
-    """The numbers by which layouts are compared. `error`: of the difference from the fastest layout's step, as a
-    logarithm (`tie.difference_error`). `axes`: degrees above 1 that divide the model or a sequence. `settings`: other
-    keys that are not at their default."""
+    """The numbers by which layouts are compared. `error`: error of the difference between this step and the fastest
+    layout's, as a logarithm (`tie.difference_error`). `axes`: degrees above 1 that divide the model or a sequence.
+    `settings`: number of other keys that are not at their default."""
 
     step_s: float
     error: float
@@ -65,22 +65,23 @@ def choose(rated: Sequence[Rated], limit_bytes: float) -> Rated:
 
 
 def recommend(candidates: Sequence[PricedLayout], limit_bytes: float) -> PricedLayout:
-    """Return the layout of these that is recommended."""
+    """Return the recommended layout among the candidates."""
     fastest = min(candidates, key=lambda each: (each.step_s, axes(each)))
     rated = [Rated.of(each, fastest) for each in candidates]
     return candidates[rated.index(choose(rated, limit_bytes))]
 
 
 def with_headroom(limit_bytes: float) -> float:
-    """The largest predicted peak that is within the limit though it be missed by `MEMORY_ERROR`."""
+    """Return the largest predicted peak that stays within the limit if the real peak is `MEMORY_ERROR` higher."""
     return limit_bytes / (1 + MEMORY_ERROR)
 
 
 def candidates(
     fastest: PricedLayout, pool: LayoutPool, limit_bytes: float, fewer_layers: bool
 ) -> Iterator[PricedLayout]:
-    """Layouts of a pool from which the recommended one is chosen, beside the fastest one: of each number of axes up to
-    that of the fastest, the `FEW` fastest that tie with it, and the fastest with each smaller number of settings.
+    """Yield the layouts of a pool, besides the fastest, from which the recommended layout is chosen: for each number of
+    axes up to the fastest layout's, the `FEW` fastest that tie with it, and the fastest with each smaller number of
+    settings.
 
     Layouts with headroom come first. Once one ties, layouts with more axes or without headroom are not recommended, and
     are left out. `fewer_layers`: also with recomputation in as few layers as leave headroom.
@@ -105,7 +106,7 @@ def candidates(
 
 
 def with_fewest_layers(priced: PricedLayout, most_bytes: float) -> PricedLayout:
-    """Return the layout with recomputation in as few layers as need at most `most_bytes`, where that saves
-    `WORTH_A_KEY` of the step; else the layout itself."""
+    """Return the layout with recomputation in as few layers as need at most `most_bytes`, if that saves `WORTH_A_KEY`
+    of the step; else the layout itself."""
     less = PricedLayout.from_choice(priced.job, fewest_layers(priced.job, priced.choice, most_bytes))
     return less if less.step_s < (1 - WORTH_A_KEY) * priced.step_s else priced

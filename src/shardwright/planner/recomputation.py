@@ -1,4 +1,4 @@
-"""The least recomputation with which a layout fits, by the memory formulas of the plan."""
+"""The least recomputation with which a layout fits, by the planner's memory formulas."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,24 +16,24 @@ from shardwright.system.units import format_bytes
 
 @dataclass(frozen=True)
 class SettledLayout:
-    """The layout that was chosen, and what of the `limit_bytes` that a rank may need it does need at its peak."""
+    """The chosen layout, its bytes at the peak, and the `limit_bytes` that a rank may use."""
 
     layout: Layout
     peak_bytes: float
     limit_bytes: float
 
     def __str__(self) -> str:
-        """`recompute selective, recompute_layers 3: 61.2 of 72 GiB`."""
+        """Return `recompute selective, recompute_layers 3: 61.2 of 72 GiB`."""
         names = ("recompute", "recompute_layers")
         said = [f"{name} {value}" for name in names if (value := getattr(self.layout, name)) is not None]
         return f"{', '.join(said)}: {format_bytes(self.peak_bytes)} of {format_bytes(self.limit_bytes)}"
 
 
 def least_recomputation(job: Job, layout: Layout, micro_batch: int, limit_bytes: float) -> SettledLayout:
-    """The first that needs no more than `limit_bytes` on any rank: none, selective for as few layers of each stage as
-    possible, full for as few as possible. Parts are the default ones.
+    """Return the first of these choices that needs at most `limit_bytes` on every rank: no recomputation, selective in
+    as few layers of each stage as possible, full in as few as possible. Parts are the default ones.
 
-    Raises LayoutError where a choice of the layout has no formulas, and where nothing fits, with what would help.
+    Raises LayoutError if a choice of the layout has no formulas. Raises LayoutError with remedies if nothing fits.
     """
     unpriced = [name for name, key in KEYS.items() if getattr(layout, name) in key.not_priced()]
     if unpriced:
@@ -58,8 +58,8 @@ def least_recomputation(job: Job, layout: Layout, micro_batch: int, limit_bytes:
 
 
 def fewest_layers(job: Job, choice: Choice, limit_bytes: float) -> Choice:
-    """The same layout, in which only the first layers of each stage recompute, as few as fit; the layout itself where
-    all have to, where nothing recomputes, and where nothing would have to."""
+    """Return the layout with recomputation only in the first layers of each stage, in as few as fit. Return the layout
+    itself if all layers have to recompute, if nothing recomputes, or if nothing would have to."""
     layout, micro_batch = choice.layout, choice.micro_batch
     if not layout.recomputes:
         return choice
@@ -79,13 +79,13 @@ def fewest_layers(job: Job, choice: Choice, limit_bytes: float) -> Choice:
 
 
 def peak_bytes(job: Job, layout: Layout, micro_batch: int) -> float:
-    """Reserved bytes of the rank with the most."""
+    """Return the reserved bytes of the rank with the most memory."""
     return float(reserved_bytes(job, Candidates.from_layout(layout, micro_batch))[0])
 
 
 def _in_order(job: Job, layout: Layout, micro_batch: int, limit_bytes: float) -> Iterator[Layout]:
-    """No recomputation, then for each kind that fits in all layers the same in fewer, the fewest first; last the kind
-    that recomputes most, which may not fit."""
+    """Yield the layout without recomputation; then, for each kind that fits in all layers, the kind in fewer layers,
+    the fewest first; last the kind that recomputes most, which may not fit."""
     yield layout.changed(recompute="none")
     held = stages(job, Candidates.from_layout(layout, micro_batch))
     most = max(sum(len(held.layers[stage]) for stage in row) for row in held.of_rank.tolist())

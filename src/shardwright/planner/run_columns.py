@@ -1,7 +1,7 @@
-"""The columns of a table of measured runs: what each means and which cells are valid.
+"""The columns of a table of measured runs, with their meanings and valid cells.
 
-`docs/measured-runs.md` is made from this list. An empty cell was not stated by the source and is None here, unless the
-column's help says what it means.
+`docs/measured-runs.md` is generated from this list. An empty cell was not stated by the source and is None here,
+unless the column's help gives it a meaning.
 """
 
 import re
@@ -21,10 +21,10 @@ MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "mla_up_proj")
 
 @dataclass(frozen=True)
 class RunColumn:
-    """`rule`: which cells are valid, in words; `valid` tells it of a cell that is not empty, and `convert` makes its
-    value. `empty`: what an empty cell means. `needed`: when a cell may not be empty: "always", or in usable rows
-    ("usable") or those with a pipeline ("pp"), and in rows with experts ("experts"), with latent attention ("mla") or
-    with a peak ("peak")."""
+    """A column of a table. `rule`: description of the valid cells. `valid`: checks a cell that is not empty. `convert`:
+    converts it to a value. `empty`: the meaning of an empty cell. `needed`: when a cell may not be empty: "always", in
+    usable rows ("usable"), in usable rows with a pipeline ("pp"), and in rows with experts ("experts"), with latent
+    attention ("mla") or with a peak ("peak")."""
 
     help: str
     rule: str
@@ -34,7 +34,7 @@ class RunColumn:
     needed: str = ""
 
     def read(self, text: str) -> Any:
-        """The value of a cell. Raises ValueError with the rule that it breaks."""
+        """Return the value of a cell. Raises ValueError with the rule that the cell breaks."""
         if text and not self.valid(text):
             raise ValueError(f"valid: {self.rule}")
         return self.convert(text) if text else self.empty
@@ -51,7 +51,7 @@ def _text(help: str, needed: str = "") -> Any:
 def _choice(
     help: str, *words: str, needed: str = "", empty: str | None = None, form: tuple[str, str] = ("", "")
 ) -> Any:
-    """One of some words, or what has a form, given as examples and as a pattern."""
+    """Return a column whose cells are one of some words or have a form, given as (examples, pattern)."""
     rule = ", ".join(filter(None, (*words, form[0])))
     return _column(help, rule, lambda cell: cell in words or re.fullmatch(form[1], cell), str, empty, needed)
 
@@ -217,5 +217,5 @@ class MeasuredRun:
 
 @cache
 def columns() -> dict[str, RunColumn]:
-    """By name, in the order of a table."""
+    """Return the columns by name, in the order of a table."""
     return {each.name: each.metadata["column"] for each in fields(MeasuredRun)}

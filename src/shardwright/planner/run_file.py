@@ -1,4 +1,4 @@
-"""A chosen layout as a run file that `train` and `verify` accept, once its data are filled in."""
+"""A chosen layout as a run file that `train` and `verify` accept once its data are filled in."""
 
 import json
 import os
@@ -17,31 +17,31 @@ from shardwright.system.units import GiB
 
 STEPS = 1000
 DEFAULT_PRESET = "debug"
-"""Of [model] in a run file, whose every size can be changed."""
+"""Default preset of [model] in a run file; all its sizes can be changed."""
 
 
 def precision_keys(job: Job) -> dict[str, Any]:
-    """The keys of `[precision]` that make `train` compute as was planned."""
+    """Return the keys of `[precision]` with which `train` computes in the planned precision."""
     return TRAINED[job.precision] | {"compile": job.compiled}
 
 
 def memory_gib(job: Job) -> float:
-    """The memory of one accelerator that a run file names, so that `dryrun` compares with it."""
+    """Return the memory of one accelerator in GiB for the run file, so that `dryrun` compares with it."""
     return round(job.cluster.accelerator.memory_bytes / GiB, 2)
 
 
 def untrained(precision: str) -> list[str]:
-    """What is wrong with a precision of a layout that is to be written: `train` does not compute in all of them."""
+    """Return the problem of a precision in which `train` does not compute, for a layout that is to be written."""
     if precision in TRAINED:
         return []
     return [f"--write with --precision {precision}: train computes in {' or '.join(TRAINED)}; choose one of them"]
 
 
 def run_file(job: Job, name: str, choice: Choice, command: str, budget_tokens: float | None = None) -> str:
-    """The text of a run file.
+    """Return the text of a run file.
 
-    `name`: the preset that the model is, its sizes (`model.by_sizes`), or its folder; `command`: what found the
-    layout, for the first line; `budget_tokens`: how long the run is to be. Raises InputError for a job that `train`
+    `name`: the preset of the model, its sizes (`model.by_sizes`), or its folder. `command`: the command that found the
+    layout, for the first line. `budget_tokens`: the tokens of the whole run. Raises InputError for a job that `train`
     cannot run.
     """
     if wrong := untrained(job.precision):
@@ -83,8 +83,8 @@ def run_file(job: Job, name: str, choice: Choice, command: str, budget_tokens: f
 
 
 def _model_keys(job: Job, name: str) -> dict[str, Any]:
-    """The section [model]: a preset and the sizes that differ from it, or the folder that `train` reads; of a model
-    given by its sizes, and of a folder that `train` refuses, the sizes that differ from the preset of the default."""
+    """Return the section [model]: a preset and the sizes that differ from it, or a folder that `train` reads. A model
+    given by its sizes, or a folder that `train` refuses, becomes the sizes that differ from the default preset."""
     if name in PRESETS:
         return {"preset": name} | _changes(job, name)
     if Path(name).is_dir() and _is_read(Path(name)):
@@ -93,7 +93,7 @@ def _model_keys(job: Job, name: str) -> dict[str, Any]:
 
 
 def _is_read(folder: Path) -> bool:
-    """Whether a folder has a model whose weights are of a type that is read; those of DeepSeek-V3 are quantised."""
+    """Return whether a folder has a model with weights of a readable type; the weights of DeepSeek-V3 are quantised."""
     try:
         return not is_folder_of_transformers(folder) or bool(read_folder(folder))
     except InputError:
@@ -101,7 +101,7 @@ def _is_read(folder: Path) -> bool:
 
 
 def _changes(job: Job, name: str) -> dict[str, Any]:
-    """Sizes in which the model differs from its preset; a table that differs is written whole."""
+    """Return the sizes in which the model differs from its preset; a table that differs is written whole."""
     found: dict[str, Any] = {}
     preset = PRESETS[name]
     for each in fields(preset):

@@ -1,4 +1,4 @@
-"""Reads a table of measured runs: a CSV with exactly the columns of `planner.run_columns`."""
+"""Read a table of measured runs: a CSV with exactly the columns of `planner.run_columns`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +13,11 @@ from shardwright.system.units import divisors
 
 LONGEST_QUOTE = 40
 FEW = 3
-"""Missing columns that are explained one by one."""
+"""Most missing columns that are explained one by one."""
 
 
 def read_runs(path: Path) -> list[PredictableRun | SkippedRun]:
-    """Every row of a table, in order; what has no price is `SkippedRun`.
+    """Return every row of a table, in order; a row that cannot be priced is a `SkippedRun`.
 
     Raises InputError with every problem of the file at once: an unknown or missing column, a cell that is not valid,
     and rows whose cells contradict each other.
@@ -26,7 +26,7 @@ def read_runs(path: Path) -> list[PredictableRun | SkippedRun]:
 
 
 def read_table(path: Path) -> list[tuple[int, MeasuredRun]]:
-    """Every row with its line in the file (the last one of a row that has several). Raises InputError as above."""
+    """Return every row with its line in the file (its last line if it has several). Raises as `read_runs`."""
     try:
         lines = [(line, [cell.strip() for cell in cells]) for line, cells in read_csv(path) if any(cells)]
     except (OSError, ValueError) as error:
@@ -77,7 +77,7 @@ def _header_problems(header: list[str]) -> Iterator[str]:
 
 
 def _read(cells: dict[str, str]) -> tuple[MeasuredRun, list[str]]:
-    """A row, and what is wrong with its cells one by one; with a problem the row has None there."""
+    """Read the cells of a row. Return the row, with None for each invalid cell, and the problems of its cells."""
     values: dict[str, Any] = dict.fromkeys(columns())
     problems: list[str] = []
     for name, column in columns().items():
@@ -101,7 +101,7 @@ def _read(cells: dict[str, str]) -> tuple[MeasuredRun, list[str]]:
 
 
 def _contradictions(row: MeasuredRun) -> Iterator[str]:
-    """Rules between the cells of a row, each of which is valid by itself."""
+    """Yield the contradictions between the cells of a row whose cells are valid one by one."""
     if row.usable == "no":
         if not row.why_not:
             yield "why_not is empty, and a row with usable='no' says there why it is not compared"
@@ -137,5 +137,5 @@ def _contradictions(row: MeasuredRun) -> Iterator[str]:
 
 
 def _quoted(text: str) -> str:
-    """A cell as a message repeats it: not at any length."""
+    """Return a cell for use in a message, shortened if it is long."""
     return text if len(text) <= LONGEST_QUOTE else f"{text[: LONGEST_QUOTE - 4]}..."

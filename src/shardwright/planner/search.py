@@ -1,4 +1,5 @@
-"""The fastest layouts that fit: memory of all, a bound on the time of those that fit, and simulation of the best."""
+"""Search for the fastest layouts that fit. It computes the memory of all layouts and a lower bound on the time of the
+layouts that fit, and simulates the best."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,21 +26,21 @@ from shardwright.system.errors import InputError, LayoutError
 from shardwright.system.units import divisors
 
 MARGIN = 0.1
-"""Share of an accelerator's memory that is kept free, for what is not counted and for fragments."""
+"""Share of an accelerator's memory that is kept free, for uncounted memory and for fragmentation."""
 TOP = 10
 PARALLEL_FROM = 512
-"""Accelerators from which on the time that a search takes is worth several processes."""
+"""Number of accelerators from which a search is slow enough to use several processes."""
 CELLS = 2**19
-"""Layouts x ranks of `pp` that are evaluated at once: with fewer the calls of numpy take longer than what they do, with
-more the arrays leave the cache."""
+"""Layouts x pp ranks that are evaluated at once. With fewer, the overhead of numpy calls exceeds their work; with more,
+the arrays do not fit in the cache."""
 
 
 @dataclass(frozen=True)
 class Survey:
-    """Layouts of a job: how many, all that fit, and the one that needs least memory (None where there is none).
+    """Layouts of a job: their number, all that fit, and the layout that needs the least memory (None if there is none).
 
-    `nearest_bytes`: of its device; `least`: the same, or if that is more, the layout's share of its host's memory, as
-    that share of the limit of a device.
+    `nearest_bytes`: the memory of the device that this layout needs. `least`: the same, or if larger, its share of its
+    host's memory as an equal share of the limit of a device.
     """
 
     n_layouts: int
@@ -51,11 +52,11 @@ class Survey:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a search found. `best`: the fastest layouts that fit, the fastest first; empty where none fits. `equals`:
-    for each of them, those that cost the same and differ from it, or from one another, in one choice (`distinct`).
-    `recommended`: one that ties with the fastest (`planner.recommendation`), which may be that one, or the one of
-    `prefer`; `simplest`: the simplest that is shown beside it; both None where none fits. `fixed`: the values that all
-    layouts have."""
+    """The result of a search. `best`: the fastest layouts that fit, the fastest first; empty if none fits. `equals`:
+    for each of `best`, the layouts with the same cost that differ from it, or from one another, in one choice
+    (`distinct`). `recommended`: a layout that ties with the fastest (`planner.recommendation`), which may be the
+    fastest, or the layout of `prefer`. `simplest`: the simplest layout that is shown with it. Both are None if none
+    fits. `fixed`: the values that all layouts have."""
 
     job: Job
     limit_bytes: float
@@ -69,19 +70,19 @@ class Plan:
 
     @property
     def pool(self) -> LayoutPool:
-        """All layouts that fit."""
+        """Return all layouts that fit."""
         return self.survey.pool
 
 
 def margin_problems(memory_margin: float) -> list[str]:
-    """What is wrong with a share of the memory that is to be kept free."""
+    """Return the problems of a share of the memory that is to be kept free."""
     if 0 <= memory_margin < 1:
         return []
     return [f"--memory-margin {memory_margin:g}: a share of the memory is needed, 0 or more and below 1"]
 
 
 def limit_bytes(job: Job, memory_margin: float) -> float:
-    """What a layout may need. Raises InputError for a margin that is no share."""
+    """Return the bytes that a layout may use of a device. Raises InputError if the margin is not a share."""
     if problems := margin_problems(memory_margin):
         raise InputError(*problems)
     return (1 - memory_margin) * job.cluster.accelerator.memory_bytes
@@ -96,18 +97,18 @@ def search(
     processes: int = 1,
     prefer: str | None = None,
 ) -> Plan:
-    """The `top` layouts of the whole cluster that train fastest and fit, of equal ones the simplest.
+    """Return the `top` layouts of the whole cluster that train fastest and fit, of equal ones the simplest.
 
-    `memory_margin`: share of an accelerator's memory that is kept free. `fixed`: only layouts with these values. What
-    is found is what evaluating every layout of `planner.space` with a simulated schedule would find
-    (`LayoutPool.fastest`); of the `TOP` fastest, or `top` if that is more, that recompute, only as few layers of each
-    stage as fit do so (`recomputation.fewest_layers`) where that saves `WORTH_A_KEY`, unless `fixed` says what
-    recomputes. `prefer`: which layout is recommended, "fastest" or "simplest" (`simplicity.PREFERENCES`), instead of
-    `planner.recommendation`'s. `processes`: that evaluate layouts at a time (`survey`); below `PARALLEL_FROM`
-    accelerators there is one.
+    `memory_margin`: share of an accelerator's memory that is kept free. `fixed`: only layouts with these values.
+    `prefer`: the layout to recommend, "fastest" or "simplest" (`simplicity.PREFERENCES`), instead of the recommendation
+    of `planner.recommendation`. `processes`: number of processes that evaluate layouts (`survey`); below
+    `PARALLEL_FROM` accelerators one. The result equals evaluating every layout of `planner.space` with a simulated
+    schedule (`LayoutPool.fastest`). The `TOP` fastest, or `top` if larger, that recompute do so in as few layers of
+    each stage as fit (`recomputation.fewest_layers`) if that saves `WORTH_A_KEY`, unless `fixed` has keys of
+    recomputation.
 
-    Raises LayoutError where no layout can partition the batch or has the fixed values, InputError for a margin that is
-    no share.
+    Raises LayoutError if no layout can partition the batch or has the fixed values, InputError for a margin that is not
+    a share.
     """
     if fixed is not None and (
         problems := list(job.offload_problems(*(str(fixed.offload.get(name, "none")) for name in OFFLOADS)))
@@ -139,7 +140,7 @@ def search(
 
 
 def _whole(found: Sequence[PricedLayout]) -> list[PricedLayout]:
-    """Layouts with recomputation in all layers, each once."""
+    """Return the layouts with recomputation in all layers, each once."""
     whole = {replace(each.choice, layout=each.layout.changed(recompute_layers=None)): each for each in found}
     return [PricedLayout.from_choice(each.job, choice) for choice, each in whole.items()]
 
@@ -147,8 +148,8 @@ def _whole(found: Sequence[PricedLayout]) -> list[PricedLayout]:
 def _with_fewest_layers(
     found: list[PricedLayout], equals: list[list[Choice]], limit: float
 ) -> tuple[list[PricedLayout], list[list[Choice]]]:
-    """Layouts with recomputation in as few layers as fit where that is worth another key, the fastest first, and the
-    equals of those that stay."""
+    """Return the layouts with recomputation in as few layers as fit, if that saves enough to justify another key, the
+    fastest first, and the equals of the remaining layouts."""
     rows = []
     for each, others in zip(found, equals, strict=True):
         less = with_fewest_layers(each, limit)
@@ -160,11 +161,11 @@ def _with_fewest_layers(
 def survey(
     job: Job, limit: float, condition: Condition | None = None, processes: int = 1, pp: int | None = None
 ) -> Survey:
-    """The memory of every layout, and the bound on the time of those that need no more than `limit` bytes.
+    """Compute the memory of every layout, and a bound on the time of the layouts that need at most `limit` bytes.
 
-    `condition`: only of layouts of this kind. `processes`: more than one each evaluate the layouts of one number of
-    stages at a time; `condition` has to be None or FixedChoices then. `pp`: only with pipelines of so many ranks.
-    Raises LayoutError where no layout can partition the batch, unless `pp` is given.
+    `condition`: only layouts that meet it. `processes`: if above 1, each process evaluates the layouts of one number of
+    stages at a time, and `condition` has to be None or FixedChoices. `pp`: only pipelines of `pp` ranks.
+    Raises LayoutError if no layout can partition the batch, unless `pp` is given.
     """
     memo = memo_of(job) if processes == 1 else None  # other processes have their own
     evaluate, pps = partial(_survey_of, job, limit, condition, memo), divisors(job.cluster.size) if pp is None else [pp]
@@ -182,7 +183,7 @@ def survey(
 
 
 def _survey_of(job: Job, limit: float, condition: Condition | None, memo: Memo | None, pp: int) -> Survey | None:
-    """The survey of the layouts with `pp` stages; None where none can partition the batch. `memo`: of the job."""
+    """Return the survey of the layouts with `pp` stages; None if none can partition the batch. `memo`: the job's."""
     kept: list[Candidates] = []
     bounds, peaks = [np.zeros(0)], [np.zeros(0)]
     n_layouts, least, nearest_bytes, exists, memo = 0, np.inf, np.inf, False, memo or memo_of(job)
@@ -208,7 +209,7 @@ def _survey_of(job: Job, limit: float, condition: Condition | None, memo: Memo |
 
 
 def memo_of(job: Job) -> Memo:
-    """An empty one for the layouts of the space of a job."""
+    """Return an empty memo for the layouts of the space of a job."""
     degrees, experts = divisors(job.cluster.size), 1 if job.model.moe is None else job.model.moe.n_experts
     values = dict.fromkeys(("tp", "cp", "dp_shard", "dp_replicate"), degrees)
     return Memo({
@@ -218,8 +219,8 @@ def memo_of(job: Job) -> Memo:
 
 
 def _with_host(job: Job, candidates: Candidates, on_device: Floats, limit: float, most: float) -> Floats:
-    """The bytes that layouts need of a device, or if that is more, the share of their host's memory as that share of
-    `limit`; for those that need more than `most` of the device only this."""
+    """Return the bytes of a device that layouts need, or if larger, the share of their host's memory as an equal share
+    of `limit`. For layouts that need more than `most` bytes of the device, return the bytes of the device."""
     needed, rows = on_device.copy(), np.flatnonzero(on_device <= most)
     if len(rows):
         needed[rows] = np.maximum(on_device[rows], limit * host_share(job, candidates.take(rows)))
@@ -227,20 +228,20 @@ def _with_host(job: Job, candidates: Candidates, on_device: Floats, limit: float
 
 
 def fits(job: Job, limit: float, condition: Condition | None = None) -> bool:
-    """Whether any layout, of this kind, needs no more than `limit` bytes of a device and the memory of the host;
-    returns at the first that does."""
+    """Return whether any layout that meets `condition` needs at most `limit` bytes of a device and the memory of the
+    host; stops at the first such layout."""
     return any((host_share(job, part) <= 1).any() for part in _on_device(job, limit, condition))
 
 
 def least_host_bytes(job: Job, limit: float, condition: Condition | None = None) -> float | None:
-    """The least memory of a node's host with which a layout of this kind needs no more than `limit` bytes of a device;
-    None where none does."""
+    """Return the least memory of a node's host with which a layout that meets `condition` needs at most `limit` bytes
+    of a device; None if there is no such layout."""
     needed = [float(node_host_bytes(job, part).min()) for part in _on_device(job, limit, condition)]
     return min(needed, default=None)
 
 
 def _on_device(job: Job, limit: float, condition: Condition | None) -> Iterator[Candidates]:
-    """Layouts that need no more than `limit` bytes of a device, whatever they keep in the memory of the host."""
+    """Yield layouts that need at most `limit` bytes of a device, whatever they store in the memory of the host."""
     memo = memo_of(job)
     for group in groups(job, _offload(condition), condition):
         for part in _parts(group):
@@ -254,7 +255,7 @@ def _offload(condition: Condition | None) -> dict[str, Any]:
 
 
 def _parts(group: Candidates) -> Iterator[Candidates]:
-    """The layouts of a group in parts that the formulas take at once."""
+    """Yield the layouts of a group in parts small enough to evaluate at once."""
     step = max(1, CELLS // group.pp)
     for begin in range(0, len(group), step):
         yield group.take(slice(begin, begin + step))

@@ -1,4 +1,4 @@
-"""How simple a layout is: its axes, its schedule, and its settings."""
+"""Simplicity of a layout: its axes, its schedule, and its settings."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,12 +16,12 @@ from shardwright.planner.space import Mask
 MODEL_AXES = ("tp", "pp", "cp", "ep")
 """Degrees that divide the work on one sequence; data ranks divide only the batch."""
 WORTH_A_KEY = 0.01
-"""Share of the step that a setting has to save."""
+"""Share of the step time that a setting has to save."""
 NEAR = 1.25
 """Step time relative to the fastest layout's, up to which a simpler layout is shown."""
 _SHARED = tuple(name for name, key in KEYS.items() if name not in (*COLUMNS, *MODEL_AXES) and not key.derived)
 SETTINGS = ("dp_replicate", "recompute", *_SHARED)
-"""Keys that count as settings where they are not at their default; replicas where each of them is sharded."""
+"""Keys that count as settings if they are not at their default; replicas count if each of them is sharded."""
 PREFERENCES = {
     "fastest": "the fastest layout, though a simpler one may be a tie",
     "simplest": f"the layout with fewest axes of those that take at most {NEAR:g} times as long",
@@ -30,11 +30,11 @@ PREFERENCES = {
 
 
 def complexity(candidates: Candidates, node_size: int) -> Ints:
-    """A number for each of n layouts, (n,): larger for more axes that divide a model or a sequence; of as many axes,
-    larger for a schedule other than plain 1f1b.
+    """Return a complexity for each of n layouts, (n,): larger for more axes that divide a model or a sequence; with
+    equally many axes, larger for a schedule other than plain 1f1b.
 
-    tp counts as two axes where its groups do not stay within nodes: each layer then has four collectives over the
-    network, whose price is less certain than any other.
+    tp counts as two axes if its groups do not stay within nodes: each layer then has four collectives over the network,
+    whose cost is less certain than any other.
     """
     used = [getattr(candidates, axis) > 1 for axis in MODEL_AXES]
     counted = [np.broadcast_to(each, len(candidates)) for each in (*used, leaves_nodes(candidates.tp, node_size))]
@@ -43,22 +43,22 @@ def complexity(candidates: Candidates, node_size: int) -> Ints:
 
 
 def leaves_nodes(tp: Any, node_size: int) -> Any:
-    """Whether the ranks of a tp group are in several nodes; for each candidate where `tp` is an array."""
+    """Return whether the ranks of a tp group are in several nodes; for each candidate if `tp` is an array."""
     return node_size % tp != 0
 
 
 def axes(priced: PricedLayout) -> int:
-    """The degrees above 1 that divide the model or a sequence; tp over nodes counts twice (`complexity`)."""
+    """Return the number of degrees above 1 that divide the model or a sequence; tp over nodes counts as two."""
     return int(complexity(priced.choice.candidates, priced.job.cluster.node_size)[0]) // 2
 
 
 def settings(choice: Choice) -> int:
-    """The number of settings of one layout."""
+    """Return the number of settings of one layout."""
     return int(settings_of(choice.candidates)[0])
 
 
 def settings_of(candidates: Candidates) -> Ints:
-    """The number of `SETTINGS` of each of n layouts, (n,)."""
+    """Return the number of `SETTINGS` of each of n layouts, (n,)."""
     shared = candidates.shared
     changed = sum(
         getattr(shared, name) != KEYS[name].default_in(shared) and np.any(KEYS[name].used(shared)) for name in _SHARED
@@ -68,8 +68,8 @@ def settings_of(candidates: Candidates) -> Ints:
 
 
 def simplest_near(best: PricedLayout, pool: LayoutPool) -> list[PricedLayout]:
-    """Return the layouts of a pool of which one is the simplest that takes at most `NEAR` times as long as the fastest
-    one, `best`; none where `best` is."""
+    """Return the layouts of a pool among which `simplest` selects the simplest layout that takes at most `NEAR` times
+    as long as the fastest, `best`; empty if `best` is the simplest."""
     node_size = best.job.cluster.node_size
     near = pool.bound_s <= NEAR * best.step_s
     of_each = np.concatenate([complexity(group, node_size) for group in pool.groups])
@@ -85,8 +85,8 @@ def simplest_near(best: PricedLayout, pool: LayoutPool) -> list[PricedLayout]:
 
 
 def plainer(best: PricedLayout, pool: LayoutPool, among: Mask) -> Iterator[PricedLayout]:
-    """For each number of settings below that of `best`, the fastest layout of a part of a pool, if it takes at most
-    `WORTH_A_KEY` longer than `best`."""
+    """Yield, for each number of settings smaller than the settings of `best`, the fastest layout of a subset of a pool,
+    if it takes at most `WORTH_A_KEY` longer than `best`."""
     kept = among & (pool.bound_s <= (1 + WORTH_A_KEY) * best.step_s)
     n_settings = np.concatenate([settings_of(group) for group in pool.groups])
     for count in range(settings(best.choice)):
@@ -95,7 +95,7 @@ def plainer(best: PricedLayout, pool: LayoutPool, among: Mask) -> Iterator[Price
 
 
 def simplest(found: Sequence[PricedLayout]) -> PricedLayout:
-    """Return the simplest of layouts; of equally simple ones the plainest."""
+    """Return the simplest layout; of equally simple ones the plainest (`plainest`)."""
     node_size = found[0].job.cluster.node_size
     of_each = [int(complexity(each.choice.candidates, node_size)[0]) for each in found]
     kept = [each for each, its_complexity in zip(found, of_each, strict=True) if its_complexity == min(of_each)]
@@ -103,8 +103,8 @@ def simplest(found: Sequence[PricedLayout]) -> PricedLayout:
 
 
 def plainest(steps_s: Sequence[float], n_settings: Sequence[int]) -> int:
-    """Return the index of the layout with the fewest settings among those that take at most `WORTH_A_KEY` longer than
-    the fastest; of equals the fastest."""
+    """Return the index of the layout with the fewest settings among the layouts that take at most `WORTH_A_KEY` longer
+    than the fastest; of equals the fastest."""
     longest = (1 + WORTH_A_KEY) * min(steps_s)
     kept = [index for index, step_s in enumerate(steps_s) if step_s <= longest]
     return min(kept, key=lambda index: (n_settings[index], steps_s[index]))

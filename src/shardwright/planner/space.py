@@ -8,17 +8,17 @@
 |                     | with shards in the memory of the host 1 to 3 without dp_shard too                           |
 | sequence_parallel   | wherever there is tp                                                                       |
 | cp_method           | zigzag and ulysses; the other methods move more bytes or leave ranks idle                  |
-| pp_schedule         | all that are priced; where a schedule leaves its virtual stages open, those of its row    |
+| pp_schedule         | all that are priced; a schedule with free virtual stages has the numbers of its table row |
 | micro_batch         | every divisor of a data rank's share of the batch                                          |
-| recompute           | none, selective with the default parts, and full, each of all layers; of the layouts that  |
-|                     | are found, in as few layers as fit (`recomputation.fewest_layers`)                         |
+| recompute           | none, selective with the default parts, and full, each in all layers; afterwards in as     |
+|                     | few layers as fit, for the layouts that are found (`recomputation.fewest_layers`)          |
 | loss_chunk_tokens   | 0, and 4096 where a rank has more tokens of a micro-batch                                  |
 | zero_secondary_ranks | 1; with zero 3 over several nodes and no pipeline also the ranks of dp_shard x cp in a node |
-| compress_gradients, compress_weights | none: the others change the numbers of the training                        |
+| compress_gradients, compress_weights | none: the others change the numerical results of the training             |
 
-A choice that changes nothing is made once: zero is 0 where there is nothing to shard over; pp_schedule and
-zero_pp_gather keep their defaults where they have no meaning. What is valid is what `Layout.problems`,
-`split.rules.problems`, `split.stages.schedule_problems` and `layout.accumulation` let pass, here for many layouts at
+A choice that changes nothing is made once: zero is 0 if there is nothing to shard over; pp_schedule and
+zero_pp_gather keep their defaults if they are not used. The rules come from `Layout.problems`,
+`split.rules.problems`, `split.stages.schedule_problems` and `layout.accumulation`, applied here to many layouts at
 once.
 """
 
@@ -42,23 +42,23 @@ from shardwright.system.errors import LayoutError
 from shardwright.system.units import divisors
 
 _ALL_AXES = Layout(dp_shard=2, cp=2, tp=2)
-"""One of every axis but pp, so that the keys that go with an axis have a meaning."""
+"""A layout with every axis except pp, in which all keys that belong to an axis are used."""
 _RECOMPUTED = tuple(map(RECOMPUTE.index, KEYS["recompute"].searched(_ALL_AXES)))
 
 Columns = dict[str, Ints]
 Mask = NDArray[np.bool_]
 Condition = Callable[[Candidates], Mask]
-"""Selects some of n candidates: a mask, (n,)."""
+"""A function that returns the mask, (n,), of the selected candidates among n."""
 
 
 def groups(
     job: Job, offload: Mapping[str, Any] = MappingProxyType({}), condition: Condition | None = None
 ) -> Iterator[Candidates]:
-    """Every layout of the whole cluster for this job, in groups that share a pipeline; no group is empty, unless a
-    condition leaves none of its layouts. All have the values of `offload`.
+    """Yield every layout of the whole cluster for this job, in groups that share a pipeline; no group is empty, unless
+    a condition excludes all its layouts. All layouts have the values of `offload`.
 
-    Simple layouts come first: without a pipeline before those with one, fewer ranks of tp before more. Raises
-    LayoutError, with the nearest batches that would do, where no layout can partition the batch.
+    Simple layouts come first: layouts without a pipeline before layouts with one, fewer ranks of tp before more. Raises
+    LayoutError, with the nearest batches that can be partitioned, if no layout can partition the batch.
     """
     n_groups = 0
     for pp in divisors(job.cluster.size):
@@ -72,7 +72,7 @@ def groups(
 def groups_of(
     job: Job, pp: int, offload: Mapping[str, Any] = MappingProxyType({}), condition: Condition | None = None
 ) -> Iterator[Candidates]:
-    """Those of `groups` with pipelines of `pp` ranks, of which there may be none."""
+    """Yield the `groups` with pipelines of `pp` ranks; there may be none."""
     by_method: dict[str, CandidateRows] = {}
     for shared in _in_nodes(job, _shared(pp, job.model.n_layers, tuple(offload.items()))):
         method = shared.cp_method
@@ -87,8 +87,8 @@ def groups_of(
 
 @cache
 def _shared(pp: int, n_layers: int, offload: tuple[tuple[str, Any], ...] = ()) -> tuple[Layout, ...]:
-    """Every choice of the keys that the layouts of a group share, for pipelines of so many ranks with which each stage
-    has a layer."""
+    """Return every choice of the keys that the layouts of a group share, for pipelines of `pp` ranks in which each
+    stage has a layer."""
     found = [_ALL_AXES.changed(pp=pp, **dict(offload))]
     for name, key in KEYS.items():
         if name not in COLUMNS and name != "pp":
@@ -99,7 +99,7 @@ def _shared(pp: int, n_layers: int, offload: tuple[tuple[str, Any], ...] = ()) -
 
 
 def _in_nodes(job: Job, layouts: Sequence[Layout]) -> Iterator[Layout]:
-    """These layouts, and those without a pipeline also with secondary ranks in a node, where there are several."""
+    """Yield these layouts, and on several nodes the layouts without a pipeline also with secondary ranks in a node."""
     node = job.cluster.node_size
     for layout in layouts:
         yield layout
@@ -108,7 +108,7 @@ def _in_nodes(job: Job, layouts: Sequence[Layout]) -> Iterator[Layout]:
 
 
 def _with(layout: Layout, name: str, value: Any) -> list[Layout]:
-    """A layout with another value of a key; none where that cannot be, as dualpipe on an odd number of ranks."""
+    """Return a layout with another value of a key; empty if that is invalid, such as dualpipe on an odd pp."""
     if getattr(layout, name) == value:
         return [layout]
     try:
@@ -119,27 +119,27 @@ def _with(layout: Layout, name: str, value: Any) -> list[Layout]:
 
 @dataclass(frozen=True)
 class CandidateRows:
-    """Every valid choice of what the layouts of a group differ in, whatever they share. `microbatches`: the distinct
-    numbers of micro-batches of a step, and for each row which of them it has."""
+    """Every valid choice of the keys in which the layouts of a group differ, for any shared keys. `microbatches`: the
+    distinct numbers of micro-batches of a step, and for each row the index of its number."""
 
     columns: Mapping[str, Any]
     microbatches: tuple[Ints, Ints]
 
     @staticmethod
     def from_columns(job: Job, columns: Columns) -> "CandidateRows":
-        """Those of these columns."""
+        """Return the rows of these columns."""
         unit = columns["micro_batch"] * columns["dp_replicate"] * columns["dp_shard"]
         return CandidateRows({"sequence_parallel": columns["tp"] > 1, **columns}, numbered(job.global_batch // unit))
 
 
 def _group(job: Job, shared: Layout, rows: CandidateRows) -> tuple[Candidates, Mask]:
-    """All rows as candidates, and with which of them the shared keys can be chosen, and have a meaning where they are
-    not at their default."""
+    """Return all rows as candidates, and the mask of the rows with which the shared keys are valid, and used if they
+    are not at their default."""
     found = Candidates(shared=shared, **rows.columns)
     distinct, which = rows.microbatches
     kept: Mask = np.array([not schedule_problems(shared, int(m)) for m in distinct], dtype=bool)[which]
     if shared.zero_secondary_ranks > 1:
-        kept &= shared.zero_secondary_ranks * found.tp == job.cluster.node_size  # fewer leave bytes between nodes
+        kept &= shared.zero_secondary_ranks * found.tp == job.cluster.node_size  # fewer add network bytes
     if shared.loss_chunk_tokens:
         kept &= found.tokens(job.seq_len) > shared.loss_chunk_tokens
     for name, key in KEYS.items():
@@ -149,7 +149,7 @@ def _group(job: Job, shared: Layout, rows: CandidateRows) -> tuple[Candidates, M
 
 
 def _rows(job: Job, pp: int, method: str, on_host: bool) -> Columns:
-    """Every valid choice of what the layouts of a group differ in."""
+    """Return every valid choice of the keys in which the layouts of a group differ."""
     found = _degrees(job.model, job.cluster.size // pp, job.seq_len, method, on_host)
     data = found["dp_replicate"] * found["dp_shard"]
     found = _where(found, job.global_batch % data == 0)
@@ -160,8 +160,8 @@ def _rows(job: Job, pp: int, method: str, on_host: bool) -> Columns:
 
 
 def _degrees(spec: ModelSpec, n_ranks: int, seq_len: int, method: str, on_host: bool = False) -> Columns:
-    """Every valid choice of degrees, ZeRO stage and ep for `n_ranks` ranks of a stage, whatever the batch. `on_host`:
-    shards are in the memory of the host, for which the stage has a meaning without ranks to shard over, too."""
+    """Return every valid choice of degrees, ZeRO stage and ep for the `n_ranks` ranks of a stage, for any batch.
+    `on_host`: shards are in the memory of the host, for which the stage is used without ranks to shard over, too."""
     moe = spec.moe
     found = _times(
         {},
@@ -192,7 +192,7 @@ def _degrees(spec: ModelSpec, n_ranks: int, seq_len: int, method: str, on_host: 
 
 
 def _times(columns: Columns, choices: Mapping[str, Sequence[int]]) -> Columns:
-    """Every row of `columns` with every combination of `choices`, the last choice varying fastest."""
+    """Return every row of `columns` with every combination of `choices`; the last choice varies fastest."""
     found = dict(columns)
     for name, values in choices.items():
         n_rows = len(next(iter(found.values()))) if found else 1
@@ -206,7 +206,7 @@ def _where(columns: Columns, kept: Mask) -> Columns:
 
 
 def no_layout(job: Job) -> str:
-    """Why no layout can partition the batch, with the nearest batches that some layout can."""
+    """Return why no layout can partition the batch, with the nearest batches that some layout can partition."""
     data_ranks: set[int] = set()
     for pp in divisors(job.cluster.size):
         for method in {shared.cp_method for shared in _shared(pp, job.model.n_layers)}:

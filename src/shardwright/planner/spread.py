@@ -1,4 +1,4 @@
-"""Calls of a function for several items at a time, in processes."""
+"""Call a function for several items at a time, in processes."""
 
 import os
 import signal
@@ -15,10 +15,10 @@ Result = TypeVar("Result")
 
 
 def spread(function: Callable[[Item], Result], items: Iterable[Item], processes: int) -> list[Result]:
-    """`[function(item) for item in items]`, by that many processes, of which each takes the next item when it is done.
+    """Return `[function(item) for item in items]`, computed by `processes` processes; an idle one takes the next item.
 
-    Functions, items and results are pickled. Where processes cannot be started, or one of them is killed, this process
-    calls the function alone. What the function raises is raised here.
+    Functions, items and results are pickled. If processes cannot be started, or one of them is killed, this process
+    calls the function alone. Exceptions of the function are raised here.
     """
     given = list(items)
     if min(processes, len(given)) > 1:
@@ -43,7 +43,7 @@ def _by_others(function: Callable[[Item], Result], items: list[Item], processes:
 
 
 def _begin() -> None:
-    """A process that calls the function leaves Ctrl-C to the one that started it, and ends when that is gone."""
+    """Make a worker ignore Ctrl-C, which its parent handles, and end when the parent has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     Thread(target=_end_with_parent, daemon=True).start()
 

@@ -1,4 +1,4 @@
-"""How a plan changes with the number of accelerators and with the length of a sequence."""
+"""Dependence of a plan on the number of accelerators and on the sequence length."""
 
 from dataclasses import dataclass, replace
 
@@ -12,21 +12,21 @@ from shardwright.split.rules import problems
 from shardwright.system.errors import LayoutError
 
 NEAR = 2
-"""By which factor tp, cp and pp may differ from those of the plan on a cluster of another size."""
+"""Largest factor between tp, cp and pp and the plan's degrees, on a cluster of another size."""
 SIZES = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
 LENGTHS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4)
 
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """The best layout on a cluster of another size, with the same batch; None where none fits."""
+    """The best layout on a cluster of another size with the same batch; None if none fits."""
 
     size: int
     priced: PricedLayout | None
 
 
 def by_size(plan: Plan) -> list[SweepPoint]:
-    """The best layout on smaller and larger clusters of whole nodes, as many as the batch can be partitioned over.
+    """Return the best layouts on smaller and larger clusters of whole nodes whose size can share the batch.
 
     Degrees of tp, cp and pp are searched within a factor of two of the plan's, everything else in full.
     """
@@ -61,8 +61,8 @@ def _near(candidates: Candidates, best: Candidates) -> Mask:
 
 
 def by_length(best: PricedLayout) -> list[PricedLayout]:
-    """The same layout with shorter and longer sequences, as many of them a step; lengths that it cannot partition
-    are left out."""
+    """Return the same layout with shorter and longer sequences and as many sequences a step; lengths that it cannot
+    partition are left out."""
     job, layout = best.job, best.choice.layout
     lengths = [seq_len for seq_len, whole in (_scaled(job.seq_len, factor) for factor in LENGTHS) if whole]
     possible = [seq_len for seq_len in lengths if not problems(job.model, layout, seq_len)]
@@ -70,5 +70,5 @@ def by_length(best: PricedLayout) -> list[PricedLayout]:
 
 
 def _scaled(n: int, factor: float) -> tuple[int, bool]:
-    """n x factor, and whether that is a whole number."""
+    """Return n x factor, and whether it is an integer."""
     return int(n * factor), float(n * factor).is_integer() and n * factor >= 1

@@ -1,4 +1,4 @@
-"""What is known to go wrong with a layout or a job, in sentences."""
+"""Known problems of a layout or a job, as sentences."""
 
 from collections.abc import Iterator
 
@@ -8,20 +8,20 @@ from shardwright.planner.priced import PricedLayout
 from shardwright.planner.simplicity import leaves_nodes
 
 LONG = 4096
-"""Tokens of a sequence from which the square of scores outgrows the rest of a layer."""
+"""Sequence length, in tokens, from which the square of scores dominates a layer."""
 IDLE = 0.15
-"""Share of a step from which the pipeline bubble is worth a warning."""
+"""Share of a step from which the pipeline bubble is reported."""
 GROUPED_ROW_BYTES = 16
-"""What a row of a grouped matmul has to be a multiple of (`model.experts.has_grouped_mm`)."""
+"""A row of a grouped matmul has to be a multiple of this number of bytes (`model.experts.has_grouped_mm`)."""
 
 
 def warnings(priced: PricedLayout) -> list[str]:
-    """Every known anti-pattern that a layout shows; empty for a good one."""
+    """Return every known problem of a layout; empty for a good layout."""
     return [*job_warnings(priced.job), *_tensor(priced), *_pipeline(priced), *_experts(priced.job, priced.choice)]
 
 
 def job_warnings(job: Job) -> Iterator[str]:
-    """What is wrong whatever the layout."""
+    """Yield the problems of the job that do not depend on the layout."""
     model = job.model
     if job.seq_len > model.max_seq_len and model.positions == "learned":
         yield (

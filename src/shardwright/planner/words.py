@@ -1,4 +1,4 @@
-"""A layout, and how much slower others are and why, as a person reads it."""
+"""Text about a layout, and about the reasons why other layouts are slower."""
 
 from collections.abc import Sequence
 
@@ -17,14 +17,14 @@ from shardwright.planner.tie import difference_error, ties
 from shardwright.system.units import format_bytes, format_host_bytes, format_seconds
 
 OFF = (None, "none", 0, False)
-"""Values of keys that switch nothing on, and have no row."""
+"""Values of keys that switch nothing on, and get no row."""
 ALIKE = 0.01
-"""Share of a step by which a layout that differs in one choice is not worth a row of its own."""
+"""Relative difference of step times below which a layout that differs in one choice gets no row of its own."""
 
 
 def worth_a_row(best: Sequence[PricedLayout], taken: PricedLayout) -> list[tuple[int, PricedLayout]]:
-    """The fastest layouts with their numbers, without those that differ in one choice from one that is listed and take
-    as long within `ALIKE`; the recommended one stays."""
+    """Return the fastest layouts with their numbers, without layouts that differ in one choice from a listed layout and
+    are as fast within `ALIKE`. The recommended layout is always kept."""
     rows: list[tuple[int, PricedLayout]] = []
     for number, each in enumerate(best, 1):
         alike = (
@@ -37,7 +37,7 @@ def worth_a_row(best: Sequence[PricedLayout], taken: PricedLayout) -> list[tuple
 
 
 def choices_in_words(job: Job, choice: Choice) -> list[tuple[str, str, str]]:
-    """Each key that is used and switched on, with its value and what it means for this job."""
+    """Return each key that is used and switched on, with its value and its meaning for this job."""
     layout = choice.layout
     experts = job.model.moe.n_experts if job.model.moe else 0
     sizes = JobSizes(job.model.n_layers, experts, job.seq_len, job.cluster.node_size)
@@ -57,7 +57,7 @@ def _count(n: int, what: str) -> str:
 
 
 def merged(found: Sequence[Alternative]) -> list[tuple[str, Alternative]]:
-    """Alternatives with their names, those that are one layout once; those that fit first, the fastest first."""
+    """Return alternatives with their names, equal layouts once: layouts that fit first, the fastest first."""
     names: dict[Choice, list[str]] = {}
     kept: dict[Choice, Alternative] = {}
     for each in found:
@@ -68,15 +68,15 @@ def merged(found: Sequence[Alternative]) -> list[tuple[str, Alternative]]:
 
 
 def _joined(names: Sequence[str]) -> str:
-    """`another tp`, `another pp` -> `another tp, pp`."""
+    """Join `another tp`, `another pp` to `another tp, pp`."""
     sides = [name.removeprefix("another ") for name in names if name.startswith("another ")]
     others = [name for name in names if not name.startswith("another ")]
     return "; ".join([*(["another " + ", ".join(sides)] if sides else []), *others])
 
 
 def compared(plan: Plan, own: Alternative | None = None) -> list[tuple[str, Alternative]]:
-    """The layouts to choose from, each once with its names: that of the run file, `own`, then the recommended, the
-    fastest and the simplest."""
+    """Return the layouts to choose from, each once with its names: `own` of the run file, recommended, fastest,
+    simplest."""
     assert plan.recommended is not None
     assert plan.simplest is not None
     named = {"recommended": plan.recommended, "fastest": plan.best[0], "simplest": plan.simplest}
@@ -89,12 +89,12 @@ def compared(plan: Plan, own: Alternative | None = None) -> list[tuple[str, Alte
 
 
 def remarks(plan: Plan) -> list[str]:
-    """Why the recommended layout is not the fastest one, if it is not, and a warning if it has little headroom."""
+    """Return why the recommended layout is not the fastest, if it is not, and a warning if it has little headroom."""
     return [each for each in (_chosen_because(plan), _little_headroom(plan)) if each]
 
 
 def _chosen_because(plan: Plan) -> str:
-    """Empty where the recommended layout is the fastest one."""
+    """Return why the recommended layout was chosen; empty if it is the fastest."""
     taken, fastest = plan.recommended, plan.best[0]
     assert taken is not None
     if taken.choice == fastest.choice:
@@ -110,7 +110,7 @@ def _chosen_because(plan: Plan) -> str:
 
 
 def _safer_and_simpler(taken: PricedLayout, fastest: PricedLayout, limit_bytes: float) -> str:
-    """What speaks for a layout that ties with the fastest."""
+    """Return the advantages of a layout that ties with the fastest."""
     parts = []
     if fastest.peak_bytes > max(taken.peak_bytes, with_headroom(limit_bytes)):
         free, less = (1 - each.peak_bytes / limit_bytes for each in (taken, fastest))
@@ -127,7 +127,7 @@ def _safer_and_simpler(taken: PricedLayout, fastest: PricedLayout, limit_bytes: 
 
 
 def _little_headroom(plan: Plan) -> str:
-    """A warning where the error of the memory prediction decides whether the recommended layout fits; else empty."""
+    """Return a warning if the memory prediction's error decides whether the recommended layout fits; else empty."""
     taken = plan.recommended
     assert taken is not None
     if taken.peak_bytes <= with_headroom(plan.limit_bytes):
@@ -140,7 +140,7 @@ def _little_headroom(plan: Plan) -> str:
 
 
 def fewer_accelerators(part: Plan, whole: Plan) -> str:
-    """What a plan on a part of the cluster saves, and how much longer a step takes."""
+    """Return the saving of a plan on a part of the cluster, and by how much its step is longer."""
     assert part.recommended is not None
     on = f"--prefer cheapest: {part.job.cluster.size} of the {whole.job.cluster.size} accelerators"
     if whole.recommended is None:
@@ -154,7 +154,7 @@ def fewer_accelerators(part: Plan, whole: Plan) -> str:
 
 
 def verdict(best: PricedLayout, other: Alternative, limit_bytes: float) -> str:
-    """How much slower an alternative is, or by how much it does not fit: `+38 %`."""
+    """Return by how much an alternative is slower, or by how much it does not fit: `+38 %`."""
     slower = other.slower(best)
     if slower is not None:
         return f"{slower:+.1%}"
@@ -163,7 +163,7 @@ def verdict(best: PricedLayout, other: Alternative, limit_bytes: float) -> str:
 
 
 def host_row(priced: PricedLayout) -> str:
-    """The memory of the host that a layout needs, and how much a node has."""
+    """Return the memory of the host that a layout needs, and the memory that a node has."""
     cluster, needed = priced.job.cluster, format_host_bytes(priced.host_bytes_per_node)
     row = f"{needed} for each node of {cluster.node_size}, by the plan"
     if not (has := cluster.host_memory_bytes):
@@ -173,7 +173,7 @@ def host_row(priced: PricedLayout) -> str:
 
 
 def host_limit_in_words(plan: Plan) -> str:
-    """The limit of the memory of the host, to follow that of a device where no layout fits; empty without offloads."""
+    """Return the limit of host memory, to append to the device's limit if no layout fits; empty without offloads."""
     has = plan.job.cluster.host_memory_bytes
     if plan.fixed is None or not plan.fixed.offload or not has:
         return ""
@@ -181,7 +181,7 @@ def host_limit_in_words(plan: Plan) -> str:
 
 
 def why(best: PricedLayout, other: Alternative) -> str:
-    """Which kinds of time an alternative has more of, and which less."""
+    """Return the kinds of work on which an alternative spends more time, and those on which it spends less."""
     if other.priced is None:
         return "with the least memory of its kind"
     parts = [f"{kind} +{format_seconds(seconds)}" for kind, seconds in reasons(best, other.priced)]
@@ -190,7 +190,7 @@ def why(best: PricedLayout, other: Alternative) -> str:
 
 
 def difference(best: Choice, other: Choice) -> str:
-    """What another layout chooses otherwise: `zero=3`, or `tp=4, dp_shard=2`."""
+    """Return the choices in which another layout differs: `zero=3`, or `tp=4, dp_shard=2`."""
     keys = [key for name in differing(best, other) for key in CHOICES[name]]
     return ", ".join(
         f"{key} left out" if value(other, key) is None else f"{key}={value(other, key)}"
@@ -200,7 +200,7 @@ def difference(best: Choice, other: Choice) -> str:
 
 
 def also_fast(best: PricedLayout, found: Sequence[Alternative]) -> str:
-    """In one line, what could be chosen otherwise at no cost in time, with its memory; empty where nothing could."""
+    """Return a line with choices that cost no time, with their memory; empty if there is none."""
     named: dict[str, str] = {}
     for each in found:
         if each.as_fast(best) and each.priced is not None and each.choice != best.choice:
@@ -211,7 +211,7 @@ def also_fast(best: PricedLayout, found: Sequence[Alternative]) -> str:
 
 
 def left_out(best: Sequence[PricedLayout], equals: Sequence[Sequence[Choice]]) -> str:
-    """How many layouts cost the same as one that is listed, and in what they differ; empty where none does."""
+    """Return how many layouts cost the same as a listed layout, and the choices in which they differ; empty if none."""
     n = sum(map(len, equals))
     if not n:
         return ""

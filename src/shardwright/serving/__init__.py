@@ -1,1 +1,1 @@
-"""Serving: memory, time of prefill and decode, requests simulated, the search over layouts; no torch."""
+"""Serving: memory, time of prefill and decode, simulation of requests, search over layouts. Does not import torch."""

@@ -1,4 +1,4 @@
-"""Serving engines and their generations, and how to tell them from the words of a source."""
+"""Serving engines and their generations, and how to recognise them in the text of a source."""
 
 import re
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from shardwright.system.units import GiB
 
 LARGE_MEMORY_BYTES = 70 * GiB
 REQUESTS_ON_SMALL = 256
-"""`max_num_seqs` of vLLM on accelerators with less memory than that, and on an A100."""
+"""`max_num_seqs` of vLLM on accelerators with less memory than the threshold of `sampled_requests`, and on an A100."""
 VLLM_LOGIT_BYTES = 42.0
 """Bytes of each logit in vLLM's sampler: logits in 16 bits and in fp32, sorted values and their indices, and buffers of
 the sort. Once the sampler was profiled, OPT-125m had 58,928 tokens of 36,864 bytes less cache for 1,024 requests with
@@ -21,24 +21,24 @@ cache for 1,024 (#17122; this and 0.5 GiB of CUDA)."""
 
 @dataclass(frozen=True)
 class ServingEngine:
-    """`name`: of the generation, with constants in rates.toml. `words`: a pattern for its name in sources. `since`: the
-    first version of the generation. `like`: the engine that it has the constants of where few rows say otherwise: the
-    next one in time, whose kernels and scheduler are nearest; "others" for those of today.
+    """One generation of a serving engine. `name`: key of its constants in rates.toml. `words`: a pattern for its name
+    in sources. `since`: the first version of the generation. `like`: the engine whose constants it uses if few rows
+    measure its own: the next generation, whose kernels and scheduler are nearest; "others" for current engines.
 
-    `max_batch`: requests in a pass that its tables at maximum load are run with; `max_tokens`: tokens of a pass;
-    `mixed`: whether prompts are read in the same pass as others decode, cut into chunks where they are longer than
-    `max_tokens`, rather than before; `chunked`: whether they are cut there. `kv_fp8`: whether its cache is in fp8 where
-    the weights are and nothing is said.
+    `max_batch`: requests in a pass in its published measurements at maximum load. `max_tokens`: tokens of a pass.
+    `mixed`: whether prompts are read in the same pass in which other requests decode, in chunks if they are longer than
+    `max_tokens`, instead of in a pass before. `chunked`: whether they are cut in that case. `kv_fp8`: whether the
+    default cache is in fp8 if the weights are.
 
-    `memory_share`: of an accelerator's memory, that it uses at most; `cache_share`: of what weights and working memory
-    leave of that, the part that it takes for the cache: the defaults of `gpu_memory_utilization` of vLLM,
-    `mem_fraction_static` of SGLang and `free_gpu_memory_fraction` of TensorRT-LLM. `reserved`: of an answer, the part
-    for which there has to be room in the cache before its request is admitted. TensorRT-LLM never evicts a request
-    unless told to (`capacity_scheduler_policy`), so that is the whole answer; the others evict one that finds no room,
-    which is not simulated, and requests that are at different places of their answers have half of each on average.
-    `logit_bytes`: of each logit in the sampler, where the engine runs it before it takes what is left for the cache.
+    `memory_share`: largest share of an accelerator's memory that the engine uses. `cache_share`: share of the memory
+    after weights and working memory that the cache gets. They are the defaults of `gpu_memory_utilization` of vLLM,
+    `mem_fraction_static` of SGLang and `free_gpu_memory_fraction` of TensorRT-LLM. `reserved`: share of an answer for
+    which the cache must have room before the request is admitted. By default TensorRT-LLM never evicts a request
+    (`capacity_scheduler_policy`), so it reserves the whole answer. The others evict a request that finds no room, which
+    is not simulated; requests at different places of their answers have half of each on average. `logit_bytes`: bytes
+    of each logit in the sampler, if the engine runs it before it allocates the cache.
 
-    `hold_passes`: prompts wait beside requests that decode for at most so many passes, until with these they have
+    `hold_passes`: prompts wait for at most this number of passes while other requests decode, until the prompts have
     `hold_share` of `max_tokens`, or are `hold_prompts` (`batch_wait_timeout_iters` and `attention_dp_config` of
     TensorRT-LLM). 0: they do not wait.
     """
@@ -61,8 +61,8 @@ class ServingEngine:
     hold_prompts: float = inf
 
     def sampled_requests(self, accelerator: Accelerator) -> int:
-        """Requests whose tokens the engine samples to measure its memory: the default of vLLM's `max_num_seqs`, by the
-        accelerator's memory and name (vllm/engine/arg_utils.py, v0.10)."""
+        """Return the number of requests that the engine samples to measure its memory: the default of vLLM's
+        `max_num_seqs`, by the accelerator's memory and name (vllm/engine/arg_utils.py, v0.10)."""
         small = accelerator.memory_bytes < LARGE_MEMORY_BYTES or "a100" in accelerator.name
         return min(self.max_batch, REQUESTS_ON_SMALL if small else self.max_batch)
 
@@ -86,19 +86,19 @@ ENGINES = (
     ServingEngine("sglang", r"sglang", (0, 0), 1024, memory_share=0.88, cache_share=1.0),
     ServingEngine("lmdeploy", r"lmdeploy|turbomind", (0, 0), 256, mixed=False, like="trtllm-0.5"),
 )
-"""By engine, generations from old to new."""
+"""The generations of all engines; each engine's from old to new."""
 UNNAMED = ServingEngine(OTHERS, r"(?!)", max_batch=1024, kv_fp8=True)
-"""Of a table that names no engine: what those of today have in common."""
+"""The engine of a table that names none: the settings that current engines share."""
 GENERATE = ServingEngine("generate", r"\bshardwright\b", max_batch=256, mixed=False)
-"""`shardwright generate`, whose constants are those that `shardwright measure` has measured (`serving.host`), and which
-no published table names."""
+"""`shardwright generate`. Its constants are measured by `shardwright measure` (`serving.host`), and no published table
+names it."""
 USUAL = ENGINES[4]
-"""Of `plan serve`, but on a processor that was measured."""
+"""The default engine of `plan serve`, except on a processor that was measured."""
 
 
 def engine_of(text: str) -> ServingEngine | None:
-    """The engine, and its generation if a version follows its name, that a text names first; the newest generation
-    without a version. None if it names none."""
+    """Return the engine that a text names first, and its generation if a version follows the name; the newest
+    generation without a version. Returns None if the text names none."""
     found = [
         (match.start(), each) for each in ENGINES if (match := re.search(each.words, text, re.IGNORECASE)) is not None
     ]

@@ -1,4 +1,4 @@
-"""Predicted against measured, for published measurements of serving."""
+"""Predictions compared with published measurements of serving."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,16 +19,16 @@ from shardwright.serving.simulate import PassTable, Scheduler, ServedTimes, clos
 from shardwright.system.errors import InputError
 
 MEASUREMENTS = Path(__file__).with_name("published") / "inference_runs.csv"
-"""Published measurements that come with Shardwright."""
+"""Published measurements that are part of the package."""
 ROUNDS = 10
-"""Requests of a closed loop for each one that is there at a time, as InferenceX sends them. Where lengths do not vary,
-users would stay in step for ever, which no client shows: then they are spread evenly (`simulate.steady_loop`)."""
+"""Requests of a closed loop for each concurrent user, as InferenceX sends them. If lengths do not vary, simulated users
+would stay in step forever, which no client does; they are then spread evenly (`simulate.steady_loop`)."""
 
 
 @dataclass(frozen=True)
 class ServingPrediction:
-    """A measurement with what is predicted for it. `left_out`: by constants that were fitted without its source; None
-    where its source is not among those that they were fitted to."""
+    """A measurement with its prediction. `left_out`: the prediction with constants fitted without the measurement's
+    source; None if the constants were not fitted to its source."""
 
     case: ServingCase
     predicted: float
@@ -36,14 +36,14 @@ class ServingPrediction:
 
     @property
     def error(self) -> float:
-        """predicted / measured - 1."""
+        """Return predicted / measured - 1."""
         return self.predicted / self.case.measured - 1
 
 
 @dataclass(frozen=True)
 class ServingErrorSummary:
-    """Errors of one metric of one source in one regime, as shares. `left_out`: mean absolute error by constants that
-    have not seen the source, or None."""
+    """Errors of one metric of one source in one regime, as shares. `left_out`: mean absolute error with constants
+    fitted without the source, or None."""
 
     source: str
     regime: str
@@ -59,7 +59,7 @@ class ServingErrorSummary:
 
 @dataclass(frozen=True)
 class ServingEvaluation:
-    """What `evaluate` found."""
+    """The result of `evaluate`."""
 
     path: Path
     rows: tuple[ServingPrediction, ...]
@@ -67,7 +67,7 @@ class ServingEvaluation:
 
     @property
     def summaries(self) -> list[ServingErrorSummary]:
-        """One for each source, regime and metric, in the order of the file."""
+        """Return one summary for each source, regime and metric, in the order of the file."""
         kinds: dict[tuple[str, str, str], list[ServingPrediction]] = {}
         for row in self.rows:
             case = row.case
@@ -75,7 +75,7 @@ class ServingEvaluation:
         return [_summary(kind, rows) for kind, rows in kinds.items()]
 
     def as_json(self) -> dict[str, Any]:
-        """`rows`, with the skipped ones after the others, and `sources`."""
+        """Return `rows`, with the skipped ones after the others, and `sources`."""
         rows = [
             {
                 "id": row.case.line.id,
@@ -107,7 +107,7 @@ class ServingEvaluation:
 def evaluate(path: Path) -> ServingEvaluation:
     """Predict every row of a CSV with the columns of `serving.measured`.
 
-    Raises InputError with every column and cell that is not valid. A row that has no price is no error: it is skipped.
+    Raises InputError with every column and cell that is not valid. A row without a price is skipped.
     """
     best, without = fitted()
     rows, skipped = [], []
@@ -124,7 +124,7 @@ def evaluate(path: Path) -> ServingEvaluation:
 
 
 def predict(case: ServingCase, constants: FittedRates) -> float:
-    """What a row measures, predicted. Raises InputError if the weights or one request do not fit."""
+    """Predict the measured quantity of a row. Raises InputError if the weights or one request do not fit."""
     if case.regime == LOOP:
         return simulate_loop(case, constants)
     serving = serving_of(case, constants.rates(case.engine.name, case.cluster.accelerator.die))
@@ -138,7 +138,7 @@ def predict(case: ServingCase, constants: FittedRates) -> float:
 
 
 def static(case: ServingCase, serving: Serving, settings: Settings) -> Any:
-    """The measured quantity of a static batch."""
+    """Return the measured quantity of a static batch."""
     requests, read_in, out = float(max(case.requests, 1)), case.input_len, case.output_len
     if case.line.metric == "ttft_s":
         return forms.prefill_s(serving, settings, requests, read_in)
@@ -149,27 +149,27 @@ def static(case: ServingCase, serving: Serving, settings: Settings) -> Any:
 
 
 def _counted(case: ServingCase) -> float:
-    """Tokens that a metric counts for each output token."""
+    """Return the tokens that a metric counts for each output token."""
     both = case.line.metric == "total_tokens_per_s"
     return (case.input_len + case.output_len) / case.output_len if both else 1.0
 
 
 def serving_of(case: ServingCase, rates: Rates) -> Serving:
-    """The model and machine of a row with constants."""
+    """Return the model and machine of a row, with constants."""
     return Serving(
         model=case.model, cluster=case.cluster, rates=rates, precision=case.precision, kv_precision=case.kv_precision
     )
 
 
 def full_batch(case: ServingCase, serving: Serving, settings: Settings) -> float:
-    """Requests in a batch at maximum load: as many as fit, at most what the engine takes at once."""
+    """Return the requests in a batch at maximum load: the number that fits, at most the engine's maximum."""
     fits = largest_batch(serving, settings, case.input_len + case.output_len, case.engine)
     most = case.requests or case.engine.max_batch * case.degrees.dp
     return max(1.0, min(float(fits[0]), most, case.engine.max_batch * case.degrees.dp))
 
 
 def loop_key(case: ServingCase) -> tuple[Any, ...]:
-    """What the simulation of a closed loop depends on beside the constants."""
+    """Return the values that determine the simulation of a closed loop, except the constants."""
     return (*_table_key(case), case.input_len, case.output_len, case.requests, case.shortest)
 
 
@@ -178,7 +178,7 @@ def _table_key(case: ServingCase) -> tuple[Any, ...]:
 
 
 class _Constants:
-    """`FittedRates`, told apart by identity, so that it may be the key of a cache."""
+    """`FittedRates` compared by identity, for use as the key of a cache."""
 
     def __init__(self, fitted: FittedRates) -> None:
         self.fitted = fitted
@@ -191,7 +191,7 @@ class _Constants:
 
 
 def simulate_loop(case: ServingCase, constants: FittedRates) -> float:
-    """The mean time to the first token, or of a further one, or tokens a second of a simulated closed loop."""
+    """Simulate a closed loop. Return the measured metric: mean TTFT, mean TPOT, or tokens per second."""
     served = _looped(_Constants(constants), loop_key(case), _CachedCase(case))
     if case.line.metric == "ttft_s":
         return float(served.ttft_s.mean())
@@ -201,7 +201,7 @@ def simulate_loop(case: ServingCase, constants: FittedRates) -> float:
 
 
 class _CachedCase:
-    """A case that a cache does not look at, since the key beside it says all that counts."""
+    """A case that a cache ignores, because the key next to it has all values that matter."""
 
     def __init__(self, case: ServingCase) -> None:
         self.case = case
@@ -252,7 +252,8 @@ def _summary(kind: tuple[str, str, str], rows: Sequence[ServingPrediction]) -> S
 
 
 def report_lines(found: ServingEvaluation, every_row: bool = False) -> Iterator[str]:
-    """The evaluation as text: where asked, a line a row; then what was skipped and assumed, and a table by source."""
+    """Yield the evaluation as text: a line for each row if `every_row`, skipped rows, assumptions, a table by
+    source."""
     if every_row:
         yield f"{'row':<10} {'model':<24} {'metric':<22} {'measured':>10} {'predicted':>10} {'error':>7}"
         for row in found.rows:

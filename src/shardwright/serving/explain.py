@@ -1,4 +1,4 @@
-"""Every formula behind the times and the memory of one layout with one batch: the ledger of the cost model."""
+"""The ledger of one layout with one batch: every formula behind its times and its memory."""
 
 from shardwright.cost import ledger
 from shardwright.cost.ledger import LedgerEntry
@@ -9,7 +9,7 @@ from shardwright.serving.setting import Degrees, Settings
 
 
 def explain(task: ServingTask, degrees: Degrees, batch: int) -> list[LedgerEntry]:
-    """Memory, a token of each request, and a pass that reads one prompt beside them."""
+    """Return the entries of memory, of a pass with a token of each request, and of a pass that also reads a prompt."""
     serving, settings = task.serving, Settings.from_layouts([degrees])
     context = forms.middle(task.input_len, task.output_len)
     with ledger.record() as memory_entries:
@@ -28,7 +28,7 @@ def explain(task: ServingTask, degrees: Degrees, batch: int) -> list[LedgerEntry
 
 
 def _under(prefix: str, entries: list[LedgerEntry]) -> list[LedgerEntry]:
-    """Entries by section, whose names get a prefix."""
+    """Return the entries with a prefix on the names of their sections."""
     sections = list(dict.fromkeys(entry.section for entry in entries))
     ordered = sorted(entries, key=lambda entry: sections.index(entry.section))
     return [

@@ -1,7 +1,7 @@
-"""Times of static batches and of an instance at its maximum load, from the time of a pass.
+"""Times of static batches and of an instance at its maximum load, computed from the time of a pass.
 
-All functions take numbers or arrays (n,) and give arrays. `requests` of an instance have prompts of
-`input_len` tokens and are answered with `output_len` tokens each.
+All functions take numbers or arrays (n,) and return arrays. Each of the `requests` of an instance has a prompt of
+`input_len` tokens and an answer of `output_len` tokens.
 """
 
 import numpy as np
@@ -14,26 +14,26 @@ from shardwright.serving.work import latency_s, period_s
 
 
 def prefill_s(serving: Serving, settings: Settings, requests: ArrayLike, input_len: ArrayLike) -> Floats:
-    """Seconds until all prompts of a batch are read and each request has its first token, one pass over all of them."""
+    """Return the seconds until each request of a batch has its first token, in one pass over all prompts."""
     tokens = np.asarray(requests, dtype=np.float64)
     prompt = PassBatch(prompt=tokens * np.asarray(input_len), attended=np.asarray(input_len) / 2, logits=tokens)
     return latency_s(serving, settings, prompt)
 
 
 def decode_s(serving: Serving, settings: Settings, requests: ArrayLike, context: ArrayLike) -> Floats:
-    """Seconds of one further token for each request of a batch, whose mean cached tokens are `context`."""
+    """Return the seconds of one further token for each request of a batch, whose mean cached tokens are `context`."""
     return period_s(serving, settings, PassBatch(requests=requests, context=context, logits=requests))
 
 
 def middle(input_len: ArrayLike, output_len: ArrayLike) -> Floats:
-    """Mean cached tokens while a request decodes; time grows evenly with them, so the mean has the mean time."""
+    """Return the mean cached tokens of a request that decodes. Time is linear, so they have the mean time."""
     return np.asarray(input_len) + np.asarray(output_len) / 2.0
 
 
 def generation_s(
     serving: Serving, settings: Settings, requests: ArrayLike, input_len: ArrayLike, output_len: ArrayLike
 ) -> Floats:
-    """Seconds of a static batch, all requests of which start together and end together."""
+    """Return the seconds of a static batch: all its requests start together and end together."""
     first = prefill_s(serving, settings, requests, input_len)
     each = decode_s(serving, settings, requests, middle(input_len, output_len))
     f = Formulas("s", prefill=first, output_len=np.asarray(output_len), each_token=each)
@@ -44,7 +44,7 @@ def prompt_in_passing_s(
     serving: Serving, settings: Settings, requests: ArrayLike, context: ArrayLike, input_len: ArrayLike,
     prompts: ArrayLike = 1.0,
 ) -> Floats:  # fmt: skip
-    """Seconds by which a pass of `requests` is longer for reading `prompts` as well, over their number."""
+    """Return the seconds by which reading `prompts` makes a pass of `requests` longer, per prompt."""
     together = PassBatch(
         requests=requests, context=context, prompt=np.asarray(prompts) * np.asarray(input_len),
         attended=np.asarray(input_len) / 2, logits=np.asarray(requests) + np.asarray(prompts),
@@ -57,7 +57,7 @@ def full_load_tokens_per_s(
     serving: Serving, settings: Settings, requests: ArrayLike, input_len: ArrayLike, output_len: ArrayLike,
     max_tokens: ArrayLike,
 ) -> Floats:  # fmt: skip
-    """Output tokens a second of an instance that always has `requests` in its batch.
+    """Return output tokens per second of an instance that always has `requests` in its batch.
 
     Each request takes output_len parts of a pass, and its prompt a part of a pass of `max_tokens` tokens.
     """

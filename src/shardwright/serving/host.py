@@ -1,7 +1,7 @@
 """Passes of `shardwright generate` on a processor that `shardwright measure` has measured.
 
 The processor that computes also runs Python, so nothing overlaps: the time of a pass is the sum of its parts. All rates
-are those of the measured machine (`cost.measured`), and none is fitted to published runs. Ignored: drawing tokens from
+are the measured machine's (`cost.measured`), and none is fitted to published runs. Ignored: drawing tokens from
 a large vocabulary, and tokens of a pass that padding adds.
 """
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 SOURCE = "measured on this machine"
 ATTENTION_BLOCK = 64
-"""Tokens by which attention over a prompt reads more than half of the scores: whole blocks on the diagonal, as
-`measuring.points.AttentionPoint` counts them from 64 tokens on."""
+"""Number of tokens by which attention over a prompt reads more than half of the scores: whole blocks on the diagonal,
+as `measuring.points.AttentionPoint` counts them from 64 tokens on."""
 TYPICAL = 256.0
-"""Attended tokens at which a simulation takes the rate of attention over prompts, which depends on their length."""
+"""Attended tokens at which a simulation takes the rate of attention over prompts. The rate depends on their length."""
 
 
 def rates_of(measured: RatesTable) -> Rates:
-    """The constants of `generate` on a measured machine: its rates are in the figures of the accelerator, and what a
-    pass takes beside its work is computed here. No server stands between a request and the batch."""
+    """Return the constants of `generate` on a measured machine: its rates are in the figures of the accelerator, and
+    the overhead of a pass is computed here. No server stands between a request and the batch."""
     cached_share = measured.generation.cached_share if measured.generation is not None else 1.0
     return Rates(
         matmul_share=1.0, memory_share=1.0, cache_share=1.0, flash_share=measured.attention_share,
@@ -43,7 +43,7 @@ def rates_of(measured: RatesTable) -> Rates:
 
 
 def measured_of(serving: "Serving") -> tuple[RatesTable, GenerationTable]:
-    """The measured tables of the machine; there are some where `Serving.on_host` is true."""
+    """Return the measured tables of the machine; they exist if `Serving.on_host` is true."""
     rates = serving.cluster.accelerator.rates
     assert rates is not None
     assert rates.generation is not None
@@ -53,8 +53,8 @@ def measured_of(serving: "Serving") -> tuple[RatesTable, GenerationTable]:
 def matmul_s(
     serving: "Serving", what: str, m: ArrayLike, k: ArrayLike, n: ArrayLike, precision: str, e: int, batch: ArrayLike
 ) -> Floats:
-    """(m, k) by (k, n), `batch` times: token by token, each of which reads the weights, or the weights are laid out
-    once for the multiplication of all tokens, whichever is faster."""
+    """Return the seconds of (m, k) by (k, n), `batch` times, as the faster of two ways: token by token, where each
+    token reads the weights, or after laying out the weights once for the multiplication of all tokens."""
     rates, generation = measured_of(serving)
     share = serving.cluster.accelerator.core_share
     f = Formulas(
@@ -71,7 +71,7 @@ def matmul_s(
 
 
 def layer_s(serving: "Serving", settings: "Settings", batch: "PassBatch") -> Floats:
-    """What a layer takes beside its work: its operations are started one by one, attention once for each prompt."""
+    """Return the overhead of a layer in seconds: operations start one by one, attention once for each prompt."""
     _, passes = measured_of(serving)
     f = Formulas(
         "s", layer_s=np.where(settings.tp > 1, passes.split_layer_us, passes.layer_us) * 1e-6,
@@ -85,7 +85,7 @@ def layer_s(serving: "Serving", settings: "Settings", batch: "PassBatch") -> Flo
 
 
 def pass_s(serving: "Serving", settings: "Settings", batch: "PassBatch") -> Floats:
-    """What a pass takes once beside its work; over tp the sum of the embedding's rows and the logits of all ranks."""
+    """Return the overhead of a pass in seconds; over tp, with the sum of embedding rows and the logits of all ranks."""
     _, passes = measured_of(serving)
     tokens = np.asarray(batch.tokens)
     f = Formulas(
@@ -103,14 +103,14 @@ def pass_s(serving: "Serving", settings: "Settings", batch: "PassBatch") -> Floa
 
 
 def prompt_s(serving: "Serving") -> float:
-    """By how much a pass over prompts is longer for another prompt, beside its tokens."""
+    """Return the seconds that another prompt adds to a pass over prompts, without the time of its tokens."""
     _, passes = measured_of(serving)
     each = serving.model.n_layers * passes.prompt_us + passes.request_us
     return each * 1e-6 / serving.cluster.accelerator.core_share
 
 
 def elementwise_s(serving: "Serving", settings: "Settings", block: BlockShape, tokens: Floats) -> Floats:
-    """The operations of a layer as training's forward pass has them (`cost.layer`), in measured bytes."""
+    """Return the seconds of a layer's element-wise operations, as in training (`cost.layer`), with measured bytes."""
     model, speed = serving.model, _speed(serving)
     f = Formulas(
         "s", tokens=tokens, e=serving.wide_bytes,
@@ -128,13 +128,13 @@ def elementwise_s(serving: "Serving", settings: "Settings", block: BlockShape, t
 
 
 def _speed(serving: "Serving") -> Speed:
-    """This system's, with measured bytes of an element of 16 bits in the place of counted ones."""
+    """Return this system's constants, with measured instead of counted bytes of an element of 16 bits."""
     kernels: dict[str, Any] = {str(name): moved for name, moved in measured_of(serving)[0].kernels.items()}
     return replace(SHARDWRIGHT, **kernels)
 
 
 def prompt_attention_s(serving: "Serving", settings: "Settings", batch: "PassBatch") -> Floats:
-    """Attention over prompts at its measured rate for the width of a head and the length of a prompt."""
+    """Return the seconds of attention over prompts, at its measured rate for the head width and the prompt length."""
     rates, model = measured_of(serving)[0], serving.model
     f = Formulas(
         "s", attended=batch.attended, c=model.head_dim, width=rates.attention_width,

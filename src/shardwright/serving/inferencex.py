@@ -1,11 +1,11 @@
-"""How InferenceX starts the servers that it measures, where its scripts say something else than an engine's defaults.
+"""Settings with which InferenceX starts the servers that it measures, if its scripts differ from an engine's defaults.
 
 It starts one server for each length of prompts and answers and each concurrency. Source: the scripts in benchmarks/ of
 github.com/SemiAnalysisAI/InferenceX (InferenceMAX until 2025): dsr1_fp8_h200_trt_slurm.sh (2e46dba),
-dsr1_fp8_h200.sh (161e7f6), and 70b_fp8_h200_trt_slurm.sh as in github.com/jyothisambolu/InferenceMAX (1b563c8), whose
-max_num_tokens a later one of InferenceX (73ef922) lowers to the longest request: with that, 128 prompts at a time would
-wait three times as long as they were measured to. 70b_fp8_h200_slurm.sh, of vLLM, has the defaults. These are settings,
-as the lengths are: nothing here is fitted.
+dsr1_fp8_h200.sh (161e7f6), and 70b_fp8_h200_trt_slurm.sh as in github.com/jyothisambolu/InferenceMAX (1b563c8). A later
+commit of InferenceX (73ef922) lowers the latter's max_num_tokens to the longest request; with it, 128 prompts at a time
+would wait three times as long as measured. 70b_fp8_h200_slurm.sh, of vLLM, has the defaults. These are settings, as
+the lengths are: nothing here is fitted.
 """
 
 from dataclasses import replace
@@ -14,13 +14,13 @@ from shardwright.serving.engines import ServingEngine
 from shardwright.serving.setting import Degrees
 
 CLIENT = "InferenceX client"
-"""Words in the notes of a row that was measured so."""
+"""Words in the notes of a row that InferenceX measured."""
 
 
 def server(
     engine: ServingEngine, model: str, chip: str, degrees: Degrees, lengths: tuple[int, int], requests: int
 ) -> ServingEngine:
-    """The engine as InferenceX starts it for `requests` at a time, of at most `lengths` tokens of prompt and answer."""
+    """Return the engine as InferenceX starts it for `requests` at a time, of at most `lengths` (prompt, answer)."""
     match chip, model, engine.name:
         case "h200", "llama-3.1-70b", "trtllm-1":
             engine = replace(engine, max_tokens=16384)
@@ -37,5 +37,5 @@ def server(
 
 
 def one_each(ranks: int) -> float:
-    """Prompts that come, on average, until each of so many ranks has one, where each comes to a rank by chance."""
+    """Return the expected number of prompts until each rank has one, if each goes to a random rank."""
     return ranks * sum(1 / k for k in range(1, ranks + 1))

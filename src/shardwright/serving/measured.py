@@ -1,4 +1,4 @@
-"""A table of published measurements of serving: its columns, and what each row says was run.
+"""A table of published measurements of serving: its columns, and the run that each row describes.
 
 `docs/serving.md` explains the columns. An empty cell was not stated by the source.
 """
@@ -19,7 +19,7 @@ from shardwright.system.errors import InputError, nearest
 from shardwright.system.files import read_csv, reason
 
 METRICS = ("output_tokens_per_s", "total_tokens_per_s", "ttft_s", "tpot_s", "e2e_latency_s")
-"""What a row may measure. Tokens a second are of all its accelerators together."""
+"""Metrics that a row may measure. Tokens per second are summed over all its accelerators."""
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 STATIC, LOOP, FULL = "static batch", "closed loop", "maximum load"
 _LONGEST = 60
@@ -28,7 +28,7 @@ _KNOWN = ", ".join(dict.fromkeys(each.name.partition("-")[0] for each in ENGINES
 
 @dataclass(frozen=True)
 class ServingTableRow:
-    """A row as it stands in the table; the fields are its columns."""
+    """A row of the table as read; the fields are its columns."""
 
     id: str
     source_id: str
@@ -54,9 +54,9 @@ class ServingTableRow:
 
 @dataclass(frozen=True)
 class ServingCase:
-    """What a row says was run. `regime`: STATIC, LOOP or FULL; `requests`: of the whole batch, 0 where not stated;
-    `shortest`: the least length of a request, as a share of the stated one, which is the most; lengths between are
-    equally frequent. `assumed`: what the row does not say."""
+    """The run that a row describes. `regime`: STATIC, LOOP or FULL. `requests`: number in the whole batch, 0 if not
+    stated. `shortest`: the least length of a request, as a share of the stated length, which is the maximum; lengths
+    between are equally frequent. `assumed`: values that the row does not state."""
 
     line: ServingTableRow
     model: ModelSpec
@@ -77,7 +77,7 @@ class ServingCase:
 
 @dataclass(frozen=True)
 class SkippedServingRow:
-    """A row without a prediction, and why."""
+    """A row without a prediction, and the reason."""
 
     line: ServingTableRow
     reason: str
@@ -87,7 +87,7 @@ COLUMNS = tuple(each.name for each in fields(ServingTableRow))
 
 
 def read(path: Path) -> list[ServingCase | SkippedServingRow]:
-    """Every row of a table. Raises InputError with every column and cell that is not valid."""
+    """Return every row of a table. Raises InputError with every column and cell that is not valid."""
     try:
         found = [cells for _, cells in read_csv(path)]
     except (OSError, ValueError) as error:
@@ -140,7 +140,7 @@ def _quoted(text: str) -> str:
 
 
 def _case(line: ServingTableRow) -> ServingCase | SkippedServingRow:
-    """What a row says was run, or why it cannot be priced."""
+    """Return the run that a row describes, or the reason why it cannot be priced."""
     try:
         return _priced(line)
     except InputError as error:
@@ -182,7 +182,7 @@ def _priced(line: ServingTableRow) -> ServingCase:
 
 
 def _engine(line: ServingTableRow) -> ServingEngine | None:
-    """The engine that a row names, None if it names none. `ENGINE: X` in the notes stands above all other words."""
+    """Return the engine that a row names, None if it names none. `ENGINE: X` in the notes overrides all other words."""
     explicit = re.search(r"ENGINE: (\w+)", line.notes)
     if explicit:
         found = engine_of(explicit[1])
@@ -209,7 +209,7 @@ def _degrees(line: ServingTableRow, model: ModelSpec, assumed: list[str]) -> Deg
 
 
 def _cluster(name: str, size: int) -> Cluster:
-    """The smallest cluster of full nodes, or part of a node, that holds an instance."""
+    """Return the smallest cluster of full nodes, or part of a node, that has room for an instance."""
     usual = cluster(f"{name}:1/1")
     node = min(size, _usual_node(name))
     return cluster(f"{name}:{-(-size // node) * node}/{node}") if size > 1 else usual
@@ -231,7 +231,7 @@ def _kv_precision(line: ServingTableRow, engine: ServingEngine, precision: str, 
 
 
 def _regime(line: ServingTableRow, engine: ServingEngine) -> str:
-    """How requests arrived: all at once and waited for, one after another at a concurrency, or at an infinite rate."""
+    """Return how requests arrived: as one static batch, in a closed loop at a concurrency, or at an infinite rate."""
     if line.metric == "e2e_latency_s" or "static" in line.notes:
         return STATIC
     if not line.batch_or_concurrency or re.search("infinite rate|benchmark_throughput", line.notes):
@@ -240,12 +240,12 @@ def _regime(line: ServingTableRow, engine: ServingEngine) -> str:
 
 
 def cases(found: Iterable[ServingCase | SkippedServingRow]) -> list[ServingCase]:
-    """The rows that can be priced."""
+    """Return the rows that can be priced."""
     return [each for each in found if isinstance(each, ServingCase)]
 
 
 def as_json(case: ServingCase) -> dict[str, Any]:
-    """What was understood of a row."""
+    """Return the run that a row describes as JSON."""
     return {
         "model": case.model_name,
         "accelerator": case.cluster.accelerator.name,

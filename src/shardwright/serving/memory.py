@@ -1,4 +1,4 @@
-"""Bytes of an accelerator that serves: weights, cache, working memory; and how many requests fit.
+"""Bytes of an accelerator that serves: weights, cache, working memory; and the number of requests that fit.
 
 The cache is allocated in blocks of tokens (PagedAttention, Kwon et al., arXiv 2309.06180), so a request takes half a
 block more than its tokens on average.
@@ -22,14 +22,14 @@ from shardwright.system.units import GiB
 BLOCK_TOKENS = 32
 """Tokens of a block of the cache: 16 to 64 in the engines."""
 CONTEXT_BYTES = 1.0 * GiB
-"""CUDA's context, libraries and buffers of communication, on each accelerator. Of vLLM and TensorRT-LLM, about."""
+"""CUDA's context, libraries and communication buffers on an accelerator; about the value of vLLM and TensorRT-LLM."""
 _SECTION = "memory of a rank"
 
 
 @dataclass(frozen=True)
 class ServingMemory:
-    """Bytes on the fullest rank of a layout, (n,): `weights`; `working`: activations, logits, buffers; `token`: of one
-    token of a request, over the layers of a stage; `cache`: what is left for the cache."""
+    """Bytes on the fullest rank of a layout, (n,). `weights`. `working`: activations, logits, buffers. `token`: one
+    token of a request, over the layers of a stage. `cache`: the remaining bytes, for the cache."""
 
     weights: Floats
     working: Floats
@@ -38,7 +38,7 @@ class ServingMemory:
 
 
 def memory(serving: Serving, settings: Settings, engine: ServingEngine) -> ServingMemory:
-    """The memory of a rank, as an engine divides it."""
+    """Return the memory of a rank, as an engine divides it."""
     with ledger.section(_SECTION):
         weights = _weights(serving, settings)
         working = _working(serving, settings, engine)
@@ -55,7 +55,7 @@ def memory(serving: Serving, settings: Settings, engine: ServingEngine) -> Servi
 
 
 def _weights(serving: Serving, settings: Settings) -> Floats:
-    """Parameters of a stage: matrices in the precision of the matmuls, the rest and the ends in 16 bits or more."""
+    """Return the bytes of a stage's parameters: matrices in the matmuls' precision, the rest in 16 bits or more."""
     model, e, wide = serving.model, serving.weight_bytes, serving.wide_bytes
     layers = np.asarray(0.0)
     for block, numbers in blocks(model).items():
@@ -73,8 +73,8 @@ def _weights(serving: Serving, settings: Settings) -> Floats:
 
 
 def _working(serving: Serving, settings: Settings, engine: ServingEngine) -> Floats:
-    """Residual stream, inputs and outputs of the widest matmul, for the tokens of a pass; after it, in an engine that
-    reserves memory for its sampler, the logits of as many requests as it may serve, which each rank of tp has whole."""
+    """Return the bytes of the residual stream and of the widest matmul's inputs and outputs, for a pass. An engine that
+    reserves memory for its sampler adds the logits of its maximum requests, whole on each tp rank."""
     model = serving.model
     inner = max(
         block.inner + (model.moe.top_k * block.expert_inner if model.moe and block.experts else 0)
@@ -93,7 +93,7 @@ def _working(serving: Serving, settings: Settings, engine: ServingEngine) -> Flo
 
 
 def largest_batch(serving: Serving, settings: Settings, length: ArrayLike, engine: ServingEngine) -> Floats:
-    """Requests of an instance whose `length` cached tokens each fit beside the weights, 0 where none does."""
+    """Return the requests of an instance that fit next to the weights, each of `length` cached tokens; may be 0."""
     found = memory(serving, settings, engine)
     f = Formulas(
         "", floor_cache=found.cache, token_bytes=found.token, length=np.asarray(length), half_block=BLOCK_TOKENS / 2,

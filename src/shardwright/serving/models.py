@@ -1,8 +1,8 @@
 """Models by the names that tables of measurements use: the presets, and models that are served but not trained here.
 
 Sources: `config.json` of each Hugging Face model; for `gpt-*` FasterTransformer's docs/gpt_guide.md. GPT-J and Falcon
-run attention and feed-forward network beside each other; here their sizes are those of a decoder that runs them one
-after the other.
+run attention and feed-forward network in parallel; here they have the sizes of a decoder that runs them one after the
+other.
 """
 
 import re
@@ -74,7 +74,7 @@ SERVED: dict[str, ModelSpec] = {
     "gpt-6.7b": _plain(32, 4096, 32, 32, 128, 16384, 51200, 2048),
     "gpt-20b": _plain(44, 6144, 48, 48, 128, 24576, 51200, 2048),
 }
-"""Models beside the presets, and DeepSeek-V3 with the positions of its context extension."""
+"""Models other than the presets, and DeepSeek-V3 with the positions of its context extension."""
 
 _OTHER_NAMES = {
     "llama7b": "llama-2-7b",
@@ -107,11 +107,11 @@ _OTHER_NAMES = {
     "qwen3235b": "qwen3-235b-a22b",
     "qwen330b": "qwen3-30b-a3b",
 }
-"""Names that differ by more than case, punctuation and what `_letters` leaves out."""
+"""Names that differ by more than case, punctuation and the words that `_letters` removes."""
 
 
 def named(name: str) -> tuple[str, ModelSpec]:
-    """The model of a name, as tables and model pages write it, with its name here.
+    """Return the model of a name, as tables and model pages write it, with its name here.
 
     Raises InputError with the nearest name if there is none.
     """
@@ -125,6 +125,6 @@ def named(name: str) -> tuple[str, ModelSpec]:
 
 
 def _letters(name: str) -> str:
-    """A name without case, punctuation, and words for how it was tuned or quantised."""
+    """Return a name without case, punctuation, and words for how it was tuned or quantised."""
     plain = re.sub(r"[-_ ](instruct|chat|hf|fp8|fp16|bf16|v0\.[123]|2507|meta)(?=[-_ ]|$)", "", name.lower())
     return re.sub(r"[^a-z0-9]", "", re.sub(r"^meta[-_ ]", "", plain))

@@ -1,8 +1,8 @@
-"""One stream of requests through instances that read prompts and others that decode.
+"""One stream of requests through prefill instances and decode instances.
 
-A request waits for an instance that reads prompts, in the order of arrival; then until an instance for decoding has a
-place for it, while its cache stays where it was made; then its cache crosses, at the rate that both links have left
-beside the other transfers under way; then it decodes with the next pass. Its first token is shown when its cache has
+A request waits for an instance that reads prompts, in the order of arrival. It then waits until an instance for
+decoding has a place for it, while its cache stays where it was made. Then its cache crosses, at the rate that the other
+transfers under way leave on both links; then it decodes with the next pass. Its first token is shown when its cache has
 arrived. Sources: the queues of DistServe (arXiv 2401.09670, section 4.3, where decoding instances pull) and of
 Splitwise (arXiv 2311.18677). Ignored: that the transfer of one layer can overlap with the prefill of the next.
 """
@@ -24,8 +24,8 @@ Action = Callable[[], None]
 
 @dataclass(frozen=True)
 class InstancePool:
-    """Equal instances that do the same, each with such a scheduler, whose `max_batch` is requests that decode at a
-    time, or prompts of a pass. `transfer_s`: of the cache of a token through its links alone."""
+    """Equal instances with one role. The scheduler's `max_batch` is the number of requests that decode at a time, or of
+    prompts in a pass. `transfer_s`: seconds to send the cache of a token through the instance's links alone."""
 
     table: PassTable
     instances: int
@@ -35,15 +35,15 @@ class InstancePool:
 
 @dataclass(frozen=True)
 class PoolTimes:
-    """`served`: what users see. By request, (n,): seconds that it waited for its prefill to begin, and that its cache
-    took to cross."""
+    """`served`: the times that users see. By request, (n,): seconds of its wait for prefill, and of the transfer of its
+    cache."""
 
     served: ServedTimes
     queued_s: Floats
     transfer_s: Floats
 
     def after(self, n: int) -> "PoolTimes":
-        """Without the first n requests, which start with nothing under way."""
+        """Return the times without the first n requests, which start on an empty system."""
         return PoolTimes(self.served.after(n), self.queued_s[n:], self.transfer_s[n:])
 
 
@@ -54,14 +54,14 @@ def run(
     concurrency: int | None = None,
     latency_s: float = 0.0,
 ) -> PoolTimes:
-    """Serve requests in the order of their arrival; with `concurrency`, at most so many at a time are there, and the
-    next one arrives when one has ended. `latency_s`: of a transfer, beside its bytes."""
+    """Serve requests in the order of their arrival. With `concurrency`, at most this number is in the system, and the
+    next request arrives when one has ended. `latency_s`: of a transfer, in addition to its bytes."""
     return _PoolSimulation(readers, writers, requests, concurrency, latency_s).crossed()
 
 
 @dataclass
 class _PrefillInstance:
-    """`held`: tokens in its cache, of prompts that are read or wait to cross; `sending`: transfers under way."""
+    """A prefill instance. `held`: cached tokens of prompts that are read or wait to cross. `sending`: transfers."""
 
     held: float = 0.0
     busy: bool = False
@@ -70,9 +70,9 @@ class _PrefillInstance:
 
 @dataclass
 class _DecodeInstance:
-    """The state at the end of its last pass, which may be the one under way. `taken`: requests that have a place;
-    `held`: tokens of the cache that are reserved for them; `ends`: (pass of the last token, request); `version`: of the
-    state, by which an event is told that was foreseen before the state changed."""
+    """A decode instance at the end of its last pass, which may be the pass under way. `taken`: requests that have a
+    place. `held`: tokens of the cache that are reserved for them. `ends`: (pass of the last token, request). `version`:
+    of the state; an event with an older version was scheduled before the state changed, and is ignored."""
 
     now: float = 0.0
     passes: int = 0
@@ -86,7 +86,7 @@ class _DecodeInstance:
 
 @dataclass
 class _CacheTransfer:
-    """`left`: of the whole, 1 at the start."""
+    """A transfer of a cache. `left`: the share that is still to be sent, 1 at the start."""
 
     request: int
     reader: _PrefillInstance
@@ -139,7 +139,7 @@ class _PoolSimulation:
         heapq.heappush(self.events, (when, self.n_events, action))
 
     def _send(self, at: int, now: float) -> None:
-        """A user sends a request, which the scheduler has somewhat later."""
+        """Send a user's request. The scheduler receives it somewhat later."""
         self.arrived[at] = max(self.arrived[at], now)
         self._at(self.arrived[at] + self.reading.table.arrive_s, partial(self._arrive, at))
 
@@ -148,7 +148,7 @@ class _PoolSimulation:
         self._at(self.now, self._read)  # after others that arrive at the same time
 
     def _read(self) -> None:
-        """Every instance that is free begins a pass over the prompts that wait and have room in its cache."""
+        """Start a pass on every idle instance, over the waiting prompts that have room in its cache."""
         for reader in self.readers:
             if not reader.busy and (taken := self._taken(reader)):
                 reader.busy = True
@@ -158,7 +158,7 @@ class _PoolSimulation:
                 self._at(self.now + seconds, partial(self._has_read, reader, taken))
 
     def _taken(self, reader: _PrefillInstance) -> list[int]:
-        """The prompts of its next pass."""
+        """Return the prompts of an instance's next pass."""
         limit, tokens = self.reading.scheduler, 0
         taken: list[int] = []
         while self.waiting and len(taken) < limit.max_batch:
@@ -172,7 +172,7 @@ class _PoolSimulation:
         return taken
 
     def _prefill_s(self, prompts: Sequence[int]) -> float:
-        """Of prompts in one pass, or of one that is longer than a pass, in chunks."""
+        """Return the seconds of prompts in one pass, or of a prompt longer than a pass, in chunks."""
         table, most = self.reading.table, self.reading.scheduler.engine.max_tokens
         if len(prompts) > 1:
             return table.read_s(sum(prompts), sum(size * size / 2 for size in prompts), 0, 0.0, len(prompts))
@@ -193,7 +193,7 @@ class _PoolSimulation:
         self._read()
 
     def _pull(self) -> None:
-        """Requests that were read take places for decoding, in their order, and begin to cross."""
+        """Give places for decoding to requests whose prompts were read, in their order, and start their transfers."""
         while self.ready:
             at, reader = self.ready[0]
             writer = min(self.writers, key=lambda each: each.taken)
@@ -217,7 +217,7 @@ class _PoolSimulation:
         self._foresee_transfer()
 
     def _rate(self, transfer: _CacheTransfer) -> float:
-        """Of the whole, a second: the equal part that it has of the slower of both links."""
+        """Return the rate of a transfer, as a share of the whole per second: its equal part of the slower link."""
         size = self.requests[transfer.request].input_len
         sends = self.reading.transfer_s * transfer.reader.sending
         receives = self.writing.transfer_s * transfer.writer.receiving
@@ -253,7 +253,7 @@ class _PoolSimulation:
         self._read()
 
     def _join(self, at: int, writer: _DecodeInstance) -> None:
-        """A request decodes from the end of the pass under way."""
+        """Let a request decode from the end of the pass under way."""
         if writer.ends:
             each, grows = self._pass_s(writer)
             self._pass(writer, min(_passes(self.now - writer.now, each, grows), writer.ends[0][0] - writer.passes))
@@ -265,12 +265,12 @@ class _PoolSimulation:
         self._foresee_end(writer)
 
     def _pass_s(self, writer: _DecodeInstance) -> tuple[float, float]:
-        """Seconds of its next pass, and by how much each pass is longer than the one before it."""
+        """Return the seconds of an instance's next pass, and by how much each pass is longer than the previous one."""
         table, n = self.writing.table, len(writer.ends)
         return table.decode_s(n) + table.cached_s * writer.cached, table.cached_s * n * self.writing.scheduler.accepted
 
     def _pass(self, writer: _DecodeInstance, count: int) -> None:
-        """So many passes, and the end of requests that have their last token with them."""
+        """Run `count` passes, and end the requests that get their last token in them."""
         each, grows = self._pass_s(writer)
         writer.now += count * each + grows * count * (count - 1) / 2
         writer.passes += count
@@ -307,7 +307,7 @@ class _PoolSimulation:
 
 
 def _passes(seconds: float, each: float, grows: float) -> int:
-    """The fewest passes that take so long: k each + grows k (k - 1) / 2 >= seconds."""
+    """Return the least k with k each + grows k (k - 1) / 2 >= seconds: the passes that take at least `seconds`."""
     if seconds <= 0:
         return 0
     if grows * seconds < 1e-9 * each * each:

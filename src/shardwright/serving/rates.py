@@ -1,8 +1,7 @@
-"""The constants of serving that no data sheet has: by engine and its generation, and by the die of an
-accelerator.
+"""Constants of serving that no data sheet has, by engine and its generation, and by the die of an accelerator.
 
-`benchmarks/fit_serving.py` fits them to published measurements and writes rates.toml. An engine without numbers of its
-own, or a die without, has those called "others".
+`benchmarks/fit_serving.py` fits them to published measurements and writes rates.toml. An engine or a die without
+numbers of its own uses the numbers called "others".
 """
 
 import tomllib
@@ -20,13 +19,13 @@ OTHERS = "others"
 class Rates:
     """Numbers, or arrays with one for each setting.
 
-    Shares multiply the rates of `cost/hardware.toml`: `matmul_share` the best matmul, `memory_share` the bandwidth as
-    weights are read, `expert_share` the same for those of experts, `cache_share` for the cache in attention,
+    Shares multiply the rates of `cost/hardware.toml`: `matmul_share` the best matmul, `memory_share` the bandwidth of
+    reading weights, `expert_share` the bandwidth of reading experts' weights, `cache_share` for the cache in attention,
     `flash_share` the best 16-bit matmul in attention over prompts, `cached_share` the same in attention over the cache
-    (small where an engine computes it for each query head alone, outside the matrix units), `link_share` the bandwidth
+    (small if an engine computes it for each query head alone, outside the matrix units), `link_share` the bandwidth
     inside a node.
 
-    Times in seconds. `layer_s`: for each layer, beside all that is computed (kernels that wait for one another, small
+    Times in seconds. `layer_s`: for each layer, overhead beyond the computed times (kernels that wait for others, small
     element-wise kernels); `exchange_s`: for a layer with experts in addition (routing, gathering of rows); `reduce_s`:
     for a small all-reduce. `pass_s`: once in each pass over the model (scheduler, start of the graph, sampling);
     `prefill_s`: in addition once in each pass that reads prompts; `launch_s` for each layer, and `expert_launch_s` in
@@ -54,13 +53,13 @@ class Rates:
 
 @dataclass(frozen=True)
 class FittedRates:
-    """`engines`: `Rates` by engine; `accelerators`: factors on some of them by the die of an accelerator."""
+    """`engines`: `Rates` by engine. `accelerators`: factors on some rates, by the die of an accelerator."""
 
     engines: Mapping[str, Mapping[str, float]] = field(hash=False)
     accelerators: Mapping[str, Mapping[str, float]] = field(hash=False)
 
     def rates(self, engine: str, die: str) -> Rates:
-        """The constants of an engine on accelerators with that die."""
+        """Return the constants of an engine on accelerators with a die."""
         values = dict(self.engines.get(engine, self.engines[OTHERS]))
         for name, factor in self.accelerators.get(die, self.accelerators[OTHERS]).items():
             values[name] *= factor
@@ -72,7 +71,7 @@ RATES = tuple(each.name for each in fields(Rates))
 
 @cache
 def fitted(path: Path = PACKAGED) -> tuple[FittedRates, dict[str, FittedRates]]:
-    """The constants, and for each source those that were fitted without it."""
+    """Return the constants, and for each source the constants that were fitted without it."""
     with path.open("rb") as file:
         document = tomllib.load(file)
     left_out = document.pop("left_out", {})

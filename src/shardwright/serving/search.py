@@ -1,4 +1,4 @@
-"""The best way to serve a model on a cluster: every layout and batch by closed forms, the best of them simulated."""
+"""Search for the best way to serve a model: closed forms price every layout and batch, and the best are simulated."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,13 +16,13 @@ from shardwright.serving.space import ServingLayout, batches, layouts
 from shardwright.serving.work import period_s
 
 PERCENTILE = 95
-"""Of the simulated requests, that have to keep the limits."""
+"""Percentage of the simulated requests that have to keep the limits."""
 SIMULATED = 24
-"""The most layouts and batches that are simulated to find the best ones."""
+"""Largest number of layouts and batches that are simulated to find the best ones."""
 ITERATIONS = 3
-"""Of the prompts in a pass."""
+"""Iterations for the number of prompts in a pass."""
 LEAST_REQUESTS = 400
-"""Requests of a simulation, for percentiles that do not depend on a few."""
+"""Fewest requests of a simulation, so that percentiles do not depend on a few requests."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,16 @@ class Speculation:
 
     @property
     def accepted(self) -> float:
-        """Tokens of a pass: (1 - a^(k+1)) / (1 - a). Leviathan et al., arXiv 2211.17192, equation 1."""
+        """Return the tokens of a pass, (1 - a^(k+1)) / (1 - a). Leviathan et al., arXiv 2211.17192, equation 1."""
         a, k = self.acceptance, self.drafted
         return float(k + 1) if a >= 1 else (1 - a ** (k + 1)) / (1 - a)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServingTask:
-    """What is to be served. `concurrency`: users of the whole cluster at a time, or `rate_per_s`: requests that arrive
-    a second; with neither, as many as give the most tokens a second. `ttft_s`, `tpot_s`: limits, inf where there are
-    none. `price_per_hour`: of one accelerator."""
+    """A model to serve and its load. `concurrency`: concurrent users of the whole cluster, or `rate_per_s`: requests
+    that arrive per second; with neither, the load with the most tokens per second. `ttft_s`, `tpot_s`: limits, inf if
+    there are none. `price_per_hour`: of one accelerator."""
 
     serving: Serving
     input_len: int
@@ -60,18 +60,18 @@ class ServingTask:
 
     @property
     def usable_bytes(self) -> float:
-        """Of an accelerator, that the engine uses at most."""
+        """Return the bytes of an accelerator that the engine uses at most."""
         return self.serving.cluster.accelerator.memory_bytes * self.engine.memory_share
 
     @property
     def length(self) -> int:
-        """Tokens of a request at its end."""
+        """Return the tokens of a request at its end."""
         return self.input_len + self.output_len
 
 
 @dataclass(frozen=True)
 class ServingOption:
-    """A layout with a batch limit for each instance, by closed forms: mean seconds, tokens a second of the cluster."""
+    """A layout with a batch limit for each instance, by closed forms: mean seconds, the cluster's tokens/s."""
 
     layout: ServingLayout
     batch: int
@@ -80,13 +80,13 @@ class ServingOption:
     tokens_per_s: float
 
     def per_accelerator(self) -> float:
-        """Output tokens a second of one accelerator."""
+        """Return output tokens per second of one accelerator."""
         return self.tokens_per_s / (self.layout.degrees.size * self.layout.replicas)
 
 
 @dataclass(frozen=True)
 class SimulatedOption:
-    """An option as simulated, for one of its instances. `tokens_per_s`: of the cluster."""
+    """The simulation of one instance of an option. `tokens_per_s`: of the cluster."""
 
     option: ServingOption
     served: ServedTimes
@@ -94,33 +94,33 @@ class SimulatedOption:
 
     @property
     def layout(self) -> ServingLayout:
-        """Of the option."""
+        """Return the option's layout."""
         return self.option.layout
 
     @property
     def per_accelerator(self) -> float:
-        """Output tokens a second of one accelerator."""
+        """Return output tokens per second of one accelerator."""
         return self.tokens_per_s / (self.layout.degrees.size * self.layout.replicas)
 
     def ttft_s(self, percentile: float = 50) -> float:
-        """Seconds to the first token."""
+        """Return a percentile of the seconds to the first token."""
         return self.served.first_s(percentile)
 
     def tpot_s(self, percentile: float = 50) -> float:
-        """Seconds of a further token; 0 where each request has one token only."""
+        """Return a percentile of the seconds of a further token; 0 if each request has one token only."""
         return self.served.further_s(percentile)
 
     @property
     def per_user(self) -> float:
-        """Tokens a second that one user sees."""
+        """Return the tokens per second that one user sees."""
         return 1 / self.tpot_s() if self.tpot_s() else 0.0
 
     def keeps(self, task: ServingTask) -> bool:
-        """Whether the limits are kept by `PERCENTILE` of 100 requests."""
+        """Return whether `PERCENTILE` of 100 requests keep the limits."""
         return keeps_limits(task, self.served)
 
     def cost_per_million(self, task: ServingTask) -> float | None:
-        """Price of a million output tokens."""
+        """Return the price of a million output tokens."""
         if task.price_per_hour is None:
             return None
         return task.price_per_hour / 3600 / self.per_accelerator * 1e6
@@ -128,10 +128,10 @@ class SimulatedOption:
 
 @dataclass(frozen=True)
 class ServingPlan:
-    """What a search found. `best`: the best simulated option of each layout
-    that keeps the limits, most tokens a second first; `missed`:
-    simulated ones that do not; `options`: all by closed forms; `pareto`: those of them that no other beats in both
-    tokens a second of an accelerator and of a user; `memory`: by layout, in the order of `layouts`."""
+    """The result of a search. `best`: the best simulated option of each layout that keeps the limits, most tokens per
+    second first. `missed`: simulated options that do not keep them. `options`: all options, by closed forms. `pareto`:
+    the options that no other option beats both in tokens per second of an accelerator and of a user. `memory`: by
+    layout, in the order of `layouts`."""
 
     task: ServingTask
     layouts: list[ServingLayout]
@@ -156,7 +156,7 @@ def search(task: ServingTask, top: int = 10) -> ServingPlan:
 
 
 def price(task: ServingTask, every: Sequence[ServingLayout], largest: Floats) -> list[ServingOption]:
-    """Every layout with every batch that fits, as arrays."""
+    """Price every layout with every batch that fits, as arrays."""
     pairs = [(at, batch) for at, each in enumerate(every) for batch in _batches(task, each, int(largest[at]))]
     if not pairs:
         return []
@@ -182,11 +182,11 @@ def _batches(task: ServingTask, layout: ServingLayout, most: int) -> list[int]:
 
 
 def closed(task: ServingTask, settings: Settings, requests: Floats) -> tuple[Floats, Floats]:
-    """Mean time of a token and to the first token, of a closed loop at `requests` of an instance.
+    """Return the mean time of a token and to the first token, of a closed loop at `requests` of an instance.
 
-    As many prompts are read in a pass as have come since the last one: requests / output_len x its time / that of a
-    token, which is found by iteration. The first token takes half a pass that is under way, the pass that reads the
-    prompt, and the way to the scheduler.
+    The prompts that a pass reads are the prompts that arrived during the last one: requests / output_len x the time of
+    a pass / the time of a token, found by iteration. The first token takes half a pass that is under way, the pass that
+    reads the prompt, and the way to the scheduler.
     """
     serving, speculation = task.serving, task.speculation
     context = forms.middle(task.input_len, task.output_len)
@@ -204,7 +204,8 @@ def closed(task: ServingTask, settings: Settings, requests: Floats) -> tuple[Flo
 
 
 def pareto(options: Sequence[ServingOption]) -> list[ServingOption]:
-    """Options that no other beats in tokens a second of an accelerator and of a user; the fastest for a user first."""
+    """Return the options that no other beats both in tokens/s of an accelerator and of a user, fastest for a user
+    first."""
     found: list[ServingOption] = []
     for each in sorted(options, key=lambda option: (option.tpot_s, -option.per_accelerator())):
         if not found or each.per_accelerator() > found[-1].per_accelerator():
@@ -215,7 +216,7 @@ def pareto(options: Sequence[ServingOption]) -> list[ServingOption]:
 def _simulated(
     task: ServingTask, options: Sequence[ServingOption], held: ServingMemory, every: Sequence[ServingLayout], top: int
 ) -> tuple[list[SimulatedOption], list[SimulatedOption]]:
-    """The most promising options, simulated: those that keep the limits, and those that do not."""
+    """Simulate the most promising options. Return the options that keep the limits, and the options that do not."""
     good: list[SimulatedOption] = []
     bad: list[SimulatedOption] = []
     tables: dict[Degrees, PassTable] = {}
@@ -231,13 +232,13 @@ def _simulated(
 
 
 def keeps_limits(task: ServingTask, served: ServedTimes) -> bool:
-    """Whether the limits are kept by `PERCENTILE` of 100 requests."""
+    """Return whether `PERCENTILE` of 100 requests keep the limits."""
     return served.first_s(PERCENTILE) <= task.ttft_s and served.further_s(PERCENTILE) <= task.tpot_s
 
 
 def keeps_up(task: ServingTask, served: ServedTimes) -> bool:
-    """Whether an instance serves as many requests a second as arrive. If not, each waits longer than the one before it:
-    those of the last tenth 7 times as long as those of the first quarter."""
+    """Return whether an instance serves as many requests per second as arrive. If not, each waits longer than the
+    request before it: the last tenth of the requests 7 times as long as the first quarter."""
     if task.rate_per_s is None:
         return True
     ttft = served.ttft_s
@@ -246,8 +247,8 @@ def keeps_up(task: ServingTask, served: ServedTimes) -> bool:
 
 
 def _promising(task: ServingTask, options: Sequence[ServingOption]) -> list[ServingOption]:
-    """Options worth a simulation: of each layout those with the most tokens a second that keep the limits by closed
-    forms, with a smaller batch in reserve; the best of all layouts first. Where none keeps them, the nearest."""
+    """Return the options worth a simulation: for each layout the options with the most tokens/s that keep the limits by
+    closed forms, with a smaller batch in reserve; the best of all layouts first. If there is none, the nearest."""
     by_layout: dict[ServingLayout, list[ServingOption]] = {}
     for each in options:
         if keeps(task, each):
@@ -265,25 +266,25 @@ def _promising(task: ServingTask, options: Sequence[ServingOption]) -> list[Serv
 
 
 def _order(task: ServingTask, option: ServingOption) -> tuple[float, ...]:
-    """More tokens a second first; at a given rate, which fixes them, less time of a token."""
+    """Return the sort key of an option: more tokens per second first; at a given rate, which fixes them, less TPOT."""
     if task.rate_per_s is not None:
         return (option.tpot_s, option.ttft_s)
     return (-option.per_accelerator(), option.tpot_s)
 
 
 def keeps(task: ServingTask, option: ServingOption) -> bool:
-    """Whether an option keeps the limits and the rate, by closed forms."""
+    """Return whether an option keeps the limits and the rate, by closed forms."""
     return excess(task, option) <= 1
 
 
 def excess(task: ServingTask, option: ServingOption) -> float:
-    """By what factor an option misses the limits, or the rate at which requests arrive; at most 1 if it does not."""
+    """Return the factor by which an option misses the limits, or the arrival rate; at most 1 if it misses none."""
     need = 0.0 if task.rate_per_s is None else task.rate_per_s * task.output_len / option.tokens_per_s
     return max(option.ttft_s / task.ttft_s, option.tpot_s / task.tpot_s, need)
 
 
 def pass_table(task: ServingTask, degrees: Degrees) -> PassTable:
-    """Seconds of passes on a layout, with what drafting costs."""
+    """Return the seconds of passes on a layout, including the cost of drafting."""
     return PassTable(
         task.serving, degrees, task.engine.max_tokens, task.speculation.drafted,
         1 + task.speculation.drafted * task.speculation.draft_cost,
@@ -291,7 +292,7 @@ def pass_table(task: ServingTask, degrees: Degrees) -> PassTable:
 
 
 def simulate(task: ServingTask, option: ServingOption, table: PassTable, cache_tokens: float) -> SimulatedOption:
-    """A stream of requests through one instance of an option."""
+    """Simulate a stream of requests through one instance of an option."""
     limits = Scheduler(task.engine, option.batch, cache_tokens, task.speculation.accepted)
     if task.rate_per_s is None:
         users = option.batch if task.concurrency is None else ceil(task.concurrency / option.layout.replicas)
@@ -307,7 +308,7 @@ def simulate(task: ServingTask, option: ServingOption, table: PassTable, cache_t
 
 
 def smaller_need(task: ServingTask) -> Iterator[str]:
-    """What would make weights and one request fit where nothing does, each tried."""
+    """Yield changes after which weights and one request fit, if nothing fits. Each is tried."""
     serving = task.serving
     chip = serving.cluster.accelerator
     tries = []

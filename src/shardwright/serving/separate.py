@@ -24,17 +24,17 @@ from shardwright.serving.space import ServingLayout, batches
 from shardwright.serving.work import cache_token_bytes, period_s
 
 SIMULATED = 10
-"""The most splits of a cluster that are simulated."""
+"""Largest number of splits of a cluster that are simulated."""
 LOADS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.4)
-"""Parts of the requests that a split can have under way, of which the most that keep the limits are taken where neither
-their number nor their rate is given."""
+"""Shares of the requests that a split can have under way. If neither their number nor their rate is given, the largest
+share that keeps the limits is taken."""
 
 
 @dataclass(frozen=True)
 class PrefillDecodeSplit:
-    """`readers` instances of `prefill` and `writers` of `decode`, each of the latter with `batch` requests at most; by
-    closed forms: seconds to the first token, of a further one, of the transfer of a prompt's cache, and requests a
-    second. `per_s`: the most of them."""
+    """`readers` instances of `prefill` and `writers` of `decode`; each decode instance has at most `batch` requests. By
+    closed forms: seconds to the first token, of a further one, of the transfer of a prompt's cache; `per_s`: the most
+    requests per second."""
 
     prefill: Degrees
     readers: int
@@ -47,13 +47,13 @@ class PrefillDecodeSplit:
     per_s: float
 
     def under_way(self, task: ServingTask, per_s: float) -> int:
-        """Requests that are there at a time, where they come at this rate, by Little's law."""
+        """Return the mean number of requests in the system at this arrival rate, by Little's law."""
         return max(1, ceil(per_s * (self.ttft_s + task.output_len * self.tpot_s)))
 
 
 @dataclass(frozen=True)
 class SimulatedSplit:
-    """A split as simulated. `requests`: at a time, None where they arrive at a rate; `tokens_per_s`: of the cluster;
+    """The simulation of a split. `requests`: concurrent requests, None if they arrive at a rate. `tokens_per_s`,
     `accelerators`: of the cluster."""
 
     split: PrefillDecodeSplit
@@ -63,21 +63,21 @@ class SimulatedSplit:
     accelerators: int
 
     def per_accelerator(self) -> float:
-        """Output tokens a second of one accelerator."""
+        """Return output tokens per second of one accelerator."""
         return self.tokens_per_s / self.accelerators
 
     def ttft_s(self, percentile: float = 50) -> float:
-        """Seconds to the first token: the wait for prefill, prefill, the wait for a place, and the transfer."""
+        """Return a percentile of the time to the first token: wait for prefill, prefill, wait for a place, transfer."""
         return self.crossed.served.first_s(percentile)
 
     def tpot_s(self, percentile: float = 50) -> float:
-        """Seconds of a further token."""
+        """Return a percentile of the seconds of a further token."""
         return self.crossed.served.further_s(percentile)
 
 
 def separate(task: ServingTask, every: Sequence[ServingLayout]) -> SimulatedSplit | None:
-    """The split of the cluster with the most tokens a second within the limits, or at a given rate with the least time
-    of a token; None where there is none."""
+    """Return the split of the cluster with the most tokens per second within the limits, or at a given rate with the
+    least time of a token; None if there is none."""
     found = [each for split in _promising(task, every) if (each := _best_load(task, split)) is not None]
     if task.rate_per_s is not None:
         return min(found, key=lambda each: (each.tpot_s(), each.ttft_s()), default=None)
@@ -85,7 +85,7 @@ def separate(task: ServingTask, every: Sequence[ServingLayout]) -> SimulatedSpli
 
 
 def _best_load(task: ServingTask, split: PrefillDecodeSplit) -> SimulatedSplit | None:
-    """A split with as many requests as are asked for, or as it serves within the limits; None where it keeps none."""
+    """Simulate a split with the requested load, or with the largest load within the limits; None if there is none."""
     fixed = task.rate_per_s is not None or task.concurrency is not None
     for part in (1.0,) if fixed else LOADS:
         users = None if task.rate_per_s is not None else task.concurrency or split.under_way(task, part * split.per_s)
@@ -96,7 +96,7 @@ def _best_load(task: ServingTask, split: PrefillDecodeSplit) -> SimulatedSplit |
 
 
 def simulated(task: ServingTask, split: PrefillDecodeSplit, users: int | None) -> SimulatedSplit:
-    """A stream of requests through a split: of `users` at a time, or without it at the rate of the task."""
+    """Simulate a stream of requests through a split: `users` at a time, or if None, at the rate of the task."""
     readers, writers = _pools(task, split)
     latency_s = task.serving.cluster.across.latency_s
     if users is not None:
@@ -114,8 +114,8 @@ def simulated(task: ServingTask, split: PrefillDecodeSplit, users: int | None) -
 
 
 def _loop(task: ServingTask, split: PrefillDecodeSplit, users: int, rounds: int) -> list[ServingRequest]:
-    """A closed loop whose users begin independently of one another, within the time from one request of a user to the
-    next: if all began at once, they would wait for prefill together for ever."""
+    """Return a closed loop whose users start independently of one another, within the time from one request of a user
+    to the next. If all started at once, they would wait for prefill together forever."""
     around_s = max(split.ttft_s + task.output_len * split.tpot_s, users / split.per_s)
     begin = np.sort(np.random.default_rng(3).uniform(0.0, around_s, users))
     first = [ServingRequest(float(at), task.input_len, task.output_len) for at in begin]
@@ -124,7 +124,7 @@ def _loop(task: ServingTask, split: PrefillDecodeSplit, users: int, rounds: int)
 
 
 def _pools(task: ServingTask, split: PrefillDecodeSplit) -> tuple[InstancePool, InstancePool]:
-    """Both pools of a split."""
+    """Return the pools of prefill and of decode instances of a split."""
     engine, found = task.engine, []
     for degrees in (split.prefill, split.decode):
         settings = Settings.from_layouts([degrees])
@@ -141,8 +141,8 @@ def _pools(task: ServingTask, split: PrefillDecodeSplit) -> tuple[InstancePool, 
 
 
 def _promising(task: ServingTask, every: Sequence[ServingLayout]) -> list[PrefillDecodeSplit]:
-    """Splits that keep the limits by closed forms, the best of each pair of layouts: with the most requests a second,
-    or at a given rate with the least time of a token."""
+    """Return the splits that keep the limits by closed forms, the best for each pair of layouts: with the most requests
+    per second, or at a given rate with the least time of a token."""
     degrees = list(dict.fromkeys(each.degrees for each in every))
     best: dict[tuple[Degrees, Degrees], PrefillDecodeSplit] = {}
     for split in _splits(task, degrees):
@@ -157,9 +157,9 @@ def _order(task: ServingTask, split: PrefillDecodeSplit) -> tuple[float, ...]:
 
 
 def _splits(task: ServingTask, degrees: Sequence[Degrees]) -> Iterator[PrefillDecodeSplit]:
-    """Every pair of layouts and batch, with the numbers of instances that suit them best. At a given rate the batch is
-    what gives the time of a token, and the limit is the largest one that keeps that time's, for requests that come
-    close after one another."""
+    """Yield every pair of layouts and batch, with the numbers of instances that suit them best. At a given rate, the
+    batch determines the time of a token, and the limit is the largest batch that keeps the limit of that time, for
+    requests that arrive in close succession."""
     writers, total = _writers(task, degrees), task.serving.cluster.size
     largest = {decode: batch for decode, batch, _, _ in writers}  # they are in ascending order
     for prefill, read_s, sends_s in _readers(task, degrees):
@@ -188,8 +188,8 @@ def _splits(task: ServingTask, degrees: Sequence[Degrees]) -> Iterator[PrefillDe
 
 
 def waiting_s(per_s: float, each_s: float, instances: ArrayLike) -> Floats:
-    """Mean seconds in the line before equal instances that serve one request at a time, each in `each_s`, where they
-    arrive independently of one another; infinite where they come faster than that.
+    """Return the mean waiting time in seconds before equal instances that serve one request at a time, each in
+    `each_s`, if requests arrive independently of one another; infinite if they arrive faster than they are served.
 
     M/D/c by Sakasegawa (1977), rho^(sqrt(2 (c + 1)) - 1) / (c (1 - rho)) x each_s / 2; exact for one instance.
     """
@@ -201,7 +201,7 @@ def waiting_s(per_s: float, each_s: float, instances: ArrayLike) -> Floats:
 
 
 def _readers(task: ServingTask, degrees: Sequence[Degrees]) -> list[tuple[Degrees, float, float]]:
-    """Layouts that hold weights and a prompt, with the seconds of a prompt and of sending its cache."""
+    """Return the layouts with room for weights and a prompt, with the seconds of a prompt and of sending its cache."""
     settings = Settings.from_layouts(degrees)
     held = memory(task.serving, settings, replace(task.engine, max_tokens=max(task.engine.max_tokens, task.input_len)))
     fits = held.cache / held.token * settings.dp >= task.input_len
@@ -211,20 +211,20 @@ def _readers(task: ServingTask, degrees: Sequence[Degrees]) -> list[tuple[Degree
 
 
 def transfer_s(task: ServingTask, settings: Settings) -> Floats:
-    """Seconds of the cache of a prompt over the network, alone."""
+    """Return the seconds to send the cache of a prompt over the network, without other transfers."""
     return np.asarray(token_transfer_s(task, settings) * task.input_len + task.serving.cluster.across.latency_s)
 
 
 def token_transfer_s(task: ServingTask, settings: Settings) -> Floats:
-    """Seconds of the cache of a token through the links of an instance: each of its ranks sends, or receives, what it
-    holds."""
+    """Return the seconds to send the cache of a token through the links of an instance: each of its ranks sends, or
+    receives, its own part."""
     layers = np.ceil(task.serving.model.n_layers / settings.pp)
     return np.asarray(layers * cache_token_bytes(task.serving, settings.tp) / task.serving.cluster.across.bytes_per_s)
 
 
 def _writers(task: ServingTask, degrees: Sequence[Degrees]) -> list[tuple[Degrees, int, float, float]]:
-    """Layouts and batches that keep the limit of a further token, with its seconds and those of receiving the cache of
-    a prompt."""
+    """Return the layouts and batches that keep the limit of a further token, with the seconds of a further token and of
+    receiving the cache of a prompt."""
     settings = Settings.from_layouts(degrees)
     held = memory(task.serving, settings, task.engine)
     most = np.floor(held.cache / (held.token * (task.length + 16)) * settings.dp)

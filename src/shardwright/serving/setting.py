@@ -1,8 +1,8 @@
-"""What is served (`Serving`) and on which layouts (`Settings`); arrays, so one layout or ten thousand at once.
+"""The model and machine that serve (`Serving`) and their layouts (`Settings`), as arrays: one layout or ten thousand.
 
 An instance serves requests on tp x dp x pp accelerators. With dp > 1, attention is replicated: each group of tp ranks
-has the requests of its own (dp attention), and the experts of a layer are sharded over all tp x dp ranks of a stage,
-ep ways by experts and tp x dp / ep ways within each. A cluster may hold several instances.
+has its own requests (dp attention). The experts of a layer are sharded over all tp x dp ranks of a stage, ep ways by
+experts and tp x dp / ep ways within each. A cluster may have several instances.
 """
 
 from collections.abc import Sequence
@@ -34,34 +34,34 @@ class Serving:
 
     @property
     def on_host(self) -> bool:
-        """Whether the processor that computes also runs Python, and passes of `generate` were measured on it
+        """Return whether the processor that computes also runs Python, and passes of `generate` were measured on it
         (`serving.host`)."""
         chip = self.cluster.accelerator
         return chip.on_host and chip.rates is not None and chip.rates.generation is not None
 
     @property
     def wide(self) -> str:
-        """Precision of attention, the head and the residual stream."""
+        """Return the precision of attention, the head and the residual stream."""
         return "bf16" if self.precision == "fp8" else self.precision
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of an element of a layer's matrices."""
+        """Return the bytes of an element of a layer's matrices."""
         return ELEMENT_BYTES[self.precision]
 
     @property
     def wide_bytes(self) -> int:
-        """Bytes of an element of `wide`."""
+        """Return the bytes of an element of `wide`."""
         return ELEMENT_BYTES[self.wide]
 
     def flops_per_s(self, precision: str) -> Floats:
-        """FLOP/s that matmuls of the best shapes reach."""
+        """Return the FLOP/s that matmuls of the best shapes reach."""
         chip = self.cluster.accelerator
         return np.asarray(chip.flops_per_s[precision] * chip.matmul_share[precision] * self.rates.matmul_share)
 
     @property
     def bytes_per_s(self) -> Floats:
-        """Bandwidth of memory that reading weights reaches."""
+        """Return the memory bandwidth that reading weights reaches, in bytes/s."""
         return np.asarray(self.cluster.accelerator.memory_bytes_per_s * self.rates.memory_share)
 
 
@@ -79,7 +79,7 @@ class Degrees(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Accelerators of an instance."""
+        """Return the number of accelerators of an instance."""
         return self.tp * self.pp * self.dp
 
 
@@ -94,32 +94,32 @@ class Settings:
 
     @staticmethod
     def from_layouts(layouts: Sequence[Degrees]) -> "Settings":
-        """Layouts as arrays."""
+        """Convert layouts to arrays."""
         return Settings(*np.asarray(layouts, dtype=np.int64).reshape(-1, 4).T)
 
     @property
     def stage_ranks(self) -> Ints:
-        """Ranks of a pipeline stage: those that share the experts of a layer."""
+        """Return the ranks of a pipeline stage, which share the experts of a layer."""
         return self.tp * self.dp
 
     @property
     def expert_tp(self) -> Ints:
-        """Ranks over which the matrices of one expert are split."""
+        """Return the number of ranks over which the matrices of one expert are sharded."""
         return self.stage_ranks // self.ep
 
     @property
     def size(self) -> Ints:
-        """Accelerators of an instance."""
+        """Return the number of accelerators of an instance."""
         return self.tp * self.pp * self.dp
 
 
 @dataclass(frozen=True)
 class PassBatch:
-    """What one pass over the model computes, of a whole instance; numbers or arrays (n,).
+    """The work of one pass over the model, of a whole instance; numbers or arrays (n,).
 
-    `requests`: that decode one token each, with `context` cached tokens each on average. `prompt`: tokens of prompts,
-    each of which attends to `attended` tokens on average. `logits`: positions whose next token is chosen. `drafted`:
-    tokens that are verified for each request beyond its one, in speculative decoding.
+    `requests`: number of requests that decode one token each, with `context` cached tokens each on average. `prompt`:
+    tokens of prompts; each attends to `attended` tokens on average. `logits`: positions whose next token is chosen.
+    `drafted`: additional tokens that are verified for each request, in speculative decoding.
     """
 
     requests: ArrayLike = 0.0
@@ -130,7 +130,7 @@ class PassBatch:
     drafted: ArrayLike = 0.0
 
     def shared(self, parts: ArrayLike) -> "PassBatch":
-        """The part of one micro-batch or replica of `parts`; a part has one request or none."""
+        """Return the part of one of `parts` micro-batches or replicas; a part has one request or none."""
         split = np.asarray(parts)
         asked = np.asarray(self.requests, dtype=np.float64)
         return PassBatch(
@@ -140,11 +140,11 @@ class PassBatch:
 
     @property
     def prompts(self) -> Floats:
-        """Prompts of which the last token is in this pass."""
+        """Return the number of prompts whose last token is in this pass."""
         decoded = np.asarray(self.requests) * (1.0 + np.asarray(self.drafted))
         return np.asarray(np.maximum(np.asarray(self.logits) - decoded, 0.0))
 
     @property
     def tokens(self) -> Floats:
-        """Tokens that go through the matmuls."""
+        """Return the number of tokens that go through the matmuls."""
         return np.asarray(np.asarray(self.requests) * (1.0 + np.asarray(self.drafted)) + np.asarray(self.prompt))

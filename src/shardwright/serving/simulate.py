@@ -1,8 +1,8 @@
-"""A stream of requests through the scheduler of an engine, pass by pass: the times that its users see.
+"""Simulation of a stream of requests through an engine's scheduler, pass by pass, for the latencies of its users.
 
 Continuous batching: a request joins the batch when there is room, and leaves it with its last token. Its prompt is read
 in the pass in which others decode (`mixed`), in chunks of at most `max_tokens` tokens a pass, or in passes of its own
-before anybody decodes further. Passes between two events, which all have the same requests, are computed at once.
+before any request decodes further. Passes between two events, with the same requests, are computed at once.
 """
 
 import heapq
@@ -21,12 +21,12 @@ from shardwright.serving.work import period_s
 
 
 class PassTable:
-    """Seconds of a pass of one layout, as a table over its tokens, so that a simulation can ask for millions.
+    """Seconds of a pass of one layout, as a table over its tokens, so that a simulation can look up millions of passes.
 
-    `drafted`: tokens of a request that are verified beside its one; `dearer`: factor on passes that decode.
+    `drafted`: additional tokens that are verified for a request. `dearer`: factor on the time of passes that decode.
 
     A pass takes F(tokens) + A x cached tokens of its requests + B x pairs of tokens in its prompts: weights and
-    activations depend on the number of tokens alone, attention is linear in what it reads.
+    activations depend on the number of tokens alone, attention is linear in the tokens that it reads.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class PassTable:
         self.pair_s = float((period_s(serving, settings, pairs) - period_s(serving, settings, read))[0]) / attended
 
     def decode_s(self, requests: int) -> float:
-        """Of a pass in which requests without any cached token decode."""
+        """Return the seconds of a pass in which requests without any cached token decode."""
         return _between(self._tokens, self._decode, requests)
 
     def read_s(self, tokens: float, pairs: float, requests: int, cached: float, prompts: int = 1) -> float:
-        """Of a pass of `tokens`, of which `requests` decode with `cached` tokens and the others are of `prompts` with
-        `pairs` of tokens; at least what the host takes to start its kernels."""
+        """Return the seconds of a pass of `tokens`: `requests` decode with `cached` tokens, and the other tokens belong
+        to `prompts` with `pairs` of tokens; at least the time that the host takes to start its kernels."""
         computing = _between(self._tokens, self._prompt, tokens) + self.pair_s * pairs + self.cached_s * cached
         computing += self.prompt_s * (prompts - 1)
         return max(computing, self.least_s) + self.request_s * requests
@@ -71,7 +71,7 @@ def _row(seconds: Floats, grid: Floats) -> list[float]:
 
 
 def _between(xs: list[float], ys: list[float], x: float) -> float:
-    """Linear between the points, and beyond the last two of them."""
+    """Interpolate linearly between the points; extrapolate from the last two."""
     at = min(max(bisect_right(xs, x), 1), len(xs) - 1)
     x0, y0 = xs[at - 1], ys[at - 1]
     return y0 + (x - x0) * (ys[at] - y0) / (xs[at] - x0)
@@ -79,8 +79,8 @@ def _between(xs: list[float], ys: list[float], x: float) -> float:
 
 @dataclass(frozen=True)
 class Scheduler:
-    """That of an engine with `max_batch` requests at a time and `cache_tokens` of the whole instance; `accepted`:
-    tokens of a request in a pass, above 1 with speculative decoding."""
+    """The scheduler of an engine with `max_batch` concurrent requests and `cache_tokens` of the whole instance.
+    `accepted`: tokens of a request in a pass, above 1 with speculative decoding."""
 
     engine: ServingEngine
     max_batch: int
@@ -90,7 +90,7 @@ class Scheduler:
 
 @dataclass(frozen=True)
 class ServingRequest:
-    """`arrival_s`, tokens in and out."""
+    """A request. `arrival_s`: time of arrival. The lengths are tokens in and out."""
 
     arrival_s: float
     input_len: int
@@ -99,8 +99,8 @@ class ServingRequest:
 
 @dataclass(frozen=True)
 class ServedTimes:
-    """By request, (n,): seconds to the first token, mean seconds of a further one (nan where there is none), seconds to
-    the last. `span_s`: from the first arrival to the last token. `output_tokens`: of all."""
+    """Latencies by request, (n,): seconds to the first token, mean seconds of a further token (nan if there is none),
+    seconds to the last. `span_s`: from the first arrival to the last token. `output_tokens`: of all requests."""
 
     ttft_s: Floats
     tpot_s: Floats
@@ -109,26 +109,26 @@ class ServedTimes:
     output_tokens: int
 
     def after(self, n: int) -> "ServedTimes":
-        """Without the first n requests, which start with nothing under way."""
+        """Return the times without the first n requests, which start on an empty system."""
         return replace(self, ttft_s=self.ttft_s[n:], tpot_s=self.tpot_s[n:], e2e_s=self.e2e_s[n:])
 
     @property
     def tokens_per_s(self) -> float:
-        """Output tokens a second."""
+        """Return output tokens per second."""
         return self.output_tokens / self.span_s
 
     def first_s(self, percentile: float) -> float:
-        """Seconds to the first token, of so many of 100 requests at most."""
+        """Return a percentile of the seconds to the first token."""
         return float(np.percentile(self.ttft_s, percentile))
 
     def further_s(self, percentile: float) -> float:
-        """Seconds of a further token, of so many of 100 requests at most; 0 where each request has one token only."""
+        """Return a percentile of the seconds of a further token; 0 if each request has one token only."""
         there = self.tpot_s[~np.isnan(self.tpot_s)]
         return float(np.percentile(there, percentile)) if len(there) else 0.0
 
 
 def lengths(stated: int, shortest: float, n: int, seed: int = 0) -> list[int]:
-    """Lengths of n requests, evenly drawn from `shortest` x stated to stated."""
+    """Draw the lengths of n requests uniformly from `shortest` x stated to stated."""
     if shortest >= 1:
         return [stated] * n
     low = max(1, round(stated * shortest))
@@ -138,20 +138,20 @@ def lengths(stated: int, shortest: float, n: int, seed: int = 0) -> list[int]:
 def steady_loop(
     table: "PassTable", scheduler: "Scheduler", input_len: int, output_len: int, users: int, rounds: int
 ) -> ServedTimes:
-    """A closed loop of equal requests whose users are evenly spread over its time: each begins somewhere in an answer,
-    and these first requests are not counted."""
+    """Simulate a closed loop of equal requests whose users are evenly spread over its time: each starts somewhere in an
+    answer, and these first requests are not counted."""
     parts = np.random.default_rng(3).integers(1, output_len + 1, users)
     outputs = [*map(int, parts), *[output_len] * (users * (rounds - 1))]
     return run(table, scheduler, closed_loop([input_len] * len(outputs), outputs), users).after(users)
 
 
 def closed_loop(inputs: Sequence[int], outputs: Sequence[int]) -> list[ServingRequest]:
-    """Requests of a closed loop; `run` with a `concurrency` starts each as another one ends."""
+    """Return the requests of a closed loop; `run` with a `concurrency` starts each as another one ends."""
     return [ServingRequest(0.0, read, out) for read, out in zip(inputs, outputs, strict=True)]
 
 
 def poisson(per_s: float, inputs: Sequence[int], outputs: Sequence[int], seed: int = 1) -> list[ServingRequest]:
-    """Requests that arrive independently of one another, `per_s` a second on average."""
+    """Return requests that arrive independently of one another, `per_s` per second on average."""
     times = np.cumsum(np.random.default_rng(seed).exponential(1 / per_s, len(inputs)))
     return [ServingRequest(float(at), read, out) for at, read, out in zip(times, inputs, outputs, strict=True)]
 
@@ -159,8 +159,8 @@ def poisson(per_s: float, inputs: Sequence[int], outputs: Sequence[int], seed: i
 def run(
     table: PassTable, scheduler: Scheduler, requests: Sequence[ServingRequest], concurrency: int | None = None
 ) -> ServedTimes:
-    """Serve requests in the order of their arrival; with `concurrency`, at most so many at a time are there, and the
-    next one arrives when one has ended."""
+    """Serve requests in the order of their arrival. With `concurrency`, at most this number is in the system, and the
+    next request arrives when one has ended."""
     return _InstanceSimulation(table, scheduler, requests, concurrency).served()
 
 
@@ -182,7 +182,7 @@ class _InstanceSimulation:
         self.now = requests[0].arrival_s if requests else 0.0
         self.passes, self.cached, self.held = 0, 0.0, 0.0
         self.held_since: int | None = None
-        """The pass from which on prompts wait for more of them."""
+        """The pass since which prompts wait for more prompts."""
         for _ in range(min(concurrency or len(requests), len(requests))):
             self._send(self.later.popleft(), 0.0)
 
@@ -205,7 +205,7 @@ class _InstanceSimulation:
         return ServedTimes(first - arrived, tpot, last - arrived, span, int(out.sum()))
 
     def _send(self, at: int, now: float) -> None:
-        """A user sends a request, which the scheduler has somewhat later."""
+        """Send a user's request. The scheduler receives it somewhat later."""
         self.arrived[at] = max(self.arrived[at], now)
         heapq.heappush(self.coming, (self.arrived[at] + self.table.arrive_s, at))
 
@@ -220,11 +220,11 @@ class _InstanceSimulation:
             self.reading.append([self.waiting.popleft(), 0])
 
     def _reserved(self, at: int) -> float:
-        """Tokens of the cache that a request is admitted with."""
+        """Return the cache tokens that are reserved when a request is admitted."""
         return self.requests[at].input_len + self.engine.reserved * self.requests[at].output_len
 
     def _chunks(self, decoding: int) -> list[int]:
-        """Tokens of each prompt that the next pass reads, in their order, beside so many requests that decode."""
+        """Return the tokens of each prompt that the next pass reads, in order, while `decoding` requests decode."""
         room = max(1, self.engine.max_tokens - decoding)
         found: list[int] = []
         for at, done in self.reading:
@@ -236,7 +236,7 @@ class _InstanceSimulation:
         return found
 
     def _holds(self) -> bool:
-        """Whether the prompts that could be read wait for more of them, while others decode."""
+        """Return whether the prompts that could be read wait for more prompts, while other requests decode."""
         engine = self.engine
         if engine.hold_passes and self.ends and not self.reading[0][1] and len(self.reading) < engine.hold_prompts:
             decoding, enough = len(self.ends), engine.hold_share * engine.max_tokens
@@ -248,7 +248,7 @@ class _InstanceSimulation:
         return False
 
     def _read(self) -> None:
-        """One pass that reads prompts, and in which the requests of the batch decode if they are mixed."""
+        """Run one pass that reads prompts. If passes are mixed, the requests of the batch decode in it."""
         decoding = len(self.ends) if self.engine.mixed else 0
         tokens, pairs, ready = 0, 0.0, []
         for chunk in self._chunks(decoding):
@@ -272,7 +272,7 @@ class _InstanceSimulation:
                 heapq.heappush(self.ends, (self.passes + int(needed), at))
 
     def _decode(self) -> None:
-        """Passes up to the next end of a request, or the next arrival."""
+        """Run passes up to the next end of a request, or the next arrival."""
         n, count = len(self.ends), self.ends[0][0] - self.passes
         if self.held_since is not None:
             count = min(count, self.held_since + self.engine.hold_passes - self.passes)

@@ -24,7 +24,7 @@ class ServingLayout:
 
 
 def layouts(model: ModelSpec, cluster: Cluster) -> Iterator[ServingLayout]:
-    """Every layout that fills the cluster.
+    """Yield every layout that fills the cluster.
 
     tp divides the heads and stays inside a node, where its all-reduces are fast; pp divides the layers into stages of
     at most one layer's difference; dp attention goes with experts, whose ep is 1 (all ranks share each expert), all
@@ -57,14 +57,14 @@ def _expert_degrees(model: ModelSpec, tp: int, dp: int) -> set[int]:
 
 
 def _splits(model: ModelSpec, tp: int) -> bool:
-    """Whether every rank gets whole kv heads, or each kv head whole ranks, and an equal part of the networks."""
+    """Return whether every rank gets whole kv heads, or each kv head whole ranks, and an equal part of the networks."""
     latent = model.latent_attention is not None
     heads = latent or model.n_kv_heads % tp == 0 or tp % model.n_kv_heads == 0
     return heads and model.d_ffn % tp == 0
 
 
 def batches(most: int) -> list[int]:
-    """Requests of an instance that are tried: every number while they are few, then steps of an eighth."""
+    """Return the numbers of requests of an instance that are tried: every small number, then steps of 1/8."""
     found = [each for each in DENSEST_BATCHES if each <= most]
     step = 32.0
     while step <= most:

@@ -1,4 +1,4 @@
-"""Why layouts lose, as sentences with numbers, and a plan as a JSON document."""
+"""The reasons why layouts lose, as sentences with numbers, and a plan as a JSON document."""
 
 from collections.abc import Iterator
 from math import inf
@@ -21,8 +21,8 @@ from shardwright.system.units import format_bytes, format_seconds
 
 
 def reasons(plan: ServingPlan) -> Iterator[tuple[ServingLayout, ServingOption | None, str]]:
-    """Every layout that is not among the best, with its best option by closed forms and why it loses; the layouts that
-    come nearest first."""
+    """Yield every layout that is not among the best, with its best option by closed forms and the reason why it loses;
+    the layouts that come nearest first."""
     chosen = plan.best[0] if plan.best else None
     listed = {each.layout for each in plan.best}
     late = {each.layout: each for each in reversed(plan.missed)}
@@ -50,11 +50,11 @@ def reasons(plan: ServingPlan) -> Iterator[tuple[ServingLayout, ServingOption | 
 SIMULATED = (
     "layout", "batch", "tokens/s each", "of a user", "first token", f"p{PERCENTILE}", "further", f"p{PERCENTILE}"
 )  # fmt: skip
-"""What `simulated_cells` tells of a layout."""
+"""Column headers of `simulated_cells`."""
 
 
 def simulated_cells(found: SimulatedOption) -> list[str]:
-    """A layout that was simulated, its batch, its speed and its latencies, as words."""
+    """Return a simulated layout, its batch, its throughput and its latencies as the cells of a table row."""
     return [
         str(found.layout),
         f"{found.option.batch:,}",
@@ -72,7 +72,7 @@ def _best_of(task: ServingTask, options: list[ServingOption]) -> tuple[ServingOp
 
 
 def usable(task: ServingTask) -> str:
-    """The memory of an accelerator that the engine uses."""
+    """Return the memory of an accelerator that the engine uses, as text."""
     whole = format_bytes(task.usable_bytes)
     share = task.engine.memory_share
     return whole if share == 1 else f"{whole}, {share:.0%} of its memory, as {task.engine.name} takes"
@@ -100,7 +100,7 @@ def _missed(task: ServingTask, option: ServingOption) -> str:
 
 
 def _late(task: ServingTask, found: SimulatedOption) -> str:
-    """Of one that keeps the limits on average, and not for the percentile of its requests."""
+    """Return why an option that keeps the limits on average misses them for the percentile of its requests."""
     first, further = found.ttft_s(PERCENTILE), found.tpot_s(PERCENTILE)
     said = [f"first token within {format_seconds(first)}"] * (first > task.ttft_s)
     said += [f"further ones within {format_seconds(further)}"] * (further > task.tpot_s)
@@ -117,7 +117,7 @@ def _slower(task: ServingTask, option: ServingOption, chosen: SimulatedOption) -
 
 
 def document(plan: ServingPlan, name: str, apart: SimulatedSplit | None, remedies: list[str]) -> dict[str, Any]:
-    """A plan as JSON."""
+    """Return a plan as JSON."""
     task, serving = plan.task, plan.task.serving
     return {
         "model": name,
@@ -163,7 +163,7 @@ def _option_document(option: ServingOption) -> dict[str, Any]:
 
 
 def found_document(task: ServingTask, found: SimulatedOption) -> dict[str, Any]:
-    """A simulated option as JSON."""
+    """Return a simulated option as JSON."""
     percentiles = (50, 90, 95, 99)
     return {
         "layout": _layout_document(found.layout),

@@ -2,7 +2,7 @@
 
 Sources: the roofline of decoding in Pope et al., "Efficiently Scaling Transformer Inference" (arXiv 2211.05102);
 absorbed matrices of latent attention in DeepSeek-V2 (arXiv 2405.04434), section 2.1.2. Ignored: that attention and
-feed-forward network of GPT-J and Falcon run beside each other, and that a power limit lowers the clock.
+feed-forward network of GPT-J and Falcon run in parallel, and that a power limit lowers the clock.
 """
 
 from dataclasses import dataclass
@@ -19,21 +19,21 @@ from shardwright.serving import host
 from shardwright.serving.setting import ELEMENT_BYTES, PassBatch, Serving, Settings
 
 PARTIAL_WAVE, RAMP_K = 0.41, 110.0
-"""As `Matmul.seconds`: waves beyond the tiles, input features at which half of the rate is reached."""
+"""See `Matmul.seconds`: waves beyond the tiles; input features at which half of the rate is reached."""
 SMOOTH = 4.0
-"""Exponent by which the times of computing and of reading memory combine: near to where they are equal, both are
-slower than alone. Infinite would be the larger of the two, 1 their sum."""
+"""Exponent with which the times of computing and of reading memory combine: if they are nearly equal, both are slower
+than alone. An infinite exponent gives the larger of the two, 1 their sum."""
 LEAST_TILE_ROWS = 64
-"""Rows that a matmul of fewer tokens computes."""
+"""Fewest rows that a matmul computes, if it has fewer tokens."""
 SPLIT_K = 512.0
-"""Input features of a part where a matmul with fewer tiles than multiprocessors is split along its input features
-(split-K, stream-K: Osama et al., arXiv 2301.03598), as those of few tokens are."""
+"""Input features of a part, if a matmul with fewer tiles than multiprocessors is split along its input features
+(split-K, stream-K: Osama et al., arXiv 2301.03598), such as a matmul of few tokens."""
 
 
 @dataclass(frozen=True)
 class PassTime:
-    """`layers_s`: of all layers; `head_s`: logits and sampling; `host_s`: once in each pass; `send_s`: to the next
-    stage. (n,)."""
+    """Seconds of a pass, (n,). `layers_s`: all layers. `head_s`: logits and sampling. `host_s`: once in each pass.
+    `send_s`: sending to the next stage."""
 
     layers_s: Floats
     head_s: Floats
@@ -41,26 +41,26 @@ class PassTime:
     send_s: Floats
 
     def latency_s(self, pp: Ints) -> Floats:
-        """Of the pass alone, through all stages."""
+        """Return the seconds of the pass alone, through all stages."""
         return self.layers_s + self.head_s + self.host_s + (np.asarray(pp) - 1) * self.send_s
 
     def period_s(self, pp: Ints) -> Floats:
-        """Of pp micro-batches in the pipeline, each like this pass, from one token of a request to its next."""
+        """Return the seconds from one token of a request to its next, with pp such micro-batches in the pipeline."""
         return self.layers_s + np.asarray(pp) * (self.head_s + self.send_s) + self.host_s
 
 
 def period_s(serving: Serving, settings: Settings, batch: PassBatch) -> Floats:
-    """Seconds from one token to the next with a batch of the whole instance, in pp micro-batches. (n,)."""
+    """Return the seconds from one token to the next with a batch of the whole instance, in pp micro-batches. (n,)."""
     return pass_time(serving, settings, batch.shared(settings.pp)).period_s(settings.pp)
 
 
 def latency_s(serving: Serving, settings: Settings, batch: PassBatch) -> Floats:
-    """Seconds of one pass that is not cut into micro-batches. (n,)."""
+    """Return the seconds of one pass that is not cut into micro-batches. (n,)."""
     return pass_time(serving, settings, batch).latency_s(settings.pp)
 
 
 def pass_time(serving: Serving, settings: Settings, batch: PassBatch) -> PassTime:
-    """The seconds of one pass, by its parts."""
+    """Return the seconds of one pass, by its parts."""
     model, rates = serving.model, serving.rates
     layers = np.asarray(0.0)
     for block, numbers in blocks(model).items():
@@ -89,7 +89,7 @@ def pass_time(serving: Serving, settings: Settings, batch: PassBatch) -> PassTim
 
 
 def _at_least_started(serving: Serving, batch: PassBatch, layers_s: Floats) -> Floats:
-    """Seconds of the layers of a pass; with prompts in it, at least what the host takes to start their kernels."""
+    """Return the seconds of the layers of a pass; with prompts, at least the host's launch time."""
     model, rates = serving.model, serving.rates
     f = Formulas(
         "s", computing=layers_s, reads_prompts=np.asarray(batch.prompt) > 0, n_layers=model.n_layers,
@@ -126,7 +126,7 @@ def _layer_s(serving: Serving, settings: Settings, batch: PassBatch, block: Bloc
 
 
 def _shape(serving: Serving, settings: Settings, group: FusedRows) -> tuple[Floats, Floats]:
-    """Input and output features of a matmul on one rank."""
+    """Return the input and output features of a matmul on one rank."""
     first = group.rows[0]
     k = first.shape[-1] / settings.tp if first.split == "row" else np.asarray(float(first.shape[-1]))
     shards = {"column": settings.tp, "kv_column": np.minimum(settings.tp, serving.model.n_kv_heads)}
@@ -135,7 +135,7 @@ def _shape(serving: Serving, settings: Settings, group: FusedRows) -> tuple[Floa
 
 
 def _smoothly(f: Formulas, computing: Floats, reading: Floats) -> Floats:
-    """The time of computing and of reading memory together."""
+    """Return the time of computing and reading memory together, combined with exponent `SMOOTH`."""
     computing, reading = f.let("computing", computing), f.let("reading", reading)
     return (computing**SMOOTH + reading**SMOOTH) ** (1 / SMOOTH)
 
@@ -144,7 +144,7 @@ def _matmul_s(
     serving: Serving, what: str, m: Floats, k: Floats | float, n: Floats | float, precision: str,
     batch: Floats | float = 1.0, bandwidth: Floats | None = None,
 ) -> Floats:  # fmt: skip
-    """(m, k) by (k, n), `batch` times: computing and reading the weights, whichever is slower, smoothly."""
+    """Return the seconds of (m, k) by (k, n), `batch` times: smooth maximum of computing and reading weights."""
     m, e = np.maximum(m, 1e-9), serving.weight_bytes if precision == serving.precision else serving.wide_bytes
     if serving.on_host:
         return host.matmul_s(serving, what, m, k, n, precision, e, batch)
@@ -163,9 +163,9 @@ def _matmul_s(
 
 
 def _experts_s(serving: Serving, settings: Settings, batch: PassBatch, group: FusedRows) -> Floats:
-    """The experts of one rank that any token goes to, with the rows that go to each.
+    """Return the seconds of the experts of one rank that any token goes to, with the rows that go to each.
 
-    Of E / ep experts, E / ep (1 - (1 - k/E)^tokens) are touched by a batch whose tokens choose k of E evenly. The
+    Of E / ep experts, E / ep (1 - (1 - k/E)^tokens) are used by a batch whose tokens choose k of E evenly. The
     busiest rank of ep has more rows than the mean: by sqrt(2 ln(ep) / rows), the largest of ep Poisson counts.
     """
     moe, tokens = serving.model.moe, batch.tokens
@@ -190,14 +190,15 @@ def _experts_s(serving: Serving, settings: Settings, batch: PassBatch, group: Fu
 
 
 def cache_token_bytes(serving: Serving, tp: Ints) -> Floats:
-    """Bytes of one token in one layer on a rank of tp, as `cost.cache`, for an array of degrees."""
+    """Return the bytes of one token in one layer on a rank of tp, as `cost.cache`, for an array of degrees."""
     e, degrees = ELEMENT_BYTES[serving.kv_precision], np.asarray(tp)
     each = {int(degree): cache_bytes_per_token(serving.model, int(degree), e) for degree in np.unique(degrees)}
     return np.vectorize(each.__getitem__, otypes=[float])(degrees)
 
 
 def _decode_attention_s(serving: Serving, settings: Settings, batch: PassBatch) -> Floats:
-    """Every cached token is read once in each pass; with latent attention every head multiplies it."""
+    """Return the seconds of attention over the cache. A pass reads each cached token once; with latent
+    attention every head multiplies it."""
     model, chip = serving.model, serving.cluster.accelerator
     latent = model.latent_attention
     width = 2 * latent.kv_rank + latent.rope_dim if latent else model.qk_dim + model.head_dim
@@ -214,7 +215,7 @@ def _decode_attention_s(serving: Serving, settings: Settings, batch: PassBatch) 
 
 
 def _prompt_attention_s(serving: Serving, settings: Settings, batch: PassBatch) -> Floats:
-    """Scores and weighted sums of a prompt's tokens; a token attends to half of its prompt on average."""
+    """Return the seconds of scores and weighted sums of prompt tokens; on average over half the prompt."""
     if serving.on_host:
         return host.prompt_attention_s(serving, settings, batch)
     model = serving.model
@@ -228,7 +229,7 @@ def _prompt_attention_s(serving: Serving, settings: Settings, batch: PassBatch) 
 
 
 def _elementwise_s(serving: Serving, settings: Settings, block: BlockShape, tokens: Floats) -> Floats:
-    """Norms, residual sums, rotation, activation, quantisation: what they read and write."""
+    """Return the seconds of norms, residual sums, rotation, activation and quantisation, by bytes moved."""
     if serving.on_host:
         return host.elementwise_s(serving, settings, block, tokens)
     inner = block.inner / settings.tp
@@ -244,7 +245,8 @@ def _elementwise_s(serving: Serving, settings: Settings, block: BlockShape, toke
 
 
 def _communication_s(serving: Serving, settings: Settings, batch: PassBatch, block: BlockShape) -> dict[str, Floats]:
-    """Two all-reduces over tp; with dp attention the experts' one is an exchange of tokens among the whole stage."""
+    """Return the seconds of two all-reduces over tp; with dp attention the experts' is a token exchange over the
+    stage."""
     if np.max(settings.stage_ranks) == 1:
         return {}
     n_bytes = batch.tokens / settings.dp * serving.model.d_model * serving.wide_bytes
@@ -258,8 +260,9 @@ def _communication_s(serving: Serving, settings: Settings, batch: PassBatch, blo
 
 
 def _all_reduce_s(serving: Serving, n_bytes: Floats, size: Ints) -> Floats:
-    """The faster of the library's all-reduce and the engine's own kernel, which inside a node reads its part of every
-    other rank's buffer and writes the sum back: a start and 2 S (n-1)/n bytes. `generate` has no kernel of its own."""
+    """Return the seconds of the faster of the library's all-reduce and the engine's own kernel. Inside a node, the
+    kernel reads its part of every other rank's buffer and writes the sum back: a start and 2 S (n-1)/n bytes.
+    `generate` has no kernel of its own."""
     if serving.on_host:
         return collectives.all_reduce(serving.cluster, n_bytes, size)
     link, rates = serving.cluster.inside, serving.rates
@@ -272,8 +275,8 @@ def _all_reduce_s(serving: Serving, n_bytes: Floats, size: Ints) -> Floats:
 
 
 def _exchange_s(serving: Serving, settings: Settings, batch: PassBatch) -> Floats:
-    """Tokens to the ranks of their experts and results back: all-to-alls of each token's copies, or an all-gather and
-    a reduce-scatter of all tokens, whichever is faster."""
+    """Return the seconds to send tokens to the ranks of their experts and results back: all-to-alls of each token's
+    copies, or an all-gather and a reduce-scatter of all tokens, whichever is faster."""
     model, ranks = serving.model, settings.stage_ranks
     assert model.moe is not None
     own = batch.tokens / ranks * model.d_model
