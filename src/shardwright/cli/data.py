@@ -128,9 +128,9 @@ def inspect(
     ] = False,
     json: AsJson = False,
 ) -> None:
-    """Show what is in a folder of tokens: splits, shards, tokenizer, and the first documents decoded.
+    """Show the contents of a folder of tokens: splits, shards, tokenizer, and the first documents decoded.
 
-    Of conversations the tokens that are trained on are green, or between ⟦ and ⟧ where there is no colour.
+    In conversations the trained tokens are green, or between ⟦ and ⟧ without colour.
 
     Example: `shardwright data inspect data/books --split validation --documents 1 --verify`
     """

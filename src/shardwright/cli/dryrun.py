@@ -75,10 +75,10 @@ class DryrunOptions:
 def dryrun(options: DryrunOptions) -> None:
     """Run the real training program as any rank of any world, without a GPU, data or memory for the weights.
 
-    The program takes steps on tensors without values, in a process group that sends nothing. Printed are the peak
-    memory of the rank by kind and where in the step it is, beside what the plan says; the largest tensors at the peak;
-    and the collectives and messages by axis. With --ranks all, ranks of every kind are run, and NCCL's rules are
-    checked over the calls of all of them: where one is broken, the cluster would hang.
+    The program takes steps on tensors without values, in a process group that sends nothing. The output
+    shows the peak memory of the rank by kind, its place in the step, and the plan's prediction; the largest tensors at
+    the peak; and the collectives and messages by axis. With --ranks all, ranks of every kind are run, and NCCL's rules
+    are checked over the calls of all ranks: a broken rule would hang the cluster.
 
     shardwright dryrun examples/llama-3.1-8b.toml --cluster h100
 

@@ -26,12 +26,12 @@ EVALUATE = "evaluate"
 
 @reading_verb
 def plan(options: PlanOptions) -> None:
-    """Find the fastest layout that fits, without a GPU, and say why.
+    """Find the fastest layout that fits, without a GPU, and explain the choice.
 
     Every valid layout of the cluster is evaluated: its memory from formulas, its time with its pipeline's schedule
-    simulated. Of layouts whose predicted times cannot be told apart from the fastest, one with headroom in memory and
-    the fewest axes and settings is recommended.
-    Printed are its memory and its step time by kind, what the fastest layout gains, and how much slower others are.
+    simulated. Among the layouts that tie with the fastest layout, the recommended layout has headroom in memory and
+    the fewest axes and settings. The output shows its memory and step time by kind, the gain of the fastest layout, and
+    how much slower other layouts are.
 
     shardwright plan --model llama-3.1-70b --cluster h100:64 --global-batch 1024 --seq-len 8192
 

@@ -39,10 +39,10 @@ class PlanDiffOptions:
 
 @reading_verb
 def plan_diff(options: PlanDiffOptions) -> None:
-    """Say why the step of one run file takes longer than that of another, term by term, and where it holds more memory.
+    """Explain the difference in step time and memory between two run files, term by term.
 
-    The terms are those of plan's step time, and add up to the difference; the largest come first, with the inputs of
-    their formulas that differ. `plan A.toml --explain LAYOUT` prints all formulas of one side. The files may be of
+    The terms are the terms of plan's step time. They add up to the difference. The largest come first, with the inputs
+    of their formulas that differ. `plan A.toml --explain LAYOUT` prints all formulas of one side. The files may be of
     different models, batches, precisions and, with --other-cluster, clusters.
 
     shardwright plan diff a.toml b.toml --cluster h100:64

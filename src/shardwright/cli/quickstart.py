@@ -95,7 +95,7 @@ def quickstart(
 
     The text is the source of Python's standard library. Quickstart gathers it, trains a tokenizer on it, writes token
     shards, trains a Llama of about 5M parameters with two worker processes and ZeRO-2, evaluates it on the validation
-    split, draws the curves and generates text. Run again it reuses what is there; after an interruption it resumes.
+    split, draws the curves and generates text. A second run reuses existing files; after an interruption it resumes.
     """
     places = QuickstartPaths(
         corpus=out / "corpus", data=out / "data", run_file=out / "quickstart.toml", run=out / "run"

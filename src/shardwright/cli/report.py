@@ -53,8 +53,8 @@ def report(
 ) -> None:
     """Show the results of a run: its numbers, its curves, and one HTML page.
 
-    The page needs no other file and no network; it can be made while the run goes on. Of a run with layout.pp it shows
-    a step of the pipeline too, as planned and as measured. Of several runs it shows the losses in one picture and a
+    The page needs no other file and no network, and can be made while the run trains. For a run with layout.pp it also
+    shows a step of the pipeline, as planned and as measured. For several runs it shows the losses in one picture and a
     table of the numbers.
 
     shardwright report runs/debug

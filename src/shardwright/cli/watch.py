@@ -26,11 +26,11 @@ def watch(
     once: Annotated[bool, typer.Option("--once", help="print the page as it is now, and leave")] = False,
     every: Annotated[float, typer.Option(metavar="SECONDS", help="seconds between two looks at the folder")] = 2.0,
 ) -> None:
-    """Show a run while it goes on: loss, speed, memory, ranks, checkpoints and events.
+    """Show a run while it trains: loss, speed, memory, ranks, checkpoints and events.
 
-    On a terminal it is a page that changes with the run. Elsewhere, such as in a file or a pipe, the lines of the run
-    are printed as they come. A run that is starting is waited for, up to a minute. It ends with the run, or at Ctrl-C,
-    which leaves the run alone.
+    On a terminal the page changes with the run. In a file or a pipe, the lines of the run are printed as they come.
+    Watch waits up to a minute for a run that is starting. It ends with the run, or at Ctrl-C, which does not stop the
+    run.
 
     shardwright watch runs/debug
 

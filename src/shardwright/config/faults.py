@@ -17,7 +17,7 @@ OnSpike = Literal["skip", "rollback", "stop", "off"]
 
 
 class FaultsSection(RunFileSection):
-    """What is done about loss spikes, numbers that are not finite, ranks that hang and copies that differ."""
+    """The response to loss spikes, numbers that are not finite, ranks that hang and copies that differ."""
 
     spike: OnSpike = Field(
         "off",

@@ -385,7 +385,7 @@ class InitSection(RunFileSection):
 
 
 class MetricsSection(RunFileSection):
-    """What is written while training. JSON lines always go to OUT/metrics.jsonl."""
+    """Metrics that are written while training. JSON lines always go to OUT/metrics.jsonl."""
 
     every: Positive = Field(10, description="steps between logged lines; logging synchronises with the accelerator")
     tensorboard: bool = Field(False, description="also write TensorBoard events (extra: tensorboard)")

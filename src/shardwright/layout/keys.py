@@ -184,9 +184,9 @@ class LayoutKeys:
     )
     recompute: str = _key(
         "none",
-        help="activation checkpointing: what the backward pass computes again instead of keeping it; selective: the "
-        "parts of recompute_modules; full: every block, of which only the input is kept; in a run file also auto: the "
-        "least of them, in as few layers, that fits the memory of a rank",
+        help="activation checkpointing: none: the backward pass recomputes nothing; selective: it recomputes "
+        "the parts of recompute_modules; full: it recomputes every block from the block's input; in a run file "
+        "also auto: the smallest of these recomputations, in as few layers, that fits the memory of a rank",
         words=lambda layout, sizes: {
             "none": "nothing is recomputed",
             "selective": f"the backward pass recomputes {', '.join(layout.recompute_modules)}",
@@ -220,8 +220,8 @@ class LayoutKeys:
     )
     loss_chunk_tokens: int = _key(
         0,
-        help="tokens whose logits exist at a time: head, loss and their gradients are computed for so many tokens of a "
-        "micro-batch after another; 0: for all at once",
+        help="tokens whose logits exist at a time: the head, the loss and their gradients are computed for "
+        "this many tokens of a micro-batch after another; 0: for all tokens at once",
         words=lambda layout, sizes: (
             "tokens at a time have logits" if layout.loss_chunk_tokens else "the logits of a micro-batch are whole"
         ),
@@ -233,9 +233,9 @@ class LayoutKeys:
     )
     offload_optimizer: str = _key(
         "none",
-        help="where the states of the optimizer are: none: in the memory of the device; cpu: in that of the host, "
-        "which is sent the gradients, computes the update, and sends the weights back (ZeRO-Offload, arXiv "
-        "2101.06840); disk: in files of offload_path, of which some chunks at a time are read, updated and written",
+        help="the place of the optimizer states: none: device memory; cpu: host memory, where the host "
+        "receives the gradients, computes the update and sends the weights back (ZeRO-Offload, arXiv "
+        "2101.06840); disk: files in offload_path, read, updated and written a few chunks at a time",
         words=lambda layout, sizes: f"optimizer states are {_OFFLOADED_WORDS[layout.offload_optimizer]}",
         choices=lambda: OFFLOAD,
         in_turn=("disk", "cpu"),
@@ -243,9 +243,9 @@ class LayoutKeys:
     )
     offload_parameters: str = _key(
         "none",
-        help="where the shards of parameters and of their gradients are: none: in the memory of the device; cpu: in "
-        "that of the host, from which each gather copies them, to which each reduction copies gradients, and where the "
-        "optimizer updates them",
+        help="the place of the shards of parameters and of their gradients: none: device memory; cpu: host "
+        "memory, where each gather copies parameters from, each reduction copies gradients to, and the "
+        "optimizer updates parameters",
         words=lambda layout, sizes: f"shards of parameters are {_OFFLOADED_WORDS[layout.offload_parameters]}",
         choices=lambda: ("none", "cpu"),
         used=lambda layout: _shards(layout.zero) & (layout.offload_optimizer != "none"),
@@ -255,9 +255,9 @@ class LayoutKeys:
     )
     offload_activations: str = _key(
         "none",
-        help="where the activations of layers are between forward and backward pass: none: in the memory of the "
-        "device; cpu: in that of the host, to which they are copied while the next layer runs, and from which they "
-        "come back while the backward pass of the layer after runs",
+        help="the place of the activations of layers between forward and backward pass: none: device memory; "
+        "cpu: host memory; they are copied there while the next layer runs, and come back while the backward "
+        "pass of the layer after runs",
         words=lambda layout, sizes: f"activations of layers are {_OFFLOADED_WORDS[layout.offload_activations]}",
         choices=lambda: ("none", "cpu"),
         in_turn=("cpu", "none"),
@@ -284,9 +284,10 @@ class LayoutKeys:
     )
     zero_secondary_ranks: int = _key(
         1,
-        help="zero 3 without pp: consecutive ranks of dp_shard x cp, those of a node, that keep the parameters of a "
-        "layer from its forward pass on, each a part, and gather them from one another for its backward pass (hpZ of "
-        "ZeRO++, arXiv 2306.10209); 1: all ranks of dp_shard x cp gather their shards again",
+        help="zero 3 without pp: consecutive ranks of dp_shard x cp (the ranks of a node) that each keep a "
+        "part of a layer's parameters from the forward pass on, and gather the parts from one another for the "
+        "backward pass (hpZ of ZeRO++, arXiv 2306.10209); 1: all ranks of dp_shard x cp gather their shards "
+        "again",
         words=lambda layout, sizes: (
             "all ranks gather the layers again for the backward pass"
             if layout.zero_secondary_ranks == 1
@@ -303,10 +304,10 @@ class LayoutKeys:
     )
     compress_gradients: str = _key(
         "none",
-        help="how gradients travel between the ranks that sum them: none: in the type in which they accumulate; bf16: "
-        "rounded to bf16, and summed in the former type where they arrive; int8, int4: as integers with a scale for "
-        "each block of 128, from zero 1 on (ZeRO++, arXiv 2306.10209); powersgd-R: those of matrices as products of "
-        "rank R, with zero 0 (arXiv 1905.13727)",
+        help="how gradients travel between the ranks that sum them: none: in the type in which they "
+        "accumulate; bf16: rounded to bf16, and summed in the former type on arrival; int8, int4: as integers "
+        "with a scale for each block of 128, from zero 1 on (ZeRO++, arXiv 2306.10209); powersgd-R: gradients "
+        "of matrices as products of rank R, with zero 0 (arXiv 1905.13727)",
         words=lambda layout, sizes: _GRADIENT_WORDS[layout.compress_gradients],
         choices=lambda: tuple(_GRADIENT_WORDS),
         used=_over_data,
