@@ -76,3 +76,11 @@ def test_a_completion_gets_no_false_space(tmp_path: Path, kind: str, text: str) 
         assert tokenizer.decode(ids) == text
     first = tokenizer.tokenizer.id_to_token(ids[0])
     assert first.startswith("\u2581") == (text.startswith(" ") and kind in ("metaspace", "prepend"))
+
+
+def test_short_and_long_texts_that_are_encoded_together_keep_their_order(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(published.tokenizer_file(tmp_path, "byte-level", True), "</s>")
+    sections = [TextSection(0, ["a"]), TextSection(1, ["b c"], ((0, 1),)), TextSection(2, ["d"]), TextSection(3, ["e"])]
+    parts = [part for section in sections for part in windows(section)]
+    together = [encoded.ids for encoded in encode(tokenizer, parts)]
+    assert together == [tokenizer.tokenizer.encode(part.text, add_special_tokens=False).ids for part in parts]

@@ -81,8 +81,8 @@ def encode(tokenizer: TextTokenizer, parts: list[TextWindow]) -> list[Any]:
     for offsets in (False, True):
         chosen = [i for i, part in enumerate(parts) if part.needs_offsets == offsets]
         if chosen:
-            encodings = tokenizer.encodings([parts[i].text for i in chosen], offsets=offsets)
-            for i, encoding in zip(chosen, encodings, strict=True):
+            of_chosen = tokenizer.encodings([parts[i].text for i in chosen], offsets=offsets)
+            for i, encoding in zip(chosen, of_chosen, strict=True):
                 encodings[i] = encoding
     return encodings
 

@@ -49,6 +49,8 @@ GENERATION = "generation_config.json"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NO_PADDING = ("pad_token_id", -1)
 """The key and value that mean "no padding token" in configurations of the first Llama."""
+GPT2_END = 50256
+"""The token id that `transformers` writes into every GPT-2 configuration, also for a smaller vocabulary."""
 WITHOUT_SIZE = (
     "quantization_config",
     "rms_norm_eps",
@@ -286,15 +288,18 @@ def said_shortly(problems: list[str], n: int = 4) -> Iterator[str]:
 
 
 def _wrong_token_ids(path: Path, vocab_size: int) -> Iterator[str]:
-    """A sentence for each id that is no token of the model: a text would never end, or the first step would fail."""
+    """Yield a sentence for each id outside the vocabulary: a text would never end, or the first step would fail."""
+    by_default = GPT2_END if _object(path / CONFIG, GenerationFile).get("model_type") == "gpt2" else None
     for name in (CONFIG, GENERATION):
         table = _object(path / name, GenerationFile) if (path / name).is_file() else {}
         for key in TOKEN_IDS:
             ids = table.get(key)
-            for each in ids if isinstance(ids, list) else [ids]:
-                if each is not None and not 0 <= each < vocab_size and (key, each) != NO_PADDING:
+            for number in ids if isinstance(ids, list) else [ids]:
+                if number in (None, by_default) or (key, number) == NO_PADDING:
+                    continue
+                if not 0 <= number < vocab_size:
                     yield (
-                        f"{path / name}: {key}={each} is no token of a vocabulary of {vocab_size} (0 to "
+                        f"{path / name}: {key}={number} is no token of a vocabulary of {vocab_size} (0 to "
                         f"{vocab_size - 1}); write the id of a token, or null"
                     )
 
