@@ -2,7 +2,7 @@
 gives the validation loss of the run, and that data of another tokenizer is refused."""
 
 import json
-import shutil
+import random
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 from shardwright.cli.main import app
 from shardwright.config import load
-from shardwright.data import prepare as module
 from shardwright.data.batches import Batch
 from shardwright.data.prepare import prepare
 from shardwright.data.shards import open_split
@@ -27,10 +26,10 @@ from tests.training.runs import RUN_FILE, checksums, events, records, train, wri
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of documents of 12 tokens in `out`, on `tokens`; the data of another tokenizer in `other`."""
     folder = tmp_path_factory.mktemp("targets")
-    prepare(Path(module.__file__), folder / "tokens", vocab_size=300, validation=0.0)
-    lines = Path(module.__file__).read_text().splitlines()
-    (folder / "lines.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines if line))
-    shutil.rmtree(folder / "tokens")
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghij", k=rng.randint(1, 8))) for _ in range(2000)]
+    lines = [" ".join(words[i : i + 1 + i % 5]) for i in range(0, len(words), 6)]
+    (folder / "lines.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     prepare(folder / "lines.jsonl", folder / "tokens", vocab_size=300, validation=0.3)
     prepare(folder / "lines.jsonl", folder / "other", vocab_size=290, validation=0.3)
     text = 'out = "out"' + RUN_FILE.format(tokens="tokens").replace("samples = 0", "samples = 7")
