@@ -55,6 +55,8 @@ class Architecture:
     modules are not supported.
     `also`: changes of `layer` for some models.
     `null_if_zero`: keys of config.json that are null where they are 0 here.
+    `default_token_id`: the id of the tokens that begin and end a text if config.json does not give them; `transformers`
+    writes it into configurations with a smaller vocabulary, too. None: no id outside the vocabulary is valid.
     `prefix`: start of every name except the head's; a file may leave it out.
     `ignored`: regular expression of names that are left out -> the reason; `{n_layers}` in it stands for the number.
     `problems`: config.json, completed but with its nulls -> its unsupported values, one sentence each.
@@ -74,6 +76,7 @@ class Architecture:
     copied: Table = field(default_factory=dict)
     also: Callable[[ModelSpec], Table] = lambda spec: {}
     null_if_zero: tuple[str, ...] = ()
+    default_token_id: int | None = None
     ignored: Mapping[str, str] = field(default_factory=dict)
     problems: Callable[[Config], Iterator[str]] = lambda config: iter(())
 

@@ -49,8 +49,6 @@ GENERATION = "generation_config.json"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NO_PADDING = ("pad_token_id", -1)
 """The key and value that mean "no padding token" in configurations of the first Llama."""
-GPT2_END = 50256
-"""The token id that `transformers` writes into every GPT-2 configuration, also for a smaller vocabulary."""
 WITHOUT_SIZE = (
     "quantization_config",
     "rms_norm_eps",
@@ -104,7 +102,7 @@ def read_folder(path: Path) -> ModelFolder:
     Raises ConfigError if it is not supported, with every reason.
     """
     config, architecture, spec = _read_config(path / CONFIG)
-    if wrong := list(_wrong_token_ids(path, spec.vocab_size)):
+    if wrong := list(_wrong_token_ids(path, architecture, spec.vocab_size)):
         raise ConfigError(*wrong)
     if spec.mtp_modules and not _holds_layer(path, architecture, spec.n_layers):
         spec = replace(spec, mtp_modules=0)
@@ -287,15 +285,14 @@ def said_shortly(problems: list[str], n: int = 4) -> Iterator[str]:
         yield f"and {len(problems) - n} more"
 
 
-def _wrong_token_ids(path: Path, vocab_size: int) -> Iterator[str]:
+def _wrong_token_ids(path: Path, architecture: Architecture, vocab_size: int) -> Iterator[str]:
     """Yield a sentence for each id outside the vocabulary: a text would never end, or the first step would fail."""
-    by_default = GPT2_END if _object(path / CONFIG, GenerationFile).get("model_type") == "gpt2" else None
     for name in (CONFIG, GENERATION):
         table = _object(path / name, GenerationFile) if (path / name).is_file() else {}
         for key in TOKEN_IDS:
             ids = table.get(key)
             for number in ids if isinstance(ids, list) else [ids]:
-                if number in (None, by_default) or (key, number) == NO_PADDING:
+                if number in (None, architecture.default_token_id) or (key, number) == NO_PADDING:
                     continue
                 if not 0 <= number < vocab_size:
                     yield (

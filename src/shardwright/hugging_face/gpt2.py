@@ -41,6 +41,7 @@ GPT2 = register(
             "add_cross_attention": False,
         },
         complete=complete,
+        default_token_id=50256,
         ends={"embedding": "wte", "position_embedding": "wpe", "norm": "ln_f", "head": "lm_head"},
         layer={
             "attention_norm": "ln_1",
