@@ -1,10 +1,10 @@
 """Layouts that fit, with a lower bound on the step time of each, and a search for the fastest of any subset."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from shardwright.cost.job import Candidates, Floats, Job
+from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.step import step_time
 from shardwright.planner.choice import Choice, choice_at
 from shardwright.planner.space import Condition, Mask
@@ -38,7 +38,11 @@ class LayoutPool:
 
     def where(self, condition: Condition) -> Mask:
         """Return the mask of a condition over all n layouts, (n,)."""
-        return np.concatenate([condition(group) for group in self.groups]) if self.groups else np.zeros(0, dtype=bool)
+        return np.concatenate([np.zeros(0, dtype=bool), *map(condition, self.groups)])
+
+    def numbers(self, of_group: Callable[[Candidates], Ints]) -> Ints:
+        """Return an integer for each of the n layouts, (n,). `of_group`: returns the integers of a group."""
+        return np.concatenate([np.zeros(0, dtype=np.int64), *map(of_group, self.groups)])
 
     def choice(self, number: int) -> Choice:
         """Return layout number `number`."""

@@ -17,8 +17,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import exp, log
 
-import numpy as np
-
 from shardwright.planner.pool import LayoutPool
 from shardwright.planner.priced import PricedLayout
 from shardwright.planner.recomputation import fewest_layers
@@ -88,7 +86,7 @@ def candidates(
     """
     by, node_size = fastest.job.calibration.difference, fastest.job.cluster.node_size
     near = pool.bound_s <= exp(by["base"] + by["moved"]) * fastest.step_s
-    n_axes = np.concatenate([complexity(group, node_size) // 2 for group in pool.groups])
+    n_axes = pool.numbers(lambda group: complexity(group, node_size) // 2)
     room = with_headroom(limit_bytes)
     for most_bytes, kept in ((room, near & (pool.peak_bytes <= room)), (limit_bytes, near & (pool.peak_bytes > room))):
         for count in range(axes(fastest) + 1):
