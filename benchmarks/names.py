@@ -74,7 +74,7 @@ def _sources(root: Path) -> list[Path]:
 
 
 def _docstrings(path: Path) -> Iterator[tuple[int, str]]:
-    """The line and the text of each string that is a statement: also of those below attributes and constants."""
+    """Yield line and text of each string that is a statement: docstrings, also below attributes and constants."""
     nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
     for node in sorted((node for node in nodes if isinstance(node, ast.Expr)), key=lambda node: node.lineno):
         if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):

@@ -246,7 +246,8 @@ def all_rounds(kinds: list[str], rounds: int, steps: int) -> dict[str, list[dict
                 if measured is None:
                     measured = measure(who, kind, data, steps)
                     records.add(round_, loop, measured)
-                for name, result in [(f"{who} {kind}", result) for who, result in measured.items()]:
+                for side, result in measured.items():
+                    name = f"{side} {kind}"
                     if name in results:  # a loop that another is compared with has no row for its floor
                         results[name].append(result)
                         print(f"  {name:20} {line(name, results, round_)}", flush=True)
