@@ -27,8 +27,8 @@ The value is read as TOML; what is not TOML is taken as text, so `--set out=runs
 
 Relative paths in a run file (`out`, `data.path`, `data.sources`, `init.weights`, `model.from`, `offload_path`,
 `extensions`, and `resume`, `local` and `durable` of `[checkpoint]`) are relative to the folder of the run file, so the
-file means the same from every working folder. Paths in `--set` are relative to the working folder. The `run.toml`
-kept in a run and in its checkpoints has absolute paths.
+file means the same from every working folder. For a symbolic link to a run file this is the folder of the link. Paths
+in `--set` are relative to the working folder. The `run.toml` kept in a run and in its checkpoints has absolute paths.
 
 The smallest complete run file:
 

@@ -91,6 +91,15 @@ def test_the_preference_decides_what_is_recommended_and_written(tmp_path: Path):
     assert "did you mean 'cheapest'" in plan(*TINY, "--prefer", "cheapst").output
 
 
+def test_the_written_run_file_is_for_the_device_of_the_cluster(tmp_path: Path):
+    source = EXAMPLES / "debug.toml"
+    assert load(source).device == "cpu"
+    for cluster, device in (("h100:2", "auto"), ("cpu:2", "cpu")):
+        path = tmp_path / f"{device}.toml"
+        document(source, "--cluster", cluster, "--write", path)
+        assert load(path).device == device
+
+
 def test_the_cheapest_plan_takes_fewer_accelerator_hours_on_a_part_of_the_cluster(tmp_path: Path):
     asked = ("--model", "gpt2", "--cluster", "h100:4", "--global-batch", 4, "--seq-len", 256, "--top", 1)
     whole, part = document(*asked), document(*asked, "--prefer", "cheapest", "--write", tmp_path / "run.toml")

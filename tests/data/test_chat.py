@@ -125,7 +125,7 @@ BAD = {
     "message 1 has the role 'boss'; valid: assistant, system, tool, user": {
         "messages": [{"role": "boss", "content": "x"}]
     },
-    "message 2 has the role 'asistant'; did you mean 'assistant'?": {
+    "message 2 has the role 'asistant'; did you mean 'assistant'? --skip-bad": {
         "messages": [TALK[1], {"role": "asistant", "content": "x"}]
     },
     "no message has the role 'assistant', so there is no answer to train on": {"messages": [TALK[1]]},

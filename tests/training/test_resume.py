@@ -140,13 +140,16 @@ def slowly(rank: int) -> None:
 
 @pytest.mark.parametrize(
     "number",
-    rest_prove([signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT], signal.SIGINT),
+    rest_prove([signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1], signal.SIGINT),
     ids=lambda number: number.name,
 )
 def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(number, run_file, uninterrupted):
     with training(run_file, fault=slowly) as run:
         run.wait_for(lambda: len(trajectory(run_file)) >= 2)
         os.kill(run.process.pid, number)
+        while number == signal.SIGUSR1 and run.process.is_alive():  # a scheduler may repeat it until the end
+            os.kill(run.process.pid, number)
+            time.sleep(0.001)
         assert run.wait() == 75
     stopped = re.search(
         r"stopped at step (\d+) of 20, as asked; the last checkpoint.*\n *shardwright train \S*/run.toml --resume",

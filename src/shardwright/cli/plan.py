@@ -208,6 +208,8 @@ def _replanned(config: "RunConfig", job: "Job", choice: "Choice", path: Path, co
     table = config.model_dump(exclude_unset=True)
     table["out"] = _new_out(config, path)
     table["memory_gib"] = memory_gib(job)
+    if job.cluster.accelerator.is_cpu != (config.device == "cpu"):
+        table["device"] = "auto"
     table["batch"] |= {"seq_len": job.seq_len, "global_batch": job.global_batch}
     table["batch"]["micro_batch"] = layout.pop("micro_batch")
     table["layout"] = layout

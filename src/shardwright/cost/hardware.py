@@ -89,6 +89,11 @@ class Accelerator:
     workspace_bytes: float = 32 * MiB
     sources: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
 
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it is a processor that runs the training program itself."""
+        return self.on_host or self.name == "cpu"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:

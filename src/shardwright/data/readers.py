@@ -314,7 +314,8 @@ def field_text(record: dict[str, Any], where: str, reading: ReadOptions) -> str 
         try:
             pieces = reading.chat.pieces(record)
         except BadConversation as error:
-            raise BadRecord(f"{where}: {error}. {SKIP_BAD}") from None
+            end = "" if str(error).endswith("?") else "."
+            raise BadRecord(f"{where}: {error}{end} {SKIP_BAD}") from None
         return [piece._replace(text=reading.encodable(piece.text, where)) for piece in pieces]
     if reading.text_key not in record:
         raise BadRecord(

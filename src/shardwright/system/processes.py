@@ -196,8 +196,11 @@ def bind_to_loopback(environment: MutableMapping[str, str]) -> None:
 
 
 @contextmanager
-def on_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Call `handler` for the signals in STOPPING during the block, except for SIGHUP if it is ignored (nohup)."""
+def on_signals(handler: Callable[[int, FrameType | None], None], *, last: bool = False) -> Iterator[None]:
+    """Call `handler` for the signals in STOPPING during the block, except for SIGHUP if it is ignored (nohup).
+
+    `last`: the process ends soon after the block. SIGUSR1, which only asks for a stop, is then ignored until the end.
+    """
 
     def hear(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
@@ -210,7 +213,7 @@ def on_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[Non
         yield
     finally:
         for number, earlier in before.items():
-            signal.signal(number, earlier)
+            signal.signal(number, signal.SIG_IGN if last and number == signal.SIGUSR1 else earlier)
 
 
 def leave_dead_terminal() -> None:

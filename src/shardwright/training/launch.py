@@ -190,5 +190,5 @@ def _forward_signals(workers: list[Worker]) -> Iterator[_EndSignal]:
             if worker.exit_code() is None:
                 os.kill(worker.pid, number)
 
-    with processes.on_signals(forward):
+    with processes.on_signals(forward, last=True):
         yield asked

@@ -50,6 +50,12 @@ class RunCheckpoints:
             return self._load(fetched(durable, step, self.store))
         return self._load(Path(resume))
 
+    def take_remarks(self) -> list[str]:
+        """Return the warnings since the last call, for the log."""
+        taken = list(self.remarks)
+        self.remarks.clear()
+        return taken
+
     def newest(self) -> RunStart | None:
         """Load the newest complete checkpoint, or return None if there is no checkpoint. Every rank calls this.
 

@@ -147,7 +147,7 @@ def build_hooks(
 
 def _report_start(config: RunConfig, start: RunStart, checkpoints: RunCheckpoints, log: RunLog) -> None:
     begins = "begins"
-    for remark in checkpoints.remarks:
+    for remark in checkpoints.take_remarks():
         log.say(remark)
     if start.checkpoint is not None:
         begins = f"resumed from {start.checkpoint}: step {start.step}, {start.samples} samples seen"

@@ -67,7 +67,10 @@ class SaveCheckpoints(Hook):
     def newest_checkpoint(self) -> RunStart | None:
         """Wait for the checkpoint in progress, then load the newest complete checkpoint, if there is one."""
         self.settle()
-        return self.checkpoints.newest()
+        start = self.checkpoints.newest()
+        for remark in self.checkpoints.take_remarks():
+            self.log.say(remark)
+        return start
 
     def on_save(self, taken: TakenStep) -> None:
         self.tell()

@@ -56,5 +56,5 @@ class StopRequest:
             asked_s = min(asked_s, time.monotonic())
             self.asked = True
 
-        with on_signals(ask):
+        with on_signals(ask, last=True):
             yield self
