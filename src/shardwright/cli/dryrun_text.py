@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from shardwright.cli.common import columns, console, print_table, print_text
 from shardwright.dry_run.agreement import checked
+from shardwright.dry_run.document import LARGEST, TRAFFIC, largest_rows, traffic_rows
 from shardwright.dry_run.length import step_length
 from shardwright.dry_run.record import KINDS, WAIT, RankRecord
 from shardwright.system.units import format_bytes
@@ -78,12 +79,9 @@ def _difference(plan: float, dry: float) -> str:
 
 def _print_largest(record: RankRecord) -> None:
     console.print()
-    table = columns("largest at the peak", "bytes", "shape", "made by", "in", "line", left=1)
-    for block in record.largest:
-        shape = " x ".join(map(str, block.shape))
-        made = block.op if block.action else ""
-        size, line = f"{shape} {block.dtype}", block.line or "-"
-        table.add_row(block.kind, format_bytes(block.n_bytes), size, made, block.module or "-", line)
+    table = columns("largest at the peak", *LARGEST, left=1)
+    for row in largest_rows(record):
+        table.add_row(*row)
     print_table(table)
 
 
@@ -93,10 +91,9 @@ def _print_traffic(found: "DryRun", record: RankRecord) -> None:
         print_text("no collectives and no messages")
         return
     plan = found.plans[record.rank]
-    table = columns("axis", "operation", "calls", "bytes a step", "plan: calls", "bytes", left=2)
-    for axis, op, sums, by_plan in found.traffic(record):
-        planned = ("", "") if by_plan is None else (str(by_plan.calls), format_bytes(by_plan.n_bytes))
-        table.add_row(axis, op, str(sums.calls), format_bytes(sums.n_bytes), *planned)
+    table = columns(*TRAFFIC, left=2)
+    for row in traffic_rows(found, record):
+        table.add_row(*row)
     print_table(table)
     flops = sum(record.flops.values())
     by_plan_of = "" if isinstance(plan, str) else f"; by the plan {plan.flops / 1e12:.4g}, the mean of all ranks"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from shardwright.dry_run.document import LARGEST, TRAFFIC, largest_rows, traffic_rows
 from shardwright.dry_run.planned import PlannedRank
 from shardwright.dry_run.record import KINDS, RankRecord
 from shardwright.dry_run.run import DryRun
@@ -50,9 +51,9 @@ workspace of libraries and what the allocator cannot use.</figcaption>
 </figure>
 {table(("kinds", "dry run", "plan"), _beside_plan(found, record))}
 <h2>The largest tensors at the peak</h2>
-{table(("kind", "bytes", "shape", "made by", "in", "line"), _largest(record), "words")}
+{table(("kind", *LARGEST), _escaped(largest_rows(record)), "words")}
 <h2>Collectives and messages</h2>
-{table(("axis", "operation", "calls", "bytes a step", "calls by the plan", "bytes"), _traffic(found, record), "words")}
+{table(TRAFFIC, _escaped(traffic_rows(found, record)), "words")}
 {_ranks(found)}{_disagreements(found)}"""
     return document(title, body, _STYLE, (ROLES[0], ROLES[1]))
 
@@ -107,26 +108,8 @@ def _beside_plan(found: DryRun, record: RankRecord) -> list[Sequence[str]]:
     return [*rows, ("<b>peak</b>", format_bytes(record.peak.n_bytes), whole)]
 
 
-def _largest(record: RankRecord) -> list[Sequence[str]]:
-    return [
-        (
-            block.kind,
-            format_bytes(block.n_bytes),
-            f"{' x '.join(map(str, block.shape))} {block.dtype}",
-            escape(block.op if block.action else ""),
-            escape(block.module or "-"),
-            escape(block.line or "-"),
-        )
-        for block in record.largest
-    ]
-
-
-def _traffic(found: DryRun, record: RankRecord) -> list[Sequence[str]]:
-    rows: list[Sequence[str]] = []
-    for axis, op, sums, by_plan in found.traffic(record):
-        planned = ("", "") if by_plan is None else (f"{by_plan.calls:,}", format_bytes(by_plan.n_bytes))
-        rows.append((escape(axis), op, f"{sums.calls:,}", format_bytes(sums.n_bytes), *planned))
-    return rows
+def _escaped(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    return [[escape(cell) for cell in row] for row in rows]
 
 
 def _ranks(found: DryRun) -> str:
