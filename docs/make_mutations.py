@@ -67,6 +67,8 @@ FEATURES = {
     "bias": "biases",
     "qk_norm": "norms of queries and keys",
     "positions": "{} positions",
+    "qk_norm_whole": "over all heads",
+    "norm_position": "norms of branches ({})",
 }
 """What a run file has to have, by the key of `ModelSpec` that a bug changes."""
 

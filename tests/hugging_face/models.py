@@ -120,6 +120,27 @@ def deepseek_v3(q_rank: int | None = 24, **more: Any) -> nn.Module:
     return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes | latent | experts | groups | more))
 
 
+def olmo2() -> nn.Module:
+    return transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**COMMON))
+
+
+def olmoe(normalise: bool = False) -> nn.Module:
+    # OLMoE's code takes no head_dim: heads are as wide as hidden_size / num_attention_heads.
+    sizes = COMMON | EXPERTS | {"head_dim": 8, "num_experts": 4, "norm_topk_prob": normalise}
+    return transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**sizes))
+
+
+def granite(**more: Any) -> nn.Module:
+    scales = {"embedding_multiplier": 3.5, "residual_multiplier": 0.7, "attention_multiplier": 0.11}
+    config = transformers.GraniteConfig(**COMMON | scales | {"logits_scaling": 1.9} | more)
+    return transformers.GraniteForCausalLM(config)
+
+
+def phi3() -> nn.Module:
+    sizes = COMMON | {"head_dim": 8, "pad_token_id": 0, "sliding_window": None}
+    return transformers.Phi3ForCausalLM(transformers.Phi3Config(**sizes))
+
+
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "llama": llama,
     "llama 3": lambda: scaled("llama3"),
@@ -130,6 +151,12 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "mixtral": mixtral,
     "qwen3-moe": qwen3_moe,
     "qwen3-moe, not normalised": lambda: qwen3_moe(False),
+    "olmo2": olmo2,
+    "olmoe": olmoe,
+    "olmoe, normalised": lambda: olmoe(True),
+    "granite": granite,
+    "granite, biases": lambda: granite(attention_bias=True, mlp_bias=True),
+    "phi3": phi3,
     "deepseek-v3": deepseek_v3,
     "deepseek-v3, no query latent, yarn": lambda: deepseek_v3(
         None, rope_parameters={"rope_theta": 150.0, **SCALINGS["yarn, mscale"]}

@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from shardwright.system.errors import InputError
 from shardwright.training import importing
 from shardwright.training.exporting import export
 from shardwright.training.importing import import_weights
@@ -41,12 +42,16 @@ def test_a_model_comes_in_and_goes_out_bit_for_bit(family: str):
         comes_in_and_goes_out(family, Path(folder))
 
 
+def type_of(folder: Path) -> str:
+    return str(json.loads((folder / "config.json").read_text())["model_type"])
+
+
 def comes_in_and_goes_out(family: str, folder: Path) -> None:
     source = kept(family)
     import_weights(source, folder / "weights")
     expected = tensors(source)
     for weights, shard_bytes in ((folder / "weights", 5 * 10**9), (source, 40_000)):
-        export(weights, folder / f"out-{shard_bytes}", max_shard_bytes=shard_bytes)
+        export(weights, folder / f"out-{shard_bytes}", max_shard_bytes=shard_bytes, architecture=type_of(source))
         found = tensors(folder / f"out-{shard_bytes}")
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
@@ -64,7 +69,7 @@ def test_logits_are_those_of_transformers(family: str):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_configuration_that_is_written_says_the_same(family: str, tmp_path: Path):
     import_weights(kept(family), tmp_path / "weights")
-    export(tmp_path / "weights", tmp_path / "out")
+    export(tmp_path / "weights", tmp_path / "out", architecture=type_of(kept(family)))
     for dtype in TOLERANCES:
         found, expected = (their_logits(each, dtype, tokens()) for each in (tmp_path / "out", kept(family)))
         assert torch.equal(found, expected)
@@ -100,7 +105,7 @@ def test_yarn_scales_the_scores_of_latent_attention(tmp_path: Path):
 
 
 @prove
-@pytest.mark.parametrize("family", ["gpt2", "llama", "smollm2", "qwen3"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "smollm2", "qwen3", "olmo2", "olmoe", "granite", "phi3"])
 def test_an_export_generates_the_tokens_that_we_generate(family: str, tmp_path: Path):
     source = saved(tmp_path / "hf", FAMILIES[family])
     import_weights(source, tmp_path / "weights")
@@ -112,6 +117,15 @@ def test_an_export_generates_the_tokens_that_we_generate(family: str, tmp_path: 
     for _ in range(24):
         found = torch.cat((found, model(found)[:, -1:].argmax(-1)), 1)
     assert found.tolist() == expected.tolist()
+
+
+def test_an_architecture_that_does_not_fit_is_refused_with_the_reason(tmp_path: Path):
+    with pytest.raises(
+        InputError, match="--architecture olmo2: the model is another: norm_position='before' is 'after'"
+    ):
+        export(kept("phi3"), tmp_path / "out", architecture="olmo2")
+    with pytest.raises(InputError, match="--architecture ph3: not known; .*phi3"):
+        export(kept("phi3"), tmp_path / "out", architecture="ph3")
 
 
 def test_a_type_is_changed_when_asked_for_and_a_selection_bias_stays_wide():

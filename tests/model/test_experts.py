@@ -106,7 +106,7 @@ def test_what_is_dispatched_comes_back_weighted(data: st.DataObject) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_experts_run_on_fake_tensors(dtype: torch.dtype) -> None:
     with FakeTensorMode():
-        network = Experts(4, 16, 8, gated=True)
+        network = Experts(4, 16, 8, "swiglu")
         for name, p in network.named_parameters():
             setattr(network, name, torch.nn.Parameter(p.detach().to(dtype)))
         x_ND, picks_NK = torch.randn(6, 16, dtype=dtype, requires_grad=True), torch.zeros(6, 2, dtype=torch.long)

@@ -62,7 +62,7 @@ class Result(NamedTuple):
 
 
 def whole_experts(n_experts: int) -> Experts:
-    experts = Experts(n_experts, D, F, gated=True).double()
+    experts = Experts(n_experts, D, F, "swiglu").double()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in experts.parameters():
@@ -271,7 +271,7 @@ def test_with_counts_that_are_told_a_layer_runs_on_fake_tensors():
             return [[20, 12], [9, 17]]
 
         with FakeTensorMode():
-            part = Experts(MOE.n_experts // 2, MODEL.d_model, MOE.d_ffn, gated=True)
+            part = Experts(MOE.n_experts // 2, MODEL.d_model, MOE.d_ffn, "swiglu")
             layer = ExchangingMoE(MoE(MODEL), part, ExpertExchange(dist.group.WORLD, tell))
             x_BTD = torch.randn(2, 8, MODEL.d_model, requires_grad=True)
             y_BTD = layer(x_BTD)

@@ -30,6 +30,9 @@ def export(
         bool,
         typer.Option("--allow-nan", help="write values that are NaN or infinite, too; without it they are refused"),
     ] = False,
+    architecture: Annotated[
+        str | None, typer.Option(metavar="MODEL_TYPE", help="model_type to write if several fit, such as phi3 or llama")
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Write weights as a folder that transformers loads with AutoModelForCausalLM.from_pretrained.
@@ -42,8 +45,9 @@ def export(
     from shardwright.training.exporting import export as write
 
     done = write(
-        source, out, dtype=dtype, max_shard_bytes=_bytes(max_shard_size), tokenizer=tokenizer, allow_nan=allow_nan
-    )
+        source, out, dtype=dtype, max_shard_bytes=_bytes(max_shard_size), tokenizer=tokenizer, allow_nan=allow_nan,
+        architecture=architecture,
+    )  # fmt: skip
     if json:
         answer = {"out": str(out), "architecture": done.architecture.class_name, "dtype": done.dtype}
         print_json({**answer, "bytes": done.n_bytes, "remarks": list(done.remarks)})

@@ -234,6 +234,7 @@ def features(job: Job, candidates: Candidates, block: BlockShape) -> ledger.Inpu
         "norms": block.norms,
         "branches": block.branches,
         "inputs": block.inputs,
+        "normed_inputs": block.normed_inputs,
         "inner": block.inner,
         # Gate, up and, unless fused, silu(gate).
         "made": 2 + (not stack.fused_gate) if block.gated else 1,

@@ -93,7 +93,18 @@ class BlockShape:
     @cached_property
     def norms(self) -> int:
         """Return the number of norms of the residual stream."""
-        return sum(row.kind == "norm" and row.shape == (self.d_model,) for row in self.rows)
+        return sum(row.kind == "norm" and row.shape == (self.d_model,) and row.split_dim is None for row in self.rows)
+
+    @cached_property
+    def norms_after(self) -> bool:
+        """Return whether the outputs of branches have norms."""
+        return any(row.module.endswith("_post_norm") for row in self.rows)
+
+    @cached_property
+    def sharded_norms(self) -> tuple[str, ...]:
+        """Return the names of the norms over features that are sharded over tp, for example `attention q norm`."""
+        sharded = [row for row in self.rows if row.kind == "norm" and row.split_dim is not None]
+        return tuple(row.module.replace(".", " ").replace("_", " ") for row in sharded)
 
     @cached_property
     def branches(self) -> int:
@@ -105,8 +116,18 @@ class BlockShape:
     def inputs(self) -> int:
         """Return the number of tensors of width d_model that the matmuls of all tokens read; each is kept once. A
         tensor of twice that width (of the projection of multi-token prediction) counts as two."""
+        return sum(self._input_widths.values())
+
+    @cached_property
+    def normed_inputs(self) -> int:
+        """Return the number of `inputs` that are outputs of norms, and not the residual stream itself."""
+        return sum(n for name, n in self._input_widths.items() if not name.endswith("_residual"))
+
+    @cached_property
+    def _input_widths(self) -> dict[str, int]:
+        """Return for each input of matmuls its width as a multiple of d_model, if it is one."""
         widths = {row.input: row.shape[-1] for row in self._dense if row.split != "row"}
-        return sum(width // self.d_model for width in widths.values() if width % self.d_model == 0)
+        return {name: width // self.d_model for name, width in widths.items() if width % self.d_model == 0}
 
     @cached_property
     def networks(self) -> dict[Row, tuple[Row, ...]]:

@@ -55,7 +55,7 @@ def _parts(job: Job, candidates: Candidates, f: Formulas) -> Floats:
         width = latent.nope_dim + latent.v_dim
         terms.append(f.constant(2) * job.model.n_blocks * latent.kv_rank * job.model.n_heads * width)
     if "experts" in parts and moe is not None:
-        first = 2 if job.model.activation == "swiglu" else 1
+        first = 2 if job.model.gated else 1
         layers = sum(job.model.has_experts(layer) for layer in range(job.model.n_blocks))
         terms.append(f.constant(2) * layers * moe.top_k * first * f.h * moe.d_ffn)
     return plus(*terms) if terms else f.constant(0)

@@ -52,6 +52,10 @@ def tensor(passes: Passes, job: Job, candidates: Candidates, block: BlockShape, 
         for number, features in enumerate((*region.inputs, *region.every_head)):
             what = f"input of {region.name}" + (f" {number + 1}" if number else "")
             regions.input(tokens * features * job.element_bytes, what, again=number < len(region.inputs))
+    squares = tokens * max(4.0, job.element_bytes)
+    for name in block.sharded_norms:
+        regions.add(MESSAGES_OF_F, squares, f"squares of {name}", all_reduce, all_reduce)
+        regions.add(OF_RESULTS, squares, f"gradient of the squares of {name}", all_reduce, all_reduce)
     regions.price()
 
 

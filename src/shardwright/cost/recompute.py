@@ -37,7 +37,9 @@ from shardwright.layout.keys import RECOMPUTE_MODULES
 from shardwright.model.spec import ModelSpec
 
 _NOT_KEPT: dict[str, Callable[[Formulas], Floats]] = {
-    "norms": lambda f: (f.inputs - f.copied_alone) * f.T_read * f.h * f.e_input + f.T_shard * f.narrow_norms * f.e,
+    "norms": lambda f: (
+        (f.normed_inputs - f.copied_alone) * f.T_read * f.h * f.e_input + f.T_shard * f.narrow_norms * f.e
+    ),
     "activation": lambda f: f.T * f.inner / f.tp * ((f.made - f.tensors + 1) * f.e + f.e_input),
     "rope": lambda f: f.T * f.rotated * f.e,
     "mla_up": lambda f: f.T * f.keys_and_values * f.e,
@@ -108,8 +110,9 @@ def seconds(passes: Passes, job: Job, candidates: Candidates, block: BlockShape)
 def last_matmul(job: Job, block: BlockShape) -> FusedRows | None:
     """Return the matmul that full recomputation leaves out. It stops at the last tensor that the backward pass reads,
     which is this matmul's input. Return None if a later tensor is read: the outputs of routed experts, to be weighted,
-    or the tensors that dropout keeps."""
-    return block.matmuls[-1] if job.stack.stops_early and not block.experts and not job.model.dropout else None
+    the input of a norm after the branch, or the tensors that dropout keeps."""
+    reads_later = block.experts or block.norms_after or job.model.dropout
+    return block.matmuls[-1] if job.stack.stops_early and not reads_later else None
 
 
 def left_out(passes: Passes, job: Job, candidates: Candidates, block: BlockShape) -> dict[str, Floats]:

@@ -11,7 +11,7 @@ from typing import Any
 from shardwright.hugging_face.rope import read_rope, write_rope
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec, differences
-from shardwright.system.errors import ConfigError
+from shardwright.system.errors import ConfigError, nearest
 
 Config = dict[str, Any]
 """The content of a config.json."""
@@ -209,7 +209,9 @@ def find(config: Config) -> Architecture:
     """Return the architecture of a config.json. Raises ConfigError if it is not supported."""
     model_type = config.get("model_type")
     if model_type not in ARCHITECTURES:
-        raise ConfigError(f"model_type={model_type!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
+        raise ConfigError(
+            f"model_type={model_type!r} is not supported; supported: {', '.join(ARCHITECTURES)}", *_unknown_keys(config)
+        )
     architecture = ARCHITECTURES[model_type]
     named = config.get("architectures") or [architecture.class_name]
     if architecture.class_name not in named:
@@ -217,17 +219,51 @@ def find(config: Config) -> Architecture:
     return architecture
 
 
-def architecture_of(spec: ModelSpec) -> Architecture:
-    """Return the architecture of a model, or of the model without its MTP modules. Raises ConfigError with the misfits
-    of the nearest architecture."""
+_NO_BLOCK = frozenset(
+    (
+        "architectures model_type torch_dtype dtype transformers_version use_cache bos_token_id eos_token_id "
+        "pad_token_id unk_token_id sep_token_id auto_map attention_dropout pretraining_tp head_dim "
+        "num_key_value_heads output_router_logits router_aux_loss_coef is_encoder_decoder tie_encoder_decoder "
+        "_name_or_path tokenizer_class chunk_size_feed_forward output_attentions output_hidden_states "
+        "return_dict problem_type id2label label2id rope_theta rope_scaling rope_parameters "
+    ).split()
+)
+"""Keys that describe no block that an architecture may lack."""
+
+
+def _unknown_keys(config: Config) -> Iterator[str]:
+    """Yield the keys of a config.json of an unknown architecture that no table reads: they are blocks that are not
+    supported, unless they are null, false, 0 or empty; and values that every table with the key refuses."""
+    read = {key for table in ARCHITECTURES.values() for keys in table.sizes.values() for key in _keys(keys)}
+    valid: dict[str, list[Any]] = {}
+    for table in ARCHITECTURES.values():
+        for key, value in table.fixed.items():
+            valid.setdefault(key, []).extend(value if isinstance(value, tuple) else (value,))
+    in_use = {key: value for key, value in config.items() if value and key not in _NO_BLOCK}
+    unknown = sorted(in_use.keys() - read - valid.keys())
+    if unknown:
+        yield f"no supported architecture has these keys: {', '.join(f'{key}={in_use[key]!r}' for key in unknown)}"
+    for key in sorted(in_use.keys() & valid.keys() - read):
+        if in_use[key] not in valid[key]:
+            yield f"{key}={in_use[key]!r} is not supported by any architecture; supported: {valid[key][0]!r}"
+
+
+def architecture_of(spec: ModelSpec, model_type: str | None = None) -> Architecture:
+    """Return the architecture of a model, or of the model without its MTP modules: the first one that fits, or the one
+    of this type. Raises ConfigError with the misfits of the nearest architecture, or of the one asked for."""
+    if model_type is not None and model_type not in ARCHITECTURES:
+        raise ConfigError(f"--architecture {model_type}: not known; {nearest(model_type, ARCHITECTURES)}")
     without = replace(spec, mtp_modules=0)
     misfits = {
         name: architecture.misfits(spec if architecture.module else without)
         for name, architecture in ARCHITECTURES.items()
+        if model_type in (None, name)
     }
     fitting = [name for name, problems in misfits.items() if not problems]
     if fitting:
         return ARCHITECTURES[fitting[0]]
+    if model_type is not None:
+        raise ConfigError(f"--architecture {model_type}: the model is another: {'; '.join(misfits[model_type])}")
     name = min(misfits, key=lambda name: len(misfits[name]))
     raise ConfigError(
         f"transformers has no architecture for this model among {', '.join(ARCHITECTURES)}; the nearest is {name}: "

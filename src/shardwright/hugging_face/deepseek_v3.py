@@ -4,6 +4,8 @@ Its rotated elements are interleaved. `transformers` norms the latent vectors wi
 `rms_norm_eps`, so only that value is supported.
 """
 
+from dataclasses import replace
+
 from shardwright.hugging_face import llama
 from shardwright.hugging_face.architecture import Architecture, Config, Stored, Table, register
 from shardwright.hugging_face.qwen3_moe import EXPERTS
@@ -91,3 +93,6 @@ DEEPSEEK_V3 = register(
         | {r"model\.layers\.{n_layers}\..*": "config.json has no such module of multi-token prediction"},
     )
 )
+
+KIMI_K2 = register(replace(DEEPSEEK_V3, model_type="kimi_k2"))
+"""Kimi-K2's config.json names DeepseekV3ForCausalLM; `export` writes deepseek_v3 unless kimi_k2 is asked for."""

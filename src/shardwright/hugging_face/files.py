@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from shardwright.hugging_face import deepseek_v3, gpt2, llama, mixtral, qwen3, qwen3_moe
+from shardwright.hugging_face import deepseek_v3, gpt2, granite, llama, mixtral, olmo2, phi3, qwen3, qwen3_moe
 from shardwright.hugging_face.architecture import ARCHITECTURES, Architecture, find
 from shardwright.hugging_face.schema import (
     HEADER,
@@ -59,7 +59,7 @@ WITHOUT_SIZE = (
 )
 """Keys of a config.json that affect neither the sizes of a model nor its cost."""
 LENGTH = struct.Struct("<Q")
-_BUILT_IN = (llama, qwen3, gpt2, mixtral, qwen3_moe, deepseek_v3)  # their imports register them
+_BUILT_IN = (llama, qwen3, gpt2, mixtral, qwen3_moe, deepseek_v3, olmo2, granite, phi3)  # their imports register them
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from shardwright.data.samples import IGNORE
 from shardwright.measuring.clock import MeasuringClock
 from shardwright.measuring.points import AttentionPoint, CopyPoint, KernelPoint, MatmulPoint
 from shardwright.model.attention import causal_attention
-from shardwright.model.feed_forward import gated, gelu
+from shardwright.model.feed_forward import gelu_tanh, swiglu
 from shardwright.model.norm import RMSNorm
 from shardwright.model.rotary import rotate
 from shardwright.parallel.loss import bound, loss_sum
@@ -94,8 +94,8 @@ def _operations(clock: MeasuringClock, tokens: int, features: int, precision: st
         "rmsnorm_bytes": (lambda x, w: functional_call(rms_norm, {"weight": w}, x), (x, weight)),
         "residual_bytes": (lambda x, y: x + y, (x, other)),
         "rope_bytes": (lambda x: rotate(x, table), (heads,)),
-        "gated_bytes": (gated, (x, other)),
-        "gelu_bytes": (gelu, (x,)),
+        "gated_bytes": (swiglu, (x, other)),
+        "gelu_bytes": (gelu_tanh, (x,)),
         "loss_bytes": (lambda x: loss_sum(cross_entropy, x, targets), (logits,)),
     }
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwright.model.device_type import device_type, to_device
 from shardwright.model.documents import Documents
 from shardwright.model.matmul import Linear
-from shardwright.model.norm import RMSNorm
+from shardwright.model.norm import rms_norm
 from shardwright.model.recompute import part
 from shardwright.model.rotary import rotate
 from shardwright.model.spec import ModelSpec
@@ -23,7 +23,8 @@ Attend = Callable[[Tensor, Tensor, Tensor, Documents | None], Tensor]
 
 
 class Attention(nn.Module):
-    """softmax(q k^T / sqrt(C)) v over the tokens up to each position.
+    """softmax(q k^T / sqrt(C)) v, or with `attention_scale` instead of 1 / sqrt(C), over the tokens up to each
+    position.
 
     The number of heads follows from the output of the projections, so the module also works with a shard of the heads.
     `attend` is `attend` of this module or a replacement that computes the same, such as context-parallel attention.
@@ -38,8 +39,11 @@ class Attention(nn.Module):
         self.k = Linear(d, spec.n_kv_heads * c, bias=spec.bias)
         self.v = Linear(d, spec.n_kv_heads * c, bias=spec.bias)
         self.o = Linear(spec.n_heads * c, d, bias=spec.bias)
-        self.q_norm = RMSNorm(c, eps=spec.norm_eps) if spec.qk_norm else None
-        self.k_norm = RMSNorm(c, eps=spec.norm_eps) if spec.qk_norm else None
+        self.query_scale = spec.query_scale
+        self.norm_whole = spec.qk_norm_whole
+        q_width, k_width = (spec.n_heads * c, spec.n_kv_heads * c) if self.norm_whole else (c, c)
+        self.q_norm = rms_norm(spec, q_width) if spec.qk_norm else None
+        self.k_norm = rms_norm(spec, k_width) if spec.qk_norm else None
 
     def forward(self, x_BTD: Tensor, rotary_2TC: Tensor | None, documents: Documents | None = None) -> Tensor:
         """(B, T, D) -> (B, T, D); tokens are in causal order. `rotary_2TC` is None without rope; with `documents` a
@@ -47,7 +51,8 @@ class Attention(nn.Module):
         q_BTHC = self.q(x_BTD).unflatten(-1, (-1, self.head_dim))
         k_BTKC = self.k(x_BTD).unflatten(-1, (-1, self.head_dim))
         v_BTKC = self.v(x_BTD).unflatten(-1, (-1, self.head_dim))
-        q_BTHC, k_BTKC = _place(q_BTHC, self.q_norm, rotary_2TC), _place(k_BTKC, self.k_norm, rotary_2TC)
+        q_BTHC = _place(q_BTHC, self.q_norm, rotary_2TC, self.norm_whole, self.query_scale)
+        k_BTKC = _place(k_BTKC, self.k_norm, rotary_2TC, self.norm_whole)
 
         def attended(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor) -> Tensor:
             return self.attend(q_BTHC, k_BTKC, v_BTKC, documents).flatten(-2)
@@ -55,13 +60,20 @@ class Attention(nn.Module):
         return self.o(part("attention", attended, q_BTHC, k_BTKC, v_BTKC, compiles=documents is None))
 
 
-def _place(x_BTHC: Tensor, norm: nn.Module | None, rotary_2TC: Tensor | None) -> Tensor:
-    """Apply the norm and the rotation to queries or keys. Attention saves the result, and only a norm saves its input,
-    so this is a part for recomputation if there is a norm."""
+def _place(
+    x_BTHC: Tensor, norm: nn.Module | None, rotary_2TC: Tensor | None, norm_whole: bool = False, scale: float = 1.0
+) -> Tensor:
+    """Apply the norm, of each head or of all together, the rotation and the scale to queries or keys.
+
+    Attention saves the result, and only a norm saves its input, so this is a part for recomputation if there is a norm.
+    """
 
     def placed(x_BTHC: Tensor) -> Tensor:
-        normed_BTHC = x_BTHC if norm is None else norm(x_BTHC)
-        return normed_BTHC if rotary_2TC is None else rotate(normed_BTHC, rotary_2TC)
+        if norm is not None:
+            x_BTHC = norm(x_BTHC.flatten(-2)).view_as(x_BTHC) if norm_whole else norm(x_BTHC)
+        if rotary_2TC is not None:
+            x_BTHC = rotate(x_BTHC, rotary_2TC)
+        return x_BTHC if scale == 1 else x_BTHC * scale
 
     return placed(x_BTHC) if norm is None else part("rope", placed, x_BTHC, weights=list(norm.parameters()))
 

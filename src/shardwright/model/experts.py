@@ -15,10 +15,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from shardwright.model.feed_forward import gated, gelu
+from shardwright.model.feed_forward import ACTIVATIONS
 from shardwright.model.fp8 import Fp8Linear
 from shardwright.model.matmul import linear
 from shardwright.model.recompute import part
+from shardwright.model.sizes import GATED
 from shardwright.model.spec import ModelSpec
 
 
@@ -98,7 +99,7 @@ class _Combine(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """E networks like `FeedForward`, without biases: down(silu(gate x) * up x), or down(gelu(up x)).
+    """E networks like `FeedForward`, without biases: down(act(gate x) * up x), or down(act(up x)).
 
     The number of experts follows from the shapes of the matrices, so the module also works with a shard of the experts.
     """
@@ -106,8 +107,10 @@ class Experts(nn.Module):
     fp8: Fp8Linear | None = None
     """The fp8 recipe of the matmuls, or None."""
 
-    def __init__(self, n_experts: int, d_model: int, d_ffn: int, *, gated: bool) -> None:
+    def __init__(self, n_experts: int, d_model: int, d_ffn: int, activation: str) -> None:
         super().__init__()
+        self.activate = ACTIVATIONS[activation]
+        gated = activation in GATED
         self.gate = nn.Parameter(torch.empty(n_experts, d_ffn, d_model)) if gated else None
         self.up = nn.Parameter(torch.empty(n_experts, d_ffn, d_model))
         self.down = nn.Parameter(torch.empty(n_experts, d_model, d_ffn))
@@ -115,17 +118,14 @@ class Experts(nn.Module):
     def forward(self, x_RD: Tensor, counts_E: Tensor) -> Tensor:
         """(R, D) -> (R, D); rows are sorted by expert, and `counts_E` (integers) counts the rows of each expert. The
         outputs of rows after the last counted one are undefined, and those rows have no gradient."""
-        fp8, gate, up = (
-            self.fp8,
-            self.gate,
-            self.up,
-        )  # with expert parallelism they are this rank's during the forward pass only
+        # With expert parallelism the parameters are this rank's during the forward pass only.
+        fp8, activate, gate, up = self.fp8, self.activate, self.gate, self.up
 
         def inner(x_RD: Tensor) -> Tensor:
             up_RF = linear(x_RD, up, counts_E=counts_E, fp8=fp8)
             if gate is None:
-                return cast(Tensor, part("activation", gelu, up_RF))
-            return cast(Tensor, part("activation", gated, linear(x_RD, gate, counts_E=counts_E, fp8=fp8), up_RF))
+                return cast(Tensor, part("activation", activate, up_RF))
+            return cast(Tensor, part("activation", activate, linear(x_RD, gate, counts_E=counts_E, fp8=fp8), up_RF))
 
         inner_RF = part("experts", inner, x_RD, weights=[up] if gate is None else [gate, up])
         return linear(inner_RF, self.down, counts_E=counts_E, fp8=fp8)
@@ -134,4 +134,4 @@ class Experts(nn.Module):
 def build_experts(spec: ModelSpec) -> Experts:
     """Return the experts of one layer of a spec that has experts."""
     assert spec.moe is not None
-    return Experts(spec.moe.n_experts, spec.d_model, spec.moe.d_ffn, gated=spec.activation == "swiglu")
+    return Experts(spec.moe.n_experts, spec.d_model, spec.moe.d_ffn, spec.activation)

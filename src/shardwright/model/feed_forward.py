@@ -3,6 +3,8 @@
 Shapes: B batch, T tokens, D model, F ffn.
 """
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -12,27 +14,49 @@ from shardwright.model.spec import ModelSpec
 
 
 class FeedForward(nn.Module):
-    """down(silu(gate x) * up x) (SwiGLU, Shazeer, arXiv 2002.05202), or down(gelu(up x)) as in GPT-2."""
+    """down(act(gate x) * up x) (SwiGLU, GEGLU, Shazeer, arXiv 2002.05202), or down(act(up x)) as in GPT-2."""
 
     def __init__(self, spec: ModelSpec, d_ffn: int) -> None:
         super().__init__()
-        gated = spec.activation == "swiglu"
-        self.gate = Linear(spec.d_model, d_ffn, bias=spec.bias) if gated else None
+        self.activate = ACTIVATIONS[spec.activation]
+        self.gate = Linear(spec.d_model, d_ffn, bias=spec.bias) if spec.gated else None
         self.up = Linear(spec.d_model, d_ffn, bias=spec.bias)
         self.down = Linear(d_ffn, spec.d_model, bias=spec.bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
         if self.gate is None:
-            return self.down(part("activation", gelu, self.up(x_BTD)))
-        return self.down(part("activation", gated, self.gate(x_BTD), self.up(x_BTD)))
+            return self.down(part("activation", self.activate, self.up(x_BTD)))
+        return self.down(part("activation", self.activate, self.gate(x_BTD), self.up(x_BTD)))
 
 
-def gelu(up: Tensor) -> Tensor:
-    """Return gelu(up) in its approximation by tanh, as in GPT-2."""
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.gelu(gate) * up
+
+
+def geglu_tanh(gate: Tensor, up: Tensor) -> Tensor:
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def gelu_tanh(up: Tensor) -> Tensor:
     return F.gelu(up, approximate="tanh")
 
 
-def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up."""
-    return F.silu(gate) * up
+def relu2(up: Tensor) -> Tensor:
+    """Return relu(up)^2 (So et al., arXiv 2109.08668)."""
+    return F.relu(up).square()
+
+
+ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
+    "swiglu": swiglu,
+    "geglu": geglu,
+    "geglu_tanh": geglu_tanh,
+    "gelu": F.gelu,
+    "gelu_tanh": gelu_tanh,
+    "relu2": relu2,
+}
+"""The function of gate and up, or of up alone, for each value of `activation`."""

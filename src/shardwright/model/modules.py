@@ -146,15 +146,30 @@ def linear(
         yield Row(name=f"{name}.bias", shape=(n_out,), kind="bias", split="replicated" if split == "row" else split)
 
 
-def norm(name: str, width: int, kind: str = "rmsnorm", split: Split = "replicated") -> Iterator[Row]:
-    """Yield the rows of a norm over `width` features: a weight of ones and, for a "layernorm", a bias of zeros."""
-    yield Row(name=f"{name}.weight", shape=(width,), kind="norm", split=split, fill=1.0)
+def norm(
+    name: str, width: int, kind: str = "rmsnorm", split: Split = "replicated", *, offset: bool = False
+) -> Iterator[Row]:
+    """Yield the rows of a norm over `width` features: a weight of ones, or of zeros with `offset`, and for a
+    "layernorm" a bias of zeros."""
+    yield Row(name=f"{name}.weight", shape=(width,), kind="norm", split=split, fill=0.0 if offset else 1.0)
     if kind == "layernorm":
         yield Row(name=f"{name}.bias", shape=(width,), kind="bias", split=split)
 
 
-def attention(spec: ModelSizes, input: str = "attention_norm") -> Iterator[Row]:
+def residual_norm(spec: ModelSizes, name: str) -> Iterator[Row]:
+    """Yield the rows of a norm of the residual stream or of a branch's output (`model.norm.residual_norm`)."""
+    kind = spec.norm if spec.norm_bias else "no bias"
+    yield from norm(name, spec.d_model, kind, offset=spec.norm_offset)
+
+
+def branch_input(spec: ModelSizes, branch: str) -> str:
+    """Return the name of the tensor that a branch reads: a norm, or the residual stream itself."""
+    return f"{branch}_norm" if spec.norm_before else f"{branch}_residual"
+
+
+def attention(spec: ModelSizes, input: str | None = None) -> Iterator[Row]:
     """Yield the rows of grouped-query attention (`model.attention.Attention`), which reads `input`."""
+    input = input or branch_input(spec, "attention")
     h, c, bias, std = spec.d_model, spec.head_dim, spec.bias, spec.init_std
     columns: tuple[tuple[str, Split, int], ...] = (
         ("q", "column", spec.n_heads),
@@ -167,15 +182,17 @@ def attention(spec: ModelSizes, input: str = "attention_norm") -> Iterator[Row]:
             std=std, bias=bias, parts=((name, c),), heads=heads, ordered=True,
         )  # fmt: skip
     if spec.qk_norm:
-        yield from norm("attention.q_norm", c, split="per_head")
-        yield from norm("attention.k_norm", c, split="per_head")
+        for name, split, heads in columns[:2]:
+            width, of_norm = (heads * c, split) if spec.qk_norm_whole else (c, "per_head")
+            yield from norm(f"attention.{name}_norm", width, split=of_norm, offset=spec.norm_offset)
     yield from linear(
         "attention.o", h, spec.n_heads * c, "row", "attention", std=residual_std(spec), bias=bias, ordered=True
     )
 
 
-def latent_attention(spec: ModelSizes, input: str = "attention_norm") -> Iterator[Row]:
+def latent_attention(spec: ModelSizes, input: str | None = None) -> Iterator[Row]:
     """Yield the rows of latent attention (`model.latent_attention.LatentAttention`), which reads `input`."""
+    input = input or branch_input(spec, "attention")
     latent = spec.latent_attention
     assert latent is not None
     h, heads, std = spec.d_model, spec.n_heads, spec.init_std
@@ -201,11 +218,12 @@ def latent_attention(spec: ModelSizes, input: str = "attention_norm") -> Iterato
 
 
 def feed_forward(
-    spec: ModelSizes, name: str, width: int, input: str = "ffn_norm", ordered: bool = False
+    spec: ModelSizes, name: str, width: int, input: str | None = None, ordered: bool = False
 ) -> Iterator[Row]:
     """Yield the rows of a feed-forward network of inner width `width` (`model.feed_forward.FeedForward`), which reads
     `input`. `ordered`: attention reads `input` too."""
-    for inner in ("gate", "up") if spec.activation == "swiglu" else ("up",):
+    input = input or branch_input(spec, "ffn")
+    for inner in ("gate", "up") if spec.gated else ("up",):
         yield from linear(
             f"{name}.{inner}", width, spec.d_model, "column", input,
             std=spec.init_std, bias=spec.bias, ordered=ordered,
@@ -222,14 +240,14 @@ def mixture(spec: ModelSizes) -> Iterator[Row]:
     assert moe is not None
     h, g, n, std = spec.d_model, moe.d_ffn, moe.n_experts, spec.init_std
     yield Row(
-        name="ffn.router.weight", shape=(n, h), kind="router", std=std, matmul="all", input="ffn_norm",
-        parts=(("router", n),),
+        name="ffn.router.weight", shape=(n, h), kind="router", std=std, matmul="all",
+        input=branch_input(spec, "ffn"), parts=(("router", n),),
     )  # fmt: skip
     if moe.bias_rate:
         yield Row(name="ffn.router.bias", shape=(n,), kind="balance")
     if moe.keeps_load:
         yield Row(name="ffn.router.load", shape=(n,), kind="balance", fill=1.0, counted=False)
-    for inner in ("gate", "up") if spec.activation == "swiglu" else ("up",):
+    for inner in ("gate", "up") if spec.gated else ("up",):
         yield _expert(inner, (n, g, h), "routed", std)
     yield _expert("down", (n, h, g), "experts.inner", residual_std(spec))
     if moe.n_shared:
@@ -250,11 +268,18 @@ def residual_std(spec: ModelSizes) -> float:
 
 
 def decoder_layer(spec: ModelSizes, layer: int) -> Iterator[Row]:
-    """Yield the rows of a decoder layer: x + attention(norm x), then x + ffn(norm x) (`model.transformer.Block`)."""
-    yield from norm("attention_norm", spec.d_model, spec.norm)
+    """Yield the rows of a decoder layer: x + attention(norm x), then x + ffn(norm x), or with other norms
+    (`model.transformer.Block`)."""
+    if spec.norm_before:
+        yield from residual_norm(spec, "attention_norm")
     yield from attention(spec) if spec.latent_attention is None else latent_attention(spec)
-    yield from norm("ffn_norm", spec.d_model, spec.norm)
+    if spec.norm_after:
+        yield from residual_norm(spec, "attention_post_norm")
+    if spec.norm_before:
+        yield from residual_norm(spec, "ffn_norm")
     yield from mixture(spec) if spec.has_experts(layer) else feed_forward(spec, "ffn", spec.d_ffn)
+    if spec.norm_after:
+        yield from residual_norm(spec, "ffn_post_norm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,12 +334,12 @@ MTP_BLOCK = "block."
 def mtp_module(spec: ModelSizes, layer: int) -> Iterator[Row]:
     """Yield the rows of a multi-token prediction module (`model.mtp.MTPModule`), whose block is layer number `layer` of
     the family. It uses the model's embedding and head."""
-    yield from norm("embedding_norm", spec.d_model, spec.norm)
-    yield from norm("hidden_norm", spec.d_model, spec.norm)
+    yield from residual_norm(spec, "embedding_norm")
+    yield from residual_norm(spec, "hidden_norm")
     yield from linear("projection", spec.d_model, 2 * spec.d_model, "replicated", "projection", std=spec.init_std)
     for row in FAMILIES[spec.family].layer(spec, layer):
         yield replace(row, name=MTP_BLOCK + row.name)
-    yield from norm("norm", spec.d_model, spec.norm)
+    yield from residual_norm(spec, "norm")
 
 
 @cache
@@ -349,7 +374,7 @@ def end_rows(spec: ModelSizes) -> tuple[Row, ...]:
     return (
         replace(embedding, matmul="all", input="norm") if spec.tied_embedding else embedding,
         *([learned] if spec.positions == "learned" else []),
-        *norm("norm", h, spec.norm),
+        *residual_norm(spec, "norm"),
         *([] if spec.tied_embedding else [head]),
     )
 

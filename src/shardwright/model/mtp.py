@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.model.matmul import Linear
-from shardwright.model.norm import residual_norm
+from shardwright.model.norm import last_norm, residual_norm
 from shardwright.model.spec import ModelSpec
 
 
@@ -30,7 +30,7 @@ class MTPModule(nn.Module):
         self.hidden_norm = residual_norm(spec)
         self.projection = Linear(2 * spec.d_model, spec.d_model, bias=False)
         self.block = block
-        self.norm = residual_norm(spec)
+        self.norm = last_norm(spec)
 
     def forward(self, x_BTD: Tensor, embedded_BTD: Tensor, *of_block: Any) -> tuple[Tensor, Tensor]:
         """Return the input of the next module and the input of the head, both (B, T, D).

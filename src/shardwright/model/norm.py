@@ -6,6 +6,7 @@ Shapes: D the normalised width, N all other dims, which norms do not mix.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.model.device_type import device_type
@@ -15,8 +16,22 @@ from shardwright.model.spec import ModelSpec
 def residual_norm(spec: ModelSpec) -> nn.Module:
     """Return the residual norm of a spec; both kinds compute in float32 for 16-bit input."""
     if spec.norm == "layernorm":
-        return nn.LayerNorm(spec.d_model, eps=spec.norm_eps)
-    return RMSNorm(spec.d_model, eps=spec.norm_eps)
+        return nn.LayerNorm(spec.d_model, eps=spec.norm_eps, bias=spec.norm_bias)
+    return rms_norm(spec, spec.d_model)
+
+
+def rms_norm(spec: ModelSpec, width: int) -> "RMSNorm":
+    """Return the RMSNorm of a spec over `width` features."""
+    return (OffsetRMSNorm if spec.norm_offset else RMSNorm)(width, eps=spec.norm_eps)
+
+
+def last_norm(spec: ModelSpec) -> nn.Module:
+    """Return the norm before the head. It divides its output by `logit_divisor`, so that all code that applies the head
+    computes divided logits."""
+    norm = residual_norm(spec)
+    if spec.logit_divisor != 1:
+        norm.register_forward_hook(lambda module, inputs, y: y / spec.logit_divisor)
+    return norm
 
 
 class RMSNorm(nn.RMSNorm):
@@ -33,6 +48,19 @@ class RMSNorm(nn.RMSNorm):
             return super().forward(x)
         y: Tensor = _RMSNormFunction.apply(x, self.weight, self.eps)
         return y
+
+
+class OffsetRMSNorm(RMSNorm):
+    """y = r (1 + w) x. The sum 1 + w and the norm have at least 32 bits, as in Gemma's code: in 16 bits 1 + w would
+    lose small w."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        weight, x_wide = 1.0 + self.weight.to(wide), x.to(wide)
+        if device_type(x) != "cpu" or torch.compiler.is_compiling():
+            return F.rms_norm(x_wide, self.normalized_shape, weight, self.eps).to(x.dtype)
+        y: Tensor = _RMSNormFunction.apply(x_wide, weight, self.eps)
+        return y.to(x.dtype)
 
 
 class _RMSNormFunction(torch.autograd.Function):

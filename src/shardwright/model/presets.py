@@ -42,6 +42,16 @@ def _qwen3_experts(d_ffn: int) -> MoESpec:
     return MoESpec(n_experts=128, top_k=8, d_ffn=d_ffn, bias_rate=0.0, aux_loss=0.001, aux_scope="batch")
 
 
+def _olmo2(n_layers: int, d_model: int, n_heads: int, kv_heads: int, d_ffn: int) -> ModelSpec:
+    more = {"norm_eps": 1e-6, "rope_theta": 500000.0, "norm_position": "after", "qk_norm": True, "qk_norm_whole": True}
+    return _spec(n_layers, d_model, n_heads, kv_heads, 128, d_ffn, 100352, 4096, **more)
+
+
+def _granite(d_model: int, d_ffn: int, *, logit_divisor: float, **more: Any) -> ModelSpec:
+    scales = {"embedding_scale": 12.0, "residual_scale": 0.22, "logit_divisor": logit_divisor, "tied_embedding": True}
+    return _spec(40, d_model, 32, 8, d_model // 32, d_ffn, 49155, 131072, **more | scales)
+
+
 def _gpt(n_layers: int, d_model: int, n_heads: int, vocab: int = 51200, seq: int = 2048) -> ModelSpec:
     more = {"norm": "layernorm", "activation": "gelu_tanh", "positions": "learned", "bias": True}
     sizes = (n_layers, d_model, n_heads, n_heads, d_model // n_heads, 4 * d_model, vocab, seq)
@@ -56,6 +66,9 @@ _DEBUG = _spec(4, 64, 4, 2, 16, 176, 512, 256)
 # Its runs have hundreds of steps, in which the usual bias_rate would change little.
 _DEBUG_MOE = MoESpec(n_experts=8, top_k=2, d_ffn=88, score="sigmoid", bias_rate=0.01)
 _MIXTRAL = MoESpec(n_experts=8, top_k=2, d_ffn=14336, bias_rate=0.0, aux_loss=0.02, aux_scope="batch")
+_OLMOE = MoESpec(
+    n_experts=64, top_k=8, d_ffn=1024, normalise=False, bias_rate=0.0, aux_loss=0.01, aux_scope="batch", z_loss=0.001
+)
 _DEEPSEEK_MOE = MoESpec(
     n_experts=256,
     top_k=8,
@@ -96,6 +109,21 @@ PRESETS: dict[str, ModelSpec] = {
         moe=_DEEPSEEK_MOE,
         init_std=0.006,
     ),
+    "kimi-k2": _spec(
+        *(61, 7168, 64, 64, 128, 18432, 163840, 4096),
+        norm_eps=1e-6,
+        rope_theta=50000.0,
+        latent_attention=_DEEPSEEK_ATTENTION,
+        moe=replace(_DEEPSEEK_MOE, n_experts=384, first_dense=1, weight_scale=2.827, n_groups=1, groups_per_token=1),
+    ),
+    "olmo2-1b": _olmo2(16, 2048, 16, 16, 8192),
+    "olmo2-7b": _olmo2(32, 4096, 32, 32, 11008),
+    "olmo2-13b": _olmo2(40, 5120, 40, 40, 13824),
+    "olmo2-32b": _olmo2(64, 5120, 40, 8, 27648),
+    "olmoe-1b-7b": _spec(*(16, 2048, 16, 16, 128, 1024, 50304, 4096), qk_norm=True, qk_norm_whole=True, moe=_OLMOE),
+    "granite-3.1-2b": _granite(2048, 8192, logit_divisor=8.0, attention_scale=0.015625, rope_theta=5000000.0),
+    "granite-3.1-8b": _granite(4096, 12800, logit_divisor=16.0, attention_scale=0.0078125, rope_theta=10000000.0),
+    "phi-4": _spec(40, 5120, 40, 10, 128, 17920, 100352, 16384, rope_theta=250000.0),
     "gpt2": _gpt(12, 768, 12, 50257, 1024),
     "gpt3-125m": _gpt3(12, 768, 12),
     "gpt3-350m": _gpt3(24, 1024, 16),

@@ -3,13 +3,17 @@
 `model.modules` makes rows of parameters from these fields, and `model.spec.ModelSpec` counts the rows.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling
 
 Norm = Literal["rmsnorm", "layernorm"]
-Activation = Literal["swiglu", "gelu_tanh"]
+NormPosition = Literal["before", "after", "both"]
+Activation = Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu2"]
+GATED = ("swiglu", "geglu", "geglu_tanh")
+"""The activations with two matrices in, gate and up; the others have only up."""
 Positions = Literal["rope", "learned"]
 
 
@@ -36,9 +40,26 @@ class ModelSizes:
         metadata={"help": "Normalisation before attention, before the network and at the end."},
     )
     norm_eps: float = field(default=1e-5, metadata={"help": "Added to the variance in the normalisation."})
+    norm_position: NormPosition = field(
+        default="before",
+        metadata={
+            "help": "before: a branch reads the norm of the residual stream; after: it reads the residual stream, "
+            "and the norm of its output is added (OLMo 2); both: two norms (Gemma 2)."
+        },
+    )
+    norm_offset: bool = field(
+        default=False, metadata={"help": "The weights of RMSNorms are stored as w and multiply as 1 + w (Gemma)."}
+    )
+    norm_bias: bool = field(
+        default=True, metadata={"help": "LayerNorms have a bias; false: only a weight. RMSNorms never have one."}
+    )
     activation: Activation = field(
         default="swiglu",
-        metadata={"help": "swiglu: down(silu(gate(x)) * up(x)); gelu_tanh: down(gelu(up(x))), gelu as in GPT-2."},
+        metadata={
+            "help": "swiglu: down(silu(gate(x)) * up(x)); geglu, geglu_tanh: gelu instead of silu (Gemma: geglu_tanh); "
+            "gelu, gelu_tanh: down(gelu(up(x))); relu2: down(relu(up(x))^2). gelu is exact, and gelu_tanh its "
+            "approximation by tanh, as in GPT-2."
+        },
     )
     positions: Positions = field(
         default="rope",
@@ -53,6 +74,22 @@ class ModelSizes:
     qk_norm: bool = field(
         default=False, metadata={"help": "RMSNorm of every query and key head before the rotation (Qwen3)."}
     )
+    qk_norm_whole: bool = field(
+        default=False,
+        metadata={"help": "With qk_norm: one RMSNorm over all heads of a token instead of each head (OLMo 2)."},
+    )
+    embedding_scale: float = field(
+        default=1.0,
+        metadata={"help": "The embedding of a token is multiplied by this (Gemma: sqrt(d_model); Granite)."},
+    )
+    residual_scale: float = field(
+        default=1.0, metadata={"help": "The output of each branch is multiplied by this before it is added (Granite)."}
+    )
+    attention_scale: float = field(
+        default=0.0,
+        metadata={"help": "Attention scores q k are multiplied by this (Granite); 0: 1 / sqrt(width of a query head)."},
+    )
+    logit_divisor: float = field(default=1.0, metadata={"help": "The logits are divided by this (Granite, MiniCPM)."})
     bias: bool = field(default=False, metadata={"help": "Bias in all linears of the layers; the head has none."})
     tied_embedding: bool = field(default=False, metadata={"help": "The head uses the embedding's matrix."})
     dropout: float = field(
@@ -84,6 +121,26 @@ class ModelSizes:
     def has_experts(self, layer: int) -> bool:
         """Return whether layer number `layer` has a mixture of experts instead of its feed-forward network."""
         return self.moe is not None and layer >= self.moe.first_dense
+
+    @property
+    def norm_before(self) -> bool:
+        """Whether a branch reads the norm of the residual stream."""
+        return self.norm_position != "after"
+
+    @property
+    def norm_after(self) -> bool:
+        """Whether the output of a branch has a norm."""
+        return self.norm_position != "before"
+
+    @property
+    def gated(self) -> bool:
+        """Whether networks have two matrices in, gate and up."""
+        return self.activation in GATED
+
+    @property
+    def query_scale(self) -> float:
+        """The factor of queries with which kernels that divide scores by sqrt(qk_dim) apply `attention_scale`."""
+        return self.attention_scale * math.sqrt(self.qk_dim) if self.attention_scale else 1.0
 
     @property
     def n_blocks(self) -> int:

@@ -5,13 +5,14 @@ s sequence length; of mixtures E experts, k experts per token, g d_ffn of an exp
 attention r widths of the latent vectors, n and p unrotated and rotated elements of a head, v width of a value head.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, get_args
 
 from shardwright.model.modules import FAMILIES, Row, layer_rows, rows
 from shardwright.model.sections import LatentAttentionSpec, MoESpec, too_large
-from shardwright.model.sizes import Activation, ModelSizes, Norm, Positions
+from shardwright.model.sizes import Activation, ModelSizes, Norm, NormPosition, Positions
 from shardwright.system.errors import ConfigError, checked_constructor, nearest
 from shardwright.system.units import divisors
 
@@ -41,7 +42,8 @@ class ModelSpec(ModelSizes):
         if beyond := [*too_large(self), *(() if self.moe is None else too_large(self.moe, "moe."))]:
             yield from beyond
             return  # the rules below list divisors
-        for name, literal in (("norm", Norm), ("activation", Activation), ("positions", Positions)):
+        choices = ("norm", Norm), ("norm_position", NormPosition), ("activation", Activation), ("positions", Positions)
+        for name, literal in choices:
             if getattr(self, name) not in get_args(literal):
                 yield f"{name}={getattr(self, name)!r} is not known; valid: {', '.join(get_args(literal))}"
         heads, kv_heads = self.n_heads, self.n_kv_heads
@@ -77,8 +79,28 @@ class ModelSpec(ModelSizes):
             yield f"dropout={self.dropout:g} is not a probability below 1; valid: 0 <= dropout < 1"
         if not self.norm_eps > 0:
             yield f"norm_eps={self.norm_eps:g} is not positive; usual: 1e-6 to 1e-5"
+        yield from self._norm_and_scale_problems()
         if not self.init_std > 0:
             yield f"init_std={self.init_std:g} is not positive; usual: 0.02"
+
+    def _norm_and_scale_problems(self) -> Iterator[str]:
+        if self.norm_offset and self.norm != "rmsnorm":
+            yield f"norm_offset=true goes with norm='rmsnorm'; norm is {self.norm!r}"
+        if not self.norm_bias and self.norm != "layernorm":
+            yield f"norm_bias=false goes with norm='layernorm'; {self.norm} has no bias, so leave norm_bias out"
+        if self.qk_norm_whole and not self.qk_norm:
+            yield "qk_norm_whole=true without qk_norm=true would have no effect; set both, or leave qk_norm_whole out"
+        for name in ("embedding_scale", "residual_scale", "logit_divisor"):
+            if not 0 < getattr(self, name) < math.inf:
+                yield f"{name}={getattr(self, name):g} is not a positive number; without scaling it is 1"
+        if not 0 <= self.attention_scale < math.inf:
+            usual = 1 / math.sqrt(max(self.qk_dim, 1))
+            yield (
+                f"attention_scale={self.attention_scale:g} is not a positive number; valid: more than 0, usual "
+                f"{usual:.3g}, or 0 for exactly 1 / sqrt({self.qk_dim})"
+            )
+        if self.attention_scale and self.latent_attention is not None:
+            yield "attention_scale goes with plain attention; latent_attention scales its scores by rope_scaling"
 
     def _latent_problems(self, latent: LatentAttentionSpec) -> Iterator[str]:
         yield from latent.problems()

@@ -24,7 +24,7 @@ from shardwright.model.matmul import Linear, linear
 from shardwright.model.modules import FAMILIES
 from shardwright.model.moe import MoE
 from shardwright.model.mtp import MTPModule
-from shardwright.model.norm import residual_norm
+from shardwright.model.norm import last_norm, residual_norm
 from shardwright.model.random import site_keys
 from shardwright.model.recompute import part
 from shardwright.model.rotary import rotary_table
@@ -37,15 +37,20 @@ _SITES_PER_LAYER = 2
 
 
 class Block(nn.Module):
-    """One layer: x + attention(norm x), then x + ffn(norm x). It can be compiled on its own, because it takes tensors
+    """One layer: x + attention(norm x), then x + ffn(norm x), or with `norm_position` "after" x + norm(attention x). It
+    can be compiled on its own, because it takes tensors
     and documents, which only attention reads, outside of compiled code."""
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
-        self.attention_norm = residual_norm(spec)
+        before, after = spec.norm_before, spec.norm_after
+        self.attention_norm = residual_norm(spec) if before else None
         self.attention = Attention(spec) if spec.latent_attention is None else LatentAttention(spec)
-        self.ffn_norm = residual_norm(spec)
+        self.attention_post_norm = residual_norm(spec) if after else None
+        self.ffn_norm = residual_norm(spec) if before else None
         self.ffn = MoE(spec) if spec.has_experts(layer) else FeedForward(spec, spec.d_ffn)
+        self.ffn_post_norm = residual_norm(spec) if after else None
+        self.residual_scale = spec.residual_scale
         self.dropout = KeyedDropout(spec.dropout)
 
     def forward(
@@ -60,14 +65,28 @@ class Block(nn.Module):
         """(B, T, D) -> (B, T, D). `site_keys_2B`: the random keys of the two branches; `real`: the tokens that experts
         compute, if there is padding."""
         keys_B, ffn_keys_B = (None, None) if site_keys_2B is None else site_keys_2B.unbind(0)
-        attended_BTD = self.attention(part("norms", self.attention_norm, x_BTD), rotary_2TC, documents)
+        attended_BTD = self.attention(_normed(self.attention_norm, x_BTD), rotary_2TC, documents)
+        attended_BTD = self.branch(self.attention_post_norm, attended_BTD)
         x_BTD = x_BTD + self.dropout(attended_BTD, keys_B, positions_T)
-        normed_BTD = part("norms", self.ffn_norm, x_BTD)
+        normed_BTD = _normed(self.ffn_norm, x_BTD)
         routed: tuple[Any, ...] = ()
         if isinstance(self.ffn, MoE) and (self.ffn.drawn or real is not None):
             routed = ffn_keys_B if self.ffn.drawn else None, positions_T, real
-        y_BTD = self.ffn(normed_BTD, *routed)
+        y_BTD = self.branch(self.ffn_post_norm, self.ffn(normed_BTD, *routed))
         return x_BTD + self.dropout(y_BTD, ffn_keys_B, positions_T)
+
+    def branch(self, post_norm: nn.Module | None, y_BTD: Tensor) -> Tensor:
+        """Return the output of a branch as it is added to the residual stream, before dropout."""
+        y_BTD = _normed(post_norm, y_BTD)
+        return y_BTD if self.residual_scale == 1 else y_BTD * self.residual_scale
+
+
+def _normed(norm: nn.Module | None, x_BTD: Tensor) -> Tensor:
+    """Return the norm of a tensor; without a norm the tensor itself."""
+    if norm is None:
+        return x_BTD
+    normed_BTD: Tensor = part("norms", norm, x_BTD)
+    return normed_BTD
 
 
 @checked_constructor(ConfigError)
@@ -92,7 +111,7 @@ class Transformer(nn.Module):
         blocks = [family.make(spec, number) for number in range(spec.n_blocks)]
         blocks[spec.n_layers :] = [MTPModule(spec, block) for block in blocks[spec.n_layers :]]
         self.layers = nn.ModuleDict({str(number): block for number, block in enumerate(blocks)})
-        self.norm = residual_norm(spec)
+        self.norm = last_norm(spec)
         self.head = None if spec.tied_embedding else Linear(spec.d_model, spec.vocab_size, bias=False)
 
     def forward(
@@ -166,11 +185,16 @@ class Transformer(nn.Module):
         self, tokens_BT: Tensor, positions_T: Tensor, random_keys_B: Tensor | None, documents: Documents | None = None
     ) -> Tensor:
         """Return the input of the first layer, (B, T, D)."""
-        x_BTD = self.embedding(tokens_BT)
+        x_BTD = self.embed_tokens(tokens_BT)
         if self.position_embedding is not None:
             x_BTD = x_BTD + self.position_embedding(_embedded(positions_T, documents))
         keys_B = None if random_keys_B is None else site_keys(random_keys_B, _EMBEDDING_SITE, 1)[0]
         return cast(Tensor, self.dropout(x_BTD, keys_B, positions_T))
+
+    def embed_tokens(self, tokens_BT: Tensor) -> Tensor:
+        """Return the scaled embedding of tokens, without positions; (B, T) -> (B, T, D)."""
+        x_BTD: Tensor = self.embedding(tokens_BT)
+        return x_BTD if self.spec.embedding_scale == 1 else x_BTD * self.spec.embedding_scale
 
     def run_layers(
         self,
@@ -204,7 +228,7 @@ class Transformer(nn.Module):
         for number, tokens_BT in enumerate(ahead_KBT, start=self.spec.n_layers):
             module = self.layers[str(number)]
             keys_2B = layer_site_keys(random_keys_B, number)
-            x_BTD, normed_BTD = module(x_BTD, self.embedding(tokens_BT), positions_T, also[0], keys_2B, *also[1:])
+            x_BTD, normed_BTD = module(x_BTD, self.embed_tokens(tokens_BT), positions_T, also[0], keys_2B, *also[1:])
             self._record_load(module, normed_BTD)
             yield self._result(normed_BTD)
 

@@ -44,11 +44,12 @@ from shardwright.model import matmul
 from shardwright.model.dropout import KeyedDropout
 from shardwright.model.fp8 import Fp8Linear
 from shardwright.model.modules import Row, layer_rows, row_of
+from shardwright.model.norm import OffsetRMSNorm, RMSNorm
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.boxes import box_of
 from shardwright.parallel.collectives import StartedCollective, start_gather_tokens, start_sum, start_sum_tokens
 from shardwright.parallel.norm import as_part, local_part
-from shardwright.split.tensor import vocabulary_rows
+from shardwright.split.tensor import kv_replicas, vocabulary_rows
 from shardwright.system.torch_private import flatten_mesh
 
 
@@ -95,7 +96,7 @@ def split_model(model: Transformer, layout: Layout, mesh: DeviceMesh, group: dis
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, _shard(parameter, row, mesh, flat))
     for number, block in model.layers.items():
-        _split_block(block, layer_rows(model.spec, int(number)), axis)
+        _split_block(block, layer_rows(model.spec, int(number)), axis, kv_replicas(model.spec.n_kv_heads, layout.tp))
     rows = vocabulary_rows(model.spec.vocab_size, layout.tp, group.rank())
     if model.embedding is not None:  # not every pipeline stage has embedding, norm and head
         model.embedding = VocabularyEmbedding(model.embedding, rows, axis)  # type: ignore[assignment]
@@ -106,8 +107,9 @@ def split_model(model: Transformer, layout: Layout, mesh: DeviceMesh, group: dis
         _narrow_positions(model, axis)
 
 
-def _split_block(block: nn.Module, rows: Sequence[Row], axis: TensorAxis) -> None:
-    """Replace the sharded linears of a block; add a hook to linears whose output the heads of all ranks read."""
+def _split_block(block: nn.Module, rows: Sequence[Row], axis: TensorAxis, copies: int) -> None:
+    """Replace the sharded linears and norms of a block; add a hook to linears whose output the heads of all ranks read.
+    `copies`: the number of ranks that have the same key and value heads."""
     linears = [row for row in rows if row.matmul is not None and row.split in ("column", "kv_column", "row")]
     unordered = replace(axis, by_rank=axis.token_shards)
     inputs: dict[str, SharedInput] = {}
@@ -122,6 +124,10 @@ def _split_block(block: nn.Module, rows: Sequence[Row], axis: TensorAxis) -> Non
     for row in rows:
         if row.every_head:
             block.get_submodule(row.module).register_forward_hook(ForEveryHead(axis))
+        if row.kind == "norm" and row.split_dim is not None:
+            copied = copies if row.split == "kv_column" else 1
+            norm: Any = block.get_submodule(row.module)
+            block.set_submodule(row.module, ShardedRMSNorm(norm, row.shape[0], axis.group, copied))
 
 
 def _shard(parameter: nn.Parameter, row: Row, mesh: DeviceMesh, flat: DeviceMesh) -> nn.Parameter:
@@ -248,6 +254,41 @@ class ForEveryHead:
     def __call__(self, module: nn.Module, inputs: Any, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         *own, shared_BTP = outputs
         return (*own, _SharedByHeads.apply(shared_BTP, self.axis))
+
+
+class ShardedRMSNorm(nn.Module):
+    """An RMSNorm over features that are sharded over tp; (B, T, F) -> (B, T, F). The sum of squares of a token is
+    all-reduced in 32 bits or wider, and in the backward pass its gradient.
+
+    `width`: features of all ranks; `copies`: the number of ranks that hold each feature, which count it once together.
+    """
+
+    def __init__(self, norm: RMSNorm, width: int, group: dist.ProcessGroup, copies: int) -> None:
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.eps or 0.0
+        self.offset = 1.0 if isinstance(norm, OffsetRMSNorm) else 0.0
+        self.width, self.group, self.copies = width, group, copies
+
+    @torch.compiler.disable
+    def forward(self, x_BTF: Tensor) -> Tensor:
+        wide = torch.promote_types(x_BTF.dtype, torch.float32)
+        x_wide_BTF, weight_F = x_BTF.to(wide), local_part(self.weight).to(wide) + self.offset
+        squares_BT1 = _SumOverRanks.apply(x_wide_BTF.square().sum(-1, keepdim=True) / self.copies, self.group)
+        y_BTF: Tensor = x_wide_BTF * (squares_BT1 / self.width + self.eps).rsqrt() * weight_F
+        return y_BTF.to(x_BTF.dtype)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """All-reduce a tensor in the forward pass, and in the backward pass its gradient, of which each rank has a part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return start_sum(x.clone(), group).wait()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return start_sum(dy.clone(memory_format=torch.contiguous_format), ctx.group).wait(), None
 
 
 class VocabularyEmbedding(nn.Module):

@@ -52,31 +52,33 @@ def export(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     tokenizer: str | Path | None = None,
     allow_nan: bool = False,
+    architecture: str | None = None,
 ) -> ExportResult:
     """Write weights to the new folder `out` in the format of `transformers`, with one tensor in memory at a time.
 
     `source`: a run (its newest checkpoint), a checkpoint, or a folder of `shardwright import` or of `transformers`.
     `dtype`: bf16, fp16, fp32 or fp64; default: the stored types. `tokenizer`: a folder with the tokenizer to write;
     default: the tokenizer of the weights or of the run's data. `allow_nan`: also write NaN and infinite values, which
-    otherwise raise InputError. Raises ConfigError with the reason for a model without an architecture in
-    `transformers`, and CheckpointError for missing or damaged weights.
+    otherwise raise InputError. `architecture`: the model_type to write, if several fit; default: the first. Raises
+    ConfigError with the reason for a model without an architecture in `transformers`, and CheckpointError for missing
+    or damaged weights.
     """
     problems = [] if dtype is None or dtype in DTYPES else [f"--dtype {dtype}: valid: {', '.join(DTYPES)}"]
     if max_shard_bytes < 1:
         problems.append(f"--max-shard-size of {max_shard_bytes} bytes: 1 or more is needed")
     try:
         weights = open_weights(source)
-        architecture = architecture_of(weights.spec)
+        written = architecture_of(weights.spec, architecture)
     except InputError as error:
         raise (InputError(*problems, *error.problems) if problems else error) from None
     if problems:
         raise InputError(*problems)
-    tensors = file_tensors(architecture, weights.spec)
+    tensors = file_tensors(written, weights.spec)
     types = _types(tensors, weights, dtype)
     main = Counter(types.values()).most_common(1)[0][0]
     with new_folder(Path(out), is_free, CheckpointError) as fresh:
         remarks, ids = _tokenizer(weights, fresh, tokenizer)
-        config = architecture.config(weights.spec) | {"torch_dtype": main, "dtype": main, **ids}
+        config = written.config(weights.spec) | {"torch_dtype": main, "dtype": main, **ids}
         (fresh / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         write_token_ids(fresh, ids)
         not_finite: list[str] = []
@@ -90,15 +92,14 @@ def export(
             way_out = "take an earlier checkpoint, or a --dtype of larger range; --allow-nan writes them as they are"
             raise InputError(*(f"{problem}; {way_out}" for problem in not_finite))
         remarks += not_finite
-        (fresh / "README.md").write_text(model_card(weights, architecture, main), encoding="utf-8")
+        (fresh / "README.md").write_text(model_card(weights, written, main), encoding="utf-8")
     if weights.spec.moe is not None and weights.spec.moe.capacity_factor:
         remarks.append("in transformers no token is dropped; here tokens beyond moe.capacity_factor are")
-    if weights.spec.mtp_modules and not architecture.module:
+    if weights.spec.mtp_modules and not written.module:
         remarks.append(
-            f"modules of multi-token prediction are left out: the files of {architecture.class_name} have no place for "
-            f"them"
+            f"modules of multi-token prediction are left out: the files of {written.class_name} have no place for them"
         )
-    return ExportResult(architecture, main, n_bytes, tuple(remarks))
+    return ExportResult(written, main, n_bytes, tuple(remarks))
 
 
 def _types(tensors: list[FileTensor], weights: Weights, dtype: str | None) -> dict[str, str]:

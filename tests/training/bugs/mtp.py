@@ -109,8 +109,8 @@ ORDER = {
     "the second module of multi-token prediction reads the model's output and not the first's": UnitBug(
         Mutation(
             "shardwright.model.transformer:Transformer.predict_ahead",
-            "x_BTD, normed_BTD = module(x_BTD, self.embedding(tokens_BT), positions_T, also[0], keys_2B, *also[1:])",
-            "_, normed_BTD = module(x_BTD, self.embedding(tokens_BT), positions_T, also[0], keys_2B, *also[1:])",
+            "x_BTD, normed_BTD = module(x_BTD, self.embed_tokens(tokens_BT), positions_T, also[0], keys_2B, *also[1:])",
+            "_, normed_BTD = module(x_BTD, self.embed_tokens(tokens_BT), positions_T, also[0], keys_2B, *also[1:])",
         ),
         EQUATIONS,
     ),

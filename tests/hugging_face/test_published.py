@@ -1,0 +1,94 @@
+"""Proves that published configurations are accepted as they are published, and have the published parameters."""
+
+from typing import Any
+
+import pytest
+
+from shardwright.hugging_face.architecture import Config, find
+from shardwright.model.presets import resolve
+from shardwright.system.errors import ConfigError
+
+IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "use_cache": True, "torch_dtype": "bfloat16"}
+
+
+def _config(model_type: str, class_name: str, sizes: tuple[int, ...], **more: Any) -> Config:
+    keys = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    named = dict(zip((*keys, "vocab_size", "max_position_embeddings"), sizes, strict=True))
+    common = {"model_type": model_type, "architectures": [class_name], "hidden_act": "silu", "attention_dropout": 0.0}
+    return {**common, "attention_bias": False, "initializer_range": 0.02, "rope_scaling": None, **IDS, **named, **more}
+
+
+def _olmo2(*sizes: int) -> Config:
+    more = {"rms_norm_eps": 1e-6, "rope_theta": 500000, "tie_word_embeddings": False}
+    return _config("olmo2", "Olmo2ForCausalLM", (*sizes, 100352, 4096), **more)
+
+
+def _granite(d_model: int, d_ffn: int, **more: Any) -> Config:
+    scales = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "mlp_bias": False, "rms_norm_eps": 1e-5}
+    sizes = (40, d_model, 32, 8, d_ffn, 49155, 131072)
+    return _config("granite", "GraniteForCausalLM", sizes, tie_word_embeddings=True, **scales, **more)
+
+
+PUBLISHED: dict[str, tuple[Config, int]] = {
+    "olmo2-1b": (_olmo2(16, 2048, 16, 16, 8192), 1_484_916_736),
+    "olmo2-7b": (_olmo2(32, 4096, 32, 32, 11008), 7_298_617_344),
+    "olmo2-13b": (_olmo2(40, 5120, 40, 40, 13824), 13_716_198_400),
+    "olmo2-32b": (_olmo2(64, 5120, 40, 8, 27648), 32_234_279_936),
+    "olmoe-1b-7b": (
+        _config(
+            "olmoe", "OlmoeForCausalLM", (16, 2048, 16, 16, 1024, 50304, 4096), clip_qkv=None, num_experts=64,
+            num_experts_per_tok=8, norm_topk_prob=False, rms_norm_eps=1e-5, rope_theta=10000.0,
+            output_router_logits=False, router_aux_loss_coef=0.01, tie_word_embeddings=False,
+        ),
+        6_919_161_856,
+    ),
+    "granite-3.1-2b": (
+        _granite(2048, 8192, logits_scaling=8.0, attention_multiplier=0.015625, rope_theta=5000000.0), 2_533_531_648
+    ),
+    "granite-3.1-8b": (
+        _granite(4096, 12800, logits_scaling=16.0, attention_multiplier=0.0078125, rope_theta=10000000.0),
+        8_170_848_256,
+    ),
+    "phi-4": (
+        _config(
+            "phi3", "Phi3ForCausalLM", (40, 5120, 40, 10, 17920, 100352, 16384), embd_pdrop=0.0, resid_pdrop=0.0,
+            original_max_position_embeddings=16384, rms_norm_eps=1e-5, rope_theta=250000, sliding_window=None,
+            tie_word_embeddings=False,
+        ),
+        14_659_507_200,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_configuration_is_the_preset_and_has_its_parameters(name: str):
+    config, n_parameters = PUBLISHED[name]
+    spec, preset = find(config).spec(config), resolve(name)
+    assert spec.n_parameters == preset.n_parameters == n_parameters
+    assert find(config).config(spec) == find(config).config(preset)
+
+
+def test_kimi_k2_is_a_deepseek_v3_of_a_trillion_parameters():
+    assert round(resolve("kimi-k2").n_parameters / 1e9) == 1026
+    assert round(resolve("kimi-k2").n_active_parameters / 1e9) in (32, 33)
+
+
+def test_an_unknown_architecture_names_its_blocks_that_no_table_has():
+    config = PUBLISHED["olmo2-7b"][0] | {
+        "model_type": "unknown", "attn_logit_softcapping_of_unknown": 50.0, "hidden_act": "quick_gelu",
+        "use_parallel_residual": True, "clip_qkv": 8.0, "attention_bias": True,
+    }  # fmt: skip
+    with pytest.raises(ConfigError) as refused:
+        find(config)
+    _, unknown, *values = refused.value.problems
+    assert "attn_logit_softcapping_of_unknown=50.0, use_parallel_residual=True" in unknown
+    assert [value.split(" is not")[0] for value in values] == ["clip_qkv=8.0", "hidden_act='quick_gelu'"]
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("attention_multiplier", -1.0), ("logits_scaling", 0.0), ("embedding_multiplier", float("inf")),
+])  # fmt: skip
+def test_a_scale_without_meaning_is_refused(key: str, value: float):
+    config = PUBLISHED["granite-3.1-2b"][0] | {key: value}
+    with pytest.raises(ConfigError, match="is not a positive number"):
+        find(config).spec(config)

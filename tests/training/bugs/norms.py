@@ -1,0 +1,78 @@
+"""Norms after branches and over all heads, constant factors and activations that are wrong on ranks or in the model."""
+
+from shardwright.layout.layout import Layout
+from tests.mutation import Mutation
+from tests.training.bugs.bug import SP, TENSOR, TP, Bug, UnitBug
+
+WHOLE = {"qk_norm": True, "qk_norm_whole": True, "norm_position": "both"}
+SUMS, NORM = f"{TENSOR}:_SumOverRanks", f"{TENSOR}:ShardedRMSNorm.forward"
+COPIED = Layout(tp=4, sequence_parallel=True)
+BLOCK, NORMS = "shardwright.model.transformer:Block.branch", "shardwright.model.norm"
+LOGITS = "tests/hugging_face/test_families.py:test_logits_are_those_of_transformers"
+SWITCHES, NETWORK = "tests/model/test_switches.py", "shardwright.model.feed_forward:FeedForward"
+
+SQUARES = "x_wide_BTF.square().sum(-1, keepdim=True)"
+
+REDUCTION = {
+    "a norm over all heads has the squares of one rank": Bug(
+        Mutation(f"{SUMS}.forward", "start_sum(x.clone(), group).wait()", "x * group.size()"), [TP, SP], spec=WHOLE
+    ),
+    "the gradient of the squares of a norm over all heads is of one rank": Bug(
+        Mutation(
+            f"{SUMS}.backward",
+            "start_sum(dy.clone(memory_format=torch.contiguous_format), ctx.group).wait()",
+            "dy.clone()",
+        ),
+        [TP, SP],
+        spec=WHOLE,
+    ),
+    "a norm over all keys counts a kv head once for each of its replicas": Bug(
+        Mutation(NORM, f"{SQUARES} / self.copies", SQUARES), [COPIED], spec=WHOLE
+    ),
+}
+SCALE = {
+    "a norm over all heads is divided by the features of one rank": Bug(
+        Mutation(NORM, "squares_BT1 / self.width", "squares_BT1 / x_BTF.shape[-1]"), [TP], spec=WHOLE
+    ),
+    "branches are divided by residual_scale": UnitBug(
+        Mutation(BLOCK, "y_BTD * self.residual_scale", "y_BTD / self.residual_scale"), LOGITS, ("granite",)
+    ),
+    "the embedding is not scaled": UnitBug(
+        Mutation(
+            "shardwright.model.transformer:Transformer.embed_tokens",
+            "x_BTD * self.spec.embedding_scale",
+            "x_BTD",
+        ),
+        LOGITS,
+        ("granite",),
+    ),
+    "logits are not divided by logit_divisor": UnitBug(
+        Mutation("shardwright.model.transformer:Transformer.__init__", "last_norm(spec)", "residual_norm(spec)"),
+        LOGITS,
+        ("granite",),
+    ),
+    "queries are not scaled": UnitBug(
+        Mutation("shardwright.model.attention:_place", "x_BTHC * scale", "x_BTHC"), LOGITS, ("granite",)
+    ),
+    "the output of a branch has no norm": UnitBug(
+        Mutation(BLOCK, "_normed(post_norm, y_BTD)", "y_BTD"), LOGITS, ("olmo2",)
+    ),
+    "a norm with an offset multiplies by w": UnitBug(
+        Mutation(f"{NORMS}:OffsetRMSNorm.forward", "1.0 + self.weight.to(wide)", "self.weight.to(wide)"),
+        f"{SWITCHES}:test_a_norm_with_an_offset_multiplies_by_1_plus_w",
+    ),
+    "relu2 is gelu": UnitBug(
+        Mutation(f"{NETWORK}.__init__", "ACTIVATIONS[spec.activation]", "ACTIVATIONS['gelu']"),
+        f"{SWITCHES}:test_networks_are_their_formulas",
+        ("relu2",),
+    ),
+    "the activation is of up instead of gate": UnitBug(
+        Mutation(
+            f"{NETWORK}.forward",
+            "part('activation', self.activate, self.gate(x_BTD), self.up(x_BTD))",
+            "part('activation', self.activate, self.up(x_BTD), self.gate(x_BTD))",
+        ),
+        f"{SWITCHES}:test_networks_are_their_formulas",
+        ("geglu_tanh",),
+    ),
+}

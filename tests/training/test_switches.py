@@ -1,0 +1,40 @@
+"""Proves that layouts train models with other norms, factors and activations as one process does."""
+
+from dataclasses import replace
+
+import pytest
+
+from shardwright.layout.layout import Layout
+from shardwright.verification import Verifier
+from tests.marks import rest_prove
+from tests.training.bugs.bug import EXPERTS
+from tests.training.worlds import LONG
+
+SCALES = {"embedding_scale": 3.0, "residual_scale": 0.6, "attention_scale": 0.2, "logit_divisor": 1.7}
+SWITCHES = SCALES | {"norm_position": "after", "qk_norm": True, "qk_norm_whole": True, "activation": "geglu"}
+OFFSET = SWITCHES | {"norm_position": "both", "norm_offset": True, "activation": "relu2", "tied_embedding": True}
+WITHOUT_BIAS = {"norm": "layernorm", "norm_bias": False, "activation": "gelu", "norm_position": "both"}
+MIXTURE = SWITCHES | {"moe": EXPERTS, "mtp_modules": 1}
+CASES = {
+    "tp": (SWITCHES, Layout(tp=2, sequence_parallel=False)),
+    "tp with token shards, selective": (OFFSET, Layout(tp=2, sequence_parallel=True, recompute="selective")),
+    "tp with replicas of kv heads, full": (OFFSET, Layout(tp=4, sequence_parallel=True, recompute="full")),
+    "cp": (OFFSET, Layout(cp=2)),
+    "pp, ZeRO 1": (OFFSET, Layout(pp=2, dp_shard=2, zero=1)),
+    "ZeRO 2": (SWITCHES, Layout(dp_shard=2, zero=2)),
+    "tp, ZeRO 3": (SWITCHES, Layout(tp=2, sequence_parallel=True, dp_shard=2, zero=3)),
+    "pp with a split backward pass": (SWITCHES, Layout(pp=2, pp_schedule="zb-h1")),
+    "ep": (MIXTURE, Layout(dp_shard=2, zero=2, ep=2)),
+    "tp, ep": (MIXTURE, Layout(tp=2, sequence_parallel=True, ep=2)),
+    "LayerNorm without bias, tp": (WITHOUT_BIAS, Layout(tp=2, sequence_parallel=True)),
+}
+
+
+@pytest.mark.parametrize("name", rest_prove(CASES, "tp with token shards, selective"))
+def test_a_layout_trains_a_model_with_every_switch_as_one_process(name: str, verifier: Verifier):
+    switches, layout = CASES[name]
+    case = replace(LONG, spec=replace(LONG.spec, **switches), micro_batch=LONG.global_batch // (2 * layout.data_ranks))
+    assert not case.spec.problems()
+    (report,) = verifier.parities([(case, layout)])
+    assert not report.crash, report.crash
+    assert report.equal, report.worst
