@@ -124,7 +124,7 @@ def test_an_architecture_that_does_not_fit_is_refused_with_the_reason(tmp_path: 
         InputError, match="--architecture olmo2: the model is another: norm_position='before' is 'after'"
     ):
         export(kept("phi3"), tmp_path / "out", architecture="olmo2")
-    with pytest.raises(InputError, match="--architecture ph3: not known; .*phi3"):
+    with pytest.raises(InputError, match=r"--architecture ph3: not known; .*phi3"):
         export(kept("phi3"), tmp_path / "out", architecture="ph3")
 
 

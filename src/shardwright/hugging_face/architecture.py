@@ -219,15 +219,14 @@ def find(config: Config) -> Architecture:
     return architecture
 
 
-_NO_BLOCK = frozenset(
-    (
-        "architectures model_type torch_dtype dtype transformers_version use_cache bos_token_id eos_token_id "
-        "pad_token_id unk_token_id sep_token_id auto_map attention_dropout pretraining_tp head_dim "
-        "num_key_value_heads output_router_logits router_aux_loss_coef is_encoder_decoder tie_encoder_decoder "
-        "_name_or_path tokenizer_class chunk_size_feed_forward output_attentions output_hidden_states "
-        "return_dict problem_type id2label label2id rope_theta rope_scaling rope_parameters "
-    ).split()
-)
+_NO_BLOCK = {
+    "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache", "bos_token_id",
+    "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "auto_map", "attention_dropout",
+    "pretraining_tp", "head_dim", "num_key_value_heads", "output_router_logits", "router_aux_loss_coef",
+    "is_encoder_decoder", "tie_encoder_decoder", "_name_or_path", "tokenizer_class", "chunk_size_feed_forward",
+    "output_attentions", "output_hidden_states", "return_dict", "problem_type", "id2label", "label2id",
+    "rope_theta", "rope_scaling", "rope_parameters",
+}  # fmt: skip
 """Keys that describe no block that an architecture may lack."""
 
 
