@@ -11,7 +11,8 @@ def model_in_words(config: RunConfig) -> str:
     For a mixture of experts, the number of parameters that a token uses is added."""
     model = config.model
     spec = model.spec()
-    style = "GPT" if spec.norm == "layernorm" else "Qwen3" if spec.qk_norm else "Llama"
+    qk_norm = "OLMo-2" if spec.qk_norm_whole else "Qwen3"
+    style = "GPT" if spec.norm == "layernorm" else qk_norm if spec.qk_norm else "Llama"
     name = model.preset if spec == resolve(model.preset) else f"{style}-style"
     active = "" if spec.moe is None else f", {format_count(spec.n_active_parameters)} active"
     return f"{name}, {format_count(spec.n_parameters)} parameters{active}"
