@@ -69,6 +69,7 @@ FEATURES = {
     "positions": "{} positions",
     "qk_norm_whole": "over all heads",
     "norm_position": "norms of branches ({})",
+    "nope_interval": "no rotation in every {}nd layer",
 }
 """What a run file has to have, by the key of `ModelSpec` that a bug changes."""
 

@@ -94,9 +94,9 @@ def test_the_preference_decides_what_is_recommended_and_written(tmp_path: Path):
 def test_the_written_run_file_is_for_the_device_of_the_cluster(tmp_path: Path):
     source = EXAMPLES / "debug.toml"
     assert load(source).device == "cpu"
-    for cluster, device in (("h100:2", "auto"), ("cpu:2", "cpu")):
+    for name, device in (("h100:2", "auto"), ("cpu:2", "cpu")):
         path = tmp_path / f"{device}.toml"
-        document(source, "--cluster", cluster, "--write", path)
+        document(source, "--cluster", name, "--write", path)
         assert load(path).device == device
 
 

@@ -77,6 +77,16 @@ def smollm2() -> nn.Module:
     return llama(tie_word_embeddings=True, num_attention_heads=3, num_key_value_heads=1, head_dim=8, hidden_size=24)
 
 
+def qwen2() -> nn.Module:
+    # Qwen2's config has no head_dim of its own, but the code reads one.
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**COMMON))
+
+
+def smollm3(**more: Any) -> nn.Module:
+    sizes = COMMON | {"num_hidden_layers": 4, "no_rope_layer_interval": 2, "pad_token_id": 0}
+    return transformers.SmolLM3ForCausalLM(transformers.SmolLM3Config(**sizes | more))
+
+
 def qwen3() -> nn.Module:
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**COMMON))
 
@@ -146,6 +156,9 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "llama 3": lambda: scaled("llama3"),
     "smollm2": smollm2,
     "mistral": mistral,
+    "qwen2": qwen2,
+    "smollm3": smollm3,
+    "smollm3, biases": lambda: smollm3(attention_bias=True, mlp_bias=True),
     "qwen3": qwen3,
     "gpt2": gpt2,
     "mixtral": mixtral,

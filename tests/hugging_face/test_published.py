@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+import shardwright.hugging_face.files  # noqa: F401  # registers the architectures
 from shardwright.hugging_face.architecture import Config, find
 from shardwright.model.presets import resolve
 from shardwright.system.errors import ConfigError
@@ -29,7 +30,29 @@ def _granite(d_model: int, d_ffn: int, **more: Any) -> Config:
     return _config("granite", "GraniteForCausalLM", sizes, tie_word_embeddings=True, **scales, **more)
 
 
+def _qwen2(*sizes: int, tied: bool = False) -> Config:
+    window = {"use_sliding_window": False, "sliding_window": 131072, "max_window_layers": sizes[0]}
+    more = {"rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "use_mrope": False, "tie_word_embeddings": tied} | window
+    config = _config("qwen2", "Qwen2ForCausalLM", (*sizes, 32768), **more)
+    del config["attention_bias"]
+    return config
+
+
 PUBLISHED: dict[str, tuple[Config, int]] = {
+    "qwen2.5-0.5b": (_qwen2(24, 896, 14, 2, 4864, 151936, tied=True), 494_032_768),
+    "qwen2.5-1.5b": (_qwen2(28, 1536, 12, 2, 8960, 151936, tied=True), 1_543_714_304),
+    "qwen2.5-7b": (_qwen2(28, 3584, 28, 4, 18944, 152064), 7_615_616_512),
+    "qwen2.5-32b": (_qwen2(64, 5120, 40, 8, 27648, 152064), 32_763_876_352),
+    "qwen2.5-72b": (_qwen2(80, 8192, 64, 8, 29568, 152064), 72_706_203_648),
+    "smollm3-3b": (
+        _config(
+            "smollm3", "SmolLM3ForCausalLM", (36, 2048, 16, 4, 11008, 128256, 65536), rms_norm_eps=1e-6,
+            rope_theta=5000000.0, mlp_bias=False, use_sliding_window=False, sliding_window=None, max_window_layers=28,
+            no_rope_layer_interval=4, no_rope_layers=[1, 1, 1, 0] * 9, layer_types=["full_attention"] * 36,
+            pretraining_tp=2,
+        ),
+        3_075_098_624,
+    ),
     "olmo2-1b": (_olmo2(16, 2048, 16, 16, 8192), 1_484_916_736),
     "olmo2-7b": (_olmo2(32, 4096, 32, 32, 11008), 7_298_617_344),
     "olmo2-13b": (_olmo2(40, 5120, 40, 40, 13824), 13_716_198_400),
@@ -92,3 +115,22 @@ def test_a_scale_without_meaning_is_refused(key: str, value: float):
     config = PUBLISHED["granite-3.1-2b"][0] | {key: value}
     with pytest.raises(ConfigError, match="is not a positive number"):
         find(config).spec(config)
+
+
+WRONG = {
+    ("smollm3-3b", "no_rope_layers", (1, 0) * 18): "is not the pattern of no_rope_layer_interval=4 over 36 layers",
+    ("smollm3-3b", "no_rope_layers", 3): "is not the pattern",
+    ("smollm3-3b", "no_rope_layer_interval", 0): "is not a whole number above 0",
+    ("smollm3-3b", "no_rope_layer_interval", 40): "nope_interval=40 for 36 layers; valid: 0",
+    ("smollm3-3b", "layer_types", ("sliding_attention",) * 36): "valid: full_attention in every layer",
+    ("qwen2.5-7b", "layer_types", ("full_attention", "sliding_attention") * 14): "valid: full_attention in every layer",
+    ("qwen2.5-7b", "use_sliding_window", True): "use_sliding_window=True is not supported for qwen2",
+}
+
+
+@pytest.mark.parametrize("case", WRONG, ids=lambda case: "-".join(map(str, case[:2])))
+def test_patterns_of_layers_that_are_not_supported_are_refused_with_the_reason(case: tuple[str, str, Any]):
+    name, key, value = case
+    with pytest.raises(ConfigError) as refused:
+        find(PUBLISHED[name][0]).spec(PUBLISHED[name][0] | {key: list(value) if isinstance(value, tuple) else value})
+    assert WRONG[case] in refused.value.problems[-1]

@@ -14,6 +14,7 @@ SCALES = {"embedding_scale": 3.0, "residual_scale": 0.6, "attention_scale": 0.2,
 SWITCHES = SCALES | {"norm_position": "after", "qk_norm": True, "qk_norm_whole": True, "activation": "geglu"}
 OFFSET = SWITCHES | {"norm_position": "both", "norm_offset": True, "activation": "relu2", "tied_embedding": True}
 WITHOUT_BIAS = {"norm": "layernorm", "norm_bias": False, "activation": "gelu", "norm_position": "both"}
+PLACES = {"qkv_bias": True, "nope_interval": 2, "qk_norm": True}
 MIXTURE = SWITCHES | {"moe": EXPERTS, "mtp_modules": 1}
 CASES = {
     "tp": (SWITCHES, Layout(tp=2, sequence_parallel=False)),
@@ -26,6 +27,8 @@ CASES = {
     "pp with a split backward pass": (SWITCHES, Layout(pp=2, pp_schedule="zb-h1")),
     "ep": (MIXTURE, Layout(dp_shard=2, zero=2, ep=2)),
     "tp, ep": (MIXTURE, Layout(tp=2, sequence_parallel=True, ep=2)),
+    "qkv biases and layers without rotation, tp, kv replicas": (PLACES, Layout(tp=4, sequence_parallel=True)),
+    "qkv biases and layers without rotation, pp, cp": (PLACES, Layout(pp=2, cp=2, recompute="selective")),
     "LayerNorm without bias, tp": (WITHOUT_BIAS, Layout(tp=2, sequence_parallel=True)),
 }
 

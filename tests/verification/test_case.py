@@ -55,11 +55,21 @@ def test_every_choice_of_the_model_is_kept(preset: str):
         "rope_theta",
         "rope_scaling",
         "qk_norm",
+        "qk_norm_whole",
+        "norm_position",
+        "norm_offset",
+        "norm_bias",
+        "embedding_scale",
+        "residual_scale",
+        "attention_scale",
+        "logit_divisor",
+        "qkv_bias",
         "bias",
         "tied_embedding",
     ):
         assert getattr(small, choice) == getattr(whole, choice)
     assert not small.problems()
+    assert len(set(map(small.rotates, range(small.n_layers)))) == len(set(map(whole.rotates, range(whole.n_layers))))
     assert (small.n_heads > small.n_kv_heads) == (whole.n_heads > whole.n_kv_heads)
 
 

@@ -234,7 +234,8 @@ def _elementwise(passes: Passes, job: Job, candidates: Candidates, block: BlockS
         "laying out heads": f.T * f.heads * f.c / f.tp * f.heads_bytes,
     }
     if spec.positions == "rope":
-        formulas["rotation"] = f.T * f.qk_dim * (f.heads + f.kv_heads) / f.tp * f.rope_bytes
+        rotating = sum(map(spec.rotates, range(spec.n_layers))) / spec.n_layers
+        formulas["rotation"] = f.T * f.qk_dim * (f.heads + f.kv_heads) / f.tp * f.rope_bytes * rotating
     inner = f.T / f.tp * f.top_k * f.expert_inner + f.T * f.inner / f.tp
     formulas["activation"] = inner * f.activation_bytes
     if block.experts:

@@ -248,8 +248,11 @@ def _unknown_keys(config: Config) -> Iterator[str]:
 
 
 def architecture_of(spec: ModelSpec, model_type: str | None = None) -> Architecture:
-    """Return the architecture of a model, or of the model without its MTP modules: the first one that fits, or the one
-    of this type. Raises ConfigError with the misfits of the nearest architecture, or of the one asked for."""
+    """Return the architecture of a model, or of the model without its MTP modules.
+
+    `model_type`: the architecture to take; default: the first that fits. Raises ConfigError with the misfits of this
+    architecture, or of the nearest.
+    """
     if model_type is not None and model_type not in ARCHITECTURES:
         raise ConfigError(f"--architecture {model_type}: not known; {nearest(model_type, ARCHITECTURES)}")
     without = replace(spec, mtp_modules=0)

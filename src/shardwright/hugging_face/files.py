@@ -13,7 +13,19 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from shardwright.hugging_face import deepseek_v3, gpt2, granite, llama, mixtral, olmo2, phi3, qwen3, qwen3_moe
+from shardwright.hugging_face import (
+    deepseek_v3,
+    gpt2,
+    granite,
+    llama,
+    mixtral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+)
 from shardwright.hugging_face.architecture import ARCHITECTURES, Architecture, find
 from shardwright.hugging_face.schema import (
     HEADER,
@@ -59,7 +71,19 @@ WITHOUT_SIZE = (
 )
 """Keys of a config.json that affect neither the sizes of a model nor its cost."""
 LENGTH = struct.Struct("<Q")
-_BUILT_IN = (llama, qwen3, gpt2, mixtral, qwen3_moe, deepseek_v3, olmo2, granite, phi3)  # their imports register them
+_BUILT_IN = (
+    llama,
+    qwen3,
+    gpt2,
+    mixtral,
+    qwen3_moe,
+    deepseek_v3,
+    olmo2,
+    granite,
+    phi3,
+    qwen2,
+    smollm3,
+)  # their imports register them
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,13 @@ def complete(config: Config, *, tied: bool = False, norm_eps: float = 1e-6) -> C
     }
 
 
+def windows(config: Config) -> Iterator[str]:
+    """Yield the unsupported kinds of layers, which attend to a window of the sequence."""
+    kinds = set(config.get("layer_types", ())) - {"full_attention"}
+    if kinds:
+        yield f"layer_types has {', '.join(sorted(kinds))}; valid: full_attention in every layer"
+
+
 LLAMA = register(
     Architecture(
         model_type="llama",

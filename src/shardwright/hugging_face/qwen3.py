@@ -1,7 +1,5 @@
 """Qwen3: Llama with a norm of each query and key head."""
 
-from collections.abc import Iterator
-
 from shardwright.hugging_face import llama
 from shardwright.hugging_face.architecture import Architecture, Config, Table, register
 
@@ -16,13 +14,6 @@ def complete(config: Config, kv_heads: int = 32) -> Config:
     return llama.complete({"head_dim": 128, "num_key_value_heads": kv_heads} | config)
 
 
-def windows(config: Config) -> Iterator[str]:
-    """Yield the unsupported kinds of layers, which attend to a window of the sequence."""
-    kinds = set(config.get("layer_types", ())) - {"full_attention"}
-    if kinds:
-        yield f"layer_types has {', '.join(sorted(kinds))}; valid: full_attention in every layer"
-
-
 QWEN3 = register(
     Architecture(
         model_type="qwen3",
@@ -34,6 +25,6 @@ QWEN3 = register(
         ends=llama.ENDS,
         layer=ATTENTION | llama.NETWORK,
         ignored=llama.IGNORED,
-        problems=windows,
+        problems=llama.windows,
     )
 )

@@ -28,6 +28,6 @@ QWEN3_MOE = register(
         ends=llama.ENDS,
         layer=qwen3.ATTENTION | EXPERTS,
         ignored=llama.IGNORED,
-        problems=qwen3.windows,
+        problems=llama.windows,
     )
 )

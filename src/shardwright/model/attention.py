@@ -35,9 +35,10 @@ class Attention(nn.Module):
         d, c = spec.d_model, spec.head_dim
         self.head_dim = c
         self.attend: Attend = attend
-        self.q = Linear(d, spec.n_heads * c, bias=spec.bias)
-        self.k = Linear(d, spec.n_kv_heads * c, bias=spec.bias)
-        self.v = Linear(d, spec.n_kv_heads * c, bias=spec.bias)
+        bias = spec.bias or spec.qkv_bias
+        self.q = Linear(d, spec.n_heads * c, bias=bias)
+        self.k = Linear(d, spec.n_kv_heads * c, bias=bias)
+        self.v = Linear(d, spec.n_kv_heads * c, bias=bias)
         self.o = Linear(spec.n_heads * c, d, bias=spec.bias)
         self.query_scale = spec.query_scale
         self.norm_whole = spec.qk_norm_whole

@@ -179,7 +179,7 @@ def attention(spec: ModelSizes, input: str | None = None) -> Iterator[Row]:
     for name, split, heads in columns:
         yield from linear(
             f"attention.{name}", heads * c, h, split, input,
-            std=std, bias=bias, parts=((name, c),), heads=heads, ordered=True,
+            std=std, bias=bias or spec.qkv_bias, parts=((name, c),), heads=heads, ordered=True,
         )  # fmt: skip
     if spec.qk_norm:
         for name, split, heads in columns[:2]:

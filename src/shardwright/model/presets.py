@@ -33,6 +33,11 @@ def _llama3(n_layers: int, d_model: int, n_heads: int, d_ffn: int, *, factor: fl
     return _spec(n_layers, d_model, n_heads, 8, d_model // n_heads, d_ffn, 128256, 131072, **more)
 
 
+def _qwen2(n_layers: int, d_model: int, n_heads: int, kv_heads: int, d_ffn: int, vocab: int = 152064) -> ModelSpec:
+    more = {"norm_eps": 1e-6, "rope_theta": 1000000.0, "qkv_bias": True, "tied_embedding": vocab == 151936}
+    return _spec(n_layers, d_model, n_heads, kv_heads, d_model // n_heads, d_ffn, vocab, 32768, **more)
+
+
 def _qwen3(n_layers: int, d_model: int, n_heads: int, d_ffn: int, kv_heads: int = 8, **more: Any) -> ModelSpec:
     more |= {"norm_eps": 1e-6, "rope_theta": 1000000.0, "qk_norm": True}
     return _spec(n_layers, d_model, n_heads, kv_heads, 128, d_ffn, 151936, 40960, **more)
@@ -96,6 +101,18 @@ PRESETS: dict[str, ModelSpec] = {
     "llama-3.1-8b": _llama3(32, 4096, 32, 14336, factor=8.0),
     "llama-3.1-70b": _llama3(80, 8192, 64, 28672, factor=8.0),
     "llama-3.1-405b": _llama3(126, 16384, 128, 53248, factor=8.0),
+    "smollm3-3b": _spec(
+        *(36, 2048, 16, 4, 128, 11008, 128256, 65536),
+        norm_eps=1e-6,
+        rope_theta=5000000.0,
+        nope_interval=4,
+        tied_embedding=True,
+    ),
+    "qwen2.5-0.5b": _qwen2(24, 896, 14, 2, 4864, 151936),
+    "qwen2.5-1.5b": _qwen2(28, 1536, 12, 2, 8960, 151936),
+    "qwen2.5-7b": _qwen2(28, 3584, 28, 4, 18944),
+    "qwen2.5-32b": _qwen2(64, 5120, 40, 8, 27648),
+    "qwen2.5-72b": _qwen2(80, 8192, 64, 8, 29568),
     "qwen3-0.6b": _qwen3(28, 1024, 16, 3072, tied_embedding=True),
     "qwen3-8b": _qwen3(36, 4096, 32, 12288),
     "qwen3-32b": _qwen3(64, 5120, 64, 25600),

@@ -91,6 +91,13 @@ class ModelSizes:
     )
     logit_divisor: float = field(default=1.0, metadata={"help": "The logits are divided by this (Granite, MiniCPM)."})
     bias: bool = field(default=False, metadata={"help": "Bias in all linears of the layers; the head has none."})
+    qkv_bias: bool = field(
+        default=False, metadata={"help": "Bias in the projections to queries, keys and values only (Qwen2)."}
+    )
+    nope_interval: int = field(
+        default=0,
+        metadata={"help": "With rope: in every n-th layer nothing is rotated (SmolLM3: 4); 0: all layers rotate."},
+    )
     tied_embedding: bool = field(default=False, metadata={"help": "The head uses the embedding's matrix."})
     dropout: float = field(
         default=0.0,
@@ -121,6 +128,10 @@ class ModelSizes:
     def has_experts(self, layer: int) -> bool:
         """Return whether layer number `layer` has a mixture of experts instead of its feed-forward network."""
         return self.moe is not None and layer >= self.moe.first_dense
+
+    def rotates(self, layer: int) -> bool:
+        """Return whether layer number `layer`, from 0, rotates queries and keys."""
+        return self.positions == "rope" and not (self.nope_interval and (layer + 1) % self.nope_interval == 0)
 
     @property
     def norm_before(self) -> bool:

@@ -71,6 +71,17 @@ class ModelSpec(ModelSizes):
             yield from self._latent_problems(self.latent_attention)
         if self.bias and (self.moe or self.latent_attention):
             yield "bias=true goes with plain attention and networks; experts and latent attention have no biases"
+        if self.qkv_bias and self.bias:
+            yield "qkv_bias=true with bias=true says the same twice: bias has all linears; leave qkv_bias out"
+        if self.qkv_bias and self.latent_attention:
+            yield "qkv_bias=true goes with plain attention; latent attention has no biases"
+        if not 0 <= self.nope_interval <= self.n_layers:
+            yield (
+                f"nope_interval={self.nope_interval} for {self.n_layers} layers; valid: 0 (all layers rotate) to "
+                f"{self.n_layers}, usual: 4"
+            )
+        if self.nope_interval and self.positions != "rope":
+            yield "nope_interval goes with positions='rope'; with positions='learned' no layer rotates"
         if self.mtp_modules < 0:
             yield f"mtp_modules={self.mtp_modules} is negative; valid: 0 (none) or more"
         if not self.mtp_weight > 0:

@@ -50,7 +50,7 @@ class Block(nn.Module):
         self.ffn_norm = residual_norm(spec) if before else None
         self.ffn = MoE(spec) if spec.has_experts(layer) else FeedForward(spec, spec.d_ffn)
         self.ffn_post_norm = residual_norm(spec) if after else None
-        self.residual_scale = spec.residual_scale
+        self.residual_scale, self.rotates = spec.residual_scale, spec.rotates(layer)
         self.dropout = KeyedDropout(spec.dropout)
 
     def forward(
@@ -65,6 +65,7 @@ class Block(nn.Module):
         """(B, T, D) -> (B, T, D). `site_keys_2B`: the random keys of the two branches; `real`: the tokens that experts
         compute, if there is padding."""
         keys_B, ffn_keys_B = (None, None) if site_keys_2B is None else site_keys_2B.unbind(0)
+        rotary_2TC = rotary_2TC if self.rotates else None
         attended_BTD = self.attention(_normed(self.attention_norm, x_BTD), rotary_2TC, documents)
         attended_BTD = self.branch(self.attention_post_norm, attended_BTD)
         x_BTD = x_BTD + self.dropout(attended_BTD, keys_B, positions_T)

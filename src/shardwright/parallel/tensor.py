@@ -279,7 +279,7 @@ class ShardedRMSNorm(nn.Module):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """All-reduce a tensor in the forward pass, and in the backward pass its gradient, of which each rank has a part."""
+    """All-reduce a tensor in the forward pass, and the ranks' parts of its gradient in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

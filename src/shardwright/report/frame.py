@@ -95,8 +95,8 @@ def in_roles(svg: str, colours: Mapping[str, str] | None = None) -> str:
 def facts(rows: Iterable[tuple[str, str, str]]) -> str:
     """Return numbers in large type. A row has a name, a value and a remark that may be empty, all plain text."""
     cells = "\n".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}{f'<small>{escape(remark)}</small>' if remark else ''}</dd></div>"
-        for name, value, remark in rows
+        f"<div><dt>{name}</dt><dd>{value}{f'<small>{remark}</small>' if remark else ''}</dd></div>"
+        for name, value, remark in (map(escape, row) for row in rows)
     )
     return f"<dl>\n{cells}\n</dl>"
 

@@ -113,6 +113,7 @@ def cut_spec(spec: ModelSpec, world_size: int, n_layers: int = _LAYERS) -> Model
     return replace(
         spec,
         n_layers=min(n_layers, spec.n_layers),
+        nope_interval=min(n_layers, spec.nope_interval),
         d_model=d_model,
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,

@@ -61,6 +61,27 @@ SCALE = {
         Mutation(f"{NORMS}:OffsetRMSNorm.forward", "1.0 + self.weight.to(wide)", "self.weight.to(wide)"),
         f"{SWITCHES}:test_a_norm_with_an_offset_multiplies_by_1_plus_w",
     ),
+    "layers without rotation are counted from 0": UnitBug(
+        Mutation("shardwright.model.sizes:ModelSizes.rotates", "(layer + 1)", "layer"), LOGITS, ("smollm3",)
+    ),
+    "the first stage rotates every layer": Bug(
+        Mutation(
+            "shardwright.model.transformer:Block.forward",
+            "rotary_2TC if self.rotates else None",
+            "rotary_2TC if self.rotates or torch.distributed.get_rank() == 0 else None",
+        ),
+        [Layout(pp=2)],
+        spec={"nope_interval": 2},
+    ),
+    "keys have no bias": UnitBug(
+        Mutation(
+            "shardwright.model.attention:Attention.__init__",
+            "self.k = Linear(d, spec.n_kv_heads * c, bias=bias)",
+            "self.k = Linear(d, spec.n_kv_heads * c, bias=spec.bias)",
+        ),
+        LOGITS,
+        ("qwen2",),
+    ),
     "relu2 is gelu": UnitBug(
         Mutation(f"{NETWORK}.__init__", "ACTIVATIONS[spec.activation]", "ACTIVATIONS['gelu']"),
         f"{SWITCHES}:test_networks_are_their_formulas",
