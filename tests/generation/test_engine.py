@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardwright.cost.cache import cache_bytes_per_token
 from shardwright.generation.continuous import Batcher
 from shardwright.generation.engine import WholeEngine
 from shardwright.layout.layout import Layout
+from shardwright.serving.work import cache_bytes_per_token
 from tests.distributed import run_ranks
 from tests.generation.models import (
     DRAWN,

@@ -5,12 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shardwright.cost.cache import cache_bytes_per_token
 from shardwright.serving import forms
 from shardwright.serving.engines import REQUESTS_ON_SMALL, UNNAMED, VLLM_LOGIT_BYTES, engine_of
 from shardwright.serving.memory import BLOCK_TOKENS, largest_batch, memory
 from shardwright.serving.setting import Degrees, PassBatch, Settings
-from shardwright.serving.work import latency_s, period_s
+from shardwright.serving.work import cache_bytes_per_token, latency_s, period_s
 from shardwright.system.units import GiB
 from tests.serving.cases import IDEAL, serving
 

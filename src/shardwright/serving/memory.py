@@ -48,7 +48,7 @@ def memory(serving: Serving, settings: Settings, engine: ServingEngine) -> Servi
             "B", layers=layers, cache_bytes=cache_token_bytes(serving, settings.tp), accelerator=chip.memory_bytes,
             memory_share=engine.memory_share, weights=weights, working=working, cache_share=engine.cache_share,
         )  # fmt: skip
-        token = f("cache of a token", f.layers * f.cache_bytes, "cost/cache.py")
+        token = f("cache of a token", f.layers * f.cache_bytes, "serving/work.py")
         left = f.accelerator * f.memory_share - f.weights - f.working
         cache = f("memory for the cache", np.maximum(0, left * f.cache_share), "serving/engines.py")
     return ServingMemory(weights, working, token, cache)

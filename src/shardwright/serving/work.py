@@ -11,12 +11,13 @@ import numpy as np
 
 from shardwright.cost import collectives, ledger
 from shardwright.cost.blocks import BlockShape, FusedRows, blocks
-from shardwright.cost.cache import cache_bytes_per_token
 from shardwright.cost.job import Floats, Ints
 from shardwright.cost.ledger import Formulas
 from shardwright.cost.matmuls import TILE_COLUMNS, TILE_ROWS
+from shardwright.model.spec import ModelSpec
 from shardwright.serving import host
 from shardwright.serving.setting import ELEMENT_BYTES, PassBatch, Serving, Settings
+from shardwright.split.tensor import kv_replicas
 
 PARTIAL_WAVE, RAMP_K = 0.41, 110.0
 """See `Matmul.seconds`: waves beyond the tiles; input features at which half of the rate is reached."""
@@ -287,3 +288,18 @@ def _exchange_s(serving: Serving, settings: Settings, batch: PassBatch) -> Float
     gather = collectives.all_gather(serving.cluster, whole * serving.wide_bytes, ranks, 1, "all tokens gathered")
     scatter = collectives.reduce_scatter(serving.cluster, whole * serving.wide_bytes, ranks, 1, "results summed")
     return np.minimum(there + back, gather + scatter)
+
+
+def cache_bytes_per_token(spec: ModelSpec, tp: int, element_bytes: int) -> int:
+    """Return the bytes of one token in one layer on a rank of tp.
+
+        grouped heads       2 max(K / tp, 1) C e      with fewer kv heads than ranks each rank has a whole one
+        latent attention    (L + P) e                 on every rank of tp, since all heads read it
+
+    K kv heads, C elements of a head, L of the latent vector, P of the rotated key, e bytes of an element. A rank has
+    this for the layers of its pipeline stage, and for `batch size x positions` tokens; every rank of cp has all of
+    them. Sources: grouped heads, Ainslie et al., arXiv 2305.13245; latent, DeepSeek-V2, arXiv 2405.04434, table 1.
+    """
+    if spec.latent_attention is not None:
+        return (spec.latent_attention.kv_rank + spec.latent_attention.rope_dim) * element_bytes
+    return 2 * (spec.n_kv_heads * kv_replicas(spec.n_kv_heads, tp) // tp) * spec.head_dim * element_bytes
