@@ -18,7 +18,7 @@ from shardwright.cost.parameters import RankParameters
 from shardwright.cost.secondary import again_ranks
 from shardwright.cost.speed import DATA
 from shardwright.layout.layout import Layout
-from shardwright.split.buckets import BUCKET_BYTES, REPLICA_BUCKET_BYTES
+from shardwright.split.compression import BUCKET_BYTES, REPLICA_BUCKET_BYTES
 
 F, I_AND_W = "F of a microbatch", "I and W of a microbatch"
 """Ledger names of the passes of a rank."""

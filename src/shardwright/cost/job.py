@@ -22,7 +22,7 @@ from shardwright.layout.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.optimizers import OPTIMIZERS, OptimizerKind
 from shardwright.schedule.registry import Kind
-from shardwright.split.buckets import LOGITS_TOGETHER
+from shardwright.split.compression import LOGITS_TOGETHER
 from shardwright.system.units import GiB
 
 Ints = NDArray[np.int64]

@@ -18,7 +18,7 @@ from shardwright.cost.pipeline import Stages
 from shardwright.model.modules import SPLIT_DIM, Row, Split, end_rows, rows
 from shardwright.model.spec import ModelSpec
 from shardwright.optimizers import n_blocks
-from shardwright.split.buckets import BUCKET_BYTES
+from shardwright.split.compression import BUCKET_BYTES
 from shardwright.system.units import in_groups
 
 DENSE, EXPERT = "dense parameters", "parameters in experts"

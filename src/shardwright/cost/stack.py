@@ -9,7 +9,7 @@ from typing import Literal
 from shardwright.cost import speed
 from shardwright.cost.hardware import Accelerator
 from shardwright.cost.speed import Speed
-from shardwright.split.buckets import LOGITS_TOGETHER_ON_GPU
+from shardwright.split.compression import LOGITS_TOGETHER_ON_GPU
 from shardwright.system.units import MiB
 
 

@@ -21,7 +21,7 @@ from shardwright.layout.layout import Layout
 from shardwright.parallel.blocks_of_integers import Integers
 from shardwright.parallel.compression import BufferPart, Codec, RoundedCodec, reduce_scatter, sum_over
 from shardwright.parallel.mesh import lines_of
-from shardwright.split.buckets import REPLICA_BUCKET_BYTES
+from shardwright.split.compression import REPLICA_BUCKET_BYTES
 from shardwright.system.torch_private import all_gather_single, parameter_groups, reduce_unused_parameters
 from shardwright.system.units import in_groups
 

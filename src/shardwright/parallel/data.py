@@ -59,7 +59,7 @@ from shardwright.parallel.compression import Codec, start_sum_of_vector
 from shardwright.parallel.host import pins
 from shardwright.parallel.powersgd import PowerSGD
 from shardwright.parallel.secondary import drop_secondary_shards, keep_secondary_shards
-from shardwright.split.buckets import BUCKET_BYTES, CONVERTED_BYTES
+from shardwright.split.compression import BUCKET_BYTES, CONVERTED_BYTES
 from shardwright.system.torch_private import end_backward, foreach_copy_, parameter_groups
 from shardwright.system.units import in_groups
 

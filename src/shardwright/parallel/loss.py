@@ -26,7 +26,7 @@ from shardwright.model.device_type import device_type
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.norm import local_part
 from shardwright.parallel.tensor import TensorAxis, VocabularyHead
-from shardwright.split.buckets import LOGITS_TOGETHER, LOGITS_TOGETHER_ON_GPU
+from shardwright.split.compression import LOGITS_TOGETHER, LOGITS_TOGETHER_ON_GPU
 
 
 def cross_entropy(

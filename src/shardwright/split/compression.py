@@ -3,6 +3,7 @@
 from shardwright.layout.keys import POWERSGD
 from shardwright.layout.layout import Layout
 from shardwright.model.modules import Row
+from shardwright.system.units import MiB
 
 BLOCK = 128
 """Maximum number of elements of a block. A scale of 4 bytes adds 3 % to 8-bit integers."""
@@ -36,3 +37,20 @@ def gradient_roundings(layout: Layout) -> int:
     replicas = layout.dp_replicate * (1 if layout.zero else layout.cp)
     hops = 2 if 1 < layout.node_ranks < layout.dp_shard * layout.cp else 1
     return sharded * hops + 2 * (replicas > 1)
+
+
+BUCKET_BYTES = 25 * 2**20
+"""Bytes of gradients that ZeRO-0 sums in one all-reduce, unless one parameter has more.
+
+Large enough for full bandwidth, and small enough that the first buckets are reduced while the backward pass computes
+the others. As in PyTorch's DDP (Li et al., arXiv 2006.15704).
+"""
+REPLICA_BUCKET_BYTES = 64 * MiB
+"""Bytes of compressed gradients, measured before compression, that are summed over replicas at once where FSDP2 shards,
+unless one gradient has more."""
+LOGITS_TOGETHER = 2**22
+"""Number of logits that the loss processes at a time on a CPU, where it copies them to fp32: 16 MiB."""
+LOGITS_TOGETHER_ON_GPU = 2**26
+"""`LOGITS_TOGETHER` on a GPU: 256 MiB, enough that the kernels take longer than their launches."""
+CONVERTED_BYTES = 64 * MiB
+"""Bytes of gradients that a single rank converts at once from the compute type to the type of the parameters."""
