@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.schedule.actions import Action
-from shardwright.schedule.forward import forward_only
+from shardwright.schedule.basic import forward_only
 from shardwright.schedule.messages import with_messages
 from shardwright.schedule.registry import find
 from tests.schedule.links import rendezvous

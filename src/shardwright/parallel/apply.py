@@ -42,7 +42,7 @@ from shardwright.parallel.routing import shard_routers
 from shardwright.parallel.secondary import build_secondary_groups
 from shardwright.parallel.tensor import RowLinear, plain_parameters, split_model
 from shardwright.schedule.actions import Schedule
-from shardwright.schedule.forward import forward_only
+from shardwright.schedule.basic import forward_only
 from shardwright.split.compression import powersgd_rank
 from shardwright.split.documents import deals_documents
 from shardwright.split.stages import stage_layers, step_schedule

@@ -11,6 +11,7 @@ With p ranks, m micro-batches, v virtual stages a rank, and F, B the times of al
 In the table messages take no time, and m is a multiple of p for the interleaved schedule.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 from shardwright.schedule.actions import Action, Op, Schedule, make
@@ -81,3 +82,18 @@ def _rounds(n_ranks: int, n_microbatches: int) -> list[range]:
     short, longer = divmod(n_microbatches, count)
     ends = [short * i + min(i, longer) for i in range(count + 1)]
     return [range(begin, end) for begin, end in pairwise(ends)]
+
+
+def forward_only(path: Sequence[int], n_ranks: int, n_microbatches: int) -> Schedule:
+    """Return the forward passes of every micro-batch; stage s is on rank `path[s]`.
+
+    A rank runs `n_ranks` micro-batches through its first stage, then through its next, so that the inputs of a later
+    stage arrive when the rank is about to need them (the order of forward passes in interleaved 1F1B,
+    arXiv 2104.04473, section 2.2).
+    """
+    ranks: list[list[Action]] = [[] for _ in range(n_ranks)]
+    for first in range(0, n_microbatches, n_ranks):
+        for stage, rank in enumerate(path):
+            group = range(first, min(first + n_ranks, n_microbatches))
+            ranks[rank].extend(Action(stage, "F", microbatch) for microbatch in group)
+    return make(len(path), n_microbatches, ranks, name="forward")
