@@ -4,10 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.schedule.actions import Schedule
+from shardwright.schedule.actions import Schedule, stages_of_rank
 from shardwright.schedule.build import build, problems
 from shardwright.schedule.memory import KEPT_FOR_WEIGHT
-from shardwright.schedule.placement import stages_of_rank
 from shardwright.schedule.registry import find, names
 from shardwright.schedule.simulate import Times, simulate
 from shardwright.schedule.validate import problems as wrong

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwright.schedule.actions import down_and_up, from_both_ends, round_and_round, stages_of_rank
 from shardwright.schedule.build import build
-from shardwright.schedule.placement import down_and_up, from_both_ends, round_and_round, stages_of_rank
 from shardwright.schedule.registry import find, names
 from tests.schedule.test_build import schedules
 

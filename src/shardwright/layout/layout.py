@@ -29,7 +29,7 @@ from shardwright.layout.box import DENSE_AXES, NumberedRanks
 from shardwright.layout.key import MOST_RANKS, written
 from shardwright.layout.keys import INTEGERS, KEYS, POWERSGD, LayoutKeys
 from shardwright.schedule import build
-from shardwright.schedule.placement import Ways, stages_of_rank
+from shardwright.schedule.actions import Ways, stages_of_rank
 from shardwright.schedule.registry import Kind, find, names
 from shardwright.system.errors import LayoutError, checked_constructor, nearest
 from shardwright.system.units import divisors

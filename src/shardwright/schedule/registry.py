@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 
-from shardwright.schedule.actions import Schedule
-from shardwright.schedule.placement import Ways, round_and_round
+from shardwright.schedule.actions import Schedule, Ways, round_and_round
 from shardwright.schedule.validate import problems as invalid
 from shardwright.system.errors import ScheduleError, nearest
 
