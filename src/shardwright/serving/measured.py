@@ -5,13 +5,12 @@
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from shardwright.cost.hardware import Cluster, accelerator, cluster
 from shardwright.model.spec import ModelSpec
-from shardwright.serving import inferencex
 from shardwright.serving.engines import ENGINES, UNNAMED, ServingEngine, engine_of
 from shardwright.serving.models import named
 from shardwright.serving.setting import Degrees
@@ -170,8 +169,8 @@ def _priced(line: ServingTableRow) -> ServingCase:
     if precision not in chip.flops_per_s:
         raise InputError(f"{chip.name} has no matmuls in {precision}")
     lengths, requests = (int(line.input_len), int(line.output_len)), int(line.batch_or_concurrency or 0)
-    if inferencex.CLIENT in line.notes:
-        engine = inferencex.server(engine, model_name, chip.name, degrees, lengths, requests)
+    if CLIENT in line.notes:
+        engine = server(engine, model_name, chip.name, degrees, lengths, requests)
         assumed.append("the server is started as the scripts of InferenceX do")
     return ServingCase(
         line=line, model=model, model_name=model_name, cluster=_cluster(chip.name, degrees.size), engine=engine,
@@ -224,7 +223,7 @@ def _usual_node(name: str) -> int:
 def _kv_precision(line: ServingTableRow, engine: ServingEngine, precision: str, assumed: list[str]) -> str:
     if line.precision_kv:
         return line.precision_kv
-    by_blocks = ("block" in line.notes or "deepseek" in line.model.lower()) and inferencex.CLIENT not in line.notes
+    by_blocks = ("block" in line.notes or "deepseek" in line.model.lower()) and CLIENT not in line.notes
     found = "fp8" if precision == "fp8" and engine.kv_fp8 and not by_blocks else "bf16"
     assumed.append(f"cache in {found}")
     return found
@@ -254,3 +253,31 @@ def as_json(case: ServingCase) -> dict[str, Any]:
         "regime": case.regime,
         "assumed": list(case.assumed),
     }
+
+
+CLIENT = "InferenceX client"
+"""Words in the notes of a row that InferenceX measured."""
+
+
+def server(
+    engine: ServingEngine, model: str, chip: str, degrees: Degrees, lengths: tuple[int, int], requests: int
+) -> ServingEngine:
+    """Return the engine as InferenceX starts it for `requests` at a time, of at most `lengths` (prompt, answer)."""
+    match chip, model, engine.name:
+        case "h200", "llama-3.1-70b", "trtllm-1":
+            engine = replace(engine, max_tokens=16384)
+            if lengths == (1024, 1024) and degrees.tp < 8:
+                return replace(engine, hold_passes=20, hold_share=0.9)
+        case "h200", "deepseek-v3", "trtllm-1":
+            prompt_and_others = -(-(requests + lengths[0] + 64) // 64) * 64
+            engine = replace(engine, max_tokens=degrees.dp * prompt_and_others, cache_share=0.75)
+            if degrees.dp > 1:
+                return replace(engine, hold_passes=60, hold_prompts=one_each(degrees.dp))
+        case "h200", "deepseek-v3", "sglang":
+            return replace(engine, max_tokens=32768, memory_share=0.82)
+    return engine
+
+
+def one_each(ranks: int) -> float:
+    """Return the expected number of prompts until each rank has one, if each goes to a random rank."""
+    return ranks * sum(1 / k for k in range(1, ranks + 1))
