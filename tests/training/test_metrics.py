@@ -15,8 +15,8 @@ from shardwright.model.sections import MoESpec
 from shardwright.parallel.model import ExpertLoad
 from shardwright.system.errors import InputError
 from shardwright.training.device import peak_flops_per_s, peak_of_name
-from shardwright.training.load import expert_numbers
 from shardwright.training.metrics import JsonLines, _numbers, line
+from shardwright.training.numbers import expert_numbers
 from tests.marks import prove
 from tests.training.metric_records import RECORD
 from tests.training.runs import lines, records, train, training, trajectory, write_run_file

@@ -21,7 +21,7 @@ from shardwright.model.sections import MoESpec
 from shardwright.parallel import expert
 from shardwright.parallel.model import ExpertLoad
 from shardwright.system.processes import UsableMemory
-from shardwright.training import load, numbers
+from shardwright.training import numbers
 from shardwright.training.offload import room
 from shardwright.training.step import ForwardBackward, Trainer
 
@@ -39,7 +39,7 @@ def equal_counts(rows_2n: Tensor, n_rows: int) -> list[list[int]]:
 expert.read_counts.__code__ = equal_counts.__code__
 
 _choose, _evaluation_sums = Sampling.choose, ForwardBackward.evaluation_sums
-_numbers, _expert_numbers = numbers.LogNumbers.numbers, load.expert_numbers
+_numbers, _expert_numbers = numbers.LogNumbers.numbers, numbers.expert_numbers
 
 
 def choose_first(self: Sampling, *args: Any) -> Tensor:

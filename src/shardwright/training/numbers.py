@@ -5,13 +5,14 @@ from dataclasses import fields
 import torch
 
 from shardwright.config import RunConfig
+from shardwright.model.balance import entropy, max_over_mean
+from shardwright.model.sections import MoESpec
 from shardwright.parallel.expert import take_sent_bytes
 from shardwright.parallel.model import ExpertLoad
 from shardwright.run_folder import PHASES, EvaluationRecord, Record, TrainRecord, now
 from shardwright.training.clock import PhaseClock, Phases
 from shardwright.training.device import DTYPES, peak_flops_per_s, peak_memory_bytes
 from shardwright.training.hooks import Hook, RunStart, TakenStep
-from shardwright.training.load import expert_numbers
 from shardwright.training.run_log import RunLog
 from shardwright.training.sources import RunSamples
 from shardwright.training.step import Trainer
@@ -140,3 +141,27 @@ class Evaluate(Hook):
             by_source = losses if sources.mixed else None
             mtp_loss = sources.mean(step, ahead) if ahead else None
             self.log.write(EvaluationRecord(step, sources.mean(step, losses), now(), by_source, mtp_loss))
+
+
+def expert_numbers(load: ExpertLoad, moe: MoESpec) -> Record:
+    """Return the record's keys for the experts of one step, from `load` on the host.
+
+    The load is the mean over the layers with experts. `load_by_layer` has the load of the busiest expert of each layer.
+    The auxiliary losses are their contributions to the cross-entropy, summed over layers. A loss that is off has no
+    key.
+    """
+    layers = range(moe.first_dense, len(load.counts_LE))
+    busiest = [float(max_over_mean(load.counts_LE[layer])) for layer in layers]
+    balance_loss, z_loss = load.losses_L2.sum(0).tolist()
+    record: Record = {
+        "load_max_over_mean": sum(busiest) / len(busiest),
+        "load_entropy": sum(float(entropy(load.counts_LE[layer])) for layer in layers) / len(busiest),
+        "load_by_layer": [round(value, 4) for value in busiest],
+    }
+    if moe.capacity_factor:
+        record["dropped_fraction"] = int(load.dropped_L.sum()) / int(load.counts_LE.sum())
+    if moe.aux_loss:
+        record["balance_loss"] = balance_loss
+    if moe.z_loss:
+        record["z_loss"] = z_loss
+    return record
