@@ -26,7 +26,7 @@ from shardwright.training.resilience.copies import (
 )
 from shardwright.training.step import Trainer
 from shardwright.verification import rank as verify_rank
-from shardwright.verification.formats import cut_optimizer
+from shardwright.verification.case import cut_optimizer
 from shardwright.verification.matrix import layouts
 from tests.distributed import run_ranks
 from tests.marks import prove, rest_prove

@@ -16,8 +16,7 @@ from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.split.stages import most_layers, problems, schedule_problems
 from shardwright.system.units import divisors
-from shardwright.verification.case import Case
-from shardwright.verification.formats import cut_fp8, cut_optimizer
+from shardwright.verification.case import Case, cut_fp8, cut_optimizer
 
 _HEAD_DIM = 8
 _LAYERS = 2  # minimum; one more than the stages of a pipeline, so that they are uneven

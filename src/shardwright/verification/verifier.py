@@ -18,9 +18,15 @@ from shardwright.system.errors import LayoutError, ShardwrightError
 from shardwright.system.forks import temporary_folder
 from shardwright.system.units import format_bytes, format_count
 from shardwright.verification import compare
-from shardwright.verification.case import PLAIN_SGD, Case, with_choices_of, with_drawn_experts
+from shardwright.verification.case import (
+    OVERFLOW_STEP,
+    PLAIN_SGD,
+    Case,
+    no_fp8_with,
+    with_choices_of,
+    with_drawn_experts,
+)
 from shardwright.verification.compare import Errors, Report, ReportRow
-from shardwright.verification.formats import OVERFLOW_STEP, no_fp8_with
 from shardwright.verification.progress import Tell, report_progress
 from shardwright.verification.rank import train_rank
 from shardwright.verification.ranks import end_all, run_ranks

@@ -13,7 +13,7 @@ from shardwright.model.number_formats import Fp8
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.verification import Case
-from shardwright.verification.formats import cut_optimizer
+from shardwright.verification.case import cut_optimizer
 from tests.mutation import Mutation
 from tests.training.worlds import CASE, LONG, SPEC
 from tests.training.worlds import EVEN as EVEN
