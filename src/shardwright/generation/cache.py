@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from shardwright.generation.batch import RaggedBatch, SequenceSegment
 from shardwright.model.attention import Attend, causal_attention
 from shardwright.model.documents import Documents
+from shardwright.model.latent_attention import LatentAttention
+from shardwright.parallel.norm import local_part
 
 
 class Cache:
@@ -146,3 +148,46 @@ def _causal_mask(segment: SequenceSegment, device: torch.device) -> Tensor | Non
 def _attention(q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     grouped = q_BHTC.shape[1] != k_BKSC.shape[1]
     return F.scaled_dot_product_attention(q_BHTC, k_BKSC, v_BKSC, attn_mask=mask, scale=scale, enable_gqa=grouped)
+
+
+class CachedLatentAttention:
+    """A replacement for `LatentAttention.over_latents` of `module`, with the cache of one layer.
+
+    `gather_shards`: this rank's token shard of latent vectors -> the latent vectors of all tokens (sequence
+    parallelism); `gather_context`: the same over cp, in the pass that starts a sequence.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        layer: LayerCache,
+        gather_shards: Callable[[Tensor], Tensor],
+        gather_context: Callable[[Tensor], Tensor],
+    ) -> None:
+        self.module, self.layer = module, layer
+        self.gather_shards, self.gather_context = gather_shards, gather_context
+
+    def __call__(self, q_1NHC: Tensor, latent_1NL: Tensor, k_1N1P: Tensor, documents: Documents | None) -> Tensor:
+        batch = self.layer.cache.batch
+        n = batch.n_tokens
+        kept_1NX = torch.cat((self.gather_shards(latent_1NL), k_1N1P.squeeze(2)), -1)
+        if batch.held is not None:
+            kept_1NX = self.gather_context(kept_1NX)
+        if n:
+            self.layer.write(kept_1NX[0, :n].unsqueeze(1))
+        if batch.is_prefill and n:
+            return LatentAttention.over_latents(self.module, q_1NHC, latent_1NL, k_1N1P, documents)
+        return self._absorbed(q_1NHC)
+
+    def _absorbed(self, q_1NHC: Tensor) -> Tensor:
+        nope, v_dim = self.module.kv_widths
+        weight_HXL = local_part(self.module.kv_up.weight).unflatten(0, (-1, nope + v_dim))
+        w_k_HNL, w_v_HVL = weight_HXL.split((nope, v_dim), 1)
+        n = self.layer.cache.batch.n_tokens
+        if n == 0:
+            return q_1NHC.new_zeros(*q_1NHC.shape[:3], v_dim)
+        q_NHC = q_1NHC[0, :n]
+        q_NHN, q_NHP = q_NHC.split(self.module.widths, -1)
+        q_NHL = torch.einsum("nhc,hcl->nhl", q_NHN, w_k_HNL)
+        o_NHL = self.layer.attend(torch.cat((q_NHL, q_NHP), -1), scale=q_NHC.shape[-1] ** -0.5)[..., : w_k_HNL.shape[2]]
+        return padded(torch.einsum("nhl,hvl->nhv", o_NHL, w_v_HVL), q_1NHC)

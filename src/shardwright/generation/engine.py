@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.generation.batch import RaggedBatch
-from shardwright.generation.cache import Cache, CachedAttention, PrefillAttention, attend_modules
-from shardwright.generation.latent import CachedLatentAttention
+from shardwright.generation.cache import Cache, CachedAttention, CachedLatentAttention, PrefillAttention, attend_modules
 from shardwright.model.latent_attention import LatentAttention
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.collectives import start_gather_tokens

@@ -5,7 +5,7 @@
     q = norm(x W_q_down) W_q_up      or q = x W_q
 
 Training runs attention on full keys and values, because it uses them once. Generation stores only the latent vector and
-the rotated key of a token (`generation/latent.py`).
+the rotated key of a token (`generation/cache.py`).
 
 The rotated elements of a head are paired i with i + P/2, as everywhere in Shardwright; DeepSeek's checkpoints pair 2i
 with 2i + 1. The scores do not depend on the order of the elements, so it is enough to permute the rows of the weights

@@ -28,7 +28,7 @@ def _of_cache(function: str, before: str, after: str, spec: object = GROUPED, sa
 
 SCALE = {
     "absorbed latent attention is scaled by the width of the latent vector": _of_cache(
-        "shardwright.generation.latent:CachedLatentAttention._absorbed", "q_NHC.shape[-1] ** -0.5", "None", LATENT
+        "shardwright.generation.cache:CachedLatentAttention._absorbed", "q_NHC.shape[-1] ** -0.5", "None", LATENT
     ),
     "a rejected proposal is replaced by a draw from the target's whole distribution": UnitBug(
         Mutation(f"{SPECULATIVE}.check", "(p_V - q_V).clamp(min=0)", "p_V"), _DISTRIBUTION
