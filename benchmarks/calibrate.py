@@ -33,8 +33,8 @@ from shardwright.cost.calibration import CALIBRATED, LEFT_OUT, OTHERS, PACKAGED,
 from shardwright.planner.evaluate import MEASURED_RUNS, step_seconds, timed_run
 from shardwright.planner.interval import COVERED, TERMS, features
 from shardwright.planner.measured_run import PredictableRun
+from shardwright.planner.recommendation import moved_share
 from shardwright.planner.runs import read_runs
-from shardwright.planner.tie import moved_share
 
 Floats = NDArray[np.float64]
 OPTIONS = "--steps", "--rows", "--families", "--hold"

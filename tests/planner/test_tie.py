@@ -7,7 +7,7 @@ from shardwright.cost.calibration import CALIBRATED
 from shardwright.cost.job import Job
 from shardwright.planner.choice import read
 from shardwright.planner.priced import PricedLayout
-from shardwright.planner.tie import moved_share, ties
+from shardwright.planner.recommendation import moved_share, ties
 from tests.cost.jobs import job
 
 PIPED = "pp=2,pp_schedule=interleaved-1f1b,virtual_stages=4,dp_shard=4,zero=1,recompute=selective"

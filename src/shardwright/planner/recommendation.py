@@ -13,7 +13,7 @@ Each layout has a number for each criterion, and each step keeps the layouts nea
 candidates does not matter.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, log
 
@@ -21,7 +21,6 @@ from shardwright.planner.pool import LayoutPool
 from shardwright.planner.priced import PricedLayout
 from shardwright.planner.recomputation import fewest_layers
 from shardwright.planner.simplicity import WORTH_A_KEY, axes, complexity, plainer, plainest, settings
-from shardwright.planner.tie import difference_error, ties
 
 MEMORY_ERROR = 0.027
 """Median relative error of predicted peak memory, as `shardwright plan evaluate` prints it: half of the published peaks
@@ -108,3 +107,21 @@ def with_fewest_layers(priced: PricedLayout, most_bytes: float) -> PricedLayout:
     of the step; else the layout itself."""
     less = PricedLayout.from_choice(priced.job, fewest_layers(priced.job, priced.choice, most_bytes))
     return less if less.step_s < (1 - WORTH_A_KEY) * priced.step_s else priced
+
+
+def moved_share(parts_s: Mapping[str, float], other_s: Mapping[str, float]) -> float:
+    """Return x, the share of two steps spent on different work, 0 to 1; `parts_s`, `other_s`: seconds by kind."""
+    kinds = {**parts_s, **other_s}
+    changed = sum(abs(parts_s.get(kind, 0.0) - other_s.get(kind, 0.0)) for kind in kinds)
+    return changed / (sum(parts_s.values()) + sum(other_s.values()))
+
+
+def difference_error(one: PricedLayout, other: PricedLayout) -> float:
+    """Return d, the median error of the logarithm of the ratio of the two step times."""
+    by = one.job.calibration.difference
+    return by["base"] + by["moved"] * moved_share(one.parts_s, other.parts_s)
+
+
+def ties(one: PricedLayout, other: PricedLayout) -> bool:
+    """Return whether the two layouts differ by no more than the error of the difference."""
+    return abs(log(one.step_s / other.step_s)) <= difference_error(one, other)

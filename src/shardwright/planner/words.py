@@ -10,10 +10,9 @@ from shardwright.planner.alternatives import Alternative, reasons, savings
 from shardwright.planner.choice import Choice
 from shardwright.planner.distinct import CHOICES, differing, value
 from shardwright.planner.priced import PricedLayout, shortage
-from shardwright.planner.recommendation import MEMORY_ERROR, with_headroom
+from shardwright.planner.recommendation import MEMORY_ERROR, difference_error, ties, with_headroom
 from shardwright.planner.search import Plan
 from shardwright.planner.simplicity import MODEL_AXES, SETTINGS, leaves_nodes
-from shardwright.planner.tie import difference_error, ties
 from shardwright.system.units import format_bytes, format_host_bytes, format_seconds
 
 OFF = (None, "none", 0, False)
