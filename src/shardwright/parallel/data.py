@@ -56,7 +56,7 @@ from shardwright.parallel import collectives
 from shardwright.parallel.collectives import StartedCollective
 from shardwright.parallel.compressed import Compression, OverReplicas
 from shardwright.parallel.compression import Codec, start_sum_of_vector
-from shardwright.parallel.host import pins
+from shardwright.parallel.offload import pins
 from shardwright.parallel.powersgd import PowerSGD
 from shardwright.parallel.secondary import drop_secondary_shards, keep_secondary_shards
 from shardwright.split.compression import BUCKET_BYTES, CONVERTED_BYTES

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shardwright.parallel.host import pins
 from shardwright.parallel.norm import local_part
 from shardwright.system.torch_private import FakeTensor, storage_id, tensor_version
 
@@ -213,3 +212,8 @@ def read(kept: Tensor | OffloadedView) -> Tensor:
 
 def _on(stream: Any) -> Any:
     return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def pins(device: torch.device) -> bool:
+    """Return whether host memory for copies to and from `device` is pinned, so that a GPU copies without the CPU."""
+    return device.type == "cuda" and torch.cuda.is_available()

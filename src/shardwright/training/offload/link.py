@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shardwright.parallel.host import pins
+from shardwright.parallel.offload import pins
 from shardwright.system.torch_private import foreach_copy_
 
 

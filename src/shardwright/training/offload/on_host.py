@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwright.parallel.host import pins
 from shardwright.parallel.norm import as_part_on_host, local_part
+from shardwright.parallel.offload import pins
 from shardwright.system.torch_private import storage_id, tensor_version
 from shardwright.system.units import in_groups, round_up
 from shardwright.training.offload.link import HostLink
