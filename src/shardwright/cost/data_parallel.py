@@ -15,7 +15,6 @@ from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.ledger import Formulas, plus
 from shardwright.cost.messages import HIDDEN, hidden
 from shardwright.cost.parameters import RankParameters
-from shardwright.cost.secondary import again_ranks
 from shardwright.cost.speed import DATA
 from shardwright.layout.layout import Layout
 from shardwright.split.compression import BUCKET_BYTES, REPLICA_BUCKET_BYTES
@@ -369,3 +368,17 @@ def rank_parameters(job: Job, candidates: Candidates, rank: int | None = None) -
 
 def _untrained(block: BlockShape) -> int:
     return sum(row.numel for row in block.rows if row.counted and not row.trained)
+
+
+def again_ranks(job: Job, candidates: Candidates, experts: bool = False) -> Ints:
+    """Return from how many ranks layers are gathered for the backward pass, (n,): the secondary ranks, if ZeRO's shards
+    are a multiple of them; else all ranks of the shards. `experts`: for experts, if separate."""
+    ranks, shards = candidates.zero_secondary_ranks, candidates.shards
+    possible = np.full(len(candidates), candidates.pp == 1) & (candidates.zero == 3)
+    if experts:
+        ranks, shards = ranks * candidates.tp // candidates.ep, candidates.expert_shards
+        whole = job.model.moe is not None and job.model.moe.n_experts
+        possible &= whole % (shards * candidates.ep) == 0  # else FSDP2 shards another dim
+    possible &= (ranks > 1) & (shards > ranks) & (shards % np.maximum(ranks, 1) == 0)
+    found: Ints = np.where(possible, ranks, shards)
+    return found

@@ -29,11 +29,11 @@ from numpy.typing import NDArray
 
 from shardwright.cost import ledger, parameters, products
 from shardwright.cost.compression import waits_for_replicas
+from shardwright.cost.data_parallel import again_ranks
 from shardwright.cost.job import Candidates, Floats, Job
 from shardwright.cost.ledger import Formulas
 from shardwright.cost.parameters import Parameters
 from shardwright.cost.pipeline import Stages
-from shardwright.cost.secondary import again_ranks
 from shardwright.optimizers import OFFLOAD_CHUNK_BYTES
 from shardwright.split.compression import powersgd_rank
 
