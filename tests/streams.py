@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwright.parallel import offload
-from shardwright.training.offload import link, on_host
+from shardwright.training.offload import on_host
 
 DEVICE = torch.device("cpu", 0)
 """What is made on this device, and all that is computed from tensors there, counts as memory of the GPU; pinned memory
@@ -249,7 +249,7 @@ def watched(streams: Streams) -> Iterator[None]:
         patch.setattr(torch.cuda, "default_stream", lambda *_: streams.default)
         patch.setattr(Tensor, "record_stream", lambda x, stream: streams.record(x, stream))
         patch.setattr(Tensor, "tolist", tolist)
-        for module in (link, on_host, offload):
+        for module in (on_host, on_host, offload):
             patch.setattr(module, "pins", lambda device: True)
         patch.setattr(dist, "all_reduce", all_reduce)
         patch.setattr(dist, "get_world_size", lambda *_: 1)

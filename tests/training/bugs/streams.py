@@ -8,7 +8,7 @@ _SNAPSHOT, _GUARD = (
     "shardwright.training.checkpoint.snapshot:Snapshot",
     "shardwright.training.resilience.spikes:SpikeGuard",
 )
-_LINK, _ACTIVATIONS = "shardwright.training.offload.link:HostLink", "shardwright.parallel.offload:ActivationsOnHost"
+_LINK, _ACTIVATIONS = "shardwright.training.offload.on_host:HostLink", "shardwright.parallel.offload:ActivationsOnHost"
 
 
 def _bug(test: str, room: str, method: str, before: str, after: str = "pass", *given: str) -> UnitBug:
