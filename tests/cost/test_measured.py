@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwright.cost import holes, memory
+from shardwright.cost import memory, pools
 from shardwright.cost.estimate import estimate
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Candidates, Job, on_machine
@@ -161,7 +161,7 @@ def test_holes_of_the_c_library_grow_with_tensors_of_less_than_32_mib(mine: Path
     assert halved.lost_bytes == pytest.approx(0.3 * (halved.rank_bytes - 0.25 * GiB))
     for zero, kept in ((1, 0.6), (2, 0.6), (3, 0.9)):
         candidates = Candidates.from_layout(Layout(dp_shard=2, zero=zero), 1)
-        sharded, share = memory.estimate_memory(of, candidates), holes.small_share(of, candidates)
+        sharded, share = memory.estimate_memory(of, candidates), pools.small_share(of, candidates)
         assert sharded.lost_bytes == pytest.approx(kept * share * (sharded.rank_bytes - 0.25 * GiB))
 
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from shardwright.cost.holes import MAPPED_BYTES
+from shardwright.cost.pools import MAPPED_BYTES
 from shardwright.measuring.steps import resident_bytes
 from shardwright.system.units import MiB
 from shardwright.training.device import configure_malloc

@@ -96,7 +96,7 @@ class RatesTable(HardwareTable):
         min_length=4,
         max_length=4,
         description="bytes that the C library keeps for each byte of tensors of less than 32 MiB, by ZeRO stage; "
-        "cost/holes.py",
+        "cost/pools.py",
     )
     tflops: ByPrecision = Field(description="best rate of a large matmul by precision, 1e12 FLOP/s")
     memory_gb_per_s: Positive = Field(description="bandwidth of a large copy, read and written, GB/s")

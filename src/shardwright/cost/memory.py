@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from shardwright.cost import holes, ledger, parameters, pipeline, pools, stage_bytes, states
+from shardwright.cost import ledger, parameters, pipeline, pools, stage_bytes, states
 from shardwright.cost.job import FULL, Candidates, Floats, Ints, Job
 from shardwright.cost.ledger import Formulas, plus
 from shardwright.cost.memo import Memo, numbered
@@ -193,7 +193,7 @@ def lost_share(job: Job, candidates: Candidates) -> Floats:
             again = again * min(1.0, layers * len(pipeline.stages(job, candidates).layers) / job.model.n_layers)
         return np.asarray(job.stack.fragmentation + again, dtype=np.float64)
     kept = np.array(job.stack.holes)[candidates.zero]
-    return np.asarray(kept * holes.small_share(job, candidates), dtype=np.float64)
+    return np.asarray(kept * pools.small_share(job, candidates), dtype=np.float64)
 
 
 def curve(job: Job, candidates: Candidates, rank: int) -> Curve:

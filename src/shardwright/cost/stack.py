@@ -61,7 +61,7 @@ class Stack:
     pipeline: their forward passes leave pieces in which neither logits nor gradients fit; `pools`: beyond the sum of
     the peaks of its pools (cost/pools.py). `of_process`: on a CPU, where the allocator is the C library, the workspace
     is the memory of the process, outside of the fraction, and the fraction is `holes` of small tensors, by ZeRO stage
-    (cost/holes.py).
+    (cost/pools.py).
     """
 
     name: str

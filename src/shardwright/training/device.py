@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend
 
 from shardwright.config import RunConfig
 from shardwright.cost.hardware import Accelerator, packaged_accelerators
-from shardwright.cost.holes import MAPPED_BYTES
+from shardwright.cost.pools import MAPPED_BYTES
 from shardwright.system.torch_private import fused_attention_choice
 
 _ATTENTION = {
