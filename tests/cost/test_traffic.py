@@ -222,7 +222,9 @@ BUGS = {
     "parts of a stacked matrix have one right factor": (
         ("latent", Layout(pp=2, cp=2, zero=0, compress_gradients="powersgd-1")),
         Mutation(
-            "shardwright.cost.products:_of_row", "experts * len(row.parts) * row.shape[-1]", "experts * row.shape[-1]"
+            "shardwright.cost.compression:_of_row",
+            "experts * len(row.parts) * row.shape[-1]",
+            "experts * row.shape[-1]",
         ),
     ),
     "untrained biases of routers are gathered": (

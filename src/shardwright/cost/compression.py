@@ -15,14 +15,21 @@ that it does not compress are sent as with none.
 Source: parallel/compression.py, parallel/blocks_of_integers.py.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from shardwright.cost.collectives import Number, PricedMessage, all_gather, all_reduce, all_to_all, reduce_scatter
-from shardwright.cost.job import Ints, Job
+from shardwright.cost.job import Candidates, Floats, Ints, Job
+from shardwright.cost.ledger import Formulas
+from shardwright.cost.matmuls import reached_flops_per_s
+from shardwright.cost.parameters import RankParameters
+from shardwright.cost.passes import reached_bytes_per_s
+from shardwright.cost.pipeline import Stages
 from shardwright.layout.layout import Layout
-from shardwright.split.compression import BLOCK, POWERSGD
+from shardwright.model.modules import Row
+from shardwright.split.compression import BLOCK, POWERSGD, factored, powersgd_rank
 
 _SCALE = 4 / BLOCK
 SENT_BYTES = {"bf16": 2.0, "int8": 1 + _SCALE, "int4": 0.5 + _SCALE}
@@ -78,3 +85,58 @@ def waits_for_replicas(layout: Layout) -> bool:
     which FSDP2 sums them over replicas. Compressed gradients are summed after the step's last backward pass, wherever
     they are stored (`parallel.compressed.OverReplicas`)."""
     return layout.compress_gradients == "none"
+
+
+MOVED_BYTES = 64.0
+"""Bytes that are read and written for an element of a matrix."""
+LEFT, RIGHT = "left factors of gradients, all-reduce", "right factors of gradients, all-reduce"
+
+
+def counts(stages: Stages, layout: Layout) -> Ints:
+    """Return elements, rows and columns of each stage's logical matrices with gradients sent as products, (3, S)."""
+    rank = powersgd_rank(layout)
+    found = np.zeros((3, len(stages.layers)), np.int64)
+    for block, layers in stages.of_kind.items():
+        for row in block.rows if rank else ():
+            if factored(row, rank):
+                found += np.array(_of_row(row))[:, None] * layers
+    return found
+
+
+def _of_row(row: Row) -> tuple[int, int, int]:
+    experts = row.shape[0] if len(row.shape) > 2 else 1
+    return row.numel, experts * row.shape[-2], experts * len(row.parts) * row.shape[-1]
+
+
+def messages(candidates: Candidates, held: RankParameters) -> list[PricedMessage]:
+    """Return the all-reduces of the factors, once a step for each stage of the rank; empty without products."""
+    rank, calls = powersgd_rank(candidates.shared), np.maximum(held.factored_stages, 1)
+    if not rank:
+        return []
+    return [
+        PricedMessage(what, all_reduce, 4 * rank * sides / calls, candidates.gradient_ranks, candidates.tp, calls)
+        for what, sides in ((LEFT, held.left_rows), (RIGHT, held.right_columns))
+    ]
+
+
+def computed(job: Job, candidates: Candidates, held: RankParameters) -> Floats:
+    """Return the seconds of the products and of the orthonormal columns in a step, (n,)."""
+    f = Formulas(
+        "s", moved_bytes=MOVED_BYTES, r=powersgd_rank(candidates.shared), factored=held.factored,
+        left_rows=held.left_rows, element_rate=reached_bytes_per_s(job),
+        matmul_rate=reached_flops_per_s(job, job.precision),
+    )  # fmt: skip
+    moving, multiplying = f.moved_bytes * f.factored / f.element_rate, 8 * f.r * f.factored / f.matmul_rate
+    orthonormal = 8 * f.r * f.r * f.left_rows / f.matmul_rate
+    source = "after the last backward pass; arXiv 1905.13727, algorithm 1"
+    return f("products of gradients", np.maximum(moving, multiplying) + orthonormal, source)
+
+
+def problems(job: Job, layout: Layout) -> Iterator[str]:
+    """Yield the reasons why gradients of this job cannot be sent as products."""
+    if powersgd_rank(layout) and job.element_bytes != 4:
+        yield (
+            f"layout.compress_gradients={layout.compress_gradients!r} needs matmuls in fp32, the type of the "
+            f"parameters, and here the precision is {job.precision}; price it with --precision fp32, or "
+            f"compress_gradients='bf16'"
+        )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.cost import ledger, parameters, pipeline, products
+from shardwright.cost import compression, ledger, parameters, pipeline
 from shardwright.cost.blocks import BlockShape, blocks
 from shardwright.cost.collectives import PricedMessage, all_gather, all_reduce
 from shardwright.cost.compression import SENT_BYTES, GradientSums, waits_for_replicas
@@ -67,11 +67,11 @@ def data_parallel(job: Job, candidates: Candidates, held: RankParameters, m: Int
         beside.note(rank)
         beside = beside.on(rank)
     found = _beside_passes(job, candidates, held, m, beside).max(axis=1)
-    after = [*replica_messages(job, candidates, held), *products.messages(candidates, held)]
+    after = [*replica_messages(job, candidates, held), *compression.messages(candidates, held)]
     slower = job.stack.speed.slowdown(DATA)
     parts = {"weights and gradients": found} | {each.what: each.seconds(job.cluster, slower) for each in after}
     if np.any(held.factored):
-        parts["products of gradients"] = products.computed(job, candidates, held)
+        parts["products of gradients"] = compression.computed(job, candidates, held)
     return ledger.total(DATA, parts)
 
 
@@ -349,7 +349,7 @@ def rank_parameters(job: Job, candidates: Candidates, rank: int | None = None) -
     parts = [held.dense, held.expert, held.ends, held.hidden, replicas, kv_replicas]
     parts += [np.broadcast_to(blocks, shape), np.broadcast_to(expert_blocks, shape), (held.ends > 0).astype(np.int64)]
     parts.append(np.broadcast_to(untrained, shape))
-    factored = products.counts(cut, candidates.shared)
+    factored = compression.counts(cut, candidates.shared)
     parts += [np.broadcast_to(part, shape) for part in (*factored, (factored[0] > 0).astype(np.int64))]
     parts += (
         list(parameters.padding(job.model, cut, candidates)) if job.stack.pads_rows else [np.zeros_like(parts[0])] * 3

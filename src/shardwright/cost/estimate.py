@@ -5,7 +5,7 @@ from functools import cached_property
 
 import numpy as np
 
-from shardwright.cost import memory, products
+from shardwright.cost import compression, memory
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.step import StepTime, step_time
 from shardwright.layout.box import DENSE_AXES
@@ -67,7 +67,7 @@ def estimate(job: Job, layout: Layout, micro_batch: int = 1, recompute: str | No
         *problems(job.model, layout, job.seq_len),
         *job.offload_problems(layout.offload_optimizer, layout.offload_parameters, layout.offload_activations),
     ]
-    wrong += products.problems(job, layout)
+    wrong += compression.problems(job, layout)
     if layout.world_size != job.cluster.size:
         degrees = " x ".join(str(layout.degree(axis)) for axis in DENSE_AXES)
         wrong.append(

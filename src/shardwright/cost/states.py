@@ -27,7 +27,7 @@ rank has the first and the last stage.
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.cost import ledger, parameters, products
+from shardwright.cost import compression, ledger, parameters
 from shardwright.cost.compression import waits_for_replicas
 from shardwright.cost.data_parallel import again_ranks
 from shardwright.cost.job import Candidates, Floats, Job
@@ -132,7 +132,7 @@ def _with_errors(candidates: Candidates, stages: Stages, f: Formulas, kept: Floa
     """Return the gradients, and the tensors kept between steps if gradients are sent as products (`cost.products`)."""
     if not (rank := powersgd_rank(candidates.shared)):
         return kept
-    factored, _, columns = products.counts(stages, candidates.shared)[:, stages.of_rank].sum(2)
+    factored, _, columns = compression.counts(stages, candidates.shared)[:, stages.of_rank].sum(2)
     f.add(r=rank, factored=factored[None], right_columns=columns[None])
     return f("gradients and errors", f.gradients_kept + 4 * (f.factored + f.r * f.right_columns), "arXiv 1905.13727")
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from shardwright.cost import data_parallel, products
+from shardwright.cost import compression, data_parallel
 from shardwright.cost.collectives import PricedMessage, point_to_point
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.parameters import RankParameters
@@ -34,7 +34,7 @@ def step_messages(job: Job, candidates: Candidates, rank: int) -> list[PricedMes
         messages = data_parallel.data_messages(job, candidates.shared, what, group)
         found += [replace(message, calls=message.calls * times) for message in messages]
     end = (held.end_groups == 1).astype(np.int64)
-    found += [*data_parallel.replica_messages(job, candidates, held, end), *products.messages(candidates, held)]
+    found += [*data_parallel.replica_messages(job, candidates, held, end), *compression.messages(candidates, held)]
     return [
         message for message in found if np.all(message.size * np.sign(message.calls) * np.sign(message.n_bytes) > 1)
     ]
