@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 
 from shardwright.config import parse
-from shardwright.cost.estimate import Estimate, estimate
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Job, on_machine
+from shardwright.cost.step import Estimate, estimate
 from shardwright.system.files import parse_toml
 from shardwright.system.units import MiB
 from shardwright.verification.ranks import run_ranks, start_server

@@ -178,7 +178,7 @@ def planned(run_file: Path, accelerator: str) -> dict[str, Any]:
     """The plan of a run file for one accelerator: tokens per second, and the most bytes allocated and reserved."""
     from shardwright.config import load
     from shardwright.config.settle import job_of
-    from shardwright.cost.estimate import estimate
+    from shardwright.cost.step import estimate
     from shardwright.system.errors import ShardwrightError
 
     try:

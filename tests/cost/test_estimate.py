@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwright.cost.estimate import estimate
+from shardwright.cost.step import estimate
 from shardwright.layout.layout import Layout
 from shardwright.system.errors import LayoutError
 from shardwright.system.units import GiB

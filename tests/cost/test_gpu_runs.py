@@ -9,8 +9,8 @@ import pytest
 
 from shardwright.config import as_toml, parse
 from shardwright.config.settle import job_of
-from shardwright.cost.estimate import estimate
 from shardwright.cost.memory import MemoryEstimate
+from shardwright.cost.step import estimate
 
 PEAKS = Path(__file__).parents[2] / "benchmarks/results/memory-2026-11-27.jsonl"
 RECORDS = [json.loads(line) for line in PEAKS.read_text().splitlines()]

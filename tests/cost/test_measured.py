@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from shardwright.cost import memory, pools
-from shardwright.cost.estimate import estimate
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Candidates, Job, on_machine
 from shardwright.cost.matmuls import Matmul
 from shardwright.cost.reserved import reserved_bytes
+from shardwright.cost.step import estimate
 from shardwright.layout.layout import Layout
 from shardwright.model.presets import resolve
 from shardwright.system.errors import InputError

@@ -8,10 +8,10 @@ import pytest
 from shardwright.cost import memory
 from shardwright.cost.activations import layer
 from shardwright.cost.blocks import blocks
-from shardwright.cost.estimate import estimate
 from shardwright.cost.hardware import cluster
 from shardwright.cost.host import host_bytes
 from shardwright.cost.job import Candidates, Job
+from shardwright.cost.step import estimate
 from shardwright.cost.traffic import shards_over_link
 from shardwright.layout.layout import Layout
 from shardwright.model.presets import PRESETS

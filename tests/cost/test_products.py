@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardwright.cost import memory
 from shardwright.cost.data_parallel import rank_parameters
-from shardwright.cost.estimate import estimate
 from shardwright.cost.job import Candidates
+from shardwright.cost.step import estimate
 from shardwright.layout.layout import Layout
 from shardwright.parallel.norm import local_part
 from shardwright.parallel.powersgd import PowerSGD

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from shardwright.cost import data_parallel
-from shardwright.cost.estimate import estimate
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Candidates, Job
+from shardwright.cost.step import estimate
 from shardwright.layout.layout import Layout
 from shardwright.model.presets import PRESETS
 from shardwright.planner.space import groups

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from shardwright.config import parse
-from shardwright.cost.estimate import estimate
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Job, on_machine
+from shardwright.cost.step import estimate
 from shardwright.measuring.file import hardware_toml
 from shardwright.measuring.points import MachineMeasurements, WholeStep
 from shardwright.measuring.whole_steps import SEQ_LEN, cases_of, holes, in_step, table_of

@@ -13,12 +13,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardwright.cost import memory
-from shardwright.cost.estimate import estimate
 from shardwright.cost.hardware import cluster
 from shardwright.cost.host import node_host_bytes
 from shardwright.cost.job import Job
 from shardwright.cost.reserved import reserved_bytes
-from shardwright.cost.step import step_time
+from shardwright.cost.step import estimate, step_time
 from shardwright.model.presets import PRESETS, resolve
 from shardwright.model.spec import ModelSpec
 from shardwright.planner import alternatives

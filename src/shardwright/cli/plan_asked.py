@@ -307,7 +307,7 @@ def choice_of_run(config: "RunConfig", job: "Job", limit_bytes: float) -> "Choic
     """Return the layout and micro-batch of the run file. recompute='auto' becomes the least recomputation that fits, or
     full if nothing fits."""
     from shardwright.config.settle import needs_memory
-    from shardwright.cost.estimate import estimate
+    from shardwright.cost.step import estimate
     from shardwright.planner.choice import Choice
     from shardwright.planner.recomputation import least_recomputation
 
@@ -324,7 +324,7 @@ def choice_of_run(config: "RunConfig", job: "Job", limit_bytes: float) -> "Choic
 def priced_of(job: "Job", choice: "Choice") -> "PricedLayout":
     """Return the priced layout. Raises LayoutError with every reason why the layout cannot run this job on this
     cluster, or cannot be priced."""
-    from shardwright.cost.estimate import estimate
+    from shardwright.cost.step import estimate
     from shardwright.planner.priced import PricedLayout
 
     estimate(job, choice.layout, choice.micro_batch)

@@ -9,10 +9,10 @@ import numpy as np
 from shardwright.config import RunConfig
 from shardwright.config.settle import job_of
 from shardwright.cost.collectives import PricedMessage, named, point_to_point
-from shardwright.cost.estimate import estimate
 from shardwright.cost.flops import executed_flops
 from shardwright.cost.job import Candidates
 from shardwright.cost.stack import SHARDWRIGHT
+from shardwright.cost.step import estimate
 from shardwright.cost.traffic import shards_over_link, step_messages
 from shardwright.dry_run.classes import axes_of
 from shardwright.dry_run.record import LINK, AxisTraffic, RankRecord

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from shardwright.config import parse
-from shardwright.cost.estimate import Estimate, estimate
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Job, on_machine
 from shardwright.cost.measured import WORK
 from shardwright.cost.pools import small_share
 from shardwright.cost.speed import CONTEXT, DATA, TENSOR
+from shardwright.cost.step import Estimate, estimate
 from shardwright.measuring.clock import Kind
 from shardwright.measuring.fit import not_negative
 from shardwright.measuring.overheads import RunRanks, seconds_of

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardwright.cost.estimate import Estimate
 from shardwright.cost.host import host_share, node_host_bytes
 from shardwright.cost.job import Job
+from shardwright.cost.step import Estimate
 from shardwright.layout.layout import Layout
 from shardwright.planner.choice import Choice
 from shardwright.system.units import format_bytes, format_host_bytes
