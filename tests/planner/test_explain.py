@@ -11,8 +11,7 @@ import pytest
 
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Job
-from shardwright.cost.ledger import LedgerEntry, identifier
-from shardwright.cost.notation import NOTATION
+from shardwright.cost.ledger import NOTATION, LedgerEntry, identifier
 from shardwright.cost.stack import STACKS
 from shardwright.model.presets import resolve
 from shardwright.planner.choice import read

@@ -5,8 +5,7 @@ from itertools import groupby
 
 from shardwright.cost import ledger, memory
 from shardwright.cost.blocks import blocks
-from shardwright.cost.ledger import LedgerEntry, Number
-from shardwright.cost.notation import NOTATION
+from shardwright.cost.ledger import NOTATION, LedgerEntry, Number
 from shardwright.cost.step import step_time
 from shardwright.model.modules import end_rows
 from shardwright.planner.headline import headline
