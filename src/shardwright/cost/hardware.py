@@ -20,11 +20,12 @@ from shardwright.cost.hardware_file import (
     ClusterTable,
     InsideTable,
     NetworkTable,
+    RatesTable,
     find,
     known_tables,
+    node_rates,
     packaged,
 )
-from shardwright.cost.measured import RatesTable, node_rates
 from shardwright.system.errors import InputError, nearest
 from shardwright.system.units import GiB, MiB, parsed_bytes
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from shardwright.cost.hardware import packaged_accelerators
-from shardwright.cost.measured import VERSION
+from shardwright.cost.hardware_file import VERSION
 from shardwright.measuring.fit import (
     copy_bytes_per_s,
     fit_attention,

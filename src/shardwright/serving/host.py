@@ -13,10 +13,10 @@ from numpy.typing import ArrayLike
 
 from shardwright.cost import collectives
 from shardwright.cost.blocks import BlockShape
+from shardwright.cost.hardware_file import GenerationTable, RatesTable
 from shardwright.cost.job import Floats
 from shardwright.cost.ledger import Formulas
 from shardwright.cost.matmuls import TILE_COLUMNS, TILE_ROWS
-from shardwright.cost.measured import GenerationTable, RatesTable
 from shardwright.cost.speed import SHARDWRIGHT, Speed
 from shardwright.serving.rates import Rates
 
