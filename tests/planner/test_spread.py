@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from shardwright.model.presets import resolve
-from shardwright.planner.search import survey
-from shardwright.planner.spread import spread
+from shardwright.planner.search import spread, survey
 from shardwright.system.errors import LayoutError
 from shardwright.system.units import GiB
 from tests.marks import prove
@@ -40,7 +39,7 @@ def test_where_a_process_is_killed_this_one_calls_the_function():
 SLEEPS = """
 import os, signal, sys, time
 from pathlib import Path
-from shardwright.planner.spread import spread
+from shardwright.planner.search import spread
 
 def sleep(folder):
     (Path(folder) / str(os.getpid())).touch()
