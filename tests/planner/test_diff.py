@@ -7,9 +7,8 @@ import pytest
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Job
 from shardwright.model.presets import resolve
-from shardwright.planner.choice import read
+from shardwright.planner.choice import PricedLayout, read
 from shardwright.planner.diff import diff
-from shardwright.planner.priced import PricedLayout
 
 JOB = Job(model=resolve("llama-3.1-8b"), cluster=cluster("h100:16"), seq_len=4096, global_batch=128)
 PLAIN = PricedLayout.from_choice(JOB, read("dp_shard=16,zero=3"))

@@ -14,9 +14,8 @@ from shardwright.cost.job import Job
 from shardwright.cost.ledger import NOTATION, LedgerEntry, identifier
 from shardwright.cost.stack import STACKS
 from shardwright.model.presets import resolve
-from shardwright.planner.choice import read
+from shardwright.planner.choice import PricedLayout, read
 from shardwright.planner.explain import explain, lines
-from shardwright.planner.priced import PricedLayout
 
 MODULE = " with an MTP module"
 LAYOUTS = [

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Job
 from shardwright.model.presets import PRESETS
-from shardwright.planner.priced import PricedLayout
+from shardwright.planner.choice import PricedLayout
 from shardwright.planner.recommendation import MEMORY_ERROR, Rated, choose
 from shardwright.planner.search import Plan, search
 from shardwright.planner.simplicity import WORTH_A_KEY

@@ -22,11 +22,10 @@ from shardwright.model.presets import PRESETS, resolve
 from shardwright.model.spec import ModelSpec
 from shardwright.planner import alternatives
 from shardwright.planner.alternatives import Alternative, reasons, runners_up, savings, well_known
-from shardwright.planner.choice import Choice, choice_at
+from shardwright.planner.choice import Choice, PricedLayout, choice_at
 from shardwright.planner.distinct import differing
 from shardwright.planner.fixed import FixedChoices, fixed_values
 from shardwright.planner.nearest import OFFLOADED, remedies
-from shardwright.planner.priced import PricedLayout
 from shardwright.planner.recommendation import ties, with_headroom
 from shardwright.planner.run_file import run_file
 from shardwright.planner.search import Plan, fits, limit_bytes, search, survey

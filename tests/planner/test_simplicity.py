@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from shardwright.planner.choice import read
+from shardwright.planner.choice import PricedLayout, read
 from shardwright.planner.pool import LayoutPool
-from shardwright.planner.priced import PricedLayout
 from shardwright.planner.simplicity import NEAR, complexity, plainest, settings, simplest, simplest_near
 from tests.cost.jobs import job
 

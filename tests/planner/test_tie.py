@@ -5,8 +5,7 @@ from math import log
 
 from shardwright.cost.calibration import CALIBRATED
 from shardwright.cost.job import Job
-from shardwright.planner.choice import read
-from shardwright.planner.priced import PricedLayout
+from shardwright.planner.choice import PricedLayout, read
 from shardwright.planner.recommendation import moved_share, ties
 from tests.cost.jobs import job
 

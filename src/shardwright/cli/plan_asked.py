@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from shardwright.config import RunConfig
     from shardwright.cost.hardware import Cluster
     from shardwright.cost.job import Job
-    from shardwright.planner.choice import Choice
+    from shardwright.planner.choice import Choice, PricedLayout
     from shardwright.planner.fixed import FixedChoices
-    from shardwright.planner.priced import PricedLayout
 
 PRECISIONS = tuple(FORMATS)
 WITH_MEASURED = (
@@ -325,7 +324,7 @@ def priced_of(job: "Job", choice: "Choice") -> "PricedLayout":
     """Return the priced layout. Raises LayoutError with every reason why the layout cannot run this job on this
     cluster, or cannot be priced."""
     from shardwright.cost.step import estimate
-    from shardwright.planner.priced import PricedLayout
+    from shardwright.planner.choice import PricedLayout
 
     estimate(job, choice.layout, choice.micro_batch)
     return PricedLayout.from_choice(job, choice)

@@ -85,8 +85,8 @@ def _print_document(asked: PlanRequest, found: "list[Plan]") -> None:
 
 
 def _print(asked: PlanRequest, found: "list[Plan]") -> None:
+    from shardwright.planner.choice import shortage
     from shardwright.planner.headline import headline
-    from shardwright.planner.priced import shortage
 
     job, first = asked.job, found[0].recommended
     console.print(

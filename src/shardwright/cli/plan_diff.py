@@ -12,8 +12,8 @@ from shardwright.system.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from shardwright.planner.choice import PricedLayout
     from shardwright.planner.diff import DiffTerm, PlanDifference
-    from shardwright.planner.priced import PricedLayout
 
 SHOWN = 4
 """Number of the most different terms, whose formulas are printed."""

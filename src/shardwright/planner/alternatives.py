@@ -9,9 +9,8 @@ import numpy as np
 from shardwright.cost.job import COLUMNS, Candidates
 from shardwright.layout.box import DENSE_AXES
 from shardwright.layout.keys import KEYS
-from shardwright.planner.choice import Choice
+from shardwright.planner.choice import Choice, PricedLayout
 from shardwright.planner.distinct import SAME_TIME
-from shardwright.planner.priced import PricedLayout
 from shardwright.planner.search import Plan, survey
 from shardwright.planner.space import Condition, Mask
 from shardwright.schedule.named import INTERLEAVED, ONE_F_ONE_B

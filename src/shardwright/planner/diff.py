@@ -10,8 +10,8 @@ from typing import Any
 
 from shardwright.cost import ledger
 from shardwright.cost.ledger import LedgerEntry
+from shardwright.planner.choice import PricedLayout
 from shardwright.planner.explain import explain, number
-from shardwright.planner.priced import PricedLayout
 
 ROUNDING = 1e-9
 """Terms that differ by less than this share of the longer step count as equal."""

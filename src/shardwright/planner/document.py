@@ -6,9 +6,9 @@ import numpy as np
 
 from shardwright.cost.job import Job
 from shardwright.planner.alternatives import Alternative, reasons, savings
+from shardwright.planner.choice import PricedLayout, shortage
 from shardwright.planner.headline import accelerator_hours, days, headline
 from shardwright.planner.nearest import PlanRemedy
-from shardwright.planner.priced import PricedLayout, shortage
 from shardwright.planner.search import Plan
 from shardwright.planner.warnings import warnings
 from shardwright.planner.words import remarks

@@ -8,8 +8,8 @@ from shardwright.cost.blocks import blocks
 from shardwright.cost.ledger import NOTATION, LedgerEntry, Number
 from shardwright.cost.step import step_time
 from shardwright.model.modules import end_rows
+from shardwright.planner.choice import PricedLayout
 from shardwright.planner.headline import headline
-from shardwright.planner.priced import PricedLayout
 from shardwright.system.units import MiB, format_bytes
 
 

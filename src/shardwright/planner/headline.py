@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from shardwright.cost import ledger
 from shardwright.cost.flops import executed_flops, model_flops
 from shardwright.cost.job import Job
+from shardwright.planner.choice import PricedLayout
 from shardwright.planner.interval import interval_s
-from shardwright.planner.priced import PricedLayout
 
 SECONDS_A_DAY = 86400.0
 _PALM = "PaLM, arXiv 2204.02311, section 4.1"

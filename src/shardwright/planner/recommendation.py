@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, log
 
+from shardwright.planner.choice import PricedLayout
 from shardwright.planner.pool import LayoutPool
-from shardwright.planner.priced import PricedLayout
 from shardwright.planner.recomputation import fewest_layers
 from shardwright.planner.simplicity import WORTH_A_KEY, axes, complexity, plainer, plainest, settings
 

@@ -20,11 +20,10 @@ from shardwright.cost.job import Candidates, Floats, Job
 from shardwright.cost.memo import EVERY, Memo
 from shardwright.cost.reserved import reserved_bytes
 from shardwright.cost.step import step_time
-from shardwright.planner.choice import Choice, choice_at
+from shardwright.planner.choice import Choice, PricedLayout, choice_at
 from shardwright.planner.distinct import distinct
 from shardwright.planner.fixed import OFFLOADS, FixedChoices, none_searched
 from shardwright.planner.pool import LayoutPool
-from shardwright.planner.priced import PricedLayout
 from shardwright.planner.recommendation import candidates, recommend, with_fewest_layers
 from shardwright.planner.simplicity import simplest, simplest_near
 from shardwright.planner.space import Condition, groups, groups_of, no_layout

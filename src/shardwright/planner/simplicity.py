@@ -8,9 +8,8 @@ import numpy as np
 from shardwright.cost.job import COLUMNS, Candidates, Ints
 from shardwright.layout.keys import KEYS
 from shardwright.layout.layout import Layout
-from shardwright.planner.choice import Choice
+from shardwright.planner.choice import Choice, PricedLayout
 from shardwright.planner.pool import LayoutPool
-from shardwright.planner.priced import PricedLayout
 from shardwright.planner.space import Mask
 
 MODEL_AXES = ("tp", "pp", "cp", "ep")

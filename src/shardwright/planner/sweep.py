@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardwright.cost.job import Candidates
-from shardwright.planner.priced import PricedLayout
+from shardwright.planner.choice import PricedLayout
 from shardwright.planner.search import Plan, survey
 from shardwright.planner.space import Mask
 from shardwright.split.rules import problems

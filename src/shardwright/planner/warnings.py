@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 
 from shardwright.cost.job import Job
-from shardwright.planner.choice import Choice
-from shardwright.planner.priced import PricedLayout
+from shardwright.planner.choice import Choice, PricedLayout
 from shardwright.planner.simplicity import leaves_nodes
 
 LONG = 4096

@@ -7,9 +7,8 @@ from shardwright.layout.key import JobSizes, written
 from shardwright.layout.keys import KEYS
 from shardwright.layout.layout import accumulation
 from shardwright.planner.alternatives import Alternative, reasons, savings
-from shardwright.planner.choice import Choice
+from shardwright.planner.choice import Choice, PricedLayout, shortage
 from shardwright.planner.distinct import CHOICES, differing, value
-from shardwright.planner.priced import PricedLayout, shortage
 from shardwright.planner.recommendation import MEMORY_ERROR, difference_error, ties, with_headroom
 from shardwright.planner.search import Plan
 from shardwright.planner.simplicity import MODEL_AXES, SETTINGS, leaves_nodes

@@ -10,8 +10,8 @@ from shardwright.config.settle import needs_memory
 from shardwright.cost.hardware import Cluster
 from shardwright.layout.key import written
 from shardwright.layout.keys import KEYS
+from shardwright.planner.choice import PricedLayout
 from shardwright.planner.headline import headline
-from shardwright.planner.priced import PricedLayout
 from shardwright.report.run_record import RunRecord, RunSegment, read_run
 from shardwright.run_folder import RUN_FILE
 from shardwright.system.errors import InputError

@@ -5,8 +5,8 @@ from html import escape
 from pathlib import Path
 
 from shardwright.planner.alternatives import Alternative
+from shardwright.planner.choice import PricedLayout
 from shardwright.planner.headline import accelerator_hours, days, headline
-from shardwright.planner.priced import PricedLayout
 from shardwright.planner.search import Plan
 from shardwright.planner.sweep import by_length, by_size
 from shardwright.planner.warnings import warnings

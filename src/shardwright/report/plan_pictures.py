@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardwright.planner.choice import PricedLayout
 from shardwright.planner.headline import headline
-from shardwright.planner.priced import PricedLayout
 from shardwright.planner.sweep import SweepPoint
 from shardwright.report.style import COLOURS, rendered
 from shardwright.system.units import GiB, format_bytes, format_count
