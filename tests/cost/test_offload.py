@@ -16,9 +16,9 @@ from shardwright.cost.traffic import shards_over_link
 from shardwright.layout.layout import Layout
 from shardwright.model.presets import PRESETS
 from shardwright.optimizers import OFFLOAD_CHUNK_BYTES
-from shardwright.planner.fixed import fixed_values
 from shardwright.planner.nearest import remedies
 from shardwright.planner.search import search
+from shardwright.planner.space import fixed_values
 from shardwright.system.errors import LayoutError
 
 MODEL = PRESETS["llama-3.1-8b"]

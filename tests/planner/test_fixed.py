@@ -6,9 +6,9 @@ from shardwright.cost.job import Candidates
 from shardwright.layout.keys import KEYS
 from shardwright.layout.layout import Layout
 from shardwright.planner.alternatives import runners_up, well_known
-from shardwright.planner.fixed import FixedChoices, fixed_values, read_fixed
 from shardwright.planner.nearest import remedies
 from shardwright.planner.search import MARGIN, limit_bytes, search
+from shardwright.planner.space import FixedChoices, fixed_values, read_fixed
 from shardwright.system.errors import LayoutError
 from tests.marks import prove, rest_prove
 from tests.planner.test_search import DEEP, MIXED, brute_force, job

@@ -24,12 +24,11 @@ from shardwright.planner import alternatives
 from shardwright.planner.alternatives import Alternative, reasons, runners_up, savings, well_known
 from shardwright.planner.choice import Choice, PricedLayout, choice_at
 from shardwright.planner.distinct import differing
-from shardwright.planner.fixed import FixedChoices, fixed_values
 from shardwright.planner.nearest import OFFLOADED, remedies
 from shardwright.planner.recommendation import ties, with_headroom
 from shardwright.planner.run_file import run_file
 from shardwright.planner.search import Plan, fits, limit_bytes, search, survey
-from shardwright.planner.space import groups
+from shardwright.planner.space import FixedChoices, fixed_values, groups
 from shardwright.planner.words import also_fast, left_out
 from shardwright.system.errors import InputError, LayoutError
 from shardwright.system.units import GiB

@@ -74,9 +74,9 @@ def plan(
     from shardwright.cost.hardware import cluster as find_cluster
     from shardwright.cost.job import Job, on_machine
     from shardwright.planner.cheapest import cheapest
-    from shardwright.planner.fixed import fixed_values
     from shardwright.planner.search import search
     from shardwright.planner.simplicity import PREFERENCES
+    from shardwright.planner.space import fixed_values
     from shardwright.report.plan_table import PlanTable
 
     check_counts(global_batch=global_batch, seq_len=seq_len, top=top)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardwright.cost.hardware import Cluster
     from shardwright.cost.job import Job
     from shardwright.planner.choice import Choice, PricedLayout
-    from shardwright.planner.fixed import FixedChoices
+    from shardwright.planner.space import FixedChoices
 
 PRECISIONS = tuple(FORMATS)
 WITH_MEASURED = (
@@ -206,8 +206,8 @@ def read_request(options: PlanOptions) -> PlanRequest:
     from shardwright.cost.job import Job, on_machine
     from shardwright.model.presets import resolve
     from shardwright.planner.choice import read
-    from shardwright.planner.fixed import read_fixed
     from shardwright.planner.run_file import untrained
+    from shardwright.planner.space import read_fixed
 
     if options.write is not None and precision in PRECISIONS:
         wrong += untrained(precision)

@@ -6,8 +6,8 @@ from math import ceil, gcd
 from typing import Any
 
 from shardwright.cost.job import Job
-from shardwright.planner.fixed import OFFLOADS, OPTION, FixedChoices
 from shardwright.planner.search import fits, least_host_bytes, limit_bytes
+from shardwright.planner.space import OFFLOADS, OPTION, FixedChoices
 from shardwright.system.errors import LayoutError
 from shardwright.system.units import GiB, format_host_bytes
 

@@ -22,11 +22,10 @@ from shardwright.cost.reserved import reserved_bytes
 from shardwright.cost.step import step_time
 from shardwright.planner.choice import Choice, PricedLayout, choice_at
 from shardwright.planner.distinct import distinct
-from shardwright.planner.fixed import OFFLOADS, FixedChoices, none_searched
 from shardwright.planner.pool import LayoutPool
 from shardwright.planner.recommendation import candidates, recommend, with_fewest_layers
 from shardwright.planner.simplicity import simplest, simplest_near
-from shardwright.planner.space import Condition, groups, groups_of, no_layout
+from shardwright.planner.space import OFFLOADS, Condition, FixedChoices, groups, groups_of, no_layout, none_searched
 from shardwright.system.errors import InputError, LayoutError
 from shardwright.system.units import divisors
 
