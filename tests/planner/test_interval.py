@@ -9,7 +9,7 @@ import pytest
 from shardwright.cost.calibration import CALIBRATED, LEFT_OUT
 from shardwright.cost.step import StepTime, step_time
 from shardwright.planner.evaluate import MEASURED_RUNS, evaluate
-from shardwright.planner.interval import features, interval_s
+from shardwright.planner.headline import features, interval_s
 from tests.cost.jobs import candidates, job
 
 COEFFICIENTS = {"base": 0.1, "outside": 0.2, "experts": 0.3, "narrow": 0.05, "attention": 0.4, "unmeasured": 0.5}

@@ -7,8 +7,7 @@ from shardwright.cost.job import Job
 from shardwright.planner.alternatives import Alternative
 from shardwright.planner.batches import NearBatch
 from shardwright.planner.choice import PricedLayout, shortage
-from shardwright.planner.headline import accelerator_hours, days, headline
-from shardwright.planner.interval import unmeasured
+from shardwright.planner.headline import accelerator_hours, days, headline, unmeasured
 from shardwright.planner.nearest import PlanRemedy
 from shardwright.planner.search import Plan
 from shardwright.planner.warnings import job_warnings, warnings

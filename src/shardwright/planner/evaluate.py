@@ -12,7 +12,7 @@ import numpy as np
 from shardwright.cost.calibration import CALIBRATED, LEFT_OUT, Calibration
 from shardwright.cost.job import Job
 from shardwright.cost.step import StepTime, step_time
-from shardwright.planner.interval import COVERED, interval_s
+from shardwright.planner.headline import COVERED, interval_s
 from shardwright.planner.measured_run import PredictableRun, SkippedRun
 from shardwright.planner.runs import read_runs
 from shardwright.system.errors import InputError

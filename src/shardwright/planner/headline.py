@@ -1,12 +1,17 @@
 """Step time, throughput, MFU, HFU, days and accelerator-hours of a layout."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from shardwright.cost import ledger
+from shardwright.cost.calibration import Calibration
 from shardwright.cost.flops import executed_flops, model_flops
-from shardwright.cost.job import Job
+from shardwright.cost.formats import FORMATS
+from shardwright.cost.job import Floats, Job
+from shardwright.cost.step import StepTime
 from shardwright.planner.choice import PricedLayout
-from shardwright.planner.interval import interval_s
 
 SECONDS_A_DAY = 86400.0
 _PALM = "PaLM, arXiv 2204.02311, section 4.1"
@@ -82,3 +87,37 @@ def days(job: Job, step_s: float, budget_tokens: float) -> float:
 def accelerator_hours(job: Job, step_s: float, budget_tokens: float) -> float:
     """Return the accelerator-hours of training on `budget_tokens`, over all accelerators."""
     return days(job, step_s, budget_tokens) * 24 * job.cluster.size
+
+
+TERMS = ("base", "outside", "experts", "narrow", "attention", "unmeasured")
+COVERED = 0.8
+"""Share of runs that the interval contains."""
+KNOWN = ("matmuls", "attention", "recomputation")
+"""Parts of a step that are computation at known rates."""
+
+
+def features(job: Job, time: StepTime) -> Floats:
+    """Return the variables of the half width, (n, 6), in the order of `TERMS`."""
+    total = time.total_s
+    attention = time.parts.get("attention", np.zeros(len(total))) / total
+    known = sum((time.parts[name] for name in KNOWN if name in time.parts), np.zeros(len(total)))
+    flags = job.model.moe is not None, FORMATS[job.precision].narrow, unmeasured(job)
+    experts, narrow, unseen = (np.full(len(total), float(flag)) for flag in flags)
+    return np.stack([np.ones(len(total)), 1 - known / total, experts, narrow, attention, unseen], axis=1)
+
+
+def unmeasured(job: Job) -> bool:
+    """Return whether no measured run is on an accelerator with this die, and the job's own machine was not measured."""
+    chip = job.cluster.accelerator
+    return chip.rates is None and chip.die not in job.calibration.product_share
+
+
+def half_width(features_n6: Floats, coefficients: Mapping[str, float]) -> Floats:
+    """Return h, (n,)."""
+    return np.asarray(features_n6 @ np.array([coefficients[term] for term in TERMS]))
+
+
+def interval_s(job: Job, time: StepTime, by: Calibration) -> tuple[Floats, Floats]:
+    """Return the shortest and the longest expected step time in seconds, each (n,)."""
+    width = np.exp(half_width(features(job, time), by.interval))
+    return time.total_s / width, time.total_s * width
