@@ -9,7 +9,7 @@ from shardwright.cost.job import Job
 from shardwright.cost.stack import MEGATRON
 from shardwright.model.presets import resolve
 from shardwright.planner.choice import PricedLayout, read
-from shardwright.planner.warnings import warnings
+from shardwright.planner.words import warnings
 
 GOOD = Job(model=resolve("llama-3.1-8b"), cluster=cluster("h100:16"), global_batch=256, seq_len=8192)
 MIXED = replace(GOOD, model=resolve("qwen3-30b-a3b"))

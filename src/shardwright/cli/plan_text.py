@@ -10,7 +10,6 @@ from shardwright.planner.choice import PricedLayout, shortage
 from shardwright.planner.headline import accelerator_hours, days, headline, unmeasured
 from shardwright.planner.nearest import PlanRemedy
 from shardwright.planner.search import Plan
-from shardwright.planner.warnings import job_warnings, warnings
 from shardwright.planner.words import (
     ALIKE,
     also_fast,
@@ -20,10 +19,12 @@ from shardwright.planner.words import (
     fewer_accelerators,
     host_limit_in_words,
     host_row,
+    job_warnings,
     left_out,
     merged,
     remarks,
     verdict,
+    warnings,
     why,
     worth_a_row,
 )

@@ -10,8 +10,7 @@ from shardwright.planner.choice import PricedLayout, shortage
 from shardwright.planner.headline import accelerator_hours, days, headline
 from shardwright.planner.nearest import PlanRemedy
 from shardwright.planner.search import Plan
-from shardwright.planner.warnings import warnings
-from shardwright.planner.words import remarks
+from shardwright.planner.words import remarks, warnings
 
 
 def job_document(job: Job, name: str, limit_bytes: float) -> dict[str, Any]:

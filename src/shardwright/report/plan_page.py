@@ -9,8 +9,7 @@ from shardwright.planner.choice import PricedLayout
 from shardwright.planner.headline import accelerator_hours, days, headline
 from shardwright.planner.search import Plan
 from shardwright.planner.sweep import by_length, by_size
-from shardwright.planner.warnings import warnings
-from shardwright.planner.words import choices_in_words, compared, host_row, merged, remarks, verdict, why
+from shardwright.planner.words import choices_in_words, compared, host_row, merged, remarks, verdict, warnings, why
 from shardwright.report.frame import document, facts, picture, table
 from shardwright.report.plan_pictures import ROLES, length_svg, memory_svg, scaling_svg, time_svg
 from shardwright.system.files import write_whole
