@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 
 from shardwright.schedule.actions import Schedule, stages_of_rank
 from shardwright.schedule.build import build, problems
-from shardwright.schedule.memory import KEPT_FOR_WEIGHT
 from shardwright.schedule.registry import find, names
-from shardwright.schedule.simulate import Times, simulate
+from shardwright.schedule.simulate import KEPT_FOR_WEIGHT, Times, simulate
 from shardwright.schedule.validate import problems as wrong
 from shardwright.system.errors import ScheduleError
 

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from shardwright.schedule.actions import Action, Schedule, make
 from shardwright.schedule.basic import one_f_one_b
-from shardwright.schedule.memory import KEPT_FOR_WEIGHT
 from shardwright.schedule.search import ScheduleProblem, least_cost, search
-from shardwright.schedule.simulate import Times, simulate
+from shardwright.schedule.simulate import KEPT_FOR_WEIGHT, Times, simulate
 from shardwright.schedule.validate import problems
 from shardwright.schedule.zero_bubble import zb_h1, zb_h2
 from shardwright.system.errors import ScheduleError

@@ -25,9 +25,8 @@ from shardwright.schedule.actions import Schedule
 from shardwright.schedule.build import build
 from shardwright.schedule.compare import compare, count_messages, parameters_held
 from shardwright.schedule.draw import ScheduleTimeline, draw, ink_on, planned, shades
-from shardwright.schedule.memory import KEPT_FOR_WEIGHT
 from shardwright.schedule.registry import find, names
-from shardwright.schedule.simulate import Simulation, Times, simulate
+from shardwright.schedule.simulate import KEPT_FOR_WEIGHT, Simulation, Times, simulate
 from shardwright.schedule.table import read_table, write_table
 from shardwright.schedule.trace import write_trace
 from shardwright.schedule.validate import problems

@@ -4,9 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from shardwright.schedule.actions import Schedule
-from shardwright.schedule.memory import KEPT_FOR_WEIGHT
 from shardwright.schedule.registry import check_row, find, names
-from shardwright.schedule.simulate import Times
+from shardwright.schedule.simulate import KEPT_FOR_WEIGHT, Times
 from shardwright.system.errors import ScheduleError
 
 

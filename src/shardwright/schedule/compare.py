@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 from shardwright.schedule.actions import Schedule
 from shardwright.schedule.build import build
-from shardwright.schedule.memory import KEPT_FOR_WEIGHT
 from shardwright.schedule.messages import sent_after
 from shardwright.schedule.registry import find, names
-from shardwright.schedule.simulate import PerStage, Simulation, Times, simulate
+from shardwright.schedule.simulate import KEPT_FOR_WEIGHT, PerStage, Simulation, Times, simulate
 from shardwright.system.errors import ScheduleError
 
 

@@ -14,8 +14,7 @@ from html import escape
 from pathlib import Path
 
 from shardwright.schedule.actions import OPS, Action, Op
-from shardwright.schedule.memory import KEPT_FOR_WEIGHT, count_microbatches
-from shardwright.schedule.simulate import Simulation
+from shardwright.schedule.simulate import KEPT_FOR_WEIGHT, Simulation, count_microbatches
 from shardwright.system.files import write_whole
 
 Spans = Sequence[Sequence[tuple[Action, float, float]]]

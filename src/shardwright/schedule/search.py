@@ -20,8 +20,7 @@ from random import Random
 from typing import NamedTuple, TypeVar
 
 from shardwright.schedule.actions import Action, Op, Schedule, make
-from shardwright.schedule.memory import KEPT_FOR_WEIGHT
-from shardwright.schedule.simulate import Times, simulate
+from shardwright.schedule.simulate import KEPT_FOR_WEIGHT, Times, simulate
 from shardwright.schedule.zero_bubble import deferred
 from shardwright.system.errors import ScheduleError
 
