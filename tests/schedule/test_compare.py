@@ -2,8 +2,7 @@
 
 import pytest
 
-from shardwright.schedule.build import build
-from shardwright.schedule.compare import compare, count_messages, parameters_held
+from shardwright.schedule.build import build, compare, count_messages, parameters_held
 from shardwright.schedule.registry import names
 from shardwright.schedule.simulate import Times
 

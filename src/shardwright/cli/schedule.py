@@ -22,8 +22,7 @@ from shardwright.cli.common import (
     wrong_sizes,
 )
 from shardwright.schedule.actions import Schedule
-from shardwright.schedule.build import build
-from shardwright.schedule.compare import compare, count_messages, parameters_held
+from shardwright.schedule.build import build, compare, count_messages, parameters_held
 from shardwright.schedule.draw import ScheduleTimeline, draw, ink_on, planned, shades
 from shardwright.schedule.registry import find, names
 from shardwright.schedule.simulate import KEPT_FOR_WEIGHT, Simulation, Times, simulate
