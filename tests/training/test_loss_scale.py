@@ -240,7 +240,7 @@ def test_a_run_says_which_steps_it_skips_and_goes_on_bit_for_bit(tokens: Path, t
 
 def stops_soon(rank: int) -> None:
     """The run is asked to stop in its 7th step."""
-    from shardwright.training.stop import StopRequest
+    from shardwright.training.loop import StopRequest
 
     everyone, calls = StopRequest.everyone, []
 

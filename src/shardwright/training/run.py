@@ -19,7 +19,7 @@ from shardwright.training.gpu import check_gpu
 from shardwright.training.header import changes_since, header, kept_run_file, rate_change, started
 from shardwright.training.hooks import HOOKS, Hook, RunParts, RunStart
 from shardwright.training.initial_weights import begin_with
-from shardwright.training.loop import TrainLoop
+from shardwright.training.loop import StopRequest, TrainLoop
 from shardwright.training.numbers import Evaluate, LogNumbers
 from shardwright.training.offload.room import require_host_memory
 from shardwright.training.ranks import ProcessRank, pick_device, process_group, restarts_of_torchrun
@@ -35,7 +35,6 @@ from shardwright.training.saving import SaveCheckpoints
 from shardwright.training.settle import settle
 from shardwright.training.sources import RunSamples, Sources
 from shardwright.training.step import Trainer
-from shardwright.training.stop import StopRequest
 from shardwright.training.timeline import timeline_file
 
 
