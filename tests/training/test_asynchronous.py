@@ -23,9 +23,8 @@ from shardwright.run_folder import published
 from shardwright.system.errors import CheckpointError, ConfigError, WorkerError
 from shardwright.training.checkpoint import saver as saver_module
 from shardwright.training.checkpoint.manifest import TrainingProgress, read_manifest
-from shardwright.training.checkpoint.saver import Saver
+from shardwright.training.checkpoint.saver import Saver, Snapshot
 from shardwright.training.checkpoint.shards import file_name
-from shardwright.training.checkpoint.snapshot import Snapshot
 from shardwright.training.checkpoint.storage import read_shard
 from shardwright.training.checkpoint.store import CheckpointStore
 from shardwright.training.resilience.spikes import SpikeState

@@ -14,7 +14,7 @@ from shardwright.hugging_face.writer import TensorToWrite
 from shardwright.layout.layout import Layout
 from shardwright.parallel.offload import ActivationsOnHost
 from shardwright.training.checkpoint.plan import CheckpointPlan, TensorPiece
-from shardwright.training.checkpoint.snapshot import Snapshot
+from shardwright.training.checkpoint.saver import Snapshot
 from shardwright.training.offload.states import Host
 from shardwright.training.optimizer import build_optimizer
 from shardwright.training.resilience.spikes import SpikeGuard

@@ -4,7 +4,7 @@ from tests.mutation import Mutation
 from tests.training.bugs.bug import AnyBug, UnitBug
 
 SAVER = "shardwright.training.checkpoint.saver:Saver"
-SNAPSHOT = "shardwright.training.checkpoint.snapshot:Snapshot"
+SNAPSHOT = "shardwright.training.checkpoint.saver:Snapshot"
 SEEN = "tests/training/test_asynchronous.py:test_a_bug_of_saving_beside_training_is_seen"
 SEEN_IN_STEPS = "tests/training/test_asynchronous.py:test_a_bug_of_copying_beside_a_step_is_seen"
 

@@ -5,7 +5,7 @@ from tests.training.bugs.bug import AnyBug, UnitBug
 
 _TESTS = "tests/training/test_streams.py"
 _SNAPSHOT, _GUARD = (
-    "shardwright.training.checkpoint.snapshot:Snapshot",
+    "shardwright.training.checkpoint.saver:Snapshot",
     "shardwright.training.resilience.spikes:SpikeGuard",
 )
 _LINK, _ACTIVATIONS = "shardwright.training.offload.on_host:HostLink", "shardwright.parallel.offload:ActivationsOnHost"

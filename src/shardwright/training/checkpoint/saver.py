@@ -9,11 +9,15 @@ arrived (CheckFreq, Mohan et al., FAST '21: separate snapshot and persist phases
 import copy
 import dataclasses
 import socket
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
@@ -32,10 +36,62 @@ from shardwright.training.checkpoint.manifest import (
 )
 from shardwright.training.checkpoint.plan import CheckpointPlan, TensorPiece, plan_of
 from shardwright.training.checkpoint.shards import gathered, tell_failure, tensor_records, write_shards
-from shardwright.training.checkpoint.snapshot import Snapshot
-from shardwright.training.checkpoint.state import checkpoint_bytes, named_tensors, stored_tensors, together
+from shardwright.training.checkpoint.state import COMPRESSION, checkpoint_bytes, named_tensors, stored_tensors, together
 from shardwright.training.checkpoint.store import CheckpointStore
 from shardwright.training.step import Trainer
+
+
+class Snapshot:
+    """A copy of a rank's pieces in host memory, which is reused for each checkpoint."""
+
+    def __init__(self, plan: CheckpointPlan, device: torch.device) -> None:
+        self._plan, self._device = plan, device
+        self._host = {piece: _room(piece, pinned=device.type == "cuda") for piece in plan.pieces}
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._made = threading.Event()
+        self._made.set()
+        self._later: dict[TensorPiece, Tensor] = {}
+        self._ready: Any = None
+        self.waited_s = 0.0
+        """Time that training has waited for `make` since `begin`, in seconds."""
+
+    def begin(self, tensors: dict[str, Tensor]) -> None:
+        """Register the tensors at their current values. Another thread must call `make` next, unconditionally."""
+        views = {piece: piece.view(tensors) for piece in self._plan.pieces}
+        self._later = {piece: view for piece, view in views.items() if not piece.name.startswith(COMPRESSION)}
+        for piece in views.keys() - self._later.keys():
+            self._host[piece].copy_(views[piece])
+        if self._stream is not None:
+            self._ready = torch.cuda.Event()
+            self._ready.record(torch.cuda.current_stream(self._device))
+        self.waited_s = 0.0
+        self._made.clear()
+
+    def make(self) -> Mapping[TensorPiece, Tensor]:
+        """Copy the remaining tensors. Return the values at the time of `begin`."""
+        try:
+            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                if self._stream is not None:
+                    self._stream.wait_event(self._ready)
+                for piece, view in self._later.items():
+                    self._host[piece].copy_(view, non_blocking=True)
+                if self._stream is not None:
+                    self._stream.synchronize()
+            return self._host
+        finally:
+            self._later = {}
+            self._made.set()
+
+    def wait(self) -> None:
+        """Wait until a pending `make` is done. Called before any tensor changes."""
+        if not self._made.is_set():
+            began_s = time.monotonic()
+            self._made.wait()
+            self.waited_s += time.monotonic() - began_s
+
+
+def _room(piece: TensorPiece, pinned: bool) -> Tensor:
+    return torch.zeros(piece.entry.shape, dtype=getattr(torch, piece.entry.dtype), pin_memory=pinned)
 
 
 @dataclass
