@@ -21,8 +21,7 @@ from shardwright.layout.layout import Layout
 from shardwright.run_folder import published
 from shardwright.system.errors import CheckpointError, ConfigError, WorkerError
 from shardwright.training.checkpoint import messages
-from shardwright.training.checkpoint.hosts import FileTransfer, Hosts, transfers
-from shardwright.training.checkpoint.local import LocalLevel
+from shardwright.training.checkpoint.local import FileTransfer, Hosts, LocalLevel, transfers
 from shardwright.training.checkpoint.manifest import TrainingProgress
 from shardwright.training.checkpoint.saver import Saver
 from shardwright.training.checkpoint.state import load, named_tensors

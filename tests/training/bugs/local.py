@@ -13,7 +13,7 @@ def _bug(function: str, before: str, after: str) -> UnitBug:
 
 STALE: dict[str, AnyBug] = {
     "the copy of a rank's shards is on its own host": _bug(
-        "shardwright.training.checkpoint.hosts:Hosts.keeper", "(self.of[rank] + 1) % self.n", "self.of[rank]"
+        "shardwright.training.checkpoint.local:Hosts.keeper", "(self.of[rank] + 1) % self.n", "self.of[rank]"
     ),
     "a local checkpoint is taken for whole with files that no host has": _bug(
         f"{LOCAL}._is_whole",
