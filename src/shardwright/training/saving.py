@@ -9,7 +9,7 @@ from shardwright.config import RunConfig
 from shardwright.run_folder import step_of
 from shardwright.system.errors import CheckpointError, CopiesError, SaveError, SpikeError, cleaning_up
 from shardwright.system.units import format_bytes, format_seconds
-from shardwright.training.checkpoint.copier import Copier
+from shardwright.training.checkpoint.durable import Copier
 from shardwright.training.checkpoint.manifest import DataRecord, TrainingProgress
 from shardwright.training.checkpoint.saver import Saver
 from shardwright.training.clock import Phases
