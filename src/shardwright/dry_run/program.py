@@ -17,8 +17,7 @@ from shardwright.dry_run.length import ShortenedStep, step_length
 from shardwright.dry_run.places import ModuleLocator
 from shardwright.dry_run.record import RankRecord
 from shardwright.dry_run.recorder import OperationRecorder
-from shardwright.dry_run.shards_on_host import copies_of_shards
-from shardwright.dry_run.watch import RecordedPhases, watch
+from shardwright.dry_run.watch import RecordedPhases, copies_of_shards, watch
 from shardwright.model.device_type import assumed
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.expert import ReadCounts
