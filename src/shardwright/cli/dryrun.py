@@ -115,7 +115,7 @@ def dryrun(options: DryrunOptions) -> None:
 def _written(found: "DryRun", options: DryrunOptions) -> Iterator[Path]:
     """Write the requested files and yield the path of each."""
     from shardwright.dry_run.page import write_page
-    from shardwright.dry_run.trace import write_snapshot, write_trace
+    from shardwright.dry_run.record import write_snapshot, write_trace
 
     if options.html is not None:
         write_page(found, options.html)
