@@ -7,17 +7,19 @@ Shapes: B batch, T tokens, D model, V vocab.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 
 import torch
 from torch import Tensor, nn
 
+from shardwright.model import matmul
 from shardwright.model.balance import RealTokens
 from shardwright.model.documents import Documents
+from shardwright.model.fp8 import Fp8Linear
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
-from shardwright.parallel.deferred import WeightGradients
 
 
 class StageModel(Transformer):
@@ -73,3 +75,44 @@ def holders(stages: Iterable[StageModel], routes: Iterable[tuple[int, ...]]) -> 
         for name, _ in stage.named_parameters():
             ranks_of[name] |= {route[stage.number] for route in routes}
     return {name: tuple(sorted(ranks)) for name, ranks in ranks_of.items()}
+
+
+class WeightGradients:
+    """The deferred weight gradients (dW) of one pipeline stage."""
+
+    def __init__(self) -> None:
+        self._left: list[tuple[Tensor, Tensor, Tensor, Tensor | None, Fp8Linear | None]] = []
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Context in which backward passes defer their weight gradients; for one stage at a time."""
+        assert matmul.defer is None
+        matmul.defer = self._leave
+        try:
+            yield
+        finally:
+            matmul.defer = None
+
+    def _leave(self, weight: Tensor, dy: Tensor, x: Tensor, counts_E: Tensor | None, fp8: Fp8Linear | None) -> None:
+        # Detached: otherwise dy and x would keep the autograd graph alive, with the stage's input and its gradient.
+        self._left.append((weight, dy.detach(), x.detach(), counts_E, fp8))
+
+    def take(self) -> Callable[[], None]:
+        """Return a function that computes the gradients deferred since the last call and adds them to `.grad`."""
+        left, self._left = self._left, []
+
+        def compute() -> None:
+            while left:
+                _add_gradient(*left.pop())
+
+        return compute
+
+
+@torch.no_grad()
+def _add_gradient(weight: Tensor, dy: Tensor, x: Tensor, counts_E: Tensor | None, fp8: Fp8Linear | None) -> None:
+    if not weight.is_leaf:  # the local tensor of a DTensor: autograd passes the gradient on to the parameter
+        torch.autograd.backward(weight, matmul.weight_gradient(dy, x, counts_E, fp8=fp8))
+    elif weight.grad is None:
+        weight.grad = matmul.weight_gradient(dy, x, counts_E, fp8=fp8)
+    else:
+        matmul.weight_gradient(dy, x, counts_E, add_to=weight.grad, fp8=fp8)
