@@ -22,8 +22,7 @@ from shardwright.layout.layout import Layout
 from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
-from shardwright.parallel.pipeline.runner import Pipeline
-from shardwright.parallel.pipeline.timeline import StepTimeline
+from shardwright.parallel.pipeline.runner import Pipeline, StepTimeline
 from shardwright.schedule.actions import Action, Schedule
 from shardwright.schedule.build import build as build_schedule
 from shardwright.schedule.messages import PairExchange, with_messages

@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 from shardwright.layout.layout import Layout
 from shardwright.model.modules import end_rows
 from shardwright.parallel.data import Sharded
-from shardwright.parallel.pipeline.runner import Pipeline
-from shardwright.parallel.pipeline.timeline import StepTimeline
+from shardwright.parallel.pipeline.runner import Pipeline, StepTimeline
 from shardwright.schedule.actions import Action
 from shardwright.split.stages import stage_layers
 from tests.distributed import run_ranks

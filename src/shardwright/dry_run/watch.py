@@ -16,8 +16,7 @@ from shardwright.parallel.data import DataEngine, MasterWeights, Replicated, Sha
 from shardwright.parallel.microbatch_runner import SequentialRunner
 from shardwright.parallel.offload import ActivationsOnHost
 from shardwright.parallel.pipeline.messages import Need, PipelineMessages
-from shardwright.parallel.pipeline.runner import Pipeline
-from shardwright.parallel.pipeline.timeline import StepTimeline
+from shardwright.parallel.pipeline.runner import Pipeline, StepTimeline
 from shardwright.schedule.actions import Action
 from shardwright.schedule.messages import PairExchange
 from shardwright.system.ranks_at import Phase

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from shardwright.parallel.pipeline.timeline import Mark, mark, seconds
+from shardwright.parallel.pipeline.runner import Mark, mark, seconds
 from shardwright.system.ranks_at import Phase
 
 
