@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.parallel import compression
-from shardwright.parallel.blocks_of_integers import Integers
-from shardwright.parallel.compression import BufferPart, RoundedCodec, reduce_scatter, start_sum_of_vector
+from shardwright.parallel.compression import BufferPart, Integers, RoundedCodec, reduce_scatter, start_sum_of_vector
 from tests.distributed import run_ranks
 from tests.mutation import Mutation, mutated
 

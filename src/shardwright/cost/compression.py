@@ -12,7 +12,7 @@ g: bytes of an element in a reduction of the stack. 4/128: a scale of 4 bytes fo
 and one of 1/g of them over n/g nodes. Ignored: the time of rounding and of summing the received parts; that rows which
 are no multiple of 128 have shorter blocks, and that vectors are sent uncompressed. PowerSGD: `cost.products`; gradients
 that it does not compress are sent as with none.
-Source: parallel/compression.py, parallel/blocks_of_integers.py.
+Source: parallel/compression.py, parallel/compression.py.
 """
 
 from collections.abc import Iterator

@@ -18,8 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardwright.layout.layout import Layout
-from shardwright.parallel.blocks_of_integers import Integers
-from shardwright.parallel.compression import BufferPart, Codec, RoundedCodec, reduce_scatter, sum_over
+from shardwright.parallel.compression import BufferPart, Codec, Integers, RoundedCodec, reduce_scatter, sum_over
 from shardwright.parallel.mesh import lines_of
 from shardwright.split.compression import REPLICA_BUCKET_BYTES
 from shardwright.system.torch_private import all_gather_single, parameter_groups, reduce_unused_parameters

@@ -5,7 +5,7 @@ from tests.mutation import Mutation
 from tests.parallel.test_compression import HOPS
 from tests.training.bugs.bug import LATENT, STATE, AnyBug, Bug, ResumeBug, UnitBug
 
-_INTEGERS = "shardwright.parallel.blocks_of_integers:Integers"
+_INTEGERS = "shardwright.parallel.compression:Integers"
 _COMPRESSED, _SUMS = "shardwright.parallel.compressed", "shardwright.parallel.compression"
 _WEIGHTS = [Layout(dp_shard=2, zero=3, compress_weights="int8"), Layout(dp_shard=2, zero=1, compress_weights="int8")]
 _PRODUCTS = "shardwright.parallel.powersgd:PowerSGD.sum"
