@@ -23,7 +23,6 @@ from shardwright.model.latent_attention import LatentAttention
 from shardwright.model.matmul import Linear, linear
 from shardwright.model.modules import FAMILIES
 from shardwright.model.moe import MoE
-from shardwright.model.mtp import MTPModule
 from shardwright.model.norm import last_norm, residual_norm
 from shardwright.model.random import site_keys
 from shardwright.model.recompute import part
@@ -270,3 +269,25 @@ def layer_site_keys(random_keys_B: Tensor | None, layer: int) -> Tensor | None:
     if random_keys_B is None:
         return None
     return site_keys(random_keys_B, _EMBEDDING_SITE + 1 + _SITES_PER_LAYER * layer, _SITES_PER_LAYER)
+
+
+class MTPModule(nn.Module):
+    """A multi-token prediction (MTP) module around `block`, a layer of the model's family."""
+
+    def __init__(self, spec: ModelSpec, block: nn.Module) -> None:
+        super().__init__()
+        self.embedding_norm = residual_norm(spec)
+        self.hidden_norm = residual_norm(spec)
+        self.projection = Linear(2 * spec.d_model, spec.d_model, bias=False)
+        self.block = block
+        self.norm = last_norm(spec)
+
+    def forward(self, x_BTD: Tensor, embedded_BTD: Tensor, *of_block: Any) -> tuple[Tensor, Tensor]:
+        """Return the input of the next module and the input of the head, both (B, T, D).
+
+        `x_BTD`: the output of the last layer or the first output of the previous module; `embedded_BTD`: the embedding
+        of the tokens ahead; `of_block`: a block's other arguments (`modules.Family.block`).
+        """
+        both_BTE = torch.cat((self.embedding_norm(embedded_BTD), self.hidden_norm(x_BTD)), dim=-1)
+        y_BTD = self.block(self.projection(both_BTE), *of_block)
+        return y_BTD, self.norm(y_BTD)

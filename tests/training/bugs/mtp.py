@@ -84,7 +84,7 @@ SHARD = {
 ORDER = {
     "a module of multi-token prediction has the hidden vector before the embedding": UnitBug(
         Mutation(
-            "shardwright.model.mtp:MTPModule.forward",
+            "shardwright.model.transformer:MTPModule.forward",
             "(self.embedding_norm(embedded_BTD), self.hidden_norm(x_BTD))",
             "(self.hidden_norm(x_BTD), self.embedding_norm(embedded_BTD))",
         ),
@@ -92,7 +92,7 @@ ORDER = {
     ),
     "the norms of a module of multi-token prediction are exchanged": UnitBug(
         Mutation(
-            "shardwright.model.mtp:MTPModule.forward",
+            "shardwright.model.transformer:MTPModule.forward",
             "(self.embedding_norm(embedded_BTD), self.hidden_norm(x_BTD))",
             "(self.hidden_norm(embedded_BTD), self.embedding_norm(x_BTD))",
         ),
