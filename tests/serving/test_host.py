@@ -16,9 +16,9 @@ from shardwright.measuring.points import GenerationPoints
 from shardwright.model.presets import resolve
 from shardwright.serving import forms, host
 from shardwright.serving.host import rates_of
+from shardwright.serving.search import layouts
 from shardwright.serving.setting import Degrees, Serving, Settings
 from shardwright.serving.simulate import PassTable, closed_loop, run
-from shardwright.serving.space import layouts
 from tests.measuring.machines import (
     CACHED_HEAD_S,
     CACHED_RATE,

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from shardwright.serving.pools import InstancePool, PoolTimes, run
+from shardwright.serving.search import layouts
 from shardwright.serving.separate import separate, simulated, transfer_s, waiting_s
 from shardwright.serving.setting import Degrees, Settings
 from shardwright.serving.simulate import PassTable, ServingRequest, closed_loop, poisson
-from shardwright.serving.space import layouts
 from tests.marks import prove
 from tests.serving.cases import IDEAL, scheduler, serving, task
 

@@ -5,9 +5,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shardwright.serving.search import PERCENTILE, ServingOption, Speculation, pareto, price, search, smaller_need
+from shardwright.serving.search import (
+    PERCENTILE,
+    ServingLayout,
+    ServingOption,
+    Speculation,
+    batches,
+    layouts,
+    pareto,
+    price,
+    search,
+    smaller_need,
+)
 from shardwright.serving.setting import Degrees, Settings
-from shardwright.serving.space import ServingLayout, batches, layouts
 from shardwright.serving.words import reasons
 from tests.function_calls import calls
 from tests.marks import prove

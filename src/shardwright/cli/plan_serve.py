@@ -350,8 +350,8 @@ def _explain(task: "ServingTask", name: str, options: PlanServeOptions) -> None:
 
 def _layout(text: str, task: "ServingTask") -> "tuple[Degrees, int]":
     """Return the layout and batch of --explain. Raises InputError with every problem."""
+    from shardwright.serving.search import layouts
     from shardwright.serving.setting import Degrees
-    from shardwright.serving.space import layouts
 
     values = {"tp": 1, "pp": 1, "dp": 1, "ep": 1, "batch": 1}
     wrong = []

@@ -17,10 +17,17 @@ from shardwright.cost.job import Floats
 from shardwright.serving import forms
 from shardwright.serving.memory import memory
 from shardwright.serving.pools import InstancePool, PoolTimes, run
-from shardwright.serving.search import LEAST_REQUESTS, ServingTask, keeps_limits, keeps_up, pass_table
+from shardwright.serving.search import (
+    LEAST_REQUESTS,
+    ServingLayout,
+    ServingTask,
+    batches,
+    keeps_limits,
+    keeps_up,
+    pass_table,
+)
 from shardwright.serving.setting import Degrees, PassBatch, Settings
 from shardwright.serving.simulate import PassTable, Scheduler, ServingRequest, closed_loop, poisson
-from shardwright.serving.space import ServingLayout, batches
 from shardwright.serving.work import cache_token_bytes, period_s
 
 SIMULATED = 10

@@ -8,6 +8,7 @@ import numpy as np
 
 from shardwright.serving.search import (
     PERCENTILE,
+    ServingLayout,
     ServingOption,
     ServingPlan,
     ServingTask,
@@ -16,7 +17,6 @@ from shardwright.serving.search import (
     keeps,
 )
 from shardwright.serving.separate import SimulatedSplit
-from shardwright.serving.space import ServingLayout
 from shardwright.system.units import format_bytes, format_seconds
 
 
