@@ -73,7 +73,7 @@ def plan(
     """
     from shardwright.cost.hardware import cluster as find_cluster
     from shardwright.cost.job import Job, on_machine
-    from shardwright.planner.cheapest import cheapest
+    from shardwright.planner.batches import cheapest
     from shardwright.planner.search import search
     from shardwright.planner.simplicity import PREFERENCES
     from shardwright.planner.space import fixed_values

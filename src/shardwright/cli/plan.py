@@ -103,7 +103,7 @@ def _search(asked: PlanRequest, options: PlanOptions) -> None:
             prefer=options.prefer,
         )
         if options.prefer == "cheapest":
-            from shardwright.planner.cheapest import cheapest
+            from shardwright.planner.batches import cheapest
 
             status.update("evaluating every layout of parts of the cluster")
             result = cheapest(whole, memory_margin=margin, top=options.top, processes=processes)
