@@ -13,7 +13,7 @@ from shardwright.layout.layout import Layout
 from shardwright.parallel.offload import ActivationsOnHost
 from shardwright.system.errors import InputError
 from shardwright.system.processes import UsableMemory
-from shardwright.training.offload import room
+from shardwright.training import settle
 from tests.distributed import run_ranks
 from tests.marks import rest_prove
 from tests.training.checkpoints import equal
@@ -181,10 +181,10 @@ def refused_on_each(machines: list[tuple[int, bool]]) -> list[list[str]]:
 
 
 def refused(machine_bytes: int, limited: bool) -> list[str]:
-    room.machine_memory = lambda: UsableMemory(machine_bytes, "/sys/fs/cgroup/memory.max" if limited else "")
+    settle.machine_memory = lambda: UsableMemory(machine_bytes, "/sys/fs/cgroup/memory.max" if limited else "")
     run = {"out": "o", "steps": 1, "data": {"path": "d"}, "batch": {"seq_len": 8, "global_batch": 8}}
     try:
-        room.require_host_memory(parse(run | {"layout": {"dp_shard": 2, "offload_optimizer": "cpu", **ON_HOST}}))
+        settle.require_host_memory(parse(run | {"layout": {"dp_shard": 2, "offload_optimizer": "cpu", **ON_HOST}}))
     except InputError as error:
         return error.problems
     return []

@@ -21,8 +21,7 @@ from shardwright.model.sections import MoESpec
 from shardwright.parallel import expert
 from shardwright.parallel.model import ExpertLoad
 from shardwright.system.processes import UsableMemory
-from shardwright.training import numbers
-from shardwright.training.offload import room
+from shardwright.training import numbers, settle
 from shardwright.training.step import ForwardBackward, Trainer
 
 WARM_UP = 2
@@ -67,7 +66,7 @@ Sampling.choose = choose_first  # type: ignore[method-assign]
 ForwardBackward.evaluation_sums = one_each  # type: ignore[method-assign]
 numbers.LogNumbers.numbers = numbers_of_ones  # type: ignore[method-assign]
 numbers.expert_numbers = equal_load
-room.machine_memory = lambda: UsableMemory(2**60)
+settle.machine_memory = lambda: UsableMemory(2**60)
 
 _step = Trainer.step
 

@@ -21,7 +21,6 @@ from shardwright.training.hooks import HOOKS, Hook, RunParts, RunStart
 from shardwright.training.initial_weights import begin_with
 from shardwright.training.loop import StopRequest, TrainLoop
 from shardwright.training.numbers import Evaluate, LogNumbers
-from shardwright.training.offload.room import require_host_memory
 from shardwright.training.ranks import ProcessRank, pick_device, process_group, restarts_of_torchrun
 from shardwright.training.resilience.after_spike import AfterSpike, ReportSkipped
 from shardwright.training.resilience.copies import CompareCopies
@@ -32,7 +31,7 @@ from shardwright.training.resilience.stragglers import WatchStragglers
 from shardwright.training.resuming import RunCheckpoints
 from shardwright.training.run_log import RunLog
 from shardwright.training.saving import SaveCheckpoints
-from shardwright.training.settle import settle
+from shardwright.training.settle import require_host_memory, settle
 from shardwright.training.sources import RunSamples, Sources
 from shardwright.training.step import Trainer
 from shardwright.training.timeline import timeline_file
