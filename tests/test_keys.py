@@ -17,8 +17,8 @@ from shardwright.model.presets import PRESETS
 from shardwright.planner.choice import Choice, choice_at, read
 from shardwright.planner.distinct import CHOICES
 from shardwright.system.errors import LayoutError
-from shardwright.verification.culprit import _fewer
 from shardwright.verification.matrix import layouts
+from shardwright.verification.verifier import _fewer
 
 SIZES = JobSizes(n_layers=8, n_experts=4, seq_len=128, node_size=8)
 LARGE = Layout(

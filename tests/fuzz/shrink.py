@@ -15,8 +15,7 @@ from shardwright.split.rules import sequence_cuts
 from shardwright.system.errors import LayoutError
 from shardwright.verification.case import Case
 from shardwright.verification.compare import Report
-from shardwright.verification.culprit import Setting, switched_off
-from shardwright.verification.verifier import Verifier
+from shardwright.verification.verifier import Setting, Verifier, switched_off
 from tests.fuzz.settings import problems
 
 Step = Callable[[Case, Layout], Iterator[Setting]]

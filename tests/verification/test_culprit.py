@@ -7,7 +7,7 @@ import pytest
 
 from shardwright.layout.layout import Layout
 from shardwright.verification import Case, Report, Verifier
-from shardwright.verification.culprit import find_culprit
+from shardwright.verification.verifier import find_culprit
 from tests.mutation import Mutation
 from tests.training.worlds import SPEC, train_mutated
 

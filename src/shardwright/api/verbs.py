@@ -132,9 +132,9 @@ def verify(
 
     start_server()  # it imports PyTorch while this process does
     from shardwright.verification import Case, Verifier
-    from shardwright.verification.culprit import find_culprit
     from shardwright.verification.cut_case import cut, cut_layout
     from shardwright.verification.reduce import most_ranks, reduced
+    from shardwright.verification.verifier import find_culprit
 
     true = Case(spec, seq_len, global_batch, micro_batch, seed, steps=steps, dtype=dtype)
     sides = [layout] if against is None else [layout, against]

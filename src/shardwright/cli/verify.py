@@ -272,7 +272,7 @@ def _one(
     options: VerifyOptions,
     sizes: str,
 ) -> None:
-    from shardwright.verification.culprit import find_culprit
+    from shardwright.verification.verifier import find_culprit
 
     with progress(f"running {layout.world_size} ranks and the reference") as verifier.tell:
         report = verifier.parity(case, layout, against)
