@@ -13,8 +13,8 @@ from shardwright.cost.blocks import blocks
 from shardwright.cost.calibration import CALIBRATED
 from shardwright.cost.flops import executed_flops, model_flops
 from shardwright.cost.layer import layer
-from shardwright.data.packing import attended_tokens, packed_lengths
 from shardwright.data.prepare import prepare
+from shardwright.data.samples import attended_tokens, packed_lengths
 from shardwright.data.shards import open_split
 from tests.cost.jobs import candidates, job
 

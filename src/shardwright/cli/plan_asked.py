@@ -363,7 +363,7 @@ def _document_tokens(
     if config is None or config.data.attention != "document" or seq_len is None or seq_len < 1:
         return None
     from shardwright.config.mixture import mixtures_of, sources_of
-    from shardwright.data.packing import attended_tokens, packed_lengths
+    from shardwright.data.samples import attended_tokens, packed_lengths
     from shardwright.data.shards import open_split
 
     try:

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.data.packing import attended_tokens, packed_lengths
-from shardwright.data.samples import PackedSamples
+from shardwright.data.samples import PackedSamples, attended_tokens, packed_lengths
 from shardwright.data.shards import DataManifest, TokenSplit, open_split
 from shardwright.data.tokenizer import TextTokenizer, load_tokenizer
 from shardwright.split.documents import Lengths, imbalance, plan

@@ -12,8 +12,7 @@ from shardwright.config.mixture import Mixture, mixtures_of, name_of, sources_of
 from shardwright.config.sections import DataSection
 from shardwright.data.batches import Batch, Batches, evaluation_batches, merged
 from shardwright.data.mixture import MixedSamples, MixtureOrder, MixtureStage, stages_of
-from shardwright.data.packing import attended_tokens, packed_lengths
-from shardwright.data.samples import Samples, open_sources
+from shardwright.data.samples import Samples, attended_tokens, open_sources, packed_lengths
 from shardwright.data.shards import TOKENIZER, DataManifest
 from shardwright.data.tokenizer import tokenizer_difference
 from shardwright.run_folder import CHECKPOINTS, RUN_FILE, SamplePlace, published
