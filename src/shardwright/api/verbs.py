@@ -77,7 +77,7 @@ def plan(
     from shardwright.planner.search import search
     from shardwright.planner.simplicity import PREFERENCES
     from shardwright.planner.space import fixed_values
-    from shardwright.report.frame import PlanTable
+    from shardwright.report.plan_table import PlanTable
 
     check_counts(global_batch=global_batch, seq_len=seq_len, top=top)
     found = find_cluster(cluster, None if hardware is None else Path(hardware))
