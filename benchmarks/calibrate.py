@@ -222,7 +222,8 @@ class LeftOut:
         return dict(zip(TERMS, map(float, known), strict=True)) | {"unmeasured": float(unmeasured)}
 
     def difference(self) -> dict[str, float]:
-        """The error of a difference (`planner.tie`), over pairs of runs of one source, model, software and cluster."""
+        """The error of a difference (`planner.recommendation`), over pairs of runs of one source, model, software and
+        cluster."""
         pairs = list(self._pairs())
         x = np.array([[1, moved_share(*(self._parts_s(each) for each in pair))] for pair in pairs])
         y = np.array([abs(self.errors[one] - self.errors[other]) for one, other in pairs])

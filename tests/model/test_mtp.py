@@ -1,4 +1,4 @@
-"""Proves modules of multi-token prediction (`model.mtp`) against their equations, written by hand."""
+"""Proves modules of multi-token prediction (`model.transformer`) against their equations, written by hand."""
 
 from dataclasses import replace
 

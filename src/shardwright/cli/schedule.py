@@ -1,4 +1,7 @@
-"""shardwright schedule: simulate a pipeline schedule and show its costs."""
+"""shardwright schedule: simulate a pipeline schedule and show its costs.
+
+A timeline as lines of text, for screens that are wide enough.
+"""
 
 import dataclasses
 import math

@@ -30,8 +30,8 @@ class Calibration:
     `straggler_share`: relative increase of the step time for each doubling of nodes, as all ranks wait for the slowest.
     `expert_launches`: launches of a layer with experts relative to a dense one: it also has a router, sorting and
     all-to-alls. `host`: fields of `Speed` that are the host's, the same for every kind; `stacks`: others, by kind.
-    `interval`: widths of the intervals of step times (`planner.interval`). `difference`: error of the difference of two
-    step times on one cluster (`planner.tie`).
+    `interval`: widths of the intervals of step times (`planner.headline`). `difference`: error of the difference of two
+    step times on one cluster (`planner.recommendation`).
     The entry "others" holds for dies without fitted numbers.
     """
 

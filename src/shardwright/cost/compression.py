@@ -10,9 +10,26 @@
 g: bytes of an element in a reduction of the stack. 4/128: a scale of 4 bytes for each block of 128 elements. With
 `layout.node_ranks` g a reduce-scatter over n ranks is two all-to-alls: one of these bytes over the g ranks of a node,
 and one of 1/g of them over n/g nodes. Ignored: the time of rounding and of summing the received parts; that rows which
-are no multiple of 128 have shorter blocks, and that vectors are sent uncompressed. PowerSGD: `cost.products`; gradients
-that it does not compress are sent as with none.
-Source: parallel/compression.py, parallel/compression.py.
+are no multiple of 128 have shorter blocks, and that vectors are sent uncompressed. Gradients that
+PowerSGD does not compress are sent as with none.
+Source: parallel/compression.py.
+
+Gradients of matrices that are sent as products of thin matrices (`layout.compress_gradients` "powersgd-r").
+
+For each logical matrix (n x m) two factors are all-reduced, of r n and r m elements in fp32. The factors of all
+matrices of a stage are sent together, after its last backward pass. For C elements, N rows and M columns of all
+matrices of a rank:
+
+    sent       4 r N and 4 r M bytes instead of 4 C
+    computed   8 r C FLOPs: the two products that make the factors, and two more, for the gradient and for the message
+               that this rank has sent; 8 r^2 N: Gram and Schmidt's orthonormal columns, each projected twice
+    moved      64 C bytes: error and gradient are added (12), read for both factors (8), both products are written and
+               joined (24), taken from the error (12) and copied to the gradient (8)
+    held       4 (C + r M) bytes: errors, and the right factors for the next step
+
+With r up to 32 the products move more than they compute, so the longer of both counts. Ignored: buffers of factors and
+of one product, and the start of the small operations of Gram and Schmidt, some 6 r of each shape of a matrix. Source:
+Vogels et al., arXiv 1905.13727; parallel/powersgd.py.
 """
 
 from collections.abc import Iterator

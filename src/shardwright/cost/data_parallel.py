@@ -1,4 +1,9 @@
-"""Communication of weights and gradients over the ranks with the same parameters: messages and exposed seconds."""
+"""Communication of weights and gradients over the ranks with the same parameters: messages and exposed seconds.
+
+The number of ranks from which zero 3 gathers layers for the backward pass (`layout.zero_secondary_ranks`).
+
+Source: ZeRO++, arXiv 2306.10209; parallel/secondary.py.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,14 +57,14 @@ def data_parallel(job: Job, candidates: Candidates, held: RankParameters, m: Int
     |      |                                                          | and head forward and backward              |
 
     Shards of gradients are then all-reduced over dp_replicate, once. With a pipeline that gathers once a step, zero 3
-    is as 1. With `layout.zero_secondary_ranks` layers are gathered from these ranks for the backward pass
-    (`cost.secondary`). Experts have their own process groups. A stack that overlaps communication runs it during the
+    is as 1. With `layout.zero_secondary_ranks` layers are gathered from these ranks for the backward pass.
+    Experts have their own process groups. A stack that overlaps communication runs it during the
     pass of its micro-batch; the part of one layer stays exposed, and `interference` slows the pass down. Communication
     longer than that pass uses the rank's slack first: a rank that waits for others sends and receives meanwhile. So the
     step ends with the pipeline, or with the rank whose passes and messages take longest. After a pipeline two
     all-reduces follow: of the gradient of an embedding that is on two stages, and with two routes of micro-batches, of
     the gradients of both replicas of each stage. Gradients that are sent as products are all-reduced after the last
-    backward pass, too (`cost.products`).
+    backward pass, too (`cost.compression`).
     """
     if ledger.recording():
         with ledger.unrecorded():

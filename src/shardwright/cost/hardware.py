@@ -68,7 +68,7 @@ class Accelerator:
     processors over which the blocks of a kernel are distributed. `workspace_bytes`: that a matmul of Transformer Engine
     may use. `die`: the name of the accelerator with the same die; `lasting`: the sustained fraction of its best matmul
     rate in training, relative to the fraction of that accelerator. `sources`: the source of each figure, by its key in
-    the file. `rates`: measured on this machine (`cost.measured`), with a share `core_share` of the cores;
+    the file. `rates`: measured on this machine (`cost.hardware_file`), with a share `core_share` of the cores;
     `on_host`: it is the processor that also runs Python, and sends messages itself.
     """
 

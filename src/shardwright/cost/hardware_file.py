@@ -1,6 +1,13 @@
 """The form of hardware.toml and of files like it: their tables, how a file is read and merged, and validation.
 
 Figures are in the units of data sheets; `cost/hardware.py` converts them to accelerators and clusters.
+
+Tables of a hardware file: their common part, and the rates that `shardwright measure` has measured on a machine,
+which replace the constants fitted to published runs.
+
+An accelerator of a hardware file has rates by the number of ranks of a node that they were measured with, since ranks
+on the processor of one host share its cores and its memory's bandwidth. Rates for more ranks than were measured follow
+from the shares of the cores.
 """
 
 import re

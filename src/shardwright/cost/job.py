@@ -40,7 +40,7 @@ class Job:
     except fp32 the master weights are fp32. `calibration`: the fitted constants of step times. `optimizer`: a name in
     `optimizers.OPTIMIZERS`; `narrow_states`: its states are stored in bf16; `optimizer_options`: (name, value) of each
     option that is not at its default. `document_tokens`: with attention within documents, the mean length of a token's
-    document, which is sum L^2 / sum L over documents of L tokens (`data.packing`); None: attention is over
+    document, which is sum L^2 / sum L over documents of L tokens (`data.samples`); None: attention is over
     sequences.
     """
 

@@ -5,6 +5,8 @@ given, and the formula is plain NumPy at the cost of one check. Within `record` 
 same and writes down the arithmetic, so each formula becomes a `LedgerEntry`, which `plan --explain` prints and a test
 evaluates again. Other code (groups of ranks, a schedule) calls `note` to record a value that it has computed. Layouts
 are recorded one at a time.
+
+The symbols of the ledger's formulas, with their units. Other names in a formula are names of entries.
 """
 
 import operator
@@ -32,7 +34,7 @@ class LedgerEntry:
 
     `formula`: a Python expression over the names of `inputs` with max, min, sum (over stages), ceil and log2; steps
     before it, `name = expression`, are separated by semicolons. It is empty for a value from a simulation or a table,
-    which `source` then names. A name of `inputs` is a symbol of `cost.notation`, or the `identifier` of another entry,
+    which `source` then names. A name of `inputs` is a symbol of `cost.ledger`, or the `identifier` of another entry,
     with that entry's value.
     """
 

@@ -180,7 +180,7 @@ def _means_of(model: ModelSpec, row: Row, tp: Ints, ep: Ints) -> tuple[Ints, Int
 
 
 def buckets(model: ModelSpec, stages: Stages, tp: Ints, ep: Ints) -> Ints:
-    """Return the buckets of ZeRO-0's sums of each stage's fp32 gradients (`split.buckets`), rank 0 of tp, (n, S)."""
+    """Return the buckets of ZeRO-0's fp32 gradient sums of each stage (`split.compression`) on rank 0 of tp, (n, S)."""
     degrees, back = np.unique(np.stack([tp, ep]), axis=1, return_inverse=True)
     layers = tuple(map(tuple, stages.layers))
     found = np.array([_buckets(model, layers, *degree) for degree in degrees.T.tolist()], dtype=np.int64)

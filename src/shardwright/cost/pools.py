@@ -16,6 +16,12 @@ is large enough: segments are never joined. So the allocator reserves the sum of
 B, E are parameters of the largest block and of embedding, norm and head; other symbols are defined in cost/states.py.
 The rest, the allocator's rounding and holes, is `Stack.fragmentation`. benchmarks/gpu/memory.py compares all of it with
 the allocator itself.
+
+Memory of freed tensors that the C library keeps on a CPU, where it is the allocator.
+
+Blocks of `MAPPED_BYTES` and more are mapped alone, and are returned to the kernel. glibc cannot reuse every hole of
+smaller blocks (`training/device.py:configure_malloc`). For W bytes of tensors it keeps r s W more: r bytes for each
+byte of small tensors, which `shardwright measure` measures, and s their share of all tensors, computed here.
 """
 
 from dataclasses import dataclass

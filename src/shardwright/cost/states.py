@@ -129,7 +129,7 @@ def _gathered(job: Job, candidates: Candidates, f: Formulas) -> Floats:
 
 
 def _with_errors(candidates: Candidates, stages: Stages, f: Formulas, kept: Floats) -> Floats:
-    """Return the gradients, and the tensors kept between steps if gradients are sent as products (`cost.products`)."""
+    """Return the gradients, and the tensors kept between steps for products of gradients (`cost.compression`)."""
     if not (rank := powersgd_rank(candidates.shared)):
         return kept
     factored, _, columns = compression.counts(stages, candidates.shared)[:, stages.of_rank].sum(2)

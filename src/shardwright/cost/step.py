@@ -1,4 +1,7 @@
-"""The step time and its parts."""
+"""The step time and its parts.
+
+The cost of one layout in one call.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,7 @@
-"""Equivalence classes of ranks with equal memory and messages, and one rank of each class. No torch."""
+"""Equivalence classes of ranks with equal memory and messages, and one rank of each class. No torch.
+
+The axes of a process group, along which its ranks differ. No torch.
+"""
 
 from shardwright.layout.box import DENSE_AXES
 from shardwright.layout.layout import Layout

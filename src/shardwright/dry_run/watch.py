@@ -1,4 +1,8 @@
-"""Report the start and end of actions, and the kinds of tensors, to a recorder without changing the step."""
+"""Report the start and end of actions, and the kinds of tensors, to a recorder without changing the step.
+
+Record FSDP2's copies between host and device with `layout.offload_parameters`: parameter shards before they are
+gathered, and gradient shards after they are reduced.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

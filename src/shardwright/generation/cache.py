@@ -4,9 +4,20 @@ The modules of a model are not changed. Their attribute `attend`, which context 
 attention that writes the keys and values of the new tokens into the cache and reads all earlier ones. A module with
 `attend` in a user's own family is served in the same way.
 
-A rank of tp has the keys and values of its own heads alone. `cost.cache` has the bytes as a formula.
+A rank of tp has the keys and values of its own heads alone. `serving.work` has the bytes as a formula.
 
-Shapes: N tokens of a pass, B sequences, S positions of the cache, H heads, K kv heads, C width of one head.
+The cache of multi-head latent attention: one latent vector and one rotated key a token, for all heads.
+
+The query of a head is multiplied by that head's matrix of keys, and the output by its matrix of values, instead of
+every cached latent vector (DeepSeek-V2, arXiv 2405.04434, section 2.1.2: the matrices are absorbed):
+
+    q_N . (W_k latent) = (q_N W_k) . latent        sum_s p_s (W_v latent_s) = W_v (sum_s p_s latent_s)
+
+So the scores of all heads read one cached row of L + P elements, whose first L elements are the values too. The pass in
+which a sequence starts computes keys and values of every head, as training does, which is less work for many queries.
+
+Shapes: N tokens of a pass, B sequences, S positions of the cache, H heads, K kv heads, C width of one head. In latent
+attention L latent, N unrotated part of a head, P rotated part, V value, X = N + V.
 """
 
 from collections.abc import Callable

@@ -92,7 +92,7 @@ def _lines(
 
 
 def rates(points: RankPoints, on_host: bool) -> tuple[dict[str, object], dict[str, float]]:
-    """Return the values of `cost.measured.RatesTable`, and the mean relative errors of the fits."""
+    """Return the values of `cost.hardware_file.RatesTable`, and the mean relative errors of the fits."""
     copied = copy_bytes_per_s(points.copies)
     matmuls = fit_matmuls(points.matmuls)
     wide = "fp32" if on_host else "bf16"

@@ -45,7 +45,7 @@ OF_TWO: tuple[Case, ...] = (
 """The measured layouts of one rank and of two ranks, the latter with replicas on all available ranks."""
 STEPS, ROUNDS = 2, 3
 PARTS = {DATA: "data_parallel", TENSOR: "tensor_parallel", CONTEXT: "context_parallel"}
-"""Messages whose time is fitted: kind of work -> key of `cost.measured.InStepFactors`."""
+"""Messages whose time is fitted: kind of work -> key of `cost.hardware_file.InStepFactors`."""
 FIXED = ("launch", "stragglers")
 """Kinds that whole steps do not change."""
 
@@ -94,7 +94,7 @@ def medians(rounds: Sequence[Sequence[WholeStep]]) -> list[WholeStep]:
 
 
 def in_step(text: str, name: str, steps: Sequence[WholeStep], clock: str) -> dict[str, float]:
-    """Fit, by key of `cost.measured.InStepFactors`, how much longer work and messages take in these steps than
+    """Fit, by key of `cost.hardware_file.InStepFactors`, how much longer work and messages take in these steps than
     predicted, by least squares of relative errors. `text`: a hardware file with the accelerator `name`. A kind without
     information in any step is omitted."""
     parts = [_predicted(text, name, step, clock) for step in steps]

@@ -332,8 +332,8 @@ MTP_BLOCK = "block."
 
 
 def mtp_module(spec: ModelSizes, layer: int) -> Iterator[Row]:
-    """Yield the rows of a multi-token prediction module (`model.mtp.MTPModule`), whose block is layer number `layer` of
-    the family. It uses the model's embedding and head."""
+    """Yield the rows of a multi-token prediction module (`model.transformer.MTPModule`), whose block is layer number
+    `layer` of the family. It uses the model's embedding and head."""
     yield from residual_norm(spec, "embedding_norm")
     yield from residual_norm(spec, "hidden_norm")
     yield from linear("projection", spec.d_model, 2 * spec.d_model, "replicated", "projection", std=spec.init_std)

@@ -5,6 +5,16 @@ Parameter names are global and the same for every layout: `embedding.weight`, `l
 `layers.7.ffn.experts.down`, `layers.7.ffn.shared.down.weight`. Multi-token prediction (MTP) modules are numbered after
 the layers, as in DeepSeek-V3's files: after 8 layers `layers.8.projection.weight`, `layers.8.block.attention.q.weight`.
 
+Multi-token prediction (MTP): modules that predict tokens further ahead than the next one, for a second loss.
+
+With the model's output h_0 before its last norm, module k = 1, 2, ... computes at position t
+
+    h_k(t) = block_k(P_k [norm(embedding(token t + k)); norm(h_k-1(t))])      logits_k(t) = head(norm(h_k(t)))
+
+and predicts token t + k + 1. The model's embedding and head are used; the norms, the projection P_k (D, 2D) and the
+block are the module's own. Source: DeepSeek-V3, arXiv 2412.19437, section 2.2, equations 21 to 23; the embedding comes
+first in the concatenation, as in its published weights.
+
 Shapes: B batch, T tokens, D model, V vocab, C width of one head, K MTP modules.
 """
 

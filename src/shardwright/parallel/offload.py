@@ -13,6 +13,8 @@ fewer than `offload_min_bytes` stay on the device.
 So the device has the activations of two layers of a part at a time. Without a pipeline the last layer keeps its
 activations, because its backward pass comes next. On a GPU each direction has a stream, and host memory is pinned. On a
 CPU device and host are the same: the copies are made and save nothing.
+
+Host memory that a device reads and writes.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,7 @@
-"""Global batches near the requested one that all accelerators of a cluster can share equally."""
+"""Global batches near the requested one that all accelerators of a cluster can share equally.
+
+The plan with the fewest accelerator-hours, on all accelerators of a cluster or on a part of them.
+"""
 
 import re
 from collections.abc import Iterator

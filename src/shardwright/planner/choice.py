@@ -1,4 +1,7 @@
-"""One layout with its micro-batch: selected from `Candidates`, formatted as a line, and parsed from a line."""
+"""One layout with its micro-batch: selected from `Candidates`, formatted as a line, and parsed from a line.
+
+One layout of the space with its cost, and whether it fits.
+"""
 
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -66,7 +66,7 @@ class PlanDifference:
 
 
 def diff(a: PricedLayout, b: PricedLayout) -> PlanDifference:
-    """Return the difference of two layouts that have been checked (`cost.estimate.estimate`)."""
+    """Return the difference of two layouts that have been checked (`cost.step.estimate`)."""
     explained = _by_name(explain(a)), _by_name(explain(b))
     time = _terms(a.parts_s, b.parts_s, {name: _why(name, *explained) for name in {*a.parts_s, *b.parts_s}})
     memory = _terms(_memory(a), _memory(b), {})

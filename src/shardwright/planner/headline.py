@@ -1,4 +1,22 @@
-"""Step time, throughput, MFU, HFU, days and accelerator-hours of a layout."""
+"""Step time, throughput, MFU, HFU, days and accelerator-hours of a layout.
+
+The interval around a predicted step time that contains the measured time of four of five runs.
+
+The half width h is a logarithm, so the interval is t e^-h to t e^h:
+
+    h = base + outside x + experts [mixture] + narrow [fewer than 16 bits] + attention a
+        + unmeasured [no run on the die]
+
+x is the fraction of the step that is neither matmuls nor attention. The rates of matmuls are known best;
+communication, launches and idle times depend on software and network. a is the fraction that is attention. Attention
+kernels differ more between software releases than matmul kernels do, and dominate long sequences.
+The last term applies if no measured run is on an accelerator with the die, such as MI300X.
+
+The coefficients are a linear quantile regression, at 80 %, of the errors of families of runs that were left out of the
+fit of the constants (Koenker and Bassett, 1978; `benchmarks/calibrate.py`), in which each family counts the same.
+`unmeasured` is fitted to predictions of the same runs without the rates that were fitted on their own die.
+Ignored: the rows of one table err in one direction, so their intervals hold or fail together.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +39,7 @@ _PALM = "PaLM, arXiv 2204.02311, section 4.1"
 class PlanHeadline:
     """Speed of a layout. Shares of the peak use two conventions of attention: `full` counts the whole square of scores
     (PaLM), `causal` the half that is not masked (Megatron-LM today). `interval_s`: the seconds between which the step
-    of four of five runs is expected (80 % interval, `planner.interval`)."""
+    of four of five runs is expected (80 % interval, `planner.headline`)."""
 
     step_s: float
     interval_s: tuple[float, float]

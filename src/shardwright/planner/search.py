@@ -1,5 +1,8 @@
 """Search for the fastest layouts that fit. It computes the memory of all layouts and a lower bound on the time of the
-layouts that fit, and simulates the best."""
+layouts that fit, and simulates the best.
+
+Call a function for several items at a time, in processes.
+"""
 
 import os
 import signal

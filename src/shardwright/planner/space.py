@@ -20,6 +20,8 @@ A choice that changes nothing is made once: zero is 0 if there is nothing to sha
 zero_pp_gather keep their defaults if they are not used. The rules come from `Layout.problems`,
 `split.rules.problems`, `split.stages.schedule_problems` and `layout.accumulation`, applied here to many layouts at
 once.
+
+Layout keys that are not searched because the user has fixed their values.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,4 +1,7 @@
-"""Text about a layout, and about the reasons why other layouts are slower."""
+"""Text about a layout, and about the reasons why other layouts are slower.
+
+Known problems of a layout or a job, as sentences.
+"""
 
 from collections.abc import Iterator, Sequence
 

@@ -1,4 +1,7 @@
-"""The curves of a run in one picture: loss, learning rate, gradient norm, speed and the time of each phase."""
+"""The curves of a run in one picture: loss, learning rate, gradient norm, speed and the time of each phase.
+
+The load of experts over a run: two panels of the curves picture.
+"""
 
 import math
 from collections.abc import Sequence

@@ -9,6 +9,8 @@ With p ranks, m micro-batches, v virtual stages a rank, and F, B the times of al
 | interleaved-1f1b | (p-1)(F+B)/v        | p(1 + (p-1)/(pv)) on rank 0       | the same                        |
 
 In the table messages take no time, and m is a multiple of p for the interleaved schedule.
+
+Schedules of forward passes only, for evaluation.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,7 @@
-"""Builds a schedule by its name, or lists the rules that ranks and micro-batches break."""
+"""Builds a schedule by its name, or lists the rules that ranks and micro-batches break.
+
+Compares all schedules on the same pipeline and the same batch.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

@@ -34,7 +34,7 @@ class Kind:
     (see `build.build`).
     `help`: a sentence that describes the schedule.
     `ways(n_ranks, virtual_stages)`: the routes of micro-batches through the ranks: for each route, the rank of every
-    stage in order (`schedule.placement` has the usual ones). With two routes two ranks hold each stage.
+    stage in order (`schedule.actions` has the usual ones). With two routes two ranks hold each stage.
     `splits_backward`: whether the backward pass is split into I and W, which the model then computes separately.
     `virtual_stages`: default number of stages of a rank on one route. `virtual_stages_tried`: empty if that number is
     fixed; otherwise it can be chosen, and the planner tries these values.

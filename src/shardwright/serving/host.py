@@ -1,7 +1,7 @@
 """Passes of `shardwright generate` on a processor that `shardwright measure` has measured.
 
 The processor that computes also runs Python, so nothing overlaps: the time of a pass is the sum of its parts. All rates
-are the measured machine's (`cost.measured`), and none is fitted to published runs. Ignored: drawing tokens from
+are the measured machine's (`cost.hardware_file`), and none is fitted to published runs. Ignored: drawing tokens from
 a large vocabulary, and tokens of a pass that padding adds.
 """
 

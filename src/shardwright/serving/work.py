@@ -3,6 +3,8 @@
 Sources: the roofline of decoding in Pope et al., "Efficiently Scaling Transformer Inference" (arXiv 2211.05102);
 absorbed matrices of latent attention in DeepSeek-V2 (arXiv 2405.04434), section 2.1.2. Ignored: that attention and
 feed-forward network of GPT-J and Falcon run in parallel, and that a power limit lowers the clock.
+
+Bytes of the cache of keys and values in generation (`generation/cache.py`).
 """
 
 from dataclasses import dataclass
@@ -191,7 +193,7 @@ def _experts_s(serving: Serving, settings: Settings, batch: PassBatch, group: Fu
 
 
 def cache_token_bytes(serving: Serving, tp: Ints) -> Floats:
-    """Return the bytes of one token in one layer on a rank of tp, as `cost.cache`, for an array of degrees."""
+    """Return the bytes of one token in one layer on a rank of tp, as `serving.work`, for an array of degrees."""
     e, degrees = ELEMENT_BYTES[serving.kv_precision], np.asarray(tp)
     each = {int(degree): cache_bytes_per_token(serving.model, int(degree), e) for degree in np.unique(degrees)}
     return np.vectorize(each.__getitem__, otypes=[float])(degrees)

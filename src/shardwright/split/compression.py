@@ -1,4 +1,7 @@
-"""Counts and sizes of compressed gradients and parameters, which `parallel` sends and `cost` prices; no torch."""
+"""Counts and sizes of compressed gradients and parameters, which `parallel` sends and `cost` prices; no torch.
+
+Bucket sizes of gradients in their all-reduce, and of logits in the loss.
+"""
 
 from shardwright.layout.keys import POWERSGD
 from shardwright.layout.layout import Layout

@@ -14,7 +14,7 @@ from shardwright.schedule.registry import find
 from shardwright.schedule.simulate import Times
 
 KEPT_FOR_WEIGHT = 1.0
-"""Activations that a micro-batch keeps from I to W, as a fraction of the activations from F to I (`schedule.memory`).
+"""Activations that a micro-batch keeps from I to W, as a fraction of the activations from F to I (`schedule.simulate`).
 
 Each matmul keeps its input and the gradient of its output. Attention stores no scores, so both amounts are equal.
 """

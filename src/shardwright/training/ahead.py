@@ -1,4 +1,4 @@
-"""Input tokens and targets of the modules of multi-token prediction (`model.mtp`).
+"""Input tokens and targets of the modules of multi-token prediction (`model.transformer`).
 
 At position t, module k reads token t + k and predicts token t + k + 1. This target counts if the model's loss counts it
 and every token in between, t + 1 to t + k. So no target is counted beyond the end of a sequence, after padding or, if

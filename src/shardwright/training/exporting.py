@@ -1,4 +1,7 @@
-"""`shardwright export`: weights as a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads."""
+"""`shardwright export`: weights as a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads.
+
+The README.md of an exported model: its description and, if the run's folder has them, facts of its training.
+"""
 
 import json
 from collections import Counter

@@ -6,7 +6,9 @@
                 end_step
     on_stop, if a signal stops the run before its last step
 
-Every rank runs this loop. All ranks stop after the same step (`stop.py`) and roll back to the same checkpoint.
+Every rank runs this loop. All ranks stop after the same step (`StopRequest`) and roll back to the same checkpoint.
+
+Stopping all ranks after the same step when a signal asks for it.
 """
 
 import math

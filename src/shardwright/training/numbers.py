@@ -1,4 +1,7 @@
-"""Hooks that write the records of a run: the numbers of logged steps, read from the device here, and evaluations."""
+"""Hooks that write the records of a run: the numbers of logged steps, read from the device here, and evaluations.
+
+The load of experts, as recorded in metrics.jsonl.
+"""
 
 from dataclasses import fields
 

@@ -1,4 +1,7 @@
-"""Resolves `layout.recompute = "auto"` before a model is built, from the memory of the rank with the least memory."""
+"""Resolves `layout.recompute = "auto"` before a model is built, from the memory of the rank with the least memory.
+
+Check that each machine has enough memory for the offloaded state of all its ranks.
+"""
 
 import socket
 import tomllib

@@ -1,5 +1,7 @@
 """The training that layouts are compared by: a model, and random batches made from the seed.
 
+Number formats at test size: the loss scale of float16, the blocks of fp8, the options of an optimizer.
+
 Shapes: B sequences of the global batch, T tokens of a sequence.
 """
 

@@ -1,6 +1,10 @@
 """The reference: a model trained by one process in plain PyTorch, without a layout or micro-batches. Of Shardwright it
 uses only the model and the optimizer's row; the whole batch is one forward pass (with fp8 a micro-batch), and loss and
-clipping are PyTorch's."""
+clipping are PyTorch's.
+
+PowerSGD as one process computes it on whole gradients (Vogels et al., arXiv 1905.13727): each logical matrix becomes
+the product of two thin ones, and the remainder is added to the next gradient.
+"""
 
 import math
 from collections.abc import Iterator, Sequence

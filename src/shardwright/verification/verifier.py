@@ -1,4 +1,7 @@
-"""Runs a layout and its reference, and compares their traces."""
+"""Runs a layout and its reference, and compares their traces.
+
+Finds the smallest layout that still differs: axes and keys are switched off one by one while it differs.
+"""
 
 import shutil
 import tempfile

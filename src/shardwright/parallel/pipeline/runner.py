@@ -3,6 +3,8 @@
 The shapes of messages follow from the shapes of the micro-batches. A rank keeps the input of a stage until its gradient
 is computed, a received gradient until it is used, and an output until its backward pass.
 
+Records when each action of a pipeline ran on this rank.
+
 Shapes: B batch, T tokens (or a token shard of them), D model.
 """
 

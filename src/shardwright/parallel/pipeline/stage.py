@@ -3,6 +3,14 @@
 Parameters have the names they have in the whole model, such as `layers.7.attention.q.weight`, so checkpoints, initial
 values and verification are independent of stages.
 
+Defers weight gradients to a later action (op W) than the rest of the backward pass, for zero-bubble schedules.
+
+The backward pass of a linear has two matmuls, dx = dy W and dW = dy^T x. The previous stage needs only dx, so a
+schedule may run dW where the rank would otherwise be idle (Qi et al., arXiv 2401.10241, section 2). While `hold` is
+active, backward passes hand the inputs of dW to a `WeightGradients` instead of computing dW (`model/matmul.py`); `take`
+returns a function that computes them. The gradients of norms, biases, embeddings and routers are cheap and are computed
+in I; so are all gradients of a compiled block, whose backward pass cannot be split.
+
 Shapes: B batch, T tokens, D model, V vocab.
 """
 
@@ -69,7 +77,7 @@ def cut_stages(spec: ModelSpec, layers: tuple[range, ...], dtype: torch.dtype) -
 
 
 def holders(stages: Iterable[StageModel], routes: Iterable[tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Return for each parameter of the whole model its ranks of `pp`; `routes` as in `schedule.placement`."""
+    """Return for each parameter of the whole model its ranks of `pp`; `routes` as in `schedule.actions`."""
     ranks_of: defaultdict[str, set[int]] = defaultdict(set)
     for stage in stages:
         for name, _ in stage.named_parameters():

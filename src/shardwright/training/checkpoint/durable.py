@@ -9,6 +9,8 @@ PLACE/step-00000100/
 An object store has no rename, so a copy is published by writing its manifest last. Every rank copies a part of the
 files, then writes a marker that contains the sha256 of the manifest. The marker of an earlier, unfinished copy of
 another checkpoint with the same number of steps has a different sha256 and does not count.
+
+Copying checkpoints to `checkpoint.durable` during training: a thread of each rank copies its part.
 """
 
 import hashlib

@@ -11,6 +11,8 @@ LOCAL/                         one folder, seen by all ranks of one host
 The hosts form a ring, as in Gemini (Wang et al., SOSP '23). A thread of each rank writes and sends. Ranks exchange data
 in point-to-point messages over a separate process group (`messages`). When all shards have been written and copied,
 rank 0 has the records of all ranks and sends the manifest to them; each host then publishes the checkpoint.
+
+The keeper of each rank's shards on another host, and the file transfers between hosts: pure arithmetic.
 """
 
 import hashlib

@@ -4,6 +4,12 @@ Synchronous: every rank writes its shards, rank 0 publishes the checkpoint, then
 training continues at once. A thread of each rank copies its shards to host memory and writes the copies; training waits
 for the copying before it changes the tensors (`snapshot`). Rank 0's thread publishes when the records of all ranks have
 arrived (CheckFreq, Mohan et al., FAST '21: separate snapshot and persist phases, at most one checkpoint in progress).
+
+The copy of a rank's shards in host memory from which a background thread writes.
+
+A thread makes the copy while the next forward and backward passes read the weights. Training waits for the copy before
+it changes any weight (DataStates-LLM, Maurya et al., HPDC '24: lazy asynchronous multi-level checkpointing). The state
+of compressed gradients changes in a backward pass, so it is copied at once.
 """
 
 import copy
