@@ -48,6 +48,13 @@ SCALINGS: dict[str, dict[str, Any]] = {
     },
     "linear": {"rope_type": "linear", "factor": 4.0},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 4.0},
+    "yarn, one bound": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 1.0,
+        "beta_slow": 1.0,
+    },
     "yarn, exact bounds": {
         "rope_type": "yarn",
         "factor": 4.0,

@@ -96,6 +96,27 @@ def test_kimi_k2_is_a_deepseek_v3_of_a_trillion_parameters():
     assert round(resolve("kimi-k2").n_active_parameters / 1e9) in (32, 33)
 
 
+def test_the_configuration_of_kimi_k2_is_refused_for_its_weights_alone():
+    """Its YaRN has one bound for both ends, `beta_fast` and `beta_slow`."""
+    scaling = {"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "mscale": 1.0}
+    scaling |= {"mscale_all_dim": 1.0, "beta_fast": 1.0, "beta_slow": 1.0}
+    sizes = {
+        "n_routed_experts": 384, "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
+        "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+        "routed_scaling_factor": 2.827, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "q_lora_rank": 1536,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "moe_layer_freq": 1,
+        "num_nextn_predict_layers": 0, "ep_size": 1, "seq_aux": True, "aux_loss_alpha": 0.001,
+    }  # fmt: skip
+    config = _config(
+        "kimi_k2", "DeepseekV3ForCausalLM", (61, 7168, 64, 64, 18432, 163840, 131072), rms_norm_eps=1e-6,
+        rope_theta=50000.0, tie_word_embeddings=False, **sizes,
+    )  # fmt: skip
+    config["rope_scaling"] = scaling
+    assert find(config).spec(config).n_parameters == resolve("kimi-k2").n_parameters
+    with pytest.raises(ConfigError, match="the weights are quantised"):
+        find(config).spec(config | {"quantization_config": {"quant_method": "fp8"}})
+
+
 def test_an_unknown_architecture_names_its_blocks_that_no_table_has():
     config = PUBLISHED["olmo2-7b"][0] | {
         "model_type": "unknown", "attn_logit_softcapping_of_unknown": 50.0, "hidden_act": "quick_gelu",

@@ -126,9 +126,9 @@ class RopeScaling:
                 f"rope_scaling.high_freq_factor={self.high_freq_factor:g} is not greater than "
                 f"low_freq_factor={self.low_freq_factor:g}"
             )
-        if self.kind == "yarn" and self.beta_fast <= self.beta_slow:
+        if self.kind == "yarn" and self.beta_fast < self.beta_slow:
             broken.append(
-                f"rope_scaling.beta_fast={self.beta_fast:g} is not greater than beta_slow={self.beta_slow:g}; usual: "
+                f"rope_scaling.beta_fast={self.beta_fast:g} is less than beta_slow={self.beta_slow:g}; usual: "
                 f"32 and 1"
             )
         return broken
