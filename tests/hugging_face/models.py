@@ -89,6 +89,12 @@ def qwen2() -> nn.Module:
     return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**COMMON))
 
 
+def gemma() -> nn.Module:
+    # The factor of embeddings is kept in float32, so the root of the width is a whole number.
+    sizes = COMMON | {"hidden_size": 64, "pad_token_id": 0, "tie_word_embeddings": True}
+    return transformers.GemmaForCausalLM(transformers.GemmaConfig(**sizes))
+
+
 def smollm3(**more: Any) -> nn.Module:
     sizes = COMMON | {"num_hidden_layers": 4, "no_rope_layer_interval": 2, "pad_token_id": 0}
     return transformers.SmolLM3ForCausalLM(transformers.SmolLM3Config(**sizes | more))
@@ -164,6 +170,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "smollm2": smollm2,
     "mistral": mistral,
     "qwen2": qwen2,
+    "gemma": gemma,
     "smollm3": smollm3,
     "smollm3, biases": lambda: smollm3(attention_bias=True, mlp_bias=True),
     "qwen3": qwen3,

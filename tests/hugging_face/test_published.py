@@ -38,7 +38,14 @@ def _qwen2(*sizes: int, tied: bool = False) -> Config:
     return config
 
 
+def _gemma(*sizes: int, act: str) -> Config:
+    more = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "head_dim": 256, "hidden_activation": None}
+    return _config("gemma", "GemmaForCausalLM", (*sizes, 256000, 8192), **more) | {"hidden_act": act}
+
+
 PUBLISHED: dict[str, tuple[Config, int]] = {
+    "gemma-2b": (_gemma(18, 2048, 8, 1, 16384, act="gelu"), 2_506_172_416),
+    "gemma-7b": (_gemma(28, 3072, 16, 16, 24576, act="gelu_pytorch_tanh"), 8_537_680_896),
     "qwen2.5-0.5b": (_qwen2(24, 896, 14, 2, 4864, 151936, tied=True), 494_032_768),
     "qwen2.5-1.5b": (_qwen2(28, 1536, 12, 2, 8960, 151936, tied=True), 1_543_714_304),
     "qwen2.5-7b": (_qwen2(28, 3584, 28, 4, 18944, 152064), 7_615_616_512),

@@ -152,6 +152,14 @@ class Architecture:
         written |= {key: value[0] if isinstance(value, tuple) else value for key, value in self.fixed.items()}
         return written | (write_rope(spec) if spec.positions == "rope" else {})
 
+    def writes(self, spec: ModelSpec) -> bool:
+        """Return whether the config.json of a model can be written and read, even if it is then another model."""
+        try:
+            self.spec(self.config(spec))
+        except ConfigError:
+            return False
+        return True
+
     def misfits(self, spec: ModelSpec) -> list[str]:
         """Return why a model is not of this architecture: fields that change by writing and reading config.json."""
         try:
@@ -266,7 +274,8 @@ def architecture_of(spec: ModelSpec, model_type: str | None = None) -> Architect
         return ARCHITECTURES[fitting[0]]
     if model_type is not None:
         raise ConfigError(f"--architecture {model_type}: the model is another: {'; '.join(misfits[model_type])}")
-    name = min(misfits, key=lambda name: len(misfits[name]))
+    # An architecture that cannot write the model's config.json at all is not near, whatever the number of reasons.
+    name = min(misfits, key=lambda name: (not ARCHITECTURES[name].writes(spec), len(misfits[name])))
     raise ConfigError(
         f"transformers has no architecture for this model among {', '.join(ARCHITECTURES)}; the nearest is {name}: "
         f"{'; '.join(misfits[name])}"

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from shardwright.hugging_face import (
     deepseek_v3,
+    gemma,
     gpt2,
     granite,
     llama,
@@ -83,6 +84,7 @@ _BUILT_IN = (
     phi3,
     qwen2,
     smollm3,
+    gemma,
 )  # their imports register them
 
 

@@ -32,6 +32,7 @@ SMOLLM3 = register(
         fixed={"hidden_act": "silu", "use_sliding_window": False},
         complete=lambda config: llama.complete(
             {"num_key_value_heads": 4, "no_rope_layer_interval": 4, "attention_bias": False, "mlp_bias": False}
+            | {"rope_theta": 2000000.0}
             | config,
             tied=True,
         ),

@@ -8,6 +8,7 @@ al. (SC21, arXiv 2104.04473) and table 3 of Korthikanti et al. (arXiv 2205.05198
 published ones.
 """
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +32,11 @@ def _llama3(n_layers: int, d_model: int, n_heads: int, d_ffn: int, *, factor: fl
     scaling = RopeScaling(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192)
     more = {"rope_theta": 500000.0, "rope_scaling": scaling, "tied_embedding": tied}
     return _spec(n_layers, d_model, n_heads, 8, d_model // n_heads, d_ffn, 128256, 131072, **more)
+
+
+def _gemma(n_layers: int, d_model: int, n_heads: int, kv_heads: int, d_ffn: int) -> ModelSpec:
+    norms = {"norm_eps": 1e-6, "norm_offset": True, "embedding_scale": math.sqrt(d_model), "tied_embedding": True}
+    return _spec(n_layers, d_model, n_heads, kv_heads, 256, d_ffn, 256000, 8192, activation="geglu_tanh", **norms)
 
 
 def _qwen2(n_layers: int, d_model: int, n_heads: int, kv_heads: int, d_ffn: int, vocab: int = 152064) -> ModelSpec:
@@ -113,6 +119,8 @@ PRESETS: dict[str, ModelSpec] = {
     "qwen2.5-7b": _qwen2(28, 3584, 28, 4, 18944),
     "qwen2.5-32b": _qwen2(64, 5120, 40, 8, 27648),
     "qwen2.5-72b": _qwen2(80, 8192, 64, 8, 29568),
+    "gemma-2b": _gemma(18, 2048, 8, 1, 16384),
+    "gemma-7b": _gemma(28, 3072, 16, 16, 24576),
     "qwen3-0.6b": _qwen3(28, 1024, 16, 3072, tied_embedding=True),
     "qwen3-8b": _qwen3(36, 4096, 32, 12288),
     "qwen3-32b": _qwen3(64, 5120, 64, 25600),

@@ -128,8 +128,7 @@ class RopeScaling:
             )
         if self.kind == "yarn" and self.beta_fast < self.beta_slow:
             broken.append(
-                f"rope_scaling.beta_fast={self.beta_fast:g} is less than beta_slow={self.beta_slow:g}; usual: "
-                f"32 and 1"
+                f"rope_scaling.beta_fast={self.beta_fast:g} is less than beta_slow={self.beta_slow:g}; usual: 32 and 1"
             )
         return broken
 

@@ -73,6 +73,11 @@ SCALE = {
         [Layout(pp=2)],
         spec={"nope_interval": 2},
     ),
+    "the embedding of Gemma is not scaled": UnitBug(
+        Mutation("shardwright.hugging_face.gemma:complete", "math.sqrt(config.get('hidden_size', 0))", "1.0"),
+        LOGITS,
+        ("gemma",),
+    ),
     "keys have no bias": UnitBug(
         Mutation(
             "shardwright.model.attention:Attention.__init__",
