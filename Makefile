@@ -39,7 +39,7 @@ unexport PYTHONDONTWRITEBYTECODE
 	@touch $@
 
 # lm-eval brings 29 packages, 146 MB: only `make prove` runs it; in `make test` tests/generation/lm_eval_interface.py does.
-.venv/.prove: .venv/.prove
+.venv/.prove: .venv/.dev
 	$(PIP) -e '.[lm-eval]'
 	@touch $@
 
