@@ -16,6 +16,7 @@ from shardwright.layout.layout import Layout
 from shardwright.model.modules import FAMILIES
 from shardwright.model.presets import PRESETS
 from shardwright.model.sections import AuxScope, LatentAttentionSpec, MoESpec, RopeScaling, Scaling, Score
+from shardwright.model.sizes import NormPosition
 from shardwright.model.spec import Activation, ModelSpec, Norm, Positions
 from shardwright.optimizers import OPTIMIZERS
 from shardwright.split import rules
@@ -160,6 +161,8 @@ def _spec(rng: Random, layout: Layout, *, n_layers: int, seq_len: int, experts: 
     positions: Positions = "rope" if latent else rng.choice(get_args(Positions))
     head_dim = latent.v_dim if latent else rng.choice((4, 6, 8) if positions == "rope" else (4, 5, 7, 8))
     max_seq_len = seq_len * rng.choice((1, 1, 2))
+    norm, qk_norm = rng.choice(get_args(Norm)), not latent and rng.random() < 0.4
+    bias = not latent and not experts and rng.random() < 0.4
     return ModelSpec(
         family=family,
         n_layers=n_layers,
@@ -170,14 +173,24 @@ def _spec(rng: Random, layout: Layout, *, n_layers: int, seq_len: int, experts: 
         d_ffn=layout.tp * rng.randint(3, 12),
         vocab_size=rng.randint(17, 97),
         max_seq_len=max_seq_len,
-        norm=rng.choice(get_args(Norm)),
+        norm=norm,
+        norm_position=rng.choice(get_args(NormPosition)) if family == "decoder" else "before",
+        norm_offset=norm == "rmsnorm" and rng.random() < 0.3,
+        norm_bias=norm == "rmsnorm" or rng.random() < 0.7,
         norm_eps=rng.choice((1e-5, 1e-6)),
         activation=rng.choice(get_args(Activation)),
         positions=positions,
         rope_theta=rng.choice((1e4, 5e5)),
         rope_scaling=_scaling(rng, seq_len) if positions == "rope" and rng.random() < 0.4 else None,
-        qk_norm=not latent and rng.random() < 0.4,
-        bias=not latent and not experts and rng.random() < 0.4,
+        qk_norm=qk_norm,
+        qk_norm_whole=qk_norm and rng.random() < 0.5,
+        embedding_scale=rng.choice((1.0, 1.0, 3.0)),
+        residual_scale=rng.choice((1.0, 1.0, 0.6)),
+        attention_scale=0.0 if latent else rng.choice((0.0, 0.0, 0.2)),
+        logit_divisor=rng.choice((1.0, 1.0, 1.7)),
+        bias=bias,
+        qkv_bias=not latent and not bias and rng.random() < 0.3,
+        nope_interval=rng.choice((0, 0, 1, n_layers)) if positions == "rope" and not latent else 0,
         tied_embedding=rng.random() < 0.4,
         dropout=rng.choice((0.0, 0.0, 0.1, 0.3)),
         moe=_experts(rng, layout, n_layers) if experts else None,

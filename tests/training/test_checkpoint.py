@@ -203,6 +203,7 @@ FREE = ("dropout", "init_std", "max_seq_len")
 OTHERS = {
     "family": "of an extension",
     "norm": "layernorm",
+    "norm_position": "after",
     "activation": "gelu_tanh",
     "positions": "learned",
     "rope_scaling": RopeScaling(kind="linear", factor=2.0),

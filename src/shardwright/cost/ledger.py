@@ -300,6 +300,7 @@ _SYMBOLS = (
     ("predictions", "", "tokens that are predicted at a position: one, and one by each MTP module"),
     ("inner expert_inner", "", "features between the matmuls of networks for all tokens, of an expert"),
     ("norms branches inputs", "", "of a layer: norms, results added to the residual stream, tensors that matmuls read"),
+    ("normed_inputs", "", "of these tensors the outputs of norms, not the residual stream itself"),
     ("N_matmul N_last", "", "elements of the matrices that a token is multiplied by; of the last of layers, which full "
      "recomputation leaves out"),
     ("column kv_column row replicated per_head vocabulary", "", "parameters of a layer, by how tp splits them"),

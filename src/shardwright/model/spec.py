@@ -80,6 +80,8 @@ class ModelSpec(ModelSizes):
                 f"nope_interval={self.nope_interval} for {self.n_layers} layers; valid: 0 (all layers rotate) to "
                 f"{self.n_layers}, usual: 4"
             )
+        if self.nope_interval and self.latent_attention:
+            yield "nope_interval goes with plain attention; latent attention rotates in every layer"
         if self.nope_interval and self.positions != "rope":
             yield "nope_interval goes with positions='rope'; with positions='learned' no layer rotates"
         if self.mtp_modules < 0:
