@@ -50,6 +50,7 @@ def mutated(*mutations: Mutation) -> Iterator[None]:
     """
     originals: dict[tuple[Any, str], Any] = {}
     trees: dict[str, ast.AST] = {}
+    codes: dict[Any, tuple[Any, ...]] = {}
     try:
         for mutation in mutations:
             module_name, _, path = mutation.function.partition(":")
@@ -60,11 +61,27 @@ def mutated(*mutations: Mutation) -> Iterator[None]:
             if mutation.function not in trees:
                 trees[mutation.function] = ast.parse(textwrap.dedent(inspect.getsource(original)))
             tree = trees[mutation.function] = mutation.applied_to(trees[mutation.function])
-            setattr(owner, name, _compiled(tree, owner, name, module.__dict__))
+            replacement = _compiled(tree, owner, name, module.__dict__)
+            if _is_plain(original) and _is_plain(replacement):
+                codes.setdefault(original, (original.__code__, original.__defaults__, original.__kwdefaults__))
+                _set_code(original, replacement.__code__, replacement.__defaults__, replacement.__kwdefaults__)
+            else:
+                setattr(owner, name, replacement)
         yield
     finally:
+        for original, code in codes.items():
+            _set_code(original, *code)
         for (owner, name), original in originals.items():
             setattr(owner, name, original)
+
+
+def _is_plain(function: Any) -> bool:
+    """Return whether a function's code can be exchanged in place, so that tables which hold the function run the bug."""
+    return inspect.isfunction(function) and not function.__code__.co_freevars
+
+
+def _set_code(function: Any, code: Any, defaults: Any, keyword_defaults: Any) -> None:
+    function.__code__, function.__defaults__, function.__kwdefaults__ = code, defaults, keyword_defaults
 
 
 def _compiled(tree: Any, owner: Any, name: str, namespace: dict[str, Any]) -> Any:
