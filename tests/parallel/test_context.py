@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardwright.model.attention import causal_attention
 from shardwright.parallel import ring
-from shardwright.parallel.blocks import DENSE, FLASH_CPU, FLASH_CUDA, kernel_for, merge
+from shardwright.model.blocks import DENSE, FLASH_CPU, FLASH_CUDA, kernel_for, merge
 from tests.distributed import run_ranks
 from tests.mutation import Mutation, mutated
 from tests.parallel.attention import (

@@ -16,6 +16,8 @@ OFFSET = SWITCHES | {"norm_position": "both", "norm_offset": True, "activation":
 WITHOUT_BIAS = {"norm": "layernorm", "norm_bias": False, "activation": "gelu", "norm_position": "both"}
 PLACES = {"qkv_bias": True, "nope_interval": 2, "qk_norm": True}
 MIXTURE = SWITCHES | {"moe": EXPERTS, "mtp_modules": 1}
+WINDOWS = {"window": 5, "global_interval": 2, "window_rope_theta": 300.0, "attention_sinks": True, "o_bias": True}
+CAPS = {"window": 7, "attention_softcap": 0.3, "logit_softcap": 0.2, "norm_position": "both", "qkv_bias": True}
 CASES = {
     "tp": (SWITCHES, Layout(tp=2, sequence_parallel=False)),
     "tp with token shards, selective": (OFFSET, Layout(tp=2, sequence_parallel=True, recompute="selective")),
@@ -29,6 +31,19 @@ CASES = {
     "tp, ep": (MIXTURE, Layout(tp=2, sequence_parallel=True, ep=2)),
     "qkv biases and layers without rotation, tp, kv replicas": (PLACES, Layout(tp=4, sequence_parallel=True)),
     "qkv biases and layers without rotation, pp, cp": (PLACES, Layout(pp=2, cp=2, recompute="selective")),
+    "windows, sinks, tp": (WINDOWS, Layout(tp=2, sequence_parallel=False)),
+    "windows, sinks, tp with token shards, selective": (
+        WINDOWS, Layout(tp=4, sequence_parallel=True, recompute="selective")
+    ),
+    "windows, sinks, ring": (WINDOWS, Layout(cp=2, cp_method="ring")),
+    "windows, sinks, zigzag, full": (WINDOWS, Layout(cp=2, cp_method="zigzag", recompute="full")),
+    "windows, sinks, allgather, tp": (WINDOWS, Layout(cp=2, cp_method="allgather", tp=2)),
+    "windows, sinks, ulysses, ZeRO 3": (WINDOWS, Layout(cp=2, cp_method="ulysses", dp_shard=2, zero=3)),
+    "windows, sinks, usp": (WINDOWS, Layout(cp=4, cp_method="usp", ulysses_degree=2)),
+    "windows, sinks, pp, split": (WINDOWS, Layout(pp=2, pp_schedule="zb-h1")),
+    "soft caps, tp, chunked loss": (CAPS, Layout(tp=2, sequence_parallel=True, loss_chunk_tokens=8)),
+    "soft caps, cp, pp": (CAPS, Layout(cp=2, pp=2)),
+    "soft caps, zero 2": (CAPS, Layout(dp_shard=2, zero=2, recompute="selective")),
     "LayerNorm without bias, tp": (WITHOUT_BIAS, Layout(tp=2, sequence_parallel=True)),
 }
 

@@ -8,18 +8,21 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from shardwright.model.device_type import device_type, to_device
 from shardwright.model.documents import Documents
 from shardwright.model.matmul import Linear
 from shardwright.model.norm import rms_norm
+from shardwright.model.piece_attention import AttentionRule, piece_attention
 from shardwright.model.recompute import part
 from shardwright.model.rotary import rotate
 from shardwright.model.spec import ModelSpec
+from shardwright.model.varlen import cumulative, has_varlen
 from shardwright.system.torch_private import varlen_attention
 
-Attend = Callable[[Tensor, Tensor, Tensor, Documents | None], Tensor]
-"""(q_BTHC, k_BTKC, v_BTKC, documents) -> o_BTHC"""
+Attend = Callable[..., Tensor]
+"""(q_BTHC, k_BTKC, v_BTKC, documents or None) -> o_BTHC; in a layer with an `AttentionRule` this is a fifth
+argument."""
 
 
 class Attention(nn.Module):
@@ -30,7 +33,7 @@ class Attention(nn.Module):
     `attend` is `attend` of this module or a replacement that computes the same, such as context-parallel attention.
     """
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, layer: int = 0) -> None:
         super().__init__()
         d, c = spec.d_model, spec.head_dim
         self.head_dim = c
@@ -39,7 +42,10 @@ class Attention(nn.Module):
         self.q = Linear(d, spec.n_heads * c, bias=bias)
         self.k = Linear(d, spec.n_kv_heads * c, bias=bias)
         self.v = Linear(d, spec.n_kv_heads * c, bias=bias)
-        self.o = Linear(spec.n_heads * c, d, bias=spec.bias)
+        self.o = Linear(spec.n_heads * c, d, bias=spec.bias or spec.o_bias)
+        self.sinks = nn.Parameter(torch.empty(spec.n_heads)) if spec.attention_sinks else None
+        rule = AttentionRule(spec.layer_window(layer), spec.attention_softcap)
+        self.rule = rule if any(rule) or spec.attention_sinks else None
         self.query_scale = spec.query_scale
         self.norm_whole = spec.qk_norm_whole
         q_width, k_width = (spec.n_heads * c, spec.n_kv_heads * c) if self.norm_whole else (c, c)
@@ -56,9 +62,18 @@ class Attention(nn.Module):
         k_BTKC = _place(k_BTKC, self.k_norm, rotary_2TC, self.norm_whole)
 
         def attended(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor) -> Tensor:
-            return self.attend(q_BTHC, k_BTKC, v_BTKC, documents).flatten(-2)
+            if self.rule is None:
+                return self.attend(q_BTHC, k_BTKC, v_BTKC, documents).flatten(-2)
+            return self.attend(q_BTHC, k_BTKC, v_BTKC, documents, self._rule(self.rule)).flatten(-2)
 
-        return self.o(part("attention", attended, q_BTHC, k_BTKC, v_BTKC, compiles=documents is None))
+        sinks = [] if self.sinks is None else [self.sinks]
+        compiles = documents is None and self.rule is None
+        return self.o(part("attention", attended, q_BTHC, k_BTKC, v_BTKC, weights=sinks, compiles=compiles))
+
+    def _rule(self, rule: AttentionRule) -> AttentionRule:
+        if self.sinks is None:
+            return rule
+        return rule._replace(sinks_H=self.sinks.to_local() if isinstance(self.sinks, DTensor) else self.sinks)
 
 
 def _place(
@@ -79,8 +94,17 @@ def _place(
     return placed(x_BTHC) if norm is None else part("rope", placed, x_BTHC, weights=list(norm.parameters()))
 
 
-def attend(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, documents: Documents | None = None) -> Tensor:
-    """Return the attention of every token to itself and to earlier tokens, of its document if given; (B, T, H, C)."""
+def attend(
+    q_BTHC: Tensor,
+    k_BTKC: Tensor,
+    v_BTKC: Tensor,
+    documents: Documents | None = None,
+    rule: AttentionRule | None = None,
+) -> Tensor:
+    """Return the attention of every token to itself and to earlier tokens, of its document if given, by `rule`;
+    (B, T, H, C)."""
+    if rule is not None:
+        return piece_attention(q_BTHC, k_BTKC, v_BTKC, documents, rule)
     if documents is None:
         return causal_attention(q_BTHC, k_BTKC, v_BTKC)
     return document_attention(q_BTHC, k_BTKC, v_BTKC, documents.lengths)
@@ -112,16 +136,5 @@ def document_attention(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, lengths: 
     return o_NHC.unflatten(0, q_BTHC.shape[:2])
 
 
-def has_varlen(q: Tensor) -> bool:
-    """Return whether PyTorch has variable-length attention for a tensor's device, type and head width (last dim)."""
-    width = q.shape[-1]
-    return device_type(q) == "cuda" and q.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
-
-
 def _varlen_attention(q_NHC: Tensor, k_NKC: Tensor, v_NKC: Tensor, documents: list[int]) -> Tensor:
     return varlen_attention(q_NHC, k_NKC, v_NKC, cumulative(documents, q_NHC.device), max(documents))
-
-
-def cumulative(lengths: list[int], device: torch.device) -> Tensor:
-    """Return 0 and the sums of the first 1, 2, ... lengths, int32, as variable-length kernels need them."""
-    return to_device(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), device)

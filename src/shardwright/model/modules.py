@@ -185,9 +185,12 @@ def attention(spec: ModelSizes, input: str | None = None) -> Iterator[Row]:
         for name, split, heads in columns[:2]:
             width, of_norm = (heads * c, split) if spec.qk_norm_whole else (c, "per_head")
             yield from norm(f"attention.{name}_norm", width, split=of_norm, offset=spec.norm_offset)
+    if spec.attention_sinks:
+        yield Row(name="attention.sinks", shape=(spec.n_heads,), kind="bias", split="column")
     yield from linear(
-        "attention.o", h, spec.n_heads * c, "row", "attention", std=residual_std(spec), bias=bias, ordered=True
-    )
+        "attention.o", h, spec.n_heads * c, "row", "attention",
+        std=residual_std(spec), bias=bias or spec.o_bias, ordered=True,
+    )  # fmt: skip
 
 
 def latent_attention(spec: ModelSizes, input: str | None = None) -> Iterator[Row]:

@@ -6,6 +6,7 @@ Shapes: B batch, T tokens, H heads, C rotated elements of one head: `rope_dim`, 
 """
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -64,8 +65,12 @@ def rotary_table(spec: ModelSpec, positions_T: Tensor, dtype: torch.dtype) -> Te
 
     Angles are computed in float64 and rounded once to `dtype`. The table is computed in every forward pass and not
     stored, so `to_empty`, a move to another device or a dry run cannot leave a wrong one. It includes YaRN's factor of
-    queries and keys.
+    queries and keys. With `window_rope_theta` two tables are stacked: of other layers, and of windowed layers.
     """
+    if spec.window_rope_theta:
+        local = replace(spec, rope_theta=spec.window_rope_theta, rope_scaling=None, window_rope_theta=0.0)
+        tables = [rotary_table(each, positions_T, dtype) for each in (replace(spec, window_rope_theta=0.0), local)]
+        return torch.stack(tables)
     angles_TC = positions_T[..., None].to(torch.float64) * frequencies(spec, positions_T.device)
     cos_TC, sin_TC = angles_TC.cos(), angles_TC.sin()
     table = torch.stack((torch.cat((cos_TC, cos_TC), -1), torch.cat((-sin_TC, sin_TC), -1)))

@@ -98,6 +98,38 @@ class ModelSizes:
         default=0,
         metadata={"help": "With rope: in every n-th layer nothing is rotated (SmolLM3: 4); 0: all layers rotate."},
     )
+    window: int = field(
+        default=0,
+        metadata={
+            "help": "A token of a windowed layer attends to the last so many tokens, itself included (Mistral); "
+            "0: no layer has a window."
+        },
+    )
+    global_interval: int = field(
+        default=0,
+        metadata={"help": "With window: every n-th layer attends to all tokens (Gemma 2: 2, Gemma 3: 6); 0: no layer."},
+    )
+    window_from: int = field(
+        default=0, metadata={"help": "With window: layers before this number, from 0, have no window (Qwen2)."}
+    )
+    window_rope_theta: float = field(
+        default=0.0,
+        metadata={
+            "help": "With window and rope: base of the rotary frequencies in windowed layers, without rope_scaling "
+            "(Gemma 3: 10000); 0: as in other layers."
+        },
+    )
+    attention_sinks: bool = field(
+        default=False, metadata={"help": "Each head has a trained logit without a value in its softmax (gpt-oss)."}
+    )
+    attention_softcap: float = field(
+        default=0.0,
+        metadata={"help": "Attention scores s become softcap * tanh(s / softcap) (Gemma 2: 50); 0: as they are."},
+    )
+    logit_softcap: float = field(
+        default=0.0, metadata={"help": "Logits z become softcap * tanh(z / softcap) (Gemma 2: 30); 0: as they are."}
+    )
+    o_bias: bool = field(default=False, metadata={"help": "Bias in the projection of attention's output (gpt-oss)."})
     tied_embedding: bool = field(default=False, metadata={"help": "The head uses the embedding's matrix."})
     dropout: float = field(
         default=0.0,
@@ -132,6 +164,11 @@ class ModelSizes:
     def rotates(self, layer: int) -> bool:
         """Return whether layer number `layer`, from 0, rotates queries and keys."""
         return self.positions == "rope" and not (self.nope_interval and (layer + 1) % self.nope_interval == 0)
+
+    def layer_window(self, layer: int) -> int:
+        """Return the window of layer number `layer`, from 0; 0: it attends to all tokens."""
+        is_global = self.global_interval and (layer + 1) % self.global_interval == 0
+        return 0 if layer < self.window_from or is_global else self.window
 
     @property
     def norm_before(self) -> bool:

@@ -93,6 +93,7 @@ class ModelSpec(ModelSizes):
         if not self.norm_eps > 0:
             yield f"norm_eps={self.norm_eps:g} is not positive; usual: 1e-6 to 1e-5"
         yield from self._norm_and_scale_problems()
+        yield from self._window_problems()
         if not self.init_std > 0:
             yield f"init_std={self.init_std:g} is not positive; usual: 0.02"
 
@@ -114,6 +115,31 @@ class ModelSpec(ModelSizes):
             )
         if self.attention_scale and self.latent_attention is not None:
             yield "attention_scale goes with plain attention; latent_attention scales its scores by rope_scaling"
+
+    def _window_problems(self) -> Iterator[str]:
+        if not 0 <= self.window <= self.max_seq_len:
+            yield (
+                f"window={self.window} for sequences of max_seq_len={self.max_seq_len} tokens; valid: 0 (none) to "
+                f"{self.max_seq_len}"
+            )
+        for name in ("global_interval", "window_from"):
+            if not 0 <= getattr(self, name) <= self.n_layers:
+                yield f"{name}={getattr(self, name)} for {self.n_layers} layers; valid: 0 to {self.n_layers}"
+            if getattr(self, name) and not self.window:
+                yield f"{name}={getattr(self, name)} without a window has no effect; set window, or leave {name} out"
+        if self.window_rope_theta:
+            if not self.window or self.positions != "rope":
+                yield "window_rope_theta goes with a window and positions='rope'; otherwise it has no effect"
+            if self.window_rope_theta <= 1:
+                yield f"window_rope_theta={self.window_rope_theta:g} is not greater than 1; usual: 10000, or 0"
+        for name in ("attention_softcap", "logit_softcap"):
+            if not 0 <= getattr(self, name) < math.inf:
+                yield f"{name}={getattr(self, name):g} is not a positive number; usual: 30 or 50, or 0 for none"
+        special = [name for name in ("window", "attention_softcap", "attention_sinks", "o_bias") if getattr(self, name)]
+        if special and self.latent_attention is not None:
+            yield f"{special[0]} goes with plain attention; latent attention attends to all tokens, without biases"
+        if self.o_bias and self.bias:
+            yield "o_bias=true with bias=true says the same twice: bias has all linears; leave o_bias out"
 
     def _latent_problems(self, latent: LatentAttentionSpec) -> Iterator[str]:
         yield from latent.problems()

@@ -54,12 +54,13 @@ class Block(nn.Module):
         super().__init__()
         before, after = spec.norm_before, spec.norm_after
         self.attention_norm = residual_norm(spec) if before else None
-        self.attention = Attention(spec) if spec.latent_attention is None else LatentAttention(spec)
+        self.attention = Attention(spec, layer) if spec.latent_attention is None else LatentAttention(spec)
         self.attention_post_norm = residual_norm(spec) if after else None
         self.ffn_norm = residual_norm(spec) if before else None
         self.ffn = MoE(spec) if spec.has_experts(layer) else FeedForward(spec, spec.d_ffn)
         self.ffn_post_norm = residual_norm(spec) if after else None
         self.residual_scale, self.rotates = spec.residual_scale, spec.rotates(layer)
+        self.table = int(spec.layer_window(layer) > 0) if spec.window_rope_theta else None
         self.dropout = KeyedDropout(spec.dropout)
 
     def forward(
@@ -74,6 +75,8 @@ class Block(nn.Module):
         """(B, T, D) -> (B, T, D). `site_keys_2B`: the random keys of the two branches; `real`: the tokens that experts
         compute, if there is padding."""
         keys_B, ffn_keys_B = (None, None) if site_keys_2B is None else site_keys_2B.unbind(0)
+        if self.table is not None and rotary_2TC is not None:
+            rotary_2TC = rotary_2TC[self.table]
         rotary_2TC = rotary_2TC if self.rotates else None
         attended_BTD = self.attention(_normed(self.attention_norm, x_BTD), rotary_2TC, documents)
         attended_BTD = self.branch(self.attention_post_norm, attended_BTD)
@@ -265,8 +268,10 @@ class Transformer(nn.Module):
         return self.logits(x_BTD) if self.applies_head else x_BTD
 
     def logits(self, x_BTD: Tensor) -> Tensor:
-        """Apply the head, or the tied embedding's matrix; (B, T, D) -> (B, T, V)."""
-        return linear(x_BTD, self.embedding.weight) if self.head is None else self.head(x_BTD)
+        """Apply the head, or the tied embedding's matrix, and the soft cap; (B, T, D) -> (B, T, V)."""
+        logits_BTV = linear(x_BTD, self.embedding.weight) if self.head is None else self.head(x_BTD)
+        cap = self.spec.logit_softcap
+        return cap * (logits_BTV / cap).tanh() if cap else logits_BTV
 
 
 def _embedded(positions_T: Tensor, documents: Documents | None) -> Tensor:

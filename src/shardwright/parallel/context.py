@@ -41,10 +41,11 @@ from torch import Tensor
 
 from shardwright.layout.keys import CP_METHODS
 from shardwright.model.attention import attend
+from shardwright.model.blocks import accumulator_dtype, kernel_for, merge
 from shardwright.model.documents import Documents
-from shardwright.parallel.blocks import accumulator_dtype, kernel_for, merge
+from shardwright.model.piece_attention import AttentionRule, PieceAttention
 from shardwright.parallel.collectives import all_gather_single
-from shardwright.parallel.documents import DocumentAttention, Ring
+from shardwright.parallel.documents import Ring, RingKeys
 from shardwright.parallel.ring import RingAttention
 from shardwright.parallel.ulysses import HeadsToTokens, TokensToHeads
 from shardwright.split.documents import plan
@@ -74,28 +75,50 @@ class ContextAttention:
         self.ulysses = ulysses
         self.deals_documents = deals_documents
 
-    def __call__(self, q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, documents: Documents | None = None) -> Tensor:
+    def __call__(
+        self,
+        q_BTHC: Tensor,
+        k_BTKC: Tensor,
+        v_BTKC: Tensor,
+        documents: Documents | None = None,
+        rule: AttentionRule | None = None,
+    ) -> Tensor:
         if self.ulysses is None:
-            return self._over_ring(q_BTHC, k_BTKC, v_BTKC, documents)
+            return self._over_ring(q_BTHC, k_BTKC, v_BTKC, documents, rule)
         q_BShC, k_BSkC, v_BSkC = TokensToHeads.apply(q_BTHC, k_BTKC, v_BTKC, self.ulysses)
-        o_BTHC = self._over_ring(q_BShC, k_BSkC, v_BSkC, documents)
+        if rule is not None and rule.sinks_H is not None:
+            sinks_h = rule.sinks_H.unflatten(0, (self.ulysses.size(), -1))[self.ulysses.rank()]
+            rule = rule._replace(sinks_H=sinks_h)
+        o_BTHC = self._over_ring(q_BShC, k_BSkC, v_BSkC, documents, rule)
         return HeadsToTokens.apply(o_BTHC, self.ulysses)
 
-    def _over_ring(self, q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, documents: Documents | None) -> Tensor:
+    def _over_ring(
+        self, q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, documents: Documents | None, rule: AttentionRule | None
+    ) -> Tensor:
         if self.ring is None:
-            return attend(q_BTHC, k_BTKC, v_BTKC, documents)
-        if documents is not None:
-            return self._within_documents(q_BTHC, k_BTKC, v_BTKC, documents, self.ring)
+            return attend(q_BTHC, k_BTKC, v_BTKC, documents, rule)
+        if documents is not None or rule is not None:
+            return self._in_pieces(q_BTHC, k_BTKC, v_BTKC, documents, rule or AttentionRule(), self.ring)
         if self.method == "allgather":
             return GatherAttention.apply(q_BTHC, k_BTKC, v_BTKC, self.ring)
         return RingAttention.apply(q_BTHC, k_BTKC, v_BTKC, self.ring, self.method != "ring")
 
     @torch.compiler.disable  # the plan differs from one micro-batch to the next
-    def _within_documents(
-        self, q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, documents: Documents, ring: dist.ProcessGroup
+    def _in_pieces(
+        self,
+        q_BTHC: Tensor,
+        k_BTKC: Tensor,
+        v_BTKC: Tensor,
+        documents: Documents | None,
+        rule: AttentionRule,
+        ring: dist.ProcessGroup,
     ) -> Tensor:
-        at = plan(documents.lengths, self.method, ring.size(), ring.rank(), self.deals_documents)
-        return DocumentAttention.apply(q_BTHC, k_BTKC, v_BTKC, at, Ring(ring, self.method == "allgather"))
+        n, t = ring.size(), q_BTHC.shape[1]
+        lengths = ((n * t,),) * len(q_BTHC) if documents is None else documents.lengths
+        deals = self.deals_documents and documents is not None
+        at = plan(lengths, self.method, n, ring.rank(), deals, rule.window)
+        keys = RingKeys(at, Ring(ring, self.method == "allgather"))
+        return PieceAttention.apply(q_BTHC, k_BTKC, v_BTKC, rule.sinks_H, at.pieces, rule.softcap, keys)
 
 
 class GatherAttention(torch.autograd.Function):

@@ -12,9 +12,9 @@ M of the rank's tokens, each counted once for every rank that needs it:
 |                         |                                 | gradients, 2MKC                                 |
 | `allgather`             | one all-to-all, 2MKC            | two all-to-alls, 2MKC each                      |
 
-The messages of a step overlap with the attention of the step before. Outputs of pieces are merged by their log-sum-exp
-(`blocks.py`). A query always has its own key, in the first step, and a piece always has keys, so no log-sum-exp of an
-empty block is ever computed or merged. Gradients are sent in the activations' type and summed in fp32 or wider.
+The messages of a step overlap with the attention of the step before (`model/piece_attention.py`). Gradients are sent
+in the activations' type and summed in fp32 or wider. Attention within a window, with or without documents, is planned
+and computed in the same way: keys outside of the windows of a rank's queries are not sent to it.
 
 Shapes: B sequences, T tokens of each (local), N = B T, M tokens received, H heads, K kv heads, C width of one head, r
 ranks of the ring; 2 is k and v.
@@ -22,18 +22,15 @@ ranks of the ring; 2 is k and v.
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.model.attention import has_varlen
-from shardwright.parallel import varlen
-from shardwright.parallel.blocks import accumulator_dtype, kernel_for, merge
 from shardwright.parallel.point_to_point import PendingMessage, TensorMessage, start
 from shardwright.parallel.ring import GRADIENTS, IN_WORDS, KEYS
-from shardwright.split.documents import AttentionPiece, RingPlan
+from shardwright.split.documents import RingPlan
 
 
 class Ring(NamedTuple):
@@ -43,92 +40,26 @@ class Ring(NamedTuple):
     together: bool
 
 
-class DocumentAttention(torch.autograd.Function):
-    """(q_BTHC, k_BTKC, v_BTKC, plan, ring) -> o_BTHC: causal attention within the documents of all ranks of a ring."""
-
-    @staticmethod
-    def forward(ctx: Any, q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, plan: RingPlan, ring: Ring) -> Tensor:
-        q_1HNC, own_2NKC = _heads_first(q_BTHC.flatten(0, 1)), torch.stack((k_BTKC, v_BTKC)).flatten(1, 2)
-        wide = accumulator_dtype(q_1HNC.dtype)
-        o_1HNC = torch.empty_like(q_1HNC, dtype=wide)
-        lse_1HN = torch.empty(q_1HNC.shape[:3], dtype=wide, device=q_1HNC.device)
-        for step, held_2MKC in _keys(own_2NKC, plan, ring):
-            k_1KMC, v_1KMC = map(_heads_first, held_2MKC)
-            for rows, block_o, block_lse in attend(q_1HNC, k_1KMC, v_1KMC, plan.pieces[step]):
-                if step == 0:
-                    o_1HNC[:, :, rows], lse_1HN[:, :, rows] = block_o.to(wide), block_lse.to(wide)
-                    continue
-                o, lse = o_1HNC[:, :, rows], lse_1HN[:, :, rows]
-                merge(o, lse, block_o, block_lse)
-                o_1HNC[:, :, rows], lse_1HN[:, :, rows] = o, lse
-        o_1HNC = o_1HNC.to(q_1HNC.dtype)
-        ctx.save_for_backward(q_BTHC, own_2NKC, o_1HNC, lse_1HN)
-        ctx.plan, ctx.ring = plan, ring
-        return _tokens_first(o_1HNC).unflatten(0, q_BTHC.shape[:2])
-
-    @staticmethod
-    def backward(ctx: Any, do_BTHC: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        q_BTHC, own_2NKC, o_1HNC, lse_1HN = ctx.saved_tensors
-        plan, ring, dtype = ctx.plan, ctx.ring, q_BTHC.dtype
-        q_1HNC, do_1HNC = (_heads_first(x.flatten(0, 1)) for x in (q_BTHC, do_BTHC))
-        wide = accumulator_dtype(dtype)
-        dq_1HNC, sum_2NKC = torch.zeros_like(q_1HNC, dtype=wide), torch.zeros_like(own_2NKC, dtype=wide)
-        returns = _GradientReturns(sum_2NKC, plan, ring)
-        for step, held_2MKC in _keys(own_2NKC, plan, ring):
-            k_1KMC, v_1KMC = map(_heads_first, held_2MKC)
-            found_2MKC = sum_2NKC if step == 0 else torch.zeros_like(held_2MKC, dtype=wide)
-            saved = do_1HNC, q_1HNC, k_1KMC, v_1KMC, o_1HNC, lse_1HN
-            for rows, columns, dq, *block in gradients(*saved, plan.pieces[step]):
-                dq_1HNC[:, :, rows] += dq
-                for found_MKC, part_1KSC in zip(found_2MKC, block, strict=True):
-                    found_MKC[columns] += _tokens_first(part_1KSC)
-            if step > 0:
-                returns.start(step, found_2MKC.to(dtype))
-        returns.finish()
-        shape = do_BTHC.shape[:2]
-        dk_BTKC, dv_BTKC = sum_2NKC.to(dtype).unflatten(1, shape)
-        return _tokens_first(dq_1HNC).to(dtype).unflatten(0, shape), dk_BTKC, dv_BTKC, None, None
-
-
-def attend(
-    q_1HNC: Tensor, k_1KMC: Tensor, v_1KMC: Tensor, pieces: Sequence[AttentionPiece]
-) -> Iterator[tuple[slice | Tensor, Tensor, Tensor]]:
-    """Yield (rows, o, lse) for each piece of a step, or once for all pieces with a variable-length kernel."""
-    if pieces and has_varlen(q_1HNC):
-        yield varlen.attend(q_1HNC, k_1KMC, v_1KMC, pieces)
-        return
-    kernel = kernel_for(q_1HNC).attend
-    for piece in pieces:
-        k, v = k_1KMC[:, :, piece.columns], v_1KMC[:, :, piece.columns]
-        yield piece.rows, *kernel(q_1HNC[:, :, piece.rows], k, v, piece.causal)
-
-
-def gradients(
-    do_1HNC: Tensor,
-    q_1HNC: Tensor,
-    k_1KMC: Tensor,
-    v_1KMC: Tensor,
-    o_1HNC: Tensor,
-    lse_1HN: Tensor,
-    pieces: Sequence[AttentionPiece],
-) -> Iterator[tuple[slice | Tensor, slice, Tensor, Tensor, Tensor]]:
-    """Yield (rows, columns, dq, dk, dv) as `attend` does; `o_1HNC` and `lse_1HN` are over all keys."""
-    if pieces and has_varlen(q_1HNC):
-        yield varlen.gradient(do_1HNC, q_1HNC, k_1KMC, v_1KMC, o_1HNC, lse_1HN, pieces)
-        return
-    kernel = kernel_for(q_1HNC).gradient
-    for piece in pieces:
-        do, q, o, lse = (x[:, :, piece.rows] for x in (do_1HNC, q_1HNC, o_1HNC, lse_1HN))
-        k, v = k_1KMC[:, :, piece.columns], v_1KMC[:, :, piece.columns]
-        yield piece.rows, piece.columns, *kernel(do, q, k, v, o, lse, piece.causal)
-
-
 Messages = dict[int, Tensor]
 """Step -> keys and values or their gradients, (2, M, K, C)."""
 
 
+class RingKeys:
+    """The keys and values of the ranks of a ring, as `plan` says (`model.piece_attention.KeyExchange`)."""
+
+    def __init__(self, plan: RingPlan, ring: Ring) -> None:
+        self.plan, self.ring = plan, ring
+
+    def keys(self, own_2NKC: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield (step, keys and values of that step), this rank's first; later ones are received meanwhile."""
+        return _keys(own_2NKC, self.plan, self.ring)
+
+    def returns(self, sum_2NKC: Tensor) -> "_GradientReturns":
+        """Return the way back of gradients of received keys and values."""
+        return _GradientReturns(sum_2NKC, self.plan, self.ring)
+
+
 def _keys(own_2NKC: Tensor, plan: RingPlan, ring: Ring) -> Iterator[tuple[int, Tensor]]:
-    """Yield (step, keys and values of that step), this rank's first; later ones are received meanwhile."""
     ready = {0: own_2NKC}
     for steps in [*_rounds(ring), ()]:
         sent = {step: torch.cat([own_2NKC[:, at] for at in (*plan.sends[step], slice(0))], 1) for step in steps}
@@ -208,13 +139,3 @@ class _DocumentExchange:
         for work in self._works:
             work.wait()
         return dict(sorted(self._received.items()))
-
-
-def _heads_first(x_NHC: Tensor) -> Tensor:
-    """(N, H, C) -> (1, H, N, C), a view."""
-    return x_NHC.transpose(0, 1).unsqueeze(0)
-
-
-def _tokens_first(x_1HNC: Tensor) -> Tensor:
-    """(1, H, N, C) -> (N, H, C), a view."""
-    return x_1HNC.squeeze(0).transpose(0, 1)

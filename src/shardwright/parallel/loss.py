@@ -185,7 +185,9 @@ class ChunkedLoss:
         """`model`: the whole model or the last stage; `rows`, `ignore`: see `cross_entropy`; `compiled`: the operations
         between the matmuls use torch.compile, unless they have collectives."""
         self.model, self.axis, self.n_tokens = model, axis, n_tokens
-        self.of_chunk = bound(rows, ignore, None if axis is None else axis.group, compiled)
+        of_chunk = bound(rows, ignore, None if axis is None else axis.group, compiled)
+        softcap = model.spec.logit_softcap
+        self.of_chunk = partial(_capped, of_chunk, softcap) if softcap else of_chunk
 
     def __call__(self, x_BTD: Tensor, targets_BT: Tensor, factor: Tensor | None = None) -> Tensor:
         """Return the cross-entropy summed over the targets that count, a scalar. `x_BTD`: the head's input, all tokens
@@ -195,6 +197,16 @@ class ChunkedLoss:
         factor = _factor(factor, x_BTD) if torch.is_grad_enabled() else None
         total: Tensor = _ChunkedLossFunction.apply(x_BTD, local_part(weight), targets_BT, self, factor)
         return total
+
+
+def _capped(of: CrossEntropy, softcap: float, logits_Cv: Tensor, targets_C: Tensor, factor: Tensor | None) -> Tensor:
+    """Return the loss `of` for softcap tanh(logits / softcap). With a `factor` the gradient of the logits themselves,
+    before the cap, overwrites them."""
+    tanh_Cv = logits_Cv.div_(softcap).tanh_().clone()
+    loss = of(logits_Cv.mul_(softcap), targets_C, factor)
+    if factor is not None:
+        logits_Cv.mul_(tanh_Cv.square_().neg_().add_(1))
+    return loss
 
 
 class _ChunkedLossFunction(torch.autograd.Function):

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.parallel.blocks import accumulator_dtype, kernel_for, merge
+from shardwright.model.blocks import accumulator_dtype, kernel_for, merge
 from shardwright.parallel.point_to_point import PendingMessage, TensorMessage, start
 
 ALL = slice(None)

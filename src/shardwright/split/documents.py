@@ -17,10 +17,11 @@ Letters: S tokens of the sequence, R ranks of the ring.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, groupby, pairwise
 
 from shardwright.layout.layout import Layout
+from shardwright.model.pieces import AttentionPiece
 from shardwright.model.spec import ModelSpec
 from shardwright.split.sequence import ZIGZAG, cut, on_ring
 
@@ -43,22 +44,6 @@ class DocumentSpan:
     def tokens(self) -> int:
         """The number of tokens."""
         return self.stop - self.start
-
-
-@dataclass(frozen=True)
-class AttentionPiece:
-    """Queries `rows` of a rank attend to keys `columns` of a block, either all to all, or causally if both are the same
-    tokens. Both are indices into the tokens of all sequences of a micro-batch, concatenated."""
-
-    rows: slice
-    columns: slice
-    causal: bool = False
-
-    @property
-    def pairs(self) -> int:
-        """The number of unmasked scores."""
-        n_rows, n_columns = self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
-        return n_rows * (n_rows + 1) // 2 if self.causal else n_rows * n_columns
 
 
 @dataclass(frozen=True)
@@ -171,8 +156,9 @@ def _zigzag(document: int, start: int, shares: Sequence[int]) -> list[list[Docum
 
 
 @lru_cache(maxsize=256)
-def plan(sequences: tuple[Lengths, ...], method: str, ring: int, rank: int, deals: bool) -> RingPlan:
-    """Return the attention of a ring rank to a micro-batch of `sequences`, given by their document lengths."""
+def plan(sequences: tuple[Lengths, ...], method: str, ring: int, rank: int, deals: bool, window: int = 0) -> RingPlan:
+    """Return the attention of a ring rank to a micro-batch of `sequences`, given by their document lengths; with a
+    `window` a token attends to the last so many tokens of its document only, itself included."""
     pieces: list[list[AttentionPiece]] = [[] for _ in range(ring)]
     sends: list[list[slice]] = [[] for _ in range(ring)]
     receives = [0] * ring
@@ -180,23 +166,23 @@ def plan(sequences: tuple[Lengths, ...], method: str, ring: int, rank: int, deal
     for lengths in sequences:
         held = held_tokens(lengths, method, ring, deals)
         places = [_places(each) for each in held]
-        mine = places[rank]
+        local = places[rank]
         for step in range(ring):
-            if step == 0:
-                pieces[0] += [
-                    _moved(AttentionPiece(place, place, causal=True), first, first) for place, _ in mine.values()
-                ]
-                continue
-            theirs, later = places[(rank - step) % ring], places[(rank + step) % ring]
-            for document in mine:
-                if document in theirs:
-                    found, needed = _between(mine[document], theirs[document])
-                    pieces[step] += [_moved(piece, first, receives[step]) for piece in found]
-                    receives[step] += needed
-                if document in later:
-                    _, needed = _between(later[document], mine[document])
-                    at = first + mine[document][0].start
-                    sends[step] += [slice(at, at + needed)] if needed else []
+            source, target = places[(rank - step) % ring], places[(rank + step) % ring]
+            for document, (place, _) in local.items():
+                between = partial(_between, window=window if window < lengths[document] else 0)
+                if step == 0:
+                    own, _ = between(local[document], local[document])
+                    pieces[0] += [piece.moved(first, first + place.start) for piece in own]
+                    continue
+                if document in source:
+                    remote, needed = between(local[document], source[document])
+                    pieces[step] += [piece.moved(first, receives[step]) for piece in remote]
+                    receives[step] += sum(at.stop - at.start for at in needed)
+                if document in target:
+                    _, needed = between(target[document], local[document])
+                    at = first + place.start
+                    sends[step] += [slice(at + part.start, at + part.stop) for part in needed]
         first += sum(lengths) // ring
     return RingPlan(tuple(map(tuple, pieces)), tuple(tuple(_joined(each)) for each in sends), tuple(receives))
 
@@ -216,25 +202,49 @@ def _places(held: Sequence[DocumentSpan]) -> _Places:
 
 
 def _between(
-    queries: tuple[slice, list[DocumentSpan]], keys: tuple[slice, list[DocumentSpan]]
-) -> tuple[list[AttentionPiece], int]:
-    """Return the pieces of one document between a rank's queries and another rank's keys, with columns from 0, and the
-    number of leading keys that the queries need."""
+    queries: tuple[slice, list[DocumentSpan]], keys: tuple[slice, list[DocumentSpan]], window: int
+) -> tuple[list[AttentionPiece], list[slice]]:
+    """Return the pieces of one document between the queries of a rank and keys, its own or another rank's, and the keys
+    that these need, as indices into the rank's keys of the document. Columns are indices into the needed keys."""
+    if window:
+        return _within_window(queries, keys, window)
+    if queries == keys:
+        rows, tokens = queries[0], queries[0].stop - queries[0].start
+        return [AttentionPiece(rows, slice(0, tokens), causal=True)], [slice(0, tokens)]
     pieces, at = [], queries[0].start
     for n_keys, group in groupby(queries[1], key=lambda each: sum(k.tokens for k in keys[1] if k.start < each.start)):
-        rows = sum(each.tokens for each in group)
+        n_rows = sum(each.tokens for each in group)
         if n_keys:
-            pieces.append(AttentionPiece(slice(at, at + rows), slice(0, n_keys)))
-        at += rows
-    return pieces, pieces[-1].columns.stop if pieces else 0
+            pieces.append(AttentionPiece(slice(at, at + n_rows), slice(0, n_keys)))
+        at += n_rows
+    return pieces, [pieces[-1].columns] if pieces else []
 
 
-def _moved(piece: AttentionPiece, rows: int, columns: int) -> AttentionPiece:
-    return AttentionPiece(
-        slice(piece.rows.start + rows, piece.rows.stop + rows),
-        slice(piece.columns.start + columns, piece.columns.stop + columns),
-        piece.causal,
-    )
+def _within_window(
+    queries: tuple[slice, list[DocumentSpan]], keys: tuple[slice, list[DocumentSpan]], window: int
+) -> tuple[list[AttentionPiece], list[slice]]:
+    """Return the result of `_between` with a window: pieces of each span of queries with each span of keys at or before
+    it, as far as the window reaches."""
+    pieces: list[AttentionPiece] = []
+    needed: list[slice] = []
+    n_needed = at_keys = 0
+    for k in keys[1]:
+        firsts = [max(k.start, q.start - window + 1) for q in queries[1] if q.start >= k.start]
+        first, at = min(firsts, default=k.stop), queries[0].start
+        for q in queries[1]:
+            # The last query that reads a key of the span is window - 1 tokens behind its last key.
+            n_rows = min(q.tokens, k.stop + window - 1 - q.start) if q.start >= k.start else 0
+            low = max(k.start, q.start - window + 1)
+            if n_rows > 0 and low < k.stop:
+                columns = slice(n_needed + low - first, n_needed + k.stop - first)
+                rows = slice(at, at + n_rows)
+                pieces.append(AttentionPiece(rows, columns, q == k, q.start - low, window))
+            at += q.tokens
+        if first < k.stop:
+            needed.append(slice(at_keys + first - k.start, at_keys + k.tokens))
+            n_needed += k.stop - first
+        at_keys += k.tokens
+    return pieces, needed
 
 
 def _joined(places: Sequence[slice]) -> Iterator[slice]:

@@ -7,15 +7,14 @@ copied for each piece, and its gradients are summed.
 Shapes: N tokens of queries, M of keys, R rows of all pieces, S columns of all pieces, H heads, K kv heads, C width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardwright.model.attention import cumulative
-from shardwright.model.device_type import to_device
-from shardwright.split.documents import AttentionPiece
+from shardwright.model.device_type import device_type, to_device
+from shardwright.model.pieces import AttentionPiece
 from shardwright.system.torch_private import flash_attention_pieces, flash_attention_pieces_backward
 
 ALL = slice(None)
@@ -28,16 +27,45 @@ class _VarlenIndices(NamedTuple):
     columns_S: Tensor
     arguments: tuple[Tensor, Tensor, int, int, float, bool]
     """Cumulative numbers of rows and of columns, the largest of each, dropout, and whether the mask is causal."""
+    window: dict[str, int]
+    """The kernel's window: how many columns before and after the last column of a row, if the last row has the last
+    column; without a window of the model empty."""
 
     @staticmethod
     def from_pieces(pieces: Sequence[AttentionPiece], device: torch.device) -> "_VarlenIndices":
-        causal = pieces[0].causal
-        assert all(piece.causal == causal for piece in pieces)
+        causal, windowed = pieces[0].causal, pieces[0].window > 0
+        assert len(pieces) == 1 if windowed else all(piece.causal == causal for piece in pieces)
         rows, columns = [piece.rows for piece in pieces], [piece.columns for piece in pieces]
         n_rows, n_columns = ([at.stop - at.start for at in kind] for kind in (rows, columns))
         ends = cumulative(n_rows, device), cumulative(n_columns, device)
-        arguments = (*ends, max(n_rows), max(n_columns), 0.0, causal)
-        return _VarlenIndices(_indices(rows, device), _indices(columns, device), arguments)
+        arguments = (*ends, max(n_rows), max(n_columns), 0.0, causal and not windowed)
+        window = _window(pieces[0]) if windowed else {}
+        return _VarlenIndices(_indices(rows, device), _indices(columns, device), arguments, window)
+
+
+def _window(piece: AttentionPiece) -> dict[str, int]:
+    after = piece.shift - (piece.n_columns - piece.n_rows)
+    return {"window_size_left": piece.window - 1 - after, "window_size_right": after if piece.causal else -1}
+
+
+def has_varlen(q: Tensor) -> bool:
+    """Return whether PyTorch has variable-length attention for a tensor's device, type and head width (last dim)."""
+    width = q.shape[-1]
+    return device_type(q) == "cuda" and q.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
+
+
+def cumulative(lengths: list[int], device: torch.device) -> Tensor:
+    """Return 0 and the sums of the first 1, 2, ... lengths, int32, as variable-length kernels need them."""
+    return to_device(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), device)
+
+
+def grouped(pieces: Sequence[AttentionPiece]) -> Iterator[Sequence[AttentionPiece]]:
+    """Yield the pieces of each call: all pieces without a window, then each piece with one."""
+    if plain := [piece for piece in pieces if not piece.window]:
+        yield plain
+    for piece in pieces:
+        if piece.window:
+            yield [piece]
 
 
 def attend(
@@ -46,7 +74,7 @@ def attend(
     """-> rows_R, o_1HRC, lse_1HR"""
     places = _VarlenIndices.from_pieces(pieces, q_1HNC.device)
     q, k, v = (*_gathered((q_1HNC,), places.rows_R), *_gathered((k_1KMC, v_1KMC), places.columns_S))
-    o_RHC, lse_HR, *_ = flash_attention_pieces(q, k, v, *places.arguments, False)
+    o_RHC, lse_HR, *_ = flash_attention_pieces(q, k, v, *places.arguments, False, **places.window)
     return places.rows_R, o_RHC.transpose(0, 1).unsqueeze(0), lse_HR.unsqueeze(0)
 
 
@@ -65,7 +93,9 @@ def gradient(
     k, v = _gathered((k_1KMC, v_1KMC), places.columns_S)
     lse_HR = lse_1HN[0, :, places.rows_R].float().contiguous()
     unused = torch.empty((2,), dtype=torch.uint64, device=q.device)
-    dq_RHC, *parts = flash_attention_pieces_backward(do, q, k, v, o, lse_HR, *places.arguments, unused, unused)
+    dq_RHC, *parts = flash_attention_pieces_backward(
+        do, q, k, v, o, lse_HR, *places.arguments, unused, unused, **places.window
+    )
     sums = []
     for whole_1KMC, part_SKC in zip((k_1KMC, v_1KMC), parts, strict=True):
         sum_1KMC = torch.zeros_like(whole_1KMC, dtype=torch.float32)

@@ -1,0 +1,105 @@
+"""Pieces of attention: rectangles of queries and keys whose scores are computed together; no torch.
+
+A mask of causal attention within documents, also within a window of tokens, is a set of such pieces. One device has
+one piece for each document; a rank of context parallelism has pieces for the keys of each rank (`split/documents.py`).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
+
+ROWS_TOGETHER = 512
+"""The most queries of a masked piece that a kernel without windows computes at a time."""
+
+
+@dataclass(frozen=True)
+class AttentionPiece:
+    """Queries `rows` attend to keys `columns` of a block. Both are indices into the tokens of all sequences of a
+    micro-batch, concatenated.
+
+    Row i of the piece, from 0, reads its column j unless `causal` and j > i + shift, or unless there is a `window` and
+    j <= i + shift - window. Every row reads at least one column.
+    """
+
+    rows: slice
+    columns: slice
+    causal: bool = False
+    shift: int = 0
+    window: int = 0
+    """0: none."""
+
+    @property
+    def n_rows(self) -> int:
+        """The number of queries."""
+        return self.rows.stop - self.rows.start
+
+    @property
+    def n_columns(self) -> int:
+        """The number of keys."""
+        return self.columns.stop - self.columns.start
+
+    @property
+    def pairs(self) -> int:
+        """The number of unmasked scores."""
+        before = _pairs_up_to(self.n_rows, self.n_columns, self.shift - self.window) if self.window else 0
+        if not self.causal:
+            return self.n_rows * self.n_columns - before
+        return _pairs_up_to(self.n_rows, self.n_columns, self.shift) - before
+
+    @property
+    def is_triangle(self) -> bool:
+        """Whether the mask is that of causal attention of tokens to themselves."""
+        return self.causal and self.shift == 0 and self.n_rows == self.n_columns and not self.hides_early
+
+    @property
+    def hides_early(self) -> bool:
+        """Whether the window hides the first column from the last row."""
+        return 0 < self.window <= self.n_rows - 1 + self.shift
+
+    @property
+    def hides_late(self) -> bool:
+        """Whether the causal mask hides the last column from the first row."""
+        return self.causal and self.n_columns - 1 > self.shift
+
+    def cut(self, n_rows: int) -> Iterator["AttentionPiece"]:
+        """Yield pieces of at most `n_rows` queries, each without the columns that none of its rows reads."""
+        for row in range(0, self.n_rows, n_rows):
+            stop = min(row + n_rows, self.n_rows)
+            low = max(0, row + self.shift - self.window + 1) if self.window else 0
+            high = min(self.n_columns, stop + self.shift) if self.causal else self.n_columns
+            at = self.rows.start + row, self.rows.start + stop
+            columns = slice(self.columns.start + low, self.columns.start + high)
+            yield AttentionPiece(slice(*at), columns, self.causal, row + self.shift - low, self.window)
+
+    def moved(self, rows: int, columns: int) -> "AttentionPiece":
+        """Return the piece with both indices increased."""
+        return AttentionPiece(
+            slice(self.rows.start + rows, self.rows.stop + rows),
+            slice(self.columns.start + columns, self.columns.stop + columns),
+            self.causal,
+            self.shift,
+            self.window,
+        )
+
+
+def _pairs_up_to(n_rows: int, n_columns: int, shift: int) -> int:
+    """Return the number of (row, column) with column <= row + shift."""
+
+    def up_to(x: int) -> int:
+        """Return min(0, columns) + min(1, columns) + ... + min(x, columns); 0 for a negative x."""
+        below = max(0, min(x, n_columns))
+        return below * (below + 1) // 2 + max(0, x - n_columns) * n_columns
+
+    return up_to(n_rows + shift) - up_to(shift)
+
+
+@lru_cache(maxsize=256)
+def causal_pieces(sequences: tuple[tuple[int, ...], ...], window: int = 0) -> tuple[AttentionPiece, ...]:
+    """Return causal attention within the documents of all sequences on one device, given by the tokens of each, with a
+    `window` to the last so many tokens only, a token itself included."""
+    lengths: Sequence[int] = [length for row in sequences for length in row]
+    documents = [slice(start, stop) for start, stop in pairwise([0, *accumulate(lengths)])]
+    return tuple(
+        AttentionPiece(at, at, causal=True, window=window if window < at.stop - at.start else 0) for at in documents
+    )
