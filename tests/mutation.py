@@ -76,7 +76,7 @@ def mutated(*mutations: Mutation) -> Iterator[None]:
 
 
 def _is_plain(function: Any) -> bool:
-    """Return whether a function's code can be exchanged in place, so that tables which hold the function run the bug."""
+    """Return whether a function's code can be exchanged in place: tables that hold the function then run the bug."""
     return inspect.isfunction(function) and not function.__code__.co_freevars
 
 

@@ -110,8 +110,39 @@ def gpt2() -> nn.Module:
     return transformers.GPT2LMHeadModel(config)
 
 
-def mistral() -> nn.Module:
-    return transformers.MistralForCausalLM(transformers.MistralConfig(sliding_window=None, **COMMON))
+def mistral(window: int | None = None) -> nn.Module:
+    return transformers.MistralForCausalLM(transformers.MistralConfig(sliding_window=window, **COMMON))
+
+
+FOUR = COMMON | {"num_hidden_layers": 4, "pad_token_id": 0, "sliding_window": 7}
+
+
+def qwen2_windows() -> nn.Module:
+    sizes = FOUR | {"use_sliding_window": True, "max_window_layers": 2}
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes))
+
+
+def gemma2(**more: Any) -> nn.Module:
+    sizes = FOUR | {"hidden_size": 16, "query_pre_attn_scalar": 30, "tie_word_embeddings": True}
+    caps = {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0, "attn_implementation": "eager"}
+    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes | caps | more))
+
+
+def gemma3(**more: Any) -> nn.Module:
+    rope = {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 150.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 60.0},
+    }
+    sizes = FOUR | {"hidden_size": 16, "query_pre_attn_scalar": 30, "tie_word_embeddings": True}
+    sizes |= {"layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention"]}
+    sizes |= {"rope_parameters": rope}
+    return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**sizes | more))
+
+
+def olmo3(**more: Any) -> nn.Module:
+    rope = {"full_attention": SCALINGS["yarn"] | {"rope_theta": 150.0}, "sliding_attention": {"rope_theta": 150.0}}
+    rope["sliding_attention"]["rope_type"] = "default"
+    return transformers.Olmo3ForCausalLM(transformers.Olmo3Config(**FOUR | {"rope_parameters": rope} | more))
 
 
 EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
@@ -159,8 +190,8 @@ def granite(**more: Any) -> nn.Module:
     return transformers.GraniteForCausalLM(config)
 
 
-def phi3() -> nn.Module:
-    sizes = COMMON | {"head_dim": 8, "pad_token_id": 0, "sliding_window": None}
+def phi3(window: int | None = None) -> nn.Module:
+    sizes = COMMON | {"head_dim": 8, "pad_token_id": 0, "sliding_window": window}
     return transformers.Phi3ForCausalLM(transformers.Phi3Config(**sizes))
 
 
@@ -169,6 +200,12 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "llama 3": lambda: scaled("llama3"),
     "smollm2": smollm2,
     "mistral": mistral,
+    "mistral, windows": lambda: mistral(7),
+    "qwen2, windows": qwen2_windows,
+    "gemma2": gemma2,
+    "gemma3": gemma3,
+    "olmo3": olmo3,
+    "phi3, windows": lambda: phi3(9),
     "qwen2": qwen2,
     "gemma": gemma,
     "smollm3": smollm3,

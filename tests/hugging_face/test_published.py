@@ -43,6 +43,36 @@ def _gemma(*sizes: int, act: str) -> Config:
     return _config("gemma", "GemmaForCausalLM", (*sizes, 256000, 8192), **more) | {"hidden_act": act}
 
 
+def _gemma2(*sizes: int, **more: Any) -> Config:
+    common = {"rms_norm_eps": 1e-6, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh"}
+    common |= {"query_pre_attn_scalar": 256, "hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid"}
+    if sizes[-1] == 256000:
+        caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 4096}
+        return _config("gemma2", "Gemma2ForCausalLM", (*sizes, 8192), **common | caps | {"rope_theta": 10000.0} | more)
+    scaling = {"factor": 8.0, "rope_type": "linear"} if sizes[-1] == 262208 else None
+    rope = {"rope_theta": 1000000, "rope_local_base_freq": 10000, "sliding_window_pattern": 6, "rope_scaling": scaling}
+    caps = {"attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window": 1024 if scaling else 512}
+    whole = common | caps | rope | more
+    return _config("gemma3_text", "Gemma3ForCausalLM", (*sizes, 131072 if scaling else 32768), **whole)
+
+
+def _mistral(d_ffn: int, vocab: int, longest: int, theta: float, window: int | None = None) -> Config:
+    layers, d_model = (32, 4096) if window else (40, 5120)
+    sizes = (layers, d_model, 32, 8, d_ffn, vocab, longest)
+    more = {"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": theta, "sliding_window": window}
+    config = _config("mistral", "MistralForCausalLM", sizes, **more, tie_word_embeddings=False)
+    del config["attention_bias"]
+    return config
+
+
+def _olmo3(*sizes: int) -> Config:
+    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "beta_fast": 32.0}
+    scaling |= {"beta_slow": 1.0, "attention_factor": 1.2079441541679836}
+    kinds = [*["sliding_attention"] * 3, "full_attention"] * (sizes[0] // 4)
+    more = {"rms_norm_eps": 1e-6, "rope_theta": 500000, "rope_scaling": scaling, "sliding_window": 4096}
+    return _config("olmo3", "Olmo3ForCausalLM", (*sizes, 100278, 65536), **more, layer_types=kinds)
+
+
 PUBLISHED: dict[str, tuple[Config, int]] = {
     "gemma-2b": (_gemma(18, 2048, 8, 1, 16384, act="gelu"), 2_506_172_416),
     "gemma-7b": (_gemma(28, 3072, 16, 16, 24576, act="gelu_pytorch_tanh"), 8_537_680_896),
@@ -78,6 +108,29 @@ PUBLISHED: dict[str, tuple[Config, int]] = {
     "granite-3.1-8b": (
         _granite(4096, 12800, logits_scaling=16.0, attention_multiplier=0.0078125, rope_theta=10000000.0),
         8_170_848_256,
+    ),
+    "gemma2-2b": (_gemma2(26, 2304, 8, 4, 9216, 256000), 2_614_341_888),
+    "gemma2-9b": (_gemma2(42, 3584, 16, 8, 14336, 256000), 9_241_705_984),
+    "gemma2-27b": (
+        _gemma2(46, 4608, 32, 16, 36864, 256000, head_dim=128, query_pre_attn_scalar=144), 27_227_128_320
+    ),
+    "gemma3-270m": (_gemma2(18, 640, 4, 1, 2048, 262144), 268_098_176),
+    "gemma3-1b": (_gemma2(26, 1152, 4, 1, 6912, 262144), 999_885_952),
+    "gemma3-27b": (
+        _gemma2(62, 5376, 32, 16, 21504, 262208, head_dim=128, query_pre_attn_scalar=168), 27_009_346_304
+    ),
+    "mistral-7b": (_mistral(14336, 32000, 32768, 10000.0, 4096), 7_241_732_096),
+    "mistral-nemo-12b": (_mistral(14336, 131072, 131072, 1000000.0), 12_247_782_400),
+    "mistral-small-24b": (_mistral(32768, 131072, 32768, 100000000.0), 23_572_403_200),
+    "olmo3-7b": (_olmo3(32, 4096, 32, 32, 11008), 7_298_011_136),
+    "olmo3-32b": (_olmo3(64, 5120, 40, 8, 27648), 32_233_522_176),
+    "phi-3-mini": (
+        _config(
+            "phi3", "Phi3ForCausalLM", (32, 3072, 32, 32, 8192, 32064, 4096), embd_pdrop=0.0, resid_pdrop=0.0,
+            original_max_position_embeddings=4096, rms_norm_eps=1e-5, rope_theta=10000.0, sliding_window=2047,
+            tie_word_embeddings=False,
+        ),
+        3_821_079_552,
     ),
     "phi-4": (
         _config(
@@ -145,15 +198,36 @@ def test_a_scale_without_meaning_is_refused(key: str, value: float):
         find(config).spec(config)
 
 
+UNEVEN = ("sliding_attention", "full_attention") * 12 + ("sliding_attention",)
 WRONG = {
     ("smollm3-3b", "no_rope_layers", (1, 0) * 18): "is not the pattern of no_rope_layer_interval=4 over 36 layers",
     ("smollm3-3b", "no_rope_layers", 3): "is not the pattern",
     ("smollm3-3b", "no_rope_layer_interval", 0): "is not a whole number above 0",
     ("smollm3-3b", "no_rope_layer_interval", 40): "nope_interval=40 for 36 layers; valid: 0",
     ("smollm3-3b", "layer_types", ("sliding_attention",) * 36): "valid: full_attention in every layer",
-    ("qwen2.5-7b", "layer_types", ("full_attention", "sliding_attention") * 14): "valid: full_attention in every layer",
-    ("qwen2.5-7b", "use_sliding_window", True): "use_sliding_window=True is not supported for qwen2",
+    (
+        "gemma2-2b",
+        "layer_types",
+        ("full_attention",) * 2 + ("sliding_attention",) * 2,
+    ): "has 4 entries for num_hidden_l",
+    (
+        "gemma2-2b",
+        "layer_types",
+        ("full_attention", "sliding_attention", "full_attention") + ("sliding_attention",) * 23,
+    ): "has no pattern that is supported",
+    ("gemma2-2b", "layer_types", ("full_attention",) * 2): "has 2 entries for num_hidden_layers=26; valid: one for",
+    ("gemma2-2b", "layer_types", ("full_attention", *UNEVEN)): "layer_types has no pattern that is supported",
+    ("mistral-7b", "layer_types", ("chunked_attention",) * 32): "layer_types has chunked_attention; valid: full_att",
+    ("mistral-7b", "sliding_window", "4096"): "sliding_window='4096' is not a whole number; it is model.window here",
+    ("mistral-7b", "sliding_window", -1): "window=-1 for sequences of max_seq_len=32768",
+    ("gemma2-2b", "attn_logit_softcapping", -50.0): "attention_softcap=-50 is not a positive number",
 }
+
+
+def test_scaled_frequencies_of_windowed_layers_are_refused():
+    rope = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_type": "yarn", "factor": 2.0}}
+    with pytest.raises(ConfigError, match=r"rope_parameters\.sliding_attention\.rope_type='yarn' is not supported"):
+        find(PUBLISHED["gemma3-1b"][0]).spec(PUBLISHED["gemma3-1b"][0] | {"rope_parameters": rope})
 
 
 @pytest.mark.parametrize("case", WRONG, ids=lambda case: "-".join(map(str, case[:2])))

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwright.model.attention import causal_attention
-from shardwright.parallel import ring
 from shardwright.model.blocks import DENSE, FLASH_CPU, FLASH_CUDA, kernel_for, merge
+from shardwright.parallel import ring
 from tests.distributed import run_ranks
 from tests.mutation import Mutation, mutated
 from tests.parallel.attention import (

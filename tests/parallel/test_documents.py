@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.layout.layout import Layout
-from shardwright.model.documents import Documents
 from shardwright.model import varlen
+from shardwright.model.documents import Documents
 from shardwright.parallel.context import ContextAttention
 from shardwright.split.documents import AttentionPiece, Lengths, plan, spans_of_documents
 from tests.distributed import run_ranks

@@ -33,7 +33,8 @@ CASES = {
     "qkv biases and layers without rotation, pp, cp": (PLACES, Layout(pp=2, cp=2, recompute="selective")),
     "windows, sinks, tp": (WINDOWS, Layout(tp=2, sequence_parallel=False)),
     "windows, sinks, tp with token shards, selective": (
-        WINDOWS, Layout(tp=4, sequence_parallel=True, recompute="selective")
+        WINDOWS,
+        Layout(tp=4, sequence_parallel=True, recompute="selective"),
     ),
     "windows, sinks, ring": (WINDOWS, Layout(cp=2, cp_method="ring")),
     "windows, sinks, zigzag, full": (WINDOWS, Layout(cp=2, cp_method="zigzag", recompute="full")),

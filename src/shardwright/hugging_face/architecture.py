@@ -60,6 +60,7 @@ class Architecture:
     `prefix`: start of every name except the head's; a file may leave it out.
     `ignored`: regular expression of names that are left out -> the reason; `{n_layers}` in it stands for the number.
     `problems`: config.json, completed but with its nulls -> its unsupported values, one sentence each.
+    `written`: spec -> keys of config.json that follow from several fields; they replace others.
     """
 
     model_type: str
@@ -79,6 +80,7 @@ class Architecture:
     default_token_id: int | None = None
     ignored: Mapping[str, str] = field(default_factory=dict)
     problems: Callable[[Config], Iterator[str]] = lambda config: iter(())
+    written: Callable[[ModelSpec], Config] = lambda spec: {}
 
     def spec(self, given: Config) -> ModelSpec:
         """Return the model of a config.json. Raises ConfigError with every problem at once."""
@@ -150,7 +152,7 @@ class Architecture:
                     value = _value(spec, ours)
                     written[key] = None if value == 0 and key in self.null_if_zero else value
         written |= {key: value[0] if isinstance(value, tuple) else value for key, value in self.fixed.items()}
-        return written | (write_rope(spec) if spec.positions == "rope" else {})
+        return written | (write_rope(spec) if spec.positions == "rope" else {}) | self.written(spec)
 
     def writes(self, spec: ModelSpec) -> bool:
         """Return whether the config.json of a model can be written and read, even if it is then another model."""
@@ -218,7 +220,8 @@ def find(config: Config) -> Architecture:
     model_type = config.get("model_type")
     if model_type not in ARCHITECTURES:
         raise ConfigError(
-            f"model_type={model_type!r} is not supported; supported: {', '.join(ARCHITECTURES)}", *_unknown_keys(config)
+            f"model_type={model_type!r} is not supported; supported: {', '.join(sorted(ARCHITECTURES))}",
+            *_unknown_keys(config),
         )
     architecture = ARCHITECTURES[model_type]
     named = config.get("architectures") or [architecture.class_name]

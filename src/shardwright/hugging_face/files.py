@@ -16,9 +16,11 @@ from pydantic import BaseModel, ValidationError
 from shardwright.hugging_face import (
     deepseek_v3,
     gemma,
+    gemma2,
     gpt2,
     granite,
     llama,
+    mistral,
     mixtral,
     olmo2,
     phi3,
@@ -74,6 +76,7 @@ WITHOUT_SIZE = (
 LENGTH = struct.Struct("<Q")
 _BUILT_IN = (
     llama,
+    mistral,
     qwen3,
     gpt2,
     mixtral,
@@ -85,6 +88,7 @@ _BUILT_IN = (
     qwen2,
     smollm3,
     gemma,
+    gemma2,
 )  # their imports register them
 
 

@@ -5,6 +5,8 @@ import math
 from shardwright.hugging_face import llama
 from shardwright.hugging_face.architecture import Architecture, Config, register
 
+CHOICES = llama.CHOICES | {"activation": "geglu_tanh", "norm_offset": True}
+
 
 def complete(config: Config) -> Config:
     """Return config.json with GemmaConfig's defaults, and the factor of embeddings, which follows from the width."""
@@ -17,7 +19,7 @@ GEMMA = register(
         model_type="gemma",
         class_name="GemmaForCausalLM",
         sizes=llama.SIZES | {"embedding_scale": "_embedding_scale"},
-        choices=llama.CHOICES | {"activation": "geglu_tanh", "norm_offset": True},
+        choices=CHOICES,
         # transformers reads "gelu" as its approximation by tanh, with which the weights were trained.
         fixed={
             "hidden_act": ("gelu_pytorch_tanh", "gelu"),

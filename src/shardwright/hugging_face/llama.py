@@ -1,6 +1,4 @@
-"""Llama 3, SmolLM2 and other `LlamaForCausalLM`s; Mistral without a sliding window, which is the same model."""
-
-from collections.abc import Iterator
+"""Llama 3, SmolLM2 and other `LlamaForCausalLM`s."""
 
 from shardwright.hugging_face.architecture import Architecture, Config, Table, register
 
@@ -50,13 +48,6 @@ def complete(config: Config, *, tied: bool = False, norm_eps: float = 1e-6) -> C
     }
 
 
-def windows(config: Config) -> Iterator[str]:
-    """Yield the unsupported kinds of layers, which attend to a window of the sequence."""
-    kinds = set(config.get("layer_types", ())) - {"full_attention"}
-    if kinds:
-        yield f"layer_types has {', '.join(sorted(kinds))}; valid: full_attention in every layer"
-
-
 LLAMA = register(
     Architecture(
         model_type="llama",
@@ -68,32 +59,5 @@ LLAMA = register(
         ends=ENDS,
         layer=ATTENTION | NETWORK,
         ignored=IGNORED,
-    )
-)
-
-
-def _window(config: Config) -> Iterator[str]:
-    """Yield why a sliding window is not supported. A window that covers the longest sequence is no limit. MistralConfig
-    has one of 4,096 if the key is missing; null is none."""
-    window, longest = config.get("sliding_window", 4096), config.get("max_position_embeddings", 0)
-    if window is not None and not (isinstance(window, int) and window >= longest):
-        yield (
-            f"sliding_window={window!r} with max_position_embeddings={longest}: attention in a sliding window is not "
-            f"supported; null, and a window of at least max_position_embeddings, are"
-        )
-
-
-MISTRAL = register(
-    Architecture(
-        model_type="mistral",
-        class_name="MistralForCausalLM",
-        sizes=SIZES,
-        choices=CHOICES,
-        fixed={"hidden_act": "silu"},
-        complete=lambda config: complete({"num_key_value_heads": 8} | config),
-        ends=ENDS,
-        layer=ATTENTION | NETWORK,
-        ignored=IGNORED,
-        problems=_window,
     )
 )

@@ -1,10 +1,13 @@
-"""OLMo 2, with norms after the branches, and OLMoE, a mixture with norms before them.
+"""OLMo 2, with norms after the branches, OLMo 3, with windows in most layers, and OLMoE, a mixture with norms before
+the branches.
 
-Both norm all queries of a token together, and all its keys."""
+All norm all queries of a token together, and all its keys."""
 
-from shardwright.hugging_face import llama, qwen3
-from shardwright.hugging_face.architecture import Architecture, Table, register
+from shardwright.hugging_face import llama, qwen3, windows
+from shardwright.hugging_face.architecture import Architecture, Config, Table, register
 from shardwright.hugging_face.qwen3_moe import EXPERTS
+from shardwright.hugging_face.rope import write_rope
+from shardwright.model.spec import ModelSpec
 
 CHOICES = llama.CHOICES | {"qk_norm": True, "qk_norm_whole": True}
 NORMS_AFTER: Table = {
@@ -23,6 +26,39 @@ OLMO2 = register(
         ends=llama.ENDS,
         layer=qwen3.ATTENTION | llama.NETWORK | NORMS_AFTER,
         ignored=llama.IGNORED,
+    )
+)
+
+
+def _complete_olmo3(config: Config) -> Config:
+    config = windows.split_rope(llama.complete(config, norm_eps=1e-5), 500000.0)
+    return windows.complete(config, interval=4)
+
+
+def _written_olmo3(spec: ModelSpec) -> Config:
+    """Return the kinds of layers and the rotary parameters of each kind. `transformers` reads a `rope_theta` outside of
+    `rope_parameters` for one kind only."""
+    flat = write_rope(spec)
+    whole = {"rope_type": "default"} | (flat["rope_scaling"] or {}) | {"rope_theta": spec.rope_theta}
+    local = {"rope_type": "default", "rope_theta": spec.window_rope_theta or spec.rope_theta}
+    kinds = {windows.GLOBAL: whole, windows.WINDOWED: local}
+    return windows.layer_types(spec) | {"rope_parameters": kinds, "rope_scaling": None}
+
+
+OLMO3 = register(
+    Architecture(
+        model_type="olmo3",
+        class_name="Olmo3ForCausalLM",
+        sizes=llama.SIZES | windows.SIZES | {"window_rope_theta": "_window_rope_theta"},
+        choices=OLMO2.choices,
+        fixed=OLMO2.fixed,
+        complete=_complete_olmo3,
+        ends=llama.ENDS,
+        layer=OLMO2.layer,
+        null_if_zero=windows.NULL_IF_ZERO,
+        ignored=llama.IGNORED,
+        problems=windows.problems,
+        written=_written_olmo3,
     )
 )
 

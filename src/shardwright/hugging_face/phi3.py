@@ -1,23 +1,22 @@
 """Phi-3 and Phi-4: Llama with query, key and value in one tensor, and gate and up in one tensor."""
 
-from shardwright.hugging_face import llama
+from shardwright.hugging_face import llama, windows
 from shardwright.hugging_face.architecture import Architecture, register
 
 PHI3 = register(
     Architecture(
         model_type="phi3",
         class_name="Phi3ForCausalLM",
-        sizes=llama.SIZES,
+        sizes=llama.SIZES | windows.SIZES,
         choices=llama.CHOICES,
         fixed={
             "hidden_act": "silu",
             "attention_bias": False,
-            "sliding_window": None,
             "partial_rotary_factor": 1.0,
             "resid_pdrop": 0.0,
             "embd_pdrop": 0.0,
         },
-        complete=lambda config: llama.complete(config, norm_eps=1e-5),
+        complete=lambda config: windows.complete(llama.complete(config, norm_eps=1e-5), window=0),
         ends=llama.ENDS,
         layer={
             "attention_norm": "input_layernorm",
@@ -27,6 +26,7 @@ PHI3 = register(
             ("ffn.gate", "ffn.up"): "mlp.gate_up_proj",
             "ffn.down": "mlp.down_proj",
         },
+        null_if_zero=windows.NULL_IF_ZERO,
         ignored=llama.IGNORED,
     )
 )

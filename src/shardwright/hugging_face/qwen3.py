@@ -1,10 +1,10 @@
 """Qwen3: Llama with a norm of each query and key head."""
 
-from shardwright.hugging_face import llama
+from shardwright.hugging_face import llama, qwen2, windows
 from shardwright.hugging_face.architecture import Architecture, Config, Table, register
 
 CHOICES = llama.CHOICES | {"qk_norm": True}
-FIXED = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
+FIXED = {"hidden_act": "silu", "attention_bias": False}
 NORMS: Table = {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
 ATTENTION = llama.ATTENTION | NORMS
 
@@ -18,13 +18,15 @@ QWEN3 = register(
     Architecture(
         model_type="qwen3",
         class_name="Qwen3ForCausalLM",
-        sizes=llama.SIZES,
+        sizes=llama.SIZES | windows.SIZES,
         choices=CHOICES,
         fixed=FIXED,
-        complete=complete,
+        complete=lambda config: qwen2.complete_windows(complete(config)),
         ends=llama.ENDS,
         layer=ATTENTION | llama.NETWORK,
+        null_if_zero=windows.NULL_IF_ZERO,
         ignored=llama.IGNORED,
-        problems=llama.windows,
+        problems=windows.problems,
+        written=qwen2.written_windows,
     )
 )

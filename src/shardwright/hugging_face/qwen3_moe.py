@@ -1,6 +1,6 @@
 """Qwen3 with a mixture of experts in every layer."""
 
-from shardwright.hugging_face import llama, qwen3
+from shardwright.hugging_face import llama, qwen3, windows
 from shardwright.hugging_face.architecture import Architecture, Table, register
 
 EXPERTS: Table = {
@@ -23,11 +23,11 @@ QWEN3_MOE = register(
             "moe.normalise": "norm_topk_prob",
         },
         choices=qwen3.CHOICES | {"moe.score": "softmax", "moe.bias_rate": 0.0},
-        fixed=qwen3.FIXED | {"decoder_sparse_step": 1, "mlp_only_layers": []},
+        fixed=qwen3.FIXED | {"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
         complete=lambda config: qwen3.complete({"norm_topk_prob": False} | config, kv_heads=4),
         ends=llama.ENDS,
         layer=qwen3.ATTENTION | EXPERTS,
         ignored=llama.IGNORED,
-        problems=llama.windows,
+        problems=windows.refused,
     )
 )

@@ -41,6 +41,8 @@ class Rope(BaseModel):
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool | None = None
+    full_attention: "Rope | None" = None
+    sliding_attention: "Rope | None" = None
 
 
 class GenerationFile(BaseModel):

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 
-from shardwright.hugging_face import llama
+from shardwright.hugging_face import llama, windows
 from shardwright.hugging_face.architecture import Architecture, Config, register
 
 
 def problems(config: Config) -> Iterator[str]:
     """Yield the unsupported kinds of layers: layers that attend to a window, and layers without rotation that are not
     every n-th layer."""
-    yield from llama.windows(config)
+    yield from windows.refused(config)
     layers, interval = config.get("num_hidden_layers"), config.get("no_rope_layer_interval", 4)
     rotated = config.get("no_rope_layers")
     if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:

@@ -39,6 +39,29 @@ def _gemma(n_layers: int, d_model: int, n_heads: int, kv_heads: int, d_ffn: int)
     return _spec(n_layers, d_model, n_heads, kv_heads, 256, d_ffn, 256000, 8192, activation="geglu_tanh", **norms)
 
 
+def _gemma2(*sizes: int, **more: Any) -> ModelSpec:
+    caps = {"attention_softcap": 50.0, "logit_softcap": 30.0, "window": 4096, "global_interval": 2}
+    return _both_norms(*sizes, 256000, 8192, **caps | more)
+
+
+def _gemma3(*sizes: int, window: int = 1024, vocab: int = 262208, **more: Any) -> ModelSpec:
+    layers = {"window": window, "global_interval": 6, "window_rope_theta": 10000.0, "rope_theta": 1000000.0}
+    scaling = {"rope_scaling": RopeScaling(kind="linear", factor=8.0)} if vocab == 262208 else {}
+    return _both_norms(*sizes, vocab, 131072 if scaling else 32768, qk_norm=True, **layers | scaling | more)
+
+
+def _both_norms(*sizes: int, **more: Any) -> ModelSpec:
+    """Return a model with what Gemma 2 and 3 share."""
+    return replace(_gemma(1, sizes[1], 1, 1, 1), norm_position="both", **dict(zip(_SIZES, sizes, strict=True)) | more)
+
+
+def _olmo3(n_layers: int, d_model: int, n_heads: int, kv_heads: int, d_ffn: int) -> ModelSpec:
+    scaling = RopeScaling(kind="yarn", factor=8.0, original_max_seq_len=8192, attention_factor=1.2079441541679836)
+    windows = {"window": 4096, "global_interval": 4, "window_rope_theta": 500000.0, "rope_scaling": scaling}
+    sizes = _olmo2(n_layers, d_model, n_heads, kv_heads, d_ffn)
+    return replace(sizes, vocab_size=100278, max_seq_len=65536, **windows)
+
+
 def _qwen2(n_layers: int, d_model: int, n_heads: int, kv_heads: int, d_ffn: int, vocab: int = 152064) -> ModelSpec:
     more = {"norm_eps": 1e-6, "rope_theta": 1000000.0, "qkv_bias": True, "tied_embedding": vocab == 151936}
     return _spec(n_layers, d_model, n_heads, kv_heads, d_model // n_heads, d_ffn, vocab, 32768, **more)
@@ -121,6 +144,17 @@ PRESETS: dict[str, ModelSpec] = {
     "qwen2.5-72b": _qwen2(80, 8192, 64, 8, 29568),
     "gemma-2b": _gemma(18, 2048, 8, 1, 16384),
     "gemma-7b": _gemma(28, 3072, 16, 16, 24576),
+    "gemma2-2b": _gemma2(26, 2304, 8, 4, 256, 9216),
+    "gemma2-9b": _gemma2(42, 3584, 16, 8, 256, 14336),
+    "gemma2-27b": _gemma2(46, 4608, 32, 16, 128, 36864, attention_scale=144**-0.5),
+    "gemma3-270m": _gemma3(18, 640, 4, 1, 256, 2048, window=512, vocab=262144),
+    "gemma3-1b": _gemma3(26, 1152, 4, 1, 256, 6912, window=512, vocab=262144),
+    "gemma3-4b": _gemma3(34, 2560, 8, 4, 256, 10240),
+    "gemma3-12b": _gemma3(48, 3840, 16, 8, 256, 15360),
+    "gemma3-27b": _gemma3(62, 5376, 32, 16, 128, 21504, attention_scale=168**-0.5),
+    "mistral-7b": _spec(32, 4096, 32, 8, 128, 14336, 32000, 32768, window=4096),
+    "mistral-nemo-12b": _spec(40, 5120, 32, 8, 128, 14336, 131072, 131072, rope_theta=1000000.0),
+    "mistral-small-24b": _spec(40, 5120, 32, 8, 128, 32768, 131072, 32768, rope_theta=100000000.0),
     "qwen3-0.6b": _qwen3(28, 1024, 16, 3072, tied_embedding=True),
     "qwen3-8b": _qwen3(36, 4096, 32, 12288),
     "qwen3-32b": _qwen3(64, 5120, 64, 25600),
@@ -145,9 +179,12 @@ PRESETS: dict[str, ModelSpec] = {
     "olmo2-7b": _olmo2(32, 4096, 32, 32, 11008),
     "olmo2-13b": _olmo2(40, 5120, 40, 40, 13824),
     "olmo2-32b": _olmo2(64, 5120, 40, 8, 27648),
+    "olmo3-7b": _olmo3(32, 4096, 32, 32, 11008),
+    "olmo3-32b": _olmo3(64, 5120, 40, 8, 27648),
     "olmoe-1b-7b": _spec(*(16, 2048, 16, 16, 128, 1024, 50304, 4096), qk_norm=True, qk_norm_whole=True, moe=_OLMOE),
     "granite-3.1-2b": _granite(2048, 8192, logit_divisor=8.0, attention_scale=0.015625, rope_theta=5000000.0),
     "granite-3.1-8b": _granite(4096, 12800, logit_divisor=16.0, attention_scale=0.0078125, rope_theta=10000000.0),
+    "phi-3-mini": _spec(32, 3072, 32, 32, 96, 8192, 32064, 4096, window=2047),
     "phi-4": _spec(40, 5120, 40, 10, 128, 17920, 100352, 16384, rope_theta=250000.0),
     "gpt2": _gpt(12, 768, 12, 50257, 1024),
     "gpt3-125m": _gpt3(12, 768, 12),

@@ -1,0 +1,20 @@
+"""Mistral: Llama whose layers all attend to a window."""
+
+from shardwright.hugging_face import llama, windows
+from shardwright.hugging_face.architecture import Architecture, register
+
+MISTRAL = register(
+    Architecture(
+        model_type="mistral",
+        class_name="MistralForCausalLM",
+        sizes=llama.SIZES | windows.SIZES,
+        choices=llama.CHOICES,
+        fixed={"hidden_act": "silu"},
+        complete=lambda config: windows.complete(llama.complete({"num_key_value_heads": 8} | config)),
+        ends=llama.ENDS,
+        layer=llama.ATTENTION | llama.NETWORK,
+        null_if_zero=windows.NULL_IF_ZERO,
+        ignored=llama.IGNORED,
+        problems=windows.problems,
+    )
+)

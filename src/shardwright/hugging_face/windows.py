@@ -1,0 +1,101 @@
+"""Layers that attend to a window, in a config.json: `sliding_window` and `layer_types`, and their rotary frequencies.
+
+`transformers` has a kind of attention for each layer. Here a pattern says the same: layers before number `window_from`
+and every `global_interval`-th layer attend to all tokens, the others to a window.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from shardwright.hugging_face.architecture import Config
+from shardwright.model.spec import ModelSpec
+
+SIZES = {"window": "sliding_window", "global_interval": "_global_interval", "window_from": "_window_from"}
+NULL_IF_ZERO = ("sliding_window",)
+WINDOWED, GLOBAL = "sliding_attention", "full_attention"
+
+
+def complete(config: Config, *, interval: int = 0, first: int = 0, window: int = 4096) -> Config:
+    """Return config.json with the pattern of `layer_types`, or with the default pattern if the key is missing.
+
+    `interval`, `first`: the default `global_interval` and `window_from`; `window`: the default window, in tokens. A
+    window as long as the longest sequence is none, unless windowed layers rotate by other frequencies.
+    """
+    layers, longest = config.get("num_hidden_layers", 0), config.get("max_position_embeddings", 0)
+    window = config.get("sliding_window", window)
+    kinds = config.get("layer_types") or [_kind(layer, interval, first) for layer in range(layers)]
+    pattern = _pattern(kinds) or (0, 0)
+    if isinstance(window, int) and window >= longest > 0:
+        window = longest if config.get("_window_rope_theta") else 0
+    if not window or WINDOWED not in kinds:
+        return config | {"sliding_window": 0, "_global_interval": 0, "_window_from": 0, "_window_rope_theta": 0.0}
+    return config | {"sliding_window": window, "_global_interval": pattern[0], "_window_from": pattern[1]}
+
+
+def problems(config: Config) -> Iterator[str]:
+    """Yield what is wrong with `layer_types`: its length, unsupported kinds, and kinds without a pattern; and with the
+    rotary parameters of windowed layers."""
+    rope = config.get("_window_rope_kind") or "default"
+    if rope != "default":
+        yield f"rope_parameters.{WINDOWED}.rope_type={rope!r} is not supported; valid: 'default'"
+    kinds, layers = config.get("layer_types"), config.get("num_hidden_layers")
+    if kinds is None:
+        return
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        count = len(kinds) if isinstance(kinds, list) else repr(kinds)
+        yield f"layer_types has {count} entries for num_hidden_layers={layers}; valid: one for each layer"
+    elif unknown := sorted({str(kind) for kind in kinds} - {WINDOWED, GLOBAL}):
+        yield f"layer_types has {', '.join(unknown)}; valid: {GLOBAL}, {WINDOWED}"
+    elif _pattern(kinds) is None:
+        yield (
+            f"layer_types has no pattern that is supported; valid: {GLOBAL} in the first layers and in every n-th "
+            f"layer, {WINDOWED} in all others"
+        )
+
+
+def refused(config: Config) -> Iterator[str]:
+    """Yield why the layers of an architecture without windows are not supported."""
+    if kinds := sorted({str(kind) for kind in config.get("layer_types") or ()} - {GLOBAL}):
+        yield f"layer_types has {', '.join(kinds)}; valid: {GLOBAL} in every layer"
+
+
+def layer_types(spec: ModelSpec) -> Config:
+    """Return the `layer_types` of a model."""
+    kinds = [WINDOWED if spec.layer_window(layer) else GLOBAL for layer in range(spec.n_layers)]
+    return {"layer_types": kinds}
+
+
+def _kind(layer: int, interval: int, first: int) -> str:
+    is_global = layer < first or (interval and (layer + 1) % interval == 0)
+    return GLOBAL if is_global else WINDOWED
+
+
+def _pattern(kinds: list[Any]) -> tuple[int, int] | None:
+    """Return (`global_interval`, `window_from`) of the kinds of all layers, with the fewest layers before the first
+    window; None if there is no such pattern."""
+    if WINDOWED not in kinds:
+        return 0, 0
+    start, n = kinds.index(WINDOWED), len(kinds)
+    for first in (0, start):
+        for interval in (0, *range(2, n + 1)):
+            if kinds == [_kind(layer, interval, first) for layer in range(n)]:
+                return interval, first
+    return None
+
+
+def split_rope(config: Config, theta: float, local_theta: float | None = None) -> Config:
+    """Return config.json with the rotary parameters of layers that attend to all tokens as its only ones, and the base
+    of windowed layers as `_window_rope_theta`; 0: their frequencies are the same.
+
+    `theta`: the default base; `local_theta`: of windowed layers, or None for the base of the others.
+    """
+    given = config.get("rope_parameters") or {}
+    by_kind = GLOBAL in given or WINDOWED in given
+    whole = dict(given.get(GLOBAL) or {}) if by_kind else dict(given or config.get("rope_scaling") or {})
+    whole.setdefault("rope_theta", config.get("rope_theta", theta))
+    local = dict(given.get(WINDOWED) or {}) if by_kind else {}
+    base = local.get("rope_theta") or config.get("rope_local_base_freq", local_theta) or whole["rope_theta"]
+    scaled = (whole.get("rope_type") or whole.get("type") or "default") != "default"
+    differs = scaled or base != whole["rope_theta"]
+    made = {"_window_rope_theta": float(base) if differs else 0.0, "_window_rope_kind": local.get("rope_type")}
+    return config | {"rope_parameters": whole} | made
