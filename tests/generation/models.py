@@ -31,7 +31,13 @@ EXPERTS = replace(GROUPED, moe=MoESpec(n_experts=4, top_k=2, d_ffn=16, bias_rate
 LATENT_EXPERTS = replace(
     LATENT, moe=MoESpec(n_experts=4, top_k=2, d_ffn=16, n_shared=1, first_dense=1, score="sigmoid", bias_rate=0.01)
 )
+WINDOWS = replace(
+    GROUPED, window=5, global_interval=3, attention_sinks=True, window_rope_theta=200.0, logit_softcap=0.5
+)
+CAPS = replace(GROUPED, window=4, attention_softcap=0.2)
 SPECS: dict[str, ModelSpec] = {
+    "windows": WINDOWS,
+    "caps": CAPS,
     "grouped": GROUPED,
     "learned": LEARNED,
     "latent": LATENT,

@@ -13,6 +13,7 @@ from shardwright.layout.layout import Layout
 from shardwright.serving.work import cache_bytes_per_token
 from tests.distributed import run_ranks
 from tests.generation.models import (
+    CAPS,
     DRAWN,
     EXPERTS,
     GREEDY,
@@ -23,6 +24,7 @@ from tests.generation.models import (
     N_TOKENS,
     PROMPTS,
     SPECS,
+    WINDOWS,
     merged,
     on_layout,
     whole_model,
@@ -51,6 +53,8 @@ CASES = [
     (Layout(tp=2, pp=2, ep=2, sequence_parallel=True), LATENT_EXPERTS),
     (Layout(dp_shard=2, zero=1, ep=2, pp=2), LATENT_EXPERTS),
     (Layout(cp=2), GROUPED),
+    (Layout(cp=2, tp=2, sequence_parallel=True), WINDOWS),
+    (Layout(pp=2, tp=2, sequence_parallel=False), CAPS),
     (Layout(cp=2, cp_method="ulysses"), LEARNED),
     (Layout(cp=4, cp_method="usp", ulysses_degree=2), GROUPED),
     (Layout(cp=2, cp_method="ring", tp=2, sequence_parallel=True), LATENT),

@@ -31,8 +31,10 @@ DRAFT = replace(GROUPED, n_layers=1)
 
 
 def speculative(spec, draft, sampling, n_proposed: int = 3, n_slots: int = 2) -> Speculative:
-    batcher = Batcher(WholeEngine(whole_model(spec), n_slots, spec.max_seq_len), sampling, spec.max_seq_len)
-    batcher.decode = Speculative(batcher, WholeEngine(draft, n_slots, spec.max_seq_len), n_proposed, spec.max_seq_len)
+    batcher = Batcher(WholeEngine(whole_model(spec), n_slots, spec.max_seq_len, n_proposed), sampling, spec.max_seq_len)
+    batcher.decode = Speculative(
+        batcher, WholeEngine(draft, n_slots, spec.max_seq_len, n_proposed), n_proposed, spec.max_seq_len
+    )
     return batcher.decode
 
 
@@ -78,8 +80,8 @@ def test_the_draft_proposes_what_it_would_without_a_cache():
 def drafted_on_layout(layout: Layout, sampling: Sampling) -> dict[int, list[int]]:
     device = torch.device("cpu")
     model = apply(GROUPED, layout, device, seed=SEED, param_dtype=torch.float64, compute_dtype=torch.float64)
-    batcher = Batcher(LayoutEngine(model, device, 2, GROUPED.max_seq_len), sampling, GROUPED.max_seq_len)
-    batcher.decode = Speculative(batcher, WholeEngine(whole_model(DRAFT), 2, GROUPED.max_seq_len), 3, 48)
+    batcher = Batcher(LayoutEngine(model, device, 2, GROUPED.max_seq_len, 3), sampling, GROUPED.max_seq_len)
+    batcher.decode = Speculative(batcher, WholeEngine(whole_model(DRAFT), 2, GROUPED.max_seq_len, 3), 3, 48)
     mine = layout.data_rank(dist.get_rank())
     return batcher.complete({i: ids for i, ids in PROMPTS.items() if i % layout.data_ranks == mine}, N_TOKENS)
 

@@ -4,7 +4,8 @@ The modules of a model are not changed. Their attribute `attend`, which context 
 attention that writes the keys and values of the new tokens into the cache and reads all earlier ones. A module with
 `attend` in a user's own family is served in the same way.
 
-A rank of tp has the keys and values of its own heads alone. `serving.work` has the bytes as a formula.
+A rank of tp has the keys and values of its own heads alone, and a layer with a window those of the window alone.
+`serving.work` has the bytes as a formula.
 
 The cache of multi-head latent attention: one latent vector and one rotated key a token, for all heads.
 
@@ -28,18 +29,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.generation.batch import RaggedBatch, SequenceSegment
-from shardwright.model.attention import Attend, causal_attention
+from shardwright.model.attention import Attend, attend
 from shardwright.model.documents import Documents
 from shardwright.model.latent_attention import LatentAttention
+from shardwright.model.piece_attention import AttentionRule, OwnKeys, PieceAttention
+from shardwright.model.pieces import AttentionPiece
 from shardwright.parallel.norm import local_part
 
 
 class Cache:
     """The keys and values of all layers of a model, or of a pipeline stage, for `n_slots` sequences of at most
-    `n_positions` tokens."""
+    `n_positions` tokens. `n_ahead`: the most tokens of a sequence that may be written and then replaced by others."""
 
-    def __init__(self, n_slots: int, n_positions: int) -> None:
-        self.n_slots, self.n_positions = n_slots, n_positions
+    def __init__(self, n_slots: int, n_positions: int, n_ahead: int = 0) -> None:
+        self.n_slots, self.n_positions, self.n_ahead = n_slots, n_positions, n_ahead
         self.layers: list[LayerCache] = []
         self.batch = RaggedBatch((), ())
         """The current pass."""
@@ -51,9 +54,9 @@ class Cache:
         self.batch = batch
         self.mask = batch.decode_mask(device) if batch.segments and batch.is_decode else None
 
-    def layer(self) -> "LayerCache":
-        """Return the cache of one more layer."""
-        self.layers.append(LayerCache(self))
+    def layer(self, rule: AttentionRule | None = None) -> "LayerCache":
+        """Return the cache of one more layer; `rule`: of the layer's attention, if it has one."""
+        self.layers.append(LayerCache(self) if rule is None else RuledLayerCache(self, rule.window))
         return self.layers[-1]
 
     @property
@@ -98,6 +101,51 @@ class LayerCache:
         return torch.cat(parts)
 
 
+class RuledLayerCache(LayerCache):
+    """The keys and values of a layer whose attention has a rule. With a window, position p is in place p mod R of
+    R = window + `n_ahead` places: a token that is replaced never stood in the place of one that is still read."""
+
+    def __init__(self, cache: Cache, window: int) -> None:
+        super().__init__(cache)
+        self.window = window
+        self.n_places = min(cache.n_positions, window + cache.n_ahead) if window else cache.n_positions
+
+    def attend_and_write(self, q_NHC: Tensor, k_NKC: Tensor, v_NKC: Tensor, rule: AttentionRule) -> Tensor:
+        """Return attention of the new tokens to all tokens of their sequences by `rule`, (N, H, C), and store the new
+        keys and values. Earlier keys are read first, because new ones may take their places."""
+        lengths, outputs = _lengths(self.cache.batch), []
+        parts = zip(*(x.split(lengths) for x in (q_NHC, k_NKC, v_NKC)), strict=True)
+        for segment, (q_THC, *new) in zip(self.cache.batch.segments, parts, strict=True):
+            first = max(0, segment.start - self.window + 1) if self.window else 0
+            n_old = segment.start - first
+            if n_old:
+                old = [x[segment.slot, :, self._places(first, segment.start, x)].transpose(0, 1) for x in self.tensors]
+                k_1MKC, v_1MKC = (torch.cat(pair).unsqueeze(0) for pair in zip(old, new, strict=True))
+            else:
+                k_1MKC, v_1MKC = (x.unsqueeze(0) for x in new)
+            rows, columns = slice(0, segment.length), slice(0, n_old + segment.length)
+            piece = AttentionPiece(rows, columns, causal=True, shift=n_old, window=self.window)
+            tensors = q_THC.unsqueeze(0), k_1MKC, v_1MKC, rule.sinks_H
+            outputs.append(PieceAttention.apply(*tensors, ((piece,),), rule.softcap, OwnKeys())[0])
+        self.write(k_NKC, v_NKC)
+        return torch.cat(outputs)
+
+    def write(self, *new_NKC: Tensor) -> None:
+        """Store the keys and values of the tokens of the current pass; of more than R tokens the last R."""
+        cache = self.cache
+        if not self.tensors:
+            self.tensors = [x.new_zeros(cache.n_slots, x.shape[1], self.n_places, x.shape[2]) for x in new_NKC]
+        for kept, x_NKC in zip(self.tensors, new_NKC, strict=True):
+            for segment, x_TKC in zip(cache.batch.segments, x_NKC.split(_lengths(cache.batch)), strict=True):
+                first = max(segment.start, segment.stop - self.n_places)
+                last_TKC = x_TKC[first - segment.start :]
+                kept[segment.slot, :, self._places(first, segment.stop, kept)] = last_TKC.transpose(0, 1)
+
+    def _places(self, start: int, stop: int, like: Tensor) -> Tensor:
+        """Return the places of positions `start` to `stop` - 1."""
+        return torch.arange(start, stop, device=like.device) % self.n_places
+
+
 class PrefillAttention:
     """A replacement for `causal_attention` in a pass in which every sequence starts, so nothing is read from the cache;
     (1, N, H, C) each. `sharded`: context-parallel attention, for a sequence whose tokens are sharded over cp."""
@@ -105,12 +153,13 @@ class PrefillAttention:
     def __init__(self, cache: Cache, sharded: Attend) -> None:
         self.cache, self.sharded = cache, sharded
 
-    def __call__(self, q_1NHC: Tensor, k_1NKC: Tensor, v_1NKC: Tensor, documents: Documents | None = None) -> Tensor:
+    def __call__(self, q_1NHC: Tensor, k_1NKC: Tensor, v_1NKC: Tensor, *documents_and_rule: Any) -> Tensor:
         batch = self.cache.batch
         if batch.held is not None:
-            return self.sharded(q_1NHC, k_1NKC, v_1NKC, documents)
+            return self.sharded(q_1NHC, k_1NKC, v_1NKC, *documents_and_rule)
         parts = [x[:, : batch.n_tokens].split(_lengths(batch), 1) for x in (q_1NHC, k_1NKC, v_1NKC)]
-        o_1NHC = torch.cat([causal_attention(*segment) for segment in zip(*parts, strict=True)], 1)
+        segments = zip(*parts, strict=True)
+        o_1NHC = torch.cat([attend(*segment, None, *documents_and_rule[1:]) for segment in segments], 1)
         return padded(o_1NHC[0], q_1NHC)
 
 
@@ -122,15 +171,26 @@ class CachedAttention:
     def __init__(self, layer: LayerCache, prefill: PrefillAttention, gather: Callable[[Tensor], Tensor]) -> None:
         self.layer, self.prefill, self.gather = layer, prefill, gather
 
-    def __call__(self, q_1NHC: Tensor, k_1NKC: Tensor, v_1NKC: Tensor, documents: Documents | None = None) -> Tensor:
+    def __call__(
+        self,
+        q_1NHC: Tensor,
+        k_1NKC: Tensor,
+        v_1NKC: Tensor,
+        documents: Documents | None = None,
+        rule: AttentionRule | None = None,
+    ) -> Tensor:
         batch = self.layer.cache.batch
         n = batch.n_tokens
         if n == 0:  # padding alone: other ranks have tokens
             return torch.zeros_like(q_1NHC)
         whole = [self.gather(x) for x in (k_1NKC, v_1NKC)] if batch.held is not None else [k_1NKC, v_1NKC]
-        self.layer.write(*(x[0, :n] for x in whole))
+        new_NKC = [x[0, :n] for x in whole]
+        if rule is not None and not batch.is_prefill:
+            assert isinstance(self.layer, RuledLayerCache)
+            return padded(self.layer.attend_and_write(q_1NHC[0, :n], *new_NKC, rule), q_1NHC)
+        self.layer.write(*new_NKC)
         if batch.is_prefill:
-            return self.prefill(q_1NHC, k_1NKC, v_1NKC, documents)
+            return self.prefill(q_1NHC, k_1NKC, v_1NKC, documents, *(() if rule is None else (rule,)))
         return padded(self.layer.attend(q_1NHC[0, :n]), q_1NHC)
 
 

@@ -58,9 +58,10 @@ class WholeEngine:
 
     n_batches, one_prompt, in_step = 1, False, False
 
-    def __init__(self, model: Transformer, n_slots: int, n_positions: int) -> None:
+    def __init__(self, model: Transformer, n_slots: int, n_positions: int, n_ahead: int = 0) -> None:
+        """Sizes of the cache: see `cache.Cache`."""
         self.model = model.eval()
-        self.cache = Cache(n_slots, n_positions)
+        self.cache = Cache(n_slots, n_positions, n_ahead)
         if model.embedding.weight.device.type == "cpu":
             configure_malloc()
         _attach(model, self.cache, lambda x: x, lambda x: x)
@@ -89,9 +90,12 @@ class LayoutEngine:
     """Runs passes of a model on this rank of a layout; every rank of the world makes one and calls `run` as often, with
     as many passes."""
 
-    def __init__(self, model: ParallelModel, device: torch.device, n_slots: int, n_positions: int) -> None:
+    def __init__(
+        self, model: ParallelModel, device: torch.device, n_slots: int, n_positions: int, n_ahead: int = 0
+    ) -> None:
+        """Sizes of the cache: see `cache.Cache`."""
         self.model, self.device, self.layout = model, device, model.layout
-        self.cache = Cache(n_slots, n_positions)
+        self.cache = Cache(n_slots, n_positions, n_ahead)
         if device.type == "cpu":
             configure_malloc()
         layout, rank = self.layout, dist.get_rank()
@@ -223,4 +227,4 @@ def _attach(
             whole.over_latents = CachedLatentAttention(module, cache.layer(), gather_shards, gather_context)
             module.attend = prefill
         else:
-            module.attend = CachedAttention(cache.layer(), prefill, gather_context)
+            module.attend = CachedAttention(cache.layer(getattr(module, "rule", None)), prefill, gather_context)

@@ -238,10 +238,11 @@ def _alone(task: _GenerationTask, device: torch.device) -> _RankGeneration:
     return _complete(task, engine, source, task.prompts, device)
 
 
-def _cache_sizes(task: _GenerationTask, source: Source, prompts: Mapping[int, Sequence[int]]) -> tuple[int, int]:
-    """Return the rows of the cache, and the positions of each."""
+def _cache_sizes(task: _GenerationTask, source: Source, prompts: Mapping[int, Sequence[int]]) -> tuple[int, int, int]:
+    """Return the rows of the cache, the positions of each, and the most tokens that are replaced by others."""
     longest = max(map(len, task.prompts.values())) + task.request.max_tokens
-    return max(1, min(task.request.batch_size, len(prompts))), min(longest, source.spec.max_seq_len)
+    n_ahead = task.request.draft_tokens if task.request.draft is not None else 0
+    return max(1, min(task.request.batch_size, len(prompts))), min(longest, source.spec.max_seq_len), n_ahead
 
 
 def _complete(

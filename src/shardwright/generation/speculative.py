@@ -39,6 +39,8 @@ class Speculative:
     """
 
     def __init__(self, batcher: Batcher, draft: WholeEngine, n_proposed: int, draft_limit: int) -> None:
+        for cache in (batcher.engine.cache, draft.cache):
+            assert cache.n_ahead >= n_proposed, f"a cache for {cache.n_ahead} replaced tokens, {n_proposed} proposals"
         self.batcher, self.n_proposed, self.draft_limit = batcher, n_proposed, draft_limit
         self.draft = Batcher(draft, batcher.sampling, draft_limit)
         self.n_cached: dict[int, int] = {}

@@ -1,6 +1,6 @@
 """Layers that attend to a window, in a config.json: `sliding_window` and `layer_types`, and their rotary frequencies.
 
-`transformers` has a kind of attention for each layer. Here a pattern says the same: layers before number `window_from`
+`transformers` has a kind of attention for each layer. Here a pattern says the same: layers before number `first_window`
 and every `global_interval`-th layer attend to all tokens, the others to a window.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 from shardwright.hugging_face.architecture import Config
 from shardwright.model.spec import ModelSpec
 
-SIZES = {"window": "sliding_window", "global_interval": "_global_interval", "window_from": "_window_from"}
+SIZES = {"window": "sliding_window", "global_interval": "_global_interval", "first_window": "_first_window"}
 NULL_IF_ZERO = ("sliding_window",)
 WINDOWED, GLOBAL = "sliding_attention", "full_attention"
 
@@ -18,7 +18,7 @@ WINDOWED, GLOBAL = "sliding_attention", "full_attention"
 def complete(config: Config, *, interval: int = 0, first: int = 0, window: int = 4096) -> Config:
     """Return config.json with the pattern of `layer_types`, or with the default pattern if the key is missing.
 
-    `interval`, `first`: the default `global_interval` and `window_from`; `window`: the default window, in tokens. A
+    `interval`, `first`: the default `global_interval` and `first_window`; `window`: the default window, in tokens. A
     window as long as the longest sequence is none, unless windowed layers rotate by other frequencies.
     """
     layers, longest = config.get("num_hidden_layers", 0), config.get("max_position_embeddings", 0)
@@ -28,8 +28,8 @@ def complete(config: Config, *, interval: int = 0, first: int = 0, window: int =
     if isinstance(window, int) and window >= longest > 0:
         window = longest if config.get("_window_rope_theta") else 0
     if not window or WINDOWED not in kinds:
-        return config | {"sliding_window": 0, "_global_interval": 0, "_window_from": 0, "_window_rope_theta": 0.0}
-    return config | {"sliding_window": window, "_global_interval": pattern[0], "_window_from": pattern[1]}
+        return config | {"sliding_window": 0, "_global_interval": 0, "_first_window": 0, "_window_rope_theta": 0.0}
+    return config | {"sliding_window": window, "_global_interval": pattern[0], "_first_window": pattern[1]}
 
 
 def problems(config: Config) -> Iterator[str]:
@@ -71,7 +71,7 @@ def _kind(layer: int, interval: int, first: int) -> str:
 
 
 def _pattern(kinds: list[Any]) -> tuple[int, int] | None:
-    """Return (`global_interval`, `window_from`) of the kinds of all layers, with the fewest layers before the first
+    """Return (`global_interval`, `first_window`) of the kinds of all layers, with the fewest layers before the first
     window; None if there is no such pattern."""
     if WINDOWED not in kinds:
         return 0, 0

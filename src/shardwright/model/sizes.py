@@ -109,7 +109,7 @@ class ModelSizes:
         default=0,
         metadata={"help": "With window: every n-th layer attends to all tokens (Gemma 2: 2, Gemma 3: 6); 0: no layer."},
     )
-    window_from: int = field(
+    first_window: int = field(
         default=0, metadata={"help": "With window: layers before this number, from 0, have no window (Qwen2)."}
     )
     window_rope_theta: float = field(
@@ -168,7 +168,7 @@ class ModelSizes:
     def layer_window(self, layer: int) -> int:
         """Return the window of layer number `layer`, from 0; 0: it attends to all tokens."""
         is_global = self.global_interval and (layer + 1) % self.global_interval == 0
-        return 0 if layer < self.window_from or is_global else self.window
+        return 0 if layer < self.first_window or is_global else self.window
 
     @property
     def norm_before(self) -> bool:

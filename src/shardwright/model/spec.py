@@ -122,7 +122,7 @@ class ModelSpec(ModelSizes):
                 f"window={self.window} for sequences of max_seq_len={self.max_seq_len} tokens; valid: 0 (none) to "
                 f"{self.max_seq_len}"
             )
-        for name in ("global_interval", "window_from"):
+        for name in ("global_interval", "first_window"):
             if not 0 <= getattr(self, name) <= self.n_layers:
                 yield f"{name}={getattr(self, name)} for {self.n_layers} layers; valid: 0 to {self.n_layers}"
             if getattr(self, name) and not self.window:
