@@ -70,6 +70,10 @@ FEATURES = {
     "qk_norm_whole": "over all heads",
     "norm_position": "norms of branches ({})",
     "nope_interval": "no rotation in every {}nd layer",
+    "window": "windows",
+    "attention_sinks": "sinks of attention",
+    "attention_softcap": "soft caps",
+    "logit_softcap": "soft caps",
 }
 """What a run file has to have, by the key of `ModelSpec` that a bug changes."""
 

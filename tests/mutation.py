@@ -49,7 +49,8 @@ def mutated(*mutations: Mutation) -> Iterator[None]:
     An assertion fails if a mutation no longer applies: it must not quietly stop mutating.
     """
     originals: dict[tuple[Any, str], Any] = {}
-    trees: dict[str, ast.AST] = {}
+    trees: dict[Any, ast.AST] = {}
+    applied: set[tuple[Any, str]] = set()
     codes: dict[Any, tuple[Any, ...]] = {}
     try:
         for mutation in mutations:
@@ -58,9 +59,12 @@ def mutated(*mutations: Mutation) -> Iterator[None]:
             owner = resolve_name(f"{module_name}:{scope}" if scope else module_name)
             original = originals.setdefault((owner, name), inspect.getattr_static(owner, name))
             module = sys.modules[inspect.unwrap(original).__module__]
-            if mutation.function not in trees:
-                trees[mutation.function] = ast.parse(textwrap.dedent(inspect.getsource(original)))
-            tree = trees[mutation.function] = mutation.applied_to(trees[mutation.function])
+            if original not in trees:  # a function may have a name in several modules, and a bug name each of them
+                trees[original] = ast.parse(textwrap.dedent(inspect.getsource(original)))
+            if (original, mutation.before) not in applied:
+                trees[original] = mutation.applied_to(trees[original])
+            applied.add((original, mutation.before))
+            tree = trees[original]
             replacement = _compiled(tree, owner, name, module.__dict__)
             if _is_plain(original) and _is_plain(replacement):
                 codes.setdefault(original, (original.__code__, original.__defaults__, original.__kwdefaults__))

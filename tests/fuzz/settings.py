@@ -191,6 +191,9 @@ def _spec(rng: Random, layout: Layout, *, n_layers: int, seq_len: int, experts: 
         bias=bias,
         qkv_bias=not latent and not bias and rng.random() < 0.3,
         nope_interval=rng.choice((0, 0, 1, n_layers)) if positions == "rope" and not latent else 0,
+        **_windows(rng, n_layers, seq_len, positions, latent is None and family == "decoder"),
+        logit_softcap=rng.choice((0.0, 0.0, 0.5)),
+        o_bias=not latent and not bias and rng.random() < 0.2,
         tied_embedding=rng.random() < 0.4,
         dropout=rng.choice((0.0, 0.0, 0.1, 0.3)),
         moe=_experts(rng, layout, n_layers) if experts else None,
@@ -199,6 +202,21 @@ def _spec(rng: Random, layout: Layout, *, n_layers: int, seq_len: int, experts: 
         mtp_weight=rng.choice((0.3, 1.0)),
         init_std=INIT_STD,
     )
+
+
+def _windows(rng: Random, n_layers: int, seq_len: int, positions: Positions, can: bool) -> dict[str, Any]:
+    """Windows, sinks and soft caps of attention, which latent attention does not have."""
+    if not can or rng.random() < 0.6:
+        return {}
+    window = rng.choice((0, 1, 3, seq_len // 2, seq_len))
+    return {
+        "window": window,
+        "global_interval": rng.choice((0, 2 if n_layers > 1 else 1)) if window else 0,
+        "first_window": rng.choice((0, 0, 1)) if window else 0,
+        "window_rope_theta": rng.choice((0.0, 300.0)) if window and positions == "rope" else 0.0,
+        "attention_sinks": rng.random() < 0.5,
+        "attention_softcap": rng.choice((0.0, 0.0, 0.5)),
+    }
 
 
 def _scaling(rng: Random, seq_len: int) -> RopeScaling:

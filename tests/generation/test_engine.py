@@ -3,10 +3,12 @@
 import resource
 import sys
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 
+from shardwright.generation.batch import RaggedBatch, SequenceSegment
 from shardwright.generation.continuous import Batcher
 from shardwright.generation.engine import WholeEngine
 from shardwright.layout.layout import Layout
@@ -42,6 +44,24 @@ def test_the_cache_changes_no_token(spec, sampling):
     for n_slots in (1, 3, 5):
         engine = WholeEngine(whole_model(spec), n_slots, spec.max_seq_len)
         assert Batcher(engine, sampling, spec.max_seq_len).complete(PROMPTS, N_TOKENS) == expected
+
+
+@torch.no_grad()
+def test_a_continuation_longer_than_a_window_is_that_of_the_whole_sequence():
+    a_long_continuation_is_that_of_the_whole_sequence()
+
+
+@torch.no_grad()
+def a_long_continuation_is_that_of_the_whole_sequence() -> None:
+    tokens = [3 * i % 31 for i in range(30)]
+    expected_TV = whole_model(WINDOWS)(torch.tensor([tokens]))[0]
+    engine, results = WholeEngine(whole_model(WINDOWS), 2, WINDOWS.max_seq_len), []
+    for start, stop in pairwise((0, 3, 14, 15, 30)):
+        segment = SequenceSegment(1, start, stop - start)
+        results += engine.run([RaggedBatch([segment], tokens[start:stop], [stop - start])])
+    torch.testing.assert_close(torch.cat(results), expected_TV, rtol=1e-12, atol=1e-12)
+    layers = [min(WINDOWS.layer_window(layer) or WINDOWS.max_seq_len, WINDOWS.max_seq_len) for layer in range(4)]
+    assert engine.cache.n_bytes == 2 * sum(layers) * cache_bytes_per_token(WINDOWS, 1, 8)
 
 
 CASES = [

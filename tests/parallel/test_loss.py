@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import profile
 
+from shardwright.model.presets import PRESETS
 from shardwright.parallel import loss
 from shardwright.parallel.loss import ChunkedLoss, bound, loss_sum
 from tests.marks import prove
@@ -28,7 +29,7 @@ class Ends(nn.Module):
         weight = nn.Parameter(torch.randn(V, D, generator=generator, dtype=torch.float64).to(dtype))
         self.embedding, self.head = nn.Embedding(V, D), None if tied else nn.Linear(D, V, bias=False)
         (self.embedding if self.head is None else self.head).weight = weight
-        self.matrix = weight
+        self.matrix, self.spec = weight, PRESETS["debug"]
 
 
 def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:

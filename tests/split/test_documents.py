@@ -2,12 +2,13 @@
 that the plans of all ranks together compute every pair of a query and a token up to it of its document exactly once."""
 
 from collections import Counter
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwright.model.pieces import causal_pieces
 from shardwright.split.documents import AttentionPiece, Lengths, dealt, held_tokens, imbalance, plan
 
 
@@ -40,18 +41,29 @@ def test_dealing_partitions_every_document_over_ranks_with_equally_many_tokens(c
 
 
 def pairs_of(piece: AttentionPiece) -> list[tuple[int, int]]:
-    rows, columns = range(piece.rows.start, piece.rows.stop), range(piece.columns.start, piece.columns.stop)
-    return [(q, k) for q in rows for k in columns if not piece.causal or k <= q]
+    """The pairs of a query and a key that a piece computes; every query has one."""
+    found = [
+        [
+            (piece.rows.start + i, piece.columns.start + j)
+            for j in range(piece.n_columns)
+            if not (piece.causal and j > i + piece.shift) and not (piece.window and j <= i + piece.shift - piece.window)
+        ]
+        for i in range(piece.n_rows)
+    ]
+    assert all(found)
+    pairs = list(chain(*found))
+    assert len(pairs) == piece.pairs
+    return pairs
 
 
 @pytest.mark.parametrize(("method", "deals"), METHODS)
-@given(case=packed())
-@settings(max_examples=20, deadline=None)
-def test_every_pair_of_a_document_is_computed_once_and_no_other(
-    method: str, deals: bool, case: tuple[int, list[Lengths]]
+@given(case=packed(), window=st.sampled_from((0, 1, 2, 5, 17, 1000)))
+@settings(max_examples=40, deadline=None)
+def test_every_pair_of_a_document_and_of_a_window_is_computed_once_and_no_other(
+    method: str, deals: bool, case: tuple[int, list[Lengths]], window: int
 ) -> None:
     ring, sequences = case
-    plans = [plan(tuple(sequences), method, ring, rank, deals) for rank in range(ring)]
+    plans = [plan(tuple(sequences), method, ring, rank, deals, window) for rank in range(ring)]
     # (sequence, position) of each place of each rank
     places = [
         [
@@ -77,8 +89,41 @@ def test_every_pair_of_a_document_is_computed_once_and_no_other(
     wanted = Counter()
     for row, lengths in enumerate(sequences):
         for start, stop in pairwise([0, *accumulate(lengths)]):
-            wanted.update(((row, q), (row, k)) for q in range(start, stop) for k in range(start, q + 1))
+            for q in range(start, stop):
+                wanted.update(((row, q), (row, k)) for k in range(max(start, q + 1 - window if window else 0), q + 1))
     assert found == wanted
+
+
+@given(case=packed(), window=st.sampled_from((0, 1, 3, 8)), n_rows=st.integers(1, 6))
+@settings(max_examples=40, deadline=None)
+def test_a_cut_piece_computes_the_same_pairs(case: tuple[int, list[Lengths]], window: int, n_rows: int) -> None:
+    ring, sequences = case
+    pieces = [*causal_pieces(tuple(sequences), window)]
+    pieces += [piece for step in plan(tuple(sequences), "zigzag", ring, 0, True, window).pieces for piece in step]
+    for piece in pieces:
+        parts = list(piece.cut(n_rows))
+        assert sorted(pair for part in parts for pair in pairs_of(part)) == sorted(pairs_of(piece))
+        assert all(part.n_rows <= n_rows for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("method", "steps"), [("ring", (1, 0, 0, 0, 0, 0, 0)), ("zigzag", (1, 0, 0, 0, 0, 0, 1)), ("allgather", None)]
+)
+def test_steps_of_a_ring_outside_of_the_window_are_neither_sent_nor_computed(
+    method: str, steps: tuple[int, ...] | None
+) -> None:
+    """A window shorter than a chunk reaches only the chunk before: with `ring` that of the rank before; with zig-zag
+    chunks also that of the rank after, for the late chunk."""
+    of_ranks = [plan(((160,),), method, 8, rank, False, 5) for rank in range(8)]
+    for rank, at in enumerate(of_ranks):
+        sent = [sum(part.stop - part.start for part in parts) for parts in at.sends[1:]]
+        assert sum(at.receives) <= 2 * 4, "window - 1 keys for each of at most two chunks"
+        assert all(
+            (received == 0) == (pairs == 0) for received, pairs in zip(at.receives[1:], at.pairs[1:], strict=True)
+        )
+        if steps is not None and 0 < rank < 7:
+            assert [tokens > 0 for tokens in at.receives[1:]] == [bool(step) for step in steps]
+            assert [tokens // 4 for tokens in sent] == list(steps)
 
 
 def long_sequences() -> list[Lengths]:

@@ -17,6 +17,7 @@ from shardwright.data.samples import IGNORE
 from shardwright.layout.layout import Layout
 from shardwright.model.presets import PRESETS
 from shardwright.model.sections import MoESpec
+from shardwright.model.spec import ModelSpec
 from shardwright.split import stages
 from shardwright.split.rules import problems
 from shardwright.system.errors import InputError, LayoutError
@@ -44,6 +45,10 @@ def test_an_8b_model_is_cut_to_kilobytes():
     assert case.accumulation(Layout(dp_shard=2, tp=2, zero=3, sequence_parallel=False)) == 2
 
 
+def _windows(spec: ModelSpec) -> list[int]:
+    return [spec.layer_window(layer) for layer in range(spec.n_layers)]
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_choice_of_the_model_is_kept(preset: str):
     whole = PRESETS[preset]
@@ -64,12 +69,18 @@ def test_every_choice_of_the_model_is_kept(preset: str):
         "attention_scale",
         "logit_divisor",
         "qkv_bias",
+        "o_bias",
+        "window_rope_theta",
+        "attention_sinks",
+        "attention_softcap",
+        "logit_softcap",
         "bias",
         "tied_embedding",
     ):
         assert getattr(small, choice) == getattr(whole, choice)
     assert not small.problems()
     assert len(set(map(small.rotates, range(small.n_layers)))) == len(set(map(whole.rotates, range(whole.n_layers))))
+    assert {window > 0 for window in _windows(small)} == {window > 0 for window in _windows(whole)}
     assert (small.n_heads > small.n_kv_heads) == (whole.n_heads > whole.n_kv_heads)
 
 

@@ -128,6 +128,8 @@ class ModelSpec(ModelSizes):
             if getattr(self, name) and not self.window:
                 yield f"{name}={getattr(self, name)} without a window has no effect; set window, or leave {name} out"
         if self.window_rope_theta:
+            if self.family != "decoder":
+                yield f"window_rope_theta goes with family='decoder'; layers of {self.family!r} take one rotary table"
             if not self.window or self.positions != "rope":
                 yield "window_rope_theta goes with a window and positions='rope'; otherwise it has no effect"
             if self.window_rope_theta <= 1:

@@ -28,6 +28,7 @@ _TOP_K = 2
 _GROUPS = 4
 _LATENT = 12  # of keys and values; the latent vector of queries is narrower, so that the two differ
 _NOPE_DIM, _ROPE_DIM = 8, 4
+_WINDOW = 5  # less than the tokens of a rank, more than a chunk of a ring
 _VOCABULARY = 73  # prime, so that no degree divides it; dp_shard 3 or 4 cuts rows of tp 2 into unequal numbers
 _CHUNKS = 3  # maximum chunks of a micro-batch's tokens, if the loss is chunked
 _ACCUMULATION = 2  # minimum; in a pipeline more than it has stages, so that it is filled
@@ -113,6 +114,9 @@ def cut_spec(spec: ModelSpec, world_size: int, n_layers: int = _LAYERS) -> Model
         spec,
         n_layers=min(n_layers, spec.n_layers),
         nope_interval=min(n_layers, spec.nope_interval),
+        window=min(_WINDOW, spec.window),
+        global_interval=0 if spec.first_window else min(n_layers, spec.global_interval),
+        first_window=min(n_layers - (spec.first_window < spec.n_layers), spec.first_window),
         d_model=d_model,
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,

@@ -32,8 +32,8 @@ MASK: dict[str, AnyBug] = {
     "ulysses loses the mask of documents": Bug(
         Mutation(
             f"{CONTEXT}:ContextAttention._over_ring",
-            "attend(q_BTHC, k_BTKC, v_BTKC, documents)",
-            "attend(q_BTHC, k_BTKC, v_BTKC)",
+            "attend(q_BTHC, k_BTKC, v_BTKC, documents, rule)",
+            "attend(q_BTHC, k_BTKC, v_BTKC, None, rule)",
         ),
         [ULYSSES],
         documents=True,
@@ -69,10 +69,10 @@ MASK: dict[str, AnyBug] = {
     ),
     "a block without keys is merged with a log-sum-exp of 0": Bug(
         Mutation(
-            f"{_DOCUMENTS}:DocumentAttention.forward",
+            "shardwright.model.piece_attention:PieceAttention.forward",
             "k_1KMC, v_1KMC = map(_heads_first, held_2MKC)",
             "k_1KMC, v_1KMC = map(_heads_first, held_2MKC)\n"
-            "if not plan.pieces[step]:\n"
+            "if not pieces[step]:\n"
             "    merge(o_1HNC, lse_1HN, torch.zeros_like(o_1HNC), torch.zeros_like(lse_1HN))",
         ),
         [ON_RING],

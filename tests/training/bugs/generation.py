@@ -64,8 +64,8 @@ MASK = {
     ),
     "a proposal attends to the one after it": UnitBug(
         Mutation(f"{CACHE}:_causal_mask", "segment.start", "segment.start + 1"),
-        "tests/generation/test_speculative.py:test_a_draft_changes_no_greedy_token",
-        given=(GROUPED,),
+        "tests/generation/test_speculative.py:a_draft_changes_no_greedy_token",
+        given=("grouped",),
     ),
 }
 OFF_BY_ONE = {

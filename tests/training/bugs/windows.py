@@ -1,0 +1,131 @@
+"""Windows, sinks and soft caps: bugs of masks, of layers' numbers, of what is sent, and of the cache."""
+
+from shardwright.layout.layout import Layout
+from tests.mutation import Mutation
+from tests.training.bugs.bug import ALLGATHER, CONTEXT, ON_RING, TP, ULYSSES, ZIGZAG, AnyBug, Bug, UnitBug
+
+LOGITS = "tests/hugging_face/test_families.py:test_logits_are_those_of_transformers"
+FORMULA = "tests/model/test_piece_attention.py:outputs_and_gradients_are_those_of_the_formula"
+PLAN, PIECES = "shardwright.split.documents", "shardwright.model.pieces:AttentionPiece"
+BLOCKS, ATTENTION = "shardwright.model.blocks", "shardwright.model.piece_attention:PieceAttention"
+CACHE = "shardwright.generation.cache:RuledLayerCache"
+WINDOW = {"window": 4, "n_layers": 2}
+
+MASK: dict[str, AnyBug] = {
+    "a window has one token more": UnitBug(
+        Mutation(f"{BLOCKS}:_mask", "piece.shift - piece.window + 1", "piece.shift - piece.window"), FORMULA, (6,)
+    ),
+    "rows of a cut piece lose their first key": UnitBug(
+        Mutation(f"{PIECES}.cut", "row + self.shift - self.window + 1", "row + self.shift - self.window + 2"),
+        FORMULA,
+        (6,),
+    ),
+    "every layer has the window of the first": UnitBug(
+        Mutation("shardwright.model.transformer:Block.__init__", "Attention(spec, layer)", "Attention(spec, 0)"),
+        LOGITS,
+        ("gemma2",),
+    ),
+    "windowed layers rotate as others do": UnitBug(
+        Mutation("shardwright.model.transformer:Block.forward", "rotary_2TC[self.table]", "rotary_2TC[0]"),
+        LOGITS,
+        ("gemma3",),
+    ),
+    "a ring sends one key too few for a window": Bug(
+        Mutation(
+            f"{PLAN}:_within_window",
+            "firsts = [max(k.start, q.start - window + 1) for q in queries[1] if q.start >= k.start]",
+            "firsts = [max(k.start, q.start - window + 2) for q in queries[1] if q.start >= k.start]",
+        ),
+        [ON_RING],
+        spec=WINDOW,
+        crashes=True,
+    ),
+    "late queries of a window miss a key of another rank": Bug(
+        Mutation(f"{PLAN}:_within_window", "k.stop + window - 1 - q.start", "k.stop + window - 2 - q.start"),
+        [ZIGZAG, ALLGATHER],
+        spec=WINDOW,
+    ),
+    "a ring attends to all keys": Bug(
+        Mutation(f"{CONTEXT}:ContextAttention._in_pieces", "rule.window", "0"), [ON_RING, ALLGATHER], spec=WINDOW
+    ),
+    "ulysses attends to all keys": Bug(
+        Mutation(
+            f"{CONTEXT}:ContextAttention._over_ring",
+            "attend(q_BTHC, k_BTKC, v_BTKC, documents, rule)",
+            "attend(q_BTHC, k_BTKC, v_BTKC, documents)",
+        ),
+        [ULYSSES],
+        spec=WINDOW,
+    ),
+    "a key takes the place of one that a draft's replacement reads": UnitBug(
+        Mutation(f"{CACHE}.__init__", "window + cache.n_ahead", "window"),
+        "tests/generation/test_speculative.py:a_draft_changes_no_greedy_token",
+        ("windows",),
+    ),
+    "new keys are stored before those in their places are read": UnitBug(
+        Mutation(
+            f"{CACHE}.attend_and_write",
+            "lengths, outputs = _lengths(self.cache.batch), []",
+            "self.write(k_NKC, v_NKC)\nlengths, outputs = _lengths(self.cache.batch), []",
+        ),
+        "tests/generation/test_engine.py:a_long_continuation_is_that_of_the_whole_sequence",
+    ),
+}
+SHARD: dict[str, AnyBug] = {
+    "ulysses takes the sinks of the first heads": Bug(
+        Mutation(f"{CONTEXT}:ContextAttention.__call__", "self.ulysses.rank()", "0"),
+        [ULYSSES],
+        spec={"attention_sinks": True},
+    ),
+    "a rank of tp has the sinks of all heads": Bug(
+        Mutation(
+            "shardwright.model.attention:Attention._rule",
+            "self.sinks.to_local()",
+            "self.sinks.full_tensor()[: self.sinks.to_local().shape[0]]",
+        ),
+        [TP],
+        spec={"attention_sinks": True},
+    ),
+}
+SCALE: dict[str, AnyBug] = {
+    "a sink has the gradient of a score with a value": UnitBug(
+        Mutation(f"{ATTENTION}.backward", "(sinks_H.to(wide)[:, None] - lse_1HN).exp_()", "(lse_1HN * 0 + 1)"),
+        FORMULA,
+        (0,),
+    ),
+    "a sink is forgotten where a rank has several pieces": Bug(
+        Mutation(f"{ATTENTION}.forward", "sinks_H is not None", "sinks_H is not None and len(pieces) == 1"),
+        [ON_RING, ALLGATHER],
+        spec={"attention_sinks": True},
+    ),
+    "a sink counts once for every step of a ring": Bug(
+        Mutation(
+            f"{ATTENTION}.forward",
+            "k_1KMC, v_1KMC = map(_heads_first, held_2MKC)",
+            "k_1KMC, v_1KMC = map(_heads_first, held_2MKC)\nif sinks_H is not None and step:\n"
+            "    merge(o_1HNC, lse_1HN, torch.zeros_like(o_1HNC), sinks_H.to(wide)[:, None].expand_as(lse_1HN))",
+        ),
+        [ON_RING, ZIGZAG],
+        spec={"attention_sinks": True},
+    ),
+    "the gradient of capped scores is that of scores": UnitBug(
+        Mutation(f"{BLOCKS}:_dense_gradient", "slope is None", "True"), FORMULA, (0,)
+    ),
+    "the gradient of capped logits is that of logits": Bug(
+        Mutation("shardwright.parallel.loss:_capped", "factor is not None", "False"),
+        [Layout(tp=2, loss_chunk_tokens=8)],
+        spec={"logit_softcap": 0.1},
+    ),
+    "chunks of logits have no cap": Bug(
+        Mutation(
+            "shardwright.parallel.loss:ChunkedLoss.__init__",
+            "partial(_capped, of_chunk, softcap) if softcap else of_chunk",
+            "of_chunk",
+        ),
+        [Layout(tp=2, loss_chunk_tokens=8)],
+        spec={"logit_softcap": 0.1},
+    ),
+    "Gemma 2 scales scores by the inverse of the number": UnitBug(
+        Mutation("shardwright.hugging_face.gemma2:complete", "scalar ** -0.5", "scalar ** -1.0"), LOGITS, ("gemma2",)
+    ),
+}
