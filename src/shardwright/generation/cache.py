@@ -4,7 +4,7 @@ The modules of a model are not changed. Their attribute `attend`, which context 
 attention that writes the keys and values of the new tokens into the cache and reads all earlier ones. A module with
 `attend` in a user's own family is served in the same way.
 
-A rank of tp has the keys and values of its own heads alone, and a layer with a window those of the window alone.
+A rank of tp has the keys and values of its own heads alone. A layer with a window has only the keys of the window.
 `serving.work` has the bytes as a formula.
 
 The cache of multi-head latent attention: one latent vector and one rotated key a token, for all heads.
@@ -103,7 +103,7 @@ class LayerCache:
 
 class RuledLayerCache(LayerCache):
     """The keys and values of a layer whose attention has a rule. With a window, position p is in place p mod R of
-    R = window + `n_ahead` places: a token that is replaced never stood in the place of one that is still read."""
+    R = window + `n_ahead` places, so a token that is replaced never overwrites one that is still read."""
 
     def __init__(self, cache: Cache, window: int) -> None:
         super().__init__(cache)
@@ -153,13 +153,19 @@ class PrefillAttention:
     def __init__(self, cache: Cache, sharded: Attend) -> None:
         self.cache, self.sharded = cache, sharded
 
-    def __call__(self, q_1NHC: Tensor, k_1NKC: Tensor, v_1NKC: Tensor, *documents_and_rule: Any) -> Tensor:
+    def __call__(
+        self,
+        q_1NHC: Tensor,
+        k_1NKC: Tensor,
+        v_1NKC: Tensor,
+        documents: Documents | None = None,
+        rule: AttentionRule | None = None,
+    ) -> Tensor:
         batch = self.cache.batch
         if batch.held is not None:
-            return self.sharded(q_1NHC, k_1NKC, v_1NKC, *documents_and_rule)
+            return self.sharded(q_1NHC, k_1NKC, v_1NKC, documents, *(() if rule is None else (rule,)))
         parts = [x[:, : batch.n_tokens].split(_lengths(batch), 1) for x in (q_1NHC, k_1NKC, v_1NKC)]
-        segments = zip(*parts, strict=True)
-        o_1NHC = torch.cat([attend(*segment, None, *documents_and_rule[1:]) for segment in segments], 1)
+        o_1NHC = torch.cat([attend(q, k, v, None, rule) for q, k, v in zip(*parts, strict=True)], 1)
         return padded(o_1NHC[0], q_1NHC)
 
 
@@ -187,7 +193,8 @@ class CachedAttention:
         new_NKC = [x[0, :n] for x in whole]
         if rule is not None and not batch.is_prefill:
             assert isinstance(self.layer, RuledLayerCache)
-            return padded(self.layer.attend_and_write(q_1NHC[0, :n], *new_NKC, rule), q_1NHC)
+            k_NKC, v_NKC = new_NKC
+            return padded(self.layer.attend_and_write(q_1NHC[0, :n], k_NKC, v_NKC, rule), q_1NHC)
         self.layer.write(*new_NKC)
         if batch.is_prefill:
             return self.prefill(q_1NHC, k_1NKC, v_1NKC, documents, *(() if rule is None else (rule,)))

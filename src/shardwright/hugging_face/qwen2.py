@@ -14,7 +14,7 @@ def complete_windows(config: Config) -> Config:
 
 
 def written_windows(spec: ModelSpec) -> Config:
-    """Return the keys of config.json that say which layers have windows."""
+    """Return the keys of config.json of the pattern of windows."""
     uses = {"use_sliding_window": spec.window > 0, "max_window_layers": spec.first_window}
     return windows.layer_types(spec) | uses
 

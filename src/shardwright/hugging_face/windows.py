@@ -33,7 +33,7 @@ def complete(config: Config, *, interval: int = 0, first: int = 0, window: int =
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield what is wrong with `layer_types`: its length, unsupported kinds, and kinds without a pattern; and with the
+    """Yield the faults of `layer_types`: its length, unsupported kinds, and kinds without a pattern; and with the
     rotary parameters of windowed layers."""
     rope = config.get("_window_rope_kind") or "default"
     if rope != "default":

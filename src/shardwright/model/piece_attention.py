@@ -29,7 +29,7 @@ from shardwright.model.pieces import AttentionPiece, causal_pieces
 class AttentionRule(NamedTuple):
     """What a layer computes besides softmax(q k) v.
 
-    `window`: a token attends to the last so many tokens, itself included; 0: all. `softcap`: scores s become
+    `window`: a token attends to the last `window` tokens, itself included; 0: all. `softcap`: scores s become
     softcap tanh(s / softcap); 0: none. `sinks_H`: a logit of each head that has no value, or None.
     """
 
@@ -38,8 +38,8 @@ class AttentionRule(NamedTuple):
     sinks_H: Tensor | None = None
 
 
-class GradientReturns(Protocol):
-    """Where the gradients of keys and values of other ranks go."""
+class ReturnPath(Protocol):
+    """The way back of gradients of keys and values to the ranks that sent these."""
 
     def start(self, step: int, gradient_2MKC: Tensor) -> None:
         """Start to return the gradients of a step to the rank that its keys came from."""
@@ -54,7 +54,7 @@ class KeyExchange(Protocol):
     def keys(self, own_2NKC: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield (step, keys and values of that step, (2, M, K, C)), this rank's own in step 0."""
 
-    def returns(self, sum_2NKC: Tensor) -> GradientReturns:
+    def returns(self, sum_2NKC: Tensor) -> ReturnPath:
         """Return the way back of gradients; `sum_2NKC`: the gradients of the own keys, to which others are added."""
 
 

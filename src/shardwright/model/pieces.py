@@ -49,7 +49,7 @@ class AttentionPiece:
 
     @property
     def is_triangle(self) -> bool:
-        """Whether the mask is that of causal attention of tokens to themselves."""
+        """Whether the mask is a triangle: tokens attend to themselves causally."""
         return self.causal and self.shift == 0 and self.n_rows == self.n_columns and not self.hides_early
 
     @property
@@ -97,7 +97,7 @@ def _pairs_up_to(n_rows: int, n_columns: int, shift: int) -> int:
 @lru_cache(maxsize=256)
 def causal_pieces(sequences: tuple[tuple[int, ...], ...], window: int = 0) -> tuple[AttentionPiece, ...]:
     """Return causal attention within the documents of all sequences on one device, given by the tokens of each, with a
-    `window` to the last so many tokens only, a token itself included."""
+    `window` to the last `window` tokens only, a token itself included."""
     lengths: Sequence[int] = [length for row in sequences for length in row]
     documents = [slice(start, stop) for start, stop in pairwise([0, *accumulate(lengths)])]
     return tuple(

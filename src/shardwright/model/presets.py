@@ -51,15 +51,24 @@ def _gemma3(*sizes: int, window: int = 1024, vocab: int = 262208, **more: Any) -
 
 
 def _both_norms(*sizes: int, **more: Any) -> ModelSpec:
-    """Return a model with what Gemma 2 and 3 share."""
-    return replace(_gemma(1, sizes[1], 1, 1, 1), norm_position="both", **dict(zip(_SIZES, sizes, strict=True)) | more)
+    """Return a model with the norms, activation and embedding of Gemma 2 and 3."""
+    norms = {"norm_eps": 1e-6, "norm_offset": True, "norm_position": "both", "activation": "geglu_tanh"}
+    embedding = {"embedding_scale": math.sqrt(sizes[1]), "tied_embedding": True}
+    return _spec(*sizes, **more | norms | embedding)
 
 
 def _olmo3(n_layers: int, d_model: int, n_heads: int, kv_heads: int, d_ffn: int) -> ModelSpec:
     scaling = RopeScaling(kind="yarn", factor=8.0, original_max_seq_len=8192, attention_factor=1.2079441541679836)
-    windows = {"window": 4096, "global_interval": 4, "window_rope_theta": 500000.0, "rope_scaling": scaling}
     sizes = _olmo2(n_layers, d_model, n_heads, kv_heads, d_ffn)
-    return replace(sizes, vocab_size=100278, max_seq_len=65536, **windows)
+    return replace(
+        sizes,
+        vocab_size=100278,
+        max_seq_len=65536,
+        window=4096,
+        global_interval=4,
+        window_rope_theta=500000.0,
+        rope_scaling=scaling,
+    )
 
 
 def _qwen2(n_layers: int, d_model: int, n_heads: int, kv_heads: int, d_ffn: int, vocab: int = 152064) -> ModelSpec:

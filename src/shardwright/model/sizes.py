@@ -101,7 +101,7 @@ class ModelSizes:
     window: int = field(
         default=0,
         metadata={
-            "help": "A token of a windowed layer attends to the last so many tokens, itself included (Mistral); "
+            "help": "A token of a windowed layer attends to the last `window` tokens, itself included (Mistral); "
             "0: no layer has a window."
         },
     )

@@ -84,6 +84,11 @@ class ModelSpec(ModelSizes):
             yield "nope_interval goes with plain attention; latent attention rotates in every layer"
         if self.nope_interval and self.positions != "rope":
             yield "nope_interval goes with positions='rope'; with positions='learned' no layer rotates"
+        yield from self._training_problems()
+        yield from self._norm_and_scale_problems()
+        yield from self._window_problems()
+
+    def _training_problems(self) -> Iterator[str]:
         if self.mtp_modules < 0:
             yield f"mtp_modules={self.mtp_modules} is negative; valid: 0 (none) or more"
         if not self.mtp_weight > 0:
@@ -92,8 +97,6 @@ class ModelSpec(ModelSizes):
             yield f"dropout={self.dropout:g} is not a probability below 1; valid: 0 <= dropout < 1"
         if not self.norm_eps > 0:
             yield f"norm_eps={self.norm_eps:g} is not positive; usual: 1e-6 to 1e-5"
-        yield from self._norm_and_scale_problems()
-        yield from self._window_problems()
         if not self.init_std > 0:
             yield f"init_std={self.init_std:g} is not positive; usual: 0.02"
 

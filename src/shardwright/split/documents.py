@@ -158,7 +158,7 @@ def _zigzag(document: int, start: int, shares: Sequence[int]) -> list[list[Docum
 @lru_cache(maxsize=256)
 def plan(sequences: tuple[Lengths, ...], method: str, ring: int, rank: int, deals: bool, window: int = 0) -> RingPlan:
     """Return the attention of a ring rank to a micro-batch of `sequences`, given by their document lengths; with a
-    `window` a token attends to the last so many tokens of its document only, itself included."""
+    `window` a token attends to the last `window` tokens of its document only, itself included."""
     pieces: list[list[AttentionPiece]] = [[] for _ in range(ring)]
     sends: list[list[slice]] = [[] for _ in range(ring)]
     receives = [0] * ring
