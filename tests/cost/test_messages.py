@@ -12,9 +12,11 @@ from shardwright.cost.data_parallel import OverlappedPasses, data_parallel, rank
 from shardwright.cost.hardware import Cluster
 from shardwright.cost.job import Job
 from shardwright.cost.layer import head, layer
+from shardwright.cost.messages import _reached
 from shardwright.cost.passes import Passes
 from shardwright.cost.stack import STACKS, Stack
 from shardwright.model.presets import PRESETS
+from shardwright.split.documents import plan
 from tests.cost.jobs import candidates, job
 from tests.cost.test_collectives import plain
 
@@ -178,3 +180,14 @@ def test_a_stack_that_overlaps_nothing_has_its_messages_after_the_pipeline():
     megatron = on_plain_links(STACKS["megatron"])
     alone = exposed(([0.0, 0.0], [0.0, 0.0]), [0.0, 0.0], megatron, pp=2, dp_replicate=4)
     assert exposed(([9.0, 9.0], [9.0, 9.0]), [9.0, 9.0], megatron, pp=2, dp_replicate=4) == alone > 0
+
+
+@pytest.mark.parametrize("method", ["ring", "zigzag", "allgather"])
+@pytest.mark.parametrize("window", [2, 5, 9, 200])
+def test_a_rank_receives_the_keys_of_a_window_that_the_plan_of_a_ring_sends(method: str, window: int):
+    """Chunks of 20 tokens or, zig-zag, 10. The rank with the most keys has those before every chunk of its own."""
+    ranks, length = 8, 160
+    received = max(sum(plan(((length,),), method, ranks, rank, False, window).receives) for rank in range(ranks))
+    priced = candidates(cp=ranks, cp_method=method)
+    share = float(_reached(replace(job(), seq_len=length), priced, window)[0])
+    assert share * (length - length // ranks) == pytest.approx(received)

@@ -73,7 +73,7 @@ def test_a_pipeline_has_as_many_tokens_a_second_and_waits_for_its_stages():
 @pytest.mark.parametrize("model", ["llama-3.1-8b", "deepseek-v3", "qwen3-235b-a22b", "gpt-20b"])
 def test_weights_and_cache_of_one_rank_are_those_of_the_model(model: str):
     there = serving(model, "h100:1/1")
-    found = memory(there, ONE, UNNAMED)
+    found = memory(there, ONE, UNNAMED, 1000)
     assert float(found.weights[0]) == 2 * there.model.n_parameters
     each = there.model.n_layers * cache_bytes_per_token(there.model, 1, 2)
     assert float(found.token[0]) == each
@@ -81,7 +81,7 @@ def test_weights_and_cache_of_one_rank_are_those_of_the_model(model: str):
 
 def test_experts_of_dp_attention_are_shared_by_all_ranks_and_the_rest_is_not():
     there = serving("deepseek-v3", "h100:8")
-    found = memory(there, Settings.from_layouts([Degrees(8, ep=8), Degrees(1, dp=8, ep=8)]), UNNAMED)
+    found = memory(there, Settings.from_layouts([Degrees(8, ep=8), Degrees(1, dp=8, ep=8)]), UNNAMED, 1000)
     experts = sum(block.expert_numel * len(layers) for block, layers in _blocks(there).items())
     rest = there.model.n_parameters - experts
     assert float(found.weights[1]) == pytest.approx(2 * (experts / 8 + rest), rel=1e-3)
@@ -96,7 +96,7 @@ def _blocks(there):  # type: ignore[no-untyped-def]
 
 def test_the_largest_batch_fills_the_cache_and_one_more_does_not_fit():
     there = serving("llama-3.1-8b", "h100:1/1")
-    held = memory(there, ONE, UNNAMED)
+    held = memory(there, ONE, UNNAMED, 1000)
     n = float(largest_batch(there, ONE, 1000, UNNAMED)[0])
     each = float(held.token[0]) * (1000 + BLOCK_TOKENS / 2)
     assert n * each <= float(held.cache[0]) < (n + 1) * each
@@ -106,7 +106,7 @@ def test_an_engine_takes_its_part_of_all_memory_or_of_what_is_left():
     there = serving("llama-3.1-8b", "h100:1/1")
     whole = float(there.cluster.accelerator.memory_bytes)
     part, left = (replace(UNNAMED, memory_share=a, cache_share=b) for a, b in ((0.5, 1.0), (1.0, 0.5)))
-    of_all, of_rest = (memory(there, ONE, engine) for engine in (part, left))
+    of_all, of_rest = (memory(there, ONE, engine, 1000) for engine in (part, left))
     used = float(of_all.weights[0] + of_all.working[0])
     assert float(of_all.cache[0]) == pytest.approx(0.5 * whole - used)
     assert float(of_rest.cache[0]) == pytest.approx(0.5 * (whole - used))
@@ -118,9 +118,9 @@ def test_vllm_leaves_the_cache_what_its_sampler_does_not_need():
     assert vllm is not None
     there = serving("qwen3-235b-a22b", "h100:4", precision="fp8", kv_precision="bf16")
     four = Settings.from_layouts([Degrees(4)])
-    assert float(memory(there, four, vllm).cache[0]) / GiB == pytest.approx(8.11, rel=0.12)
+    assert float(memory(there, four, vllm, 1000).cache[0]) / GiB == pytest.approx(8.11, rel=0.12)
     # Without the sampler, 14.7 GiB are planned.
-    assert float(memory(there, four, replace(vllm, logit_bytes=0.0)).cache[0]) / GiB > 14
+    assert float(memory(there, four, replace(vllm, logit_bytes=0.0), 1000).cache[0]) / GiB > 14
 
 
 @pytest.mark.parametrize(("machine", "requests"), [("h100:1/1", 1024), ("a100-80:1/1", 256), ("l40s:1/1", 256)])
@@ -131,7 +131,7 @@ def test_the_requests_that_vllm_samples_depend_on_the_accelerator(machine: str, 
     there = serving("llama-3.1-8b", machine)
     # With a short pass, so that the sampler is what needs most.
     found = [
-        float(memory(there, ONE, replace(vllm, max_tokens=512, logit_bytes=each)).working[0])
+        float(memory(there, ONE, replace(vllm, max_tokens=512, logit_bytes=each), 1000).working[0])
         for each in (VLLM_LOGIT_BYTES, 2 * VLLM_LOGIT_BYTES)
     ]
     assert found[1] - found[0] == pytest.approx(requests * there.model.vocab_size * VLLM_LOGIT_BYTES)
@@ -143,3 +143,20 @@ def test_a_prompt_lengthens_a_pass_by_less_where_several_share_it():
         float(forms.prompt_in_passing_s(there, ONE, 32.0, 576, 512, prompts)[0]) for prompts in (1.0, 8.0)
     )
     assert 0 < together < alone
+
+
+@pytest.mark.parametrize("length", [512, 32768])
+def test_layers_with_windows_keep_and_read_their_window_alone(length: int):
+    """Gemma 3 has a window of 1,024 tokens in five of six layers."""
+    there = serving("gemma3-27b", rates=IDEAL)
+    model = there.model
+    windows = [model.layer_window(layer) for layer in range(model.n_layers)]
+    assert (windows.count(0), windows.count(1024)) == (10, 52)
+    kept = 10 * length + 52 * min(length, 1024)
+    assert model.kept_share(length) == pytest.approx(kept / (62 * length))
+    whole = replace(there, model=replace(model, window=0, global_interval=0, window_rope_theta=0.0))
+    cut, full = (memory(each, ONE, UNNAMED, length) for each in (there, whole))
+    assert float(cut.token[0] / full.token[0]) == pytest.approx(model.kept_share(length))
+    seconds = [float(forms.decode_s(each, ONE, 1.0, float(length))[0]) for each in (there, whole)]
+    saved = (62 * length - kept) * cache_bytes_per_token(model, 1, 2) / there.cluster.accelerator.memory_bytes_per_s
+    assert seconds[1] - seconds[0] == pytest.approx(saved, rel=0.01, abs=1e-9)

@@ -41,16 +41,18 @@ class Region:
 
 @dataclass(frozen=True)
 class BlockShape:
-    """A layer of one kind. `d_model`: width of the residual stream."""
+    """A layer of one kind. `d_model`: width of the residual stream. `window`: of its attention; 0: none."""
 
     rows: tuple[Row, ...]
     d_model: int
+    window: int = 0
 
     @property
     def name(self) -> str:
         """Return the name of a layer of this kind in the ledger."""
         what = "an MTP module" if any(row.name.startswith(MTP_BLOCK) for row in self.rows) else "a layer"
-        return f"{what} with experts" if self.experts else what
+        with_parts = [part for part, has in (("experts", self.experts), ("a window", self.window)) if has]
+        return f"{what} with {' and '.join(with_parts)}" if with_parts else what
 
     @cached_property
     def matmuls(self) -> tuple[FusedRows, ...]:
@@ -204,6 +206,6 @@ def blocks(spec: ModelSpec) -> dict[BlockShape, tuple[int, ...]]:
     """Return the kinds of layers, each with the numbers of its layers, in the order of their first layers."""
     found: dict[BlockShape, tuple[int, ...]] = {}
     for layer in range(spec.n_blocks):
-        block = BlockShape(layer_rows(spec, layer), spec.d_model)
+        block = BlockShape(layer_rows(spec, layer), spec.d_model, spec.layer_window(layer))
         found[block] = (*found.get(block, ()), layer)
     return found

@@ -28,10 +28,10 @@ def model_flops(job: Job) -> TokenFlops:
     al. (2205.05198), torchtitan and llm-foundry, by the half Megatron-LM today.
     """
     spec = job.model
-    symbol, tokens = job.attended
+    symbol, tokens = job.mean_attended
     found = TokenFlops(
-        np.asarray(spec.train_flops_per_token(tokens)),
-        np.asarray(spec.train_flops_per_token(tokens, causal=True)),
+        np.asarray(spec.train_flops_per_token(job.attended[1])),
+        np.asarray(spec.train_flops_per_token(job.attended[1], causal=True)),
     )
     for what, factor, flops in (("full square", 6, found.full), ("causal half", 3, found.causal)):
         ledger.note(
@@ -79,7 +79,7 @@ def executed_flops(job: Job, candidates: Candidates) -> TokenFlops:
         if (group := recompute.last_matmul(job, block)) is not None
         for row in group.rows
     )
-    square = 2.0 * spec.n_blocks * spec.n_heads * (spec.qk_dim + spec.head_dim) * job.attended[1]
+    square = 2.0 * spec.n_blocks * spec.n_heads * (spec.qk_dim + spec.head_dim) * job.mean_attended[1]
 
     def executed(name: str, needed: Floats, square: float) -> Floats:
         model, of_model = f"model FLOPs, {name}", needed + np.zeros(len(candidates))

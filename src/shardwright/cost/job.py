@@ -62,6 +62,12 @@ class Job:
         return ("s", self.seq_len) if self.document_tokens is None else ("document_tokens", self.document_tokens)
 
     @property
+    def mean_attended(self) -> tuple[str, float]:
+        """Return `attended` on average over layers with and without windows."""
+        symbol, tokens = self.attended
+        return ("attended_tokens", self.model.mean_attended(tokens)) if self.model.window else (symbol, tokens)
+
+    @property
     def optimizer_kind(self) -> OptimizerKind:
         """Return the row of the optimizer."""
         return OPTIMIZERS[self.optimizer]

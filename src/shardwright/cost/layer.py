@@ -31,10 +31,10 @@ def layer(job: Job, candidates: Candidates, block: BlockShape, name: str | None 
     with ledger.section(f"{passes.of[0].upper()}{passes.of[1:]}, one microbatch"):
         tokens = candidates.tokens(job.seq_len)
         _multiply(passes, job, candidates, layer_matmuls(job, candidates, block, tokens))
-        _attend(passes, job, candidates, tokens)
+        _attend(passes, job, candidates, tokens, block.window)
         _elementwise(passes, job, candidates, block)
         tensor(passes, job, candidates, block, tokens)
-        context(passes, job, candidates, tokens)
+        context(passes, job, candidates, tokens, block.window)
         if block.experts:
             dispatch(passes, job, candidates, tokens)
         _recompute(passes, job, candidates, block)
@@ -172,14 +172,15 @@ def _multiply(passes: Passes, job: Job, candidates: Candidates, matmuls: Iterabl
         passes.add(ELEMENTWISE, *moved)
 
 
-def _attend(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -> None:
+def _attend(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, window: int) -> None:
     """Add the matmuls of attention. Fused attention computes the half of the scores that is not masked, but whole
     blocks on the diagonal, at a fraction of the peak that grows with the head width and the length. Without it batched
     matmuls compute the whole square, and the scores are written to memory and read between them. With cp_method "ring"
     the last rank of cp has the most scores, 2 - 1 / cp of the mean.
 
     Within documents fused attention computes the scores of each document, with document_tokens instead of s; for "ring"
-    that share is then an upper bound. Stored scores are of the whole sequence, and masked.
+    that share is then an upper bound. Stored scores are of the whole sequence, and masked. With a `window` w fused
+    attention computes w (2 s - w) / s of the scores of s tokens.
     """
     attended, n_attended = job.attended
     spec, fitted, chip = job.model, job.calibration, job.cluster.accelerator
@@ -188,6 +189,9 @@ def _attend(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) ->
     f.add({attended: n_attended})
     if job.stack.flash_attention:
         length = f[attended]
+        if 0 < window < n_attended:
+            f.add(window=window)
+            length = f.let("attended_tokens", f.window * (2 * length - f.window) / length)
         f("FLOPs of attention", 4 * f.T * length * (f.heads / f.tp) * f.c * (0.5 + 64 / length), "of F", unit="FLOP")
         f.add(
             c0=fitted.flash_width, s0=fitted.flash_length, rate=reached_flops_per_s(job, job.wide_precision),

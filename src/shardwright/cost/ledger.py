@@ -288,6 +288,8 @@ def substituted(formula: str, numbers: Mapping[str, str]) -> str:
 
 _SYMBOLS = (
     ("s", "tokens", "a sequence"),
+    ("kept_share", "", "of the keys of a request that layers with and without windows keep, on average"),
+    ("window attended_tokens", "tokens", "of a layer's attention; length of a sequence with as many scores without it"),
     ("T_read", "tokens", "of which a matmul keeps its input: T where it is kept as gathered over tp, else T_shard"),
     ("global_batch micro_batch", "sequences", "of a step over all ranks; of a microbatch"),
     ("tp cp ep dp_shard dp_replicate", "ranks", "degrees of the layout"),

@@ -202,7 +202,7 @@ def hidden(
     return f(f"{what}{HIDDEN}", exposed)
 
 
-def context(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -> None:
+def context(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, window: int) -> None:
     """Add the communication of attention over cp; only keys and values of kv heads are sent.
 
     |              | forward                         | backward                                                      |
@@ -215,6 +215,8 @@ def context(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) ->
     Hops overlap with attention to the keys that have arrived; a gradient follows its keys one hop behind, so the last
     hop of the gradients is exposed. The output of each hop is merged by its log-sum-exp. The messages of allgather and
     ulysses are exposed. With ulysses and fewer kv heads than ranks every rank gets one head: n ranks, n heads sent.
+    With a `window` a rank gets the window - 1 keys before each of its chunks, from one rank or more, and no others; an
+    all-to-all brings them in allgather.
     """
     if np.all(candidates.cp == 1):
         return
@@ -236,7 +238,7 @@ def context(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) ->
         ]
         passes.add(CONTEXT, *(ledger.total(f"{CONTEXT}, {name}", each) for name, each in zip("FI", sent, strict=True)))
         return
-    kv = kv_heads * key_and_value
+    kv = kv_heads * key_and_value * _reached(job, candidates, window)
     if candidates.shared.cp_method == "allgather":
         gathered = send("keys and values, all-gather", all_gather, kv * candidates.cp * e, CONTEXT)
         again = send("keys and values again, all-gather", all_gather, kv * candidates.cp * e)
@@ -252,6 +254,15 @@ def context(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) ->
         passes.add(CONTEXT, ledger.total(f"{CONTEXT}, F", gathered), ledger.total(f"{CONTEXT}, I", again))
         return
     _ring(passes, job, candidates, tokens, kv)
+
+
+def _reached(job: Job, candidates: Candidates, window: int) -> Floats:
+    """Return the share of the other ranks' keys that a rank needs: all, or the window - 1 before each of its chunks."""
+    if not window:
+        return np.ones(len(candidates))
+    chunks = 1 if candidates.shared.cp_method == "ring" else 2
+    others = job.seq_len * np.maximum(1 - 1 / candidates.cp, 1e-9)
+    return np.minimum(1.0, chunks * (window - 1) / others)
 
 
 def _ring(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, kv: Floats) -> None:

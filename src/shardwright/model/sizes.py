@@ -170,6 +170,23 @@ class ModelSizes:
         is_global = self.global_interval and (layer + 1) % self.global_interval == 0
         return 0 if layer < self.first_window or is_global else self.window
 
+    def attended(self, layer: int, seq_len: float) -> float:
+        """Return the length of the sequence over which full causal attention has as many scores as layer number
+        `layer` over `seq_len` tokens: w (2 s - w) / s with a window w below the s tokens, otherwise s."""
+        window = self.layer_window(layer)
+        return seq_len if not 0 < window < seq_len else window * (2 * seq_len - window) / seq_len
+
+    def mean_attended(self, seq_len: float) -> float:
+        """Return the mean of `attended` over all blocks."""
+        if not self.window:
+            return seq_len
+        return sum(self.attended(layer, seq_len) for layer in range(self.n_blocks)) / self.n_blocks
+
+    def kept_share(self, length: float) -> float:
+        """Return the share of the keys of `length` tokens that a cache keeps, on average over the layers."""
+        kept = [min(length, self.layer_window(layer) or length) for layer in range(self.n_layers)]
+        return sum(kept) / (length * self.n_layers)
+
     @property
     def norm_before(self) -> bool:
         """Whether a branch reads the norm of the residual stream."""

@@ -198,14 +198,14 @@ class ModelSpec(ModelSizes):
 
         N `n_matmul_parameters`, L `n_blocks`, H query heads, q `qk_dim`, c head_dim (equal to q except in latent
         attention), s `seq_len` in tokens; if attention stays within documents, the mean length of a token's document
-        (`data.samples.attended_tokens`). A multiply-add is 2 FLOPs, and the backward pass costs two forward passes. The
-        second term is QK^T and the matmul with V: 2 H (q + c) s a token forward over the full square of positions;
-        `causal` counts the half that is not masked. Source: PaLM (arXiv 2204.02311) appendix B; torchtitan reports MFU
-        by the full square, Megatron-LM today by half of it. Ignored: softmax, norms, activations, rotation, embedding
-        lookup, optimizer, the weighted sum of experts' outputs, and the recomputation inside a fused attention's
-        backward pass.
+        (`data.samples.attended_tokens`); with windows the mean of `attended` over layers. A multiply-add is 2 FLOPs,
+        and the backward pass costs two forward passes. The second term is QK^T and the matmul with V: 2 H (q + c) s a
+        token forward over the full square of positions; `causal` counts the half that is not masked. Source: PaLM
+        (arXiv 2204.02311) appendix B; torchtitan reports MFU by the full square, Megatron-LM today by half of it.
+        Ignored: softmax, norms, activations, rotation, embedding lookup, optimizer, the weighted sum of experts'
+        outputs, and the recomputation inside a fused attention's backward pass.
         """
-        square = 6 * self.n_blocks * self.n_heads * (self.qk_dim + self.head_dim) * seq_len
+        square = 6 * self.n_blocks * self.n_heads * (self.qk_dim + self.head_dim) * self.mean_attended(seq_len)
         return float(6 * self.n_matmul_parameters + (square / 2 if causal else square))
 
 

@@ -174,7 +174,9 @@ def loop_key(case: ServingCase) -> tuple[Any, ...]:
 
 
 def _table_key(case: ServingCase) -> tuple[Any, ...]:
-    return (case.model_name, case.cluster, case.engine, case.degrees, case.precision, case.kv_precision)
+    """Return the key of a pass table and of the tokens that fit, which depend on the length with windows."""
+    length = case.input_len + case.output_len if case.model.window else 0
+    return (case.model_name, case.cluster, case.engine, case.degrees, case.precision, case.kv_precision, length)
 
 
 class _Constants:
@@ -230,7 +232,7 @@ def _looped(constants: _Constants, key: tuple[Any, ...], held: _CachedCase) -> S
 def _table(constants: _Constants, key: tuple[Any, ...], held: _CachedCase) -> tuple[PassTable, float]:
     case = held.case
     serving = serving_of(case, constants.fitted.rates(case.engine.name, case.cluster.accelerator.die))
-    held_bytes = memory(serving, Settings.from_layouts([case.degrees]), case.engine)
+    held_bytes = memory(serving, Settings.from_layouts([case.degrees]), case.engine, case.input_len + case.output_len)
     tokens = float(np.max(held_bytes.cache / held_bytes.token)) * case.degrees.dp
     return PassTable(serving, case.degrees, case.engine.max_tokens), tokens
 

@@ -29,7 +29,8 @@ _SECTION = "memory of a rank"
 @dataclass(frozen=True)
 class ServingMemory:
     """Bytes on the fullest rank of a layout, (n,). `weights`. `working`: activations, logits, buffers. `token`: one
-    token of a request, over the layers of a stage. `cache`: the remaining bytes, for the cache."""
+    token of a request, over the layers of a stage; with windows on average over the tokens of a request. `cache`: the
+    remaining bytes, for the cache."""
 
     weights: Floats
     working: Floats
@@ -37,8 +38,8 @@ class ServingMemory:
     cache: Floats
 
 
-def memory(serving: Serving, settings: Settings, engine: ServingEngine) -> ServingMemory:
-    """Return the memory of a rank, as an engine divides it."""
+def memory(serving: Serving, settings: Settings, engine: ServingEngine, length: float) -> ServingMemory:
+    """Return the memory of a rank, as an engine divides it; `length`: the cached tokens of a request."""
     with ledger.section(_SECTION):
         weights = _weights(serving, settings)
         working = _working(serving, settings, engine)
@@ -48,7 +49,11 @@ def memory(serving: Serving, settings: Settings, engine: ServingEngine) -> Servi
             "B", layers=layers, cache_bytes=cache_token_bytes(serving, settings.tp), accelerator=chip.memory_bytes,
             memory_share=engine.memory_share, weights=weights, working=working, cache_share=engine.cache_share,
         )  # fmt: skip
-        token = f("cache of a token", f.layers * f.cache_bytes, "serving/work.py")
+        of_token = f.layers * f.cache_bytes
+        if serving.model.window:
+            f.add(kept_share=serving.model.kept_share(length))
+            of_token = of_token * f.kept_share
+        token = f("cache of a token", of_token, "serving/work.py")
         left = f.accelerator * f.memory_share - f.weights - f.working
         cache = f("memory for the cache", np.maximum(0, left * f.cache_share), "serving/engines.py")
     return ServingMemory(weights, working, token, cache)
@@ -94,7 +99,7 @@ def _working(serving: Serving, settings: Settings, engine: ServingEngine) -> Flo
 
 def largest_batch(serving: Serving, settings: Settings, length: ArrayLike, engine: ServingEngine) -> Floats:
     """Return the requests of an instance that fit next to the weights, each of `length` cached tokens; may be 0."""
-    found = memory(serving, settings, engine)
+    found = memory(serving, settings, engine, float(np.max(length)))
     f = Formulas(
         "", floor_cache=found.cache, token_bytes=found.token, length=np.asarray(length), half_block=BLOCK_TOKENS / 2,
         dp=settings.dp,

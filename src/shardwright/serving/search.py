@@ -220,7 +220,7 @@ def search(task: ServingTask, top: int = 10) -> ServingPlan:
     """Price every layout and batch, simulate the most promising, and keep those within the limits."""
     every = list(layouts(task.serving.model, task.serving.cluster))
     settings = Settings.from_layouts([each.degrees for each in every])
-    held = memory(task.serving, settings, task.engine)
+    held = memory(task.serving, settings, task.engine, task.length)
     largest = np.floor(held.cache / (held.token * (task.length + 16)) * settings.dp + 1e-9)
     options = price(task, every, largest)
     best, missed = _simulated(task, options, held, every, top)
@@ -408,5 +408,5 @@ def smaller_need(task: ServingTask) -> Iterator[str]:
 def _fits(task: ServingTask) -> bool:
     every = list(layouts(task.serving.model, task.serving.cluster))
     settings = Settings.from_layouts([each.degrees for each in every])
-    held = memory(task.serving, settings, task.engine)
+    held = memory(task.serving, settings, task.engine, task.length)
     return bool(np.any(held.cache / (held.token * (task.length + 16)) * settings.dp >= 1))

@@ -135,7 +135,7 @@ def _pools(task: ServingTask, split: PrefillDecodeSplit) -> tuple[InstancePool, 
     engine, found = task.engine, []
     for degrees in (split.prefill, split.decode):
         settings = Settings.from_layouts([degrees])
-        held = memory(task.serving, settings, engine)
+        held = memory(task.serving, settings, engine, task.length)
         found.append((float(np.max(held.cache / held.token)) * degrees.dp, float(token_transfer_s(task, settings)[0])))
     (read_room, sends_s), (write_room, receives_s) = found
     reads = PassTable(task.serving, split.prefill, engine.max_tokens)
@@ -210,7 +210,8 @@ def waiting_s(per_s: float, each_s: float, instances: ArrayLike) -> Floats:
 def _readers(task: ServingTask, degrees: Sequence[Degrees]) -> list[tuple[Degrees, float, float]]:
     """Return the layouts with room for weights and a prompt, with the seconds of a prompt and of sending its cache."""
     settings = Settings.from_layouts(degrees)
-    held = memory(task.serving, settings, replace(task.engine, max_tokens=max(task.engine.max_tokens, task.input_len)))
+    engine = replace(task.engine, max_tokens=max(task.engine.max_tokens, task.input_len))
+    held = memory(task.serving, settings, engine, task.input_len)
     fits = held.cache / held.token * settings.dp >= task.input_len
     read = np.broadcast_to(forms.prefill_s(task.serving, settings, 1.0, task.input_len), fits.shape)
     way = transfer_s(task, settings)
@@ -233,7 +234,7 @@ def _writers(task: ServingTask, degrees: Sequence[Degrees]) -> list[tuple[Degree
     """Return the layouts and batches that keep the limit of a further token, with the seconds of a further token and of
     receiving the cache of a prompt."""
     settings = Settings.from_layouts(degrees)
-    held = memory(task.serving, settings, task.engine)
+    held = memory(task.serving, settings, task.engine, task.length)
     most = np.floor(held.cache / (held.token * (task.length + 16)) * settings.dp)
     pairs = [
         (at, batch)

@@ -7,9 +7,10 @@ feed-forward network of GPT-J and Falcon run in parallel, and that a power limit
 Bytes of the cache of keys and values in generation (`generation/cache.py`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from shardwright.cost import collectives, ledger
 from shardwright.cost.blocks import BlockShape, FusedRows, blocks
@@ -112,8 +113,8 @@ def _layer_s(serving: Serving, settings: Settings, batch: PassBatch, block: Bloc
             k, n = _shape(serving, settings, group)
             precision = serving.wide if group.rows[0].kind == "router" else serving.precision
             parts[group.name] = _matmul_s(serving, group.name, tokens, k, n, precision)
-    parts["attention over the cache"] = _decode_attention_s(serving, settings, batch)
-    parts["attention over prompts"] = _prompt_attention_s(serving, settings, batch)
+    parts["attention over the cache"] = _decode_attention_s(serving, settings, batch, block.window)
+    parts["attention over prompts"] = _prompt_attention_s(serving, settings, batch, block.window)
     parts["element-wise kernels"] = _elementwise_s(serving, settings, block, tokens)
     parts |= _communication_s(serving, settings, batch, block)
     if serving.on_host:
@@ -199,14 +200,14 @@ def cache_token_bytes(serving: Serving, tp: Ints) -> Floats:
     return np.vectorize(each.__getitem__, otypes=[float])(degrees)
 
 
-def _decode_attention_s(serving: Serving, settings: Settings, batch: PassBatch) -> Floats:
-    """Return the seconds of attention over the cache. A pass reads each cached token once; with latent
-    attention every head multiplies it."""
+def _decode_attention_s(serving: Serving, settings: Settings, batch: PassBatch, window: int) -> Floats:
+    """Return the seconds of attention over the cache. A pass reads each cached token once, with a `window` only the
+    last ones; with latent attention every head multiplies it."""
     model, chip = serving.model, serving.cluster.accelerator
     latent = model.latent_attention
     width = 2 * latent.kv_rank + latent.rope_dim if latent else model.qk_dim + model.head_dim
     f = Formulas(
-        "s", requests=batch.requests, dp=settings.dp, context=batch.context, drafted=batch.drafted,
+        "s", requests=batch.requests, dp=settings.dp, context=_in_window(batch.context, window), drafted=batch.drafted,
         heads=model.n_heads, tp=settings.tp, width=width, cache_bytes=cache_token_bytes(serving, settings.tp),
         bandwidth=chip.memory_bytes_per_s * np.asarray(serving.rates.cache_share),
         rate=serving.flops_per_s(serving.wide) * np.asarray(serving.rates.cached_share),
@@ -217,8 +218,17 @@ def _decode_attention_s(serving: Serving, settings: Settings, batch: PassBatch) 
     return f("attention over the cache", seconds, "each cached token read once; arXiv 2405.04434 for latent attention")
 
 
-def _prompt_attention_s(serving: Serving, settings: Settings, batch: PassBatch) -> Floats:
-    """Return the seconds of scores and weighted sums of prompt tokens; on average over half the prompt."""
+def _in_window(context: ArrayLike, window: int) -> ArrayLike:
+    return np.minimum(context, window) if window else context
+
+
+def _prompt_attention_s(serving: Serving, settings: Settings, batch: PassBatch, window: int) -> Floats:
+    """Return the seconds of scores and weighted sums of prompt tokens; on average over half the prompt, or less with a
+    `window`."""
+    if window:  # n tokens attend to n / 2 on average, and to w (1 - w / 2n) within a window w below n
+        n = 2 * np.asarray(batch.attended)
+        w = np.minimum(window, n)
+        batch = replace(batch, attended=w * (1 - w / np.maximum(2 * n, 1)))
     if serving.on_host:
         return host.prompt_attention_s(serving, settings, batch)
     model = serving.model
