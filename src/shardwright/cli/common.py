@@ -67,6 +67,15 @@ Extensions = Annotated[
         "files may name the file from then on, until it changes; may be repeated",
     ),
 ]
+ConfigurationFiles = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--from",
+        metavar="FILE",
+        help="instead of a run file, the configuration of another system, such as a shell script of Megatron-LM; it is "
+        "parsed and not executed; may be repeated for systems that use several files",
+    ),
+]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a key of the run file; may be repeated")
 ]

@@ -39,6 +39,8 @@ def plan(options: PlanOptions) -> None:
 
     shardwright plan --model llama-3.1-8b --cluster h100:8 --global-batch 128 --seq-len 8192 --compare link=h100-pcie
 
+    shardwright plan --from train_gpt.sh --cluster h100:64
+
     shardwright plan evaluate runs.csv
 
     Modes with options of their own: plan diff --help, why one run file is slower than another; plan serve --help, how
@@ -48,6 +50,11 @@ def plan(options: PlanOptions) -> None:
     """
     if options.target == EVALUATE:
         _evaluate(options)
+        return
+    if options.from_:
+        from shardwright.cli.plan_from import plan_from
+
+        plan_from(options)
         return
     asked = read_request(options)
     if options.measured is not None:

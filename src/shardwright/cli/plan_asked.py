@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwright.cli.common import AsJson, wrong_place, wrong_sizes
+from shardwright.cli.common import AsJson, ConfigurationFiles, wrong_place, wrong_sizes
 from shardwright.cli.plan_model import find_model
 from shardwright.cost.formats import FORMATS
 from shardwright.system.errors import InputError, LayoutError, nearest
@@ -52,6 +52,7 @@ class PlanOptions:
             help="evaluate only: a table of measured runs; those that come with shardwright if not given",
         ),
     ] = None
+    from_: ConfigurationFiles = None
     model: Annotated[
         str | None,
         typer.Option(
@@ -179,7 +180,7 @@ def read_request(options: PlanOptions) -> PlanRequest:
     if explains_file and target is None and model is None:
         target = options.explain
     global_batch, seq_len, precision = options.global_batch, options.seq_len, options.precision
-    wrong = _wrong_options(options) + _wrong_measured(options)
+    wrong = wrong_options(options) + _wrong_measured(options)
     if options.runs is not None:
         wrong.append(
             f"{options.runs}: a second argument goes with evaluate alone: shardwright plan evaluate {options.runs}"
@@ -389,7 +390,7 @@ def _model_name(config: "RunConfig | None", spec: Any) -> str:
     return preset if spec == PRESETS[preset] else f"{preset}, changed"
 
 
-def _wrong_options(options: PlanOptions) -> list[str]:
+def wrong_options(options: PlanOptions) -> list[str]:
     """Return the problems of the options that do not describe the job."""
     from shardwright.planner.search import margin_problems
     from shardwright.planner.simplicity import PREFERENCES

@@ -102,7 +102,7 @@ def prepared(line: int, row: MeasuredRun) -> PredictableRun | SkippedRun:
         candidates = _candidates(row, piped)
     except InputError as error:
         return SkippedRun(line, row, _of_columns(error.problems[0]))
-    if reason := next(_problems(job, candidates, piped), None):
+    if reason := next(rule_problems(job, candidates, piped), None):
         return SkippedRun(line, row, _of_columns(reason))
     return PredictableRun(row=line, measured=row, job=job, candidates=candidates, assumed=tuple(_assumed(row)))
 
@@ -297,7 +297,7 @@ def _by_weights(row: MeasuredRun, n_stages: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def _problems(job: Job, candidates: Candidates, piped: Layout) -> Iterator[str]:
+def rule_problems(job: Job, candidates: Candidates, piped: Layout) -> Iterator[str]:
     """Yield the rules of any training code that the run breaks. Rules of this system alone are not checked: other
     programs shard experts over data replicas, pad a vocabulary, and may have a stage without a layer."""
     spec = job.model

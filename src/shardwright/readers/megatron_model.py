@@ -1,0 +1,220 @@
+"""The model that options of Megatron-LM describe."""
+
+import ast
+import re
+from typing import Any
+
+from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling
+from shardwright.model.sizes import Norm
+from shardwright.model.spec import ModelSpec
+from shardwright.readers.table import Values
+
+TOKENS = {
+    r"GPT2BPETokenizer": 50257,
+    r"Llama2Tokenizer": 32000,
+    r"(^|[-_/])(meta-)?llama-?3": 128256,
+    r"(^|[-_/])(meta-)?llama-?2": 32000,
+    r"mixtral-8x7b|mistral-7b": 32000,
+    r"mixtral-8x22b": 32768,
+    r"qwen3|qwen2\.?5": 151936,
+    r"deepseek-?v[23]|DeepSeekV2Tokenizer": 129280,
+    r"Llama3Tokenizer": 128256,
+}
+"""Pattern of a tokenizer's type or name -> its number of tokens, from the config.json of its model."""
+
+
+def model_of(values: Values, seq_len: int) -> ModelSpec:
+    """Return the model. Adds problems to `values`."""
+    if values.given_model is not None:
+        return values.given_model
+    n_layers = values["num_layers"] or values["encoder_num_layers"] or values.needed("num_layers")
+    width, heads = values.needed("hidden_size"), values.needed("num_attention_heads")
+    latent = _latent(values)
+    d_ffn = values["ffn_hidden_size"] or (int(4 * width * 2 / 3) // 64 * 64 if values["swiglu"] else 4 * width)
+    head_dim = values["kv_channels"] or max(width // max(heads, 1), 1)
+    groups = values["num_query_groups"] if _grouped(values) else heads
+    positions = _positions(values)
+    most = values["max_position_embeddings"] or seq_len
+    norm: Norm = "rmsnorm" if values["normalization"] == "RMSNorm" else "layernorm"
+    biased = values["add_bias_linear"]
+    tied = values["share_embeddings_and_output_weights"]
+    return ModelSpec(
+        n_layers=n_layers,
+        d_model=width,
+        n_heads=heads,
+        n_kv_heads=heads if latent else groups,
+        head_dim=latent.v_dim if latent else head_dim,
+        d_ffn=d_ffn,
+        vocab_size=_vocabulary(values),
+        max_seq_len=most,
+        norm=norm,
+        norm_eps=values["norm_epsilon"] if values.given("norm_epsilon") else values["layernorm_epsilon"],
+        norm_offset=(values["apply_layernorm_1p"] or values["layernorm_zero_centered_gamma"]) and norm == "rmsnorm",
+        activation=_activation(values),
+        positions=positions,
+        rope_theta=values["rotary_base"],
+        rope_scaling=_scaling(values, positions),
+        qk_norm=values["qk_layernorm"] and latent is None,
+        bias=biased if biased is not None else not values["disable_bias_linear"],
+        qkv_bias=values["add_qkv_bias"] and bool(values["disable_bias_linear"] or biased is False),
+        tied_embedding=tied if tied is not None else not values["untie_embeddings_and_output_weights"],
+        dropout=values["hidden_dropout"],
+        moe=_experts(values, n_layers, d_ffn),
+        latent_attention=latent,
+        mtp_modules=values["mtp_num_layers"] or 0,
+        mtp_weight=values["mtp_loss_scaling_factor"],
+        init_std=values["init_method_std"],
+    )
+
+
+def _grouped(values: Values) -> bool:
+    """Return whether the groups of queries count: in YAML num_query_groups alone is enough."""
+    if values.given("num_query_groups") and not values["group_query_attention"]:
+        if not values.settings["num_query_groups"].option.startswith("--"):
+            return values["num_query_groups"] is not None
+        values.changes["num_query_groups"] = "without --group-query-attention Megatron-LM gives every head its own keys"
+    return bool(values["group_query_attention"])
+
+
+def _activation(values: Values) -> Any:
+    chosen = {
+        "swiglu": "swiglu",
+        "gated_linear_unit": "swiglu",
+        "squared_relu": "relu2",
+        "openai_gelu": "gelu_tanh",
+        "quick_geglu": "geglu_tanh",
+    }
+    given = [name for name in chosen if values[name]]
+    if len({chosen[name] for name in given}) > 1:
+        values.wrong(given[-1], f"contradicts {values.spelled(given[0])}; leave one out")
+    return chosen[given[0]] if given else "gelu"
+
+
+def _positions(values: Values) -> Any:
+    kind = values["position_embedding_type"]
+    if values["use_rotary_position_embeddings"] or kind in ("rope", "yarn"):
+        return "rope"
+    if kind in ("none", "mrope", "relative"):
+        values.changes["position_embedding_type"] = f"{kind} has no counterpart: priced as rope"
+        return "rope"
+    if values["no_position_embedding"]:
+        values.assumed.append("no positions are added (no_position_embedding); priced as rope")
+        return "rope"
+    return "learned"
+
+
+def _scaling(values: Values, positions: str) -> RopeScaling | None:
+    if not values["use_rope_scaling"] or positions != "rope":
+        return None
+    factor = values["rope_scaling_factor"]
+    return RopeScaling(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192)
+
+
+def _vocabulary(values: Values) -> int:
+    """Return the number of tokens, from the option or from the name of a known tokenizer."""
+    for name in ("vocab_size", "padded_vocab_size"):
+        if values[name]:
+            return int(values[name])
+    kind, model = str(values["tokenizer_type"]), values.settings.get("tokenizer_model")
+    named = kind if model is None or not isinstance(model.value, str) else f"{kind} {model.value}"
+    for pattern, n_tokens in TOKENS.items():
+        if any(re.search(pattern, word, re.I) for word in named.split()):
+            given = values.settings.get("tokenizer_type") or model
+            why = f"{given.where}: {given.option} {given.value}" if given else f"the default tokenizer, {kind}"
+            values.assumed.append(f"vocab_size {n_tokens}: {why}")
+            return n_tokens
+    values.problems.append(
+        f"{values.source}: {values.spell('vocab_size')} is missing, and the number of tokens of {named} is not known "
+        f"here; add it to the file, or name the model by --model"
+    )
+    return 1
+
+
+def _latent(values: Values) -> LatentAttentionSpec | None:
+    if not (values["multi_latent_attention"] or values.given("kv_lora_rank")):
+        return None
+    return LatentAttentionSpec(
+        kv_rank=values["kv_lora_rank"],
+        q_rank=values["q_lora_rank"] or 0,
+        nope_dim=values["qk_head_dim"],
+        rope_dim=values["qk_pos_emb_head_dim"],
+        v_dim=values["v_head_dim"],
+    )
+
+
+def _experts(values: Values, n_layers: int, d_ffn: int) -> MoESpec | None:
+    count = values["num_experts"] or values["num_moe_experts"]
+    if not count:
+        return None
+    width = values["moe_ffn_hidden_size"] or d_ffn
+    shared, rest = divmod(values["moe_shared_expert_intermediate_size"] or 0, width)
+    if rest:
+        values.wrong("moe_shared_expert_intermediate_size", f"not a multiple of an expert's width, {width}")
+    scope = values["moe_router_load_balancing_type"][0]
+    biased = values["moe_router_enable_expert_bias"]
+    score = values["moe_router_score_function"]
+    if score == "sqrtsoftplus":
+        values.changes["moe_router_score_function"] = "priced as sigmoid"
+        score = "sigmoid"
+    return MoESpec(
+        n_experts=count,
+        top_k=values["moe_router_topk"],
+        d_ffn=width,
+        n_shared=shared,
+        first_dense=_first_dense(values, n_layers),
+        score=score,
+        normalise=values["moe_router_topk"] > 1,
+        weight_scale=values["moe_router_topk_scaling_factor"] or 1.0,
+        n_groups=values["moe_router_num_groups"] or 1,
+        groups_per_token=values["moe_router_group_topk"] or 1,
+        capacity_factor=max(values["moe_expert_capacity_factor"] or 0.0, 0.0),
+        bias_rate=values["moe_router_bias_update_rate"] if biased else 0.0,
+        aux_loss=_number(values["moe_aux_loss_coeff"][0]) if scope not in ("none", "sinkhorn", "quantile") else 0.0,
+        aux_scope="sequence" if scope == "seq_aux_loss" else "batch",
+        z_loss=values["moe_z_loss_coeff"] or 0.0,
+        force_balance=bool(values["moe_router_force_load_balancing"]),
+    )
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
+
+
+def _first_dense(values: Values, n_layers: int) -> int:
+    """Return how many first layers have no experts. `moe_layer_freq` is a number, or a list such as
+    ([0]*3+[1]*58)."""
+    text = str(values["moe_layer_freq"])
+    try:
+        pattern = _pattern(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError):
+        values.wrong("moe_layer_freq", "not a number or a list such as ([0]*3+[1]*58)")
+        return 0
+    if isinstance(pattern, int):
+        pattern = [int(layer % pattern == 0) for layer in range(n_layers)] if pattern > 0 else []
+    first = pattern.index(1) if 1 in pattern else 0
+    if len(pattern) != n_layers or 1 not in pattern or 0 in pattern[first:]:
+        values.wrong(
+            "moe_layer_freq",
+            f"only layers at the start may be without experts, and the {n_layers} layers are to be named; supported: "
+            f"1, or a list such as ([0]*3+[1]*{max(n_layers - 3, 1)})",
+        )
+        return 0
+    return first
+
+
+def _pattern(node: ast.AST) -> Any:
+    """Return the value of a number, a list of 0 and 1, or sums and multiples of lists. Raises ValueError."""
+    if isinstance(node, ast.Constant) and type(node.value) is int and node.value <= 2**14:
+        return node.value
+    if isinstance(node, ast.List):
+        return [_pattern(each) for each in node.elts]
+    if isinstance(node, ast.BinOp):
+        left, right = _pattern(node.left), _pattern(node.right)
+        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+            return left + right
+        if isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int) and len(left) < 2**14:
+            return left * right
+    raise ValueError(ast.dump(node))
