@@ -169,6 +169,7 @@ def _line(where: str, run: "ForeignRun") -> str:
 
 
 def _print_others(priced: "PricedLayout", others: "Sequence[Instead]", limit: float) -> None:
+    from shardwright.planner.words import warnings
     from shardwright.system.units import format_bytes, format_seconds
 
     console.print()
@@ -189,6 +190,8 @@ def _print_others(priced: "PricedLayout", others: "Sequence[Instead]", limit: fl
                 print_text(f"  - {_pasted(option, before)}")
             if after is not None:
                 print_text(f"  + {_pasted(option, after)}")
+        for warning in warnings(each.priced):
+            print_text(f"  warning: {warning}")
 
 
 def _pasted(option: str, value: str) -> str:

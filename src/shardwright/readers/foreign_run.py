@@ -1,6 +1,7 @@
 """A run that a configuration of another system describes: read, priced with that system's software, and compared with
 the other layouts that the system can run."""
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -77,18 +78,29 @@ class ForeignRun:
 
 def read_configuration(paths: Sequence[Path], request: Request) -> ForeignRun:
     """Read the files of one configuration. Raises InputError with file and line of every problem."""
-    system, sources = sources_of(paths)
+    system, sources, model = sources_of(paths)
+    model = request.model or model
     settings = [setting for source in sources for setting in source.settings]
     stated: dict[str, Setting] = {}
+    contradictions = []
     for setting in settings:
-        stated[normalised(setting.option)] = setting
+        before = stated.get(name := normalised(setting.option))
+        if before is None or before.value == "auto":
+            stated[name] = setting
+        elif setting.value not in ("auto", before.value):
+            contradictions.append(
+                f"{setting.where}: {setting.option} {shown(setting.value)}: {before.where} says {shown(before.value)}; "
+                f"leave one out"
+            )
+    if contradictions:
+        raise InputError(*contradictions)
     values = Values(
         system=system.name,
         options=system.options,
         settings=stated | _replaced(system, request),
         source=sources[0].path,
         world_size=request.world_size,
-        given_model=request.model,
+        given_model=model,
         spell=system.spell,
     )
     unknown: list[str] = []
@@ -102,7 +114,7 @@ def read_configuration(paths: Sequence[Path], request: Request) -> ForeignRun:
         raise InputError(*unknown, *error.problems) from None
     if unknown:
         raise InputError(*unknown)
-    if described.model is not request.model and (problems := described.model.problems()):
+    if described.model is not model and (problems := described.model.problems()):
         raise InputError(*(f"{sources[0].path}: {problem}" for problem in problems))
     records = system.records(values, settings)  # with what describe found to have no counterpart
     skipped = tuple(note for source in sources for note in source.skipped)
@@ -157,7 +169,7 @@ class Instead:
 def alternatives(run: ForeignRun, job: Job, memory_margin: float, top: int, processes: int = 1) -> list[Instead]:
     """Return the fastest layouts within the system's abilities that fit, the fastest first; may be empty. A layout
     that only adds changes to a faster one is left out."""
-    able = Abilities({"recompute_layers": None}, partial(run.system.able, job), run.system.name)
+    able = Abilities({"recompute_layers": None}, partial(run.system.able, run.described), run.system.name)
     try:
         plan = search(job, memory_margin=memory_margin, top=4 * top, fixed=able, processes=processes)
     except LayoutError:
@@ -185,14 +197,16 @@ def _equal_stages(priced: PricedLayout) -> PricedLayout:
 def _changes(run: ForeignRun, choice: Choice) -> tuple[tuple[str, str | None, str | None], ...]:
     before, after = (run.system.write(run.described, each) for each in (run.choice, choice))
     return tuple(
-        (run.system.spell(name), _text(before.get(name)), _text(after.get(name)))
+        (run.system.spell(name), _text(run.system, before.get(name)), _text(run.system, after.get(name)))
         for name in {**before, **after}
         if before.get(name) != after.get(name)
     )
 
 
-def _text(value: Any) -> str | None:
-    return None if value is None else shown(value)
+def _text(system: System, value: Any) -> str | None:
+    """Return a value as it is written in a file; None: the option is left out."""
+    in_file = isinstance(value, str) and not system.spell("x").startswith("--")
+    return None if value is None else json.dumps(value) if in_file else shown(value)
 
 
 def as_document(run: ForeignRun) -> dict[str, Any]:

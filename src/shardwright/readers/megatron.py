@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.cost.job import Candidates, Job
+from shardwright.cost.job import Candidates
 from shardwright.cost.stack import MEGATRON, MEGATRON_CORE, MEGATRON_CORE_FUSED_LOSS, Stack
 from shardwright.layout.layout import Layout
 from shardwright.planner.choice import Choice
@@ -228,10 +228,10 @@ def _stack(values: Values) -> Stack:
     return replace(stack, speed=speed)
 
 
-def able(job: Job, candidates: Candidates) -> Any:
+def able(described: DescribedRun, candidates: Candidates) -> Any:
     """Return the mask of the layouts that Megatron-LM can run: replicas or its distributed optimizer, 1F1B or
     interleaved 1F1B over equal stages, ring or all-to-all context parallelism."""
-    shared, layers = candidates.shared, job.model.n_layers
+    shared, layers = candidates.shared, described.model.n_layers
     mask = np.isin(candidates.zero, (0, 1)) & ((candidates.dp_replicate == 1) | (candidates.zero == 0))
     possible = shared.pp_schedule in ("1f1b", INTERLEAVED) and layers % shared.n_stages == 0
     possible &= shared.loss_chunk_tokens == 0 and shared.zero_secondary_ranks == 1

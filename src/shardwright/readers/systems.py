@@ -4,15 +4,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwright.hugging_face.files import read_sizes
+from shardwright.model.spec import ModelSpec
 from shardwright.readers.arguments import is_option, settings_of
+from shardwright.readers.documents import python_settings, toml_settings, tree_settings
+from shardwright.readers.hugging_face import HUGGING_FACE
 from shardwright.readers.megatron import MEGATRON_LM
 from shardwright.readers.shell import Shell
 from shardwright.readers.shell_values import Word
 from shardwright.readers.table import READ, Setting, System, normalised
+from shardwright.readers.torchtitan import TORCHTITAN
 from shardwright.system.errors import InputError
 from shardwright.system.files import read_text, reason
 
-SUPPORTED = "a shell script or a file of arguments of Megatron-LM (*.sh, *.txt, *.args)"
+SUPPORTED = (
+    "a shell script or a file of arguments of Megatron-LM (*.sh, *.txt, *.args); TOML or Python of torchtitan (*.toml, "
+    "*.py, *.py:FUNCTION); JSON of DeepSpeed, YAML of Accelerate, JSON of TrainingArguments, and config.json (*.json, "
+    "*.yaml)"
+)
 SHELL = (".sh", ".bash", ".txt", ".args", ".slurm", ".sbatch", "")
 FEWEST_OPTIONS = 3
 """Fewest options of a system's table in a command that starts it."""
@@ -27,14 +36,39 @@ class ConfigurationSource:
     skipped: tuple[str, ...] = ()
 
 
-def sources_of(paths: Sequence[Path]) -> tuple[System, list[ConfigurationSource]]:
-    """Return the system of some files and their settings. Raises InputError for files that are not supported."""
-    if len(paths) > 1:
-        raise InputError(f"--from {paths[1]}: a configuration of {MEGATRON_LM.name} is one file")
-    path = paths[0]
-    if path.suffix.lower() not in SHELL:
-        raise InputError(f"--from {path}: files named *{path.suffix} are not read; supported: {SUPPORTED}")
-    return MEGATRON_LM, [_shell_source(path, MEGATRON_LM)]
+def sources_of(paths: Sequence[Path]) -> tuple[System, list[ConfigurationSource], ModelSpec | None]:
+    """Return the system of some files, their settings, and the model if one of them is its config.json. Raises
+    InputError for files that are not supported."""
+    found = [_source(path) for path in paths]
+    systems = {system.name: system for system, _, _ in found if system is not None}
+    if len(systems) > 1:
+        raise InputError(f"--from {paths[1]}: files of different systems, {' and '.join(systems)}; give those of one")
+    models = [model for _, _, model in found if model is not None]
+    if not systems:
+        raise InputError(f"--from {paths[0]}: that is a model; add the file that configures the training")
+    system = next(iter(systems.values()))
+    sources = [source for _, source, _ in found if source is not None]
+    if len(sources) > 1 and system is not HUGGING_FACE:
+        raise InputError(f"--from {paths[1]}: a configuration of {system.name} is one file")
+    return system, sources, models[0] if models else None
+
+
+def _source(path: Path) -> tuple[System | None, ConfigurationSource | None, ModelSpec | None]:
+    file, _, function = str(path).partition(".py:")
+    suffix = path.suffix.lower()
+    if suffix in SHELL:
+        return MEGATRON_LM, _shell_source(path, MEGATRON_LM), None
+    if suffix == ".toml":
+        return TORCHTITAN, ConfigurationSource(str(path), tuple(toml_settings(path))), None
+    if suffix == ".py" or function:
+        named = Path(f"{file}.py") if function else path
+        return TORCHTITAN, ConfigurationSource(str(named), tuple(python_settings(named, function or None))), None
+    if suffix in (".json", ".yaml", ".yml"):
+        settings = tree_settings(path)
+        if any(setting.option in ("model_type", "architectures") for setting in settings):
+            return None, None, read_sizes(path)
+        return HUGGING_FACE, ConfigurationSource(str(path), tuple(settings)), None
+    raise InputError(f"--from {path}: files named *{path.suffix} are not read; supported: {SUPPORTED}")
 
 
 def _shell_source(path: Path, system: System) -> ConfigurationSource:

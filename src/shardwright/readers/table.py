@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
-from shardwright.cost.job import Candidates, Job
+from shardwright.cost.job import Candidates
 from shardwright.cost.stack import Stack
 from shardwright.layout.layout import Layout
 from shardwright.model.spec import ModelSpec
@@ -192,7 +192,8 @@ def shown(value: Any) -> str:
 @dataclass(frozen=True)
 class DescribedRun:
     """What a configuration describes: the job's parts and the layout. `world_size`: None if neither file nor
-    --cluster states it; `node_size`: ranks of a node, or None."""
+    --cluster states it; `node_size`: ranks of a node, or None. `dialect`: the vocabulary that
+    the files use, of a system with several."""
 
     model: ModelSpec
     seq_len: int
@@ -205,6 +206,7 @@ class DescribedRun:
     node_size: int | None = None
     optimizer: str = "adamw"
     narrow_states: bool = False
+    dialect: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +215,7 @@ class System:
 
     `name`: for people. `options`: its table. `families`: rows for all options whose name begins so and that the table
     does not have. `spell(name)`: an option as its users write it.
-    `describe(values)`: the described run. `able(job, candidates)`: the mask of the layouts that the system can run.
+    `describe(values)`: the described run. `able(described, candidates)`: the mask of the layouts that it can run.
     `write(described, choice)`: the options of a layout, by normalised name; None: to be left out. `replaced`: our
     global_batch and seq_len -> the option that states them.
     """
@@ -223,7 +225,7 @@ class System:
     families: tuple[ForeignOption, ...] = ()
     spell: Callable[[str], str]
     describe: Callable[[Values], DescribedRun]
-    able: Callable[[Job, Candidates], Any]
+    able: Callable[[DescribedRun, Candidates], Any]
     write: Callable[[DescribedRun, Choice], dict[str, Any]]
     replaced: Mapping[str, str]
 

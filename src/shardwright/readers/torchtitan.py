@@ -1,0 +1,300 @@
+"""torchtitan: TOML files, and Python configurations of plain assignments.
+
+Source: torchtitan/config/job_config.py and config_registry.py of the models, of 2024 to 2026.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from shardwright.cost.job import Candidates
+from shardwright.cost.speed import FLASH_2
+from shardwright.cost.stack import FSDP, FSDP_COMPILED_LOSS, Stack
+from shardwright.layout.layout import Layout
+from shardwright.model.presets import PRESETS
+from shardwright.model.spec import ModelSpec
+from shardwright.planner.choice import Choice
+from shardwright.readers.table import (
+    NO_COUNTERPART,
+    NO_EFFECT,
+    DescribedRun,
+    ForeignOption,
+    System,
+    Values,
+    read,
+    table,
+    without_counterpart,
+    without_effect,
+)
+from shardwright.system.errors import InputError, LayoutError
+
+FLAVORS = {
+    "llama3": {"8b": "llama-3.1-8b", "70b": "llama-3.1-70b", "405b": "llama-3.1-405b", "1b": "llama-3.2-1b"},
+    "qwen3": {"0.6b": "qwen3-0.6b", "8b": "qwen3-8b", "32b": "qwen3-32b", "30b-a3b": "qwen3-30b-a3b"}
+    | {"235b-a22b": "qwen3-235b-a22b"},
+    "deepseek_v3": {"671b": "deepseek-v3"},
+}
+"""Name and flavor of a model -> preset."""
+SCHEDULES = {
+    "1f1b": "1f1b",
+    "gpipe": "afab",
+    "interleaved1f1b": "interleaved-1f1b",
+    "zbvzerobubble": "zb-v",
+    "dualpipev": "dualpipe-v",
+}
+_OLD = "the place before 2025"
+_PARALLELISM = (
+    ("data_parallel_replicate_degree", "layout.dp_replicate", int, 1, ""),
+    ("data_parallel_shard_degree", "layout.dp_shard", int, -1, "-1: all remaining ranks"),
+    ("data_parallel_degree", "layout.dp_shard", int, -1, "-1: all remaining ranks"),
+    ("fsdp_reshard_after_forward", "layout.zero", str, "default", "never: 2, otherwise 3"),
+    ("tensor_parallel_degree", "layout.tp", int, 1, ""),
+    ("enable_async_tensor_parallel", "stack", bool, False, "tensor-parallel messages overlap"),
+    ("pipeline_parallel_degree", "layout.pp", int, 1, ""),
+    ("pipeline_parallel_schedule", "layout.pp_schedule", str, "1F1B", ""),
+    ("pipeline_parallel_layers_per_stage", "layout.virtual_stages", int, None, "2 stages a rank if not given"),
+    ("pipeline_parallel_microbatch_size", "batch.micro_batch", int, 1, "with a pipeline"),
+    ("context_parallel_degree", "layout.cp", int, 1, ""),
+    ("context_parallel_rotate_method", "layout.cp_method", str, "allgather", "alltoall: zigzag"),
+    ("expert_parallel_degree", "layout.ep", int, 1, ""),
+    ("expert_tensor_parallel_degree", "layout.ep", int, 1, "times expert_parallel_degree"),
+)
+_SECTIONS = ("parallelism", "training", "experimental")
+OPTIONS = table(
+    read("model.name", "model", str, "llama3"),
+    read("model.flavor", "model", str),
+    read("model_spec", "model", str, note="the flavor; the name is taken from the name of the file or function"),
+    read("model.converters", "precision.fp8", list, []),
+    read("model_converters.converters", "precision.fp8", list, []),
+    read("float8.enable_float8_linear", "precision.fp8", bool, False),
+    read("float8.recipe_name", "precision.fp8", str, "tensorwise"),
+    read("quantize.linear.float8.recipe_name", "precision.fp8", str, "tensorwise"),
+    read("optimizer.name", "optimizer.name", str, "AdamW"),
+    read("training.local_batch_size", "batch.micro_batch", int, 8, "with a pipeline several micro-batches"),
+    read("training.batch_size", "batch.micro_batch", int, note="the old name of local_batch_size"),
+    read("training.global_batch_size", "batch.global_batch", int, -1, "local_batch_size x data ranks if not given"),
+    read("training.seq_len", "batch.seq_len", int, 2048),
+    read("training.compile", "stack", bool, False),
+    read("compile.enable", "stack", bool, False),
+    read("training.enable_cpu_offload", "layout.offload_parameters", bool, False, "and offload_optimizer"),
+    read("training.mixed_precision_param", "precision.compute", str, "bfloat16", "", "bfloat16", "float32"),
+    read("training.mixed_precision_reduce", "memory of gradients", str, "float32", "", "float32", "bfloat16"),
+    read("activation_checkpoint.mode", "layout.recompute", str, "selective", "", "none", "selective", "full"),
+    read("activation_checkpoint.selective_ac_option", "layout.recompute", str, "2", "n: every n-th layer is full"),
+    (
+        read(f"{section}.{name}", key, kind, default, note or _OLD * (section != _SECTIONS[0]))
+        for section in _SECTIONS
+        for name, key, kind, default, note in _PARALLELISM
+    ),
+    without_effect(
+        "it does not change time or memory of a step",
+        "training.steps training.max_norm training.dataset training.dataset_path training.seed training.deterministic "
+        "training.gc_freq training.gc_debug training.warmup_steps training.data_parallel_type optimizer.lr "
+        "optimizer.eps optimizer.beta1 optimizer.beta2 optimizer.weight_decay model.tokenizer_path "
+        "model.hf_assets_path hf_assets_path model.print_after_conversion model.norm_type optimizer.fused "
+        "optimizer.implementation float8.filter_fqns parallelism.disable_loss_parallel debug.seed "
+        "activation_checkpoint.early_stop",
+    ),
+    without_counterpart(
+        "its effect on time and memory is not priced",
+        "optimizer.early_step_in_backward float8.enable_fsdp_float8_all_gather compile.components "
+        "float8.precompute_float8_dynamic_scale_for_fsdp parallelism.pipeline_parallel_split_points "
+        "experimental.pipeline_parallel_split_points parallelism.module_fqns_per_model_part "
+        "parallelism.pipeline_parallel_schedule_csv parallelism.enable_compiled_autograd",
+    ),
+)
+FAMILIES = tuple(
+    ForeignOption(prefix, note=note, fate=fate)
+    for note, fate, prefixes in (
+        (
+            "logging and profiling are not counted",
+            NO_EFFECT,
+            "metrics. profiling. job. debug. comm. memory_estimation.",
+        ),
+        ("checkpoints are not part of a step", NO_EFFECT, "checkpoint. fault_tolerance."),
+        ("the learning rate does not change time or memory", NO_EFFECT, "lr_scheduler. optimizer."),
+        ("evaluation and data are not part of a step", NO_EFFECT, "validation. validator. dataloader."),
+        ("its effect on time and memory is not priced", NO_COUNTERPART, "float8. mx. experimental. quantize."),
+    )
+    for prefix in prefixes.split()
+)
+
+
+def _parallel(values: Values, name: str) -> Any:
+    """Return an option of [parallelism], or from its places before 2025."""
+    for section in _SECTIONS:
+        if values.given(f"{section}.{name}"):
+            return values[f"{section}.{name}"]
+    return values[f"parallelism.{name}"]
+
+
+def _model(values: Values) -> ModelSpec:
+    if values.given_model is not None:
+        return values.given_model
+    flavor, name = values["model.flavor"] or values["model_spec"], str(values["model.name"])
+    if not values.given("model.name"):
+        name = next((each for each in FLAVORS if each in values.source.lower()), name)
+    known = FLAVORS.get(name, {})
+    preset = known.get(str(flavor).lower())
+    if flavor is None:
+        values.problems.append(f"{values.source}: model.flavor is missing; give the sizes by --model config.json")
+    elif preset is None:
+        some = ", ".join(f"{model} {size}" for model, sizes in FLAVORS.items() for size in sizes)
+        name_of = "model.flavor" if values.given("model.flavor") else "model_spec"
+        values.wrong(name_of, f"the sizes of {name} {flavor} are not known here ({some}); give --model config.json")
+    return PRESETS[preset or "debug"]
+
+
+def describe(values: Values) -> DescribedRun:
+    """Return the run that the options describe. Raises InputError with every problem."""
+    model, seq_len = _model(values), values["training.seq_len"]
+    world = values.world_size
+    if world is None:
+        values.problems.append(f"{values.source}: torchrun sets the number of ranks; give --cluster, such as h100:64")
+    settings = _degrees(values, world or 1, model)
+    local = values["training.batch_size"] or values["training.local_batch_size"]
+    data_ranks = settings["dp_replicate"] * settings["dp_shard"]
+    micro_batch, global_batch = local, values["training.global_batch_size"]
+    if global_batch is None or global_batch < 0:
+        global_batch = local * data_ranks
+    if settings["pp"] > 1:
+        micro_batch = _parallel(values, "pipeline_parallel_microbatch_size")
+    if values.problems:
+        raise InputError(*values.problems)
+    try:
+        layout = Layout(**settings)
+    except LayoutError as error:
+        raise InputError(*(f"{values.source}: {problem}" for problem in error.problems)) from None
+    names = {"adamw": "adamw", "adam": "adamw", "muon": "muon"}
+    optimizer = names.get(values["optimizer.name"].lower(), "adamw")
+    return DescribedRun(
+        *(model, seq_len, global_batch, layout, micro_batch, _precision(values), _stack(values), world or 1),
+        optimizer=optimizer,
+    )
+
+
+def _degrees(values: Values, world: int, model: ModelSpec) -> dict[str, Any]:
+    tp, pp, cp = (_parallel(values, f"{name}_parallel_degree") for name in ("tensor", "pipeline", "context"))
+    replicate, shard = (_parallel(values, f"data_parallel_{name}_degree") for name in ("replicate", "shard"))
+    if values.given("training.data_parallel_degree"):
+        shard = values["training.data_parallel_degree"]
+    inner = max(tp, 1) * max(pp, 1) * max(cp, 1) * max(replicate, 1)
+    if shard < 1:
+        shard = max(world // inner, 1)
+    if inner * shard != world and not values.problems:
+        values.problems.append(
+            f"{values.source}: dp_replicate {replicate} x dp_shard {shard} x context {cp} x tensor {tp} x pipeline "
+            f"{pp} = {inner * shard} ranks, and the job has {world}; give --cluster with that number"
+        )
+    resharding = _parallel(values, "fsdp_reshard_after_forward")
+    zero = (2 if resharding == "never" else 3) if shard * cp > 1 else 0
+    result = {"tp": tp, "pp": pp, "cp": cp, "dp_shard": shard, "dp_replicate": replicate, "zero": zero}
+    result["ep"] = _parallel(values, "expert_parallel_degree") * _parallel(values, "expert_tensor_parallel_degree")
+    if cp > 1:
+        gathers = _parallel(values, "context_parallel_rotate_method") == "allgather"
+        result["cp_method"] = "allgather" if gathers else "zigzag"
+    if values["training.enable_cpu_offload"]:
+        result |= {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
+    return result | _pipeline(values, pp, model) | _recompute(values, model, pp)
+
+
+def _pipeline(values: Values, pp: int, model: ModelSpec) -> dict[str, Any]:
+    if pp == 1:
+        return {}
+    name = str(_parallel(values, "pipeline_parallel_schedule"))
+    schedule = SCHEDULES.get(name.lower())
+    if schedule is None:
+        values.problems.append(
+            f"{values.source}: pipeline_parallel_schedule {name} has no counterpart; supported: {', '.join(SCHEDULES)}"
+        )
+        return {}
+    layers = _parallel(values, "pipeline_parallel_layers_per_stage")
+    if schedule != "interleaved-1f1b":
+        return {"pp_schedule": schedule}
+    return {"pp_schedule": schedule, "virtual_stages": max(-(-model.n_layers // (layers * pp)), 2) if layers else 2}
+
+
+def _recompute(values: Values, model: ModelSpec, pp: int) -> dict[str, Any]:
+    mode = values["activation_checkpoint.mode"]
+    if mode != "selective":
+        return {"recompute": mode}
+    every = values["activation_checkpoint.selective_ac_option"]
+    if values.given("model_spec") and not values.given("activation_checkpoint.selective_ac_option"):
+        every = "op"
+    if every.isdecimal() and int(every) > 0:
+        return {"recompute": "full", "recompute_layers": max(model.n_layers // pp // int(every), 1)}
+    if every != "op":
+        values.wrong("activation_checkpoint.selective_ac_option", "valid: op, or a whole number of layers")
+    return {"recompute": "selective"}
+
+
+def _precision(values: Values) -> str:
+    converters = " ".join([*values["model.converters"], *values["model_converters.converters"]]).lower()
+    if "mx" in converters:
+        return "mxfp8"
+    if "float8" in converters or values["float8.enable_float8_linear"]:
+        rows = "row" in f"{values['float8.recipe_name']} {values['quantize.linear.float8.recipe_name']}"
+        return "fp8-row" if rows else "fp8"
+    return "fp32" if values["training.mixed_precision_param"] == "float32" else "bf16"
+
+
+def _stack(values: Values) -> Stack:
+    stack = FSDP_COMPILED_LOSS if values["training.compile"] or values["compile.enable"] else FSDP
+    overlaps = bool(_parallel(values, "enable_async_tensor_parallel"))
+    speed = replace(stack.speed, flash_gain=FLASH_2, hides_tp=overlaps)
+    if values["training.mixed_precision_reduce"] == "bfloat16":
+        stack, speed = replace(stack, reduced_bytes=2.0), replace(speed, reduce_bytes=2.0)
+    return replace(stack, speed=speed)
+
+
+def able(described: DescribedRun, candidates: Candidates) -> Any:
+    """Return the mask of the layouts that torchtitan can run: FSDP2 or replicas, its schedules, whole layers."""
+    shared = candidates.shared
+    possible = shared.pp == 1 or shared.pp_schedule in SCHEDULES.values()
+    possible &= shared.virtual_stages == 2 or shared.pp_schedule != "interleaved-1f1b"
+    possible &= shared.loss_chunk_tokens == 0 and shared.zero_secondary_ranks == 1
+    possible &= shared.zero_pp_gather == "step" and shared.cp_method != "ulysses"
+    sharded = np.isin(candidates.zero, (2, 3)) | (candidates.shards == 1)
+    return sharded & possible
+
+
+def write(described: DescribedRun, choice: Choice) -> dict[str, Any]:
+    """Return the options of a layout; None: the option is left out."""
+    layout, part = choice.layout, "parallelism."
+    names = {schedule: name for name, schedule in SCHEDULES.items()}
+    spelled = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved1f1b": "Interleaved1F1B", "zbvzerobubble": "ZBVZeroBubble"}
+    spelled |= {"dualpipev": "DualPipeV"}
+    local = described.global_batch // layout.data_ranks if layout.pp > 1 else choice.micro_batch
+    options: dict[str, Any] = {
+        f"{part}data_parallel_replicate_degree": layout.dp_replicate,
+        f"{part}data_parallel_shard_degree": layout.dp_shard,
+        f"{part}fsdp_reshard_after_forward": "never" if layout.zero == 2 else None,
+        f"{part}tensor_parallel_degree": layout.tp,
+        f"{part}pipeline_parallel_degree": layout.pp,
+        f"{part}pipeline_parallel_schedule": spelled[names[layout.pp_schedule]] if layout.pp > 1 else None,
+        f"{part}pipeline_parallel_microbatch_size": choice.micro_batch if layout.pp > 1 else None,
+        f"{part}context_parallel_degree": layout.cp,
+        f"{part}expert_parallel_degree": layout.ep if described.model.moe else None,
+        "training.local_batch_size": local,
+        "training.global_batch_size": described.global_batch,
+        "activation_checkpoint.mode": layout.recompute,
+        "activation_checkpoint.selective_ac_option": "op" if layout.recompute == "selective" else None,
+    }
+    if layout.recompute_layers and layout.recompute == "full":
+        every = max(described.model.n_layers // layout.pp // layout.recompute_layers, 1)
+        options["activation_checkpoint.mode"] = "selective"
+        options["activation_checkpoint.selective_ac_option"] = every
+    return options
+
+
+TORCHTITAN = System(
+    name="torchtitan",
+    options=OPTIONS,
+    families=FAMILIES,
+    spell=str,
+    describe=describe,
+    able=able,
+    write=write,
+    replaced={"global_batch": "training.global_batch_size", "seq_len": "training.seq_len"},
+)

@@ -1,0 +1,167 @@
+"""Configurations of torchtitan, DeepSpeed, Accelerate and the Hugging Face Trainer."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardwright.cost.hardware import cluster
+from shardwright.model.presets import PRESETS
+from shardwright.readers.foreign_run import ForeignRun, Request, alternatives, read_configuration
+from shardwright.system.errors import InputError
+
+LLAMA_405B = """\
+# Values: torchtitan's llama3_405b.toml, a preset for 128 H100.
+[model]
+name = "llama3"
+flavor = "405B"
+converters = "float8"
+[optimizer]
+lr = 8e-5
+[training]
+batch_size = 2
+seq_len = 8192
+compile = true
+[parallelism]
+data_parallel_shard_degree = -1
+tensor_parallel_degree = 8
+enable_async_tensor_parallel = true
+[activation_checkpoint]
+mode = 'full'
+[checkpoint]
+interval = 500
+"""
+LLAMA_PYTHON = '''\
+"""Values: torchtitan's config_registry.py of llama3."""
+from torchtitan.config import ParallelismConfig, TrainingConfig
+
+def llama3_70b() -> Trainer.Config:
+    return Trainer.Config(
+        model_spec=model_registry("70B"),
+        training=TrainingConfig(local_batch_size=8, seq_len=8192),
+        parallelism=ParallelismConfig(tensor_parallel_degree=8),
+        activation_checkpoint=ActivationCheckpointConfig(mode="full"),
+    )
+
+def llama3_70b_pipeline() -> Trainer.Config:
+    config = llama3_70b()
+    config.parallelism.pipeline_parallel_degree = 4
+    config.parallelism.pipeline_parallel_schedule = "Interleaved1F1B"
+    return config
+'''
+DEEPSPEED = {
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {"stage": 3, "overlap_comm": True, "reduce_bucket_size": "auto"},
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+}
+"""The file of the DeepSpeed page of transformers' documentation, for ZeRO-3."""
+ARGUMENTS = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "bf16": True, "max_seq_length": 4096}
+ACCELERATE = """\
+distributed_type: FSDP
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_sharding_strategy: HYBRID_SHARD
+mixed_precision: bf16
+num_machines: 2
+num_processes: 16
+"""
+
+
+def read(folder: Path, texts: dict[str, str], function: str = "", world: int | None = 16) -> ForeignRun:
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    paths = [Path(f"{folder / name}{function}") for name in texts]
+    model = None if "py" in paths[0].suffix or "toml" in paths[0].suffix else PRESETS["llama-3.1-8b"]
+    return read_configuration(paths, Request(world_size=world, model=model))
+
+
+def test_torchtitan_toml_has_its_layout_precision_and_lines(tmp_path: Path) -> None:
+    run = read(tmp_path, {"llama3_405b.toml": LLAMA_405B}, world=128)
+    assert str(run.choice) == "tp=8,dp_shard=16,zero=3,recompute=full,micro_batch=2"
+    assert (run.described.precision, run.described.stack.name, run.described.global_batch) == (
+        *("fp8", "fsdp-compiled-loss"),
+        32,
+    )
+    assert run.described.model == PRESETS["llama-3.1-405b"]
+    places = {record.option: record.where.rpartition(":")[2] for record in run.records}
+    assert places["parallelism.tensor_parallel_degree"] == "14"
+    assert len(places) == 12
+
+
+def test_torchtitan_python_is_read_without_executing_it(tmp_path: Path) -> None:
+    run = read(tmp_path, {"llama3.py": LLAMA_PYTHON}, ":llama3_70b_pipeline", world=128)
+    layout = run.described.layout
+    assert (layout.tp, layout.pp, layout.dp_shard, layout.pp_schedule) == (8, 4, 4, "interleaved-1f1b")
+    with pytest.raises(InputError, match="several configurations; name one"):
+        read(tmp_path, {"llama3.py": LLAMA_PYTHON})
+
+
+def test_values_of_auto_come_from_the_training_arguments_in_any_order(tmp_path: Path) -> None:
+    texts = {"ds.json": json.dumps(DEEPSPEED), "arguments.json": json.dumps(ARGUMENTS)}
+    for order in (texts, dict(reversed(texts.items()))):
+        run = read(tmp_path, order)
+        assert str(run.choice) == "dp_shard=16,zero=3,micro_batch=2"
+        assert (run.described.global_batch, run.described.precision) == (256, "bf16")
+
+
+def test_hybrid_sharding_of_accelerate_has_a_replica_for_each_machine(tmp_path: Path) -> None:
+    run = read(tmp_path, {"a.yaml": ACCELERATE, "b.json": json.dumps(ARGUMENTS)}, world=None)
+    assert str(run.choice) == "dp_replicate=2,dp_shard=8,zero=3,micro_batch=2"
+
+
+def test_alternatives_stay_within_the_abilities_of_the_system(tmp_path: Path) -> None:
+    run = read(tmp_path, {"ds.json": json.dumps(DEEPSPEED), "arguments.json": json.dumps(ARGUMENTS)})
+    found = alternatives(run, run.job(cluster("h100:16")), 0.1, 3)
+    assert found
+    for each in found:
+        layout = each.priced.layout
+        assert layout.tp == layout.pp == layout.cp == 1
+        assert layout.recompute in ("none", "full")
+        assert {option for option, _, _ in each.changes} <= {
+            *("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_checkpointing"),
+            "zero_optimization.stage",
+        }
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after", "problem"),
+    [
+        (
+            "x.toml",
+            'flavor = "405B"',
+            'flavor = "9B"',
+            "x.toml:4: model.flavor 9B: the sizes of llama3 9B are not",
+        ),
+        ("x.toml", "seq_len = 8192", "seq_len = 8192.5", "x.toml:10: training.seq_len: 8192.5 is not a whole number"),
+        (
+            "x.toml",
+            "tensor_parallel_degree = 8",
+            "tensor_parallel_degre = 8",
+            "did you mean parallelism.tensor",
+        ),
+        ("x.toml", "data_parallel_shard_degree = -1", "data_parallel_shard_degree = 3", "24 ranks, and the job has 16"),
+        ("x.toml", "mode = 'full'", "mode = 'full", "x.toml: "),
+        ("x.yaml", "HYBRID_SHARD", "HALF_SHARD", "x.yaml:4: fsdp_config.fsdp_sharding_strategy HALF_SHARD: valid: "),
+        ("x.yaml", "mixed_precision: bf16", "mixed_precision: [bf16", "x.yaml:6: "),
+        ("x.yaml", "FSDP", "MEGATRON_LM", "x.yaml:1: distributed_type MEGATRON_LM: give Megatron-LM's own arguments"),
+        ("x.json", '"stage": 3', '"stage": 4', "zero_optimization.stage 4: valid: 0, 1, 2, 3"),
+        ("x.json", '"stage": 3', '"stage": 3, "stag', "x.json:1: "),
+        ("x.json", '"stage": 3', '"stage": "three"', "'three' is not a number"),
+        ("x.json", '"stage"', '"stage"', "x.json:1: train_micro_batch_size_per_gpu 'auto' is taken from"),
+    ],
+)
+def test_a_file_that_cannot_be_planned_is_refused_with_its_line(
+    name: str, before: str, after: str, problem: str, tmp_path: Path
+) -> None:
+    text = {"toml": LLAMA_405B, "yaml": ACCELERATE, "json": json.dumps(DEEPSPEED)}[name.rpartition(".")[2]]
+    assert before in text
+    with pytest.raises(InputError) as error:
+        read(tmp_path, {name: text.replace(before, after, 1)})
+    assert problem in str(error.value)
+
+
+def test_files_that_contradict_each_other_are_refused_with_both_lines(tmp_path: Path) -> None:
+    texts = {"a.json": json.dumps(DEEPSPEED | {"train_batch_size": 64}), "b.json": json.dumps(ARGUMENTS)}
+    with pytest.raises(InputError, match="train_batch_size 64: is not micro-batch 2 x accumulation 8 x 16"):
+        read(tmp_path, texts)
