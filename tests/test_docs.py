@@ -214,6 +214,14 @@ def test_a_reference_that_is_made_from_the_code_is_up_to_date(monkeypatch: pytes
     assert maker.PAGE.read_text(encoding="utf-8") == maker.page(), f"run: python docs/{name}.py"
 
 
+def test_the_options_of_other_systems_are_those_that_are_read(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "path", [str(ROOT / "docs"), *sys.path])
+    maker = import_module("make_coming_from")
+    for name in maker.PAGES:
+        text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+        assert text == maker.page(name, maker.shown_output(name)), "run: python docs/make_coming_from.py"
+
+
 def test_the_index_names_every_page():
     linked = set(LINK.findall((ROOT / "docs" / "README.md").read_text(encoding="utf-8")))
     assert linked == {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}

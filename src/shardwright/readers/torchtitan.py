@@ -259,6 +259,10 @@ def able(described: DescribedRun, candidates: Candidates) -> Any:
     return sharded & possible
 
 
+def _rotates(layout: Layout) -> str | None:
+    return None if layout.cp == 1 else "allgather" if layout.cp_method == "allgather" else "alltoall"
+
+
 def write(described: DescribedRun, choice: Choice) -> dict[str, Any]:
     """Return the options of a layout; None: the option is left out."""
     layout, part = choice.layout, "parallelism."
@@ -275,6 +279,7 @@ def write(described: DescribedRun, choice: Choice) -> dict[str, Any]:
         f"{part}pipeline_parallel_schedule": spelled[names[layout.pp_schedule]] if layout.pp > 1 else None,
         f"{part}pipeline_parallel_microbatch_size": choice.micro_batch if layout.pp > 1 else None,
         f"{part}context_parallel_degree": layout.cp,
+        f"{part}context_parallel_rotate_method": _rotates(layout),
         f"{part}expert_parallel_degree": layout.ep if described.model.moe else None,
         "training.local_batch_size": local,
         "training.global_batch_size": described.global_batch,
