@@ -23,10 +23,10 @@ PAGES: dict[str, tuple[str, System, str, str]] = {
         "Megatron-LM",
         MEGATRON_LM,
         f"plan --from {EXAMPLES}/megatron_llama3_8b.sh --cluster h100:16",
-        "A shell script with the usual variables, or a file with the arguments alone. The script is parsed: assignments, "
-        "arrays, `${NAME}` and `${NAME:-default}`, arithmetic, `if` and `case` with known conditions, `eval` of a known "
-        "text, and sourced files next to the script. Loops, functions and the output of programs are not evaluated; an "
-        "option whose value depends on them is refused with its line.",
+        "A shell script with the usual variables, or a file with the arguments alone. The script is parsed: "
+        "assignments, arrays, `${NAME}` and `${NAME:-default}`, arithmetic, `if` and `case` with known "
+        "conditions, `eval` of a known text, and sourced files next to the script. Loops, functions and the output of "
+        "programs are not evaluated; an option whose value depends on them is refused with its line.",
     ),
     "coming-from-torchtitan": (
         "torchtitan",
@@ -42,8 +42,8 @@ PAGES: dict[str, tuple[str, System, str, str]] = {
         HUGGING_FACE,
         f"plan --from {EXAMPLES}/deepspeed_zero3.json --from {EXAMPLES}/training_arguments.json --model llama-3.1-8b "
         "--cluster h100:16",
-        "DeepSpeed's JSON. It has neither the model nor the number of ranks: `--model` names the model's config.json or "
-        "a preset, `--cluster` the accelerators, and `--seq-len` the length of sequences. A value of `auto` is taken "
+        "DeepSpeed's JSON. It has neither the model nor the number of ranks: `--model` names the model's config.json "
+        "or a preset, `--cluster` the accelerators, and `--seq-len` the length of sequences. `auto` is taken "
         "from the JSON of TrainingArguments, a second `--from`; without that, the error names the line.",
     ),
     "coming-from-hugging-face": (
@@ -52,8 +52,8 @@ PAGES: dict[str, tuple[str, System, str, str]] = {
         f"plan --from {EXAMPLES}/accelerate_fsdp.yaml --from {EXAMPLES}/training_arguments.json --model llama-3.1-8b "
         "--cluster h100:16",
         "The YAML of `accelerate config` and the JSON of TrainingArguments, one `--from` each; the model's config.json "
-        "is a third `--from`, or `--model`. FSDP, FSDP2, DeepSpeed and DDP are read; Accelerate's Megatron-LM section is "
-        "refused, because Megatron-LM's own arguments say more.",
+        "is a third `--from`, or `--model`. FSDP, FSDP2, DeepSpeed and DDP are read; Accelerate's Megatron-LM section "
+        "is refused, because Megatron-LM's own arguments say more.",
     ),
 }
 """Name of a page -> title, system, command of the example, and what is read."""
@@ -74,8 +74,8 @@ def page(name: str, output: str) -> str:
         f"## Example\n\n```sh\nshardwright {command}\n```\n\n```text\n{output}```\n",
         "## Options that are read\n\n| option | here | default | note |\n| --- | --- | --- | --- |",
         *(_row(option, system) for option in system.options.values() if option.fate == READ),
-        "\n## Options without counterpart\n\nEach is named in the output with its line. An option that this page does not "
-        "name is reported in the same way; one that is nearly spelled like an option above is refused.\n",
+        "\n## Options without counterpart\n\nEach is named in the output with its line. An option that this page does "
+        "not name is reported in the same way; one that is nearly spelled like an option above is refused.\n",
         *_groups(system, NO_COUNTERPART),
         "\n## Options without effect on time and memory\n",
         *_groups(system, NO_EFFECT),

@@ -110,14 +110,16 @@ def test_hybrid_sharding_of_accelerate_has_a_replica_for_each_machine(tmp_path: 
     assert str(run.choice) == "dp_replicate=2,dp_shard=8,zero=3,micro_batch=2"
 
 
-def test_alternatives_stay_within_the_abilities_of_the_system(tmp_path: Path) -> None:
-    run = read(tmp_path, {"ds.json": json.dumps(DEEPSPEED), "arguments.json": json.dumps(ARGUMENTS)})
+def test_alternatives_stay_within_the_abilities_of_the_system_and_keep_its_offload(tmp_path: Path) -> None:
+    deepspeed = DEEPSPEED | {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+    run = read(tmp_path, {"ds.json": json.dumps(deepspeed), "arguments.json": json.dumps(ARGUMENTS)})
     found = alternatives(run, run.job(cluster("h100:16")), 0.1, 3)
     assert found
     for each in found:
         layout = each.priced.layout
         assert layout.tp == layout.pp == layout.cp == 1
         assert layout.recompute in ("none", "full")
+        assert layout.offload_optimizer == "cpu"
         assert {option for option, _, _ in each.changes} <= {
             *("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_checkpointing"),
             "zero_optimization.stage",

@@ -73,7 +73,8 @@ def plan(options: PlanOptions) -> None:
 
 def _evaluate(options: PlanOptions) -> None:
     given = [each.name for each in fields(options) if getattr(options, each.name) != each.default]
-    if others := ", ".join(f"--{name.replace('_', '-')}" for name in given if name not in ("target", "runs", "json")):
+    options_of = {name: f"--{name.strip('_').replace('_', '-')}" for name in given}
+    if others := ", ".join(text for name, text in options_of.items() if name not in ("target", "runs", "json")):
         raise InputError(f"plan evaluate takes a table and --json alone; leave out {others}")
     from shardwright.planner.evaluate import MEASURED_RUNS, evaluate, report_lines
 

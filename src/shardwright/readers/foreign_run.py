@@ -16,7 +16,7 @@ from shardwright.model.spec import ModelSpec
 from shardwright.planner.choice import Choice, PricedLayout
 from shardwright.planner.measured_run import rule_problems
 from shardwright.planner.search import search
-from shardwright.planner.space import FixedChoices, Mask
+from shardwright.planner.space import OFFLOADS, FixedChoices, Mask
 from shardwright.readers.systems import ConfigurationSource, sources_of
 from shardwright.readers.table import DescribedRun, OptionRecord, Setting, System, Values, normalised, shown
 from shardwright.system.errors import InputError, LayoutError
@@ -168,8 +168,9 @@ class Instead:
 
 def alternatives(run: ForeignRun, job: Job, memory_margin: float, top: int, processes: int = 1) -> list[Instead]:
     """Return the fastest layouts within the system's abilities that fit, the fastest first; may be empty. A layout
-    that only adds changes to a faster one is left out."""
-    able = Abilities({"recompute_layers": None}, partial(run.system.able, run.described), run.system.name)
+    that only adds changes to a faster one is left out. Offload stays as the configuration has it."""
+    kept = {name: getattr(run.described.layout, name) for name in OFFLOADS}
+    able = Abilities({"recompute_layers": None} | kept, partial(run.system.able, run.described), run.system.name)
     try:
         plan = search(job, memory_margin=memory_margin, top=4 * top, fixed=able, processes=processes)
     except LayoutError:

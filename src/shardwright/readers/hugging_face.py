@@ -198,7 +198,7 @@ def describe(values: Values) -> DescribedRun:
 
 
 def _batch(values: Values, data_ranks: int) -> tuple[int, int]:
-    """Return the micro-batch and the global batch, of which one may follow from the other."""
+    """Return the micro-batch and the global batch; one may follow from the other."""
     micro = _number(values, "train_micro_batch_size_per_gpu", "per_device_train_batch_size")
     steps = _number(values, "gradient_accumulation_steps", "deepspeed_config.gradient_accumulation_steps")
     whole = _number(values, "global_batch", "train_batch_size")
