@@ -56,6 +56,9 @@ class ForeignRun:
     def job(self, cluster: Cluster) -> Job:
         """Return the job on a cluster. Raises InputError with every rule that it breaks."""
         given = self.described
+        sizes = {"micro-batch": given.micro_batch, "global batch": given.global_batch, "sequence": given.seq_len}
+        if small := [f"{self.files[0]}: {name} {n}; valid: 1 or more" for name, n in sizes.items() if n < 1]:
+            raise InputError(*small)
         job = Job(
             model=given.model,
             cluster=cluster,

@@ -7,6 +7,7 @@ import numpy as np
 
 from shardwright.cost.job import Candidates
 from shardwright.cost.stack import MEGATRON, MEGATRON_CORE, MEGATRON_CORE_FUSED_LOSS, Stack
+from shardwright.layout.key import MOST_LAYERS
 from shardwright.layout.layout import Layout
 from shardwright.planner.choice import Choice
 from shardwright.planner.measured_run import ELEMENT_BYTES, PERMUTED_BY_RANK
@@ -151,6 +152,9 @@ def _pipeline(values: Values, n_layers: int) -> dict[str, Any]:
             )
             return {}
     n_stages = pp * virtual
+    if n_stages > MOST_LAYERS:
+        values.problems.append(f"{values.source}: {n_stages} pipeline stages; valid: at most {MOST_LAYERS}")
+        return {}
     middle = n_stages - (first is not None) * virtual - (last is not None) * virtual
     each, rest = divmod(n_layers + sum(ends) - (first or 0) - (last or 0), max(middle, 1))
     if rest or each < 1 or middle < 0:

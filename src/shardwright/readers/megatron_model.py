@@ -4,10 +4,12 @@ import ast
 import re
 from typing import Any
 
+from shardwright.layout.key import MOST_LAYERS
 from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling
 from shardwright.model.sizes import Norm
 from shardwright.model.spec import ModelSpec
 from shardwright.readers.table import Values
+from shardwright.system.errors import InputError
 
 TOKENS = {
     r"GPT2BPETokenizer": 50257,
@@ -28,6 +30,8 @@ def model_of(values: Values, seq_len: int) -> ModelSpec:
     if values.given_model is not None:
         return values.given_model
     n_layers = values["num_layers"] or values["encoder_num_layers"] or values.needed("num_layers")
+    if n_layers > MOST_LAYERS:
+        raise InputError(f"{values.source}: num_layers {n_layers}: valid: at most {MOST_LAYERS}")
     width, heads = values.needed("hidden_size"), values.needed("num_attention_heads")
     latent = _latent(values)
     d_ffn = values["ffn_hidden_size"] or (int(4 * width * 2 / 3) // 64 * 64 if values["swiglu"] else 4 * width)
@@ -146,7 +150,7 @@ def _experts(values: Values, n_layers: int, d_ffn: int) -> MoESpec | None:
     count = values["num_experts"] or values["num_moe_experts"]
     if not count:
         return None
-    width = values["moe_ffn_hidden_size"] or d_ffn
+    width = max(values["moe_ffn_hidden_size"] or d_ffn, 1)
     shared, rest = divmod(values["moe_shared_expert_intermediate_size"] or 0, width)
     if rest:
         values.wrong("moe_shared_expert_intermediate_size", f"not a multiple of an expert's width, {width}")
@@ -215,6 +219,8 @@ def _pattern(node: ast.AST) -> Any:
         left, right = _pattern(node.left), _pattern(node.right)
         if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
             return left + right
-        if isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int) and len(left) < 2**14:
+        if isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int):
+            if len(left) * right > MOST_LAYERS:
+                raise ValueError("more layers than any model has")
             return left * right
     raise ValueError(ast.dump(node))

@@ -16,6 +16,7 @@ from shardwright.readers.shell_words import Array, Chars, Operator, RawWord, Tok
 from shardwright.system.errors import InputError
 from shardwright.system.files import read_text, reason
 
+LONGEST_VALUE = 200_000
 DEEPEST = 8
 """Most files that source each other."""
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
@@ -43,7 +44,10 @@ class Shell:
             text = read_text(path)
         except (OSError, ValueError) as error:
             raise InputError(f"{path}: {reason(error)}") from None
-        _Script(self, path, list(tokens(text, str(path)))).run()
+        try:
+            _Script(self, path, list(tokens(text, str(path)))).run()
+        except RecursionError:
+            raise InputError(f"{path}: nested too deeply") from None
 
     def text_of(self, name: str) -> Word | None:
         """Return the text of a variable, or None if it is not set."""
@@ -306,7 +310,7 @@ class _Script:
         if isinstance(token, Array):
             items = [chars for word in token.words for chars in self.expand(word)]
             before = values.get(token.name, []) if token.appends else []
-            values[token.name] = [*before, *items]
+            self._keep(token.name, [*before, *items], token)
             self.shell.arrays.add(token.name)
             return True
         form = _ASSIGNMENT.match(token.raw) if isinstance(token, RawWord) else None
@@ -316,9 +320,15 @@ class _Script:
         chars: Chars = [char for word in value for char in word]
         if form[2]:
             chars = [*(values.get(form[1]) or [[]])[0], *chars]
-        values[form[1]] = [chars]
+        self._keep(form[1], [chars], token)
         self.shell.arrays.discard(form[1])
         return True
+
+    def _keep(self, name: str, words: list[Chars], token: Token) -> None:
+        """Set a variable. Raises InputError if its text is longer than a script needs."""
+        if sum(map(len, words)) > LONGEST_VALUE:
+            raise InputError(f"{token.where}: {name} has more than {LONGEST_VALUE:,} characters")
+        self.shell.values[name] = words
 
     def _expand_one(self, token: Token) -> Word:
         found = self.expand(token, split=False)

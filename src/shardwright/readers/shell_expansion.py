@@ -159,7 +159,7 @@ class Expansion:
         try:
             text = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?|\$\{?([0-9]+)\}?", value_of, source)
             return str(evaluate(text))
-        except (ValueError, ArithmeticError):
+        except (ValueError, ArithmeticError, RecursionError):
             return mark(f"{self.where}: $(({source.strip()})) has a part that is unknown", self.where)
 
 

@@ -1,5 +1,6 @@
 """The options of a system: for each its counterpart here, or the reason why it has none; and the values of one file."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -128,7 +129,9 @@ class Values:
             self.problems.append(
                 f"{self.source}: {self.spelled(name)} is missing{about}, and {self.system} has no default"
             )
-        return 1 if value is None else value
+        elif value is not None and value < 1:
+            self.wrong(name, "1 or more is needed")
+        return max(value or 1, 1)
 
     def spelled(self, name: str) -> str:
         """Return an option as the file spells it."""
@@ -172,8 +175,10 @@ def _converted(setting: Setting, option: ForeignOption) -> Any:
             number = float(value)
         except (TypeError, ValueError):
             raise ValueError(f"{value!r} is not a number") from None
-        if option.kind is int and (number != int(number) if abs(number) < 2**53 else True):
-            raise ValueError(f"{value!r} is not a whole number")
+        if not math.isfinite(number) or (option.kind is int and (abs(number) >= 2**53 or number != int(number))):
+            raise ValueError(f"{value!r} is not a {'whole ' * (option.kind is int)}number")
+        if number < 0 and option.default != -1:
+            raise ValueError(f"{value} is negative; valid: 0 or more")
         return int(number) if option.kind is int else number
     text = str(value)
     if option.valid and text not in option.valid:
