@@ -69,6 +69,7 @@ FEATURES = {
     "positions": "{} positions",
     "qk_norm_whole": "over all heads",
     "norm_position": "norms of branches ({})",
+    "rope_fraction": "a rotated fraction of heads",
     "nope_interval": "no rotation in every {}nd layer",
     "window": "windows",
     "attention_sinks": "sinks of attention",

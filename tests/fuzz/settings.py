@@ -182,6 +182,7 @@ def _spec(rng: Random, layout: Layout, *, n_layers: int, seq_len: int, experts: 
         positions=positions,
         rope_theta=rng.choice((1e4, 5e5)),
         rope_scaling=_scaling(rng, seq_len) if positions == "rope" and rng.random() < 0.4 else None,
+        rope_fraction=rng.choice((1.0, 1.0, 0.5)) if positions == "rope" and not latent and head_dim % 4 == 0 else 1.0,
         qk_norm=qk_norm,
         qk_norm_whole=qk_norm and rng.random() < 0.5,
         embedding_scale=rng.choice((1.0, 1.0, 3.0)),

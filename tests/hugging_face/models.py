@@ -190,8 +190,9 @@ def granite(**more: Any) -> nn.Module:
     return transformers.GraniteForCausalLM(config)
 
 
-def phi3(window: int | None = None) -> nn.Module:
-    sizes = COMMON | {"head_dim": 8, "pad_token_id": 0, "sliding_window": window}
+def phi3(window: int | None = None, fraction: float = 1.0) -> nn.Module:
+    rope = COMMON["rope_parameters"] | {"partial_rotary_factor": fraction}
+    sizes = COMMON | {"head_dim": 8, "pad_token_id": 0, "sliding_window": window, "rope_parameters": rope}
     return transformers.Phi3ForCausalLM(transformers.Phi3Config(**sizes))
 
 
@@ -221,6 +222,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "granite": granite,
     "granite, biases": lambda: granite(attention_bias=True, mlp_bias=True),
     "phi3": phi3,
+    "phi3, partial rotation": lambda: phi3(fraction=0.75),
     "deepseek-v3": deepseek_v3,
     "deepseek-v3, no query latent, yarn": lambda: deepseek_v3(
         None, rope_parameters={"rope_theta": 150.0, **SCALINGS["yarn, mscale"]}

@@ -155,12 +155,25 @@ def test_all_problems_are_reported_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "word"), [({"head_dim": 15}, "head_dim=15 is odd"), ({"rope_theta": 1}, "rope_theta=1")]
+    ("change", "word"),
+    [
+        ({"head_dim": 15}, "head_dim=15 is odd"),
+        ({"rope_theta": 1}, "rope_theta=1"),
+        ({"rope_fraction": 0.2}, "rotates 3 of head_dim=16 elements, and rope turns pairs"),
+        ({"rope_fraction": 0.05}, "rotates 0 of head_dim=16 elements"),
+        ({"rope_fraction": 1.5}, "rope_fraction=1.5 is not a fraction of a head"),
+    ],
 )
 def test_rope_needs_even_heads_and_a_base_above_one(change: dict, word: str) -> None:
     [problem] = replace(resolve("debug"), **change).problems()
     assert word in problem
-    assert not replace(resolve("debug"), **change, positions="learned").problems()
+    if "rope_fraction" not in change:
+        assert not replace(resolve("debug"), **change, positions="learned").problems()
+
+
+def test_a_rotated_fraction_goes_with_rotated_positions() -> None:
+    [problem] = replace(resolve("debug"), rope_fraction=0.5, positions="learned").problems()
+    assert "rope_fraction goes with positions='rope'" in problem
 
 
 @pytest.mark.parametrize(

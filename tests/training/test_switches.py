@@ -14,7 +14,7 @@ SCALES = {"embedding_scale": 3.0, "residual_scale": 0.6, "attention_scale": 0.2,
 SWITCHES = SCALES | {"norm_position": "after", "qk_norm": True, "qk_norm_whole": True, "activation": "geglu"}
 OFFSET = SWITCHES | {"norm_position": "both", "norm_offset": True, "activation": "relu2", "tied_embedding": True}
 WITHOUT_BIAS = {"norm": "layernorm", "norm_bias": False, "activation": "gelu", "norm_position": "both"}
-PLACES = {"qkv_bias": True, "nope_interval": 2, "qk_norm": True}
+PLACES = {"qkv_bias": True, "nope_interval": 2, "qk_norm": True, "rope_fraction": 0.5}
 MIXTURE = SWITCHES | {"moe": EXPERTS, "mtp_modules": 1}
 WINDOWS = {"window": 5, "global_interval": 2, "window_rope_theta": 300.0, "attention_sinks": True, "o_bias": True}
 CAPS = {"window": 7, "attention_softcap": 0.3, "logit_softcap": 0.2, "norm_position": "both", "qkv_bias": True}
@@ -29,8 +29,6 @@ CASES = {
     "pp with a split backward pass": (SWITCHES, Layout(pp=2, pp_schedule="zb-h1")),
     "ep": (MIXTURE, Layout(dp_shard=2, zero=2, ep=2)),
     "tp, ep": (MIXTURE, Layout(tp=2, sequence_parallel=True, ep=2)),
-    "qkv biases and layers without rotation, tp, kv replicas": (PLACES, Layout(tp=4, sequence_parallel=True)),
-    "qkv biases and layers without rotation, pp, cp": (PLACES, Layout(pp=2, cp=2, recompute="selective")),
     "windows, sinks, tp": (WINDOWS, Layout(tp=2, sequence_parallel=False)),
     "windows, sinks, tp with token shards, selective": (
         WINDOWS,
@@ -45,6 +43,14 @@ CASES = {
     "soft caps, tp, chunked loss": (CAPS, Layout(tp=2, sequence_parallel=True, loss_chunk_tokens=8)),
     "soft caps, cp, pp": (CAPS, Layout(cp=2, pp=2)),
     "soft caps, zero 2": (CAPS, Layout(dp_shard=2, zero=2, recompute="selective")),
+    "qkv biases, layers without rotation and partial rotation, tp, kv replicas": (
+        PLACES,
+        Layout(tp=4, sequence_parallel=True),
+    ),
+    "qkv biases, layers without rotation and partial rotation, pp, cp": (
+        PLACES,
+        Layout(pp=2, cp=2, recompute="selective"),
+    ),
     "LayerNorm without bias, tp": (WITHOUT_BIAS, Layout(tp=2, sequence_parallel=True)),
 }
 

@@ -59,6 +59,7 @@ def test_every_choice_of_the_model_is_kept(preset: str):
         "positions",
         "rope_theta",
         "rope_scaling",
+        "rope_fraction",
         "qk_norm",
         "qk_norm_whole",
         "norm_position",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shardwright.hugging_face.rope import read_rope, write_rope
+from shardwright.hugging_face.rope import read_rope, rope_fraction, write_rope
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec, differences
 from shardwright.system.errors import ConfigError, nearest
@@ -54,6 +54,8 @@ class Architecture:
     the name of a layer after the last; `copied`: our parameter -> its name there, if files repeat it. Empty: MTP
     modules are not supported.
     `also`: changes of `layer` for some models.
+    `rope_fraction`: the fraction of each head that `transformers` rotates if `partial_rotary_factor` is missing; None:
+    it rotates whole heads, whatever the key says.
     `null_if_zero`: keys of config.json that are null where they are 0 here.
     `default_token_id`: the id of the tokens that begin and end a text if config.json does not give them; `transformers`
     writes it into configurations with a smaller vocabulary, too. None: no id outside the vocabulary is valid.
@@ -76,6 +78,7 @@ class Architecture:
     module: Table = field(default_factory=dict)
     copied: Table = field(default_factory=dict)
     also: Callable[[ModelSpec], Table] = lambda spec: {}
+    rope_fraction: float | None = None
     null_if_zero: tuple[str, ...] = ()
     default_token_id: int | None = None
     ignored: Mapping[str, str] = field(default_factory=dict)
@@ -105,8 +108,9 @@ class Architecture:
                 values[ours] = next(iter(there.values()))
         if values.get("positions") == "rope":
             theta, scaling, unsupported = read_rope(config)
-            problems += unsupported
-            values |= {"rope_theta": theta, "rope_scaling": scaling}
+            fraction, wrong_fraction = rope_fraction(config, self.rope_fraction)
+            problems += [*unsupported, *wrong_fraction]
+            values |= {"rope_theta": theta, "rope_scaling": scaling, "rope_fraction": fraction}
         spec = _build(values) if self.sizes.keys() <= values.keys() else None
         problems += [] if spec is None else spec.problems()
         if spec is None or problems:
@@ -152,7 +156,8 @@ class Architecture:
                     value = _value(spec, ours)
                     written[key] = None if value == 0 and key in self.null_if_zero else value
         written |= {key: value[0] if isinstance(value, tuple) else value for key, value in self.fixed.items()}
-        return written | (write_rope(spec) if spec.positions == "rope" else {}) | self.written(spec)
+        rope = write_rope(spec, partial=self.rope_fraction is not None) if spec.positions == "rope" else {}
+        return written | rope | self.written(spec)
 
     def writes(self, spec: ModelSpec) -> bool:
         """Return whether the config.json of a model can be written and read, even if it is then another model."""
@@ -236,7 +241,7 @@ _NO_BLOCK = {
     "pretraining_tp", "head_dim", "num_key_value_heads", "output_router_logits", "router_aux_loss_coef",
     "is_encoder_decoder", "tie_encoder_decoder", "_name_or_path", "tokenizer_class", "chunk_size_feed_forward",
     "output_attentions", "output_hidden_states", "return_dict", "problem_type", "id2label", "label2id",
-    "rope_theta", "rope_scaling", "rope_parameters",
+    "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor",
 }  # fmt: skip
 """Keys that describe no block that an architecture may lack."""
 

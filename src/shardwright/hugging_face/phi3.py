@@ -12,7 +12,6 @@ PHI3 = register(
         fixed={
             "hidden_act": "silu",
             "attention_bias": False,
-            "partial_rotary_factor": 1.0,
             "resid_pdrop": 0.0,
             "embd_pdrop": 0.0,
         },
@@ -27,6 +26,7 @@ PHI3 = register(
             "ffn.down": "mlp.down_proj",
         },
         null_if_zero=windows.NULL_IF_ZERO,
+        rope_fraction=1.0,
         ignored=llama.IGNORED,
     )
 )

@@ -30,8 +30,7 @@ def read_rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None, list[s
     if len(kinds) > 1 or kind not in ("default", *get_args(Scaling)):
         valid = ", ".join(("default", *get_args(Scaling)))
         return theta, None, [f"rope_scaling of type {' and '.join(map(repr, kinds))} is not supported; valid: {valid}"]
-    if given.pop("partial_rotary_factor", 1.0) != 1.0:
-        return theta, None, ["a partial_rotary_factor other than 1 is not supported"]
+    given.pop("partial_rotary_factor", None)  # `rope_fraction` reads it
     if kind == "default":
         of_layers = [key for key, value in given.items() if isinstance(value, dict)]
         return (
@@ -56,11 +55,25 @@ def read_rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None, list[s
     return theta, RopeScaling(**whole), []
 
 
-def write_rope(spec: ModelSpec) -> dict[str, Any]:
-    """Return `rope_theta` and `rope_scaling`, which every version of `transformers` and vLLM reads."""
+def rope_fraction(config: dict[str, Any], default: float | None) -> tuple[float, list[str]]:
+    """Return the fraction of each head that is rotated, and the unsupported value. `default`: the architecture's
+    (`Architecture.rope_fraction`)."""
+    of_rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    given = of_rope.get("partial_rotary_factor")
+    given = config.get("partial_rotary_factor") if given is None else given
+    if default is None and given not in (None, 1.0):
+        refused = f"partial_rotary_factor={given!r}: transformers rotates whole heads of this architecture; valid: 1"
+        return 1.0, [refused]
+    return (default or 1.0) if given is None else float(given), []
+
+
+def write_rope(spec: ModelSpec, *, partial: bool = False) -> dict[str, Any]:
+    """Return `rope_theta` and `rope_scaling`, which every version of `transformers` and vLLM reads, and with `partial`
+    the fraction of heads that is rotated."""
+    fraction = {"partial_rotary_factor": spec.rope_fraction} if partial else {}
     scaling = spec.rope_scaling
     if scaling is None:
-        return {"rope_theta": spec.rope_theta, "rope_scaling": None}
+        return {"rope_theta": spec.rope_theta, "rope_scaling": None} | fraction
     default = RopeScaling(kind=scaling.kind, factor=scaling.factor)
     keys = {
         key: getattr(scaling, ours) for ours, key in _NAMES.items() if getattr(scaling, ours) != getattr(default, ours)
@@ -68,4 +81,4 @@ def write_rope(spec: ModelSpec) -> dict[str, Any]:
     return {
         "rope_theta": spec.rope_theta,
         "rope_scaling": {"rope_type": scaling.kind, "factor": scaling.factor} | keys,
-    }
+    } | fraction

@@ -65,6 +65,7 @@ class ConfigFile(GenerationFile):
     rope_parameters: Rope | None = None
     rope_scaling: Rope | None = None
     rope_theta: float | None = Field(None, gt=0)
+    partial_rotary_factor: float | None = None
     max_position_embeddings: int | None = Field(None, ge=1)
     layer_types: list[str] | None = None
 

@@ -2,7 +2,8 @@
 
 Element i of a head is paired with element i + C/2, the order of Hugging Face's weights.
 
-Shapes: B batch, T tokens, H heads, C rotated elements of one head: `rope_dim`, usually the whole head.
+Shapes: B batch, T tokens, H heads, C rotated elements of one head: `rope_dim`, usually the whole head. The others
+follow them (`rope_fraction`).
 """
 
 import math
@@ -80,11 +81,14 @@ def rotary_table(spec: ModelSpec, positions_T: Tensor, dtype: torch.dtype) -> Te
 
 
 def rotate(x_BTHC: Tensor, rotary_2TC: Tensor) -> Tensor:
-    """Rotate each pair of a head by the angle of its position.
+    """Rotate each pair of a head by the angle of its position; elements after the C of the table stay as they are.
 
     A roll by half a head swaps the elements of every pair; the sign is in the table. On a CPU this took
     0.90 ms forward and backward for the 12 heads of the benchmark's layer, against 1.07 ms with
     split, negation and concatenation.
     """
+    rotated = rotary_2TC.shape[-1]
+    if rotated < x_BTHC.shape[-1]:
+        return torch.cat((rotate(x_BTHC[..., :rotated], rotary_2TC), x_BTHC[..., rotated:]), -1)
     cos_TC, sin_TC = rotary_2TC.unbind(0)
     return torch.addcmul(x_BTHC * cos_TC, x_BTHC.roll(x_BTHC.shape[-1] // 2, -1), sin_TC)

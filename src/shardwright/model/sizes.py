@@ -71,6 +71,13 @@ class ModelSizes:
     rope_scaling: RopeScaling | None = field(
         default=None, metadata={"help": "Scaling of the rotary frequencies for longer contexts, or none."}
     )
+    rope_fraction: float = field(
+        default=1.0,
+        metadata={
+            "help": "The first rope_fraction * head_dim elements of a query and key head are rotated (GLM-4: 0.5; "
+            "Phi-4-mini: 0.75)."
+        },
+    )
     qk_norm: bool = field(
         default=False, metadata={"help": "RMSNorm of every query and key head before the rotation (Qwen3)."}
     )
@@ -231,4 +238,5 @@ class ModelSizes:
     @property
     def rope_dim(self) -> int:
         """Elements of a query or key head that are rotated."""
-        return self.head_dim if self.latent_attention is None else self.latent_attention.rope_dim
+        latent = self.latent_attention
+        return int(self.head_dim * self.rope_fraction) if latent is None else latent.rope_dim

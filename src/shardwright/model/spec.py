@@ -61,6 +61,7 @@ class ModelSpec(ModelSizes):
                 )
             if self.rope_theta <= 1:
                 yield f"rope_theta={self.rope_theta:g} is not greater than 1; usual: 10000 to 1000000"
+        yield from self._fraction_problems()
         if self.rope_scaling is not None:
             if self.positions == "learned":
                 yield "rope_scaling needs positions='rope'; with positions='learned' nothing is rotated"
@@ -99,6 +100,23 @@ class ModelSpec(ModelSizes):
             yield f"norm_eps={self.norm_eps:g} is not positive; usual: 1e-6 to 1e-5"
         if not self.init_std > 0:
             yield f"init_std={self.init_std:g} is not positive; usual: 0.02"
+
+    def _fraction_problems(self) -> Iterator[str]:
+        fraction, width = self.rope_fraction, self.head_dim
+        if not 0 < fraction <= 1:
+            yield f"rope_fraction={fraction:g} is not a fraction of a head; valid: more than 0, up to 1 (all of it)"
+        elif fraction != 1 and (self.latent_attention is not None or self.positions != "rope"):
+            yield (
+                "rope_fraction goes with positions='rope' and plain attention; latent attention rotates the elements "
+                "of latent_attention.rope_dim"
+            )
+        elif fraction != 1 and width > 1 and (self.rope_dim % 2 or not self.rope_dim):
+            even = [n for n in (self.rope_dim - 1, self.rope_dim + 1, 2) if 0 < n <= width and n % 2 == 0]
+            valid = ", ".join(f"{n / width:g} ({n} elements)" for n in dict.fromkeys(even))
+            yield (
+                f"rope_fraction={fraction:g} rotates {self.rope_dim} of head_dim={width} elements, and rope turns "
+                f"pairs of elements; nearest valid: {valid}"
+            )
 
     def _norm_and_scale_problems(self) -> Iterator[str]:
         if self.norm_offset and self.norm != "rmsnorm":

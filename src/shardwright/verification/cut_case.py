@@ -121,12 +121,20 @@ def cut_spec(spec: ModelSpec, world_size: int, n_layers: int = _LAYERS) -> Model
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         head_dim=head_dim,
+        rope_fraction=_cut_fraction(spec, head_dim),
         d_ffn=_like(spec.d_ffn, _FFN, world_size),
         vocab_size=min(_VOCABULARY, spec.vocab_size),
         moe=_cut_experts(spec.moe, world_size) if spec.moe else None,
         latent_attention=latent,
         init_std=_INIT_GAIN / math.sqrt(d_model),
     )
+
+
+def _cut_fraction(spec: ModelSpec, head_dim: int) -> float:
+    """Return the fraction of heads of `head_dim` elements that are rotated: this model's, with whole pairs."""
+    if spec.rope_fraction == 1 or int(head_dim * spec.rope_fraction) % 2 == 0 < int(head_dim * spec.rope_fraction):
+        return spec.rope_fraction
+    return max(2, 2 * round(head_dim * spec.rope_fraction / 2)) / head_dim
 
 
 def _cut_experts(moe: MoESpec, world_size: int) -> MoESpec:

@@ -73,6 +73,24 @@ SCALE = {
         [Layout(pp=2)],
         spec={"nope_interval": 2},
     ),
+    "a rotated part has the frequencies of the whole head": UnitBug(
+        Mutation(
+            "shardwright.model.rotary:frequencies",
+            "torch.arange(0, spec.rope_dim, 2, device=device, dtype=torch.float64) / spec.rope_dim",
+            "torch.arange(0, spec.rope_dim, 2, device=device, dtype=torch.float64) / spec.head_dim",
+        ),
+        LOGITS,
+        ("phi3, partial rotation",),
+    ),
+    "the last elements of a head are rotated": UnitBug(
+        Mutation(
+            "shardwright.model.attention:rotate",
+            "torch.cat((rotate(x_BTHC[..., :rotated], rotary_2TC), x_BTHC[..., rotated:]), -1)",
+            "torch.cat((x_BTHC[..., :-rotated], rotate(x_BTHC[..., -rotated:], rotary_2TC)), -1)",
+        ),
+        LOGITS,
+        ("phi3, partial rotation",),
+    ),
     "the embedding of Gemma is not scaled": UnitBug(
         Mutation("shardwright.hugging_face.gemma:complete", "math.sqrt(config.get('hidden_size', 0))", "1.0"),
         LOGITS,
