@@ -196,6 +196,12 @@ def phi3(window: int | None = None, fraction: float = 1.0) -> nn.Module:
     return transformers.Phi3ForCausalLM(transformers.Phi3Config(**sizes))
 
 
+def glm4(of: str = "Glm4", **more: Any) -> nn.Module:
+    # Heads of 12 elements, of which 6 are rotated. The configuration writes the fraction into the dictionary.
+    sizes = COMMON | {"pad_token_id": 0, "rope_parameters": dict(COMMON["rope_parameters"])} | more
+    return getattr(transformers, f"{of}ForCausalLM")(getattr(transformers, f"{of}Config")(**sizes))
+
+
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "llama": llama,
     "llama 3": lambda: scaled("llama3"),
@@ -223,6 +229,9 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "granite, biases": lambda: granite(attention_bias=True, mlp_bias=True),
     "phi3": phi3,
     "phi3, partial rotation": lambda: phi3(fraction=0.75),
+    "glm4": glm4,
+    "glm4, yarn": lambda: glm4(rope_parameters={"rope_theta": 150.0, **SCALINGS["yarn, exact bounds"]}),
+    "glm": lambda: glm4("Glm"),
     "deepseek-v3": deepseek_v3,
     "deepseek-v3, no query latent, yarn": lambda: deepseek_v3(
         None, rope_parameters={"rope_theta": 150.0, **SCALINGS["yarn, mscale"]}

@@ -73,6 +73,13 @@ def _olmo3(*sizes: int) -> Config:
     return _config("olmo3", "Olmo3ForCausalLM", (*sizes, 100278, 65536), **more, layer_types=kinds)
 
 
+def _glm4(*sizes: int, attention_bias: bool) -> Config:
+    more = {"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "head_dim": 128, "partial_rotary_factor": 0.5}
+    return _config("glm4", "Glm4ForCausalLM", (*sizes, 151552, 32768), tie_word_embeddings=False, **more) | {
+        "attention_bias": attention_bias
+    }
+
+
 PUBLISHED: dict[str, tuple[Config, int]] = {
     "gemma-2b": (_gemma(18, 2048, 8, 1, 16384, act="gelu"), 2_506_172_416),
     "gemma-7b": (_gemma(28, 3072, 16, 16, 24576, act="gelu_pytorch_tanh"), 8_537_680_896),
@@ -132,6 +139,8 @@ PUBLISHED: dict[str, tuple[Config, int]] = {
         ),
         3_821_079_552,
     ),
+    "glm-4-9b-0414": (_glm4(40, 4096, 32, 2, 13696, attention_bias=True), 9_400_279_040),
+    "glm-4-32b-0414": (_glm4(61, 6144, 48, 2, 23040, attention_bias=False), 32_566_081_536),
     "phi-4": (
         _config(
             "phi3", "Phi3ForCausalLM", (40, 5120, 40, 10, 17920, 100352, 16384), embd_pdrop=0.0, resid_pdrop=0.0,

@@ -26,7 +26,8 @@ class Stored:
     `name`: in the file; `{expert}` stands for the number of the expert if each has its own tensor.
     `transposed`: (in, out) in the file, as in GPT-2's Conv1D; (out, in) otherwise.
     `interleaved`: the rotated elements of a head are paired 2i with 2i + 1 in the file, and i with i + C/2 here. The
-    rotated elements are the parts of the row whose name ends with `_rope`.
+    rotated elements are the first `rope_dim` of each head, or in latent attention the parts of the row whose name ends
+    with `_rope`. The bias has the same order.
     """
 
     name: str

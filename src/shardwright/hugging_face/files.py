@@ -17,6 +17,7 @@ from shardwright.hugging_face import (
     deepseek_v3,
     gemma,
     gemma2,
+    glm4,
     gpt2,
     granite,
     llama,
@@ -89,6 +90,7 @@ _BUILT_IN = (
     smollm3,
     gemma,
     gemma2,
+    glm4,
 )  # their imports register them
 
 

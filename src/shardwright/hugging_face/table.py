@@ -47,17 +47,17 @@ class FileTensor:
 def file_tensors(architecture: Architecture, spec: ModelSpec) -> list[FileTensor]:
     """Return every tensor of a model's files, sorted by name. Raises ConfigError for a parameter without one."""
     ends = {row.name: row for row in end_rows(spec)}
-    tensors = list(_tensors(architecture.ends, ends, "", architecture.prefix))
+    tensors = list(_tensors(spec, architecture.ends, ends, "", architecture.prefix))
     of_layer = {**architecture.layer, **architecture.also(spec)}
     of_module = {**architecture.module, **{_in_module(name): stored for name, stored in of_layer.items()}}
     for layer in range(spec.n_blocks if architecture.module else spec.n_layers):
         is_module = layer >= spec.n_layers
         prefix = architecture.prefix + architecture.layers.format(layer=layer)
         rows = {row.name: row for row in layer_rows(spec, layer)}
-        tensors += _tensors(of_module if is_module else of_layer, rows, f"layers.{layer}.", prefix)
+        tensors += _tensors(spec, of_module if is_module else of_layer, rows, f"layers.{layer}.", prefix)
         for name, stored in architecture.copied.items() if is_module else ():
             source = ends.get(f"{name}.weight", ends["embedding.weight"])  # a tied head is the embedding's matrix
-            tensors.append(replace(_tensor(stored, [source], "", prefix, ".weight"), copy=True))
+            tensors.append(replace(_tensor(spec, stored, [source], "", prefix, ".weight"), copy=True))
     return sorted(tensors, key=lambda tensor: tensor.name)
 
 
@@ -66,7 +66,7 @@ def _in_module(name: str | tuple[str, ...]) -> str | tuple[str, ...]:
     return MTP_BLOCK + name if isinstance(name, str) else tuple(MTP_BLOCK + part for part in name)
 
 
-def _tensors(table: Table, rows: dict[str, Row], ours: str, theirs: str) -> Iterator[FileTensor]:
+def _tensors(spec: ModelSpec, table: Table, rows: dict[str, Row], ours: str, theirs: str) -> Iterator[FileTensor]:
     """Yield the tensors of a layer, or outside of the layers; `ours` and `theirs` are prefixes of the global names."""
     stacked = {name: group for group in table if isinstance(group, tuple) for name in group}
     for row in rows.values():
@@ -76,19 +76,19 @@ def _tensors(table: Table, rows: dict[str, Row], ours: str, theirs: str) -> Iter
         if module in stacked:
             group = stacked[module]
             if module == group[0]:
-                yield _tensor(table[group], [rows[f"{name}.{kind}"] for name in group], ours, theirs, f".{kind}")
+                yield _tensor(spec, table[group], [rows[f"{name}.{kind}"] for name in group], ours, theirs, f".{kind}")
         elif row.name in table:
-            yield from _of_parameter(table[row.name], row, ours, theirs)
+            yield from _of_parameter(spec, table[row.name], row, ours, theirs)
         elif module in table:
             # The head has no prefix: it is not a part of the body that `prefix` names.
-            yield _tensor(table[module], [row], ours, "" if row.kind == "head" else theirs, f".{kind}")
+            yield _tensor(spec, table[module], [row], ours, "" if row.kind == "head" else theirs, f".{kind}")
         else:
             raise ConfigError(f"{ours}{row.name} has no tensor in this architecture")
 
 
-def _of_parameter(stored: str | Stored, row: Row, ours: str, theirs: str) -> Iterator[FileTensor]:
+def _of_parameter(spec: ModelSpec, stored: str | Stored, row: Row, ours: str, theirs: str) -> Iterator[FileTensor]:
     if row.kind != "expert":
-        yield _tensor(stored, [row], ours, theirs, "")
+        yield _tensor(spec, stored, [row], ours, theirs, "")
         return
     assert isinstance(stored, str)
     n_experts, n_out, n_in = row.shape
@@ -97,24 +97,30 @@ def _of_parameter(stored: str | Stored, row: Row, ours: str, theirs: str) -> Ite
         yield FileTensor(theirs + stored.format(expert=expert), (part,), (n_out, n_in))
 
 
-def _tensor(stored: str | Stored, rows: list[Row], ours: str, theirs: str, suffix: str) -> FileTensor:
+def _tensor(spec: ModelSpec, stored: str | Stored, rows: list[Row], ours: str, theirs: str, suffix: str) -> FileTensor:
     stored = Stored(stored) if isinstance(stored, str) else stored
     parts = tuple(ParameterPart(ours + row.name, None, row.shape[0]) for row in rows)
     shape = (sum(part.n_rows for part in parts), *rows[0].shape[1:])
-    order = tuple(_interleaved(rows[0])) if stored.interleaved else None
+    assert not stored.interleaved or len(rows) == 1, f"{stored.name}: interleaved parameters are not stacked"
+    order = tuple(_interleaved(spec, rows[0])) if stored.interleaved else None
     if stored.transposed:
         shape = shape[::-1]
     return FileTensor(theirs + stored.name + suffix, parts, shape, stored.transposed, order)
 
 
-def _interleaved(row: Row) -> Iterator[int]:
-    """Yield for each row of a matrix its row in a file whose rotated elements are paired 2i with 2i + 1.
+def _interleaved(spec: ModelSpec, row: Row) -> Iterator[int]:
+    """Yield for each row of a matrix, or element of its bias, the row in a file whose rotated elements are paired 2i
+    with 2i + 1.
 
     Element i of the first half of a rotated part is 2i there, element i of the second half 2i + 1.
     """
+    parts, heads = row.parts, row.heads
+    if spec.latent_attention is None:  # the first elements of each head are rotated
+        parts = (("head_rope", spec.rope_dim), ("head", spec.head_dim - spec.rope_dim))
+        heads = row.shape[0] // spec.head_dim
     begin = 0
-    for _ in range(row.heads):
-        for name, n_rows in row.parts:
+    for _ in range(heads):
+        for name, n_rows in parts:
             for i in range(n_rows):
                 half = n_rows // 2
                 yield begin + (2 * (i % half) + i // half if name.endswith("_rope") else i)

@@ -90,6 +90,11 @@ def _olmo2(n_layers: int, d_model: int, n_heads: int, kv_heads: int, d_ffn: int)
     return _spec(n_layers, d_model, n_heads, kv_heads, 128, d_ffn, 100352, 4096, **more)
 
 
+def _glm4(n_layers: int, d_model: int, n_heads: int, d_ffn: int, *, qkv_bias: bool) -> ModelSpec:
+    more = {"norm_position": "both", "rope_fraction": 0.5, "qkv_bias": qkv_bias}
+    return _spec(n_layers, d_model, n_heads, 2, 128, d_ffn, 151552, 32768, **more)
+
+
 def _granite(d_model: int, d_ffn: int, *, logit_divisor: float, **more: Any) -> ModelSpec:
     scales = {"embedding_scale": 12.0, "residual_scale": 0.22, "logit_divisor": logit_divisor, "tied_embedding": True}
     return _spec(40, d_model, 32, 8, d_model // 32, d_ffn, 49155, 131072, **more | scales)
@@ -164,6 +169,8 @@ PRESETS: dict[str, ModelSpec] = {
     "mistral-7b": _spec(32, 4096, 32, 8, 128, 14336, 32000, 32768, window=4096),
     "mistral-nemo-12b": _spec(40, 5120, 32, 8, 128, 14336, 131072, 131072, rope_theta=1000000.0),
     "mistral-small-24b": _spec(40, 5120, 32, 8, 128, 32768, 131072, 32768, rope_theta=100000000.0),
+    "glm-4-9b-0414": _glm4(40, 4096, 32, 13696, qkv_bias=True),
+    "glm-4-32b-0414": _glm4(61, 6144, 48, 23040, qkv_bias=False),
     "qwen3-0.6b": _qwen3(28, 1024, 16, 3072, tied_embedding=True),
     "qwen3-8b": _qwen3(36, 4096, 32, 12288),
     "qwen3-32b": _qwen3(64, 5120, 64, 25600),

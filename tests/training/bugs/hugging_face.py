@@ -15,6 +15,24 @@ FILES: dict[str, AnyBug] = {
     "rows of interleaved rotated elements are read as halves": UnitBug(
         Mutation(f"{TABLE}:_interleaved", "2 * (i % half) + i // half", "i"), LOGITS, ("deepseek-v3",)
     ),
+    "biases of interleaved queries and keys stay in the order of the file": UnitBug(
+        Mutation(
+            f"{TABLE}:_tensor",
+            "tuple(_interleaved(spec, rows[0])) if stored.interleaved else None",
+            "tuple(_interleaved(spec, rows[0])) if stored.interleaved and suffix == '.weight' else None",
+        ),
+        LOGITS,
+        ("glm4",),
+    ),
+    "elements of a head that are not rotated are interleaved too": UnitBug(
+        Mutation(
+            f"{TABLE}:_interleaved",
+            "(('head_rope', spec.rope_dim), ('head', spec.head_dim - spec.rope_dim))",
+            "(('head_rope', spec.head_dim),)",
+        ),
+        LOGITS,
+        ("glm4",),
+    ),
     "the matrices of gate and up are swapped": UnitBug(
         Mutation(
             "shardwright.hugging_face.reader:file_tensors",
