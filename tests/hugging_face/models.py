@@ -202,6 +202,11 @@ def glm4(of: str = "Glm4", **more: Any) -> nn.Module:
     return getattr(transformers, f"{of}ForCausalLM")(getattr(transformers, f"{of}Config")(**sizes))
 
 
+def starcoder2(**more: Any) -> nn.Module:
+    sizes = COMMON | {"norm_epsilon": 0.03, "head_dim": 8, "tie_word_embeddings": False} | more
+    return transformers.Starcoder2ForCausalLM(transformers.Starcoder2Config(**sizes))
+
+
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "llama": llama,
     "llama 3": lambda: scaled("llama3"),
@@ -229,6 +234,10 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "granite, biases": lambda: granite(attention_bias=True, mlp_bias=True),
     "phi3": phi3,
     "phi3, partial rotation": lambda: phi3(fraction=0.75),
+    "starcoder2": starcoder2,
+    "starcoder2, tied, no biases, linear": lambda: starcoder2(
+        tie_word_embeddings=True, use_bias=False, rope_parameters={"rope_theta": 150.0, **SCALINGS["linear"]}
+    ),
     "glm4": glm4,
     "glm4, yarn": lambda: glm4(rope_parameters={"rope_theta": 150.0, **SCALINGS["yarn, exact bounds"]}),
     "glm": lambda: glm4("Glm"),

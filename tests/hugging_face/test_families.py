@@ -107,7 +107,21 @@ def test_yarn_scales_the_scores_of_latent_attention(tmp_path: Path):
 @prove
 @pytest.mark.parametrize(
     "family",
-    ["gpt2", "llama", "smollm2", "qwen2", "gemma", "smollm3", "qwen3", "olmo2", "olmoe", "granite", "phi3", "glm4"],
+    [
+        "gpt2",
+        "llama",
+        "smollm2",
+        "qwen2",
+        "gemma",
+        "smollm3",
+        "qwen3",
+        "olmo2",
+        "olmoe",
+        "granite",
+        "phi3",
+        "glm4",
+        "starcoder2",
+    ],
 )
 def test_an_export_generates_the_tokens_that_we_generate(family: str, tmp_path: Path):
     source = saved(tmp_path / "hf", FAMILIES[family])

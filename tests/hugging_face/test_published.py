@@ -80,6 +80,14 @@ def _glm4(*sizes: int, attention_bias: bool) -> Config:
     }
 
 
+def _starcoder2(*sizes: int, theta: float, **more: Any) -> Config:
+    """As published, without its window of 4,096 tokens."""
+    config = _config("starcoder2", "Starcoder2ForCausalLM", (*sizes, 49152, 16384), rope_theta=theta, **more)
+    config |= {"hidden_act": "gelu_pytorch_tanh", "mlp_type": "default", "norm_type": "layer_norm"}
+    config |= {"norm_epsilon": 1e-5, "embedding_dropout": 0.1, "residual_dropout": 0.1, "initializer_range": 0.018042}
+    return config | {"use_bias": True, "sliding_window": None}
+
+
 PUBLISHED: dict[str, tuple[Config, int]] = {
     "gemma-2b": (_gemma(18, 2048, 8, 1, 16384, act="gelu"), 2_506_172_416),
     "gemma-7b": (_gemma(28, 3072, 16, 16, 24576, act="gelu_pytorch_tanh"), 8_537_680_896),
@@ -150,6 +158,23 @@ PUBLISHED: dict[str, tuple[Config, int]] = {
         14_659_507_200,
     ),
 }  # fmt: skip
+
+
+WITHOUT_WINDOW: dict[str, tuple[Config, int]] = {
+    "starcoder2-3b": (_starcoder2(30, 3072, 24, 2, 12288, theta=999999.4420358813), 3_030_371_328),
+    "starcoder2-7b": (_starcoder2(32, 4608, 36, 4, 18432, theta=1000000.0), 7_173_923_840),
+    "starcoder2-15b": (
+        _starcoder2(40, 6144, 48, 4, 24576, theta=100000.0, tie_word_embeddings=False), 15_957_889_024
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITHOUT_WINDOW)
+def test_a_published_configuration_has_its_parameters_and_its_window_is_refused(name: str):
+    config, n_parameters = WITHOUT_WINDOW[name]
+    assert find(config).spec(config).n_parameters == n_parameters
+    with pytest.raises(ConfigError, match="sliding_window=4096 with max_position_embeddings=16384"):
+        find(config).spec(config | {"sliding_window": 4096})
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

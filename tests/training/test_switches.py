@@ -14,6 +14,7 @@ SCALES = {"embedding_scale": 3.0, "residual_scale": 0.6, "attention_scale": 0.2,
 SWITCHES = SCALES | {"norm_position": "after", "qk_norm": True, "qk_norm_whole": True, "activation": "geglu"}
 OFFSET = SWITCHES | {"norm_position": "both", "norm_offset": True, "activation": "relu2", "tied_embedding": True}
 WITHOUT_BIAS = {"norm": "layernorm", "norm_bias": False, "activation": "gelu", "norm_position": "both"}
+STARCODER = {"norm": "layernorm", "bias": True, "activation": "gelu_tanh", "rope_fraction": 0.5}
 PLACES = {"qkv_bias": True, "nope_interval": 2, "qk_norm": True, "rope_fraction": 0.5}
 MIXTURE = SWITCHES | {"moe": EXPERTS, "mtp_modules": 1}
 WINDOWS = {"window": 5, "global_interval": 2, "window_rope_theta": 300.0, "attention_sinks": True, "o_bias": True}
@@ -51,6 +52,7 @@ CASES = {
         PLACES,
         Layout(pp=2, cp=2, recompute="selective"),
     ),
+    "LayerNorm and biases, tp with replicas of kv heads": (STARCODER, Layout(tp=4, sequence_parallel=True)),
     "LayerNorm without bias, tp": (WITHOUT_BIAS, Layout(tp=2, sequence_parallel=True)),
 }
 

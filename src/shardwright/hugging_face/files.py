@@ -29,6 +29,7 @@ from shardwright.hugging_face import (
     qwen3,
     qwen3_moe,
     smollm3,
+    starcoder2,
 )
 from shardwright.hugging_face.architecture import ARCHITECTURES, Architecture, find
 from shardwright.hugging_face.schema import (
@@ -91,6 +92,7 @@ _BUILT_IN = (
     gemma,
     gemma2,
     glm4,
+    starcoder2,
 )  # their imports register them
 
 
