@@ -70,6 +70,7 @@ FEATURES = {
     "qk_norm_whole": "over all heads",
     "norm_position": "norms of branches ({})",
     "rope_fraction": "a rotated fraction of heads",
+    "rope_scaling": "scaled rotary frequencies",
     "nope_interval": "no rotation in every {}nd layer",
     "window": "windows",
     "attention_sinks": "sinks of attention",

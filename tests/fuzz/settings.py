@@ -163,6 +163,9 @@ def _spec(rng: Random, layout: Layout, *, n_layers: int, seq_len: int, experts: 
     max_seq_len = seq_len * rng.choice((1, 1, 2))
     norm, qk_norm = rng.choice(get_args(Norm)), not latent and rng.random() < 0.4
     bias = not latent and not experts and rng.random() < 0.4
+    parted = positions == "rope" and not latent and head_dim % 4 == 0
+    fraction = rng.choice((1.0, 1.0, 0.5)) if parted else 1.0
+    pairs = (latent.rope_dim if latent else int(head_dim * fraction)) // 2
     return ModelSpec(
         family=family,
         n_layers=n_layers,
@@ -181,8 +184,8 @@ def _spec(rng: Random, layout: Layout, *, n_layers: int, seq_len: int, experts: 
         activation=rng.choice(get_args(Activation)),
         positions=positions,
         rope_theta=rng.choice((1e4, 5e5)),
-        rope_scaling=_scaling(rng, seq_len) if positions == "rope" and rng.random() < 0.4 else None,
-        rope_fraction=rng.choice((1.0, 1.0, 0.5)) if positions == "rope" and not latent and head_dim % 4 == 0 else 1.0,
+        rope_scaling=_scaling(rng, seq_len, pairs) if positions == "rope" and rng.random() < 0.4 else None,
+        rope_fraction=fraction,
         qk_norm=qk_norm,
         qk_norm_whole=qk_norm and rng.random() < 0.5,
         embedding_scale=rng.choice((1.0, 1.0, 3.0)),
@@ -220,15 +223,22 @@ def _windows(rng: Random, n_layers: int, seq_len: int, positions: Positions, can
     }
 
 
-def _scaling(rng: Random, seq_len: int) -> RopeScaling:
+def _scaling(rng: Random, seq_len: int, pairs: int) -> RopeScaling:
     kind, factor = rng.choice(get_args(Scaling)), rng.choice((2.0, 8.0))
     length = max(1, seq_len // rng.choice((1, 2)))
     if kind == "llama3":
         return RopeScaling(
             factor=factor, low_freq_factor=1.0, high_freq_factor=rng.choice((2.0, 4.0)), original_max_seq_len=length
         )
-    if kind == "linear":
-        return RopeScaling(kind="linear", factor=factor)
+    if kind in ("linear", "dynamic"):
+        return RopeScaling(kind=kind, factor=factor)
+    if kind == "longrope":
+        short, long = (tuple(rng.uniform(1, 4) for _ in range(pairs)) for _ in range(2))
+        length, attention_factor = max(2, length), rng.choice((0.0, 1.3))
+        return RopeScaling(
+            kind="longrope", factor=factor, original_max_seq_len=length, attention_factor=attention_factor,
+            short_factor=short, long_factor=long,
+        )  # fmt: skip
     mscale, all_dim = rng.choice(((0.0, 0.0), (1.0, 0.8)))
     return RopeScaling(
         kind="yarn",

@@ -12,7 +12,9 @@ from shardwright.generation.batch import RaggedBatch, SequenceSegment
 from shardwright.generation.continuous import Batcher
 from shardwright.generation.engine import WholeEngine
 from shardwright.layout.layout import Layout
+from shardwright.model.sections import RopeScaling
 from shardwright.serving.work import cache_bytes_per_token
+from shardwright.system.errors import InputError
 from tests.distributed import run_ranks
 from tests.generation.models import (
     CAPS,
@@ -34,6 +36,16 @@ from tests.generation.models import (
 )
 from tests.marks import prove, rest_prove
 from tests.mutation import Mutation, mutated
+
+
+def test_a_cache_that_longrope_would_mix_two_sets_of_frequencies_in_is_refused():
+    spec = GROUPED
+    pairs = (1.0,) * (spec.rope_dim // 2)
+    scaling = RopeScaling(kind="longrope", factor=2.0, original_max_seq_len=16, short_factor=pairs, long_factor=pairs)
+    model = whole_model(replace(spec, rope_scaling=scaling))
+    assert WholeEngine(model, 1, 16).model.sequence_len(1) == 16
+    with pytest.raises(InputError, match="prompt and new tokens of at most 16 together"):
+        WholeEngine(whole_model(replace(spec, rope_scaling=scaling)), 1, 17)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])

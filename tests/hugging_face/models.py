@@ -47,6 +47,13 @@ SCALINGS: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 32,
     },
     "linear": {"rope_type": "linear", "factor": 4.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "factor": 3.0,
+        "original_max_position_embeddings": 32,
+        "short_factor": [1.0] * 6,
+        "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 8.0],
+    },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 4.0},
     "yarn, one bound": {
         "rope_type": "yarn",
@@ -190,9 +197,16 @@ def granite(**more: Any) -> nn.Module:
     return transformers.GraniteForCausalLM(config)
 
 
-def phi3(window: int | None = None, fraction: float = 1.0) -> nn.Module:
-    rope = COMMON["rope_parameters"] | {"partial_rotary_factor": fraction}
-    sizes = COMMON | {"head_dim": 8, "pad_token_id": 0, "sliding_window": window, "rope_parameters": rope}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.3, 1.1],
+    "long_factor": [1.2, 2.5, 7.0],
+}
+
+
+def phi3(window: int | None = None, fraction: float = 1.0, **more: Any) -> nn.Module:
+    rope = COMMON["rope_parameters"] | {"partial_rotary_factor": fraction} | more.pop("rope", {})
+    sizes = COMMON | {"head_dim": 8, "pad_token_id": 0, "sliding_window": window, "rope_parameters": rope} | more
     return transformers.Phi3ForCausalLM(transformers.Phi3Config(**sizes))
 
 
@@ -234,6 +248,11 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "granite, biases": lambda: granite(attention_bias=True, mlp_bias=True),
     "phi3": phi3,
     "phi3, partial rotation": lambda: phi3(fraction=0.75),
+    "phi3, longrope, short": lambda: phi3(fraction=0.75, rope=LONGROPE, original_max_position_embeddings=48),
+    "phi3, longrope, long": lambda: phi3(fraction=0.75, rope=LONGROPE, original_max_position_embeddings=40),
+    "phi3, longrope, attention factor": lambda: phi3(
+        fraction=0.75, rope=LONGROPE | {"attention_factor": 1.7}, original_max_position_embeddings=40
+    ),
     "starcoder2": starcoder2,
     "starcoder2, tied, no biases, linear": lambda: starcoder2(
         tie_word_embeddings=True, use_bias=False, rope_parameters={"rope_theta": 150.0, **SCALINGS["linear"]}

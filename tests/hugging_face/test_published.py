@@ -81,11 +81,10 @@ def _glm4(*sizes: int, attention_bias: bool) -> Config:
 
 
 def _starcoder2(*sizes: int, theta: float, **more: Any) -> Config:
-    """As published, without its window of 4,096 tokens."""
     config = _config("starcoder2", "Starcoder2ForCausalLM", (*sizes, 49152, 16384), rope_theta=theta, **more)
     config |= {"hidden_act": "gelu_pytorch_tanh", "mlp_type": "default", "norm_type": "layer_norm"}
     config |= {"norm_epsilon": 1e-5, "embedding_dropout": 0.1, "residual_dropout": 0.1, "initializer_range": 0.018042}
-    return config | {"use_bias": True, "sliding_window": None}
+    return config | {"use_bias": True, "sliding_window": 4096}
 
 
 PUBLISHED: dict[str, tuple[Config, int]] = {
@@ -149,6 +148,11 @@ PUBLISHED: dict[str, tuple[Config, int]] = {
     ),
     "glm-4-9b-0414": (_glm4(40, 4096, 32, 2, 13696, attention_bias=True), 9_400_279_040),
     "glm-4-32b-0414": (_glm4(61, 6144, 48, 2, 23040, attention_bias=False), 32_566_081_536),
+    "starcoder2-3b": (_starcoder2(30, 3072, 24, 2, 12288, theta=999999.4420358813), 3_030_371_328),
+    "starcoder2-7b": (_starcoder2(32, 4608, 36, 4, 18432, theta=1000000.0), 7_173_923_840),
+    "starcoder2-15b": (
+        _starcoder2(40, 6144, 48, 4, 24576, theta=100000.0, tie_word_embeddings=False), 15_957_889_024
+    ),
     "phi-4": (
         _config(
             "phi3", "Phi3ForCausalLM", (40, 5120, 40, 10, 17920, 100352, 16384), embd_pdrop=0.0, resid_pdrop=0.0,
@@ -160,21 +164,38 @@ PUBLISHED: dict[str, tuple[Config, int]] = {
 }  # fmt: skip
 
 
-WITHOUT_WINDOW: dict[str, tuple[Config, int]] = {
-    "starcoder2-3b": (_starcoder2(30, 3072, 24, 2, 12288, theta=999999.4420358813), 3_030_371_328),
-    "starcoder2-7b": (_starcoder2(32, 4608, 36, 4, 18432, theta=1000000.0), 7_173_923_840),
-    "starcoder2-15b": (
-        _starcoder2(40, 6144, 48, 4, 24576, theta=100000.0, tie_word_embeddings=False), 15_957_889_024
+def _phi3(*sizes: int, pairs: int, **more: Any) -> Config:
+    """The published keys; the divisors of longrope, which change no shape, are other numbers."""
+    rope = {"type": "longrope", "short_factor": [1.0] * pairs, "long_factor": [1.0 + pair for pair in range(pairs)]}
+    more = {"rope_scaling": rope, "original_max_position_embeddings": 4096, "sliding_window": 262144} | more
+    more |= {"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    return _config("phi3", "Phi3ForCausalLM", (*sizes, 131072), **more)
+
+
+PHI3: dict[str, tuple[Config, int]] = {
+    "phi-3.5-mini": (_phi3(32, 3072, 32, 32, 8192, 32064, pairs=48, tie_word_embeddings=False), 3_821_079_552),
+    "phi-4-mini": (
+        _phi3(32, 3072, 24, 8, 8192, 200064, pairs=48, partial_rotary_factor=0.75, tie_word_embeddings=True),
+        3_836_021_760,
     ),
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize("name", WITHOUT_WINDOW)
-def test_a_published_configuration_has_its_parameters_and_its_window_is_refused(name: str):
-    config, n_parameters = WITHOUT_WINDOW[name]
-    assert find(config).spec(config).n_parameters == n_parameters
-    with pytest.raises(ConfigError, match="sliding_window=4096 with max_position_embeddings=16384"):
-        find(config).spec(config | {"sliding_window": 4096})
+@pytest.mark.parametrize("name", PHI3)
+def test_a_published_configuration_with_longrope_is_written_as_it_was(name: str):
+    config, n_parameters = PHI3[name]
+    spec = find(config).spec(config)
+    assert spec.n_parameters == n_parameters
+    assert spec.rope_scaling is not None
+    assert spec.rope_scaling.factor == 32.0
+    assert spec.rope_scaling.attention_scale == pytest.approx(1.190238, abs=1e-6)
+    written = find(config).config(spec)
+    assert {key: written[key] for key in ("rope_scaling", "original_max_position_embeddings")} == {
+        key: config[key] for key in ("rope_scaling", "original_max_position_embeddings")
+    }
+    assert find(config).spec(written) == spec
+    su = config | {"rope_scaling": config["rope_scaling"] | {"type": "su"}}
+    assert find(su).spec(su) == spec
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -233,6 +254,7 @@ def test_a_scale_without_meaning_is_refused(key: str, value: float):
 
 
 UNEVEN = ("sliding_attention", "full_attention") * 12 + ("sliding_attention",)
+LISTS = (("type", "longrope"), ("short_factor", (1.0, 1.0)), ("long_factor", (1.0,) * 64))
 WRONG = {
     ("smollm3-3b", "no_rope_layers", (1, 0) * 18): "is not the pattern of no_rope_layer_interval=4 over 36 layers",
     ("smollm3-3b", "no_rope_layers", 3): "is not the pattern",
@@ -255,6 +277,12 @@ WRONG = {
     ("mistral-7b", "sliding_window", "4096"): "sliding_window='4096' is not a whole number; it is model.window here",
     ("mistral-7b", "sliding_window", -1): "window=-1 for sequences of max_seq_len=32768",
     ("gemma2-2b", "attn_logit_softcapping", -50.0): "attention_softcap=-50 is not a positive number",
+    ("qwen2.5-7b", "layer_types", ("full_attention", "sliding_attention") * 14): "valid: full_attention in every layer",
+    ("phi-4", "rope_scaling", (("type", "linear"), ("factor", 2.0))): "'linear' is not supported for phi3",
+    ("phi-4", "rope_scaling", LISTS): "short_factor has 2 numbers for 128 rotated elements of a head; valid: 64",
+    ("phi-4", "partial_rotary_factor", 0.51): "rotates 65 of head_dim=128 elements, and rope turns pairs",
+    ("qwen2.5-7b", "partial_rotary_factor", 0.5): "transformers rotates whole heads of this architecture",
+    ("qwen2.5-7b", "use_sliding_window", True): "use_sliding_window=True is not supported for qwen2",
 }
 
 
@@ -267,6 +295,7 @@ def test_scaled_frequencies_of_windowed_layers_are_refused():
 @pytest.mark.parametrize("case", WRONG, ids=lambda case: "-".join(map(str, case[:2])))
 def test_patterns_of_layers_that_are_not_supported_are_refused_with_the_reason(case: tuple[str, str, Any]):
     name, key, value = case
+    value = dict(value) if key == "rope_scaling" else list(value) if isinstance(value, tuple) else value
     with pytest.raises(ConfigError) as refused:
-        find(PUBLISHED[name][0]).spec(PUBLISHED[name][0] | {key: list(value) if isinstance(value, tuple) else value})
+        find(PUBLISHED[name][0]).spec(PUBLISHED[name][0] | {key: value})
     assert WRONG[case] in refused.value.problems[-1]

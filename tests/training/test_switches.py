@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from shardwright.layout.layout import Layout
+from shardwright.model.sections import RopeScaling
 from shardwright.verification import Verifier
 from tests.marks import rest_prove
 from tests.training.bugs.bug import EXPERTS
@@ -15,6 +16,8 @@ SWITCHES = SCALES | {"norm_position": "after", "qk_norm": True, "qk_norm_whole":
 OFFSET = SWITCHES | {"norm_position": "both", "norm_offset": True, "activation": "relu2", "tied_embedding": True}
 WITHOUT_BIAS = {"norm": "layernorm", "norm_bias": False, "activation": "gelu", "norm_position": "both"}
 STARCODER = {"norm": "layernorm", "bias": True, "activation": "gelu_tanh", "rope_fraction": 0.5}
+FACTORS = {"short_factor": (1.0,) * 4, "long_factor": (1.0, 1.5, 3.0, 9.0), "original_max_seq_len": LONG.seq_len - 1}
+LONGROPE = {"rope_scaling": RopeScaling(kind="longrope", factor=2.0, **FACTORS)}
 PLACES = {"qkv_bias": True, "nope_interval": 2, "qk_norm": True, "rope_fraction": 0.5}
 MIXTURE = SWITCHES | {"moe": EXPERTS, "mtp_modules": 1}
 WINDOWS = {"window": 5, "global_interval": 2, "window_rope_theta": 300.0, "attention_sinks": True, "o_bias": True}
@@ -52,6 +55,7 @@ CASES = {
         PLACES,
         Layout(pp=2, cp=2, recompute="selective"),
     ),
+    "longrope beyond the first length, cp": (LONGROPE, Layout(cp=2)),
     "LayerNorm and biases, tp with replicas of kv heads": (STARCODER, Layout(tp=4, sequence_parallel=True)),
     "LayerNorm without bias, tp": (WITHOUT_BIAS, Layout(tp=2, sequence_parallel=True)),
 }

@@ -65,7 +65,7 @@ def _type_name(annotation: Any) -> str:
     options = [option for option in getattr(annotation, "__args__", ()) if option is not type(None)]
     if get_origin(annotation) is dict:
         return "table"
-    if get_origin(annotation) is list:
+    if get_origin(annotation) in (list, tuple):
         return f"list of {_type_name(options[0])}"
     if options:
         return " | ".join(_type_name(option) for option in options)

@@ -22,7 +22,7 @@ from shardwright.layout.keys import KEYS as LAYOUT_KEYS
 from shardwright.layout.layout import Layout
 from shardwright.model.presets import resolve
 from shardwright.model.sections import Described, LatentAttentionSpec, MoESpec, RopeScaling
-from shardwright.model.spec import ModelSpec, differences
+from shardwright.model.spec import ModelSpec, differences, spec_as_json
 from shardwright.run_folder import MODEL_FILE, RUN_FILE
 from shardwright.system import extensions
 from shardwright.system.errors import ConfigError
@@ -80,6 +80,8 @@ def _overrides(name: str, spec: type[Described]) -> Any:
     def override(field: dataclasses.Field[Any]) -> Any:
         table = MODEL_TABLES.get(field.name)
         kind: Any = field.type if table is None else _overrides(f"{table.__name__}Section", table)
+        if field.default == ():
+            kind = Annotated[kind, Strict(False)]  # TOML has lists and no tuples
         return (kind | None, Field(None, description=field.metadata["help"]))
 
     changes = {field.name: override(field) for field in dataclasses.fields(spec)}
@@ -159,7 +161,7 @@ class ModelSection(_ModelOverrides):
 
 def table_of(spec: ModelSpec) -> dict[str, Any]:
     """Return a model as the section [model] of a run file, with every size."""
-    return {name: value for name, value in dataclasses.asdict(spec).items() if value is not None}
+    return {name: value for name, value in spec_as_json(spec).items() if value is not None}
 
 
 def contradictions(saved: ModelSpec, wanted: ModelSpec, of: str) -> list[str]:

@@ -28,6 +28,7 @@ from shardwright.parallel.tensor import VocabularyHead
 from shardwright.split.rules import sequence_cuts
 from shardwright.split.sequence import spans
 from shardwright.split.tensor import vocabulary_rows
+from shardwright.system.errors import InputError
 from shardwright.system.torch_private import all_gather_single
 from shardwright.training.device import configure_malloc
 
@@ -65,6 +66,7 @@ class WholeEngine:
         if model.embedding.weight.device.type == "cpu":
             configure_malloc()
         _attach(model, self.cache, lambda x: x, lambda x: x)
+        _set_sequence_len(model, n_positions)
 
     @torch.inference_mode()
     def run(self, batches: Sequence[RaggedBatch]) -> list[Tensor]:
@@ -84,6 +86,19 @@ class WholeEngine:
         x_1ND = self.model.embed(tokens_1N, positions_N, None)
         x_1ND = self.model.run_layers(x_1ND, positions_N, None)[:, batch.wanted]
         return self.model.logits(self.model.norm(x_1ND))[0]
+
+
+def _set_sequence_len(model: Transformer, n_positions: int) -> None:
+    """Make the model rotate keys by one set of frequencies, which are those of the longest sequence of the cache: keys
+    in the cache stay as they are when a sequence grows. Raises InputError if sequences of both sets would be mixed."""
+    scaling = model.spec.rope_scaling
+    if scaling is not None and scaling.kind == "longrope" and n_positions > scaling.original_max_seq_len:
+        raise InputError(
+            f"sequences of up to {n_positions} tokens: longrope has other frequencies beyond "
+            f"rope_scaling.original_max_seq_len={scaling.original_max_seq_len}, and the keys in the cache would keep "
+            f"the old ones; valid: prompt and new tokens of at most {scaling.original_max_seq_len} together"
+        )
+    model.sequence_len = lambda n_tokens: n_positions
 
 
 class LayoutEngine:
@@ -110,6 +125,7 @@ class LayoutEngine:
         model.train(False)
         for part in model.parts:
             _attach(part, self.cache, self._gather_shards, self._gather_context)
+            _set_sequence_len(part, n_positions)
             part.register_forward_pre_hook(self._begin)
             if part.norm is not None:
                 part.norm.register_forward_pre_hook(self._select)

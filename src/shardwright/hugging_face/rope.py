@@ -17,8 +17,11 @@ _NAMES = {
     "mscale": "mscale",
     "mscale_all_dim": "mscale_all_dim",
     "truncate": "truncate",
+    "short_factor": "short_factor",
+    "long_factor": "long_factor",
 }
 """Field of RopeScaling -> its key in config.json."""
+_NOT_FLOAT = ("truncate", "original_max_seq_len")
 
 
 def read_rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None, list[str]]:
@@ -41,13 +44,17 @@ def read_rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None, list[s
     unknown = sorted(given.keys() - set(_NAMES.values()))
     if unknown:
         return theta, None, [f"rope_scaling has keys that are not supported: {', '.join(unknown)}"]
-    if kind == "yarn":
+    if kind in ("yarn", "longrope"):
+        # A key outside of rope_scaling goes first, as in transformers.
+        if config.get("original_max_position_embeddings") is not None:
+            given["original_max_position_embeddings"] = config["original_max_position_embeddings"]
         length = given.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
         if given.get("factor") is None and length and "max_position_embeddings" in config:
             given["factor"] = config["max_position_embeddings"] / length
     ours = {field: given[key] for field, key in _NAMES.items() if given.get(key) is not None}
     whole: dict[str, Any] = {
-        field: value if field in ("truncate", "original_max_seq_len") else float(value) for field, value in ours.items()
+        field: float(value) if isinstance(value, int) and field not in _NOT_FLOAT else value
+        for field, value in ours.items()
     }
     whole["kind"] = kind
     if "factor" not in whole:
@@ -74,6 +81,8 @@ def write_rope(spec: ModelSpec, *, partial: bool = False) -> dict[str, Any]:
     scaling = spec.rope_scaling
     if scaling is None:
         return {"rope_theta": spec.rope_theta, "rope_scaling": None} | fraction
+    if scaling.kind == "longrope":
+        return _written_longrope(spec, scaling) | fraction
     default = RopeScaling(kind=scaling.kind, factor=scaling.factor)
     keys = {
         key: getattr(scaling, ours) for ours, key in _NAMES.items() if getattr(scaling, ours) != getattr(default, ours)
@@ -82,3 +91,19 @@ def write_rope(spec: ModelSpec, *, partial: bool = False) -> dict[str, Any]:
         "rope_theta": spec.rope_theta,
         "rope_scaling": {"rope_type": scaling.kind, "factor": scaling.factor} | keys,
     } | fraction
+
+
+def _written_longrope(spec: ModelSpec, scaling: RopeScaling) -> dict[str, Any]:
+    """Return the keys of longrope as published files have them: older versions of `transformers` refuse further keys in
+    `rope_scaling`, and take the factor from the two lengths."""
+    written: dict[str, Any] = {"type": "longrope"}
+    written |= {"short_factor": [*scaling.short_factor], "long_factor": [*scaling.long_factor]}
+    if scaling.factor != spec.max_seq_len / scaling.original_max_seq_len:
+        written["factor"] = scaling.factor
+    if scaling.attention_factor:
+        written["attention_factor"] = scaling.attention_factor
+    return {
+        "rope_theta": spec.rope_theta,
+        "rope_scaling": written,
+        "original_max_position_embeddings": scaling.original_max_seq_len,
+    }

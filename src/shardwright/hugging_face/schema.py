@@ -43,6 +43,8 @@ class Rope(BaseModel):
     truncate: bool | None = None
     full_attention: "Rope | None" = None
     sliding_attention: "Rope | None" = None
+    short_factor: list[float] | None = None
+    long_factor: list[float] | None = None
 
 
 class GenerationFile(BaseModel):
@@ -67,6 +69,7 @@ class ConfigFile(GenerationFile):
     rope_theta: float | None = Field(None, gt=0)
     partial_rotary_factor: float | None = None
     max_position_embeddings: int | None = Field(None, ge=1)
+    original_max_position_embeddings: int | None = Field(None, ge=1)
     layer_types: list[str] | None = None
 
 

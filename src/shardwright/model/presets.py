@@ -95,6 +95,12 @@ def _glm4(n_layers: int, d_model: int, n_heads: int, d_ffn: int, *, qkv_bias: bo
     return _spec(n_layers, d_model, n_heads, 2, 128, d_ffn, 151552, 32768, **more)
 
 
+def _starcoder2(n_layers: int, d_model: int, n_heads: int, kv_heads: int, theta: float, tied: bool) -> ModelSpec:
+    more = {"norm": "layernorm", "bias": True, "activation": "gelu_tanh", "rope_theta": theta, "window": 4096}
+    sizes = (n_layers, d_model, n_heads, kv_heads, 128, 4 * d_model, 49152, 16384)
+    return _spec(*sizes, **more, tied_embedding=tied, init_std=0.018042)
+
+
 def _granite(d_model: int, d_ffn: int, *, logit_divisor: float, **more: Any) -> ModelSpec:
     scales = {"embedding_scale": 12.0, "residual_scale": 0.22, "logit_divisor": logit_divisor, "tied_embedding": True}
     return _spec(40, d_model, 32, 8, d_model // 32, d_ffn, 49155, 131072, **more | scales)
@@ -171,6 +177,9 @@ PRESETS: dict[str, ModelSpec] = {
     "mistral-small-24b": _spec(40, 5120, 32, 8, 128, 32768, 131072, 32768, rope_theta=100000000.0),
     "glm-4-9b-0414": _glm4(40, 4096, 32, 13696, qkv_bias=True),
     "glm-4-32b-0414": _glm4(61, 6144, 48, 23040, qkv_bias=False),
+    "starcoder2-3b": _starcoder2(30, 3072, 24, 2, 999999.4420358813, tied=True),
+    "starcoder2-7b": _starcoder2(32, 4608, 36, 4, 1000000.0, tied=True),
+    "starcoder2-15b": _starcoder2(40, 6144, 48, 4, 100000.0, tied=False),
     "qwen3-0.6b": _qwen3(28, 1024, 16, 3072, tied_embedding=True),
     "qwen3-8b": _qwen3(36, 4096, 32, 12288),
     "qwen3-32b": _qwen3(64, 5120, 64, 25600),

@@ -16,8 +16,9 @@ from shardwright.model.sections import RopeScaling
 from shardwright.model.spec import ModelSpec
 
 
-def frequencies(spec: ModelSpec, device: torch.device | str = "cpu") -> Tensor:
-    """Return the radians by which each pair is rotated per position; float64 (C/2,).
+def frequencies(spec: ModelSpec, device: torch.device | str = "cpu", n_tokens: int = 0) -> Tensor:
+    """Return the radians by which each pair is rotated per position, in a sequence of `n_tokens` tokens; float64
+    (C/2,).
 
     f_i = theta ** (-2i / C), i = 0 .. C/2 - 1. With scaling, f_i (kept_i + (1 - kept_i) / factor):
 
@@ -26,12 +27,18 @@ def frequencies(spec: ModelSpec, device: torch.device | str = "cpu") -> Tensor:
             `high_freq_factor`; s is `original_max_seq_len` (Llama 3.1 reference code)
     yarn    kept falls linearly from 1 to 0 in i, between the pairs with `beta_fast` and `beta_slow` turns (YaRN, arXiv
             2309.00071, section 3.2, with the bounds in i of its code)
+
+    dynamic (NTK) changes frequencies only beyond `max_seq_len`, so f_i stays; longrope divides f_i by number i of
+    `short_factor`, or of `long_factor` in sequences of more than `original_max_seq_len` tokens (LongRoPE, arXiv
+    2402.13753, as in transformers).
     """
     exponents = torch.arange(0, spec.rope_dim, 2, device=device, dtype=torch.float64) / spec.rope_dim
     turning = spec.rope_theta**-exponents
     scaling = spec.rope_scaling
-    if scaling is None:
+    if scaling is None or scaling.kind == "dynamic":
         return turning
+    if scaling.kind == "longrope":
+        return turning / torch.tensor(scaling.factors(n_tokens), device=device, dtype=torch.float64)
     if scaling.kind == "linear":
         return turning / scaling.factor
     if scaling.kind == "yarn":
@@ -60,19 +67,21 @@ def _yarn_bounds(scaling: RopeScaling, spec: ModelSpec) -> tuple[float, float]:
     return first, last if last != first else last + 0.001  # a step, as in the code of the authors
 
 
-def rotary_table(spec: ModelSpec, positions_T: Tensor, dtype: torch.dtype) -> Tensor:
+def rotary_table(spec: ModelSpec, positions_T: Tensor, dtype: torch.dtype, n_tokens: int | None = None) -> Tensor:
     """Return cosines, and sines with the sign of the rotation, for any positions in any order; (2, T, 1, C), or
     (2, B, T, 1, C) for positions (B, T).
 
     Angles are computed in float64 and rounded once to `dtype`. The table is computed in every forward pass and not
-    stored, so `to_empty`, a move to another device or a dry run cannot leave a wrong one. It includes YaRN's factor of
-    queries and keys. With `window_rope_theta` two tables are stacked: of other layers, and of windowed layers.
+    stored, so `to_empty`, a move to another device or a dry run cannot leave a wrong one. It includes the factor of
+    queries and keys of YaRN and LongRoPE. `n_tokens`: the tokens of the whole sequence, if it has more than these.
+    With `window_rope_theta` two tables are stacked: of other layers, and of windowed layers.
     """
+    n_tokens = positions_T.shape[-1] if n_tokens is None else n_tokens
     if spec.window_rope_theta:
         local = replace(spec, rope_theta=spec.window_rope_theta, rope_scaling=None, window_rope_theta=0.0)
-        tables = [rotary_table(each, positions_T, dtype) for each in (replace(spec, window_rope_theta=0.0), local)]
-        return torch.stack(tables)
-    angles_TC = positions_T[..., None].to(torch.float64) * frequencies(spec, positions_T.device)
+        specs = replace(spec, window_rope_theta=0.0), local
+        return torch.stack([rotary_table(each, positions_T, dtype, n_tokens) for each in specs])
+    angles_TC = positions_T[..., None].to(torch.float64) * frequencies(spec, positions_T.device, n_tokens)
     cos_TC, sin_TC = angles_TC.cos(), angles_TC.sin()
     table = torch.stack((torch.cat((cos_TC, cos_TC), -1), torch.cat((-sin_TC, sin_TC), -1)))
     if spec.rope_scaling is not None:

@@ -5,7 +5,7 @@ Notation of the formulas: E experts, K experts per token, G groups of experts, T
 
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields
-from math import ceil, log
+from math import ceil, inf, log, sqrt
 from typing import Any, ClassVar, Literal, Protocol, get_args
 
 from shardwright.layout.key import MOST_LAYERS
@@ -22,7 +22,7 @@ _MOST = {
 } | dict.fromkeys(("n_experts", "n_groups"), MOST_HEADS)
 Score = Literal["softmax", "sigmoid"]
 AuxScope = Literal["sequence", "batch"]
-Scaling = Literal["llama3", "linear", "yarn"]
+Scaling = Literal["llama3", "linear", "yarn", "dynamic", "longrope"]
 
 
 class Described(Protocol):
@@ -56,7 +56,9 @@ class RopeScaling:
         default="llama3",
         metadata={
             "help": "llama3: the lowest frequencies are divided; linear: all are divided; yarn: frequencies with few "
-            "turns are divided, and queries and keys are scaled."
+            "turns are divided, and queries and keys are scaled; dynamic: none are divided up to max_seq_len, and "
+            "longer sequences are refused; longrope: each is divided by a number of its own, and queries and keys are "
+            "scaled (Phi-3, Phi-4-mini)."
         },
     )
     factor: float = field(metadata={"help": "Divisor of the scaled frequencies."})
@@ -72,7 +74,9 @@ class RopeScaling:
     )
     original_max_seq_len: int = field(
         default=0,
-        metadata={"help": "llama3, yarn: sequence length of the pretraining before the extension, in tokens."},
+        metadata={
+            "help": "llama3, yarn, longrope: sequence length of the pretraining before the extension, in tokens."
+        },
     )
     beta_fast: float = field(
         default=32.0,
@@ -86,7 +90,8 @@ class RopeScaling:
         default=0.0,
         metadata={
             "help": "yarn: multiplies rotated queries and keys; 0: 1 + 0.1 ln(factor), or with mscale and "
-            "mscale_all_dim (1 + 0.1 mscale ln(factor)) / (1 + 0.1 mscale_all_dim ln(factor))."
+            "mscale_all_dim (1 + 0.1 mscale ln(factor)) / (1 + 0.1 mscale_all_dim ln(factor)); longrope: the same, 0: "
+            "sqrt(1 + ln(factor) / ln(original_max_seq_len))."
         },
     )
     mscale: float = field(default=0.0, metadata={"help": "yarn: see attention_factor (DeepSeek); 0: none."})
@@ -100,6 +105,37 @@ class RopeScaling:
     truncate: bool = field(
         default=True, metadata={"help": "yarn: the bounds of the interpolated pairs are rounded to whole pairs."}
     )
+
+    short_factor: tuple[float, ...] = field(
+        default=(),
+        metadata={
+            "help": "longrope: the divisor of each frequency, one for two rotated elements of a head, in sequences of "
+            "up to original_max_seq_len tokens."
+        },
+    )
+    long_factor: tuple[float, ...] = field(
+        default=(), metadata={"help": "longrope: the divisor of each frequency in longer sequences."}
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("short_factor", "long_factor"):  # JSON has lists
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    def factors(self, n_tokens: int) -> tuple[float, ...]:
+        """Return the divisor of each frequency by longrope in a sequence of `n_tokens` tokens."""
+        return self.long_factor if n_tokens > self.original_max_seq_len else self.short_factor
+
+    def factor_problems(self, rope_dim: int) -> Iterator[str]:
+        """Yield what is wrong with the divisors of longrope, for heads with `rope_dim` rotated elements."""
+        for name in ("short_factor", "long_factor"):
+            given = getattr(self, name)
+            if self.kind == "longrope" and given and len(given) != rope_dim // 2:
+                yield (
+                    f"rope_scaling.{name} has {len(given)} numbers for {rope_dim} rotated elements of a head; valid: "
+                    f"{rope_dim // 2}, one for each pair"
+                )
+            elif not all(0 < number < inf for number in given):
+                yield f"rope_scaling.{name} has numbers that are not positive; valid: more than 0, usual: 1 to 100"
 
     def problems(self) -> list[str]:
         """Return every broken rule, one sentence each; empty if there is none."""
@@ -117,9 +153,9 @@ class RopeScaling:
                     f"rope_scaling.{key.name}={value} is not used by rope_scaling.kind={self.kind!r}; leave it out, "
                     f"or set kind to {' or '.join(map(repr, takes))}"
                 )
-            elif key.name in used and key.default == 0 and value == 0 and key.name not in _MAY_BE_ZERO:
+            elif key.name in used and key.default in (0, ()) and value in (0, ()) and key.name not in _MAY_BE_ZERO:
                 broken.append(f"rope_scaling.{key.name}: missing, and kind={self.kind!r} has no default for it")
-            elif key.name in used and key.name != "kind" and value < 0:
+            elif key.name in used and isinstance(value, int | float) and value < 0:
                 broken.append(f"rope_scaling.{key.name}={value:g} is negative; valid: more than 0")
         if self.kind == "llama3" and 0 < self.high_freq_factor <= self.low_freq_factor:
             broken.append(
@@ -130,15 +166,19 @@ class RopeScaling:
             broken.append(
                 f"rope_scaling.beta_fast={self.beta_fast:g} is less than beta_slow={self.beta_slow:g}; usual: 32 and 1"
             )
+        if self.kind == "longrope" and self.original_max_seq_len == 1:
+            broken.append("rope_scaling.original_max_seq_len=1 is no length of a context; usual: 4096")
         return broken
 
     @property
     def attention_scale(self) -> float:
-        """The factor of rotated queries and keys (YaRN, arXiv 2309.00071, section 3.4; as in transformers)."""
-        if self.kind != "yarn":
+        """The factor of rotated queries and keys (YaRN, arXiv 2309.00071, section 3.4; LongRoPE as in transformers)."""
+        if self.kind not in ("yarn", "longrope"):
             return 1.0
         if self.attention_factor:
             return self.attention_factor
+        if self.kind == "longrope":
+            return sqrt(1 + log(self.factor) / log(self.original_max_seq_len)) if self.factor > 1 else 1.0
         if self.mscale and self.mscale_all_dim:
             return self._grown(self.mscale) / self._grown(self.mscale_all_dim)
         return self._grown(1.0)
@@ -155,6 +195,8 @@ class RopeScaling:
 _USED_BY_SCALING: dict[str, tuple[str, ...]] = {
     "llama3": ("kind", "low_freq_factor", "high_freq_factor", "original_max_seq_len"),
     "linear": ("kind",),
+    "dynamic": ("kind",),
+    "longrope": ("kind", "original_max_seq_len", "attention_factor", "short_factor", "long_factor"),
     "yarn": (
         "kind", "original_max_seq_len", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim",
         "truncate",

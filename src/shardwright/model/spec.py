@@ -7,7 +7,7 @@ attention r widths of the latent vectors, n and p unrotated and rotated elements
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, get_args
 
 from shardwright.model.modules import FAMILIES, Row, layer_rows, rows
@@ -66,6 +66,7 @@ class ModelSpec(ModelSizes):
             if self.positions == "learned":
                 yield "rope_scaling needs positions='rope'; with positions='learned' nothing is rotated"
             yield from self.rope_scaling.problems()
+            yield from self.rope_scaling.factor_problems(self.rope_dim)
         if self.moe is not None:
             yield from self.moe.problems(self.n_layers, self.max_seq_len)
         if self.latent_attention is not None:
@@ -225,6 +226,11 @@ class ModelSpec(ModelSizes):
         """
         square = 6 * self.n_blocks * self.n_heads * (self.qk_dim + self.head_dim) * self.mean_attended(seq_len)
         return float(6 * self.n_matmul_parameters + (square / 2 if causal else square))
+
+
+def spec_as_json(spec: ModelSpec) -> dict[str, Any]:
+    """Return the fields of a model as a JSON file gives them back, with lists for tuples."""
+    return asdict(spec, dict_factory=lambda pairs: {k: [*v] if isinstance(v, tuple) else v for k, v in pairs})
 
 
 FREE = (

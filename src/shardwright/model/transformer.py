@@ -18,7 +18,7 @@ first in the concatenation, as in its published weights.
 Shapes: B batch, T tokens, D model, V vocab, C width of one head, K MTP modules.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -112,6 +112,10 @@ class Transformer(nn.Module):
 
     applies_head = True
     """Whether the forward pass returns logits; otherwise it returns the head's input, (B, T, D), instead of each."""
+
+    sequence_len: Callable[[int], int] = staticmethod(lambda n_tokens: n_tokens)
+    """The tokens of a whole sequence from the tokens of the input; replaced where the input is a part of it. Rotary
+    frequencies may depend on it."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -250,8 +254,10 @@ class Transformer(nn.Module):
     ) -> tuple[Any, ...]:
         """Return the arguments of all blocks after their input and random keys: the rotary table, and documents and
         real tokens if there are any."""
-        uses_rope = self.spec.positions == "rope"
-        rotary_2TC = rotary_table(self.spec, _embedded(positions_T, documents), x_BTD.dtype) if uses_rope else None
+        rotary_2TC = None
+        if self.spec.positions == "rope":
+            n_tokens = self.sequence_len(positions_T.shape[-1])
+            rotary_2TC = rotary_table(self.spec, _embedded(positions_T, documents), x_BTD.dtype, n_tokens)
         # A family of models may not take either (`Family.documents`); run files that need one are refused.
         if real is not None:
             return rotary_2TC, documents, real

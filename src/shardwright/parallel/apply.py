@@ -1,6 +1,8 @@
 """Applies all kinds of parallelism of a layout to a model, in one fixed order."""
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -143,9 +145,10 @@ def apply(
 
 
 def _attend_over_cp(
-    part: nn.Module, layout: Layout, groups: Groups, device: torch.device, deals_documents: bool
+    part: Transformer, layout: Layout, groups: Groups, device: torch.device, deals_documents: bool
 ) -> None:
     """Give each block of `part` an attention that covers the tokens of other ranks of cp."""
+    part.sequence_len = partial(operator.mul, layout.cp)
     if groups.cp_ring is not None and device.type == "cuda":
         # NCCL needs all ranks of a group in its first call, and with documents some may have nothing to send.
         dist.all_reduce(torch.zeros(1, device=device), group=groups.cp_ring)

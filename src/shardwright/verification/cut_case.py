@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import accumulate, count
 
 from shardwright.layout.layout import Layout
-from shardwright.model.sections import LatentAttentionSpec, MoESpec
+from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling
 from shardwright.model.spec import ModelSpec
 from shardwright.split.stages import most_layers, problems, schedule_problems
 from shardwright.system.units import divisors
@@ -110,8 +110,10 @@ def cut_spec(spec: ModelSpec, world_size: int, n_layers: int = _LAYERS) -> Model
     head_dim = min(_HEAD_DIM, spec.head_dim) if latent is None else latent.v_dim
     square = spec.d_model == spec.n_heads * spec.head_dim
     d_model = n_heads * head_dim if square else _like(spec.d_model, (n_heads + 1) * head_dim, world_size)
+    small = replace(spec, head_dim=head_dim, rope_fraction=_cut_fraction(spec, head_dim), latent_attention=latent)
     return replace(
-        spec,
+        small,
+        rope_scaling=_cut_scaling(spec.rope_scaling, small.rope_dim // 2),
         n_layers=min(n_layers, spec.n_layers),
         nope_interval=min(n_layers, spec.nope_interval),
         window=min(_WINDOW, spec.window),
@@ -120,12 +122,9 @@ def cut_spec(spec: ModelSpec, world_size: int, n_layers: int = _LAYERS) -> Model
         d_model=d_model,
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
-        head_dim=head_dim,
-        rope_fraction=_cut_fraction(spec, head_dim),
         d_ffn=_like(spec.d_ffn, _FFN, world_size),
         vocab_size=min(_VOCABULARY, spec.vocab_size),
         moe=_cut_experts(spec.moe, world_size) if spec.moe else None,
-        latent_attention=latent,
         init_std=_INIT_GAIN / math.sqrt(d_model),
     )
 
@@ -135,6 +134,17 @@ def _cut_fraction(spec: ModelSpec, head_dim: int) -> float:
     if spec.rope_fraction == 1 or int(head_dim * spec.rope_fraction) % 2 == 0 < int(head_dim * spec.rope_fraction):
         return spec.rope_fraction
     return max(2, 2 * round(head_dim * spec.rope_fraction / 2)) / head_dim
+
+
+def _cut_scaling(scaling: RopeScaling | None, n_pairs: int) -> RopeScaling | None:
+    """Return the scaling of the rotary frequencies with as many divisors as there are pairs, spread over the given."""
+
+    def spread(factors: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(factors[pair * len(factors) // n_pairs] for pair in range(n_pairs)) if factors else ()
+
+    if scaling is None:
+        return None
+    return replace(scaling, short_factor=spread(scaling.short_factor), long_factor=spread(scaling.long_factor))
 
 
 def _cut_experts(moe: MoESpec, world_size: int) -> MoESpec:

@@ -1,8 +1,9 @@
 """Norms after branches and over all heads, constant factors and activations that are wrong on ranks or in the model."""
 
 from shardwright.layout.layout import Layout
+from shardwright.model.sections import RopeScaling
 from tests.mutation import Mutation
-from tests.training.bugs.bug import SP, TENSOR, TP, Bug, UnitBug
+from tests.training.bugs.bug import APPLY, SP, TENSOR, TP, ZIGZAG, Bug, UnitBug
 
 WHOLE = {"qk_norm": True, "qk_norm_whole": True, "norm_position": "both"}
 SUMS, NORM = f"{TENSOR}:_SumOverRanks", f"{TENSOR}:ShardedRMSNorm.forward"
@@ -11,6 +12,9 @@ BLOCK, NORMS = "shardwright.model.transformer:Block.branch", "shardwright.model.
 LOGITS = "tests/hugging_face/test_families.py:test_logits_are_those_of_transformers"
 SWITCHES, NETWORK = "tests/model/test_switches.py", "shardwright.model.feed_forward:FeedForward"
 
+LONGROPE = RopeScaling(
+    kind="longrope", factor=2.0, original_max_seq_len=8, short_factor=(1.0,) * 4, long_factor=(1.0, 1.5, 3.0, 9.0)
+)
 SQUARES = "x_wide_BTF.square().sum(-1, keepdim=True)"
 
 REDUCTION = {
@@ -90,6 +94,28 @@ SCALE = {
         ),
         LOGITS,
         ("phi3, partial rotation",),
+    ),
+    "longrope takes the tokens of a rank of cp for the sequence": Bug(
+        Mutation(f"{APPLY}:_attend_over_cp", "partial(operator.mul, layout.cp)", "partial(operator.mul, 1)"),
+        [ZIGZAG],
+        spec={"rope_scaling": LONGROPE},
+    ),
+    "long sequences are rotated by the short factors": UnitBug(
+        Mutation("shardwright.model.sections:RopeScaling.factors", "n_tokens > self.original_max_seq_len", "False"),
+        LOGITS,
+        ("phi3, longrope, long",),
+    ),
+    "queries and keys are not scaled by longrope": UnitBug(
+        Mutation(
+            "shardwright.model.transformer:rotary_table",
+            "table * spec.rope_scaling.attention_scale",
+            "table * (1.0 if spec.rope_scaling.kind == 'longrope' else spec.rope_scaling.attention_scale)",
+        ),
+        LOGITS,
+        ("phi3, longrope, attention factor",),
+    ),
+    "a network without gate has the exact gelu": UnitBug(
+        Mutation(f"{NETWORK}.__init__", "ACTIVATIONS[spec.activation]", "ACTIVATIONS['gelu']"), LOGITS, ("starcoder2",)
     ),
     "the embedding of Gemma is not scaled": UnitBug(
         Mutation("shardwright.hugging_face.gemma:complete", "math.sqrt(config.get('hidden_size', 0))", "1.0"),

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
+from shardwright.model.spec import spec_as_json
 from shardwright.run_folder import RUN_FILE, CheckpointRecord, now
 from shardwright.system.errors import CheckpointError
 from shardwright.training.checkpoint.background import BackgroundThread
@@ -218,7 +219,7 @@ class Saver:
         trainer = self.trainer
         return CheckpointManifest(
             progress=progress,
-            model=dataclasses.asdict(trainer.model.spec),
+            model=spec_as_json(trainer.model.spec),
             data=data,
             world_size=dist.get_world_size(),
             tensors={},

@@ -1,6 +1,5 @@
 """The training state under global tensor names that do not depend on the layout, and loading it."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
+from shardwright.model.spec import spec_as_json
 from shardwright.parallel.objects import gathered
 from shardwright.system.errors import CheckpointError, DamagedError, WorkerError
 from shardwright.system.processes import formatted
@@ -142,7 +142,7 @@ def _differences(
     manifest: CheckpointManifest, tensors: dict[str, Tensor], trainer: Trainer, data: DataRecord | None
 ) -> list[str]:
     """Return the reasons why a run cannot continue from a checkpoint. Types and shapes are never converted."""
-    ours = dataclasses.asdict(trainer.model.spec)
+    ours = spec_as_json(trainer.model.spec)
     found = [
         f"it is of another model: {key}={saved!r}, and this run has {ours.get(key)!r}"
         for key, saved in manifest.model.items()
