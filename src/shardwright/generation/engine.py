@@ -89,7 +89,7 @@ class WholeEngine:
 
 
 def _set_sequence_len(model: Transformer, n_positions: int) -> None:
-    """Make the model rotate keys by one set of frequencies, which are those of the longest sequence of the cache: keys
+    """Make the model rotate keys by one set of frequencies, by the longest sequence that fits in the cache: keys
     in the cache stay as they are when a sequence grows. Raises InputError if sequences of both sets would be mixed."""
     scaling = model.spec.rope_scaling
     if scaling is not None and scaling.kind == "longrope" and n_positions > scaling.original_max_seq_len:

@@ -126,7 +126,7 @@ class RopeScaling:
         return self.long_factor if n_tokens > self.original_max_seq_len else self.short_factor
 
     def factor_problems(self, rope_dim: int) -> Iterator[str]:
-        """Yield what is wrong with the divisors of longrope, for heads with `rope_dim` rotated elements."""
+        """Yield each broken rule of the divisors of longrope, for heads with `rope_dim` rotated elements."""
         for name in ("short_factor", "long_factor"):
             given = getattr(self, name)
             if self.kind == "longrope" and given and len(given) != rope_dim // 2:
