@@ -254,6 +254,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
         fraction=0.75, rope=LONGROPE | {"attention_factor": 1.7}, original_max_position_embeddings=40
     ),
     "starcoder2": starcoder2,
+    "starcoder2, windows": lambda: starcoder2(sliding_window=9),
     "starcoder2, tied, no biases, linear": lambda: starcoder2(
         tie_word_embeddings=True, use_bias=False, rope_parameters={"rope_theta": 150.0, **SCALINGS["linear"]}
     ),

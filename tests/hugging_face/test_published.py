@@ -277,12 +277,10 @@ WRONG = {
     ("mistral-7b", "sliding_window", "4096"): "sliding_window='4096' is not a whole number; it is model.window here",
     ("mistral-7b", "sliding_window", -1): "window=-1 for sequences of max_seq_len=32768",
     ("gemma2-2b", "attn_logit_softcapping", -50.0): "attention_softcap=-50 is not a positive number",
-    ("qwen2.5-7b", "layer_types", ("full_attention", "sliding_attention") * 14): "valid: full_attention in every layer",
     ("phi-4", "rope_scaling", (("type", "linear"), ("factor", 2.0))): "'linear' is not supported for phi3",
     ("phi-4", "rope_scaling", LISTS): "short_factor has 2 numbers for 128 rotated elements of a head; valid: 64",
     ("phi-4", "partial_rotary_factor", 0.51): "rotates 65 of head_dim=128 elements, and rope turns pairs",
     ("qwen2.5-7b", "partial_rotary_factor", 0.5): "transformers rotates whole heads of this architecture",
-    ("qwen2.5-7b", "use_sliding_window", True): "use_sliding_window=True is not supported for qwen2",
 }
 
 
