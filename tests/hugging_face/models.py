@@ -159,6 +159,18 @@ def qwen3_moe(normalise: bool = True) -> nn.Module:
     return transformers.Qwen3MoeForCausalLM(config)
 
 
+def qwen3_moe_dense() -> nn.Module:
+    pattern = {"num_hidden_layers": 5, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    sizes = COMMON | EXPERTS | {"num_experts": 4, "moe_intermediate_size": 20} | pattern
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes))
+
+
+def qwen2_moe(**more: Any) -> nn.Module:
+    experts = {"num_experts": 4, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 28}
+    pattern = {"num_hidden_layers": 3, "mlp_only_layers": [1]}
+    return transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(**COMMON | EXPERTS | experts | pattern | more))
+
+
 def deepseek_v3(q_rank: int | None = 24, **more: Any) -> nn.Module:
     sizes = COMMON | {"rms_norm_eps": 1e-6, "num_hidden_layers": 3, "num_key_value_heads": 4, **EXPERTS}
     del sizes["head_dim"]
@@ -215,6 +227,9 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "mixtral": mixtral,
     "qwen3-moe": qwen3_moe,
     "qwen3-moe, not normalised": lambda: qwen3_moe(False),
+    "qwen3-moe, dense layers": qwen3_moe_dense,
+    "qwen2-moe": qwen2_moe,
+    "qwen2-moe, normalised, no biases": lambda: qwen2_moe(norm_topk_prob=True, qkv_bias=False, mlp_only_layers=[]),
     "olmo2": olmo2,
     "olmoe": olmoe,
     "olmoe, normalised": lambda: olmoe(True),

@@ -1,6 +1,7 @@
 """Proves that models of `transformers` come in and go out: bit for bit, with their logits, and with the same tokens."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
@@ -8,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from shardwright.hugging_face.architecture import ARCHITECTURES, architecture_of
 from shardwright.system.errors import InputError
 from shardwright.training import importing
 from shardwright.training.exporting import export
@@ -65,6 +67,15 @@ def test_logits_are_those_of_transformers(family: str):
         assert logits_error(kept(family), kept(family), dtype) < tolerance
 
 
+@pytest.mark.parametrize("family", rest_prove(["qwen3-moe, dense layers", "qwen2-moe"], "qwen2-moe"))
+def test_the_layers_with_experts_are_those_of_transformers(family: str):
+    spec = open_weights(kept(family)).spec
+    of_experts = [name for name in tensors(kept(family)) if ".mlp.experts." in name]
+    expected = [any(f".layers.{layer}." in name for name in of_experts) for layer in range(spec.n_layers)]
+    assert [spec.has_experts(layer) for layer in range(spec.n_layers)] == expected
+    assert set(expected) == {False, True}
+
+
 @prove
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_configuration_that_is_written_says_the_same(family: str, tmp_path: Path):
@@ -106,7 +117,21 @@ def test_yarn_scales_the_scores_of_latent_attention(tmp_path: Path):
 
 @prove
 @pytest.mark.parametrize(
-    "family", ["gpt2", "llama", "smollm2", "qwen2", "gemma", "smollm3", "qwen3", "olmo2", "olmoe", "granite", "phi3"]
+    "family",
+    [
+        "gpt2",
+        "llama",
+        "smollm2",
+        "qwen2",
+        "gemma",
+        "smollm3",
+        "qwen3",
+        "olmo2",
+        "olmoe",
+        "granite",
+        "phi3",
+        "qwen2-moe",
+    ],
 )
 def test_an_export_generates_the_tokens_that_we_generate(family: str, tmp_path: Path):
     source = saved(tmp_path / "hf", FAMILIES[family])
@@ -119,6 +144,17 @@ def test_an_export_generates_the_tokens_that_we_generate(family: str, tmp_path: 
     for _ in range(24):
         found = torch.cat((found, model(found)[:, -1:].argmax(-1)), 1)
     assert found.tolist() == expected.tolist()
+
+
+def test_one_wide_shared_expert_is_several_narrow_ones():
+    spec = open_weights(kept("qwen2-moe")).spec
+    assert spec.moe is not None
+    several = replace(spec, moe=replace(spec.moe, n_shared=3, d_shared=0, first_dense=1, dense_layers=()))
+    one = replace(spec, moe=replace(spec.moe, n_shared=1, d_shared=60, first_dense=0, dense_layers=(0,)))
+    assert several.n_parameters == one.n_parameters
+    written = ARCHITECTURES["qwen2_moe"].config(several)
+    assert (written["shared_expert_intermediate_size"], written["mlp_only_layers"]) == (60, [0])
+    assert written == architecture_of(several).config(one)
 
 
 def test_an_architecture_that_does_not_fit_is_refused_with_the_reason(tmp_path: Path):

@@ -38,6 +38,12 @@ def _qwen2(*sizes: int, tied: bool = False) -> Config:
     return config
 
 
+def _qwen2_moe(*sizes: int, dense: int, **more: Any) -> Config:
+    config = _qwen2(*sizes, 151936) | {"model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"]} | more
+    experts = {"decoder_sparse_step": 1, "norm_topk_prob": False, "output_router_logits": False}
+    return config | experts | {"router_aux_loss_coef": 0.001, "intermediate_size": dense}
+
+
 def _gemma(*sizes: int, act: str) -> Config:
     more = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "head_dim": 256, "hidden_activation": None}
     return _config("gemma", "GemmaForCausalLM", (*sizes, 256000, 8192), **more) | {"hidden_act": act}
@@ -81,6 +87,20 @@ PUBLISHED: dict[str, tuple[Config, int]] = {
     "qwen2.5-7b": (_qwen2(28, 3584, 28, 4, 18944, 152064), 7_615_616_512),
     "qwen2.5-32b": (_qwen2(64, 5120, 40, 8, 27648, 152064), 32_763_876_352),
     "qwen2.5-72b": (_qwen2(80, 8192, 64, 8, 29568, 152064), 72_706_203_648),
+    "qwen1.5-moe-a2.7b": (
+        _qwen2_moe(
+            24, 2048, 16, 16, 5632, dense=5632, max_position_embeddings=8192, num_experts=60, num_experts_per_tok=4,
+            moe_intermediate_size=1408, shared_expert_intermediate_size=5632, use_sliding_window=False,
+        ),
+        14_315_784_192,
+    ),
+    "qwen2-57b-a14b": (
+        _qwen2_moe(
+            28, 3584, 28, 4, 18944, dense=18944, max_position_embeddings=131072, num_experts=64, num_experts_per_tok=8,
+            moe_intermediate_size=2560, shared_expert_intermediate_size=20480, mlp_only_layers=[],
+        ),
+        57_408_658_944,
+    ),
     "smollm3-3b": (
         _config(
             "smollm3", "SmolLM3ForCausalLM", (36, 2048, 16, 4, 11008, 128256, 65536), rms_norm_eps=1e-6,
@@ -200,6 +220,12 @@ def test_a_scale_without_meaning_is_refused(key: str, value: float):
 
 UNEVEN = ("sliding_attention", "full_attention") * 12 + ("sliding_attention",)
 WRONG = {
+    ("qwen2-57b-a14b", "shared_expert_intermediate_size", 0): "valid: 1 or more",
+    ("qwen2-57b-a14b", "decoder_sparse_step", 0): "moe.interval=0 is not positive; valid: 1 or more",
+    ("qwen2-57b-a14b", "decoder_sparse_step", 29): "leave none of n_layers=28 layers with experts",
+    ("qwen2-57b-a14b", "mlp_only_layers", (3, 28)): "moe.dense_layers has 28; valid: layers 0 to 27",
+    ("qwen2-57b-a14b", "mlp_only_layers", ("3",)): "mlp_only_layers=['3'] is not a list of whole numbers",
+    ("qwen2-57b-a14b", "mlp_only_layers", 3): "mlp_only_layers=3 is not a list of whole numbers",
     ("smollm3-3b", "no_rope_layers", (1, 0) * 18): "is not the pattern of no_rope_layer_interval=4 over 36 layers",
     ("smollm3-3b", "no_rope_layers", 3): "is not the pattern",
     ("smollm3-3b", "no_rope_layer_interval", 0): "is not a whole number above 0",

@@ -15,6 +15,9 @@ SWITCHES = SCALES | {"norm_position": "after", "qk_norm": True, "qk_norm_whole":
 OFFSET = SWITCHES | {"norm_position": "both", "norm_offset": True, "activation": "relu2", "tied_embedding": True}
 WITHOUT_BIAS = {"norm": "layernorm", "norm_bias": False, "activation": "gelu", "norm_position": "both"}
 PLACES = {"qkv_bias": True, "nope_interval": 2, "qk_norm": True}
+GATED_EXPERTS = replace(EXPERTS, n_shared=1, d_shared=12, shared_gate=True)
+DENSE = {"n_layers": 3, "moe": replace(GATED_EXPERTS, dense_layers=(1,))}
+EVERY_SECOND = {"n_layers": 4, "moe": replace(GATED_EXPERTS, interval=2), "mtp_modules": 1}
 MIXTURE = SWITCHES | {"moe": EXPERTS, "mtp_modules": 1}
 WINDOWS = {"window": 5, "global_interval": 2, "window_rope_theta": 300.0, "attention_sinks": True, "o_bias": True}
 CAPS = {"window": 7, "attention_softcap": 0.3, "logit_softcap": 0.2, "norm_position": "both", "qkv_bias": True}
@@ -45,6 +48,18 @@ CASES = {
     "soft caps, tp, chunked loss": (CAPS, Layout(tp=2, sequence_parallel=True, loss_chunk_tokens=8)),
     "soft caps, cp, pp": (CAPS, Layout(cp=2, pp=2)),
     "soft caps, zero 2": (CAPS, Layout(dp_shard=2, zero=2, recompute="selective")),
+    "gated shared experts, dense layers, tp, ep": (DENSE, Layout(tp=2, sequence_parallel=True, ep=2)),
+    "gated shared experts, dense layers, tp, selective": (
+        DENSE,
+        Layout(tp=4, sequence_parallel=True, recompute="selective"),
+    ),
+    "gated shared experts, dense layers, pp, ZeRO 1, full": (DENSE, Layout(pp=2, dp_shard=2, zero=1, recompute="full")),
+    "gated shared experts in every second layer, cp, ep": (EVERY_SECOND, Layout(cp=2, ep=2)),
+    "gated shared experts in every second layer, ZeRO 3, ep": (EVERY_SECOND, Layout(dp_shard=4, zero=3, ep=2)),
+    "gated shared experts in every second layer, split backward pass": (
+        EVERY_SECOND,
+        Layout(pp=2, pp_schedule="zb-h1"),
+    ),
     "LayerNorm without bias, tp": (WITHOUT_BIAS, Layout(tp=2, sequence_parallel=True)),
 }
 

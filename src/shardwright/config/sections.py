@@ -80,6 +80,7 @@ def _overrides(name: str, spec: type[Described]) -> Any:
     def override(field: dataclasses.Field[Any]) -> Any:
         table = MODEL_TABLES.get(field.name)
         kind: Any = field.type if table is None else _overrides(f"{table.__name__}Section", table)
+        kind = list[NotNegative] if kind == tuple[int, ...] else kind  # TOML has lists and no tuples
         return (kind | None, Field(None, description=field.metadata["help"]))
 
     changes = {field.name: override(field) for field in dataclasses.fields(spec)}
@@ -159,7 +160,11 @@ class ModelSection(_ModelOverrides):
 
 def table_of(spec: ModelSpec) -> dict[str, Any]:
     """Return a model as the section [model] of a run file, with every size."""
-    return {name: value for name, value in dataclasses.asdict(spec).items() if value is not None}
+
+    def lists(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in pairs}
+
+    return {name: value for name, value in dataclasses.asdict(spec, dict_factory=lists).items() if value is not None}
 
 
 def contradictions(saved: ModelSpec, wanted: ModelSpec, of: str) -> list[str]:

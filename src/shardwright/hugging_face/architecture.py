@@ -54,6 +54,7 @@ class Architecture:
     the name of a layer after the last; `copied`: our parameter -> its name there, if files repeat it. Empty: MTP
     modules are not supported.
     `also`: changes of `layer` for some models.
+    `derived`: model -> keys of config.json that are written from several of its fields, over those of `sizes`.
     `null_if_zero`: keys of config.json that are null where they are 0 here.
     `default_token_id`: the id of the tokens that begin and end a text if config.json does not give them; `transformers`
     writes it into configurations with a smaller vocabulary, too. None: no id outside the vocabulary is valid.
@@ -76,6 +77,7 @@ class Architecture:
     module: Table = field(default_factory=dict)
     copied: Table = field(default_factory=dict)
     also: Callable[[ModelSpec], Table] = lambda spec: {}
+    derived: Callable[[ModelSpec], Config] = lambda spec: {}
     null_if_zero: tuple[str, ...] = ()
     default_token_id: int | None = None
     ignored: Mapping[str, str] = field(default_factory=dict)
@@ -129,6 +131,8 @@ class Architecture:
                     yield f"{key}={value!r} is not a number; it is model.{ours} here"
                 elif kind is bool and not isinstance(value, bool):
                     yield f"{key}={value!r} is neither true nor false; it is model.{ours} here"
+                elif kind == tuple[int, ...] and not (isinstance(value, list) and all(type(n) is int for n in value)):
+                    yield f"{key}={value!r} is not a list of whole numbers; it is model.{ours} here"
                 elif ours == "n_heads" and value < 1:
                     yield f"{key}={value} is not positive; it is model.{ours} here"
 
@@ -151,6 +155,7 @@ class Architecture:
                 if not key.startswith("_"):
                     value = _value(spec, ours)
                     written[key] = None if value == 0 and key in self.null_if_zero else value
+        written |= self.derived(spec)
         written |= {key: value[0] if isinstance(value, tuple) else value for key, value in self.fixed.items()}
         return written | (write_rope(spec) if spec.positions == "rope" else {}) | self.written(spec)
 
@@ -187,7 +192,7 @@ def _value(spec: ModelSpec, path: str) -> Any:
     value: Any = spec
     for name in path.split("."):
         value = _ABSENT if value is None else getattr(value, name)
-    return value
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _build(values: Mapping[str, Any]) -> ModelSpec:

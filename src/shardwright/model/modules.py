@@ -242,10 +242,7 @@ def mixture(spec: ModelSizes) -> Iterator[Row]:
     moe = spec.moe
     assert moe is not None
     h, g, n, std = spec.d_model, moe.d_ffn, moe.n_experts, spec.init_std
-    yield Row(
-        name="ffn.router.weight", shape=(n, h), kind="router", std=std, matmul="all",
-        input=branch_input(spec, "ffn"), parts=(("router", n),),
-    )  # fmt: skip
+    yield _router(spec, "ffn.router", n)
     if moe.bias_rate:
         yield Row(name="ffn.router.bias", shape=(n,), kind="balance")
     if moe.keeps_load:
@@ -253,8 +250,18 @@ def mixture(spec: ModelSizes) -> Iterator[Row]:
     for inner in ("gate", "up") if spec.gated else ("up",):
         yield _expert(inner, (n, g, h), "routed", std)
     yield _expert("down", (n, h, g), "experts.inner", residual_std(spec))
-    if moe.n_shared:
-        yield from feed_forward(spec, "ffn.shared", moe.n_shared * g)
+    if moe.shared_width:
+        yield from feed_forward(spec, "ffn.shared", moe.shared_width)
+    if moe.shared_gate:
+        yield _router(spec, "ffn.shared_gate", 1)
+
+
+def _router(spec: ModelSizes, name: str, n_out: int) -> Row:
+    """Return the row of a linear of all tokens that is computed in fp32: a router, or the gate of shared experts."""
+    return Row(
+        name=f"{name}.weight", shape=(n_out, spec.d_model), kind="router", std=spec.init_std, matmul="all",
+        input=branch_input(spec, "ffn"), parts=((name.rpartition(".")[2], n_out),),
+    )  # fmt: skip
 
 
 def _expert(name: str, shape: tuple[int, int, int], input: str, std: float) -> Row:

@@ -76,6 +76,12 @@ def _qwen2(n_layers: int, d_model: int, n_heads: int, kv_heads: int, d_ffn: int,
     return _spec(n_layers, d_model, n_heads, kv_heads, d_model // n_heads, d_ffn, vocab, 32768, **more)
 
 
+def _qwen2_experts(n_experts: int, top_k: int, d_ffn: int, d_shared: int) -> MoESpec:
+    experts = _qwen3_experts(d_ffn)
+    experts = replace(experts, n_experts=n_experts, top_k=top_k, normalise=False)
+    return replace(experts, n_shared=1, d_shared=d_shared, shared_gate=True)
+
+
 def _qwen3(n_layers: int, d_model: int, n_heads: int, d_ffn: int, kv_heads: int = 8, **more: Any) -> ModelSpec:
     more |= {"norm_eps": 1e-6, "rope_theta": 1000000.0, "qk_norm": True}
     return _spec(n_layers, d_model, n_heads, kv_heads, 128, d_ffn, 151936, 40960, **more)
@@ -151,6 +157,18 @@ PRESETS: dict[str, ModelSpec] = {
     "qwen2.5-7b": _qwen2(28, 3584, 28, 4, 18944),
     "qwen2.5-32b": _qwen2(64, 5120, 40, 8, 27648),
     "qwen2.5-72b": _qwen2(80, 8192, 64, 8, 29568),
+    "qwen1.5-moe-a2.7b": replace(
+        _qwen2(24, 2048, 16, 16, 5632, 151936),
+        max_seq_len=8192,
+        tied_embedding=False,
+        moe=_qwen2_experts(60, 4, 1408, 5632),
+    ),
+    "qwen2-57b-a14b": replace(
+        _qwen2(28, 3584, 28, 4, 18944, 151936),
+        max_seq_len=131072,
+        tied_embedding=False,
+        moe=_qwen2_experts(64, 8, 2560, 20480),
+    ),
     "gemma-2b": _gemma(18, 2048, 8, 1, 16384),
     "gemma-7b": _gemma(28, 3072, 16, 16, 24576),
     "gemma2-2b": _gemma2(26, 2304, 8, 4, 256, 9216),

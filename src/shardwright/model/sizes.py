@@ -158,8 +158,9 @@ class ModelSizes:
     init_std: float = field(default=0.02, metadata={"help": "Standard deviation of the initial values of matrices."})
 
     def has_experts(self, layer: int) -> bool:
-        """Return whether layer number `layer` has a mixture of experts instead of its feed-forward network."""
-        return self.moe is not None and layer >= self.moe.first_dense
+        """Return whether layer number `layer` has a mixture of experts instead of its feed-forward network. The block
+        of a multi-token prediction module has the same kind of network as the last layer."""
+        return self.moe is not None and self.moe.in_layer(min(layer, self.n_layers - 1))
 
     def rotates(self, layer: int) -> bool:
         """Return whether layer number `layer`, from 0, rotates queries and keys."""
@@ -198,7 +199,7 @@ class ModelSizes:
     @property
     def n_expert_layers(self) -> int:
         """Layers with a mixture of experts."""
-        return 0 if self.moe is None else self.n_layers - self.moe.first_dense
+        return sum(map(self.has_experts, range(self.n_layers)))
 
     @property
     def draws(self) -> bool:

@@ -249,6 +249,11 @@ def _flat(spec: ModelSpec) -> dict[str, Any]:
         value = getattr(spec, key.name)
         if isinstance(value, MoESpec | LatentAttentionSpec):
             values |= {f"{key.name}.{inner.name}": getattr(value, inner.name) for inner in fields(value)}
+            if isinstance(value, MoESpec):  # several fields can say the same
+                for name in ("n_shared", "first_dense", "interval"):
+                    del values[f"moe.{name}"]
+                dense = tuple(layer for layer in range(spec.n_layers) if not spec.has_experts(layer))
+                values |= {"moe.d_shared": value.shared_width, "moe.dense_layers": dense}
         elif not (value is None and key.name in ("moe", "latent_attention")):
             values[key.name] = value
     return values

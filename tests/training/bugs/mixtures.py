@@ -1,0 +1,49 @@
+"""Mixtures whose shared experts, dense layers, biases or tensors in files are wrong."""
+
+from dataclasses import replace
+
+from tests.mutation import Mutation
+from tests.training.bugs.bug import EP, EXPERTS, SP_EP, Bug, UnitBug
+
+FAMILIES = "tests/hugging_face/test_families.py"
+LOGITS = f"{FAMILIES}:test_logits_are_those_of_transformers"
+GATED = {"moe": replace(EXPERTS, n_shared=1, shared_gate=True)}
+IN_LAYER = "shardwright.model.sections:MoESpec.in_layer"
+
+SCALE = {
+    "shared experts have no gate": UnitBug(
+        Mutation("shardwright.model.moe:MoE.run_shared", "y_BTD * self.shared_gate(x_BTD)", "y_BTD"),
+        LOGITS,
+        ("qwen2-moe",),
+    ),
+    "the gate of shared experts is not a sigmoid": UnitBug(
+        Mutation(
+            "shardwright.model.moe:SharedGate.forward",
+            "F.linear(x_BTD.to(wide), self.weight.to(wide)).sigmoid()",
+            "F.linear(x_BTD.to(wide), self.weight.to(wide))",
+        ),
+        LOGITS,
+        ("qwen2-moe",),
+    ),
+    "with ep shared experts have no gate": Bug(
+        Mutation("shardwright.parallel.expert:ExchangingMoE.run", "self.run_shared(x_BTD)", "self.shared(x_BTD)"),
+        [EP, SP_EP],
+        spec=GATED,
+    ),
+    "the shared experts of Qwen2-MoE are as wide as one expert": UnitBug(
+        Mutation("shardwright.hugging_face.qwen2_moe:derived", "spec.moe.shared_width", "spec.moe.d_ffn"),
+        f"{FAMILIES}:test_one_wide_shared_expert_is_several_narrow_ones",
+    ),
+}
+OFF_BY_ONE = {
+    "layers with experts are counted from 0": UnitBug(
+        Mutation(IN_LAYER, "(layer + 1)", "layer"),
+        f"{FAMILIES}:test_the_layers_with_experts_are_those_of_transformers",
+        ("qwen3-moe, dense layers",),
+    ),
+    "dense layers are counted from 1": UnitBug(
+        Mutation(IN_LAYER, "layer not in self.dense_layers", "layer + 1 not in self.dense_layers"),
+        f"{FAMILIES}:test_the_layers_with_experts_are_those_of_transformers",
+        ("qwen2-moe",),
+    ),
+}
