@@ -186,6 +186,22 @@ def deepseek_v3(q_rank: int | None = 24, **more: Any) -> nn.Module:
     return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes | latent | experts | groups | more))
 
 
+def deepseek_v2(q_rank: int | None = 24, **more: Any) -> nn.Module:
+    sizes = COMMON | EXPERTS | {"rms_norm_eps": 1e-6, "num_hidden_layers": 3, "num_key_value_heads": 4}
+    del sizes["head_dim"]
+    latent = {
+        "q_lora_rank": q_rank,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+    }
+    experts = {"n_routed_experts": 8, "moe_intermediate_size": 12, "n_shared_experts": 2, "first_k_dense_replace": 1}
+    # Fewer groups than experts of a token: the best experts are not always in the best groups.
+    groups = {"n_group": 2, "topk_group": 1, "topk_method": "group_limited_greedy", "routed_scaling_factor": 2.5}
+    return transformers.DeepseekV2ForCausalLM(transformers.DeepseekV2Config(**sizes | latent | experts | groups | more))
+
+
 def olmo2() -> nn.Module:
     return transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**COMMON))
 
@@ -236,6 +252,10 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "granite": granite,
     "granite, biases": lambda: granite(attention_bias=True, mlp_bias=True),
     "phi3": phi3,
+    "deepseek-v2": deepseek_v2,
+    "deepseek-v2-lite, yarn": lambda: deepseek_v2(
+        None, topk_method="greedy", rope_parameters={"rope_theta": 150.0, **SCALINGS["yarn, mscale"]}
+    ),
     "deepseek-v3": deepseek_v3,
     "deepseek-v3, no query latent, yarn": lambda: deepseek_v3(
         None, rope_parameters={"rope_theta": 150.0, **SCALINGS["yarn, mscale"]}

@@ -131,6 +131,7 @@ def test_yarn_scales_the_scores_of_latent_attention(tmp_path: Path):
         "granite",
         "phi3",
         "qwen2-moe",
+        "deepseek-v2",
     ],
 )
 def test_an_export_generates_the_tokens_that_we_generate(family: str, tmp_path: Path):

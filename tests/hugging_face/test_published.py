@@ -44,6 +44,18 @@ def _qwen2_moe(*sizes: int, dense: int, **more: Any) -> Config:
     return config | experts | {"router_aux_loss_coef": 0.001, "intermediate_size": dense}
 
 
+def _deepseek_v2(*sizes: int, **more: Any) -> Config:
+    scaling = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707}
+    latent = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    experts = {
+        "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1, "moe_layer_freq": 1,
+        "norm_topk_prob": False, "scoring_func": "softmax", "aux_loss_alpha": 0.001, "seq_aux": True, "ep_size": 1,
+    }  # fmt: skip
+    config = _config("deepseek_v2", "DeepseekV2ForCausalLM", (*sizes, 102400, 163840), rms_norm_eps=1e-6, **more)
+    config |= {"rope_scaling": scaling | {"original_max_position_embeddings": 4096, "type": "yarn"}}
+    return config | {"rope_theta": 10000, "tie_word_embeddings": False, "pretraining_tp": 1} | latent | experts
+
+
 def _gemma(*sizes: int, act: str) -> Config:
     more = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "head_dim": 256, "hidden_activation": None}
     return _config("gemma", "GemmaForCausalLM", (*sizes, 256000, 8192), **more) | {"hidden_act": act}
@@ -100,6 +112,20 @@ PUBLISHED: dict[str, tuple[Config, int]] = {
             moe_intermediate_size=2560, shared_expert_intermediate_size=20480, mlp_only_layers=[],
         ),
         57_408_658_944,
+    ),
+    "deepseek-v2-lite": (
+        _deepseek_v2(
+            27, 2048, 16, 16, 10944, q_lora_rank=None, n_routed_experts=64, moe_intermediate_size=1408, n_group=1,
+            topk_group=1, topk_method="greedy", routed_scaling_factor=1.0,
+        ),
+        15_706_484_224,
+    ),
+    "deepseek-v2": (
+        _deepseek_v2(
+            60, 5120, 128, 128, 12288, q_lora_rank=1536, n_routed_experts=160, moe_intermediate_size=1536, n_group=8,
+            topk_group=3, topk_method="group_limited_greedy", routed_scaling_factor=16.0,
+        ),
+        235_741_434_880,
     ),
     "smollm3-3b": (
         _config(
@@ -220,6 +246,10 @@ def test_a_scale_without_meaning_is_refused(key: str, value: float):
 
 UNEVEN = ("sliding_attention", "full_attention") * 12 + ("sliding_attention",)
 WRONG = {
+    ("deepseek-v2", "norm_topk_prob", True): "norm_topk_prob=True is not supported for deepseek_v2; valid: False",
+    ("deepseek-v2", "topk_method", "noaux_tc"): "topk_method='noaux_tc' is not supported",
+    ("deepseek-v2", "topk_group", 9): "moe.groups_per_token=9 is more than moe.n_groups=8; valid: 1 to 8",
+    ("deepseek-v2", "moe_layer_freq", 2): "moe_layer_freq=2 is not supported",
     ("qwen2-57b-a14b", "shared_expert_intermediate_size", 0): "valid: 1 or more",
     ("qwen2-57b-a14b", "decoder_sparse_step", 0): "moe.interval=0 is not positive; valid: 1 or more",
     ("qwen2-57b-a14b", "decoder_sparse_step", 29): "leave none of n_layers=28 layers with experts",

@@ -7,7 +7,7 @@ import pytest
 from shardwright.layout.layout import Layout
 from shardwright.verification import Verifier
 from tests.marks import rest_prove
-from tests.training.bugs.bug import EXPERTS
+from tests.training.bugs.bug import EXPERTS, LATENT
 from tests.training.worlds import LONG
 
 SCALES = {"embedding_scale": 3.0, "residual_scale": 0.6, "attention_scale": 0.2, "logit_divisor": 1.7}
@@ -17,6 +17,8 @@ WITHOUT_BIAS = {"norm": "layernorm", "norm_bias": False, "activation": "gelu", "
 PLACES = {"qkv_bias": True, "nope_interval": 2, "qk_norm": True}
 GATED_EXPERTS = replace(EXPERTS, n_shared=1, d_shared=12, shared_gate=True)
 DENSE = {"n_layers": 3, "moe": replace(GATED_EXPERTS, dense_layers=(1,))}
+GROUPS = replace(EXPERTS, n_groups=2, groups_per_token=1, normalise=False, weight_scale=2.5, n_shared=2, first_dense=1)
+DEEPSEEK_V2 = {"moe": replace(GROUPS, bias_rate=0.0), "latent_attention": LATENT, "n_kv_heads": 4}
 EVERY_SECOND = {"n_layers": 4, "moe": replace(GATED_EXPERTS, interval=2), "mtp_modules": 1}
 MIXTURE = SWITCHES | {"moe": EXPERTS, "mtp_modules": 1}
 WINDOWS = {"window": 5, "global_interval": 2, "window_rope_theta": 300.0, "attention_sinks": True, "o_bias": True}
@@ -60,6 +62,7 @@ CASES = {
         EVERY_SECOND,
         Layout(pp=2, pp_schedule="zb-h1"),
     ),
+    "groups of softmax scores and latent attention, tp, ep": (DEEPSEEK_V2, Layout(tp=2, sequence_parallel=True, ep=2)),
     "LayerNorm without bias, tp": (WITHOUT_BIAS, Layout(tp=2, sequence_parallel=True)),
 }
 

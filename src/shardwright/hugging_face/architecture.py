@@ -54,7 +54,6 @@ class Architecture:
     the name of a layer after the last; `copied`: our parameter -> its name there, if files repeat it. Empty: MTP
     modules are not supported.
     `also`: changes of `layer` for some models.
-    `derived`: model -> keys of config.json that are written from several of its fields, over those of `sizes`.
     `null_if_zero`: keys of config.json that are null where they are 0 here.
     `default_token_id`: the id of the tokens that begin and end a text if config.json does not give them; `transformers`
     writes it into configurations with a smaller vocabulary, too. None: no id outside the vocabulary is valid.
@@ -77,7 +76,6 @@ class Architecture:
     module: Table = field(default_factory=dict)
     copied: Table = field(default_factory=dict)
     also: Callable[[ModelSpec], Table] = lambda spec: {}
-    derived: Callable[[ModelSpec], Config] = lambda spec: {}
     null_if_zero: tuple[str, ...] = ()
     default_token_id: int | None = None
     ignored: Mapping[str, str] = field(default_factory=dict)
@@ -155,7 +153,6 @@ class Architecture:
                 if not key.startswith("_"):
                     value = _value(spec, ours)
                     written[key] = None if value == 0 and key in self.null_if_zero else value
-        written |= self.derived(spec)
         written |= {key: value[0] if isinstance(value, tuple) else value for key, value in self.fixed.items()}
         return written | (write_rope(spec) if spec.positions == "rope" else {}) | self.written(spec)
 

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from shardwright.hugging_face import (
+    deepseek_v2,
     deepseek_v3,
     gemma,
     gemma2,
@@ -84,6 +85,7 @@ _BUILT_IN = (
     qwen3_moe,
     qwen2_moe,
     deepseek_v3,
+    deepseek_v2,
     olmo2,
     granite,
     phi3,

@@ -28,7 +28,7 @@ _DEFAULTS = {
 """Qwen2MoeConfig's defaults for missing keys, except the defaults of all architectures."""
 
 
-def derived(spec: ModelSpec) -> Config:
+def written(spec: ModelSpec) -> Config:
     """Return the dense layers, and the width of the one shared expert, which several make here."""
     return dense_layers(spec) | ({} if spec.moe is None else {_SHARED_WIDTH: spec.moe.shared_width})
 
@@ -58,7 +58,7 @@ QWEN2_MOE = register(
         | {"moe.n_shared": 1, "moe.shared_gate": True, "moe.score": "softmax", "moe.bias_rate": 0.0},
         fixed={"hidden_act": "silu", "use_sliding_window": False},
         complete=lambda config: llama.complete(_DEFAULTS | config),
-        derived=derived,
+        written=written,
         ends=llama.ENDS,
         layer=llama.ATTENTION | llama.NETWORK | EXPERTS | SHARED,
         ignored=llama.IGNORED,

@@ -133,6 +133,26 @@ _DEEPSEEK_MOE = MoESpec(
 )
 _DEEPSEEK_ATTENTION = LatentAttentionSpec(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
 
+_DEEPSEEK_V2_MOE = MoESpec(
+    n_experts=160,
+    top_k=6,
+    d_ffn=1536,
+    n_shared=2,
+    first_dense=1,
+    normalise=False,
+    weight_scale=16.0,
+    n_groups=8,
+    groups_per_token=3,
+    bias_rate=0.0,
+    aux_loss=0.001,
+)
+
+
+def _deepseek_v2(*sizes: int, **more: Any) -> ModelSpec:
+    scaling = RopeScaling(kind="yarn", factor=40.0, original_max_seq_len=4096, mscale=0.707, mscale_all_dim=0.707)
+    return _spec(*sizes, 102400, 163840, norm_eps=1e-6, rope_scaling=scaling, **more)
+
+
 PRESETS: dict[str, ModelSpec] = {
     "debug": _DEBUG,
     "debug-moe": replace(_DEBUG, moe=_DEBUG_MOE),
@@ -188,6 +208,14 @@ PRESETS: dict[str, ModelSpec] = {
     "mixtral-8x7b": _spec(32, 4096, 32, 8, 128, 14336, 32000, 32768, rope_theta=1000000.0, moe=_MIXTRAL),
     "qwen3-30b-a3b": _qwen3(48, 2048, 32, 6144, 4, moe=_qwen3_experts(768)),
     "qwen3-235b-a22b": _qwen3(94, 4096, 64, 12288, 4, moe=_qwen3_experts(1536)),
+    "deepseek-v2-lite": _deepseek_v2(
+        *(27, 2048, 16, 16, 128, 10944),
+        latent_attention=replace(_DEEPSEEK_ATTENTION, q_rank=0),
+        moe=replace(_DEEPSEEK_V2_MOE, n_experts=64, d_ffn=1408, weight_scale=1.0, n_groups=1, groups_per_token=1),
+    ),
+    "deepseek-v2": _deepseek_v2(
+        *(60, 5120, 128, 128, 128, 12288), latent_attention=_DEEPSEEK_ATTENTION, moe=_DEEPSEEK_V2_MOE
+    ),
     "deepseek-v3": _spec(
         *(61, 7168, 128, 128, 128, 18432, 129280, 4096),
         norm_eps=1e-6,

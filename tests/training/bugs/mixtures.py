@@ -30,8 +30,29 @@ SCALE = {
         [EP, SP_EP],
         spec=GATED,
     ),
+    "the experts of DeepSeek-V2 have no routed scaling factor": UnitBug(
+        Mutation("shardwright.model.moe:Router.forward", "weights_BTK * moe.weight_scale", "weights_BTK"),
+        LOGITS,
+        ("deepseek-v2",),
+    ),
+    "a group of DeepSeek-V2 is as good as its two best experts": UnitBug(
+        Mutation(
+            "shardwright.model.moe:Router.pick",
+            "1 if moe.score == 'softmax' else min(2, ranked_BTGe.shape[-1])",
+            "min(2, ranked_BTGe.shape[-1])",
+        ),
+        LOGITS,
+        ("deepseek-v2",),
+    ),
+    "the greedy choice of DeepSeek-V2-Lite is among groups": UnitBug(
+        Mutation(
+            "shardwright.hugging_face.deepseek_v2:complete", "_DEFAULTS | config | ungrouped", "_DEFAULTS | config"
+        ),
+        LOGITS,
+        ("deepseek-v2-lite, yarn",),
+    ),
     "the shared experts of Qwen2-MoE are as wide as one expert": UnitBug(
-        Mutation("shardwright.hugging_face.qwen2_moe:derived", "spec.moe.shared_width", "spec.moe.d_ffn"),
+        Mutation("shardwright.hugging_face.qwen2_moe:written", "spec.moe.shared_width", "spec.moe.d_ffn"),
         f"{FAMILIES}:test_one_wide_shared_expert_is_several_narrow_ones",
     ),
 }
