@@ -218,6 +218,12 @@ def granite(**more: Any) -> nn.Module:
     return transformers.GraniteForCausalLM(config)
 
 
+def granite_moe() -> nn.Module:
+    scales = {"embedding_multiplier": 3.5, "residual_multiplier": 0.7, "attention_multiplier": 0.11}
+    sizes = COMMON | EXPERTS | {"num_local_experts": 4, "logits_scaling": 1.9, "head_dim": 8}
+    return transformers.GraniteMoeForCausalLM(transformers.GraniteMoeConfig(**sizes | scales))
+
+
 def phi3(window: int | None = None) -> nn.Module:
     sizes = COMMON | {"head_dim": 8, "pad_token_id": 0, "sliding_window": window}
     return transformers.Phi3ForCausalLM(transformers.Phi3Config(**sizes))
@@ -251,6 +257,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "olmoe, normalised": lambda: olmoe(True),
     "granite": granite,
     "granite, biases": lambda: granite(attention_bias=True, mlp_bias=True),
+    "granite-moe": granite_moe,
     "phi3": phi3,
     "deepseek-v2": deepseek_v2,
     "deepseek-v2-lite, yarn": lambda: deepseek_v2(

@@ -92,7 +92,7 @@ def test_scaled_frequencies_are_those_of_transformers(kind: str):
     assert logits_error(kept(kind), kept("llama"), torch.float64) > 1e-3  # the same weights without scaling
 
 
-@pytest.mark.parametrize("family", ["gpt2", "deepseek-v3"])
+@pytest.mark.parametrize("family", ["gpt2", "deepseek-v3", "granite-moe"])
 def test_any_box_is_that_of_the_whole_parameter(family: str):
     with TemporaryDirectory() as folder, patch.object(importing, "BLOCK_BYTES", 700):
         import_weights(kept(family), Path(folder) / "weights")
@@ -132,6 +132,7 @@ def test_yarn_scales_the_scores_of_latent_attention(tmp_path: Path):
         "phi3",
         "qwen2-moe",
         "deepseek-v2",
+        "granite-moe",
     ],
 )
 def test_an_export_generates_the_tokens_that_we_generate(family: str, tmp_path: Path):

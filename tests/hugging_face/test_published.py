@@ -178,6 +178,12 @@ PUBLISHED: dict[str, tuple[Config, int]] = {
         ),
         3_821_079_552,
     ),
+    "granite-3.1-1b-a400m": (
+        _granite(1024, 512, logits_scaling=6.0, attention_multiplier=0.015625, rope_theta=1500000.0)
+        | {"model_type": "granitemoe", "architectures": ["GraniteMoeForCausalLM"], "num_hidden_layers": 24}
+        | {"num_attention_heads": 16, "num_local_experts": 32, "num_experts_per_tok": 8, "rms_norm_eps": 1e-6},
+        1_334_628_352,
+    ),
     "phi-4": (
         _config(
             "phi3", "Phi3ForCausalLM", (40, 5120, 40, 10, 17920, 100352, 16384), embd_pdrop=0.0, resid_pdrop=0.0,

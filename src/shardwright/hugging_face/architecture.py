@@ -23,8 +23,11 @@ _ABSENT = object()
 class Stored:
     """The place of Shardwright's parameters in one tensor of a file.
 
-    `name`: in the file; `{expert}` stands for the number of the expert if each has its own tensor.
+    `name`: in the file; `{expert}` stands for the number of the expert if each has its own tensor. Without it the
+    tensor of experts has all of them, as here: (experts, out, in).
     `transposed`: (in, out) in the file, as in GPT-2's Conv1D; (out, in) otherwise.
+    `alternating`: row i of parameter p of n stacked ones is row n i + p in the file, as gate and up in gpt-oss; without
+    it all rows of the first parameter come first.
     `interleaved`: the rotated elements of a head are paired 2i with 2i + 1 in the file, and i with i + C/2 here. The
     rotated elements are the parts of the row whose name ends with `_rope`.
     """
@@ -32,6 +35,7 @@ class Stored:
     name: str
     transposed: bool = False
     interleaved: bool = False
+    alternating: bool = False
 
 
 Table = dict[str | tuple[str, ...], str | Stored]

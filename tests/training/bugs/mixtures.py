@@ -56,6 +56,17 @@ SCALE = {
         f"{FAMILIES}:test_one_wide_shared_expert_is_several_narrow_ones",
     ),
 }
+SHARD = {
+    "gate and up of all experts in one tensor are swapped": UnitBug(
+        Mutation(
+            "shardwright.hugging_face.table:_tensors",
+            "[rows[name] for name in group]",
+            "[rows[name] for name in group[::-1]]",
+        ),
+        LOGITS,
+        ("granite-moe",),
+    ),
+}
 OFF_BY_ONE = {
     "layers with experts are counted from 0": UnitBug(
         Mutation(IN_LAYER, "(layer + 1)", "layer"),
