@@ -269,6 +269,7 @@ def _experts(rng: Random, layout: Layout, n_layers: int) -> MoESpec:
         first_dense=rng.choice((0, min(1, n_layers - 1))),
         interval=rng.choice((1, 1, min(2, n_layers))),
         dense_layers=rng.choice(((), (), (n_layers // 2,))),
+        bias=rng.random() < 0.3,
         score=rng.choice(get_args(Score)),
         normalise=top_k > 1 and rng.random() < 0.6,
         weight_scale=rng.choice((1.0, 2.5)),

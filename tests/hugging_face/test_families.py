@@ -1,6 +1,7 @@
 """Proves that models of `transformers` come in and go out: bit for bit, with their logits, and with the same tokens."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -9,7 +10,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from shardwright.hugging_face import gpt_oss, llama
 from shardwright.hugging_face.architecture import ARCHITECTURES, architecture_of
+from shardwright.hugging_face.table import file_tensors
+from shardwright.hugging_face.writer import write_weights
+from shardwright.model.modules import rows
 from shardwright.system.errors import InputError
 from shardwright.training import importing
 from shardwright.training.exporting import export
@@ -98,6 +103,33 @@ def test_any_box_is_that_of_the_whole_parameter(family: str):
         import_weights(kept(family), Path(folder) / "weights")
         boxes_are_those_of_the_whole(open_weights(kept(family)))
         boxes_are_those_of_the_whole(open_weights(Path(folder) / "weights"))
+
+
+def test_transposed_tensors_of_all_experts_are_read_as_they_are_written(tmp_path: Path):
+    table = replace(
+        ARCHITECTURES["mixtral"],
+        choices=ARCHITECTURES["mixtral"].choices | gpt_oss.CHOICES,
+        layer=llama.ATTENTION | gpt_oss.EXPERTS,
+    )
+    whole = open_weights(kept("mixtral")).spec
+    assert whole.moe is not None
+    spec = replace(whole, activation="swiglu_clamped", moe=replace(whole.moe, bias=True))
+    torch.manual_seed(0)
+    values = {name: torch.randn(row.shape) for name, row in rows(spec).items()}
+
+    def read(name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        return values[name][tuple(slice(o, o + n) for o, n in zip(offsets, shape, strict=True))]
+
+    stored = file_tensors(table, spec)
+    write_weights(tmp_path, stored, {each.name: "float32" for each in stored}, read, 10**9, lambda *_: None)
+    (tmp_path / "config.json").write_text(json.dumps(table.config(spec)))
+    gate_up, gate = tensors(tmp_path)["model.layers.1.mlp.experts.gate_up_proj"], values["layers.1.ffn.experts.gate"]
+    assert torch.equal(gate_up[2, :, 6], gate[2, 3])
+    with patch.dict(ARCHITECTURES, {"mixtral": table}):
+        weights = open_weights(tmp_path)
+        boxes_are_those_of_the_whole(weights)
+        for name, expected in values.items():
+            assert torch.equal(weights.read(name, (0,) * expected.dim(), expected.shape), expected), name
 
 
 def boxes_are_those_of_the_whole(weights: Weights) -> None:

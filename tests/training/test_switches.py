@@ -19,6 +19,8 @@ GATED_EXPERTS = replace(EXPERTS, n_shared=1, d_shared=12, shared_gate=True)
 DENSE = {"n_layers": 3, "moe": replace(GATED_EXPERTS, dense_layers=(1,))}
 GROUPS = replace(EXPERTS, n_groups=2, groups_per_token=1, normalise=False, weight_scale=2.5, n_shared=2, first_dense=1)
 DEEPSEEK_V2 = {"moe": replace(GROUPS, bias_rate=0.0), "latent_attention": LATENT, "n_kv_heads": 4}
+BIASED = {"activation": "swiglu_clamped", "moe": replace(EXPERTS, bias=True)}
+BIASED_BOTH = BIASED | {"n_layers": 3, "moe": replace(EXPERTS, bias=True, capacity_factor=1.0, first_dense=1)}
 EVERY_SECOND = {"n_layers": 4, "moe": replace(GATED_EXPERTS, interval=2), "mtp_modules": 1}
 MIXTURE = SWITCHES | {"moe": EXPERTS, "mtp_modules": 1}
 WINDOWS = {"window": 5, "global_interval": 2, "window_rope_theta": 300.0, "attention_sinks": True, "o_bias": True}
@@ -63,6 +65,13 @@ CASES = {
         Layout(pp=2, pp_schedule="zb-h1"),
     ),
     "groups of softmax scores and latent attention, tp, ep": (DEEPSEEK_V2, Layout(tp=2, sequence_parallel=True, ep=2)),
+    "biases of experts, clamped, tp, ep": (BIASED, Layout(tp=2, sequence_parallel=True, ep=2, recompute="none")),
+    "biases of experts with a capacity, clamped, ZeRO 3, ep, selective": (
+        BIASED_BOTH,
+        Layout(dp_shard=4, zero=3, ep=2, recompute="selective"),
+    ),
+    "biases of experts, clamped, pp, cp, ep, full": (BIASED_BOTH, Layout(pp=2, cp=2, ep=2, recompute="full")),
+    "biases of experts, clamped, split backward pass": (BIASED, Layout(pp=2, pp_schedule="zb-h1")),
     "LayerNorm without bias, tp": (WITHOUT_BIAS, Layout(tp=2, sequence_parallel=True)),
 }
 

@@ -237,7 +237,7 @@ def features(job: Job, candidates: Candidates, block: BlockShape) -> ledger.Inpu
         "normed_inputs": block.normed_inputs,
         "inner": block.inner,
         # Gate, up and, unless fused, silu(gate).
-        "made": 2 + (not stack.fused_gate) if block.gated else 1,
+        "made": 2 + (not (stack.fused_gate or model.activation == "swiglu_clamped")) if block.gated else 1,
         # Between the messages of ep experts are not compiled.
         "eager_gate": ((candidates.ep > 1) & (job.compiled and block.gated)).astype(np.int64),
         "tensors": 2 + block.gated,

@@ -45,7 +45,7 @@ class Row:
     """One parameter.
 
     `name`: within its layer (`attention.q.weight`) or, outside the layers, in the model (`norm.weight`).
-    `shape`: (out, in) of a matrix, (experts, out, in) of an expert, (n,) of a vector.
+    `shape`: (out, in) of a matrix, (experts, out, in) of experts, (experts, out) of their biases, (n,) of a vector.
     `std`: standard deviation of the normal initial values; 0: every element is `fill`.
     `matmul`: the tokens for which it is multiplied; None for norms, biases and embeddings that are only looked up.
     `input`: the tensor that the matmul reads. Rows of a layer with one `input` and split over their outputs are one
@@ -243,13 +243,15 @@ def mixture(spec: ModelSizes) -> Iterator[Row]:
     assert moe is not None
     h, g, n, std = spec.d_model, moe.d_ffn, moe.n_experts, spec.init_std
     yield _router(spec, "ffn.router", n)
+    if moe.bias:
+        yield Row(name="ffn.router.logit_bias", shape=(n,), kind="bias")
     if moe.bias_rate:
         yield Row(name="ffn.router.bias", shape=(n,), kind="balance")
     if moe.keeps_load:
         yield Row(name="ffn.router.load", shape=(n,), kind="balance", fill=1.0, counted=False)
     for inner in ("gate", "up") if spec.gated else ("up",):
-        yield _expert(inner, (n, g, h), "routed", std)
-    yield _expert("down", (n, h, g), "experts.inner", residual_std(spec))
+        yield from _expert(inner, (n, g, h), "routed", std, moe.bias)
+    yield from _expert("down", (n, h, g), "experts.inner", residual_std(spec), moe.bias)
     if moe.shared_width:
         yield from feed_forward(spec, "ffn.shared", moe.shared_width)
     if moe.shared_gate:
@@ -264,11 +266,13 @@ def _router(spec: ModelSizes, name: str, n_out: int) -> Row:
     )  # fmt: skip
 
 
-def _expert(name: str, shape: tuple[int, int, int], input: str, std: float) -> Row:
-    return Row(
+def _expert(name: str, shape: tuple[int, int, int], input: str, std: float, bias: bool) -> Iterator[Row]:
+    yield Row(
         name=f"ffn.experts.{name}", shape=shape, kind="expert", split="experts", std=std, matmul="routed", input=input,
         parts=((name, shape[1]),),
     )  # fmt: skip
+    if bias:
+        yield Row(name=f"ffn.experts.{name}_bias", shape=shape[:2], kind="bias", split="experts")
 
 
 def residual_std(spec: ModelSizes) -> float:

@@ -44,7 +44,7 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """Picks K experts for every token and computes their weights, in fp32 or wider for any type of parameters.
 
-        logits = x W^T      scores s = softmax(logits) or sigmoid(logits)      picked = top K of s + bias
+        logits = x W^T + c    scores s = softmax(logits) or sigmoid(logits)      picked = top K of s + bias
         weight_e = scale * s_e / sum of s over picked, or scale * s_e
 
     With groups of experts, a token picks from its best groups. The score of a group is the score of its best expert for
@@ -56,6 +56,7 @@ class Router(nn.Module):
         super().__init__()
         self.moe = moe
         self.weight = nn.Parameter(torch.empty(moe.n_experts, d_model))
+        self.logit_bias = nn.Parameter(torch.empty(moe.n_experts)) if moe.bias else None
         self.bias = nn.Parameter(torch.zeros(moe.n_experts), requires_grad=False) if moe.bias_rate else None
         # Load of the previous step, relative to the mean (`relative_load`).
         self.load = nn.Parameter(torch.ones(moe.n_experts), requires_grad=False) if moe.keeps_load else None
@@ -72,7 +73,8 @@ class Router(nn.Module):
         no expert computes."""
         moe = self.moe
         wide = torch.promote_types(x_BTD.dtype, torch.float32)
-        logits_BTE = F.linear(x_BTD.to(wide), self.weight.to(wide))
+        bias_E = None if self.logit_bias is None else self.logit_bias.to(wide)
+        logits_BTE = F.linear(x_BTD.to(wide), self.weight.to(wide), bias_E)
         scores_BTE = logits_BTE.softmax(-1) if moe.score == "softmax" else logits_BTE.sigmoid()
         if site_keys_B is not None and positions_T is not None:
             experts_BTK = self.pick(uniform(site_keys_B, positions_T, moe.n_experts), biased=False)

@@ -194,6 +194,10 @@ class MoESpec:
     dense_layers: tuple[int, ...] = field(
         default=(), metadata={"help": "Numbers of further layers, from 0, with a dense network (Qwen2-MoE)."}
     )
+    bias: bool = field(
+        default=False,
+        metadata={"help": "Bias in the router and in all matrices of the routed experts (gpt-oss); trained."},
+    )
     score: Score = field(
         default="softmax",
         metadata={"help": "Function from the router's logits to scores: softmax over the experts, or sigmoid of each."},

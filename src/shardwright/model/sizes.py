@@ -11,8 +11,8 @@ from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling
 
 Norm = Literal["rmsnorm", "layernorm"]
 NormPosition = Literal["before", "after", "both"]
-Activation = Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu2"]
-GATED = ("swiglu", "geglu", "geglu_tanh")
+Activation = Literal["swiglu", "swiglu_clamped", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu2"]
+GATED = ("swiglu", "swiglu_clamped", "geglu", "geglu_tanh")
 """The activations with two matrices in, gate and up; the others have only up."""
 Positions = Literal["rope", "learned"]
 
@@ -58,7 +58,8 @@ class ModelSizes:
         metadata={
             "help": "swiglu: down(silu(gate(x)) * up(x)); geglu, geglu_tanh: gelu instead of silu (Gemma: geglu_tanh); "
             "gelu, gelu_tanh: down(gelu(up(x))); relu2: down(relu(up(x))^2). gelu is exact, and gelu_tanh its "
-            "approximation by tanh, as in GPT-2."
+            "approximation by tanh, as in GPT-2. swiglu_clamped: down(g sigmoid(1.702 g) * (u + 1)), with g = gate(x) "
+            "up to 7 and u = up(x) within -7 and 7 (gpt-oss)."
         },
     )
     positions: Positions = field(

@@ -56,7 +56,37 @@ SCALE = {
         f"{FAMILIES}:test_one_wide_shared_expert_is_several_narrow_ones",
     ),
 }
+GPT_OSS = "tests/model/test_moe_models.py:test_the_mixture_of_gpt_oss_is_that_of_transformers"
+BIASED = {"activation": "swiglu_clamped", "moe": replace(EXPERTS, bias=True)}
+ACTIVATION = "shardwright.model.feed_forward:_ClampedSwiglu"
+
+REDUCTION = {
+    "on token shards the router has no bias": Bug(
+        Mutation("shardwright.parallel.routing:ShardedRouter.__init__", "router.logit_bias", "None"),
+        [SP_EP],
+        spec=BIASED,
+    ),
+    "rows of dropped tokens have a bias, and the gradient of the last expert's": UnitBug(
+        Mutation(
+            "shardwright.model.matmul:rows_of_experts",
+            "F.pad(bias_EF, (0, 0, 0, 1)).index_select(0, expert_R)",
+            "bias_EF.index_select(0, expert_R.clamp(max=len(bias_EF) - 1))",
+        ),
+        "tests/model/test_moe.py:test_rows_of_dropped_tokens_have_no_bias",
+    ),
+}
 SHARD = {
+    "rows of gate and up do not alternate": UnitBug(
+        Mutation("shardwright.hugging_face.table:_tensor", "len(parts) * row + part", "part * n_out + row"), GPT_OSS
+    ),
+    "the matrices of all experts are not transposed": UnitBug(
+        Mutation(
+            "shardwright.hugging_face.writer:tensor_of_file",
+            "whole.mT if tensor.transposed else whole",
+            "whole.reshape(tensor.shape)",
+        ),
+        GPT_OSS,
+    ),
     "gate and up of all experts in one tensor are swapped": UnitBug(
         Mutation(
             "shardwright.hugging_face.table:_tensors",
@@ -68,6 +98,24 @@ SHARD = {
     ),
 }
 OFF_BY_ONE = {
+    "the first row of an expert has the bias of the expert before": UnitBug(
+        Mutation(
+            "shardwright.model.matmul:rows_of_experts",
+            "torch.searchsorted(counts_E.cumsum(0), places_R, right=True)",
+            "torch.searchsorted(counts_E.cumsum(0), places_R, right=False)",
+        ),
+        GPT_OSS,
+    ),
+    "the clamped activation multiplies by up, not by up + 1": UnitBug(
+        Mutation(f"{ACTIVATION}.forward", "up.clamp(-LIMIT, LIMIT) + 1", "up.clamp(-LIMIT, LIMIT)"), GPT_OSS
+    ),
+    "gate is clamped on both sides": UnitBug(
+        Mutation(f"{ACTIVATION}.forward", "gate.clamp(max=LIMIT)", "gate.clamp(-1.0, LIMIT)"), GPT_OSS
+    ),
+    "the gradient of the clamped activation has the slope of silu": UnitBug(
+        Mutation(f"{ACTIVATION}.backward", "1 + SLOPE * g * (1 - gain)", "1 + g * (1 - gain)"),
+        "tests/model/test_switches.py:test_the_gradient_of_the_clamped_activation_is_that_of_autograd",
+    ),
     "layers with experts are counted from 0": UnitBug(
         Mutation(IN_LAYER, "(layer + 1)", "layer"),
         f"{FAMILIES}:test_the_layers_with_experts_are_those_of_transformers",
