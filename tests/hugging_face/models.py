@@ -202,6 +202,13 @@ def deepseek_v2(q_rank: int | None = 24, **more: Any) -> nn.Module:
     return transformers.DeepseekV2ForCausalLM(transformers.DeepseekV2Config(**sizes | latent | experts | groups | more))
 
 
+def glm4_moe(**more: Any) -> nn.Module:
+    experts = {"n_routed_experts": 8, "moe_intermediate_size": 12, "n_shared_experts": 2, "first_k_dense_replace": 1}
+    groups = {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 0}
+    sizes = COMMON | EXPERTS | {"num_hidden_layers": 3, "partial_rotary_factor": 1.0}
+    return transformers.Glm4MoeForCausalLM(transformers.Glm4MoeConfig(**sizes | experts | groups | more))
+
+
 def olmo2() -> nn.Module:
     return transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**COMMON))
 
@@ -262,6 +269,10 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "deepseek-v2": deepseek_v2,
     "deepseek-v2-lite, yarn": lambda: deepseek_v2(
         None, topk_method="greedy", rope_parameters={"rope_theta": 150.0, **SCALINGS["yarn, mscale"]}
+    ),
+    "glm-4.5": glm4_moe,
+    "glm-4.5, biases, norms of heads, not normalised": lambda: glm4_moe(
+        attention_bias=True, use_qk_norm=True, norm_topk_prob=False
     ),
     "deepseek-v3": deepseek_v3,
     "deepseek-v3, no query latent, yarn": lambda: deepseek_v3(

@@ -165,6 +165,7 @@ def test_yarn_scales_the_scores_of_latent_attention(tmp_path: Path):
         "qwen2-moe",
         "deepseek-v2",
         "granite-moe",
+        "glm-4.5",
     ],
 )
 def test_an_export_generates_the_tokens_that_we_generate(family: str, tmp_path: Path):

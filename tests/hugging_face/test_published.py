@@ -229,6 +229,34 @@ def test_the_configuration_of_kimi_k2_is_refused_for_its_weights_alone():
         find(config).spec(config | {"quantization_config": {"quant_method": "fp8"}})
 
 
+GLM_45 = {
+    "glm-4.5-air": ((46, 4096, 96, 8, 10944), {"moe_intermediate_size": 1408, "n_routed_experts": 128}, 106_852_251_264),
+    "glm-4.5": (
+        (92, 5120, 96, 8, 12288),
+        {"moe_intermediate_size": 1536, "n_routed_experts": 160, "first_k_dense_replace": 3, "use_qk_norm": True}
+        | {"routed_scaling_factor": 2.5},
+        352_797_829_024,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GLM_45)
+def test_glm_45_has_its_parameters_and_is_refused_for_its_partial_rotation_alone(name: str):
+    sizes, experts, n_parameters = GLM_45[name]
+    config = _config(
+        "glm4_moe", "Glm4MoeForCausalLM", (*sizes, 151552, 131072), head_dim=128, rms_norm_eps=1e-5, n_group=1,
+        topk_group=1, n_shared_experts=1, num_experts_per_tok=8, norm_topk_prob=True, rope_theta=1000000,
+        tie_word_embeddings=False, num_nextn_predict_layers=1, **{"first_k_dense_replace": 1, **experts},
+    ) | {"attention_bias": True}  # fmt: skip
+    whole = config | {"partial_rotary_factor": 1.0}
+    assert find(whole).spec(whole | {"num_nextn_predict_layers": 0}).n_parameters == n_parameters
+    assert find(whole).spec(whole).mtp_modules == 1
+    for refused in (config, config | {"partial_rotary_factor": 0.5}):
+        with pytest.raises(ConfigError) as error:
+            find(refused).spec(refused)
+        assert error.value.problems == ["partial_rotary_factor=0.5 is not supported for glm4_moe; valid: 1.0"]
+
+
 def test_an_unknown_architecture_names_its_blocks_that_no_table_has():
     config = PUBLISHED["olmo2-7b"][0] | {
         "model_type": "unknown", "attn_logit_softcapping_of_unknown": 50.0, "hidden_act": "quick_gelu",

@@ -18,6 +18,7 @@ from shardwright.hugging_face import (
     deepseek_v3,
     gemma,
     gemma2,
+    glm4_moe,
     gpt2,
     granite,
     granite_moe,
@@ -95,6 +96,7 @@ _BUILT_IN = (
     smollm3,
     gemma,
     gemma2,
+    glm4_moe,
 )  # their imports register them
 
 
