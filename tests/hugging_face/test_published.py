@@ -230,7 +230,9 @@ def test_the_configuration_of_kimi_k2_is_refused_for_its_weights_alone():
 
 
 GLM_45 = {
-    "glm-4.5-air": ((46, 4096, 96, 8, 10944), {"moe_intermediate_size": 1408, "n_routed_experts": 128}, 106_852_251_264),
+    "glm-4.5-air": (
+        (46, 4096, 96, 8, 10944), {"moe_intermediate_size": 1408, "n_routed_experts": 128}, 106_852_251_264,
+    ),
     "glm-4.5": (
         (92, 5120, 96, 8, 12288),
         {"moe_intermediate_size": 1536, "n_routed_experts": 160, "first_k_dense_replace": 3, "use_qk_norm": True}

@@ -171,9 +171,10 @@ def _means_of(model: ModelSpec, row: Row, tp: Ints, ep: Ints) -> tuple[Ints, Int
     if not row.trained:
         return none, none, none
     if row.split == "experts":
-        *experts, height, width = row.shape if len(row.shape) > 2 else (1, *row.shape)
-        per_expert = height + max(1, len(row.parts)) * width
-        return none, none, (experts[0] // ep * per_expert if row.parts else height // ep + width + none)
+        if len(row.shape) == 2:  # biases: one matrix, whose rows are the experts
+            return none, none, row.shape[0] // ep + row.shape[1]
+        experts, height, width = row.shape
+        return none, none, experts // ep * (height + max(1, len(row.parts)) * width)
     n_rows, n_columns = _rows_and_columns(model, row, tp)
     if len(row.shape) == 1:
         return n_rows, none, none

@@ -259,7 +259,7 @@ def mixture(spec: ModelSizes) -> Iterator[Row]:
 
 
 def _router(spec: ModelSizes, name: str, n_out: int) -> Row:
-    """Return the row of a linear of all tokens that is computed in fp32: a router, or the gate of shared experts."""
+    """Return the row of a router, or of the gate of shared experts, which every rank of tp has."""
     return Row(
         name=f"{name}.weight", shape=(n_out, spec.d_model), kind="router", std=spec.init_std, matmul="all",
         input=branch_input(spec, "ffn"), parts=((name.rpartition(".")[2], n_out),),

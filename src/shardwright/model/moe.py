@@ -173,16 +173,16 @@ def picked(experts_BTK: Tensor, n_experts: int) -> Tensor:
 
 
 class SharedGate(nn.Module):
-    """The factor of the shared experts' output, sigmoid(w x), in fp32 or wider (Qwen2-MoE)."""
+    """The factor of the shared experts' output, sigmoid(w x) (Qwen2-MoE). Unlike a router it decides nothing, so it is
+    computed in the type of x, which saves a copy of x in fp32."""
 
     def __init__(self, d_model: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(1, d_model))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """(B, T, D) -> (B, T, 1), in the type of `x_BTD`."""
-        wide = torch.promote_types(x_BTD.dtype, torch.float32)
-        return F.linear(x_BTD.to(wide), self.weight.to(wide)).sigmoid().to(x_BTD.dtype)
+        """(B, T, D) -> (B, T, 1)."""
+        return F.linear(x_BTD, self.weight.to(x_BTD.dtype)).sigmoid()
 
 
 class MoE(nn.Module):

@@ -19,8 +19,8 @@ SCALE = {
     "the gate of shared experts is not a sigmoid": UnitBug(
         Mutation(
             "shardwright.model.moe:SharedGate.forward",
-            "F.linear(x_BTD.to(wide), self.weight.to(wide)).sigmoid()",
-            "F.linear(x_BTD.to(wide), self.weight.to(wide))",
+            "F.linear(x_BTD, self.weight.to(x_BTD.dtype)).sigmoid()",
+            "F.linear(x_BTD, self.weight.to(x_BTD.dtype))",
         ),
         LOGITS,
         ("qwen2-moe",),
