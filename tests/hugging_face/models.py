@@ -209,6 +209,11 @@ def glm4_moe(**more: Any) -> nn.Module:
     return transformers.Glm4MoeForCausalLM(transformers.Glm4MoeConfig(**sizes | experts | groups | more))
 
 
+def gpt_oss(**more: Any) -> nn.Module:
+    sizes = COMMON | EXPERTS | {"num_hidden_layers": 3, "num_local_experts": 4, "sliding_window": 9}
+    return transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes | more))
+
+
 def olmo2() -> nn.Module:
     return transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**COMMON))
 
@@ -270,6 +275,8 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "deepseek-v2-lite, yarn": lambda: deepseek_v2(
         None, topk_method="greedy", rope_parameters={"rope_theta": 150.0, **SCALINGS["yarn, mscale"]}
     ),
+    "gpt-oss": gpt_oss,
+    "gpt-oss, yarn": lambda: gpt_oss(rope_parameters={"rope_theta": 150.0, **SCALINGS["yarn, exact bounds"]}),
     "glm-4.5": glm4_moe,
     "glm-4.5, biases, norms of heads, not normalised": lambda: glm4_moe(
         attention_bias=True, use_qk_norm=True, norm_topk_prob=False

@@ -20,6 +20,7 @@ from shardwright.hugging_face import (
     gemma2,
     glm4_moe,
     gpt2,
+    gpt_oss,
     granite,
     granite_moe,
     llama,
@@ -97,6 +98,7 @@ _BUILT_IN = (
     gemma,
     gemma2,
     glm4_moe,
+    gpt_oss,
 )  # their imports register them
 
 
