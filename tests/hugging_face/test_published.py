@@ -91,6 +91,16 @@ def _olmo3(*sizes: int) -> Config:
     return _config("olmo3", "Olmo3ForCausalLM", (*sizes, 100278, 65536), **more, layer_types=kinds)
 
 
+def _gpt_oss(n_layers: int, n_experts: int) -> Config:
+    scaling = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    config = _config("gpt_oss", "GptOssForCausalLM", (n_layers, 2880, 64, 8, 2880, 201088, 131072), head_dim=64)
+    kinds = ["sliding_attention", "full_attention"] * (n_layers // 2)
+    config |= {"rope_scaling": scaling | {"original_max_position_embeddings": 4096}, "rope_theta": 150000}
+    config |= {"num_local_experts": n_experts, "num_experts_per_tok": 4, "experts_per_token": 4, "layer_types": kinds}
+    config |= {"sliding_window": 128, "swiglu_limit": 7.0, "rms_norm_eps": 1e-5, "initial_context_length": 4096}
+    return config | {"attention_bias": True, "tie_word_embeddings": False, "router_aux_loss_coef": 0.9}
+
+
 PUBLISHED: dict[str, tuple[Config, int]] = {
     "gemma-2b": (_gemma(18, 2048, 8, 1, 16384, act="gelu"), 2_506_172_416),
     "gemma-7b": (_gemma(28, 3072, 16, 16, 24576, act="gelu_pytorch_tanh"), 8_537_680_896),
@@ -178,6 +188,8 @@ PUBLISHED: dict[str, tuple[Config, int]] = {
         ),
         3_821_079_552,
     ),
+    "gpt-oss-20b": (_gpt_oss(24, 32), 20_914_757_184),
+    "gpt-oss-120b": (_gpt_oss(36, 128), 116_829_156_672),
     "granite-3.1-1b-a400m": (
         _granite(1024, 512, logits_scaling=6.0, attention_multiplier=0.015625, rope_theta=1500000.0)
         | {"model_type": "granitemoe", "architectures": ["GraniteMoeForCausalLM"], "num_hidden_layers": 24}

@@ -153,6 +153,14 @@ def _deepseek_v2(*sizes: int, **more: Any) -> ModelSpec:
     return _spec(*sizes, 102400, 163840, norm_eps=1e-6, rope_scaling=scaling, **more)
 
 
+def _gpt_oss(n_layers: int, n_experts: int) -> ModelSpec:
+    scaling = RopeScaling(kind="yarn", factor=32.0, original_max_seq_len=4096, truncate=False)
+    more = {"rope_theta": 150000.0, "rope_scaling": scaling, "window": 128, "global_interval": 2}
+    more |= {"attention_sinks": True, "qkv_bias": True, "o_bias": True, "activation": "swiglu_clamped"}
+    moe = replace(_MIXTRAL, n_experts=n_experts, top_k=4, d_ffn=2880, bias=True, aux_loss=0.001)
+    return _spec(n_layers, 2880, 64, 8, 64, 2880, 201088, 131072, moe=moe, **more)
+
+
 PRESETS: dict[str, ModelSpec] = {
     "debug": _DEBUG,
     "debug-moe": replace(_DEBUG, moe=_DEBUG_MOE),
@@ -249,6 +257,8 @@ PRESETS: dict[str, ModelSpec] = {
         moe=MoESpec(n_experts=32, top_k=8, d_ffn=512, bias_rate=0.0),
     ),
     "phi-4": _spec(40, 5120, 40, 10, 128, 17920, 100352, 16384, rope_theta=250000.0),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
     "gpt2": _gpt(12, 768, 12, 50257, 1024),
     "gpt3-125m": _gpt3(12, 768, 12),
     "gpt3-350m": _gpt3(24, 1024, 16),
