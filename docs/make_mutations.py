@@ -59,6 +59,7 @@ test can see.
 FEATURES = {
     "dropout": "dropout",
     "moe": "experts",
+    "activation": "activation {}",
     "tied_embedding": "a tied embedding",
     "latent_attention": "latent attention",
     "n_layers": "{} layers",

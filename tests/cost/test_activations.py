@@ -134,10 +134,18 @@ def debug(**changes: object) -> ModelSpec:
     return replace(resolve("debug"), norm="layernorm", **changes)  # type: ignore[arg-type]
 
 
+def with_experts(**changes: object) -> ModelSpec:
+    spec = replace(resolve("debug-moe"), norm="layernorm")
+    assert spec.moe is not None
+    return replace(spec, moe=replace(spec.moe, **changes))  # type: ignore[arg-type]
+
+
 SMALL = {
     "llama": debug(),
     "gpt": debug(n_kv_heads=4, activation="gelu_tanh", positions="learned", bias=True),
     "mixture": replace(resolve("debug-moe"), norm="layernorm"),
+    "gated shared experts": with_experts(n_shared=1, shared_gate=True),
+    "biased experts": replace(with_experts(bias=True, d_ffn=128), activation="swiglu_clamped"),
     "latent": debug(
         n_kv_heads=4,
         latent_attention=LatentAttentionSpec(kv_rank=32, q_rank=48, nope_dim=16, rope_dim=8, v_dim=16),

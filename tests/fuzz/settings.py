@@ -269,12 +269,18 @@ def _experts(rng: Random, layout: Layout, n_layers: int) -> MoESpec:
     n_groups = rng.choice(divisors(n_experts))
     groups_per_token = rng.randint(1, n_groups)
     top_k = rng.randint(1, min(3, groups_per_token * n_experts // n_groups))
+    n_shared = layout.tp * rng.choice((0, 0, 1))  # the inner width is partitioned over tp
     return MoESpec(
         n_experts=n_experts,
         top_k=top_k,
         d_ffn=rng.randint(4, 24),
-        n_shared=layout.tp * rng.choice((0, 0, 1)),  # its inner width is partitioned over tp
+        n_shared=n_shared,
+        d_shared=layout.tp * rng.randint(1, 9) if n_shared and rng.random() < 0.4 else 0,
+        shared_gate=n_shared > 0 and rng.random() < 0.5,
         first_dense=rng.choice((0, min(1, n_layers - 1))),
+        interval=rng.choice((1, 1, min(2, n_layers))),
+        dense_layers=rng.choice(((), (), (n_layers // 2,))),
+        bias=rng.random() < 0.3,
         score=rng.choice(get_args(Score)),
         normalise=top_k > 1 and rng.random() < 0.6,
         weight_scale=rng.choice((1.0, 2.5)),

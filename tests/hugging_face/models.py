@@ -166,6 +166,18 @@ def qwen3_moe(normalise: bool = True) -> nn.Module:
     return transformers.Qwen3MoeForCausalLM(config)
 
 
+def qwen3_moe_dense() -> nn.Module:
+    pattern = {"num_hidden_layers": 5, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    sizes = COMMON | EXPERTS | {"num_experts": 4, "moe_intermediate_size": 20} | pattern
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes))
+
+
+def qwen2_moe(**more: Any) -> nn.Module:
+    experts = {"num_experts": 4, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 28}
+    pattern = {"num_hidden_layers": 3, "mlp_only_layers": [1]}
+    return transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(**COMMON | EXPERTS | experts | pattern | more))
+
+
 def deepseek_v3(q_rank: int | None = 24, **more: Any) -> nn.Module:
     sizes = COMMON | {"rms_norm_eps": 1e-6, "num_hidden_layers": 3, "num_key_value_heads": 4, **EXPERTS}
     del sizes["head_dim"]
@@ -179,6 +191,34 @@ def deepseek_v3(q_rank: int | None = 24, **more: Any) -> nn.Module:
     experts = {"n_routed_experts": 8, "moe_intermediate_size": 12, "n_shared_experts": 2, "first_k_dense_replace": 1}
     groups = {"n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0}
     return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes | latent | experts | groups | more))
+
+
+def deepseek_v2(q_rank: int | None = 24, **more: Any) -> nn.Module:
+    sizes = COMMON | EXPERTS | {"rms_norm_eps": 1e-6, "num_hidden_layers": 3, "num_key_value_heads": 4}
+    del sizes["head_dim"]
+    latent = {
+        "q_lora_rank": q_rank,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+    }
+    experts = {"n_routed_experts": 8, "moe_intermediate_size": 12, "n_shared_experts": 2, "first_k_dense_replace": 1}
+    # Fewer groups than experts of a token: the best experts are not always in the best groups.
+    groups = {"n_group": 2, "topk_group": 1, "topk_method": "group_limited_greedy", "routed_scaling_factor": 2.5}
+    return transformers.DeepseekV2ForCausalLM(transformers.DeepseekV2Config(**sizes | latent | experts | groups | more))
+
+
+def glm4_moe(**more: Any) -> nn.Module:
+    experts = {"n_routed_experts": 8, "moe_intermediate_size": 12, "n_shared_experts": 2, "first_k_dense_replace": 1}
+    groups = {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 0}
+    sizes = COMMON | EXPERTS | {"num_hidden_layers": 3, "partial_rotary_factor": 1.0}
+    return transformers.Glm4MoeForCausalLM(transformers.Glm4MoeConfig(**sizes | experts | groups | more))
+
+
+def gpt_oss(**more: Any) -> nn.Module:
+    sizes = COMMON | EXPERTS | {"num_hidden_layers": 3, "num_local_experts": 4, "sliding_window": 9}
+    return transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes | more))
 
 
 def olmo2() -> nn.Module:
@@ -195,6 +235,12 @@ def granite(**more: Any) -> nn.Module:
     scales = {"embedding_multiplier": 3.5, "residual_multiplier": 0.7, "attention_multiplier": 0.11}
     config = transformers.GraniteConfig(**COMMON | scales | {"logits_scaling": 1.9} | more)
     return transformers.GraniteForCausalLM(config)
+
+
+def granite_moe() -> nn.Module:
+    scales = {"embedding_multiplier": 3.5, "residual_multiplier": 0.7, "attention_multiplier": 0.11}
+    sizes = COMMON | EXPERTS | {"num_local_experts": 4, "logits_scaling": 1.9, "head_dim": 8}
+    return transformers.GraniteMoeForCausalLM(transformers.GraniteMoeConfig(**sizes | scales))
 
 
 LONGROPE = {
@@ -241,11 +287,15 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "mixtral": mixtral,
     "qwen3-moe": qwen3_moe,
     "qwen3-moe, not normalised": lambda: qwen3_moe(False),
+    "qwen3-moe, dense layers": qwen3_moe_dense,
+    "qwen2-moe": qwen2_moe,
+    "qwen2-moe, normalised, no biases": lambda: qwen2_moe(norm_topk_prob=True, qkv_bias=False, mlp_only_layers=[]),
     "olmo2": olmo2,
     "olmoe": olmoe,
     "olmoe, normalised": lambda: olmoe(True),
     "granite": granite,
     "granite, biases": lambda: granite(attention_bias=True, mlp_bias=True),
+    "granite-moe": granite_moe,
     "phi3": phi3,
     "phi3, partial rotation": lambda: phi3(fraction=0.75),
     "phi3, longrope, short": lambda: phi3(fraction=0.75, rope=LONGROPE, original_max_position_embeddings=48),
@@ -261,6 +311,16 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "glm4": glm4,
     "glm4, yarn": lambda: glm4(rope_parameters={"rope_theta": 150.0, **SCALINGS["yarn, exact bounds"]}),
     "glm": lambda: glm4("Glm"),
+    "deepseek-v2": deepseek_v2,
+    "deepseek-v2-lite, yarn": lambda: deepseek_v2(
+        None, topk_method="greedy", rope_parameters={"rope_theta": 150.0, **SCALINGS["yarn, mscale"]}
+    ),
+    "gpt-oss": gpt_oss,
+    "gpt-oss, yarn": lambda: gpt_oss(rope_parameters={"rope_theta": 150.0, **SCALINGS["yarn, exact bounds"]}),
+    "glm-4.5": glm4_moe,
+    "glm-4.5, biases, norms of heads, not normalised": lambda: glm4_moe(
+        attention_bias=True, use_qk_norm=True, norm_topk_prob=False
+    ),
     "deepseek-v3": deepseek_v3,
     "deepseek-v3, no query latent, yarn": lambda: deepseek_v3(
         None, rope_parameters={"rope_theta": 150.0, **SCALINGS["yarn, mscale"]}

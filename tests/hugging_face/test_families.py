@@ -1,6 +1,8 @@
 """Proves that models of `transformers` come in and go out: bit for bit, with their logits, and with the same tokens."""
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
@@ -8,6 +10,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from shardwright.hugging_face import gpt_oss, llama
+from shardwright.hugging_face.architecture import ARCHITECTURES, architecture_of
+from shardwright.hugging_face.table import file_tensors
+from shardwright.hugging_face.writer import write_weights
+from shardwright.model.modules import rows
 from shardwright.system.errors import InputError
 from shardwright.training import importing
 from shardwright.training.exporting import export
@@ -65,6 +72,15 @@ def test_logits_are_those_of_transformers(family: str):
         assert logits_error(kept(family), kept(family), dtype) < tolerance
 
 
+@pytest.mark.parametrize("family", rest_prove(["qwen3-moe, dense layers", "qwen2-moe"], "qwen2-moe"))
+def test_the_layers_with_experts_are_those_of_transformers(family: str):
+    spec = open_weights(kept(family)).spec
+    of_experts = [name for name in tensors(kept(family)) if ".mlp.experts." in name]
+    expected = [any(f".layers.{layer}." in name for name in of_experts) for layer in range(spec.n_layers)]
+    assert [spec.has_experts(layer) for layer in range(spec.n_layers)] == expected
+    assert set(expected) == {False, True}
+
+
 @prove
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_configuration_that_is_written_says_the_same(family: str, tmp_path: Path):
@@ -81,12 +97,39 @@ def test_scaled_frequencies_are_those_of_transformers(kind: str):
     assert logits_error(kept(kind), kept("llama"), torch.float64) > 1e-3  # the same weights without scaling
 
 
-@pytest.mark.parametrize("family", ["gpt2", "deepseek-v3", "glm4"])
+@pytest.mark.parametrize("family", ["gpt2", "deepseek-v3", "glm4", "granite-moe"])
 def test_any_box_is_that_of_the_whole_parameter(family: str):
     with TemporaryDirectory() as folder, patch.object(importing, "BLOCK_BYTES", 700):
         import_weights(kept(family), Path(folder) / "weights")
         boxes_are_those_of_the_whole(open_weights(kept(family)))
         boxes_are_those_of_the_whole(open_weights(Path(folder) / "weights"))
+
+
+def test_transposed_tensors_of_all_experts_are_read_as_they_are_written(tmp_path: Path):
+    table = replace(
+        ARCHITECTURES["mixtral"],
+        choices=ARCHITECTURES["mixtral"].choices | gpt_oss.CHOICES | {"attention_sinks": False},
+        layer=llama.ATTENTION | gpt_oss.EXPERTS,
+    )
+    whole = open_weights(kept("mixtral")).spec
+    assert whole.moe is not None
+    spec = replace(whole, activation="swiglu_clamped", moe=replace(whole.moe, bias=True))
+    torch.manual_seed(0)
+    values = {name: torch.randn(row.shape) for name, row in rows(spec).items()}
+
+    def read(name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        return values[name][tuple(slice(o, o + n) for o, n in zip(offsets, shape, strict=True))]
+
+    stored = file_tensors(table, spec)
+    write_weights(tmp_path, stored, {each.name: "float32" for each in stored}, read, 10**9, lambda *_: None)
+    (tmp_path / "config.json").write_text(json.dumps(table.config(spec)))
+    gate_up, gate = tensors(tmp_path)["model.layers.1.mlp.experts.gate_up_proj"], values["layers.1.ffn.experts.gate"]
+    assert torch.equal(gate_up[2, :, 6], gate[2, 3])
+    with patch.dict(ARCHITECTURES, {"mixtral": table}):
+        weights = open_weights(tmp_path)
+        boxes_are_those_of_the_whole(weights)
+        for name, expected in values.items():
+            assert torch.equal(weights.read(name, (0,) * expected.dim(), expected.shape), expected), name
 
 
 def boxes_are_those_of_the_whole(weights: Weights) -> None:
@@ -121,6 +164,10 @@ def test_yarn_scales_the_scores_of_latent_attention(tmp_path: Path):
         "phi3",
         "glm4",
         "starcoder2",
+        "qwen2-moe",
+        "deepseek-v2",
+        "granite-moe",
+        "glm-4.5",
     ],
 )
 def test_an_export_generates_the_tokens_that_we_generate(family: str, tmp_path: Path):
@@ -134,6 +181,17 @@ def test_an_export_generates_the_tokens_that_we_generate(family: str, tmp_path: 
     for _ in range(24):
         found = torch.cat((found, model(found)[:, -1:].argmax(-1)), 1)
     assert found.tolist() == expected.tolist()
+
+
+def test_one_wide_shared_expert_is_several_narrow_ones():
+    spec = open_weights(kept("qwen2-moe")).spec
+    assert spec.moe is not None
+    several = replace(spec, moe=replace(spec.moe, n_shared=3, d_shared=0, first_dense=1, dense_layers=()))
+    one = replace(spec, moe=replace(spec.moe, n_shared=1, d_shared=60, first_dense=0, dense_layers=(0,)))
+    assert several.n_parameters == one.n_parameters
+    written = ARCHITECTURES["qwen2_moe"].config(several)
+    assert (written["shared_expert_intermediate_size"], written["mlp_only_layers"]) == (60, [0])
+    assert written == architecture_of(several).config(one)
 
 
 def test_an_architecture_that_does_not_fit_is_refused_with_the_reason(tmp_path: Path):

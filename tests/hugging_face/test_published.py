@@ -38,6 +38,24 @@ def _qwen2(*sizes: int, tied: bool = False) -> Config:
     return config
 
 
+def _qwen2_moe(*sizes: int, dense: int, **more: Any) -> Config:
+    config = _qwen2(*sizes, 151936) | {"model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"]} | more
+    experts = {"decoder_sparse_step": 1, "norm_topk_prob": False, "output_router_logits": False}
+    return config | experts | {"router_aux_loss_coef": 0.001, "intermediate_size": dense}
+
+
+def _deepseek_v2(*sizes: int, **more: Any) -> Config:
+    scaling = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707}
+    latent = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    experts = {
+        "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1, "moe_layer_freq": 1,
+        "norm_topk_prob": False, "scoring_func": "softmax", "aux_loss_alpha": 0.001, "seq_aux": True, "ep_size": 1,
+    }  # fmt: skip
+    config = _config("deepseek_v2", "DeepseekV2ForCausalLM", (*sizes, 102400, 163840), rms_norm_eps=1e-6, **more)
+    config |= {"rope_scaling": scaling | {"original_max_position_embeddings": 4096, "type": "yarn"}}
+    return config | {"rope_theta": 10000, "tie_word_embeddings": False, "pretraining_tp": 1} | latent | experts
+
+
 def _gemma(*sizes: int, act: str) -> Config:
     more = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "head_dim": 256, "hidden_activation": None}
     return _config("gemma", "GemmaForCausalLM", (*sizes, 256000, 8192), **more) | {"hidden_act": act}
@@ -87,6 +105,16 @@ def _starcoder2(*sizes: int, theta: float, **more: Any) -> Config:
     return config | {"use_bias": True, "sliding_window": 4096}
 
 
+def _gpt_oss(n_layers: int, n_experts: int) -> Config:
+    scaling = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    config = _config("gpt_oss", "GptOssForCausalLM", (n_layers, 2880, 64, 8, 2880, 201088, 131072), head_dim=64)
+    kinds = ["sliding_attention", "full_attention"] * (n_layers // 2)
+    config |= {"rope_scaling": scaling | {"original_max_position_embeddings": 4096}, "rope_theta": 150000}
+    config |= {"num_local_experts": n_experts, "num_experts_per_tok": 4, "experts_per_token": 4, "layer_types": kinds}
+    config |= {"sliding_window": 128, "swiglu_limit": 7.0, "rms_norm_eps": 1e-5, "initial_context_length": 4096}
+    return config | {"attention_bias": True, "tie_word_embeddings": False, "router_aux_loss_coef": 0.9}
+
+
 PUBLISHED: dict[str, tuple[Config, int]] = {
     "gemma-2b": (_gemma(18, 2048, 8, 1, 16384, act="gelu"), 2_506_172_416),
     "gemma-7b": (_gemma(28, 3072, 16, 16, 24576, act="gelu_pytorch_tanh"), 8_537_680_896),
@@ -95,6 +123,34 @@ PUBLISHED: dict[str, tuple[Config, int]] = {
     "qwen2.5-7b": (_qwen2(28, 3584, 28, 4, 18944, 152064), 7_615_616_512),
     "qwen2.5-32b": (_qwen2(64, 5120, 40, 8, 27648, 152064), 32_763_876_352),
     "qwen2.5-72b": (_qwen2(80, 8192, 64, 8, 29568, 152064), 72_706_203_648),
+    "qwen1.5-moe-a2.7b": (
+        _qwen2_moe(
+            24, 2048, 16, 16, 5632, dense=5632, max_position_embeddings=8192, num_experts=60, num_experts_per_tok=4,
+            moe_intermediate_size=1408, shared_expert_intermediate_size=5632, use_sliding_window=False,
+        ),
+        14_315_784_192,
+    ),
+    "qwen2-57b-a14b": (
+        _qwen2_moe(
+            28, 3584, 28, 4, 18944, dense=18944, max_position_embeddings=131072, num_experts=64, num_experts_per_tok=8,
+            moe_intermediate_size=2560, shared_expert_intermediate_size=20480, mlp_only_layers=[],
+        ),
+        57_408_658_944,
+    ),
+    "deepseek-v2-lite": (
+        _deepseek_v2(
+            27, 2048, 16, 16, 10944, q_lora_rank=None, n_routed_experts=64, moe_intermediate_size=1408, n_group=1,
+            topk_group=1, topk_method="greedy", routed_scaling_factor=1.0,
+        ),
+        15_706_484_224,
+    ),
+    "deepseek-v2": (
+        _deepseek_v2(
+            60, 5120, 128, 128, 12288, q_lora_rank=1536, n_routed_experts=160, moe_intermediate_size=1536, n_group=8,
+            topk_group=3, topk_method="group_limited_greedy", routed_scaling_factor=16.0,
+        ),
+        235_741_434_880,
+    ),
     "smollm3-3b": (
         _config(
             "smollm3", "SmolLM3ForCausalLM", (36, 2048, 16, 4, 11008, 128256, 65536), rms_norm_eps=1e-6,
@@ -152,6 +208,14 @@ PUBLISHED: dict[str, tuple[Config, int]] = {
     "starcoder2-7b": (_starcoder2(32, 4608, 36, 4, 18432, theta=1000000.0), 7_173_923_840),
     "starcoder2-15b": (
         _starcoder2(40, 6144, 48, 4, 24576, theta=100000.0, tie_word_embeddings=False), 15_957_889_024
+    ),
+    "gpt-oss-20b": (_gpt_oss(24, 32), 20_914_757_184),
+    "gpt-oss-120b": (_gpt_oss(36, 128), 116_829_156_672),
+    "granite-3.1-1b-a400m": (
+        _granite(1024, 512, logits_scaling=6.0, attention_multiplier=0.015625, rope_theta=1500000.0)
+        | {"model_type": "granitemoe", "architectures": ["GraniteMoeForCausalLM"], "num_hidden_layers": 24}
+        | {"num_attention_heads": 16, "num_local_experts": 32, "num_experts_per_tok": 8, "rms_norm_eps": 1e-6},
+        1_334_628_352,
     ),
     "phi-4": (
         _config(
@@ -232,6 +296,36 @@ def test_the_configuration_of_kimi_k2_is_refused_for_its_weights_alone():
         find(config).spec(config | {"quantization_config": {"quant_method": "fp8"}})
 
 
+GLM_45 = {
+    "glm-4.5-air": (
+        (46, 4096, 96, 8, 10944), {"moe_intermediate_size": 1408, "n_routed_experts": 128}, 106_852_251_264,
+    ),
+    "glm-4.5": (
+        (92, 5120, 96, 8, 12288),
+        {"moe_intermediate_size": 1536, "n_routed_experts": 160, "first_k_dense_replace": 3, "use_qk_norm": True}
+        | {"routed_scaling_factor": 2.5},
+        352_797_829_024,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GLM_45)
+def test_glm_45_has_its_parameters_and_is_refused_for_its_partial_rotation_alone(name: str):
+    sizes, experts, n_parameters = GLM_45[name]
+    config = _config(
+        "glm4_moe", "Glm4MoeForCausalLM", (*sizes, 151552, 131072), head_dim=128, rms_norm_eps=1e-5, n_group=1,
+        topk_group=1, n_shared_experts=1, num_experts_per_tok=8, norm_topk_prob=True, rope_theta=1000000,
+        tie_word_embeddings=False, num_nextn_predict_layers=1, **{"first_k_dense_replace": 1, **experts},
+    ) | {"attention_bias": True}  # fmt: skip
+    whole = config | {"partial_rotary_factor": 1.0}
+    assert find(whole).spec(whole | {"num_nextn_predict_layers": 0}).n_parameters == n_parameters
+    assert find(whole).spec(whole).mtp_modules == 1
+    for refused in (config, config | {"partial_rotary_factor": 0.5}):
+        with pytest.raises(ConfigError) as error:
+            find(refused).spec(refused)
+        assert error.value.problems == ["partial_rotary_factor=0.5 is not supported for glm4_moe; valid: 1.0"]
+
+
 def test_an_unknown_architecture_names_its_blocks_that_no_table_has():
     config = PUBLISHED["olmo2-7b"][0] | {
         "model_type": "unknown", "attn_logit_softcapping_of_unknown": 50.0, "hidden_act": "quick_gelu",
@@ -256,6 +350,16 @@ def test_a_scale_without_meaning_is_refused(key: str, value: float):
 UNEVEN = ("sliding_attention", "full_attention") * 12 + ("sliding_attention",)
 LISTS = (("type", "longrope"), ("short_factor", (1.0, 1.0)), ("long_factor", (1.0,) * 64))
 WRONG = {
+    ("deepseek-v2", "norm_topk_prob", True): "norm_topk_prob=True is not supported for deepseek_v2; valid: False",
+    ("deepseek-v2", "topk_method", "noaux_tc"): "topk_method='noaux_tc' is not supported",
+    ("deepseek-v2", "topk_group", 9): "moe.groups_per_token=9 is more than moe.n_groups=8; valid: 1 to 8",
+    ("deepseek-v2", "moe_layer_freq", 2): "moe_layer_freq=2 is not supported",
+    ("qwen2-57b-a14b", "shared_expert_intermediate_size", 0): "valid: 1 or more",
+    ("qwen2-57b-a14b", "decoder_sparse_step", 0): "moe.interval=0 is not positive; valid: 1 or more",
+    ("qwen2-57b-a14b", "decoder_sparse_step", 29): "leave none of n_layers=28 layers with experts",
+    ("qwen2-57b-a14b", "mlp_only_layers", (3, 28)): "moe.dense_layers has 28; valid: layers 0 to 27",
+    ("qwen2-57b-a14b", "mlp_only_layers", ("3",)): "mlp_only_layers=['3'] is not a list of whole numbers",
+    ("qwen2-57b-a14b", "mlp_only_layers", 3): "mlp_only_layers=3 is not a list of whole numbers",
     ("smollm3-3b", "no_rope_layers", (1, 0) * 18): "is not the pattern of no_rope_layer_interval=4 over 36 layers",
     ("smollm3-3b", "no_rope_layers", 3): "is not the pattern",
     ("smollm3-3b", "no_rope_layer_interval", 0): "is not a whole number above 0",

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
+from shardwright.model.matmul import linear, rows_of_experts
 from shardwright.model.moe import MoE, Router, expert_layers, take_load
 from shardwright.model.presets import PRESETS
 from shardwright.model.sections import MoESpec
@@ -126,6 +127,17 @@ def test_a_layer_is_the_weighted_sum_of_its_experts(way: str, activation: str) -
     for name, expected in found[0].items():
         assert expected is not None
         assert (found[1][name] - expected).abs().max() <= 1e-13 * max(1, expected.abs().max()), name
+
+
+def test_rows_of_dropped_tokens_have_no_bias():
+    """Their outputs and gradients are not defined, so that one of NaN would be the bias's for all tokens."""
+    bias_EF = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    x_RD, weight_EFD = torch.randn(7, 5, dtype=torch.float64), torch.randn(3, 4, 5, dtype=torch.float64)
+    counts_E = torch.tensor([2, 0, 3])  # the last two rows belong to no expert
+    assert torch.equal(rows_of_experts(bias_EF, counts_E, 7)[5:], torch.zeros(2, 4, dtype=torch.float64))
+    dy_RF = torch.ones(7, 4, dtype=torch.float64).index_fill_(0, torch.tensor([5, 6]), torch.nan)
+    linear(x_RD, weight_EFD, bias_EF, counts_E).backward(dy_RF)
+    assert torch.equal(bias_EF.grad, counts_E.double()[:, None].expand(3, 4))
 
 
 @pytest.mark.parametrize("way", ["softmax", "sigmoid, groups", "shared"])

@@ -1,14 +1,19 @@
 """Proves that mixtures of experts and latent attention are those others trained: logits and gradients equal those of
 `transformers`' Mixtral, Qwen3-MoE and DeepSeek-V3 with the same weights, and the sizes are the published ones."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwright.model.moe import expert_layers
+from shardwright.hugging_face import gpt_oss, llama
+from shardwright.hugging_face.architecture import ARCHITECTURES
+from shardwright.hugging_face.table import file_tensors
+from shardwright.hugging_face.writer import tensor_of_file
+from shardwright.model.modules import mixture
+from shardwright.model.moe import MoE, expert_layers
 from shardwright.model.presets import PRESETS, resolve
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
@@ -118,6 +123,36 @@ def hf_deepseek(spec: ModelSpec, interleave: bool = False) -> nn.Module:
         if name.endswith(("q_a_layernorm", "kv_a_layernorm")):  # these two ignore the configuration
             module.variance_epsilon = spec.norm_eps
     return model
+
+
+def test_the_mixture_of_gpt_oss_is_that_of_transformers():
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+
+    spec = replace(MIXTRAL, activation="swiglu_clamped", moe=replace(moe_of(MIXTRAL), bias=True))
+    moe = moe_of(spec)
+    config = transformers.GptOssConfig(
+        hidden_size=spec.d_model, intermediate_size=moe.d_ffn, num_local_experts=moe.n_experts,
+        num_experts_per_tok=moe.top_k, experts_implementation="eager",
+    )  # fmt: skip
+    theirs, ours = GptOssMLP(config).double(), MoE(spec).double()
+    table = replace(ARCHITECTURES["mixtral"], layer=llama.ATTENTION | gpt_oss.EXPERTS)
+    stored = {name: p.detach().normal_() for name, p in theirs.named_parameters()}
+
+    def read(name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+        whole: Tensor = ours.get_parameter(name.removeprefix("layers.0.ffn."))
+        return whole[tuple(slice(o, o + n) for o, n in zip(offsets, shape, strict=True))]
+
+    tensors = [each for each in file_tensors(table, spec) if each.name.startswith("model.layers.0.mlp.")]
+    assert {each.name.removeprefix("model.layers.0.mlp."): each.shape for each in tensors} == {
+        name: tuple(tensor.shape) for name, tensor in stored.items()
+    }
+    for row in mixture(spec):
+        torch.nn.init.normal_(ours.get_parameter(row.name.removeprefix("ffn.")))
+    with torch.no_grad():
+        for each in tensors:
+            stored[each.name.removeprefix("model.layers.0.mlp.")].copy_(tensor_of_file(each, read, torch.float64))
+    x_BTD = 3 * torch.randn(2, 9, spec.d_model, dtype=torch.float64)  # some inner values are beyond the limit of 7
+    assert relative_error(ours(x_BTD), theirs(x_BTD)[0]) < 1e-13
 
 
 def hf_name(spec: ModelSpec, name: str) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.model.experts import Experts
-from shardwright.model.feed_forward import FeedForward
+from shardwright.model.feed_forward import FeedForward, swiglu_clamped
 from shardwright.model.norm import OffsetRMSNorm
 from shardwright.model.presets import PRESETS
 
@@ -45,14 +45,28 @@ def _tanh(x: Tensor) -> Tensor:
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
+def _clamped(gate: Tensor, up: Tensor) -> Tensor:
+    gate = gate.where(gate < 7, torch.tensor(7.0, dtype=gate.dtype))
+    return gate / (1 + torch.exp(-1.702 * gate)) * (up.clamp(-7, 7) + 1)
+
+
 FORMULAS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "swiglu": lambda gate, up: gate * gate.sigmoid() * up,
+    "swiglu_clamped": lambda gate, up: _clamped(gate, up),
     "geglu": lambda gate, up: _gelu(gate) * up,
     "geglu_tanh": lambda gate, up: _tanh(gate) * up,
     "gelu": lambda gate, up: _gelu(up),
     "gelu_tanh": lambda gate, up: _tanh(up),
     "relu2": lambda gate, up: up.clamp(min=0) ** 2,
 }
+
+
+def test_the_gradient_of_the_clamped_activation_is_that_of_autograd() -> None:
+    gate, up = (8 * torch.randn(64, dtype=torch.float64) for _ in range(2))
+    inputs = (gate.requires_grad_(), up.requires_grad_())
+    assert (gate > 7).any()
+    assert (up.abs() > 7).any()
+    assert torch.autograd.gradcheck(swiglu_clamped, inputs, raise_exception=False)
 
 
 @pytest.mark.parametrize("activation", FORMULAS)
@@ -67,7 +81,7 @@ def test_networks_are_their_formulas(activation: str) -> None:
     for name in matrices if spec.gated else ("up", "down"):
         getattr(network, name).weight.data = matrices[name]
         getattr(experts, name).data = matrices[name].unsqueeze(0)
-    x_BTD = torch.randn(2, 3, 8, dtype=torch.float64)
+    x_BTD = 4 * torch.randn(2, 3, 8, dtype=torch.float64)  # some inner values are beyond 7
     inner_BTF = FORMULAS[activation](x_BTD @ matrices["gate"].T, x_BTD @ matrices["up"].T)
     expected_BTD = inner_BTF @ matrices["down"].T
     torch.testing.assert_close(network(x_BTD), expected_BTD, rtol=1e-12, atol=1e-12)

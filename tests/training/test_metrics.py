@@ -54,7 +54,7 @@ LOAD = ExpertLoad(
 
 
 def test_the_load_of_experts_is_a_mean_over_the_layers_that_have_some():
-    assert expert_numbers(LOAD, moe(first_dense=1)) == {
+    assert expert_numbers(LOAD, moe(first_dense=1), (1, 2)) == {
         "load_max_over_mean": 2.5,
         "load_entropy": pytest.approx(0.5),
         "load_by_layer": [1.0, 4.0],
@@ -62,7 +62,7 @@ def test_the_load_of_experts_is_a_mean_over_the_layers_that_have_some():
 
 
 def test_losses_and_dropped_pairs_are_told_where_the_run_file_has_them():
-    told = expert_numbers(LOAD, moe(first_dense=1, capacity_factor=1.0, aux_loss=0.1, z_loss=0.001))
+    told = expert_numbers(LOAD, moe(capacity_factor=1.0, aux_loss=0.1, z_loss=0.001), (1, 2))
     assert told["dropped_fraction"] == 0.25
     assert (told["balance_loss"], told["z_loss"]) == (pytest.approx(0.5), pytest.approx(0.03))
 

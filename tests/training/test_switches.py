@@ -8,7 +8,7 @@ from shardwright.layout.layout import Layout
 from shardwright.model.sections import RopeScaling
 from shardwright.verification import Verifier
 from tests.marks import rest_prove
-from tests.training.bugs.bug import EXPERTS
+from tests.training.bugs.bug import EXPERTS, LATENT
 from tests.training.worlds import LONG
 
 SCALES = {"embedding_scale": 3.0, "residual_scale": 0.6, "attention_scale": 0.2, "logit_divisor": 1.7}
@@ -19,6 +19,13 @@ STARCODER = {"norm": "layernorm", "bias": True, "activation": "gelu_tanh", "rope
 FACTORS = {"short_factor": (1.0,) * 4, "long_factor": (1.0, 1.5, 3.0, 9.0), "original_max_seq_len": LONG.seq_len - 1}
 LONGROPE = {"rope_scaling": RopeScaling(kind="longrope", factor=2.0, **FACTORS)}
 PLACES = {"qkv_bias": True, "nope_interval": 2, "qk_norm": True, "rope_fraction": 0.5}
+GATED_EXPERTS = replace(EXPERTS, n_shared=1, d_shared=12, shared_gate=True)
+DENSE = {"n_layers": 3, "moe": replace(GATED_EXPERTS, dense_layers=(1,))}
+GROUPS = replace(EXPERTS, n_groups=2, groups_per_token=1, normalise=False, weight_scale=2.5, n_shared=2, first_dense=1)
+DEEPSEEK_V2 = {"moe": replace(GROUPS, bias_rate=0.0), "latent_attention": LATENT, "n_kv_heads": 4}
+BIASED = {"activation": "swiglu_clamped", "moe": replace(EXPERTS, bias=True)}
+BIASED_BOTH = BIASED | {"n_layers": 3, "moe": replace(EXPERTS, bias=True, capacity_factor=1.0, first_dense=1)}
+EVERY_SECOND = {"n_layers": 4, "moe": replace(GATED_EXPERTS, interval=2), "mtp_modules": 1}
 MIXTURE = SWITCHES | {"moe": EXPERTS, "mtp_modules": 1}
 WINDOWS = {"window": 5, "global_interval": 2, "window_rope_theta": 300.0, "attention_sinks": True, "o_bias": True}
 CAPS = {"window": 7, "attention_softcap": 0.3, "logit_softcap": 0.2, "norm_position": "both", "qkv_bias": True}
@@ -57,6 +64,26 @@ CASES = {
     ),
     "longrope beyond the first length, cp": (LONGROPE, Layout(cp=2)),
     "LayerNorm and biases, tp with replicas of kv heads": (STARCODER, Layout(tp=4, sequence_parallel=True)),
+    "gated shared experts, dense layers, tp, ep": (DENSE, Layout(tp=2, sequence_parallel=True, ep=2)),
+    "gated shared experts, dense layers, tp, selective": (
+        DENSE,
+        Layout(tp=4, sequence_parallel=True, recompute="selective"),
+    ),
+    "gated shared experts, dense layers, pp, ZeRO 1, full": (DENSE, Layout(pp=2, dp_shard=2, zero=1, recompute="full")),
+    "gated shared experts in every second layer, cp, ep": (EVERY_SECOND, Layout(cp=2, ep=2)),
+    "gated shared experts in every second layer, ZeRO 3, ep": (EVERY_SECOND, Layout(dp_shard=4, zero=3, ep=2)),
+    "gated shared experts in every second layer, split backward pass": (
+        EVERY_SECOND,
+        Layout(pp=2, pp_schedule="zb-h1"),
+    ),
+    "groups of softmax scores and latent attention, tp, ep": (DEEPSEEK_V2, Layout(tp=2, sequence_parallel=True, ep=2)),
+    "biases of experts, clamped, tp, ep": (BIASED, Layout(tp=2, sequence_parallel=True, ep=2, recompute="none")),
+    "biases of experts with a capacity, clamped, ZeRO 3, ep, selective": (
+        BIASED_BOTH,
+        Layout(dp_shard=4, zero=3, ep=2, recompute="selective"),
+    ),
+    "biases of experts, clamped, pp, cp, ep, full": (BIASED_BOTH, Layout(pp=2, cp=2, ep=2, recompute="full")),
+    "biases of experts, clamped, split backward pass": (BIASED, Layout(pp=2, pp_schedule="zb-h1")),
     "LayerNorm without bias, tp": (WITHOUT_BIAS, Layout(tp=2, sequence_parallel=True)),
 }
 

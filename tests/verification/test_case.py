@@ -107,6 +107,17 @@ def test_experts_are_few_and_every_choice_of_their_routing_is_kept(preset: str, 
     assert (small.n_groups > 1) == (whole.n_groups > 1)
 
 
+def test_gated_shared_experts_and_the_pattern_of_dense_layers_are_kept():
+    moe = MoESpec(n_experts=16, top_k=2, d_ffn=64, n_shared=1, d_shared=192, shared_gate=True, dense_layers=(4, 9))
+    for experts in (moe, replace(moe, dense_layers=(), interval=3)):
+        small = cut_spec(replace(PRESETS["debug"], n_layers=24, moe=experts), 8)
+        assert not small.problems()
+        assert small.moe is not None
+        assert small.moe.shared_gate
+        assert small.moe.d_shared % 8 == 0
+        assert list(map(small.has_experts, range(2))) == [False, True]
+
+
 @given(
     size=st.integers(1, 12),
     groups=st.integers(1, 9),

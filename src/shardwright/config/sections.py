@@ -80,8 +80,10 @@ def _overrides(name: str, spec: type[Described]) -> Any:
     def override(field: dataclasses.Field[Any]) -> Any:
         table = MODEL_TABLES.get(field.name)
         kind: Any = field.type if table is None else _overrides(f"{table.__name__}Section", table)
-        if field.default == ():
-            kind = Annotated[kind, Strict(False)]  # TOML has lists and no tuples
+        if kind == tuple[int, ...]:
+            kind = list[NotNegative]  # TOML has lists and no tuples
+        elif field.default == ():
+            kind = Annotated[kind, Strict(False)]
         return (kind | None, Field(None, description=field.metadata["help"]))
 
     changes = {field.name: override(field) for field in dataclasses.fields(spec)}

@@ -15,6 +15,7 @@ A layer keeps the product of elements a token and tokens:
 | network   | residual stream; its norm, read by up (and gate)               | 2 h                      | T'     |
 |           | up, input of down; gated also gate; unfused also silu(gate)    | 2 f / t, 3 f / t, 4 f /t | T      |
 | both      | with dropout a mask of one byte                                | h bytes                  | T'     |
+| shared    | output of shared experts, if a gate multiplies it              | h                        | T'     |
 | mixture   | scores of the router, fp32; inputs, inner activations and      | k (2 h + 3 g)            | T'     |
 |           | outputs of k experts                                           |                          |        |
 
@@ -236,8 +237,9 @@ def features(job: Job, candidates: Candidates, block: BlockShape) -> ledger.Inpu
         "inputs": block.inputs,
         "normed_inputs": block.normed_inputs,
         "inner": block.inner,
+        "gated_outputs": int(any(row.module.endswith("shared_gate") for row in block.rows)),
         # Gate, up and, unless fused, silu(gate).
-        "made": 2 + (not stack.fused_gate) if block.gated else 1,
+        "made": 2 + (not (stack.fused_gate or model.activation == "swiglu_clamped")) if block.gated else 1,
         # Between the messages of ep experts are not compiled.
         "eager_gate": ((candidates.ep > 1) & (job.compiled and block.gated)).astype(np.int64),
         "tensors": 2 + block.gated,
@@ -283,7 +285,10 @@ def _attention(job: Job, f: Formulas) -> None:
 def _networks(job: Job, f: Formulas) -> None:
     """Add the networks that compute all tokens: a feed-forward network, or shared experts."""
     inner = f.T * f.inner / f.tp
-    f("kept of networks", inner * (f.made * f.e + f.e_input))
+    kept = inner * (f.made * f.e + f.e_input)
+    if np.any(f.gated_outputs):
+        kept = kept + f.T_shard * f.h * f.e * f.gated_outputs
+    f("kept of networks", kept)
     listed = inner * f.e
     f("listed of networks", listed + f.T_shard * f.h * f.e if job.stack.selective == "products" else listed)
     f("networks for W", inner * f.tensors * f.e)

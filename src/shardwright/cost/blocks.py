@@ -89,8 +89,8 @@ class BlockShape:
 
     @cached_property
     def experts(self) -> tuple[Row, ...]:
-        """Return the rows of experts."""
-        return tuple(row for row in self.rows if row.split == "experts")
+        """Return the matrices of experts."""
+        return tuple(row for row in self.rows if row.kind == "expert")
 
     @cached_property
     def norms(self) -> int:
@@ -178,8 +178,8 @@ class BlockShape:
 
     @cached_property
     def expert_numel(self) -> int:
-        """Return the elements of all experts."""
-        return sum(row.numel for row in self.experts)
+        """Return the elements of all experts, with their biases."""
+        return sum(row.numel for row in self.rows if row.split == "experts")
 
     @cached_property
     def network_numel(self) -> int:

@@ -363,6 +363,7 @@ _SYMBOLS = (
      "vectors; placed queries and keys; keys and values from latent vectors; padded results"),
     ("eager_gate", "", "1 where experts keep silu(gate) although other networks are compiled and do not"),
     ("first_pass tied_head", "", "1 where a step has one microbatch; elements of the head, if it is the embedding"),
+    ("gated_outputs", "", "outputs of shared experts that a gate multiplies"),
     ("copied_alone", "", "1 where only a copy in fp32 of a router's input is kept"),
     ("cut visiting expanded", "", "1 where tokens are gathered over tp; keys and values of other ranks of cp, for each "
      "own; those with all query heads, and their gradients"),

@@ -171,6 +171,8 @@ def _means_of(model: ModelSpec, row: Row, tp: Ints, ep: Ints) -> tuple[Ints, Int
     if not row.trained:
         return none, none, none
     if row.split == "experts":
+        if len(row.shape) == 2:  # biases: one matrix, whose rows are the experts
+            return none, none, row.shape[0] // ep + row.shape[1]
         experts, height, width = row.shape
         return none, none, experts // ep * (height + max(1, len(row.parts)) * width)
     n_rows, n_columns = _rows_and_columns(model, row, tp)
@@ -229,7 +231,7 @@ def _padding_of(model: ModelSpec, row: Row, tp: Ints, ep: Ints, over: Ints) -> I
         experts = row.shape[0] // ep
         if not np.any(by_row := experts % over > 0):
             return np.zeros_like(tp)
-        return np.asarray(by_row * (-row.shape[1] % over * experts * row.shape[2]))
+        return np.asarray(by_row * (-row.shape[1] % over * experts * math.prod(row.shape[2:])))
     n_rows, n_columns = _rows_and_columns(model, row, tp)
     return np.asarray(-n_rows % over * n_columns)
 
@@ -272,7 +274,7 @@ def _in_blocks_of(job: Job, row: Row, tp: Ints, ep: Ints) -> Ints:
         return np.stack([none] * 4)
     blocks = n_blocks(row.shape[-1], options["block_size"])
     if row.split == "experts":
-        rows_of_rank = row.shape[0] // ep * row.shape[1]
+        rows_of_rank = row.shape[0] // ep * math.prod(row.shape[1:-1])
         return np.stack([none, none, rows_of_rank * row.shape[-1], rows_of_rank * blocks])
     n_rows, n_columns = _rows_and_columns(model, row, tp)
     return np.stack([n_rows * n_columns, n_rows * blocks, none, none])

@@ -23,8 +23,11 @@ _ABSENT = object()
 class Stored:
     """The place of Shardwright's parameters in one tensor of a file.
 
-    `name`: in the file; `{expert}` stands for the number of the expert if each has its own tensor.
+    `name`: in the file; `{expert}` stands for the number of the expert if each has its own tensor. Without it the
+    tensor of experts has all of them, as here: (experts, out, in).
     `transposed`: (in, out) in the file, as in GPT-2's Conv1D; (out, in) otherwise.
+    `alternating`: row i of parameter p of n stacked ones is row n i + p in the file, as gate and up in gpt-oss; without
+    it all rows of the first parameter come first.
     `interleaved`: the rotated elements of a head are paired 2i with 2i + 1 in the file, and i with i + C/2 here. The
     rotated elements are the first `rope_dim` of each head, or in latent attention the parts of the row whose name ends
     with `_rope`. The bias has the same order.
@@ -33,6 +36,7 @@ class Stored:
     name: str
     transposed: bool = False
     interleaved: bool = False
+    alternating: bool = False
 
 
 Table = dict[str | tuple[str, ...], str | Stored]
@@ -134,6 +138,8 @@ class Architecture:
                     yield f"{key}={value!r} is not a number; it is model.{ours} here"
                 elif kind is bool and not isinstance(value, bool):
                     yield f"{key}={value!r} is neither true nor false; it is model.{ours} here"
+                elif kind == tuple[int, ...] and not (isinstance(value, list) and all(type(n) is int for n in value)):
+                    yield f"{key}={value!r} is not a list of whole numbers; it is model.{ours} here"
                 elif ours == "n_heads" and value < 1:
                     yield f"{key}={value} is not positive; it is model.{ours} here"
 
@@ -193,7 +199,7 @@ def _value(spec: ModelSpec, path: str) -> Any:
     value: Any = spec
     for name in path.split("."):
         value = _ABSENT if value is None else getattr(value, name)
-    return value
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _build(values: Mapping[str, Any]) -> ModelSpec:

@@ -35,12 +35,13 @@ MODULE: Table = {
     "norm": "shared_head.norm",
 }
 
-_QUERY = "self_attn.q_proj"
 _NO_MODULE = {"num_nextn_predict_layers": 0}
 
 
-def _has_query_latent(spec: ModelSpec) -> bool:
-    return spec.latent_attention is not None and spec.latent_attention.q_rank > 0
+def query(spec: ModelSpec) -> Table:
+    """Return the tensor of queries that are made from the residual stream itself, in models with such queries."""
+    narrow = spec.latent_attention is not None and spec.latent_attention.q_rank > 0
+    return {} if narrow else {"attention.q_up": Stored("self_attn.q_proj", interleaved=True)}
 
 
 def complete(config: Config) -> Config:
@@ -49,27 +50,34 @@ def complete(config: Config) -> Config:
     return llama.complete({**heads_and_groups, "norm_topk_prob": True, **_NO_MODULE} | config)
 
 
+MOE_SIZES = {
+    "moe.n_experts": "n_routed_experts",
+    "moe.top_k": "num_experts_per_tok",
+    "moe.d_ffn": "moe_intermediate_size",
+    "moe.n_shared": "n_shared_experts",
+    "moe.first_dense": "first_k_dense_replace",
+    "moe.weight_scale": "routed_scaling_factor",
+    "moe.n_groups": "n_group",
+    "moe.groups_per_token": "topk_group",
+}
+LATENT_SIZES: dict[str, str | tuple[str, ...]] = {
+    "n_kv_heads": ("num_attention_heads", "num_key_value_heads"),
+    "head_dim": "v_head_dim",
+    "latent_attention.kv_rank": "kv_lora_rank",
+    "latent_attention.q_rank": "q_lora_rank",
+    "latent_attention.nope_dim": "qk_nope_head_dim",
+    "latent_attention.rope_dim": "qk_rope_head_dim",
+    "latent_attention.v_dim": "v_head_dim",
+}
+
 DEEPSEEK_V3 = register(
     Architecture(
         model_type="deepseek_v3",
         class_name="DeepseekV3ForCausalLM",
-        sizes=llama.SIZES
-        | {
-            "n_kv_heads": ("num_attention_heads", "num_key_value_heads"),
-            "head_dim": "v_head_dim",
-            "latent_attention.kv_rank": "kv_lora_rank",
-            "latent_attention.q_rank": "q_lora_rank",
-            "latent_attention.nope_dim": "qk_nope_head_dim",
-            "latent_attention.rope_dim": "qk_rope_head_dim",
-            "latent_attention.v_dim": "v_head_dim",
-            "moe.n_experts": "n_routed_experts",
-            "moe.top_k": "num_experts_per_tok",
-            "moe.d_ffn": "moe_intermediate_size",
-            "moe.n_shared": "n_shared_experts",
-            "moe.first_dense": "first_k_dense_replace",
-            "moe.weight_scale": "routed_scaling_factor",
-            "moe.n_groups": "n_group",
-            "moe.groups_per_token": "topk_group",
+        sizes={
+            **llama.SIZES,
+            **LATENT_SIZES,
+            **MOE_SIZES,
             "moe.normalise": "norm_topk_prob",
             "mtp_modules": "num_nextn_predict_layers",
         },
@@ -87,7 +95,7 @@ DEEPSEEK_V3 = register(
         layer=ATTENTION | llama.NETWORK | EXPERTS | SHARED,
         module=MODULE,
         copied={"embedding": "embed_tokens", "head": "shared_head.head"},
-        also=lambda spec: {} if _has_query_latent(spec) else {"attention.q_up": Stored(_QUERY, interleaved=True)},
+        also=query,
         null_if_zero=("q_lora_rank",),
         ignored=llama.IGNORED
         | {r"model\.layers\.{n_layers}\..*": "config.json has no such module of multi-token prediction"},

@@ -14,18 +14,23 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from shardwright.hugging_face import (
+    deepseek_v2,
     deepseek_v3,
     gemma,
     gemma2,
     glm4,
+    glm4_moe,
     gpt2,
+    gpt_oss,
     granite,
+    granite_moe,
     llama,
     mistral,
     mixtral,
     olmo2,
     phi3,
     qwen2,
+    qwen2_moe,
     qwen3,
     qwen3_moe,
     smollm3,
@@ -83,9 +88,12 @@ _BUILT_IN = (
     gpt2,
     mixtral,
     qwen3_moe,
+    qwen2_moe,
     deepseek_v3,
+    deepseek_v2,
     olmo2,
     granite,
+    granite_moe,
     phi3,
     qwen2,
     smollm3,
@@ -93,6 +101,8 @@ _BUILT_IN = (
     gemma2,
     glm4,
     starcoder2,
+    glm4_moe,
+    gpt_oss,
 )  # their imports register them
 
 

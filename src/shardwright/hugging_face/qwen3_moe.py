@@ -1,7 +1,8 @@
-"""Qwen3 with a mixture of experts in every layer."""
+"""Qwen3 with a mixture of experts, in every layer or with dense layers in a pattern."""
 
 from shardwright.hugging_face import llama, qwen3, windows
-from shardwright.hugging_face.architecture import Architecture, Table, register
+from shardwright.hugging_face.architecture import Architecture, Config, Table, register
+from shardwright.model.spec import ModelSpec
 
 EXPERTS: Table = {
     "ffn_norm": "post_attention_layernorm",
@@ -10,6 +11,20 @@ EXPERTS: Table = {
     "ffn.experts.up": "mlp.experts.{expert}.up_proj.weight",
     "ffn.experts.down": "mlp.experts.{expert}.down_proj.weight",
 }
+DENSE = {"moe.interval": "decoder_sparse_step", "moe.dense_layers": "mlp_only_layers"}
+
+
+def dense_layers(spec: ModelSpec) -> Config:
+    """Return the numbers of the dense layers, besides those that the interval leaves out."""
+    moe = spec.moe
+    return {} if moe is None else {"mlp_only_layers": sorted({*range(moe.first_dense), *moe.dense_layers})}
+
+
+def complete(config: Config) -> Config:
+    """Return config.json with Qwen3MoeConfig's defaults."""
+    experts = {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    return qwen3.complete(experts | config, kv_heads=4)
+
 
 QWEN3_MOE = register(
     Architecture(
@@ -21,12 +36,14 @@ QWEN3_MOE = register(
             "moe.top_k": "num_experts_per_tok",
             "moe.d_ffn": "moe_intermediate_size",
             "moe.normalise": "norm_topk_prob",
+            **DENSE,
         },
         choices=qwen3.CHOICES | {"moe.score": "softmax", "moe.bias_rate": 0.0},
-        fixed=qwen3.FIXED | {"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
-        complete=lambda config: qwen3.complete({"norm_topk_prob": False} | config, kv_heads=4),
+        fixed=qwen3.FIXED | {"use_sliding_window": False},
+        complete=complete,
+        written=dense_layers,
         ends=llama.ENDS,
-        layer=qwen3.ATTENTION | EXPERTS,
+        layer=qwen3.ATTENTION | llama.NETWORK | EXPERTS,
         ignored=llama.IGNORED,
         problems=windows.refused,
     )

@@ -67,16 +67,21 @@ class HuggingFaceWeights:
 
     def _box(self, tensor: FileTensor, part: ParameterPart, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Return a box of one tensor of a file; `offsets` within the part."""
-        first = tensor.first_row(part) + offsets[0]
-        spans = [(first, first + shape[0]), *((o, o + n) for o, n in zip(offsets[1:], shape[1:], strict=True))]
-        if tensor.order is not None:
-            places = tensor.order[first : first + shape[0]]
-            low, high = (min(places), max(places) + 1) if places else (0, 0)
-            around = self._slice(tensor.name, [(low, high), *spans[1:]])
-            return around.index_select(0, torch.tensor([place - low for place in places], dtype=torch.long))
-        if tensor.transposed and len(spans) == 2:
-            return self._slice(tensor.name, spans[::-1]).T
-        return self._slice(tensor.name, spans)
+        dim = tensor.out_dim
+        first, n_rows = tensor.first_row(part) + offsets[dim], shape[dim]
+        spans = [(o, o + n) for o, n in zip(offsets, shape, strict=True)]
+        spans[dim] = (first, first + n_rows)
+        places = None if tensor.order is None else tensor.order[first : first + n_rows]
+        if places is not None:
+            spans[dim] = (min(places), max(places) + 1) if places else (0, 0)
+        if tensor.transposed:
+            box = self._slice(tensor.name, [*spans[:-2], spans[-1], spans[-2]]).mT
+        else:
+            box = self._slice(tensor.name, spans)
+        if places is None:
+            return box
+        low = spans[dim][0]
+        return box.index_select(dim, torch.tensor([place - low for place in places], dtype=torch.long))
 
     def _slice(self, name: str, spans: Sequence[tuple[int, int]]) -> Tensor:
         stored = self._held[name]

@@ -1,7 +1,7 @@
 """Maps parameters to tensors of files, from an architecture's table and the rows of the model; no torch.
 
 A tensor of a file is a stack of our parameters along the output dim, often of one. A parameter is in one tensor or, if
-it is of experts, in one for each.
+it is of experts, in one for each or in one for all experts.
 """
 
 import re
@@ -28,8 +28,8 @@ class FileTensor:
     """One tensor of a file.
 
     `parts`: the parameters stacked in it along the output dim, in order. `shape`: as in the file. `transposed`: (in,
-    out). `order`: for an interleaved tensor, for each of our rows its row in the file. `copy`: another tensor has the
-    same values; this one is written, and never read.
+    out). `order`: for a tensor with another order of rows, for each of our rows its row in the file. `copy`: another
+    tensor has the same values; this one is written, and never read. `stacks_experts`: the first dim is the expert.
     """
 
     name: str
@@ -38,6 +38,12 @@ class FileTensor:
     transposed: bool = False
     order: tuple[int, ...] | None = None
     copy: bool = False
+    stacks_experts: bool = False
+
+    @property
+    def out_dim(self) -> int:
+        """Return the output dim of the parameters, along which they are stacked."""
+        return int(self.stacks_experts)
 
     def first_row(self, part: ParameterPart) -> int:
         """Return the first row of a part along the output dim."""
@@ -73,7 +79,11 @@ def _tensors(spec: ModelSpec, table: Table, rows: dict[str, Row], ours: str, the
         if not row.counted:
             continue  # the load of the last step is a training state, not a weight
         module, _, kind = row.name.rpartition(".")
-        if module in stacked:
+        if row.name in stacked:
+            group = stacked[row.name]
+            if row.name == group[0]:
+                yield _tensor(spec, table[group], [rows[name] for name in group], ours, theirs, "")
+        elif module in stacked:
             group = stacked[module]
             if module == group[0]:
                 yield _tensor(spec, table[group], [rows[f"{name}.{kind}"] for name in group], ours, theirs, f".{kind}")
@@ -87,10 +97,9 @@ def _tensors(spec: ModelSpec, table: Table, rows: dict[str, Row], ours: str, the
 
 
 def _of_parameter(spec: ModelSpec, stored: str | Stored, row: Row, ours: str, theirs: str) -> Iterator[FileTensor]:
-    if row.kind != "expert":
+    if isinstance(stored, Stored) or "{expert}" not in stored:
         yield _tensor(spec, stored, [row], ours, theirs, "")
         return
-    assert isinstance(stored, str)
     n_experts, n_out, n_in = row.shape
     for expert in range(n_experts):
         part = ParameterPart(ours + row.name, expert, n_out)
@@ -99,13 +108,17 @@ def _of_parameter(spec: ModelSpec, stored: str | Stored, row: Row, ours: str, th
 
 def _tensor(spec: ModelSpec, stored: str | Stored, rows: list[Row], ours: str, theirs: str, suffix: str) -> FileTensor:
     stored = Stored(stored) if isinstance(stored, str) else stored
-    parts = tuple(ParameterPart(ours + row.name, None, row.shape[0]) for row in rows)
-    shape = (sum(part.n_rows for part in parts), *rows[0].shape[1:])
     assert not stored.interleaved or len(rows) == 1, f"{stored.name}: interleaved parameters are not stacked"
+    of_experts = rows[0].split == "experts"
+    lead, (n_out, *n_in) = rows[0].shape[:of_experts], rows[0].shape[of_experts:]
+    parts = tuple(ParameterPart(ours + row.name, None, row.shape[len(lead)]) for row in rows)
+    transposed = stored.transposed and len(n_in) > 0
+    last = [sum(part.n_rows for part in parts), *n_in]
     order = tuple(_interleaved(spec, rows[0])) if stored.interleaved else None
-    if stored.transposed:
-        shape = shape[::-1]
-    return FileTensor(theirs + stored.name + suffix, parts, shape, stored.transposed, order)
+    if stored.alternating:
+        order = tuple(len(parts) * row + part for part in range(len(parts)) for row in range(n_out))
+    shape = (*lead, *(last[::-1] if transposed else last))
+    return FileTensor(theirs + stored.name + suffix, parts, shape, transposed, order, stacks_experts=of_experts)
 
 
 def _interleaved(spec: ModelSpec, row: Row) -> Iterator[int]:

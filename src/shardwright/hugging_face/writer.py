@@ -91,16 +91,17 @@ def write_weights(
 
 def tensor_of_file(tensor: FileTensor, read: Read, dtype: torch.dtype) -> Tensor:
     """Return a tensor as a file of `transformers` has it, from our parameters."""
-    plain = tensor.shape[::-1] if tensor.transposed else tensor.shape
-    stack = []
+    dim, plain, stack = tensor.out_dim, list(tensor.shape), []
+    if tensor.transposed:
+        plain[-2:] = plain[:-3:-1]
     for part in tensor.parts:
-        shape = (part.n_rows, *plain[1:])
+        shape = (*plain[:dim], part.n_rows, *plain[dim + 1 :])
         offsets = (0,) * len(shape)
         if part.expert is None:
             stack.append(read(part.name, offsets, shape).to(dtype))
         else:
             stack.append(read(part.name, (part.expert, *offsets), (1, *shape)).squeeze(0).to(dtype))
-    whole = torch.cat(stack) if len(stack) > 1 else stack[0]
+    whole = torch.cat(stack, dim) if len(stack) > 1 else stack[0]
     if tensor.order is not None:
-        whole = torch.empty_like(whole).index_copy_(0, torch.tensor(tensor.order), whole)
-    return whole.T if tensor.transposed and whole.dim() == 2 else whole
+        whole = torch.empty_like(whole).index_copy_(dim, torch.tensor(tensor.order), whole)
+    return whole.mT if tensor.transposed else whole

@@ -99,7 +99,7 @@ class _Combine(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """E networks like `FeedForward`, without biases: down(act(gate x) * up x), or down(act(up x)).
+    """E networks like `FeedForward`: down(act(gate x) * up x), or down(act(up x)).
 
     The number of experts follows from the shapes of the matrices, so the module also works with a shard of the experts.
     """
@@ -107,31 +107,36 @@ class Experts(nn.Module):
     fp8: Fp8Linear | None = None
     """The fp8 recipe of the matmuls, or None."""
 
-    def __init__(self, n_experts: int, d_model: int, d_ffn: int, activation: str) -> None:
+    def __init__(self, n_experts: int, d_model: int, d_ffn: int, activation: str, bias: bool = False) -> None:
         super().__init__()
         self.activate = ACTIVATIONS[activation]
         gated = activation in GATED
         self.gate = nn.Parameter(torch.empty(n_experts, d_ffn, d_model)) if gated else None
         self.up = nn.Parameter(torch.empty(n_experts, d_ffn, d_model))
         self.down = nn.Parameter(torch.empty(n_experts, d_model, d_ffn))
+        self.gate_bias = nn.Parameter(torch.empty(n_experts, d_ffn)) if gated and bias else None
+        self.up_bias = nn.Parameter(torch.empty(n_experts, d_ffn)) if bias else None
+        self.down_bias = nn.Parameter(torch.empty(n_experts, d_model)) if bias else None
 
     def forward(self, x_RD: Tensor, counts_E: Tensor) -> Tensor:
         """(R, D) -> (R, D); rows are sorted by expert, and `counts_E` (integers) counts the rows of each expert. The
         outputs of rows after the last counted one are undefined, and those rows have no gradient."""
         # With expert parallelism the parameters are this rank's during the forward pass only.
         fp8, activate, gate, up = self.fp8, self.activate, self.gate, self.up
+        gate_bias, up_bias = self.gate_bias, self.up_bias
 
         def inner(x_RD: Tensor) -> Tensor:
-            up_RF = linear(x_RD, up, counts_E=counts_E, fp8=fp8)
+            up_RF = linear(x_RD, up, up_bias, counts_E, fp8=fp8)
             if gate is None:
                 return cast(Tensor, part("activation", activate, up_RF))
-            return cast(Tensor, part("activation", activate, linear(x_RD, gate, counts_E=counts_E, fp8=fp8), up_RF))
+            return cast(Tensor, part("activation", activate, linear(x_RD, gate, gate_bias, counts_E, fp8=fp8), up_RF))
 
-        inner_RF = part("experts", inner, x_RD, weights=[up] if gate is None else [gate, up])
-        return linear(inner_RF, self.down, counts_E=counts_E, fp8=fp8)
+        weights = [weight for weight in (gate, up, gate_bias, up_bias) if weight is not None]
+        inner_RF = part("experts", inner, x_RD, weights=weights)
+        return linear(inner_RF, self.down, self.down_bias, counts_E, fp8=fp8)
 
 
 def build_experts(spec: ModelSpec) -> Experts:
     """Return the experts of one layer of a spec that has experts."""
     assert spec.moe is not None
-    return Experts(spec.moe.n_experts, spec.d_model, spec.moe.d_ffn, spec.activation)
+    return Experts(spec.moe.n_experts, spec.d_model, spec.moe.d_ffn, spec.activation, spec.moe.bias)

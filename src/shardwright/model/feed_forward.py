@@ -4,7 +4,9 @@ Shapes: B batch, T tokens, D model, F ffn.
 """
 
 from collections.abc import Callable
+from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -34,6 +36,34 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+LIMIT, SLOPE = 7.0, 1.702
+
+
+def swiglu_clamped(gate: Tensor, up: Tensor) -> Tensor:
+    """Return g sigmoid(1.702 g) (u + 1), with g = min(gate, 7) and u = up within -7 and 7 (gpt-oss)."""
+    result: Tensor = _ClampedSwiglu.apply(gate, up)
+    return result
+
+
+class _ClampedSwiglu(torch.autograd.Function):
+    """Saves gate and up alone, as many tensors as swiglu needs with a fused kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        g = gate.clamp(max=LIMIT)
+        return g * torch.sigmoid(SLOPE * g) * (up.clamp(-LIMIT, LIMIT) + 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        (gate, up), dy = ctx.saved_tensors, grads[0]
+        g = gate.clamp(max=LIMIT)
+        gain = torch.sigmoid(SLOPE * g)
+        slope = gain * (1 + SLOPE * g * (1 - gain))
+        dgate = dy * (up.clamp(-LIMIT, LIMIT) + 1) * slope * (gate <= LIMIT)
+        return dgate, dy * g * gain * (up.abs() <= LIMIT)
+
+
 def geglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.gelu(gate) * up
 
@@ -53,6 +83,7 @@ def relu2(up: Tensor) -> Tensor:
 
 ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "swiglu": swiglu,
+    "swiglu_clamped": swiglu_clamped,
     "geglu": geglu,
     "geglu_tanh": geglu_tanh,
     "gelu": F.gelu,

@@ -4,9 +4,10 @@
     y = x W^T + b          dx = dy W          dW = dy^T x          db = the sum of dy over its rows
 
 With `counts_E` the matmul is grouped (grouped GEMM): rows of x are sorted by expert, counts_E[e] of them (integers)
-belong to expert e and are multiplied by its matrix W_e. Rows after the last counted one have undefined outputs and do
-not contribute to weight gradients. With `fp8` the operands are rounded to fp8 (`model/fp8.py`), except in weight
-gradients of grouped matmuls, whose scales would depend on which tokens are sent to a rank.
+belong to expert e and are multiplied by its matrix W_e; the bias is (E, F). Rows after the last counted one have
+undefined outputs and do not contribute to weight gradients. With `fp8` the operands are rounded to fp8
+(`model/fp8.py`), except in weight gradients of grouped matmuls, whose scales would depend on which tokens are sent to a
+rank.
 
 `linear` is the differentiable function that the modules of a model call. Layers with collectives between the matmuls
 (parallel/tensor.py) call the three functions themselves, and `weight_gradient_or_defer` in the backward pass.
@@ -33,10 +34,10 @@ def forward(
     out: Tensor | None = None,
     fp8: Fp8Linear | None = None,
 ) -> Tensor:
-    """Compute y; written into `out` (contiguous, not grouped) if given. A grouped matmul has no bias."""
+    """Compute y; written into `out` (contiguous, not grouped) if given. The bias of a grouped matmul is (E, F)."""
     if counts_E is not None:
-        assert bias_F is None
-        return _grouped(x, weight, counts_E, fp8, FORWARD)
+        y_RF = _grouped(x, weight, counts_E, fp8, FORWARD)
+        return y_RF if bias_F is None else y_RF + rows_of_experts(bias_F, counts_E, y_RF.shape[0])
     if fp8 is not None:
         y = fp8.forward(x, weight)
         y = y if bias_F is None else y + bias_F
@@ -157,7 +158,20 @@ class _LinearFunction(torch.autograd.Function):
         dx = input_gradient(dy, weight, counts_E, fp8=ctx.fp8) if ctx.needs_input_grad[0] else None
         wanted = ctx.needs_input_grad[1]
         dweight = weight_gradient_or_defer(ctx.weight, dy, x, counts_E, ctx.fp8) if wanted else None
-        return dx, dweight, dy.flatten(0, -2).sum(0) if ctx.has_bias else None, None, None, None
+        dbias = _bias_gradient(dy, counts_E) if ctx.has_bias else None
+        return dx, dweight, dbias, None, None, None
+
+
+def _bias_gradient(dy: Tensor, counts_E: Tensor | None) -> Tensor:
+    """Return db: the sum of dy over all rows, or over the rows of each expert."""
+    return dy.flatten(0, -2).sum(0) if counts_E is None else grouped_sum(dy, counts_E)
+
+
+def rows_of_experts(bias_EF: Tensor, counts_E: Tensor, n_rows: int) -> Tensor:
+    """Return for each row of a grouped matmul the vector of its expert, (R, F); 0 after the last counted row."""
+    places_R = torch.arange(n_rows, device=counts_E.device)
+    expert_R = torch.searchsorted(counts_E.cumsum(0), places_R, right=True)
+    return F.pad(bias_EF, (0, 0, 0, 1)).index_select(0, expert_R)
 
 
 class Linear(nn.Linear):
@@ -208,6 +222,18 @@ def grouped_weight_gradient(dy_RF: Tensor, x_RD: Tensor, counts_E: Tensor) -> Te
         torch.mm(dy_RF[start : start + count].T, x_RD[start : start + count], out=dweight_FD)
         start += count
     return dweight_EFD
+
+
+@torch.library.custom_op("shardwright::grouped_sum", mutates_args=())
+def grouped_sum(dy_RF: Tensor, counts_E: Tensor) -> Tensor:
+    """Return the sum of the rows of each expert; (R, F) -> (E, F), 0 for an expert without rows."""
+    ones_R1 = dy_RF.new_ones(dy_RF.shape[0], 16 // dy_RF.element_size())  # rows of 16 bytes, for the grouped matmul
+    return grouped_weight_gradient(dy_RF, ones_R1, counts_E)[..., 0].contiguous()
+
+
+@grouped_sum.register_fake
+def _(dy_RF: Tensor, counts_E: Tensor) -> Tensor:
+    return dy_RF.new_empty(counts_E.shape[0], dy_RF.shape[1])
 
 
 @grouped_matmul.register_fake

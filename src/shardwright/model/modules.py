@@ -45,7 +45,7 @@ class Row:
     """One parameter.
 
     `name`: within its layer (`attention.q.weight`) or, outside the layers, in the model (`norm.weight`).
-    `shape`: (out, in) of a matrix, (experts, out, in) of an expert, (n,) of a vector.
+    `shape`: (out, in) of a matrix, (experts, out, in) of experts, (experts, out) of their biases, (n,) of a vector.
     `std`: standard deviation of the normal initial values; 0: every element is `fill`.
     `matmul`: the tokens for which it is multiplied; None for norms, biases and embeddings that are only looked up.
     `input`: the tensor that the matmul reads. Rows of a layer with one `input` and split over their outputs are one
@@ -242,26 +242,37 @@ def mixture(spec: ModelSizes) -> Iterator[Row]:
     moe = spec.moe
     assert moe is not None
     h, g, n, std = spec.d_model, moe.d_ffn, moe.n_experts, spec.init_std
-    yield Row(
-        name="ffn.router.weight", shape=(n, h), kind="router", std=std, matmul="all",
-        input=branch_input(spec, "ffn"), parts=(("router", n),),
-    )  # fmt: skip
+    yield _router(spec, "ffn.router", n)
+    if moe.bias:
+        yield Row(name="ffn.router.logit_bias", shape=(n,), kind="bias")
     if moe.bias_rate:
         yield Row(name="ffn.router.bias", shape=(n,), kind="balance")
     if moe.keeps_load:
         yield Row(name="ffn.router.load", shape=(n,), kind="balance", fill=1.0, counted=False)
     for inner in ("gate", "up") if spec.gated else ("up",):
-        yield _expert(inner, (n, g, h), "routed", std)
-    yield _expert("down", (n, h, g), "experts.inner", residual_std(spec))
-    if moe.n_shared:
-        yield from feed_forward(spec, "ffn.shared", moe.n_shared * g)
+        yield from _expert(inner, (n, g, h), "routed", std, moe.bias)
+    yield from _expert("down", (n, h, g), "experts.inner", residual_std(spec), moe.bias)
+    if moe.shared_width:
+        yield from feed_forward(spec, "ffn.shared", moe.shared_width)
+    if moe.shared_gate:
+        yield _router(spec, "ffn.shared_gate", 1)
 
 
-def _expert(name: str, shape: tuple[int, int, int], input: str, std: float) -> Row:
+def _router(spec: ModelSizes, name: str, n_out: int) -> Row:
+    """Return the row of a router, or of the gate of shared experts, which every rank of tp has."""
     return Row(
+        name=f"{name}.weight", shape=(n_out, spec.d_model), kind="router", std=spec.init_std, matmul="all",
+        input=branch_input(spec, "ffn"), parts=((name.rpartition(".")[2], n_out),),
+    )  # fmt: skip
+
+
+def _expert(name: str, shape: tuple[int, int, int], input: str, std: float, bias: bool) -> Iterator[Row]:
+    yield Row(
         name=f"ffn.experts.{name}", shape=shape, kind="expert", split="experts", std=std, matmul="routed", input=input,
         parts=((name, shape[1]),),
     )  # fmt: skip
+    if bias:
+        yield Row(name=f"ffn.experts.{name}_bias", shape=shape[:2], kind="bias", split="experts")
 
 
 def residual_std(spec: ModelSizes) -> float:

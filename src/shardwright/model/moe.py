@@ -1,6 +1,6 @@
 """A mixture of experts, which replaces the feed-forward network.
 
-    y = sum over the K experts e of the token: weight_e * expert_e(x), + shared(x)
+    y = sum over the K experts e of the token: weight_e * expert_e(x), + shared(x) or sigmoid(w x) * shared(x)
 
 Shapes: B sequences, T tokens of each, N = B T tokens, D model, E experts, K experts of a token, R = N K rows.
 """
@@ -44,7 +44,7 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """Picks K experts for every token and computes their weights, in fp32 or wider for any type of parameters.
 
-        logits = x W^T      scores s = softmax(logits) or sigmoid(logits)      picked = top K of s + bias
+        logits = x W^T + c    scores s = softmax(logits) or sigmoid(logits)      picked = top K of s + bias
         weight_e = scale * s_e / sum of s over picked, or scale * s_e
 
     With groups of experts, a token picks from its best groups. The score of a group is the score of its best expert for
@@ -56,6 +56,7 @@ class Router(nn.Module):
         super().__init__()
         self.moe = moe
         self.weight = nn.Parameter(torch.empty(moe.n_experts, d_model))
+        self.logit_bias = nn.Parameter(torch.empty(moe.n_experts)) if moe.bias else None
         self.bias = nn.Parameter(torch.zeros(moe.n_experts), requires_grad=False) if moe.bias_rate else None
         # Load of the previous step, relative to the mean (`relative_load`).
         self.load = nn.Parameter(torch.ones(moe.n_experts), requires_grad=False) if moe.keeps_load else None
@@ -72,7 +73,8 @@ class Router(nn.Module):
         no expert computes."""
         moe = self.moe
         wide = torch.promote_types(x_BTD.dtype, torch.float32)
-        logits_BTE = F.linear(x_BTD.to(wide), self.weight.to(wide))
+        bias_E = None if self.logit_bias is None else self.logit_bias.to(wide)
+        logits_BTE = F.linear(x_BTD.to(wide), self.weight.to(wide), bias_E)
         scores_BTE = logits_BTE.softmax(-1) if moe.score == "softmax" else logits_BTE.sigmoid()
         if site_keys_B is not None and positions_T is not None:
             experts_BTK = self.pick(uniform(site_keys_B, positions_T, moe.n_experts), biased=False)
@@ -170,6 +172,19 @@ def picked(experts_BTK: Tensor, n_experts: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.int32, device=experts_BTK.device).scatter_(-1, experts_BTK, 1)
 
 
+class SharedGate(nn.Module):
+    """The factor of the shared experts' output, sigmoid(w x) (Qwen2-MoE). Unlike a router it decides nothing, so it is
+    computed in the type of x, which saves a copy of x in fp32."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, d_model))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T, 1)."""
+        return F.linear(x_BTD, self.weight.to(x_BTD.dtype)).sigmoid()
+
+
 class MoE(nn.Module):
     """Router, experts and shared experts of one layer."""
 
@@ -178,8 +193,8 @@ class MoE(nn.Module):
         assert spec.moe is not None
         self.router = Router(spec.moe, spec.d_model)
         self.experts: nn.Module = build_experts(spec)
-        shared = spec.moe.n_shared * spec.moe.d_ffn
-        self.shared = FeedForward(spec, shared) if shared else None
+        self.shared = FeedForward(spec, spec.moe.shared_width) if spec.moe.shared_width else None
+        self.shared_gate = SharedGate(spec.d_model) if spec.moe.shared_gate else None
         self.tally = Tally()
         self.last_load: LayerLoad | None = None
         """The load of the last forward pass."""
@@ -219,8 +234,14 @@ class MoE(nn.Module):
 
     def run(self, rows_RD: Tensor, counts_E: Tensor, x_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the experts' outputs for their rows, (R, D), and the shared experts' for all tokens, (B, T, D)."""
-        shared_BTD = None if self.shared is None else self.shared(x_BTD)
-        return self.experts(rows_RD, counts_E), shared_BTD
+        return self.experts(rows_RD, counts_E), self.run_shared(x_BTD)
+
+    def run_shared(self, x_BTD: Tensor) -> Tensor | None:
+        """Return the shared experts' output for all tokens, multiplied by their gate, (B, T, D); None without them."""
+        if self.shared is None:
+            return None
+        y_BTD: Tensor = self.shared(x_BTD)
+        return y_BTD if self.shared_gate is None else y_BTD * self.shared_gate(x_BTD)
 
 
 def expert_layers(model: nn.Module) -> dict[str, MoE]:

@@ -76,6 +76,12 @@ def _qwen2(n_layers: int, d_model: int, n_heads: int, kv_heads: int, d_ffn: int,
     return _spec(n_layers, d_model, n_heads, kv_heads, d_model // n_heads, d_ffn, vocab, 32768, **more)
 
 
+def _qwen2_experts(n_experts: int, top_k: int, d_ffn: int, d_shared: int) -> MoESpec:
+    experts = _qwen3_experts(d_ffn)
+    experts = replace(experts, n_experts=n_experts, top_k=top_k, normalise=False)
+    return replace(experts, n_shared=1, d_shared=d_shared, shared_gate=True)
+
+
 def _qwen3(n_layers: int, d_model: int, n_heads: int, d_ffn: int, kv_heads: int = 8, **more: Any) -> ModelSpec:
     more |= {"norm_eps": 1e-6, "rope_theta": 1000000.0, "qk_norm": True}
     return _spec(n_layers, d_model, n_heads, kv_heads, 128, d_ffn, 151936, 40960, **more)
@@ -138,6 +144,34 @@ _DEEPSEEK_MOE = MoESpec(
 )
 _DEEPSEEK_ATTENTION = LatentAttentionSpec(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
 
+_DEEPSEEK_V2_MOE = MoESpec(
+    n_experts=160,
+    top_k=6,
+    d_ffn=1536,
+    n_shared=2,
+    first_dense=1,
+    normalise=False,
+    weight_scale=16.0,
+    n_groups=8,
+    groups_per_token=3,
+    bias_rate=0.0,
+    aux_loss=0.001,
+)
+
+
+def _deepseek_v2(*sizes: int, **more: Any) -> ModelSpec:
+    scaling = RopeScaling(kind="yarn", factor=40.0, original_max_seq_len=4096, mscale=0.707, mscale_all_dim=0.707)
+    return _spec(*sizes, 102400, 163840, norm_eps=1e-6, rope_scaling=scaling, **more)
+
+
+def _gpt_oss(n_layers: int, n_experts: int) -> ModelSpec:
+    scaling = RopeScaling(kind="yarn", factor=32.0, original_max_seq_len=4096, truncate=False)
+    more = {"rope_theta": 150000.0, "rope_scaling": scaling, "window": 128, "global_interval": 2}
+    more |= {"attention_sinks": True, "qkv_bias": True, "o_bias": True, "activation": "swiglu_clamped"}
+    moe = replace(_MIXTRAL, n_experts=n_experts, top_k=4, d_ffn=2880, bias=True, aux_loss=0.001)
+    return _spec(n_layers, 2880, 64, 8, 64, 2880, 201088, 131072, moe=moe, **more)
+
+
 PRESETS: dict[str, ModelSpec] = {
     "debug": _DEBUG,
     "debug-moe": replace(_DEBUG, moe=_DEBUG_MOE),
@@ -162,6 +196,18 @@ PRESETS: dict[str, ModelSpec] = {
     "qwen2.5-7b": _qwen2(28, 3584, 28, 4, 18944),
     "qwen2.5-32b": _qwen2(64, 5120, 40, 8, 27648),
     "qwen2.5-72b": _qwen2(80, 8192, 64, 8, 29568),
+    "qwen1.5-moe-a2.7b": replace(
+        _qwen2(24, 2048, 16, 16, 5632, 151936),
+        max_seq_len=8192,
+        tied_embedding=False,
+        moe=_qwen2_experts(60, 4, 1408, 5632),
+    ),
+    "qwen2-57b-a14b": replace(
+        _qwen2(28, 3584, 28, 4, 18944, 151936),
+        max_seq_len=131072,
+        tied_embedding=False,
+        moe=_qwen2_experts(64, 8, 2560, 20480),
+    ),
     "gemma-2b": _gemma(18, 2048, 8, 1, 16384),
     "gemma-7b": _gemma(28, 3072, 16, 16, 24576),
     "gemma2-2b": _gemma2(26, 2304, 8, 4, 256, 9216),
@@ -186,6 +232,14 @@ PRESETS: dict[str, ModelSpec] = {
     "mixtral-8x7b": _spec(32, 4096, 32, 8, 128, 14336, 32000, 32768, rope_theta=1000000.0, moe=_MIXTRAL),
     "qwen3-30b-a3b": _qwen3(48, 2048, 32, 6144, 4, moe=_qwen3_experts(768)),
     "qwen3-235b-a22b": _qwen3(94, 4096, 64, 12288, 4, moe=_qwen3_experts(1536)),
+    "deepseek-v2-lite": _deepseek_v2(
+        *(27, 2048, 16, 16, 128, 10944),
+        latent_attention=replace(_DEEPSEEK_ATTENTION, q_rank=0),
+        moe=replace(_DEEPSEEK_V2_MOE, n_experts=64, d_ffn=1408, weight_scale=1.0, n_groups=1, groups_per_token=1),
+    ),
+    "deepseek-v2": _deepseek_v2(
+        *(60, 5120, 128, 128, 128, 12288), latent_attention=_DEEPSEEK_ATTENTION, moe=_DEEPSEEK_V2_MOE
+    ),
     "deepseek-v3": _spec(
         *(61, 7168, 128, 128, 128, 18432, 129280, 4096),
         norm_eps=1e-6,
@@ -210,7 +264,17 @@ PRESETS: dict[str, ModelSpec] = {
     "granite-3.1-2b": _granite(2048, 8192, logit_divisor=8.0, attention_scale=0.015625, rope_theta=5000000.0),
     "granite-3.1-8b": _granite(4096, 12800, logit_divisor=16.0, attention_scale=0.0078125, rope_theta=10000000.0),
     "phi-3-mini": _spec(32, 3072, 32, 32, 96, 8192, 32064, 4096, window=2047),
+    "granite-3.1-1b-a400m": replace(
+        _granite(1024, 512, logit_divisor=6.0, attention_scale=0.015625, rope_theta=1500000.0),
+        n_layers=24,
+        n_heads=16,
+        head_dim=64,
+        norm_eps=1e-6,
+        moe=MoESpec(n_experts=32, top_k=8, d_ffn=512, bias_rate=0.0),
+    ),
     "phi-4": _spec(40, 5120, 40, 10, 128, 17920, 100352, 16384, rope_theta=250000.0),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
     "gpt2": _gpt(12, 768, 12, 50257, 1024),
     "gpt3-125m": _gpt3(12, 768, 12),
     "gpt3-350m": _gpt3(24, 1024, 16),

@@ -216,8 +216,29 @@ class MoESpec:
     n_shared: int = field(
         default=0, metadata={"help": "Shared experts, which compute every token: one network of n_shared * d_ffn."}
     )
+    d_shared: int = field(
+        default=0,
+        metadata={"help": "Inner width of the network of shared experts, instead of n_shared * d_ffn; 0: that."},
+    )
+    shared_gate: bool = field(
+        default=False,
+        metadata={
+            "help": "The output of the shared experts is multiplied by sigmoid(w x), one number a token (Qwen2-MoE)."
+        },
+    )
     first_dense: int = field(
         default=0, metadata={"help": "Number of first layers with a dense network, of model.d_ffn, and no experts."}
+    )
+    interval: int = field(
+        default=1,
+        metadata={"help": "Experts in every n-th layer only; the other layers have a dense network (Qwen2-MoE)."},
+    )
+    dense_layers: tuple[int, ...] = field(
+        default=(), metadata={"help": "Numbers of further layers, from 0, with a dense network (Qwen2-MoE)."}
+    )
+    bias: bool = field(
+        default=False,
+        metadata={"help": "Bias in the router and in all matrices of the routed experts (gpt-oss); trained."},
     )
     score: Score = field(
         default="softmax",
@@ -274,6 +295,18 @@ class MoESpec:
         },
     )
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))  # files have lists
+
+    def in_layer(self, layer: int) -> bool:
+        """Return whether layer number `layer`, from 0, has experts."""
+        return layer >= self.first_dense and (layer + 1) % self.interval == 0 and layer not in self.dense_layers
+
+    @property
+    def shared_width(self) -> int:
+        """Inner width of the network of shared experts, 0 without them."""
+        return self.d_shared or self.n_shared * self.d_ffn
+
     @property
     def keeps_load(self) -> bool:
         """Whether the balance loss needs the load of the previous step."""
@@ -291,10 +324,10 @@ class MoESpec:
     def problems(self, n_layers: int, max_seq_len: int) -> Iterator[str]:
         """Yield every broken rule, for a model of `n_layers` layers and sequences of up to `max_seq_len` tokens."""
         experts, k, groups = self.n_experts, self.top_k, self.n_groups
-        sizes = ("n_experts", "top_k", "d_ffn", "n_groups", "groups_per_token")
+        sizes = ("n_experts", "top_k", "d_ffn", "n_groups", "groups_per_token", "interval")
         broken = [name for name in sizes if getattr(self, name) < 1]
         yield from (f"moe.{name}={getattr(self, name)} is not positive; valid: 1 or more" for name in broken)
-        at_least_zero = ("n_shared", "first_dense", "capacity_factor", "bias_rate", "aux_loss", "z_loss")
+        at_least_zero = ("n_shared", "d_shared", "first_dense", "capacity_factor", "bias_rate", "aux_loss", "z_loss")
         for name in at_least_zero:
             if getattr(self, name) < 0:
                 drops = ", and a capacity below one token drops everything" if name == "capacity_factor" else ""
@@ -311,6 +344,7 @@ class MoESpec:
             )
         if broken:
             return
+        yield from self._shared_and_dense_problems(n_layers)
         if k > experts:
             yield f"moe.top_k={k} is more than moe.n_experts={experts}; valid: 1 to {experts}"
         if k == 1 and self.normalise:
@@ -340,6 +374,21 @@ class MoESpec:
                 f"moe.capacity_factor={self.capacity_factor:g} gives an expert room for {room:.2g} tokens of the "
                 f"longest sequence ({self.capacity_factor:g} * {max_seq_len} * {k} / {experts}), so that nearly all "
                 "would be dropped; usual: 1 to 2, or 0 to drop none"
+            )
+
+    def _shared_and_dense_problems(self, n_layers: int) -> Iterator[str]:
+        if self.d_shared and not self.n_shared:
+            yield f"moe.d_shared={self.d_shared} without shared experts; valid: moe.n_shared of 1 or more, or 0 here"
+        if self.shared_gate and not self.shared_width:
+            yield "moe.shared_gate=true without shared experts has nothing to multiply; set moe.n_shared to 1 or more"
+        outside = sorted(layer for layer in set(self.dense_layers) if not 0 <= layer < n_layers)
+        if outside:
+            yield f"moe.dense_layers has {', '.join(map(str, outside))}; valid: layers 0 to {n_layers - 1}"
+        elif self.first_dense < n_layers and not any(map(self.in_layer, range(n_layers))):
+            yield (
+                f"moe.first_dense={self.first_dense}, moe.interval={self.interval} and moe.dense_layers="
+                f"{list(self.dense_layers)} leave none of n_layers={n_layers} layers with experts; fewer dense layers, "
+                "or no [model.moe]"
             )
 
 

@@ -11,8 +11,8 @@ from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling
 
 Norm = Literal["rmsnorm", "layernorm"]
 NormPosition = Literal["before", "after", "both"]
-Activation = Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu2"]
-GATED = ("swiglu", "geglu", "geglu_tanh")
+Activation = Literal["swiglu", "swiglu_clamped", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu2"]
+GATED = ("swiglu", "swiglu_clamped", "geglu", "geglu_tanh")
 """The activations with two matrices in, gate and up; the others have only up."""
 Positions = Literal["rope", "learned"]
 
@@ -58,7 +58,8 @@ class ModelSizes:
         metadata={
             "help": "swiglu: down(silu(gate(x)) * up(x)); geglu, geglu_tanh: gelu instead of silu (Gemma: geglu_tanh); "
             "gelu, gelu_tanh: down(gelu(up(x))); relu2: down(relu(up(x))^2). gelu is exact, and gelu_tanh its "
-            "approximation by tanh, as in GPT-2."
+            "approximation by tanh, as in GPT-2. swiglu_clamped: down(g sigmoid(1.702 g) * (u + 1)), with g = gate(x) "
+            "up to 7 and u = up(x) within -7 and 7 (gpt-oss)."
         },
     )
     positions: Positions = field(
@@ -165,8 +166,9 @@ class ModelSizes:
     init_std: float = field(default=0.02, metadata={"help": "Standard deviation of the initial values of matrices."})
 
     def has_experts(self, layer: int) -> bool:
-        """Return whether layer number `layer` has a mixture of experts instead of its feed-forward network."""
-        return self.moe is not None and layer >= self.moe.first_dense
+        """Return whether layer number `layer` has a mixture of experts instead of its feed-forward network. The block
+        of a multi-token prediction module has the same kind of network as the last layer."""
+        return self.moe is not None and self.moe.in_layer(min(layer, self.n_layers - 1))
 
     def rotates(self, layer: int) -> bool:
         """Return whether layer number `layer`, from 0, rotates queries and keys."""
@@ -222,7 +224,7 @@ class ModelSizes:
     @property
     def n_expert_layers(self) -> int:
         """Layers with a mixture of experts."""
-        return 0 if self.moe is None else self.n_layers - self.moe.first_dense
+        return sum(map(self.has_experts, range(self.n_layers)))
 
     @property
     def draws(self) -> bool:

@@ -72,7 +72,7 @@ class ModelSpec(ModelSizes):
         if self.latent_attention is not None:
             yield from self._latent_problems(self.latent_attention)
         if self.bias and (self.moe or self.latent_attention):
-            yield "bias=true goes with plain attention and networks; experts and latent attention have no biases"
+            yield "bias=true goes with plain attention and networks; experts have moe.bias, latent attention none"
         if self.qkv_bias and self.bias:
             yield "qkv_bias=true with bias=true says the same twice: bias has all linears; leave qkv_bias out"
         if self.qkv_bias and self.latent_attention:
@@ -205,7 +205,7 @@ class ModelSpec(ModelSizes):
 
     def _met(self, row: Row) -> int:
         """Return the elements of a parameter that one token uses: for experts, only its top_k ones."""
-        if row.matmul != "routed":
+        if row.split != "experts":
             return row.numel
         assert self.moe is not None
         return row.numel * self.moe.top_k // self.moe.n_experts
@@ -273,6 +273,11 @@ def _flat(spec: ModelSpec) -> dict[str, Any]:
         value = getattr(spec, key.name)
         if isinstance(value, MoESpec | LatentAttentionSpec):
             values |= {f"{key.name}.{inner.name}": getattr(value, inner.name) for inner in fields(value)}
+            if isinstance(value, MoESpec):  # several fields can say the same
+                for name in ("n_shared", "first_dense", "interval"):
+                    del values[f"moe.{name}"]
+                dense = tuple(layer for layer in range(spec.n_layers) if not spec.has_experts(layer))
+                values |= {"moe.d_shared": value.shared_width, "moe.dense_layers": dense}
         elif not (value is None and key.name in ("moe", "latent_attention")):
             values[key.name] = value
     return values

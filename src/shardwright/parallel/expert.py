@@ -59,7 +59,8 @@ class ExchangingMoE(MoE):
 
     def __init__(self, whole: MoE, experts: nn.Module, exchange: "ExpertExchange") -> None:
         nn.Module.__init__(self)
-        self.router, self.experts, self.shared = whole.router, experts, whole.shared
+        self.router, self.experts = whole.router, experts
+        self.shared, self.shared_gate = whole.shared, whole.shared_gate
         self.tally, self.last_load = whole.tally, whole.last_load
         self.exchange = exchange
 
@@ -69,7 +70,7 @@ class ExchangingMoE(MoE):
 
     def run(self, rows_RD: Tensor, counts_E: Tensor, x_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
         finish = self.exchange(self.experts, rows_RD, counts_E)
-        shared_BTD = None if self.shared is None else self.shared(x_BTD)
+        shared_BTD = self.run_shared(x_BTD)
         return finish(), shared_BTD
 
 

@@ -50,7 +50,8 @@ class ShardedRouter(Router):
     ) -> None:
         nn.Module.__init__(self)
         self.moe = router.moe
-        self.weight, self.bias, self.load = router.weight, router.bias, router.load
+        self.weight, self.logit_bias = router.weight, router.logit_bias
+        self.bias, self.load = router.bias, router.load
         self.groups, self.pieces, self.n_pieces = groups, pieces, n_pieces
 
     def losses(

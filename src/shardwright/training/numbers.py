@@ -3,6 +3,7 @@
 The load of experts, as recorded in metrics.jsonl.
 """
 
+from collections.abc import Sequence
 from dataclasses import fields
 
 import torch
@@ -109,7 +110,8 @@ class LogNumbers(Hook):
         load, moe = self.trainer.model.load, self.spec.moe
         if load is None or moe is None:
             return {}
-        experts = expert_numbers(ExpertLoad(*(values.cpu() for values in load)), moe)
+        layers = [layer for layer in range(self.spec.n_blocks) if self.spec.has_experts(layer)]
+        experts = expert_numbers(ExpertLoad(*(values.cpu() for values in load)), moe, layers)
         if self.layout.ep > 1:
             experts["expert_sent_bytes"] = sent_bytes // n_steps
         return experts
@@ -146,14 +148,13 @@ class Evaluate(Hook):
             self.log.write(EvaluationRecord(step, sources.mean(step, losses), now(), by_source, mtp_loss))
 
 
-def expert_numbers(load: ExpertLoad, moe: MoESpec) -> Record:
+def expert_numbers(load: ExpertLoad, moe: MoESpec, layers: Sequence[int]) -> Record:
     """Return the record's keys for the experts of one step, from `load` on the host.
 
-    The load is the mean over the layers with experts. `load_by_layer` has the load of the busiest expert of each layer.
-    The auxiliary losses are their contributions to the cross-entropy, summed over layers. A loss that is off has no
-    key.
+    `layers`: the numbers of the layers with experts. The load is the mean over them, and `load_by_layer` has the load
+    of the busiest expert of each. The auxiliary losses are their contributions to the cross-entropy, summed over
+    layers. A loss that is off has no key.
     """
-    layers = range(moe.first_dense, len(load.counts_LE))
     busiest = [float(max_over_mean(load.counts_LE[layer])) for layer in layers]
     balance_loss, z_loss = load.losses_L2.sum(0).tolist()
     record: Record = {

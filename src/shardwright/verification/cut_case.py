@@ -124,7 +124,7 @@ def cut_spec(spec: ModelSpec, world_size: int, n_layers: int = _LAYERS) -> Model
         n_kv_heads=n_kv_heads,
         d_ffn=_like(spec.d_ffn, _FFN, world_size),
         vocab_size=min(_VOCABULARY, spec.vocab_size),
-        moe=_cut_experts(spec.moe, world_size) if spec.moe else None,
+        moe=_cut_experts(spec.moe, world_size, min(n_layers, spec.n_layers)) if spec.moe else None,
         init_std=_INIT_GAIN / math.sqrt(d_model),
     )
 
@@ -147,7 +147,7 @@ def _cut_scaling(scaling: RopeScaling | None, n_pairs: int) -> RopeScaling | Non
     return replace(scaling, short_factor=spread(scaling.short_factor), long_factor=spread(scaling.long_factor))
 
 
-def _cut_experts(moe: MoESpec, world_size: int) -> MoESpec:
+def _cut_experts(moe: MoESpec, world_size: int, n_layers: int) -> MoESpec:
     """Return the fewest experts that any degree partitions like the true ones; a token still has to choose among
     experts, and among groups, if it had to."""
     top_k, n_groups = min(moe.top_k, _TOP_K), min(moe.n_groups, _GROUPS)
@@ -170,7 +170,10 @@ def _cut_experts(moe: MoESpec, world_size: int) -> MoESpec:
         top_k=top_k,
         d_ffn=_like(moe.d_ffn, _EXPERT_FFN, world_size),
         n_shared=_like(moe.n_shared, 1, world_size),
+        d_shared=_like(moe.d_shared, _EXPERT_FFN, world_size) if moe.d_shared else 0,
         first_dense=min(moe.first_dense, 1),
+        interval=min(moe.interval, n_layers),
+        dense_layers=(0,) if moe.dense_layers else (),
         n_groups=n_groups,
         groups_per_token=groups_per_token,
     )

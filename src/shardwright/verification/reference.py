@@ -173,7 +173,7 @@ def _weights(case: Case, parameters: dict[str, nn.Parameter]) -> dict[str, Tenso
     tp, experts = case.integer_weights
     for name, weight in weights.items():
         row = row_of(case.spec, name)
-        if weight.dim() > 1 and weight.requires_grad and (experts or row.kind != "expert"):
+        if weight.dim() > 1 and weight.requires_grad and (experts or row.split != "experts"):
             columns = weight.shape[-1] // (tp if row.split == "row" else 1)
             weights[name] = weight + (_as_integers(weight.detach(), columns) - weight.detach())
     return weights
@@ -235,7 +235,7 @@ def _optimizer(training: str, parameters: dict[str, nn.Parameter], case: Case) -
     for name, parameter in parameters.items():
         if parameter.requires_grad:
             row = row_of(case.spec, name)
-            decay = decays.get(row.kind, config.weight_decay if parameter.dim() >= 2 else 0.0)
+            decay = decays.get(row.kind, config.weight_decay if parameter.dim() >= 2 and row.kind != "bias" else 0.0)
             of_one = {"params": [parameter], "rows": [row], "hidden": row.kind in ("matrix", "expert")}
             groups.append(of_one | {"weight_decay": decay, "lr_scale": rates.get(row.kind, 1.0)})
     return make_optimizer(groups, config)

@@ -28,7 +28,7 @@ BUGS = {
     ),
     "copies of experts are looked for on the mesh of the other parameters": (
         "experts of zero 0 over cp",
-        Mutation(f"{COPIES}:_groups", "row_of(model.spec, parameter).kind == 'expert'", "False"),
+        Mutation(f"{COPIES}:_groups", "row_of(model.spec, parameter).split == 'experts'", "False"),
     ),
     "different shards are compared as copies": (
         "hybrid",

@@ -52,8 +52,8 @@ FILES: dict[str, AnyBug] = {
     "a square matrix of a Conv1D is not transposed": UnitBug(
         Mutation(
             f"{READER}._box",
-            "tensor.transposed and len(spans) == 2",
-            "tensor.transposed and len(spans) == 2 and tensor.shape[0] != tensor.shape[1]",
+            "tensor.transposed",
+            "tensor.transposed and tensor.shape[0] != tensor.shape[1]",
         ),
         LOGITS,
         ("gpt2",),
@@ -86,7 +86,7 @@ FILES: dict[str, AnyBug] = {
         ("llama",),
     ),
     "a shard over tp is read from the first row": UnitBug(
-        Mutation(f"{READER}._box", "tensor.first_row(part) + offsets[0]", "tensor.first_row(part)"), BOXES, ("gpt2",)
+        Mutation(f"{READER}._box", "tensor.first_row(part) + offsets[dim]", "tensor.first_row(part)"), BOXES, ("gpt2",)
     ),
     "a box of a checkpoint is read from the first rows of its shards": UnitBug(
         Mutation(

@@ -83,7 +83,7 @@ def _groups(
         for axis, placement in enumerate(tensor.placements):
             if not placement.is_replicate():
                 others |= {*ranks(tensor.device_mesh.get_group(axis))} - {here}
-    experts = isinstance(tensor, DTensor) and row_of(model.spec, parameter).kind == "expert"
+    experts = isinstance(tensor, DTensor) and row_of(model.spec, parameter).split == "experts"
     mesh = model.mesh if not experts or model.expert_mesh is None else model.expert_mesh
     for name_of_axis in mesh.mesh_dim_names or ():
         group = mesh.get_group(name_of_axis)
