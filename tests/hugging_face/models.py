@@ -212,7 +212,8 @@ def deepseek_v2(q_rank: int | None = 24, **more: Any) -> nn.Module:
 def glm4_moe(**more: Any) -> nn.Module:
     experts = {"n_routed_experts": 8, "moe_intermediate_size": 12, "n_shared_experts": 2, "first_k_dense_replace": 1}
     groups = {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 0}
-    sizes = COMMON | EXPERTS | {"num_hidden_layers": 3, "partial_rotary_factor": 1.0}
+    sizes = COMMON | EXPERTS | {"num_hidden_layers": 3}
+    sizes["rope_parameters"] = COMMON["rope_parameters"] | {"partial_rotary_factor": 0.5}
     return transformers.Glm4MoeForCausalLM(transformers.Glm4MoeConfig(**sizes | experts | groups | more))
 
 

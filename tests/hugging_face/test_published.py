@@ -310,20 +310,18 @@ GLM_45 = {
 
 
 @pytest.mark.parametrize("name", GLM_45)
-def test_glm_45_has_its_parameters_and_is_refused_for_its_partial_rotation_alone(name: str):
+def test_glm_45_is_its_preset_and_has_its_parameters_besides_its_module(name: str):
     sizes, experts, n_parameters = GLM_45[name]
     config = _config(
         "glm4_moe", "Glm4MoeForCausalLM", (*sizes, 151552, 131072), head_dim=128, rms_norm_eps=1e-5, n_group=1,
         topk_group=1, n_shared_experts=1, num_experts_per_tok=8, norm_topk_prob=True, rope_theta=1000000,
         tie_word_embeddings=False, num_nextn_predict_layers=1, **{"first_k_dense_replace": 1, **experts},
     ) | {"attention_bias": True}  # fmt: skip
-    whole = config | {"partial_rotary_factor": 1.0}
-    assert find(whole).spec(whole | {"num_nextn_predict_layers": 0}).n_parameters == n_parameters
-    assert find(whole).spec(whole).mtp_modules == 1
-    for refused in (config, config | {"partial_rotary_factor": 0.5}):
-        with pytest.raises(ConfigError) as error:
-            find(refused).spec(refused)
-        assert error.value.problems == ["partial_rotary_factor=0.5 is not supported for glm4_moe; valid: 1.0"]
+    for rotated in ({}, {"partial_rotary_factor": 0.5}):
+        alone = find(config).spec(config | rotated | {"num_nextn_predict_layers": 0})
+        assert alone.n_parameters == resolve(name).n_parameters == n_parameters
+        assert find(config).config(alone) == find(config).config(resolve(name))
+    assert find(config).spec(config).mtp_modules == 1
 
 
 def test_an_unknown_architecture_names_its_blocks_that_no_table_has():

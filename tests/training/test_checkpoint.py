@@ -7,8 +7,10 @@ import os
 import stat
 from contextlib import ExitStack
 from copy import copy
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from shardwright.layout.layout import Layout
 from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling
 from shardwright.model.spec import ModelSpec
 from shardwright.system.errors import CheckpointError
-from shardwright.training.checkpoint import state
+from shardwright.training.checkpoint import saver, state
 from shardwright.training.checkpoint.manifest import TrainingProgress
 from shardwright.training.checkpoint.saver import save
 from shardwright.training.checkpoint.state import load
@@ -194,7 +196,7 @@ def test_a_dim_smaller_than_the_number_of_ranks_is_saved_and_loaded(tmp_path):
 
 def save_untrained(folder: Path, layout: Layout, spec: ModelSpec) -> Logical:
     trainer = build(layout, torch.float32, spec)
-    save(CheckpointStore(folder), trainer, TrainingProgress(1, 12, SEED), DATA, "")
+    save(CheckpointStore(folder), trainer, TrainingProgress(step=1, samples=12, seed=SEED), DATA, "")
     return logical(trainer)
 
 
@@ -234,6 +236,43 @@ def test_a_run_whose_model_differs_in_any_one_field_does_not_go_on(tmp_path: Pat
     (found,) = run_ranks(load_with_each_field_changed, 1, tmp_path)
     assert [name for name, said in found.items() if not said] == [each for each in found if each in FREE]
     assert all(f"it is of another model: {name}=" in said for name, said in found.items() if said)
+
+
+WITH_EXPERTS = replace(SPEC, moe=MoESpec(n_experts=4, top_k=2, d_ffn=16))
+
+
+def without_defaults(spec: ModelSpec) -> dict[str, Any]:
+    """What a version saves that has no field with a default."""
+    kept = {f.name: getattr(spec, f.name) for f in fields(spec) if getattr(spec, f.name) != f.default}
+    return kept | {"moe": {f.name: getattr(spec.moe, f.name) for f in fields(MoESpec) if f.default is MISSING}}
+
+
+def load_what_an_earlier_version_saved(folder: Path) -> list[str]:
+    """What is said of a checkpoint by a run of the same model and of two others."""
+    trainer, said = build(ONE, torch.float32, WITH_EXPERTS), []
+    with patch.object(saver, "spec_as_json", without_defaults):
+        save(
+            CheckpointStore(folder, keep_last=9),
+            trainer,
+            TrainingProgress(step=1, samples=12, seed=SEED),
+            DATA,
+            "steps = 1\n",
+        )
+    for changes in ({}, {"window": 5}, {"moe": replace(WITH_EXPERTS.moe, n_groups=2)}):
+        trainer.model.spec = replace(WITH_EXPERTS, **changes)
+        try:
+            load(folder / "step-00000001", trainer, DATA)
+            said.append("")
+        except CheckpointError as error:
+            said.append(str(error))
+    return said
+
+
+def test_fields_that_an_earlier_version_did_not_save_have_their_defaults(tmp_path: Path):
+    ((same, window, groups),) = run_ranks(load_what_an_earlier_version_saved, 1, tmp_path)
+    assert same == ""
+    assert "it is of another model: window=0, and this run has 5" in window
+    assert "it is of another model: moe=" in groups
 
 
 @pytest.mark.parametrize("field", ["rope_theta", "norm_eps"])

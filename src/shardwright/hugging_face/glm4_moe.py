@@ -1,7 +1,7 @@
-"""GLM-4.5 with whole heads rotated: Llama's attention with biases, and the experts of DeepSeek-V3."""
+"""GLM-4.5: Llama's attention with biases, of which half of each head is rotated, and the experts of DeepSeek-V3."""
 
 from shardwright.hugging_face import deepseek_v3, llama, qwen3
-from shardwright.hugging_face.architecture import Architecture, Config, register
+from shardwright.hugging_face.architecture import Architecture, register
 from shardwright.hugging_face.qwen3_moe import EXPERTS
 
 _DEFAULTS = {
@@ -24,13 +24,6 @@ _DEFAULTS = {
 multi-token prediction, which transformers does not train."""
 
 
-def complete(config: Config) -> Config:
-    """Return config.json with Glm4MoeConfig's defaults: half of each head is rotated if no key says how much."""
-    named = {key: config[key] for key in ("rope_parameters", "rope_scaling") if key in config}
-    rotated = next((rope["partial_rotary_factor"] for rope in named.values() if "partial_rotary_factor" in rope), 0.5)
-    return llama.complete({**_DEFAULTS, "partial_rotary_factor": rotated} | config, norm_eps=1e-5)
-
-
 GLM4_MOE = register(
     Architecture(
         model_type="glm4_moe",
@@ -44,8 +37,9 @@ GLM4_MOE = register(
             "mtp_modules": "num_nextn_predict_layers",
         },
         choices=llama.CHOICES | {"moe.score": "sigmoid"},
-        fixed={"hidden_act": "silu", "partial_rotary_factor": 1.0},
-        complete=complete,
+        fixed={"hidden_act": "silu"},
+        complete=lambda config: llama.complete(_DEFAULTS | config, norm_eps=1e-5),
+        rope_fraction=0.5,
         ends=llama.ENDS,
         layer=qwen3.ATTENTION | llama.NETWORK | EXPERTS | deepseek_v3.SHARED,
         module=deepseek_v3.MODULE,

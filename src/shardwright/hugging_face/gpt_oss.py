@@ -48,8 +48,7 @@ def complete(config: Config) -> Config:
 
 
 def written(spec: ModelSpec) -> Config:
-    """Return the kinds of layers, and rotary parameters that say that there is no scaling: without any, YaRN is the
-    default."""
+    """Return the kinds of layers, and rotary parameters without scaling if there is none: YaRN is the default."""
     plain = {} if spec.rope_scaling else {"rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta}}
     return windows.layer_types(spec) | plain
 

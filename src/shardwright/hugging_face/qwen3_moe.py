@@ -15,7 +15,7 @@ DENSE = {"moe.interval": "decoder_sparse_step", "moe.dense_layers": "mlp_only_la
 
 
 def dense_layers(spec: ModelSpec) -> Config:
-    """Return the numbers of the dense layers, besides those that the interval leaves out."""
+    """Return the numbers of the dense layers, besides the layers that the interval leaves out."""
     moe = spec.moe
     return {} if moe is None else {"mlp_only_layers": sorted({*range(moe.first_dense), *moe.dense_layers})}
 

@@ -172,6 +172,15 @@ def _gpt_oss(n_layers: int, n_experts: int) -> ModelSpec:
     return _spec(n_layers, 2880, 64, 8, 64, 2880, 201088, 131072, moe=moe, **more)
 
 
+def _glm45(n_layers: int, d_model: int, d_ffn: int, moe: MoESpec, **more: Any) -> ModelSpec:
+    fixed = {"rope_theta": 1000000.0, "rope_fraction": 0.5, "qkv_bias": True, "moe": moe}
+    return _spec(n_layers, d_model, 96, 8, 128, d_ffn, 151552, 131072, **fixed | more)
+
+
+_GLM_MOE = replace(
+    _DEEPSEEK_MOE, n_experts=128, d_ffn=1408, first_dense=1, weight_scale=1.0, n_groups=1, groups_per_token=1
+)
+
 PRESETS: dict[str, ModelSpec] = {
     "debug": _DEBUG,
     "debug-moe": replace(_DEBUG, moe=_DEBUG_MOE),
@@ -246,6 +255,10 @@ PRESETS: dict[str, ModelSpec] = {
         latent_attention=_DEEPSEEK_ATTENTION,
         moe=_DEEPSEEK_MOE,
         init_std=0.006,
+    ),
+    "glm-4.5-air": _glm45(46, 4096, 10944, _GLM_MOE),
+    "glm-4.5": _glm45(
+        92, 5120, 12288, replace(_GLM_MOE, n_experts=160, d_ffn=1536, first_dense=3, weight_scale=2.5), qk_norm=True
     ),
     "kimi-k2": _spec(
         *(61, 7168, 64, 64, 128, 18432, 163840, 4096),

@@ -6,12 +6,12 @@ attention r widths of the latent vectors, n and p unrotated and rotated elements
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, get_args
 
 from shardwright.model.modules import FAMILIES, Row, layer_rows, rows
-from shardwright.model.sections import LatentAttentionSpec, MoESpec, too_large
+from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling, too_large
 from shardwright.model.sizes import Activation, ModelSizes, Norm, NormPosition, Positions
 from shardwright.system.errors import ConfigError, checked_constructor, nearest
 from shardwright.system.units import divisors
@@ -231,6 +231,22 @@ class ModelSpec(ModelSizes):
 def spec_as_json(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a model as a JSON file gives them back, with lists for tuples."""
     return asdict(spec, dict_factory=lambda pairs: {k: [*v] if isinstance(v, tuple) else v for k, v in pairs})
+
+
+def with_defaults(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a model in JSON with the defaults of fields that the version which saved them did not have;
+    a new field's default changes nothing."""
+    tables = {"rope_scaling": RopeScaling, "moe": MoESpec, "latent_attention": LatentAttentionSpec}
+    filled = _defaults(ModelSpec) | dict(saved)
+    for name, table in tables.items():
+        if filled[name] is not None:
+            filled[name] = _defaults(table) | filled[name]
+    return filled
+
+
+def _defaults(table: Any) -> dict[str, Any]:
+    known = {field.name: field.default for field in fields(table) if field.default is not MISSING}
+    return {name: [*value] if isinstance(value, tuple) else value for name, value in known.items()}
 
 
 FREE = (

@@ -13,7 +13,7 @@ from shardwright.hugging_face.files import is_folder_of_transformers
 from shardwright.hugging_face.reader import open_weights as open_folder_of_transformers
 from shardwright.model.init import Box, whole
 from shardwright.model.modules import row_of
-from shardwright.model.spec import ModelSpec
+from shardwright.model.spec import ModelSpec, with_defaults
 from shardwright.parallel.boxes import overlap
 from shardwright.run_folder import CHECKPOINTS, published
 from shardwright.system.errors import CheckpointError, DamagedError
@@ -116,10 +116,11 @@ def weights_of_checkpoint(folder: Path) -> CheckpointWeights:
     """
     manifest, spec = read_manifest(folder), spec_of_folder(folder)
     read = table_of(spec)
-    if differing := [key for key, value in manifest.model.items() if value != read.get(key)]:
+    saved = with_defaults(manifest.model)
+    if differing := [key for key, value in saved.items() if value != read.get(key)]:
         raise DamagedError(
             f"{folder}: its run file has {differing[0]}={read.get(differing[0])!r}, and its {FILE_NAME} has "
-            f"{manifest.model[differing[0]]!r}: either the presets are those of another version of shardwright, "
+            f"{saved[differing[0]]!r}: either the presets are those of another version of shardwright, "
             f"or one file is of another checkpoint"
         )
     return CheckpointWeights(folder, manifest, spec)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from shardwright.model.spec import spec_as_json
+from shardwright.model.spec import spec_as_json, with_defaults
 from shardwright.parallel.objects import gathered
 from shardwright.system.errors import CheckpointError, DamagedError, WorkerError
 from shardwright.system.processes import formatted
@@ -145,7 +145,7 @@ def _differences(
     ours = spec_as_json(trainer.model.spec)
     found = [
         f"it is of another model: {key}={saved!r}, and this run has {ours.get(key)!r}"
-        for key, saved in manifest.model.items()
+        for key, saved in with_defaults(manifest.model).items()
         if key not in ("dropout", "init_std", "max_seq_len") and saved != ours.get(key)
     ]
     if found:
