@@ -273,7 +273,7 @@ def _unknown_keys(config: Config) -> Iterator[str]:
 def architecture_of(spec: ModelSpec, model_type: str | None = None) -> Architecture:
     """Return the architecture of a model, or of the model without its MTP modules.
 
-    `model_type`: the architecture to take; default: of the architectures that fit, the one with the fewest sizes.
+    `model_type`: the architecture to take; default: the fitting architecture with the fewest sizes.
     Raises ConfigError with the misfits of this architecture, or of the nearest.
     """
     if model_type is not None and model_type not in ARCHITECTURES:

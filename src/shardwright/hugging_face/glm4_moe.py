@@ -1,4 +1,4 @@
-"""GLM-4.5: Llama's attention with biases, of which half of each head is rotated, and the experts of DeepSeek-V3."""
+"""GLM-4.5: Llama's attention with biases and half of each head rotated, and the experts of DeepSeek-V3."""
 
 from shardwright.hugging_face import deepseek_v3, llama, qwen3
 from shardwright.hugging_face.architecture import Architecture, register
