@@ -57,7 +57,8 @@ def data_parallel(job: Job, candidates: Candidates, held: RankParameters, m: Int
     |      |                                                          | and head forward and backward              |
 
     Shards of gradients are then all-reduced over dp_replicate, once. With a pipeline that gathers once a step, zero 3
-    is as 1. With `layout.zero_secondary_ranks` layers are gathered from these ranks for the backward pass.
+    is as 1, and so is zero 2 of a stack that reduces once a step there (`Stack.reduces_once_in_pipelines`). With
+    `layout.zero_secondary_ranks` layers are gathered from these ranks for the backward pass.
     Experts have their own process groups. A stack that overlaps communication runs it during the
     pass of its micro-batch; the part of one layer stays exposed, and `interference` slows the pass down. Communication
     longer than that pass uses the rank's slack first: a rank that waits for others sends and receives meanwhile. So the
@@ -87,7 +88,7 @@ def _beside_passes(job: Job, candidates: Candidates, held: RankParameters, m: In
     for zero in np.unique(candidates.zero):
         sent = [
             (times, each)
-            for times, whats, passes in stage_collectives(candidates, int(zero))
+            for times, whats, passes in stage_collectives(job, candidates, int(zero))
             if np.any((each := traffic.exposed(whats, passes)).seconds)
         ]
         if not sent:
@@ -278,7 +279,7 @@ def over_link(layout: Layout, what: str, group: ParameterGroup) -> tuple[Ints, F
     return np.where(copied, group.calls, 0), np.where(copied, group.count / group.shards, 0.0)
 
 
-def stage_collectives(candidates: Candidates, zero: int) -> list[tuple[str, tuple[str, ...], str]]:
+def stage_collectives(job: Job, candidates: Candidates, zero: int) -> list[tuple[str, tuple[str, ...], str]]:
     """Return the collectives of a ZeRO stage in a step: their number, "1" or with m micro-batches "m" or "(m - 1)"; the
     collectives that are sent together; and the pass that they overlap with.
 
@@ -291,7 +292,8 @@ def stage_collectives(candidates: Candidates, zero: int) -> list[tuple[str, tupl
         each = (GATHERED_AGAIN, SCATTERED)
         return [("m", (GATHERED,), F), ("(m - 1)", each, I_AND_W), ("1", (*each, ACROSS), I_AND_W)]
     once = [("1", (SCATTERED, ACROSS), I_AND_W), ("1", (GATHERED,), F)]
-    return [*once, ("(m - 1)", (SCATTERED,), I_AND_W)] if zero == 2 else once
+    again = zero == 2 and job.stack.reduces_each_microbatch(candidates.pp)
+    return [*once, ("(m - 1)", (SCATTERED,), I_AND_W)] if again else once
 
 
 def data_messages(job: Job, layout: Layout, what: str, group: ParameterGroup) -> list[PricedMessage]:
