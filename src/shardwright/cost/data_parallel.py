@@ -16,6 +16,7 @@ from shardwright.cost import compression, ledger, parameters, pipeline
 from shardwright.cost.blocks import BlockShape, blocks
 from shardwright.cost.collectives import PricedMessage, all_gather, all_reduce
 from shardwright.cost.compression import SENT_BYTES, GradientSums, waits_for_replicas
+from shardwright.cost.formats import FORMATS
 from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.ledger import Formulas, plus
 from shardwright.cost.messages import HIDDEN, hidden
@@ -353,11 +354,17 @@ def data_messages(job: Job, layout: Layout, what: str, group: ParameterGroup) ->
             replicas, stride = group.reduce_ranks // group.shards, group.shards * group.stride
             return sums.all_reduce(name, elements / group.shards, replicas, stride, calls)
         case _:
-            e = np.asarray(SENT_BYTES.get(layout.compress_weights, job.element_bytes))
+            e = np.asarray(SENT_BYTES.get(layout.compress_weights, _gathered_bytes(job)))
             if what != GATHERED_AGAIN:
                 return [PricedMessage(name, all_gather, elements * e, group.shards, group.stride, calls)]
             e = np.where(group.keeps_parts, job.element_bytes, e)
             return [PricedMessage(name, all_gather, elements * e, group.again_ranks, group.stride, calls)]
+
+
+def _gathered_bytes(job: Job) -> float:
+    """Return the bytes of an element of gathered weights. Ignored: norms, embedding and head are in 16 bits."""
+    form = FORMATS[job.precision]
+    return form.gathered_bytes if form.narrow and job.stack.speed.gathers_casts else job.element_bytes
 
 
 def replica_messages(
