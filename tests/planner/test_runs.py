@@ -91,7 +91,6 @@ def test_a_table_that_cannot_be_used_is_refused(tmp_path: Path, text: str | byte
         ({"step_time_s": ""}, "step_time_s and peak_mem_gib are empty"),
         ({"peak_mem_gib": "10"}, "peak_mem_from is empty"),
         ({"tied": "yes"}, "tied='yes': valid: 0, 1"),
-        ({"accelerator": "h1000"}, "accelerator='h1000': accelerator 'h1000' is not known; did you mean 'h100'?"),
         ({"stack": "megatron-lm"}, "stack='megatron-lm': valid: megatron, megatron-core, deepspeed, fsdp"),
         ({"schedule": "sideways"}, "schedule='sideways': valid: afab, 1f1b, "),
         ({"recompute": "sometimes"}, "valid: none, full, selective, selective:a+b, partial:N"),
@@ -139,6 +138,7 @@ def test_all_problems_of_a_file_are_named_at_once(tmp_path: Path):
     ("row", "change", "reason"),
     [
         (DENSE, {"usable": "no", "why_not": "two jobs on the machine"}, "two jobs on the machine"),
+        (DENSE, {"accelerator": "h1000"}, "accelerator 'h1000' is not known; did you mean 'h100'?"),
         (DENSE, {"accelerator": "v100", "precision": "bf16"}, "no figures for bf16 on v100; valid: fp32, fp16"),
         (DENSE, {"precision": "nvfp4"}, "no figures for nvfp4 on a100-80gb; valid: "),
         (DENSE, {"precision": "fp8-tensor"}, "no figures for fp8 on a100-80gb; valid: "),
@@ -298,3 +298,9 @@ def test_an_attention_kernel_that_an_accelerator_does_not_have_is_skipped_with_t
     (row,) = read_runs(write(tmp_path / "runs.csv", published("torchtitan-h200-0ea750") | {"attention": "fa4"}))
     assert isinstance(row, SkippedRun)
     assert row.reason == "attention=fa4 has no price on h200; priced there: fa2, fa3, cudnn"
+
+
+def test_a_row_that_is_not_usable_may_have_any_cell_empty(tmp_path: Path):
+    unusable = {"usable": "no", "why_not": "no step time", "top_k": "", "mla_v": "", "peak_mem_gib": "1"}
+    rows = read_runs(write(tmp_path / "runs.csv", EXPERTS | unusable, DENSE | {"accelerator": "abacus"}, DENSE))
+    assert [type(row) for row in rows] == [SkippedRun, SkippedRun, PredictableRun]

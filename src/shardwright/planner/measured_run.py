@@ -90,9 +90,9 @@ def prepared(line: int, row: MeasuredRun) -> PredictableRun | SkippedRun:
     """Prepare a row for its prediction; `line`: its line in the file."""
     if row.usable == "no":
         return SkippedRun(line, row, row.why_not)
-    if reason := next(_not_priced(row), None):
-        return SkippedRun(line, row, reason)
     try:
+        if reason := next(_not_priced(row), None):
+            return SkippedRun(line, row, reason)
         # Schedules with a fixed number of stages do not name it.
         schedule = _schedule(row)
         virtual = row.virtual_stages if find(schedule).virtual_stages_tried else None
@@ -114,12 +114,16 @@ def prepared(line: int, row: MeasuredRun) -> PredictableRun | SkippedRun:
 
 
 def _not_priced(row: MeasuredRun) -> Iterator[str]:
-    """Yield the choices of the row for which the cost model has no figures or formulas."""
+    """Yield the choices of the row for which the cost model has no figures or formulas.
+
+    Raises InputError for an accelerator that is not listed.
+    """
+    die = accelerator(row.accelerator).die
     if row.recompute not in RECOMPUTE and not _core_attention(row) and not _parts(row):
         yield f"recompute={row.recompute} has no price; priced: {', '.join(RECOMPUTE)}"
     if row.offload != "none":
         yield f"offload={row.offload} has no price; priced: none"
-    if row.attention and (die := accelerator(row.accelerator).die) not in ATTENTION_GAIN[row.attention]:
+    if row.attention and die not in ATTENTION_GAIN[row.attention]:
         priced = ", ".join(name for name, dies in ATTENTION_GAIN.items() if die in dies)
         yield f"attention={row.attention} has no price on {row.accelerator}; priced there: {priced or 'none by name'}"
     if row.window:

@@ -14,6 +14,7 @@ from typing import Any
 from shardwright.cost.hardware import accelerator
 from shardwright.schedule import registry
 from shardwright.schedule.named import ONE_F_ONE_B
+from shardwright.system.errors import InputError
 
 MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "mla_up_proj")
 """Modules that `recompute` may list, by Megatron's names."""
@@ -90,7 +91,17 @@ def _flag(help: str, needed: str = "", empty: bool | None = None) -> Any:
 
 
 def _accelerator(help: str) -> Any:
-    return _column(help, "a name of hardware.toml", len, lambda cell: accelerator(cell).name, None, "usable")
+    return _column(
+        help, "a name of hardware.toml; rows with other names are skipped", len, _listed_name, None, "usable"
+    )
+
+
+def _listed_name(cell: str) -> str:
+    """Return the name of hardware.toml for an alias; a name that is not listed is returned as it is."""
+    try:
+        return accelerator(cell).name
+    except InputError:
+        return cell
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,10 +89,10 @@ def _read(cells: dict[str, str]) -> tuple[MeasuredRun, list[str]]:
     when = {
         "always": True,
         "usable": row.usable == "yes",
-        "experts": row.experts is not None,
+        "experts": row.usable == "yes" and row.experts is not None,
         "pp": row.usable == "yes" and (row.pp or 1) > 1,
-        "mla": any(text for name, text in cells.items() if columns()[name].needed == "mla"),
-        "peak": row.peak_mem_gib is not None,
+        "mla": row.usable == "yes" and any(cells[name] for name, each in columns().items() if each.needed == "mla"),
+        "peak": row.usable == "yes" and row.peak_mem_gib is not None,
     }
     for name, column in columns().items():
         if not cells[name] and when.get(column.needed):
