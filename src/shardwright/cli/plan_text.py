@@ -40,9 +40,15 @@ def print_job(job: Job, name: str) -> None:
         f"[bold]{name}[/], {format_count(job.model.n_parameters)} parameters, on [bold]{job.cluster.name}[/]: "
         f"{job.global_batch:,} {'sequence' if job.global_batch == 1 else 'sequences'} of {job.seq_len:,} "
         f"{'token' if job.seq_len == 1 else 'tokens'} a step, {job.precision}, "
-        f"{'compiled' if job.compiled else 'eager'}{_within(job)}",
+        f"{_software(job)}{_within(job)}",
         soft_wrap=True,
     )
+
+
+def _software(job: Job) -> str:
+    if job.stack.name.startswith("shardwright"):
+        return "compiled" if job.compiled else "eager"
+    return f"software {job.stack.name}"
 
 
 def _within(job: Job) -> str:

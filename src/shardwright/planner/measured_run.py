@@ -103,7 +103,7 @@ def prepared(line: int, row: MeasuredRun) -> PredictableRun | SkippedRun:
             seq_len=row.seq_len,
             global_batch=row.global_batch,
             precision=PRECISIONS[row.precision],
-            stack=_stack(row),
+            stack=stack_of(row, accelerator(row.accelerator).die),
         )
         candidates = _candidates(row, piped)
     except InputError as error:
@@ -123,11 +123,16 @@ def _not_priced(row: MeasuredRun) -> Iterator[str]:
         yield f"recompute={row.recompute} has no price; priced: {', '.join(RECOMPUTE)}"
     if row.offload != "none":
         yield f"offload={row.offload} has no price; priced: none"
+    yield from software_problems(row, die)
+    if row.window:
+        yield "sliding-window attention has no price"
+
+
+def software_problems(row: MeasuredRun, die: str) -> Iterator[str]:
+    """Yield the properties of the row's software that have no price on a die, with the valid ones."""
     if row.attention and die not in ATTENTION_GAIN[row.attention]:
         priced = ", ".join(name for name, dies in ATTENTION_GAIN.items() if die in dies)
         yield f"attention={row.attention} has no price on {row.accelerator}; priced there: {priced or 'none by name'}"
-    if row.window:
-        yield "sliding-window attention has no price"
     if row.fused_loss and STACK.get(row.stack, row.stack) not in FUSED_LOSS:
         yield f"fused_loss=1 has no price with stack {row.stack}; priced with {', '.join(FUSED_LOSS)}"
 
@@ -205,12 +210,12 @@ def _model(row: MeasuredRun) -> ModelSpec:
     )
 
 
-def _stack(row: MeasuredRun) -> Stack:
-    """Return the row's software, with the kernels, types and overlaps that the row states."""
+def stack_of(row: MeasuredRun, die: str) -> Stack:
+    """Return the row's software on a die, with the kernels, types and overlaps that the row states."""
     name = STACK.get(row.stack, row.stack)
     stack = STACKS[FUSED_LOSS[name] if row.fused_loss else name]
     speed = stack.speed
-    speed = replace(speed, attention=_attention(row), graphs=_graphs(row), gathers_casts=_gathers_casts(row))
+    speed = replace(speed, attention=_attention(row, die), graphs=_graphs(row, die), gathers_casts=_gathers_casts(row))
     if row.flash is not None:
         stack = replace(stack, flash_attention=row.flash)
     if row.grad_dtype is not None:
@@ -229,19 +234,18 @@ def _stack(row: MeasuredRun) -> Stack:
     return replace(stack, speed=speed)
 
 
-def _attention(row: MeasuredRun) -> str:
+def _attention(row: MeasuredRun, die: str) -> str:
     """Return the attention kernel: stated by the row, or by stack and date; empty: the stack's own."""
     if row.attention is not None:
         return row.attention
     if row.stack == "automodel":
         return "cudnn"
     if row.stack == "fsdp-compiled" or (row.stack == "fsdp" and row.date >= "2024"):
-        hopper = accelerator(row.accelerator).die in ATTENTION_GAIN["fa3"]
-        return "cudnn" if hopper and row.date >= CUDNN_SINCE else "fa2"
+        return "cudnn" if die in ATTENTION_GAIN["fa3"] and row.date >= CUDNN_SINCE else "fa2"
     return ""
 
 
-def _graphs(row: MeasuredRun) -> Any:
+def _graphs(row: MeasuredRun, die: str) -> Any:
     """Return the parts of a step that are CUDA graphs: stated by the row, or as recipes of Megatron-Core have them: for
     dense models on Blackwell, and for mixtures in racks."""
     if row.cuda_graphs is not None:
@@ -250,7 +254,7 @@ def _graphs(row: MeasuredRun) -> Any:
         return "none"
     if row.experts:
         return "blocks" if (row.per_domain or 0) > 8 else "none"
-    return "step" if accelerator(row.accelerator).die == "b200" and row.date >= GRAPHS_SINCE else "none"
+    return "step" if die == "b200" and row.date >= GRAPHS_SINCE else "none"
 
 
 def _gathers_casts(row: MeasuredRun) -> bool:
