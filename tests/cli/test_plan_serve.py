@@ -1,5 +1,6 @@
 """Proves that `shardwright plan serve` and `plan evaluate-serving` find, say, write and refuse what they should."""
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,25 @@ def test_the_evaluation_is_one_document(tmp_path: Path):
     assert "left out" in text
     missing = CliRunner().invoke(app, ["plan", "evaluate-serving", str(tmp_path / "no.csv")])
     assert missing.exit_code == 2
+
+
+def test_a_row_with_a_bad_cell_is_skipped_and_the_other_rows_are_compared(tmp_path: Path):
+    from shardwright.serving.evaluate import MEASUREMENTS
+
+    with MEASUREMENTS.open(newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["source_id"] == "trtllm-v0.5"][:3]
+    rows[0]["tp"], rows[1]["accelerator"] = "many", "abacus"
+    path = tmp_path / "three.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    result = CliRunner().invoke(app, ["plan", "evaluate-serving", str(path), "--json"])
+    assert result.exit_code == 0, result.output
+    skipped = [row["skipped"] for row in json.loads(result.stdout)["rows"]]
+    assert None in skipped
+    assert "tp='many'; valid: a whole number from 1 to 999,999,999" in skipped
+    assert any("accelerator 'abacus' is not known" in each for each in skipped if each)
 
 
 @pytest.mark.parametrize("verb", OF_TWO_WORDS)

@@ -135,7 +135,8 @@ def exposed(
 ) -> float:
     """Seconds of data-parallel messages of one micro-batch a step."""
     of, the_job = candidates(**layout), the_job or on_plain_links()
-    beside = OverlappedPasses(*(np.array([each]) for each in (*passes, slack)))
+    one = np.ones((1, 1))
+    beside = OverlappedPasses(*(np.array([each]) for each in (*passes, slack)), one, one, 1)
     return float(data_parallel(the_job, of, rank_parameters(the_job, of), np.array([1]), beside)[0])
 
 

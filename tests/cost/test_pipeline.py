@@ -125,3 +125,26 @@ def test_a_searched_schedule_is_priced_as_it_is_trained():
     held = pipeline.moments(of, candidates, 16)
     assert held.in_flight.sum(2).max(1).tolist() == list(simulation.peak_in_flight)
     assert held.waiting.sum(2).max(1).tolist() == list(simulation.peak_waiting)
+
+
+@pytest.mark.parametrize(("pp", "v"), [(2, 2), (4, 2), (4, 3), (8, 5)])
+def test_gradients_of_a_chunk_overlap_with_the_passes_of_the_chunks_that_end_later(pp: int, v: int):
+    of = one(pp=pp, dp_shard=64 // pp, pp_schedule="interleaved-1f1b", virtual_stages=v)
+    found = pipeline.windows(job(), of)
+    assert found.weights == pytest.approx(((v - 1) * pp + 1) / v)
+    assert found.gradients == pytest.approx(((v - 1) * pp + 1) / v)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "afab"])
+def test_gradients_of_one_stage_overlap_with_its_last_pass_alone(schedule: str):
+    found = pipeline.windows(job(), one(pp=4, dp_shard=16, pp_schedule=schedule))
+    assert set(found.weights) == set(found.gradients) == {1.0}
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "dualpipe", "dualpipe-v"])
+def test_no_window_of_a_v_shape_is_shorter_than_a_stage_or_longer_than_the_step(schedule: str):
+    layout = one(pp=4, dp_shard=16, pp_schedule=schedule)
+    found = pipeline.windows(job(), layout)
+    least = len(layout.shared.ways) / found.stages
+    assert min(*found.weights, *found.gradients) >= least
+    assert max(*found.weights, *found.gradients) <= 2 * layout.pp

@@ -192,7 +192,7 @@ def test_replicas_are_summed_over_once_a_step_however_many_microbatches(zero: in
     more = []
     for replicas in (1, 8):
         of, nothing = candidates(dp_replicate=replicas, dp_shard=8, zero=zero), np.zeros((1, 1))
-        beside = OverlappedPasses(nothing, nothing, nothing)
+        beside = OverlappedPasses(nothing, nothing, nothing, nothing, nothing, 1)
         times = [float(data_parallel(job(), of, rank_parameters(job(), of), np.array([m]), beside)[0]) for m in (1, 8)]
         more.append(times[1] - times[0])
     assert more[1] == pytest.approx(more[0])

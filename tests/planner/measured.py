@@ -23,7 +23,7 @@ EXPERTS = published("simumax-b200-99afc2")
 def write(path: Path, *rows: dict[str, str]) -> Path:
     """Write rows to a CSV, each with an id of its own."""
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
+        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))
         writer.writeheader()
         writer.writerows(row | {"id": f"row-{number}"} for number, row in enumerate(rows, start=2))
     return path

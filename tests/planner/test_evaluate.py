@@ -103,6 +103,31 @@ def test_half_of_the_published_peaks_are_predicted_within_the_error_that_headroo
     assert median(errors) == pytest.approx(MEMORY_ERROR, abs=5e-4)
 
 
+LLAMA_3 = {
+    **dict.fromkeys(DENSE, ""),
+    **dict(source="llama-3", family="llama-3", ref="arXiv 2407.21783, table 4", date="2024-07", usable="yes"),
+    **dict(model="Llama 3 405B", model_kind="decoder", layers="126", d_model="16384", heads="128", kv_heads="8"),
+    **dict(head_dim="128", d_ffn="53248", gated="1", vocab="128256", accelerator="h100", per_domain="8"),
+    **dict(network="roce", stack="fsdp", precision="bf16", tp="8", sp="1", cp="1", pp="16", virtual_stages="8"),
+    **dict(schedule="interleaved-1f1b", layer_split="ends", ep="1", dp_replicate="1", zero="2", micro_batch="1"),
+    **dict(global_batch="2048", seq_len="8192", recompute="none"),
+}
+"""One layer a chunk; the first and the last chunk have embedding and head alone (section 3.3.2)."""
+
+
+@pytest.mark.parametrize(("accelerators", "tflops"), [(8192, 430), (16384, 400)])
+@pytest.mark.parametrize("zero", ["1", "2", "3"])
+def test_a_pipeline_of_fsdp_reduces_gradients_once_a_step_with_every_zero_stage(
+    tmp_path: Path, accelerators: int, tflops: int, zero: str
+):
+    matrices = 126 * 16384 * (2 * 128 * (128 + 8) + 3 * 53248) + 128256 * 16384
+    flops = 2048 * 8192 * (6 * matrices + 12 * 126 * 16384 * 8192)
+    row = LLAMA_3 | {"accelerators": f"{accelerators}", "dp_shard": f"{accelerators // 128}", "zero": zero}
+    row |= {"step_time_s": f"{flops / (accelerators * tflops * 1e12):.4f}", "step_time_from": "tflops"}
+    (found,) = evaluate(write(tmp_path / "runs.csv", row)).rows
+    assert abs(found.error("step time") or 1) < 0.05
+
+
 @prove
 def test_peak_memory_of_megatrons_own_tests():
     found = evaluate(MEASURED_RUNS.with_name("megatron_ci.csv"))

@@ -3,8 +3,10 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from shardwright.cost.data_parallel import GATHERED, data_messages, groups, rank_parameters
 from shardwright.cost.stack import MEGATRON_CORE_FUSED_LOSS
 from shardwright.cost.step import step_time
 from shardwright.planner.evaluate import MEASURED_RUNS
@@ -89,7 +91,6 @@ def test_a_table_that_cannot_be_used_is_refused(tmp_path: Path, text: str | byte
         ({"step_time_s": ""}, "step_time_s and peak_mem_gib are empty"),
         ({"peak_mem_gib": "10"}, "peak_mem_from is empty"),
         ({"tied": "yes"}, "tied='yes': valid: 0, 1"),
-        ({"accelerator": "h1000"}, "accelerator='h1000': accelerator 'h1000' is not known; did you mean 'h100'?"),
         ({"stack": "megatron-lm"}, "stack='megatron-lm': valid: megatron, megatron-core, deepspeed, fsdp"),
         ({"schedule": "sideways"}, "schedule='sideways': valid: afab, 1f1b, "),
         ({"recompute": "sometimes"}, "valid: none, full, selective, selective:a+b, partial:N"),
@@ -106,6 +107,9 @@ def test_a_table_that_cannot_be_used_is_refused(tmp_path: Path, text: str | byte
         ({"ep": "2"}, "ep=2 without experts; valid: 1"),
         ({"virtual_stages": "2"}, "schedule=1f1b, virtual_stages=2 with pp=1"),
         ({"accelerators": "16", "pp": "2"}, "layer_split is empty"),
+        ({"attention": "fa5"}, "attention='fa5': valid: fa2, fa3, fa4, cudnn"),
+        ({"attention": "fa2", "flash": "0"}, "attention=fa2 with flash=0; valid: flash=1"),
+        ({"cuda_graphs": "all"}, "cuda_graphs='all': valid: none, blocks, step"),
     ],
 )
 def test_a_bad_cell_is_an_error_with_its_row_column_value_and_rule(tmp_path: Path, change: dict[str, str], said: str):
@@ -134,6 +138,7 @@ def test_all_problems_of_a_file_are_named_at_once(tmp_path: Path):
     ("row", "change", "reason"),
     [
         (DENSE, {"usable": "no", "why_not": "two jobs on the machine"}, "two jobs on the machine"),
+        (DENSE, {"accelerator": "h1000"}, "accelerator 'h1000' is not known; did you mean 'h100'?"),
         (DENSE, {"accelerator": "v100", "precision": "bf16"}, "no figures for bf16 on v100; valid: fp32, fp16"),
         (DENSE, {"precision": "nvfp4"}, "no figures for nvfp4 on a100-80gb; valid: "),
         (DENSE, {"precision": "fp8-tensor"}, "no figures for fp8 on a100-80gb; valid: "),
@@ -235,3 +240,67 @@ def test_nanotron_deals_layers_by_their_weights(tmp_path: Path):
     (run,) = read_runs(write(tmp_path / "runs.csv", published("playbook-ccd6b7")))
     assert isinstance(run, PredictableRun)
     assert run.candidates.shared.stage_layers == (11, 5)
+
+
+GRAPHED = published("bridge-gb200-aadd44")
+"""A dense model in fp8 on GB200 by Megatron-Core of 2025-09."""
+
+
+def seconds_with(path: Path, row: dict[str, str], **cells: str) -> float:
+    """Predicted seconds of a step of a row with other cells."""
+    (run,) = read_runs(write(path / "runs.csv", row | cells))
+    assert isinstance(run, PredictableRun), run
+    return float(step_time(run.job, run.candidates).total_s[0])
+
+
+def test_a_table_without_the_columns_of_software_is_priced_by_stack_accelerator_and_date(tmp_path: Path):
+    by_date = seconds_with(tmp_path, GRAPHED)
+    stated = seconds_with(tmp_path, GRAPHED, attention="", cuda_graphs="step", gather_dtype="fp8")
+    assert by_date == stated
+    older = seconds_with(tmp_path, GRAPHED, date="2024-01")
+    assert older == seconds_with(tmp_path, GRAPHED, cuda_graphs="none", gather_dtype="bf16")
+
+
+def test_launches_of_small_layers_take_no_time_in_cuda_graphs(tmp_path: Path):
+    # 8B over tp 8 has layers that compute for less time than their launches take.
+    small = GRAPHED | {"tp": "8", "sp": "1", "dp_shard": "8", "zero": "1", "layers": "32", "d_model": "4096"}
+    small |= {"heads": "32", "d_ffn": "14336", "micro_batch": "1", "global_batch": "8", "seq_len": "1024"}
+    none, blocks, step = (seconds_with(tmp_path, small, cuda_graphs=name) for name in ("none", "blocks", "step"))
+    assert blocks == step < 0.7 * none
+
+
+def test_experts_wait_for_their_launches_unless_the_whole_step_is_a_cuda_graph(tmp_path: Path):
+    none, blocks, step = (seconds_with(tmp_path, EXPERTS, cuda_graphs=name) for name in ("none", "blocks", "step"))
+    assert step <= blocks < none
+
+
+def test_weights_gathered_in_fp8_are_half_of_the_bytes_of_16_bits(tmp_path: Path):
+    sent = []
+    for name in ("bf16", "fp8"):
+        (run,) = read_runs(write(tmp_path / "runs.csv", GRAPHED | {"gather_dtype": name}))
+        assert isinstance(run, PredictableRun)
+        job, of = run.job, run.candidates
+        (dense,) = groups(job, of, rank_parameters(job, of))
+        sent.append([float(each.n_bytes[0]) for each in data_messages(job, of.shared, GATHERED, dense)])
+    assert sent[1] == pytest.approx(np.array(sent[0]) / 2)
+    assert seconds_with(tmp_path, GRAPHED, gather_dtype="fp8") < seconds_with(tmp_path, GRAPHED, gather_dtype="bf16")
+
+
+@pytest.mark.parametrize(("accelerator", "kernels"), [("h100", "fa2, fa3, cudnn"), ("b200", "fa2, cudnn, fa4")])
+def test_newer_attention_kernels_of_an_accelerator_are_faster(tmp_path: Path, accelerator: str, kernels: str):
+    row = published("torchtitan-h200-0ea750") | {"accelerator": accelerator, "seq_len": "32768", "precision": "bf16"}
+    seconds = [seconds_with(tmp_path, row, attention=name) for name in kernels.split(", ")]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] < 0.8 * seconds[0]
+
+
+def test_an_attention_kernel_that_an_accelerator_does_not_have_is_skipped_with_the_valid_ones(tmp_path: Path):
+    (row,) = read_runs(write(tmp_path / "runs.csv", published("torchtitan-h200-0ea750") | {"attention": "fa4"}))
+    assert isinstance(row, SkippedRun)
+    assert row.reason == "attention=fa4 has no price on h200; priced there: fa2, fa3, cudnn"
+
+
+def test_a_row_that_is_not_usable_may_have_any_cell_empty(tmp_path: Path):
+    unusable = {"usable": "no", "why_not": "no step time", "top_k": "", "mla_v": "", "peak_mem_gib": "1"}
+    rows = read_runs(write(tmp_path / "runs.csv", EXPERTS | unusable, DENSE | {"accelerator": "abacus"}, DENSE))
+    assert [type(row) for row in rows] == [SkippedRun, SkippedRun, PredictableRun]

@@ -20,15 +20,8 @@ if TYPE_CHECKING:
 
 PRECISIONS = tuple(FORMATS)
 WITH_MEASURED = (
-    "target",
-    "cluster",
-    "hardware",
-    "link",
-    "network",
-    "document_tokens",
-    "memory_margin",
-    "measured",
-    "json",
+    *("target", "cluster", "hardware", "link", "network"),
+    *("document_tokens", "memory_margin", "measured", "json"),
 )
 """The options that are valid with --measured: they describe the run and the machine that it ran on."""
 
@@ -83,6 +76,14 @@ class PlanOptions:
     precision: Annotated[
         str | None,
         typer.Option(metavar="NAME", help=f"type of the matmuls: {', '.join(PRECISIONS)}; bf16 if not given"),
+    ] = None
+    stack: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME[,KEY=VALUE]",
+            help="price another training software, such as megatron-core,date=2025-10,cuda_graphs=none; keys as the "
+            "columns of docs/measured-runs.md: date, attention, cuda_graphs, gather_dtype, fused_loss, moe_dispatch",
+        ),
     ] = None
     link: Annotated[
         str | None,
@@ -181,6 +182,10 @@ def read_request(options: PlanOptions) -> PlanRequest:
         target = options.explain
     global_batch, seq_len, precision = options.global_batch, options.seq_len, options.precision
     wrong = wrong_options(options) + _wrong_measured(options)
+    if options.stack is not None and options.write is not None:
+        wrong.append(
+            f"--stack {options.stack} with --write: a run file is for shardwright's own software; leave one out"
+        )
     if options.runs is not None:
         wrong.append(
             f"{options.runs}: a second argument goes with evaluate alone: shardwright plan evaluate {options.runs}"
@@ -250,6 +255,10 @@ def read_request(options: PlanOptions) -> PlanRequest:
         from shardwright.config.settle import job_of
 
         job = replace(job_of(config), **values)
+    if options.stack is not None:
+        from shardwright.planner.software import read_stack
+
+        job = replace(job, stack=read_stack(options.stack, job))
     machine = on_machine(job)
     if explains_file:
         explained = _choice_of_file(

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 
 from shardwright.cli.common import columns, console, print_table, print_text
 from shardwright.cost.job import Job
-from shardwright.cost.stack import SHARDWRIGHT
 from shardwright.planner.alternatives import Alternative
 from shardwright.planner.batches import NearBatch
 from shardwright.planner.choice import PricedLayout, shortage
@@ -47,7 +46,7 @@ def print_job(job: Job, name: str) -> None:
 
 
 def _software(job: Job) -> str:
-    if job.compiled or job.stack.name == SHARDWRIGHT.name:
+    if job.stack.name.startswith("shardwright"):
         return "compiled" if job.compiled else "eager"
     return f"software {job.stack.name}"
 

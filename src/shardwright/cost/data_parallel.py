@@ -16,6 +16,7 @@ from shardwright.cost import compression, ledger, parameters, pipeline
 from shardwright.cost.blocks import BlockShape, blocks
 from shardwright.cost.collectives import PricedMessage, all_gather, all_reduce
 from shardwright.cost.compression import SENT_BYTES, GradientSums, waits_for_replicas
+from shardwright.cost.formats import FORMATS
 from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.ledger import Formulas, plus
 from shardwright.cost.messages import HIDDEN, hidden
@@ -32,17 +33,43 @@ F, I_AND_W = "F of a microbatch", "I and W of a microbatch"
 class OverlappedPasses:
     """The times with which messages of weights and gradients overlap on each rank of `pp`, (n, R): seconds of the
     forward and of the backward pass of a micro-batch, and `slack`, the time of the pipeline beyond the rank's own
-    passes and the passes before and after them. `note(rank)` records the passes of the one candidate."""
+    passes and the passes before and after them. `forward_windows`, `backward_windows`: passes with which collectives of
+    a step overlap, instead of one; `chunks`: stages of a rank (`pipeline.windows`). `note(rank)` records the passes of
+    the one candidate."""
 
     forward: Floats
     backward: Floats
     slack: Floats
+    forward_windows: Floats
+    backward_windows: Floats
+    chunks: int
     note: Callable[[int], None] = lambda rank: None
+
+    @classmethod
+    def from_schedule(
+        cls,
+        job: Job,
+        candidates: Candidates,
+        m: Ints,
+        passes: tuple[Floats, Floats],
+        slack: Floats,
+        note: Callable[[int], None],
+    ) -> "OverlappedPasses":
+        """Return the times of `m` micro-batches with these passes. No window has more passes than the step."""
+        windows = pipeline.windows(job, candidates)
+        weights, gradients = (np.minimum(each, m[:, None]) for each in (windows.weights, windows.gradients))
+        return cls(*passes, slack, weights, gradients, windows.stages, note)
 
     def on(self, rank: int) -> "OverlappedPasses":
         """Return the times of one rank, (n, 1)."""
-        forward, backward, slack = (each[:, [rank]] for each in (self.forward, self.backward, self.slack))
-        return OverlappedPasses(forward, backward, slack)
+        return OverlappedPasses(
+            self.forward[:, [rank]],
+            self.backward[:, [rank]],
+            self.slack[:, [rank]],
+            self.forward_windows[:, [rank]],
+            self.backward_windows[:, [rank]],
+            self.chunks,
+        )
 
 
 def data_parallel(job: Job, candidates: Candidates, held: RankParameters, m: Ints, beside: OverlappedPasses) -> Floats:
@@ -57,14 +84,17 @@ def data_parallel(job: Job, candidates: Candidates, held: RankParameters, m: Int
     |      |                                                          | and head forward and backward              |
 
     Shards of gradients are then all-reduced over dp_replicate, once. With a pipeline that gathers once a step, zero 3
-    is as 1. With `layout.zero_secondary_ranks` layers are gathered from these ranks for the backward pass.
-    Experts have their own process groups. A stack that overlaps communication runs it during the
-    pass of its micro-batch; the part of one layer stays exposed, and `interference` slows the pass down. Communication
-    longer than that pass uses the rank's slack first: a rank that waits for others sends and receives meanwhile. So the
-    step ends with the pipeline, or with the rank whose passes and messages take longest. After a pipeline two
-    all-reduces follow: of the gradient of an embedding that is on two stages, and with two routes of micro-batches, of
-    the gradients of both replicas of each stage. Gradients that are sent as products are all-reduced after the last
-    backward pass, too (`cost.compression`).
+    is as 1, and so is zero 2 of a stack that reduces once a step there (`Stack.reduces_once_in_pipelines`). With
+    `layout.zero_secondary_ranks` layers are gathered from these ranks for the backward pass.
+    Experts have their own process groups. A stack that overlaps communication runs it during the pass of its
+    micro-batch; the part of one layer stays exposed, and `interference` slows the pass down. If a rank has several
+    chunks, collectives of a step overlap with the passes after the last micro-batch of the first chunk, or before the
+    first micro-batch of the last (`pipeline.windows`); the collectives of the chunk that ends last, or starts first,
+    only with its own pass. Communication longer than that uses the rank's slack first: a rank that waits for others
+    sends and receives meanwhile. So the step ends with the pipeline, or with the rank whose passes and messages take
+    longest. After a pipeline two all-reduces follow: of the gradient of an embedding that is on two stages, and with
+    two routes of micro-batches, of the gradients of both replicas of each stage. Gradients that are sent as products
+    are all-reduced after the last backward pass, too (`cost.compression`).
     """
     if ledger.recording():
         with ledger.unrecorded():
@@ -87,8 +117,8 @@ def _beside_passes(job: Job, candidates: Candidates, held: RankParameters, m: In
     for zero in np.unique(candidates.zero):
         sent = [
             (times, each)
-            for times, whats, passes in stage_collectives(candidates, int(zero))
-            if np.any((each := traffic.exposed(whats, passes)).seconds)
+            for times, whats, passes in stage_collectives(job, candidates, int(zero))
+            if np.any((each := traffic.exposed(whats, passes, once=times == "1")).seconds)
         ]
         if not sent:
             continue
@@ -204,12 +234,14 @@ class _DataParallelTraffic:
     def __init__(self, job: Job, candidates: Candidates, held: RankParameters, beside: OverlappedPasses) -> None:
         self.job, self.candidates = job, candidates
         self.passes = {F: beside.forward, I_AND_W: beside.backward}
+        self.windows, self.chunks = {F: beside.forward_windows, I_AND_W: beside.backward_windows}, beside.chunks
         self.groups = groups(job, candidates, held)
         self.held = held
         self._sent: dict[str, Floats] = {}
 
-    def exposed(self, whats: tuple[str, ...], beside: str) -> ExposedCollective:
-        """Return the exposed time of collectives that overlap with a pass of a micro-batch."""
+    def exposed(self, whats: tuple[str, ...], beside: str, *, once: bool) -> ExposedCollective:
+        """Return the exposed time of collectives that overlap with a pass of a micro-batch. Collectives that are sent
+        `once` a step overlap with passes of the rank's other chunks, too."""
         name, speed = " and ".join(whats), self.job.stack.speed
         message_s = (
             self.sent(name) if len(whats) == 1 else ledger.total(name, {what: self.sent(what) for what in whats})
@@ -219,12 +251,22 @@ class _DataParallelTraffic:
         if not speed.hides_dp:
             return ExposedCollective(name, message_s, lambda f: f[name], inputs, longer=False)
         work, of_a_layer = self.passes[beside], message_s / layers
-        left = hidden(message_s, work, speed.interference, of_a_layer, what=name, beside=beside)
+        windows, chunks = (self.windows[beside], self.chunks) if once else (1.0, 1)
+        left = hidden(
+            message_s, work, speed.interference, of_a_layer, what=name, beside=beside, windows=windows, chunks=chunks
+        )
         inputs |= {beside: work, "layers": layers, "interference": speed.interference}
+        window = "windows_of_F" if beside == F else "windows_of_I_and_W"
+        inputs |= {window: windows} if chunks > 1 else {}
+
+        def anyway(f: Formulas) -> Floats:
+            whole = f[window] * f[beside] if chunks > 1 else f[beside]
+            return f[name] / f.layers + f.interference * np.minimum(f[name], whole)
+
         return ExposedCollective(
             name + HIDDEN,
             left,
-            lambda f: f[name] / f.layers + f.interference * np.minimum(f[name], f[beside]),
+            anyway,
             inputs,
             longer=self.candidates.pp > 1 and bool(np.any(message_s - work > of_a_layer)),
         )
@@ -278,7 +320,7 @@ def over_link(layout: Layout, what: str, group: ParameterGroup) -> tuple[Ints, F
     return np.where(copied, group.calls, 0), np.where(copied, group.count / group.shards, 0.0)
 
 
-def stage_collectives(candidates: Candidates, zero: int) -> list[tuple[str, tuple[str, ...], str]]:
+def stage_collectives(job: Job, candidates: Candidates, zero: int) -> list[tuple[str, tuple[str, ...], str]]:
     """Return the collectives of a ZeRO stage in a step: their number, "1" or with m micro-batches "m" or "(m - 1)"; the
     collectives that are sent together; and the pass that they overlap with.
 
@@ -291,7 +333,8 @@ def stage_collectives(candidates: Candidates, zero: int) -> list[tuple[str, tupl
         each = (GATHERED_AGAIN, SCATTERED)
         return [("m", (GATHERED,), F), ("(m - 1)", each, I_AND_W), ("1", (*each, ACROSS), I_AND_W)]
     once = [("1", (SCATTERED, ACROSS), I_AND_W), ("1", (GATHERED,), F)]
-    return [*once, ("(m - 1)", (SCATTERED,), I_AND_W)] if zero == 2 else once
+    again = zero == 2 and job.stack.reduces_each_microbatch(candidates.pp)
+    return [*once, ("(m - 1)", (SCATTERED,), I_AND_W)] if again else once
 
 
 def data_messages(job: Job, layout: Layout, what: str, group: ParameterGroup) -> list[PricedMessage]:
@@ -311,11 +354,17 @@ def data_messages(job: Job, layout: Layout, what: str, group: ParameterGroup) ->
             replicas, stride = group.reduce_ranks // group.shards, group.shards * group.stride
             return sums.all_reduce(name, elements / group.shards, replicas, stride, calls)
         case _:
-            e = np.asarray(SENT_BYTES.get(layout.compress_weights, job.element_bytes))
+            e = np.asarray(SENT_BYTES.get(layout.compress_weights, _gathered_bytes(job)))
             if what != GATHERED_AGAIN:
                 return [PricedMessage(name, all_gather, elements * e, group.shards, group.stride, calls)]
             e = np.where(group.keeps_parts, job.element_bytes, e)
             return [PricedMessage(name, all_gather, elements * e, group.again_ranks, group.stride, calls)]
+
+
+def _gathered_bytes(job: Job) -> float:
+    """Return the bytes of an element of gathered weights. Ignored: norms, embedding and head are in 16 bits."""
+    form = FORMATS[job.precision]
+    return form.gathered_bytes if form.narrow and job.stack.speed.gathers_casts else job.element_bytes
 
 
 def replica_messages(

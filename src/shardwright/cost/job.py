@@ -268,7 +268,7 @@ def on_machine(job: Job) -> Job:
         flash_backward=rates.attention_backward,
         memory_share=1 / rates.in_step.work,
     )
-    speed = replace(job.stack.speed, kernel_share=1.0, matmul_gain=1.0, flash_gain=1.0, by_die={})
+    speed = replace(job.stack.speed, kernel_share=1.0, matmul_gain=1.0, flash_gain=1.0, attention="", by_die={})
     if not job.compiled:
         kernels: dict[str, Any] = {str(name): moved for name, moved in rates.kernels.items()}
         if "loss_bytes" in kernels:  # in the type that was measured

@@ -289,8 +289,12 @@ def _recompute(passes: Passes, job: Job, candidates: Candidates, block: BlockSha
 
 def _launch(passes: Passes, job: Job, candidates: Candidates, block: BlockShape) -> None:
     """Add launch time: the host launches kernels one by one, and a pass takes at least that long. A backward pass in
-    two parts launches half of them in each. If the accelerator is the host itself, launches add to the work."""
+    two parts launches half of them in each. If the accelerator is the host itself, launches add to the work. A CUDA
+    graph launches a layer at once."""
     speed = job.stack.speed
+    if speed.graphs == "step" or (speed.graphs == "blocks" and not block.experts):
+        passes.add("launch", np.zeros(1), np.zeros(1), np.zeros(1))
+        return
     total_f, total_i, total_w = passes.totals
     in_two = candidates.kind.splits_backward and not speed.adds_launches
     f = Formulas(
@@ -300,7 +304,7 @@ def _launch(passes: Passes, job: Job, candidates: Candidates, block: BlockShape)
     )  # fmt: skip
     for name, part in passes.parts.items():
         ledger.total(f"work of {name}", {f"{kind}, {name}": seconds for kind, seconds in part.items()})
-    waits = bool(block.experts) and speed.waits_for_counts
+    waits = bool(block.experts) and speed.waits_for_counts and speed.graphs == "none"
     once = f.launch_s * f.kernels
     left_F, left_I = once, once * f.launch_backward + f.again * once
     if not speed.adds_launches:

@@ -328,6 +328,8 @@ _SYMBOLS = (
     ("half_in half_across", "B", "message size at which half of the bandwidth is reached"),
     ("bandwidth_in bandwidth_across switch", "B/s", "of an accelerator in its node, across nodes, of the switches"),
     ("interference least_s", "s", "share by which a hidden message slows work; the least that is not hidden"),
+    ("windows windows_of_F windows_of_I_and_W chunks", "", "passes that messages of a step overlap with, where a rank "
+     "has several stages (cost/pipeline.py); these stages"),
     ("launch_s kernels launch_backward again", "s",
      "to start a plain layer's kernels; for each of its; backward for each forward; 1 where F runs again"),
     ("flash_backward head_launches", "", "relative to F: attention's backward pass; relative to a layer's: launches of "

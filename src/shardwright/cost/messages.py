@@ -188,17 +188,29 @@ def over_tp(
 
 
 def hidden(
-    message_s: Floats, beside_s: Floats, interference: float, least_s: Floats | float = 0.0, *, what: str, beside: str
+    message_s: Floats,
+    beside_s: Floats,
+    interference: float,
+    least_s: Floats | float = 0.0,
+    *,
+    what: str,
+    beside: str,
+    windows: Floats | float = 1.0,
+    chunks: int = 1,
 ) -> Floats:
     """Return the time that overlapped communication adds: its exposed part, at least `least_s`, and the slowdown of the
     overlapping computation, as a fraction of the overlapped part. In the ledger `what` names the communication, and the
-    argument after it the computation."""
+    argument after it the computation. All of it overlaps with `windows` times the computation, if it is of several
+    `chunks`, of which one can only overlap with its own part of the computation."""
     if not message_s.any():
         return np.zeros_like(message_s)
     f = Formulas("s", {"least_s": least_s, "interference": interference})
     f.add({what: message_s, beside: beside_s})
-    message, work = f[what], f[beside]
-    exposed = np.maximum(message - work, f.least_s) + f.interference * np.minimum(message, work)
+    message, work, least = f[what], f[beside], f.least_s
+    if chunks > 1:
+        f.add(windows=windows, chunks=chunks)
+        least, work = np.maximum(least, (message - work) / f.chunks), f.windows * work
+    exposed = np.maximum(message - work, least) + f.interference * np.minimum(message, work)
     return f(f"{what}{HIDDEN}", exposed)
 
 

@@ -101,6 +101,38 @@ def stages(job: Job, candidates: Candidates) -> Stages:
     return _stages(job.model, job.seq_len, shared.pp, shared.pp_schedule, shared.virtual_stages, shared.stage_layers)
 
 
+class Windows(NamedTuple):
+    """Passes of a micro-batch with which collectives of a step overlap on each rank, (R,), in passes of all its stages:
+    `weights`: forward passes up to the first of the stage that starts last; `gradients`: backward passes from the last
+    of the stage that ends first. `stages`: on a rank. With one stage on a rank both are 1."""
+
+    weights: Floats
+    gradients: Floats
+    stages: int
+
+
+def windows(job: Job, candidates: Candidates) -> Windows:
+    """Return the windows of a step of at least 2 pp micro-batches, in the order of the schedule's actions: 1F1B with v
+    chunks on a rank runs pp micro-batches of a chunk before it changes to the next, so each is ((v - 1) pp + 1) / v.
+    Ignored: passes of the other direction in between, as V-shaped schedules have them."""
+    held = stages(job, candidates)
+    return _windows(held.built_from, held.of_rank.shape[1], len(candidates.shared.ways))
+
+
+@cache
+def _windows(of: ScheduleInputs, n_stages: int, n_ways: int) -> Windows:
+    if n_stages == 1:
+        return Windows(np.ones(of.pp), np.ones(of.pp), 1)
+    weights, gradients = np.zeros(of.pp), np.zeros(of.pp)
+    for rank, actions in enumerate(of.schedule(2 * of.pp).ranks):
+        starts = {each.stage: at for at, each in reversed(list(enumerate(actions))) if each.op == "F"}
+        ends = {each.stage: at for at, each in enumerate(actions) if each.op in ("B", "W")}
+        weights[rank] = sum(each.op == "F" for each in actions[: max(starts.values())])
+        gradients[rank] = sum(_OF_BACKWARD[each.op] for each in actions[min(ends.values()) + 1 :])
+    share = n_ways / n_stages
+    return Windows(share * (weights + 1), share * (gradients + 1), n_stages)
+
+
 class Layers(NamedTuple):
     """Layers that cost the same: their kind, their name in the ledger, their number in each stage, (S,), and the
     candidates with the recomputation of these layers."""
@@ -184,6 +216,8 @@ def _as_moments(rows_Rkc: Ints) -> Moments:
 
 
 _OPS = {"F": 0, "B": 1, "I": 2, "W": 3}
+_OF_BACKWARD = {"F": 0.0, "B": 1.0, "I": 0.5, "W": 0.5}
+"""Part of a backward pass that an action is."""
 
 
 def _held(schedule: Schedule, ranks: Sequence[int]) -> tuple[Ints, Ints]:

@@ -60,7 +60,7 @@ def stage_pools(job: Job, candidates: Candidates, stages: Stages, held: Paramete
     fsdp = uses_fsdp(job, candidates)[:, None]
     alone = (candidates.world == 1)[:, None] & ~fsdp
     apart = np.where(fsdp, reduced, _outsized(job, candidates, stages) if alone.any() else 0.0)
-    shared = shares_gradients(candidates)[:, None] | ~fsdp
+    shared = shares_gradients(job, candidates)[:, None] | ~fsdp
     ranks = candidates.shards[:, None]
     block = np.where(ranks > 1, held.layer_dense[:, None], 0)
     block = block + np.where(candidates.expert_shards > 1, held.layer_expert, 0)[:, None]

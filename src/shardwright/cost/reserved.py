@@ -85,7 +85,7 @@ def _while_running(job: Job, candidates: Candidates, memo: Memo, ranks: Ints) ->
     whole_loss = not (no_loss or candidates.shared.loss_chunk_tokens)
     sharded = memo.table(OF_STATES, "sharded parts", stages.key, whole_loss, others(candidates, NOT_OF_STATES))
     # The ZeRO stage matters only for whether gradients are accumulated in shards.
-    alike = replace(candidates, zero=np.where(states.shares_gradients(candidates), 2, 0))
+    alike = replace(candidates, zero=np.where(states.shares_gradients(job, candidates), 2, 0))
 
     apart = pools.has_pools(job)
 

@@ -7,9 +7,9 @@ bits, inputs read and outputs written; they follow from the kernels into which a
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any
+from typing import Any, Literal
 
-from shardwright.cost.calibration import CALIBRATED, Calibration
+from shardwright.cost.calibration import CALIBRATED, OTHERS, Calibration
 
 MATMULS, ELEMENTWISE, TENSOR, CONTEXT, EXPERT, DATA, HOST = (
     "matmuls",
@@ -68,6 +68,11 @@ class Speed:
     its place, if each is copied alone. `in_step`: by kind of work, the time of its messages in a step relative to their
     time alone (1 if absent); computation on the same processor slows them down.
 
+    `attention`: the kernel of `ATTENTION_GAIN` whose rate replaces `flash_gain` on the dies listed there; empty: the
+    stack's own. `graphs`: parts of a step that are replayed as CUDA graphs, whose launches the host does not repeat:
+    "none", "blocks" (a layer, without its experts), "step" (experts too). `gathers_casts`: ZeRO gathers weights in the
+    format of the matmuls, where the format has one scale a tensor or a block, instead of in 16 bits.
+
     `by_die`: numbers that replace this stack's numbers on a die.
 
     `bucket_elements`: parameters whose gradients are reduced, or which are gathered, in one message; 0: one block, as
@@ -115,6 +120,9 @@ class Speed:
     bucket_s: float = 0.0
     part_s: float = 0.0
     in_step: Mapping[str, float] = field(default_factory=dict, hash=False)
+    attention: str = ""
+    graphs: Literal["none", "blocks", "step"] = "none"
+    gathers_casts: bool = False
     by_die: Mapping[str, Mapping[str, float]] = field(default_factory=dict, hash=False)
     bucket_elements: float = 0.0
     reduce_bytes: float = 2.0
@@ -127,6 +135,9 @@ class Speed:
     def on(self, die: str) -> "Speed":
         """Return this stack on accelerators of a die."""
         given: dict[str, Any] = dict(self.by_die.get(die, {}))
+        gains = ATTENTION_GAIN.get(self.attention, {})
+        if gain := gains.get(die, gains.get(OTHERS)):
+            given["flash_gain"] = gain
         return replace(self, **given) if given else self
 
     def calibrated(self, by: Calibration) -> "Speed":
@@ -137,6 +148,20 @@ class Speed:
 
 FLASH_2 = 1.4
 """`flash_gain` of FlashAttention-2 in PyTorch since 2024."""
+ATTENTION_GAIN = {
+    "fa2": {"a100-80gb": 1.0, "h100": FLASH_2, "b200": 0.74, OTHERS: FLASH_2},
+    "fa3": {"h100": 2.4},
+    "fa4": {"b200": 2.0},
+    "cudnn": {"h100": 2.4, "b200": 1.76},
+}
+"""`flash_gain` of attention kernels on the dies that have them, relative to `Calibration.flash_share` of the die.
+
+On A100 `flash_share` is the rate of FlashAttention-2. On B200 FlashAttention-2 runs the instructions of H100: its rate
+is the rate on H100 times 148 / 132 multiprocessors. cuDNN on H100 was measured on an H200
+(benchmarks/results/gpu-2026-11-27.md); FlashAttention-3 is as fast there from 4,096 tokens on (arXiv 2407.08608,
+figures 5 and 6). cuDNN on B200 is the kernel of Megatron-Core, to which `flash_share` and "tuned attention" of
+docs/cost-model.md are fitted; FlashAttention-4 takes 1.05 to 1.3 times less than cuDNN 9.13 (arXiv 2603.05451).
+"""
 MEGATRON = Speed(
     kind="megatron", hides_dp=False, blocking_sends=True, scatters_messages=True, loss_bytes=30.0, bucket_elements=inf
 ).calibrated(CALIBRATED)
@@ -183,7 +208,7 @@ COMPILED = Speed(
     fuses_casts=True,
     merge_bytes=38.0,
 ).calibrated(CALIBRATED)
-HOPPER = {"matmul_gain": 1.16, "flash_gain": 2.4}
+HOPPER = {"matmul_gain": 1.16, "flash_gain": ATTENTION_GAIN["cudnn"]["h100"]}
 """Gains of PyTorch 2.11 on an H200: a step of 1.7B has 229 ms of matmuls (266 ms at gain 1), and 68 ms of attention by
 cuDNN, which PyTorch selects there (benchmarks/results/gpu-2026-11-27.md)."""
 SHARDWRIGHT_COMPILED = Speed(

@@ -23,7 +23,9 @@ class Stack:
     the shards of the master weights. `weight_gradient_bytes`: of the weight gradient of one matmul before it is added
     to that buffer. Megatron-LM's matmuls accumulate into the buffer themselves, but still allocate an empty gradient
     for autograd. `keeps_gradients`: that buffer exists for the whole step, else from the first backward pass to the
-    update. `gathers_in_loss`: ZeRO-3 has a gathered block and the next one while the loss is computed, too.
+    update. `reduces_once_in_pipelines`: with a pipeline, ZeRO-2 reduces the gradients of a stage once a step, after its
+    last micro-batch (`torch.distributed.pipelining` sets FSDP's gradient sync for that one alone), and keeps them whole
+    until then. `gathers_in_loss`: ZeRO-3 has a gathered block and the next one while the loss is computed, too.
     `step_bytes`: temporary buffers of the optimizer. `reduced_bytes`: of a block's gradients in the reduce-scatter,
     with ZeRO-2 and ZeRO-3.
 
@@ -74,6 +76,7 @@ class Stack:
     weight_gradient_bytes: float = 2.0
     reduced_bytes: float = 4.0
     keeps_gradients: bool = True
+    reduces_once_in_pipelines: bool = True
     gathers_in_loss: bool = True
     step_bytes: float = 0.0
     flash_attention: bool = True
@@ -110,6 +113,10 @@ class Stack:
     of_process: bool = False
     holes: tuple[float, ...] = (0.0,) * 4
 
+    def reduces_each_microbatch(self, pp: int) -> bool:
+        """Return whether ZeRO-2 reduces gradients after each micro-batch, with `pp` ranks in the pipeline."""
+        return pp == 1 or not self.reduces_once_in_pipelines
+
     def held_by_libraries(self, chip: Accelerator, *, experts: bool) -> float:
         """Return the bytes of all workspaces on an accelerator, of a model with or without experts."""
         count = self.workspaces + self.expert_workspaces * experts
@@ -122,6 +129,7 @@ SHARDWRIGHT = Stack(
     about="this system: FSDP2, explicit collectives, fused attention, other kernels eager",
     gathers_master=True,
     keeps_gradients=False,
+    reduces_once_in_pipelines=False,
     gathers_in_loss=False,
     fused_gate=False,
     keeps_outputs=True,

@@ -63,7 +63,7 @@ def rank_state_bytes(job: Job, candidates: Candidates, stages: Stages, held: Par
         master = f("master", _sharded(f, candidates, candidates.zero >= 1, stack.master_bytes * has_master), _ZERO)
     else:
         master = _shards_beside(candidates, f)
-    gradients = _sharded(f, candidates, shares_gradients(candidates), stack.gradient_bytes) * f.always
+    gradients = _sharded(f, candidates, shares_gradients(job, candidates), stack.gradient_bytes) * f.always
     gradients = f("gradients kept", gradients, _ZERO)
     found = {
         "weights": weights,
@@ -80,7 +80,7 @@ def rank_state_bytes(job: Job, candidates: Candidates, stages: Stages, held: Par
     if candidates.shared.offload_parameters == "cpu":
         ledger.note("shards on the host", "", np.zeros(1), "B", "master weights, kept weights, reduced gradients")
         found |= {"weights": np.where(sharded[:, None], 0.0, found["weights"]), "master": nothing}
-        found["gradients"] = np.where(shares_gradients(candidates)[:, None], 0.0, found["gradients"])
+        found["gradients"] = np.where(shares_gradients(job, candidates)[:, None], 0.0, found["gradients"])
     return {kind: np.broadcast_to(n_bytes, shape) for kind, n_bytes in found.items()}
 
 
@@ -236,7 +236,7 @@ def moving_gradients(
         weight_gradient_bytes=weight_gradient_bytes(job), kept_by_a_block=kept, working_of_a_block=working,
         several=stages.several, head=held.head,
     )  # fmt: skip
-    shared = shares_gradients(candidates)[:, None]
+    shared = shares_gradients(job, candidates)[:, None]
     found = np.zeros(held.ends.shape)
     matrix = f("gradient of a matmul", f.weight_gradient_bytes * f.largest_matmul)
     if np.any(shared):
@@ -272,7 +272,7 @@ def stage_state_bytes(job: Job, candidates: Candidates, stages: Stages, held: Pa
     loss that copies logits, the copies are larger and are freed by then."""
     each = job.stack.gradient_bytes * ~keeps_gradients(job, candidates)[:, None]
     found = []
-    for sharded in (shares_gradients(candidates), candidates.zero >= 1):
+    for sharded in (shares_gradients(job, candidates), candidates.zero >= 1):
         ranks, expert_ranks = (
             np.where(sharded, over, 1)[:, None] for over in (candidates.shards, candidates.expert_shards)
         )
@@ -280,7 +280,7 @@ def stage_state_bytes(job: Job, candidates: Candidates, stages: Stages, held: Pa
     if candidates.shared.offload_parameters == "cpu":
         # Shards go to the host once they are reduced: over replicas in the last micro-batch.
         waits = waits_for_replicas(candidates.shared) & (candidates.dp_replicate > 1)
-        stays = ~shares_gradients(candidates) | waits
+        stays = ~shares_gradients(job, candidates) | waits
         found = [found[0] * stays[:, None], 0.0 * found[1]]
     largest = np.max([(dense + expert)[:, None] * (stages.of_kind[block] > 0)
                       for block, (dense, expert) in held.of_block.items()], axis=0)  # fmt: skip
@@ -303,9 +303,9 @@ def keeps_gradients(job: Job, candidates: Candidates) -> NDArray[np.bool_]:
     return bucketed & (candidates.gradient_ranks > 1) & (job.precision == "fp32")
 
 
-def shares_gradients(candidates: Candidates) -> NDArray[np.bool_]:
+def shares_gradients(job: Job, candidates: Candidates) -> NDArray[np.bool_]:
     """Return whether gradients are accumulated in shards."""
-    return (candidates.zero >= 2) & ~_holds_stage(candidates)
+    return (candidates.zero >= 2) & ~_holds_stage(candidates) & job.stack.reduces_each_microbatch(candidates.pp)
 
 
 def uses_fsdp(job: Job, candidates: Candidates) -> NDArray[np.bool_]:

@@ -69,7 +69,9 @@ def step_time(job: Job, candidates: Candidates, *, simulated: bool = True, memo:
         parts["pipeline"] = _waiting(job, candidates, span, mine)
     held = _rank_parameters(job, candidates, memo if remembers(memo, job) else None)
     with ledger.section("Data parallel, rank with most parameters"):
-        beside = OverlappedPasses(*stages.passes_of_ranks(), span[:, None] - ends, stages.note_passes)
+        beside = OverlappedPasses.from_schedule(
+            job, candidates, m, stages.passes_of_ranks(), span[:, None] - ends, stages.note_passes
+        )
         parts[DATA] = data_parallel(job, candidates, held, m, beside)
     with ledger.section("Step"):
         parts["optimizer"] = optimizer_step(job, candidates, held)

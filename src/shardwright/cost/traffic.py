@@ -62,7 +62,7 @@ def _collectives(
 ) -> Iterator[tuple[int, str, data_parallel.ParameterGroup]]:
     """Yield the collectives of weights and gradients in a step: their number, their name, and their parameters."""
     times = {"1": 1, "m": m, "(m - 1)": m - 1}
-    for often, whats, _ in data_parallel.stage_collectives(candidates, int(candidates.zero[0])):
+    for often, whats, _ in data_parallel.stage_collectives(job, candidates, int(candidates.zero[0])):
         for what in whats:
             for group in data_parallel.groups(job, candidates, held):
                 yield times[often], what, group

@@ -9,9 +9,9 @@ import numpy as np
 
 from shardwright.cost import memory
 from shardwright.cost.formats import FORMATS
-from shardwright.cost.hardware import Cluster, cluster, evenly
+from shardwright.cost.hardware import Cluster, accelerator, cluster, evenly
 from shardwright.cost.job import Candidates, Job
-from shardwright.cost.speed import FLASH_2
+from shardwright.cost.speed import ATTENTION_GAIN
 from shardwright.cost.stack import STACKS, Stack
 from shardwright.layout.layout import Layout
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
@@ -46,6 +46,12 @@ PARTS = {"mla_up_proj": "mla_up"}
 FLEX_SINCE = "2026"
 """First date from which recipes of Megatron-Core dispatch by DeepEP or HybridEP, for rows that do not state the
 dispatch (Megatron-Bridge, scripts/performance/configs)."""
+CUDNN_SINCE = "2026"
+"""First date from which PyTorch's own attention on Hopper is cuDNN's."""
+GRAPHS_SINCE = "2025-05"
+"""First date from which recipes of Megatron-Core run dense models on Blackwell as CUDA graphs (MLPerf Training 5.0)."""
+FP8_GATHERS_SINCE = "2024-06"
+"""First date from which recipes of Megatron-Core in fp8-tensor gather weights in fp8 (MLPerf Training 4.0)."""
 PERMUTED_BY_RANK = 8.0
 """`Speed.permute_bytes` of DeepEP and HybridEP. The receiver copies tokens for their experts, and sums them before they
 are sent back; the sender does not sort."""
@@ -84,9 +90,9 @@ def prepared(line: int, row: MeasuredRun) -> PredictableRun | SkippedRun:
     """Prepare a row for its prediction; `line`: its line in the file."""
     if row.usable == "no":
         return SkippedRun(line, row, row.why_not)
-    if reason := next(_not_priced(row), None):
-        return SkippedRun(line, row, reason)
     try:
+        if reason := next(_not_priced(row), None):
+            return SkippedRun(line, row, reason)
         # Schedules with a fixed number of stages do not name it.
         schedule = _schedule(row)
         virtual = row.virtual_stages if find(schedule).virtual_stages_tried else None
@@ -97,7 +103,7 @@ def prepared(line: int, row: MeasuredRun) -> PredictableRun | SkippedRun:
             seq_len=row.seq_len,
             global_batch=row.global_batch,
             precision=PRECISIONS[row.precision],
-            stack=_stack(row),
+            stack=stack_of(row, accelerator(row.accelerator).die),
         )
         candidates = _candidates(row, piped)
     except InputError as error:
@@ -108,13 +114,25 @@ def prepared(line: int, row: MeasuredRun) -> PredictableRun | SkippedRun:
 
 
 def _not_priced(row: MeasuredRun) -> Iterator[str]:
-    """Yield the choices of the row for which the cost model has no figures or formulas."""
+    """Yield the choices of the row for which the cost model has no figures or formulas.
+
+    Raises InputError for an accelerator that is not listed.
+    """
+    die = accelerator(row.accelerator).die
     if row.recompute not in RECOMPUTE and not _core_attention(row) and not _parts(row):
         yield f"recompute={row.recompute} has no price; priced: {', '.join(RECOMPUTE)}"
     if row.offload != "none":
         yield f"offload={row.offload} has no price; priced: none"
+    yield from software_problems(row, die)
     if row.window:
         yield "sliding-window attention has no price"
+
+
+def software_problems(row: MeasuredRun, die: str) -> Iterator[str]:
+    """Yield the properties of the row's software that have no price on a die, with the valid ones."""
+    if row.attention and die not in ATTENTION_GAIN[row.attention]:
+        priced = ", ".join(name for name, dies in ATTENTION_GAIN.items() if die in dies)
+        yield f"attention={row.attention} has no price on {row.accelerator}; priced there: {priced or 'none by name'}"
     if row.fused_loss and STACK.get(row.stack, row.stack) not in FUSED_LOSS:
         yield f"fused_loss=1 has no price with stack {row.stack}; priced with {', '.join(FUSED_LOSS)}"
 
@@ -192,13 +210,12 @@ def _model(row: MeasuredRun) -> ModelSpec:
     )
 
 
-def _stack(row: MeasuredRun) -> Stack:
-    """Return the row's software, with the kernels, types and overlaps that the row states."""
+def stack_of(row: MeasuredRun, die: str) -> Stack:
+    """Return the row's software on a die, with the kernels, types and overlaps that the row states."""
     name = STACK.get(row.stack, row.stack)
     stack = STACKS[FUSED_LOSS[name] if row.fused_loss else name]
     speed = stack.speed
-    if stack.speed.kind == "fsdp" and (row.date or "") >= "2024":
-        speed = replace(speed, flash_gain=FLASH_2)
+    speed = replace(speed, attention=_attention(row, die), graphs=_graphs(row, die), gathers_casts=_gathers_casts(row))
     if row.flash is not None:
         stack = replace(stack, flash_attention=row.flash)
     if row.grad_dtype is not None:
@@ -212,16 +229,39 @@ def _stack(row: MeasuredRun) -> Stack:
         speed = replace(speed, hides_dp=row.overlap_dp)
     if _parts(row):
         stack = replace(stack, selective="parts")
-    if _replays(row):
-        speed = replace(speed, waits_for_counts=False)
     if _copies_by_node(row):
         speed = replace(speed, copies_by_node=True, permute_bytes=PERMUTED_BY_RANK)
     return replace(stack, speed=speed)
 
 
-def _replays(row: MeasuredRun) -> bool:
-    """Return whether launches of routers and experts are replayed as CUDA graphs, as recipes for racks do."""
-    return row.stack == "megatron-core" and bool(row.experts) and (row.per_domain or 0) > 8
+def _attention(row: MeasuredRun, die: str) -> str:
+    """Return the attention kernel: stated by the row, or by stack and date; empty: the stack's own."""
+    if row.attention is not None:
+        return row.attention
+    if row.stack == "automodel":
+        return "cudnn"
+    if row.stack == "fsdp-compiled" or (row.stack == "fsdp" and row.date >= "2024"):
+        return "cudnn" if die in ATTENTION_GAIN["fa3"] and row.date >= CUDNN_SINCE else "fa2"
+    return ""
+
+
+def _graphs(row: MeasuredRun, die: str) -> Any:
+    """Return the parts of a step that are CUDA graphs: stated by the row, or as recipes of Megatron-Core have them: for
+    dense models on Blackwell, and for mixtures in racks."""
+    if row.cuda_graphs is not None:
+        return row.cuda_graphs
+    if row.stack != "megatron-core":
+        return "none"
+    if row.experts:
+        return "blocks" if (row.per_domain or 0) > 8 else "none"
+    return "step" if die == "b200" and row.date >= GRAPHS_SINCE else "none"
+
+
+def _gathers_casts(row: MeasuredRun) -> bool:
+    """Return whether weights are gathered in the format of the matmuls: stated, or by stack and date."""
+    if row.gather_dtype is not None:
+        return row.gather_dtype == "fp8"
+    return row.stack == "megatron-core" and row.precision == "fp8-tensor" and row.date >= FP8_GATHERS_SINCE
 
 
 def _copies_by_node(row: MeasuredRun) -> bool:

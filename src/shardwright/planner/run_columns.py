@@ -14,6 +14,7 @@ from typing import Any
 from shardwright.cost.hardware import accelerator
 from shardwright.schedule import registry
 from shardwright.schedule.named import ONE_F_ONE_B
+from shardwright.system.errors import InputError
 
 MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "mla_up_proj")
 """Modules that `recompute` may list, by Megatron's names."""
@@ -24,7 +25,7 @@ class RunColumn:
     """A column of a table. `rule`: description of the valid cells. `valid`: checks a cell that is not empty. `convert`:
     converts it to a value. `empty`: the meaning of an empty cell. `needed`: when a cell may not be empty: "always", in
     usable rows ("usable"), in usable rows with a pipeline ("pp"), and in rows with experts ("experts"), with latent
-    attention ("mla") or with a peak ("peak")."""
+    attention ("mla") or with a peak ("peak"). `optional`: a table may lack the column, as if its cells were empty."""
 
     help: str
     rule: str
@@ -32,6 +33,7 @@ class RunColumn:
     convert: Callable[[str], Any]
     empty: Any = None
     needed: str = ""
+    optional: bool = False
 
     def read(self, text: str) -> Any:
         """Return the value of a cell. Raises ValueError with the rule that the cell breaks."""
@@ -49,11 +51,16 @@ def _text(help: str, needed: str = "") -> Any:
 
 
 def _choice(
-    help: str, *words: str, needed: str = "", empty: str | None = None, form: tuple[str, str] = ("", "")
+    help: str,
+    *words: str,
+    needed: str = "",
+    empty: str | None = None,
+    form: tuple[str, str] = ("", ""),
+    optional: bool = False,
 ) -> Any:
     """Return a column whose cells are one of some words or have a form, given as (examples, pattern)."""
     rule = ", ".join(filter(None, (*words, form[0])))
-    return _column(help, rule, lambda cell: cell in words or re.fullmatch(form[1], cell), str, empty, needed)
+    return _column(help, rule, lambda cell: cell in words or re.fullmatch(form[1], cell), str, empty, needed, optional)
 
 
 def _decimal(help: str, low: float, high: float, *, empty: float | None = None) -> Any:
@@ -84,7 +91,17 @@ def _flag(help: str, needed: str = "", empty: bool | None = None) -> Any:
 
 
 def _accelerator(help: str) -> Any:
-    return _column(help, "a name of hardware.toml", len, lambda cell: accelerator(cell).name, None, "usable")
+    return _column(
+        help, "a name of hardware.toml; rows with other names are skipped", len, _listed_name, None, "usable"
+    )
+
+
+def _listed_name(cell: str) -> str:
+    """Return the name of hardware.toml for an alias; a name that is not listed is returned as it is."""
+    try:
+        return accelerator(cell).name
+    except InputError:
+        return cell
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +175,21 @@ class MeasuredRun:
     )
     flash: bool | None = _flag("1: attention never stores its scores. Empty: as usual with the stack")
     fused_loss: bool | None = _flag("1: the loss makes no copy of the logits in fp32. Empty: as usual with the stack")
+
+    attention: str | None = _choice(
+        "kernel of fused attention. Empty: by stack and date", "fa2", "fa3", "fa4", "cudnn", optional=True
+    )
+    cuda_graphs: str | None = _choice(
+        "parts of a step that are replayed as CUDA graphs; blocks: layers without their experts. Empty: by stack, "
+        "accelerator and date",
+        *("none", "blocks", "step"),
+        optional=True,
+    )
+    gather_dtype: str | None = _choice(
+        "type in which ZeRO gathers weights; fp8: the format of the matmuls. Empty: by stack, precision and date",
+        *("bf16", "fp8"),
+        optional=True,
+    )
 
     tp: int = _whole("tensor parallelism", 100_000, "usable")
     sp: bool = _flag("1: sequence parallelism over tp; 0 if tp is 1", "usable")

@@ -43,7 +43,7 @@ def read_table(path: Path) -> list[tuple[int, MeasuredRun]]:
         if len(cells) != len(header):
             problems.append(f"row {line}: {len(cells)} cells, and the header has {len(header)} columns")
             continue
-        row, wrong = _read(dict(zip(header, cells, strict=True)))
+        row, wrong = _read(dict.fromkeys(columns(), "") | dict(zip(header, cells, strict=True)))
         wrong = wrong or list(_contradictions(row))
         if row.id and (first := lines_of_ids.setdefault(row.id, line)) != line:
             wrong.append(f"id={_quoted(row.id)}: row {first} has the same; valid: one that no other row has")
@@ -65,7 +65,7 @@ def _header_problems(header: list[str]) -> Iterator[str]:
             yield f"column {_quoted(name)!r} is not known" + (f"; {hint}" if hint.startswith("did") else "")
         elif header.count(name) > 1:
             yield f"column {name!r} is there {header.count(name)} times; valid: once"
-    missing = [name for name in columns() if name not in header]
+    missing = [name for name, column in columns().items() if name not in header and not column.optional]
     for name in missing[:FEW]:
         yield f"column {name!r} is missing; it is: {columns()[name].help}"
     if missing:
@@ -89,10 +89,10 @@ def _read(cells: dict[str, str]) -> tuple[MeasuredRun, list[str]]:
     when = {
         "always": True,
         "usable": row.usable == "yes",
-        "experts": row.experts is not None,
+        "experts": row.usable == "yes" and row.experts is not None,
         "pp": row.usable == "yes" and (row.pp or 1) > 1,
-        "mla": any(text for name, text in cells.items() if columns()[name].needed == "mla"),
-        "peak": row.peak_mem_gib is not None,
+        "mla": row.usable == "yes" and any(cells[name] for name, each in columns().items() if each.needed == "mla"),
+        "peak": row.usable == "yes" and row.peak_mem_gib is not None,
     }
     for name, column in columns().items():
         if not cells[name] and when.get(column.needed):
@@ -122,6 +122,8 @@ def _contradictions(row: MeasuredRun) -> Iterator[str]:
         yield f"global_batch={row.global_batch} is not a multiple of {each}"
     if row.zero == 0 and row.dp_shard > 1:
         yield f"zero=0 shards nothing over dp_shard={row.dp_shard}; valid: dp_replicate={data_ranks}, dp_shard=1"
+    if row.attention and row.flash is False:
+        yield f"attention={row.attention} with flash=0; valid: flash=1, or an empty attention"
     if row.sp and row.tp == 1:
         yield "sp=1 with tp=1; valid: 0"
     if row.experts is None and row.ep > 1:

@@ -95,7 +95,10 @@ COLUMNS = tuple(each.name for each in fields(ServingTableRow))
 
 
 def read(path: Path) -> list[ServingCase | SkippedServingRow]:
-    """Return every row of a table. Raises InputError with every column and cell that is not valid."""
+    """Return every row of a table; a row with a cell that is not valid is skipped, with the first such cell.
+
+    Raises InputError with every problem of the columns, and for rows of another width or with equal ids.
+    """
     try:
         found = [cells for _, cells in read_csv(path)]
     except (OSError, ValueError) as error:
@@ -116,7 +119,7 @@ def read(path: Path) -> list[ServingCase | SkippedServingRow]:
             *(f"{path}: row {at} has {len(row)} cells and the header {len(head)}" for at, row in wrong_width)
         )
     lines = [ServingTableRow(**dict(zip(head, (cell.strip() for cell in row), strict=True))) for row in body]
-    problems = [f"{path}: row {at}: {text}" for at, line in enumerate(lines, 2) for text in _problems(line)]
+    problems = []
     seen: dict[str, int] = {}
     for at, line in enumerate(lines, 2):
         if line.id in seen:
@@ -149,6 +152,8 @@ def _quoted(text: str) -> str:
 
 def _case(line: ServingTableRow) -> ServingCase | SkippedServingRow:
     """Return the run that a row describes, or the reason why it cannot be priced."""
+    if problem := next(_problems(line), None):
+        return SkippedServingRow(line, problem)
     try:
         return _priced(line)
     except InputError as error:

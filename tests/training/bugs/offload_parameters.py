@@ -75,7 +75,7 @@ SCALE = {
     "the plan sends gradients to the host before they are reduced": UnitBug(
         Mutation(
             f"{_COST}.states:stage_state_bytes",
-            "~shares_gradients(candidates) | waits",
+            "~shares_gradients(job, candidates) | waits",
             "waits & (candidates.zero > 0)",
         ),
         _LESS,

@@ -1,0 +1,52 @@
+"""Proves that `plan --stack` prices software as a row of a table of measured runs does."""
+
+from dataclasses import replace
+
+import pytest
+
+from shardwright.cost.hardware import cluster
+from shardwright.cost.job import Candidates, Job
+from shardwright.cost.step import step_time
+from shardwright.layout.layout import Layout
+from shardwright.model.presets import resolve
+from shardwright.planner.software import read_stack
+from shardwright.system.errors import InputError
+
+
+def job(hardware: str = "h100:8", precision: str = "bf16") -> Job:
+    return Job(
+        model=resolve("llama-3.1-8b"), cluster=cluster(hardware), global_batch=8, seq_len=32768, precision=precision
+    )
+
+
+def seconds(text: str, **given: str) -> float:
+    """Seconds of a step of 8B with ZeRO-1 on 8 accelerators."""
+    of = job(**given)
+    candidates = Candidates.from_layout(Layout(dp_shard=8, zero=1), micro_batch=1)
+    return float(step_time(replace(of, stack=read_stack(text, of)), candidates).total_s[0])
+
+
+def test_software_without_a_date_is_the_newest():
+    assert seconds("fsdp-compiled") == seconds("fsdp-compiled,attention=cudnn")
+    assert seconds("fsdp-compiled,date=2025") == seconds("fsdp-compiled,attention=fa2") > seconds("fsdp-compiled")
+    assert seconds("megatron-core", hardware="b200:8") == seconds("megatron-core,cuda_graphs=step", hardware="b200:8")
+    narrow = {"precision": "fp8"}
+    assert seconds("megatron-core", **narrow) < seconds("megatron-core,gather_dtype=bf16", **narrow)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("megatron-lm", "stack 'megatron-lm' is not known; valid: megatron, megatron-core, deepspeed, fsdp"),
+        ("fsdp,atention=fa2", "'atention' is not a key of a stack; did you mean 'attention'"),
+        ("fsdp,attention=fa9", "attention='fa9': valid: fa2, fa3, fa4, cudnn"),
+        ("fsdp,attention=fa4", "attention=fa4 has no price on h100; priced there: fa2, fa3, cudnn"),
+        ("megatron,fused_loss=1", "fused_loss=1 has no price with stack megatron; priced with megatron-core, fsdp"),
+        ("fsdp,cuda_graphs", "cuda_graphs='': valid: none, blocks, step"),
+        ("fsdp,date=soon", "date='soon': valid: YYYY or YYYY-MM"),
+    ],
+)
+def test_a_stack_that_cannot_be_priced_is_refused_with_the_valid_values(text: str, said: str):
+    with pytest.raises(InputError) as error:
+        read_stack(text, job())
+    assert f"--stack {text}: {said}" in error.value.problems[0]
