@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -71,6 +72,19 @@ def test_the_module_of_deepseek_v3_has_11_6_billion_parameters():
     assert with_module.n_parameters - without.n_parameters == block + 2 * h * h + 3 * h
     met = with_module.n_matmul_parameters - without.n_matmul_parameters
     assert met == without.layer_matmul_parameters(60) + 2 * h * h + without.vocab_size * h
+
+
+def test_each_module_has_the_flops_of_a_layer_its_projection_and_its_logits():
+    without, seq_len = resolve("deepseek-v3"), 4096
+    for n_modules in (1, 2):
+        spec = replace(without, mtp_modules=n_modules)
+        for causal in (False, True):
+            whole = without.train_flops_per_token(seq_len, causal=causal)
+            attention = (whole - 6 * without.n_matmul_parameters) / without.n_layers
+            projection, logits = 2 * without.d_model**2, without.vocab_size * without.d_model
+            matmuls = 6 * (without.layer_matmul_parameters(without.n_layers - 1) + projection + logits)
+            flops = spec.train_flops_per_token(seq_len, causal=causal) - whole
+            assert flops == pytest.approx(n_modules * (attention + matmuls), rel=1e-12)
 
 
 def test_the_module_of_deepseek_v3_has_4_percent_of_its_flops():

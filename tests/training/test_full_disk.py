@@ -97,9 +97,16 @@ def stdout_is_on_a_full_disk(rank: int) -> None:
     os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
 
 
-def test_a_run_goes_on_where_stdout_is_on_a_full_disk(tmp_path, tokens):
+def the_reader_of_stdout_has_ended(rank: int) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    os.dup2(writing, 1)
+
+
+@pytest.mark.parametrize("fault", [stdout_is_on_a_full_disk, the_reader_of_stdout_has_ended])
+def test_a_run_goes_on_where_stdout_takes_no_more(fault, tmp_path, tokens):
     path = write_run_file(tmp_path, tokens)
-    train(path, "--set", "steps=2", fault=stdout_is_on_a_full_disk)
+    train(path, "--set", "steps=2", fault=fault)
     assert len(trajectory(path)) == 2
 
 

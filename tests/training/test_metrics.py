@@ -13,7 +13,7 @@ import torch
 from shardwright.model.presets import resolve
 from shardwright.model.sections import MoESpec
 from shardwright.parallel.model import ExpertLoad
-from shardwright.system.errors import InputError
+from shardwright.system.errors import InputError, ShardwrightError
 from shardwright.training.device import peak_flops_per_s, peak_of_name
 from shardwright.training.metrics import JsonLines, _numbers, line
 from shardwright.training.numbers import expert_numbers
@@ -106,8 +106,10 @@ def test_a_file_that_was_deleted_takes_no_line_in_silence(tmp_path: Path):
     writer = JsonLines(tmp_path / "metrics.jsonl", resumed_step=0)
     writer.write(RECORD)
     (tmp_path / "metrics.jsonl").unlink()
-    with pytest.raises(InputError, match=r"metrics\.jsonl was deleted while the run goes on, perhaps with its folder"):
+    said = r"metrics\.jsonl was deleted while the run goes on, perhaps with its folder"
+    with pytest.raises(ShardwrightError, match=said) as deleted:
         writer.write(RECORD)
+    assert deleted.value.exit_code == 3
     writer.close()
 
 
@@ -116,7 +118,7 @@ def test_a_run_whose_folder_is_deleted_ends_at_its_next_line_and_says_so(run_fil
     with training(run_file, "--set", "steps=100000") as run:
         run.wait_for(lambda: len(trajectory(run_file)) >= 3)
         shutil.rmtree(run_file.parent / "out", ignore_errors=True)
-        assert run.wait() == 2, run.stderr
+        assert run.wait() == 3, run.stderr
     assert "metrics.jsonl was deleted while the run goes on" in run.stderr
     assert "Traceback" not in run.stderr
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any, cast
 
 import typer
 from rich.segment import Segments
@@ -20,8 +20,8 @@ from rich.table import Table
 from shardwright.layout.keys import KEYS
 from shardwright.layout.layout import Layout
 from shardwright.system import extensions
-from shardwright.system.console import PlainConsole
-from shardwright.system.errors import InputError, LayoutError, QuietExit, ShardwrightError, nearest
+from shardwright.system.console import LossyStream, PlainConsole, discard_output
+from shardwright.system.errors import InputError, LayoutError, QuietExit, ShardwrightError, nearest, system_limit
 from shardwright.system.files import parse_toml, problem_of_place
 from shardwright.system.processes import in_one_sentence, on_signals
 
@@ -29,8 +29,10 @@ MOST_PROBLEMS = 50
 """Most errors that are printed; a damaged table may have an error in every cell."""
 
 
-console = PlainConsole(highlight=False)
-error_console = PlainConsole(stderr=True, highlight=False, soft_wrap=True)
+PIPE_CLOSED = 128 + signal.SIGPIPE
+"""Exit code of a verb whose stdout has no reader any more, as shells report it of any command."""
+console = PlainConsole(highlight=False, emoji=False)
+error_console = PlainConsole(file=cast(IO[str], LossyStream("stderr")), highlight=False, soft_wrap=True, emoji=False)
 
 _EVERY_S = 30.0
 
@@ -123,8 +125,11 @@ def verb(function: Callable[..., None], extends: bool = False, hears_signals: bo
         except ShardwrightError as error:
             fail(error)
             raise typer.Exit(error.exit_code) from None
+        except BrokenPipeError:  # the reader of stdout has ended, as in `| head`
+            discard_output(sys.stdout.fileno())
+            raise typer.Exit(PIPE_CLOSED) from None
         except OSError as error:
-            if error.filename is None:
+            if error.filename is None or system_limit(error):
                 raise
             fail(InputError(f"{error.filename}: {error.strerror}"))
             raise typer.Exit(InputError.exit_code) from None

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -15,7 +16,8 @@ from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 import shardwright
-from shardwright.system.errors import InputError
+from shardwright.system.console import discard_output
+from shardwright.system.errors import FullError, InputError, system_limit
 from shardwright.system.openmp import brief_waiting
 
 _USAGE_ERROR: Any = typer.BadParameter.__base__
@@ -139,6 +141,15 @@ class Verbs(TyperGroup):
             sys.exit(InputError.exit_code)
         except typer.Abort:
             sys.exit(130)
+        except (OSError, RuntimeError) as error:  # stdout on a full disk, or too few file descriptors
+            if (limit := system_limit(error)) is None:
+                raise
+            from shardwright.cli.common import fail
+
+            fail(FullError(limit))
+            with suppress(OSError):
+                discard_output(sys.stdout.fileno())
+            sys.exit(FullError.exit_code)
         sys.exit(exit_code or 0)
 
 

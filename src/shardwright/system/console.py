@@ -1,13 +1,20 @@
-"""Safe printing: control characters in text from files are escaped, and secrets in URLs are masked."""
+"""Safe printing: control characters in text from files are escaped, secrets in URLs are masked, and a process that has
+more to do than to print survives the loss of its output."""
 
+import errno
+import os
 import re
-from collections.abc import Iterable
+import sys
+import termios
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from shardwright.system.errors import without_secrets
+from shardwright.system.errors import NO_ROOM, without_secrets
 
+T = TypeVar("T")
 _NOT_SHOWN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters except tab and newline, bidirectional overrides, and halves of surrogate pairs."""
 
@@ -29,3 +36,53 @@ class PlainConsole(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
+    def on_broken_pipe(self) -> None:
+        """Raise the BrokenPipeError that is being handled, which ends the verb quietly. rich would raise SystemExit."""
+        raise
+
+
+class LossyStream:
+    """stdout or stderr, for text that may be lost: a write is dropped if the terminal is gone, the reader of the pipe
+    has ended (`| head`), or the file is on a full disk."""
+
+    def __init__(self, name: Literal["stdout", "stderr"]) -> None:
+        self._name = name
+
+    def write(self, text: str) -> int:
+        """Write the text, or drop it."""
+        return self._or_drop(lambda stream: stream.write(text), len(text))
+
+    def flush(self) -> None:
+        """Flush, or drop the text that is left."""
+        self._or_drop(lambda stream: stream.flush(), None)
+
+    def _or_drop(self, act: Callable[[Any], T], otherwise: T) -> T:
+        try:
+            return act(getattr(sys, self._name))
+        except OSError as error:
+            if error.errno == errno.EIO:
+                leave_dead_terminal()
+            elif error.errno == errno.EPIPE:
+                discard_output(getattr(sys, self._name).fileno())
+            elif error.errno not in NO_ROOM:
+                raise
+            return otherwise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(getattr(sys, self._name), name)
+
+
+def discard_output(descriptor: int) -> None:
+    """Redirect a descriptor to /dev/null, so that text which is still buffered is dropped without an error."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
+
+def leave_dead_terminal() -> None:
+    """Redirect stdout and stderr to /dev/null if their terminal is gone, since each write to it would raise OSError."""
+    for descriptor in (1, 2):
+        try:
+            termios.tcgetattr(descriptor)
+        except termios.error as error:
+            if error.args[0] == errno.EIO:
+                discard_output(descriptor)

@@ -21,7 +21,9 @@ error that only a bug can cause is an `assert`.
 import errno
 import functools
 import inspect
+import os
 import re
+import resource
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -35,6 +37,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+TOO_MANY_FILES = (errno.ENFILE, errno.EMFILE)  # the text of the second is a part of the first's
 CUTOFF = 0.6
 """Smallest similarity, as difflib measures it, at which a spelling is suggested for another one."""
 
@@ -224,13 +227,20 @@ def cleaning_up(*clean_ups: Callable[[], object]) -> Iterator[None]:
         raise errors[0]
 
 
-def system_limit(error: OSError) -> str | None:
-    """Return one sentence for a full disk, a quota, a file size limit or too many open files; None for other errors."""
-    where = f"{error.filename}: " if error.filename else ""
-    if error.errno in NO_ROOM:
-        return f"{where}no room to write ({error.strerror}); free some, or choose another `out`"
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        return f"{where}too many open files ({error.strerror}); raise the limit with `ulimit -n 65536`"
+def system_limit(error: BaseException) -> str | None:
+    """Return one sentence for a full disk, a quota, a file size limit or too many open files; None for other errors.
+    Libraries in C++ and Rust raise errors of their own that only quote the system's words."""
+    number, where, reason = None, "", ""
+    if isinstance(error, OSError):
+        number, where, reason = error.errno, f"{error.filename}: " if error.filename else "", error.strerror or ""
+    elif isinstance(error, Exception):
+        quoted = [each for each in (*NO_ROOM, *TOO_MANY_FILES) if os.strerror(each) in str(error)]
+        number, reason = (quoted[0], os.strerror(quoted[0])) if quoted else (None, "")
+    if number in NO_ROOM:
+        return f"{where}no room to write ({reason}); free some, or write to another disk"
+    if number in TOO_MANY_FILES:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"{where}too many open files ({reason}; the limit is {limit:,}); raise the limit with `ulimit -n 65536`"
     return None
 
 

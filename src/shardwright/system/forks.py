@@ -6,10 +6,12 @@ removes the temporary folders of the process that started it, in case that proce
 """
 
 import atexit
+import errno
 import fcntl
 import functools
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -22,9 +24,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from shardwright.system.errors import FullError, system_limit
 from shardwright.system.openmp import brief_waiting
 
 context = multiprocessing.get_context("forkserver")
+FEWEST_FILES = 64
+"""Fewest file descriptors with which processes are forked. The server fails with a traceback of its own below 25."""
 LONGEST_ADDRESS = 107
 """Maximum number of characters in the path of a Unix socket on Linux."""
 _imported: list[str] = []
@@ -45,10 +50,13 @@ def preload(*modules: str) -> None:
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Start the server if needed. Processes started in the block ignore Ctrl-C, which this process handles for all.
+    Raises FullError for fewer file descriptors than `FEWEST_FILES`.
 
     The processes do not run the main script again, as multiprocessing would, so a script needs no `if __name__ ==
     "__main__"`.
     """
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < FEWEST_FILES:
+        raise FullError(system_limit(OSError(errno.EMFILE, os.strerror(errno.EMFILE))))
     main = sys.modules["__main__"]
     resource_tracker.ensure_running()  # it unblocks SIGINT at its end, so it comes first
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -5,7 +5,6 @@ rank as a `Worker` and wait in `results`. In a rank's process, `ParentConnection
 connection.
 """
 
-import errno
 import math
 import os
 import pickle
@@ -13,7 +12,6 @@ import queue
 import signal
 import socket
 import subprocess
-import termios
 import threading
 import time
 import traceback
@@ -27,6 +25,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from shardwright.system import extensions
+from shardwright.system.console import leave_dead_terminal
 from shardwright.system.control_groups import memory_limit
 from shardwright.system.errors import FullError, ShardwrightError, WorkerError, system_limit
 from shardwright.system.units import GiB, format_bytes
@@ -216,16 +215,6 @@ def on_signals(handler: Callable[[int, FrameType | None], None], *, last: bool =
             signal.signal(number, signal.SIG_IGN if last and number == signal.SIGUSR1 else earlier)
 
 
-def leave_dead_terminal() -> None:
-    """Redirect stdout and stderr to /dev/null if their terminal is gone, since each write to it would raise OSError."""
-    for descriptor in (1, 2):
-        try:
-            termios.tcgetattr(descriptor)
-        except termios.error as error:
-            if error.args[0] == errno.EIO:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-
-
 def formatted(error: BaseException) -> str:
     """Return the traceback of an error as Python prints it."""
     return "".join(traceback.format_exception(error)).rstrip()
@@ -235,7 +224,7 @@ def in_one_sentence(error: BaseException) -> ShardwrightError | None:
     """Return a rank's error as an error without a traceback, or None if the traceback is needed to explain it."""
     if isinstance(error, ShardwrightError):
         return error
-    if isinstance(error, OSError) and (told := system_limit(error)):
+    if told := system_limit(error):
         return FullError(told)
     if isinstance(error, SystemExit):
         place = traceback.extract_tb(error.__traceback__)[-1]

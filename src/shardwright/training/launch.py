@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from types import FrameType
 from shardwright.config import RunConfig, resolved_toml
 from shardwright.run_folder import METRICS, EventRecord, append_event, now, resumable
 from shardwright.system import forks, processes
-from shardwright.system.console import visible
+from shardwright.system.console import LossyStream, visible
 from shardwright.system.errors import CopiesError, WorkerError, cleaning_up
 from shardwright.system.files import open_regular, parse_json
 from shardwright.system.forks import Descriptor, fork
@@ -67,7 +66,7 @@ def launch(config: RunConfig, log_dir: Path, quiet: bool = False, max_restarts: 
                     raise
                 event = restarts.after(error, resumable(out, config.checkpoint.local))
             append_event(out, event)
-            print(visible(event.text), file=sys.stderr, flush=True)
+            print(visible(event.text), file=LossyStream("stderr"), flush=True)
 
 
 def _run(
@@ -183,7 +182,7 @@ def _forward_signals(workers: list[Worker]) -> Iterator[_EndSignal]:
             name = signal.Signals(number).name
             print(
                 f"{name}: finishing the step and saving; Ctrl-C to leave at once, unsaved",
-                file=sys.stderr,
+                file=LossyStream("stderr"),
                 flush=True,
             )
         for worker in workers:

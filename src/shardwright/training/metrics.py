@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from shardwright.config import RunConfig
 from shardwright.run_folder import METRICS, TENSORBOARD, Record, whole_lines
-from shardwright.system.errors import NO_ROOM, InputError, without_secrets
+from shardwright.system.errors import NO_ROOM, InputError, ShardwrightError, without_secrets
 from shardwright.system.files import parse_json, write_whole
 from shardwright.system.units import MiB, format_bytes, format_count, format_seconds
 
@@ -56,7 +56,7 @@ class JsonLines:
 
     def write(self, record: Record) -> None:
         if not os.fstat(self._file.fileno()).st_nlink:
-            raise InputError(
+            raise ShardwrightError(
                 f"{self.path} was deleted while the run goes on, perhaps with its folder; the run ends, since nobody "
                 f"could read what it would write there"
             )

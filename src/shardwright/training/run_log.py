@@ -1,50 +1,20 @@
 """The output of a run, written by rank 0: the screen (a live progress bar on a terminal, otherwise plain lines), the
 metric writers, and events.jsonl."""
 
-import errno
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, TypeVar, cast
+from typing import IO, cast
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shardwright.config import RunConfig
 from shardwright.run_folder import AnyRecord, EventKind, EventRecord, Record, SamplePlace, append_event, as_record
-from shardwright.system.console import PlainConsole
-from shardwright.system.errors import NO_ROOM, cleaning_up
-from shardwright.system.processes import leave_dead_terminal
+from shardwright.system.console import LossyStream, PlainConsole
+from shardwright.system.errors import cleaning_up
 from shardwright.system.units import format_seconds
 from shardwright.training.metrics import MetricsWriter, line, open_writers
-
-T = TypeVar("T")
-
-
-class _Stdout:
-    """stdout. Errors are ignored if the terminal is gone before SIGHUP arrives, or if stdout is a file on a full
-    disk."""
-
-    def write(self, text: str) -> int:
-        """Write the text, or drop it if the terminal is gone or the disk is full."""
-        return self._or_leave(lambda: sys.stdout.write(text), len(text))
-
-    def flush(self) -> None:
-        """Flush, with errors handled as in `write`."""
-        self._or_leave(sys.stdout.flush, None)
-
-    def _or_leave(self, act: Callable[[], T], otherwise: T) -> T:
-        try:
-            return act()
-        except OSError as error:
-            if error.errno == errno.EIO:
-                leave_dead_terminal()
-            elif error.errno not in NO_ROOM:
-                raise
-            return otherwise
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(sys.stdout, name)
 
 
 class Screen(Progress):
@@ -59,7 +29,7 @@ class Screen(Progress):
             TimeRemainingColumn(),
             TextColumn("{task.fields[note]}"),
             console=PlainConsole(
-                file=cast(IO[str], _Stdout()), highlight=False, soft_wrap=True, emoji=False, quiet=silent
+                file=cast(IO[str], LossyStream("stdout")), highlight=False, soft_wrap=True, emoji=False, quiet=silent
             ),
             disable=silent or not sys.stdout.isatty(),
         )

@@ -29,7 +29,7 @@ from shardwright.run_folder import (
     resumable,
     wrong_kinds,
 )
-from shardwright.system.console import visible
+from shardwright.system.console import LossyStream, visible
 from shardwright.system.errors import (
     CheckpointError,
     CopiesError,
@@ -145,7 +145,7 @@ def _train(config: RunConfig, place: ProcessRank | None, quiet: bool, max_restar
     if place is None and (world_size > 1 or max_restarts):
         config, said = settle(config, pick_device(config.device, ProcessRank()), ranks_here=world_size)
         if said and not quiet:
-            print(visible(said), flush=True)
+            print(visible(said), file=LossyStream("stdout"), flush=True)
         try:
             stopped = launch(config, out / LOGS, quiet, max_restarts)
         except (WorkerError, SaveError, *FOUND_BY_ALL) as error:

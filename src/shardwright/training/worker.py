@@ -4,13 +4,13 @@ import faulthandler
 import gc
 import os
 import signal
-import sys
 import tomllib
 import traceback
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+from shardwright.system.console import LossyStream
 from shardwright.system.errors import ShardwrightError
 from shardwright.system.forks import Descriptor
 from shardwright.system.processes import STOPPING, ParentConnection
@@ -54,13 +54,13 @@ def serve(
         # The log may be on a full disk that caused the failure.
         with suppress(OSError):
             traceback.print_exception(failure)
-            sys.stdout.flush()
-            sys.stderr.flush()
+            LossyStream("stdout").flush()
+            LossyStream("stderr").flush()
         link.failed(failure)
         # The other ranks may be waiting in a collective that this rank never joins: no clean-up can succeed.
         os._exit(exit_code(failure))
-    sys.stdout.flush()
-    sys.stderr.flush()
+    LossyStream("stdout").flush()
+    LossyStream("stderr").flush()
     os._exit(0)
 
 

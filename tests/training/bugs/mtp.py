@@ -22,6 +22,8 @@ READ, PREDICTED = (
 )
 MODULE, TWO = {"mtp_modules": 1}, {"mtp_modules": 2}
 EQUATIONS = "tests/model/test_mtp.py:test_logits_are_those_of_the_equations"
+MODULE_FLOPS = "tests/model/test_mtp.py:test_each_module_has_the_flops_of_a_layer_its_projection_and_its_logits"
+TRAIN_FLOPS, PARAMETERS = "shardwright.model.spec:ModelSpec.train_flops_per_token", "6 * self.n_matmul_parameters"
 
 SCALE = {
     "the loss of a module of multi-token prediction is divided by the targets of one data rank": Bug(
@@ -51,6 +53,21 @@ SCALE = {
         ),
         [ONE],
         spec=TWO,
+    ),
+    "MFU leaves out the attention of modules of multi-token prediction": UnitBug(
+        Mutation(TRAIN_FLOPS, "self.n_blocks", "self.n_layers"), MODULE_FLOPS
+    ),
+    "MFU leaves out the logits of modules of multi-token prediction": UnitBug(
+        Mutation(TRAIN_FLOPS, PARAMETERS, f"{PARAMETERS} - 6 * self.mtp_modules * self.vocab_size * self.d_model"),
+        MODULE_FLOPS,
+    ),
+    "MFU has the logits of one module of multi-token prediction, however many there are": UnitBug(
+        Mutation(
+            TRAIN_FLOPS,
+            PARAMETERS,
+            f"{PARAMETERS} - 6 * max(0, self.mtp_modules - 1) * self.vocab_size * self.d_model",
+        ),
+        MODULE_FLOPS,
     ),
 }
 REDUCTION = {

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from shardwright.model.spec import spec_as_json
 from shardwright.run_folder import RUN_FILE, CheckpointRecord, now
-from shardwright.system.errors import CheckpointError
+from shardwright.system.errors import CheckpointError, system_limit
 from shardwright.training.checkpoint.background import BackgroundThread
 from shardwright.training.checkpoint.local import LocalLevel
 from shardwright.training.checkpoint.manifest import (
@@ -320,9 +320,8 @@ def as_checkpoint_error(error: Exception, partial: Path) -> CheckpointError:
     if isinstance(error, CheckpointError):
         return error
     doing = f"writing {partial} (earlier checkpoints are untouched)"
-    if "No space left" in str(error):
-        return CheckpointError(f"{doing}: the disk is full; free some of it, or choose another `out` ({error})")
-    what = str(error) if isinstance(error, OSError | SafetensorError) else f"{type(error).__name__}: {error}"
+    whole = str(error) if isinstance(error, OSError | SafetensorError) else f"{type(error).__name__}: {error}"
+    what = system_limit(error) or whole
     return CheckpointError(f"{doing}: rank {dist.get_rank()}: {what}")
 
 

@@ -32,7 +32,7 @@ from shardwright.data.batches import READER
 from shardwright.layout.layout import Layout
 from shardwright.parallel.point_to_point import MessageChannel, begun, waited_for
 from shardwright.run_folder import EventRecord, append_event
-from shardwright.system.console import visible
+from shardwright.system.console import LossyStream, visible
 from shardwright.system.errors import cleaning_up
 from shardwright.system.ranks_at import (
     FEW_TURNS,
@@ -171,7 +171,7 @@ class Monitor:
             if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
                 message = {"message": told, "extraInfo": {"py_callstack": told, "timestamp": str(int(time.time()))}}
                 Path(path).write_text(json.dumps({"message": message}))
-            print(visible(text), file=sys.stderr, flush=True)
+            print(visible(text), file=LossyStream("stderr"), flush=True)
         else:
             time.sleep(_LAST_S)
         os._exit(3)
