@@ -8,8 +8,7 @@ B, T, D as in the model; X bytes of what goes between two stages.
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +21,8 @@ from shardwright.layout.layout import Layout
 from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
-from shardwright.parallel.pipeline.runner import Pipeline, StepTimeline
+from shardwright.parallel.microbatch_runner import PassObserver
+from shardwright.parallel.pipeline.runner import Pipeline
 from shardwright.schedule.actions import Action, Schedule
 from shardwright.schedule.build import build as build_schedule
 from shardwright.schedule.messages import PairExchange, with_messages
@@ -124,25 +124,27 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class CountedActions(StepTimeline):
+class CountedActions(PassObserver):
     """The FLOPs of the products of each action, in the place of its times."""
 
     def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
         self.flops: Counter[Action] = Counter()
 
-    @contextmanager
-    def action(self, action: Action) -> Iterator[None]:
-        with Products() as products:
-            yield
-        self.flops[action] = products.flops
+    def begin(self, action: Action) -> None:
+        self.products = Products()
+        self.products.__enter__()
+
+    def end(self, action: Action) -> None:
+        self.products.__exit__(None, None, None)
+        self.flops[action] = self.products.flops
 
 
 def flops_of_actions(layout: Layout, spec: ModelSpec = EVEN) -> Counter[Action]:
     """Of each action of a step on this rank, the FLOPs of its products."""
     trainer = build(layout, torch.float64, spec)
     take_step(trainer)
-    pipeline(trainer).timeline = counted = CountedActions()
+    counted = CountedActions()
+    pipeline(trainer).observers.append(counted)
     take_step(trainer, 1)
     return counted.flops
 
@@ -203,12 +205,11 @@ class Kept:
         self.tensor = tensor
 
 
-class Held(StepTimeline):
+class Held(PassObserver):
     """After each action, what is alive on this rank, in whatever hands: microbatches x stages of which something was
     saved for the backward pass; of which something was left for W; and tensors received into."""
 
     def __init__(self, pipeline: Pipeline) -> None:
-        super().__init__(torch.device("cpu"))
         self.stages = pipeline.stages
         self.graphs: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
         self.waiting: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -224,18 +225,20 @@ class Held(StepTimeline):
 
         pipeline.activation = received
 
-    @contextmanager
-    def action(self, action: Action) -> Iterator[None]:
+    def begin(self, action: Action) -> None:
         def keep(tensor: Tensor) -> Kept:
             self.graphs[kept := Kept(tensor)] = action.stage, action.microbatch
             return kept
 
         gradients = self.stages[action.stage].model.gradients
-        take = gradients.take
+        self.take = take = gradients.take
         gradients.take = lambda: self.left(take())  # type: ignore[method-assign]
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept.tensor):
-            yield
-        gradients.take = take  # type: ignore[method-assign]
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept.tensor)
+        self.hooks.__enter__()
+
+    def end(self, action: Action) -> None:
+        self.hooks.__exit__()
+        self.stages[action.stage].model.gradients.take = self.take  # type: ignore[method-assign]
         self.look()
 
     def left(self, compute: Callable[[], None]) -> Callable[[], None]:
@@ -251,7 +254,8 @@ def peaks(layout: Layout) -> tuple[int, int, int]:
     """The most that was alive at once in a step."""
     trainer = build(layout, torch.float64, EVEN)
     take_step(trainer)
-    pipeline(trainer).timeline = held = Held(pipeline(trainer))
+    held = Held(pipeline(trainer))
+    pipeline(trainer).observers.append(held)
     take_step(trainer, 1)
     held.look()
     assert held.seen[-1] == (0, 0, 0), "nothing is left when the step is over"

@@ -6,8 +6,6 @@ which L are layers.
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -18,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from shardwright.layout.layout import Layout
 from shardwright.model.modules import end_rows
 from shardwright.parallel.data import Sharded
-from shardwright.parallel.pipeline.runner import Pipeline, StepTimeline
+from shardwright.parallel.microbatch_runner import PassObserver
+from shardwright.parallel.pipeline.runner import Pipeline
 from shardwright.schedule.actions import Action
 from shardwright.split.stages import stage_layers
 from tests.distributed import run_ranks
@@ -106,16 +105,13 @@ def test_replicas_of_shards_are_summed_once_a_step():
         assert found == table | {"allreduce": (calls, sent // 2)}
 
 
-class Gathered(StepTimeline):
+class Gathered(PassObserver):
     """How many layers of this rank are whole after each action."""
 
     def __init__(self, pipeline: Pipeline) -> None:
-        super().__init__(torch.device("cpu"))
         self.stages, self.counts = pipeline.stages, list[int]()
 
-    @contextmanager
-    def action(self, action: Action) -> Iterator[None]:
-        yield
+    def end(self, action: Action) -> None:
         self.counts.append(self.look())
 
     def look(self) -> int:
@@ -133,7 +129,8 @@ def gathered_layers(layout: Layout) -> tuple[list[int], int]:
     trainer = build(layout, torch.float64, EVEN)
     runner = trainer.model.runner
     assert isinstance(runner, Pipeline)
-    runner.timeline = gathered = Gathered(runner)
+    gathered = Gathered(runner)
+    runner.observers.append(gathered)
     trainer.step(local_batch(0, layout.data_rank(dist.get_rank()), 2, A), 0, RATE)
     return gathered.counts, gathered.look()
 

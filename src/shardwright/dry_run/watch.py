@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 from shardwright.dry_run.record import READ, TO_DEVICE, TO_HOST, WRITE
 from shardwright.dry_run.recorder import OperationRecorder
 from shardwright.parallel.data import DataEngine, MasterWeights, Replicated, Sharded
-from shardwright.parallel.microbatch_runner import SequentialRunner
+from shardwright.parallel.microbatch_runner import PassObserver, SequentialRunner
 from shardwright.parallel.offload import ActivationsOnHost
 from shardwright.parallel.pipeline.messages import Need, PipelineMessages
-from shardwright.parallel.pipeline.runner import Pipeline, StepTimeline
+from shardwright.parallel.pipeline.runner import Pipeline
 from shardwright.schedule.actions import Action
 from shardwright.schedule.messages import PairExchange
 from shardwright.system.ranks_at import Phase
@@ -50,61 +50,24 @@ REDUCE, UPDATE, AFTER = "gradients", "optimizer", "after the step"
 nothing."""
 
 
-class _DryRunModel:
-    """The model of a rank without a pipeline; a call starts the forward pass of the next micro-batch."""
+class _PassRecorder(PassObserver):
+    """Starts the recorder's actions. Without a pipeline, sums of gradients are an action of their own."""
 
-    def __init__(self, model: Callable[..., Any], recorder: OperationRecorder) -> None:
-        self.model, self.recorder, self.n_calls = model, recorder, 0
+    def __init__(self, recorder: OperationRecorder, engines: Sequence[DataEngine], piped: bool) -> None:
+        self.recorder, self.engines, self.piped = recorder, engines, piped
 
-    def __call__(self, *args: Any) -> Any:
-        self.recorder.begin(str(Action(0, "F", self.n_calls)))
-        self.n_calls += 1
-        return self.model(*args)
-
-
-class _DryRunEngine:
-    """The data engine of a rank without a pipeline."""
-
-    keeps_gradients: bool
-
-    def __init__(self, engine: DataEngine, recorder: OperationRecorder) -> None:
-        self.engine, self.recorder, self.n_calls = engine, recorder, 0
-        self.keeps_gradients = engine.keeps_gradients
-
-    def before_backward(self, split: bool, last: bool) -> None:
-        self.recorder.keep()
-        self.recorder.begin(str(Action(0, "B", self.n_calls)))
-        self.n_calls += 1
-        self.engine.before_backward(split, last)
-
-    def after_gradients(self, split: bool, last: bool) -> None:
-        _mark_accumulated([self.engine], self.recorder)
-        self.engine.after_gradients(split, last)
-
-    def end_step(self) -> None:
-        self.engine.end_step()
-        self.recorder.begin(REDUCE)
-
-    def release(self) -> None:
-        self.engine.release()
-
-
-class _DryRunTimeline(StepTimeline):
-    """The timeline of a pipeline."""
-
-    def __init__(self, device: torch.device, recorder: OperationRecorder, engines: Sequence[DataEngine]) -> None:
-        super().__init__(device)
-        self.recorder, self.engines = recorder, engines
-
-    @contextmanager
-    def action(self, action: Action) -> Iterator[None]:
+    def begin(self, action: Action) -> None:
         self.recorder.begin(str(action))
-        with super().action(action):
-            yield
+
+    def end(self, action: Action) -> None:
         if action.op != "F":
             _mark_accumulated(self.engines, self.recorder)
         if action.op in ("F", "I"):
             self.recorder.keep()
+
+    def end_step(self) -> None:
+        if not self.piped:
+            self.recorder.begin(REDUCE)
 
 
 class _DryRunMessages(PipelineMessages):
@@ -170,18 +133,16 @@ def watch(trainer: Trainer, recorder: OperationRecorder) -> None:
     model, runner = trainer.model, trainer.model.runner
     assert isinstance(trainer.phases, RecordedPhases)
     trainer.phases.record(recorder, model.named_parameters.values())
-    engines: list[Any] = []
+    engines: list[DataEngine] = []
     if isinstance(runner, Pipeline):
         engines = [stage.engine for stage in runner.stages.values()]
         assert model.groups.pp is not None
         in_world = torch.distributed.get_process_group_ranks(model.groups.pp)
-        runner.timeline = _DryRunTimeline(runner.timeline.device, recorder, engines)
         runner.messages = _DryRunMessages(runner.messages, recorder, in_world)
     else:
         assert isinstance(runner, SequentialRunner)
         engines = [runner.engine]
-        runner.model = _DryRunModel(runner.model, recorder)  # type: ignore[assignment]
-        runner.engine = _DryRunEngine(runner.engine, recorder)
+    runner.observers.append(_PassRecorder(recorder, engines, isinstance(runner, Pipeline)))
     for store in model.on_host:
         _activations_on_host(store, recorder)
     own = [*(model.named_parameters | model.plain_parameters).values(), *model.tied.duplicates]

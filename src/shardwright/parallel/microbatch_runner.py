@@ -3,7 +3,8 @@
 With pp above 1, `pipeline/runner.py` runs them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from shardwright.model.balance import RealTokens
 from shardwright.model.documents import Documents
 from shardwright.parallel.data import DataEngine
+from shardwright.schedule.actions import Action
 
 
 class Microbatch(NamedTuple):
@@ -42,9 +44,38 @@ Loss = Callable[[Any, Tensor], Tensor]
 micro-batches, and the gradient is of the sum of all."""
 
 
+class PassObserver:
+    """Receives the start and end of each action of a training step on this rank. Every method does nothing unless a
+    subclass overrides it."""
+
+    def begin_step(self) -> None:
+        """The passes of a step start."""
+
+    def begin(self, action: Action) -> None:
+        """An action starts, after the wait for its input."""
+
+    def end(self, action: Action) -> None:
+        """The action ends."""
+
+    def end_step(self) -> None:
+        """All actions have ended, and the data ranks' gradients are reduced."""
+
+
+@contextmanager
+def observed(observers: Sequence[PassObserver], action: Action) -> Iterator[None]:
+    """Report the start and end of an action, which runs in the block."""
+    for observer in observers:
+        observer.begin(action)
+    yield
+    for observer in observers:
+        observer.end(action)
+
+
 class Runner(Protocol):
     """Runs the micro-batches of a step, all of one shape."""
 
+    observers: list[PassObserver]
+    """Receive the actions of each training step; evaluations are not observed."""
     keeps_gradients: bool
     """Whether gradients are views of all-reduce buckets, which are zeroed between steps, not freed."""
 
@@ -66,17 +97,24 @@ class SequentialRunner:
         """`graphs`: blocks are replayed as CUDA graphs, which overwrite the outputs of the previous micro-batch."""
         self.model, self.engine, self.graphs = model, engine, graphs
         self.keeps_gradients = engine.keeps_gradients
+        self.observers: list[PassObserver] = []
 
     def train(self, microbatches: Sequence[Microbatch], loss: Loss) -> Tensor:
+        for observer in self.observers:
+            observer.begin_step()
         total = torch.zeros((), dtype=torch.float64, device=microbatches[0].tokens_BT.device)
-        for microbatch in microbatches:
+        for number, microbatch in enumerate(microbatches):
             last = microbatch is microbatches[-1]
-            part = loss(self._outputs(microbatch), microbatch.targets_BT)
-            self.engine.before_backward(split=False, last=last)
-            part.sum().backward()
-            self.engine.after_gradients(split=False, last=last)
+            with observed(self.observers, Action(0, "F", number)):
+                part = loss(self._outputs(microbatch), microbatch.targets_BT)
+            with observed(self.observers, Action(0, "B", number)):
+                self.engine.before_backward(split=False, last=last)
+                part.sum().backward()
+                self.engine.after_gradients(split=False, last=last)
             total = total + part.detach().double()
         self.engine.end_step()
+        for observer in self.observers:
+            observer.end_step()
         return total
 
     def evaluate(self, microbatches: Sequence[Microbatch], loss: Loss) -> Tensor:

@@ -9,15 +9,15 @@ Shapes: B batch, T tokens (or a token shard of them), D model.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardwright.parallel.data import DataEngine
-from shardwright.parallel.microbatch_runner import Loss, Microbatch
+from shardwright.parallel.microbatch_runner import Loss, Microbatch, PassObserver, observed
 from shardwright.parallel.pipeline.messages import Need, PipelineMessages
 from shardwright.parallel.pipeline.stage import StageModel
 from shardwright.schedule.actions import Action, Schedule
@@ -28,24 +28,25 @@ Span = tuple[Action, float, float]
 Mark = float | torch.cuda.Event
 
 
-class StepTimeline:
+class StepTimeline(PassObserver):
     """The start and end of the actions of one step; on a GPU as CUDA events, which do not slow the step down."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._start = mark(device)
         self._marks: list[tuple[Action, Mark, Mark]] = []
 
     def begin_step(self) -> None:
         """Discard the previous step."""
         self._marks.clear()
 
-    @contextmanager
-    def action(self, action: Action) -> Iterator[None]:
-        """Record an action in a context, without the wait for its input; a PyTorch profile shows it by name."""
-        start = mark(self.device)
-        with torch.profiler.record_function(str(action)):
-            yield
-        self._marks.append((action, start, mark(self.device)))
+    def begin(self, action: Action) -> None:
+        """Record the start of an action."""
+        self._start = mark(self.device)
+
+    def end(self, action: Action) -> None:
+        """Record the end of an action."""
+        self._marks.append((action, self._start, mark(self.device)))
 
     def spans(self) -> list[Span]:
         """Return the actions since `begin_step`; synchronises with the device."""
@@ -95,17 +96,21 @@ class Pipeline:
         self.keeps_gradients = any(stage.engine.keeps_gradients for stage in stages)
         self.timeline = StepTimeline(device)
         """When the actions of the last training step ran."""
+        self.observers: list[PassObserver] = [self.timeline]
         self._lists: dict[tuple[bool, int], list[Action | PairExchange]] = {}
 
     def train(self, microbatches: Sequence[Microbatch], loss: Loss) -> Tensor:
-        self.timeline.begin_step()
-        total = self._run(_RankStep(self, microbatches, loss, self.timeline, training=True))
+        for observer in self.observers:
+            observer.begin_step()
+        total = self._run(_RankStep(self, microbatches, loss, training=True))
         for stage in self.stages.values():
             stage.engine.end_step()
+        for observer in self.observers:
+            observer.end_step()
         return total
 
     def evaluate(self, microbatches: Sequence[Microbatch], loss: Loss) -> Tensor:
-        return self._run(_RankStep(self, microbatches, loss, StepTimeline(self.timeline.device), training=False))
+        return self._run(_RankStep(self, microbatches, loss, training=False))
 
     def release(self) -> None:
         for stage in self.stages.values():
@@ -123,12 +128,9 @@ class Pipeline:
 class _RankStep:
     """One training step or evaluation on this rank, with its tensors."""
 
-    def __init__(
-        self, pipeline: Pipeline, microbatches: Sequence[Microbatch], loss: Loss, timeline: StepTimeline, training: bool
-    ) -> None:
-        self.pipeline, self.microbatches, self.loss = pipeline, microbatches, loss
-        self.timeline, self.training = timeline, training
-        self.total = torch.zeros((), dtype=torch.float64, device=timeline.device)
+    def __init__(self, pipeline: Pipeline, microbatches: Sequence[Microbatch], loss: Loss, training: bool) -> None:
+        self.pipeline, self.microbatches, self.loss, self.training = pipeline, microbatches, loss, training
+        self.total = torch.zeros((), dtype=torch.float64, device=pipeline.timeline.device)
         self.results: dict[Need, Tensor] = {}
         """Outputs and input gradients by the action that needs them, on this rank or on the rank that receives them."""
         self.kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -154,7 +156,7 @@ class _RankStep:
         stage, _, i = action
         model, microbatch = self.pipeline.stages[stage].model, self.microbatches[i]
         x = microbatch.tokens_BT if model.first else self._needed(stage, "F", i).requires_grad_(self.training)
-        with self.timeline.action(action):
+        with self._running(action), torch.profiler.record_function(str(action)):
             output: Tensor = model(x, *microbatch.read_by_model)
             if model.last:
                 losses = self.loss(output, microbatch.targets_BT)
@@ -171,7 +173,7 @@ class _RankStep:
         model, engine = self.pipeline.stages[stage]
         x, output = self.kept.pop((stage, i))
         gradient = None if model.last else self._needed(stage, "B", i)
-        with self.timeline.action(action):
+        with self._running(action), torch.profiler.record_function(str(action)):
             engine.before_backward(split=op == "I", last=last)
             with model.gradients.hold() if op == "I" else nullcontext():
                 torch.autograd.backward(output, gradient)
@@ -185,9 +187,12 @@ class _RankStep:
 
     def _weight_gradients(self, action: Action, last: bool) -> None:
         stage, _, i = action
-        with self.timeline.action(action):
+        with self._running(action), torch.profiler.record_function(str(action)):
             self.weights.pop((stage, i))()
             self.pipeline.stages[stage].engine.after_gradients(split=True, last=last)
+
+    def _running(self, action: Action) -> AbstractContextManager[None]:
+        return observed(self.pipeline.observers if self.training else (), action)
 
     def _needed(self, stage: int, op: Literal["F", "B"], microbatch: int) -> Tensor:
         """Return the input of F or B, from another stage of this rank or received from another rank."""
