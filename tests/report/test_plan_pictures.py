@@ -15,8 +15,8 @@ from shardwright.planner.search import Plan, search
 from shardwright.planner.sweep import by_length, by_size
 from shardwright.report.plan_page import write_page
 from shardwright.report.plan_pictures import KINDS, ROLES, length_svg, memory_svg, scaling_svg, time_svg
-from shardwright.report.style import COLOURS, DARK_COLOURS
 from shardwright.system.units import GiB
+from shardwright.view.style import COLOURS, DARK_COLOURS
 from tests.marks import prove
 from tests.report.pictures import assert_page_never_scrolls, readable_pictures
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from shardwright.layout.layout import Layout
-from shardwright.report.style import COLOURS
 from shardwright.report.verify_page import write_matrix_page, write_page
 from shardwright.report.verify_pictures import CLASSES, ROLES, cells_by_panel, class_of, errors_svg, in_order, short
 from shardwright.verification import Case, Report, ReportRow
 from shardwright.verification.trace import TracedQuantity
+from shardwright.view.style import COLOURS
 from tests.report.pictures import assert_page_never_scrolls, readable_pictures
 from tests.training.worlds import CASE
 

@@ -12,12 +12,12 @@ from shardwright.dry_run.document import LARGEST, TRAFFIC, largest_rows, traffic
 from shardwright.dry_run.planned import PlannedRank
 from shardwright.dry_run.record import KINDS, RankRecord
 from shardwright.dry_run.run import DryRun
-from shardwright.report.frame import document, facts, picture, table
 from shardwright.report.plan_pictures import KINDS as COLOURS_OF_KINDS
 from shardwright.report.plan_pictures import ROLES
-from shardwright.report.style import COLOURS, rendered, text_width_pt
 from shardwright.system.files import write_whole
 from shardwright.system.units import GiB, format_bytes, format_count
+from shardwright.view.html import document, facts, picture, table
+from shardwright.view.style import COLOURS, rendered, text_width_pt
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

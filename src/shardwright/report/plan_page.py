@@ -10,10 +10,10 @@ from shardwright.planner.headline import accelerator_hours, days, headline
 from shardwright.planner.search import Plan
 from shardwright.planner.sweep import by_length, by_size
 from shardwright.planner.words import choices_in_words, compared, host_row, merged, remarks, verdict, warnings, why
-from shardwright.report.frame import document, facts, picture, table
 from shardwright.report.plan_pictures import ROLES, length_svg, memory_svg, scaling_svg, time_svg
 from shardwright.system.files import write_whole
 from shardwright.system.units import format_bytes, format_count, format_seconds
+from shardwright.view.html import document, facts, picture, table
 
 ROWS = 9
 """Most layouts in the picture of the step time."""

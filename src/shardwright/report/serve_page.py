@@ -5,12 +5,12 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwright.report.frame import document, facts, picture, table
-from shardwright.report.style import COLOURS, plain_log_ticks, rendered
 from shardwright.serving.search import PERCENTILE, ServingOption, ServingPlan, ServingTask, SimulatedOption
 from shardwright.serving.words import SIMULATED, reasons, simulated_cells
 from shardwright.system.files import write_whole
 from shardwright.system.units import format_count, format_seconds
+from shardwright.view.html import document, facts, picture, table
+from shardwright.view.style import COLOURS, plain_log_ticks, rendered
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,9 +9,9 @@ from html import escape
 from pathlib import Path
 from typing import Protocol
 
-from shardwright.report.frame import document, facts, picture, table
 from shardwright.report.verify_pictures import ROLES, ComparisonRow, errors_svg, short
 from shardwright.system.files import write_whole
+from shardwright.view.html import document, facts, picture, table
 
 MORE_ROWS = 12
 """Rows that are not equal in the table of a layout, in addition to the worst row of each kind."""

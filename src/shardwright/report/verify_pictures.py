@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from shardwright.report.style import COLOURS, rendered
+from shardwright.view.style import COLOURS, rendered
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

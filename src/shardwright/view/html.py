@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
-from shardwright.report.style import COLOURS, DARK_COLOURS
 from shardwright.system.version import PACKAGE_VERSION
+from shardwright.view.style import COLOURS, DARK_COLOURS
 
 _STYLE = """
 body { margin: 0 auto; max-width: 62rem; padding: 2rem 1.25rem 3rem; background: var(--paper); color: var(--ink);
