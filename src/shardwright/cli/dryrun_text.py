@@ -3,12 +3,13 @@
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from shardwright.cli.common import columns, console, print_table, print_text
+from shardwright.cli.common import console, print_table, print_text
 from shardwright.dry_run.agreement import checked
 from shardwright.dry_run.document import LARGEST, TRAFFIC, largest_rows, traffic_rows
 from shardwright.dry_run.length import step_length
 from shardwright.dry_run.record import KINDS, WAIT, RankRecord
 from shardwright.system.units import format_bytes
+from shardwright.view.terminal import columns
 
 if TYPE_CHECKING:
     from shardwright.dry_run.run import DryRun

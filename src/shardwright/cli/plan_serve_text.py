@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.table import Table
 
-from shardwright.cli.common import columns, console, print_table, print_text
+from shardwright.cli.common import console, print_table, print_text
 from shardwright.serving.search import PERCENTILE, ServingPlan, ServingTask, SimulatedOption
 from shardwright.serving.simulate import ServedTimes
 from shardwright.serving.words import SIMULATED, reasons, simulated_cells, usable
 from shardwright.system.units import format_bytes, format_count, format_seconds
+from shardwright.view.terminal import columns
 
 if TYPE_CHECKING:
     from shardwright.serving.separate import SimulatedSplit

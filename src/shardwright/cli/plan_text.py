@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from shardwright.cli.common import columns, console, print_table, print_text
+from shardwright.cli.common import console, print_table, print_text
 from shardwright.cost.job import Job
 from shardwright.cost.stack import SHARDWRIGHT
 from shardwright.planner.alternatives import Alternative
@@ -30,6 +30,7 @@ from shardwright.planner.words import (
     worth_a_row,
 )
 from shardwright.system.units import GiB, format_bytes, format_count, format_seconds
+from shardwright.view.terminal import columns
 
 ROUNDING = 1e-9
 """Share of a step below which a part is only the rounding error of a difference of equal numbers."""

@@ -1,1 +1,1 @@
-"""Pages: the frame and the style that they share. This package needs no torch."""
+"""The document of a verb, rendered as terminal text, JSON or a page; the style of pages and pictures; no torch."""

@@ -1,71 +1,124 @@
-"""Parts shared by all pages. A page is one HTML file that needs no network, no script and no other file."""
+"""A document as a page. A page is one HTML file that needs no network, no script and no other file.
+
+`page.html` is the template of all pages. Pages that have no VerbDocument give their own HTML as its body.
+"""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardwright.system.files import write_whole
 from shardwright.system.version import PACKAGE_VERSION
+from shardwright.view.document import Fact, Picture, Table, VerbDocument
 from shardwright.view.style import COLOURS, DARK_COLOURS
 
-_STYLE = """
-body { margin: 0 auto; max-width: 62rem; padding: 2rem 1.25rem 3rem; background: var(--paper); color: var(--ink);
-  font: 16px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.5rem; line-height: 1.25; margin: 0; text-wrap: balance; }
-h2 { font-size: 1.05rem; margin: 2.25rem 0 .5rem; }
-p { margin: .4rem 0; max-width: 46rem; }
-.quiet, dt, figcaption, footer { color: var(--quiet); font-size: .875rem; }
-.bad { color: var(--limit); font-weight: 600; }
-dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(11.5rem, 1fr)); gap: 1.1rem 1.25rem;
-  margin: 1.5rem 0; padding: 1.1rem 0; border: solid var(--grid); border-width: 1px 0; }
-dd { margin: 0; font-size: 1.3rem; font-weight: 600; font-variant-numeric: tabular-nums; }
-dd small { display: block; font-size: .8125rem; font-weight: 400; color: var(--quiet); }
-figure { margin: 1.5rem 0; }
-figure svg { display: block; width: 100%; min-width: 44rem; height: auto; }
-div.wide { overflow-x: auto; }
-table { border-collapse: collapse; width: max-content; max-width: max(100%, 44rem);
-  font-variant-numeric: tabular-nums; }
-td.short { white-space: nowrap; }
-th, td { padding: .2rem 1.5rem .2rem 0; text-align: right; font-weight: 400; }
-th { color: var(--quiet); font-size: .875rem; border-bottom: 1px solid var(--grid); }
-code, pre { font: .875rem/1.5 ui-monospace, monospace; }
-pre { margin: .5rem 0; padding: .8rem 1rem; border: 1px solid var(--grid); border-radius: 6px; overflow-x: auto; }
-pre.file { columns: 20rem 2; column-gap: 2rem; white-space: pre-wrap; }
-ul { margin: .4rem 0; padding-left: 1.25rem; }
-footer { margin-top: 3rem; }
-@media print { body { max-width: none; padding: 0; font-size: 10pt; } pre { white-space: pre-wrap; }
-  code, pre { font-size: 8.5pt; }
-  figure svg { min-width: 0 !important; }
-  dl, figure, pre, table { break-inside: avoid; } h2 { break-after: avoid; } }
-"""
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+Roles = tuple[Mapping[str, str], Mapping[str, str]]
+"""Colours by role, for light and for dark screens."""
+_SHORT = 24
+"""The longest text, in letters, of a cell that is never wrapped, such as a number with its unit."""
 
 
-def document(
-    title: str, body: str, style: str = "", colours: tuple[Mapping[str, str], Mapping[str, str]] = ({}, {})
-) -> str:
+class PageCell(NamedTuple):
+    """A table cell: its text, escaped unless it is Markup, and its CSS class."""
+
+    text: Any
+    kind: str = ""
+
+
+@cache
+def _templates() -> "Environment":
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    result = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    result.filters |= {"kind": lambda part: type(part).__name__, "head": _head, "rows": _rows, "svg": _svg}
+    return result
+
+
+def write_page(document: VerbDocument, path: Path) -> None:
+    """Write the page of a document, replacing an existing file. Raises InputError if `path` cannot be written."""
+    write_whole(path, page(document).encode("utf-8"))
+
+
+def page(document: VerbDocument) -> str:
+    """Return the page of a document."""
+    roles: Roles = ({}, {})
+    for part in document.parts:
+        if isinstance(part, Picture):
+            roles = ({**roles[0], **part.roles[0]}, {**roles[1], **part.roles[1]})
+    header = f"<header>\n<h1>{escape(document.title)}</h1>\n</header>"
+    return _page(document.title, header, document.parts, "", roles)
+
+
+def document(title: str, body: str, style: str = "", colours: Roles = ({}, {})) -> str:
     """Return a whole page. `title` is plain text, `body` is HTML. `style`: CSS rules added to the common ones;
-    `colours`: colours by role added to the common ones, for light and for dark screens."""
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{escape(title)}</title>
-<style>{_variables(*colours)}{_STYLE}{style}</style>
-</head>
-<body>
-{body}
-<footer>Written by shardwright {escape(PACKAGE_VERSION)}.</footer>
-</body>
-</html>
-"""
+    `colours`: colours by role added to the common ones."""
+    return _page(title, body, (), style, colours)
 
 
-def _variables(light: Mapping[str, str], dark: Mapping[str, str]) -> str:
-    """Return the colours by role as CSS variables. The dark ones apply to screens only, because paper is white."""
-    both = ({**COLOURS, **light}, {**DARK_COLOURS, **dark})
-    on_paper, on_screen = (" ".join(f"--{role}: {colour};" for role, colour in colours.items()) for colours in both)
-    return f"\n:root {{ {on_paper} }}\n@media screen and (prefers-color-scheme: dark) {{ :root {{ {on_screen} }} }}"
+def _page(title: str, body: str, parts: Sequence[object], style: str, roles: Roles) -> str:
+    from markupsafe import Markup
+
+    # The dark colours apply to screens only, because paper is white.
+    light, dark = (
+        Markup(" ".join(f"--{role}: {colour};" for role, colour in {**common, **own}.items()))
+        for common, own in zip((COLOURS, DARK_COLOURS), roles, strict=True)
+    )
+    return (
+        _templates()
+        .get_template("page.html")
+        .render(
+            title=title,
+            body=Markup(body),
+            parts=parts,
+            style=Markup(style),
+            light=light,
+            dark=dark,
+            version=PACKAGE_VERSION,
+        )
+        + "\n"
+    )
+
+
+def _head(table: Table) -> list[PageCell]:
+    named = any(column.name for column in table.columns)
+    return [PageCell(name, "left" * quantity.left) for name, quantity, _ in table.columns] if named else []
+
+
+def _rows(table: Table) -> list[list[PageCell]]:
+    from markupsafe import Markup
+
+    return [
+        [
+            PageCell(
+                Markup("<code>{}</code>").format(cell.text) if cell.quantity.code and cell.text else cell.text,
+                " ".join(filter(None, ("left" * cell.quantity.left, cell.tone, _short(cell.text)))),
+            )
+            for cell in table.cells(row)
+        ]
+        for row in table.rows
+    ]
+
+
+def _short(text: str) -> str:
+    return "short" if len(text) <= _SHORT and " " in text else ""
+
+
+def _svg(part: Picture) -> Any:
+    from markupsafe import Markup
+
+    return Markup(picture(part.draw(), part.name, part.title, part.roles[0]))
 
 
 def picture(svg: str, name: str, title: str, colours: Mapping[str, str] | None = None) -> str:
@@ -94,26 +147,17 @@ def in_roles(svg: str, colours: Mapping[str, str] | None = None) -> str:
 
 def facts(rows: Iterable[tuple[str, str, str]]) -> str:
     """Return numbers in large type. A row has a name, a value and a remark that may be empty, all plain text."""
-    cells = "\n".join(
-        f"<div><dt>{name}</dt><dd>{value}{f'<small>{remark}</small>' if remark else ''}</dd></div>"
-        for name, value, remark in (map(escape, row) for row in rows)
-    )
-    return f"<dl>\n{cells}\n</dl>"
-
-
-_SHORT = 24
-"""The longest text, in letters, of a cell that is never wrapped, such as a number with its unit."""
-
-
-def _cell(content: str) -> str:
-    """Return a table cell around `content`, which is HTML."""
-    return f'<td class="short">{content}</td>' if len(content) <= _SHORT and " " in content else f"<td>{content}</td>"
+    return str(_parts().facts([Fact(*row) for row in rows]))
 
 
 def table(names: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
     """Return a table of HTML cells, with a heading if there are `names`; `kind`: its CSS class. Long cells are wrapped
     if the table is wider than the page or, on a narrow screen, wider than a picture."""
-    head = f"<thead><tr>{''.join(f'<th>{name}</th>' for name in names)}</tr></thead>\n" if names else ""
-    body = "\n".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
-    opening = f'<table class="{kind}">' if kind else "<table>"
-    return scrolling(f"{opening}\n{head}<tbody>\n{body}\n</tbody>\n</table>")
+    from markupsafe import Markup
+
+    cells = [[PageCell(Markup(cell), _short(cell)) for cell in row] for row in rows]
+    return str(_parts().table([PageCell(Markup(name)) for name in names], cells, kind))
+
+
+def _parts() -> Any:
+    return _templates().get_template("parts.html").module
