@@ -24,6 +24,8 @@ class Quantity:
 
 WORDS = Quantity(left=True)
 CODE = Quantity(left=True, code=True)
+NUMBER = Quantity()
+"""Any value, aligned right."""
 COUNT = Quantity("{:,}".format)
 BYTES = Quantity(format_bytes)
 SECONDS = Quantity(format_seconds)
