@@ -47,7 +47,9 @@ def _sentence(note: Note) -> Text:
 
 
 def _fact(row: Fact) -> Text:
-    return Text(f"{row.name}:", _STYLES[row.tone]) + Text(f" {row.value} {row.remark}".rstrip())
+    # A remark that starts with a number is a fact of its own; other remarks continue the sentence.
+    between = "; " if row.remark[:1].isdigit() else " "
+    return Text(f"{row.name}:", _STYLES[row.tone]) + Text(f" {row.value}{between}{row.remark}".rstrip())
 
 
 def _print_rows(console: Console, table: Table) -> None:
