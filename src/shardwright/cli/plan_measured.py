@@ -24,9 +24,9 @@ def compare_with_run(asked: PlanRequest, options: PlanOptions) -> None:
             | {"run": str(options.measured), "measured": result.as_json()}
         )
         return
-    from shardwright.cli.plan_text import print_job
+    from shardwright.report.plan_view import job_note
 
-    print_job(asked.job, asked.name)
+    print_text(job_note(asked.job, asked.name).text)
     console.print(f"[bold]{priced.choice}[/]", soft_wrap=True)
     n = result.n_records
     on = "" if result.device is None else f" on {result.device}"

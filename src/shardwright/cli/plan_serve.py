@@ -11,8 +11,6 @@ import typer
 from shardwright.cli.common import (
     AsJson,
     error_console,
-    print_json,
-    print_text,
     reading_verb,
     show,
     wrong_place,
@@ -321,19 +319,17 @@ def _read(wrong: list[str], option: str, text: str | None, units: dict[str, floa
 
 
 def _explain(task: "ServingTask", name: str, options: PlanServeOptions) -> None:
-    from shardwright.cli.plan_text import print_explained
     from shardwright.planner.explain import lines
+    from shardwright.report.plan_view import formula_parts
     from shardwright.serving.explain import explain
     from shardwright.serving.view import task_notes
+    from shardwright.view.document import VerbDocument
 
     degrees, batch = _layout(options.explain or "", task)
     entries = explain(task, degrees, batch)
-    if options.json:
-        print_json({"model": name, "layout": degrees._asdict(), "batch": batch, "formulas": [vars(e) for e in entries]})
-        return
-    for note in task_notes(task, name, 1):
-        print_text(note.text)
-    print_explained(lines(entries))
+    data = {"model": name, "layout": degrees._asdict(), "batch": batch, "formulas": [vars(e) for e in entries]}
+    parts = [*task_notes(task, name, 1), *formula_parts(lines(entries))]
+    show(VerbDocument(f"{name}: {degrees}", data, parts), options.json, None)
 
 
 def _layout(text: str, task: "ServingTask") -> "tuple[Degrees, int]":

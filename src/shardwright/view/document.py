@@ -90,12 +90,14 @@ class Facts:
 @dataclass(frozen=True)
 class Table:
     """A table of values. `rest`: a line below it. `streamed`: a terminal has printed the rows when they were computed
-    (`view.terminal.TableStream`)."""
+    (`view.terminal.TableStream`). `stacked`: rows are too long for a terminal, which prints the cells of a row below
+    each other."""
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[Any]]
     rest: str = ""
     streamed: bool = False
+    stacked: bool = False
 
     def cells(self, row: Sequence[Any]) -> Iterator[TextCell]:
         """Yield the cells of a row as text."""

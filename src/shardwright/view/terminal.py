@@ -32,6 +32,8 @@ def print_document(document: VerbDocument, console: Console) -> None:
                     _print_line(console, _fact(row))
             case Code(text):
                 _print_line(console, Text(text))
+            case Table(stacked=True):
+                _print_stacks(console, part)
             case Table():
                 _print_rows(console, part)
         before = part
@@ -61,6 +63,17 @@ def _print_rows(console: Console, table: Table) -> None:
     for row in table.rows:
         result.add_row(*(Text(cell.text, _STYLES[cell.tone]) for cell in table.cells(row)))
     print_table(result, console)
+    if table.rest:
+        _print_line(console, Text(table.rest))
+
+
+def _print_stacks(console: Console, table: Table) -> None:
+    """Print the first two cells of each row in a line, and each further cell in a line of its own."""
+    for row in table.rows:
+        name, value, *more = (Text(cell.text, _STYLES[cell.tone]) for cell in table.cells(row))
+        _print_line(console, name + Text(": ") + value)
+        for cell in more:
+            _print_line(console, Text("  ") + cell)
     if table.rest:
         _print_line(console, Text(table.rest))
 
