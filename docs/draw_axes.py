@@ -20,8 +20,8 @@ from tests.parallel.test_tensor import WIDE
 
 from shardwright.layout.layout import Layout
 from shardwright.model.presets import resolve
-from shardwright.report.style import COLOURS, SETTINGS
 from shardwright.split.sequence import attention_flops, attention_pairs, step_pairs
+from shardwright.view.style import COLOURS, SETTINGS
 
 HERE = Path(__file__).parent
 DPI = 160

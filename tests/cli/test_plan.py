@@ -113,11 +113,11 @@ def test_the_cheapest_plan_takes_fewer_accelerator_hours_on_a_part_of_the_cluste
 def test_the_layout_of_the_run_file_comes_first():
     own = EXAMPLES / "llama-3.1-8b.toml"
     lines = plan(own, "--cluster", "h100:32").output.splitlines()
-    assert lines[3].startswith("run file")
-    assert lines[4].startswith("recommended")
+    assert lines[4].startswith("run file")
+    assert lines[5].startswith("recommended")
     told = document(own, "--cluster", "h100:32")["run_file"]
-    assert told["text"] in lines[3]
-    assert f"{told['slower']:+.1%}" in lines[3]
+    assert told["text"] in lines[4]
+    assert f"{told['slower']:+.1%}" in lines[4]
     explained = document("--explain", own, "--cluster", "h100:32")
     assert explained["text"] == told["text"]
     assert explained["step_s"] == pytest.approx(told["step_s"])

@@ -10,8 +10,8 @@ from typer.testing import CliRunner, Result
 
 from shardwright.cli.report import report
 from shardwright.report.comparison import DARK_RUN_COLOURS, RUN_COLOURS
-from shardwright.report.style import COLOURS
 from shardwright.run_folder import EventRecord, append_event
+from shardwright.view.style import COLOURS
 from tests.report.runs import PIPELINE, train_record, usual, usual_pipeline, write_run
 
 app = typer.Typer()

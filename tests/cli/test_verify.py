@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,12 +15,12 @@ from typer.testing import CliRunner, Result
 
 from shardwright.cli import common
 from shardwright.cli.main import app
-from shardwright.cli.verify_text import sizes
 from shardwright.config import parse
 from shardwright.layout.layout import Layout
 from shardwright.verification import Case, Verifier
 from shardwright.verification.case import case_of
 from shardwright.verification.trace import RankTrace
+from shardwright.verification.view import sizes
 from tests.marks import prove
 from tests.mutation import Mutation
 from tests.training.runs import is_alive
@@ -84,8 +85,10 @@ def test_the_verdict_and_the_culprit_come_first_and_no_name_is_cut(run_file: Pat
     with_bug(monkeypatch, TWICE)
     result = verify(run_file, "--set", "layout.dp_shard=2", "--steps", "1")
     assert result.exit_code == 1, result.output
-    verdict, culprit, *rest = result.stdout.splitlines()
+    verdict, error, replicas, culprit, *rest = result.stdout.splitlines()
     assert verdict.startswith("not equal: ")
+    assert error.startswith("largest error: ")
+    assert replicas.startswith("replicas: ")
     assert culprit.startswith("culprit: ")
     assert any(line.startswith("dp_shard 2, zero 3 against one process") for line in rest)
     assert "…" not in result.stdout
@@ -93,7 +96,7 @@ def test_the_verdict_and_the_culprit_come_first_and_no_name_is_cut(run_file: Pat
     assert rows
     named = verify(run_file, "--set", "layout.dp_shard=2", "--steps", "1", "--json")
     whole = {row["name"] for row in json.loads(named.stdout)["worst"]}
-    assert {row[-5] for row in rows if row[-1] == "no"} <= whole
+    assert {row[-6] for row in rows if row[-1] == "no"} <= whole
 
 
 def test_the_stages_of_a_pipeline_are_cut_with_the_model(run_file: Path):
@@ -154,7 +157,8 @@ def test_a_layout_and_a_matrix_are_written_as_a_page(run_file: Path, tmp_path: P
     result = verify(run_file, "--matrix", "1", "--steps", "1", "--html", all_, "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["equal"], "nothing but JSON is printed"
-    assert "one rank</td><td>equal</td>" in all_.read_text()
+    rows = re.findall(r"<tr>.*?</tr>", all_.read_text())
+    assert any("equal</td>" in row and "one rank</td>" in row for row in rows)
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,13 @@ import typer
 
 from shardwright.cli import verify
 from shardwright.cli.common import AsJson, console, error_console, print_json, print_text, reading_verb
-from shardwright.cli.verify_text import MatrixLines, collect
+from shardwright.cli.verify import collect
 from shardwright.system.errors import InputError, WorkerError
 from shardwright.system.processes import on_signals
 from shardwright.verification import Report, Verifier
 from shardwright.verification.verifier import TIMEOUT_S
+from shardwright.verification.view import matrix_table
+from shardwright.view.terminal import TableStream
 from tests.fuzz.settings import DrawnSetting, draw, in_words, run_file
 from tests.fuzz.shrink import shrink
 
@@ -75,8 +77,8 @@ def fuzz(options: FuzzOptions) -> None:
     with on_signals(signal.default_int_handler), Verifier(timeout_s=options.timeout_s) as verifier:
         settings = [_as_asked(draw(options.seed, number), options) for number in range(options.n)]
         names = [f"{number}  {each.layout}; {in_words(each.case)}" for number, each in enumerate(settings)]
-        lines = None if options.json else MatrixLines(names, "setting")
-        reports = collect(verifier, [(each.case, each.layout) for each in settings], lines)
+        stream = None if options.json else TableStream(matrix_table("setting"), console)
+        reports = collect(verifier, [(each.case, each.layout) for each in settings], names, stream)
         failed: list[FailedSetting] = []
         for number in (number for number, report in enumerate(reports) if not report.equal):
             shrunk = len(failed) < MOST_SHRUNK

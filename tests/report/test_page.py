@@ -14,8 +14,8 @@ from shardwright.report.headline import SourceNumbers, headline
 from shardwright.report.page import write_page
 from shardwright.report.ranks import ratios_of
 from shardwright.report.run_record import read_run
-from shardwright.report.style import COLOURS, DARK_COLOURS
 from shardwright.system.errors import InputError
+from shardwright.view.style import COLOURS, DARK_COLOURS
 from tests.report.pictures import assert_page_never_scrolls, readable_pictures
 from tests.report.runs import PIPELINE, evaluation, moe_record, started, train_record, usual, usual_pipeline, write_run
 

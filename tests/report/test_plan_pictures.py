@@ -13,10 +13,11 @@ from shardwright.model.presets import resolve
 from shardwright.planner.alternatives import runners_up
 from shardwright.planner.search import Plan, search
 from shardwright.planner.sweep import by_length, by_size
-from shardwright.report.plan_page import write_page
 from shardwright.report.plan_pictures import KINDS, ROLES, length_svg, memory_svg, scaling_svg, time_svg
-from shardwright.report.style import COLOURS, DARK_COLOURS
+from shardwright.report.plan_view import SearchedPlan, plan_view
 from shardwright.system.units import GiB
+from shardwright.view.html import write_page
+from shardwright.view.style import COLOURS, DARK_COLOURS
 from tests.marks import prove
 from tests.report.pictures import assert_page_never_scrolls, readable_pictures
 
@@ -89,7 +90,8 @@ def test_the_page_has_all_pictures_in_the_colours_of_the_screen(
 ):
     path = tmp_path / "plan.html"
     with readable_pictures(monkeypatch):
-        write_page(plan, "llama <8b>", None, runners_up(plan), None, path)
+        searched = SearchedPlan(plan, plan, "llama <8b>", None, runners_up(plan), [], [], 0.1, None, 1.0)
+        write_page(plan_view(searched, {}), path)
     assert_page_never_scrolls(path.read_text())
     page = path.read_text()
     assert "llama &lt;8b&gt;" in page

@@ -2,16 +2,16 @@
 
 import math
 import re
-from pathlib import Path
 
 import pytest
 
 from shardwright.layout.layout import Layout
-from shardwright.report.style import COLOURS
-from shardwright.report.verify_page import write_matrix_page, write_page
-from shardwright.report.verify_pictures import CLASSES, ROLES, cells_by_panel, class_of, errors_svg, in_order, short
 from shardwright.verification import Case, Report, ReportRow
+from shardwright.verification.pictures import CLASSES, ROLES, cells_by_panel, class_of, errors_svg, in_order, short
 from shardwright.verification.trace import TracedQuantity
+from shardwright.verification.view import matrix_document, report_document
+from shardwright.view.html import page
+from shardwright.view.style import COLOURS
 from tests.report.pictures import assert_page_never_scrolls, readable_pictures
 from tests.training.worlds import CASE
 
@@ -41,45 +41,42 @@ WRONG = report(
 )
 
 
-def page(path: Path) -> str:
-    text = path.read_text(encoding="utf-8")
+def checked(text: str) -> str:
     assert re.findall(r'(?:src|href)="(?!#)[^"]*"|<script', text) == [], "it needs nothing else"
     return text
 
 
-def test_a_page_has_the_verdict_the_culprit_and_what_is_not_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_page_has_the_verdict_the_culprit_and_what_is_not_equal(monkeypatch: pytest.MonkeyPatch):
     with readable_pictures(monkeypatch):
-        write_page(WRONG, "2 layers & 3 steps", path := tmp_path / "page.html")
-    text = page(path)
+        text = checked(page(report_document(WRONG, ["2 layers & 3 steps"])))
     assert_page_never_scrolls(text)
     assert "<h1>tp 2, dp_shard 2, zero 3: not equal</h1>" in text
-    assert "Culprit: the smallest layout that still differs: tp 2 (2 ranks)." in text
+    assert "culprit: the smallest layout that still differs: tp 2 (2 ranks)</p>" in text
     assert "2 layers &amp; 3 steps" in text
     assert "layers.0.ffn_norm.weight" in text
     assert "7e9" in text
     assert "float64: rounding" in text
     assert "gradient &lt;a&gt;, plain sgd, step 1: not the same bits on ranks 0 | 1" in text
-    assert "3</dd>" in text or "<dd>3<" in text, "three rows are not equal"
+    assert '<dd class="bad">3<small>of 9 losses' in text, "three rows are not equal"
     for at in range(len(CLASSES)):
         assert f"var(--error-{at})" in text, "every class of errors is in the key, in a colour of the page's roles"
 
 
-def test_a_page_of_a_layout_that_is_equal_says_so(tmp_path: Path):
-    write_page(report(row("gradient", 1, "norm.weight", 1e-5)), "2 layers", path := tmp_path / "page.html")
-    text = page(path)
+def test_a_page_of_a_layout_that_is_equal_says_so():
+    text = checked(page(report_document(report(row("gradient", 1, "norm.weight", 1e-5)), ["2 layers"])))
     assert "zero 3: equal</h1>" in text
     assert "the same bits on all ranks that hold them" in text
-    assert "Culprit" not in text
+    assert "culprit" not in text
 
 
-def test_a_page_of_a_matrix_has_a_line_for_each_layout(tmp_path: Path):
+def test_a_page_of_a_matrix_has_a_line_for_each_layout():
     crash = report(crash="rank 1 failed: TypeError: <a>\nmore")
     equal = report(row("loss", 1, "", 1e-6))
-    write_matrix_page([equal, WRONG, crash], "run.toml: layouts of 4 ranks", path := tmp_path / "page.html")
-    text = page(path)
+    text = checked(page(matrix_document([equal, WRONG, crash], "run.toml: layouts of 4 ranks")))
     rows = re.findall(r"<tr>.*?</tr>", text)
     assert len(rows) == 4, "a heading and three layouts"
-    assert "<td>equal</td><td>loss</td>" in rows[1]
+    assert '<td class="left">equal</td>' in rows[1]
+    assert '<td class="left">loss</td>' in rows[1]
     assert "not equal" in rows[2]
     assert "1 differ" in rows[2]
     assert "rank 1 failed: TypeError: &lt;a&gt;</td>" in rows[3]

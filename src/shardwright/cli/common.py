@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import IO, Annotated, Any, cast
 
 import typer
-from rich.segment import Segments
 from rich.table import Table
 
 from shardwright.layout.keys import KEYS
@@ -24,6 +23,8 @@ from shardwright.system.console import LossyStream, PlainConsole, discard_output
 from shardwright.system.errors import InputError, LayoutError, QuietExit, ShardwrightError, nearest, system_limit
 from shardwright.system.files import parse_toml, problem_of_place
 from shardwright.system.processes import in_one_sentence, on_signals
+from shardwright.view import terminal
+from shardwright.view.document import VerbDocument
 
 MOST_PROBLEMS = 50
 """Most errors that are printed; a damaged table may have an error in every cell."""
@@ -179,19 +180,23 @@ def print_text(text: str) -> None:
     console.print(text, markup=False, soft_wrap=True)
 
 
-def columns(*names: str, left: int = 0) -> Table:
-    """Return a table without lines: `left` columns of words, followed by columns of numbers."""
-    table = Table(*names, box=None, header_style="bold", pad_edge=False)
-    for column in table.columns[left:]:
-        column.justify = "right"
-    return table
-
-
 def print_table(table: Table) -> None:
-    """Print a table as wide as its content, even on a narrower screen, so that no name in it is truncated."""
-    wide = console.options.update(width=100_000)
-    fitting = console.options.update(width=console.measure(table, options=wide).maximum)
-    console.print(Segments(console.render(table, fitting)), soft_wrap=True, end="")
+    """Print a table as wide as its content."""
+    terminal.print_table(table, console)
+
+
+def show(document: VerbDocument, as_json: bool, html: Path | None) -> None:
+    """Write the page of a document to `html`, if given, and print the document as JSON or as text."""
+    if html is not None:
+        from shardwright.view.html import write_page
+
+        write_page(document, html)
+    if as_json:
+        print_json(document.data)
+        return
+    terminal.print_document(document, console)
+    if html is not None:
+        print_text(f"written to {html}")
 
 
 MOST_COUNTED = 2**31

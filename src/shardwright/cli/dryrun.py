@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwright.cli.common import AsJson, Overrides, print_json, print_text, progress, reading_verb, wrong_place
+from shardwright.cli.common import AsJson, Overrides, print_text, progress, reading_verb, show, wrong_place
 from shardwright.system.errors import InputError
 
 if TYPE_CHECKING:
@@ -92,20 +92,17 @@ def dryrun(options: DryrunOptions) -> None:
     from shardwright.verification.ranks import start_server
 
     start_server()  # it imports PyTorch while this process does not
-    from shardwright.cli import dryrun_text
     from shardwright.config import load
 
     config = load(options.run_file, options.overrides or [])
     how = _how(config, options)
     with progress("running dry") as tell:
         found = _found(config, how, options, tell)
-    written = list(_written(found, options))
-    if options.json:
-        from shardwright.dry_run.document import document
+    from shardwright.dry_run.view import dry_run_document
 
-        print_json(document(found))
-    else:
-        dryrun_text.print_dry_run(found, options.messages)
+    written = [*_written(found, options)]
+    show(dry_run_document(found, options.messages), options.json, options.html)
+    if not options.json:
         for path in written:
             print_text(f"written to {path}")
     if not found.fits or found.disagreements:
@@ -113,13 +110,9 @@ def dryrun(options: DryrunOptions) -> None:
 
 
 def _written(found: "DryRun", options: DryrunOptions) -> Iterator[Path]:
-    """Write the requested files and yield the path of each."""
-    from shardwright.dry_run.page import write_page
+    """Write the requested records and yield the path of each."""
     from shardwright.dry_run.record import write_snapshot, write_trace
 
-    if options.html is not None:
-        write_page(found, options.html)
-        yield options.html
     if options.trace is not None:
         write_trace(found.records, options.trace)
         yield options.trace

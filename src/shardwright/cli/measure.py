@@ -21,6 +21,7 @@ from shardwright.cli.common import (
     wrong_sizes,
 )
 from shardwright.system.errors import InputError
+from shardwright.view.terminal import columns
 
 if TYPE_CHECKING:
     from shardwright.measuring.points import MachineMeasurements
@@ -147,7 +148,7 @@ def _tell(machine: "MachineMeasurements", options: MeasureOptions) -> None:
 
 
 def _print(machine: "MachineMeasurements") -> None:
-    from shardwright.cli.common import columns, print_table
+    from shardwright.cli.common import print_table
     from shardwright.measuring.fit import copy_bytes_per_s, fit_link, fit_matmuls
     from shardwright.system.units import format_bytes, format_seconds
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from shardwright.cli.common import console, error_console, print_json, print_text, reading_verb
+from shardwright.cli.common import console, error_console, print_json, print_text, reading_verb, show
 from shardwright.cli.plan_asked import PlanOptions, PlanRequest, choice_of_run, priced_of, read_request
 from shardwright.system.errors import InputError, LayoutError
 
@@ -91,12 +91,12 @@ def _evaluate(options: PlanOptions) -> None:
 
 
 def _search(asked: PlanRequest, options: PlanOptions) -> None:
-    from shardwright.cli import plan_text
     from shardwright.planner.alternatives import runners_up, well_known
     from shardwright.planner.batches import near_batches
     from shardwright.planner.document import plan_document
     from shardwright.planner.nearest import remedies
     from shardwright.planner.search import search
+    from shardwright.report.plan_view import SearchedPlan, plan_view
     from shardwright.system.control_groups import usable_cores
 
     margin, processes = options.memory_margin, usable_cores()
@@ -125,20 +125,12 @@ def _search(asked: PlanRequest, options: PlanOptions) -> None:
     # The reader of the output may close it early (`| head`), so files are written before anything is printed.
     if taken is not None:
         _write(asked, result.job, taken.choice, options)
-        if options.html is not None:
-            from shardwright.report.plan_page import write_page
-
-            write_page(result, asked.name, own, others, options.budget_tokens, options.html)
-    if options.json:
-        near = [{"global_batch": each.global_batch, "saved": each.saved} for each in batches]
-        document = plan_document(result, asked.name, own, others, instead, options.budget_tokens)
-        print_json(document | {"near_batches": near})
-    else:
-        plan_text.print_job(result.job, asked.name)
-        if taken is not None:
-            plan_text.print_plan(result, whole, own, batches, others, margin, options.budget_tokens, took_s)
-        else:
-            plan_text.print_nothing_fits(result, options.memory_margin, instead)
+    near = [{"global_batch": each.global_batch, "saved": each.saved} for each in batches]
+    data = plan_document(result, asked.name, own, others, instead, options.budget_tokens) | {"near_batches": near}
+    searched = SearchedPlan(
+        result, whole, asked.name, own, others, batches, instead, margin, options.budget_tokens, took_s
+    )
+    show(plan_view(searched, data), options.json, options.html)
     if taken is None:
         raise typer.Exit(1)
     _tell_written(asked, options)
@@ -161,10 +153,10 @@ def _own(asked: PlanRequest, result: "Plan") -> "Alternative | None":
 
 
 def _explain(asked: PlanRequest, options: PlanOptions, choice: "Choice") -> None:
-    from shardwright.cli import plan_text
     from shardwright.planner.document import job_document, layout_document
     from shardwright.planner.explain import explain, lines
     from shardwright.planner.search import limit_bytes
+    from shardwright.report.plan_view import explained_view
 
     try:
         priced = priced_of(asked.job, choice)
@@ -175,14 +167,10 @@ def _explain(asked: PlanRequest, options: PlanOptions, choice: "Choice") -> None
     fits = priced.fits(limit)
     if fits:
         _write(asked, asked.job, choice, options)
-    if options.json:
-        document = job_document(asked.job, asked.name, limit) | layout_document(priced, limit, options.budget_tokens)
-        print_json(document | {"formulas": [vars(entry) for entry in entries]})
-    else:
-        plan_text.print_job(asked.job, asked.name)
-        console.print()
-        plan_text.print_layout(priced, limit, options.budget_tokens)
-        plan_text.print_explained(lines(entries))
+    data = job_document(asked.job, asked.name, limit) | layout_document(priced, limit, options.budget_tokens)
+    data["formulas"] = [vars(entry) for entry in entries]
+    document = explained_view(priced, asked.name, limit, options.budget_tokens, lines(entries), data)
+    show(document, options.json, options.html)
     if not fits:
         if options.write is not None:
             error_console.print(f"not written to {options.write}: the layout does not fit", markup=False)
@@ -238,11 +226,6 @@ def _new_out(config: "RunConfig", path: Path) -> str:
 
 
 def _tell_written(asked: PlanRequest, options: PlanOptions) -> None:
-    if options.json:
-        return
-    console.print()
-    if options.write is not None:
+    if options.write is not None and not options.json:
         new = "" if asked.config is None else f"; its out is a new folder, {_new_out(asked.config, options.write)}"
         print_text(f"written to {options.write}{new}")
-    if options.html is not None:
-        print_text(f"written to {options.html}")

@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from shardwright.cli.common import columns, console, error_console, print_json, print_table, print_text
+from shardwright.cli.common import console, error_console, print_json, print_table, print_text
 from shardwright.cli.plan_asked import PlanOptions, PlanRequest, changed_cluster, no_peak
 from shardwright.system.errors import InputError, LayoutError, nearest
 from shardwright.system.units import GiB, format_count
+from shardwright.view.terminal import columns
 
 if TYPE_CHECKING:
     from shardwright.cost.hardware import Cluster

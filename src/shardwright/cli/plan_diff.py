@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwright.cli.common import AsJson, columns, print_json, print_table, print_text, reading_verb
+from shardwright.cli.common import AsJson, print_json, print_table, print_text, reading_verb
 from shardwright.system.errors import InputError
+from shardwright.view.terminal import columns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

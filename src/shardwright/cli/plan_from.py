@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from shardwright.cli.common import columns, console, error_console, print_json, print_table, print_text
+from shardwright.cli.common import console, error_console, print_json, print_table, print_text
 from shardwright.cli.plan_asked import PlanOptions, changed_cluster, no_peak, wrong_options
 from shardwright.cli.plan_model import find_model
 from shardwright.system.errors import InputError, LayoutError
+from shardwright.view.terminal import columns
 
 if TYPE_CHECKING:
     from shardwright.cost.hardware import Cluster
@@ -123,13 +124,16 @@ def _print(
     assumed: Sequence[str],
     options: PlanOptions,
 ) -> None:
-    from shardwright.cli import plan_text
+    from shardwright.report.plan_view import job_note, layout_parts
+    from shardwright.view.document import VerbDocument
+    from shardwright.view.terminal import print_document
 
     print_text(f"{run.system.name}: {', '.join(run.files)}")
-    plan_text.print_job(priced.job, "the model of the file")
+    print_text(job_note(priced.job, "the model of the file").text)
     _print_read(run, [*run.assumed, *assumed])
     console.print()
-    plan_text.print_layout(priced, limit, options.budget_tokens)
+    parts = [*layout_parts(priced, limit, options.budget_tokens)]
+    print_document(VerbDocument(str(priced.choice), None, parts), console)
     _print_others(priced, others, limit)
     if options.write is not None:
         console.print()

@@ -1,7 +1,8 @@
 """shardwright plan RUN.toml --measured RUN_FOLDER: a finished run next to its plan."""
 
-from shardwright.cli.common import columns, console, print_json, print_table, print_text
+from shardwright.cli.common import console, print_json, print_table, print_text
 from shardwright.cli.plan_asked import PlanOptions, PlanRequest, choice_of_run, priced_of
+from shardwright.view.terminal import columns
 
 
 def compare_with_run(asked: PlanRequest, options: PlanOptions) -> None:
@@ -23,9 +24,9 @@ def compare_with_run(asked: PlanRequest, options: PlanOptions) -> None:
             | {"run": str(options.measured), "measured": result.as_json()}
         )
         return
-    from shardwright.cli.plan_text import print_job
+    from shardwright.report.plan_view import job_note
 
-    print_job(asked.job, asked.name)
+    print_text(job_note(asked.job, asked.name).text)
     console.print(f"[bold]{priced.choice}[/]", soft_wrap=True)
     n = result.n_records
     on = "" if result.device is None else f" on {result.device}"

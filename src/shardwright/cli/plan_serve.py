@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwright.cli.common import AsJson, error_console, print_json, reading_verb, wrong_place, wrong_sizes
+from shardwright.cli.common import (
+    AsJson,
+    error_console,
+    reading_verb,
+    show,
+    wrong_place,
+    wrong_sizes,
+)
 from shardwright.system.errors import InputError, nearest
 
 if TYPE_CHECKING:
@@ -16,7 +23,7 @@ if TYPE_CHECKING:
     from shardwright.model.spec import ModelSpec
     from shardwright.serving.engines import ServingEngine
     from shardwright.serving.rates import Rates
-    from shardwright.serving.search import ServingPlan, ServingTask
+    from shardwright.serving.search import ServingTask
     from shardwright.serving.setting import Degrees
 
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
@@ -115,43 +122,21 @@ def plan_serve(options: PlanServeOptions) -> None:
     Exit codes: 0 found, 1 nothing fits or keeps the limits, 2 the input cannot be used.
     """
     task, name = read_task(options)
-    from shardwright.cli import plan_serve_text as text
-
     if options.explain is not None:
         _explain(task, name, options)
         return
     from shardwright.serving.search import search, smaller_need
     from shardwright.serving.separate import separate
-    from shardwright.serving.words import document
+    from shardwright.serving.view import serving_document
 
     with error_console.status("pricing every layout"):
         found = search(task, options.top)
         apart = separate(task, found.layouts) if options.separate else None
         remedies = [] if found.options else list(smaller_need(task))
-    if options.html is not None and found.options:
-        from shardwright.report.serve_page import write_page
-
-        write_page(found, name, options.html)
-    if options.json:
-        print_json(document(found, name, apart, remedies))
-    else:
-        text.print_task(task, name, found.n_settings)
-        _print(found, remedies)
-        if options.separate:
-            text.print_separate(task, apart, found)
+    document = serving_document(found, name, apart, options.separate, remedies)
+    show(document, options.json, options.html)
     if not found.best:
         raise typer.Exit(1)
-
-
-def _print(found: "ServingPlan", remedies: list[str]) -> None:
-    from shardwright.cli import plan_serve_text as text
-
-    if not found.options:
-        text.print_nothing_fits(found, remedies)
-    elif not found.best:
-        text.print_no_limits_kept(found)
-    else:
-        text.print_plan(found)
 
 
 def read_task(options: PlanServeOptions) -> "tuple[ServingTask, str]":
@@ -334,18 +319,17 @@ def _read(wrong: list[str], option: str, text: str | None, units: dict[str, floa
 
 
 def _explain(task: "ServingTask", name: str, options: PlanServeOptions) -> None:
-    from shardwright.cli import plan_serve_text as text
-    from shardwright.cli.plan_text import print_explained
     from shardwright.planner.explain import lines
+    from shardwright.report.plan_view import formula_parts
     from shardwright.serving.explain import explain
+    from shardwright.serving.view import task_notes
+    from shardwright.view.document import VerbDocument
 
     degrees, batch = _layout(options.explain or "", task)
     entries = explain(task, degrees, batch)
-    if options.json:
-        print_json({"model": name, "layout": degrees._asdict(), "batch": batch, "formulas": [vars(e) for e in entries]})
-        return
-    text.print_task(task, name, 1)
-    print_explained(lines(entries))
+    data = {"model": name, "layout": degrees._asdict(), "batch": batch, "formulas": [vars(e) for e in entries]}
+    parts = [*task_notes(task, name, 1), *formula_parts(lines(entries))]
+    show(VerbDocument(f"{name}: {degrees}", data, parts), options.json, None)
 
 
 def _layout(text: str, task: "ServingTask") -> "tuple[Degrees, int]":

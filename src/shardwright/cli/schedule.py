@@ -15,7 +15,6 @@ from rich.text import Text
 
 from shardwright.cli.common import (
     AsJson,
-    columns,
     console,
     print_json,
     print_table,
@@ -33,6 +32,7 @@ from shardwright.schedule.table import read_table, write_table
 from shardwright.schedule.trace import write_trace
 from shardwright.schedule.validate import problems
 from shardwright.system.errors import InputError, ScheduleError, nearest
+from shardwright.view.terminal import columns
 
 SORTS: dict[str, Callable[[Simulation, float], float | str]] = {
     "bubble": lambda simulation, kept: simulation.bubble_rate,

@@ -1,5 +1,6 @@
 """shardwright verify: does the layout of a run file compute what one process computes?"""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,20 +11,22 @@ import typer
 from shardwright.cli.common import (
     AsJson,
     Overrides,
+    console,
     error_console,
-    print_json,
     print_text,
     progress,
     reading_verb,
+    show,
     wrong_place,
 )
-from shardwright.cli.verify_text import MatrixLines, collect, print_report, sizes
 from shardwright.system.errors import InputError, WorkerError, nearest
+from shardwright.system.units import format_seconds
+from shardwright.view.terminal import TableStream
 
 if TYPE_CHECKING:
     from shardwright.config import RunConfig
     from shardwright.layout.layout import Layout
-    from shardwright.verification import Case, Verifier
+    from shardwright.verification import Case, Report, Verifier
 
 
 DAY_S = 24 * 3600.0
@@ -123,6 +126,7 @@ def verify(options: VerifyOptions) -> None:
     configs = _configs(options.run_file, options)
     from shardwright.verification import Verifier
     from shardwright.verification.verifier import TIMEOUT_S
+    from shardwright.verification.view import sizes
 
     timeout_s = options.timeout_s or (DAY_S if options.full else TIMEOUT_S)
     with Verifier(timeout_s=timeout_s) as verifier:
@@ -134,7 +138,7 @@ def verify(options: VerifyOptions) -> None:
             configs = [_settled(each) for each in configs]
             sides = _sides(configs, options)
             second = sides[1] if options.overrides_b is not None else None
-            _one(verifier, *sides[0], second, options, sizes(configs[0], sides[0][0]))
+            _one(verifier, *sides[0], second, options, [sizes(configs[0], sides[0][0])])
 
 
 def _settled(config: "RunConfig") -> "RunConfig":
@@ -159,10 +163,11 @@ def _is_too_large(configs: "Sequence[RunConfig]", options: VerifyOptions) -> boo
 def _reduced(verifier: "Verifier", config: "RunConfig", options: VerifyOptions) -> None:
     """Verify the layout with fewer ranks on each axis."""
     from shardwright.verification.reduce import most_ranks, reduced
+    from shardwright.verification.view import sizes
 
     pairs, why = reduced(_true_case(config, options), config.layout.layout(), most_ranks())
     if len(pairs) == 1:
-        _one(verifier, *pairs[0], None, options, f"{why}\n{sizes(config, pairs[0][0])}")
+        _one(verifier, *pairs[0], None, options, [why, sizes(config, pairs[0][0])])
         return
     if not options.json:
         print_text(why)
@@ -270,47 +275,49 @@ def _one(
     layout: "Layout",
     against: "tuple[Case, Layout] | None",
     options: VerifyOptions,
-    sizes: str,
+    sizes: Sequence[str],
 ) -> None:
     from shardwright.verification.verifier import find_culprit
+    from shardwright.verification.view import report_document
 
     with progress(f"running {layout.world_size} ranks and the reference") as verifier.tell:
         report = verifier.parity(case, layout, against)
     if not report.equal:
         with error_console.status("looking for the culprit") as status:
             report = replace(report, culprit=find_culprit(verifier, report, status.update))
-    if options.html is not None:
-        from shardwright.report.verify_page import write_page
-
-        write_page(report, sizes, options.html)
-    if options.json:
-        print_json(report.document())
-    else:
-        print_report(report, sizes)
-        _tell_written(options)
+    show(report_document(report, sizes), options.json, options.html)
     if not report.equal:
         raise typer.Exit(1)
 
 
 def _matrix(verifier: "Verifier", pairs: "Sequence[tuple[Case, Layout]]", options: VerifyOptions) -> None:
-    lines = None if options.json else MatrixLines([str(layout) for _, layout in pairs])
-    reports = collect(verifier, pairs, lines)
-    if options.html is not None:
-        from shardwright.report.verify_page import write_matrix_page
+    from shardwright.verification.view import matrix_document, matrix_table
 
-        write_matrix_page(reports, f"{options.run_file}: layouts of {pairs[0][1].world_size} ranks", options.html)
-    if lines is None:
-        equal = all(report.equal for report in reports)
-        print_json({"equal": equal, "layouts": [report.document() for report in reports]})
-    else:
-        lines.end(reports)
-        _tell_written(options)
+    stream = None if options.json else TableStream(matrix_table(), console)
+    reports = collect(verifier, pairs, [str(layout) for _, layout in pairs], stream)
+    if stream is not None:
+        console.print()
+    n_ranks = pairs[0][1].world_size
+    show(matrix_document(reports, f"{options.run_file}: layouts of {n_ranks} ranks"), options.json, options.html)
     if any(report.crash for report in reports):
         raise typer.Exit(WorkerError.exit_code)
     if not all(report.equal for report in reports):
         raise typer.Exit(1)
 
 
-def _tell_written(options: VerifyOptions) -> None:
-    if options.html is not None:
-        print_text(f"written to {options.html}")
+def collect(
+    verifier: "Verifier", pairs: "Sequence[tuple[Case, Layout]]", names: Sequence[str], stream: TableStream | None
+) -> "list[Report]":
+    """Return the report of each case and layout. `stream`, if given, prints a row for each report when it is done."""
+    from shardwright.verification.view import matrix_row
+
+    reports: list[Report] = []
+    began_s = time.monotonic()
+    with error_console.status(f"0 of {len(pairs)}") as status:
+        for name, report in zip(names, verifier.parities(pairs), strict=True):
+            reports.append(report)
+            if stream is not None:
+                stream.add(matrix_row(report, name))
+            left_s = (time.monotonic() - began_s) / len(reports) * (len(pairs) - len(reports))
+            status.update(f"{len(reports)} of {len(pairs)}, {format_seconds(left_s)} left")
+    return reports

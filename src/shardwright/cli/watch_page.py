@@ -10,7 +10,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from shardwright.cli.common import columns, console
+from shardwright.cli.common import console
 from shardwright.cli.followed import MOST_RANKS, FollowedRun
 from shardwright.report.run_record import resume_command
 from shardwright.report.words import layout_in_words, model_in_words
@@ -25,6 +25,7 @@ from shardwright.run_folder import (
 )
 from shardwright.system.console import visible
 from shardwright.system.units import format_bytes, format_count, format_seconds, percent
+from shardwright.view.terminal import columns
 
 EVENTS_SHOWN = 8
 CHECKPOINTS_SHOWN = 4

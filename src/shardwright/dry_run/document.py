@@ -1,4 +1,4 @@
-"""A dry run as one JSON document, and the tables that the terminal and the page both show."""
+"""A dry run as JSON data."""
 
 from typing import Any
 
@@ -7,39 +7,9 @@ from shardwright.dry_run.length import step_length
 from shardwright.dry_run.planned import PlannedRank
 from shardwright.dry_run.record import WAIT, Moment, RankRecord, RecordedMessage
 from shardwright.dry_run.run import DryRun
-from shardwright.system.units import format_bytes
-
-LARGEST = ("bytes", "shape", "made by", "in", "line")
-"""Column headers of `largest_rows`, after the kind."""
-TRAFFIC = ("axis", "operation", "calls", "bytes a step", "plan: calls", "bytes")
-"""Column headers of `traffic_rows`."""
 
 
-def largest_rows(record: RankRecord) -> list[tuple[str, ...]]:
-    """Return the largest tensors at the peak as the cells of a table, the kind first."""
-    return [
-        (
-            block.kind,
-            format_bytes(block.n_bytes),
-            f"{' x '.join(map(str, block.shape))} {block.dtype}",
-            block.op if block.action else "",
-            block.module or "-",
-            block.line or "-",
-        )
-        for block in record.largest
-    ]
-
-
-def traffic_rows(found: DryRun, record: RankRecord) -> list[tuple[str, ...]]:
-    """Return the collectives and messages by axis and operation as the cells of a table."""
-    rows: list[tuple[str, ...]] = []
-    for axis, op, sums, by_plan in found.traffic(record):
-        planned = ("", "") if by_plan is None else (f"{by_plan.calls:,}", format_bytes(by_plan.n_bytes))
-        rows.append((axis, op, f"{sums.calls:,}", format_bytes(sums.n_bytes), *planned))
-    return rows
-
-
-def document(found: DryRun) -> dict[str, Any]:
+def dry_run_data(found: DryRun) -> dict[str, Any]:
     """Return a dry run as a JSON-compatible dict. Bytes are integers; the plan's values are None, with a reason, if
     missing."""
     return {

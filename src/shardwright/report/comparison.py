@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwright.report.curves import kind_of
-from shardwright.report.frame import document, picture, table
 from shardwright.report.headline import headline, title_of
 from shardwright.report.panel import MANY, choose_scale, name_axis, remark, running_mean, thinned
 from shardwright.report.run_record import RunRecord
-from shardwright.report.style import COLOURS, rendered
 from shardwright.system.files import write_whole
 from shardwright.system.units import format_bytes, format_count, format_seconds
+from shardwright.view.html import document, picture, table
+from shardwright.view.style import COLOURS, rendered
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

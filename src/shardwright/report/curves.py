@@ -26,12 +26,12 @@ from shardwright.report.panel import (
     window,
 )
 from shardwright.report.run_record import RunRecord
-from shardwright.report.style import COLOURS, rendered
 from shardwright.report.words import learning_rate_in_words
 from shardwright.run_folder import PHASES, TrainRecord
 from shardwright.system.errors import InputError
 from shardwright.system.files import write_whole
 from shardwright.system.units import format_bytes, format_count, format_seconds, percent
+from shardwright.view.style import COLOURS, rendered
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,10 +5,10 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwright.report.frame import document, facts, picture
-from shardwright.report.style import plain_log_ticks, rendered
 from shardwright.system.files import write_whole
 from shardwright.system.units import format_bytes, format_seconds
+from shardwright.view.html import document, facts, picture
+from shardwright.view.style import plain_log_ticks, rendered
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import median
 
 from shardwright.report.curves import curves_svg
-from shardwright.report.frame import document, facts, in_roles, picture, scrolling, table
 from shardwright.report.headline import RunHeadline, headline, title_of
 from shardwright.report.ranks import has_ranks, ranks_svg
 from shardwright.report.run_record import RunRecord
@@ -18,6 +17,7 @@ from shardwright.run_folder import CHECKPOINTS
 from shardwright.schedule.draw import svg as timelines_svg
 from shardwright.system.files import write_whole
 from shardwright.system.units import format_count, format_seconds, percent
+from shardwright.view.html import document, facts, in_roles, picture, scrolling, table
 
 
 def write_page(run: RunRecord, path: str | Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardwright.report.run_record import RunRecord
-from shardwright.report.style import COLOURS, text_width_pt
+from shardwright.view.style import COLOURS, text_width_pt
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,7 +18,7 @@ MANY = 60  # records from which a line is noisy enough to need its mean beside i
 _APART_PT = 12
 """The space between a title and the key or note to its right."""
 _HANDLE_PT = 27
-"""The handle of a label in a key, with the space before and after it, at 9 points (`report.style.SETTINGS`)."""
+"""The handle of a label in a key, with the space before and after it, at 9 points (`view.style.SETTINGS`)."""
 POINTS = 2000
 """Points of a curve. A picture is about half as many pixels wide, so more records than this are thinned."""
 

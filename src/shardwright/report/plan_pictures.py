@@ -11,8 +11,8 @@ import numpy as np
 from shardwright.planner.choice import PricedLayout
 from shardwright.planner.headline import headline
 from shardwright.planner.sweep import SweepPoint
-from shardwright.report.style import COLOURS, rendered
 from shardwright.system.units import GiB, format_bytes, format_count
+from shardwright.view.style import COLOURS, rendered
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

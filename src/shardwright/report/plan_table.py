@@ -4,8 +4,8 @@ from html import escape
 
 from shardwright.planner.search import Plan
 from shardwright.planner.words import compared, remarks
-from shardwright.report.frame import table
 from shardwright.system.units import format_bytes, format_count, format_seconds
+from shardwright.view.html import table
 
 TITLES = ("", "step", "slower", "memory", "layout")
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardwright.report.panel import header, name_axis
 from shardwright.report.run_record import RunRecord
-from shardwright.report.style import rendered
 from shardwright.run_folder import TrainRecord
+from shardwright.view.style import rendered
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

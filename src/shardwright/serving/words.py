@@ -1,6 +1,6 @@
-"""The reasons why layouts lose, as sentences with numbers, and a plan as a JSON document."""
+"""The reasons why layouts lose, as sentences with numbers, and a plan as JSON data."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import inf
 from typing import Any
 
@@ -45,23 +45,6 @@ def reasons(plan: ServingPlan) -> Iterator[tuple[ServingLayout, ServingOption | 
             found.append((option.per_accelerator(), layout, option, _slower(plan.task, option, chosen)))
     for _, layout, best, why in sorted(found, key=lambda each: -each[0]):
         yield layout, best, why
-
-
-SIMULATED = (
-    "layout", "batch", "tokens/s each", "of a user", "first token", f"p{PERCENTILE}", "further", f"p{PERCENTILE}"
-)  # fmt: skip
-"""Column headers of `simulated_cells`."""
-
-
-def simulated_cells(found: SimulatedOption) -> list[str]:
-    """Return a simulated layout, its batch, its throughput and its latencies as the cells of a table row."""
-    return [
-        str(found.layout),
-        f"{found.option.batch:,}",
-        f"{found.per_accelerator:,.0f}",
-        f"{found.per_user:,.1f}",
-        *(format_seconds(value(at)) for value in (found.ttft_s, found.tpot_s) for at in (50, PERCENTILE)),
-    ]
 
 
 def _best_of(task: ServingTask, options: list[ServingOption]) -> tuple[ServingOption, bool]:
@@ -116,8 +99,8 @@ def _slower(task: ServingTask, option: ServingOption, chosen: SimulatedOption) -
     return f"{share:+.0%} tokens/s: {users}, {1 / option.tpot_s:,.0f} tokens/s each, not {chosen.per_user:,.0f}"
 
 
-def document(plan: ServingPlan, name: str, apart: SimulatedSplit | None, remedies: list[str]) -> dict[str, Any]:
-    """Return a plan as JSON."""
+def serving_data(plan: ServingPlan, name: str, apart: SimulatedSplit | None, remedies: Sequence[str]) -> dict[str, Any]:
+    """Return a plan as JSON data."""
     task, serving = plan.task, plan.task.serving
     return {
         "model": name,
@@ -138,7 +121,7 @@ def document(plan: ServingPlan, name: str, apart: SimulatedSplit | None, remedie
             for layout, best, why in reasons(plan)
         ],
         "separate": None if apart is None else _separate_document(apart),
-        "remedies": remedies,
+        "remedies": list(remedies),
     }
 
 

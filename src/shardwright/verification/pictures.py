@@ -3,44 +3,14 @@
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
-from shardwright.report.style import COLOURS, rendered
+from shardwright.verification.compare import ReportRow
+from shardwright.view.style import COLOURS, rendered
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-
-class ComparedQuantity(Protocol):
-    """The compared quantity: its kind, such as "gradient", its training, and its step; 0: before the first step."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def training(self) -> str: ...
-    @property
-    def step(self) -> int: ...
-
-
-class ComparisonRow(Protocol):
-    """One comparison, such as `verification.compare.ReportRow`: of a tensor in one step, or of a number, whose name is
-    empty. `excess`: the error in multiples of the tolerance."""
-
-    @property
-    def quantity(self) -> ComparedQuantity: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def error(self) -> float: ...
-    @property
-    def tolerance(self) -> float: ...
-    @property
-    def reason(self) -> str: ...
-    @property
-    def equal(self) -> bool: ...
-    @property
-    def excess(self) -> float: ...
 
 
 class ErrorClass(NamedTuple):
@@ -74,7 +44,7 @@ Cells = Mapping[tuple[str, int], float]
 """The largest error of each layer and step, in multiples of its tolerance."""
 
 
-def cells_by_panel(rows: Iterable[ComparisonRow]) -> dict[str, Cells]:
+def cells_by_panel(rows: Iterable[ReportRow]) -> dict[str, Cells]:
     """Return the panels of each training: gradients, and parameters with their initial values as step 0."""
     found: dict[str, dict[tuple[str, int], float]] = {}
     for row in rows:
@@ -111,7 +81,7 @@ def class_of(excess: float) -> int:
     return next((at for at, each in enumerate(CLASSES) if excess <= each.most), len(CLASSES) - 1)
 
 
-def errors_svg(rows: Sequence[ComparisonRow]) -> str:
+def errors_svg(rows: Sequence[ReportRow]) -> str:
     """Draw a row for each layer and a column for each step; panels are next to each other."""
     panels = cells_by_panel(rows)
     layers = in_order(layer for cells in panels.values() for layer, _ in cells)

@@ -1,0 +1,354 @@
+"""The document of `plan`: the layouts to choose from, the recommended layout with its time and memory, and why others
+are not recommended."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from shardwright.cost.job import Job
+from shardwright.planner.alternatives import Alternative
+from shardwright.planner.batches import NearBatch
+from shardwright.planner.choice import PricedLayout, shortage
+from shardwright.planner.headline import accelerator_hours, days, headline, unmeasured
+from shardwright.planner.nearest import PlanRemedy
+from shardwright.planner.search import Plan
+from shardwright.planner.sweep import by_length, by_size
+from shardwright.planner.words import (
+    ALIKE,
+    also_fast,
+    choices_in_words,
+    compared,
+    difference,
+    fewer_accelerators,
+    host_limit_in_words,
+    host_row,
+    job_warnings,
+    left_out,
+    merged,
+    remarks,
+    verdict,
+    warnings,
+    why,
+    worth_a_row,
+)
+from shardwright.report.plan_pictures import ROLES, length_svg, memory_svg, scaling_svg, time_svg
+from shardwright.system.units import GiB, format_bytes, format_count, format_seconds
+from shardwright.view.document import (
+    CODE,
+    NUMBER,
+    SECONDS,
+    Code,
+    Column,
+    Fact,
+    Facts,
+    Marked,
+    Note,
+    Part,
+    Picture,
+    Quantity,
+    Section,
+    Table,
+    VerbDocument,
+)
+
+ROUNDING = 1e-9
+"""Share of a step below which a part is only the rounding error of a difference of equal numbers."""
+BARS = 9
+"""Most layouts in the picture of the step time."""
+SHARE = Quantity("{:.1%}".format)
+LOSS = Quantity("{:+.2%}".format)
+STEP_S = Quantity("{:.4g}".format)
+IN_GIB = Quantity(lambda n_bytes: f"{n_bytes / GiB:.2f}")
+
+
+@dataclass(frozen=True)
+class SearchedPlan:
+    """A plan and the layouts it is compared with. `whole`: the plan of all requested accelerators; `own`: the layout of
+    the run file; `took_s`: seconds of the search; `remedies`: changes that would make a layout fit, if none does."""
+
+    plan: Plan
+    whole: Plan
+    name: str
+    own: Alternative | None
+    alternatives: Sequence[Alternative]
+    batches: Sequence[NearBatch]
+    remedies: Sequence[PlanRemedy]
+    margin: float
+    budget_tokens: float | None
+    took_s: float
+
+    @property
+    def taken(self) -> PricedLayout:
+        assert self.plan.recommended is not None
+        return self.plan.recommended
+
+
+def plan_view(searched: SearchedPlan, data: Any) -> VerbDocument:
+    """Return the document of a plan. `data`: its JSON document."""
+    job = searched.plan.job
+    found = searched.plan.recommended is not None
+    parts = [job_note(job, searched.name), *(_found(searched) if found else _nothing_fits(searched))]
+    return VerbDocument(f"{searched.name} on {job.cluster.name}: the layout", data, parts)
+
+
+def explained_view(
+    priced: PricedLayout, name: str, limit_bytes: float, budget_tokens: float | None, lines: Iterable[str], data: Any
+) -> VerbDocument:
+    """Return the document of one layout with every formula behind it (`planner.explain.lines`)."""
+    parts = [job_note(priced.job, name), *layout_parts(priced, limit_bytes, budget_tokens), *formula_parts(lines)]
+    return VerbDocument(f"{name} on {priced.job.cluster.name}: {priced.choice}", data, parts)
+
+
+def formula_parts(lines: Iterable[str]) -> Iterator[Part]:
+    """Yield a section for each line that is not indented, with the indented lines after it."""
+    inside: list[str] = []
+    for line in lines:
+        if line.startswith(" "):
+            inside.append(line)
+        elif line:
+            if inside:
+                yield Code("\n".join(inside))
+            inside = []
+            yield Section(line)
+    yield Code("\n".join(inside))
+
+
+def job_note(job: Job, name: str) -> Note:
+    """Return the model, the cluster and the batch of the job."""
+    tokens = job.document_tokens
+    within = "" if tokens is None else f", attention within documents (sum L^2 / sum L = {tokens:,.0f} tokens)"
+    return Note(
+        f"{name}, {format_count(job.model.n_parameters)} parameters, on {job.cluster.name}: "
+        f"{job.global_batch:,} {'sequence' if job.global_batch == 1 else 'sequences'} of {job.seq_len:,} "
+        f"{'token' if job.seq_len == 1 else 'tokens'} a step, {job.precision}, "
+        f"{_software(job)}{within}"
+    )
+
+
+def _software(job: Job) -> str:
+    if job.stack.name.startswith("shardwright"):
+        return "compiled" if job.compiled else "eager"
+    return f"software {job.stack.name}"
+
+
+def _room(searched: SearchedPlan) -> str:
+    memory = searched.plan.job.cluster.accelerator.memory_bytes
+    return f"{format_bytes(searched.plan.limit_bytes)} ({1 - searched.margin:.0%} of {format_bytes(memory)})"
+
+
+def _restricted(plan: Plan) -> str:
+    return "" if plan.fixed is None else f" with {plan.fixed}"
+
+
+def _found(searched: SearchedPlan) -> Iterator[Part]:
+    plan, taken = searched.plan, searched.taken
+    yield Note(
+        f"{plan.survey.n_layouts:,} layouts{_restricted(plan)}, {len(plan.pool):,} of them fit in {_room(searched)}; "
+        f"searched in {format_seconds(searched.took_s)}"
+    )
+    yield _compared(searched)
+    if searched.whole is not plan:
+        yield Note(fewer_accelerators(plan, searched.whole))
+    yield from map(Note, remarks(plan))
+    for each in searched.batches:
+        yield Note(
+            f"--global-batch {each.global_batch} takes {each.saved:.1%} less time for a token, with "
+            f"{each.plan.best[0].choice}"
+        )
+    yield from layout_parts(taken, plan.limit_bytes, searched.budget_tokens)
+    if taken.choice != plan.best[0].choice:
+        yield Section(f"fastest: {plan.best[0].choice}")
+        yield Note(why(taken, Alternative("fastest", plan.best[0], None)))
+    if len(plan.best) > 1:
+        yield Section(f"Of the fastest {len(plan.best)}")
+        yield _top(plan, taken)
+    yield from _others(searched)
+    yield from _sweeps(plan, taken)
+
+
+def _compared(searched: SearchedPlan) -> Table:
+    """Return the layouts to choose from: the run file's layout first, then the recommended layout."""
+    plan, taken = searched.plan, searched.taken
+    columns = Column(""), Column("step", SECONDS), Column("slower", NUMBER), Column("memory", NUMBER)
+    rows = []
+    for name, each in compared(plan, searched.own):
+        peak = each.priced.peak_bytes if each.priced else each.nearest[1] if each.nearest else 0.0
+        memory = format_bytes(peak) + ("" if each.priced else ", does not fit")
+        slower = verdict(taken, each, plan.limit_bytes) if each.priced and each.choice != taken.choice else None
+        named = Marked(name, "strong" if each.choice == taken.choice else "")
+        rows.append((named, each.priced.step_s if each.priced else None, slower, memory, each.choice))
+    return Table((*columns, Column("layout", CODE)), rows)
+
+
+def layout_parts(priced: PricedLayout, limit_bytes: float, budget_tokens: float | None) -> Iterator[Part]:
+    """Yield one layout: its choices, its speed, its time and memory by part, and its warnings."""
+    job = priced.job
+    yield Section(str(priced.choice))
+    yield Table((Column(""), Column("", CODE), Column("")), choices_in_words(job, priced.choice))
+    yield Facts([*_speed(priced, budget_tokens), *_memory_facts(priced, limit_bytes)])
+    yield _time(priced)
+    yield _memory(priced, limit_bytes)
+    yield from (Note(warning, "warning", "bad") for warning in warnings(priced))
+    yield Picture(
+        "memory",
+        "Memory by kind",
+        partial(memory_svg, priced, limit_bytes),
+        f"The memory of each rank of the pipeline at its fullest moment, against {format_bytes(limit_bytes)}, the part "
+        f"of {format_bytes(job.cluster.accelerator.memory_bytes)} that a layout may use.",
+        (ROLES[0], ROLES[1]),
+    )
+
+
+def _speed(priced: PricedLayout, budget_tokens: float | None) -> Iterator[Fact]:
+    numbers, job = headline(priced), priced.job
+    each = f"{format_count(numbers.tokens_per_s_per_accelerator)} on each accelerator"
+    yield Fact("a step takes", format_seconds(numbers.step_s), f"{format_count(numbers.tokens_per_s)} tokens/s, {each}")
+    low, high = map(format_seconds, numbers.interval_s)
+    wide = f"(no measured run is on {job.cluster.accelerator.name}, so this is wide)" if unmeasured(job) else ""
+    yield Fact("80 % interval", f"{low} to {high}", wide)
+    peak_tflops = job.peak_flops_per_s / 1e12
+    peak = f"{peak_tflops:,.0f} TFLOP/s" if peak_tflops >= 10 else f"{peak_tflops:.3g} TFLOP/s"
+    again = f"; HFU {numbers.hfu_full:.1%}, {numbers.hfu_causal:.1%}" if numbers.recomputes_flops else ""
+    yield Fact(
+        "MFU",
+        f"{numbers.mfu_full:.1%}",
+        f"with the full square of attention, {numbers.mfu_causal:.1%} with its causal half{again} "
+        f"(PaLM, arXiv 2204.02311; peak {peak})",
+    )
+    if budget_tokens is not None:
+        yield Fact(
+            f"{format_count(budget_tokens)} tokens",
+            f"{days(job, priced.step_s, budget_tokens):,.1f} days",
+            f"{accelerator_hours(job, priced.step_s, budget_tokens):,.0f} accelerator-hours "
+            f"({budget_tokens / job.tokens:,.0f} steps, without checkpoints, evaluations and failures)",
+        )
+
+
+def _memory_facts(priced: PricedLayout, limit_bytes: float) -> Iterator[Fact]:
+    over = priced.peak_bytes > limit_bytes
+    share = f"= {priced.peak_bytes / limit_bytes:.1%} of {format_bytes(limit_bytes)}{', does not fit' if over else ''}"
+    yield Fact("peak memory", format_bytes(priced.peak_bytes), share, "bad" if over else "")
+    if priced.host_bytes_per_node:
+        yield Fact("memory of the host", host_row(priced))
+
+
+def _time(priced: PricedLayout) -> Table:
+    rows = [
+        (kind, seconds, f"{share:.1%}" if abs(share) >= 1e-3 else f"{share:.2%}")
+        for kind, seconds in priced.parts_s.items()
+        if abs(share := seconds / priced.step_s) > ROUNDING
+    ]
+    whole = Marked("step", "strong"), Marked(priced.step_s, "strong"), None
+    return Table((Column("time"), Column("s", STEP_S), Column("share", NUMBER)), [*rows, whole])
+
+
+def _memory(priced: PricedLayout, limit_bytes: float) -> Table:
+    memory = priced.memory
+    rank = memory.fullest_rank
+    title = f"memory, pp rank {rank}" if priced.choice.layout.pp > 1 else "memory"
+    kinds = {kind: float(n_bytes[0, rank]) for kind, n_bytes in memory.kinds.items()}
+    kinds = {kind: n_bytes for kind, n_bytes in kinds.items() if n_bytes > 0}
+    kinds["allocator"] = priced.peak_bytes - float(memory.rank_bytes[0, rank])
+    rows: list[Sequence[Any]] = [(kind, n_bytes, n_bytes / limit_bytes) for kind, n_bytes in kinds.items()]
+    peak = priced.peak_bytes / limit_bytes
+    rows.append(
+        (Marked("peak", "strong"), Marked(priced.peak_bytes, "strong"), Marked(peak, "bad" if peak > 1 else ""))
+    )
+    rows.append(("limit", limit_bytes, None))
+    return Table((Column(title), Column("GiB", IN_GIB), Column("of limit", SHARE)), rows)
+
+
+def _top(plan: Plan, taken: PricedLayout) -> Table:
+    """Return the fastest layouts, each with its differences from the recommended layout."""
+    rows = worth_a_row(plan.best, taken)
+    numbers = Column("step s", STEP_S), Column("slower", LOSS), Column("MFU", SHARE)
+    more = len(plan.best) - len(rows)
+    hidden = f"{more} more of them differ from one of these in one choice, and by less than {ALIKE:.0%}" if more else ""
+    return Table(
+        (Column("", NUMBER), *numbers, Column("GiB", Quantity(lambda n: f"{n / GiB:.1f}")), Column("instead", CODE)),
+        [
+            (
+                number,
+                each.step_s,
+                each.step_s / taken.step_s - 1 if each.choice != taken.choice else None,
+                headline(each).mfu_full,
+                each.peak_bytes,
+                difference(taken.choice, each.choice),
+            )
+            for number, each in rows
+        ],
+        "\n".join(filter(None, (hidden, left_out(plan.best, plan.equals)))),
+    )
+
+
+def _others(searched: SearchedPlan) -> Iterator[Part]:
+    """Yield the best layouts of other kinds, with the work on which they spend more time."""
+    plan, taken = searched.plan, searched.taken
+    rows = merged(searched.alternatives)
+    if not rows:
+        return
+    yield Section("Why not another")
+    columns = Column("kind"), Column("slower"), Column("layout", CODE), Column("why")
+    slower = [
+        (Marked(name, "strong"), verdict(taken, each, plan.limit_bytes), each.choice, why(taken, each))
+        for name, each in rows
+        if not each.as_fast(taken)
+    ]
+    yield Table(columns, slower, stacked=True)
+    if equal := also_fast(taken, searched.alternatives):
+        yield Note(equal, "as fast, within rounding")
+    bars = [("recommended", taken), *((_short(name), each.priced) for name, each in rows if each.priced is not None)]
+    yield Picture(
+        "time",
+        "Time by kind of work",
+        partial(time_svg, bars[:BARS]),
+        "The seconds of a step by kind of work, without overlapped communication; “pipeline” is the bubble of the "
+        "busiest rank.",
+        (ROLES[0], ROLES[1]),
+    )
+
+
+def _short(name: str, most: int = 44) -> str:
+    first = name.split(";")[0].split(" (")[0]
+    return first if len(first) <= most else first[: most - 1] + "…"
+
+
+def _sweeps(plan: Plan, taken: PricedLayout) -> Iterator[Picture]:
+    """Yield the pictures of other numbers of accelerators and other lengths; they are searched when they are drawn."""
+    roles = (ROLES[0], ROLES[1])
+    yield Picture(
+        "scaling",
+        "More accelerators",
+        lambda: scaling_svg(by_size(plan), plan.job.cluster.size),
+        "The best layout for each number of accelerators, with the same batch. Degrees of tp, cp and pp are searched "
+        "within a factor of two of the degrees above.",
+        roles,
+    )
+    yield Picture(
+        "length",
+        "Longer sequences",
+        lambda: length_svg(by_length(taken), plan.job.seq_len, plan.limit_bytes),
+        "The layout above with shorter and longer sequences, and the same number of sequences a step.",
+        roles,
+    )
+
+
+def _nothing_fits(searched: SearchedPlan) -> Iterator[Note]:
+    """Yield the layout that is nearest to fitting, and the changes that would make it fit."""
+    plan, nearest = searched.plan, searched.plan.survey.nearest
+    assert nearest is not None
+    yield Note(
+        f"all {plan.survey.n_layouts:,} layouts{_restricted(plan)} need more than {_room(searched)}"
+        f"{host_limit_in_words(plan)}",
+        "nothing fits",
+        "bad",
+    )
+    needed = shortage(plan.job, nearest, plan.survey.nearest_bytes, plan.limit_bytes)
+    yield Note(f"{nearest} needs {needed}", "nearest")
+    if searched.remedies:
+        yield Note("what would make it fit, each tried by itself:")
+        yield from (Note(f"  {each.what}") for each in searched.remedies)
+    else:
+        yield Note("no single change that was tried (accelerators, sequence length, precision) makes it fit")
+    yield from (Note(warning, "warning", "bad") for warning in job_warnings(plan.job))

@@ -1,0 +1,113 @@
+"""A document as text in a terminal."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.segment import Segments
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from shardwright.view.document import Code, Fact, Facts, Note, Picture, Section, Table, Tone, VerbDocument
+
+_STYLES: dict[Tone, str] = {"": "", "strong": "bold", "good": "bold green", "bad": "bold red", "quiet": ""}
+
+
+def print_document(document: VerbDocument, console: Console) -> None:
+    """Print the parts of a document, except its pictures and tables that were printed row by row."""
+    before: object = None
+    for part in document.parts:
+        if isinstance(part, Picture) or (isinstance(part, Table) and part.streamed):
+            continue
+        apart = isinstance(part, Section) or isinstance(before, Table | Code)
+        if before is not None and (apart or (isinstance(part, Table | Code) and not isinstance(before, Section))):
+            console.print()
+        match part:
+            case Section(title):
+                _print_line(console, Text(title, "bold"))
+            case Note():
+                _print_line(console, _sentence(part))
+            case Facts(rows):
+                for row in rows:
+                    _print_line(console, _fact(row))
+            case Code(text):
+                _print_line(console, Text(text))
+            case Table(stacked=True):
+                _print_stacks(console, part)
+            case Table():
+                _print_rows(console, part)
+        before = part
+
+
+def _print_line(console: Console, line: Text) -> None:
+    console.print(line, soft_wrap=True)
+
+
+def _sentence(note: Note) -> Text:
+    lead = Text(f"{note.lead}: ", _STYLES[note.tone]) if note.lead else Text()
+    return lead + Text(note.text, "" if note.lead else _STYLES[note.tone])
+
+
+def _fact(row: Fact) -> Text:
+    # A remark that starts with a number is a fact of its own; other remarks continue the sentence.
+    between = "; " if row.remark[:1].isdigit() else " "
+    return Text(f"{row.name}:", _STYLES[row.tone]) + Text(f" {row.value}{between}{row.remark}".rstrip())
+
+
+def _print_rows(console: Console, table: Table) -> None:
+    named = any(column.name for column in table.columns)
+    result = columns(*(column.name for column in table.columns), left=len(table.columns))
+    result.show_header = named
+    for made, column in zip(result.columns, table.columns, strict=True):
+        made.justify = "left" if column.quantity.left else "right"
+    for row in table.rows:
+        result.add_row(*(Text(cell.text, _STYLES[cell.tone]) for cell in table.cells(row)))
+    print_table(result, console)
+    if table.rest:
+        _print_line(console, Text(table.rest))
+
+
+def _print_stacks(console: Console, table: Table) -> None:
+    """Print the first two cells of each row in a line, and each further cell in a line of its own."""
+    for row in table.rows:
+        name, value, *more = (Text(cell.text, _STYLES[cell.tone]) for cell in table.cells(row))
+        _print_line(console, name + Text(": ") + value)
+        for cell in more:
+            _print_line(console, Text("  ") + cell)
+    if table.rest:
+        _print_line(console, Text(table.rest))
+
+
+def columns(*names: str, left: int = 0) -> RichTable:
+    """Return a table without lines: `left` columns of words, followed by columns of numbers."""
+    table = RichTable(*names, box=None, header_style="bold", pad_edge=False)
+    for column in table.columns[left:]:
+        column.justify = "right"
+    return table
+
+
+def print_table(table: RichTable, console: Console) -> None:
+    """Print a table as wide as its content, even on a narrower screen, so that no name in it is truncated."""
+    wide = console.options.update(width=100_000)
+    fitting = console.options.update(width=console.measure(table, options=wide).maximum)
+    console.print(Segments(console.render(table, fitting)), soft_wrap=True, end="")
+
+
+class TableStream:
+    """Printer of the rows of a table, each when it is computed; the columns have widths."""
+
+    def __init__(self, table: Table, console: Console) -> None:
+        self._table, self._console = table, console
+        self._print([Text(column.name, "bold") for column in table.columns])
+
+    def add(self, row: Sequence[Any]) -> None:
+        self._print([Text(cell.text, _STYLES[cell.tone]) for cell in self._table.cells(row)])
+
+    def _print(self, cells: Sequence[Text]) -> None:
+        line = Text("  ").join(
+            cell + " " * room if column.quantity.left else Text(" " * room) + cell
+            for cell, column in zip(cells, self._table.columns, strict=True)
+            for room in [max(0, column.width - cell.cell_len)]
+        )
+        line.rstrip()
+        _print_line(self._console, line)

@@ -1,0 +1,72 @@
+"""Proves that terminal and page show the same values of a document, whatever characters the values have."""
+
+import io
+import re
+from html import unescape
+
+from rich.console import Console
+
+from shardwright.view.document import (
+    BYTES,
+    CODE,
+    COUNT,
+    Code,
+    Column,
+    Fact,
+    Facts,
+    Marked,
+    Note,
+    Picture,
+    Section,
+    Table,
+    VerbDocument,
+)
+from shardwright.view.html import page
+from shardwright.view.terminal import TableStream, print_document
+
+TABLE = Table(
+    (Column("layout", CODE, 12), Column("memory", BYTES, 8), Column("calls", COUNT, 5), Column("verdict")),
+    [("tp [bold]2", 3 * 2**30, 12345, Marked("no", "bad")), ("<b>", 1536, None, "yes")],
+    rest="and 2 more",
+)
+DOCUMENT = VerbDocument(
+    "a <title>",
+    {},
+    [
+        Facts([Fact("largest", "[red]7", "of <9>", "bad")]),
+        Note("a & b [/]", "warning", "bad"),
+        Section("A [section]"),
+        TABLE,
+        Picture("curve", "A curve", lambda: '<svg viewBox="0 0 1 1"></svg>', "its caption"),
+        Code("  [lines]\n  <kept>"),
+    ],
+)
+
+
+def printed(width: int = 40) -> tuple[Console, io.StringIO]:
+    return Console(file=(file := io.StringIO()), width=width), file
+
+
+def test_every_value_is_in_the_terminal_and_on_the_page_as_it_is():
+    console, file = printed()
+    print_document(DOCUMENT, console)
+    text, shown = file.getvalue(), unescape(re.sub(r"<style>.*</style>|<[^>]+>", " ", page(DOCUMENT), flags=re.DOTALL))
+    values = ["largest", "[red]7", "of <9>", "warning: a & b [/]", "A [section]", "layout", "tp [bold]2", "3 GiB"]
+    for value in [*values, "12,345", "no", "<b>", "1.5 KiB", "and 2 more", "  [lines]\n  <kept>"]:
+        assert value in text, value
+        assert value in shown, value
+    assert "its caption" not in text, "a terminal has no pictures"
+    assert "its caption" in shown
+
+
+def test_a_row_that_is_printed_when_it_is_computed_stands_under_its_heading():
+    console, file = printed()
+    stream = TableStream(TABLE, console)
+    for row in TABLE.rows:
+        stream.add(row)
+    heading, *rows = file.getvalue().splitlines()
+    assert rows == ["tp [bold]2       3 GiB  12,345  no", "<b>            1.5 KiB         yes"]
+    assert heading == "layout          memory  calls  verdict"
+    console, file = printed()
+    print_document(VerbDocument("", {}, [Table(TABLE.columns, TABLE.rows, streamed=True)]), console)
+    assert not file.getvalue(), "it is not printed a second time"
