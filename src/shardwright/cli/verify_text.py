@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 def sizes(config: "RunConfig", case: "Case") -> str:
     spec, whole = case.spec, config.model.spec()
-    sizes = (
-        f"{spec.n_layers} layers, d_model {spec.d_model}, {spec.n_heads} query and {spec.n_kv_heads} kv heads, "
-        f"d_ffn {spec.d_ffn}, vocabulary {spec.vocab_size}; {case.global_batch} sequences of {case.seq_len} tokens a "
-        f"step, {case.steps} step{'s' * (case.steps > 1)}, {case.dtype}"
-    )
+    sizes = batch_sizes(case)
     if case.attention == "document":
         restarted = ", positions restarted" * (case.positions == "document")
         sizes += f", attention within documents{restarted}"
@@ -33,6 +29,16 @@ def sizes(config: "RunConfig", case: "Case") -> str:
     if config.init.weights is not None:
         sizes += "; initial values from the seed, and not init.weights"
     return sizes if spec == whole else f"reduced to {sizes} (--full for the true sizes)"
+
+
+def batch_sizes(case: "Case") -> str:
+    """Return the sizes of the model and of the batch."""
+    spec = case.spec
+    return (
+        f"{spec.n_layers} layers, d_model {spec.d_model}, {spec.n_heads} query and {spec.n_kv_heads} kv heads, "
+        f"d_ffn {spec.d_ffn}, vocabulary {spec.vocab_size}; {case.global_batch} sequences of {case.seq_len} tokens a "
+        f"step, {case.steps} step{'s' * (case.steps > 1)}, {case.dtype}"
+    )
 
 
 def print_report(report: "Report", sizes: str) -> None:
@@ -71,6 +77,8 @@ def print_report(report: "Report", sizes: str) -> None:
             print_text(f"  {line}")
     elif report.n_replicated:
         print_text(f"{report.n_replicated} tensors and numbers that several ranks hold: the same bits on all of them")
+    for part in report.not_compared:
+        print_text(f"not compared: {part}")
     for reason in dict.fromkeys(row.reason for row in report.rows):
         print_text(f"tolerance: {reason}")
     print_text("error: ||a - b|| / ||b|| of a tensor, |a - b| / |b| of a number, b the reference")
