@@ -9,7 +9,7 @@ import linecache
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,12 +45,15 @@ class Options(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._values)
 
-    def check_read(self) -> None:
-        """Raise InputError for options that the trainer has never read."""
+    def check_read(self, axes: Iterable[str]) -> None:
+        """Raise InputError for options that the trainer has never read. `axes`: the axes that it has."""
         unread = [name for name in self if name not in self.names_read]
         if unread:
-            choices = nearest(unread[0], self.names_read) if self.names_read else "it reads no option"
-            raise InputError(f"--set {unread[0]}={self._values[unread[0]]}: the trainer never reads it; {choices}")
+            name = unread[0]
+            valid = ", ".join([*axes, *sorted(self.names_read - {name})])
+            raise InputError(
+                f"--set {name}={self._values[name]}: the trainer reads no such axis or option; valid: {valid}"
+            )
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def _train(case: TrainerCase, layout: TrainerLayout, folder: Path) -> RankTrace:
             read |= batch.names_read
         del trainer, gradients, parameters
     if not layout.is_reference:
-        options.check_read()
+        options.check_read(world.axes)
     recorder.trace.ignored = [name for name in ("clip_norm", "lr") if name not in read]
     return recorder.trace
 
