@@ -171,7 +171,7 @@ def trainer_class(name: str) -> type[Any]:
     return kind
 
 
-_NEEDS_CUDA = re.compile(r"cuda|nvidia|nccl|hip|gpu", re.IGNORECASE)
+_NEEDS_CUDA = re.compile(r"\b(cuda|nvidia|nccl|hip|gpus?)\b", re.IGNORECASE)
 
 
 def environment_error(name: str, error: BaseException) -> InputError | None:
