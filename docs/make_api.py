@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import shardwright
+from shardwright import testing
 
 PAGE = Path(__file__).with_name("api.md")
 
@@ -32,12 +33,20 @@ ORDER = (
     "extend",
 )
 """Functions before the classes that they return. ModelSpec and Transformer follow."""
+TESTING = """\
+# shardwright.testing
+
+`from shardwright.testing import verify_trainer, TensorShard`: compares a trainer of any system with one process, also
+inside pytest. [Verify trainers](verify-trainers.md) describes the class `Trainer`.
+"""
+TESTING_ORDER = ("verify_trainer", "World", "StepBatch", "TensorShard")
 
 
 def page() -> str:
     """The whole page."""
     rest = [name for name in shardwright.__all__ if name not in ORDER]
-    return "\n".join([HEAD, *(_entry(name, getattr(shardwright, name)) for name in (*ORDER, *rest))])
+    entries = [_entry(name, getattr(shardwright, name)) for name in (*ORDER, *rest)]
+    return "\n".join([HEAD, *entries, TESTING, *(_entry(name, getattr(testing, name)) for name in TESTING_ORDER)])
 
 
 def _entry(name: str, public: Any) -> str:

@@ -90,8 +90,10 @@ def check_command(arguments: list[str]) -> None:
         return
     context = command.context_class(command, info_name="shardwright")
     command.parse_args(context, list(rest))
+    axes = "".join(path.read_text() for path in ROOT.glob("examples/trainers/*.py")) if "--trainer" in rest else ""
     for override in context.params.get("overrides") or ():
-        assert override.partition("=")[0] in known_keys(), f"--set {override}: there is no such key"
+        key = override.partition("=")[0]
+        assert key in known_keys() or f'"{key}"' in axes, f"--set {override}: there is no such key"
 
 
 @cache

@@ -96,6 +96,24 @@ class VerifyOptions:
             help="seconds a layout may take; if not given, 300, and with --full a day",
         ),
     ] = None
+    trainer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TRAINER.py",
+            help="execute this file and verify its class Trainer instead of a layout; --set changes model.*, batch.*, "
+            "seed, the axes of the trainer and its options; see docs/verify-trainers.md",
+        ),
+    ] = None
+    world: Annotated[
+        int | None, typer.Option(metavar="N", min=1, max=64, help="with --trainer: the number of ranks; 4 if not given")
+    ] = None
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            metavar="REFERENCE.py",
+            help="with --trainer: the class Trainer that runs in one process; if not given, that of --trainer",
+        ),
+    ] = None
     json: AsJson = False
 
 
@@ -116,8 +134,15 @@ def verify(options: VerifyOptions) -> None:
 
     shardwright verify examples/debug.toml --matrix 4
 
+    shardwright verify --trainer examples/trainers/ddp.py --world 4
+
     Exit codes: 0 equal, 1 not equal, 2 the input cannot be used, 3 a rank crashed or hung.
     """
+    if options.trainer is not None:
+        _trainer(options.trainer, options)
+        return
+    if options.world is not None or options.reference is not None:
+        raise InputError("--world and --reference are options of --trainer; add --trainer TRAINER.py")
     if options.run_file is None:
         raise typer.BadParameter("name a run file, such as examples/debug.toml", param_hint="RUN_FILE")
     from shardwright.verification.ranks import start_server
@@ -269,6 +294,47 @@ def _configs(run_file: Path, options: VerifyOptions) -> "list[RunConfig]":
     return configs
 
 
+def _trainer(trainer: str, options: VerifyOptions) -> None:
+    """Verify the trainer of a file."""
+    from shardwright.verification.ranks import start_server
+
+    start_server()
+    from shardwright.verification.trainers.parity import verify_trainer
+    from shardwright.verification.verifier import TIMEOUT_S
+    from shardwright.verification.view import batch_sizes
+
+    _check_options_of_trainer(options)
+    with error_console.status("starting") as status:
+        report = verify_trainer(
+            trainer,
+            options.world or 4,
+            options.overrides or [],
+            reference=options.reference,
+            run_file=options.run_file,
+            full=options.full,
+            steps=options.steps,
+            dtype=options.dtype,
+            timeout_s=options.timeout_s or TIMEOUT_S,
+            tell=status.update,
+        )
+    _show(report, [batch_sizes(report.case)], options)
+
+
+def _check_options_of_trainer(options: VerifyOptions) -> None:
+    """Raise InputError for options that cannot be combined with --trainer."""
+    wrong = wrong_place("--html", options.html, {".html": "it is named"})
+    if options.dtype not in ("float64", "float32"):
+        wrong.append(f"--dtype {options.dtype}: a trainer is compared in its own matmuls; valid: float64, float32")
+    given = {"--set-b": options.overrides_b, "--matrix": options.matrix}
+    wrong += [
+        f"{name} is for layouts of a run file; leave it out with --trainer"
+        for name, value in given.items()
+        if value is not None
+    ]
+    if wrong:
+        raise InputError(*wrong)
+
+
 def _one(
     verifier: "Verifier",
     case: "Case",
@@ -278,13 +344,19 @@ def _one(
     sizes: Sequence[str],
 ) -> None:
     from shardwright.verification.verifier import find_culprit
-    from shardwright.verification.view import report_document
 
     with progress(f"running {layout.world_size} ranks and the reference") as verifier.tell:
         report = verifier.parity(case, layout, against)
     if not report.equal:
         with error_console.status("looking for the culprit") as status:
             report = replace(report, culprit=find_culprit(verifier, report, status.update))
+    _show(report, sizes, options)
+
+
+def _show(report: "Report", sizes: Sequence[str], options: VerifyOptions) -> None:
+    """Show the report of one layout or trainer. Exits with 1 if it is not equal."""
+    from shardwright.verification.view import report_document
+
     show(report_document(report, sizes), options.json, options.html)
     if not report.equal:
         raise typer.Exit(1)

@@ -88,7 +88,7 @@ def parse(
     if folder != Path():
         change_paths(table, lambda path: located(path, folder))
     for override in overrides:
-        problems += _apply(table, override)
+        problems += apply_override(table, override)
     change_paths(table, os.path.expanduser)
     problems += [f"{key}={n}: a number of at most 64 bits is needed" for key, n in _beyond_64_bits(table)]
     if problems:
@@ -156,7 +156,8 @@ def _valid_part(table: dict[str, Any], error: ValidationError) -> dict[str, Any]
     return result
 
 
-def _apply(table: dict[str, Any], override: str) -> list[str]:
+def apply_override(table: dict[str, Any], override: str) -> list[str]:
+    """Set a key of a table as `--set key=value` does, and return the problems."""
     path, equals, text = override.partition("=")
     if not equals:
         return [f"--set {override}: write key=value, such as --set layout.dp_shard=2"]

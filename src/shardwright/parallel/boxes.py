@@ -31,6 +31,15 @@ class DimSharding(NamedTuple):
     sizes: tuple[int, ...]
 
 
+class TensorShard(NamedTuple):
+    """A rank's part of a parameter or of a gradient, if it is not a DTensor: `tensor` begins at index `offsets` of the
+    whole tensor, which has the shape `shape`."""
+
+    tensor: Tensor
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
 def box_of(
     shape: Sequence[int], degrees: Sequence[int], coordinates: Sequence[int], placements: Sequence[Placement]
 ) -> tuple[Offsets, tuple[int, ...], list[DimSharding]]:
@@ -58,8 +67,10 @@ def shard_of(tensor: Tensor) -> tuple[Offsets, tuple[int, ...], list[DimSharding
     return box_of(tensor.shape, mesh.shape, coordinates, tensor.placements)
 
 
-def local_box(tensor: Tensor) -> tuple[Tensor, Offsets]:
+def local_box(tensor: Tensor | TensorShard) -> tuple[Tensor, Offsets]:
     """Return this rank's shard of a tensor, and the index in the whole tensor where the shard begins."""
+    if isinstance(tensor, TensorShard):
+        return tensor.tensor.detach(), tensor.offsets
     offsets, shape, _ = shard_of(tensor)
     local = tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
     assert local.shape == shape, f"a shard of {tuple(local.shape)}; by the placements it has {shape}"

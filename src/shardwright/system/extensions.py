@@ -144,19 +144,22 @@ def _import(name: str) -> None:
     if not name.endswith(".py"):
         importlib.import_module(name)
         return
-    # The same name in every process, so that objects pickled in one process can be unpickled in another; unique by
-    # file.
-    module_name = f"{Path(name).stem}_{zlib.crc32(name.encode()):08x}"
-    spec = importlib.util.spec_from_file_location(module_name, name)
+    spec = importlib.util.spec_from_file_location(module_name(name), name)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
+    sys.modules[module_name(name)] = module
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[module_name]
+        del sys.modules[module_name(name)]
         raise
+
+
+def module_name(name: str) -> str:
+    """Return the name in `sys.modules` of an extension that is a file: unique by file, and the same in every process,
+    so that objects pickled in one process can be unpickled in another."""
+    return f"{Path(name).stem}_{zlib.crc32(name.encode()):08x}"
 
 
 def _reason(name: str, error: BaseException) -> str:

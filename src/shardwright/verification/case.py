@@ -35,10 +35,10 @@ DTYPES: dict[str, tuple[torch.dtype, torch.dtype]] = {
 PLAIN_SGD = "plain sgd"
 """The training of every case next to the run's optimizer: w - rate g, which shows the scale of a gradient."""
 _SGD_RATE = 0.01
-_RATES = (1.0, 0.5, 0.75)
+RATES = (1.0, 0.5, 0.75)
 """The learning rate of each step, in turn, as a fraction of the run's: a group of parameters that does not follow it is
 detected."""
-_CLIPPED = (0.7, 2.0, 0.1)
+CLIPPED = (0.7, 2.0, 0.1)
 """The largest norm that gradients are clipped to in each step, in turn, as a fraction of the reference's norm: just
 below it, above it, and far below."""
 _SCALES = (2.0**12, 1.0, 2.0**-12)
@@ -64,9 +64,9 @@ class Case:
     steps: int = 3
     dtype: str = "float64"
     rates: tuple[float, ...] = ()
-    """Learning rates of the run's optimizer, one a step; by default its `lr` times `_RATES`."""
+    """Learning rates of the run's optimizer, one a step; by default its `lr` times `RATES`."""
     clip_norms: tuple[tuple[float, ...], ...] = ()
-    """For each training the norms that its steps are clipped to; by default from `_CLIPPED`."""
+    """For each training the norms that its steps are clipped to; by default from `CLIPPED`."""
     evaluate: bool = True
     """Whether the loss of another batch is evaluated after the first step."""
     compiled: bool = False
@@ -98,7 +98,7 @@ class Case:
             raise InputError(f"steps={self.steps}: there is nothing to compare; valid: 1 or more")
 
     @property
-    def trainings(self) -> tuple[str, str]:
+    def trainings(self) -> tuple[str, ...]:
         """The optimizers that the case is trained with: plain SGD shows the scale of a gradient in the parameters,
         which AdamW divides out; then the run's optimizer."""
         return PLAIN_SGD, self.optimizer.name
@@ -118,7 +118,7 @@ class Case:
         """Return the learning rate of a step (0-based)."""
         if training != PLAIN_SGD and self.rates:
             return self.rates[step]
-        return (_SGD_RATE if training == PLAIN_SGD else self.optimizer.lr) * _RATES[step % len(_RATES)]
+        return (_SGD_RATE if training == PLAIN_SGD else self.optimizer.lr) * RATES[step % len(RATES)]
 
     def scale(self, training: str, step: int) -> float:
         """Return the factor of a step's gradients before they are clipped."""
@@ -131,7 +131,7 @@ class Case:
             return math.inf
         if self.clip_norms:
             return self.clip_norms[self.trainings.index(training)][step]
-        return _CLIPPED[step % len(_CLIPPED)] * norm
+        return CLIPPED[step % len(CLIPPED)] * norm
 
     def accumulation(self, layout: Layout) -> int:
         """Return the micro-batches of a step on each rank. Raises LayoutError if that is not a whole number."""
@@ -157,7 +157,7 @@ class Case:
             n_real = self.seq_len if n_real_B is None else int(n_real_B[row])
             counts_T = torch.ones(self.seq_len, dtype=torch.bool)
             if kind % 5 == 0:
-                counts_T = torch.rand(self.seq_len, generator=generator) < 0.5
+                counts_T = torch.rand(self.seq_len, generator=generator, dtype=torch.float32) < 0.5
                 counts_T[n_real - 1] = True
             elif kind % 5 == 1:
                 counts_T = torch.arange(self.seq_len) == torch.randint(self.seq_len, (), generator=generator)
@@ -196,7 +196,9 @@ class Case:
         result = []
         for kind in torch.randperm(self.global_batch, generator=generator).tolist():
             likely = {0: 0.0, 1: 0.7}.get(kind % 4, min(0.5, 3 / self.seq_len))
-            ends = (torch.rand(self.seq_len - 1, generator=generator) < likely).nonzero().flatten() + 1
+            ends = (
+                torch.rand(self.seq_len - 1, generator=generator, dtype=torch.float32) < likely
+            ).nonzero().flatten() + 1
             result.append(torch.diff(torch.tensor([0, *ends.tolist(), self.seq_len])).tolist())
         return result
 

@@ -8,9 +8,8 @@ mathematics, such as a key bias's, is only rounding on both sides.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from shardwright.layout.layout import Layout
 from shardwright.verification.case import Case
 from shardwright.verification.trace import Trace, TracedQuantity
 
@@ -44,12 +43,19 @@ class ReportRow:
         return self.error / self.tolerance if self.tolerance else (math.inf if self.error else 0.0)
 
 
+class RankedLayout(Protocol):
+    """A layout of this package, or a user's trainer with its axes; `str` names its axes."""
+
+    @property
+    def world_size(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class Report:
     """The result of comparing a layout with its reference."""
 
     case: Case
-    layout: Layout
+    layout: RankedLayout
     against: str
     rows: list[ReportRow]
     n_replicated: int
@@ -60,6 +66,8 @@ class Report:
     """If not equal: the smallest layout that still differs, and the keys that it needs."""
     crash: str = ""
     """The failure of a rank, if nothing could be compared."""
+    not_compared: list[str] = field(default_factory=list)
+    """The parts of the training that a user's trainer does not take from its batch."""
 
     def __str__(self) -> str:
         if self.crash:
@@ -119,6 +127,7 @@ class Report:
             "replicas_that_differ": self.differing,
             "culprit": self.culprit,
             "crash": self.crash,
+            "not_compared": self.not_compared,
         }
 
 
@@ -160,6 +169,16 @@ def _tensor_errors(trace: Trace, expected: Trace, quantity: TracedQuantity) -> E
         floor = FLOORS[quantity.kind] * math.sqrt(mean_square * n)
         result[quantity, name] = distance / max(norm, floor, math.ulp(0.0))
     return result
+
+
+def factor(trace: Trace, expected: Trace, quantity: TracedQuantity, name: str) -> float | None:
+    """Return c if a tensor is c times the reference's, up to a millionth of its norm; otherwise None."""
+    a, b = trace.tensor(quantity, name), expected.tensor(quantity, name)
+    if a is None or b is None or a.shape != b.shape or not float(b.norm()):
+        return None
+    a, b = a.double(), b.double()
+    c = float((a * b).sum() / b.square().sum())
+    return c if float((a - c * b).norm()) <= 1e-6 * float(a.norm()) else None
 
 
 def share_of_bfloat16(trace: Trace, quantity: TracedQuantity) -> Errors:

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from shardwright.parallel.boxes import local_box
+from shardwright.parallel.boxes import TensorShard, local_box
 from shardwright.parallel.objects import gathered
 from shardwright.system.units import MiB, in_groups
 from shardwright.training.checkpoint.storage import xxh3_128_of
@@ -57,7 +57,9 @@ class RankTrace:
     pieces: dict[TracedQuantity, dict[str, TracePiece]] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     clip_norms: dict[str, list[float]] = field(default_factory=dict)
-    """Only for a reference: for each training the norms that its steps are clipped to."""
+    """For each training of a reference the norms that its steps are clipped to."""
+    ignored: list[str] = field(default_factory=list)
+    """The properties of a batch that a user's trainer has not read."""
 
 
 class TraceRecorder:
@@ -71,8 +73,9 @@ class TraceRecorder:
         """Record a number that all ranks have to agree on."""
         self.trace.scalars[quantity] = float(value)
 
-    def tensors(self, quantity: TracedQuantity, tensors: Mapping[str, Tensor]) -> None:
-        """Record whole tensors or shards of them; a collective, in which ranks agree on who writes."""
+    def tensors(self, quantity: TracedQuantity, tensors: Mapping[str, Tensor | TensorShard]) -> list[str]:
+        """Record whole tensors or shards of them; a collective, in which ranks agree on who writes. Returns the names
+        of the shards that this rank writes."""
         boxes: dict[str, Box] = {}
         local: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
@@ -94,6 +97,7 @@ class TraceRecorder:
         self.trace.pieces[quantity] = {
             name: TracePiece(box, xxh3_128_of(local[name]), files.get(name)) for name, box in boxes.items()
         }
+        return written
 
 
 _FILE_BYTES = 64 * MiB

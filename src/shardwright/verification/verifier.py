@@ -6,12 +6,12 @@ Finds the smallest layout that still differs: axes and keys are switched off one
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
 
 from shardwright.layout.box import DENSE_AXES
 from shardwright.layout.key import written
@@ -32,7 +32,7 @@ from shardwright.verification.case import (
     with_choices_of,
     with_drawn_experts,
 )
-from shardwright.verification.compare import Errors, Report, ReportRow
+from shardwright.verification.compare import Errors, RankedLayout, Report, ReportRow
 from shardwright.verification.progress import Tell, report_progress
 from shardwright.verification.rank import train_rank
 from shardwright.verification.ranks import end_all, run_ranks
@@ -51,6 +51,8 @@ from shardwright.verification.tolerance import (
 from shardwright.verification.trace import RankTrace, Trace, TracedQuantity
 
 TrainRank = Callable[[Case, Layout, Path], RankTrace]
+
+C = TypeVar("C", bound=Case)
 
 TIMEOUT_S = 300.0
 _SMALL = 10_000_000  # parameters
@@ -79,7 +81,7 @@ class Verifier:
         self._alone_errors: dict[Case, Errors] = {}
         self._noise: dict[Trace, frozenset[str]] = {}
 
-    def __enter__(self) -> "Verifier":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -139,7 +141,7 @@ class Verifier:
         except ShardwrightError as error:
             return Report(case, layout, "one process", [], 0, crash=str(error))
 
-    def _prepared(self, case: Case) -> Case:
+    def _prepared(self, case: C) -> C:
         """Return the case with the norms that its reference clips to."""
         norms = self._exact(case).ranks[0].clip_norms
         return replace(case, clip_norms=tuple(tuple(norms[training]) for training in case.trainings))
@@ -199,7 +201,7 @@ class Verifier:
         return self.references._keep(case, train_alone, 1, case)
 
     def _keep(
-        self, key: Any, function: Callable[..., RankTrace], world_size: int, case: Case, *layout: Layout
+        self, key: Any, function: Callable[..., RankTrace], world_size: int, case: Case, *layout: RankedLayout
     ) -> Trace:
         with self._keeping:
             if key not in self._kept:
@@ -208,7 +210,7 @@ class Verifier:
             return self._kept[key]
 
     def _run(
-        self, function: Callable[..., RankTrace], world_size: int, folder: Path, case: Case, *layout: Layout
+        self, function: Callable[..., RankTrace], world_size: int, folder: Path, case: Case, *layout: RankedLayout
     ) -> Trace:
         # The threads of a small matmul wait for each other longer than they compute, above all on a busy machine.
         small = case.spec.n_parameters < _SMALL
@@ -286,22 +288,37 @@ def find_culprit(verifier: Verifier, report: Report, tell: Callable[[str], None]
 
     `tell` is called with each trial. Every trial is a separate run.
     """
+    assert isinstance(report.layout, Layout)
     setting: Setting = (report.case, report.layout)
     if report.against != "one process" and _fails(verifier, setting, tell) is not True:
         return f"it equals one process: look at the other side, {report.against}"
-    known: dict[Setting, bool | None] = {}
+    return _sentence(*smallest(setting, lambda each: switched_off(*each), lambda each: _fails(verifier, each, tell)))
+
+
+S = TypeVar("S")
+
+
+def smallest(
+    setting: S, smaller: Callable[[S], Iterable[tuple[str, S]]], fails: Callable[[S], bool | None]
+) -> tuple[S, list[str]]:
+    """Return the smallest setting that still fails, and the names of the switches that it needs.
+
+    `smaller`: the settings with one thing switched off, each with the name of the thing. `fails`: None for a setting
+    that cannot be run.
+    """
+    known: dict[S, bool | None] = {}
     while True:
         needed: list[str] = []
-        for name, smaller in switched_off(*setting):
-            if smaller not in known:
-                known[smaller] = _fails(verifier, smaller, tell)
-            if known[smaller]:
-                setting = smaller
+        for name, other in smaller(setting):
+            if other not in known:
+                known[other] = fails(other)
+            if known[other]:
+                setting = other
                 break
-            if known[smaller] is False:
+            if known[other] is False:
                 needed.append(name)
         else:
-            return _sentence(setting, needed)
+            return setting, needed
 
 
 def _fails(verifier: Verifier, setting: Setting, tell: Callable[[str], None]) -> bool | None:

@@ -36,11 +36,7 @@ MULTIPLE = Quantity(short)
 def sizes(config: RunConfig, case: Case) -> str:
     """Return the sizes of model and batch, and how they differ from the run file's."""
     spec, whole = case.spec, config.model.spec()
-    sizes = (
-        f"{spec.n_layers} layers, d_model {spec.d_model}, {spec.n_heads} query and {spec.n_kv_heads} kv heads, "
-        f"d_ffn {spec.d_ffn}, vocabulary {spec.vocab_size}; {case.global_batch} sequences of {case.seq_len} tokens a "
-        f"step, {case.steps} step{'s' * (case.steps > 1)}, {case.dtype}"
-    )
+    sizes = batch_sizes(case)
     if case.attention == "document":
         restarted = ", positions restarted" * (case.positions == "document")
         sizes += f", attention within documents{restarted}"
@@ -52,6 +48,16 @@ def sizes(config: RunConfig, case: Case) -> str:
     if config.init.weights is not None:
         sizes += "; initial values from the seed, and not init.weights"
     return sizes if spec == whole else f"reduced to {sizes} (--full for the true sizes)"
+
+
+def batch_sizes(case: Case) -> str:
+    """Return the sizes of the model and of the batch."""
+    spec = case.spec
+    return (
+        f"{spec.n_layers} layers, d_model {spec.d_model}, {spec.n_heads} query and {spec.n_kv_heads} kv heads, "
+        f"d_ffn {spec.d_ffn}, vocabulary {spec.vocab_size}; {case.global_batch} sequences of {case.seq_len} tokens a "
+        f"step, {case.steps} step{'s' * (case.steps > 1)}, {case.dtype}"
+    )
 
 
 def report_document(report: Report, sizes: Sequence[str]) -> VerbDocument:
@@ -88,6 +94,7 @@ def report_document(report: Report, sizes: Sequence[str]) -> VerbDocument:
         Note("||a - b|| / ||b|| of a tensor, |a - b| / |b| of a number, b the reference", "error", "quiet"),
         *(Note(reason, "tolerance", "quiet") for reason in dict.fromkeys(row.reason for row in report.rows)),
     ]
+    parts += [Note(part, "not compared", "quiet") for part in report.not_compared]
     if report.differing:
         hidden = len(report.differing) - MORE_ROWS
         parts += [Section("Replicas that differ"), *map(Note, report.differing[:MORE_ROWS])]

@@ -1,0 +1,228 @@
+"""Runs a user's trainer and its reference, and compares their traces with the mechanisms of `verify`."""
+
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from shardwright.system.errors import InputError, ShardwrightError, checked_call
+from shardwright.system.forks import temporary_folder
+from shardwright.system.units import divisors
+from shardwright.verification import compare
+from shardwright.verification.case import Case
+from shardwright.verification.compare import Report, ReportRow
+from shardwright.verification.ranks import run_ranks
+from shardwright.verification.tolerance import Tolerance, with_adams_noise
+from shardwright.verification.trace import Trace
+from shardwright.verification.trainers.adapter import axes_of, resolved
+from shardwright.verification.trainers.case import (
+    TrainerCase,
+    TrainerLayout,
+    TrainerSetting,
+    config_of,
+    described,
+    switched_off,
+    trainer_case,
+)
+from shardwright.verification.trainers.rank import train_rank
+from shardwright.verification.verifier import TIMEOUT_S, Verifier, smallest
+
+
+def layout_of(trainer: str, world_size: int, options: dict[str, object], timeout_s: float = TIMEOUT_S) -> TrainerLayout:
+    """Return a trainer with the degrees of its axes, which `options` may name, and its other options.
+
+    The first axis without a degree has all ranks that are left. Raises InputError if degrees do not divide the ranks or
+    the trainer cannot be imported.
+    """
+    axes = run_ranks(axes_of, 1, trainer, timeout_s=timeout_s)[0]
+    degrees: dict[str, int] = {}
+    left = world_size
+    for axis in (axis for axis in axes if axis in options):
+        degree = options[axis]
+        if not isinstance(degree, int) or degree < 1 or left % degree:
+            valid = ", ".join(map(str, divisors(left)))
+            raise InputError(f"{axis}={degree} does not divide {left} ranks; valid: {valid}")
+        degrees[axis] = degree
+        left //= degree
+    for axis in (axis for axis in axes if axis not in options):
+        degrees[axis], left = left, 1
+    if left > 1:
+        raise InputError(
+            f"{', '.join(f'{axis}={degree}' for axis, degree in degrees.items())} are {world_size // left} ranks, and "
+            f"--world is {world_size}; leave an axis out, or take --world {world_size // left}"
+        )
+    rest = {key: value for key, value in options.items() if key not in axes}
+    return TrainerLayout(trainer, tuple((axis, degrees[axis]) for axis in axes), tuple(rest.items()))
+
+
+_IGNORED = {
+    "clip_norm": "clipping, since the trainer never reads batch.clip_norm",
+    "lr": "learning rates, since the trainer never reads batch.lr",
+}
+
+
+class TrainerVerifier(Verifier):
+    """Compares trainers with one process, and keeps the traces of references. Use it in a `with`."""
+
+    def compare(self, case: TrainerCase, layout: TrainerLayout, repeats: bool = True) -> Report:
+        """Compare a trainer with `case.reference`. `repeats`: check that a second run has the same results.
+
+        Raises InputError for a trainer that cannot be run or compared, or whose runs differ from each other;
+        WorkerError if a rank crashes or hangs.
+        """
+        expected = self._exact(case)
+        if repeats:
+            exact = replace(case, dtype="float64", accumulates=False, weights=str(expected.folder))
+            self._check_repeats(exact, case.reference, expected, self._tolerance(exact))
+        ours = replace(self._prepared(case), weights=str(expected.folder))
+        with tempfile.TemporaryDirectory(dir=temporary_folder()) as folder:
+            trace = self._run(train_rank, layout.world_size, Path(folder), ours, layout)
+            tolerance = self._tolerance(case)
+            wide = with_adams_noise(tolerance, case, self._noise_of(expected))
+            rows = wide.rows(compare.errors(trace, expected))
+            n_replicated, differing = compare.differing_replicas(trace)
+            ignored = [_IGNORED[name] for name in trace.ranks[0].ignored]
+            report = Report(case, layout, "one process", rows, n_replicated, differing, not_compared=ignored)
+            if report.equal:
+                return report
+            if repeats:
+                self._check_repeats(ours, layout, trace, wide)
+            return replace(report, culprit=_first_difference(report, trace, expected))
+
+    def culprit(self, report: Report, tell: Callable[[str], None] = lambda line: None) -> str:
+        """Return a sentence with the smallest setting that is not equal, its first difference, and what it needs."""
+        first = report.culprit
+
+        def fails(setting: TrainerSetting) -> bool | None:
+            nonlocal first
+            tell(f"trying {described(setting)}")
+            try:
+                smaller = self.compare(*setting, repeats=False)
+            except ShardwrightError:
+                return None
+            first = first if smaller.equal else smaller.culprit
+            return not smaller.equal
+
+        assert isinstance(report.case, TrainerCase)
+        assert isinstance(report.layout, TrainerLayout)
+        setting, needed = smallest((report.case, report.layout), switched_off, fails)
+        n_ranks = setting[1].world_size
+        ends = f"it is equal without {' and without '.join(needed)}" if needed else "nothing is left to switch off"
+        return (
+            f"the smallest configuration that still differs: {described(setting)} ({n_ranks} "
+            f"rank{'s' * (n_ranks > 1)}): {first}; {ends}"
+        )
+
+    def _alone(self, case: Case) -> Trace:
+        assert isinstance(case, TrainerCase)
+        case = replace(case, accumulates=False)
+        if case.dtype != "float64" and not case.weights:
+            case = replace(case, weights=str(self._exact(case).folder))
+        return self._keep(case, train_rank, 1, case, case.reference)
+
+    def _check_repeats(self, case: TrainerCase, layout: TrainerLayout, first: Trace, tolerance: Tolerance) -> None:
+        """Raise InputError if a second run of a trainer differs from its first by more than rounding."""
+        with tempfile.TemporaryDirectory(dir=temporary_folder()) as folder:
+            second = self._run(train_rank, layout.world_size, Path(folder), case, layout)
+            rows = tolerance.rows(compare.errors(second, first))
+        worst = max(rows, key=lambda row: row.excess)
+        if not worst.equal:
+            raise InputError(
+                f"{layout.trainer} is not deterministic: two runs of it ({layout}) differ by {worst.error:.1e} "
+                f"({_place(worst)}); set its seeds from world.seed, and switch off dropout"
+            )
+
+
+@checked_call
+def verify_trainer(
+    trainer: str | Path | type,
+    world_size: int,
+    overrides: Sequence[str] = (),
+    *,
+    reference: str | Path | type | None = None,
+    run_file: Path | None = None,
+    full: bool = False,
+    steps: int = 3,
+    dtype: str = "float64",
+    timeout_s: float = TIMEOUT_S,
+    tell: Callable[[str], None] | None = None,
+) -> Report:
+    """Compare a trainer on `world_size` gloo ranks with one process, and look for the smallest configuration that
+    differs.
+
+    `trainer`: a file with a class `Trainer`, or that class; each rank executes the file. `overrides`: as of `--set`:
+    `model.*`, `batch.*`, `seed`, the axes of the trainer and its options. `reference`: the trainer that runs in one
+    process, by default the same. `run_file`: the model and the batch, reduced to test size unless `full`; by default a
+    model of a few layers. `dtype`: float64 or float32. `timeout_s`: of each run. `tell`: called with the progress.
+
+    Returns a Report: `equal`, `rows`, `differing` (replicas) and `culprit`. Raises InputError for a trainer that cannot
+    be run or compared, or whose runs differ from each other; WorkerError if a rank crashes or hangs.
+    """
+    config, options = config_of(run_file, world_size, overrides)
+    layout = layout_of(resolved(trainer), world_size, options, timeout_s)
+    alone = layout_of(resolved(reference or trainer), 1, dict(layout.options), timeout_s)
+    case = trainer_case(
+        config,
+        world_size,
+        full=full or run_file is None,
+        steps=steps,
+        dtype=dtype,
+        reference=replace(alone, is_reference=True),
+    )
+    with TrainerVerifier(timeout_s=timeout_s) as verifier:
+        if tell is not None:
+            tell(f"running {world_size} ranks and the reference")
+        report = verifier.compare(case, layout)
+        return (
+            report if report.equal else replace(report, culprit=verifier.culprit(report, tell or (lambda line: None)))
+        )
+
+
+_ORDER = ("initial", "loss", "gradient", "grad norm", "parameter")
+
+
+def _first_difference(report: Report, trace: Trace, expected: Trace) -> str:
+    """Return a sentence about the first results of a training that differ: a loss, and the gradient or parameter."""
+
+    def order(row: ReportRow) -> tuple[int, int, int, float]:
+        kind, training, step = row.quantity
+        return report.case.trainings.index(training), step, _ORDER.index(kind), -row.excess
+
+    failing = sorted((row for row in report.rows if not row.equal), key=order)
+    if not failing:
+        return report.differing[0]
+    same_step = [row for row in failing if row.quantity[1:] == failing[0].quantity[1:]]
+    by_kind = {row.quantity.kind: row for row in reversed(same_step)}
+    parts: list[str] = []
+    for kind in [kind for kind in _ORDER if kind in by_kind and kind != "grad norm"]:
+        if kind == "parameter" and parts:
+            break
+        row = by_kind[kind]
+        alike = [other for other in same_step if other.quantity.kind == kind]
+        parts.append(_sentence(row, alike, trace, expected))
+    if report.differing:
+        parts.append(report.differing[0])
+    return "; ".join(parts)
+
+
+def _sentence(row: ReportRow, alike: list[ReportRow], trace: Trace, expected: Trace) -> str:
+    """Return a sentence about the difference of a result. `alike`: the rows of its kind and step that differ."""
+    if not row.name:
+        ours, theirs = trace.scalars.get(row.quantity, math.nan), expected.scalars[row.quantity]
+        return f"{_place(row)} is {ours:.6g}, and {theirs:.6g} in the reference"
+    factors = {each.name: compare.factor(trace, expected, each.quantity, each.name) for each in alike}
+    this = factors[row.name]
+    if this is None:
+        others = f", and of {len(alike) - 1} more tensors" if len(alike) > 1 else ""
+        return f"{_place(row)} differs by {row.error:.1e}{others}"
+    same = sum(other is not None and math.isclose(other, this, rel_tol=1e-5) for other in factors.values())
+    others = f", as {same - 1} more are" if same > 1 else ""
+    if same == len(expected.shapes):
+        others = f", as every other {row.quantity.kind} is"
+    return f"{_place(row)} is {this:.4g} times the reference's{others}"
+
+
+def _place(row: ReportRow) -> str:
+    kind, training, step = row.quantity
+    return f"{kind} {f'of {row.name} ' if row.name else ''}in step {step} ({training})"

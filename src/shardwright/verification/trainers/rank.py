@@ -1,0 +1,209 @@
+"""The program of each rank: the steps of a user's Trainer, with its results recorded.
+
+Shapes: B sequences of the global batch, T tokens.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from shardwright.data.samples import IGNORE
+from shardwright.parallel.boxes import TensorShard, local_box
+from shardwright.parallel.objects import gathered
+from shardwright.system.errors import InputError, LayoutError, ShardwrightError, nearest
+from shardwright.system.processes import ranks_in_words
+from shardwright.system.units import divisors
+from shardwright.verification.case import DTYPES
+from shardwright.verification.trace import RankTrace, TracedQuantity, TraceRecorder
+from shardwright.verification.trainers.adapter import (
+    Options,
+    StepBatch,
+    World,
+    environment_error,
+    trainer_class,
+)
+from shardwright.verification.trainers.case import UNCLIPPED, TrainerCase, TrainerLayout
+
+WEIGHTS = "weights.safetensors"
+_NOISE = 0.02
+"""Standard deviation of the noise that is added to tensors whose elements are all equal."""
+
+
+def train_rank(case: TrainerCase, layout: TrainerLayout, folder: Path) -> RankTrace:
+    """Take the steps of a case as one rank of a trainer. Makes the initial weights if the case has none."""
+    try:
+        return _train(case, layout, folder)
+    except ShardwrightError:
+        raise
+    except Exception as error:
+        if (known := environment_error(layout.trainer, error)) is not None:
+            raise known from error
+        raise
+
+
+def _train(case: TrainerCase, layout: TrainerLayout, folder: Path) -> RankTrace:
+    dtype = DTYPES[case.dtype][0]
+    torch.set_default_dtype(dtype)
+    kind, recorder, read = trainer_class(layout.trainer), TraceRecorder(folder), set[str]()
+    options = Options(dict(layout.options))
+    world = World(dist.get_rank(), dist.get_world_size(), dict(layout.degrees), options, dtype, case.seed)
+    for training in case.trainings:
+        torch.manual_seed(case.seed)
+        trainer = kind(case.spec, world)
+        if not case.weights:
+            _write_weights(trainer, case, folder)
+        weights = _weights(Path(case.weights or folder), dtype)
+        trainer.load(weights)
+        if training == case.trainings[0]:
+            initial = _checked("parameters()", trainer.parameters(), weights, dtype)
+            recorder.tensors(TracedQuantity("initial", training, 0), initial)
+        for step in range(case.steps):
+            limit = case.clip_norm(training, step, _norm_of(recorder.trace, step))
+            recorder.trace.clip_norms.setdefault(training, []).append(limit)
+            batch = local_batch(case, trainer, world, step, training, limit)
+            recorder.scalar(TracedQuantity("loss", training, step + 1), _loss(trainer.step(batch)))
+            gradients = _checked("gradients()", trainer.gradients(), weights, dtype, trainer.parameters())
+            n_first = recorder.tensors(TracedQuantity("gradient", training, step + 1), gradients)
+            norm = trainer.gradient_norm() if hasattr(trainer, "gradient_norm") else _norm(gradients, n_first)
+            recorder.scalar(TracedQuantity("grad norm", training, step + 1), torch.as_tensor(norm))
+            parameters = _checked("parameters()", trainer.parameters(), weights, dtype)
+            recorder.tensors(TracedQuantity("parameter", training, step + 1), parameters)
+            read |= batch.names_read
+        del trainer, gradients, parameters
+    if not layout.is_reference:
+        options.check_read(world.axes)
+    recorder.trace.ignored = [name for name in ("clip_norm", "lr") if name not in read]
+    return recorder.trace
+
+
+def local_batch(
+    case: TrainerCase, trainer: Any, world: World, step: int, training: str = UNCLIPPED, limit: float = math.inf
+) -> StepBatch:
+    """Return the part of a batch of this rank: of data rank `trainer.data_rank` of `trainer.data_ranks`, by default of
+    each rank of the world its own."""
+    ranks, rank = getattr(trainer, "data_ranks", world.size), getattr(trainer, "data_rank", world.rank)
+    if not 0 <= rank < ranks:
+        raise InputError(f"data_rank={rank} of rank {world.rank}: valid are 0 to data_ranks - 1 = {ranks - 1}")
+    block, rest = divmod(case.global_batch, ranks)
+    n_sequences = min(case.micro_batch, block) if case.accumulates else block
+    if rest or block % max(1, n_sequences):
+        raise LayoutError(
+            f"{ranks} data ranks cannot share {case.global_batch} sequences in micro-batches of {case.micro_batch}; "
+            f"valid numbers of data ranks: {', '.join(map(str, divisors(case.global_batch // case.micro_batch)))}"
+        )
+    tokens_BT, targets_BT, _ = case.batch(step)
+    rows = slice(rank * block, (rank + 1) * block)
+    parts = zip(tokens_BT[rows].split(n_sequences), targets_BT[rows].split(n_sequences), strict=True)
+    return StepBatch(step, list(parts), int((targets_BT != IGNORE).sum()), case.rate(training, step), limit)
+
+
+def _write_weights(trainer: Any, case: TrainerCase, folder: Path) -> None:
+    """Write the weights that a trainer begins with. Noise is added to a tensor whose elements are all equal, such as a
+    bias of zeros, because a shard at the wrong place would not change it."""
+    weights, generator = {}, torch.Generator().manual_seed(case.seed)
+    for name, tensor in _tensors("parameters()", trainer.parameters()).items():
+        whole = tensor.tensor.contiguous()
+        if whole.shape != tensor.shape:
+            raise InputError(
+                f"parameters() of the reference has a shard {tuple(whole.shape)} of {name}; in one process the whole "
+                f"tensor {tuple(tensor.shape)} is needed"
+            )
+        noise = torch.randn(whole.shape, generator=generator, dtype=torch.float64).to(whole.dtype)
+        weights[name] = whole + _NOISE * noise if whole.numel() and bool((whole == whole.flatten()[0]).all()) else whole
+    save_file(weights, folder / WEIGHTS)
+
+
+def _weights(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: tensor.to(dtype) for name, tensor in load_file(folder / WEIGHTS).items()}
+
+
+def _loss(value: Any) -> Tensor:
+    """Return the loss that this rank's `step` returned; if that is None, the first other rank's."""
+    losses: list[float | None] = gathered(None if value is None else float(value), float | None)
+    known = [loss for loss in losses if loss is not None]
+    if not known:
+        raise InputError("step() returned None on every rank; the loss of the global batch is needed from one at least")
+    return torch.tensor(known[0] if value is None else float(value), dtype=torch.float64)
+
+
+def _checked(
+    method: str,
+    given: Any,
+    weights: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    parameters: Mapping[str, Any] | None = None,
+) -> dict[str, TensorShard]:
+    """Return the tensors that a method returned on this rank, after the ranks have compared all names and shapes with
+    the initial weights. `parameters`: if gradients may be None, the parameters whose zeros replace them."""
+    here = {} if parameters is None else {name: value is None for name, value in dict(given).items()}
+    missing: list[dict[str, bool]] = gathered(here, dict[str, bool])
+    for name in dict.fromkeys(name for ranks in missing for name in ranks):
+        without = [rank for rank, ranks in enumerate(missing) if ranks.get(name) is True]
+        having = [rank for rank, ranks in enumerate(missing) if ranks.get(name) is False]
+        if without and having:
+            raise InputError(
+                f"gradients() has None for {name} on {ranks_in_words(without)} and a tensor on "
+                f"{ranks_in_words(having)}; use zeros where a rank computed no gradient, and reduce them with the rest"
+            )
+    filled = {name: parameters.get(name) if value is None and parameters else value for name, value in given.items()}
+    tensors = _tensors(method, filled)
+    for name in [name for name in tensors if here.get(name)]:
+        tensors[name].tensor.zero_()
+    shapes: list[dict[str, tuple[int, ...]]] = gathered(
+        {name: tuple(tensor.shape) for name, tensor in tensors.items()}, dict[str, tuple[int, ...]]
+    )
+    union = {name: shape for ranks in shapes for name, shape in ranks.items()}
+    problems = [
+        f"{method}: {name} is no name of the reference; {nearest(name, weights)}" for name in union.keys() - weights
+    ]
+    problems += [f"{method}: {name} is on no rank; {nearest(name, union)}" for name in weights.keys() - union.keys()]
+    problems += [
+        f"{method}: the whole {name} has shape {shape}, and {tuple(weights[name].shape)} in the reference"
+        for name, shape in union.items()
+        if name in weights and tuple(weights[name].shape) != shape
+    ]
+    if problems:
+        raise InputError(*sorted(problems))
+    if method == "parameters()" and (other := {each.tensor.dtype for each in tensors.values()} - {dtype}):
+        raise InputError(
+            f"{method}: parameters are {' and '.join(map(str, other))}, and {dtype} is compared; make the model in "
+            f"world.dtype, which is also torch.get_default_dtype() while the trainer is made"
+        )
+    return tensors
+
+
+def _tensors(method: str, given: Any) -> dict[str, TensorShard]:
+    if not isinstance(given, Mapping):
+        raise InputError(f"{method} returned {type(given).__name__}; a dict of global names and tensors is needed")
+    result: dict[str, TensorShard] = {}
+    for name, value in given.items():
+        if not isinstance(value, Tensor | TensorShard):
+            raise InputError(
+                f"{method}: {name} is of type {type(value).__name__}; a whole tensor, a DTensor or "
+                f"shardwright.testing.TensorShard(tensor, offsets, shape) is needed"
+            )
+        if isinstance(value, DTensor) and any(place.is_partial() for place in value.placements):
+            value = value.redistribute(placements=[Replicate() if p.is_partial() else p for p in value.placements])
+        local, offsets = local_box(value)
+        result[str(name)] = TensorShard(local.clone(), offsets, tuple(value.shape))  # gradients may share a bucket
+    return result
+
+
+def _norm(gradients: Mapping[str, TensorShard], names: list[str]) -> Tensor:
+    """Return the norm of the whole gradients. `names`: the shards that no earlier rank has."""
+    squares = [gradients[name].tensor.double().square().sum() for name in names]
+    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.sqrt()
+
+
+def _norm_of(trace: RankTrace, step: int) -> float:
+    """Return the gradient norm of a step of the training without clipping; NaN before that training has taken it."""
+    return trace.scalars.get(TracedQuantity("grad norm", UNCLIPPED, step + 1), math.nan)

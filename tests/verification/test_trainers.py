@@ -1,0 +1,198 @@
+"""Proves that a correct trainer of PyTorch's own systems is equal to one process, that each known silent bug is
+reported with its tensor and axis, and that a trainer that cannot be compared is refused in one sentence."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from shardwright.cli.main import app
+from tests.marks import prove, rest_prove
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "trainers"
+
+
+def verify(trainer: Path, *arguments: object) -> Result:
+    command = ["verify", "--trainer", str(trainer), *map(str, arguments)]
+    return CliRunner().invoke(app, command, env={"COLUMNS": "160"})
+
+
+def changed(folder: Path, example: str, *changes: tuple[str, str]) -> Path:
+    """Write an example with changes to its source, next to the model that it imports."""
+    shutil.copy(EXAMPLES / "tiny.py", folder)
+    source = (EXAMPLES / example).read_text()
+    for old, new in changes:
+        assert old in source
+        source = source.replace(old, new)
+    path = folder / "trainer.py"
+    path.write_text(source)
+    return path
+
+
+GREEN = [
+    ("ddp.py", "dp=2"),
+    ("fsdp2.py", "replicate=2", "shard=2"),
+    ("tensor_parallel.py", "tp=2"),
+    ("pipeline.py", "pp=2", "dp=2"),
+]
+
+
+@pytest.mark.parametrize("given", rest_prove([(each,) for each in GREEN], (GREEN[0],)), ids=lambda given: given[0])
+def test_an_example_is_equal_to_one_process(given: tuple[str, ...]):
+    example, *axes = given
+    n_ranks = 2 ** len(axes)
+    result = verify(EXAMPLES / example, "--world", n_ranks, *(word for axis in axes for word in ("--set", axis)))
+    assert result.exit_code == 0, result.output
+    assert "the same bits on all of them" in result.output
+
+
+@prove
+def test_an_example_is_equal_in_float32_too():
+    result = verify(EXAMPLES / "ddp.py", "--world", 2, "--dtype", "float32", "--steps", 1)
+    assert result.exit_code == 0, result.output
+
+
+@prove
+def test_the_training_step_of_shardwright_is_equal_through_the_same_door():
+    result = verify(Path("shardwright"), "--world", 4, "--steps", 1, "--set", "tp=2", "--set", "layout.zero=2")
+    assert result.exit_code == 0, result.output
+    assert "dp_replicate 2, tp 2, layout.zero 2 against one process" in result.output
+
+
+MEAN = (
+    "loss_sum(self.model(tokens), targets) / batch.n_targets",
+    "torch.nn.functional.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten()) "
+    "/ len(batch.micro_batches) / self.world.size",
+)
+BUGS: list[tuple[str, tuple[str, str], str, list[str]]] = [
+    ("ddp.py", MEAN, "dp=2", ["gradient of ", "it is equal without accumulation and without ragged masks"]),
+    (
+        "ddp.py",
+        ("loss * self.world.size", "loss * self.world.size**2"),
+        "dp=2",
+        [
+            "in step 1 (unclipped) is 2 times the reference's, as every other gradient is",
+            "dp 2 (2 ranks)",
+            "it is equal without dp=2",
+        ],
+    ),
+    (
+        "ddp.py",
+        ("if last else", "if n == 1 else"),
+        "dp=2",
+        ["not the same bits on ranks 0 | 1", "it is equal without dp=2 and without accumulation"],
+    ),
+    (
+        "fsdp2.py",
+        ("fully_shard(module, mesh=mesh)", 'fully_shard(module, mesh=mesh["shard"])'),
+        "replicate=2",
+        ["gradient of ", "not the same bits on ranks 0 | 1", "it is equal without replicate=2"],
+    ),
+    (
+        "fsdp2.py",
+        ("module.set_gradient_divide_factor(1.0)", "pass"),
+        "shard=2",
+        ["is 0.5 times the reference's"],
+    ),
+    (
+        "tensor_parallel.py",
+        ("self.data_rank, self.data_ranks = 0, 1", "self.data_rank, self.data_ranks = world.rank, world.size"),
+        "tp=2",
+        ["loss in step 1", "gradient of ", "it is equal without tp=2"],
+    ),
+    (
+        "pipeline.py",
+        (", scale_grads=False", ""),
+        "pp=2",
+        ["is 0.25 times the reference's, as every other gradient is", "it is equal without accumulation"],
+    ),
+    (
+        "pipeline.py",
+        ("            dist.all_reduce(p.grad, group=self.dp)", "            pass"),
+        "dp=2",
+        ["gradient embedding.weight, unclipped, step 1: not the same bits", "it is equal without dp=2"],
+    ),
+    (
+        "pipeline.py",
+        ("        dist.all_reduce(squares, group=self.pp)\n", ""),
+        "pp=2",
+        ["gradient of ", "(clipped)", "it is equal without pp=2 and without clipping"],
+    ),
+]
+
+
+@prove
+@pytest.mark.parametrize(("example", "bug", "axis", "words"), BUGS)
+def test_a_silent_bug_is_reported_with_its_tensor_and_axis(
+    tmp_path: Path, example: str, bug: tuple[str, str], axis: str, words: list[str]
+):
+    result = verify(changed(tmp_path, example, bug), "--world", 2, "--steps", 1, "--set", axis, "--json")
+    assert result.exit_code == 1, result.output
+    culprit = json.loads(result.stdout)["culprit"]
+    assert [each for each in words if each not in culprit] == [], culprit
+
+
+TOO_SLOW = (
+    "    def step(self, batch):\n",
+    "    def step(self, batch):\n        import time; time.sleep(60 * self.world.rank)\n",
+)
+REFUSED: list[tuple[Any, int, str]] = [
+    (("import torch\n", "import flash_attn\nimport torch\n"), 2, "line 5: flash_attn cannot be imported"),
+    (("class Trainer:", "class Train:"), 2, "a class named Trainer is needed; it has "),
+    (("def gradients(", "def grads("), 2, "class Trainer has no method gradients"),
+    (("Decoder(spec)", "Decoder(spec).cuda()"), 2, "line 14: the trainer needs an accelerator"),
+    (
+        ("return dict(self.model.module", "return dict(self.model"),
+        2,
+        "parameters(): module.head.weight is no name of the reference",
+    ),
+    (
+        ("{name: p.grad for", "{name: p.grad if self.world.rank else None for"),
+        2,
+        "gradients() has None for embedding.weight on rank 0 and a tensor on rank 1",
+    ),
+    (
+        ("total = torch.zeros(())", "total = torch.tensor(float(__import__('time').time()))"),
+        2,
+        "is not deterministic: two runs of it (one rank) differ by",
+    ),
+    (("Decoder(spec)", "Decoder(spec).float()"), 2, "parameters are torch.float32, and torch.float64 is compared"),
+    (("self.optimizer.zero_grad()", "1 / (1 - self.world.rank)"), 3, "rank 1 failed: ZeroDivisionError"),
+    (TOO_SLOW, 3, "ranks 0, 1 were not done within 20 s"),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "words"), rest_prove(REFUSED, REFUSED[0], REFUSED[5]), ids=lambda value: str(value)[:40]
+)
+def test_a_trainer_that_cannot_be_compared_is_refused(tmp_path: Path, change: Any, code: int, words: str):
+    trainer = changed(tmp_path, "ddp.py", change)
+    reference = ["--reference", EXAMPLES / "ddp.py"] if "named" in words or "no name" in words else []
+    result = verify(trainer, "--world", 2, "--steps", 1, *reference, *(["--timeout", 20] if change == TOO_SLOW else []))
+    text = " ".join(result.stderr.split())
+    assert result.exit_code == code, result.output
+    assert words in text
+    assert ("Traceback" in text) == ("ZeroDivision" in words)
+    if change == TOO_SLOW:
+        assert "--- rank 1 ---" in text
+        assert "trainer.py" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--world", 4, "--set", "dp=3"], "dp=3 does not divide 4 ranks; valid: 1, 2, 4"),
+        (["--world", 4, "--set", "dp=2"], "dp=2 are 2 ranks, and --world is 4; leave an axis out, or take --world 2"),
+        (["--set-b", "layout.tp=2"], "--set-b is for layouts of a run file; leave it out with --trainer"),
+        (["--dtype", "bfloat16"], "--dtype bfloat16: a trainer is compared in its own matmuls; valid: float64"),
+        (["--set", "model.n_layer=3"], "n_layers"),
+        (["--world", 1, "--steps", 1, "--set", "ddp=2"], "ddp=2: the trainer reads no such axis or option; valid: dp"),
+    ],
+)
+def test_an_option_that_does_not_fit_a_trainer_is_named(arguments: list[object], words: str):
+    result = verify(EXAMPLES / "ddp.py", *arguments)
+    assert result.exit_code == 2, result.output
+    assert words in " ".join(result.stderr.split())
