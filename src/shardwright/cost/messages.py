@@ -201,7 +201,7 @@ def hidden(
     """Return the time that overlapped communication adds: its exposed part, at least `least_s`, and the slowdown of the
     overlapping computation, as a fraction of the overlapped part. In the ledger `what` names the communication, and the
     argument after it the computation. All of it overlaps with `windows` times the computation, if it is of several
-    `chunks`, of which one can only overlap with its own part of the computation."""
+    `chunks`, whose one can only overlap with its own part of the computation."""
     if not message_s.any():
         return np.zeros_like(message_s)
     f = Formulas("s", {"least_s": least_s, "interference": interference})
