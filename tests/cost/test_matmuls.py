@@ -104,7 +104,8 @@ def check_recomputed_layers(kind: str = "full") -> None:
 def test_causal_flops_are_fewer_by_half_of_the_square(name: str):
     spec, the_job = PRESETS[name], job(name)
     found = model_flops(the_job)
-    square = 6 * spec.n_layers * spec.n_heads * (spec.qk_dim + spec.head_dim) * the_job.seq_len
+    attended = sum(spec.attended(layer, the_job.seq_len) for layer in range(spec.n_layers))
+    square = 6 * spec.n_heads * (spec.qk_dim + spec.head_dim) * attended
     assert float(found.full) - float(found.causal) == pytest.approx(square / 2)
 
 

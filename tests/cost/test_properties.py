@@ -134,12 +134,13 @@ def test_a_faster_chip_is_never_slower(
 PLAIN = {"peak": 1.0, "memory": 1.0, "inside": 1.0, "network": 1.0}
 SLOW_LINKS = PLAIN | {"inside": 0.1, "network": 0.1}
 OVER_TP = "shardwright.cost.messages:_OverTp._hidden_by"
-BUGS: dict[str, tuple[list[Mutation], str, int, dict[str, Any], dict[str, float]]] = {
+BUGS: dict[str, tuple[list[Mutation], str, str, int, dict[str, Any], dict[str, float]]] = {
     "each message over tp is hidden by a pass of its own, also by weight gradients that come later": (
         [
             Mutation(OVER_TP, "self.candidates.kind.splits_backward", "False"),
             Mutation(OVER_TP, "found[beside_i] = 'I'", "found.update({(each,): 'I' for each in beside_i})"),
         ],
+        "megatron-core",
         "llama-3.1-8b",
         128,
         {"tp": 8, "pp": 2, "pp_schedule": "zb-h1", "dp_shard": 2, "zero": 1},
@@ -153,19 +154,20 @@ BUGS: dict[str, tuple[list[Mutation], str, int, dict[str, Any], dict[str, float]
                 "f.messages_beside_passes - 0 * f.slack",
             )
         ],
-        "mixtral-8x7b",
-        8,
-        {"pp": 8, "pp_schedule": "zb-h1", "dp_shard": 8, "zero": 2},
-        {"memory": 4.0},
+        "shardwright",
+        "qwen3-30b-a3b",
+        16,
+        {"pp": 4, "pp_schedule": "interleaved-1f1b", "virtual_stages": 2, "dp_shard": 2, "zero": 1},
+        {"peak": 2.0},
     ),
 }
 
 
 @pytest.mark.parametrize("name", BUGS)
 def test_a_faster_chip_is_slower_where_messages_overlap_with_what_is_not_there(name: str):
-    bugs, model, microbatches, keys, times = BUGS[name]
+    bugs, stack, model, microbatches, keys, times = BUGS[name]
     candidates = Candidates.from_layout(Layout(**keys), 1)
-    job = job_of(model, candidates, 4096, microbatches, stack=STACKS["megatron-core"])
+    job = job_of(model, candidates, 4096, microbatches, stack=STACKS[stack])
     slow = replace(job, cluster=faster(job.cluster, SLOW_LINKS))
     fast = replace(slow, cluster=faster(slow.cluster, PLAIN | times))
 

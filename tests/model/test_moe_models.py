@@ -265,7 +265,7 @@ def test_active_parameters_are_those_of_a_model_with_top_k_experts(name: str) ->
     spec = resolve(name)
     moe = moe_of(spec)
     few = replace(spec, moe=replace(moe, n_experts=moe.top_k, n_groups=1, groups_per_token=1))
-    router_rows = spec.n_expert_layers * (moe.n_experts - moe.top_k) * (spec.d_model + (moe.bias_rate > 0))
+    router_rows = spec.n_expert_layers * (moe.n_experts - moe.top_k) * (spec.d_model + (moe.bias_rate > 0) + moe.bias)
     assert spec.n_active_parameters == few.n_parameters + router_rows
     if name == "mixtral-8x7b":  # its report: 13B active of 47B
         assert spec.n_active_parameters == 12_879_925_248

@@ -43,7 +43,7 @@ def test_parameter_counts_are_the_published_ones(name: str) -> None:
     assert resolve(name).n_parameters == PUBLISHED_PARAMETERS[name]
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith("gpt")])
+@pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith("gpt") and "oss" not in name])
 def test_the_gpt_family_follows_the_formula_of_the_megatron_papers(name: str) -> None:
     spec = resolve(name)
     n_layers, h = spec.n_layers, spec.d_model

@@ -80,7 +80,7 @@ def layer(job: Job, candidates: Candidates, block: BlockShape, name: str | None 
     with ledger.section(f"Kept of a microbatch by {name}"):
         f = Formulas("B", _symbols(job, candidates) | features(job, candidates, block))
         _attention(job, f)
-        _networks(job, f)
+        _networks(job, f, gated=block.gates_shared)
         parts = ["attention", "networks"]
         rows: Floats | float = 0.0
         if block.experts:
@@ -237,7 +237,7 @@ def features(job: Job, candidates: Candidates, block: BlockShape) -> ledger.Inpu
         "inputs": block.inputs,
         "normed_inputs": block.normed_inputs,
         "inner": block.inner,
-        "gated_outputs": int(any(row.module.endswith("shared_gate") for row in block.rows)),
+        "gated_outputs": int(block.gates_shared),
         # Gate, up and, unless fused, silu(gate).
         "made": 2 + (not (stack.fused_gate or model.activation == "swiglu_clamped")) if block.gated else 1,
         # Between the messages of ep experts are not compiled.
@@ -282,11 +282,11 @@ def _attention(job: Job, f: Formulas) -> None:
     f("working of attention", working, "gradients, and inputs gathered over tp and cp")
 
 
-def _networks(job: Job, f: Formulas) -> None:
-    """Add the networks that compute all tokens: a feed-forward network, or shared experts."""
+def _networks(job: Job, f: Formulas, *, gated: bool) -> None:
+    """Add the networks that compute all tokens: a feed-forward network, or shared experts, possibly `gated`."""
     inner = f.T * f.inner / f.tp
     kept = inner * (f.made * f.e + f.e_input)
-    if np.any(f.gated_outputs):
+    if gated:
         kept = kept + f.T_shard * f.h * f.e * f.gated_outputs
     f("kept of networks", kept)
     listed = inner * f.e

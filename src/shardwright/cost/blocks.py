@@ -65,6 +65,11 @@ class BlockShape:
         return tuple(FusedRows(tuple(rows)) for rows in found.values())
 
     @property
+    def gates_shared(self) -> bool:
+        """Whether a gate multiplies the output of shared experts."""
+        return any(row.module.endswith("shared_gate") for row in self.rows)
+
+    @property
     def tensors(self) -> int:
         """Return the number of parameter tensors, if rows that read one tensor are one."""
         return len(self.matmuls) + self.norms

@@ -152,8 +152,8 @@ def _quoted(text: str) -> str:
 
 def _case(line: ServingTableRow) -> ServingCase | SkippedServingRow:
     """Return the run that a row describes, or the reason why it cannot be priced."""
-    if problem := next(_problems(line), None):
-        return SkippedServingRow(line, problem)
+    if problems := [*_problems(line)]:
+        return SkippedServingRow(line, "; ".join(problems))
     try:
         return _priced(line)
     except InputError as error:

@@ -114,9 +114,6 @@ SCALE = {
         LOGITS,
         ("phi3, longrope, attention factor",),
     ),
-    "a network without gate has the exact gelu": UnitBug(
-        Mutation(f"{NETWORK}.__init__", "ACTIVATIONS[spec.activation]", "ACTIVATIONS['gelu']"), LOGITS, ("starcoder2",)
-    ),
     "the embedding of Gemma is not scaled": UnitBug(
         Mutation("shardwright.hugging_face.gemma:complete", "math.sqrt(config.get('hidden_size', 0))", "1.0"),
         LOGITS,
