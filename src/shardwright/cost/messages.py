@@ -200,8 +200,8 @@ def hidden(
 ) -> Floats:
     """Return the time that overlapped communication adds: its exposed part, at least `least_s`, and the slowdown of the
     overlapping computation, as a fraction of the overlapped part. In the ledger `what` names the communication, and the
-    argument after it the computation. All of it overlaps with `windows` times the computation, if it is of several
-    `chunks`, whose one can only overlap with its own part of the computation."""
+    argument after it the computation. Where a rank has several `chunks`, the communication of all chunks overlaps with
+    `windows` times the computation, and the communication of the last one only with its own part of it."""
     if not message_s.any():
         return np.zeros_like(message_s)
     f = Formulas("s", {"least_s": least_s, "interference": interference})
