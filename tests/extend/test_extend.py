@@ -10,14 +10,19 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
+from shardwright.config import spec_of_folder
 from shardwright.data.prepare import prepare
+from shardwright.model.transformer import Transformer
+from shardwright.training.weights import fill, open_weights
 from tests.marks import prove, rest_prove
 
 HERE = Path(__file__).parent
 FILES = [HERE / f"{name}.py" for name in ("eager_1f1b", "signum", "parallel_block")]
 HOOKS = [HERE / f"{name}.py" for name in ("tokens_seen", "skip_large_norms")]
 """Run by tests/training/test_hooks.py."""
+ARCEE = HERE / "arcee.py"
 RUN = HERE / "run.toml"
 NAMED = tuple(word for file in FILES for word in ("--extension", file))
 """What a verb that only reads the run file is given, the first time."""
@@ -42,14 +47,14 @@ def shardwright(*arguments: object, exit_code: int = 0) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("file", [*FILES, *HOOKS, RUN], ids=lambda file: file.name)
+@pytest.mark.parametrize("file", [*FILES, *HOOKS, ARCEE, RUN], ids=lambda file: file.name)
 def test_the_page_shows_the_file(file: Path):
     page = HERE.parents[1] / "docs" / "extending.md"
     language = {".py": "python"}.get(file.suffix, "toml")
     assert f"```{language}\n{file.read_text()}```" in page.read_text()
 
 
-@pytest.mark.parametrize("file", [*FILES, *HOOKS], ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", [*FILES, *HOOKS, ARCEE], ids=lambda file: file.stem)
 def test_an_extension_is_short_and_imports_public_modules_alone(file: Path):
     text = file.read_text()
     assert len(text.splitlines()) < 100
@@ -65,6 +70,33 @@ def test_a_schedule_of_ones_own_is_built_checked_and_drawn(tmp_path: Path):
     )  # fmt: skip
     assert "eager-1f1b" in said
     assert picture.read_text().startswith("<")
+
+
+def test_an_architecture_of_ones_own_comes_in_and_goes_out(tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+    from safetensors.torch import load_file
+
+    ids = {"bos_token_id": 1, "eos_token_id": 2}
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = transformers.ArceeConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=0.03, **ids)
+    torch.manual_seed(0)
+    model = transformers.ArceeForCausalLM(config)
+    model.save_pretrained(tmp_path / "hf")
+    said = shardwright("import", tmp_path / "hf", "--out", tmp_path / "weights", exit_code=2)
+    assert "model_type='arcee' is not supported" in said
+    asked = ("import", tmp_path / "hf", "--out", tmp_path / "weights", "--extension", ARCEE)
+    assert "ArceeForCausalLM, 18.6K parameters" in shardwright(*asked)
+    shardwright(
+        "export", tmp_path / "weights", "--out", tmp_path / "out", "--extension", ARCEE, "--architecture", "arcee"
+    )
+    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("hf", "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    tokens_BT = torch.arange(24).view(1, -1) % 96
+    ours = Transformer(spec_of_folder(tmp_path / "weights"))
+    fill(ours.named_parameters(), ours.spec, open_weights(tmp_path / "weights"))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens_BT), model(tokens_BT).logits, rtol=1e-5, atol=1e-5)
 
 
 def test_a_plan_searches_the_schedule_and_prices_the_family_and_the_optimizer():

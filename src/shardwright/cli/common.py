@@ -95,7 +95,7 @@ def fail(error: ShardwrightError) -> None:
 
 
 def reading_verb(function: Callable[..., None]) -> Callable[..., None]:
-    """Return the verb of a function that reads a run file or the folder of a run: it also has `--extension`."""
+    """Return the verb of a function that reads a run file or a folder with a model: it also has `--extension`."""
     return verb(function, extends=True)
 
 

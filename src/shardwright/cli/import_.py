@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
-from shardwright.cli.common import AsJson, print_json, print_text, verb
+from shardwright.cli.common import AsJson, print_json, print_text, reading_verb
 from shardwright.system.units import format_bytes, format_count
 
 
-@verb
+@reading_verb
 def import_(
     source: Annotated[
         str, typer.Argument(metavar="HF_DIR_OR_ID", help="a folder of transformers, or an id of the hub (OWNER/NAME)")
