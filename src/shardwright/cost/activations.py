@@ -166,7 +166,10 @@ def ends(job: Job, candidates: Candidates) -> EndActivations:
         if candidates.shared.loss_chunk_tokens:
             return EndActivations(first, last, sent, received, *_chunked_loss(job, candidates, f))
         tokens = f.predictions * f.T if job.model.mtp_modules else f.T
-        logits = f("logits of a microbatch", tokens * f.vocabulary_rows * f.logit_bytes)
+        kept_logits = tokens * f.vocabulary_rows * f.logit_bytes
+        if job.model.logit_softcap:  # the tanh is kept beside its product with the cap
+            kept_logits = kept_logits + tokens * f.vocabulary_rows * f.e
+        logits = f("logits of a microbatch", kept_logits)
         waiting = f("logits for W of a microbatch", tokens * f.vocabulary_rows * f.e)
         in_loss = f.T * f.vocabulary_rows * f.loss_bytes_a_logit
         if stack.logits_together:
@@ -185,6 +188,8 @@ def _chunked_loss(job: Job, candidates: Candidates, f: Formulas) -> tuple[Floats
     kept = f("gradients kept by the loss", gradients, "parallel/loss.py")
     together = np.minimum(f.C * f.vocabulary_rows, f.logits_together) * f.sum_bytes * f.loss_buffers
     chunk = f.C * f.vocabulary_rows * f.e + together
+    if job.model.logit_softcap:  # and a copy of the tanh
+        chunk = chunk + f.C * f.vocabulary_rows * f.e
     product = (f.C * f.vocabulary_rows + f.vocabulary_rows * f.h) * f.e * f.copied
     source = "logits of a chunk; gathered inputs; parallel/loss.py"
     loss = f("loss", np.maximum(chunk, product) + f.cut * 2 * f.T * f.h * f.e, source)

@@ -176,7 +176,7 @@ def _attend(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, wi
     """Add the matmuls of attention. Fused attention computes the half of the scores that is not masked, but whole
     blocks on the diagonal, at a fraction of the peak that grows with the head width and the length. Without it batched
     matmuls compute the whole square, and the scores are written to memory and read between them. With cp_method "ring"
-    the last rank of cp has the most scores, 2 - 1 / cp of the mean.
+    the last rank of cp has the most scores, 2 - 1 / cp of the mean, or 2 s / (2 s - w) with a window w.
 
     Within documents fused attention computes the scores of each document, with document_tokens instead of s; for "ring"
     that share is then an upper bound. Stored scores are of the whole sequence, and masked. With a `window` w fused
@@ -225,7 +225,10 @@ def _attend(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, wi
             backward + f.score_bytes_I * scores / f.element_rate,
         ]
     if candidates.shared.cp_method == "ring" and np.any(candidates.cp > 1):
-        formulas = [formula + formula * (1 - 1 / f.cp) for formula in formulas]
+        longer = 1 - 1 / f.cp
+        if job.stack.flash_attention and 0 < window < n_attended:
+            longer = np.minimum(longer, f.window / (2 * f[attended] - f.window))
+        formulas = [formula + formula * longer for formula in formulas]
     passes.add("attention", *(f(f"attention, {name}", each, source) for name, each in zip("FI", formulas, strict=True)))
 
 

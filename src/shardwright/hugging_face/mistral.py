@@ -10,11 +10,11 @@ MISTRAL = register(
         sizes=llama.SIZES | windows.SIZES,
         choices=llama.CHOICES,
         fixed={"hidden_act": "silu"},
-        complete=lambda config: windows.complete(llama.complete({"num_key_value_heads": 8} | config)),
+        complete=lambda config: windows.complete(llama.complete({"num_key_value_heads": 8} | config), by_layer=False),
         ends=llama.ENDS,
         layer=llama.ATTENTION | llama.NETWORK,
         null_if_zero=windows.NULL_IF_ZERO,
         ignored=llama.IGNORED,
-        problems=windows.problems,
+        problems=windows.every_layer,
     )
 )

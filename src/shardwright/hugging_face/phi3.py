@@ -15,11 +15,12 @@ def complete(config: Config) -> Config:
         names = {name: "longrope" for name in ("type", "rope_type") if (config.get(key) or {}).get(name) in _LONGROPE}
         if names:
             config = config | {key: config[key] | names}
-    return windows.complete(config, window=0)
+    return windows.complete(config, window=0, by_layer=False)
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield the scalings of rotary frequencies that Phi3Config refuses."""
+    """Yield the faults of `layer_types`, and the scalings of rotary frequencies that Phi3Config refuses."""
+    yield from windows.every_layer(config)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in ("default", "longrope"):

@@ -71,6 +71,10 @@ class ConfigFile(GenerationFile):
     max_position_embeddings: int | None = Field(None, ge=1)
     original_max_position_embeddings: int | None = Field(None, ge=1)
     layer_types: list[str] | None = None
+    query_pre_attn_scalar: float | None = Field(None, gt=0)
+    rope_local_base_freq: float | None = Field(None, gt=0)
+    sliding_window_pattern: int | None = Field(None, ge=1)
+    max_window_layers: int | None = Field(None, ge=0)
 
 
 class IndexFile(BaseModel):

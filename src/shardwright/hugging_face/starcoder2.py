@@ -1,4 +1,6 @@
-"""StarCoder2: Llama with LayerNorms, biases of all linears, and a network without gate."""
+"""StarCoder2: Llama with LayerNorms, biases of all linears, and a network without gate.
+
+Dropout of published files is not read: set model.dropout."""
 
 from shardwright.hugging_face import llama, windows
 from shardwright.hugging_face.architecture import Architecture, register
@@ -13,7 +15,10 @@ STARCODER2 = register(
         sizes=llama.SIZES | windows.SIZES | {"norm_eps": "norm_epsilon", "bias": "use_bias"},
         choices={"norm": "layernorm", "activation": "gelu_tanh", "positions": "rope"},
         fixed={"hidden_act": "gelu_pytorch_tanh"},
-        complete=lambda config: windows.complete(llama.complete(_DEFAULTS | config, tied=True), window=0),
+        complete=lambda config: windows.complete(
+            llama.complete(_DEFAULTS | config, tied=True), window=0, by_layer=False
+        ),
+        problems=windows.every_layer,
         null_if_zero=windows.NULL_IF_ZERO,
         ends=llama.ENDS,
         layer=llama.ATTENTION

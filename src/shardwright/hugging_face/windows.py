@@ -15,7 +15,7 @@ NULL_IF_ZERO = ("sliding_window",)
 WINDOWED, GLOBAL = "sliding_attention", "full_attention"
 
 
-def complete(config: Config, *, interval: int = 0, first: int = 0, window: int = 4096) -> Config:
+def complete(config: Config, *, interval: int = 0, first: int = 0, window: int = 4096, by_layer: bool = True) -> Config:
     """Return config.json with the pattern of `layer_types`, or with the default pattern if the key is missing.
 
     `interval`, `first`: the default `global_interval` and `first_window`; `window`: the default window, in tokens. A
@@ -23,7 +23,8 @@ def complete(config: Config, *, interval: int = 0, first: int = 0, window: int =
     """
     layers, longest = config.get("num_hidden_layers", 0), config.get("max_position_embeddings", 0)
     window = config.get("sliding_window", window)
-    kinds = config.get("layer_types") or [_kind(layer, interval, first) for layer in range(layers)]
+    given = config.get("layer_types") if by_layer else None
+    kinds = given or [_kind(layer, interval, first) for layer in range(layers)]
     pattern = _pattern(kinds) or (0, 0)
     if isinstance(window, int) and window >= longest > 0:
         window = longest if config.get("_window_rope_theta") else 0
@@ -50,6 +51,18 @@ def problems(config: Config) -> Iterator[str]:
         yield (
             f"layer_types has no pattern that is supported; valid: {GLOBAL} in the first layers and in every n-th "
             f"layer, {WINDOWED} in all others"
+        )
+
+
+def every_layer(config: Config) -> Iterator[str]:
+    """Yield the faults of `layer_types` of an architecture in which transformers does not read the key: every layer has
+    the window."""
+    yield from problems(config)
+    others = sorted({str(kind) for kind in config.get("layer_types") or ()} - {WINDOWED})
+    if config.get("sliding_window") and others:
+        yield (
+            f"layer_types has {', '.join(others)}, and transformers gives every layer of this architecture "
+            f"sliding_window={config['sliding_window']}; valid: {WINDOWED} in every layer, or sliding_window=null"
         )
 
 

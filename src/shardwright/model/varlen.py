@@ -28,8 +28,8 @@ class _VarlenIndices(NamedTuple):
     arguments: tuple[Tensor, Tensor, int, int, float, bool]
     """Cumulative numbers of rows and of columns, the largest of each, dropout, and whether the mask is causal."""
     window: dict[str, int]
-    """The kernel's window: how many columns before and after the last column of a row, if the last row has the last
-    column; without a window of the model empty."""
+    """The kernel's window: the numbers of columns that row i reads before and after column i + columns - rows, the
+    kernel's diagonal; without a window of the model empty."""
 
     @staticmethod
     def from_pieces(pieces: Sequence[AttentionPiece], device: torch.device) -> "_VarlenIndices":
@@ -45,6 +45,7 @@ class _VarlenIndices(NamedTuple):
 
 def _window(piece: AttentionPiece) -> dict[str, int]:
     after = piece.shift - (piece.n_columns - piece.n_rows)
+    assert after >= 0 or not piece.causal, "the kernel reads a negative window as none: cut the columns first"
     return {"window_size_left": piece.window - 1 - after, "window_size_right": after if piece.causal else -1}
 
 
