@@ -77,6 +77,7 @@ OPTIONS = table(
     read("num_machines", "cluster", int, 1),
     read("mixed_precision", "precision.compute", str, "no", "", "no", "bf16", "fp16", "fp8"),
     read("deepspeed_config.zero_stage", "layout.zero", int),
+    read("deepspeed_config.deepspeed_config_file", "layout.zero", str, None, "the file has to be given too"),
     read("deepspeed_config.gradient_accumulation_steps", "batch.global_batch", int),
     read("deepspeed_config.offload_optimizer_device", "layout.offload_optimizer", str, "none"),
     read("deepspeed_config.offload_param_device", "layout.offload_parameters", str, "none"),
@@ -97,6 +98,9 @@ OPTIONS = table(
     read("gradient_checkpointing", "layout.recompute", bool, False, "full"),
     read("optim", "optimizer.name", str),
     read("fsdp", "layout.zero", list, [], "full_shard: 3, shard_grad_op: 2, offload"),
+    read(f"{_FSDP}version", "layout.zero", int, 1, "as fsdp_version"),
+    read(f"{_FSDP}reshard_after_forward", "layout.zero", str, "true", "as fsdp_reshard_after_forward"),
+    read("deepspeed", "layout.zero", str, None, "the file has to be given too"),
     read("torch_compile", "stack", bool, False),
     read("use_liger_kernel", "stack", bool, False, "priced as a fused loss"),
     *(read(name, "batch.seq_len", int) for name in ("max_seq_length", "max_length", "model_max_length", "block_size")),
@@ -110,7 +114,7 @@ OPTIONS = table(
         "do_eval do_predict eval_strategy evaluation_strategy per_device_eval_batch_size eval_steps eval_delay "
         "ddp_find_unused_parameters remove_unused_columns report_to run_name disable_tqdm push_to_hub hub_model_id "
         "label_names load_best_model_at_end metric_for_best_model greater_is_better ignore_data_skip group_by_length "
-        "full_determinism deepspeed dataset_text_field packing tpu_use_cluster tpu_use_sudo tpu_env _n_gpu local_rank",
+        "full_determinism dataset_text_field packing tpu_use_cluster tpu_use_sudo tpu_env _n_gpu local_rank",
     ),
 )  # fmt: skip
 FAMILIES = tuple(
@@ -170,6 +174,11 @@ def describe(values: Values) -> DescribedRun:
     seq_len = _number(values, "seq_len", "max_seq_length", "max_length", "model_max_length", "block_size")
     if seq_len is None:
         values.problems.append(f"{values.source}: the length of sequences is missing; give --seq-len, such as 4096")
+    for name in ("deepspeed", "deepspeed_config.deepspeed_config_file"):
+        if values[name] and not any(each.startswith((_ZERO, "train_")) for each in values.settings):
+            values.wrong(
+                name, "is DeepSpeed's configuration, which is not read from here; give it by another --from"
+            )
     dialect = _dialect(values)
     settings = _degrees(values, world, dialect)
     data_ranks = settings["dp_shard"] * settings["dp_replicate"]
@@ -193,7 +202,7 @@ def describe(values: Values) -> DescribedRun:
         *(model, seq_len, global_batch, layout, micro_batch, _precision(values), _stack(values), world),
         node_size=world // machines if values.given("num_processes") and world % machines == 0 else None,
         optimizer=_OPTIMIZERS.get(named, "adamw"),
-        dialect=dialect,
+        dialect="fsdp2" if dialect == "fsdp" and _is_fsdp2(values) else dialect,
     )
 
 
@@ -264,12 +273,18 @@ def _zero(values: Values, dialect: str) -> int:
     if dialect == "ddp":
         return 0
     words = [word.lower() for word in values["fsdp"]]
-    if values[f"{_FSDP}fsdp_version"] == 2:
-        return 2 if values[f"{_FSDP}fsdp_reshard_after_forward"].lower() == "false" else 3
+    if _is_fsdp2(values):
+        keeps = (values[f"{_FSDP}{name}reshard_after_forward"].lower() == "false" for name in ("fsdp_", ""))
+        return 2 if any(keeps) else 3
     name = next((word for word in words if word in STRATEGIES), values[f"{_FSDP}fsdp_sharding_strategy"].lower())
     if name not in STRATEGIES:
         values.wrong(f"{_FSDP}fsdp_sharding_strategy", f"valid: {', '.join(STRATEGIES)}")
     return STRATEGIES.get(name, 3)
+
+
+def _is_fsdp2(values: Values) -> bool:
+    """Return whether FSDP2 is asked for, by Accelerate's or by the Trainer's name of the option."""
+    return 2 in (values[f"{_FSDP}fsdp_version"], values[f"{_FSDP}version"])
 
 
 def _offload(values: Values, dialect: str, zero: int) -> dict[str, str]:
@@ -328,7 +343,7 @@ def able(described: DescribedRun, candidates: Candidates) -> Any:
     if described.dialect == "deepspeed":
         mask &= (candidates.zero == 0) | (candidates.dp_replicate == 1)
     else:
-        mask &= np.isin(candidates.zero, (0, 2, 3))
+        mask &= np.isin(candidates.zero, (2, 3) if described.dialect == "fsdp2" else (0, 2, 3))
     return mask & (shared.pp == 1 and shared.loss_chunk_tokens == 0 and shared.zero_secondary_ranks == 1)
 
 
@@ -343,6 +358,9 @@ def write(described: DescribedRun, choice: Choice) -> dict[str, Any]:
     }
     if deepspeed:
         return result | {f"{_ZERO}stage": layout.zero}
+    if described.dialect == "fsdp2":
+        replicas = {f"{_PARALLEL}dp_replicate_size": layout.dp_replicate} if layout.dp_replicate > 1 else {}
+        return result | replicas | {f"{_FSDP}fsdp_reshard_after_forward": layout.zero == 3}
     strategies = {3: "FULL_SHARD", 2: "SHARD_GRAD_OP", 0: None if described.dialect == "ddp" else "NO_SHARD"}
     if layout.dp_replicate > 1 and layout.zero:
         strategies = {3: "HYBRID_SHARD", 2: "HYBRID_SHARD_ZERO2"}

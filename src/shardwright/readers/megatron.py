@@ -218,7 +218,9 @@ def _stack(values: Values) -> Stack:
         stack = replace(stack, flash_attention=True)
     if values["fp8_param_gather"] or values["fp8_param"]:
         stack = replace(stack, fp8_weight_bytes=0.0)  # the 2 bytes of a working weight are its two copies in fp8
-    if values["grad_reduce_in_bf16"] or values["grad_reduce_in_fp32"] is False or values["main_grads_dtype"] == "bf16":
+    narrow = values["fp16"] and not (values["accumulate_allreduce_grads_in_fp32"] or values["grad_reduce_in_fp32"])
+    narrow = narrow or values["grad_reduce_in_bf16"] or values["grad_reduce_in_fp32"] is False
+    if narrow or values["main_grads_dtype"] == "bf16":
         stack = replace(stack, gradient_bytes=2.0, reduced_bytes=2.0)
         speed = replace(speed, reduce_bytes=2.0)
     if values["use_precision_aware_optimizer"]:

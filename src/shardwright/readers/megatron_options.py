@@ -142,7 +142,7 @@ OPTIONS = table(
     read("use_torch_fsdp2", "layout.zero", bool, False, "3"),
     read("torch_fsdp2_no_reshard_after_forward", "layout.zero", bool, False, "2"),
     read(
-        *("data_parallel_sharding_strategy", "layout.zero", str, "optim_grads_params", "with megatron_fsdp: 0 to 3"),
+        *("data_parallel_sharding_strategy", "layout.zero", str, "no_shard", "with megatron_fsdp: 0 to 3"),
         *("no_shard", "optim", "optim_grads", "optim_grads_params"),
     ),
     read("num_distributed_optimizer_instances", "layout.dp_replicate", int, 1),

@@ -168,6 +168,8 @@ def describe(values: Values) -> DescribedRun:
         raise InputError(*(f"{values.source}: {problem}" for problem in error.problems)) from None
     names = {"adamw": "adamw", "adam": "adamw", "muon": "muon"}
     optimizer = names.get(values["optimizer.name"].lower(), "adamw")
+    if values["optimizer.name"].lower() not in names:
+        values.changes["optimizer.name"] = "has no counterpart; priced as adamw"
     return DescribedRun(
         *(model, seq_len, global_batch, layout, micro_batch, _precision(values), _stack(values), world or 1),
         optimizer=optimizer,
@@ -196,7 +198,10 @@ def _degrees(values: Values, world: int, model: ModelSpec) -> dict[str, Any]:
         result["cp_method"] = "allgather" if gathers else "zigzag"
     if values["training.enable_cpu_offload"]:
         result |= {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
-    return result | _pipeline(values, pp, model) | _recompute(values, model, pp)
+    pipeline = _pipeline(values, pp, model)
+    v_shaped = pipeline.get("pp_schedule") in ("zb-v", "dualpipe-v")
+    stages = pp * (2 if v_shaped else pipeline.get("virtual_stages", 1))
+    return result | pipeline | _recompute(values, model, stages)
 
 
 def _pipeline(values: Values, pp: int, model: ModelSpec) -> dict[str, Any]:
@@ -215,7 +220,8 @@ def _pipeline(values: Values, pp: int, model: ModelSpec) -> dict[str, Any]:
     return {"pp_schedule": schedule, "virtual_stages": max(-(-model.n_layers // (layers * pp)), 2) if layers else 2}
 
 
-def _recompute(values: Values, model: ModelSpec, pp: int) -> dict[str, Any]:
+def _recompute(values: Values, model: ModelSpec, stages: int) -> dict[str, Any]:
+    """Return the recomputation; `recompute_layers` counts the layers of each of the `stages`."""
     mode = values["activation_checkpoint.mode"]
     if mode != "selective":
         return {"recompute": mode}
@@ -223,7 +229,7 @@ def _recompute(values: Values, model: ModelSpec, pp: int) -> dict[str, Any]:
     if values.given("model_spec") and not values.given("activation_checkpoint.selective_ac_option"):
         every = "op"
     if every.isdecimal() and int(every) > 0:
-        return {"recompute": "full", "recompute_layers": max(model.n_layers // pp // int(every), 1)}
+        return {"recompute": "full", "recompute_layers": max(model.n_layers // stages // int(every), 1)}
     if every != "op":
         values.wrong("activation_checkpoint.selective_ac_option", "valid: op, or a whole number of layers")
     return {"recompute": "selective"}
@@ -287,7 +293,7 @@ def write(described: DescribedRun, choice: Choice) -> dict[str, Any]:
         "activation_checkpoint.selective_ac_option": "op" if layout.recompute == "selective" else None,
     }
     if layout.recompute_layers and layout.recompute == "full":
-        every = max(described.model.n_layers // layout.pp // layout.recompute_layers, 1)
+        every = max(described.model.n_layers // layout.n_stages // layout.recompute_layers, 1)
         options["activation_checkpoint.mode"] = "selective"
         options["activation_checkpoint.selective_ac_option"] = every
     return options
