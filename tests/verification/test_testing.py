@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.model.spec import ModelSpec
+from shardwright.system.errors import InputError
 from shardwright.testing import StepBatch, TensorShard, World, verify_trainer
+from shardwright.verification.trainers.rank import _check_shard
 from tests.marks import prove
 
 
@@ -55,3 +58,18 @@ def test_a_trainer_whose_weight_is_sharded_by_hand_is_equal_and_what_it_ignores_
     assert report.equal, report.culprit
     assert str(report.layout) == "tp 2"
     assert report.not_compared == ["clipping, since the trainer never reads batch.clip_norm"]
+
+
+class Renamed(Trainer):
+    """A class that a file's name `Trainer` does not find."""
+
+
+def test_a_class_of_another_name_is_refused():
+    with pytest.raises(InputError, match="class Renamed: a class is found by its file and the name Trainer"):
+        verify_trainer(Renamed, 2)
+
+
+def test_a_shard_outside_of_its_tensor_is_refused():
+    for offsets in ((3, 0), (0,), (-1, 0)):
+        with pytest.raises(InputError, match=r"the shard \(2, 4\) of table at .* is not within its tensor \(4, 4\)"):
+            _check_shard("gradients()", "table", TensorShard(torch.zeros(2, 4), offsets, (4, 4)))

@@ -67,6 +67,28 @@ MEAN = (
     "torch.nn.functional.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten()) "
     "/ len(batch.micro_batches) / self.world.size",
 )
+
+
+@prove
+def test_a_result_that_is_no_number_is_not_equal_and_not_called_random(tmp_path: Path):
+    nan = "{name: p.grad * float('nan') for name, p"
+    bad = changed(tmp_path, "ddp.py", ("{name: p.grad for name, p", nan))
+    result = verify(bad, "--world", 2, "--steps", 1)
+    assert result.exit_code == 1, result.output
+    assert "is NaN or infinite" in result.output
+
+
+@pytest.mark.parametrize(("option", "said"), [
+    ("--compile", "--compile is for layouts of a run file"),
+    ("--no-evaluate", "--no-evaluate is for layouts of a run file"),
+    ("--full", "--full: there is no run file to take the sizes from"),
+])  # fmt: skip
+def test_an_option_without_effect_is_refused(option: str, said: str):
+    result = verify(EXAMPLES / "ddp.py", "--world", 2, option)
+    assert result.exit_code == 2
+    assert said in result.output
+
+
 BUGS: list[tuple[str, tuple[str, str], str, list[str]]] = [
     ("ddp.py", MEAN, "dp=2", ["gradient of ", "it is equal without accumulation and without ragged masks"]),
     (

@@ -325,12 +325,17 @@ def _check_options_of_trainer(options: VerifyOptions) -> None:
     wrong = wrong_place("--html", options.html, {".html": "it is named"})
     if options.dtype not in ("float64", "float32"):
         wrong.append(f"--dtype {options.dtype}: a trainer is compared in its own matmuls; valid: float64, float32")
-    given = {"--set-b": options.overrides_b, "--matrix": options.matrix}
-    wrong += [
-        f"{name} is for layouts of a run file; leave it out with --trainer"
-        for name, value in given.items()
-        if value is not None
-    ]
+    given = {
+        "--set-b": options.overrides_b is not None,
+        "--matrix": options.matrix is not None,
+        "--compile": options.compile,
+        "--lr-schedule": options.lr_schedule,
+        "--no-evaluate": not options.evaluate,
+        "--against": options.against != "single",
+    }
+    wrong += [f"{name} is for layouts of a run file; leave it out with --trainer" for name in given if given[name]]
+    if options.full and options.run_file is None:
+        wrong.append("--full: there is no run file to take the sizes from; name one, or use --set model.*")
     if wrong:
         raise InputError(*wrong)
 

@@ -176,9 +176,7 @@ def describe(values: Values) -> DescribedRun:
         values.problems.append(f"{values.source}: the length of sequences is missing; give --seq-len, such as 4096")
     for name in ("deepspeed", "deepspeed_config.deepspeed_config_file"):
         if values[name] and not any(each.startswith((_ZERO, "train_")) for each in values.settings):
-            values.wrong(
-                name, "is DeepSpeed's configuration, which is not read from here; give it by another --from"
-            )
+            values.wrong(name, "is DeepSpeed's configuration, which is not read from here; give it by another --from")
     dialect = _dialect(values)
     settings = _degrees(values, world, dialect)
     data_ranks = settings["dp_shard"] * settings["dp_replicate"]

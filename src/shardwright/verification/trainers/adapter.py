@@ -136,6 +136,11 @@ def axes_of(name: str) -> tuple[str, ...]:
 def resolved(trainer: str | Path | type[Any]) -> str:
     """Return the absolute path of a trainer's file, or the name of an adapter of this folder. Raises InputError if
     there is neither. A class is found by its file and the name `Trainer`."""
+    if isinstance(trainer, type) and getattr(sys.modules.get(trainer.__module__), "Trainer", None) is not trainer:
+        raise InputError(
+            f"class {trainer.__name__}: a class is found by its file and the name Trainer; name it Trainer, in a file "
+            f"of its own"
+        )
     name = inspect.getfile(trainer) if isinstance(trainer, type) else str(trainer)
     if name in ADAPTERS:
         return name
@@ -181,17 +186,21 @@ def environment_error(name: str, error: BaseException) -> InputError | None:
     own = [frame for frame in frames if Path(frame.filename).parent == Path(name).parent]
     at = own[-1] if own else frames[-1]
     where = f"trainer {at.filename}, line {at.lineno}"
-    if isinstance(error, ImportError):
+    if isinstance(error, ImportError) and not isinstance(error, ModuleNotFoundError):
+        return InputError(f"{where}: {error}; the installed version has no such name")
+    if isinstance(error, ModuleNotFoundError):
         line = linecache.getline(at.filename, at.lineno or 0).strip()
         names = line.partition(" import ")[2].strip("( ") if line.startswith("from ") else ""
         offer = f"that defines {names}" if names else "with the names that the trainer uses"
         module = error.name or "a module"
+        path = module.replace(".", "/") + ".py"
         return InputError(
-            f"{where}: {module} cannot be imported ({error}); install it, or put a stand-in {module}.py {offer}, in "
+            f"{where}: {module} cannot be imported ({error}); install it, or put a stand-in {path} {offer}, in "
             f"plain PyTorch for the CPU, next to the trainer"
         )
-    if isinstance(error, RuntimeError | AssertionError | NotImplementedError) and _NEEDS_CUDA.search(str(error)):
-        reason = str(error).splitlines()[0]
+    # PyTorch ends such a sentence with a list of all backends, CUDA among them.
+    reason = (str(error).splitlines() or [""])[0].partition(" This could be because")[0]
+    if isinstance(error, RuntimeError | AssertionError | NotImplementedError) and _NEEDS_CUDA.search(reason):
         return InputError(
             f"{where}: the trainer needs an accelerator ({reason}); verify runs on CPUs with gloo: take world.device "
             f"and world.group in place of CUDA and NCCL"

@@ -125,9 +125,10 @@ class TrainerVerifier(Verifier):
         """Raise InputError if a second run of a trainer differs from its first by more than rounding."""
         with tempfile.TemporaryDirectory(dir=temporary_folder()) as folder:
             second = self._run(train_rank, layout.world_size, Path(folder), case, layout)
-            rows = tolerance.rows(compare.errors(second, first))
-        worst = max(rows, key=lambda row: row.excess)
-        if not worst.equal:
+            # NaN and tensors with a hole are differences from the reference, not a spread.
+            rows = [row for row in tolerance.rows(compare.errors(second, first)) if math.isfinite(row.error)]
+        worst = max(rows, key=lambda row: row.excess, default=None)
+        if worst is not None and not worst.equal:
             raise InputError(
                 f"{layout.trainer} is not deterministic: two runs of it ({layout}) differ by {worst.error:.1e} "
                 f"({_place(worst)}); set its seeds from world.seed, and switch off dropout"
@@ -211,6 +212,9 @@ def _sentence(row: ReportRow, alike: list[ReportRow], trace: Trace, expected: Tr
     if not row.name:
         ours, theirs = trace.scalars.get(row.quantity, math.nan), expected.scalars[row.quantity]
         return f"{_place(row)} is {ours:.6g}, and {theirs:.6g} in the reference"
+    if not math.isfinite(row.error):
+        whole = trace.tensor(row.quantity, row.name)
+        return f"{_place(row)} {'has shards that overlap or leave a hole' if whole is None else 'is NaN or infinite'}"
     factors = {each.name: compare.factor(trace, expected, each.quantity, each.name) for each in alike}
     this = factors[row.name]
     if this is None:

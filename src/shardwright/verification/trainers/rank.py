@@ -77,6 +77,9 @@ def _train(case: TrainerCase, layout: TrainerLayout, folder: Path) -> RankTrace:
             recorder.tensors(TracedQuantity("parameter", training, step + 1), parameters)
             read |= batch.names_read
         del trainer, gradients, parameters
+    for names, also in gathered((sorted(options.names_read), sorted(read)), tuple[list[str], list[str]]):
+        options.names_read.update(names)  # an option may concern some ranks only
+        read.update(also)
     if not layout.is_reference:
         options.check_read(world.axes)
     recorder.trace.ignored = [name for name in ("clip_norm", "lr") if name not in read]
@@ -189,11 +192,23 @@ def _tensors(method: str, given: Any) -> dict[str, TensorShard]:
                 f"{method}: {name} is of type {type(value).__name__}; a whole tensor, a DTensor or "
                 f"shardwright.testing.TensorShard(tensor, offsets, shape) is needed"
             )
+        if isinstance(value, TensorShard):
+            _check_shard(method, str(name), value)
         if isinstance(value, DTensor) and any(place.is_partial() for place in value.placements):
             value = value.redistribute(placements=[Replicate() if p.is_partial() else p for p in value.placements])
         local, offsets = local_box(value)
         result[str(name)] = TensorShard(local.clone(), offsets, tuple(value.shape))  # gradients may share a bucket
     return result
+
+
+def _check_shard(method: str, name: str, shard: TensorShard) -> None:
+    """Raise InputError for a shard that is not within its tensor."""
+    shape, offsets, whole = tuple(shard.tensor.shape), tuple(shard.offsets), tuple(shard.shape)
+    inside = len(offsets) == len(shape) == len(whole) and all(
+        start >= 0 and start + n <= most for start, n, most in zip(offsets, shape, whole, strict=True)
+    )
+    if not inside:
+        raise InputError(f"{method}: the shard {shape} of {name} at {offsets} is not within its tensor {whole}")
 
 
 def _norm(gradients: Mapping[str, TensorShard], names: list[str]) -> Tensor:
