@@ -98,7 +98,7 @@ def test_a_page_needs_nothing_else(tmp_path: Path):
     for part in (
         "The best layout",
         "Memory by kind",
-        "Speed against accelerators",
+        "More accelerators",
         "accelerator-hours",
         "another zero",
     ):

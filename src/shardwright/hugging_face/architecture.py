@@ -273,7 +273,7 @@ def _unknown_keys(config: Config) -> Iterator[str]:
 def architecture_of(spec: ModelSpec, model_type: str | None = None) -> Architecture:
     """Return the architecture of a model, or of the model without its MTP modules.
 
-    `model_type`: the architecture to take; default: the fitting architecture with the fewest sizes.
+    `model_type`: the architecture to take; default: the first that fits, in the order of `files`.
     Raises ConfigError with the misfits of this architecture, or of the nearest.
     """
     if model_type is not None and model_type not in ARCHITECTURES:
@@ -286,7 +286,7 @@ def architecture_of(spec: ModelSpec, model_type: str | None = None) -> Architect
     }
     fitting = [name for name, problems in misfits.items() if not problems]
     if fitting:
-        return ARCHITECTURES[min(fitting, key=lambda name: len(ARCHITECTURES[name].sizes))]
+        return ARCHITECTURES[fitting[0]]
     if model_type is not None:
         raise ConfigError(f"--architecture {model_type}: the model is another: {'; '.join(misfits[model_type])}")
     # An architecture that cannot write the model's config.json at all is not near, whatever the number of reasons.

@@ -103,7 +103,11 @@ _BUILT_IN = (
     starcoder2,
     glm4_moe,
     gpt_oss,
-)  # their imports register them
+)
+"""Modules of the built-in architectures, whose imports register them. A model is exported as the first that fits."""
+for _module in _BUILT_IN:
+    for _architecture in [each for each in vars(_module).values() if isinstance(each, Architecture)]:
+        ARCHITECTURES[_architecture.model_type] = ARCHITECTURES.pop(_architecture.model_type)
 
 
 @dataclass(frozen=True)
