@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardwright.hugging_face.architecture import Config
+from shardwright.layout.key import MOST_LAYERS
 from shardwright.model.spec import ModelSpec
 
 SIZES = {"window": "sliding_window", "global_interval": "_global_interval", "first_window": "_first_window"}
@@ -18,10 +19,12 @@ WINDOWED, GLOBAL = "sliding_attention", "full_attention"
 def complete(config: Config, *, interval: int = 0, first: int = 0, window: int = 4096, by_layer: bool = True) -> Config:
     """Return config.json with the pattern of `layer_types`, or with the default pattern if the key is missing.
 
-    `interval`, `first`: the default `global_interval` and `first_window`; `window`: the default window, in tokens. A
+    `interval`, `first`: the default `global_interval` and `first_window`; `window`: the default window, in tokens;
+    `by_layer`: whether transformers reads `layer_types` for this architecture, otherwise every layer has the window. A
     window as long as the longest sequence is none, unless windowed layers rotate by other frequencies.
     """
-    layers, longest = config.get("num_hidden_layers", 0), config.get("max_position_embeddings", 0)
+    layers = min(config.get("num_hidden_layers", 0), MOST_LAYERS)  # more are refused with the sizes
+    longest = config.get("max_position_embeddings", 0)
     window = config.get("sliding_window", window)
     given = config.get("layer_types") if by_layer else None
     kinds = given or [_kind(layer, interval, first) for layer in range(layers)]
