@@ -1,5 +1,6 @@
 """Proves that generation with a cache gives the tokens of the full forward pass without one, on every layout."""
 
+import ctypes
 import resource
 import sys
 from dataclasses import replace
@@ -117,7 +118,13 @@ def test_keys_of_another_rank_are_seen():
 
 
 def _page_faults(mutations: tuple[Mutation, ...]) -> int:
-    """Of a pass that reads prompts, after two like it: the least of three, as a loaded machine adds some of its own."""
+    """Of a pass that reads prompts, after two like it: the least of three, as a loaded machine adds some of its own.
+
+    The thresholds of malloc are first set to glibc's defaults, as glibc raises them in a process that has freed a large
+    block, such as the one that this one was forked from."""
+    trim_threshold, mmap_threshold = -1, -3
+    for threshold in (mmap_threshold, trim_threshold):
+        ctypes.CDLL(None).mallopt(threshold, 128 * 1024)
     spec = replace(GROUPED, n_layers=2, d_model=256, d_ffn=704, max_seq_len=130)
     prompts = {index: [(index + at) % 31 for at in range(128)] for index in range(8)}
     with mutated(*mutations):

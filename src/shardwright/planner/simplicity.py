@@ -103,7 +103,7 @@ def simplest(found: Sequence[PricedLayout]) -> PricedLayout:
 
 def plainest(steps_s: Sequence[float], n_settings: Sequence[int]) -> int:
     """Return the index of the layout with the fewest settings among the layouts that take at most `WORTH_A_KEY` longer
-    than the fastest; of equals the fastest."""
+    than the fastest; of equals the fastest, and of equally fast ones the first."""
     longest = (1 + WORTH_A_KEY) * min(steps_s)
     kept = [index for index, step_s in enumerate(steps_s) if step_s <= longest]
     return min(kept, key=lambda index: (n_settings[index], steps_s[index]))
