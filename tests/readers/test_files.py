@@ -1,6 +1,7 @@
 """Configurations of torchtitan, DeepSpeed, Accelerate and the Hugging Face Trainer."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,10 @@ import pytest
 from shardwright.cost.hardware import cluster
 from shardwright.model.presets import PRESETS
 from shardwright.readers.foreign_run import ForeignRun, Request, alternatives, read_configuration
+from shardwright.readers.systems import sources_of
+from shardwright.readers.table import READ, Setting, Values, normalised
 from shardwright.system.errors import InputError
+from tests.readers import scripts
 
 LLAMA_405B = """\
 # Values: torchtitan's llama3_405b.toml, a preset for 128 H100.
@@ -161,6 +165,27 @@ def test_a_file_that_cannot_be_planned_is_refused_with_its_line(
     with pytest.raises(InputError) as error:
         read(tmp_path, {name: text.replace(before, after, 1)})
     assert problem in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("x.sh", scripts.MIXTRAL),
+        ("x.toml", LLAMA_405B.replace("'full'", "'selective'")),
+        ("x.yaml", ACCELERATE),
+        ("x.json", json.dumps(DEEPSPEED | ARGUMENTS)),
+    ],
+)
+def test_no_value_of_any_option_raises_anything_but_an_input_error(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    system, sources, _ = sources_of([tmp_path / name])
+    stated = {normalised(setting.option): setting for source in sources for setting in source.settings}
+    for option in [row.name for row in system.options.values() if row.fate == READ]:
+        for wrong in (0, "", [], 10**12):
+            settings = stated | {option: Setting(option, wrong, f"{name}:1")}
+            given = None if name == "x.sh" else PRESETS["llama-3.1-8b"]
+            with suppress(InputError):
+                system.describe(Values(system.name, system.options, settings, name, 128, given, spell=system.spell))
 
 
 def test_files_that_contradict_each_other_are_refused_with_both_lines(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def _zero(values: Values) -> int:
     if values["use_megatron_fsdp"] or values["use_custom_fsdp"]:
         strategies = ("no_shard", "optim", "optim_grads", "optim_grads_params")
         return strategies.index(values["data_parallel_sharding_strategy"])
-    values.unused("data_parallel_sharding_strategy", "without use_megatron_fsdp Megatron-LM ignores it")
+    values.changes["data_parallel_sharding_strategy"] = "without use_megatron_fsdp Megatron-LM ignores it"
     return int(bool(values["use_distributed_optimizer"]))
 
 

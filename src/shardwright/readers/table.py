@@ -100,6 +100,8 @@ class Values:
     problems: list[str] = field(default_factory=list)
     assumed: list[str] = field(default_factory=list)
     changes: dict[str, str] = field(default_factory=dict)
+    spell: Callable[[str], str] = str
+    """As of `System`."""
     _wrong: set[str] = field(default_factory=set)
 
     def given(self, name: str) -> bool:
@@ -138,19 +140,12 @@ class Values:
         setting = self.settings.get(name)
         return setting.option if setting else self.spell(name)
 
-    spell: Callable[[str], str] = str
-
     def wrong(self, name: str, text: str) -> None:
         """Add a problem of an option's value."""
         setting = self.settings.get(name)
         where = setting.where if setting else self.source
         stated = "" if setting is None or setting.value is True else f" {shown(setting.value)}"
         self.problems.append(f"{where}: {self.spelled(name)}{stated}: {text}")
-
-    def unused(self, name: str, text: str) -> None:
-        """OptionRecord that the value of an option has no counterpart, if the option is given."""
-        if self.given(name):
-            self.changes[name] = text
 
 
 def _converted(setting: Setting, option: ForeignOption) -> Any:
@@ -161,7 +156,10 @@ def _converted(setting: Setting, option: ForeignOption) -> Any:
     if value is None:
         return option.default
     if option.kind is list:
-        return [str(each) for each in value] if isinstance(value, list) else str(value).split()
+        several = [str(each) for each in value] if isinstance(value, list) else str(value).split()
+        if option.default and not several:
+            raise ValueError("it is empty; write its value or leave it out")
+        return several
     if isinstance(value, str) and value.strip().lower() == "auto" and option.kind in (int, float):
         raise ValueError("'auto' is set by the launching program, which is not executed; write the number")
     if option.kind is bool:
@@ -196,9 +194,8 @@ def shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class DescribedRun:
-    """What a configuration describes: the job's parts and the layout. `world_size`: None if neither file nor
-    --cluster states it; `node_size`: ranks of a node, or None. `dialect`: the vocabulary that
-    the files use, of a system with several."""
+    """What a configuration describes: the job's parts and the layout. `node_size`: ranks of a node, or None. `dialect`:
+    the vocabulary that the files use, of a system with several."""
 
     model: ModelSpec
     seq_len: int

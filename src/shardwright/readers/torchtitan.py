@@ -199,13 +199,12 @@ def _degrees(values: Values, world: int, model: ModelSpec) -> dict[str, Any]:
     if values["training.enable_cpu_offload"]:
         result |= {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
     pipeline = _pipeline(values, pp, model)
-    v_shaped = pipeline.get("pp_schedule") in ("zb-v", "dualpipe-v")
-    stages = pp * (2 if v_shaped else pipeline.get("virtual_stages", 1))
+    stages = Layout(pp=max(pp, 1), **pipeline).n_stages
     return result | pipeline | _recompute(values, model, stages)
 
 
 def _pipeline(values: Values, pp: int, model: ModelSpec) -> dict[str, Any]:
-    if pp == 1:
+    if pp <= 1:
         return {}
     name = str(_parallel(values, "pipeline_parallel_schedule"))
     schedule = SCHEDULES.get(name.lower())
