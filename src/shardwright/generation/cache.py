@@ -65,19 +65,24 @@ class Cache:
 
 
 class LayerCache:
-    """The keys and values of one layer, (slots, K, S, C); allocated by the first write, whose tensors give K and C."""
+    """The keys and values of one layer, (slots, K, places, C), a place for each position; allocated by the first write,
+    whose tensors give K and C."""
 
     def __init__(self, cache: Cache) -> None:
-        self.cache = cache
+        self.cache, self.n_places = cache, cache.n_positions
         self.tensors: list[Tensor] = []
+
+    def allocate(self, *new_NKC: Tensor) -> None:
+        """Make the tensors of the layer, unless they exist."""
+        if not self.tensors:
+            shapes = [(self.cache.n_slots, x.shape[1], self.n_places, x.shape[2]) for x in new_NKC]
+            # Zeros: masked values are multiplied by 0, and a stray nan times 0 is nan.
+            self.tensors = [x.new_zeros(shape) for x, shape in zip(new_NKC, shapes, strict=True)]
 
     def write(self, *new_NKC: Tensor) -> None:
         """Store the keys, and the values if they differ, of the tokens of the current pass."""
         cache = self.cache
-        if not self.tensors:
-            shapes = [(cache.n_slots, x.shape[1], cache.n_positions, x.shape[2]) for x in new_NKC]
-            # Zeros: masked values are multiplied by 0, and a stray nan times 0 is nan.
-            self.tensors = [x.new_zeros(shape) for x, shape in zip(new_NKC, shapes, strict=True)]
+        self.allocate(*new_NKC)
         for kept, x_NKC in zip(self.tensors, new_NKC, strict=True):
             if cache.batch.is_decode and len(cache.batch.segments) > 1:
                 kept[cache.batch.slots, :, cache.batch.starts] = x_NKC
@@ -108,7 +113,8 @@ class RuledLayerCache(LayerCache):
     def __init__(self, cache: Cache, window: int) -> None:
         super().__init__(cache)
         self.window = window
-        self.n_places = min(cache.n_positions, window + cache.n_ahead) if window else cache.n_positions
+        if window:
+            self.n_places = min(cache.n_positions, window + cache.n_ahead)
 
     def attend_and_write(self, q_NHC: Tensor, k_NKC: Tensor, v_NKC: Tensor, rule: AttentionRule) -> Tensor:
         """Return attention of the new tokens to all tokens of their sequences by `rule`, (N, H, C), and store the new
@@ -133,8 +139,7 @@ class RuledLayerCache(LayerCache):
     def write(self, *new_NKC: Tensor) -> None:
         """Store the keys and values of the tokens of the current pass; of more than R tokens the last R."""
         cache = self.cache
-        if not self.tensors:
-            self.tensors = [x.new_zeros(cache.n_slots, x.shape[1], self.n_places, x.shape[2]) for x in new_NKC]
+        self.allocate(*new_NKC)
         for kept, x_NKC in zip(self.tensors, new_NKC, strict=True):
             for segment, x_TKC in zip(cache.batch.segments, x_NKC.split(_lengths(cache.batch)), strict=True):
                 first = max(segment.start, segment.stop - self.n_places)
@@ -163,7 +168,7 @@ class PrefillAttention:
     ) -> Tensor:
         batch = self.cache.batch
         if batch.held is not None:
-            return self.sharded(q_1NHC, k_1NKC, v_1NKC, documents, *(() if rule is None else (rule,)))
+            return self.sharded(q_1NHC, k_1NKC, v_1NKC, documents, rule)
         parts = [x[:, : batch.n_tokens].split(_lengths(batch), 1) for x in (q_1NHC, k_1NKC, v_1NKC)]
         o_1NHC = torch.cat([attend(q, k, v, None, rule) for q, k, v in zip(*parts, strict=True)], 1)
         return padded(o_1NHC[0], q_1NHC)
@@ -197,7 +202,7 @@ class CachedAttention:
             return padded(self.layer.attend_and_write(q_1NHC[0, :n], k_NKC, v_NKC, rule), q_1NHC)
         self.layer.write(*new_NKC)
         if batch.is_prefill:
-            return self.prefill(q_1NHC, k_1NKC, v_1NKC, documents, *(() if rule is None else (rule,)))
+            return self.prefill(q_1NHC, k_1NKC, v_1NKC, documents, rule)
         return padded(self.layer.attend(q_1NHC[0, :n]), q_1NHC)
 
 

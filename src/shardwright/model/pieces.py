@@ -42,10 +42,10 @@ class AttentionPiece:
     @property
     def pairs(self) -> int:
         """The number of unmasked scores."""
-        before = _pairs_up_to(self.n_rows, self.n_columns, self.shift - self.window) if self.window else 0
+        before = pairs_up_to(self.n_rows, self.n_columns, self.shift - self.window) if self.window else 0
         if not self.causal:
             return self.n_rows * self.n_columns - before
-        return _pairs_up_to(self.n_rows, self.n_columns, self.shift) - before
+        return pairs_up_to(self.n_rows, self.n_columns, self.shift) - before
 
     @property
     def is_triangle(self) -> bool:
@@ -83,8 +83,9 @@ class AttentionPiece:
         )
 
 
-def _pairs_up_to(n_rows: int, n_columns: int, shift: int) -> int:
-    """Return the number of (row, column) with column <= row + shift."""
+def pairs_up_to(n_rows: int, n_columns: int, shift: int) -> int:
+    """Return the number of (row, column) with column <= row + shift: the sum over rows i = 0, 1, ... of
+    min(max(i + shift + 1, 0), columns)."""
 
     def up_to(x: int) -> int:
         """Return min(0, columns) + min(1, columns) + ... + min(x, columns); 0 for a negative x."""

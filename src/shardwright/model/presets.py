@@ -34,27 +34,26 @@ def _llama3(n_layers: int, d_model: int, n_heads: int, d_ffn: int, *, factor: fl
     return _spec(n_layers, d_model, n_heads, 8, d_model // n_heads, d_ffn, 128256, 131072, **more)
 
 
-def _gemma(n_layers: int, d_model: int, n_heads: int, kv_heads: int, d_ffn: int) -> ModelSpec:
-    norms = {"norm_eps": 1e-6, "norm_offset": True, "embedding_scale": math.sqrt(d_model), "tied_embedding": True}
-    return _spec(n_layers, d_model, n_heads, kv_heads, 256, d_ffn, 256000, 8192, activation="geglu_tanh", **norms)
+def _gemma(*sizes: int, **more: Any) -> ModelSpec:
+    """Return a model with the norms, activation and embedding of all Gemmas."""
+    same = {"norm_eps": 1e-6, "norm_offset": True, "activation": "geglu_tanh", "tied_embedding": True}
+    return _spec(*sizes, embedding_scale=math.sqrt(sizes[1]), **more | same)
+
+
+def _gemma1(n_layers: int, d_model: int, n_heads: int, kv_heads: int, d_ffn: int) -> ModelSpec:
+    return _gemma(n_layers, d_model, n_heads, kv_heads, 256, d_ffn, 256000, 8192)
 
 
 def _gemma2(*sizes: int, **more: Any) -> ModelSpec:
     caps = {"attention_softcap": 50.0, "logit_softcap": 30.0, "window": 4096, "global_interval": 2}
-    return _both_norms(*sizes, 256000, 8192, **caps | more)
+    return _gemma(*sizes, 256000, 8192, norm_position="both", **caps | more)
 
 
 def _gemma3(*sizes: int, window: int = 1024, vocab: int = 262208, **more: Any) -> ModelSpec:
     layers = {"window": window, "global_interval": 6, "window_rope_theta": 10000.0, "rope_theta": 1000000.0}
     scaling = {"rope_scaling": RopeScaling(kind="linear", factor=8.0)} if vocab == 262208 else {}
-    return _both_norms(*sizes, vocab, 131072 if scaling else 32768, qk_norm=True, **layers | scaling | more)
-
-
-def _both_norms(*sizes: int, **more: Any) -> ModelSpec:
-    """Return a model with the norms, activation and embedding of Gemma 2 and 3."""
-    norms = {"norm_eps": 1e-6, "norm_offset": True, "norm_position": "both", "activation": "geglu_tanh"}
-    embedding = {"embedding_scale": math.sqrt(sizes[1]), "tied_embedding": True}
-    return _spec(*sizes, **more | norms | embedding)
+    fixed = {"norm_position": "both", "qk_norm": True}
+    return _gemma(*sizes, vocab, 131072 if scaling else 32768, **fixed | layers | scaling | more)
 
 
 def _olmo3(n_layers: int, d_model: int, n_heads: int, kv_heads: int, d_ffn: int) -> ModelSpec:
@@ -217,8 +216,8 @@ PRESETS: dict[str, ModelSpec] = {
         tied_embedding=False,
         moe=_qwen2_experts(64, 8, 2560, 20480),
     ),
-    "gemma-2b": _gemma(18, 2048, 8, 1, 16384),
-    "gemma-7b": _gemma(28, 3072, 16, 16, 24576),
+    "gemma-2b": _gemma1(18, 2048, 8, 1, 16384),
+    "gemma-7b": _gemma1(28, 3072, 16, 16, 24576),
     "gemma2-2b": _gemma2(26, 2304, 8, 4, 256, 9216),
     "gemma2-9b": _gemma2(42, 3584, 16, 8, 256, 14336),
     "gemma2-27b": _gemma2(46, 4608, 32, 16, 128, 36864, attention_scale=144**-0.5),

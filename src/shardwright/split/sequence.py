@@ -17,6 +17,7 @@ from collections.abc import Iterator
 
 from shardwright.layout.keys import CP_METHODS
 from shardwright.layout.layout import Layout
+from shardwright.model.pieces import pairs_up_to
 
 ZIGZAG = ("zigzag", "allgather", "usp")
 
@@ -97,17 +98,6 @@ def cut(held: list[range], start: int, length: int) -> Iterator[range]:
 
 
 def _pairs(queries: range, keys: range) -> int:
-    """Return the number of (query, key) pairs with key <= query, for two ranges of the same stride.
-
-    This is the sum over queries i = 0, 1, ... of min(max(i + c, 0), K), for K keys. c is the number of keys at or
-    before the first query if the range of keys were infinite in both directions; it may be negative or above K.
-    """
+    """Return the number of (query, key) pairs with key <= query, for two ranges of the same stride."""
     assert queries.step == keys.step
-    c = (queries.start - keys.start) // keys.step + 1
-
-    def up_to(x: int) -> int:
-        """Return min(0, K) + min(1, K) + ... + min(x, K)."""
-        below = max(0, min(x, len(keys)))
-        return below * (below + 1) // 2 + max(0, x - len(keys)) * len(keys)
-
-    return up_to(c + len(queries) - 1) - up_to(c - 1)
+    return pairs_up_to(len(queries), len(keys), (queries.start - keys.start) // keys.step)
