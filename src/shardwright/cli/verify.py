@@ -111,7 +111,7 @@ class VerifyOptions:
         str | None,
         typer.Option(
             metavar="REFERENCE.py",
-            help="with --trainer: the class Trainer that runs in one process; if not given, that of --trainer",
+            help="with --trainer: the class Trainer that runs in one process; if not given, the class of --trainer",
         ),
     ] = None
     json: AsJson = False

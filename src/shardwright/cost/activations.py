@@ -167,7 +167,7 @@ def ends(job: Job, candidates: Candidates) -> EndActivations:
             return EndActivations(first, last, sent, received, *_chunked_loss(job, candidates, f))
         tokens = f.predictions * f.T if job.model.mtp_modules else f.T
         kept_logits = tokens * f.vocabulary_rows * f.logit_bytes
-        if job.model.logit_softcap:  # the tanh is kept beside its product with the cap
+        if job.model.logit_softcap:  # the tanh is kept, and its product with the cap
             kept_logits = kept_logits + tokens * f.vocabulary_rows * f.e
         logits = f("logits of a microbatch", kept_logits)
         waiting = f("logits for W of a microbatch", tokens * f.vocabulary_rows * f.e)

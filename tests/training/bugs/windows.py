@@ -108,10 +108,10 @@ SCALE: dict[str, AnyBug] = {
         [ON_RING, ZIGZAG],
         spec={"attention_sinks": True},
     ),
-    "the gradient of capped scores is that of scores": UnitBug(
+    "capped scores have the gradient of uncapped scores": UnitBug(
         Mutation(f"{BLOCKS}:_dense_gradient", "slope is None", "True"), FORMULA, (0,)
     ),
-    "the gradient of capped logits is that of logits": Bug(
+    "capped logits have the gradient of uncapped logits": Bug(
         Mutation("shardwright.parallel.loss:_capped", "factor is not None", "False"),
         [Layout(tp=2, loss_chunk_tokens=8)],
         spec={"logit_softcap": 0.1},
