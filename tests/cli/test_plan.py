@@ -224,8 +224,8 @@ def test_a_plan_prints_as_a_table_and_shows_html_in_a_notebook():
 
     result = python_plan("debug", "h100:2", global_batch=16, seq_len=128, top=3, prefer="fastest")
     assert result.recommended is not None
-    assert str(result.recommended.choice) in str(result).splitlines()[2]
-    assert f"<td>{result.recommended.choice}</td>" in result._repr_html_()  # type: ignore[attr-defined]
+    assert str(result.recommended.choice) in str(result).splitlines()[3]
+    assert f"{result.recommended.choice}</td>" in result._repr_html_()  # type: ignore[attr-defined]
 
 
 def test_the_memory_of_the_host_that_an_offload_needs_is_a_row():

@@ -75,9 +75,9 @@ def test_links_between_nodes_are_a_network_of_the_file(tmp_path: Path):
 
 
 def test_the_page_has_the_curves(tmp_path: Path):
-    from shardwright.report.measure_page import write_page
+    from shardwright.measuring.view import machine_document
+    from shardwright.view.html import page as page_of
 
-    write_page(machine().as_json(), tmp_path / "mine.html")
-    page = (tmp_path / "mine.html").read_text()
+    page = page_of(machine_document(machine()))
     for part in ("a CPU, measured", "bf16, 2 of a node", "heads of 64", "all-gather", "<svg"):
         assert part in page

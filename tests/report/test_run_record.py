@@ -14,6 +14,7 @@ from shardwright.report.headline import headline, title_of
 from shardwright.report.run_record import read_run
 from shardwright.report.words import held_in_words, layout_in_words, model_in_words
 from shardwright.system.errors import InputError
+from shardwright.view.document import Fact
 from tests.report.runs import evaluation, moe_record, started, train_record, usual, write_run
 
 
@@ -70,7 +71,8 @@ def test_a_run_that_is_resumed_on_another_layout_is_told_by_segments(tmp_path: P
         ("steps 21 to 40", 4, 3000.0),
     ]
     assert told.median_tokens_per_s == 3000.0
-    assert ("tokens per second", "1K", "median of steps 1 to 20 on 2 ranks with ZeRO-3; MFU n/a") in told.rows()
+    speed = Fact("tokens per second", "1K", "as the median of steps 1 to 20 on 2 ranks with ZeRO-3; MFU n/a")
+    assert speed in list(told.facts())
 
 
 def test_steps_that_an_older_version_took_are_a_segment_whose_layout_is_not_known(tmp_path: Path) -> None:
@@ -83,7 +85,8 @@ def test_the_headline_has_the_perplexity_of_the_validation_loss(tmp_path: Path) 
     assert headline(read_run(usual(tmp_path / "a"))).validation_perplexity == pytest.approx(164.02, abs=0.01)
     huge = headline(read_run(write_run(tmp_path / "b", [evaluation(0, 1e30)])))
     assert huge.validation_perplexity is None
-    assert ("validation loss", f"{1e30:.4f}", f"no finite perplexity; from {1e30:.4f}, 100% of it") in huge.rows()
+    loss = Fact("validation loss", f"{1e30:.4f}", f"with no finite perplexity; from {1e30:.4f}, 100% of it")
+    assert loss in list(huge.facts())
 
 
 @pytest.mark.parametrize(
@@ -200,6 +203,6 @@ def test_a_mixture_of_experts_says_how_much_of_it_a_token_uses(tmp_path: Path) -
 
 
 def test_reading_and_preparing_to_draw_import_neither_torch_nor_matplotlib() -> None:
-    code = "import sys, shardwright.report.page; print({'torch', 'matplotlib', 'numpy'} & set(sys.modules))"
+    code = "import sys, shardwright.report.run_view; print({'torch', 'matplotlib', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

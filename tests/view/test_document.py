@@ -22,7 +22,7 @@ from shardwright.view.document import (
     VerbDocument,
 )
 from shardwright.view.html import page
-from shardwright.view.terminal import TableStream, print_document
+from shardwright.view.terminal import TableStream, print_parts
 
 TABLE = Table(
     (Column("layout", CODE, 12), Column("memory", BYTES, 8), Column("calls", COUNT, 5), Column("verdict")),
@@ -49,7 +49,7 @@ def printed(width: int = 40) -> tuple[Console, io.StringIO]:
 
 def test_every_value_is_in_the_terminal_and_on_the_page_as_it_is():
     console, file = printed()
-    print_document(DOCUMENT, console)
+    print_parts(DOCUMENT.parts, console)
     text, shown = file.getvalue(), unescape(re.sub(r"<style>.*</style>|<[^>]+>", " ", page(DOCUMENT), flags=re.DOTALL))
     values = ["largest", "[red]7", "of <9>", "warning: a & b [/]", "A [section]", "layout", "tp [bold]2", "3 GiB"]
     for value in [*values, "12,345", "no", "<b>", "1.5 KiB", "and 2 more", "  [lines]\n  <kept>"]:
@@ -68,5 +68,5 @@ def test_a_row_that_is_printed_when_it_is_computed_stands_under_its_heading():
     assert rows == ["tp [bold]2       3 GiB  12,345  no", "<b>            1.5 KiB         yes"]
     assert heading == "layout          memory  calls  verdict"
     console, file = printed()
-    print_document(VerbDocument("", {}, [Table(TABLE.columns, TABLE.rows, streamed=True)]), console)
+    print_parts([Table(TABLE.columns, TABLE.rows, streamed=True)], console)
     assert not file.getvalue(), "it is not printed a second time"

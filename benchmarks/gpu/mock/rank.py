@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from shardwright.generation.sampling import Sampling
-from shardwright.model.sections import MoESpec
 from shardwright.parallel import expert
 from shardwright.parallel.model import ExpertLoad
 from shardwright.system.processes import UsableMemory
@@ -57,9 +56,9 @@ def numbers_of_ones(self: numbers.LogNumbers, *args: Any) -> dict[str, Any]:
     return logged and logged | {"loss": 1.0, "grad_norm": 1.0}
 
 
-def equal_load(of: ExpertLoad, moe: MoESpec) -> dict[str, Any]:
+def equal_load(of: ExpertLoad, *args: Any) -> dict[str, Any]:
     """The numbers of experts that are all picked by one token."""
-    return _expert_numbers(ExpertLoad(*(torch.ones_like(each) for each in of)), moe)
+    return _expert_numbers(ExpertLoad(*(torch.ones_like(each) for each in of)), *args)
 
 
 Sampling.choose = choose_first  # type: ignore[method-assign]

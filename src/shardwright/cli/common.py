@@ -185,8 +185,9 @@ def print_table(table: Table) -> None:
     terminal.print_table(table, console)
 
 
-def show(document: VerbDocument, as_json: bool, html: Path | None) -> None:
-    """Write the page of a document to `html`, if given, and print the document as JSON or as text."""
+def show(document: VerbDocument, as_json: bool, html: Path | None, *others: Path) -> None:
+    """Write the page of a document to `html`, if given, and print the document as JSON or as text. `others`: other
+    files that the verb has written, which the text names too."""
     if html is not None:
         from shardwright.view.html import write_page
 
@@ -194,9 +195,9 @@ def show(document: VerbDocument, as_json: bool, html: Path | None) -> None:
     if as_json:
         print_json(document.data)
         return
-    terminal.print_document(document, console)
-    if html is not None:
-        print_text(f"written to {html}")
+    terminal.print_parts(document.parts, console)
+    for path in filter(None, (html, *others)):
+        print_text(f"written to {path}")
 
 
 MOST_COUNTED = 2**31

@@ -13,15 +13,14 @@ import typer
 from shardwright.cli.common import (
     AsJson,
     error_console,
-    print_json,
     print_text,
+    show,
     verb,
     wrong_device,
     wrong_place,
     wrong_sizes,
 )
 from shardwright.system.errors import InputError
-from shardwright.view.terminal import columns
 
 if TYPE_CHECKING:
     from shardwright.measuring.points import MachineMeasurements
@@ -84,7 +83,7 @@ def measure(options: MeasureOptions) -> None:
     start_server()  # it imports PyTorch while this process does
     machine = _measured(options)
     if machine is not None:
-        _tell(machine, options)
+        _write(machine, options)
 
 
 def _wrong(options: MeasureOptions) -> list[str]:
@@ -124,52 +123,17 @@ def _measured(options: MeasureOptions) -> "MachineMeasurements | None":
         return measure_as_rank(kind, device, ranks_here, folder, options.budget)
 
 
-def _tell(machine: "MachineMeasurements", options: MeasureOptions) -> None:
+def _write(machine: "MachineMeasurements", options: MeasureOptions) -> None:
     from shardwright.measuring.file import accelerator_name, hardware_toml
+    from shardwright.measuring.view import machine_document
     from shardwright.system.files import write_whole
 
-    name = accelerator_name(options.out or Path("mine"))
-    command = shlex.join(["shardwright", *sys.argv[1:]])
-    text = hardware_toml(machine, name, command)
+    written = []
     if options.out is not None:
-        write_whole(options.out, text.encode())
-    if options.html is not None:
-        from shardwright.report.measure_page import write_page
-
-        write_page(machine.as_json(), options.html)
-    if options.json:
-        print_json(machine.as_json())
-        return
-    _print(machine)
-    for path in filter(None, (options.out, options.html)):
-        print_text(f"written to {path}")
-    if options.out is not None:
+        name = accelerator_name(options.out)
+        command = shlex.join(["shardwright", *sys.argv[1:]])
+        write_whole(options.out, hardware_toml(machine, name, command).encode())
+        written.append(options.out)
+    show(machine_document(machine), options.json, options.html, *written)
+    if options.out is not None and not options.json:
         print_text(f"  shardwright plan RUN.toml --hardware {options.out} --cluster {name}:{machine.ranks[-1].ranks}")
-
-
-def _print(machine: "MachineMeasurements") -> None:
-    from shardwright.cli.common import print_table
-    from shardwright.measuring.fit import copy_bytes_per_s, fit_link, fit_matmuls
-    from shardwright.system.units import format_bytes, format_seconds
-
-    print_text(
-        f"{machine.name}, {machine.cores} cores, measured in {format_seconds(machine.took_s)}, {machine.clock} seconds"
-    )
-    table = columns("ranks of a node", "threads", "precision", "TFLOP/s", "copy GB/s", "layer's launches us", left=0)
-    for each in machine.ranks:
-        for form, rate in fit_matmuls(each.matmuls).flops_per_s.items():
-            table.add_row(
-                str(each.ranks), str(each.threads), form, f"{rate / 1e12:.3g}",
-                f"{copy_bytes_per_s(each.copies) / 1e9:.3g}", f"{each.overheads.layer_s * 1e6:.0f}",
-            )  # fmt: skip
-    print_table(table)
-    for where, points in (("in a node", machine.inside), ("between nodes", machine.across)):
-        if points:
-            link = fit_link(points)
-            print_text(
-                f"messages {where}: {format_bytes(link.bytes_per_s)}/s, {link.start_s * 1e6:.0f} us to start, "
-                f"{link.latency_s * 1e6:.0f} us each; the fit is off by {link.error:.0%}"
-            )
-    print_text(f"disk: {format_bytes(machine.disk_bytes_per_s)}/s written")
-    for remark in machine.remarks:
-        print_text(f"not measured: {remark}")

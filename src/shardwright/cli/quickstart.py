@@ -207,15 +207,16 @@ def _show(places: QuickstartPaths, say: Any) -> dict[str, Any]:
     from shardwright.generation.generate import GenerationRequest, generate
     from shardwright.generation.sampling import Sampling
     from shardwright.report.curves import draw_curves
-    from shardwright.report.page import write_page
     from shardwright.report.run_record import read_run
+    from shardwright.report.run_view import run_document
     from shardwright.training.start import summary
+    from shardwright.view.html import write_page
 
     answer = summary(places.run)
     run = read_run(places.run)
     curves, page = places.run / CURVES, places.run / PAGE
     draw_curves(run, curves)
-    write_page(run, page)
+    write_page(run_document(run, {}), page)
     generated = generate(GenerationRequest(places.run, (PROMPT,), 60, Sampling(temperature=0.5, top_k=40)))
     assert generated is not None
     sample = PROMPT + generated.completions[0].text

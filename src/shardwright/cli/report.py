@@ -1,24 +1,19 @@
 """shardwright report: the results of one or several runs: numbers, a picture of the curves, and one HTML page."""
 
-import dataclasses
-from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
-from shardwright.cli.common import AsJson, console, print_json, print_text, reading_verb
-from shardwright.report.comparison import comparison_rows, draw_losses, write_comparison
+from shardwright.cli.common import AsJson, reading_verb, show
+from shardwright.report.comparison_view import comparison_document, draw_losses
 from shardwright.report.curves import draw_curves
-from shardwright.report.headline import headline, title_of
-from shardwright.report.page import write_page
 from shardwright.report.run_record import RunRecord, read_run
+from shardwright.report.run_view import run_document
 from shardwright.run_folder import CURVES, PAGE, TIMELINE
 from shardwright.schedule.draw import draw
 from shardwright.schedule.trace import write_trace
 from shardwright.system.errors import InputError
-from shardwright.system.units import format_seconds
 
 COMPARISON = "comparison.html"
 
@@ -38,7 +33,7 @@ def report(
         Path | None,
         typer.Option(
             metavar="FILE.png|svg",
-            help="the curves alone; if not given, RUN_DIR/curves.png, or for several runs beside the page",
+            help="the curves alone; if not given, RUN_DIR/curves.png; for several runs the name of the page with .png",
         ),
     ] = None,
     timeline: Annotated[
@@ -70,29 +65,11 @@ def report(
     page, curves = out or run.folder / PAGE, picture or run.folder / CURVES
     drawing = _place_of_timeline(run, timeline)
     draw_curves(run, curves)
-    write_page(run, page)
-    files = {"page": str(page), "picture": str(curves)}
+    files = {"page": page, "picture": curves}
     if run.pipeline is not None and drawing is not None:
         (draw if drawing.suffix.lower() == ".svg" else write_trace)(run.pipeline.timelines, drawing)
-        files["timeline"] = str(drawing)
-    told = headline(run)
-    if json:
-        print_json({**dataclasses.asdict(told), **files})
-        return
-    console.print(f"[bold]{escape(title_of(run))}[/]")
-    rows = told.rows()
-    if told.first_non_finite_step is not None:
-        rows.append(("not finite", f"{told.first_non_finite_step:,}", "the first step with such a loss"))
-    if (step := told.pipeline) is not None:
-        bubbles = f"bubble {step.bubble_measured:.1%} measured, {step.bubble_planned:.1%} planned"
-        seconds = f"{format_seconds(step.makespan_s)}, planned {format_seconds(step.makespan_planned_s)}"
-        rows.append(("pipeline", f"{step.schedule}: {bubbles}", f"(step {step.step:,}: {seconds})"))
-    if kinds := Counter(event.kind for event in run.faults):
-        told_of = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
-        last = run.faults[-1]
-        rows.append(("events", told_of, f"(the last: {last.text.partition(chr(10))[0]})"))
-    for name, value, remark in [*rows, *((name, path, "") for name, path in files.items())]:
-        print_text(f"  {name:<18} {value:<8} {remark}".rstrip())
+        files["timeline"] = drawing
+    show(run_document(run, _texts(files)), json, *files.values())
 
 
 def _compare(runs: list[RunRecord], page: Path, picture: Path | None, timeline: Path | None, json: bool) -> None:
@@ -101,19 +78,12 @@ def _compare(runs: list[RunRecord], page: Path, picture: Path | None, timeline: 
         raise InputError(f"--timeline {timeline} is for one run, and {len(runs)} are given; leave it out")
     losses = picture or page.with_suffix(".png")
     draw_losses(runs, losses)
-    write_comparison(runs, page)
-    files = {"page": str(page), "picture": str(losses)}
-    if json:
-        told = [{"run": str(run.folder), **dataclasses.asdict(headline(run))} for run in runs]
-        print_json({"runs": told, **files})
-        return
-    for row in comparison_rows(runs):
-        name, *numbers = row.items()
-        console.print(f"[bold]{escape(name[1])}[/]")
-        for key, value in numbers:
-            print_text(f"  {key:<18} {value}")
-    for key, value in files.items():
-        print_text(f"{key:<20} {value}")
+    files = {"page": page, "picture": losses}
+    show(comparison_document(runs, _texts(files)), json, *files.values())
+
+
+def _texts(files: dict[str, Path]) -> dict[str, str]:
+    return {name: str(path) for name, path in files.items()}
 
 
 def _place_of_timeline(run: RunRecord, asked: Path | None) -> Path | None:

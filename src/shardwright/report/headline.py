@@ -11,6 +11,7 @@ from shardwright.report.timeline import PipelineNumbers
 from shardwright.report.words import model_in_words
 from shardwright.run_folder import PHASES
 from shardwright.system.units import format_bytes, format_count, format_seconds, percent
+from shardwright.view.document import Fact
 
 
 @dataclass(frozen=True)
@@ -35,15 +36,14 @@ class SourceNumbers:
     first_validation_loss: float | None
     validation_loss: float | None
 
-    def row(self) -> tuple[str, str, str]:
-        """Return name, value and remark as text, as in `RunHeadline.rows`."""
+    def fact(self) -> Fact:
         epochs = "n/a" if self.epochs is None else f"{self.epochs:.3g}"
         told = [f"epochs; share {', then '.join(map(percent, self.shares))}"]
         if self.validation_loss is not None:
             first = self.first_validation_loss
             fell = f" from {first:.4f}" if first is not None else ""
             told.append(f"validation loss {self.validation_loss:.4f}{fell}")
-        return f"source {self.name}", epochs, "; ".join(told)
+        return Fact(f"source {self.name}", epochs, "; ".join(told))
 
 
 @dataclass(frozen=True)
@@ -76,42 +76,52 @@ class RunHeadline:
     segments: tuple[SegmentNumbers, ...]
     sources: tuple[SourceNumbers, ...]
 
-    def rows(self) -> list[tuple[str, str, str]]:
-        """Return name, value and remark (which may be empty) of each known number, as text."""
+    def facts(self) -> Iterator[Fact]:
+        """Yield each number that is known."""
         planned = "" if self.steps >= self.planned_steps else f"of {self.planned_steps:,} planned"
-        rows = [("steps", f"{self.steps:,}", planned), ("tokens", format_count(self.tokens), "")]
-        first, last = self.first_validation_loss, self.validation_loss
-        if last is not None:
-            fell = f"; from {first:.4f}, {last / first:.0%} of it" if first else ""
-            known = self.validation_perplexity
-            perplexity = "no finite perplexity" if known is None else f"perplexity {known:,.4g}"
-            rows.append(("validation loss", f"{last:.4f}", f"{perplexity}{fell}"))
-        if self.train_loss is not None:
-            rows.append(("training loss", f"{self.train_loss:.4f}", "last logged step"))
-        if self.mtp_loss is not None:
-            rows.append(("multi-token loss", f"{self.mtp_loss:.4f}", "last logged step; mean of the modules"))
-        rows += [source.row() for source in self.sources]
-        if self.load_max_over_mean is not None and self.load_of_worst_layer is not None:
-            dropped = "" if self.dropped_fraction is None else f"; dropped {percent(self.dropped_fraction)}"
-            worst = f"busiest expert beside the mean; worst layer {self.load_of_worst_layer:.2f}{dropped}"
-            rows.append(("load of experts", f"{self.load_max_over_mean:.2f}", worst))
-        if self.expert_sent_bytes is not None:
-            rows.append(("sent for experts", format_bytes(self.expert_sent_bytes), "a step, by rank 0"))
+        yield Fact("steps", f"{self.steps:,}", planned)
+        yield Fact("tokens", format_count(self.tokens))
+        yield from self._losses()
+        yield from (source.fact() for source in self.sources)
+        yield from self._experts()
         for segment in self.segments:
             if segment.median_tokens_per_s is not None:
                 mfu = "n/a" if segment.median_mfu is None else f"{segment.median_mfu:.1%}"
                 where = f" of {segment.steps} on {segment.layout}" if len(self.segments) > 1 else ""
                 speed = format_count(segment.median_tokens_per_s)
-                rows.append(("tokens per second", speed, f"median{where}; MFU {mfu}"))
+                yield Fact("tokens per second", speed, f"as the median{where}; MFU {mfu}")
         if self.peak_memory_bytes is not None:
-            rows.append(("peak memory", format_bytes(self.peak_memory_bytes), "rank 0"))
+            yield Fact("peak memory", format_bytes(self.peak_memory_bytes), "on rank 0")
         if self.training_s is not None:
-            rows.append(("time in steps", format_seconds(self.training_s), "without evaluations and checkpoints"))
+            yield Fact("time in steps", format_seconds(self.training_s), "without evaluations and checkpoints")
         if self.time_share is not None:
             share = {phase: percent(value) for phase, value in self.time_share.items()}
             rest = f"of the time in steps; data {share['data']}, optimizer {share['optimizer']}"
-            rows.append(("forward + backward", share["forward_backward"], rest))
-        return rows
+            yield Fact("forward + backward", share["forward_backward"], rest)
+        if (step := self.pipeline) is not None:
+            seconds = f"{format_seconds(step.makespan_s)}, planned {format_seconds(step.makespan_planned_s)}"
+            rest = f"measured, {step.bubble_planned:.1%} planned by {step.schedule}; step {step.step:,} took {seconds}"
+            yield Fact("bubble of the pipeline", f"{step.bubble_measured:.1%}", rest)
+
+    def _losses(self) -> Iterator[Fact]:
+        first, last = self.first_validation_loss, self.validation_loss
+        if last is not None:
+            fell = f"; from {first:.4f}, {last / first:.0%} of it" if first else ""
+            known = self.validation_perplexity
+            perplexity = "with no finite perplexity" if known is None else f"at perplexity {known:,.4g}"
+            yield Fact("validation loss", f"{last:.4f}", f"{perplexity}{fell}")
+        if self.train_loss is not None:
+            yield Fact("training loss", f"{self.train_loss:.4f}", "at the last logged step")
+        if self.mtp_loss is not None:
+            yield Fact("multi-token loss", f"{self.mtp_loss:.4f}", "at the last logged step; mean of the modules")
+
+    def _experts(self) -> Iterator[Fact]:
+        if self.load_max_over_mean is not None and self.load_of_worst_layer is not None:
+            dropped = "" if self.dropped_fraction is None else f"; dropped {percent(self.dropped_fraction)}"
+            worst = f"times the mean for the busiest expert; worst layer {self.load_of_worst_layer:.2f}{dropped}"
+            yield Fact("load of experts", f"{self.load_max_over_mean:.2f}", worst)
+        if self.expert_sent_bytes is not None:
+            yield Fact("sent for experts", format_bytes(self.expert_sent_bytes), "a step, by rank 0")
 
 
 def headline(run: RunRecord) -> RunHeadline:

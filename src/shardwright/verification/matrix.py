@@ -6,6 +6,7 @@ needed for every two choices to meet (`_covering`: 396).
 """
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import combinations, product
 from math import gcd
 from typing import Any
@@ -164,8 +165,15 @@ def _filled(layout: Layout, met: set[Pair], kept: Sequence[str] = ()) -> Layout:
 
 
 def _changed(layout: Layout, changes: Choice) -> Layout | None:
+    return _with_items(layout, tuple(changes.items()))
+
+
+@lru_cache(2**16)
+def _with_items(layout: Layout, items: tuple[tuple[str, Any], ...]) -> Layout | None:
+    """Return the layout with changes, or None if that is not a layout. The pairs of a matrix ask for the same change
+    many times, and the matrices of other models again."""
     try:
-        return layout.changed(**changes)
+        return layout.changed(**dict(items))
     except LayoutError:
         return None
 

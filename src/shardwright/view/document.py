@@ -109,20 +109,23 @@ class Table:
 @dataclass(frozen=True)
 class Picture:
     """A picture, which only a page has. `draw` returns it as SVG; `roles`: its colours by role, for light and for dark
-    screens, in addition to the colours of `view.style`."""
+    screens, in addition to the colours of `view.style`. `own_scale`: the picture is not fitted to the page, because its
+    text would be too small; it scrolls."""
 
     name: str
     title: str
     draw: Callable[[], str]
     caption: str
     roles: tuple[Mapping[str, str], Mapping[str, str]] = ({}, {})
+    own_scale: bool = False
 
 
 @dataclass(frozen=True)
 class Code:
-    """Text whose lines are kept as they are."""
+    """Text whose lines are kept as they are. `narrow`: its lines are short, so that a wide page sets two columns."""
 
     text: str
+    narrow: bool = False
 
 
 Part = Section | Note | Facts | Table | Picture | Code
@@ -130,8 +133,10 @@ Part = Section | Note | Facts | Table | Picture | Code
 
 @dataclass(frozen=True)
 class VerbDocument:
-    """The result of a verb. `title`: of its page; `data`: its JSON document."""
+    """The result of a verb. `title`: of its page; `data`: its JSON document; `page_parts`: parts that only a page has,
+    after the others."""
 
     title: str
     data: Any
     parts: Sequence[Part]
+    page_parts: Sequence[Part] = ()

@@ -8,15 +8,15 @@ from rich.segment import Segments
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from shardwright.view.document import Code, Fact, Facts, Note, Picture, Section, Table, Tone, VerbDocument
+from shardwright.view.document import Code, Fact, Facts, Note, Part, Picture, Section, Table, Tone
 
 _STYLES: dict[Tone, str] = {"": "", "strong": "bold", "good": "bold green", "bad": "bold red", "quiet": ""}
 
 
-def print_document(document: VerbDocument, console: Console) -> None:
-    """Print the parts of a document, except its pictures and tables that were printed row by row."""
+def print_parts(parts: Sequence[Part], console: Console) -> None:
+    """Print parts of a document, except pictures and tables that were printed row by row."""
     before: object = None
-    for part in document.parts:
+    for part in parts:
         if isinstance(part, Picture) or (isinstance(part, Table) and part.streamed):
             continue
         apart = isinstance(part, Section) or isinstance(before, Table | Code)

@@ -1,18 +1,18 @@
-"""Comparison of several runs on one HTML page: a picture of their losses and a table of their headline numbers."""
+"""The document that compares several runs: a picture of their losses and a table of their headline numbers."""
 
+import dataclasses
 import math
-from collections.abc import Sequence
-from html import escape
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwright.report.curves import kind_of
-from shardwright.report.headline import headline, title_of
+from shardwright.report.headline import RunHeadline, headline, title_of
 from shardwright.report.panel import MANY, choose_scale, name_axis, remark, running_mean, thinned
 from shardwright.report.run_record import RunRecord
 from shardwright.system.files import write_whole
 from shardwright.system.units import format_bytes, format_count, format_seconds
-from shardwright.view.html import document, picture, table
+from shardwright.view.document import NUMBER, Column, Note, Part, Picture, Table, VerbDocument
 from shardwright.view.style import COLOURS, rendered
 
 if TYPE_CHECKING:
@@ -42,32 +42,33 @@ DARK_RUN_COLOURS = {
     "run-7": "#98a1b1",
 }
 _LINE_STYLES = ("-", "--", ":", "-.")
-_NAMES = (
-    *("run", "model and layout", "steps", "tokens", "training loss", "validation loss", "perplexity"),
-    *("tokens/s", "MFU", "peak memory", "time in steps"),
-)
 
 
-def write_comparison(runs: Sequence[RunRecord], path: str | Path) -> None:
-    """Write the page that compares several runs to `path`, replacing an existing file.
-
-    Raises InputError if `path` cannot be written.
-    """
+def comparison_document(runs: Sequence[RunRecord], files: dict[str, str]) -> VerbDocument:
+    """Return the document of several runs. `files`: the paths of the files that `report` writes, by their keys in the
+    JSON document."""
     names = _names(runs)
-    drawing = _render(runs, "svg", in_page=True).decode("utf-8")
-    rows = [[escape(cell) for cell in _row(name, run)] for name, run in zip(names, runs, strict=True)]
-    body = f"""<header>
-<h1>{len(runs)} runs</h1>
-</header>
-<figure>
-{picture(drawing, "losses", "Losses of the runs", RUN_COLOURS)}
-<figcaption>Training loss as a line (of {MANY} records or more the running mean), validation loss as dots.</figcaption>
-</figure>
-{table(_NAMES, rows, "words")}
-<p class="quiet">Speed and MFU are medians of the steps on the last layout of a run.</p>"""
-    style = "table.words td:first-child, table.words td:nth-child(2) { text-align: left; }\n"
-    page = document(f"{len(runs)} runs: {', '.join(names)}", body, style, (RUN_COLOURS, DARK_RUN_COLOURS))
-    write_whole(Path(path), page.encode("utf-8"))
+    numbers = [headline(run) for run in runs]
+    each_run = [
+        {"run": str(run.folder), **dataclasses.asdict(of_run)} for run, of_run in zip(runs, numbers, strict=True)
+    ]
+    rows = zip(_QUANTITIES, *map(_values, numbers), strict=True)
+    parts: list[Part] = [
+        *(Note(title_of(run), name) for name, run in zip(names, runs, strict=True)),
+        Picture(
+            "losses",
+            "Loss",
+            lambda: _render(runs, "svg", in_page=True).decode("utf-8"),
+            f"Training loss as a line (of {MANY} records or more the running mean), validation loss as dots.",
+            (RUN_COLOURS, DARK_RUN_COLOURS),
+        ),
+        Table(
+            (Column(""), *(Column(name, NUMBER) for name in names)),
+            list(rows),
+            rest="Speed and MFU are medians of the steps, of a run on several layouts the mean speed.",
+        ),
+    ]
+    return VerbDocument(f"{len(runs)} runs: {', '.join(names)}", {"runs": each_run, **files}, parts)
 
 
 def draw_losses(runs: Sequence[RunRecord], path: str | Path) -> None:
@@ -78,39 +79,38 @@ def draw_losses(runs: Sequence[RunRecord], path: str | Path) -> None:
     write_whole(Path(path), _render(runs, kind_of(path)))
 
 
-def comparison_rows(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
-    """Return the headline numbers of each run as they are in the page's table, name -> text."""
-    return [dict(zip(_NAMES, _row(name, run), strict=True)) for name, run in zip(_names(runs), runs, strict=True)]
-
-
 def _names(runs: Sequence[RunRecord]) -> list[str]:
     """Return the name of each run's folder, or its path if two folders have the same name."""
     names = [run.folder.resolve().name for run in runs]
     return names if len(set(names)) == len(names) else [str(run.folder) for run in runs]
 
 
-def _row(name: str, run: RunRecord) -> tuple[str, ...]:
-    told = headline(run)
+_QUANTITIES = (
+    *("steps", "tokens", "training loss", "validation loss", "perplexity"),
+    *("tokens/s", "MFU", "peak memory", "time in steps"),
+)
 
-    def text(value: float | None, form: str) -> str:
-        return "n/a" if value is None else format(value, form)
 
-    memory, seconds = told.peak_memory_bytes, told.training_s
-    speed, mfu = told.median_tokens_per_s, told.median_mfu
-    if len(told.segments) > 1:  # with several layouts, take the speed of the whole run
-        speed, mfu = told.tokens / seconds if seconds else None, None
+def _values(numbers: RunHeadline) -> tuple[str, ...]:
+    """Return the values of `_QUANTITIES`, as text."""
+
+    def text(value: float | None, form: Callable[[float], str]) -> str:
+        return "n/a" if value is None else form(value)
+
+    speed, mfu = numbers.median_tokens_per_s, numbers.median_mfu
+    if len(numbers.segments) > 1:
+        speed, mfu = numbers.tokens / numbers.training_s if numbers.training_s else None, None
+    of_planned = "" if numbers.steps >= numbers.planned_steps else f" of {numbers.planned_steps:,}"
     return (
-        name,
-        title_of(run),
-        f"{told.steps:,}" if told.steps >= told.planned_steps else f"{told.steps:,} of {told.planned_steps:,}",
-        format_count(told.tokens),
-        text(told.train_loss, ".4f"),
-        text(told.validation_loss, ".4f"),
-        text(told.validation_perplexity, ",.4g"),
-        "n/a" if speed is None else format_count(speed),
-        text(mfu, ".1%"),
-        "n/a" if memory is None else format_bytes(memory),
-        "n/a" if seconds is None else format_seconds(seconds),
+        f"{numbers.steps:,}{of_planned}",
+        format_count(numbers.tokens),
+        text(numbers.train_loss, "{:.4f}".format),
+        text(numbers.validation_loss, "{:.4f}".format),
+        text(numbers.validation_perplexity, "{:,.4g}".format),
+        text(speed, format_count),
+        text(mfu, "{:.1%}".format),
+        text(numbers.peak_memory_bytes, format_bytes),
+        text(numbers.training_s, format_seconds),
     )
 
 
