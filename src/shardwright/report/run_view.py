@@ -118,7 +118,7 @@ def _ranks(run: RunRecord) -> Iterator[Part]:
     slow = f"Stragglers: {', '.join(map(str, named))}; the events say when." if named else "No rank was a straggler."
     yield Picture(
         "ranks",
-        "Ranks: time that each computes",
+        "Ranks",
         partial(ranks_svg, run),
         "Time for data and computation without waiting for other ranks. Stages of a pipeline are unequal.",
     )
