@@ -216,6 +216,12 @@ def test_a_reference_that_is_made_from_the_code_is_up_to_date(monkeypatch: pytes
     assert maker.PAGE.read_text(encoding="utf-8") == maker.page(), f"run: python docs/{name}.py"
 
 
+def test_the_picture_of_the_packages_is_up_to_date(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "path", [str(ROOT / "docs"), *sys.path])
+    maker = import_module("draw_packages")
+    assert maker.PICTURE.read_bytes() == maker.picture(), "run: python docs/draw_packages.py"
+
+
 def test_the_options_of_other_systems_are_those_that_are_read(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "path", [str(ROOT / "docs"), *sys.path])
     maker = import_module("make_coming_from")
