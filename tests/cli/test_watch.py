@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from shardwright.cli import watch as module
 from shardwright.cli.followed import FollowedRun
 from shardwright.cli.watch import watch
-from shardwright.cli.watch_page import drawn, state_in_words
+from shardwright.cli.watch_view import drawn, state_in_words
 from shardwright.run_folder import EventRecord, append_event
 from tests.report.runs import evaluation, train_record, usual, write_run
 
@@ -68,6 +68,21 @@ def test_one_page_has_the_numbers_the_ranks_the_checkpoints_and_the_events(tmp_p
         "straggler 52 1 rank 1 is a straggler: 1.3 times",
     ):
         assert part in words, done.output
+
+
+def test_json_is_one_document_with_the_state_and_the_newest_records(tmp_path: Path) -> None:
+    folder = usual(tmp_path)
+    append_event(folder, EventRecord("skip", 50, "the loss is nan"))
+    owned_by(folder, os.getppid())
+    done = run(folder, "--json")
+    assert done.exit_code == 0, done.output
+    data = json.loads(done.stdout)
+    assert (data["step"], data["steps"], data["running"]) == (50, 100, True)
+    assert (data["train"]["step"], data["train"]["loss"], data["evaluation"]["loss"]) == (50, 5.0, 5.1)
+    assert data["checkpoints"] == ["step-00000020", "step-00000050"]
+    assert [event["text"] for event in data["events"]] == ["the loss is nan"]
+    add(folder, json.dumps(train_record(60, loss=float("nan"))) + "\n")
+    assert json.loads(run(folder, "--json").stdout, parse_constant=pytest.fail)["train"]["loss"] == "nan"
 
 
 def local(step: int) -> str:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import math
 import os
 import signal
 import sys
@@ -261,5 +262,17 @@ def layout_of(text: str, valid: Sequence[str] | None = None) -> Layout:
 
 
 def print_json(answer: Any) -> None:
-    """Print the answer of a verb under `--json`: one JSON document on stdout."""
-    sys.stdout.write(json.dumps(answer, indent=2) + "\n")
+    """Print the answer of a verb under `--json`: one JSON document on stdout. JSON has no numbers that are not finite;
+    they are the texts `nan`, `inf` and `-inf`."""
+    sys.stdout.write(json.dumps(_finite(answer), indent=2, allow_nan=False) + "\n")
+
+
+def _finite(answer: Any) -> Any:
+    match answer:
+        case dict():
+            return {key: _finite(value) for key, value in answer.items()}
+        case list() | tuple():
+            return [_finite(value) for value in answer]
+        case float() if not math.isfinite(answer):
+            return str(answer)
+    return answer

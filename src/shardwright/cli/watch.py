@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Group
 from rich.live import Live
 
-from shardwright.cli.common import console, error_console, print_text, reading_verb
+from shardwright.cli.common import AsJson, console, error_console, print_text, reading_verb, show
 from shardwright.cli.followed import SHOWN_LINES, FollowedRun, NewRecords
-from shardwright.cli.watch_page import page, state_in_words
+from shardwright.cli.watch_view import state_in_words, watch_document
 from shardwright.run_folder import RUN_NAMES, as_record
 from shardwright.system.errors import InputError
 from shardwright.training.metrics import line
+from shardwright.view.terminal import renderables
 
 LEAST_EVERY_S, MOST_EVERY_S = 0.1, 3600.0
 START_S = 60.0
@@ -25,6 +27,7 @@ def watch(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="the folder of a run, finished or going on")],
     once: Annotated[bool, typer.Option("--once", help="print the page as it is now, and leave")] = False,
     every: Annotated[float, typer.Option(metavar="SECONDS", help="seconds between two looks at the folder")] = 2.0,
+    json: AsJson = False,
 ) -> None:
     """Show a run while it trains: loss, speed, memory, ranks, checkpoints and events.
 
@@ -40,10 +43,10 @@ def watch(
     """
     if not LEAST_EVERY_S <= every <= MOST_EVERY_S:
         raise InputError(f"--every {every:g}: from {LEAST_EVERY_S:g} to {MOST_EVERY_S:g} seconds are possible")
-    if once:
+    if once or json:
         run = FollowedRun(run_dir)
         run.look()
-        console.print(page(run))
+        show(watch_document(run), json, None)
         return
     try:
         run = _started(run_dir)
@@ -77,13 +80,17 @@ def _started(folder: Path) -> FollowedRun:
 def _live(run: FollowedRun, every: float) -> None:
     """Show the page instead of the terminal's content until the run ends; the last page stays."""
     try:
-        with Live(page(run), console=console, screen=True, auto_refresh=False) as live:
+        with Live(_screen(run), console=console, screen=True, auto_refresh=False) as live:
             while not run.has_ended:
                 time.sleep(every)
                 run.look()
-                live.update(page(run), refresh=True)
+                live.update(_screen(run), refresh=True)
     finally:
-        console.print(page(run))
+        show(watch_document(run), as_json=False, html=None)
+
+
+def _screen(run: FollowedRun) -> Group:
+    return Group(*renderables(watch_document(run).parts))
 
 
 def _lines(run: FollowedRun, news: NewRecords, every: float) -> None:

@@ -1,6 +1,6 @@
 """A document as text in a terminal."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -15,27 +15,35 @@ _STYLES: dict[Tone, str] = {"": "", "strong": "bold", "good": "bold green", "bad
 
 def print_parts(parts: Sequence[Part], console: Console) -> None:
     """Print parts of a document, except pictures and tables that were printed row by row."""
+    for each in renderables(parts):
+        if isinstance(each, RichTable):
+            print_table(each, console)
+        else:
+            _print_line(console, each)
+
+
+def renderables(parts: Sequence[Part]) -> Iterator[Text | RichTable]:
+    """Yield the lines and tables of parts of a document, and the empty lines between them."""
     before: object = None
     for part in parts:
         if isinstance(part, Picture) or (isinstance(part, Table) and part.streamed):
             continue
         apart = isinstance(part, Section) or isinstance(before, Table | Code)
         if before is not None and (apart or (isinstance(part, Table | Code) and not isinstance(before, Section))):
-            console.print()
+            yield Text()
         match part:
             case Section(title):
-                _print_line(console, Text(title, "bold"))
+                yield Text(title, "bold")
             case Note():
-                _print_line(console, _sentence(part))
+                yield _sentence(part)
             case Facts(rows):
-                for row in rows:
-                    _print_line(console, _fact(row))
+                yield from map(_fact, rows)
             case Code(text):
-                _print_line(console, Text(text))
-            case Table(stacked=True):
-                _print_stacks(console, part)
+                yield Text(text)
             case Table():
-                _print_rows(console, part)
+                yield from _stacks(part) if part.stacked else [_rows(part)]
+                if part.rest:
+                    yield Text(part.rest)
         before = part
 
 
@@ -54,7 +62,7 @@ def _fact(row: Fact) -> Text:
     return Text(f"{row.name}:", _STYLES[row.tone]) + Text(f" {row.value}{between}{row.remark}".rstrip())
 
 
-def _print_rows(console: Console, table: Table) -> None:
+def _rows(table: Table) -> RichTable:
     named = any(column.name for column in table.columns)
     result = columns(*(column.name for column in table.columns), left=len(table.columns))
     result.show_header = named
@@ -62,20 +70,16 @@ def _print_rows(console: Console, table: Table) -> None:
         made.justify = "left" if column.quantity.left else "right"
     for row in table.rows:
         result.add_row(*(Text(cell.text, _STYLES[cell.tone]) for cell in table.cells(row)))
-    print_table(result, console)
-    if table.rest:
-        _print_line(console, Text(table.rest))
+    return result
 
 
-def _print_stacks(console: Console, table: Table) -> None:
-    """Print the first two cells of each row in a line, and each further cell in a line of its own."""
+def _stacks(table: Table) -> Iterator[Text]:
+    """Yield the first two cells of each row as a line, and each further cell as a line of its own."""
     for row in table.rows:
         name, value, *more = (Text(cell.text, _STYLES[cell.tone]) for cell in table.cells(row))
-        _print_line(console, name + Text(": ") + value)
+        yield name + Text(": ") + value
         for cell in more:
-            _print_line(console, Text("  ") + cell)
-    if table.rest:
-        _print_line(console, Text(table.rest))
+            yield Text("  ") + cell
 
 
 def columns(*names: str, left: int = 0) -> RichTable:

@@ -1,16 +1,11 @@
-"""The page of `shardwright watch`."""
+"""The document of `shardwright watch`."""
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.progress_bar import ProgressBar
-from rich.rule import Rule
-from rich.table import Table
-from rich.text import Text
-
-from shardwright.cli.common import console
 from shardwright.cli.followed import MOST_RANKS, FollowedRun
 from shardwright.report.run_record import resume_command
 from shardwright.report.words import layout_in_words, model_in_words
@@ -19,13 +14,26 @@ from shardwright.run_folder import (
     EvaluationRecord,
     EventRecord,
     TrainRecord,
+    as_record,
     checkpoint_name,
     resumable,
     step_of,
 )
 from shardwright.system.console import visible
 from shardwright.system.units import format_bytes, format_count, format_seconds, percent
-from shardwright.view.terminal import columns
+from shardwright.view.document import (
+    BYTES,
+    COUNT,
+    NUMBER,
+    SECONDS,
+    Column,
+    Marked,
+    Note,
+    Part,
+    Section,
+    Table,
+    VerbDocument,
+)
 
 EVENTS_SHOWN = 8
 CHECKPOINTS_SHOWN = 4
@@ -36,22 +44,34 @@ _WIDTH = 32
 """Width of a chart of values, in characters."""
 
 
-def page(run: FollowedRun) -> RenderableType:
-    """Return the whole page of a run as it was at its last look."""
+def watch_document(run: FollowedRun) -> VerbDocument:
+    """Return the document of a run as it was at its last look."""
     title = f"{model_in_words(run.config)}, on {layout_in_words(run.config.layout.layout())}"
-    parts: list[RenderableType] = [Text(title, style="bold"), Text(f"{run.folder}: {state_in_words(run)}")]
-    parts.append(_numbers(run))
-    if (ranks := _ranks(run)) is not None:
-        parts += [_rule("Ranks"), ranks]
-    if (saved := _checkpoints(run)) is not None:
-        parts += [_rule("Checkpoints"), saved]
-    if run.events:
-        parts += [_rule("Events"), _events(run.events[-EVENTS_SHOWN:])]
-    return Group(*parts)
+    parts = [
+        Note(title, tone="strong"),
+        Note(f"{run.folder}: {state_in_words(run)}"),
+        _numbers(run),
+        *_ranks(run),
+        *_checkpoints(run),
+        *_events(run.events[-EVENTS_SHOWN:]),
+    ]
+    return VerbDocument(title, _data(run), parts)
 
 
-def _rule(name: str) -> Rule:
-    return Rule(Text(name, style="bold"), align="left", characters="─", style="dim")
+def _data(run: FollowedRun) -> dict[str, Any]:
+    """Return the JSON document: the state of the run and its newest records."""
+    evaluated = [record for record in run.others if isinstance(record, EvaluationRecord)]
+    return {
+        "folder": str(run.folder),
+        "state": state_in_words(run),
+        "step": run.step,
+        "steps": run.config.steps,
+        "running": run.runs,
+        "train": as_record(run.train[-1]) if run.train else None,
+        "evaluation": as_record(evaluated[-1]) if evaluated else None,
+        "checkpoints": [path.name for path in run.checkpoints],
+        "events": [dataclasses.asdict(event) for event in run.events[-EVENTS_SHOWN:]],
+    }
 
 
 def state_in_words(run: FollowedRun) -> str:
@@ -83,34 +103,34 @@ def _ago(run: FollowedRun) -> str:
 
 def _numbers(run: FollowedRun) -> Table:
     """Return a table with name and latest value of each logged quantity, and a chart of its values so far."""
-    table = Table.grid(padding=(0, 2))
-    done = f"{run.step / run.config.steps:.0%}"
-    table.add_row("steps", done, ProgressBar(total=run.config.steps, completed=run.step, width=_WIDTH), "")
+    done = run.step / run.config.steps
+    bar = round(done * _WIDTH)
+    rows = [("steps", Marked(f"{done:.0%}", "strong"), "━" * bar + "╌" * (_WIDTH - bar), "")]
+    columns = tuple(Column("") for _ in rows[0])
     train = run.train
     if not train:
-        table.add_row("loss", "none", "", Text("no step has been logged yet", style="dim"))
-        return table
+        return Table(columns, [*rows, ("loss", "none", "", "no step has been logged yet")])
     last = train[-1]
 
-    def row(name: str, value: str, values: Sequence[float] = (), remark: str = "") -> None:
-        table.add_row(name, Text(value, style="bold"), Text(drawn(values, _WIDTH)), Text(remark, style="dim"))
+    def add(name: str, value: str, values: Sequence[float] = (), remark: str = "") -> None:
+        rows.append((name, Marked(value, "strong"), drawn(values, _WIDTH), remark))
 
-    row("loss", f"{last.loss:.4f}", [record.loss for record in train], f"step {last.step:,}")
+    add("loss", f"{last.loss:.4f}", [record.loss for record in train], f"step {last.step:,}")
     evaluated = [record for record in run.others if isinstance(record, EvaluationRecord)]
     if evaluated:
         losses = [record.loss for record in evaluated]
-        row("validation loss", f"{losses[-1]:.4f}", losses, f"step {evaluated[-1].step:,}")
-    row("gradient norm", f"{last.grad_norm:.3g}", [record.grad_norm for record in train])
-    row("learning rate", f"{last.lr:.2e}", [record.lr for record in train])
+        add("validation loss", f"{losses[-1]:.4f}", losses, f"step {evaluated[-1].step:,}")
+    add("gradient norm", f"{last.grad_norm:.3g}", [record.grad_norm for record in train])
+    add("learning rate", f"{last.lr:.2e}", [record.lr for record in train])
     mfu = "n/a" if last.mfu is None else f"{last.mfu:.1%}"
     speeds = [record.tokens_per_s for record in train]
-    row("tokens per second", format_count(last.tokens_per_s), speeds, f"MFU {mfu}")
-    row("memory", format_bytes(last.memory_bytes), [record.memory_bytes for record in train], "peak of rank 0")
+    add("tokens per second", format_count(last.tokens_per_s), speeds, f"MFU {mfu}")
+    add("memory", format_bytes(last.memory_bytes), [record.memory_bytes for record in train], "peak of rank 0")
     split = f"data {percent(last.data_s / last.step_s)}, optimizer {percent(last.optimizer_s / last.step_s)}"
-    row("step", format_seconds(last.step_s), [record.step_s for record in train], split)
+    add("step", format_seconds(last.step_s), [record.step_s for record in train], split)
     if last.skipped_steps:
-        row("skipped steps", f"{last.skipped_steps:,}")
-    return table
+        add("skipped steps", f"{last.skipped_steps:,}")
+    return Table(columns, rows)
 
 
 def drawn(values: Sequence[float], width: int) -> str:
@@ -128,8 +148,8 @@ def drawn(values: Sequence[float], width: int) -> str:
     return "".join(_HEIGHTS[round((mean - low) * scale)] if math.isfinite(mean) else " " for mean in means)
 
 
-def _ranks(run: FollowedRun) -> RenderableType | None:
-    """Return a table of the ranks' states and computing times; of many ranks, only the slowest."""
+def _ranks(run: FollowedRun) -> Iterator[Part]:
+    """Yield a table of the ranks' states and computing times; of many ranks, only the slowest."""
     n_ranks = run.config.layout.layout().world_size
     last = run.train[-1] if run.train else None
     own_s = last.own_s_by_rank if last is not None else ()
@@ -137,21 +157,21 @@ def _ranks(run: FollowedRun) -> RenderableType | None:
     ranks = sorted(order) if own_s else list(range(min(n_ranks, MOST_RANKS)))
     places = run.places(ranks)
     if n_ranks == 1 or not (places or own_s):
-        return None
-    table = columns("rank", "host", "phase", "step", "own time", "slowest = 100%")
+        return
+    stragglers = last.stragglers if last is not None else ()
+    rows = []
     for rank in ranks:
         place = places.get(rank)
-        own = (format_seconds(own_s[rank]), f"{own_s[rank] / max(own_s):.0%}") if own_s and max(own_s) > 0 else ("", "")
-        slow = last is not None and rank in last.stragglers
-        table.add_row(
-            str(rank),
-            Text(place.identity.host if place else ""),
-            place.state.phase if place else "",
-            f"{place.state.step + 1:,}" if place else "",
-            *own,
-            style="bold red" if slow else "",
-        )
-    return Group(table, Text(_slowest(last), style="dim")) if last is not None else table
+        own = (own_s[rank], f"{own_s[rank] / max(own_s):.0%}") if own_s and max(own_s) > 0 else (None, "")
+        state = (place.identity.host, place.state.phase, place.state.step + 1) if place else ("", "", None)
+        rows.append((Marked(rank, "bad" if rank in stragglers else ""), *state, *own))
+    columns = Column("rank", NUMBER), Column("host"), Column("phase"), Column("step", COUNT)
+    yield Section("Ranks")
+    yield Table(
+        (*columns, Column("own time", SECONDS), Column("slowest = 100%", NUMBER)),
+        rows,
+        rest=_slowest(last) if last is not None else "",
+    )
 
 
 def _slowest(last: TrainRecord) -> str:
@@ -161,45 +181,45 @@ def _slowest(last: TrainRecord) -> str:
     return f"rank {last.slowest_rank} takes {costs} a step longer than the median of its peers"
 
 
-def _checkpoints(run: FollowedRun) -> RenderableType | None:
+def _checkpoints(run: FollowedRun) -> Iterator[Part]:
     there, saved = run.checkpoints, [record for record in run.others if isinstance(record, CheckpointRecord)]
     # A run that is done has deleted its local checkpoints; a run that was killed continues from them.
     local = [] if run.is_done else [record for record in saved if record.local]
     if not there and not local:
-        return None
-    told = {record.step: record for record in saved if not record.local}
-    table = columns("checkpoint", "bytes", "took", "training stood still", left=1)
-    for path in there[-CHECKPOINTS_SHOWN:]:
-        table.add_row(Text(path.name), *_costs(told.get(step_of(path))))
-    for record in local[-LOCAL_SHOWN:]:
-        table.add_row(f"{checkpoint_name(record.step)}, local", *_costs(record))
+        return
+    records = {record.step: record for record in saved if not record.local}
+    rows = [(path.name, *_costs(records.get(step_of(path)))) for path in there[-CHECKPOINTS_SHOWN:]]
+    rows += [(f"{checkpoint_name(record.step)}, local", *_costs(record)) for record in local[-LOCAL_SHOWN:]]
+    rest = ""
     if len(local) > LOCAL_SHOWN:
         stood_s = format_seconds(sum(record.blocked_s for record in local))
-        words = f"{len(local):,} local ones so far, for which training stood still {stood_s} in all"
-        return Group(table, Text(words, style="dim"))
-    return table
+        rest = f"{len(local):,} local ones so far, for which training stood still {stood_s} in all"
+    columns = Column("checkpoint"), Column("bytes", BYTES), Column("took", SECONDS)
+    yield Section("Checkpoints")
+    yield Table((*columns, Column("training stood still", SECONDS)), rows, rest=rest)
 
 
-def _costs(saved: CheckpointRecord | None) -> tuple[str, str, str]:
+def _costs(saved: CheckpointRecord | None) -> tuple[float | None, float | None, float | None]:
     """Return bytes and seconds of a checkpoint, if they are known."""
-    if saved is None:
-        return "", "", ""
-    return format_bytes(saved.n_bytes), format_seconds(saved.took_s), format_seconds(saved.blocked_s)
+    return (None, None, None) if saved is None else (saved.n_bytes, saved.took_s, saved.blocked_s)
 
 
-def _events(events: Sequence[EventRecord]) -> Table:
-    table = columns("time", "event", "after step", "rank", "what", left=5)
-    for event in events:
-        usual = event.kind in ("start", "save")
-        table.add_row(
+def _events(events: Sequence[EventRecord]) -> Iterator[Part]:
+    if not events:
+        return
+    rows = [
+        (
             _clock_time(event.time),
-            event.kind,
-            f"{event.step:,}",
-            "" if event.rank is None else str(event.rank),
-            Text(visible(event.text.partition("\n")[0]), overflow="ellipsis", no_wrap=console.is_terminal),
-            style="" if usual else "bold red",
+            Marked(event.kind, "" if event.kind in ("start", "save") else "bad"),
+            event.step,
+            event.rank,
+            visible(event.text.partition("\n")[0]),
         )
-    return table
+        for event in events
+    ]
+    columns = Column("time"), Column("event"), Column("after step", COUNT), Column("rank", NUMBER), Column("what")
+    yield Section("Events")
+    yield Table(columns, rows)
 
 
 def _clock_time(time: str) -> str:
