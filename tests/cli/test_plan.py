@@ -165,6 +165,18 @@ def test_a_larger_margin_leaves_less():
 
 
 @pytest.mark.prove
+def test_a_plan_of_a_mixture_says_that_loads_are_even_and_prices_uneven_ones():
+    asked = ("--model", "mixtral-8x7b", "--cluster", "h100:16", "--global-batch", 64, "--seq-len", 2048, "--top", 1)
+    layout = ("--fix", "ep=8,pp=1,tp=1,cp=1,zero=3")
+    even, uneven = (document(*asked, *layout, *load) for load in ((), ("--expert-load", "cv=0.3")))
+    assert even["recommended"]["expert_load"].startswith("experts have even loads; with --expert-load cv=0.3 a step")
+    assert uneven["expert_load"] == "cv=0.3"
+    assert uneven["recommended"]["step_s"] > even["recommended"]["step_s"]
+    said = uneven["recommended"]["expert_load"]
+    assert said.startswith("with --expert-load cv=0.3 the busiest rank has 1.43 times the mean load, and a step takes")
+    assert said in plan(*asked, *layout, "--expert-load", "cv=0.3", columns=500).output
+
+
 def test_a_run_file_says_how_it_is_saved_and_evaluated():
     asked = ("--cluster", "h100:32", "--top", 1, "--fix", "pp=1,tp=1,cp=1", "--budget-tokens", "15e9")
     config = load(EXAMPLES / "llama-3.1-8b.toml")

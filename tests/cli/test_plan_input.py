@@ -58,6 +58,7 @@ def test_an_accelerator_of_ones_own_is_planned_for(tmp_path: Path):
         ([*SMALL, "--top", 0], ["--top 0", "1 or more"]),
         ([*SMALL, "--memory-margin", 1], ["--memory-margin 1", "below 1"]),
         ([*SMALL, "--budget-tokens", 0], ["--budget-tokens 0", "above 0"]),
+        ([*SMALL, "--expert-load", "cv=0.3"], ["--expert-load cv=0.3: the model has no experts; leave it out"]),
         ([*SMALL, "--price", 2], ["--price goes with --budget-tokens N"]),
         ([*GOAL, "--price", "-1"], ["--price -1: a price above 0 is needed, such as 2.5"]),
         ([*GOAL, "--price", "h200=x"], ["--price h200=x: a price above 0"]),

@@ -120,6 +120,10 @@ def read_request(options: PlanOptions) -> PlanRequest:
         from shardwright.config.settle import job_of
 
         job = replace(job_of(config), **values)
+    if options.expert_load is not None:
+        from shardwright.cost.expert_load import read_expert_load
+
+        job = replace(job, expert_load=read_expert_load(options.expert_load, job.model))
     if options.stack is not None:
         from shardwright.planner.software import read_stack
 

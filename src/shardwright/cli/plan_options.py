@@ -66,6 +66,14 @@ class PlanOptions:
             "if not given",
         ),
     ] = None
+    expert_load: Annotated[
+        str | None,
+        typer.Option(
+            metavar="cv=X|FILE.json",
+            help="uneven loads of experts: their coefficient of variation, such as cv=0.3, or a file with "
+            "tokens_by_expert",
+        ),
+    ] = None
     precision: Annotated[
         str | None,
         typer.Option(metavar="NAME", help=f"type of the matmuls: {', '.join(PRECISIONS)}; bf16 if not given"),

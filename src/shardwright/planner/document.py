@@ -12,7 +12,7 @@ from shardwright.planner.headline import headline
 from shardwright.planner.nearest import PlanRemedy
 from shardwright.planner.search import Plan
 from shardwright.planner.whole_run import TrainingGoal, whole_run
-from shardwright.planner.words import remarks, warnings
+from shardwright.planner.words import expert_load_in_words, remarks, warnings
 
 
 def job_document(job: Job, name: str, limit_bytes: float) -> dict[str, Any]:
@@ -32,6 +32,7 @@ def job_document(job: Job, name: str, limit_bytes: float) -> dict[str, Any]:
         "document_tokens": job.document_tokens,
         "precision": job.precision,
         "stack": job.stack.name,
+        "expert_load": None if job.expert_load is None else job.expert_load.text,
     }
 
 
@@ -48,6 +49,8 @@ def layout_document(priced: PricedLayout, limit_bytes: float, goal: TrainingGoal
         "host_bytes_per_node": priced.host_bytes_per_node,
         "warnings": warnings(priced),
     }
+    if load := expert_load_in_words(priced):
+        found["expert_load"] = load
     if goal is not None:
         run = whole_run(priced.job, priced.step_s, found["interval_s"], goal)
         found |= {"days": run.days, "accelerator_hours": run.accelerator_hours, "whole_run": asdict(run)}

@@ -21,6 +21,7 @@ from shardwright.planner.words import (
     choices_in_words,
     compared,
     difference,
+    expert_load_in_words,
     fewer_accelerators,
     host_limit_in_words,
     host_row,
@@ -189,6 +190,8 @@ def layout_parts(priced: PricedLayout, limit_bytes: float, goal: TrainingGoal | 
     yield Section(str(priced.choice))
     yield Table((Column(""), Column("", CODE), Column("")), choices_in_words(job, priced.choice))
     yield Facts([*_speed(priced), *_memory_facts(priced, limit_bytes)])
+    if load := expert_load_in_words(priced):
+        yield Note(load)
     yield _time(priced)
     yield _memory(priced, limit_bytes)
     yield from (Note(warning, "warning", "bad") for warning in warnings(priced))
