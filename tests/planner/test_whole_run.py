@@ -107,6 +107,12 @@ def test_a_run_of_llama_3_has_its_interruptions_and_effective_time():
     assert 0.9 < run.goodput < 0.97
 
 
+@pytest.mark.parametrize("tokens", [1e-6, 1.0, 1e9, 1e300])
+def test_any_number_of_tokens_has_a_finite_interval(tokens: float):
+    run = whole_run(JOB, 6.4, (5.8, 7.1), TrainingGoal(tokens))
+    assert 0 < run.interval_days[0] < run.days < run.interval_days[1] < np.inf
+
+
 def test_a_synchronous_checkpoint_costs_more_and_is_saved_less_often():
     run = whole_run(JOB, 6.4, (5.8, 7.1), TrainingGoal(15.6e12))
     ways = {way.save: way for way in run.saving}
