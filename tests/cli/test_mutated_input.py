@@ -67,6 +67,7 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ),
     ("schedule", "--schedule", "interleaved-1f1b", "--pp", "4", "--microbatches", "8", "--virtual-stages", "2"),
     (*PLAN, "--top", "3", "--memory-margin", "0.1", "--budget-tokens", "1e9"),
+    (*PLAN, "--top", "1", "--budget-tokens", "1e9", "--price", "h100=2.5", "--operations", "failures=2,save_every=9"),
     (*PLAN, "--explain", "dp_shard=8,micro_batch=1"),
     (*PLAN, "--fix", "offload_optimizer=cpu", "--host-memory", "1GB", "--top", "1"),
     (*SERVE, "--top", "3", "--draft-tokens", "2", "--acceptance", "0.5", "--price", "2"),

@@ -55,7 +55,9 @@ def test_the_document_is_consistent(told: Any):
         assert each["mfu_causal"] < each["mfu_full"] < 1
         assert str(read(each["text"])) == each["text"]
     assert told["limit_bytes"] == pytest.approx(0.9 * told["memory_bytes"])
-    assert best["days"] == pytest.approx(15e12 / best["tokens_per_s"] / 86400)
+    whole = best["whole_run"]
+    assert whole["parts_days"]["steps"] == pytest.approx(15e12 / best["tokens_per_s"] / 86400)
+    assert best["days"] == whole["days"] == pytest.approx(sum(whole["parts_days"].values()))
     assert best["accelerator_hours"] == pytest.approx(best["days"] * 24 * 8)
     assert all(each["fits"] == ("step_s" in each) for each in told["alternatives"])
     taken = told["recommended"]
@@ -163,6 +165,29 @@ def test_a_larger_margin_leaves_less():
 
 
 @pytest.mark.prove
+def test_a_plan_of_a_mixture_says_that_loads_are_even_and_prices_uneven_ones():
+    asked = ("--model", "mixtral-8x7b", "--cluster", "h100:16", "--global-batch", 64, "--seq-len", 2048, "--top", 1)
+    layout = ("--fix", "ep=8,pp=1,tp=1,cp=1,zero=3")
+    even, uneven = (document(*asked, *layout, *load) for load in ((), ("--expert-load", "cv=0.3")))
+    assert even["recommended"]["expert_load"].startswith("experts have even loads; with --expert-load cv=0.3 a step")
+    assert uneven["expert_load"] == "cv=0.3"
+    assert uneven["recommended"]["step_s"] > even["recommended"]["step_s"]
+    said = uneven["recommended"]["expert_load"]
+    assert said.startswith("with --expert-load cv=0.3 the busiest rank has 1.43 times the mean load, and a step takes")
+    assert said in plan(*asked, *layout, "--expert-load", "cv=0.3", columns=500).output
+
+
+def test_a_run_file_says_how_it_is_saved_and_evaluated():
+    asked = ("--cluster", "h100:32", "--top", 1, "--fix", "pp=1,tp=1,cp=1", "--budget-tokens", "15e9")
+    config = load(EXAMPLES / "llama-3.1-8b.toml")
+    run = document(EXAMPLES / "llama-3.1-8b.toml", *asked)["recommended"]["whole_run"]
+    assert (run["save"], run["every_steps"]) == ("sync", config.checkpoint.every)
+    assert run["parts_days"]["evaluation"] > 0
+    changed = ("--operations", "save=async,save_every=7,evaluate_every=0")
+    other = document(EXAMPLES / "llama-3.1-8b.toml", *asked, *changed)["recommended"]["whole_run"]
+    assert (other["save"], other["every_steps"], other["parts_days"]["evaluation"]) == ("async", 7, 0)
+
+
 def test_the_layout_of_a_run_file_is_held_against_the_best():
     found = document(EXAMPLES / "llama-3.1-8b.toml", "--cluster", "h100:32")
     own = found["run_file"]

@@ -21,6 +21,17 @@ def test_each_cluster_has_its_line_with_its_recommended_layout():
         assert name in result.output
 
 
+def test_clusters_are_ranked_by_the_time_and_by_the_cost_of_the_whole_run():
+    asked = (*JOB, "--compare", "h200:16", "--budget-tokens", "1e12", "--price", "2.5", "--price", "h200=3.5")
+    h100, h200 = (each["recommended"]["whole_run"] for each in document(*asked)["compared"])
+    assert h100["cost"] == pytest.approx(2.5 * 24 * 16 * h100["days"])
+    assert h200["cost"] == pytest.approx(3.5 * 24 * 16 * h200["days"])
+    lines = plan(*asked).output.splitlines()
+    assert f"by time: h200:16 {h200['days']:.1f} days, h100:16 {h100['days']:.1f} days" in lines
+    assert f"by cost: h100:16 {h100['cost']:,.0f}, h200:16 {h200['cost']:,.0f}" in lines
+    assert "by cost: no price for h100:16" in plan(*asked[:-4], "--price", "h200=3.5").output
+
+
 def test_links_and_networks_are_those_of_the_options_without_a_comparison_too():
     plain, slow = document(*JOB), document(*JOB, "--link", "h100-pcie", "--network", "ethernet")
     assert slow["cluster"] == "h100:16, link=h100-pcie, network=ethernet"
@@ -35,7 +46,10 @@ def test_links_and_networks_are_those_of_the_options_without_a_comparison_too():
         (("--compare", "h200:12"), "--compare cluster 'h200:12': 12 accelerators do not fill nodes of 8"),
         (("--compare", "a100:16", "--precision", "fp8"), "--compare a100:16: --precision fp8: the peak of a100"),
         (("--network", "infinband"), "network 'infinband' is not known; did you mean 'infiniband'"),
-        (("--compare", "h200:16", "--html", "x.html"), "--compare prints a line for each cluster; leave out --html"),
+        (
+            ("--compare", "h200:16", "--explain", "tp=8"),
+            "a line for each cluster; leave out --explain",
+        ),
     ],
 )
 def test_what_cannot_be_compared_is_said(options: tuple[str, ...], told: str):

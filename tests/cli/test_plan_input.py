@@ -10,6 +10,7 @@ from shardwright.cli.main import app
 from shardwright.config import load
 from tests.cli.plans import REAL, SMALL, TINY, document, plan
 
+GOAL = (*SMALL, "--budget-tokens", 1e9)
 HARDWARE = """
 [accelerators.mine]
 memory_gib = 40
@@ -57,6 +58,21 @@ def test_an_accelerator_of_ones_own_is_planned_for(tmp_path: Path):
         ([*SMALL, "--top", 0], ["--top 0", "1 or more"]),
         ([*SMALL, "--memory-margin", 1], ["--memory-margin 1", "below 1"]),
         ([*SMALL, "--budget-tokens", 0], ["--budget-tokens 0", "above 0"]),
+        ([*SMALL, "--expert-load", "cv=0.3"], ["--expert-load cv=0.3: the model has no experts; leave it out"]),
+        ([*SMALL, "--price", 2], ["--price goes with --budget-tokens N"]),
+        ([*GOAL, "--price", "-1"], ["--price -1: a price above 0 is needed, such as 2.5"]),
+        ([*GOAL, "--price", "h200=x"], ["--price h200=x: a price above 0"]),
+        ([*GOAL, "--price", "h201=2"], ["--price h201=2: accelerator 'h201' is not known", "did you mean"]),
+        ([*GOAL, "--price", "2", "--price", "3"], ["--price 3: the price of all accelerators is given twice"]),
+        ([*GOAL, "--operations", "detect=3"], ["'detect' is not a key", "detect_min"]),
+        ([*GOAL, "--operations", "save=asink"], ["save='asink': did you mean 'async'?"]),
+        ([*GOAL, "--operations", "save=local"], ["save=local: h100:8 has a single node", "valid: sync, async"]),
+        ([*GOAL, "--operations", "save_every=1.5"], ["save_every='1.5': valid: a whole number from 1 to"]),
+        ([*GOAL, "--operations", "failures=0"], ["failures='0': valid: a number from 1e-06 to 1,000"]),
+        (
+            [*GOAL, "--operations", "failures=1000,restart_min=9999"],
+            ["--operations: h100:8 is interrupted every 3 h", "valid: smaller failures, detect_min or restart_min"],
+        ),
         ([*SMALL, "--write", "no/such/run.toml"], ["no folder no/such", "make it first"]),
         ([*SMALL, "--write", "run.txt"], ["--write run.txt", "*.toml"]),
         ([*SMALL, "--overwrite"], ["--overwrite goes with --write"]),

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from shardwright.cli.common import console, error_console, print_json, print_text, reading_verb, show
-from shardwright.cli.plan_asked import PlanOptions, PlanRequest, choice_of_run, priced_of, read_request
+from shardwright.cli.plan_asked import PlanRequest, choice_of_run, priced_of, read_request
+from shardwright.cli.plan_options import PlanOptions
 from shardwright.system.errors import InputError, LayoutError
 
 if TYPE_CHECKING:
@@ -126,10 +127,8 @@ def _search(asked: PlanRequest, options: PlanOptions) -> None:
     if taken is not None:
         _write(asked, result.job, taken.choice, options)
     near = [{"global_batch": each.global_batch, "saved": each.saved} for each in batches]
-    data = plan_document(result, asked.name, own, others, instead, options.budget_tokens) | {"near_batches": near}
-    searched = SearchedPlan(
-        result, whole, asked.name, own, others, batches, instead, margin, options.budget_tokens, took_s
-    )
+    data = plan_document(result, asked.name, own, others, instead, asked.goal) | {"near_batches": near}
+    searched = SearchedPlan(result, whole, asked.name, own, others, batches, instead, margin, asked.goal, took_s)
     show(plan_view(searched, data), options.json, options.html)
     if taken is None:
         raise typer.Exit(1)
@@ -167,9 +166,9 @@ def _explain(asked: PlanRequest, options: PlanOptions, choice: "Choice") -> None
     fits = priced.fits(limit)
     if fits:
         _write(asked, asked.job, choice, options)
-    data = job_document(asked.job, asked.name, limit) | layout_document(priced, limit, options.budget_tokens)
+    data = job_document(asked.job, asked.name, limit) | layout_document(priced, limit, asked.goal)
     data["formulas"] = [vars(entry) for entry in entries]
-    document = explained_view(priced, asked.name, limit, options.budget_tokens, lines(entries), data)
+    document = explained_view(priced, asked.name, limit, asked.goal, lines(entries), data)
     show(document, options.json, options.html)
     if not fits:
         if options.write is not None:

@@ -1,13 +1,13 @@
 """The request of `shardwright plan`, from options and a run file, and its problems."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from shardwright.cli.common import AsJson, ConfigurationFiles, wrong_place, wrong_sizes
+from shardwright.cli.common import wrong_sizes
+from shardwright.cli.plan_goal import check_goal, training_goal
 from shardwright.cli.plan_model import find_model
+from shardwright.cli.plan_options import PRECISIONS, PlanOptions, wrong_measured, wrong_options
 from shardwright.cost.formats import FORMATS
 from shardwright.system.errors import InputError, LayoutError, nearest
 
@@ -17,154 +17,14 @@ if TYPE_CHECKING:
     from shardwright.cost.job import Job
     from shardwright.planner.choice import Choice, PricedLayout
     from shardwright.planner.space import FixedChoices
-
-PRECISIONS = tuple(FORMATS)
-WITH_MEASURED = (
-    *("target", "cluster", "hardware", "link", "network"),
-    *("document_tokens", "memory_margin", "measured", "json"),
-)
-"""The options that are valid with --measured: they describe the run and the machine that it ran on."""
-
-
-@dataclass(frozen=True)
-class PlanOptions:
-    """Arguments and options of `plan`."""
-
-    target: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="RUN.toml|evaluate",
-            help="a run file, whose model, batch and precision are taken; or the word evaluate, to compare predictions "
-            "with the measured runs of a table",
-        ),
-    ] = None
-    runs: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="RUNS.csv",
-            help="evaluate only: a table of measured runs; those that come with shardwright if not given",
-        ),
-    ] = None
-    from_: ConfigurationFiles = None
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|SIZES",
-            help="a preset, such as llama-3.1-70b; config.json of transformers; or a few sizes, such as "
-            "n_layers=32,d_model=4096,n_heads=32,d_ffn=11008,vocab_size=32000, and any other key of a run file's model "
-            "section, such as n_kv_heads=8,moe.n_experts=8,moe.top_k=2,moe.d_ffn=4096",
-        ),
-    ] = None
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME:COUNT",
-            help="accelerators and how many, such as h100:64; h100:64/4@800Gb: 4 a node, 800 Gbit/s each to the others",
-        ),
-    ] = None
-    global_batch: Annotated[int | None, typer.Option(metavar="N", help="sequences of a step, over all ranks")] = None
-    seq_len: Annotated[int | None, typer.Option(metavar="N", help="tokens of a sequence")] = None
-    document_tokens: Annotated[
-        float | None,
-        typer.Option(
-            metavar="N",
-            help="attention within documents: the mean length of a token's document, sum L^2 / sum L over documents of "
-            "L tokens, as `data inspect --seq-len` prints; from the data of a run file with data.attention='document' "
-            "if not given",
-        ),
-    ] = None
-    precision: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help=f"type of the matmuls: {', '.join(PRECISIONS)}; bf16 if not given"),
-    ] = None
-    stack: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME[,KEY=VALUE]",
-            help="price another training software, such as megatron-core,date=2025-10,cuda_graphs=none; keys as the "
-            "columns of docs/measured-runs.md: date, attention, cuda_graphs, gather_dtype, fused_loss, moe_dispatch",
-        ),
-    ] = None
-    link: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="links inside a node as those of this accelerator, such as h100-pcie"),
-    ] = None
-    network: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="another kind of network between nodes, at the same line rate, such as roce"),
-    ] = None
-    compare: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="CLUSTER",
-            help="search on this cluster too, such as h200:64, or on the same one with link=NAME or network=NAME, and "
-            "print a line for each; may be repeated",
-        ),
-    ] = None
-    hardware: Annotated[
-        Path | None, typer.Option(metavar="FILE.toml", help="your accelerators, networks and clusters")
-    ] = None
-    host_memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="memory of each node's host, such as 2TB, which limits what layouts keep there; that of the hardware "
-            "file if not given",
-        ),
-    ] = None
-    memory_margin: Annotated[
-        float, typer.Option(metavar="X", help="share of the accelerator's memory to keep free")
-    ] = 0.1
-    top: Annotated[int, typer.Option(metavar="N", help="how many of the best layouts to list")] = 10
-    explain: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LAYOUT|RUN.toml",
-            help="instead of searching, show every formula for this layout, such as "
-            "tp=8,pp=4,micro_batch=1; keys of a run file's layout section; or for the layout of a run file",
-        ),
-    ] = None
-    measured: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="RUN_FOLDER",
-            help="instead of searching, compare the plan of the run file's layout with its run in this folder, term by "
-            "term",
-        ),
-    ] = None
-    fix: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KEYS",
-            help="search only layouts with these values, such as tp=8,pp=1; keys as for --explain",
-        ),
-    ] = None
-    prefer: Annotated[
-        str | None,
-        typer.Option(
-            metavar="fastest|simplest|cheapest",
-            help="which layout is recommended: fastest; simplest, fewest axes at most 25 % slower; cheapest, fewest "
-            "accelerator-hours on all accelerators or a part of them; if not given, of those that tie with the "
-            "fastest, one with headroom in memory and the fewest axes and settings",
-        ),
-    ] = None
-    budget_tokens: Annotated[
-        float | None,
-        typer.Option(metavar="N", help="tokens of the whole run, such as 15e12: adds days and accelerator-hours"),
-    ] = None
-    write: Annotated[
-        Path | None, typer.Option(metavar="FILE.toml", help="write the layout as a run file for train and verify")
-    ] = None
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="with --write, replace a file that exists")] = False
-    html: Annotated[Path | None, typer.Option(metavar="FILE.html", help="write one page with pictures")] = None
-    json: AsJson = False
+    from shardwright.planner.whole_run import TrainingGoal
 
 
 @dataclass(frozen=True)
 class PlanRequest:
     """The job to plan. `job`: with the rates of its machine if they were measured; `anywhere`: the same without them;
     `name`: the name of the model for people; `config`: the run file, if there is one; `explained`: the layout of
-    --explain; `fixed`: the values of --fix."""
+    --explain; `fixed`: the values of --fix; `goal`: the whole run of --budget-tokens."""
 
     job: "Job"
     anywhere: "Job"
@@ -172,6 +32,7 @@ class PlanRequest:
     config: "RunConfig | None"
     explained: "Choice | None"
     fixed: "FixedChoices | None"
+    goal: "TrainingGoal | None"
 
 
 def read_request(options: PlanOptions) -> PlanRequest:
@@ -181,7 +42,7 @@ def read_request(options: PlanOptions) -> PlanRequest:
     if explains_file and target is None and model is None:
         target = options.explain
     global_batch, seq_len, precision = options.global_batch, options.seq_len, options.precision
-    wrong = wrong_options(options) + _wrong_measured(options)
+    wrong = wrong_options(options) + wrong_measured(options)
     if options.stack is not None and options.write is not None:
         wrong.append(
             f"--stack {options.stack} with --write: a run file is for shardwright's own software; leave one out"
@@ -217,13 +78,17 @@ def read_request(options: PlanOptions) -> PlanRequest:
 
     if options.write is not None and precision in PRECISIONS:
         wrong += untrained(precision)
-    spec = found = explained = fixed = None
+    spec = found = explained = fixed = goal = None
     try:
         explained = None if options.explain is None or explains_file else read(options.explain)
     except InputError as error:
         wrong += error.problems
     try:
         fixed = None if options.fix is None else read_fixed(options.fix)
+    except InputError as error:
+        wrong += error.problems
+    try:
+        goal = training_goal(options, config)
     except InputError as error:
         wrong += error.problems
     try:
@@ -255,6 +120,10 @@ def read_request(options: PlanOptions) -> PlanRequest:
         from shardwright.config.settle import job_of
 
         job = replace(job_of(config), **values)
+    if options.expert_load is not None:
+        from shardwright.cost.expert_load import read_expert_load
+
+        job = replace(job, expert_load=read_expert_load(options.expert_load, job.model))
     if options.stack is not None:
         from shardwright.planner.software import read_stack
 
@@ -264,7 +133,8 @@ def read_request(options: PlanOptions) -> PlanRequest:
         explained = _choice_of_file(
             str(options.explain), config if options.explain == target else None, machine, options
         )
-    return PlanRequest(machine, job, name, config, explained, fixed)
+    check_goal(goal, machine)
+    return PlanRequest(machine, job, name, config, explained, fixed, goal)
 
 
 def _choice_of_file(path: str, config: "RunConfig | None", job: "Job", options: PlanOptions) -> "Choice":
@@ -397,54 +267,3 @@ def _model_name(config: "RunConfig | None", spec: Any) -> str:
     assert config is not None
     preset = config.model.preset
     return preset if spec == PRESETS[preset] else f"{preset}, changed"
-
-
-def wrong_options(options: PlanOptions) -> list[str]:
-    """Return the problems of the options that do not describe the job."""
-    from shardwright.planner.search import margin_problems
-    from shardwright.planner.simplicity import PREFERENCES
-
-    target, write, html, budget_tokens = options.target, options.write, options.html, options.budget_tokens
-    wrong = margin_problems(options.memory_margin) + wrong_sizes({"--top": options.top})
-    if budget_tokens is not None and not 0 < budget_tokens < float("inf"):
-        wrong.append(f"--budget-tokens {budget_tokens:g}: a number of tokens above 0 is needed, such as 15e12")
-    if options.prefer is not None and options.prefer not in PREFERENCES:
-        wrong.append(f"--prefer {options.prefer}: not a preference; {nearest(options.prefer, PREFERENCES)}")
-    if options.explain is not None and options.prefer is not None:
-        wrong.append(
-            "--prefer says which layout of a search is recommended, and --explain searches nothing; leave one out"
-        )
-    if options.explain is not None and html is not None:
-        wrong.append("--html shows what a search finds, and --explain searches nothing; leave one out")
-    if options.explain is not None and options.fix is not None:
-        wrong.append("--fix restricts what is searched, and --explain searches nothing; leave one out")
-    alone = [
-        f"--{name}" for name in ("explain", "write", "html", "budget_tokens") if getattr(options, name) is not None
-    ]
-    if options.compare and alone:
-        others = " and ".join(alone).replace("_", "-")
-        wrong.append(f"--compare prints a line for each cluster; leave out {others}, or plan one cluster with them")
-    if options.overwrite and write is None:
-        wrong.append("--overwrite goes with --write FILE.toml; give both, or leave it out")
-    if write is not None and target is not None and write.resolve() == Path(target).resolve():
-        wrong.append(f"--write {write}: that is the run file that is read; name another")
-    elif write is not None and write.is_file() and not options.overwrite:
-        wrong.append(f"--write {write}: the file exists; name another, or add --overwrite to replace it")
-    wrong += wrong_place("--write", write, {".toml": "it is named"})
-    return wrong + wrong_place("--html", html, {".html": "it is named"})
-
-
-def _wrong_measured(options: PlanOptions) -> list[str]:
-    """Return the problems of the options given with --measured."""
-    if options.measured is None:
-        return []
-    wrong = []
-    if options.target is None:
-        wrong.append(
-            f"--measured {options.measured}: name the run file whose plan it is compared with, such as "
-            f"{options.measured / 'run.toml'}"
-        )
-    given = [each.name for each in fields(options) if getattr(options, each.name) != each.default]
-    if others := " and ".join(f"--{name.replace('_', '-')}" for name in given if name not in WITH_MEASURED):
-        wrong.append(f"--measured compares the run file as it is with its run; leave out {others}")
-    return wrong

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from shardwright.cli.common import console, error_console, print_json, print_table, print_text
-from shardwright.cli.plan_asked import PlanOptions, PlanRequest, changed_cluster, no_peak
+from shardwright.cli.common import error_console, show
+from shardwright.cli.plan_asked import PlanRequest, changed_cluster, no_peak
+from shardwright.cli.plan_goal import check_goal
+from shardwright.cli.plan_options import PlanOptions
 from shardwright.system.errors import InputError, LayoutError, nearest
-from shardwright.system.units import GiB, format_count
-from shardwright.view.terminal import columns
 
 if TYPE_CHECKING:
     from shardwright.cost.hardware import Cluster
@@ -25,6 +25,7 @@ def compare(asked: PlanRequest, options: PlanOptions) -> None:
     """
     from shardwright.cost.job import on_machine
     from shardwright.planner.search import search
+    from shardwright.report.compare_view import compare_view
     from shardwright.system.control_groups import usable_cores
 
     wrong: list[str] = []
@@ -37,16 +38,14 @@ def compare(asked: PlanRequest, options: PlanOptions) -> None:
             status.update(f"evaluating every layout of {cluster.name}")
             try:
                 job = on_machine(replace(asked.anywhere, cluster=cluster))
+                check_goal(asked.goal, job)
                 processes = usable_cores()
                 found.append(
                     search(job, memory_margin=options.memory_margin, top=1, fixed=asked.fixed, processes=processes)
                 )
             except LayoutError as error:
                 raise LayoutError(*(f"{cluster.name}: {problem}" for problem in error.problems)) from None
-    if options.json:
-        _print_document(asked, found)
-    else:
-        _print(asked, found)
+    show(compare_view(asked.name, found, asked.goal), options.json, options.html)
     if not any(plan.recommended for plan in found):
         raise typer.Exit(1)
 
@@ -72,49 +71,3 @@ def _cluster(text: str, options: PlanOptions, precision: str, wrong: list[str]) 
         return changed_cluster(options.cluster, options, None, None)
     wrong += [f"--compare {text}: {problem}" for problem in no_peak(found, precision)]
     return found
-
-
-def _print_document(asked: PlanRequest, found: "list[Plan]") -> None:
-    from shardwright.planner.document import job_document, layout_document
-
-    compared = []
-    for plan in found:
-        taken = plan.recommended
-        told = None if taken is None else layout_document(taken, plan.limit_bytes)
-        compared.append(job_document(plan.job, asked.name, plan.limit_bytes) | {"recommended": told})
-    print_json({"compared": compared})
-
-
-def _print(asked: PlanRequest, found: "list[Plan]") -> None:
-    from shardwright.planner.choice import shortage
-    from shardwright.planner.headline import headline
-
-    job, first = asked.job, found[0].recommended
-    console.print(
-        f"[bold]{asked.name}[/]: {job.global_batch:,} sequences of {job.seq_len:,} tokens a step, {job.precision}",
-        soft_wrap=True,
-    )
-    table = columns("cluster", "step s", "", "tokens/s each", "MFU", "GiB", "recommended", left=1)
-    table.columns[-1].justify, table.columns[-1].overflow = "left", "fold"
-    for plan in found:
-        taken = plan.recommended
-        if taken is None:
-            assert plan.survey.nearest is not None
-            lacks = shortage(plan.job, plan.survey.nearest, plan.survey.nearest_bytes, plan.limit_bytes)
-            least = f"nothing fits: {lacks}"
-            table.add_row(plan.job.cluster.name, "", "", "", "", "", least)
-            continue
-        told = headline(taken)
-        table.add_row(
-            plan.job.cluster.name,
-            f"{taken.step_s:.4g}",
-            f"{taken.step_s / first.step_s - 1:+.1%}" if first is not None and taken is not first else "",
-            format_count(told.tokens_per_s_per_accelerator),
-            f"{told.mfu_full:.1%}",
-            f"{taken.peak_bytes / GiB:.1f}",
-            str(taken.choice),
-        )
-    print_table(table)
-    if first is not None:
-        low, high = (bound / first.step_s for bound in headline(first).interval_s)
-        print_text(f"80 % interval: {low:.0%} to {high:.0%} of what is predicted for the first")

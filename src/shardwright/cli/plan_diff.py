@@ -70,7 +70,8 @@ def plan_diff(options: PlanDiffOptions) -> None:
 
 
 def _priced(path: Path, cluster: str | None, hardware: Path | None) -> "PricedLayout":
-    from shardwright.cli.plan_asked import PlanOptions, choice_of_run, priced_of, read_request
+    from shardwright.cli.plan_asked import choice_of_run, priced_of, read_request
+    from shardwright.cli.plan_options import PlanOptions
     from shardwright.planner.search import MARGIN, limit_bytes
 
     asked = read_request(PlanOptions(target=str(path), cluster=cluster, hardware=hardware))

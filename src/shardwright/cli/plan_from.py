@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 import typer
 
 from shardwright.cli.common import console, error_console, print_text, show
-from shardwright.cli.plan_asked import PlanOptions, changed_cluster, no_peak, wrong_options
+from shardwright.cli.plan_asked import changed_cluster, no_peak
+from shardwright.cli.plan_goal import check_goal, training_goal
 from shardwright.cli.plan_model import find_model
+from shardwright.cli.plan_options import PlanOptions, wrong_options
 from shardwright.system.errors import InputError, LayoutError
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 TAKEN = (
     *("from_", "model", "cluster", "global_batch", "seq_len", "link", "network", "hardware", "host_memory"),
-    *("memory_margin", "top", "budget_tokens", "write", "overwrite", "json"),
+    *("memory_margin", "top", "budget_tokens", "price", "operations", "write", "overwrite", "json"),
 )
 """The options of `plan` that go with --from."""
 SHOWN = 3
@@ -39,6 +41,8 @@ def plan_from(options: PlanOptions) -> None:
     _check(options)
     run, cluster, assumed = read_run(options.from_ or [], options)
     job = run.job(cluster)
+    goal = training_goal(options)
+    check_goal(goal, job)
     limit = limit_bytes(job, options.memory_margin)
     priced = PricedLayout.from_choice(job, run.choice)
     text = None if options.write is None else run_file_text(run, job, shlex.join(["shardwright", *sys.argv[1:]]))
@@ -48,7 +52,7 @@ def plan_from(options: PlanOptions) -> None:
         from shardwright.system.files import write_whole
 
         write_whole(options.write, text.encode("utf-8"))
-    show(foreign_view(run, assumed, priced, limit, others, options.budget_tokens), options.json, None)
+    show(foreign_view(run, assumed, priced, limit, others, goal), options.json, None)
     if options.write is not None and not options.json:
         console.print()
         print_text(f"written to {options.write}")

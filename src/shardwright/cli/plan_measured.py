@@ -1,7 +1,8 @@
 """shardwright plan RUN.toml --measured RUN_FOLDER: a finished run next to its plan."""
 
 from shardwright.cli.common import console, print_json, print_table, print_text
-from shardwright.cli.plan_asked import PlanOptions, PlanRequest, choice_of_run, priced_of
+from shardwright.cli.plan_asked import PlanRequest, choice_of_run, priced_of
+from shardwright.cli.plan_options import PlanOptions
 from shardwright.view.terminal import columns
 
 

@@ -61,7 +61,8 @@ class Accelerator:
 
     `host_bytes_per_s`: to or from the memory of the host, 0 if it is the same memory; `disk_bytes_per_s`: its equal
     part of the disks of its node, read or written, 0 if unknown; `host_memory_bytes_per_s`: its equal part of
-    the bandwidth that an optimizer's update on the host reaches, reads and writes together, 0 if unknown.
+    the bandwidth that an optimizer's update on the host reaches, reads and writes together, 0 if unknown;
+    `failures_per_day`: interruptions of a run that one accelerator causes in a day, 0 if unknown.
 
     `memory_bytes`: available to a program. `matmul_share`: by precision, the fraction of the peak that the best large
     matmul has reached; `memory_share`: the fraction of the bandwidth that a large copy reaches. `multiprocessors`:
@@ -83,6 +84,7 @@ class Accelerator:
     lasting: float = 1.0
     host_bytes_per_s: float = 0.0
     disk_bytes_per_s: float = 0.0
+    failures_per_day: float = 0.0
     rates: RatesTable | None = field(default=None, hash=False, repr=False)
     core_share: float = 1.0
     on_host: bool = False
@@ -239,6 +241,7 @@ def _accelerator(name: str, table: AcceleratorTable, ranks: int | None = None) -
         lasting=table.lasting or 1.0,
         host_bytes_per_s=(table.host_gb_per_s or 0) * 1e9,
         disk_bytes_per_s=(table.disk_gb_per_s or 0) * 1e9,
+        failures_per_day=(table.failures_per_1000_days or 0) / 1000,
         host_memory_bytes_per_s=(table.host_memory_gb_per_s or 0) * 1e9,
         workspace_bytes=(table.workspace_mib or 32) * MiB,
         sources=table.sources,

@@ -202,6 +202,11 @@ class AcceleratorTable(HardwareTable):
     disk_gb_per_s: Positive | None = Field(
         None, description="its equal part of the disks of a node, read or written, GB/s; without it none is priced"
     )
+    failures_per_1000_days: Positive | None = Field(
+        None,
+        description="interruptions of a run for each 1,000 days of one accelerator, of hardware and software; without "
+        "it the rate of its die, else of h100",
+    )
     host_memory_gb_per_s: Positive | None = Field(
         None,
         description="its equal part of the memory bandwidth that an update on the host reaches, GB/s; without it none "

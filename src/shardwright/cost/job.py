@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.cost.calibration import CALIBRATED, OTHERS, Calibration
+from shardwright.cost.expert_load import UnevenLoad
 from shardwright.cost.formats import FORMATS
 from shardwright.cost.hardware import Cluster
 from shardwright.cost.speed import CONTEXT, DATA, TENSOR
@@ -41,7 +42,7 @@ class Job:
     `optimizers.OPTIMIZERS`; `narrow_states`: its states are stored in bf16; `optimizer_options`: (name, value) of each
     option that is not at its default. `document_tokens`: with attention within documents, the mean length of a token's
     document, which is sum L^2 / sum L over documents of L tokens (`data.samples`); None: attention is over
-    sequences.
+    sequences. `expert_load`: the loads of experts; None: they are even.
     """
 
     model: ModelSpec
@@ -55,6 +56,7 @@ class Job:
     narrow_states: bool = False
     optimizer_options: tuple[tuple[str, float], ...] = ()
     document_tokens: float | None = None
+    expert_load: UnevenLoad | None = None
 
     @property
     def attended(self) -> tuple[str, float]:
@@ -66,6 +68,12 @@ class Job:
         """Return `attended` on average over layers with and without windows."""
         symbol, tokens = self.attended
         return ("attended_tokens", self.model.mean_attended(tokens)) if self.model.window else (symbol, tokens)
+
+    def busiest_load(self, ep: Ints) -> Floats:
+        """Return the load of the busiest rank of ep, (n,), as a multiple of the mean load."""
+        if self.expert_load is None or self.model.moe is None:
+            return np.ones(len(ep))
+        return self.expert_load.busiest(self.model.moe, ep)
 
     @property
     def optimizer_kind(self) -> OptimizerKind:

@@ -101,15 +101,15 @@ def reached_flops_per_s(job: Job, precision: str) -> float:
 def layer_matmuls(job: Job, candidates: Candidates, block: BlockShape, tokens: Floats) -> Iterator[Matmul]:
     """Yield the matmuls with weights of one layer; `tokens`: (n,) of one micro-batch on a rank of cp.
 
-    Experts have equal loads. Each rank of tp sends its token shard to the experts, and receives as many tokens as it
-    sends: m of an expert is tokens / tp x top_k / (experts of the rank).
+    Each rank of tp sends its token shard to the experts. With equal loads it receives as many tokens as it sends: m of
+    an expert is tokens / tp x top_k / (experts of the rank) x load of the busiest rank, which is 1 for equal loads.
     """
     for group in block.matmuls:
         first, n_out = group.rows[0], _outputs(job, candidates, group)
         if first.matmul == "routed":
             assert job.model.moe is not None
             experts = first.shape[0] / candidates.ep
-            rows = tokens / candidates.tp * job.model.moe.top_k / experts
+            rows = tokens / candidates.tp * job.model.moe.top_k / experts * job.busiest_load(candidates.ep)
             yield Matmul(group.name, rows, first.shape[-1], n_out, experts, apart=not job.stack.speed.groups_matmuls)
         elif first.kind == "router":
             wide = "fp32" if job.stack.wide_router else job.wide_precision

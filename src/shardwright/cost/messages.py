@@ -307,15 +307,16 @@ def _ring(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, kv: 
 
 
 def dispatch(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -> None:
-    """Add dispatch and combine of experts: two all-to-alls forward, two backward, of tokens / tp x top_k x d_model.
-    Some stacks send a token to a node once."""
+    """Add dispatch and combine of experts: two all-to-alls forward, two backward, of tokens / tp x top_k x d_model x
+    load of the busiest rank. Some stacks send a token to a node once."""
     spec = job.model
     assert spec.moe is not None
     what = "tokens of experts, all-to-all"
     f = Formulas(
-        "B", T=tokens, tp=candidates.tp, top_k=spec.moe.top_k, h=spec.d_model, e=job.element_bytes
+        "B", T=tokens, tp=candidates.tp, top_k=spec.moe.top_k, h=spec.d_model, e=job.element_bytes,
+        busiest_load=job.busiest_load(candidates.ep),
     )  # fmt: skip
-    n_bytes = f("bytes to experts", f.T / f.tp * f.top_k * f.h * f.e)
+    n_bytes = f("bytes to experts", f.T / f.tp * f.top_k * f.h * f.e * f.busiest_load)
     by_node = partial(all_to_all_by_node, top_k=spec.moe.top_k)
     collective = by_node if job.stack.speed.copies_by_node else all_to_all
     message = PricedMessage(what, collective, n_bytes, candidates.ep, np.ones_like(candidates.ep))

@@ -1,5 +1,6 @@
 """A plan as one JSON document."""
 
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -7,10 +8,11 @@ import numpy as np
 from shardwright.cost.job import Job
 from shardwright.planner.alternatives import Alternative, reasons, savings
 from shardwright.planner.choice import PricedLayout, shortage
-from shardwright.planner.headline import accelerator_hours, days, headline
+from shardwright.planner.headline import headline
 from shardwright.planner.nearest import PlanRemedy
 from shardwright.planner.search import Plan
-from shardwright.planner.words import remarks, warnings
+from shardwright.planner.whole_run import TrainingGoal, whole_run
+from shardwright.planner.words import expert_load_in_words, remarks, warnings
 
 
 def job_document(job: Job, name: str, limit_bytes: float) -> dict[str, Any]:
@@ -30,10 +32,11 @@ def job_document(job: Job, name: str, limit_bytes: float) -> dict[str, Any]:
         "document_tokens": job.document_tokens,
         "precision": job.precision,
         "stack": job.stack.name,
+        "expert_load": None if job.expert_load is None else job.expert_load.text,
     }
 
 
-def layout_document(priced: PricedLayout, limit_bytes: float, budget_tokens: float | None = None) -> dict[str, Any]:
+def layout_document(priced: PricedLayout, limit_bytes: float, goal: TrainingGoal | None = None) -> dict[str, Any]:
     """Return one layout with its numbers; `memory_by_kind_bytes` has a list by pp rank for each kind."""
     found: dict[str, Any] = {
         "layout": priced.choice.settings(),
@@ -46,9 +49,11 @@ def layout_document(priced: PricedLayout, limit_bytes: float, budget_tokens: flo
         "host_bytes_per_node": priced.host_bytes_per_node,
         "warnings": warnings(priced),
     }
-    if budget_tokens is not None:
-        found["days"] = days(priced.job, priced.step_s, budget_tokens)
-        found["accelerator_hours"] = accelerator_hours(priced.job, priced.step_s, budget_tokens)
+    if load := expert_load_in_words(priced):
+        found["expert_load"] = load
+    if goal is not None:
+        run = whole_run(priced.job, priced.step_s, found["interval_s"], goal)
+        found |= {"days": run.days, "accelerator_hours": run.accelerator_hours, "whole_run": asdict(run)}
     return found
 
 
@@ -58,7 +63,7 @@ def plan_document(
     own: Alternative | None,
     alternatives: list[Alternative],
     remedies: list[PlanRemedy],
-    budget_tokens: float | None,
+    goal: TrainingGoal | None,
 ) -> dict[str, Any]:
     """Return the whole plan. `best`: the fastest layouts that fit, each with the layouts of equal cost (`equals`).
     `recommended`: a layout that ties with the first of `best` (it may be the first), or the layout of --prefer;
@@ -73,13 +78,13 @@ def plan_document(
         "n_fit": len(plan.pool),
         "n_simulated": plan.pool.n_simulated,
         "best": [
-            layout_document(each, plan.limit_bytes, budget_tokens) | {"equals": [str(choice) for choice in equals]}
+            layout_document(each, plan.limit_bytes, goal) | {"equals": [str(choice) for choice in equals]}
             for each, equals in zip(plan.best, plan.equals, strict=True)
         ],
         "prefer": plan.prefer,
-        "recommended": None if taken is None else layout_document(taken, plan.limit_bytes, budget_tokens),
+        "recommended": None if taken is None else layout_document(taken, plan.limit_bytes, goal),
         "remarks": [] if taken is None else remarks(plan),
-        "simplest": None if plan.simplest is None else layout_document(plan.simplest, plan.limit_bytes, budget_tokens),
+        "simplest": None if plan.simplest is None else layout_document(plan.simplest, plan.limit_bytes, goal),
         "run_file": None if taken is None or own is None else _alternative(taken, own),
         "alternatives": [] if taken is None else [_alternative(taken, each) for each in alternatives],
     }

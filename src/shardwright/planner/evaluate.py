@@ -15,13 +15,17 @@ from shardwright.cost.step import StepTime, step_time
 from shardwright.planner.headline import COVERED, interval_s
 from shardwright.planner.measured_run import PredictableRun, SkippedRun
 from shardwright.planner.runs import read_runs
+from shardwright.planner.whole_run import TrainingGoal, WholeRun, whole_run
 from shardwright.system.errors import InputError
 
+WHOLE_RUNS = Path(__file__).with_name("measured") / "whole_runs.csv"
+"""Published whole runs that are part of the package."""
 MEASURED_RUNS = Path(__file__).with_name("measured") / "runs.csv"
 """Published runs that are part of the package."""
-QUANTITIES = {"step time": "s", "peak memory": "GiB"}
+QUANTITIES = {"step time": "s", "peak memory": "GiB", "whole run": "days"}
 _KEYS = (
     *("row", "id", "source", "model", "stack"),
+    *("predicted_days", "measured_days", "interval_days"),
     *("predicted_step_time_s", "measured_step_time_s", "predicted_peak_mem_gib", "measured_peak_mem_gib"),
     *("interval_s", "left_out_step_time_s", "left_out_interval_s", "family", "assumed", "skipped"),
 )
@@ -32,7 +36,7 @@ _KEYS = (
 class PredictedRun:
     """A run with its prediction. `interval_s`: the seconds between which four of five runs are expected (80 %
     interval). `left_out_s`, `left_out_interval_s`: the same with constants fitted without the row's family; None if the
-    constants were not fitted to the family."""
+    constants were not fitted to the family. `whole`: the whole run of a row with tokens."""
 
     run: PredictableRun
     step_s: float
@@ -40,14 +44,22 @@ class PredictedRun:
     peak_gib: float
     left_out_s: float | None
     left_out_interval_s: tuple[float, float] | None
+    whole: WholeRun | None = None
 
     def pair(self, quantity: str) -> tuple[float, float] | None:
         """Return (predicted, measured), or None if the quantity was not measured."""
         predicted, measured = {
             "step time": (self.step_s, self.run.measured.step_time_s),
             "peak memory": (self.peak_gib, self.run.measured.peak_mem_gib),
+            "whole run": (self.whole.days if self.whole else 0.0, self.run.measured.days),
         }[quantity]
         return None if measured is None else (predicted, measured)
+
+    def interval(self, quantity: str) -> tuple[float, float] | None:
+        """Return the 80 % interval by which the quantity is judged: of a step, without the row's family; None if there
+        is none."""
+        whole = None if self.whole is None else self.whole.interval_days
+        return {"step time": self.left_out_interval_s, "whole run": whole}.get(quantity)
 
     def error(self, quantity: str) -> float | None:
         """Return predicted / measured - 1, or None if the quantity was not measured."""
@@ -156,6 +168,8 @@ def report_lines(found: PlanEvaluation) -> Iterator[str]:
             line += f"{time[1]:>8.4g} s {time[0]:>8.4g} s {time[0] / time[1] - 1:>+6.1%}"
         if (peak := row.pair("peak memory")) is not None:
             line += f"  {peak[1]:>13.2f} {peak[0]:>10.2f} {peak[0] / peak[1] - 1:>+7.1%}"
+        if (days := row.pair("whole run")) is not None:
+            line += f"  {days[1]:.4g} days measured, {days[0]:.4g} predicted, {days[0] / days[1] - 1:+.1%}"
         yield line.rstrip()
     yield from _grouped("skipped", ((each.reason, each.row) for each in found.skipped))
     yield from _grouped("assumed", ((text, row.run.row) for row in found.rows for text in row.run.assumed))
@@ -188,7 +202,9 @@ def _predict(run: PredictableRun) -> PredictedRun | SkippedRun:
             seconds, interval = _predicted(run, CALIBRATED)
             measured = run.measured.step_time_s is not None
             unseen = _predicted(run, left_out) if measured and left_out is not None else (None, None)
-            row = PredictedRun(run, seconds, interval, run.predicted_peak_gib(), *unseen)
+            tokens = run.measured.tokens
+            whole = None if tokens is None else whole_run(run.job, seconds, interval, TrainingGoal(tokens))
+            row = PredictedRun(run, seconds, interval, run.predicted_peak_gib(), unseen[0], unseen[1], whole)
     except InputError as error:
         return SkippedRun(run.row, run.measured, error.problems[0])
     for what, value in (("step time", row.step_s), ("peak memory", row.peak_gib), ("step time", row.left_out_s)):
@@ -208,9 +224,9 @@ def _summary(group: str, quantity: str, rows: Sequence[PredictedRun]) -> PlanErr
         if quantity == "step time" and row.left_out_s is not None and row.run.measured.step_time_s is not None
     ]
     inside = [
-        row.left_out_interval_s[0] <= row.run.measured.step_time_s <= row.left_out_interval_s[1]
+        interval[0] <= pair[1] <= interval[1]
         for row, _ in errors
-        if quantity == "step time" and row.left_out_interval_s is not None and row.run.measured.step_time_s is not None
+        if (interval := row.interval(quantity)) is not None and (pair := row.pair(quantity)) is not None
     ]
     values = [error for _, error in errors]
     return PlanErrorSummary(
@@ -242,6 +258,9 @@ def _row_json(row: PredictedRun) -> dict[str, Any]:
             "measured_step_time_s": run.measured.step_time_s,
             "predicted_peak_mem_gib": row.peak_gib,
             "measured_peak_mem_gib": run.measured.peak_mem_gib,
+            "predicted_days": None if row.whole is None else row.whole.days,
+            "measured_days": run.measured.days,
+            "interval_days": None if row.whole is None else row.whole.interval_days,
             "interval_s": row.interval_s,
             "left_out_step_time_s": row.left_out_s,
             "left_out_interval_s": row.left_out_interval_s,

@@ -1,4 +1,4 @@
-"""Step time, throughput, MFU, HFU, days and accelerator-hours of a layout.
+"""Step time, throughput, MFU and HFU of a layout.
 
 The interval around a predicted step time that contains the measured time of four of five runs.
 
@@ -31,7 +31,6 @@ from shardwright.cost.job import Floats, Job
 from shardwright.cost.step import StepTime
 from shardwright.planner.choice import PricedLayout
 
-SECONDS_A_DAY = 86400.0
 _PALM = "PaLM, arXiv 2204.02311, section 4.1"
 
 
@@ -95,16 +94,6 @@ def headline(priced: PricedLayout) -> PlanHeadline:
                 peak_rate=job.peak_flops_per_s, **{name: flops},
             )  # fmt: skip
     return found
-
-
-def days(job: Job, step_s: float, budget_tokens: float) -> float:
-    """Return the days of training on `budget_tokens`, without checkpoints, evaluations and failures."""
-    return budget_tokens / job.tokens * step_s / SECONDS_A_DAY
-
-
-def accelerator_hours(job: Job, step_s: float, budget_tokens: float) -> float:
-    """Return the accelerator-hours of training on `budget_tokens`, over all accelerators."""
-    return days(job, step_s, budget_tokens) * 24 * job.cluster.size
 
 
 TERMS = ("base", "outside", "experts", "narrow", "attention", "unmeasured")

@@ -63,7 +63,7 @@ def _choice(
     return _column(help, rule, lambda cell: cell in words or re.fullmatch(form[1], cell), str, empty, needed, optional)
 
 
-def _decimal(help: str, low: float, high: float, *, empty: float | None = None) -> Any:
+def _decimal(help: str, low: float, high: float, *, empty: float | None = None, optional: bool = False) -> Any:
     bounds = " to ".join(f"{Decimal(str(end)):f}" for end in (low, high))
     form = r"[0-9]{1,15}(\.[0-9]{1,20})?"
     return _column(
@@ -72,6 +72,8 @@ def _decimal(help: str, low: float, high: float, *, empty: float | None = None) 
         lambda cell: re.fullmatch(form, cell) and low <= float(cell) <= high,
         float,
         empty,
+        "",
+        optional,
     )
 
 
@@ -244,6 +246,14 @@ class MeasuredRun:
     peak_mem_gib: float | None = _decimal("peak memory of one accelerator, GiB", 1e-6, 10**9)
     peak_mem_from: str = _choice("taken by tensors, or by the allocator", "allocated", "reserved", needed="peak")
     peak_mem_rank: str = _choice("whose peak, by its rank of pp", "most", "first", "last", needed="peak")
+    tokens: float | None = _decimal("tokens of the whole run", 1, 10**15, optional=True)
+    days: float | None = _decimal(
+        "days of the whole run, with its interruptions; accelerator-hours / accelerators / 24 where hours were "
+        "published",
+        1e-3,
+        10**5,
+        optional=True,
+    )
     note: str = _text("what is assumed or special; printed")
 
 

@@ -108,8 +108,10 @@ def _contradictions(row: MeasuredRun) -> Iterator[str]:
         return
     if row.model_kind != "decoder":
         yield f"model_kind={row.model_kind!r} with usable='yes'; valid: decoder, or usable='no'"
-    if row.step_time_s is None and row.peak_mem_gib is None:
-        yield "step_time_s and peak_mem_gib are empty; valid: one of them, or usable='no'"
+    if (row.tokens is None) != (row.days is None):
+        yield f"tokens={row.tokens or ''} with days={row.days or ''}; valid: both, or none"
+    if row.step_time_s is None and row.peak_mem_gib is None and row.days is None:
+        yield "step_time_s, peak_mem_gib and days are empty; valid: one of them, or usable='no'"
     data_ranks = row.dp_replicate * row.dp_shard
     world = row.tp * row.pp * row.cp * data_ranks
     if world != row.accelerators:

@@ -4,7 +4,11 @@ Known problems of a layout or a job, as sentences.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
+import numpy as np
+
+from shardwright.cost.expert_load import USUAL_CV, UnevenLoad
 from shardwright.cost.job import Job
 from shardwright.layout.key import JobSizes, written
 from shardwright.layout.keys import KEYS
@@ -236,6 +240,26 @@ IDLE = 0.15
 """Share of a step from which the pipeline bubble is reported."""
 GROUPED_ROW_BYTES = 16
 """A row of a grouped matmul has to be a multiple of this number of bytes (`model.experts.has_grouped_mm`)."""
+
+
+def expert_load_in_words(priced: PricedLayout) -> str:
+    """Return the assumption about the loads of experts, with its cost in step time; empty for a dense model."""
+    job = priced.job
+    if job.model.moe is None:
+        return ""
+    given = job.expert_load
+    usual = UnevenLoad(f"cv={USUAL_CV}", USUAL_CV)
+    other = PricedLayout.from_choice(replace(job, expert_load=None if given else usual), priced.choice).step_s
+    if given is None:
+        more = other / priced.step_s - 1
+        return f"experts have even loads; with --expert-load {usual.text} a step takes {more:.1%} longer"
+    load = float(job.busiest_load(np.array([priced.choice.layout.ep]))[0])
+    dropped = given.dropped(job.model.moe)
+    lost = f"; {dropped:.1%} of the tokens of experts are dropped" if dropped else ""
+    return (
+        f"with --expert-load {given.text} the busiest rank has {load:.2f} times the mean load, and a step takes "
+        f"{priced.step_s / other - 1:.1%} longer than with even loads{lost}"
+    )
 
 
 def warnings(priced: PricedLayout) -> list[str]:

@@ -5,6 +5,7 @@ from typing import Any
 
 from shardwright.planner.choice import PricedLayout
 from shardwright.planner.document import job_document, layout_document
+from shardwright.planner.whole_run import TrainingGoal
 from shardwright.planner.words import warnings
 from shardwright.readers.foreign_run import ForeignRun, Instead, as_document, options_by_fate
 from shardwright.readers.table import NO_COUNTERPART, NO_EFFECT, READ
@@ -19,18 +20,18 @@ def foreign_view(
     priced: PricedLayout,
     limit_bytes: float,
     others: Sequence[Instead],
-    budget_tokens: float | None,
+    goal: TrainingGoal | None,
 ) -> VerbDocument:
     """Return the document of a configuration of another system. `assumed`: the assumptions on the cluster; `others`:
     its alternatives."""
     job, reading = priced.job, as_document(run)
     reading["assumed"] += assumed
-    data = job_document(job, run.system.name, limit_bytes) | layout_document(priced, limit_bytes, budget_tokens)
+    data = job_document(job, run.system.name, limit_bytes) | layout_document(priced, limit_bytes, goal)
     parts = [
         Note(f"{run.system.name}: {', '.join(run.files)}"),
         job_note(job, "the model of the file"),
         *_read(run, reading["assumed"]),
-        *layout_parts(priced, limit_bytes, budget_tokens),
+        *layout_parts(priced, limit_bytes, goal),
         *_others(priced, others, limit_bytes),
     ]
     alternatives = [_as_document(each) for each in others]

@@ -10,16 +10,18 @@ from shardwright.cost.job import Job
 from shardwright.planner.alternatives import Alternative
 from shardwright.planner.batches import NearBatch
 from shardwright.planner.choice import PricedLayout, shortage
-from shardwright.planner.headline import accelerator_hours, days, headline, unmeasured
+from shardwright.planner.headline import headline, unmeasured
 from shardwright.planner.nearest import PlanRemedy
 from shardwright.planner.search import Plan
 from shardwright.planner.sweep import by_length, by_size
+from shardwright.planner.whole_run import TrainingGoal, whole_run
 from shardwright.planner.words import (
     ALIKE,
     also_fast,
     choices_in_words,
     compared,
     difference,
+    expert_load_in_words,
     fewer_accelerators,
     host_limit_in_words,
     host_row,
@@ -33,6 +35,7 @@ from shardwright.planner.words import (
     worth_a_row,
 )
 from shardwright.report.plan_pictures import ROLES, length_svg, memory_svg, scaling_svg, time_svg
+from shardwright.report.whole_run_view import whole_run_parts
 from shardwright.system.units import GiB, format_bytes, format_count, format_seconds
 from shardwright.view.document import (
     CODE,
@@ -75,7 +78,7 @@ class SearchedPlan:
     batches: Sequence[NearBatch]
     remedies: Sequence[PlanRemedy]
     margin: float
-    budget_tokens: float | None
+    goal: TrainingGoal | None
     took_s: float
 
     @property
@@ -93,10 +96,10 @@ def plan_view(searched: SearchedPlan, data: Any) -> VerbDocument:
 
 
 def explained_view(
-    priced: PricedLayout, name: str, limit_bytes: float, budget_tokens: float | None, lines: Iterable[str], data: Any
+    priced: PricedLayout, name: str, limit_bytes: float, goal: TrainingGoal | None, lines: Iterable[str], data: Any
 ) -> VerbDocument:
     """Return the document of one layout with every formula behind it (`planner.explain.lines`)."""
-    parts = [job_note(priced.job, name), *layout_parts(priced, limit_bytes, budget_tokens), *formula_parts(lines)]
+    parts = [job_note(priced.job, name), *layout_parts(priced, limit_bytes, goal), *formula_parts(lines)]
     return VerbDocument(f"{name} on {priced.job.cluster.name}: {priced.choice}", data, parts)
 
 
@@ -156,7 +159,7 @@ def _found(searched: SearchedPlan) -> Iterator[Part]:
             f"--global-batch {each.global_batch} takes {each.saved:.1%} less time for a token, with "
             f"{each.plan.best[0].choice}"
         )
-    yield from layout_parts(taken, plan.limit_bytes, searched.budget_tokens)
+    yield from layout_parts(taken, plan.limit_bytes, searched.goal)
     if taken.choice != plan.best[0].choice:
         yield Section(f"fastest: {plan.best[0].choice}")
         yield Note(why(taken, Alternative("fastest", plan.best[0], None)))
@@ -181,15 +184,20 @@ def _compared(searched: SearchedPlan) -> Table:
     return Table((*columns, Column("layout", CODE)), rows)
 
 
-def layout_parts(priced: PricedLayout, limit_bytes: float, budget_tokens: float | None) -> Iterator[Part]:
+def layout_parts(priced: PricedLayout, limit_bytes: float, goal: TrainingGoal | None) -> Iterator[Part]:
     """Yield one layout: its choices, its speed, its time and memory by part, and its warnings."""
     job = priced.job
     yield Section(str(priced.choice))
     yield Table((Column(""), Column("", CODE), Column("")), choices_in_words(job, priced.choice))
-    yield Facts([*_speed(priced, budget_tokens), *_memory_facts(priced, limit_bytes)])
+    yield Facts([*_speed(priced), *_memory_facts(priced, limit_bytes)])
+    if load := expert_load_in_words(priced):
+        yield Note(load)
     yield _time(priced)
     yield _memory(priced, limit_bytes)
     yield from (Note(warning, "warning", "bad") for warning in warnings(priced))
+    if goal is not None:
+        run = whole_run(job, priced.step_s, headline(priced).interval_s, goal)
+        yield from whole_run_parts(run, job.cluster)
     yield Picture(
         "memory",
         "Memory by kind",
@@ -200,7 +208,7 @@ def layout_parts(priced: PricedLayout, limit_bytes: float, budget_tokens: float 
     )
 
 
-def _speed(priced: PricedLayout, budget_tokens: float | None) -> Iterator[Fact]:
+def _speed(priced: PricedLayout) -> Iterator[Fact]:
     numbers, job = headline(priced), priced.job
     each = f"{format_count(numbers.tokens_per_s_per_accelerator)} on each accelerator"
     yield Fact("a step takes", format_seconds(numbers.step_s), f"{format_count(numbers.tokens_per_s)} tokens/s, {each}")
@@ -216,13 +224,6 @@ def _speed(priced: PricedLayout, budget_tokens: float | None) -> Iterator[Fact]:
         f"with the full square of attention, {numbers.mfu_causal:.1%} with its causal half{again} "
         f"(PaLM, arXiv 2204.02311; peak {peak})",
     )
-    if budget_tokens is not None:
-        yield Fact(
-            f"{format_count(budget_tokens)} tokens",
-            f"{days(job, priced.step_s, budget_tokens):,.1f} days",
-            f"{accelerator_hours(job, priced.step_s, budget_tokens):,.0f} accelerator-hours "
-            f"({budget_tokens / job.tokens:,.0f} steps, without checkpoints, evaluations and failures)",
-        )
 
 
 def _memory_facts(priced: PricedLayout, limit_bytes: float) -> Iterator[Fact]:

@@ -1,0 +1,98 @@
+"""Uneven loads of experts: the load of the busiest rank of ep, for which the other ranks wait, and dropped tokens.
+
+The load of an expert is its tokens divided by the mean of the experts of its layer. With a coefficient of variation c,
+loads are independent normal variables of mean 1. A rank of ep with E / ep experts has a mean load of standard deviation
+c / sqrt(E / ep). The expected largest of n such loads is 1 + c / sqrt(E / ep) z(n), with Blom's approximation
+z(n) = Phi^-1((n - 3/8) / (n + 1/4)) (Blom, 1958). A token goes to K different experts, so the load of a rank is at most
+min(ep, E / K). With a capacity factor C, an expert computes at most C, and drops the mean of max(load - C, 0).
+Ignored: the memory and the element-wise operations of the busiest rank, and layers whose busiest ranks differ.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist, fmean
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright.model.sections import MoESpec
+from shardwright.model.spec import ModelSpec
+from shardwright.system.errors import InputError
+from shardwright.system.files import reason
+
+USUAL_CV = 0.3
+"""The coefficient of variation whose cost a plan with even loads shows."""
+LARGEST_CV = 10.0
+KEY = "tokens_by_expert"
+
+
+@dataclass(frozen=True)
+class UnevenLoad:
+    """`cv`: coefficient of variation of the loads; `by_layer`: the loads of the experts of each layer, mean 1, instead.
+    `text`: as it was given."""
+
+    text: str
+    cv: float = 0.0
+    by_layer: tuple[tuple[float, ...], ...] = ()
+
+    def busiest(self, moe: MoESpec, ep: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return the load of the busiest rank for each degree of ep, (n,), as a multiple of the mean."""
+        degrees, at = np.unique(ep, return_inverse=True)
+        return np.array([self._busiest(moe, int(degree)) for degree in degrees])[at]
+
+    def _busiest(self, moe: MoESpec, ep: int) -> float:
+        if self.by_layer:
+            limit = moe.capacity_factor or np.inf
+            loads = np.minimum(np.array(self.by_layer), limit).reshape(len(self.by_layer), ep, -1)
+            return float(loads.mean(axis=2).max(axis=1).mean())
+        deviations = NormalDist().inv_cdf((ep - 0.375) / (ep + 0.25))
+        load = 1 + self.cv / (moe.n_experts / ep) ** 0.5 * deviations
+        return min(load, ep, moe.n_experts / moe.top_k, moe.capacity_factor or np.inf)
+
+    def dropped(self, moe: MoESpec) -> float:
+        """Return the fraction of the tokens of experts that is dropped; 0 without a capacity."""
+        if not moe.capacity_factor:
+            return 0.0
+        if self.by_layer:
+            return fmean(max(load - moe.capacity_factor, 0.0) for layer in self.by_layer for load in layer)
+        if not self.cv:
+            return max(1 - moe.capacity_factor, 0.0)
+        normal, z = NormalDist(), (moe.capacity_factor - 1) / self.cv
+        return self.cv * (normal.pdf(z) - z * (1 - normal.cdf(z)))
+
+
+def read_expert_load(text: str, spec: ModelSpec) -> UnevenLoad:
+    """Return the loads that `cv=0.3` or a JSON file describes. The file is an object whose `tokens_by_expert` has a
+    list of tokens for each layer with experts, or one list for all of them.
+
+    Raises InputError if the model has no experts, and for a text or a file that does not describe its experts.
+    """
+    what = f"--expert-load {text}"
+    if spec.moe is None:
+        raise InputError(f"{what}: the model has no experts; leave it out")
+    if text.startswith("cv="):
+        try:
+            cv = float(text.removeprefix("cv="))
+        except ValueError:
+            cv = -1.0
+        if not 0 <= cv <= LARGEST_CV:
+            raise InputError(f"{what}: valid: a number from 0 to {LARGEST_CV:g}, such as cv=0.3, or a JSON file")
+        return UnevenLoad(text, cv)
+    try:
+        layers = json.loads(Path(text).read_bytes())[KEY]
+        loads = np.array(layers, dtype=np.float64)
+    except OSError as error:
+        raise InputError(f"{what}: {reason(error)}; valid: cv=0.3, or a JSON file with {KEY}") from None
+    except (ValueError, TypeError, KeyError):
+        raise InputError(f"{what}: valid: a JSON object whose {KEY} has a list of tokens for each layer") from None
+    n_layers = sum(spec.has_experts(layer) for layer in range(spec.n_layers))
+    if loads.ndim != 2 or loads.shape[1] != spec.moe.n_experts or len(loads) not in (1, n_layers):
+        raise InputError(
+            f"{what}: {KEY} has the shape {' x '.join(map(str, loads.shape))}; valid: {n_layers} layers, or 1 for all, "
+            f"x {spec.moe.n_experts} experts"
+        )
+    if not np.isfinite(loads).all() or (loads < 0).any() or not loads.sum(axis=1).all():
+        raise InputError(f"{what}: tokens are 0 or more, and each layer has some")
+    loads /= loads.mean(axis=1, keepdims=True)
+    return UnevenLoad(text, by_layer=tuple(map(tuple, loads.tolist())))
