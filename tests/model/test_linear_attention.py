@@ -6,6 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardwright.model import linear_attention
@@ -111,6 +112,13 @@ def test_the_formula_has_the_flops_of_the_scan() -> None:
     with FlopCounterMode(display=False) as counter:
         gated_delta_rule(q, k, v, -torch.rand(1, 4, 128), torch.rand(1, 4, 128))
     assert counter.get_total_flops() == 128 * LINEAR.scan_flops
+
+
+def test_training_flops_are_three_times_those_counted_in_a_forward_pass() -> None:
+    spec = spec_of(attention_gate=True, n_layers=3)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        Transformer(spec)(torch.zeros(1, 128, dtype=torch.int64))
+    assert counter.get_total_flops() * 3 == 128 * spec.train_flops_per_token(128)
 
 
 def test_only_the_projections_are_saved_for_the_backward_pass() -> None:

@@ -63,9 +63,10 @@ class Job:
 
     @property
     def mean_attended(self) -> tuple[str, float]:
-        """Return `attended` on average over layers with and without windows."""
+        """Return `attended` on average over layers with and without windows, and linear layers."""
         symbol, tokens = self.attended
-        return ("attended_tokens", self.model.mean_attended(tokens)) if self.model.window else (symbol, tokens)
+        differs = self.model.window or self.model.linear_attention
+        return ("attended_tokens", self.model.mean_attended(tokens)) if differs else (symbol, tokens)
 
     @property
     def optimizer_kind(self) -> OptimizerKind:

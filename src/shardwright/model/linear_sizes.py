@@ -71,6 +71,14 @@ class LinearAttentionSpec:
         return (self.conv_width - 1) * self.qkv_width
 
     @property
+    def scan_numel(self) -> int:
+        """Elements a token of the tensors that a scan makes in one layer: n (6 k + 5 v + 3 C + k v / C), of queries and
+        keys and their products with decays and betas, of values, of pairs of a chunk's tokens, and of states; symbols
+        as in `scan_flops`."""
+        k, v = self.k_dim, self.v_dim
+        return self.n_v_heads * (6 * k + 5 * v + 3 * CHUNK + k * v // CHUNK)
+
+    @property
     def scan_flops(self) -> int:
         """FLOPs of a token's scan in one layer, forward: 2 n (C (2 k + v) + 3 k v).
 

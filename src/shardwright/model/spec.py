@@ -81,6 +81,12 @@ class ModelSpec(ModelSizes):
             yield "qkv_bias=true with bias=true says the same twice: bias has all linears; leave qkv_bias out"
         if self.qkv_bias and self.latent_attention:
             yield "qkv_bias=true goes with plain attention; latent attention has no biases"
+        yield from self._nope_problems()
+        yield from self._training_problems()
+        yield from self._norm_and_scale_problems()
+        yield from self._window_problems()
+
+    def _nope_problems(self) -> Iterator[str]:
         if not 0 <= self.nope_interval <= self.n_layers:
             yield (
                 f"nope_interval={self.nope_interval} for {self.n_layers} layers; valid: 0 (all layers rotate) to "
@@ -90,9 +96,6 @@ class ModelSpec(ModelSizes):
             yield "nope_interval goes with plain attention; latent attention rotates in every layer"
         if self.nope_interval and self.positions != "rope":
             yield "nope_interval goes with positions='rope'; with positions='learned' no layer rotates"
-        yield from self._training_problems()
-        yield from self._norm_and_scale_problems()
-        yield from self._window_problems()
 
     def _training_problems(self) -> Iterator[str]:
         if self.mtp_modules < 0:
