@@ -62,6 +62,8 @@ FEATURES = {
     "activation": "activation {}",
     "tied_embedding": "a tied embedding",
     "latent_attention": "latent attention",
+    "linear_attention": "linear attention",
+    "attention_gate": "gated attention",
     "n_layers": "{} layers",
     "mtp_modules": "{} module(s) of multi-token prediction",
     "n_kv_heads": "{} key-value head",

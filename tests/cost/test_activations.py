@@ -16,6 +16,7 @@ from shardwright.cost.job import Candidates, Job
 from shardwright.cost.stack import FSDP, FSDP_COMPILED, MEGATRON, MEGATRON_CORE, SHARDWRIGHT
 from shardwright.layout.keys import KEYS, RECOMPUTE_MODULES
 from shardwright.layout.layout import Layout
+from shardwright.model.linear_sizes import LinearAttentionSpec
 from shardwright.model.presets import resolve
 from shardwright.model.sections import LatentAttentionSpec
 from shardwright.model.spec import ModelSpec
@@ -146,6 +147,10 @@ SMALL = {
     "mixture": replace(resolve("debug-moe"), norm="layernorm"),
     "gated shared experts": with_experts(n_shared=1, shared_gate=True),
     "biased experts": replace(with_experts(bias=True, d_ffn=128), activation="swiglu_clamped"),
+    "linear": debug(
+        linear_attention=LinearAttentionSpec(n_k_heads=2, n_v_heads=4, k_dim=12, v_dim=16, full_interval=0),
+    ),
+    "gated attention": debug(attention_gate=True),
     "latent": debug(
         n_kv_heads=4,
         latent_attention=LatentAttentionSpec(kv_rank=32, q_rank=48, nope_dim=16, rope_dim=8, v_dim=16),

@@ -13,6 +13,7 @@ from shardwright.config.optimizer import LrScaleSection, WeightDecaySection
 from shardwright.layout.box import DENSE_AXES
 from shardwright.layout.keys import KEYS
 from shardwright.layout.layout import Layout
+from shardwright.model.linear_sizes import LinearAttentionSpec
 from shardwright.model.modules import FAMILIES
 from shardwright.model.presets import PRESETS
 from shardwright.model.sections import AuxScope, LatentAttentionSpec, MoESpec, RopeScaling, Scaling, Score
@@ -166,6 +167,9 @@ def _spec(rng: Random, layout: Layout, *, n_layers: int, seq_len: int, experts: 
     parted = positions == "rope" and not latent and head_dim % 4 == 0
     fraction = rng.choice((1.0, 1.0, 0.5)) if parted else 1.0
     pairs = (latent.rope_dim if latent else int(head_dim * fraction)) // 2
+    windows = _windows(rng, n_layers, seq_len, positions, latent is None and family == "decoder")
+    can_be_linear = family == "decoder" and not (latent or bias or windows.get("window")) and layout.cp == 1
+    nets = can_be_linear and rng.random() < 0.4
     return ModelSpec(
         family=family,
         n_layers=n_layers,
@@ -195,7 +199,9 @@ def _spec(rng: Random, layout: Layout, *, n_layers: int, seq_len: int, experts: 
         bias=bias,
         qkv_bias=not latent and not bias and rng.random() < 0.3,
         nope_interval=rng.choice((0, 0, 1, n_layers)) if positions == "rope" and not latent else 0,
-        **_windows(rng, n_layers, seq_len, positions, latent is None and family == "decoder"),
+        **windows,
+        attention_gate=not latent and rng.random() < 0.2,
+        linear_attention=_linear(rng, layout, n_layers) if nets else None,
         logit_softcap=rng.choice((0.0, 0.0, 0.5)),
         o_bias=not latent and not bias and rng.random() < 0.2,
         tied_embedding=rng.random() < 0.4,
@@ -261,6 +267,18 @@ def _latent(rng: Random) -> LatentAttentionSpec:
         nope_dim=nope_dim,
         rope_dim=rope_dim,
         v_dim=rng.randint(4, nope_dim + rope_dim),
+    )
+
+
+def _linear(rng: Random, layout: Layout, n_layers: int) -> LinearAttentionSpec:
+    n_k_heads = layout.tp * rng.choice((1, 1, 2))
+    return LinearAttentionSpec(
+        n_k_heads=n_k_heads,
+        n_v_heads=n_k_heads * rng.choice((1, 2, 3)),
+        k_dim=rng.randint(2, 7),
+        v_dim=rng.randint(2, 7),
+        conv_width=rng.randint(1, 4),
+        full_interval=rng.choice((0, *range(2, n_layers + 1))),
     )
 
 

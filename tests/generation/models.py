@@ -12,6 +12,7 @@ from shardwright.generation.engine import LayoutEngine
 from shardwright.generation.sampling import Sampling
 from shardwright.layout.layout import Layout
 from shardwright.model.init import initialise
+from shardwright.model.linear_sizes import LinearAttentionSpec
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
@@ -35,7 +36,12 @@ WINDOWS = replace(
     GROUPED, window=5, global_interval=3, attention_sinks=True, window_rope_theta=200.0, logit_softcap=0.5
 )
 CAPS = replace(GROUPED, window=4, attention_softcap=0.2)
+LINEAR = replace(
+    GROUPED, attention_gate=True,
+    linear_attention=LinearAttentionSpec(n_k_heads=2, n_v_heads=4, k_dim=6, v_dim=5, conv_width=3, full_interval=3),
+)  # fmt: skip
 SPECS: dict[str, ModelSpec] = {
+    "linear": LINEAR,
     "windows": WINDOWS,
     "caps": CAPS,
     "grouped": GROUPED,

@@ -26,6 +26,7 @@ from tests.generation.models import (
     LATENT,
     LATENT_EXPERTS,
     LEARNED,
+    LINEAR,
     N_TOKENS,
     PROMPTS,
     SPECS,
@@ -60,6 +61,23 @@ def test_the_cache_changes_no_token(spec, sampling):
 
 
 @torch.no_grad()
+def test_a_row_of_the_cache_starts_a_sequence_of_linear_layers_anew():
+    tokens_of_linear_layers_are_those_without_a_cache()
+
+
+@torch.no_grad()
+def tokens_of_linear_layers_are_those_without_a_cache() -> None:
+    engine = WholeEngine(whole_model(LINEAR), 1, LINEAR.max_seq_len)
+    for seed in (3, 5):
+        tokens, results = [seed * i % 31 for i in range(30)], []
+        for start, stop in pairwise((0, 3, 14, 15, 30)):
+            segment = SequenceSegment(0, start, stop - start)
+            results += engine.run([RaggedBatch([segment], tokens[start:stop], [stop - start])])
+        expected_TV = whole_model(LINEAR)(torch.tensor([tokens]))[0]
+        torch.testing.assert_close(torch.cat(results), expected_TV, rtol=1e-12, atol=1e-12)
+
+
+@torch.no_grad()
 def test_a_continuation_longer_than_a_window_is_that_of_the_whole_sequence():
     a_long_continuation_is_that_of_the_whole_sequence()
 
@@ -86,6 +104,8 @@ CASES = [
     (Layout(tp=2, pp=2, ep=2, sequence_parallel=True), LATENT_EXPERTS),
     (Layout(dp_shard=2, zero=1, ep=2, pp=2), LATENT_EXPERTS),
     (Layout(cp=2), GROUPED),
+    (Layout(tp=2, pp=2, sequence_parallel=True), LINEAR),
+    (Layout(tp=2, sequence_parallel=False, dp_shard=2), LINEAR),
     (Layout(cp=2, tp=2, sequence_parallel=True), WINDOWS),
     (Layout(pp=2, tp=2, sequence_parallel=False), CAPS),
     (Layout(cp=2, cp_method="ulysses"), LEARNED),

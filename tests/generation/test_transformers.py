@@ -45,6 +45,18 @@ FAMILIES = {
     "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
         **SIZES, **EXPERTS, num_experts=4, head_dim=16, norm_topk_prob=True, mlp_only_layers=[]
     ),
+    "qwen3-next": lambda: transformers.Qwen3NextConfig(
+        **SIZES,
+        **EXPERTS,
+        num_experts=4,
+        head_dim=16,
+        full_attention_interval=3,
+        shared_expert_intermediate_size=24,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=12,
+        linear_value_head_dim=8,
+    ),
     "deepseek-v3": lambda: transformers.DeepseekV3Config(
         **(SIZES | {"num_key_value_heads": 4}),
         **EXPERTS,

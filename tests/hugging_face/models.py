@@ -178,6 +178,15 @@ def qwen2_moe(**more: Any) -> nn.Module:
     return transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(**COMMON | EXPERTS | experts | pattern | more))
 
 
+def qwen3_next(**more: Any) -> nn.Module:
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 10}
+    linear |= {"linear_value_head_dim": 7, "linear_conv_kernel_dim": 3}
+    experts = {"num_experts": 4, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 28}
+    sizes = COMMON | EXPERTS | linear | experts | {"num_hidden_layers": 5, "full_attention_interval": 3}
+    sizes |= {"rope_parameters": {"rope_type": "default", "rope_theta": 150.0, "partial_rotary_factor": 0.5}}
+    return transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**sizes | more))
+
+
 def deepseek_v3(q_rank: int | None = 24, **more: Any) -> nn.Module:
     sizes = COMMON | {"rms_norm_eps": 1e-6, "num_hidden_layers": 3, "num_key_value_heads": 4, **EXPERTS}
     del sizes["head_dim"]
@@ -291,6 +300,15 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "qwen3-moe, dense layers": qwen3_moe_dense,
     "qwen2-moe": qwen2_moe,
     "qwen2-moe, normalised, no biases": lambda: qwen2_moe(norm_topk_prob=True, qkv_bias=False, mlp_only_layers=[]),
+    "qwen3-next": qwen3_next,
+    "qwen3-next, dense layers, tied": lambda: qwen3_next(
+        num_hidden_layers=3,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        mlp_only_layers=[1],
+        tie_word_embeddings=True,
+        norm_topk_prob=False,
+        linear_num_key_heads=6,
+    ),
     "olmo2": olmo2,
     "olmoe": olmoe,
     "olmoe, normalised": lambda: olmoe(True),

@@ -137,6 +137,18 @@ PUBLISHED: dict[str, tuple[Config, int]] = {
         ),
         57_408_658_944,
     ),
+    "qwen3-next-80b-a3b": (
+        _config(
+            "qwen3_next", "Qwen3NextForCausalLM", (48, 2048, 16, 2, 5120, 151936, 262144), head_dim=256,
+            partial_rotary_factor=0.25, rope_theta=10000000, rms_norm_eps=1e-6, tie_word_embeddings=False,
+            full_attention_interval=4, linear_conv_kernel_dim=4, linear_key_head_dim=128, linear_num_key_heads=16,
+            linear_num_value_heads=32, linear_value_head_dim=128, decoder_sparse_step=1, mlp_only_layers=[],
+            moe_intermediate_size=512, norm_topk_prob=True, num_experts=512, num_experts_per_tok=10,
+            output_router_logits=False, router_aux_loss_coef=0.001, shared_expert_intermediate_size=512,
+            use_sliding_window=False,
+        ),
+        79_674_391_296,
+    ),
     "deepseek-v2-lite": (
         _deepseek_v2(
             27, 2048, 16, 16, 10944, q_lora_rank=None, n_routed_experts=64, moe_intermediate_size=1408, n_group=1,

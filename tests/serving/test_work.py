@@ -146,6 +146,18 @@ def test_a_prompt_lengthens_a_pass_by_less_where_several_share_it():
 
 
 @pytest.mark.parametrize("length", [512, 32768])
+def test_linear_layers_keep_a_state_of_constant_size_and_full_layers_a_growing_cache(length: int):
+    """Qwen3-Next has full attention in 12 of 48 layers, and in the others 32 states of 128 x 128, in 32 bits."""
+    there = serving("qwen3-next-80b-a3b", rates=IDEAL)
+    state = 4 * (32 * 128 * 128 + 3 * (2 * 16 * 128 + 32 * 128))
+    whole = 12 * length * cache_bytes_per_token(there.model, 1, 2) + 36 * state
+    assert float(memory(there, ONE, UNNAMED, length).token[0]) * length == pytest.approx(whole)
+    short, long = (float(forms.decode_s(there, ONE, 1.0, float(n))[0]) for n in (length, 2 * length))
+    read = 12 * length * cache_bytes_per_token(there.model, 1, 2) / there.cluster.accelerator.memory_bytes_per_s
+    assert long - short == pytest.approx(read, rel=0.01)
+
+
+@pytest.mark.parametrize("length", [512, 32768])
 def test_layers_with_windows_keep_and_read_their_window_alone(length: int):
     """Gemma 3 has a window of 1,024 tokens in five of six layers."""
     there = serving("gemma3-27b", rates=IDEAL)

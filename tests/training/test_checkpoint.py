@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.layout.layout import Layout
+from shardwright.model.linear_sizes import LinearAttentionSpec
 from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling
 from shardwright.model.spec import ModelSpec
 from shardwright.system.errors import CheckpointError
@@ -211,6 +212,7 @@ OTHERS = {
     "rope_scaling": RopeScaling(kind="linear", factor=2.0),
     "moe": MoESpec(n_experts=4, top_k=2, d_ffn=16),
     "latent_attention": LATENT,
+    "linear_attention": LinearAttentionSpec(n_k_heads=1, n_v_heads=1, k_dim=4, v_dim=4, full_interval=0),
 }
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from shardwright.layout.layout import Layout
+from shardwright.model.linear_sizes import LinearAttentionSpec
 from shardwright.model.sections import RopeScaling
 from shardwright.verification import Verifier
 from tests.marks import rest_prove
@@ -29,7 +30,21 @@ EVERY_SECOND = {"n_layers": 4, "moe": replace(GATED_EXPERTS, interval=2), "mtp_m
 MIXTURE = SWITCHES | {"moe": EXPERTS, "mtp_modules": 1}
 WINDOWS = {"window": 5, "global_interval": 2, "window_rope_theta": 300.0, "attention_sinks": True, "o_bias": True}
 CAPS = {"window": 7, "attention_softcap": 0.3, "logit_softcap": 0.2, "norm_position": "both", "qkv_bias": True}
+NET = LinearAttentionSpec(n_k_heads=2, n_v_heads=4, k_dim=6, v_dim=5, conv_width=3, full_interval=2)
+LINEAR = {"linear_attention": NET, "attention_gate": True, "norm_offset": True, "qk_norm": True, "n_layers": 3}
+WIDE_NET = {"linear_attention": replace(NET, n_k_heads=4, n_v_heads=4, full_interval=3), "n_layers": 3}
+LINEAR_EXPERTS = LINEAR | {"moe": GATED_EXPERTS, "rope_fraction": 0.5}
 CASES = {
+    "linear attention, tp": (LINEAR, Layout(tp=2, sequence_parallel=False)),
+    "linear attention, tp with token shards, selective": (
+        WIDE_NET | {"attention_gate": True},
+        Layout(tp=4, sequence_parallel=True, recompute="selective", recompute_modules=("attention", "norms", "rope")),
+    ),
+    "linear attention, pp, ZeRO 1, full": (LINEAR, Layout(pp=2, dp_shard=2, zero=1, recompute="full")),
+    "linear attention, pp with a split backward pass": (LINEAR, Layout(pp=2, pp_schedule="zb-h1")),
+    "linear attention, ZeRO 2": (LINEAR, Layout(dp_shard=2, zero=2)),
+    "linear attention, tp, ZeRO 3": (WIDE_NET, Layout(tp=2, sequence_parallel=True, dp_shard=2, zero=3)),
+    "linear attention and experts, tp, ep": (LINEAR_EXPERTS, Layout(tp=2, sequence_parallel=True, ep=2)),
     "tp": (SWITCHES, Layout(tp=2, sequence_parallel=False)),
     "tp with token shards, selective": (OFFSET, Layout(tp=2, sequence_parallel=True, recompute="selective")),
     "tp with replicas of kv heads, full": (OFFSET, Layout(tp=4, sequence_parallel=True, recompute="full")),

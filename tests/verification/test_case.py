@@ -73,6 +73,7 @@ def test_every_choice_of_the_model_is_kept(preset: str):
         "o_bias",
         "window_rope_theta",
         "attention_sinks",
+        "attention_gate",
         "attention_softcap",
         "logit_softcap",
         "bias",
@@ -82,6 +83,7 @@ def test_every_choice_of_the_model_is_kept(preset: str):
     assert not small.problems()
     assert len(set(map(small.rotates, range(small.n_layers)))) == len(set(map(whole.rotates, range(whole.n_layers))))
     assert {window > 0 for window in _windows(small)} == {window > 0 for window in _windows(whole)}
+    assert {*map(small.is_linear, range(small.n_layers))} == {*map(whole.is_linear, range(whole.n_layers))}
     assert (small.n_heads > small.n_kv_heads) == (whole.n_heads > whole.n_kv_heads)
 
 

@@ -21,8 +21,8 @@ from shardwright.layout.key import LayoutKey
 from shardwright.layout.keys import KEYS as LAYOUT_KEYS
 from shardwright.layout.layout import Layout
 from shardwright.model.presets import resolve
-from shardwright.model.sections import Described, LatentAttentionSpec, MoESpec, RopeScaling
-from shardwright.model.spec import ModelSpec, differences, spec_as_json
+from shardwright.model.sections import Described, RopeScaling
+from shardwright.model.spec import TABLES, ModelSpec, differences, spec_as_json
 from shardwright.run_folder import MODEL_FILE, RUN_FILE
 from shardwright.system import extensions
 from shardwright.system.errors import ConfigError
@@ -67,11 +67,7 @@ NotNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
-MODEL_TABLES: dict[str, type[Described]] = {
-    "rope_scaling": RopeScaling,
-    "moe": MoESpec,
-    "latent_attention": LatentAttentionSpec,
-}
+MODEL_TABLES: dict[str, type[Described]] = {"rope_scaling": RopeScaling, **TABLES}
 
 
 def _overrides(name: str, spec: type[Described]) -> Any:

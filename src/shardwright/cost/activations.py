@@ -41,6 +41,7 @@ from shardwright.cost.formats import FORMATS
 from shardwright.cost.job import FULL, SELECTIVE, Candidates, Floats, Job
 from shardwright.cost.ledger import Formulas, greatest, plus
 from shardwright.cost.parameters import vocabulary_rows
+from shardwright.model.linear_sizes import LinearAttentionSpec
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def layer(job: Job, candidates: Candidates, block: BlockShape, name: str | None 
     name = name or block.name
     with ledger.section(f"Kept of a microbatch by {name}"):
         f = Formulas("B", _symbols(job, candidates) | features(job, candidates, block))
-        _attention(job, f)
+        _attention(job, f, linear=block.linear)
         _networks(job, f, gated=block.gates_shared)
         parts = ["attention", "networks"]
         rows: Floats | float = 0.0
@@ -234,9 +235,11 @@ def features(job: Job, candidates: Candidates, block: BlockShape) -> ledger.Inpu
         "v": kv_heads * model.head_dim,
         "out": heads * model.head_dim,
         "narrow": 0 if latent is None else 2 * (latent.q_rank + latent.kv_rank) + latent.rope_dim,
-        # Normed queries and keys; the kernel's padded values and outputs, and the unpadded outputs that o reads.
+        # Normed queries and keys; the kernel's padded values and outputs, and the unpadded outputs that o reads; with
+        # gates their sigmoid, the output before them, and next to raw queries the raw gates.
         "padding": (heads + kv_heads) * model.qk_dim * (model.qk_norm and latent is None)
-        + heads * (2 * model.qk_dim - model.head_dim) * (stack.pads_values and model.qk_dim > model.head_dim),
+        + heads * (2 * model.qk_dim - model.head_dim) * (stack.pads_values and model.qk_dim > model.head_dim)
+        + heads * model.head_dim * (2 + model.qk_norm) * model.attention_gate,
         "norms": block.norms,
         "branches": block.branches,
         "inputs": block.inputs,
@@ -254,6 +257,8 @@ def features(job: Job, candidates: Candidates, block: BlockShape) -> ledger.Inpu
         "copied_alone": int(bool(block.experts) and block.inner == 0 and stack.wide_router and job.element_bytes < 4),
     }
     found |= recompute.features(model, heads, kv_heads)
+    if block.linear and model.linear_attention is not None:
+        found |= _linear_features(model.linear_attention, candidates)
     if block.experts and moe is not None:
         found |= {
             "top_k": moe.top_k,
@@ -266,7 +271,17 @@ def features(job: Job, candidates: Candidates, block: BlockShape) -> ledger.Inpu
     return found
 
 
-def _attention(job: Job, f: Formulas) -> None:
+def _linear_features(linear: LinearAttentionSpec, candidates: Candidates) -> ledger.Inputs:
+    """Return the features of linear attention on a rank: it keeps its projections and its output, and while it computes
+    backward the tensors of a scan and their gradients, in 32 bits."""
+    keys, values = linear.n_k_heads * linear.k_dim / candidates.tp, linear.n_v_heads * linear.v_dim / candidates.tp
+    gates_and_values = linear.projected_width / candidates.tp - 2 * keys
+    nothing = {"heads": 0, "padding": 0, "rotated": 0}
+    scanned = 2 * linear.scan_numel / candidates.tp
+    return {"q": keys, "k": keys, "v": gates_and_values, "out": values, "scanned": scanned, **nothing}
+
+
+def _attention(job: Job, f: Formulas, *, linear: bool) -> None:
     stored = not job.stack.flash_attention
     if stored:
         a_score = 2 * f.e + f.mask if job.model.dropout > 0 or job.stack.dropout_masks else f.e
@@ -282,6 +297,8 @@ def _attention(job: Job, f: Formulas) -> None:
     f("attention for W", f.T * (f.q + f.k + f.v + f.out) * f.e + f.T_shard * f.narrow * f.e)
     features = f.q + f.k + f.v + f.out + f.cut * f.h + f.visiting * (f.k + f.v) + f.expanded * (f.q + f.out)
     working = (f.T * features + 2 * f.T_shard * f.h) * f.e
+    if linear:
+        working = working + 4 * f.T * f.scanned
     if stored:
         working = working + 2 * f.T * f.s * f.heads / f.tp * f.e
     f("working of attention", working, "gradients, and inputs gathered over tp and cp")

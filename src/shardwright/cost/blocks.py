@@ -51,7 +51,8 @@ class BlockShape:
     def name(self) -> str:
         """Return the name of a layer of this kind in the ledger."""
         what = "an MTP module" if any(row.name.startswith(MTP_BLOCK) for row in self.rows) else "a layer"
-        with_parts = [part for part, has in (("experts", self.experts), ("a window", self.window)) if has]
+        parts = ("experts", self.experts), ("a window", self.window), ("linear attention", self.linear)
+        with_parts = [part for part, has in parts if has]
         return f"{what} with {' and '.join(with_parts)}" if with_parts else what
 
     @cached_property
@@ -63,6 +64,11 @@ class BlockShape:
                 fused = row.split in ("column", "kv_column", "experts")
                 found.setdefault((row.input,) if fused else (row.input, row.name), []).append(row)
         return tuple(FusedRows(tuple(rows)) for rows in found.values())
+
+    @cached_property
+    def linear(self) -> bool:
+        """Whether its attention is linear."""
+        return any(row.module.endswith("attention.qkvz") for row in self.rows)
 
     @property
     def gates_shared(self) -> bool:

@@ -21,7 +21,8 @@ class TokenFlops:
 def model_flops(job: Job) -> TokenFlops:
     """Return the model FLOPs, the same for every layout: `ModelSpec.train_flops_per_token` by both conventions.
 
-    full = 6 N + 6 L H (q + c) s, causal = 6 N + 3 L H (q + c) s. N parameters in the matmuls of a token, with top_k of
+    full = 6 N + 6 L H (q + c) s + 3 F, causal = 6 N + 3 L H (q + c) s + 3 F, with F `ModelSpec.scan_flops` of linear
+    layers, for which s is 0 in the mean over layers. N parameters in the matmuls of a token, with top_k of
     the experts; L layers, H heads, q and c width of a query and of a value head, s tokens of a sequence, or within
     documents the mean length of a token's document: each is a square of its own.
     Sources: PaLM (arXiv 2204.02311) appendix B; by the full square count Narayanan et al. (2104.04473), Korthikanti et
@@ -34,12 +35,13 @@ def model_flops(job: Job) -> TokenFlops:
         np.asarray(spec.train_flops_per_token(job.attended[1], causal=True)),
     )
     for what, factor, flops in (("full square", 6, found.full), ("causal half", 3, found.causal)):
+        scan = " + 3 * scan_flops" if spec.scan_flops else ""
         ledger.note(
-            f"model FLOPs, {what}", f"6 * N_matmul + {factor} * n_layers * heads * (qk_dim + c) * {symbol}", flops,
-            "FLOP",
+            f"model FLOPs, {what}", f"6 * N_matmul + {factor} * n_layers * heads * (qk_dim + c) * {symbol}{scan}",
+            flops, "FLOP",
             "PaLM, arXiv 2204.02311, appendix B", SECTION, N_matmul=spec.n_matmul_parameters,
             n_layers=spec.n_blocks, heads=spec.n_heads, qk_dim=spec.qk_dim, c=spec.head_dim,
-            **{symbol: tokens},
+            **{symbol: tokens}, **({"scan_flops": spec.scan_flops} if scan else {}),
         )  # fmt: skip
     return found
 
@@ -79,6 +81,7 @@ def executed_flops(job: Job, candidates: Candidates) -> TokenFlops:
         if (group := recompute.last_matmul(job, block)) is not None
         for row in group.rows
     )
+    scan = spec.scan_flops
     square = 2.0 * spec.n_blocks * spec.n_heads * (spec.qk_dim + spec.head_dim) * job.mean_attended[1]
 
     def executed(name: str, needed: Floats, square: float) -> Floats:
@@ -100,4 +103,6 @@ def executed_flops(job: Job, candidates: Candidates) -> TokenFlops:
         with ledger.section(SECTION):
             return f.choose(f"executed FLOPs, {name}", candidates.recompute, by_recompute, "square: attention")
 
-    return TokenFlops(executed("full square", needed.full, square), executed("causal half", needed.causal, square / 2))
+    return TokenFlops(
+        executed("full square", needed.full, square + scan), executed("causal half", needed.causal, square / 2 + scan)
+    )

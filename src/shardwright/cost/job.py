@@ -65,9 +65,10 @@ class Job:
 
     @property
     def mean_attended(self) -> tuple[str, float]:
-        """Return `attended` on average over layers with and without windows."""
+        """Return `attended` on average over layers with and without windows, and linear layers."""
         symbol, tokens = self.attended
-        return ("attended_tokens", self.model.mean_attended(tokens)) if self.model.window else (symbol, tokens)
+        differs = self.model.window or self.model.linear_attention
+        return ("attended_tokens", self.model.mean_attended(tokens)) if differs else (symbol, tokens)
 
     def busiest_load(self, ep: Ints) -> Floats:
         """Return the load of the busiest rank of ep, (n,), as a multiple of the mean load."""

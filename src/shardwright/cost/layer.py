@@ -31,7 +31,10 @@ def layer(job: Job, candidates: Candidates, block: BlockShape, name: str | None 
     with ledger.section(f"{passes.of[0].upper()}{passes.of[1:]}, one microbatch"):
         tokens = candidates.tokens(job.seq_len)
         _multiply(passes, job, candidates, layer_matmuls(job, candidates, block, tokens))
-        _attend(passes, job, candidates, tokens, block.window)
+        if block.linear:
+            _scan(passes, job, candidates, tokens)
+        else:
+            _attend(passes, job, candidates, tokens, block.window)
         _elementwise(passes, job, candidates, block)
         tensor(passes, job, candidates, block, tokens)
         context(passes, job, candidates, tokens, block.window)
@@ -232,6 +235,21 @@ def _attend(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, wi
     passes.add("attention", *(f(f"attention, {name}", each, source) for name, each in zip("FI", formulas, strict=True)))
 
 
+def _scan(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -> None:
+    """Add the scan of linear attention: its matmuls, at the peak that matmuls reach, and the tensors of its chunks,
+    which are written and read in 32 bits. The backward pass computes the scan again. No measured run has linear layers,
+    so nothing is fitted. Ignored: the triangular solve, and the wait for the state of the previous chunk."""
+    linear = job.model.linear_attention
+    assert linear is not None
+    f = Formulas(
+        "s", T=tokens, tp=candidates.tp, scan_flops=linear.scan_flops, scan_numel=linear.scan_numel,
+        rate=reached_flops_per_s(job, job.wide_precision), element_rate=reached_bytes_per_s(job),
+    )  # fmt: skip
+    computing = f.scan_flops / f.rate + 8 * f.scan_numel / f.element_rate
+    f("scan, once", f.T / f.tp * computing, "arXiv 2412.06464, section 3.3")
+    passes.add("attention", f("attention, F", 1 * f.scan_once), f("attention, I", 3 * f.scan_once))
+
+
 def _elementwise(passes: Passes, job: Job, candidates: Candidates, block: BlockShape) -> None:
     """Add norms, residual additions, activations, rotary embedding, permutation of heads, sorting by expert."""
     spec, f = job.model, kernel_symbols(job, candidates, block)
@@ -240,7 +258,7 @@ def _elementwise(passes: Passes, job: Job, candidates: Candidates, block: BlockS
         "norms and residuals": f.T_shard * f.h * around,
         "laying out heads": f.T * f.heads * f.c / f.tp * f.heads_bytes,
     }
-    if spec.positions == "rope":
+    if spec.positions == "rope" and not block.linear:
         rotating = sum(map(spec.rotates, range(spec.n_layers))) / spec.n_layers
         formulas["rotation"] = f.T * f.qk_dim * (f.heads + f.kv_heads) / f.tp * f.rope_bytes * rotating
     inner = f.T / f.tp * f.top_k * f.expert_inner + f.T * f.inner / f.tp

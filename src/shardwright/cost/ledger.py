@@ -289,6 +289,8 @@ def substituted(formula: str, numbers: Mapping[str, str]) -> str:
 _SYMBOLS = (
     ("s", "tokens", "a sequence"),
     ("kept_share", "", "of the keys of a request that layers with and without windows keep, on average"),
+    ("state_bytes linear_layers", "B", "of a request in one linear layer; number of linear layers of a stage"),
+    ("length", "tokens", "in the cache of a request"),
     ("window attended_tokens", "tokens", "of a layer's attention; length of a sequence with as many scores without it"),
     ("T_read", "tokens", "of which a matmul keeps its input: T where it is kept as gathered over tp, else T_shard"),
     ("global_batch micro_batch", "sequences", "of a step over all ranks; of a microbatch"),
@@ -360,6 +362,8 @@ _SYMBOLS = (
      "while they accumulate, and when they are complete; gathered layers; the embedding's gradient"),
     ("kept kept_for_W experts_kept logits_kept logits_for_W gradients_of_stages working_of_stages", "B",
      "of a microbatch, for each stage of the rank"),
+    ("scanned scan_numel", "", "elements a token of a scan of linear attention, with gradients on a rank; in one pass"),
+    ("scan_flops", "FLOP", "of a token in the scans of linear attention, forward"),
     ("q k v out narrow", "", "features of queries, keys, values, results on a rank; of latent attention's vectors"),
     ("made tensors", "", "tensors of inner width that a network keeps beside its last input; that its backward needs"),
     ("narrow_norms rotated keys_and_values padded_out", "", "features that recomputation need not keep: normed latent "

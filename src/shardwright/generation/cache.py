@@ -17,11 +17,14 @@ every cached latent vector (DeepSeek-V2, arXiv 2405.04434, section 2.1.2: the ma
 So the scores of all heads read one cached row of L + P elements, whose first L elements are the values too. The pass in
 which a sequence starts computes keys and values of every head, as training does, which is less work for many queries.
 
+Linear attention keeps no keys: a sequence has a matrix for each value head and the last inputs of the convolution,
+whatever its length. They are zero when a sequence starts.
+
 Shapes: N tokens of a pass, B sequences, S positions of the cache, H heads, K kv heads, C width of one head. In latent
 attention L latent, N unrotated part of a head, P rotated part, V value, X = N + V.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +35,7 @@ from shardwright.generation.batch import RaggedBatch, SequenceSegment
 from shardwright.model.attention import Attend, attend
 from shardwright.model.documents import Documents
 from shardwright.model.latent_attention import LatentAttention
+from shardwright.model.linear_attention import GatedDeltaNet, LinearState
 from shardwright.model.piece_attention import AttentionRule, OwnKeys, PieceAttention
 from shardwright.model.pieces import AttentionPiece
 from shardwright.parallel.norm import local_part
@@ -43,7 +47,7 @@ class Cache:
 
     def __init__(self, n_slots: int, n_positions: int, n_ahead: int = 0) -> None:
         self.n_slots, self.n_positions, self.n_ahead = n_slots, n_positions, n_ahead
-        self.layers: list[LayerCache] = []
+        self.layers: list[LayerCache | CachedDeltaNet] = []
         self.batch = RaggedBatch((), ())
         """The current pass."""
         self.mask: Tensor | None = None
@@ -56,8 +60,9 @@ class Cache:
 
     def layer(self, rule: AttentionRule | None = None) -> "LayerCache":
         """Return the cache of one more layer; `rule`: of the layer's attention, if it has one."""
-        self.layers.append(LayerCache(self) if rule is None else RuledLayerCache(self, rule.window))
-        return self.layers[-1]
+        layer = LayerCache(self) if rule is None else RuledLayerCache(self, rule.window)
+        self.layers.append(layer)
+        return layer
 
     @property
     def n_bytes(self) -> int:
@@ -274,3 +279,40 @@ class CachedLatentAttention:
         q_NHL = torch.einsum("nhc,hcl->nhl", q_NHN, w_k_HNL)
         o_NHL = self.layer.attend(torch.cat((q_NHL, q_NHP), -1), scale=q_NHC.shape[-1] ** -0.5)[..., : w_k_HNL.shape[2]]
         return padded(torch.einsum("nhl,hvl->nhv", o_NHL, w_v_HVL), q_1NHC)
+
+
+class CachedDeltaNet:
+    """A replacement for `GatedDeltaNet.mix` of `module`, with the states of the sequences of one layer: the inputs of
+    the convolution (slots, W, F), and the matrices of heads (slots, H, K, V)."""
+
+    def __init__(self, module: GatedDeltaNet, cache: Cache) -> None:
+        self.module, self.cache = module, cache
+        self.tensors: list[Tensor] = []
+        cache.layers.append(self)
+
+    def __call__(self, qkvz_1NF: Tensor, ba_1NF: Tensor, weights: list[Tensor], documents: Documents | None) -> Tensor:
+        batch, (_, n_padded, n_features) = self.cache.batch, qkvz_1NF.shape
+        n = batch.n_tokens
+        if n == 0:  # padding alone: other ranks have tokens
+            widths = self.module.widths
+            return qkvz_1NF.new_zeros(1, n_padded, n_features // sum(widths) * widths[-1])
+        for tensor in self.tensors:
+            tensor[[segment.slot for segment in batch.segments if segment.start == 0]] = 0
+        projections = qkvz_1NF[:, :n], ba_1NF[:, :n]
+        if batch.is_decode:
+            o_NF = self._advance(batch.rows, [x.transpose(0, 1) for x in projections], weights)[:, 0]
+        else:
+            parts = zip(*(x.split(_lengths(batch), 1) for x in projections), strict=True)
+            rows = [slice(segment.slot, segment.slot + 1) for segment in batch.segments]
+            o_NF = torch.cat([self._advance(row, part, weights)[0] for row, part in zip(rows, parts, strict=True)])
+        return F.pad(o_NF, (0, 0, 0, n_padded - n)).unsqueeze(0)
+
+    def _advance(self, rows: slice | Tensor, projections: Sequence[Tensor], weights: list[Tensor]) -> Tensor:
+        """Return the outputs of the next tokens of the sequences in some rows, (B, T, F), and store the new states."""
+        before = LinearState(*(tensor[rows] for tensor in self.tensors)) if self.tensors else None
+        o_BTF, after = self.module.mix_from(before, None, *projections, *weights)
+        if not self.tensors:
+            self.tensors = [x.new_zeros(self.cache.n_slots, *x.shape[1:]) for x in after]
+        for tensor, x in zip(self.tensors, after, strict=True):
+            tensor[rows] = x
+        return o_BTF

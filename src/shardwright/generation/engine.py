@@ -18,8 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.generation.batch import RaggedBatch
-from shardwright.generation.cache import Cache, CachedAttention, CachedLatentAttention, PrefillAttention, attend_modules
+from shardwright.generation.cache import (
+    Cache,
+    CachedAttention,
+    CachedDeltaNet,
+    CachedLatentAttention,
+    PrefillAttention,
+    attend_modules,
+)
 from shardwright.model.latent_attention import LatentAttention
+from shardwright.model.linear_attention import GatedDeltaNet
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.collectives import start_gather_tokens
 from shardwright.parallel.microbatch_runner import Microbatch
@@ -235,7 +243,17 @@ def _attach(
     gather_shards: Callable[[Tensor], Tensor],
     gather_context: Callable[[Tensor], Tensor],
 ) -> None:
-    """Give every attention of a model, or of a pipeline stage, a layer of the cache."""
+    """Give every attention of a model, or of a pipeline stage, a layer of the cache. Raises InputError if tokens are to
+    be replaced, and a layer has linear attention."""
+    for module in model.modules():
+        if isinstance(module, GatedDeltaNet):
+            if cache.n_ahead:
+                raise InputError(
+                    "a draft (--draft) goes with models whose tokens can be replaced; the states of linear attention "
+                    "(model.linear_attention) cannot go back to an earlier token: leave --draft out"
+                )
+            net: Any = module
+            net.mix = CachedDeltaNet(module, cache)
     for module in attend_modules(model):
         prefill = PrefillAttention(cache, module.attend)
         if isinstance(module, LatentAttention):

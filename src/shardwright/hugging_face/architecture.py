@@ -9,13 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardwright.hugging_face.rope import read_rope, rope_fraction, write_rope
-from shardwright.model.sections import LatentAttentionSpec, MoESpec
-from shardwright.model.spec import ModelSpec, differences
+from shardwright.model.spec import TABLES, ModelSpec, differences
 from shardwright.system.errors import ConfigError, nearest
 
 Config = dict[str, Any]
 """The content of a config.json."""
-_TABLES: dict[str, Any] = {"moe": MoESpec, "latent_attention": LatentAttentionSpec}
 _ABSENT = object()
 
 
@@ -192,7 +190,7 @@ def _keys(keys: str | tuple[str, ...]) -> tuple[str, ...]:
 def _kind(path: str) -> Any:
     """Return the type of a field of ModelSpec, or of one of its tables."""
     table, _, name = path.rpartition(".")
-    return next(key.type for key in dataclasses.fields(_TABLES[table] if table else ModelSpec) if key.name == name)
+    return next(key.type for key in dataclasses.fields(TABLES[table] if table else ModelSpec) if key.name == name)
 
 
 def _value(spec: ModelSpec, path: str) -> Any:
@@ -213,7 +211,7 @@ def _build(values: Mapping[str, Any]) -> ModelSpec:
             tables.setdefault(table, {})[name] = value
         else:
             plain[name] = float(value) if kinds[name] is float else value
-    return ModelSpec(**plain, **{name: _TABLES[name](**inner) for name, inner in tables.items()})
+    return ModelSpec(**plain, **{name: TABLES[name](**inner) for name, inner in tables.items()})
 
 
 ARCHITECTURES: dict[str, Architecture] = {}

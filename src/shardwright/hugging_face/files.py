@@ -33,6 +33,7 @@ from shardwright.hugging_face import (
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    qwen3_next,
     smollm3,
     starcoder2,
 )
@@ -88,6 +89,7 @@ _BUILT_IN = (
     gpt2,
     mixtral,
     qwen3_moe,
+    qwen3_next,
     qwen2_moe,
     deepseek_v3,
     deepseek_v2,

@@ -36,8 +36,13 @@ def written(spec: ModelSpec) -> Config:
 def problems(config: Config) -> Iterator[str]:
     """Yield unsupported kinds of layers, and a shared expert without features."""
     yield from windows.refused(config)
+    yield from shared_problems(config)
+
+
+def shared_problems(config: Config) -> Iterator[str]:
+    """Yield a shared expert without features."""
     if config[_SHARED_WIDTH] == 0:
-        yield f"{_SHARED_WIDTH}=0: Qwen2-MoE has a shared expert; valid: 1 or more"
+        yield f"{_SHARED_WIDTH}=0: every mixture of this architecture has a shared expert; valid: 1 or more"
 
 
 QWEN2_MOE = register(

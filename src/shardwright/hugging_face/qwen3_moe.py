@@ -12,6 +12,14 @@ EXPERTS: Table = {
     "ffn.experts.down": "mlp.experts.{expert}.down_proj.weight",
 }
 DENSE = {"moe.interval": "decoder_sparse_step", "moe.dense_layers": "mlp_only_layers"}
+SIZES: dict[str, str | tuple[str, ...]] = {
+    **llama.SIZES,
+    "moe.n_experts": ("num_experts", "num_local_experts"),
+    "moe.top_k": "num_experts_per_tok",
+    "moe.d_ffn": "moe_intermediate_size",
+    "moe.normalise": "norm_topk_prob",
+    **DENSE,
+}
 
 
 def dense_layers(spec: ModelSpec) -> Config:
@@ -30,14 +38,7 @@ QWEN3_MOE = register(
     Architecture(
         model_type="qwen3_moe",
         class_name="Qwen3MoeForCausalLM",
-        sizes=llama.SIZES
-        | {
-            "moe.n_experts": ("num_experts", "num_local_experts"),
-            "moe.top_k": "num_experts_per_tok",
-            "moe.d_ffn": "moe_intermediate_size",
-            "moe.normalise": "norm_topk_prob",
-            **DENSE,
-        },
+        sizes=SIZES,
         choices=qwen3.CHOICES | {"moe.score": "softmax", "moe.bias_rate": 0.0},
         fixed=qwen3.FIXED | {"use_sliding_window": False},
         complete=complete,

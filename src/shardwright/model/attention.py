@@ -39,7 +39,8 @@ class Attention(nn.Module):
         self.head_dim = c
         self.attend: Attend = attend
         bias = spec.bias or spec.qkv_bias
-        self.q = Linear(d, spec.n_heads * c, bias=bias)
+        self.gate = spec.attention_gate
+        self.q = Linear(d, spec.n_heads * c * (1 + self.gate), bias=bias)
         self.k = Linear(d, spec.n_kv_heads * c, bias=bias)
         self.v = Linear(d, spec.n_kv_heads * c, bias=bias)
         self.o = Linear(spec.n_heads * c, d, bias=spec.bias or spec.o_bias)
@@ -55,7 +56,8 @@ class Attention(nn.Module):
     def forward(self, x_BTD: Tensor, rotary_2TC: Tensor | None, documents: Documents | None = None) -> Tensor:
         """(B, T, D) -> (B, T, D); tokens are in causal order. `rotary_2TC` is None without rope; with `documents` a
         token attends only to tokens of its own document."""
-        q_BTHC = self.q(x_BTD).unflatten(-1, (-1, self.head_dim))
+        q_BTHC = self.q(x_BTD).unflatten(-1, (-1, self.head_dim * (1 + self.gate)))
+        q_BTHC, *gate = q_BTHC.chunk(1 + self.gate, -1)
         k_BTKC = self.k(x_BTD).unflatten(-1, (-1, self.head_dim))
         v_BTKC = self.v(x_BTD).unflatten(-1, (-1, self.head_dim))
         q_BTHC = _place(q_BTHC, self.q_norm, rotary_2TC, self.norm_whole, self.query_scale)
@@ -68,7 +70,8 @@ class Attention(nn.Module):
 
         sinks = [] if self.sinks is None else [self.sinks]
         compiles = documents is None and self.rule is None
-        return self.o(part("attention", attended, q_BTHC, k_BTKC, v_BTKC, weights=sinks, compiles=compiles))
+        o_BTF = part("attention", attended, q_BTHC, k_BTKC, v_BTKC, weights=sinks, compiles=compiles)
+        return self.o(o_BTF * gate[0].flatten(-2).sigmoid() if gate else o_BTF)
 
     def _rule(self, rule: AttentionRule) -> AttentionRule:
         if self.sinks is None:

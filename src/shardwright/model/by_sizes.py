@@ -4,18 +4,16 @@
 from dataclasses import MISSING, Field, fields
 from typing import Any, get_args
 
-from shardwright.model.sections import LatentAttentionSpec, MoESpec
-from shardwright.model.spec import ModelSpec
+from shardwright.model.spec import TABLES, ModelSpec
 from shardwright.system.errors import ConfigError, nearest
 
 NEEDED = ("n_layers", "d_model", "n_heads", "d_ffn", "vocab_size")
-_TABLES = {"moe": MoESpec, "latent_attention": LatentAttentionSpec}
 
 
 def _keys() -> dict[str, Field[Any]]:
     """Return every key with a single value; keys of a table have its name as prefix."""
-    keys = {key.name: key for key in fields(ModelSpec) if key.name not in (*_TABLES, "rope_scaling")}
-    for table, spec in _TABLES.items():
+    keys = {key.name: key for key in fields(ModelSpec) if key.name not in (*TABLES, "rope_scaling")}
+    for table, spec in TABLES.items():
         keys |= {f"{table}.{key.name}": key for key in fields(spec)}
     return keys
 
@@ -43,7 +41,7 @@ def spec_of_sizes(text: str, seq_len: int) -> ModelSpec:
                 values[key] = _read(value, known[key].type)
             except ValueError as error:
                 problems.append(f"--model {pair}: {error}")
-    needed = [*NEEDED, *(f"{table}.{name}" for table in _TABLES for name in _needed_of(table, values))]
+    needed = [*NEEDED, *(f"{table}.{name}" for table in TABLES for name in _needed_of(table, values))]
     for key in needed:
         if key not in values and not (key == "d_ffn" and "moe.d_ffn" in values):
             help = known[key].metadata["help"]
@@ -78,13 +76,13 @@ def _needed_of(table: str, values: dict[str, Any]) -> list[str]:
     """Return the sizes that a table needs, if one of its keys is given."""
     if not any(key.startswith(f"{table}.") for key in values):
         return []
-    return [key.name for key in fields(_TABLES[table]) if key.default is MISSING]
+    return [key.name for key in fields(TABLES[table]) if key.default is MISSING]
 
 
 def _filled(values: dict[str, Any], seq_len: int) -> dict[str, Any]:
     """Return the arguments of a spec, including sizes that follow from others."""
     sizes = {key: value for key, value in values.items() if "." not in key}
-    for table, spec in _TABLES.items():
+    for table, spec in TABLES.items():
         inner = {key.partition(".")[2]: value for key, value in values.items() if key.startswith(f"{table}.")}
         if inner:
             sizes[table] = spec(**inner)

@@ -31,7 +31,8 @@ from shardwright.system import extensions
 from shardwright.system.errors import ConfigError
 
 Kind = Literal["matrix", "embedding", "head", "norm", "bias", "router", "expert", "balance"]
-"""`matrix`: a hidden matrix; `balance`: not trained by gradients, updated from the load of the experts."""
+"""`matrix`: a hidden matrix; `bias`: vectors and filters, without weight decay; `balance`: not trained by gradients,
+updated from the load of the experts."""
 Split = Literal["column", "kv_column", "row", "vocabulary", "replicated", "per_head", "experts"]
 Tokens = Literal["all", "routed"]
 """The tokens of a matmul: all tokens, or the tokens that the router sends to an expert."""
@@ -177,9 +178,10 @@ def attention(spec: ModelSizes, input: str | None = None) -> Iterator[Row]:
         ("v", "kv_column", spec.n_kv_heads),
     )
     for name, split, heads in columns:
+        parts = (("q", c), ("gate", c)) if name == "q" and spec.attention_gate else ((name, c),)
         yield from linear(
-            f"attention.{name}", heads * c, h, split, input,
-            std=std, bias=bias or spec.qkv_bias, parts=((name, c),), heads=heads, ordered=True,
+            f"attention.{name}", heads * len(parts) * c, h, split, input,
+            std=std, bias=bias or spec.qkv_bias, parts=parts, heads=heads, ordered=True,
         )  # fmt: skip
     if spec.qk_norm:
         for name, split, heads in columns[:2]:
@@ -218,6 +220,35 @@ def latent_attention(spec: ModelSizes, input: str | None = None) -> Iterator[Row
         std=std, parts=(("k_nope", latent.nope_dim), ("v", latent.v_dim)), heads=heads, ordered=True,
     )  # fmt: skip
     yield from linear("attention.o", h, heads * latent.v_dim, "row", "attention", std=residual_std(spec), ordered=True)
+
+
+def linear_attention(spec: ModelSizes) -> Iterator[Row]:
+    """Yield the rows of linear attention (`model.linear_attention.GatedDeltaNet`). The four projections, and the two
+    of decay and beta, are stacked for each query and key head, with the value heads that it serves.
+
+    At first a state decays by softplus(-4) = 2 % a token, and by e^n times that with n normal.
+    """
+    sizes, input, std = spec.linear_attention, branch_input(spec, "attention"), spec.init_std
+    assert sizes is not None
+    groups, group, h = sizes.n_k_heads, sizes.n_v_heads // sizes.n_k_heads, spec.d_model
+    keys, values = groups * sizes.k_dim, sizes.n_v_heads * sizes.v_dim
+    parts = ("q", sizes.k_dim), ("k", sizes.k_dim), ("v", group * sizes.v_dim), ("z", group * sizes.v_dim)
+    yield from linear(
+        "attention.qkvz", 2 * (keys + values), h, "column", input, std=std, parts=parts, heads=groups, ordered=True
+    )
+    yield from linear(
+        "attention.ba", 2 * sizes.n_v_heads, h, "column", input,
+        std=std, parts=(("b", group), ("a", group)), heads=groups, ordered=True,
+    )  # fmt: skip
+    for name, width in (("q", keys), ("k", keys), ("v", values)):
+        yield Row(
+            name=f"attention.{name}_conv.weight", shape=(width, 1, sizes.conv_width), kind="bias", split="column",
+            std=(3 * sizes.conv_width) ** -0.5,
+        )  # fmt: skip
+    yield Row(name="attention.a_log", shape=(sizes.n_v_heads,), kind="bias", split="column", std=1.0)
+    yield Row(name="attention.dt_bias", shape=(sizes.n_v_heads,), kind="bias", split="column", fill=-4.0)
+    yield from norm("attention.norm", sizes.v_dim, split="per_head")
+    yield from linear("attention.out", h, values, "row", "attention", std=residual_std(spec), ordered=True)
 
 
 def feed_forward(
@@ -286,7 +317,10 @@ def decoder_layer(spec: ModelSizes, layer: int) -> Iterator[Row]:
     (`model.transformer.Block`)."""
     if spec.norm_before:
         yield from residual_norm(spec, "attention_norm")
-    yield from attention(spec) if spec.latent_attention is None else latent_attention(spec)
+    if spec.is_linear(layer):
+        yield from linear_attention(spec)
+    else:
+        yield from attention(spec) if spec.latent_attention is None else latent_attention(spec)
     if spec.norm_after:
         yield from residual_norm(spec, "attention_post_norm")
     if spec.norm_before:

@@ -12,6 +12,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from shardwright.model.linear_sizes import LinearAttentionSpec
 from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling
 from shardwright.model.spec import ModelSpec
 from shardwright.system.errors import ConfigError, nearest
@@ -240,6 +241,17 @@ PRESETS: dict[str, ModelSpec] = {
     "mixtral-8x7b": _spec(32, 4096, 32, 8, 128, 14336, 32000, 32768, rope_theta=1000000.0, moe=_MIXTRAL),
     "qwen3-30b-a3b": _qwen3(48, 2048, 32, 6144, 4, moe=_qwen3_experts(768)),
     "qwen3-235b-a22b": _qwen3(94, 4096, 64, 12288, 4, moe=_qwen3_experts(1536)),
+    "qwen3-next-80b-a3b": _spec(
+        *(48, 2048, 16, 2, 256, 5120, 151936, 262144),
+        norm_eps=1e-6,
+        rope_theta=1e7,
+        qk_norm=True,
+        rope_fraction=0.25,
+        norm_offset=True,
+        attention_gate=True,
+        linear_attention=LinearAttentionSpec(n_k_heads=16, n_v_heads=32, k_dim=128, v_dim=128),
+        moe=replace(_qwen3_experts(512), n_experts=512, top_k=10, n_shared=1, shared_gate=True),
+    ),
     "deepseek-v2-lite": _deepseek_v2(
         *(27, 2048, 16, 16, 128, 10944),
         latent_attention=replace(_DEEPSEEK_ATTENTION, q_rank=0),

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from shardwright.model.linear_sizes import LinearAttentionSpec
 from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling
 
 Norm = Literal["rmsnorm", "layernorm"]
@@ -137,6 +138,13 @@ class ModelSizes:
     logit_softcap: float = field(
         default=0.0, metadata={"help": "Logits z become softcap * tanh(z / softcap) (Gemma 2: 30); 0: as they are."}
     )
+    attention_gate: bool = field(
+        default=False,
+        metadata={
+            "help": "The output of each head is multiplied by sigmoid(x W), a second half of the projection to queries "
+            "(Qwen3-Next)."
+        },
+    )
     o_bias: bool = field(default=False, metadata={"help": "Bias in the projection of attention's output (gpt-oss)."})
     tied_embedding: bool = field(default=False, metadata={"help": "The head uses the embedding's matrix."})
     dropout: float = field(
@@ -148,6 +156,10 @@ class ModelSizes:
     )
     latent_attention: LatentAttentionSpec | None = field(
         default=None, metadata={"help": "Multi-head latent attention (DeepSeek), or none."}
+    )
+    linear_attention: LinearAttentionSpec | None = field(
+        default=None,
+        metadata={"help": "Linear attention (gated delta net) in a pattern with full attention (Qwen3-Next), or none."},
     )
     mtp_modules: int = field(
         default=0,
@@ -174,6 +186,24 @@ class ModelSizes:
         """Return whether layer number `layer`, from 0, rotates queries and keys."""
         return self.positions == "rope" and not (self.nope_interval and (layer + 1) % self.nope_interval == 0)
 
+    def is_linear(self, layer: int) -> bool:
+        """Return whether layer number `layer`, from 0, has linear attention. Blocks of multi-token prediction modules
+        have full attention."""
+        linear = self.linear_attention
+        if linear is None or layer >= self.n_layers:
+            return False
+        return not (linear.full_interval and (layer + 1) % linear.full_interval == 0)
+
+    @property
+    def n_linear_layers(self) -> int:
+        """Layers with linear attention."""
+        return sum(map(self.is_linear, range(self.n_layers)))
+
+    @property
+    def scan_flops(self) -> int:
+        """FLOPs of a token in the scans of all linear layers, forward."""
+        return 0 if self.linear_attention is None else self.n_linear_layers * self.linear_attention.scan_flops
+
     def layer_window(self, layer: int) -> int:
         """Return the window of layer number `layer`, from 0; 0: it attends to all tokens."""
         is_global = self.global_interval and (layer + 1) % self.global_interval == 0
@@ -181,19 +211,23 @@ class ModelSizes:
 
     def attended(self, layer: int, seq_len: float) -> float:
         """Return the length of the sequence over which full causal attention has as many scores as layer number
-        `layer` over `seq_len` tokens: w (2 s - w) / s with a window w below the s tokens, otherwise s."""
+        `layer` over `seq_len` tokens: w (2 s - w) / s with a window w below the s tokens, 0 in a linear layer,
+        otherwise s."""
+        if self.is_linear(layer):
+            return 0.0
         window = self.layer_window(layer)
         return seq_len if not 0 < window < seq_len else window * (2 * seq_len - window) / seq_len
 
     def mean_attended(self, seq_len: float) -> float:
         """Return the mean of `attended` over all blocks."""
-        if not self.window:
+        if not self.window and self.linear_attention is None:
             return seq_len
         return sum(self.attended(layer, seq_len) for layer in range(self.n_blocks)) / self.n_blocks
 
     def kept_share(self, length: float) -> float:
         """Return the share of the keys of `length` tokens that a cache keeps, on average over the layers."""
-        kept = [min(length, self.layer_window(layer) or length) for layer in range(self.n_layers)]
+        full = [layer for layer in range(self.n_layers) if not self.is_linear(layer)]
+        kept = [min(length, self.layer_window(layer) or length) for layer in full]
         return sum(kept) / (length * self.n_layers)
 
     @property

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, get_args
 
+from shardwright.model.linear_sizes import LinearAttentionSpec
 from shardwright.model.modules import FAMILIES, Row, layer_rows, rows
 from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling, too_large
 from shardwright.model.sizes import Activation, ModelSizes, Norm, NormPosition, Positions
@@ -39,7 +40,8 @@ class ModelSpec(ModelSizes):
         broken = [name for name in sizes if getattr(self, name) < 1]
         for name in broken:
             yield f"{name}={getattr(self, name)} is not positive; valid: 1 or more"
-        if beyond := [*too_large(self), *(() if self.moe is None else too_large(self.moe, "moe."))]:
+        linear = () if self.linear_attention is None else too_large(self.linear_attention, "linear_attention.")
+        if beyond := [*too_large(self), *(() if self.moe is None else too_large(self.moe, "moe.")), *linear]:
             yield from beyond
             return  # the rules below list divisors
         choices = ("norm", Norm), ("norm_position", NormPosition), ("activation", Activation), ("positions", Positions)
@@ -71,12 +73,20 @@ class ModelSpec(ModelSizes):
             yield from self.moe.problems(self.n_layers, self.max_seq_len)
         if self.latent_attention is not None:
             yield from self._latent_problems(self.latent_attention)
+        if self.linear_attention is not None:
+            yield from self._linear_problems(self.linear_attention)
         if self.bias and (self.moe or self.latent_attention):
             yield "bias=true goes with plain attention and networks; experts have moe.bias, latent attention none"
         if self.qkv_bias and self.bias:
             yield "qkv_bias=true with bias=true says the same twice: bias has all linears; leave qkv_bias out"
         if self.qkv_bias and self.latent_attention:
             yield "qkv_bias=true goes with plain attention; latent attention has no biases"
+        yield from self._nope_problems()
+        yield from self._training_problems()
+        yield from self._norm_and_scale_problems()
+        yield from self._window_problems()
+
+    def _nope_problems(self) -> Iterator[str]:
         if not 0 <= self.nope_interval <= self.n_layers:
             yield (
                 f"nope_interval={self.nope_interval} for {self.n_layers} layers; valid: 0 (all layers rotate) to "
@@ -86,9 +96,6 @@ class ModelSpec(ModelSizes):
             yield "nope_interval goes with plain attention; latent attention rotates in every layer"
         if self.nope_interval and self.positions != "rope":
             yield "nope_interval goes with positions='rope'; with positions='learned' no layer rotates"
-        yield from self._training_problems()
-        yield from self._norm_and_scale_problems()
-        yield from self._window_problems()
 
     def _training_problems(self) -> Iterator[str]:
         if self.mtp_modules < 0:
@@ -159,11 +166,23 @@ class ModelSpec(ModelSizes):
         for name in ("attention_softcap", "logit_softcap"):
             if not 0 <= getattr(self, name) < math.inf:
                 yield f"{name}={getattr(self, name):g} is not a positive number; usual: 30 or 50, or 0 for none"
-        special = [name for name in ("window", "attention_softcap", "attention_sinks", "o_bias") if getattr(self, name)]
+        names = "window", "attention_softcap", "attention_sinks", "attention_gate", "o_bias"
+        special = [name for name in names if getattr(self, name)]
         if special and self.latent_attention is not None:
             yield f"{special[0]} goes with plain attention; latent attention attends to all tokens, without biases"
         if self.o_bias and self.bias:
             yield "o_bias=true with bias=true says the same twice: bias has all linears; leave o_bias out"
+
+    def _linear_problems(self, linear: LinearAttentionSpec) -> Iterator[str]:
+        yield from linear.problems(self.n_layers)
+        if self.family != "decoder":
+            yield f"linear_attention goes with family='decoder'; layers of {self.family!r} choose their own attention"
+        if self.latent_attention is not None:
+            yield "linear_attention goes with plain attention in the other layers; leave latent_attention out"
+        if self.window:
+            yield f"linear_attention goes with layers that attend to all tokens; window is {self.window}, leave it out"
+        if self.bias:
+            yield "linear_attention has no biases; for biases of q, k and v in the other layers set qkv_bias"
 
     def _latent_problems(self, latent: LatentAttentionSpec) -> Iterator[str]:
         yield from latent.problems()
@@ -213,19 +232,20 @@ class ModelSpec(ModelSizes):
     def train_flops_per_token(self, seq_len: float, *, causal: bool = False) -> float:
         """Return the model FLOPs of forward and backward for one token, without recomputation.
 
-        flops = 6 N + 6 L H (q + c) s, or 6 N + 3 L H (q + c) s with `causal`
+        flops = 6 N + 6 L H (q + c) s + 3 F, or 6 N + 3 L H (q + c) s + 3 F with `causal`
 
         N `n_matmul_parameters`, L `n_blocks`, H query heads, q `qk_dim`, c head_dim (equal to q except in latent
         attention), s `seq_len` in tokens; if attention stays within documents, the mean length of a token's document
-        (`data.samples.attended_tokens`); with windows the mean of `attended` over layers. A multiply-add is 2 FLOPs,
-        and the backward pass costs two forward passes. The second term is QK^T and the matmul with V: 2 H (q + c) s a
-        token forward over the full square of positions; `causal` counts the half that is not masked. Source: PaLM
-        (arXiv 2204.02311) appendix B; torchtitan reports MFU by the full square, Megatron-LM today by half of it.
+        (`data.samples.attended_tokens`); with windows or linear layers the mean of `attended` over layers; F
+        `scan_flops` of linear layers. A multiply-add is 2 FLOPs, and the backward pass costs two forward passes. The
+        second term is QK^T and the matmul with V: 2 H (q + c) s a token forward over the full square of positions;
+        `causal` counts the half that is not masked. Source: PaLM (arXiv 2204.02311) appendix B; torchtitan reports MFU
+        by the full square, Megatron-LM today by half of it.
         Ignored: softmax, norms, activations, rotation, embedding lookup, optimizer, the weighted sum of experts'
         outputs, and the recomputation inside a fused attention's backward pass.
         """
         square = 6 * self.n_blocks * self.n_heads * (self.qk_dim + self.head_dim) * self.mean_attended(seq_len)
-        return float(6 * self.n_matmul_parameters + (square / 2 if causal else square))
+        return float(6 * self.n_matmul_parameters + (square / 2 if causal else square) + 3 * self.scan_flops)
 
 
 def spec_as_json(spec: ModelSpec) -> dict[str, Any]:
@@ -236,12 +256,20 @@ def spec_as_json(spec: ModelSpec) -> dict[str, Any]:
 def with_defaults(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a model in JSON with the defaults of fields that the version which saved them did not have;
     a new field's default changes nothing."""
-    tables = {"rope_scaling": RopeScaling, "moe": MoESpec, "latent_attention": LatentAttentionSpec}
+    tables = {"rope_scaling": RopeScaling, **TABLES}
     filled = _defaults(ModelSpec) | dict(saved)
     for name, table in tables.items():
         if filled[name] is not None:
             filled[name] = _defaults(table) | filled[name]
     return filled
+
+
+TABLES: dict[str, Any] = {
+    "moe": MoESpec,
+    "latent_attention": LatentAttentionSpec,
+    "linear_attention": LinearAttentionSpec,
+}
+"""The optional parts of a model with a table of their own."""
 
 
 def _defaults(table: Any) -> dict[str, Any]:
@@ -286,14 +314,14 @@ def _flat(spec: ModelSpec) -> dict[str, Any]:
     absent."""
     values: dict[str, Any] = {}
     for key in fields(spec):
-        value = getattr(spec, key.name)
-        if isinstance(value, MoESpec | LatentAttentionSpec):
+        value: Any = getattr(spec, key.name)
+        if key.name in TABLES and value is not None:
             values |= {f"{key.name}.{inner.name}": getattr(value, inner.name) for inner in fields(value)}
             if isinstance(value, MoESpec):  # several fields can say the same
                 for name in ("n_shared", "first_dense", "interval"):
                     del values[f"moe.{name}"]
                 dense = tuple(layer for layer in range(spec.n_layers) if not spec.has_experts(layer))
                 values |= {"moe.d_shared": value.shared_width, "moe.dense_layers": dense}
-        elif not (value is None and key.name in ("moe", "latent_attention")):
+        elif key.name not in TABLES:
             values[key.name] = value
     return values

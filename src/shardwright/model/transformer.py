@@ -30,6 +30,7 @@ from shardwright.model.documents import Documents
 from shardwright.model.dropout import KeyedDropout
 from shardwright.model.feed_forward import FeedForward
 from shardwright.model.latent_attention import LatentAttention
+from shardwright.model.linear_attention import GatedDeltaNet
 from shardwright.model.matmul import Linear, linear
 from shardwright.model.modules import FAMILIES
 from shardwright.model.moe import MoE
@@ -54,7 +55,7 @@ class Block(nn.Module):
         super().__init__()
         before, after = spec.norm_before, spec.norm_after
         self.attention_norm = residual_norm(spec) if before else None
-        self.attention = Attention(spec, layer) if spec.latent_attention is None else LatentAttention(spec)
+        self.attention = _attention(spec, layer)
         self.attention_post_norm = residual_norm(spec) if after else None
         self.ffn_norm = residual_norm(spec) if before else None
         self.ffn = MoE(spec) if spec.has_experts(layer) else FeedForward(spec, spec.d_ffn)
@@ -92,6 +93,13 @@ class Block(nn.Module):
         """Return the output of a branch as it is added to the residual stream, before dropout."""
         y_BTD = _normed(post_norm, y_BTD)
         return y_BTD if self.residual_scale == 1 else y_BTD * self.residual_scale
+
+
+def _attention(spec: ModelSpec, layer: int) -> nn.Module:
+    """Return the attention of a layer: linear, over latent vectors, or over keys and values of heads."""
+    if spec.is_linear(layer):
+        return GatedDeltaNet(spec)
+    return Attention(spec, layer) if spec.latent_attention is None else LatentAttention(spec)
 
 
 def _normed(norm: nn.Module | None, x_BTD: Tensor) -> Tensor:

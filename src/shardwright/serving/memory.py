@@ -16,7 +16,7 @@ from shardwright.cost.ledger import Formulas
 from shardwright.model.modules import end_rows
 from shardwright.serving.engines import ServingEngine
 from shardwright.serving.setting import Serving, Settings
-from shardwright.serving.work import cache_token_bytes
+from shardwright.serving.work import cache_token_bytes, state_bytes
 from shardwright.system.units import GiB
 
 BLOCK_TOKENS = 32
@@ -29,7 +29,8 @@ _SECTION = "memory of a rank"
 @dataclass(frozen=True)
 class ServingMemory:
     """Bytes on the fullest rank of a layout, (n,). `weights`. `working`: activations, logits, buffers. `token`: one
-    token of a request, over the layers of a stage; with windows on average over the tokens of a request. `cache`: the
+    token of a request, over the layers of a stage; with windows or linear layers on average over the tokens of a
+    request. `cache`: the
     remaining bytes, for the cache."""
 
     weights: Floats
@@ -50,9 +51,13 @@ def memory(serving: Serving, settings: Settings, engine: ServingEngine, length: 
             memory_share=engine.memory_share, weights=weights, working=working, cache_share=engine.cache_share,
         )  # fmt: skip
         of_token = f.layers * f.cache_bytes
-        if serving.model.window:
+        if serving.model.window or serving.model.linear_attention:
             f.add(kept_share=serving.model.kept_share(length))
             of_token = of_token * f.kept_share
+        if serving.model.linear_attention:
+            linear_layers = np.ceil(serving.model.n_linear_layers / settings.pp)
+            f.add(linear_layers=linear_layers, state_bytes=state_bytes(serving, settings.tp), length=length)
+            of_token = of_token + f.linear_layers * f.state_bytes / f.length
         token = f("cache of a token", of_token, "serving/work.py")
         left = f.accelerator * f.memory_share - f.weights - f.working
         cache = f("memory for the cache", np.maximum(0, left * f.cache_share), "serving/engines.py")

@@ -72,7 +72,8 @@ def _splits(model: ModelSpec, tp: int) -> bool:
     """Return whether every rank gets whole kv heads, or each kv head whole ranks, and an equal part of the networks."""
     latent = model.latent_attention is not None
     heads = latent or model.n_kv_heads % tp == 0 or tp % model.n_kv_heads == 0
-    return heads and model.d_ffn % tp == 0
+    linear = model.linear_attention is None or model.linear_attention.n_k_heads % tp == 0
+    return heads and linear and model.d_ffn % tp == 0
 
 
 def batches(most: int) -> list[int]:

@@ -226,7 +226,8 @@ def transfer_s(task: ServingTask, settings: Settings) -> Floats:
 def token_transfer_s(task: ServingTask, settings: Settings) -> Floats:
     """Return the seconds to send the cache of a token through the links of an instance: each of its ranks sends, or
     receives, its own part."""
-    layers = np.ceil(task.serving.model.n_layers / settings.pp)
+    model = task.serving.model
+    layers = np.ceil((model.n_layers - model.n_linear_layers) / settings.pp)  # states do not grow with tokens
     return np.asarray(layers * cache_token_bytes(task.serving, settings.tp) / task.serving.cluster.across.bytes_per_s)
 
 

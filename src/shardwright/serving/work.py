@@ -113,8 +113,11 @@ def _layer_s(serving: Serving, settings: Settings, batch: PassBatch, block: Bloc
             k, n = _shape(serving, settings, group)
             precision = serving.wide if group.rows[0].kind == "router" else serving.precision
             parts[group.name] = _matmul_s(serving, group.name, tokens, k, n, precision)
-    parts["attention over the cache"] = _decode_attention_s(serving, settings, batch, block.window)
-    parts["attention over prompts"] = _prompt_attention_s(serving, settings, batch, block.window)
+    if block.linear:
+        parts["linear attention"] = _linear_attention_s(serving, settings, batch)
+    else:
+        parts["attention over the cache"] = _decode_attention_s(serving, settings, batch, block.window)
+        parts["attention over prompts"] = _prompt_attention_s(serving, settings, batch, block.window)
     parts["element-wise kernels"] = _elementwise_s(serving, settings, block, tokens)
     parts |= _communication_s(serving, settings, batch, block)
     if serving.on_host:
@@ -216,6 +219,28 @@ def _decode_attention_s(serving: Serving, settings: Settings, batch: PassBatch, 
     computing = 2 * cached * (1 + f.drafted) * f.heads / f.tp * f.width / f.rate
     seconds = _smoothly(f, computing, cached * f.cache_bytes / f.bandwidth)
     return f("attention over the cache", seconds, "each cached token read once; arXiv 2405.04434 for latent attention")
+
+
+def state_bytes(serving: Serving, tp: Ints) -> Floats:
+    """Return the bytes of a sequence in one linear layer on a rank of tp: its states and the inputs of its convolution,
+    in 32 bits, whatever its length (`generation.cache.CachedDeltaNet`)."""
+    linear = serving.model.linear_attention
+    assert linear is not None
+    return np.asarray(4 * (linear.state_numel + linear.window_numel) / np.asarray(tp))
+
+
+def _linear_attention_s(serving: Serving, settings: Settings, batch: PassBatch) -> Floats:
+    """Return the seconds of linear attention: a request reads and writes its states once, and prompts are scanned."""
+    linear = serving.model.linear_attention
+    assert linear is not None
+    f = Formulas(
+        "s", requests=batch.requests, prompt=batch.prompt, dp=settings.dp, tp=settings.tp,
+        state_bytes=state_bytes(serving, settings.tp), scan_flops=linear.scan_flops, scan_numel=linear.scan_numel,
+        rate=serving.flops_per_s(serving.wide), bandwidth=serving.bytes_per_s,
+    )  # fmt: skip
+    states = 2 * f.requests / f.dp * f.state_bytes / f.bandwidth
+    scans = f.prompt / f.dp / f.tp * (f.scan_flops / f.rate + 8 * f.scan_numel / f.bandwidth)
+    return f("linear attention", states + scans, "states read and written once; arXiv 2412.06464, section 3.3")
 
 
 def _in_window(context: ArrayLike, window: int) -> ArrayLike:

@@ -14,7 +14,7 @@ from shardwright.system.units import divisors
 
 def problems(spec: ModelSpec, layout: Layout, seq_len: int) -> list[str]:
     """Return one sentence for each rule that `layout` breaks for this model and sequence length; empty if it fits."""
-    found = [*_tensor(spec, layout.tp), *_context(spec, layout), *_experts(spec, layout)]
+    found = [*_tensor(spec, layout.tp), *_linear(spec, layout), *_context(spec, layout), *_experts(spec, layout)]
     of_stages = list(stages.problems(spec, layout))
     found += of_stages or _recomputation(spec, layout, seq_len)
     # The sequence length is only checked for a valid tp.
@@ -39,6 +39,23 @@ def _tensor(spec: ModelSpec, tp: int) -> Iterator[str]:
         )
 
 
+def _linear(spec: ModelSpec, layout: Layout) -> Iterator[str]:
+    """Yield the rules of linear attention layers."""
+    linear = spec.linear_attention
+    if linear is None:
+        return
+    if linear.n_k_heads % layout.tp:
+        yield (
+            f"layout.tp={layout.tp} does not divide {linear.n_k_heads} key heads "
+            f"(model.linear_attention.n_k_heads) {_division(linear.n_k_heads, layout.tp)}; valid: {_valid_tp(spec)}"
+        )
+    if layout.cp > 1:
+        yield (
+            f"layout.cp={layout.cp} with model.linear_attention: the state of a linear layer passes from token to "
+            f"token, and is not sent from rank to rank; valid: 1"
+        )
+
+
 def _valid_tp(spec: ModelSpec) -> str:
     """Return every valid tp degree of the model as a printable list."""
     return ", ".join(str(tp) for tp in range(1, spec.n_heads + 1) if tp_divides(spec, tp))
@@ -48,6 +65,8 @@ def tp_divides(spec: ModelSpec, tp: int) -> bool:
     """Return whether heads, kv heads, ffn features and vocabulary can be sharded over `tp` ranks."""
     kv = spec.n_kv_heads
     even = spec.n_heads % tp == 0 and spec.d_ffn % tp == 0 and (kv % tp == 0 or tp % kv == 0)
+    if spec.linear_attention is not None:
+        even = even and spec.linear_attention.n_k_heads % tp == 0
     return even and _vocabulary_reaches(spec, tp)
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import accumulate, count
 
 from shardwright.layout.layout import Layout
+from shardwright.model.linear_sizes import LinearAttentionSpec
 from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling
 from shardwright.model.spec import ModelSpec
 from shardwright.split.stages import most_layers, problems, schedule_problems
@@ -124,6 +125,7 @@ def cut_spec(spec: ModelSpec, world_size: int, n_layers: int = _LAYERS) -> Model
         n_kv_heads=n_kv_heads,
         d_ffn=_like(spec.d_ffn, _FFN, world_size),
         vocab_size=min(_VOCABULARY, spec.vocab_size),
+        linear_attention=_cut_linear(spec.linear_attention, world_size, min(n_layers, spec.n_layers)),
         moe=_cut_experts(spec.moe, world_size, min(n_layers, spec.n_layers)) if spec.moe else None,
         init_std=_INIT_GAIN / math.sqrt(d_model),
     )
@@ -187,6 +189,21 @@ def _cut_latent(latent: LatentAttentionSpec) -> LatentAttentionSpec:
         nope_dim=nope_dim,
         rope_dim=rope_dim,
         v_dim=min(latent.v_dim, _HEAD_DIM, nope_dim + rope_dim),
+    )
+
+
+def _cut_linear(linear: LinearAttentionSpec | None, world_size: int, n_layers: int) -> LinearAttentionSpec | None:
+    """Return the fewest heads that any degree partitions like the true ones, with as many value heads for each."""
+    if linear is None:
+        return None
+    n_k_heads, group = _like(linear.n_k_heads, 1, world_size), min(linear.n_v_heads // linear.n_k_heads, 2)
+    return replace(
+        linear,
+        n_k_heads=n_k_heads,
+        n_v_heads=n_k_heads * group,
+        k_dim=min(linear.k_dim, _HEAD_DIM),
+        v_dim=min(linear.v_dim, _HEAD_DIM - 2),
+        full_interval=min(n_layers, linear.full_interval),
     )
 
 

@@ -21,7 +21,7 @@ MASK: dict[str, AnyBug] = {
         (6,),
     ),
     "every layer has the window of the first": UnitBug(
-        Mutation("shardwright.model.transformer:Block.__init__", "Attention(spec, layer)", "Attention(spec, 0)"),
+        Mutation("shardwright.model.transformer:_attention", "Attention(spec, layer)", "Attention(spec, 0)"),
         LOGITS,
         ("gemma2",),
     ),
