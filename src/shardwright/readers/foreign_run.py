@@ -11,6 +11,7 @@ from typing import Any
 
 from shardwright.cost.hardware import Cluster
 from shardwright.cost.job import Candidates, Job
+from shardwright.cost.machine import on_calibrated_cluster
 from shardwright.layout.layout import accumulation
 from shardwright.model.spec import ModelSpec
 from shardwright.planner.choice import Choice, PricedLayout
@@ -76,7 +77,7 @@ class ForeignRun:
             problems += error.problems
         if problems:
             raise InputError(*(f"{self.files[0]}: {problem}" for problem in problems))
-        return job
+        return on_calibrated_cluster(job)
 
 
 def read_configuration(paths: Sequence[Path], request: Request) -> ForeignRun:
