@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from benchmarks.one_log import MEGATRON_CORE, cluster_errors, reduction
@@ -129,6 +130,7 @@ def test_a_log_narrows_the_prediction_of_its_cluster_and_software(tmp_path: Path
     [
         ([9.0, 1.0, 1.0, 1.0, 1.0], "4 step times after the warm-up; 5 or more are needed"),
         ([1.0, 3.0, 0.5, 2.0, 4.0] * 20, "the step times vary by"),
+        ([99.0] * 50, "times the predicted one, and the constants of clusters do not differ enough"),
     ],
 )
 def test_an_uninformative_log_changes_nothing_and_says_so(tmp_path: Path, seconds: list[float], why: str):
@@ -147,3 +149,70 @@ def test_one_row_of_a_cluster_reduces_the_error_of_its_other_rows_by_a_third():
     errors = cluster_errors(MEGATRON_CORE)
     assert len(errors) >= 10
     assert reduction(errors) >= 1 / 3
+
+
+def explain(log: Path, config: Path) -> dict[str, Any]:
+    result = invoke("explain-log", log, "--from", config, "--cluster", "h100:64", "--json")
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def test_slow_steps_are_grouped_by_their_pattern(tmp_path: Path):
+    seconds = [9.0, 3.0, *[1.0] * 98]
+    for step in (30, 50, 70, 90):
+        seconds[step - 1] = 4.0
+    seconds[60] = 2.5
+    config, log = logged(tmp_path, seconds)
+    groups = {each["kind"]: each for each in explain(log, config)["slow_steps"]}
+    assert groups["warm-up"]["steps"] == [1, 2]
+    assert (groups["periodic"]["steps"], groups["periodic"]["period"]) == ([30, 50, 70, 90], 20)
+    assert groups["isolated"]["steps"] == [61]
+    assert groups["periodic"]["per_step_s"] == pytest.approx(4 * 3.0 / 100)
+
+
+@pytest.mark.parametrize(
+    ("times", "cause", "verdict"),
+    [
+        ([1.0] * 40, None, "inside the 80 % interval"),
+        ([1.15] * 40, "matmuls", "slower than its end"),
+        ([4.0] * 40, "not in the configuration or the model", "slower than its end"),
+        ([0.87] * 40, "matmuls", "faster than its start"),
+        ([1.0, 1.0, 1.0, 3.0] * 10, "checkpoints, evaluations or other periodic work", "inside the 80 % interval"),
+        ([1.0 + step / 200 for step in range(40)], "steps become slower", "80 % interval"),
+        ([2.0] * 3, "not determined", "slower than its end"),
+    ],
+)
+def test_the_first_cause_of_a_gap_is_the_one_that_was_put_in(
+    tmp_path: Path, times: list[float], cause: str | None, verdict: str
+):
+    config, log = logged(tmp_path, [1.0])
+    predicted = explain(log, config)["predicted_s"]
+    config, log = logged(tmp_path, [each * predicted for each in times])
+    found = explain(log, config)
+    assert verdict in found["verdict"]
+    assert (found["causes"][0]["name"] if found["causes"] else None) == cause
+    assert len(found["causes"]) <= 3
+    assert found["mfu"]["full"]["measured"] == pytest.approx(
+        found["mfu"]["full"]["predicted"] * predicted / found["measured_s"], rel=1e-6
+    )
+
+
+def test_the_wait_for_data_in_metrics_is_a_cause(tmp_path: Path):
+    config, _ = logged(tmp_path, [1.0])
+    record = {"kind": "train", "loss": 2.0, "grad_norm": 1.0, "lr": 1e-4, "target_tokens": 1, "tokens_per_s": 1.0}
+    record |= {"tokens_per_s_per_device": 1.0, "tflops_per_s_per_device": 1.0, "mfu": None, "memory_bytes": 1}
+    record |= {"step_s": 8.0, "data_s": 6.0, "forward_backward_s": 1.9, "optimizer_s": 0.1}
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps(record | {"step": step}) + "\n" for step in range(20)))
+    assert "data" in [each["name"] for each in explain(metrics, config)["causes"]]
+
+
+def test_explain_log_takes_one_log_of_this_configuration(tmp_path: Path):
+    config, log = logged(tmp_path, [1.0] * 10)
+    two = invoke("explain-log", log, log, "--from", config, "--cluster", "h100:64")
+    assert two.exit_code == 2
+    assert "takes one log" in two.output
+    none = invoke("explain-log", log, "--cluster", "h100:64")
+    assert none.exit_code == 2
+    assert "--from is missing" in none.output

@@ -27,11 +27,13 @@ NORMAL_80 = 1.2816
 
 @dataclass(frozen=True)
 class LogCalibration:
-    """The constants before and after a log. `kind`: of the software; `gap`: ln(measured / predicted); `means`,
+    """The constants before and after a log. `kind`: of the software; `gap`: ln(measured / predicted), with
+    the standard deviation `noise`; `means`,
     `covariances`: of the logarithms of the constants, (before, after); `derivatives_5`: of the step time."""
 
     kind: str
     gap: float
+    noise: float
     derivatives_5: Floats
     means: tuple[Floats, Floats]
     covariances: tuple[Floats, Floats]
@@ -54,6 +56,12 @@ class LogCalibration:
         """Return the part of the gap that the changed constants explain, as a logarithm."""
         before, after = self.means
         return float(self.derivatives_5 @ (after - before))
+
+    @property
+    def surprises(self) -> bool:
+        """Return whether the gap is larger than the constants and the steps of the log can explain."""
+        large = abs(self.gap) > SURPRISE * sqrt(MODEL_ERROR**2 + self.noise**2)
+        return large and abs(self.gap - self.explained) > abs(self.gap) / 2
 
     def intervals(self) -> list[tuple[str, tuple[float, float], tuple[float, float], float]]:
         """Return (constant, 80 % interval of its factor before, the same after, share of the step) of each constant."""
@@ -100,4 +108,4 @@ def calibrate(priced: PricedLayout, cluster: Cluster, step_s: float, noise: floa
     slopes = derivatives(priced.job, priced.candidates)
     gap = log(step_s / priced.step_s)
     mean, covariance = posterior(gap, slopes, noise, before)
-    return LogCalibration(kind, gap, slopes, (before[0], mean), (before[1], covariance))
+    return LogCalibration(kind, gap, noise, slopes, (before[0], mean), (before[1], covariance))

@@ -240,6 +240,11 @@ class StepTimes:
         return median(self.seconds[self.warm :])
 
     @property
+    def mean_s(self) -> float:
+        """Return the mean of all steps, with the warm-up."""
+        return fmean(self.seconds)
+
+    @property
     def n_steady(self) -> int:
         """Return the number of records after the warm-up."""
         return len(self.seconds) - self.warm

@@ -9,12 +9,18 @@ import numpy as np
 from shardwright.cost.machine import with_times
 from shardwright.cost.step import step_time
 from shardwright.planner.choice import PricedLayout
-from shardwright.planner.headline import interval_s
+from shardwright.planner.headline import headline, interval_s
 from shardwright.planner.log_calibration import LogCalibration
 from shardwright.readers.logs import FEWEST_STEPS, StepTimes, TrainingLog, joined_times
+from shardwright.report.log_gap import SlowSteps, likely_causes, slow_steps
 from shardwright.report.plan_view import job_note
 from shardwright.system.units import format_seconds
-from shardwright.view.document import NUMBER, Column, Fact, Facts, Note, Part, Section, Table, VerbDocument
+from shardwright.view.document import NUMBER, SECONDS, Column, Fact, Facts, Note, Part, Section, Table, VerbDocument
+
+ONE_NUMBER = (
+    "A log has one number, its step time. Its gap is assigned to constants by their shares of the step, and by how "
+    "much clusters differ in them; a profile of one step confirms or refutes it."
+)
 
 
 def calibration_view(
@@ -30,7 +36,8 @@ def calibration_view(
     if result.informs:
         parts.append(Section("Constants, as times relative to the packaged ones"))
         parts.append(_constants(result))
-        parts += [Note(text) for text in _remarks(result)]
+        if result.surprises:
+            parts.append(Note(_surprise(result)))
     else:
         parts.append(
             Note(f"{_why_nothing(times, noise, result)}; nothing is changed or written", "no information", "bad")
@@ -79,21 +86,21 @@ def _constants(result: LogCalibration) -> Table:
     return Table(columns, rows)
 
 
-def _remarks(result: LogCalibration) -> Iterator[str]:
-    rest = result.gap - result.explained
-    if abs(rest) > abs(result.gap) / 2 and abs(result.gap) > 0.1:
-        yield (
-            f"the constants explain {exp(result.explained) - 1:+.1%} of a gap of {exp(result.gap) - 1:+.1%}; clusters "
-            f"do not differ by the rest, see plan explain-log"
-        )
-
-
 def _why_nothing(times: Sequence[StepTimes], noise: float, result: LogCalibration) -> str:
     if noise == inf:
         n = min(each.n_steady for each in times)
         return f"{n} step times after the warm-up; {FEWEST_STEPS} or more are needed"
+    if result.surprises:
+        return _surprise(result)
     before, after = result.narrowings
     return f"the step times vary by {noise:.0%}, and the interval would narrow by {1 - after / before:.0%} only"
+
+
+def _surprise(result: LogCalibration) -> str:
+    return (
+        f"the measured step is {exp(result.gap):.2f} times the predicted one, and the constants of clusters do not "
+        "differ enough for that; see plan explain-log"
+    )
 
 
 def log_notes(logs: Sequence[TrainingLog], times: Sequence[StepTimes]) -> Iterator[Note]:
@@ -117,3 +124,72 @@ def _log_json(log: TrainingLog, times: StepTimes) -> dict[str, Any]:
         "spread": times.spread,
         "remarks": list(log.remarks),
     }
+
+
+def explained_log_view(
+    system: str, priced: PricedLayout, log: TrainingLog, times: StepTimes, result: LogCalibration
+) -> VerbDocument:
+    """Return the document of one log: measured next to predicted, its slow steps, and the likely causes of a gap."""
+    planned, measured_s = headline(priced), times.median_s
+    ratio = planned.step_s / measured_s
+    low, high = planned.interval_s
+    groups = slow_steps(times)
+    causes = likely_causes(log, times, result, priced.step_s)
+    shares = {"full": planned.mfu_full, "causal": planned.mfu_causal}
+    mfu = {name: {"measured": share * ratio, "predicted": share} for name, share in shares.items()}
+    verdict = _verdict(measured_s, planned.interval_s)
+    parts: list[Part] = [
+        job_note(priced.job, system),
+        *log_notes([log], [times]),
+        Section("Measured and predicted"),
+        Facts(
+            [
+                Fact("measured step", format_seconds(measured_s), f"median; mean {format_seconds(times.mean_s)}"),
+                _predicted("predicted step", (planned.step_s, (low, high))),
+                *(
+                    Fact(f"MFU, {name}", f"{each['measured']:.1%}", f"{each['predicted']:.1%} predicted")
+                    for name, each in mfu.items()
+                ),
+            ]
+        ),
+        Note(verdict),
+        Section("Slow steps"),
+        _slow_table(groups) if groups else Note("none"),
+        Section("Most likely causes"),
+        *(Note(f"{_signed(each.per_step_s)} a step: {each.evidence}", each.name, "strong") for each in causes),
+        *([Note(ONE_NUMBER, tone="quiet")] if causes else [Note("no gap to explain")]),
+    ]
+    data = {
+        "system": system,
+        "log": _log_json(log, times),
+        "measured_s": measured_s,
+        "mean_s": times.mean_s,
+        "predicted_s": planned.step_s,
+        "interval_s": planned.interval_s,
+        "mfu": mfu,
+        "verdict": verdict,
+        "slow_steps": [vars(each) for each in groups],
+        "causes": [vars(each) for each in causes],
+    }
+    return VerbDocument(f"{log.path}: measured and predicted", data, parts)
+
+
+def _verdict(measured_s: float, interval_s: tuple[float, float]) -> str:
+    low, high = interval_s
+    if low <= measured_s <= high:
+        return "the median step is inside the 80 % interval: the run is as fast as expected"
+    bound, words = (high, "slower than its end") if measured_s > high else (low, "faster than its start")
+    return f"the median step is outside the 80 % interval, {abs(measured_s / bound - 1):.1%} {words}"
+
+
+def _slow_table(groups: Sequence[SlowSteps]) -> Table:
+    columns = [
+        Column("steps"), Column("count", NUMBER), Column("every", NUMBER), Column("extra time", SECONDS),
+        Column("for each step of the log", SECONDS),
+    ]  # fmt: skip
+    rows = [(each.kind, len(each.steps), each.period, each.extra_s, each.per_step_s) for each in groups]
+    return Table(columns, rows)
+
+
+def _signed(seconds: float) -> str:
+    return f"{'+' if seconds >= 0 else '-'}{format_seconds(abs(seconds))}"
