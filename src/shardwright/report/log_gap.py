@@ -103,9 +103,9 @@ def likely_causes(log: TrainingLog, times: StepTimes, result: LogCalibration, pr
 
 def _of_slow_steps(times: StepTimes) -> Iterator[GapCause]:
     names = {
-        "warm-up": ("warm-up", "the first {n} records: compilation, allocation, connections"),
-        "periodic": ("checkpoints, evaluations or other periodic work", "{n} slow steps, one every {period}"),
-        "isolated": ("stragglers, data or a shared network", "{n} slow steps at no regular distance"),
+        "warm-up": ("warm-up", "{n} slow at the start: compilation, allocation, connections"),
+        "periodic": ("checkpoints, evaluations or other periodic work", "{n} slow, one every {period} steps"),
+        "isolated": ("stragglers, data or a shared network", "{n} slow at no regular distance"),
     }
     for group in slow_steps(times):
         name, evidence = names[group.kind]
