@@ -118,6 +118,7 @@ def read_configuration(paths: Sequence[Path], request: Request) -> ForeignRun:
         raise InputError(*unknown, *error.problems) from None
     if unknown:
         raise InputError(*unknown)
+    described = replace(described, stated={name: each.value for name, each in stated.items()})
     if described.model is not model and (problems := described.model.problems()):
         raise InputError(*(f"{sources[0].path}: {problem}" for problem in problems))
     records = system.records(values, settings)  # with what describe found to have no counterpart
