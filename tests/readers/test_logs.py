@@ -119,6 +119,9 @@ def test_a_log_narrows_the_prediction_of_its_cluster_and_software(tmp_path: Path
     assert 1.06 < after["step_s"] / before["step_s"] <= 1.13
     widths = [each["interval_s"][1] / each["interval_s"][0] for each in (before, after)]
     assert widths[1] < widths[0] ** 0.8
+    same = invoke("calibrate", log, "--from", config, *own, "--write", written, "--overwrite")
+    assert (same.exit_code, "is calibrated by log.csv" in same.output) == (2, True)
+    log = log.rename(tmp_path / "second.csv")
     again = invoke("calibrate", log, "--from", config, *own, "--write", written, "--overwrite", "--json")
     assert abs(json.loads(again.stdout)["after"]["step_s"] / before["step_s"] - 1.12) < 0.06
     other = invoke("--model", "llama-3.1-8b", "--seq-len", 8192, "--global-batch", 64, "--explain", "dp_shard=64", *own)

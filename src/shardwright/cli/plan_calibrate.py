@@ -134,7 +134,11 @@ def plan_calibrate(options: CalibrateOptions) -> None:
         from shardwright.system.files import write_whole
 
         logs = [f"{log.path.name}: {each.n_steady} steps" for log, each in zip(run.logs, times, strict=True)]
-        calibrated = {**run.cluster.calibrated, result.kind: result.table(logs)}
+        known = run.cluster.calibrated.get(result.kind)
+        if known is not None and (again := set(known.logs) & set(logs)):
+            raise InputError(f"--hardware {options.hardware}: {run.cluster.name} is calibrated by {', '.join(again)}")
+        table = result.table([*(known.logs if known else []), *logs])
+        calibrated = {**run.cluster.calibrated, result.kind: table}
         text = _hardware_text(replace(run.cluster, calibrated=calibrated), options.write, options.hardware)
         write_whole(options.write, text.encode("utf-8"))
     show(calibration_view(run.name, run.priced, run.logs, times, result), options.json, None)

@@ -336,11 +336,12 @@ def _problems(file: HardwareFile, both: HardwareFile) -> Iterable[str]:
     for name, nodes in file.clusters.items():
         for kind, calibrated in (nodes.calibrated or {}).items():
             rows = [calibrated.covariance.get(each, []) for each in CALIBRATED_CONSTANTS]
-            square = all(len(row) == len(rows) for row in rows)
+            square = all(len(row) == len(rows) and row[at] > 0 for at, row in enumerate(rows))
             if calibrated.time.keys() != set(CALIBRATED_CONSTANTS) or not square:
                 yield (
                     f"clusters.{name}.calibrated.{kind}: time needs a number and covariance {len(rows)} numbers for "
-                    f"each of {', '.join(CALIBRATED_CONSTANTS)}; write the file with shardwright plan calibrate"
+                    f"each of {', '.join(CALIBRATED_CONSTANTS)}, with variances above 0; shardwright plan "
+                    f"calibrate writes it"
                 )
         if nodes.network not in both.networks:
             hint = nearest(nodes.network, both.networks)
