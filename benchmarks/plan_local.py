@@ -26,7 +26,8 @@ import numpy as np
 
 from shardwright.config import parse
 from shardwright.cost.hardware import cluster
-from shardwright.cost.job import Job, on_machine
+from shardwright.cost.job import Job
+from shardwright.cost.machine import on_machine
 from shardwright.cost.step import Estimate, estimate
 from shardwright.system.files import parse_toml
 from shardwright.system.units import MiB

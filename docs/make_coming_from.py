@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
 
@@ -18,6 +19,13 @@ from shardwright.readers.torchtitan import TORCHTITAN
 FOLDER = Path(__file__).parent
 EXAMPLES = "examples/other-systems"
 MOST_LINES = 200
+LOGS = {
+    "coming-from-megatron-lm": "megatron_llama3_8b.log",
+    "coming-from-torchtitan": "torchtitan_llama3_70b.log",
+    "coming-from-deepspeed": "deepspeed_zero3.log",
+    "coming-from-hugging-face": "accelerate_fsdp.log",
+}
+"""Name of a page -> the log of its example. Their times are made up; their lines have the form of each system."""
 PAGES: dict[str, tuple[str, System, str, str]] = {
     "coming-from-megatron-lm": (
         "Megatron-LM",
@@ -59,8 +67,15 @@ PAGES: dict[str, tuple[str, System, str, str]] = {
 """Name of a page -> title, system, command of the example, and what is read."""
 
 
-def page(name: str, output: str) -> str:
-    """Return the page with the output of its example."""
+def commands(name: str) -> list[str]:
+    """Return the commands of the examples of a page: its configuration, and two of its log."""
+    command, log = PAGES[name][2], f"{EXAMPLES}/{LOGS[name]}"
+    rest = command.removeprefix("plan ")
+    return [command, f"plan explain-log {log} {rest}", f"plan calibrate {log} {rest}"]
+
+
+def page(name: str, outputs: Sequence[str]) -> str:
+    """Return the page with the outputs of its examples."""
     title, system, command, about = PAGES[name]
     parts = [
         f"# Coming from {title}\n\nThis page is made from `src/shardwright/readers`. Do not edit it; run "
@@ -71,7 +86,13 @@ def page(name: str, output: str) -> str:
         "changes of its own options. `--write run.toml` writes the layout as a run file, `--json` one JSON document. "
         "Nothing in the files is executed.\n",
         f"{about}\n",
-        f"## Example\n\n```sh\nshardwright {command}\n```\n\n```text\n{output}```\n",
+        "## Example\n",
+        _example(command, outputs[0]),
+        "## A training log\n",
+        "`plan explain-log` compares the log of the run with the prediction for its configuration. `plan calibrate` "
+        "narrows the prediction for this cluster and software; `--write ours.toml` keeps it for `plan --hardware`. "
+        "[How](plan.md#calibrated-by-training-logs). The step times of the example are made up.\n",
+        *(_example(*each) for each in zip(commands(name)[1:], outputs[1:], strict=True)),
         "## Options that are read\n\n| option | here | default | note |\n| --- | --- | --- | --- |",
         *(_row(option, system) for option in system.options.values() if option.fate == READ),
         "\n## Options without counterpart\n\nEach is named in the output with its line. An option that this page does "
@@ -83,7 +104,12 @@ def page(name: str, output: str) -> str:
     text = "\n".join(parts) + "\n"
     prose, _, rest = text.partition("## Example")
     filled = "\n\n".join(fill(each, 120) for each in prose.strip().split("\n\n"))
-    return f"{filled}\n\n## Example{rest}"
+    about = rest.partition("## A training log\n\n")[2].partition("\n\n")[0]
+    return f"{filled}\n\n## Example{rest.replace(about, fill(about, 120, break_on_hyphens=False))}"
+
+
+def _example(command: str, output: str) -> str:
+    return f"```sh\nshardwright {command}\n```\n\n```text\n{output}```\n"
 
 
 def _row(option: ForeignOption, system: System) -> str:
@@ -108,11 +134,10 @@ def _groups(system: System, fate: str) -> list[str]:
     return [f"- {reason}: {', '.join(options)}" for reason, options in names.items()]
 
 
-def shown_output(name: str) -> str:
-    """Return the output of the example that a page shows now."""
+def shown_outputs(name: str) -> list[str]:
+    """Return the outputs of the examples that a page shows now."""
     text = (FOLDER / f"{name}.md").read_text(encoding="utf-8")
-    found = re.search(r"```text\n(.*?)```", text, re.DOTALL)
-    return found[1] if found else ""
+    return re.findall(r"```text\n(.*?)```", text, re.DOTALL)
 
 
 def _output(command: str) -> str:
@@ -128,5 +153,5 @@ def _output(command: str) -> str:
 
 
 if __name__ == "__main__":
-    for each, (_, _, shown, _) in PAGES.items():
-        (FOLDER / f"{each}.md").write_text(page(each, _output(shown)), encoding="utf-8")
+    for each in PAGES:
+        (FOLDER / f"{each}.md").write_text(page(each, [*map(_output, commands(each))]), encoding="utf-8")

@@ -227,7 +227,7 @@ def test_the_options_of_other_systems_are_those_that_are_read(monkeypatch: pytes
     maker = import_module("make_coming_from")
     for name in maker.PAGES:
         text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
-        assert text == maker.page(name, maker.shown_output(name)), "run: python docs/make_coming_from.py"
+        assert text == maker.page(name, maker.shown_outputs(name)), "run: python docs/make_coming_from.py"
 
 
 def test_the_index_names_every_page():

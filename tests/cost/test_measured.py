@@ -9,7 +9,8 @@ import pytest
 
 from shardwright.cost import memory, pools
 from shardwright.cost.hardware import cluster
-from shardwright.cost.job import Candidates, Job, on_machine
+from shardwright.cost.job import Candidates, Job
+from shardwright.cost.machine import on_machine
 from shardwright.cost.matmuls import Matmul
 from shardwright.cost.reserved import reserved_bytes
 from shardwright.cost.step import estimate

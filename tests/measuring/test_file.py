@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 from shardwright.cli.main import app
 from shardwright.cost.hardware import cluster
-from shardwright.cost.job import Job, on_machine
+from shardwright.cost.job import Job
+from shardwright.cost.machine import on_machine
 from shardwright.cost.matmuls import Matmul
 from shardwright.measuring.file import accelerator_name, hardware_toml
 from shardwright.model.presets import resolve

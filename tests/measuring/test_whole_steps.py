@@ -9,7 +9,8 @@ import pytest
 
 from shardwright.config import parse
 from shardwright.cost.hardware import cluster
-from shardwright.cost.job import Job, on_machine
+from shardwright.cost.job import Job
+from shardwright.cost.machine import on_machine
 from shardwright.cost.step import estimate
 from shardwright.measuring.file import hardware_toml
 from shardwright.measuring.points import MachineMeasurements, WholeStep

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,21 @@ def test_torchtitan_toml_has_its_layout_precision_and_lines(tmp_path: Path) -> N
     assert len(places) == 12
 
 
+@pytest.mark.parametrize(
+    ("resharding", "zero", "gather"),
+    [(None, 3, "step"), ("default", 3, "step"), ("always", 3, "microbatch"), ("never", 2, "step")],
+)
+def test_resharding_in_a_pipeline_is_priced_as_torchtitan_runs_it(
+    tmp_path: Path, resharding: str | None, zero: int, gather: str
+) -> None:
+    pipeline = "[parallelism]\npipeline_parallel_degree = 2\n"
+    pipeline += f'fsdp_reshard_after_forward = "{resharding}"\n' if resharding else ""
+    run = read(tmp_path, {"llama3_405b.toml": LLAMA_405B.replace("[parallelism]\n", pipeline)}, world=128)
+    assert (run.described.layout.zero, run.described.layout.zero_pp_gather) == (zero, gather)
+    stated = run.system.write(run.described, run.choice)["parallelism.fsdp_reshard_after_forward"]
+    assert (stated or "default") == (resharding or "default")
+
+
 def test_torchtitan_python_is_read_without_executing_it(tmp_path: Path) -> None:
     run = read(tmp_path, {"llama3.py": LLAMA_PYTHON}, ":llama3_70b_pipeline", world=128)
     layout = run.described.layout
@@ -112,6 +128,27 @@ def test_values_of_auto_come_from_the_training_arguments_in_any_order(tmp_path: 
 def test_hybrid_sharding_of_accelerate_has_a_replica_for_each_machine(tmp_path: Path) -> None:
     run = read(tmp_path, {"a.yaml": ACCELERATE, "b.json": json.dumps(ARGUMENTS)}, world=None)
     assert str(run.choice) == "dp_replicate=2,dp_shard=8,zero=3,micro_batch=2"
+
+
+@pytest.mark.parametrize(
+    ("accelerate", "arguments"),
+    [
+        ({"fsdp_activation_checkpointing": True}, {}),
+        ({}, {"gradient_checkpointing": True}),
+        ({"fsdp_activation_checkpointing": True}, {"gradient_checkpointing": True}),
+        ({}, {}),
+    ],
+)
+def test_recomputation_is_changed_by_the_options_that_the_files_state(
+    tmp_path: Path, accelerate: dict[str, bool], arguments: dict[str, bool]
+) -> None:
+    text = ACCELERATE.replace("fsdp_config:\n", "fsdp_config:\n" + "".join(f"  {key}: true\n" for key in accelerate))
+    run = read(tmp_path, {"a.yaml": text, "b.json": json.dumps(ARGUMENTS | arguments)}, world=None)
+    layout = run.choice.layout
+    other = replace(run.choice, layout=layout.changed(recompute="none" if layout.recomputes else "full"))
+    changed = {name for name, value in run.system.write(run.described, other).items() if "checkpointing" in name}
+    stated = {*(f"fsdp_config.{key}" for key in accelerate), *arguments}
+    assert changed == (stated or {"gradient_checkpointing"})
 
 
 def test_alternatives_stay_within_the_abilities_of_the_system_and_keep_its_offload(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Scripts and arguments of Megatron-LM."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,32 @@ def test_a_script_that_cannot_be_planned_is_refused_with_its_line(
     with pytest.raises(InputError) as error:
         read(scripts.GPT_175B.replace(before, after, 1), tmp_path)
     assert problem in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --fsdp-double-buffer",
+        "--use-custom-fsdp --data-parallel-sharding-strategy optim_grads --use-distributed-optimizer",
+        "--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward",
+    ],
+)
+def test_an_alternative_without_fsdp_removes_every_option_of_it(tmp_path: Path, options: str) -> None:
+    text = scripts.LLAMA_8B.replace(" --use-distributed-optimizer", "").replace("--bf16", f"--bf16 {options}")
+    run = read(text, tmp_path)
+    other = replace(run.choice, layout=run.choice.layout.changed(zero=1))
+    before, after = (run.system.write(run.described, each) for each in (run.choice, other))
+    of_fsdp = {each.removeprefix("--").replace("-", "_") for each in options.split() if each.startswith("--")}
+    of_fsdp -= {"use_distributed_optimizer"}
+    assert {name for name in of_fsdp if before[name] is not None} == of_fsdp
+    assert all(after[name] is None for name in of_fsdp)
+    assert before["use_distributed_optimizer"] == ("--use-distributed-optimizer" in options or None)
+    assert after["use_distributed_optimizer"]
+
+
+def test_relative_positions_are_refused_with_their_line(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"train\.sh:[0-9]+: --position-embedding-type relative: a bias of scores"):
+        read(scripts.LLAMA_8B.replace("--position-embedding-type rope", "--position-embedding-type relative"), tmp_path)
 
 
 def test_an_unknown_option_is_named_and_not_dropped(tmp_path: Path) -> None:

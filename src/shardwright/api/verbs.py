@@ -72,7 +72,8 @@ def plan(
     the batch.
     """
     from shardwright.cost.hardware import cluster as find_cluster
-    from shardwright.cost.job import Job, on_machine
+    from shardwright.cost.job import Job
+    from shardwright.cost.machine import on_machine
     from shardwright.planner.batches import cheapest
     from shardwright.planner.search import search
     from shardwright.planner.simplicity import PREFERENCES

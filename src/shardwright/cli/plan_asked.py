@@ -70,7 +70,8 @@ def read_request(options: PlanOptions) -> PlanRequest:
         what = "precision.compute=" if config is not None and config.precision.planned == precision else "--precision "
         wrong.append(f"{what}{precision}: not one that is planned for; {nearest(precision, PRECISIONS)}")
 
-    from shardwright.cost.job import Job, on_machine
+    from shardwright.cost.job import Job
+    from shardwright.cost.machine import on_machine
     from shardwright.model.presets import resolve
     from shardwright.planner.choice import read
     from shardwright.planner.run_file import untrained

@@ -23,7 +23,7 @@ def compare(asked: PlanRequest, options: PlanOptions) -> None:
 
     Raises InputError for unknown clusters, and typer.Exit(1) if nothing fits on any cluster.
     """
-    from shardwright.cost.job import on_machine
+    from shardwright.cost.machine import on_machine
     from shardwright.planner.search import search
     from shardwright.report.compare_view import compare_view
     from shardwright.system.control_groups import usable_cores

@@ -32,6 +32,8 @@ class Calibration:
     all-to-alls. `host`: fields of `Speed` that are the host's, the same for every kind; `stacks`: others, by kind.
     `interval`: widths of the intervals of step times (`planner.headline`). `difference`: error of the difference of two
     step times on one cluster (`planner.recommendation`).
+    `covariance`: rows of the covariance of the constants that training logs of the cluster calibrated (`cost.machine`);
+    empty without logs.
     The entry "others" holds for dies without fitted numbers.
     """
 
@@ -51,6 +53,7 @@ class Calibration:
     interval: Mapping[str, float] = field(hash=False)
     difference: Mapping[str, float] = field(default_factory=dict, hash=False)
     flash_backward: float = 2.5 / 0.85
+    covariance: Mapping[str, tuple[float, ...]] = field(default_factory=dict, hash=False)
 
     def measured_dies(self) -> list[str]:
         """Return the dies on which runs were measured."""

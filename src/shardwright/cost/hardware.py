@@ -19,6 +19,7 @@ from shardwright.cost.hardware_file import (
     AcceleratorTable,
     ClusterTable,
     InsideTable,
+    LogCalibrationTable,
     NetworkTable,
     RatesTable,
     find,
@@ -104,7 +105,8 @@ class Cluster:
 
     Ranks are numbered node by node. `across` is the link of one accelerator, with its equal part of the node's network,
     and `node_bytes_per_s` the line rate of the whole node. `host_memory_part`: bytes of a node's host memory for each
-    of its accelerators, 0 if unknown.
+    of its accelerators, 0 if unknown. `calibrated`: constants calibrated by training logs, by kind of software
+    (`cost.machine`).
     """
 
     name: str
@@ -115,6 +117,7 @@ class Cluster:
     across: NetworkLink
     node_bytes_per_s: float
     host_memory_part: float = 0.0
+    calibrated: Mapping[str, LogCalibrationTable] = field(default_factory=dict, hash=False)
 
     @property
     def host_memory_bytes(self) -> float:
@@ -213,6 +216,7 @@ def cluster(text: str, extra: str | Path | None = None) -> Cluster:
         across=_across(table.network, known.networks[table.network], gbit_per_s),
         node_bytes_per_s=gbit_per_s * node_size * 1e9 / 8,
         host_memory_part=(table.host_memory_gib or 0) * GiB / table.node_size,
+        calibrated=(table.calibrated if isinstance(table, ClusterTable) else None) or {},
     )
 
 

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -41,6 +41,7 @@ Share = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 Peak = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
 ByPrecision = dict[Peak, Positive]
+CalibratedConstant = Literal["matmuls", "attention", "kernels", "network", "host"]
 CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "point_to_point"]
 
 
@@ -227,6 +228,19 @@ class AcceleratorTable(HardwareTable):
     sources: dict[str, str] = Field(default_factory=dict, description="where each figure stands")
 
 
+CALIBRATED_CONSTANTS: tuple[CalibratedConstant, ...] = get_args(CalibratedConstant)
+
+
+class LogCalibrationTable(HardwareTable):
+    """Constants of a cluster and one software stack, calibrated by `shardwright plan calibrate` (cost/machine.py)."""
+
+    time: dict[CalibratedConstant, Positive] = Field(description="times relative to the packaged constants")
+    covariance: dict[CalibratedConstant, list[float]] = Field(
+        description="rows of the covariance of the logarithms of these times"
+    )
+    logs: list[str] = Field(description="the logs, with their steps and their median")
+
+
 class ClusterTable(HardwareTable):
     """A kind of cluster whose nodes differ from the usual ones of an accelerator."""
 
@@ -236,6 +250,9 @@ class ClusterTable(HardwareTable):
     network: str = Field(description="kind of network between nodes, a name of [networks]")
     gbit_per_s_per_node: Positive = Field(description="line rate of a node's network, Gbit/s")
     host_memory_gib: Positive | None = Field(None, description="memory of the host of such a node, GiB")
+    calibrated: dict[str, LogCalibrationTable] | None = Field(
+        None, description="what shardwright plan calibrate has learned from training logs, by kind of software"
+    )
     sources: dict[str, str] = Field(default_factory=dict, description="where each figure stands")
 
 
@@ -322,6 +339,15 @@ def _problems(file: HardwareFile, both: HardwareFile) -> Iterable[str]:
                     f"accelerators.{name}.tflops; only one has {', '.join(sorted(only_one))}"
                 )
     for name, nodes in file.clusters.items():
+        for kind, calibrated in (nodes.calibrated or {}).items():
+            rows = [calibrated.covariance.get(each, []) for each in CALIBRATED_CONSTANTS]
+            square = all(len(row) == len(rows) and row[at] > 0 for at, row in enumerate(rows))
+            if calibrated.time.keys() != set(CALIBRATED_CONSTANTS) or not square:
+                yield (
+                    f"clusters.{name}.calibrated.{kind}: time needs a number and covariance {len(rows)} numbers for "
+                    f"each of {', '.join(CALIBRATED_CONSTANTS)}, with variances above 0; shardwright plan "
+                    f"calibrate writes it"
+                )
         if nodes.network not in both.networks:
             hint = nearest(nodes.network, both.networks)
             yield f"clusters.{name}.network={nodes.network!r}: no such network; {hint}"

@@ -12,19 +12,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.cost.calibration import CALIBRATED, OTHERS, Calibration
+from shardwright.cost.calibration import CALIBRATED, Calibration
 from shardwright.cost.expert_load import UnevenLoad
 from shardwright.cost.formats import FORMATS
 from shardwright.cost.hardware import Cluster
-from shardwright.cost.speed import CONTEXT, DATA, TENSOR
 from shardwright.cost.stack import SHARDWRIGHT, SHARDWRIGHT_COMPILED, Stack
 from shardwright.layout.keys import KEYS, RECOMPUTE
 from shardwright.layout.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.optimizers import OPTIMIZERS, OptimizerKind
 from shardwright.schedule.registry import Kind
-from shardwright.split.compression import LOGITS_TOGETHER
-from shardwright.system.units import GiB
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -257,49 +254,3 @@ class Candidates:
 
 COLUMNS = tuple(each.name for each in fields(Candidates) if each.name != "shared")
 """The array fields of `Candidates`."""
-
-
-def on_machine(job: Job) -> Job:
-    """Return the job with the rates measured on its cluster's machine, if there are any. They were measured with this
-    system's eager stack; a compiled stack uses only the rates of matmuls and attention."""
-    chip = job.cluster.accelerator
-    if chip.rates is None:
-        return job
-    rates, share = chip.rates, chip.core_share
-    fitted = replace(
-        job.calibration,
-        product_share={OTHERS: dict.fromkeys(("bf16", "fp8"), 1 / rates.in_step.work)},
-        flash_share={OTHERS: rates.attention_share},
-        ramp_k=rates.ramp_k,
-        partial_wave=rates.partial_wave,
-        flash_width=rates.attention_width,
-        flash_length=rates.attention_length,
-        flash_backward=rates.attention_backward,
-        memory_share=1 / rates.in_step.work,
-    )
-    speed = replace(job.stack.speed, kernel_share=1.0, matmul_gain=1.0, flash_gain=1.0, attention="", by_die={})
-    if not job.compiled:
-        kernels: dict[str, Any] = {str(name): moved for name, moved in rates.kernels.items()}
-        if "loss_bytes" in kernels:  # in the type that was measured
-            kernels |= {"loss_cast_bytes": 0.0, "loss_over_tp_bytes": 0.0}
-        speed = replace(
-            speed,
-            launch_s=rates.launch_us * 1e-6 / share,
-            launch_backward=rates.launch_backward,
-            head_launches=rates.launch_ends,
-            step_s=rates.step_us * 1e-6 / share,
-            bucket_s=rates.bucket_us * 1e-6 / share,
-            **kernels,
-        )
-    if chip.on_host:
-        messages = {
-            DATA: rates.in_step.data_parallel, TENSOR: rates.in_step.tensor_parallel,
-            CONTEXT: rates.in_step.context_parallel,
-        }  # fmt: skip
-        speed = replace(
-            speed, in_step=messages, adds_launches=True, hides_dp=False, hides_tp_backward=False, message_s=0.0
-        )
-    stack = replace(job.stack, speed=speed, workspace_bytes=rates.process_gib * GiB)
-    if chip.on_host:
-        stack = replace(stack, holes=tuple(rates.holes), of_process=True, logits_together=LOGITS_TOGETHER)
-    return replace(job, calibration=fitted, stack=stack)

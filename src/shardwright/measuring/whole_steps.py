@@ -13,7 +13,8 @@ import numpy as np
 from shardwright.config import parse
 from shardwright.cost.hardware import cluster
 from shardwright.cost.hardware_file import WORK
-from shardwright.cost.job import Job, on_machine
+from shardwright.cost.job import Job
+from shardwright.cost.machine import on_machine
 from shardwright.cost.pools import small_share
 from shardwright.cost.speed import CONTEXT, DATA, TENSOR
 from shardwright.cost.step import Estimate, estimate

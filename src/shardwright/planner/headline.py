@@ -28,6 +28,7 @@ from shardwright.cost.calibration import Calibration
 from shardwright.cost.flops import executed_flops, model_flops
 from shardwright.cost.formats import FORMATS
 from shardwright.cost.job import Floats, Job
+from shardwright.cost.machine import interval_narrowing
 from shardwright.cost.step import StepTime
 from shardwright.planner.choice import PricedLayout
 
@@ -65,7 +66,7 @@ def headline(priced: PricedLayout) -> PlanHeadline:
     per_s = job.tokens / priced.step_s
     peak = job.cluster.size * job.peak_flops_per_s
     needed, executed = model_flops(job), executed_flops(job, priced.choice.candidates)
-    low, high = interval_s(job, priced.time, job.calibration)
+    low, high = interval_s(job, priced.time, job.calibration, interval_narrowing(job, priced.candidates))
     found = PlanHeadline(
         step_s=priced.step_s,
         interval_s=(float(low[0]), float(high[0])),
@@ -124,7 +125,8 @@ def half_width(features_n6: Floats, coefficients: Mapping[str, float]) -> Floats
     return np.asarray(features_n6 @ np.array([coefficients[term] for term in TERMS]))
 
 
-def interval_s(job: Job, time: StepTime, by: Calibration) -> tuple[Floats, Floats]:
-    """Return the shortest and the longest expected step time in seconds, each (n,)."""
-    width = np.exp(half_width(features(job, time), by.interval))
+def interval_s(job: Job, time: StepTime, by: Calibration, narrowing: float = 1.0) -> tuple[Floats, Floats]:
+    """Return the shortest and the longest expected step time in seconds, each (n,). `narrowing`: of the interval by
+    training logs of the cluster (`cost.machine`)."""
+    width = np.exp(half_width(features(job, time), by.interval) * narrowing)
     return time.total_s / width, time.total_s * width

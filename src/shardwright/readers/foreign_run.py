@@ -11,6 +11,7 @@ from typing import Any
 
 from shardwright.cost.hardware import Cluster
 from shardwright.cost.job import Candidates, Job
+from shardwright.cost.machine import on_calibrated_cluster
 from shardwright.layout.layout import accumulation
 from shardwright.model.spec import ModelSpec
 from shardwright.planner.choice import Choice, PricedLayout
@@ -76,7 +77,7 @@ class ForeignRun:
             problems += error.problems
         if problems:
             raise InputError(*(f"{self.files[0]}: {problem}" for problem in problems))
-        return job
+        return on_calibrated_cluster(job)
 
 
 def read_configuration(paths: Sequence[Path], request: Request) -> ForeignRun:
@@ -117,6 +118,7 @@ def read_configuration(paths: Sequence[Path], request: Request) -> ForeignRun:
         raise InputError(*unknown, *error.problems) from None
     if unknown:
         raise InputError(*unknown)
+    described = replace(described, stated={name: each.value for name, each in stated.items()})
     if described.model is not model and (problems := described.model.problems()):
         raise InputError(*(f"{sources[0].path}: {problem}" for problem in problems))
     records = system.records(values, settings)  # with what describe found to have no counterpart

@@ -349,10 +349,11 @@ def write(described: DescribedRun, choice: Choice) -> dict[str, Any]:
     """Return the options of a layout in the files' own terms; None: the option is left out."""
     layout, deepspeed = choice.layout, described.dialect == "deepspeed"
     steps = described.global_batch // (choice.micro_batch * layout.data_ranks)
+    stated = described.stated.keys() & {"gradient_checkpointing", f"{_FSDP}fsdp_activation_checkpointing"}
     result: dict[str, Any] = {
         "train_micro_batch_size_per_gpu" if deepspeed else "per_device_train_batch_size": choice.micro_batch,
         "gradient_accumulation_steps": steps,
-        "gradient_checkpointing": layout.recompute == "full",
+        **dict.fromkeys(sorted(stated or {"gradient_checkpointing"}), layout.recompute == "full"),
     }
     if deepspeed:
         return result | {f"{_ZERO}stage": layout.zero}

@@ -245,16 +245,31 @@ def able(described: DescribedRun, candidates: Candidates) -> Any:
     return mask & possible
 
 
+def _of_fsdp(described: DescribedRun) -> dict[str, Any]:
+    """Return the options of the files that mean something only with an FSDP of Megatron-LM, if the files use one."""
+    if not any(described.stated.get(name) for name in ("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2")):
+        return {}
+    return {
+        name: value
+        for name, value in described.stated.items()
+        if "fsdp" in name or name in ("data_parallel_sharding_strategy", "outer_dp_sharding_strategy")
+    }
+
+
 def write(described: DescribedRun, choice: Choice) -> dict[str, Any]:
     """Return the options of a layout; None: the option is left out."""
     layout, model = choice.layout, described.model
+    sharded = _of_fsdp(described)
+    kept = bool(sharded) and layout.zero == described.layout.zero
+    distributed = layout.zero == 1 or (kept and described.stated.get("use_distributed_optimizer"))
     virtual = layout.virtual_stages if layout.pp_schedule == INTERLEAVED and layout.pp > 1 else 1
     options: dict[str, Any] = {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "context_parallel_size": layout.cp,
         "micro_batch_size": choice.micro_batch,
-        "use_distributed_optimizer": layout.zero == 1 or None,
+        "use_distributed_optimizer": True if distributed else None,
+        **(sharded if kept else dict.fromkeys(sharded)),
         "sequence_parallel": (layout.tp > 1 and layout.sequence_parallel) or None,
         "num_layers_per_virtual_pipeline_stage": model.n_layers // (layout.pp * virtual) if virtual > 1 else None,
         "recompute_granularity": layout.recompute if layout.recomputes else None,

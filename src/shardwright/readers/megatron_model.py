@@ -98,7 +98,10 @@ def _positions(values: Values) -> Any:
     kind = values["position_embedding_type"]
     if values["use_rotary_position_embeddings"] or kind in ("rope", "yarn"):
         return "rope"
-    if kind in ("none", "mrope", "relative"):
+    if kind == "relative":
+        values.wrong("position_embedding_type", "a bias of scores by distance has no price; supported: rope, yarn, "
+                     "learned_absolute, none and mrope")  # fmt: skip
+    if kind in ("none", "mrope"):
         values.changes["position_embedding_type"] = f"{kind} has no counterpart: priced as rope"
         return "rope"
     if values["no_position_embedding"]:

@@ -195,7 +195,8 @@ def shown(value: Any) -> str:
 @dataclass(frozen=True)
 class DescribedRun:
     """What a configuration describes: the job's parts and the layout. `node_size`: ranks of a node, or None. `dialect`:
-    the vocabulary that the files use, of a system with several."""
+    the vocabulary that the files use, of a system with several. `stated`: the options of the files with their values,
+    which `System.write` keeps or removes where they set the same as others."""
 
     model: ModelSpec
     seq_len: int
@@ -209,6 +210,7 @@ class DescribedRun:
     optimizer: str = "adamw"
     narrow_states: bool = False
     dialect: str = ""
+    stated: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,7 +48,13 @@ _PARALLELISM = (
     ("data_parallel_replicate_degree", "layout.dp_replicate", int, 1, ""),
     ("data_parallel_shard_degree", "layout.dp_shard", int, -1, "-1: all remaining ranks"),
     ("data_parallel_degree", "layout.dp_shard", int, -1, "-1: all remaining ranks"),
-    ("fsdp_reshard_after_forward", "layout.zero", str, "default", "never: 2, otherwise 3"),
+    (
+        "fsdp_reshard_after_forward",
+        "layout.zero",
+        str,
+        "default",
+        "never: 2, otherwise 3; with pp default gathers once a step",
+    ),
     ("tensor_parallel_degree", "layout.tp", int, 1, ""),
     ("enable_async_tensor_parallel", "stack", bool, False, "tensor-parallel messages overlap"),
     ("pipeline_parallel_degree", "layout.pp", int, 1, ""),
@@ -192,6 +198,8 @@ def _degrees(values: Values, world: int, model: ModelSpec) -> dict[str, Any]:
     resharding = _parallel(values, "fsdp_reshard_after_forward")
     zero = (2 if resharding == "never" else 3) if shard * cp > 1 else 0
     result = {"tp": tp, "pp": pp, "cp": cp, "dp_shard": shard, "dp_replicate": replicate, "zero": zero}
+    if pp > 1 and zero == 3 and resharding == "always":
+        result["zero_pp_gather"] = "microbatch"
     result["ep"] = _parallel(values, "expert_parallel_degree") * _parallel(values, "expert_tensor_parallel_degree")
     if cp > 1:
         gathers = _parallel(values, "context_parallel_rotate_method") == "allgather"
@@ -259,13 +267,19 @@ def able(described: DescribedRun, candidates: Candidates) -> Any:
     possible = shared.pp == 1 or shared.pp_schedule in SCHEDULES.values()
     possible &= shared.virtual_stages == 2 or shared.pp_schedule != "interleaved-1f1b"
     possible &= shared.loss_chunk_tokens == 0 and shared.zero_secondary_ranks == 1
-    possible &= shared.zero_pp_gather == "step" and shared.cp_method != "ulysses"
+    possible &= shared.cp_method != "ulysses"
     sharded = np.isin(candidates.zero, (2, 3)) | (candidates.shards == 1)
     return sharded & possible
 
 
 def _rotates(layout: Layout) -> str | None:
     return None if layout.cp == 1 else "allgather" if layout.cp_method == "allgather" else "alltoall"
+
+
+def _resharding(layout: Layout) -> str | None:
+    """Return when FSDP frees gathered parameters; None: the default, `always` without and `never` with a pipeline."""
+    gathers_again = layout.zero == 3 and layout.pp > 1 and layout.zero_pp_gather == "microbatch"
+    return "never" if layout.zero == 2 else "always" if gathers_again else None
 
 
 def write(described: DescribedRun, choice: Choice) -> dict[str, Any]:
@@ -278,7 +292,7 @@ def write(described: DescribedRun, choice: Choice) -> dict[str, Any]:
     options: dict[str, Any] = {
         f"{part}data_parallel_replicate_degree": layout.dp_replicate,
         f"{part}data_parallel_shard_degree": layout.dp_shard,
-        f"{part}fsdp_reshard_after_forward": "never" if layout.zero == 2 else None,
+        f"{part}fsdp_reshard_after_forward": _resharding(layout),
         f"{part}tensor_parallel_degree": layout.tp,
         f"{part}pipeline_parallel_degree": layout.pp,
         f"{part}pipeline_parallel_schedule": spelled[names[layout.pp_schedule]] if layout.pp > 1 else None,

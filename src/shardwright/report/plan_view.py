@@ -130,6 +130,13 @@ def job_note(job: Job, name: str) -> Note:
 
 
 def _software(job: Job) -> str:
+    calibrated = ", calibrated by logs" if job.calibration.covariance else ""
+    if others := ", ".join(job.cluster.calibrated):  # on_calibrated_cluster leaves those of other software
+        calibrated = f", not calibrated: the logs in the hardware file are of {others}"
+    return f"{_name_of_software(job)}{calibrated}"
+
+
+def _name_of_software(job: Job) -> str:
     if job.stack.name.startswith("shardwright"):
         return "compiled" if job.compiled else "eager"
     return f"software {job.stack.name}"
