@@ -63,6 +63,21 @@ def test_the_temporary_folder_of_a_killed_process_is_removed_by_the_next_one_and
     assert list(tmp_path.iterdir()) == []
 
 
+FORKS = "from shardwright.system import forks; process = forks.fork(abs, 1); process.join(); print(process.exitcode)"
+SPREADS = "from shardwright.planner.search import spread; print(spread(abs, [-1, -2], 2))"
+
+
+@pytest.mark.parametrize(("program", "printed"), [(FORKS, "0"), (SPREADS, "[1, 2]")])
+def test_processes_import_no_module_of_the_current_folder(program: str, printed: str, tmp_path: Path):
+    (script := tmp_path / "script.py").write_text(program)
+    (folder := tmp_path / "strangers").mkdir()
+    for name in ("signal", "threading", "numpy", "concurrent"):
+        (folder / f"{name}.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'a').write(__name__)")
+    done = subprocess.run([sys.executable, str(script)], cwd=folder, capture_output=True, text=True)
+    assert done.stdout == f"{printed}\n", done.stderr
+    assert not (tmp_path / "executed").exists()
+
+
 @prove
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_verify_that_is_ended_by_a_signal_leaves_nothing_in_the_temporary_folder(number, tmp_path):

@@ -132,7 +132,9 @@ def answers(template: str, record: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("template", ["chatml", "generation"])
-@pytest.mark.parametrize("no", [{"weight": 0}, {"train": False}, {"training": False}, {"loss": 0.0}])
+@pytest.mark.parametrize(
+    "no", [{"weight": 0}, {"train": False}, {"training": False}, {"loss": 0.0}, {"trainable": False}]
+)
 def test_messages_that_are_not_to_be_trained_on_are_not(template: str, no: dict[str, Any]) -> None:
     talk = [published.user("a"), published.said("b", **no), published.user("c"), published.said("d")]
     assert answers(template, {"messages": talk}) == ["d<|im_end|>"]
@@ -144,6 +146,8 @@ def test_messages_that_are_not_to_be_trained_on_are_not(template: str, no: dict[
 REFUSED = {
     "message 1 is marked as trained on but is not an answer": {"messages": [published.user("a") | {"weight": 1}, published.said("b")]},
     "message 2 has weight 0.5; valid: 0, 1, false, true": {"messages": [published.user("a"), published.said("b", weight=0.5)]},
+    "message 2 has the key 'masked', which is not read here": {"messages": [published.user("a"), published.said("b", masked=True)]},
+    "the field 'ignore' is not read here": {"ignore": False, "messages": [published.user("a"), published.said("b")]},
     "does not read 'tools'": {"tools": published.TOOLS, "messages": [published.user("a"), published.said("b")]},
     "does not read 'tool_calls', which message 2": {"messages": [published.user("a"), published.said("b", tool_calls=[published.CALL])]},
     "does not read the reasoning, which message 2": {"messages": [published.user("a"), published.said("b", reasoning_content="c")]},
@@ -160,6 +164,14 @@ REFUSED = {
 def test_what_cannot_be_used_is_refused_and_not_left_unread(reason: str) -> None:
     with pytest.raises(BadConversation, match=reason):
         answers("chatml", REFUSED[reason])
+
+
+def test_fields_that_nothing_reads_are_collected() -> None:
+    chat = ChatFormat(published.CHATML, special_tokens=published.SPECIAL)
+    chat.pieces(
+        {"system_prompt": "x", "id": None, "messages": [published.user("a") | {"name": "n"}, published.said("b")]}
+    )
+    assert chat.unread == {"system_prompt", "messages.name"}
 
 
 def test_nulls_of_arrow_are_removed_and_json_in_tools_is_read(tmp_path: Path) -> None:

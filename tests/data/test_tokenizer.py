@@ -1,5 +1,6 @@
 """Proves that tokenizers trained here are lossless, and any tokenizer.json is used as a corpus needs."""
 
+import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -115,3 +116,11 @@ def test_a_word_is_trained_on_in_parts_of_bounded_length(monkeypatch: pytest.Mon
     assert max(len(word) for text in seen for word in re.findall(r"\S+|\s+", text)) <= 256
     assert seen[-1] == "short words as they are"
     assert tokenizer.decode(tokenizer.encode_batch([dna])[0].tolist()) == dna
+
+
+def test_a_tokenizer_whose_rules_fail_on_a_text_is_refused(tmp_path: Path) -> None:
+    rules = json.loads(train_bpe(["a text"], 257).json_bytes)
+    rules["normalizer"] = {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": "x"}  # exponential time
+    (tmp_path / "tokenizer.json").write_text(json.dumps(rules))
+    with pytest.raises(DataError, match="the rules of the tokenizer fail on a text"):
+        load_tokenizer(tmp_path / "tokenizer.json").encode_batch(["a" * 40 + "!"])

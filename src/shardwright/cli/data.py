@@ -199,6 +199,15 @@ def _print_summary(out: Path, manifest: DataManifest, elapsed_s: float) -> None:
         console.print("the first that were left out:")
         for reason in manifest.source["skipped_first"][:3]:
             console.print(f"  {escape(reason)}", soft_wrap=True)
+    if structured := manifest.source.get("structured"):
+        console.print(
+            f"[yellow]note:[/] {structured:,} file{'s' * (structured > 1)} of JSON or tables without records that can "
+            f"be read, each of which is one document, brackets and commas included; the first: "
+            f"{escape(manifest.source['structured_first'])}; convert records to JSON lines, one object a line",
+            soft_wrap=True,
+        )
+    if unread := manifest.source.get("unread"):
+        console.print(f"[yellow]note:[/] fields that are not read: {escape(', '.join(unread))}", soft_wrap=True)
     for marker, n_tokens in manifest.source.get("plain_markers", {}).items():
         console.print(
             f"[yellow]warning:[/] {escape(marker)} of the chat template is no token of the tokenizer, and becomes "

@@ -21,15 +21,17 @@ from shardwright.system.files import parse_json, read_text, reason
 
 ROLES = ("system", "user", "assistant", "tool")
 FURTHER_ROLES = ("developer", "function", "ipython")
-TRAINED_KEYS = ("weight", "train", "training", "loss")
+TRAINED_KEYS = ("weight", "train", "training", "trainable", "train_on_turn", "loss", "loss_weight")
 """Keys, in published data sets, for whether a record or message is trained on: 0 or 1, false or true."""
 READ_BY_TEMPLATE = ("tool_calls", "function_call", "refusal", "audio", "image", "images", "video", "videos")
 """Keys of a message that are content, so a template has to read them."""
+MASK_KEYS = ("ignore", "loss_mask", "mask", "masked", "train_detail", "train_on_input", "train_on_inputs")
+"""Keys for the same whose meaning differs between data sets: refused, in a record and in a message."""
 REFUSED_KEYS = (
-    "add_generation_prompt", "audio", "chat_template", "chosen", "continue_final_message", "conversations",
-    "function_call", "functions", "image", "images", "loss_mask", "mask", "parallel_tool_calls", "rejected", "system",
-    "train_on_turn", "video", "videos",
+    *MASK_KEYS, "add_generation_prompt", "audio", "chat_template", "chosen", "continue_final_message", "conversations",
+    "function_call", "functions", "image", "images", "parallel_tool_calls", "rejected", "system", "video", "videos",
 )  # fmt: skip
+READ_KEYS = ("messages", "prompt", "completion", "tools", "documents", "chat_template_kwargs", *TRAINED_KEYS)
 TEMPLATE = "chat_template.jinja"
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 CONFIG = "tokenizer_config.json"
@@ -65,6 +67,8 @@ class ChatFormat:
     now: float = field(default_factory=lambda: float(os.environ.get(DATE) or time.time()))
     markers: set[str] = field(default_factory=set, compare=False)
     """Control tokens that the template has written so far, recognised by their form."""
+    unread: set[str] = field(default_factory=set, compare=False)
+    """Fields of records and keys of messages that had a value so far and that nothing reads."""
 
     def pieces(self, record: dict[str, Any]) -> list[TextPiece]:
         """Return the pieces of a record in order; messages are encoded as one text. Raises BadConversation."""
@@ -72,6 +76,7 @@ class ChatFormat:
         if known:
             raise BadConversation(f"the field {min(known)!r} is not read here and may not be ignored; remove it")
         trained = _trained(record, "the record")
+        self.unread.update(key for key in record.keys() - {*READ_KEYS} if record[key] not in (None, [], {}, ""))
         if record.get("messages") is not None:
             return self._of_messages(record, trained is not False)
         if missing := [name for name in ("prompt", "completion") if name not in record]:
@@ -135,6 +140,7 @@ class ChatFormat:
                 "the tokenizer has no chat template, and a record has messages; give one with --chat-template FILE"
             )
         messages = _checked(record["messages"], template, self.special_tokens)
+        self.unread.update(_unread_keys(messages, template) - self.unread)
         for name in ("tools", "documents"):
             _refuse_special(given.get(name), f"the field {name!r}", self.special_tokens)
         answers = [trained and _trained(m, f"message {n}") is not False for n, m in enumerate(messages, start=1)]
@@ -226,6 +232,11 @@ def _checked(messages: Any, template: str, special_tokens: tuple[str, ...]) -> l
         if role not in ROLES + FURTHER_ROLES and not re.search(f"['\"]{re.escape(str(role))}['\"]", template):
             raise BadConversation(f"message {number} has the role {role!r}; {nearest(str(role), ROLES)}")
         _check_content(message, f"message {number}")
+        if masked := [key for key in MASK_KEYS if key in message]:
+            raise BadConversation(
+                f"message {number} has the key {masked[0]!r}, which is not read here and may not be ignored; use "
+                f"'train', which is true or false"
+            )
         for key in READ_BY_TEMPLATE:
             if message.get(key) and not re.search(rf"\b{key}\b", template):
                 raise BadConversation(f"the chat template does not read {key!r}, which message {number} has")
@@ -240,6 +251,13 @@ def _checked(messages: Any, template: str, special_tokens: tuple[str, ...]) -> l
     if not any(message["role"] == ANSWER for message in checked):
         raise BadConversation(f"no message has the role {ANSWER!r}, so there is no answer to train on")
     return checked
+
+
+def _unread_keys(messages: list[dict[str, Any]], template: str) -> set[str]:
+    """Return the keys of messages that have a value and that neither the template nor this module reads."""
+    keys = {key for message in messages for key, value in message.items() if value not in ([], {}, "")}
+    keys -= {"role", "content", *READ_BY_TEMPLATE, *REASONING, *TRAINED_KEYS}
+    return {f"messages.{key}" for key in keys if not re.search(rf"\b{re.escape(key)}\b", template)}
 
 
 def _check_content(message: dict[str, Any], where: str) -> None:

@@ -23,6 +23,8 @@ LARGEST_OBJECT_BYTES = 16 * MiB
 CHUNK_BYTES = 64 * KiB
 _PACKED = (".gz", ".gzip", ".zst", ".bz2", ".xz")
 _LINES = (".jsonl", ".ndjson")
+STRUCTURED = (".json", ".csv", ".tsv")
+"""Suffixes of files that may have records in a form that is not read; such a file is one document of text."""
 _BEFORE_RECORDS = "\ufeff\x1e \t\r\n"
 """Characters that may precede the first record: U+001E precedes each record of a JSON text sequence (RFC 7464)."""
 

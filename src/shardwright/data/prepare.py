@@ -118,7 +118,7 @@ class _Corpus:
 
     def described(self, meter: Meter) -> dict[str, Any]:
         """Return the manifest's description of the source."""
-        counts = {
+        counts: dict[str, Any] = {
             "format": "text" if self.chat is None else "chat",
             "read_bytes": meter.read_bytes,
             "skipped": meter.n_skipped,
@@ -128,6 +128,10 @@ class _Corpus:
         given = {name: value for name, value in vars(self).items() if name != "chat"}
         if self.chat is not None and self.chat.writes_date:
             counts["date"] = datetime.fromtimestamp(self.chat.now, UTC).isoformat(timespec="seconds")
+        if meter.structured:
+            counts |= {"structured": len(meter.structured), "structured_first": meter.structured[0]}
+        if self.chat is not None and self.chat.unread:
+            counts["unread"] = sorted(self.chat.unread)
         return given | counts | ({"skipped_first": meter.skipped} if meter.skipped else {})
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardwright.data.chat import ChatFormat, without_nulls
-from shardwright.data.content import kind_of
+from shardwright.data.content import STRUCTURED, kind_of, suffix
 from shardwright.data.readers import (
     ENCODING_ERRORS,
     Document,
@@ -79,6 +79,8 @@ def documents(
                 f"{path}: conversations are records of {', '.join(JSON_LINES)} or .parquet files, or of hf:"
             )
         else:
+            if suffix(path) in STRUCTURED:
+                reading.meter.structured.append(str(path))
             yield from text_documents(path, reading)
 
 

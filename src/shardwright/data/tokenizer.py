@@ -57,9 +57,16 @@ class TextTokenizer:
         return [np.array(encoding.ids, np.uint32) for encoding in self.encodings(texts)]
 
     def encodings(self, texts: list[str], offsets: bool = False) -> list[Any]:
-        """Return the library's encoding of each text; with `offsets` also the characters of each token."""
+        """Return the library's encoding of each text; with `offsets` also the characters of each token.
+
+        Raises DataError for a tokenizer whose rules fail on a text."""
         encode = self.tokenizer.encode_batch if offsets else self.tokenizer.encode_batch_fast
-        encodings: list[Any] = encode(texts, add_special_tokens=False)
+        try:
+            encodings: list[Any] = encode(texts, add_special_tokens=False)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library raises bare Exception; its panics are BaseExceptions
+            raise DataError(f"the rules of the tokenizer fail on a text: {error}; take another --tokenizer") from None
         return encodings
 
     @property

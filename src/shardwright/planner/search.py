@@ -30,6 +30,7 @@ from shardwright.planner.recommendation import candidates, recommend, with_fewes
 from shardwright.planner.simplicity import simplest, simplest_near
 from shardwright.planner.space import OFFLOADS, Condition, FixedChoices, groups, groups_of, no_layout, none_searched
 from shardwright.system.errors import InputError, LayoutError
+from shardwright.system.forks import SAFE_PATH, environment
 from shardwright.system.units import divisors
 
 MARGIN = 0.1
@@ -290,7 +291,7 @@ def spread(function: Callable[[Item], Result], items: Iterable[Item], processes:
 def _by_others(function: Callable[[Item], Result], items: list[Item], processes: int) -> list[Result]:
     # A fork server, because this process may have threads, such as one that shows progress.
     context, others = get_context("forkserver"), active_children()
-    with ProcessPoolExecutor(processes, context, _begin) as executor:
+    with environment(SAFE_PATH), ProcessPoolExecutor(processes, context, _begin) as executor:
         try:
             return list(executor.map(function, items))
         except BaseException:  # Ctrl-C, too, which does not wait for calls that run

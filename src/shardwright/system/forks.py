@@ -32,6 +32,8 @@ FEWEST_FILES = 64
 """Fewest file descriptors with which processes are forked. The server fails with a traceback of its own below 25."""
 LONGEST_ADDRESS = 107
 """Maximum number of characters in the path of a Unix socket on Linux."""
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}
+"""The environment of the server: without it, Python imports from the current folder, which may be a stranger's."""
 _imported: list[str] = []
 _TEMPORARY = "SHARDWRIGHT_TEMPORARY"
 """Environment variable of the server with the temporary folders of the process that starts it."""
@@ -58,20 +60,32 @@ def undisturbed() -> Iterator[None]:
     if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < FEWEST_FILES:
         raise FullError(system_limit(OSError(errno.EMFILE, os.strerror(errno.EMFILE))))
     main = sys.modules["__main__"]
-    resource_tracker.ensure_running()  # it unblocks SIGINT at its end, so it comes first
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    sys.modules["__main__"] = ModuleType("__main__")
     folders = os.pathsep.join({temporary_folder(), _folder_of_socket()})
-    given = {_TEMPORARY: folders} | brief_waiting()
-    os.environ.update(given)
+    with environment({_TEMPORARY: folders} | brief_waiting() | SAFE_PATH):
+        resource_tracker.ensure_running()  # it unblocks SIGINT at its end, so it comes first
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            forkserver.ensure_running()
+            yield
+        finally:
+            sys.modules["__main__"] = main
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set environment variables for the processes that are started in the block."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
-        forkserver.ensure_running()
         yield
     finally:
-        for name in given:
-            del os.environ[name]
-        sys.modules["__main__"] = main
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 @functools.cache
