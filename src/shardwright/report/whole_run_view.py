@@ -13,7 +13,7 @@ SHARE = Quantity("{:.1%}".format)
 
 
 def days_in_words(days: float) -> str:
-    """Return days with three digits or more, or hours below a day."""
+    """Return days with one decimal, or hours below a day."""
     return f"{days:,.1f} days" if days >= 1 else f"{24 * days:.3g} hours"
 
 
