@@ -6,29 +6,27 @@ from shardwright.cost.hardware import Cluster
 from shardwright.planner.operations import SAVES
 from shardwright.planner.whole_run import WholeRun
 from shardwright.system.units import format_bytes, format_count, format_seconds
-from shardwright.view.document import COUNT, SECONDS, Column, Fact, Facts, Marked, Note, Part, Quantity, Section
-from shardwright.view.document import Table as DocumentTable
+from shardwright.view.document import COUNT, SECONDS, Column, Fact, Facts, Marked, Note, Part, Quantity, Section, Table
 
 DAYS = Quantity("{:,.2f}".format)
 SHARE = Quantity("{:.1%}".format)
 
 
 def days_in_words(days: float) -> str:
-    """Return days with three digits or more, or hours below a day."""
+    """Return days with one decimal, or hours below a day."""
     return f"{days:,.1f} days" if days >= 1 else f"{24 * days:.3g} hours"
 
 
 def whole_run_parts(run: WholeRun, cluster: Cluster) -> Iterator[Part]:
     """Yield the whole run: its numbers, its days by kind, and each way to save checkpoints."""
     low, high = map(days_in_words, run.interval_days)
+    count = f"{run.interruptions:,.0f}" if run.interruptions >= 100 else f"{run.interruptions:.3g}"
     yield Section(f"{format_count(run.tokens)} tokens: {days_in_words(run.days)}")
     yield Facts(
         [
             Fact("80 % interval", f"{low} to {high}", f"{run.steps:,.0f} steps; goodput {run.goodput:.1%}"),
             Fact("accelerator-hours", f"{run.accelerator_hours:,.0f}", _cost(run)),
-            Fact(
-                "interruptions", f"{run.interruptions:,.3g}", f"(one every {format_seconds(run.hours_between * 3600)})"
-            ),
+            Fact("interruptions", count, f"(one every {format_seconds(run.hours_between * 3600)})"),
             Fact(
                 "checkpoints",
                 f"every {run.every_steps:,} steps",
@@ -43,7 +41,7 @@ def whole_run_parts(run: WholeRun, cluster: Cluster) -> Iterator[Part]:
     )
     kinds = [(kind, days, days / run.days) for kind, days in run.parts_days.items() if days]
     total = Marked("whole run", "strong"), run.days, None
-    yield DocumentTable((Column("time"), Column("days", DAYS), Column("share", SHARE)), [*kinds, total])
+    yield Table((Column("time"), Column("days", DAYS), Column("share", SHARE)), [*kinds, total])
     columns = (
         Column("checkpoints"),
         Column("training waits", SECONDS),
@@ -65,7 +63,7 @@ def whole_run_parts(run: WholeRun, cluster: Cluster) -> Iterator[Part]:
         )
         for way in run.saving
     ]
-    yield DocumentTable(columns, rows, "\n".join(f"{way.save}: {SAVES[way.save]}" for way in run.saving))
+    yield Table(columns, rows, "\n".join(f"{way.save}: {SAVES[way.save]}" for way in run.saving))
     yield from (Note(text, "assumed") for text in run.assumed)
 
 
