@@ -1,6 +1,7 @@
 """Training logs: they are read, narrow the prediction of their cluster, and are explained."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,20 @@ def test_a_log_that_cannot_be_used_is_refused_with_its_line(tmp_path: Path, name
     with pytest.raises(InputError) as error:
         read_log(path, "torchtitan")
     assert expected in "\n".join(error.value.problems)
+
+
+VALUES = ("nan", "inf", "info", "-1", "0", "1e999", "1e-320", "9" * 400, "[" * 5000, "null", '"a"', "{}", "")
+
+
+@pytest.mark.parametrize("kind", LINES)
+def test_no_text_in_the_place_of_a_number_raises_anything_but_an_input_error(tmp_path: Path, kind: tuple[str, str]):
+    line, _ = LINES[kind]
+    line = line.replace("{0:8}", "{0}").replace("{0:2}", "{0}").replace("{1:.1f}", "{1}").replace("{1:,.0f}", "{1}")
+    path = tmp_path / "log.txt"
+    for pair in [*((value, "2") for value in VALUES), *(("2", value) for value in VALUES)]:
+        path.write_text(line.format(*pair) + "\n")
+        with suppress(InputError):
+            assert step_times(read_log(path, kind[1]), JOB).median_s > 0
 
 
 def invoke(*arguments: object) -> Result:

@@ -27,9 +27,9 @@ NORMAL_80 = 1.2816
 
 @dataclass(frozen=True)
 class LogCalibration:
-    """The constants before and after a log. `kind`: of the software; `gap`: ln(measured / predicted), with
-    the standard deviation `noise`; `means`,
-    `covariances`: of the logarithms of the constants, (before, after); `derivatives_5`: of the step time."""
+    """The constants before and after a log. `kind`: of the software; `gap`: ln(measured / predicted), with the standard
+    deviation `noise`; `means`, `covariances`: of the logarithms of the constants, (before, after); `derivatives_5`: of
+    the step time."""
 
     kind: str
     gap: float

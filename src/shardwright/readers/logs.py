@@ -2,7 +2,6 @@
 Shardwright, and in a CSV of steps and seconds. A log is read line by line; nothing in it is executed.
 """
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -14,15 +13,17 @@ from typing import Any
 from shardwright.cost.job import Job
 from shardwright.run_folder import TrainRecord, read_metrics
 from shardwright.system.errors import InputError
-from shardwright.system.files import LONGEST_LINE, decoded, open_regular, reason
+from shardwright.system.files import LONGEST_LINE, decoded, open_regular, parse_json, reason
 
 SUPPORTED = (
     "logs of Megatron-LM (elapsed time per iteration), torchtitan (tps), DeepSpeed (CurrSamplesPerSec), Hugging Face "
     "Trainer (its progress bar, s/it), MLPerf (:::MLLOG), metrics.jsonl of Shardwright, and a CSV of step,seconds"
 )
-_NUMBER = r"([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?|nan|inf)"
+_NUMBER = r"([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]{1,2})?)"
+_WHOLE = re.compile(r"[0-9]{1,15}")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-LONGEST_STEP_S = 1e6
+VALID = 1e-9, 1e12
+"""Least and most seconds, and samples or tokens in a second, of a step."""
 
 
 @dataclass(frozen=True)
@@ -61,25 +62,30 @@ def _number(pattern: str, line: str) -> float | None:
     return None if found is None else float(found[1])
 
 
+def _whole(pattern: str, line: str) -> int | None:
+    found = re.search(pattern + rf"({_WHOLE.pattern})\b", line)
+    return None if found is None else int(found[1])
+
+
 def _megatron(line: str, at: int) -> LoggedStep | None:
-    step, ms = _number(r"iteration\s+", line), _number(r"elapsed time per iteration \(ms\):\s*", line)
-    batch = _number(r"global batch size:\s*", line)
+    step, ms = _whole(r"iteration\s+", line), _number(r"elapsed time per iteration \(ms\):\s*", line)
+    batch = _whole(r"global batch size:\s*", line)
     if step is None or ms is None:
         return None
-    return LoggedStep(int(step), at, ms / 1e3, global_batch=None if batch is None else int(batch))
+    return LoggedStep(step, at, ms / 1e3, global_batch=batch)
 
 
 def _torchtitan(line: str, at: int) -> LoggedStep | None:
-    step, speed = _number(r"step:\s*", line), _number(r"tps:\s*", line.replace(",", ""))
-    return None if step is None or speed is None else LoggedStep(int(step), at, tokens_per_s=speed)
+    step, speed = _whole(r"step:\s*", line), _number(r"tps:\s*", line.replace(",", ""))
+    return None if step is None or speed is None else LoggedStep(step, at, tokens_per_s=speed)
 
 
 def _deepspeed(line: str, at: int) -> LoggedStep | None:
-    step, speed = _number(r"global_step=", line), _number(r"CurrSamplesPerSec=", line)
-    return None if step is None or speed is None else LoggedStep(int(step), at, samples_per_s=speed)
+    step, speed = _whole(r"global_step=", line), _number(r"CurrSamplesPerSec=", line)
+    return None if step is None or speed is None else LoggedStep(step, at, samples_per_s=speed)
 
 
-_BAR = re.compile(rf"(\d+)/(\d+) \[[0-9:]+<[0-9:?]+,\s*{_NUMBER}(s/it|it/s)")
+_BAR = re.compile(rf"({_WHOLE.pattern})/(\d+) \[[0-9:]+<[0-9:?]+,\s*{_NUMBER}(s/it|it/s)")
 
 
 def _trainer(line: str, at: int) -> LoggedStep | None:
@@ -89,17 +95,23 @@ def _trainer(line: str, at: int) -> LoggedStep | None:
     return LoggedStep(int(bar[1]), at, float(bar[3]) if bar[4] == "s/it" else 1 / float(bar[3]))
 
 
+def _is_amount(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and 0 <= value < VALID[1])
+
+
 def _mlperf(line: str, at: int) -> LoggedStep | None:
     try:
-        event = json.loads(line.partition(":::MLLOG")[2])
+        event = parse_json(line.partition(":::MLLOG")[2], finite=True)
     except ValueError:
+        return None
+    if not isinstance(event, dict):
         return None
     value, metadata = event.get("value"), event.get("metadata") or {}
     if event.get("key") != "tracked_stats" or not isinstance(value, dict) or not isinstance(metadata, dict):
         return None
     step = metadata.get("step")
     seconds, speed = value.get("train_step_time"), value.get("throughput")
-    if not isinstance(step, int) or not all(isinstance(each, int | float | None) for each in (seconds, speed)):
+    if not isinstance(step, int) or not all(_is_amount(each) for each in (seconds, speed)):
         return None
     if seconds:
         return LoggedStep(step, at, float(seconds))
@@ -204,7 +216,7 @@ def _log(path: Path, kind: str, steps: Sequence[LoggedStep], remarks: Sequence[s
     remarks = list(remarks)
     for each in steps:
         speeds = each.seconds, each.tokens_per_s, each.samples_per_s
-        if all(0 <= value < LONGEST_STEP_S * 1e6 for value in speeds) and any(speeds):
+        if all(value == 0 or VALID[0] < value < VALID[1] for value in speeds) and any(speeds):
             valid[each.step] = each
         else:
             remarks.append(f"{path}:{each.line}: step {each.step} has no valid time; left out")
