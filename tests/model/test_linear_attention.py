@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from shardwright.layout.layout import Layout
 from shardwright.model import linear_attention
 from shardwright.model.documents import Documents
 from shardwright.model.linear_attention import GatedDeltaNet, gated_delta_rule
@@ -16,6 +17,7 @@ from shardwright.model.linear_sizes import LinearAttentionSpec
 from shardwright.model.presets import PRESETS
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
+from shardwright.split import rules
 
 LINEAR = LinearAttentionSpec(n_k_heads=2, n_v_heads=4, k_dim=6, v_dim=5, conv_width=3, full_interval=2)
 
@@ -157,3 +159,13 @@ def test_a_combination_that_is_not_supported_is_one_sentence(changes: dict[str, 
     problems = spec_of(**changes).problems()
     assert len(problems) == 1, problems
     assert problem in problems[0]
+
+
+def test_cp_and_tp_that_do_not_fit_the_states_are_refused_with_the_reason() -> None:
+    (cp,) = rules.problems(spec_of(), Layout(cp=2), 128)
+    assert "the state of a linear layer passes from token to token" in cp
+    (tp,) = rules.problems(spec_of(), Layout(tp=4), 128)
+    assert tp == (
+        "layout.tp=4 does not divide 2 key heads (model.linear_attention.n_k_heads) (2 = 4*0 + 2); valid: 1, 2"
+    )
+    assert not rules.problems(spec_of(), Layout(tp=2), 128)

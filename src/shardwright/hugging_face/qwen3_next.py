@@ -48,10 +48,11 @@ _DEFAULTS = {
 def complete(config: Config) -> Config:
     """Return config.json with Qwen3NextConfig's defaults, and the interval of layers with full attention as
     `_full_interval`; 0: no layer has it."""
-    interval = config.get("full_attention_interval", 4)
-    kinds = config.get("layer_types")
+    interval, kinds = config.get("full_attention_interval", 4), config.get("layer_types")
     if kinds:
         interval = _interval(kinds) or 0
+    elif interval > config.get("num_hidden_layers", 0):
+        interval = 0
     return llama.complete(_DEFAULTS | config) | {"_full_interval": interval}
 
 
@@ -75,9 +76,6 @@ def problems(config: Config) -> Iterator[str]:
         yield f"layer_types has {', '.join(unknown)}; valid: {FULL}, {LINEAR}"
     elif kinds is not None and _interval(kinds) is None:
         yield f"layer_types has no supported pattern; valid: {FULL} in every n-th layer, {LINEAR} in all others"
-    interval = config.get("full_attention_interval", 4)
-    if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
-        yield f"full_attention_interval={interval!r} is no number of layers; valid: 1 or more, usual: 4"
     yield from qwen2_moe.shared_problems(config)
 
 

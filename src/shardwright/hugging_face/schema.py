@@ -75,6 +75,7 @@ class ConfigFile(GenerationFile):
     rope_local_base_freq: float | None = Field(None, gt=0)
     sliding_window_pattern: int | None = Field(None, ge=1)
     max_window_layers: int | None = Field(None, ge=0)
+    full_attention_interval: int | None = Field(None, ge=1)
 
 
 class IndexFile(BaseModel):
