@@ -58,6 +58,18 @@ PAGES: dict[str, tuple[str, System, str, str]] = {
 }
 """Name of a page -> title, system, command of the example, and what is read."""
 
+CHECKPOINTS = {
+    "coming-from-torchtitan": """\
+[`shardwright convert`](convert.md) takes a checkpoint of torchtitan's Llama 3 to a run here and back: weights, AdamW's
+moments, step and learning rate.
+
+```text
+shardwright convert outputs/checkpoint/step-1000 moved --to shardwright --model llama-3.1-8b --run run.toml
+shardwright train run.toml --set checkpoint.resume=moved
+```""",
+}
+"""Name of a page -> how checkpoints of the system are converted."""
+
 
 def page(name: str, output: str) -> str:
     """Return the page with the output of its example."""
@@ -72,6 +84,7 @@ def page(name: str, output: str) -> str:
         "Nothing in the files is executed.\n",
         f"{about}\n",
         f"## Example\n\n```sh\nshardwright {command}\n```\n\n```text\n{output}```\n",
+        *([] if name not in CHECKPOINTS else [f"## Checkpoints\n\n{CHECKPOINTS[name]}\n"]),
         "## Options that are read\n\n| option | here | default | note |\n| --- | --- | --- | --- |",
         *(_row(option, system) for option in system.options.values() if option.fate == READ),
         "\n## Options without counterpart\n\nEach is named in the output with its line. An option that this page does "
