@@ -66,6 +66,18 @@ PAGES: dict[str, tuple[str, System, str, str]] = {
 }
 """Name of a page -> title, system, command of the example, and what is read."""
 
+CHECKPOINTS = {
+    "coming-from-torchtitan": """\
+[`shardwright convert`](convert.md) takes a checkpoint of torchtitan's Llama 3 to a run here and back: weights, AdamW's
+moments, step and learning rate.
+
+```text
+shardwright convert outputs/checkpoint/step-1000 moved --to shardwright --model llama-3.1-8b --run run.toml
+shardwright train run.toml --set checkpoint.resume=moved
+```""",
+}
+"""Name of a page -> how checkpoints of the system are converted."""
+
 
 def commands(name: str) -> list[str]:
     """Return the commands of the examples of a page: its configuration, and two of its log."""
@@ -93,6 +105,7 @@ def page(name: str, outputs: Sequence[str]) -> str:
         "narrows the prediction for this cluster and software; `--write ours.toml` keeps it for `plan --hardware`. "
         "[How](plan.md#calibrated-by-training-logs). The step times of the example are made up.\n",
         *(_example(*each) for each in zip(commands(name)[1:], outputs[1:], strict=True)),
+        *([] if name not in CHECKPOINTS else [f"## Checkpoints\n\n{CHECKPOINTS[name]}\n"]),
         "## Options that are read\n\n| option | here | default | note |\n| --- | --- | --- | --- |",
         *(_row(option, system) for option in system.options.values() if option.fate == READ),
         "\n## Options without counterpart\n\nEach is named in the output with its line. An option that this page does "

@@ -149,6 +149,8 @@ READING = (
     ("generate", "MINE", "--prompt", "a", "--draft", "RUN"),
     ("export", "RUN", "--out", "OUT"),
     ("export", "WEIGHTS", "--out", "OUT"),
+    ("convert", "RUN", "OUT", "--to", "dcp"),
+    ("convert", "WEIGHTS", "OUT", "--to", "hf"),
     ("eval", "RUN", "--data", "TOKENS"),
     ("verify", "RUN/run.toml"),
     ("dryrun", "RUN/run.toml"),

@@ -14,9 +14,11 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from shardwright.cli.main import OF_TWO_WORDS, VERBS, app
+from shardwright.conversion.dcp import DcpWriter
 from shardwright.planner.evaluate import MEASURED_RUNS
 from shardwright.run_folder import (
     CheckpointRecord,
@@ -78,6 +80,7 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("generate", "NOTHING", "--prompt", "a", "--max-tokens", "4", "--seed", "1", "--top-k", "3", "--temperature", "1"),
     ("eval", "NOTHING", "--data", "TOKENS", "--seq-len", "8", "--samples", "3", "--micro-batch", "2"),
     ("export", "NOTHING", "--out", "OUT", "--max-shard-size", "5GB"),
+    ("convert", "RUN_DIR", "OUT", "--to", "dcp"),
     ("train", "RUN", "--set", "steps=2"),
     ("dryrun", "RUN", "--rank", "9", "--steps", "1", "--device-memory", "1GiB"),
     ("quickstart", "--out", "RUN", "--steps", "3"),
@@ -99,6 +102,8 @@ READERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("run/run.toml", ("report", "RUN_DIR", "--json")),
     ("run/checkpoints/step-00000002/manifest.json", ("generate", "RUN_DIR", "--prompt", "a")),
     ("run/checkpoints/step-00000002/manifest.json", ("export", "RUN_DIR", "--out", "OUT")),
+    ("run/checkpoints/step-00000002/manifest.json", ("convert", "RUN_DIR", "OUT", "--to", "dcp")),
+    ("dcp/.metadata", ("convert", "DCP", "OUT", "--to", "hf")),
     ("tokens/manifest.json", ("data", "inspect", "TOKENS")),
     ("tokens/manifest.json", ("eval", "RUN_DIR", "--data", "TOKENS")),
     ("runs.csv", ("plan", "evaluate", "RUNS", "--json")),
@@ -185,6 +190,7 @@ def answers(folder: Path, arguments: list[str]) -> None:
         "RUNS": "runs.csv",
         "SERVED": "serving.csv",
         "HF": "hf",
+        "DCP": "dcp",
         "HARDWARE": "hardware.toml",
     }
     given = [str(folder / places[each]) if each in places else each for each in arguments]
@@ -231,6 +237,12 @@ def write_files(folder: Path) -> None:
     header = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     (folder / "hf/model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"0000")
     (folder / "hf/model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
+    (folder / "dcp").mkdir()
+    writer = DcpWriter(folder / "dcp")
+    writer.write_tensor(("model", "embed_tokens.weight"), (2, 2), [((0, 0), torch.ones(2, 2))])
+    writer.write_object(("train_state", "step"), 3)
+    writer.finish()
+    (folder / "dcp/config.json").write_bytes((folder / "hf/config.json").read_bytes())
     (folder / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     (folder / "hardware.toml").write_text(HARDWARE)
 

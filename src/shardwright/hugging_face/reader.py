@@ -1,6 +1,6 @@
 """Reads boxes of our parameters from a folder of `transformers`, and only the bytes that they need."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,46 +11,26 @@ from torch import Tensor
 from shardwright.hugging_face.files import ModelFolder, TensorInFile, held_tensors, read_folder, said_shortly
 from shardwright.hugging_face.table import FileTensor, ParameterPart, file_tensors, reasons_to_ignore
 from shardwright.model.modules import rows
+from shardwright.model.spec import ModelSpec
 from shardwright.system.errors import CheckpointError, DamagedError
 from shardwright.system.files import open_regular
 
 
-class HuggingFaceWeights:
-    """The weights of a folder of `transformers` under our names.
+class MappedTensors:
+    """Tensors of files under our names: boxes of our parameters are read from the tensors of an architecture's table.
 
-    `spec`: the model; `dtypes`: parameter -> its type in the file, by torch's name; `left_out`: tensors of the files
-    without a parameter of the model -> the reason.
+    `dtypes`, `shapes`: our parameter -> torch's name of its type in the file, and its whole shape.
     """
 
-    def __init__(self, folder: ModelFolder) -> None:
-        """Raises CheckpointError, with every problem at once: tensors missing, too many or of other shapes."""
-        self.folder, self.path, self.spec = folder, folder.path, folder.spec
-        self._held = held_tensors(folder.path)
-        expected = [tensor for tensor in file_tensors(folder.architecture, folder.spec) if not tensor.copy]
-        self._tensors = _found(expected, self._held, folder)
-        known = {tensor.name for tensor in self._tensors}
-        reasons = reasons_to_ignore(folder.architecture, folder.spec, self._held.keys() - known)
-        self._raise_problems(reasons)
-        self.left_out = {name: reason for name, reason in sorted(reasons.items()) if reason is not None}
+    def __init__(self, spec: ModelSpec, tensors: Sequence[FileTensor], dtypes: Mapping[str, str]) -> None:
+        """`dtypes`: name in the file -> torch's name of its type."""
+        self.spec = spec
         self._places: dict[str, list[tuple[FileTensor, ParameterPart]]] = {}
-        for tensor in self._tensors:
+        for tensor in tensors:
             for part in tensor.parts:
                 self._places.setdefault(part.name, []).append((tensor, part))
-        self.dtypes = {name: self._held[places[0][0].name].dtype for name, places in self._places.items()}
-        self.shapes = {name: rows(self.spec)[name].shape for name in self._places}
-        self._open: dict[Path, safe_open] = {}
-
-    def _raise_problems(self, others: dict[str, str | None]) -> None:
-        problems = [f"{tensor.name} is missing" for tensor in self._tensors if tensor.name not in self._held]
-        for tensor in self._tensors:
-            stored = self._held.get(tensor.name)
-            if stored is not None and stored.shape != tensor.shape:
-                problems.append(f"{tensor.name} is {list(stored.shape)}, and config.json makes it {list(tensor.shape)}")
-        problems += [
-            f"{name} is not a tensor of this model" for name, reason in sorted(others.items()) if reason is None
-        ]
-        if problems:
-            raise CheckpointError(*(f"{self.path}: {problem}" for problem in said_shortly(problems)))
+        self.dtypes = {name: dtypes[places[0][0].name] for name, places in self._places.items()}
+        self.shapes = {name: rows(spec)[name].shape for name in self._places}
 
     def read(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Return the box [offsets, offsets + shape) of the parameter `name`, on the CPU, in the type of the file.
@@ -82,6 +62,43 @@ class HuggingFaceWeights:
             return box
         low = spans[dim][0]
         return box.index_select(dim, torch.tensor([place - low for place in places], dtype=torch.long))
+
+    def _slice(self, name: str, spans: Sequence[tuple[int, int]]) -> Tensor:
+        """Return the box of a tensor of a file, by its name there."""
+        raise NotImplementedError
+
+
+class HuggingFaceWeights(MappedTensors):
+    """The weights of a folder of `transformers` under our names.
+
+    `spec`: the model; `dtypes`: parameter -> its type in the file, by torch's name; `left_out`: tensors of the files
+    without a parameter of the model -> the reason.
+    """
+
+    def __init__(self, folder: ModelFolder) -> None:
+        """Raises CheckpointError, with every problem at once: tensors missing, too many or of other shapes."""
+        self.folder, self.path = folder, folder.path
+        self._held = held_tensors(folder.path)
+        expected = [tensor for tensor in file_tensors(folder.architecture, folder.spec) if not tensor.copy]
+        self._tensors = _found(expected, self._held, folder)
+        known = {tensor.name for tensor in self._tensors}
+        reasons = reasons_to_ignore(folder.architecture, folder.spec, self._held.keys() - known)
+        self._raise_problems(reasons)
+        self.left_out = {name: reason for name, reason in sorted(reasons.items()) if reason is not None}
+        super().__init__(folder.spec, self._tensors, {name: stored.dtype for name, stored in self._held.items()})
+        self._open: dict[Path, safe_open] = {}
+
+    def _raise_problems(self, others: dict[str, str | None]) -> None:
+        problems = [f"{tensor.name} is missing" for tensor in self._tensors if tensor.name not in self._held]
+        for tensor in self._tensors:
+            stored = self._held.get(tensor.name)
+            if stored is not None and stored.shape != tensor.shape:
+                problems.append(f"{tensor.name} is {list(stored.shape)}, and config.json makes it {list(tensor.shape)}")
+        problems += [
+            f"{name} is not a tensor of this model" for name, reason in sorted(others.items()) if reason is None
+        ]
+        if problems:
+            raise CheckpointError(*(f"{self.path}: {problem}" for problem in said_shortly(problems)))
 
     def _slice(self, name: str, spans: Sequence[tuple[int, int]]) -> Tensor:
         stored = self._held[name]

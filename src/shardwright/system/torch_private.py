@@ -96,6 +96,13 @@ def varlen_attention(q_NHC: Tensor, k_NKC: Tensor, v_NKC: Tensor, ends: Tensor, 
 # Tensors and modules
 
 
+def bytes_in_dcp_file(file: str, begin: int, n_bytes: int) -> Any:
+    """Return the entry of a `.metadata` for bytes of a file of a distributed checkpoint (DCP)."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo  # slow to import
+
+    return _StorageInfo(file, begin, n_bytes)
+
+
 def storage_id(storage: torch.UntypedStorage) -> int:
     """Return a number that identifies a storage, also a fake one, among the storages that exist at the same time."""
     return storage._cdata

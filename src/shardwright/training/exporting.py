@@ -51,7 +51,7 @@ class ExportResult:
 
 
 def export(
-    source: str | Path,
+    source: str | Path | Weights,
     out: str | Path,
     *,
     dtype: str | None = None,
@@ -62,7 +62,8 @@ def export(
 ) -> ExportResult:
     """Write weights to the new folder `out` in the format of `transformers`, with one tensor in memory at a time.
 
-    `source`: a run (its newest checkpoint), a checkpoint, or a folder of `shardwright import` or of `transformers`.
+    `source`: a run (its newest checkpoint), a checkpoint, a folder of `shardwright import` or of `transformers`, or
+    weights that are open.
     `dtype`: bf16, fp16, fp32 or fp64; default: the stored types. `tokenizer`: a folder with the tokenizer to write;
     default: the tokenizer of the weights or of the run's data. `allow_nan`: also write NaN and infinite values, which
     otherwise raise InputError. `architecture`: the model_type to write, if several fit; default: the first. Raises
@@ -73,7 +74,7 @@ def export(
     if max_shard_bytes < 1:
         problems.append(f"--max-shard-size of {max_shard_bytes} bytes: 1 or more is needed")
     try:
-        weights = open_weights(source)
+        weights = open_weights(source) if isinstance(source, str | Path) else source
         written = architecture_of(weights.spec, architecture)
     except InputError as error:
         raise (InputError(*problems, *error.problems) if problems else error) from None
@@ -91,7 +92,7 @@ def export(
 
         def count(name: str, tensor: Tensor) -> None:
             if n := count_not_finite(tensor):
-                not_finite.append(f"{not_finite_in_words(source, n, tensor.numel(), name)} in {types[name]}")
+                not_finite.append(f"{not_finite_in_words(weights.path, n, tensor.numel(), name)} in {types[name]}")
 
         n_bytes = write_weights(fresh, tensors, types, weights.read, max_shard_bytes, count)
         if not_finite and not allow_nan:

@@ -8,7 +8,6 @@ OUT/tokenizer.json ...        the files of the tokenizer and generation_config.j
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -30,22 +29,14 @@ from shardwright.training.checkpoint.manifest import (
     key_of,
     sha256_of_text,
 )
+from shardwright.training.checkpoint.plan import TensorPiece
 from shardwright.training.checkpoint.storage import xxh3_128_of
-from shardwright.training.weights import MODEL, count_not_finite, not_finite_in_words
+from shardwright.training.weights import MODEL, Weights, count_not_finite, not_finite_in_words
 
 BLOCK_BYTES = GiB // 4
 """Maximum size of a shard, unless one row is larger: the amount in memory at a time, and the least that a rank
 reads."""
 FILE_BYTES = 4 * GiB
-
-
-@dataclass(frozen=True)
-class ParameterRows:
-    """Consecutive rows of a parameter, which form one shard of the manifest."""
-
-    name: str
-    offsets: tuple[int, ...]
-    entry: TensorToWrite
 
 
 def import_weights(source: str | Path, out: str | Path) -> HuggingFaceWeights:
@@ -55,9 +46,19 @@ def import_weights(source: str | Path, out: str | Path) -> HuggingFaceWeights:
     problems if the model is unsupported or damaged, if values are not finite, or if `out` exists.
     """
     weights = open_weights(folder_of(str(source)))
+    write_weights_folder(weights, source, Path(out))
+    return weights
+
+
+def write_weights_folder(weights: Weights, source: str | Path, out: Path) -> None:
+    """Write weights, which come from `source`, to the new folder `out`. Raises as `import_weights`."""
     not_finite: dict[str, int] = defaultdict(int)
-    with new_folder(Path(out), is_free, CheckpointError) as fresh:
-        blocks = list(_blocks(weights))
+    with new_folder(out, is_free, CheckpointError) as fresh:
+        blocks = [
+            piece
+            for name, shape in sorted(weights.shapes.items())
+            for piece in row_blocks(MODEL + name, weights.dtypes[name], shape)
+        ]
         records: dict[str, list[ShardRecord]] = defaultdict(list)
         by_key = {block.entry.name: block for block in blocks}
         files = in_groups([block.entry for block in blocks], lambda entry: entry.n_bytes, FILE_BYTES)
@@ -66,10 +67,11 @@ def import_weights(source: str | Path, out: str | Path) -> HuggingFaceWeights:
 
             def make(entry: TensorToWrite, file: str = file) -> Tensor:
                 block = by_key[entry.name]
-                tensor = weights.read(block.name, block.offsets, entry.shape).contiguous()
+                name = block.name.removeprefix(MODEL)
+                tensor = weights.read(name, block.offsets, entry.shape).contiguous()
                 record = ShardRecord(block.offsets, entry.shape, file, xxh3_128_of(tensor))
-                records[block.name].append(record)
-                not_finite[block.name] += count_not_finite(tensor)
+                records[name].append(record)
+                not_finite[name] += count_not_finite(tensor)
                 return tensor
 
             write_safetensors(fresh / file, entries, make)
@@ -97,7 +99,6 @@ def import_weights(source: str | Path, out: str | Path) -> HuggingFaceWeights:
         copy_tokenizer(weights.path, fresh)
         write_token_ids(fresh, token_ids(weights.path))
         manifest.write(fresh)
-    return weights
 
 
 def copy_tokenizer(source: Path, out: Path) -> list[str]:
@@ -114,18 +115,15 @@ def is_free(out: Path) -> None:
         raise CheckpointError(f"{out} is there already; remove it, or name another folder with --out")
 
 
-def _blocks(weights: HuggingFaceWeights) -> Iterator[ParameterRows]:
-    for name, shape in sorted(weights.shapes.items()):
-        whole = TensorToWrite(name, weights.dtypes[name], shape)
-        row_bytes = max(1, whole.n_bytes // shape[0])
-        rows = max(1, BLOCK_BYTES // row_bytes)
-        for begin in range(0, shape[0], rows):
-            offsets = (begin,) + (0,) * (len(shape) - 1)
-            yield ParameterRows(
-                name,
-                offsets,
-                TensorToWrite(key_of(MODEL + name, offsets), whole.dtype, (min(rows, shape[0] - begin), *shape[1:])),
-            )
+def row_blocks(name: str, dtype: str, shape: tuple[int, ...]) -> Iterator[TensorPiece]:
+    """Yield consecutive rows of a tensor of a checkpoint as pieces of at most `BLOCK_BYTES`, or of one row."""
+    whole = TensorToWrite(name, dtype, shape)
+    row_bytes = max(1, whole.n_bytes // shape[0])
+    rows = max(1, BLOCK_BYTES // row_bytes)
+    for begin in range(0, shape[0], rows):
+        offsets = (begin,) + (0,) * (len(shape) - 1)
+        entry = TensorToWrite(key_of(name, offsets), dtype, (min(rows, shape[0] - begin), *shape[1:]))
+        yield TensorPiece(name, offsets, entry)
 
 
 def folder_of(source: str) -> Path:

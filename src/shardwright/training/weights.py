@@ -1,7 +1,7 @@
 """The weights of a model from a folder of `transformers` or of `shardwright import`, a checkpoint, or a run. Any box
 of any parameter can be read, so each rank reads only its own part."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -17,7 +17,13 @@ from shardwright.model.spec import ModelSpec, with_defaults
 from shardwright.parallel.boxes import overlap
 from shardwright.run_folder import CHECKPOINTS, published
 from shardwright.system.errors import CheckpointError, DamagedError
-from shardwright.training.checkpoint.manifest import FILE_NAME, CheckpointManifest, ShardRecord, read_manifest
+from shardwright.training.checkpoint.manifest import (
+    FILE_NAME,
+    CheckpointManifest,
+    ShardRecord,
+    TensorRecord,
+    read_manifest,
+)
 from shardwright.training.checkpoint.storage import read_shard
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
@@ -46,7 +52,34 @@ class Weights(Protocol):
         ...
 
 
-class CheckpointWeights:
+class ShardedTensors:
+    """Boxes of whole tensors that are stored as shards. `held`: name -> the tensor and its shards. `read_shard`: (name,
+    shard) -> the values of the shard. The last shard is cached, since a tensor is often read box by box."""
+
+    def __init__(self, held: Mapping[str, TensorRecord], read_shard: Callable[[str, ShardRecord], Tensor]) -> None:
+        self._held, self._read_shard = held, read_shard
+        self.shapes = {name: each.shape for name, each in held.items()}
+        self.dtypes = {name: each.dtype for name, each in held.items()}
+        self._last: tuple[str, ShardRecord, Tensor] | None = None
+
+    def read(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Return a box of a tensor, as `Weights.read`. Raises DamagedError if a shard has changed."""
+        record = self._held[name]
+        box = torch.empty(tuple(shape), dtype=getattr(torch, record.dtype))
+        for shard in record.shards:
+            if both := overlap(offsets, shape, shard.offsets, shard.shape):
+                here, there = both
+                box[here] = self._shard(name, shard)[there]
+        return box
+
+    def _shard(self, name: str, record: ShardRecord) -> Tensor:
+        if self._last is None or self._last[:2] != (name, record):
+            self._last = None
+            self._last = name, record, self._read_shard(name, record)
+        return self._last[2]
+
+
+class CheckpointWeights(ShardedTensors):
     """The weights of a Shardwright checkpoint of any layout. The checksum of each shard that is read is verified.
 
     `optimizer`: the optimizer's moments in the same form, with names such as `exp_avg/layers.0.ffn.up.weight`; None if
@@ -58,32 +91,11 @@ class CheckpointWeights:
     def __init__(self, path: Path, manifest: CheckpointManifest, spec: ModelSpec, prefix: str = MODEL) -> None:
         self.path, self.manifest, self.spec = path, manifest, spec
         held = {name.removeprefix(prefix): each for name, each in manifest.tensors.items() if name.startswith(prefix)}
-        self._held = held
-        self.shapes = {name: each.shape for name, each in held.items()}
-        self.dtypes = {name: each.dtype for name, each in held.items()}
+        super().__init__(held, lambda name, shard: read_shard(path, prefix + name, held[name].dtype, shard))
         moments = len(manifest.tensors) - len(held)
         has_moments = prefix == MODEL and moments > 0
         self.optimizer = CheckpointWeights(path, manifest, spec, OPTIMIZER) if has_moments else None
         self.left_out = {f"{moments} tensors of the optimizer": self.WHY_NO_MOMENTS} if has_moments else {}
-        self._prefix = prefix
-        self._last: tuple[str, ShardRecord, Tensor] | None = None
-
-    def read(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return a box of a parameter, as `Weights.read`. Raises DamagedError if a shard has changed."""
-        record = self._held[name]
-        box = torch.empty(tuple(shape), dtype=getattr(torch, record.dtype))
-        for shard in record.shards:
-            if both := overlap(offsets, shape, shard.offsets, shard.shape):
-                here, there = both
-                box[here] = self._shard(name, shard)[there]
-        return box
-
-    def _shard(self, name: str, record: ShardRecord) -> Tensor:
-        """Return a shard of a tensor. The last shard is cached, since a tensor is often read box by box."""
-        if self._last is None or self._last[:2] != (name, record):
-            self._last = None
-            self._last = name, record, read_shard(self.path, self._prefix + name, self.dtypes[name], record)
-        return self._last[2]
 
     def describe(self) -> str:
         """Return a description in one line."""

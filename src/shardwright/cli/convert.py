@@ -1,0 +1,54 @@
+"""shardwright convert: a training checkpoint in the format of another system."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwright.cli.common import AsJson, print_json, print_text, reading_verb
+from shardwright.system.units import format_count
+
+
+@reading_verb
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="the folder of a checkpoint, of any of the formats")],
+    out: Annotated[Path, typer.Argument(metavar="DST", help="the new folder that is written")],
+    to: Annotated[str, typer.Option(metavar="FORMAT", help="shardwright, torchtitan, dcp or hf")],
+    model: Annotated[
+        str | None, typer.Option(help="the model, if SRC has no config.json: a preset, or a folder with one")
+    ] = None,
+    run: Annotated[
+        Path | None, typer.Option(metavar="RUN.toml", help="with --to shardwright: the run that continues")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Write a training checkpoint, weights and AdamW's states, in the format of another system.
+
+    The formats are checkpoints of Shardwright, PyTorch's distributed checkpoints (DCP) with the names of torchtitan or
+    of transformers, and folders of transformers. Any number of ranks may have written SRC, and any layout loads DST.
+    Nothing in SRC is executed.
+
+    shardwright convert outputs/checkpoint/step-1000 runs/moved --to shardwright --model llama-3.1-8b --run run.toml
+    """
+    from shardwright.conversion.formats import convert as write
+
+    result = write(source, out, to, model=model, run=run)
+    state = result.state
+    if json:
+        print_json(
+            {
+                "from": state.format,
+                "to": to,
+                "out": str(out),
+                "parameters": state.spec.n_parameters,
+                "step": state.step,
+                "remarks": list(result.remarks),
+            }
+        )
+        return
+    optimizer = "" if state.step is None else f", AdamW after {state.step:,} steps"
+    print_text(f"{state.format}: {format_count(state.spec.n_parameters)} parameters{optimizer} -> {to}: {out}")
+    for remark in result.remarks:
+        print_text(remark)
+    if to == "shardwright" and run is not None:
+        print_text(f"  shardwright train {run} --set checkpoint.resume={out}")

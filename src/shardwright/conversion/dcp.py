@@ -1,0 +1,230 @@
+"""Distributed checkpoints of PyTorch (DCP): `.metadata` read without running code; tensors read and written by chunk.
+
+FOLDER/.metadata       pickle: for each tensor its type, shape and chunks, for each chunk its bytes in a file
+FOLDER/__0_0.distcp    chunks, each one a file of `torch.save`
+"""
+
+import io
+import pickle
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.system.errors import CheckpointError, DamagedError
+from shardwright.system.files import inside, open_regular, read_bytes
+from shardwright.system.torch_private import bytes_in_dcp_file
+from shardwright.system.units import GiB
+from shardwright.training.checkpoint.manifest import LONGEST_MANIFEST, ShardRecord, TensorRecord
+from shardwright.training.checkpoint.storage import name_of
+
+METADATA = ".metadata"
+FILE_BYTES = 4 * GiB
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "pathlib": ("PosixPath", "PurePosixPath"),
+    "pathlib._local": ("PosixPath", "PurePosixPath"),
+}  # fmt: skip
+"""Module -> the classes in a `.metadata` whose objects are read, as attributes without the code of the class."""
+_FUNCTIONS: dict[tuple[str, str], Any] = {
+    ("torch", "Size"): tuple,
+    ("torch.serialization", "_get_layout"): str,
+    ("collections", "OrderedDict"): dict,
+}
+"""The other names that a `.metadata` may call -> the function that is called here."""
+
+
+class DcpRecord:
+    """An object of a class of DCP: its attributes."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Reads a `.metadata` and constructs the classes of `_CLASSES` only, each as a new class without code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _CLASSES.get(module, ()):
+            return type(name, (DcpRecord,), {})
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return name
+        if (module, name) in _FUNCTIONS:
+            return _FUNCTIONS[module, name]
+        raise CheckpointError(
+            f"its {METADATA} needs {module}.{name}, and only the classes of PyTorch's distributed checkpoints are "
+            f"constructed, because other classes can run any code; nothing of it has been run"
+        )
+
+
+@dataclass(frozen=True)
+class BytesInFile:
+    """`n_bytes` of a file of a checkpoint, from `begin` on."""
+
+    file: str
+    begin: int
+    n_bytes: int
+
+
+@dataclass(frozen=True)
+class DcpFolder:
+    """A distributed checkpoint. `tensors`: name -> type, shape and chunks. `places`: (name, offsets) -> bytes of the
+    chunk, and (name, ()) -> bytes of an object that is no tensor."""
+
+    path: Path
+    tensors: Mapping[str, TensorRecord]
+    places: Mapping[tuple[str, tuple[int, ...]], BytesInFile]
+
+    def read_shard(self, name: str, record: ShardRecord) -> Tensor:
+        """Return the values of a chunk. Raises DamagedError if they do not fit `.metadata`."""
+        tensor = self._load(name, record.offsets)
+        expected = self.tensors[name].dtype, record.shape
+        if not isinstance(tensor, Tensor) or (name_of(tensor.dtype), tuple(tensor.shape)) != expected:
+            raise DamagedError(f"{self.path / record.file} is damaged: {name} is not {expected[0]} {[*record.shape]}")
+        return tensor.detach()
+
+    def value(self, name: str) -> Any:
+        """Return an object that is no tensor or a tensor of one element, such as a learning rate; None if there is
+        none."""
+        value = self._load(name, ()) if (name, ()) in self.places else None
+        return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+    def _load(self, name: str, offsets: tuple[int, ...]) -> Any:
+        place = self.places[name, offsets]
+        path = inside(self.path, place.file, DamagedError)
+        try:
+            with open_regular(path) as file:
+                file.seek(place.begin)
+                content = file.read(place.n_bytes)
+            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+        except (RuntimeError, EOFError, ValueError, KeyError) as error:
+            raise DamagedError(f"{path} is damaged, or was written at another step: {name}: {error}") from None
+        except pickle.UnpicklingError as error:
+            needed = str(error).strip().splitlines()[0]
+            raise CheckpointError(f"{path}: {name} needs classes that are not constructed: {needed}") from None
+
+
+def read_dcp(path: Path) -> DcpFolder:
+    """Read and check the `.metadata` of a distributed checkpoint; tensors are not read.
+
+    Raises CheckpointError if it needs other classes than DCP's, and DamagedError, with all problems, if files are
+    missing or too short, or if the chunks of a tensor do not cover it once.
+    """
+    if not (path / METADATA).is_file():
+        raise DamagedError(
+            f"{path} has no {METADATA}, which is written last: the checkpoint was not completed, or the folder is none "
+            f"of PyTorch's distributed checkpoints"
+        )
+    content = read_bytes(inside(path, METADATA, DamagedError), LONGEST_MANIFEST)
+    try:
+        folder = _folder_of(path, _MetadataUnpickler(io.BytesIO(content)).load())
+    except CheckpointError as error:
+        raise type(error)(*(f"{path}: {problem}" for problem in error.problems)) from None
+    except Exception as error:  # a damaged pickle raises errors of any type
+        raise DamagedError(f"{path / METADATA} is damaged: {type(error).__name__}: {error}") from None
+    if problems := list(_missing(folder)):
+        raise DamagedError(*problems)
+    return folder
+
+
+def _folder_of(path: Path, metadata: Any) -> DcpFolder:
+    places = {}
+    for index, stored in metadata.storage_data.items():
+        if getattr(stored, "transform_descriptors", None):
+            raise CheckpointError(f"{index.fqn} is stored through {stored.transform_descriptors}; supported: none")
+        offsets = tuple(int(n) for n in getattr(index, "offset", None) or ())
+        places[str(index.fqn), offsets] = BytesInFile(str(stored.relative_path), int(stored.offset), int(stored.length))
+    tensors = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        if type(entry).__name__ != "TensorStorageMetadata":
+            continue
+        chunks = []
+        for chunk in entry.chunks:
+            offsets = tuple(int(n) for n in chunk.offsets)
+            if (name, offsets) not in places:
+                raise DamagedError(f"its {METADATA} has no bytes for the chunk of {name} at {[*offsets]}")
+            shape = tuple(int(n) for n in chunk.sizes)
+            chunks.append(ShardRecord(offsets, shape, places[name, offsets].file, ""))
+        tensors[name] = TensorRecord(tuple(int(n) for n in entry.size), str(entry.properties.state[0]), tuple(chunks))
+    return DcpFolder(path, tensors, places)
+
+
+def _missing(folder: DcpFolder) -> Iterable[str]:
+    """Yield missing and short files, and tensors that the chunks do not cover once."""
+    ends: dict[str, int] = {}
+    for place in folder.places.values():
+        ends[place.file] = max(ends.get(place.file, 0), place.begin + place.n_bytes)
+    for file, end in sorted(ends.items()):
+        path = inside(folder.path, file, DamagedError)
+        parts = len({name for (name, _), place in folder.places.items() if place.file == file})
+        if not path.is_file():
+            yield f"{path} is missing; it has parts of {parts} tensors: copy the files of all ranks"
+        elif (size := path.stat().st_size) < end:
+            yield f"{path} is damaged: it has {size:,} bytes, and {METADATA} says {end:,}"
+    for name, tensor in folder.tensors.items():
+        if not tensor.is_whole:
+            yield f"{folder.path / METADATA} is damaged: the chunks of {name} do not cover each of its elements once"
+
+
+class DcpWriter:
+    """Writes a distributed checkpoint with one chunk in memory at a time; `finish` writes `.metadata`."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.distributed.checkpoint import metadata  # slow to import
+
+        self._folder, self._types, self._n_files = folder, metadata, 0
+        self._entries: dict[str, Any] = {}
+        self._stored: dict[Any, Any] = {}
+        self._paths: dict[str, tuple[str, ...]] = {}
+
+    def write_tensor(self, path: tuple[str, ...], shape: tuple[int, ...], chunks: Iterable[tuple[Any, Tensor]]) -> None:
+        """Write a tensor; `path`: its keys in the nested state; `chunks`: (offsets, values) that cover it."""
+        name, records = self._name(path), []
+        properties = self._types.TensorProperties()
+        for offsets, chunk in chunks:
+            sizes = torch.Size(chunk.shape)
+            records.append(self._types.ChunkStorageMetadata(torch.Size(offsets), sizes))
+            properties = self._types.TensorProperties(dtype=chunk.dtype)
+            index = self._types.MetadataIndex(name, torch.Size(offsets), len(records) - 1)
+            self._write(index, chunk.detach().clone(memory_format=torch.contiguous_format))
+        self._entries[name] = self._types.TensorStorageMetadata(properties, torch.Size(shape), records)
+
+    def write_object(self, path: tuple[str, ...], value: Any) -> None:
+        """Write a number, a text or a list."""
+        name = self._name(path)
+        self._write(self._types.MetadataIndex(name), value)
+        self._entries[name] = self._types.BytesStorageMetadata()
+
+    def finish(self) -> None:
+        """Write `.metadata`."""
+        content = self._types.Metadata(self._entries, self._paths, self._stored)
+        (self._folder / METADATA).write_bytes(pickle.dumps(content))
+
+    def _name(self, path: tuple[str, ...]) -> str:
+        name = ".".join(path)
+        self._paths[name] = path
+        return name
+
+    def _write(self, index: Any, value: Any) -> None:
+        content = io.BytesIO()
+        torch.save(value, content)
+        path = self._folder / f"__{self._n_files}_0.distcp"
+        if path.is_file() and path.stat().st_size >= FILE_BYTES:
+            self._n_files += 1
+            path = self._folder / f"__{self._n_files}_0.distcp"
+        with path.open("ab") as file:
+            begin = file.tell()
+            file.write(content.getbuffer())
+        self._stored[index] = bytes_in_dcp_file(path.name, begin, content.tell())

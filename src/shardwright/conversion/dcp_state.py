@@ -1,0 +1,212 @@
+"""Training states in PyTorch's distributed checkpoints: torchtitan's, and trainers' with the names of `transformers`.
+
+torchtitan: NAME, optimizer.state.NAME.exp_avg, optimizer.param_groups.NAME.lr, lr_scheduler.last_epoch,
+train_state.step. Others: model.NAME, optimizer.state.NAME.exp_avg, and groups by name or by number with a list of names
+(`torch.distributed.checkpoint.state_dict`).
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardwright.conversion.dcp import DcpFolder, DcpWriter, read_dcp
+from shardwright.conversion.names import NAMINGS, TORCHTITAN, TRANSFORMERS, named_tensors_of
+from shardwright.conversion.state import MOMENTS, STEP, AdamWSettings, TrainingState, trained_parameters
+from shardwright.hugging_face.architecture import architecture_of
+from shardwright.hugging_face.files import CONFIG, said_shortly
+from shardwright.hugging_face.reader import MappedTensors
+from shardwright.hugging_face.table import FileTensor
+from shardwright.hugging_face.writer import tensor_of_file
+from shardwright.model.spec import ModelSpec
+from shardwright.system.errors import CheckpointError, ConfigError
+from shardwright.training.weights import ShardedTensors, Weights
+
+_PREFIXES, _OPTIMIZERS = ("", "model."), ("optimizer.", "optim.")
+_STEPS, _TOKENS = ("train_state.step", "lr_scheduler.last_epoch"), "train_state.ntokens_seen"
+_DATA = "dataloader."
+_NOT_TENSORS = (_DATA, "lr_scheduler.", "train_state.")
+_GROUP = ("lr", "betas", "eps", "weight_decay", "initial_lr")
+_REFUSED = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
+"""Settings with which the update is not AdamW's -> the value that is supported."""
+CHUNK_BYTES = 2**28
+"""Largest chunk that is written, unless one row is larger."""
+
+
+class DcpWeights(MappedTensors):
+    """The parameters in a distributed checkpoint, or the moments of one kind. `place`: the name of a tensor in
+    `.metadata`, with {} for the trainer's name of the parameter."""
+
+    left_out: dict[str, str]
+
+    def __init__(
+        self, folder: DcpFolder, shards: ShardedTensors, spec: ModelSpec, tensors: Sequence[FileTensor], place: str
+    ) -> None:
+        """Raises CheckpointError with every problem: tensors that are missing or have another shape."""
+        self.path, self.left_out = folder.path, {}
+        self._shards, self._place = shards, place
+        problems = []
+        for tensor in tensors:
+            name = place.format(tensor.name)
+            if (stored := folder.tensors.get(name)) is None:
+                problems.append(f"{name} is missing")
+            elif stored.shape != tensor.shape:
+                problems.append(f"{name} is {[*stored.shape]}, and the model makes it {[*tensor.shape]}")
+        if problems:
+            raise CheckpointError(*(f"{folder.path}: {problem}" for problem in said_shortly(problems)))
+        super().__init__(spec, tensors, {each.name: shards.dtypes[place.format(each.name)] for each in tensors})
+
+    def _slice(self, name: str, spans: Sequence[tuple[int, int]]) -> Tensor:
+        low, high = zip(*spans, strict=True)
+        return self._shards.read(self._place.format(name), low, [b - a for a, b in zip(low, high, strict=True)])
+
+    def describe(self) -> str:
+        """Return a description in one line."""
+        return f"distributed checkpoint {self.path}"
+
+
+def read_dcp_state(path: Path, spec: ModelSpec) -> TrainingState:
+    """Return the training state of a distributed checkpoint of a model. Raises CheckpointError with all problems."""
+    folder = read_dcp(path)
+    prefix, naming, tensors = _naming(folder, spec)
+    shards = ShardedTensors(folder.tensors, folder.read_shard)
+    weights = DcpWeights(folder, shards, spec, tensors, prefix + "{}")
+    names = [name for name, _ in folder.places]
+    optimizer = next((each for each in _OPTIMIZERS if any(name.startswith(f"{each}state.") for name in names)), None)
+    outside = (*_NOT_TENSORS, *([] if optimizer is None else [optimizer]))
+    known = {prefix + tensor.name for tensor in tensors}
+    problems = [f"{name} is not a tensor of this model" for name in names if name not in known]
+    problems = list(dict.fromkeys(each for each in problems if not each.startswith(outside)))
+    trained = set(trained_parameters(spec))
+    updated = [tensor for tensor in tensors if trained.issuperset(part.name for part in tensor.parts)]
+    if optimizer is not None:
+        problems += _unknown_states(names, f"{optimizer}state.", updated)
+    if problems:
+        raise CheckpointError(*(f"{path}: {problem}" for problem in said_shortly(problems)))
+    data = {"dataloader": "the data position of torchtitan is in a form of its own"}
+    state = TrainingState(
+        format=TORCHTITAN if naming != TRANSFORMERS else "dcp",
+        weights=weights,
+        naming=naming,
+        left_out=data if any(name.startswith(_DATA) for name in names) else {},
+    )
+    if optimizer is None:
+        return state
+    of_parameter = f"{optimizer}state.{{}}."
+    return replace(
+        state,
+        moments={kind: DcpWeights(folder, shards, spec, updated, of_parameter + kind) for kind in MOMENTS},
+        settings=_settings(folder, f"{optimizer}param_groups.", updated),
+        step=_step(folder, of_parameter + STEP, updated),
+        tokens=folder.value(_TOKENS),
+    )
+
+
+def _naming(folder: DcpFolder, spec: ModelSpec) -> tuple[str, str, list[FileTensor]]:
+    """Return the prefix of parameters, the naming and the tensors that most names of a checkpoint belong to. Raises
+    CheckpointError if none does."""
+    best: tuple[int, str, str, list[FileTensor]] = (0, "", "", [])
+    misfits = []
+    for naming in NAMINGS:
+        try:
+            tensors = named_tensors_of(naming, spec)
+        except ConfigError as error:
+            misfits += error.problems
+            continue
+        for prefix in _PREFIXES:
+            fits = sum(prefix + tensor.name in folder.tensors for tensor in tensors)
+            best = max(best, (fits, prefix, naming, tensors), key=lambda each: each[0])
+    if not best[0]:
+        some = ", ".join(sorted(folder.tensors)[:3]) or "no tensors"
+        raise CheckpointError(
+            f"{folder.path} has other names of tensors ({some}); supported: torchtitan's of Llama 3, and the names of "
+            f"transformers, both also after model.",
+            *misfits,
+        )
+    return best[1:]
+
+
+def _unknown_states(names: Iterable[str], state: str, updated: Sequence[FileTensor]) -> Iterator[str]:
+    """Yield why the states are not AdamW's."""
+    known = {f"{state}{tensor.name}.{kind}" for tensor in updated for kind in (*MOMENTS, STEP)}
+    others = sorted({name.rpartition(".")[2] for name in names if name.startswith(state) and name not in known})
+    if others:
+        yield (
+            f"the optimizer has states {', '.join(others)} besides AdamW's, or states of other parameters; supported: "
+            f"AdamW ({', '.join((*MOMENTS, STEP))})"
+        )
+
+
+def _step(folder: DcpFolder, place: str, updated: Sequence[FileTensor]) -> int:
+    """Return the number of steps taken. Raises CheckpointError if parts of the checkpoint differ in it."""
+    steps = Counter(folder.value(place.format(tensor.name)) for tensor in updated)
+    totals = {name: value for name in _STEPS if (value := folder.value(name)) is not None}
+    if len({*steps, *totals.values()}) > 1 or None in steps:
+        parts = [f"{n} parameters at step {step}" for step, n in steps.items()]
+        parts += [f"{name}={value}" for name, value in totals.items()]
+        raise CheckpointError(
+            f"{folder.path}: its parts are of different steps ({', '.join(parts)}); copy all files of one step"
+        )
+    return int(next(iter(steps)))
+
+
+def _settings(folder: DcpFolder, groups: str, updated: Sequence[FileTensor]) -> dict[str, AdamWSettings]:
+    """Return the settings of each parameter; {} if the checkpoint has none. Raises CheckpointError for settings with
+    which the update is not AdamW's."""
+    numbers = {m[1] for name, _ in folder.places if (m := re.fullmatch(rf"{re.escape(groups)}(\d+)\.params", name))}
+    group_of = {name: number for number in numbers for name in folder.value(f"{groups}{number}.params")}
+    settings: dict[str, AdamWSettings] = {}
+    for tensor in updated:
+        place = f"{groups}{group_of.get(tensor.name, tensor.name)}."
+        if (place + "lr", ()) not in folder.places:
+            continue
+        group = {key: folder.value(place + key) for key in (*_GROUP, *_REFUSED)}
+        for key, valid in _REFUSED.items():
+            if group[key] not in (None, valid):
+                raise CheckpointError(f"{folder.path}: {place}{key}={group[key]}; supported: {valid}")
+        lr, betas, eps, decay = (group[key] for key in _GROUP[:4])
+        peak = group["initial_lr"] if group["initial_lr"] is not None else lr
+        settings |= dict.fromkeys(
+            [part.name for part in tensor.parts], AdamWSettings(lr, tuple(betas), eps, decay, peak)
+        )
+    return settings
+
+
+def write_dcp_state(state: TrainingState, out: Path, naming: str) -> None:
+    """Write a training state as a distributed checkpoint with the names of a trainer, and the model's config.json."""
+    spec, writer = state.spec, DcpWriter(out)
+    tensors = named_tensors_of(naming, spec)
+    prefix = ("model",) if naming == TRANSFORMERS else ()
+    for tensor in tensors:
+        _write(writer, (*prefix, tensor.name), tensor, state.weights)
+    updated = [tensor for tensor in tensors if state.moments and tensor.parts[0].name in state.settings]
+    for kind, moments in state.moments.items():
+        for tensor in updated:
+            _write(writer, ("optimizer", "state", tensor.name, kind), tensor, moments)
+    for tensor in updated:
+        writer.write_tensor(("optimizer", "state", tensor.name, STEP), (), [((), torch.tensor(float(state.step or 0)))])
+        (settings,) = {state.settings[part.name] for part in tensor.parts}
+        for key, value in settings.group().items():
+            writer.write_object(("optimizer", "param_groups", tensor.name, key), value)
+    if state.step is not None:
+        for name in _STEPS:
+            writer.write_object(tuple(name.split(".")), state.step)
+    if state.tokens is not None:
+        writer.write_object(tuple(_TOKENS.split(".")), state.tokens)
+    writer.finish()
+    (out / CONFIG).write_text(json.dumps(architecture_of(spec).config(spec), indent=2) + "\n")
+
+
+def _write(writer: DcpWriter, path: tuple[str, ...], tensor: FileTensor, weights: Weights) -> None:
+    """Write one tensor of a trainer, cut along its first dim."""
+    dtype = getattr(torch, weights.dtypes[tensor.parts[0].name])
+    values = tensor_of_file(tensor, weights.read, dtype)
+    n_rows = max(1, CHUNK_BYTES // max(1, values[0].nbytes))
+    rest = (0,) * (values.dim() - 1)
+    cuts = zip(range(0, len(values), n_rows), values.split(n_rows), strict=True)
+    writer.write_tensor(path, tensor.shape, (((first, *rest), chunk) for first, chunk in cuts))

@@ -1,0 +1,154 @@
+"""The table of formats of training checkpoints, a reader and a writer for each, and the conversion between them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwright.config import RunConfig
+from shardwright.config import load as load_run_file
+from shardwright.config.sections import spec_of_folder
+from shardwright.conversion.dcp import METADATA
+from shardwright.conversion.dcp_state import read_dcp_state, write_dcp_state
+from shardwright.conversion.names import TORCHTITAN, TRANSFORMERS
+from shardwright.conversion.own import read_own_state, write_own_state
+from shardwright.conversion.state import TrainingState
+from shardwright.hugging_face.files import CONFIG, is_folder_of_transformers
+from shardwright.hugging_face.reader import open_weights as open_folder_of_transformers
+from shardwright.model.presets import resolve
+from shardwright.model.spec import ModelSpec
+from shardwright.run_folder import CHECKPOINTS
+from shardwright.system.errors import CheckpointError, InputError, nearest
+from shardwright.system.files import new_folder
+from shardwright.training.checkpoint.manifest import FILE_NAME
+from shardwright.training.exporting import export
+from shardwright.training.importing import is_free, write_weights_folder
+
+
+@dataclass(frozen=True)
+class CheckpointFormat:
+    """A format. `about`: one line for the help. `is_here`: whether a folder has it. `read`: (folder, model, or None if
+    the user names none) -> state. `write`: (state, new folder, run file or None) -> remarks."""
+
+    about: str
+    is_here: Callable[[Path], bool]
+    read: Callable[[Path, ModelSpec | None], TrainingState]
+    write: Callable[[TrainingState, Path, RunConfig | None], list[str]]
+
+
+@dataclass(frozen=True)
+class ConversionResult:
+    """The state that was read, the format and folder that were written, and remarks for the user."""
+
+    state: TrainingState
+    to: str
+    out: Path
+    remarks: tuple[str, ...]
+
+
+def convert(
+    source: str | Path, out: str | Path, to: str, *, model: str | None = None, run: str | Path | None = None
+) -> ConversionResult:
+    """Write the checkpoint `source` in another format to the new folder `out`, which appears when it is complete.
+
+    `to`: a format of `FORMATS`. `model`: a preset, or a folder with a config.json, for a source that does not describe
+    its model. `run`: the run file that continues, for `to="shardwright"`. In memory are the largest tensor, two copies
+    of it while it is written, and the largest shard of the source. Raises InputError with every reason if the source is
+    damaged or incomplete, or if the target has no place for it.
+    """
+    if to not in FORMATS:
+        raise InputError(f"--to {to}: {nearest(to, FORMATS)}")
+    config = None if run is None else load_run_file(run)
+    is_free(Path(out))
+    state = read_state(source, model, config)
+    remarks = FORMATS[to].write(state, Path(out), config)
+    remarks += [f"left out: {name} ({reason})" for name, reason in state.left_out.items()]
+    return ConversionResult(state, to, Path(out), tuple(remarks))
+
+
+def read_state(source: str | Path, model: str | None = None, config: RunConfig | None = None) -> TrainingState:
+    """Return the training state of a checkpoint of any format. `model`, `config`: as in `convert`."""
+    path = Path(source)
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: there is no such folder; give one of: {_SUPPORTED}")
+    spec = _spec_of(model) if model is not None else None if config is None else config.model.spec()
+    for each in FORMATS.values():
+        if each.is_here(path):
+            return each.read(path, spec)
+    steps = sorted(below.parent.name for below in path.glob(f"*/{METADATA}"))
+    inside = f"; it has {', '.join(steps)}: name one of these folders" if steps else ""
+    raise CheckpointError(f"{path} has no checkpoint of a supported format{inside}; supported: {_SUPPORTED}")
+
+
+def _spec_of(model: str) -> ModelSpec:
+    path = Path(model)
+    if path.name == CONFIG:
+        path = path.parent
+    return spec_of_folder(path) if path.is_dir() else resolve(model)
+
+
+def _read_dcp(path: Path, spec: ModelSpec | None) -> TrainingState:
+    if spec is None and not (path / CONFIG).is_file():
+        raise InputError(
+            f"{path} has no sizes of its model; name it with --model: a preset such as llama-3.1-8b, or the folder of "
+            f"its {CONFIG}"
+        )
+    return read_dcp_state(path, spec or spec_of_folder(path))
+
+
+def _write_dcp(naming: str) -> Callable[[TrainingState, Path, RunConfig | None], list[str]]:
+    def write(state: TrainingState, out: Path, config: RunConfig | None) -> list[str]:
+        with new_folder(out, is_free, CheckpointError) as fresh:
+            write_dcp_state(state, fresh, naming)
+        if naming == TORCHTITAN and state.step is not None:
+            return ["torchtitan begins its data anew: --checkpoint.exclude_from_loading dataloader"]
+        return []
+
+    return write
+
+
+def _write_own(state: TrainingState, out: Path, config: RunConfig | None) -> list[str]:
+    if state.step is None:
+        write_weights_folder(state.weights, state.weights.path, out)
+        return []
+    if config is None:
+        raise InputError(
+            f"{state.weights.path} has the optimizer states of step {state.step:,}; --run RUN.toml names the run that "
+            f"continues from them"
+        )
+    with new_folder(out, is_free, CheckpointError) as fresh:
+        return write_own_state(state, fresh, config)
+
+
+def _write_transformers(state: TrainingState, out: Path, config: RunConfig | None) -> list[str]:
+    remarks = [] if state.step is None else ["left out: the optimizer (a folder of transformers has no place for it)"]
+    return [*export(state.weights, out).remarks, *remarks]
+
+
+FORMATS: Mapping[str, CheckpointFormat] = {
+    "shardwright": CheckpointFormat(
+        "a checkpoint that `train` continues from; with --run",
+        lambda path: (path / FILE_NAME).is_file() or (path / CHECKPOINTS).is_dir(),
+        lambda path, spec: read_own_state(path),
+        _write_own,
+    ),
+    TORCHTITAN: CheckpointFormat(
+        "a distributed checkpoint (DCP) with torchtitan's names, Llama 3",
+        lambda path: (path / METADATA).is_file() or any(path.glob("*.distcp")),
+        _read_dcp,
+        _write_dcp(TORCHTITAN),
+    ),
+    "dcp": CheckpointFormat(
+        "a distributed checkpoint of PyTorch with the names of transformers",
+        lambda path: False,  # `torchtitan` reads every distributed checkpoint
+        _read_dcp,
+        _write_dcp(TRANSFORMERS),
+    ),
+    "hf": CheckpointFormat(
+        "a folder of transformers, weights only",
+        is_folder_of_transformers,
+        lambda path, spec: TrainingState(format="hf", weights=open_folder_of_transformers(path)),
+        _write_transformers,
+    ),
+}
+"""Name in `--to` -> format. A folder is read as the first that it has."""
+_SUPPORTED = "; ".join(f"{name} ({each.about})" for name, each in FORMATS.items())

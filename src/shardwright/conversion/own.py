@@ -1,0 +1,201 @@
+"""Training states in Shardwright's checkpoints."""
+
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardwright.config import RunConfig
+from shardwright.config import load as load_run_file
+from shardwright.conversion.state import MOMENTS, STEP, TrainingState, settings_of_run, trained_parameters
+from shardwright.hugging_face.files import said_shortly
+from shardwright.hugging_face.writer import TensorToWrite
+from shardwright.model.modules import row_of, rows
+from shardwright.model.spec import differences, spec_as_json
+from shardwright.run_folder import CHECKPOINTS, RUN_FILE, published
+from shardwright.system.errors import CheckpointError
+from shardwright.system.units import in_groups
+from shardwright.training.checkpoint.manifest import (
+    CheckpointManifest,
+    TrainingProgress,
+    sha256_of_text,
+)
+from shardwright.training.checkpoint.plan import CheckpointPlan, TensorPiece
+from shardwright.training.checkpoint.shards import records_of, tensor_records, write_shards
+from shardwright.training.checkpoint.storage import name_of
+from shardwright.training.checkpoint.store import WRITTEN
+from shardwright.training.device import DTYPES
+from shardwright.training.header import kept_run_file
+from shardwright.training.importing import FILE_BYTES, row_blocks
+from shardwright.training.sources import Sources
+from shardwright.training.weights import MODEL, OPTIMIZER, CheckpointWeights, weights_of_checkpoint
+
+
+def read_own_state(path: Path) -> TrainingState:
+    """Return the training state of a checkpoint, of a run (its newest checkpoint) or of a folder of imported weights.
+
+    Raises CheckpointError if it is damaged, or of another optimizer than AdamW.
+    """
+    saved = published(path / CHECKPOINTS)
+    weights = weights_of_checkpoint(saved[-1] if saved else path)
+    manifest, folder = weights.manifest, weights.path
+    state = TrainingState(format="shardwright", weights=weights)
+    kinds = {name.removeprefix(OPTIMIZER).split("/")[0] for name in manifest.tensors if name.startswith(OPTIMIZER)}
+    if not kinds:
+        return state
+    config, step = load_run_file(folder / RUN_FILE), manifest.progress.step
+    if config.optimizer.name != "adamw":
+        raise CheckpointError(f"{folder} is of optimizer.name={config.optimizer.name!r}; supported: 'adamw'")
+    moments = {
+        kind: CheckpointWeights(folder, manifest, weights.spec, f"{OPTIMIZER}{kind}/") for kind in (*MOMENTS, STEP)
+    }
+    counters = moments.pop(STEP)
+    if other := {count for name in counters.shapes if (count := int(counters.read(name, (), ()))) != step}:
+        raise CheckpointError(
+            f"{folder}: AdamW has counted {', '.join(map(str, sorted(other)))} updates after {step} steps, because "
+            f"steps were left out; only a state with one number of steps is converted"
+        )
+    left_out = {
+        "compression": "the state of compressed gradients",
+        "loss_scale": "the scale of an fp16 run",
+        "spikes": "the recent losses and norms",
+    }
+    there = {
+        "compression": any(name.startswith("compression/") for name in manifest.tensors),
+        "loss_scale": manifest.loss_scale is not None,
+        "spikes": manifest.spikes is not None,
+    }
+    return replace(
+        state,
+        moments=moments,
+        settings=settings_of_run(config, step),
+        step=step,
+        tokens=manifest.progress.samples * config.batch.seq_len,
+        left_out={name: reason for name, reason in left_out.items() if there[name]},
+    )
+
+
+def write_own_state(state: TrainingState, out: Path, config: RunConfig) -> list[str]:
+    """Write a training state as a checkpoint of the run `config`, with one block of rows in memory at a time. Return
+    remarks. Raises CheckpointError with every reason why the run cannot continue from it."""
+    assert state.step is not None, "a state without an optimizer is written as weights"
+    if problems := list(_misfits(state, config)):
+        raise CheckpointError(*(f"{state.weights.path}: {problem}" for problem in said_shortly(problems, 8)))
+    samples, remarks = _samples(state, config)
+    tensors = {MODEL: state.weights} | {f"{OPTIMIZER}{kind}/": each for kind, each in state.moments.items()}
+    pieces = {
+        piece: (prefix, name)
+        for prefix, each in tensors.items()
+        for name, shape in sorted(each.shapes.items())
+        for piece in row_blocks(prefix + name, each.dtypes[name], shape)
+    }
+    for name in trained_parameters(state.spec):
+        key = f"{OPTIMIZER}{STEP}/{name}"
+        pieces[TensorPiece(key, (), TensorToWrite(key, "float32", ()))] = (STEP, name)
+
+    def take(piece: TensorPiece) -> Tensor:
+        prefix, name = pieces[piece]
+        if prefix == STEP:
+            return torch.tensor(float(state.step or 0))
+        return tensors[prefix].read(name, piece.offsets, piece.entry.shape)
+
+    (out / WRITTEN).mkdir()
+    files = list(in_groups(list(pieces), lambda piece: piece.entry.n_bytes, FILE_BYTES))
+    for number, inside in enumerate(files):
+        write_shards(out, number, inside, take)
+    wholes = {
+        f"{prefix}{name}": (shape, each.dtypes[name])
+        for prefix, each in tensors.items()
+        for name, shape in each.shapes.items()
+    }
+    wholes |= {piece.name: ((), "float32") for piece, (prefix, _) in pieces.items() if prefix == STEP}
+    records = [record for number in range(len(files)) for record in records_of(out, number)]
+    shutil.rmtree(out / WRITTEN)
+    text = kept_run_file(config)
+    (out / RUN_FILE).write_text(text, encoding="utf-8")
+    sources = Sources(config)
+    progress = TrainingProgress(state.step, samples, config.seed)
+    stages = [stage for stage in sources.order(progress).stages if stage.from_step < state.step]
+    CheckpointManifest(
+        progress=progress,
+        model=spec_as_json(state.spec),
+        data=sources.described(stages),
+        world_size=1,
+        tensors=tensor_records(CheckpointPlan(list(pieces), wholes), records),
+        files={RUN_FILE: sha256_of_text(text)},
+    ).write(out)
+    return remarks
+
+
+def _misfits(state: TrainingState, config: RunConfig) -> Iterator[str]:
+    """Yield why a run cannot continue from a training state, each with the key of the run file to set."""
+    spec, section = config.model.spec(), config.optimizer
+    for key, there, here in differences(state.spec, spec):
+        yield f"it is of another model: {key}={there!r}, and the run file has {here!r}"
+    if section.name != "adamw":
+        yield f"its optimizer is AdamW, and the run file has optimizer.name={section.name!r}; set it to 'adamw'"
+        return
+    if missing := sorted(rows(spec).keys() - state.weights.shapes.keys()):
+        yield f"it has no {missing[0]}, which a run of this model continues from"
+    dtype = name_of(torch.promote_types(DTYPES[config.precision.compute], torch.float32))
+    moment_dtype = "bfloat16" if section.state_dtype == "bf16" else dtype
+    for what, tensors, expected in (
+        ("the weights are", state.weights, dtype),
+        *((f"{kind} is", each, moment_dtype) for kind, each in state.moments.items()),
+    ):
+        if other := sorted(set(tensors.dtypes.values()) - {expected}):
+            keys = f"precision.compute={config.precision.compute!r}, optimizer.state_dtype={section.state_dtype!r}"
+            yield f"{what} {', '.join(other)}, and the run file ({keys}) makes it {expected}"
+    if state.step is None or not state.settings:
+        return
+    here = settings_of_run(config, state.step)
+    first = next(iter(state.settings.values()))
+    for key, theirs, ours in (
+        ("beta1", first.betas[0], section.options["beta1"]),
+        ("beta2", first.betas[1], section.options["beta2"]),
+        ("eps", first.eps, section.options["eps"]),
+    ):
+        if theirs != ours:
+            yield f"AdamW has {key}={theirs:g} there, and the run file has {ours:g}; set optimizer.{key}={theirs!r}"
+    kinds = {
+        row_of(spec, name).kind: (name, each)
+        for name, each in state.settings.items()
+        if each.weight_decay != here[name].weight_decay
+    }
+    for kind, (name, each) in kinds.items():
+        yield (
+            f"weight decay of {name} is {each.weight_decay:g} there, and {here[name].weight_decay:g} in the run; set "
+            f"optimizer.weight_decay_by_kind.{kind}={each.weight_decay!r}"
+        )
+
+
+def _samples(state: TrainingState, config: RunConfig) -> tuple[int, list[str]]:
+    """Return the samples that the run has trained on, and remarks on the positions that the run file determines."""
+    assert state.step is not None
+    remarks, batch = [], config.batch
+    samples = state.step * batch.global_batch
+    if state.tokens is not None and state.tokens != samples * batch.seq_len:
+        raise CheckpointError(
+            f"{state.weights.path} was trained on {state.tokens:,} tokens in {state.step:,} steps, and "
+            f"{batch.global_batch} x {batch.seq_len} tokens a step in the run file make "
+            f"{samples * batch.seq_len:,}; set batch.global_batch and batch.seq_len as they were"
+        )
+    remarks.append(
+        f"the run continues with sample {samples:,} of its own order: {state.step:,} steps of {batch.global_batch}"
+    )
+    here = settings_of_run(config, state.step)
+    rates = {
+        (each.lr, here[name].lr)
+        for name, each in state.settings.items()
+        if not math.isclose(each.lr, here[name].lr, rel_tol=1e-6)
+    }
+    for there, ours in sorted(rates)[:1]:
+        remarks.append(
+            f"the learning rate of the next step is {ours:.6g} by the run file and {there:.6g} in "
+            f"{state.weights.path}; see optimizer.lr, lr_schedule and steps"
+        )
+    return samples, remarks
