@@ -11,11 +11,13 @@ from torch import Tensor
 
 from shardwright.conversion.dcp import DcpWriter, read_dcp
 from shardwright.conversion.formats import convert
-from shardwright.system.errors import InputError
+from shardwright.system.errors import CheckpointError, InputError, ProofError
 from shardwright.training.weights import ShardedTensors
 from tests.conversion.conftest import SAVED
 from tests.conversion.torchtitan_loop import RUN_FILE, Llama, train_ranks
 from tests.distributed import run_ranks
+from tests.mutation import mutated
+from tests.training.bugs.conversion import FILES as BUGS
 from tests.training.plain_loop import SEQ_LEN
 from tests.training.runs import records, train
 
@@ -86,6 +88,7 @@ def test_a_checkpoint_that_is_converted_there_and_back_has_the_same_bits(
             assert back[name] == (pytest.approx(value, rel=1e-15) if isinstance(value, float) else value), name
 
 
+@pytest.mark.prove
 def test_transformers_computes_the_logits_of_the_model_that_torch_has_trained(
     two_ranks: tuple[Path, dict[int, float]], ragged_tokens: Path, tmp_path: Path
 ) -> None:
@@ -213,3 +216,34 @@ def test_a_run_file_of_another_run_is_refused_with_the_key_to_set(
     with pytest.raises(InputError, match=message):
         convert(two_ranks[0], tmp_path / "moved", "shardwright", run=run_file)
     assert not (tmp_path / "moved").exists()
+
+
+def test_every_format_is_proven_to_compute_the_logits_gradients_and_the_update_of_its_source(
+    two_ranks: tuple[Path, dict[int, float]], ragged_tokens: Path, tmp_path: Path
+) -> None:
+    run_file = write_run_file(tmp_path, ragged_tokens)
+    source = two_ranks[0]
+    for to in ("shardwright", "torchtitan", "dcp", "hf"):
+        remarks = convert(source, tmp_path / to, to, run=run_file, prove=True).remarks
+        proved = [remark.split(":")[1].strip() for remark in remarks if remark.startswith("proved: ")]
+        assert proved[1:] == ["logits", "loss", "gradient", *(["update"] if to != "hf" else [])]
+        source = tmp_path / to
+    assert not list(tmp_path.glob("*.unproven*"))
+
+
+def convert_there_and_back(source: Path, own: Path, folder: Path, run_file: Path) -> None:
+    convert(source, folder / "moved", "shardwright", run=run_file, prove=True)
+    convert(own, folder / "back", "torchtitan", prove=True)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("name", BUGS)
+def test_a_bug_of_the_conversion_is_refused_by_its_proof(
+    two_ranks: tuple[Path, dict[int, float]], ragged_tokens: Path, tmp_path: Path, name: str
+) -> None:
+    run_file = write_run_file(tmp_path, ragged_tokens)
+    convert(two_ranks[0], tmp_path / "own", "shardwright", run=run_file)
+    refusal = "computes other values|has counted 6 updates after 5 steps"
+    with mutated(*BUGS[name].mutations), pytest.raises((ProofError, CheckpointError), match=refusal):
+        convert_there_and_back(two_ranks[0], tmp_path / "own", tmp_path, run_file)
+    assert {path.name for path in tmp_path.iterdir()} <= {"run.toml", "own", "moved"}

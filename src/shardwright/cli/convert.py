@@ -20,6 +20,9 @@ def convert(
     run: Annotated[
         Path | None, typer.Option(metavar="RUN.toml", help="with --to shardwright: the run that continues")
     ] = None,
+    prove: Annotated[
+        bool, typer.Option("--prove", help="compute logits, gradients and the next update with both, and compare them")
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Write a training checkpoint, weights and AdamW's states, in the format of another system.
@@ -32,7 +35,7 @@ def convert(
     """
     from shardwright.conversion.formats import convert as write
 
-    result = write(source, out, to, model=model, run=run)
+    result = write(source, out, to, model=model, run=run, prove=prove)
     state = result.state
     if json:
         print_json(

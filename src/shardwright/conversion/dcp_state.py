@@ -7,6 +7,7 @@ train_state.step. Others: model.NAME, optimizer.state.NAME.exp_avg, and groups b
 
 import json
 import re
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -64,6 +65,19 @@ class DcpWeights(MappedTensors):
     def _slice(self, name: str, spans: Sequence[tuple[int, int]]) -> Tensor:
         low, high = zip(*spans, strict=True)
         return self._shards.read(self._place.format(name), low, [b - a for a, b in zip(low, high, strict=True)])
+
+    def read_by_torch(self) -> dict[str, Tensor]:
+        """Return every tensor by its name in the file, read by `torch.distributed.checkpoint`, which unpickles
+        `.metadata`: `read_dcp` has accepted its classes before."""
+        import torch.distributed.checkpoint as dcp  # slow to import
+
+        state = {
+            self._place.format(name): torch.empty(tensor.shape, dtype=getattr(torch, self.dtypes[tensor.parts[0].name]))
+            for name, tensor in self.in_files.items()
+        }
+        with warnings.catch_warnings(action="ignore"):  # it has no process group
+            dcp.load(state, checkpoint_id=self.path, no_dist=True)
+        return {name: state[self._place.format(name)] for name in self.in_files}
 
     def describe(self) -> str:
         """Return a description in one line."""

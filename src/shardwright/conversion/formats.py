@@ -1,5 +1,7 @@
 """The table of formats of training checkpoints, a reader and a writer for each, and the conversion between them."""
 
+import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +13,7 @@ from shardwright.conversion.dcp import METADATA
 from shardwright.conversion.dcp_state import read_dcp_state, write_dcp_state
 from shardwright.conversion.names import TORCHTITAN, TRANSFORMERS
 from shardwright.conversion.own import read_own_state, write_own_state
+from shardwright.conversion.prove import compare
 from shardwright.conversion.state import TrainingState
 from shardwright.hugging_face.files import CONFIG, is_folder_of_transformers
 from shardwright.hugging_face.reader import open_weights as open_folder_of_transformers
@@ -18,7 +21,7 @@ from shardwright.model.presets import resolve
 from shardwright.model.spec import ModelSpec
 from shardwright.run_folder import CHECKPOINTS
 from shardwright.system.errors import CheckpointError, InputError, nearest
-from shardwright.system.files import new_folder
+from shardwright.system.files import new_folder, publish_folder
 from shardwright.training.checkpoint.manifest import FILE_NAME
 from shardwright.training.exporting import export
 from shardwright.training.importing import is_free, write_weights_folder
@@ -46,21 +49,36 @@ class ConversionResult:
 
 
 def convert(
-    source: str | Path, out: str | Path, to: str, *, model: str | None = None, run: str | Path | None = None
+    source: str | Path,
+    out: str | Path,
+    to: str,
+    *,
+    model: str | None = None,
+    run: str | Path | None = None,
+    prove: bool = False,
 ) -> ConversionResult:
     """Write the checkpoint `source` in another format to the new folder `out`, which appears when it is complete.
 
     `to`: a format of `FORMATS`. `model`: a preset, or a folder with a config.json, for a source that does not describe
-    its model. `run`: the run file that continues, for `to="shardwright"`. In memory are the largest tensor, two copies
-    of it while it is written, and the largest shard of the source. Raises InputError with every reason if the source is
-    damaged or incomplete, or if the target has no place for it.
+    its model. `run`: the run file that continues, for `to="shardwright"`. In memory are the largest tensor, up to four
+    copies of it while it is renamed and written, and the largest shard of the source. `prove`: compare the computations
+    of both sides before the folder gets its name (`prove.compare`). Raises InputError with every reason if the source
+    is damaged or incomplete, or if the target has no place for it, and ProofError if the computations differ.
     """
     if to not in FORMATS:
         raise InputError(f"--to {to}: {nearest(to, FORMATS)}")
     config = None if run is None else load_run_file(run)
     is_free(Path(out))
     state = read_state(source, model, config)
-    remarks = FORMATS[to].write(state, Path(out), config)
+    fresh = Path(out).with_name(f"{Path(out).name}.unproven-{os.getpid()}") if prove else Path(out)
+    try:
+        remarks = FORMATS[to].write(state, fresh, config)
+        if prove:
+            remarks += compare(state, read_state(fresh, model, config))
+            publish_folder(fresh, Path(out), Path(out).with_name(f"{Path(out).name}.replaced-{os.getpid()}"))
+    finally:
+        if prove:
+            shutil.rmtree(fresh, ignore_errors=True)
     remarks += [f"left out: {name} ({reason})" for name, reason in state.left_out.items()]
     return ConversionResult(state, to, Path(out), tuple(remarks))
 
@@ -146,7 +164,7 @@ FORMATS: Mapping[str, CheckpointFormat] = {
     "hf": CheckpointFormat(
         "a folder of transformers, weights only",
         is_folder_of_transformers,
-        lambda path, spec: TrainingState(format="hf", weights=open_folder_of_transformers(path)),
+        lambda path, spec: TrainingState(format="hf", weights=open_folder_of_transformers(path), naming=TRANSFORMERS),
         _write_transformers,
     ),
 }

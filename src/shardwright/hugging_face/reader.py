@@ -19,12 +19,13 @@ from shardwright.system.files import open_regular
 class MappedTensors:
     """Tensors of files under our names: boxes of our parameters are read from the tensors of an architecture's table.
 
-    `dtypes`, `shapes`: our parameter -> torch's name of its type in the file, and its whole shape.
+    `dtypes`, `shapes`: our parameter -> torch's name of its type in the file, and its whole shape. `in_files`: name in
+    the file -> the tensor.
     """
 
     def __init__(self, spec: ModelSpec, tensors: Sequence[FileTensor], dtypes: Mapping[str, str]) -> None:
         """`dtypes`: name in the file -> torch's name of its type."""
-        self.spec = spec
+        self.spec, self.in_files = spec, {tensor.name: tensor for tensor in tensors}
         self._places: dict[str, list[tuple[FileTensor, ParameterPart]]] = {}
         for tensor in tensors:
             for part in tensor.parts:
@@ -62,6 +63,10 @@ class MappedTensors:
             return box
         low = spans[dim][0]
         return box.index_select(dim, torch.tensor([place - low for place in places], dtype=torch.long))
+
+    def read_in_file(self, name: str) -> Tensor:
+        """Return a whole tensor by its name in the file, as it is there."""
+        return self._slice(name, [(0, n) for n in self.in_files[name].shape])
 
     def _slice(self, name: str, spans: Sequence[tuple[int, int]]) -> Tensor:
         """Return the box of a tensor of a file, by its name there."""

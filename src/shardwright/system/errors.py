@@ -117,6 +117,10 @@ class SaveError(CheckpointError):
     exit_code = ShardwrightError.exit_code
 
 
+class ProofError(ShardwrightError):
+    """A converted checkpoint that computes other values than its source. It is not kept."""
+
+
 class SpikeError(ShardwrightError):
     """A step's loss or gradient norm, the same on every rank, for which the run file stops the run."""
 

@@ -1,0 +1,225 @@
+"""The proof of a conversion: both checkpoints compute the same, each with a model that reads its own names.
+
+Each side is evaluated in float64 on the CPU: logits, loss and gradient of a fixed batch, and the next update of AdamW.
+Shardwright's names are evaluated with its `Transformer`, the names of `transformers` with that library, and the names
+of torchtitan with a function of this file. Both results are then compared under Shardwright's names.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import functional_call
+from torch.optim.adamw import AdamW
+
+from shardwright.conversion.dcp_state import DcpWeights
+from shardwright.conversion.names import TORCHTITAN, TRANSFORMERS
+from shardwright.conversion.state import STEP, TrainingState, trained_parameters
+from shardwright.hugging_face.architecture import architecture_of
+from shardwright.hugging_face.reader import MappedTensors
+from shardwright.model.rotary import frequencies
+from shardwright.model.spec import ModelSpec
+from shardwright.model.transformer import Transformer
+from shardwright.system.errors import InputError, ProofError
+from shardwright.training.weights import Weights
+
+SEQUENCES, LENGTH = 2, 64
+TOLERANCE, OF_TRANSFORMERS = 1e-9, 1e-4
+"""Largest difference of two tensors, relative to the largest element of all gradients (all updates, ...): of sums in
+another order in float64; and with `transformers`, which computes rotations and norms in float32."""
+_KINDS = ("logits", "loss", "gradient", "update")
+
+
+class TensorsInMemory(MappedTensors):
+    """Tensors in memory under the names of a file, read under our names."""
+
+    def __init__(self, like: MappedTensors, values: Mapping[str, Tensor]) -> None:
+        super().__init__(like.spec, list(like.in_files.values()), dict.fromkeys(like.in_files, "float64"))
+        self._values = values
+
+    def _slice(self, name: str, spans: Sequence[tuple[int, int]]) -> Tensor:
+        return self._values[name][tuple(slice(*span) for span in spans)]
+
+
+def compare(source: TrainingState, written: TrainingState) -> list[str]:
+    """Compute both sides and return a description of the agreement. Raises ProofError with the tensors that differ, and
+    InputError if a side cannot be evaluated here.
+
+    Memory: 76 bytes a parameter, measured on 96M parameters.
+    """
+    problems = [f"{name} has other bits after the conversion" for name in _other_bits(source, written)]
+    if written.step is not None and written.step != source.step:
+        problems.append(f"step {source.step} became {written.step}")
+    inexact = TRANSFORMERS in (source.naming, written.naming)
+    bound = OF_TRANSFORMERS if inexact else TOLERANCE
+    expected = compute(source)
+    largest = {
+        kind: max((_size(each) for name, each in expected.items() if _kind(name) == kind), default=0.0)
+        for kind in _KINDS
+    }
+    errors = {
+        name: _size(tensor - expected[name]) / max(largest[_kind(name)], sys.float_info.min)
+        for name, tensor in compute(written).items()
+    }
+    problems += [
+        f"{name} differs by {error:.2g}, relative to the largest {_kind(name)}; allowed: {bound:g}"
+        for name, error in errors.items()
+        if not error <= bound
+    ]
+    if problems:
+        raise ProofError("\n".join(["the converted checkpoint computes other values:", *problems[:8]]))
+    said = [f"proved: every tensor has the bits of {source.weights.path} when it is read back"]
+    for kind in dict.fromkeys(map(_kind, errors)):
+        worst = max(error for name, error in errors.items() if _kind(name) == kind)
+        said.append(f"proved: {kind}: largest relative difference {worst:.1e}")
+    return said
+
+
+def _other_bits(source: TrainingState, written: TrainingState) -> list[str]:
+    kinds = [("", source.weights, written.weights)]
+    kinds += [(f"{kind} of ", source.moments[kind], each) for kind, each in written.moments.items()]
+    return [
+        f"{kind}{name}"
+        for kind, one, other in kinds
+        for name in one.shapes
+        if not torch.equal(_whole(one, name), _whole(other, name))
+    ]
+
+
+def _whole(weights: Weights | TensorsInMemory, name: str) -> Tensor:
+    shape = weights.shapes[name]
+    return weights.read(name, (0,) * len(shape), shape)
+
+
+def _kind(name: str) -> str:
+    return name.partition(" of ")[0]
+
+
+def _size(tensor: Tensor) -> float:
+    return float(tensor.abs().max())
+
+
+def compute(state: TrainingState) -> dict[str, Tensor]:
+    """Return the logits, the loss, the gradients and, with an optimizer, the next update of each parameter."""
+    values = {name: value.double() for name, value in _in_files(state.weights).items()}
+    trained = set(trained_parameters(state.spec))
+    names = [name for name in values if trained.issuperset(_parameters(state, name))]
+    parameters = {name: values[name].requires_grad_() for name in names}
+    shape = (SEQUENCES, min(LENGTH, state.spec.max_seq_len))
+    tokens_BT = torch.randint(state.spec.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    logits_BTV = _logits(state, values, tokens_BT)
+    loss = F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), tokens_BT[:, 1:].flatten())
+    found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, materialize_grads=True)
+    gradients = dict(zip(parameters, found, strict=True))
+    result = {"logits": logits_BTV.detach(), "loss": loss.detach()} | _named(state, "gradient", gradients)
+    if state.step is not None:
+        result |= _named(state, "update", _updates(state, parameters, gradients))
+    return result
+
+
+def _in_files(weights: Weights) -> dict[str, Tensor]:
+    """Return every tensor under its name in the files, as it is there."""
+    if isinstance(weights, DcpWeights):
+        return weights.read_by_torch()
+    if isinstance(weights, MappedTensors):
+        return {name: weights.read_in_file(name) for name in weights.in_files}
+    return {name: _whole(weights, name) for name in weights.shapes}
+
+
+def _parameters(state: TrainingState, name: str) -> list[str]:
+    """Return our parameters in a tensor of the files."""
+    weights = state.weights
+    return [part.name for part in weights.in_files[name].parts] if isinstance(weights, MappedTensors) else [name]
+
+
+def _named(state: TrainingState, what: str, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return values of the tensors of the files as values of our parameters."""
+    names = [parameter for name in values for parameter in _parameters(state, name)]
+    if not isinstance(state.weights, MappedTensors):
+        return {f"{what} of {name}": values[name] for name in names}
+    mapped = TensorsInMemory(state.weights, values)
+    return {f"{what} of {name}": _whole(mapped, name) for name in dict.fromkeys(names)}
+
+
+def _updates(
+    state: TrainingState, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the change of each parameter in AdamW's next step."""
+    groups = [
+        {"params": [parameter], **state.settings[_parameters(state, name)[0]].group()}
+        for name, parameter in parameters.items()
+    ]
+    optimizer = AdamW(groups)
+    moments = {kind: _in_files(each) for kind, each in state.moments.items()}
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    for name, parameter in parameters.items():
+        parameter.grad = gradients[name]
+        optimizer.state[parameter] = {kind: each[name].double() for kind, each in moments.items()}
+        optimizer.state[parameter][STEP] = torch.tensor(float(state.step or 0))
+    optimizer.step()
+    return {name: parameter.detach() - before[name] for name, parameter in parameters.items()}
+
+
+def _logits(state: TrainingState, values: Mapping[str, Tensor], tokens_BT: Tensor) -> Tensor:
+    """Return the logits of a model that reads the names of the files."""
+    if state.format == "shardwright":
+        with torch.device("meta"):
+            model = Transformer(state.spec).double().eval()
+        logits: Tensor = functional_call(model, dict(values), (tokens_BT,))
+        return logits
+    if state.naming == TRANSFORMERS:
+        return _logits_of_transformers(state, values, tokens_BT)
+    return _logits_of_torchtitan(state.spec, values, tokens_BT, state.naming)
+
+
+def _logits_of_transformers(state: TrainingState, values: Mapping[str, Tensor], tokens_BT: Tensor) -> Tensor:
+    try:
+        import transformers
+    except ImportError:
+        raise InputError(
+            "--prove evaluates names of transformers with that library: pip install transformers"
+        ) from None
+    architecture = architecture_of(state.spec)
+    config = transformers.AutoConfig.for_model(**architecture.config(state.spec))
+    model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
+    if others := sorted(values.keys() - model.state_dict().keys()):
+        raise InputError(
+            f"--prove cannot evaluate {architecture.class_name}: in {transformers.__version__} of transformers the "
+            f"model has no tensor {others[0]}, and combines tensors of the files while it loads them"
+        )
+    logits: Tensor = functional_call(model, dict(values), (tokens_BT,), {"use_cache": False}).logits
+    return logits
+
+
+def _logits_of_torchtitan(spec: ModelSpec, values: Mapping[str, Tensor], tokens_BT: Tensor, naming: str) -> Tensor:
+    """Return the logits of torchtitan's Llama 3: pairs of neighbouring elements are rotated as complex numbers."""
+    heads, head = ("attention.qkv_linear", "lm_head") if naming == TORCHTITAN else ("attention", "output")
+    angles_TC = torch.arange(tokens_BT.shape[1], dtype=torch.float64)[:, None] * frequencies(spec)
+    turns_TC = torch.polar(torch.ones_like(angles_TC), angles_TC)
+
+    def normed(x_BTD: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x_BTD, (spec.d_model,), values[f"{name}.weight"], spec.norm_eps)
+
+    def multiplied(x_BTD: Tensor, name: str) -> Tensor:
+        return F.linear(x_BTD, values[f"{name}.weight"])
+
+    def split(x_BTD: Tensor, rotates: bool) -> Tensor:
+        x_BHTC = x_BTD.unflatten(-1, (-1, spec.head_dim)).transpose(1, 2)
+        if not rotates:
+            return x_BHTC
+        return torch.view_as_real(torch.view_as_complex(x_BHTC.unflatten(-1, (-1, 2)).contiguous()) * turns_TC).flatten(
+            -2
+        )
+
+    x_BTD = F.embedding(tokens_BT, values["tok_embeddings.weight"])
+    for layer in (f"layers.{number}." for number in range(spec.n_layers)):
+        y_BTD = normed(x_BTD, f"{layer}attention_norm")
+        q, k, v = (split(multiplied(y_BTD, f"{layer}{heads}.{name}"), name != "wv") for name in ("wq", "wk", "wv"))
+        mixed_BHTC = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x_BTD = x_BTD + multiplied(mixed_BHTC.transpose(1, 2).flatten(2), f"{layer}attention.wo")
+        y_BTD = normed(x_BTD, f"{layer}ffn_norm")
+        gated = F.silu(multiplied(y_BTD, f"{layer}feed_forward.w1")) * multiplied(y_BTD, f"{layer}feed_forward.w3")
+        x_BTD = x_BTD + multiplied(gated, f"{layer}feed_forward.w2")
+    return multiplied(normed(x_BTD, "norm"), head)
