@@ -158,6 +158,10 @@ def change_optimizer(folder: Path) -> None:
     write_again(folder, values)
 
 
+def leave_out_settings(folder: Path) -> None:
+    write_again(folder, {name: value for name, value in contents(folder).items() if "param_groups" not in name})
+
+
 def leave_out_layer(folder: Path) -> None:
     write_again(folder, {name: value for name, value in contents(folder).items() if "layers.1." not in name})
 
@@ -173,6 +177,7 @@ def leave_out_layer(folder: Path) -> None:
         (mix_steps, "its parts are of different steps .*train_state.step=6"),
         (mix_ranks, "its parts are of different steps .*1 parameters at step 4"),
         (change_optimizer, "the optimizer has states momentum_buffer .*supported: AdamW"),
+        (leave_out_settings, "has moments of .*, and no settings of AdamW"),
         (leave_out_layer, "layers.1.attention.qkv_linear.wk.weight is missing"),
     ],
 )

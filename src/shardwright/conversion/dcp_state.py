@@ -170,15 +170,15 @@ def _step(folder: DcpFolder, place: str, updated: Sequence[FileTensor]) -> int:
 
 
 def _settings(folder: DcpFolder, groups: str, updated: Sequence[FileTensor]) -> dict[str, AdamWSettings]:
-    """Return the settings of each parameter; {} if the checkpoint has none. Raises CheckpointError for settings with
-    which the update is not AdamW's."""
+    """Return the settings of each parameter. Raises CheckpointError if settings are missing, or if the update with
+    them is not AdamW's."""
     numbers = {m[1] for name, _ in folder.places if (m := re.fullmatch(rf"{re.escape(groups)}(\d+)\.params", name))}
     group_of = {name: number for number in numbers for name in folder.value(f"{groups}{number}.params")}
     settings: dict[str, AdamWSettings] = {}
     for tensor in updated:
         place = f"{groups}{group_of.get(tensor.name, tensor.name)}."
         if (place + "lr", ()) not in folder.places:
-            continue
+            raise CheckpointError(f"{folder.path} has moments of {tensor.name}, and no settings of AdamW ({place}lr)")
         group = {key: folder.value(place + key) for key in (*_GROUP, *_REFUSED)}
         for key, valid in _REFUSED.items():
             if group[key] not in (None, valid):
