@@ -3,6 +3,7 @@ reported with its tensor and axis, and that a trainer that cannot be compared is
 
 import json
 import shutil
+import sys
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -13,6 +14,8 @@ from typer.testing import CliRunner, Result
 
 from shardwright.cli.main import app
 from shardwright.config import load
+from shardwright.system.errors import InputError
+from shardwright.verification.trainers.adapter import trainer_class
 from shardwright.verification.trainers.case import trainer_case
 from shardwright.verification.trainers.parity import factorisations
 from tests.marks import prove, rest_prove
@@ -258,3 +261,17 @@ def test_the_keys_of_the_batch_that_are_set_are_not_reduced():
         assert getattr(trainer_case(config, 2, {f"batch.{key}"}), key) == value
     reduced = trainer_case(config, 2, ())
     assert (reduced.seq_len, reduced.global_batch, reduced.micro_batch) != (40, 12, 3)
+
+
+@prove
+def test_accelerate_is_equal_to_one_process():
+    pytest.importorskip("accelerate")
+    result = verify(Path("accelerate"), "--matrix", 2, "--steps", 1)
+    assert result.exit_code == 0, result.output
+
+
+def test_an_adapter_whose_package_is_missing_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    monkeypatch.delitem(sys.modules, "shardwright.verification.trainers.accelerate", raising=False)
+    with pytest.raises(InputError, match=r"--trainer accelerate: .*; install it: pip install accelerate$"):
+        trainer_class("accelerate")
