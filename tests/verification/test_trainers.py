@@ -3,6 +3,9 @@ reported with its tensor and axis, and that a trainer that cannot be compared is
 
 import json
 import shutil
+import sys
+from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from shardwright.cli.main import app
+from shardwright.config import load
+from shardwright.system.errors import InputError
+from shardwright.verification.trainers.adapter import trainer_class
+from shardwright.verification.trainers.case import trainer_case
+from shardwright.verification.trainers.parity import factorisations
 from tests.marks import prove, rest_prove
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "trainers"
@@ -182,6 +190,7 @@ REFUSED: list[tuple[Any, int, str]] = [
         "is not deterministic: two runs of it (one rank) differ by",
     ),
     (("Decoder(spec)", "Decoder(spec).float()"), 2, "parameters are torch.float32, and torch.float64 is compared"),
+    (("self.model.module.load_state_dict(weights)", "pass"), 2, "load() of the reference did not set layers.0."),
     (("self.optimizer.zero_grad()", "1 / (1 - self.world.rank)"), 3, "rank 1 failed: ZeroDivisionError"),
     (TOO_SLOW, 3, "ranks 0, 1 were not done within 20 s"),
 ]
@@ -207,7 +216,8 @@ def test_a_trainer_that_cannot_be_compared_is_refused(tmp_path: Path, change: An
     ("arguments", "words"),
     [
         (["--world", 4, "--set", "dp=3"], "dp=3 does not divide 4 ranks; valid: 1, 2, 4"),
-        (["--world", 4, "--set", "dp=2"], "dp=2 are 2 ranks, and --world is 4; leave an axis out, or take --world 2"),
+        (["--world", 4, "--set", "dp=2"], "dp=2 are 2 ranks, and there are 4; leave an axis out, or take 2 ranks"),
+        (["--matrix", 2, "--world", 2], "--matrix 2 is the number of ranks of each layout; leave out --world 2"),
         (["--set-b", "layout.tp=2"], "--set-b is for layouts of a run file; leave it out with --trainer"),
         (["--dtype", "bfloat16"], "--dtype bfloat16: a trainer is compared in its own matmuls; valid: float64"),
         (["--set", "model.n_layer=3"], "n_layers"),
@@ -218,3 +228,50 @@ def test_an_option_that_does_not_fit_a_trainer_is_named(arguments: list[object],
     result = verify(EXAMPLES / "ddp.py", *arguments)
     assert result.exit_code == 2, result.output
     assert words in " ".join(result.stderr.split())
+
+
+def test_each_way_to_distribute_ranks_over_axes_is_a_layout():
+    assert [*factorisations(4, 2)] == [(4, 1), (2, 2), (1, 4)]
+    assert {*factorisations(6, 3)} == {each for each in product((1, 2, 3, 6), repeat=3) if prod(each) == 6}
+
+
+@prove
+def test_a_matrix_shows_the_axis_of_a_trainer_that_is_wrong(tmp_path: Path):
+    bad = changed(tmp_path, "fsdp2.py", ("fully_shard(module, mesh=mesh)", 'fully_shard(module, mesh=mesh["shard"])'))
+    result = verify(bad, "--matrix", 2, "--steps", 1, "--json")
+    assert result.exit_code == 1, result.output
+    layouts = json.loads(result.stdout)["layouts"]
+    assert [(each["layout"], each["equal"]) for each in layouts] == [("replicate 2", False), ("shard 2", True)]
+
+
+@pytest.mark.parametrize("n_ranks", [2, 3, 4, 8])
+def test_the_model_of_a_run_file_is_cut_to_sizes_that_the_axes_partition_like_the_true_ones(n_ranks: int):
+    config = load(Path("examples/llama-3.1-8b.toml"))
+    true, small = config.model.spec(), trainer_case(config, n_ranks, ()).spec
+    for size in ("n_layers", "n_heads", "n_kv_heads", "d_ffn", "vocab_size", "max_seq_len"):
+        for degree in range(1, n_ranks + 1):
+            assert (getattr(small, size) % degree == 0) == (getattr(true, size) % degree == 0), (size, degree)
+    assert small.n_parameters < 1_000_000  # of 8 billion
+
+
+def test_the_keys_of_the_batch_that_are_set_are_not_reduced():
+    keys = {"seq_len": 40, "global_batch": 12, "micro_batch": 3}
+    config = load(Path("examples/debug.toml"), [f"batch.{key}={value}" for key, value in keys.items()])
+    for key, value in keys.items():
+        assert getattr(trainer_case(config, 2, {f"batch.{key}"}), key) == value
+    reduced = trainer_case(config, 2, ())
+    assert (reduced.seq_len, reduced.global_batch, reduced.micro_batch) != (40, 12, 3)
+
+
+@prove
+def test_accelerate_is_equal_to_one_process():
+    pytest.importorskip("accelerate")
+    result = verify(Path("accelerate"), "--matrix", 2, "--steps", 1)
+    assert result.exit_code == 0, result.output
+
+
+def test_an_adapter_whose_package_is_missing_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    monkeypatch.delitem(sys.modules, "shardwright.verification.trainers.accelerate", raising=False)
+    with pytest.raises(InputError, match=r"--trainer accelerate: .*; install it: pip install accelerate$"):
+        trainer_class("accelerate")

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from shardwright.config import RunConfig
     from shardwright.layout.layout import Layout
     from shardwright.verification import Case, Report, Verifier
+    from shardwright.verification.compare import RankedLayout
 
 
 DAY_S = 24 * 3600.0
@@ -64,7 +65,8 @@ class VerifyOptions:
             metavar="N",
             min=1,
             max=64,
-            help="every valid layout of N ranks for this model, instead of the run file's own",
+            help="every valid layout of N ranks for this model, instead of the run file's own; with --trainer, every "
+            "way to distribute N ranks over its axes",
         ),
     ] = None
     html: Annotated[
@@ -299,25 +301,32 @@ def _trainer(trainer: str, options: VerifyOptions) -> None:
     from shardwright.verification.ranks import start_server
 
     start_server()
-    from shardwright.verification.trainers.parity import verify_trainer
+    from shardwright.verification.trainers.parity import TrainerJob, TrainerVerifier
     from shardwright.verification.verifier import TIMEOUT_S
     from shardwright.verification.view import batch_sizes
 
     _check_options_of_trainer(options)
-    with error_console.status("starting") as status:
-        report = verify_trainer(
-            trainer,
-            options.world or 4,
-            options.overrides or [],
-            reference=options.reference,
-            run_file=options.run_file,
-            full=options.full,
-            steps=options.steps,
-            dtype=options.dtype,
-            timeout_s=options.timeout_s or TIMEOUT_S,
-            tell=status.update,
-        )
-    _show(report, [batch_sizes(report.case)], options)
+    job = TrainerJob(
+        trainer,
+        options.matrix or options.world or 4,
+        options.overrides or [],
+        options.reference,
+        options.run_file,
+        options.full,
+        options.steps,
+        options.dtype,
+        options.timeout_s or TIMEOUT_S,
+    )
+    if options.matrix is None:
+        with error_console.status("starting") as status:
+            report = job.report(status.update)
+        _show(report, [batch_sizes(report.case)], options)
+        return
+    settings = job.settings(every=True)
+    with TrainerVerifier(timeout_s=job.timeout_s) as verifier:
+        with progress("running the reference twice"):
+            verifier.check_reference(settings[0][0])
+        _matrix(verifier, settings, options)
 
 
 def _check_options_of_trainer(options: VerifyOptions) -> None:
@@ -327,13 +336,16 @@ def _check_options_of_trainer(options: VerifyOptions) -> None:
         wrong.append(f"--dtype {options.dtype}: a trainer is compared in its own matmuls; valid: float64, float32")
     given = {
         "--set-b": options.overrides_b is not None,
-        "--matrix": options.matrix is not None,
         "--compile": options.compile,
         "--lr-schedule": options.lr_schedule,
         "--no-evaluate": not options.evaluate,
         "--against": options.against != "single",
     }
     wrong += [f"{name} is for layouts of a run file; leave it out with --trainer" for name in given if given[name]]
+    if options.matrix is not None and options.world is not None:
+        wrong.append(
+            f"--matrix {options.matrix} is the number of ranks of each layout; leave out --world {options.world}"
+        )
     if options.full and options.run_file is None:
         wrong.append("--full: there is no run file to take the sizes from; name one, or use --set model.*")
     if wrong:
@@ -367,7 +379,7 @@ def _show(report: "Report", sizes: Sequence[str], options: VerifyOptions) -> Non
         raise typer.Exit(1)
 
 
-def _matrix(verifier: "Verifier", pairs: "Sequence[tuple[Case, Layout]]", options: VerifyOptions) -> None:
+def _matrix(verifier: "Verifier", pairs: "Sequence[tuple[Case, RankedLayout]]", options: VerifyOptions) -> None:
     from shardwright.verification.view import matrix_document, matrix_table
 
     stream = None if options.json else TableStream(matrix_table(), console)
@@ -375,7 +387,11 @@ def _matrix(verifier: "Verifier", pairs: "Sequence[tuple[Case, Layout]]", option
     if stream is not None:
         console.print()
     n_ranks = pairs[0][1].world_size
-    show(matrix_document(reports, f"{options.run_file}: layouts of {n_ranks} ranks"), options.json, options.html)
+    show(
+        matrix_document(reports, f"{options.trainer or options.run_file}: layouts of {n_ranks} ranks"),
+        options.json,
+        options.html,
+    )
     if any(report.crash for report in reports):
         raise typer.Exit(WorkerError.exit_code)
     if not all(report.equal for report in reports):
@@ -383,7 +399,7 @@ def _matrix(verifier: "Verifier", pairs: "Sequence[tuple[Case, Layout]]", option
 
 
 def collect(
-    verifier: "Verifier", pairs: "Sequence[tuple[Case, Layout]]", names: Sequence[str], stream: TableStream | None
+    verifier: "Verifier", pairs: "Sequence[tuple[Case, RankedLayout]]", names: Sequence[str], stream: TableStream | None
 ) -> "list[Report]":
     """Return the report of each case and layout. `stream`, if given, prints a row for each report when it is done."""
     from shardwright.verification.view import matrix_row

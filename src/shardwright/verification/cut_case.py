@@ -49,7 +49,7 @@ def cut(case: Case, layouts: Iterable[Layout]) -> Case:
     layouts = list(layouts)
     world_size = max(layout.world_size for layout in layouts)
     data_ranks = math.lcm(*(layout.data_ranks for layout in layouts))
-    seq_len = _like(case.seq_len, _TOKENS, 2 * world_size)
+    seq_len = size_like(case.seq_len, _TOKENS, 2 * world_size)
     per_rank = max(1, case.global_batch // data_ranks)  # sequences of a data rank
     fewest = _ACCUMULATION_IN_16_BITS if case.dtype == "bfloat16" else _ACCUMULATION
     micro_batch = 2 if case.micro_batch > 1 and per_rank >= 2 * _ACCUMULATION else 1
@@ -110,7 +110,7 @@ def cut_spec(spec: ModelSpec, world_size: int, n_layers: int = _LAYERS) -> Model
     latent = _cut_latent(spec.latent_attention) if spec.latent_attention else None
     head_dim = min(_HEAD_DIM, spec.head_dim) if latent is None else latent.v_dim
     square = spec.d_model == spec.n_heads * spec.head_dim
-    d_model = n_heads * head_dim if square else _like(spec.d_model, (n_heads + 1) * head_dim, world_size)
+    d_model = n_heads * head_dim if square else size_like(spec.d_model, (n_heads + 1) * head_dim, world_size)
     small = replace(spec, head_dim=head_dim, rope_fraction=_cut_fraction(spec, head_dim), latent_attention=latent)
     return replace(
         small,
@@ -123,7 +123,7 @@ def cut_spec(spec: ModelSpec, world_size: int, n_layers: int = _LAYERS) -> Model
         d_model=d_model,
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
-        d_ffn=_like(spec.d_ffn, _FFN, world_size),
+        d_ffn=size_like(spec.d_ffn, _FFN, world_size),
         vocab_size=min(_VOCABULARY, spec.vocab_size),
         linear_attention=_cut_linear(spec.linear_attention, world_size, min(n_layers, spec.n_layers)),
         moe=_cut_experts(spec.moe, world_size, min(n_layers, spec.n_layers)) if spec.moe else None,
@@ -170,9 +170,9 @@ def _cut_experts(moe: MoESpec, world_size: int, n_layers: int) -> MoESpec:
         moe,
         n_experts=n_experts,
         top_k=top_k,
-        d_ffn=_like(moe.d_ffn, _EXPERT_FFN, world_size),
-        n_shared=_like(moe.n_shared, 1, world_size),
-        d_shared=_like(moe.d_shared, _EXPERT_FFN, world_size) if moe.d_shared else 0,
+        d_ffn=size_like(moe.d_ffn, _EXPERT_FFN, world_size),
+        n_shared=size_like(moe.n_shared, 1, world_size),
+        d_shared=size_like(moe.d_shared, _EXPERT_FFN, world_size) if moe.d_shared else 0,
         first_dense=min(moe.first_dense, 1),
         interval=min(moe.interval, n_layers),
         dense_layers=(0,) if moe.dense_layers else (),
@@ -196,7 +196,7 @@ def _cut_linear(linear: LinearAttentionSpec | None, world_size: int, n_layers: i
     """Return the fewest heads that any degree partitions like the true ones, with as many value heads for each."""
     if linear is None:
         return None
-    n_k_heads, group = _like(linear.n_k_heads, 1, world_size), min(linear.n_v_heads // linear.n_k_heads, 2)
+    n_k_heads, group = size_like(linear.n_k_heads, 1, world_size), min(linear.n_v_heads // linear.n_k_heads, 2)
     return replace(
         linear,
         n_k_heads=n_k_heads,
@@ -265,7 +265,7 @@ def _accumulation(layouts: Sequence[Layout], data_ranks: int, global_batch: int,
     return next(n for n in count(1) if all(enough(n, layout) for layout in layouts))
 
 
-def _like(size: int, least: int, up_to: int) -> int:
+def size_like(size: int, least: int, up_to: int) -> int:
     """Return the smallest number from `least` on with the same divisors in 1 to `up_to` as `size`."""
     wanted = _divided_by(size, up_to)
     return next((n for n in range(min(least, size), size) if _divided_by(n, up_to) == wanted), size)

@@ -116,7 +116,7 @@ class Verifier:
             n_replicated, differing = compare.differing_replicas(trace)
             return Report(case, layout, name, rows, n_replicated, differing)
 
-    def parities(self, pairs: Sequence[tuple[Case, Layout]]) -> Iterator[Report]:
+    def parities(self, pairs: Sequence[tuple[Case, RankedLayout]]) -> Iterator[Report]:
         """Yield `parity` of each case and layout with one process, in order, as they are done; several run at once. If
         a rank crashes or hangs, its report contains the crash and the others continue (`outcome`)."""
         world_size = max(layout.world_size for _, layout in pairs)
@@ -130,11 +130,12 @@ class Verifier:
                 end_all()
                 raise
 
-    def outcome(self, case: Case, layout: Layout) -> Report:
+    def outcome(self, case: Case, layout: RankedLayout) -> Report:
         """Return `parity` with one process; a crash, a hang or a refusal of a valid setting is in the report.
 
         Raises LayoutError for a setting that breaks a rule.
         """
+        assert isinstance(layout, Layout)
         _check(case, layout)
         try:
             return self.parity(case, layout)

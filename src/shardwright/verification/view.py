@@ -164,7 +164,7 @@ def matrix_document(reports: Sequence[Report], title: str) -> VerbDocument:
     parts: list[Part] = [
         Facts(facts),
         *(Note(str(report.layout), _verdict(report), "bad") for report in bad),
-        *([Note("for the culprit, verify one of them by its own --set layout...")] if bad else []),
+        *([Note("for the culprit, verify one of them alone, with --set for its degrees")] if bad else []),
         matrix_table(rows=[matrix_row(report, str(report.layout)) for report in reports]),
         Note("the tensor or number with the largest error in multiples of its tolerance", "worst at", "quiet"),
         Note("tensors and numbers that several ranks hold, compared bit for bit", "replicas", "quiet"),

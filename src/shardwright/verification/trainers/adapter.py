@@ -24,7 +24,7 @@ from shardwright.system.errors import ConfigError, InputError, near_path, neares
 
 METHODS = ("load", "step", "gradients", "parameters")
 """The methods that a Trainer class needs."""
-ADAPTERS = ("shardwright",)
+ADAPTERS = ("accelerate", "shardwright")
 """The adapters of this folder, by name."""
 
 
@@ -155,7 +155,10 @@ def trainer_class(name: str) -> type[Any]:
     """Return the class `Trainer` of a file or of an adapter (`resolved`). Raises InputError if the file cannot be
     imported, or if its class has not the needed methods."""
     if name in ADAPTERS:
-        module = importlib.import_module(f"shardwright.verification.trainers.{name}")
+        try:
+            module = importlib.import_module(f"shardwright.verification.trainers.{name}")
+        except ModuleNotFoundError as error:
+            raise _not_installed(name, error) from None
     else:
         sys.path.insert(0, str(Path(name).parent))  # the file imports its neighbours, as it does when it is run
         try:
@@ -176,12 +179,19 @@ def trainer_class(name: str) -> type[Any]:
     return kind
 
 
+def _not_installed(name: str, error: ModuleNotFoundError) -> InputError:
+    """Return one sentence about a package that an adapter needs, with the command that installs it."""
+    return InputError(f"--trainer {name}: {error}; install it: pip install {(error.name or name).partition('.')[0]}")
+
+
 _NEEDS_CUDA = re.compile(r"\b(cuda|nvidia|nccl|hip|gpus?)\b", re.IGNORECASE)
 
 
 def environment_error(name: str, error: BaseException) -> InputError | None:
     """Return one sentence about an error whose cause is a missing module or a missing accelerator; None for any other
     error."""
+    if name in ADAPTERS and isinstance(error, ModuleNotFoundError):
+        return _not_installed(name, error)
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if Path(frame.filename).parent == Path(name).parent]
     at = own[-1] if own else frames[-1]

@@ -1,7 +1,7 @@
 """The training that a trainer is compared by, and its smaller forms in the search for the smallest that differs."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from shardwright.layout.layout import Layout
 from shardwright.system.errors import InputError
 from shardwright.system.units import divisors
 from shardwright.verification.case import CLIPPED, RATES, Case, case_of
-from shardwright.verification.cut_case import cut
+from shardwright.verification.cut_case import cut, cut_spec, size_like
 
 UNCLIPPED, CLIPPING = "unclipped", "clipped"
 """The trainings: the first shows raw gradients, the second clips on both sides of the limit."""
@@ -138,8 +138,8 @@ SECTIONS = ("model", "batch", "seed")
 
 
 def config_of(run_file: Path | None, world_size: int, overrides: Sequence[str]) -> tuple[RunConfig, dict[str, Any]]:
-    """Return the model and the batch of a run file, by default of a model of a few layers that has a head, a layer and
-    sequences for each rank, and the options for the trainer. Raises InputError with all problems."""
+    """Return the model and the batch of a run file, by default of a model of a few layers whose sizes are multiples of
+    the number of ranks, and the options for the trainer. Raises InputError with all problems."""
     own = [override for override in overrides if override.partition("=")[0].strip().split(".")[0] in SECTIONS]
     options: dict[str, Any] = {}
     problems = [problem for each in overrides if each not in own for problem in apply_override(options, each)]
@@ -148,35 +148,54 @@ def config_of(run_file: Path | None, world_size: int, overrides: Sequence[str]) 
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in flat(options).items()}
     if run_file is not None:
         return load(run_file, own), options
-    n_heads = max(4, world_size)
+    n_heads = _multiple_of(world_size, 4)
     table = {
         "out": "none",
         "steps": 1,
         "data": {"path": "none"},
         "model": {
-            "n_layers": max(2, world_size),
+            "n_layers": _multiple_of(world_size, 2),
             "d_model": 8 * n_heads,
             "n_heads": n_heads,
             "n_kv_heads": n_heads,
             "d_ffn": 16 * n_heads,
             "vocab_size": 16 * n_heads,
         },
-        "batch": {"seq_len": 16, "global_batch": 4 * world_size, "micro_batch": 2},
+        "batch": {"seq_len": _multiple_of(2 * world_size, 16), "global_batch": 4 * world_size, "micro_batch": 2},
     }
     return parse(table, own, "the model of --trainer"), options
 
 
-def trainer_case(config: RunConfig, world_size: int, *, full: bool = True, **changes: Any) -> TrainerCase:
-    """Return the case of a model and a batch; reduced to test size unless `full`. `changes`: of the fields of the
-    case."""
-    true = case_of(config)
-    case = true if full else cut(true, [Layout(dp_replicate=world_size)])
+def _multiple_of(factor: int, least: int) -> int:
+    """Return the smallest multiple of `factor` from `least` on."""
+    return -(-least // factor) * factor
+
+
+def trainer_case(
+    config: RunConfig, world_size: int, kept: Collection[str] | None = None, **changes: Any
+) -> TrainerCase:
+    """Return the case of a model and a batch. `kept`: None, or all keys of the run file that are not reduced to test
+    size. `changes`: fields of the case."""
+    case = true = case_of(config)
+    if kept is not None:
+        case = _cut_for_axes(true, world_size)
+        micro_batch = true.micro_batch if "batch.micro_batch" in kept else case.micro_batch
+        case = replace(
+            case,
+            seq_len=true.seq_len if "batch.seq_len" in kept else case.seq_len,
+            micro_batch=micro_batch,
+            global_batch=true.global_batch if "batch.global_batch" in kept else 2 * micro_batch * world_size,
+        )
+    spec = replace(case.spec, max_seq_len=max(case.spec.max_seq_len, case.seq_len))
     return TrainerCase(
-        case.spec,
-        case.seq_len,
-        case.global_batch if full else 4 * world_size,
-        case.micro_batch if full else 2,
-        case.seed,
-        OptimizerSection(lr=RATE),
-        **changes,
+        spec, case.seq_len, case.global_batch, case.micro_batch, case.seed, OptimizerSection(lr=RATE), **changes
     )
+
+
+def _cut_for_axes(true: Case, world_size: int) -> Case:
+    """Return the case at test size. Each size, also the layers and the vocabulary, has the divisors up to `world_size`
+    of the true size, because an axis of a trainer may partition any of them into equal parts."""
+    case = cut(true, [Layout(dp_replicate=world_size)])
+    spec = cut_spec(true.spec, world_size, size_like(true.spec.n_layers, max(2, world_size), world_size))
+    vocab_size = size_like(true.spec.vocab_size, case.spec.vocab_size, world_size)
+    return replace(case, spec=replace(spec, vocab_size=vocab_size, max_seq_len=case.seq_len))

@@ -2,8 +2,8 @@
 
 import math
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwright.system.errors import InputError, ShardwrightError, checked_call
@@ -11,7 +11,7 @@ from shardwright.system.forks import temporary_folder
 from shardwright.system.units import divisors
 from shardwright.verification import compare
 from shardwright.verification.case import Case
-from shardwright.verification.compare import Report, ReportRow
+from shardwright.verification.compare import RankedLayout, Report, ReportRow
 from shardwright.verification.ranks import run_ranks
 from shardwright.verification.tolerance import Tolerance, with_adams_noise
 from shardwright.verification.trace import Trace
@@ -29,11 +29,14 @@ from shardwright.verification.trainers.rank import train_rank
 from shardwright.verification.verifier import TIMEOUT_S, Verifier, smallest
 
 
-def layout_of(trainer: str, world_size: int, options: dict[str, object], timeout_s: float = TIMEOUT_S) -> TrainerLayout:
+def layouts_of(
+    trainer: str, world_size: int, options: Mapping[str, object], timeout_s: float = TIMEOUT_S, every: bool = False
+) -> list[TrainerLayout]:
     """Return a trainer with the degrees of its axes, which `options` may name, and its other options.
 
-    The first axis without a degree has all ranks that are left. Raises InputError if degrees do not divide the ranks or
-    the trainer cannot be imported.
+    The first axis without a degree has all ranks that are left; with `every`, there is a layout for each way to
+    distribute these ranks over the axes without a degree. Raises InputError if degrees do not divide the ranks or the
+    trainer cannot be imported.
     """
     axes = run_ranks(axes_of, 1, trainer, timeout_s=timeout_s)[0]
     degrees: dict[str, int] = {}
@@ -45,15 +48,30 @@ def layout_of(trainer: str, world_size: int, options: dict[str, object], timeout
             raise InputError(f"{axis}={degree} does not divide {left} ranks; valid: {valid}")
         degrees[axis] = degree
         left //= degree
-    for axis in (axis for axis in axes if axis not in options):
-        degrees[axis], left = left, 1
-    if left > 1:
+    free = [axis for axis in axes if axis not in options]
+    if left > 1 and not free:
         raise InputError(
             f"{', '.join(f'{axis}={degree}' for axis, degree in degrees.items())} are {world_size // left} ranks, and "
-            f"--world is {world_size}; leave an axis out, or take --world {world_size // left}"
+            f"there are {world_size}; leave an axis out, or take {world_size // left} ranks"
         )
-    rest = {key: value for key, value in options.items() if key not in axes}
-    return TrainerLayout(trainer, tuple((axis, degrees[axis]) for axis in axes), tuple(rest.items()))
+    rest = tuple((key, value) for key, value in options.items() if key not in axes)
+    products = list(factorisations(left, len(free)))
+    return [
+        TrainerLayout(
+            trainer, tuple((axis, {**degrees, **dict(zip(free, product, strict=True))}[axis]) for axis in axes), rest
+        )
+        for product in (products if every else products[:1])
+    ]
+
+
+def factorisations(n: int, n_factors: int) -> Iterator[tuple[int, ...]]:
+    """Yield all ordered products of `n_factors` numbers that are n, the largest first factor first."""
+    if n_factors == 0:
+        yield ()
+        return
+    for first in reversed(divisors(n)) if n_factors > 1 else [n]:
+        for rest in factorisations(n // first, n_factors - 1):
+            yield first, *rest
 
 
 _IGNORED = {
@@ -65,16 +83,28 @@ _IGNORED = {
 class TrainerVerifier(Verifier):
     """Compares trainers with one process, and keeps the traces of references. Use it in a `with`."""
 
+    def check_reference(self, case: TrainerCase) -> None:
+        """Raise InputError if two runs of the reference differ."""
+        expected = self._exact(case)
+        exact = replace(case, dtype="float64", accumulates=False, weights=str(expected.folder))
+        self._check_repeats(exact, case.reference, expected, self._tolerance(exact))
+
+    def outcome(self, case: Case, layout: RankedLayout) -> Report:
+        """Return `compare`; a crash, a hang or a refusal is in the report."""
+        assert isinstance(case, TrainerCase)
+        assert isinstance(layout, TrainerLayout)
+        try:
+            return self.compare(case, layout)
+        except ShardwrightError as error:
+            return Report(case, layout, "one process", [], 0, crash=str(error))
+
     def compare(self, case: TrainerCase, layout: TrainerLayout, repeats: bool = True) -> Report:
-        """Compare a trainer with `case.reference`. `repeats`: check that a second run has the same results.
+        """Compare a trainer with `case.reference`. `repeats`: run a trainer that is not equal a second time.
 
         Raises InputError for a trainer that cannot be run or compared, or whose runs differ from each other;
         WorkerError if a rank crashes or hangs.
         """
         expected = self._exact(case)
-        if repeats:
-            exact = replace(case, dtype="float64", accumulates=False, weights=str(expected.folder))
-            self._check_repeats(exact, case.reference, expected, self._tolerance(exact))
         ours = replace(self._prepared(case), weights=str(expected.folder))
         with tempfile.TemporaryDirectory(dir=temporary_folder()) as folder:
             trace = self._run(train_rank, layout.world_size, Path(folder), ours, layout)
@@ -135,6 +165,46 @@ class TrainerVerifier(Verifier):
             )
 
 
+@dataclass(frozen=True)
+class TrainerJob:
+    """The question of `verify --trainer`; the fields are arguments of `verify_trainer`."""
+
+    trainer: str | Path | type
+    world_size: int
+    overrides: Sequence[str] = ()
+    reference: str | Path | type | None = None
+    run_file: Path | None = None
+    full: bool = False
+    steps: int = 3
+    dtype: str = "float64"
+    timeout_s: float = TIMEOUT_S
+
+    def settings(self, every: bool = False) -> list[TrainerSetting]:
+        """Return the case and the trainer to run; with `every`, one for each distribution of the ranks over axes."""
+        config, options = config_of(self.run_file, self.world_size, self.overrides)
+        layouts = layouts_of(resolved(self.trainer), self.world_size, options, self.timeout_s, every)
+        alone = layouts_of(resolved(self.reference or self.trainer), 1, dict(layouts[0].options), self.timeout_s)[0]
+        kept = {override.partition("=")[0].strip() for override in self.overrides}
+        case = trainer_case(
+            config,
+            self.world_size,
+            None if self.full or self.run_file is None else kept,
+            steps=self.steps,
+            dtype=self.dtype,
+            reference=replace(alone, is_reference=True),
+        )
+        return [(case, layout) for layout in layouts]
+
+    def report(self, tell: Callable[[str], None] = lambda line: None) -> Report:
+        """Compare the trainer with one process, and look for the smallest configuration that differs."""
+        [(case, layout)] = self.settings()
+        with TrainerVerifier(timeout_s=self.timeout_s) as verifier:
+            tell(f"running {self.world_size} ranks and the reference")
+            verifier.check_reference(case)
+            report = verifier.compare(case, layout)
+            return report if report.equal else replace(report, culprit=verifier.culprit(report, tell))
+
+
 @checked_call
 def verify_trainer(
     trainer: str | Path | type,
@@ -160,24 +230,8 @@ def verify_trainer(
     Returns a Report: `equal`, `rows`, `differing` (replicas) and `culprit`. Raises InputError for a trainer that cannot
     be run or compared, or whose runs differ from each other; WorkerError if a rank crashes or hangs.
     """
-    config, options = config_of(run_file, world_size, overrides)
-    layout = layout_of(resolved(trainer), world_size, options, timeout_s)
-    alone = layout_of(resolved(reference or trainer), 1, dict(layout.options), timeout_s)
-    case = trainer_case(
-        config,
-        world_size,
-        full=full or run_file is None,
-        steps=steps,
-        dtype=dtype,
-        reference=replace(alone, is_reference=True),
-    )
-    with TrainerVerifier(timeout_s=timeout_s) as verifier:
-        if tell is not None:
-            tell(f"running {world_size} ranks and the reference")
-        report = verifier.compare(case, layout)
-        return (
-            report if report.equal else replace(report, culprit=verifier.culprit(report, tell or (lambda line: None)))
-        )
+    job = TrainerJob(trainer, world_size, overrides, reference, run_file, full, steps, dtype, timeout_s)
+    return job.report(tell or (lambda line: None))
 
 
 _ORDER = ("initial", "loss", "gradient", "grad norm", "parameter")

@@ -61,8 +61,10 @@ def _train(case: TrainerCase, layout: TrainerLayout, folder: Path) -> RankTrace:
             _write_weights(trainer, case, folder)
         weights = _weights(Path(case.weights or folder), dtype)
         trainer.load(weights)
+        initial = _checked("parameters()", trainer.parameters(), weights, dtype)
+        if layout.is_reference:
+            _check_loaded(initial, weights)
         if training == case.trainings[0]:
-            initial = _checked("parameters()", trainer.parameters(), weights, dtype)
             recorder.tensors(TracedQuantity("initial", training, 0), initial)
         for step in range(case.steps):
             limit = case.clip_norm(training, step, _norm_of(recorder.trace, step))
@@ -125,6 +127,16 @@ def _write_weights(trainer: Any, case: TrainerCase, folder: Path) -> None:
 
 def _weights(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: tensor.to(dtype) for name, tensor in load_file(folder / WEIGHTS).items()}
+
+
+def _check_loaded(initial: Mapping[str, TensorShard], weights: Mapping[str, Tensor]) -> None:
+    """Raise InputError if the reference's parameters are not the weights that its `load` was given."""
+    others = [name for name, weight in weights.items() if not torch.equal(initial[name].tensor, weight)]
+    if others:
+        raise InputError(
+            f"load() of the reference did not set {others[0]}: parameters() has other values "
+            f"({len(others)} of {len(weights)} tensors); copy each tensor of the argument into its parameter"
+        )
 
 
 def _loss(value: Any) -> Tensor:

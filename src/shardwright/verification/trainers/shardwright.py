@@ -9,11 +9,11 @@ from torch import Tensor
 from shardwright.data.batches import Batch
 from shardwright.layout.layout import Layout
 from shardwright.model.spec import ModelSpec
-from shardwright.parallel.boxes import local_box
 from shardwright.system.errors import LayoutError
 from shardwright.verification.case import PLAIN_SGD, Case
 from shardwright.verification.rank import build_trainer
 from shardwright.verification.trainers.adapter import StepBatch, World
+from shardwright.verification.trainers.pieces import load_weights
 
 
 class ShardwrightTrainer:
@@ -35,10 +35,7 @@ class ShardwrightTrainer:
         self.norm = torch.zeros(())
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        for name, parameter in self.parameters().items():
-            local, offsets = local_box(parameter)
-            at = tuple(slice(first, first + size) for first, size in zip(offsets, local.shape, strict=True))
-            local.copy_(weights[name][at])
+        load_weights(self.parameters(), weights)
         self.trainer.model.after_change()
 
     def step(self, batch: StepBatch) -> float:

@@ -1,0 +1,59 @@
+"""Hugging Face Accelerate: `shardwright verify --trainer accelerate --matrix 2`.
+
+The loop of Accelerate's guide to gradient accumulation with a loss over all targets, with DDP. On CPUs Accelerate 1.15
+ignores an `fsdp_plugin`, so FSDP2 is not an axis.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor
+
+from shardwright.model.spec import ModelSpec
+from shardwright.verification.trainers.adapter import StepBatch, World
+from shardwright.verification.trainers.pieces import load_weights, loss_sum, plain_model, set_environment
+
+
+class AccelerateTrainer:
+    """A model and SGD with momentum, prepared by an Accelerator."""
+
+    def __init__(self, spec: ModelSpec, world: World) -> None:
+        set_environment(world)
+        model = plain_model(spec, world)
+        optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+        self.n_ranks, self.accelerator = world.size, Accelerator(cpu=True)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        load_weights(self.parameters(), weights)
+
+    def step(self, batch: StepBatch) -> float:
+        n_micro_batches = len(batch.micro_batches)
+        self.accelerator.gradient_accumulation_steps = n_micro_batches
+        total = torch.zeros(())
+        self.optimizer.param_groups[0]["lr"] = batch.lr
+        for tokens_BT, targets_BT in batch.micro_batches:
+            with self.accelerator.accumulate(self.model):
+                loss = loss_sum(self.model(tokens_BT), targets_BT) / batch.n_targets
+                # DDP averages over ranks, and `backward` divides by the accumulation steps.
+                self.accelerator.backward(loss * self.n_ranks * n_micro_batches)
+                if self.accelerator.sync_gradients:
+                    self.accelerator.clip_grad_norm_(self.model.parameters(), batch.clip_norm)
+                    self.last = {name: p.grad.detach().clone() for name, p in self.parameters().items()}
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            total += loss.detach()
+        dist.all_reduce(total)
+        return total.item()
+
+    def gradients(self) -> dict[str, Any]:
+        return self.last
+
+    def parameters(self) -> dict[str, Any]:
+        return dict(self.accelerator.unwrap_model(self.model).named_parameters())
+
+
+Trainer = AccelerateTrainer
