@@ -29,7 +29,25 @@ EVERY_SECOND = {"n_layers": 4, "moe": replace(GATED_EXPERTS, interval=2), "mtp_m
 MIXTURE = SWITCHES | {"moe": EXPERTS, "mtp_modules": 1}
 WINDOWS = {"window": 5, "global_interval": 2, "window_rope_theta": 300.0, "attention_sinks": True, "o_bias": True}
 CAPS = {"window": 7, "attention_softcap": 0.3, "logit_softcap": 0.2, "norm_position": "both", "qkv_bias": True}
+COHERE = {"norm": "layernorm", "norm_bias": False, "parallel_branches": True, "nope_interval": 2, "dropout": 0.1}
+COHERE |= {"window": 5, "global_interval": 2, "logit_divisor": 4.0, "tied_embedding": True, "qkv_bias": True}
 CASES = {
+    "parallel branches, tp": (COHERE, Layout(tp=2, sequence_parallel=False)),
+    "parallel branches, tp with token shards, selective": (
+        COHERE,
+        Layout(tp=4, sequence_parallel=True, recompute="selective"),
+    ),
+    "parallel branches, tp with token shards, ring, full": (
+        COHERE,
+        Layout(tp=2, sequence_parallel=True, cp=2, cp_method="ring", recompute="full"),
+    ),
+    "parallel branches, ulysses": (COHERE, Layout(cp=2, cp_method="ulysses")),
+    "parallel branches, allgather, ZeRO 2": (COHERE, Layout(cp=2, cp_method="allgather", dp_shard=2, zero=2)),
+    "parallel branches, tp with token shards, ZeRO 3": (
+        COHERE,
+        Layout(tp=2, sequence_parallel=True, dp_shard=2, zero=3),
+    ),
+    "parallel branches, pp, split backward pass": (COHERE, Layout(pp=2, pp_schedule="zb-h1")),
     "tp": (SWITCHES, Layout(tp=2, sequence_parallel=False)),
     "tp with token shards, selective": (OFFSET, Layout(tp=2, sequence_parallel=True, recompute="selective")),
     "tp with replicas of kv heads, full": (OFFSET, Layout(tp=4, sequence_parallel=True, recompute="full")),
