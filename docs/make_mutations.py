@@ -72,6 +72,7 @@ FEATURES = {
     "positions": "{} positions",
     "qk_norm_whole": "over all heads",
     "norm_position": "norms of branches ({})",
+    "parallel_branches": "parallel branches",
     "rope_fraction": "a rotated fraction of heads",
     "rope_scaling": "scaled rotary frequencies",
     "nope_interval": "no rotation in every {}nd layer",

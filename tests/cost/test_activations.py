@@ -144,6 +144,7 @@ def with_experts(**changes: object) -> ModelSpec:
 SMALL = {
     "llama": debug(),
     "gpt": debug(n_kv_heads=4, activation="gelu_tanh", positions="learned", bias=True),
+    "parallel branches": debug(norm_bias=False, parallel_branches=True),
     "mixture": replace(resolve("debug-moe"), norm="layernorm"),
     "gated shared experts": with_experts(n_shared=1, shared_gate=True),
     "biased experts": replace(with_experts(bias=True, d_ffn=128), activation="swiglu_clamped"),

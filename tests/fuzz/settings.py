@@ -164,6 +164,7 @@ def _spec(rng: Random, layout: Layout, *, n_layers: int, seq_len: int, experts: 
     max_seq_len = seq_len * rng.choice((1, 1, 2))
     norm, qk_norm = rng.choice(get_args(Norm)), not latent and rng.random() < 0.4
     bias = not latent and not experts and rng.random() < 0.4
+    parallel = family == "decoder" and not latent and not experts and rng.random() < 0.3
     parted = positions == "rope" and not latent and head_dim % 4 == 0
     fraction = rng.choice((1.0, 1.0, 0.5)) if parted else 1.0
     pairs = (latent.rope_dim if latent else int(head_dim * fraction)) // 2
@@ -181,7 +182,8 @@ def _spec(rng: Random, layout: Layout, *, n_layers: int, seq_len: int, experts: 
         vocab_size=rng.randint(17, 97),
         max_seq_len=max_seq_len,
         norm=norm,
-        norm_position=rng.choice(get_args(NormPosition)) if family == "decoder" else "before",
+        parallel_branches=parallel,
+        norm_position=rng.choice(get_args(NormPosition)) if family == "decoder" and not parallel else "before",
         norm_offset=norm == "rmsnorm" and rng.random() < 0.3,
         norm_bias=norm == "rmsnorm" or rng.random() < 0.7,
         norm_eps=rng.choice((1e-5, 1e-6)),

@@ -41,6 +41,9 @@ FAMILIES = {
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=96, n_embd=64, n_layer=3, n_head=4, n_positions=64, initializer_range=0.3
     ),
+    "cohere2": lambda: transformers.Cohere2Config(
+        **SIZES, sliding_window=9, layer_types=["sliding_attention", "sliding_attention", "full_attention"]
+    ),
     "mixtral": lambda: transformers.MixtralConfig(**SIZES, **EAGER, num_local_experts=4),
     "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
         **SIZES, **EXPERTS, num_experts=4, head_dim=16, norm_topk_prob=True, mlp_only_layers=[]

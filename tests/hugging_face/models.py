@@ -152,6 +152,11 @@ def olmo3(**more: Any) -> nn.Module:
     return transformers.Olmo3ForCausalLM(transformers.Olmo3Config(**FOUR | {"rope_parameters": rope} | more))
 
 
+def cohere(of: str = "Cohere2", **more: Any) -> nn.Module:
+    sizes = FOUR | {"head_dim": 8, "layer_norm_eps": 0.03, "logit_scale": 0.3, "attention_bias": True} | more
+    return getattr(transformers, f"{of}ForCausalLM")(getattr(transformers, f"{of}Config")(**sizes))
+
+
 EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
 
 
@@ -287,6 +292,12 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "gemma2": gemma2,
     "gemma3": gemma3,
     "olmo3": olmo3,
+    "cohere2": lambda: cohere(layer_types=["sliding_attention", "full_attention"] * 2),
+    "cohere2, whole windows, no biases, not tied": lambda: cohere(
+        sliding_window=LENGTH, attention_bias=False, tie_word_embeddings=False
+    ),
+    "cohere2, no windows": lambda: cohere(layer_types=["full_attention"] * 4),
+    "cohere": lambda: cohere("Cohere", sliding_window=None),
     "phi3, windows": lambda: phi3(9),
     "qwen2": qwen2,
     "gemma": gemma,

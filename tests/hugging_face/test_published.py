@@ -98,6 +98,20 @@ def _glm4(*sizes: int, attention_bias: bool) -> Config:
     }
 
 
+def _cohere(*sizes: int, windows: bool, **more: Any) -> Config:
+    """The keys of c4ai-command-r7b-12-2024 and c4ai-command-r-v01."""
+    name = "cohere2" if windows else "cohere"
+    common = {"layer_norm_eps": 1e-05, "model_max_length": sizes[-1], "use_qk_norm": False}
+    with_windows = {
+        "head_dim": 128, "sliding_window": 4096, "sliding_window_pattern": 4, "layer_switch": 4, "rotary_pct": 1.0,
+        "order_of_interleaved_layers": "local_attn_first", "position_embedding_type": "rope_gptj",
+        "use_embedding_sharing": True, "use_gated_activation": True, "use_parallel_block": True,
+        "use_parallel_embedding": True, "cache_implementation": "hybrid", "logit_scale": 0.25,
+    }  # fmt: skip
+    class_name = "Cohere2ForCausalLM" if windows else "CohereForCausalLM"
+    return _config(name, class_name, sizes, **common | (with_windows if windows else {}) | more)
+
+
 def _starcoder2(*sizes: int, theta: float, **more: Any) -> Config:
     config = _config("starcoder2", "Starcoder2ForCausalLM", (*sizes, 49152, 16384), rope_theta=theta, **more)
     config |= {"hidden_act": "gelu_pytorch_tanh", "mlp_type": "default", "norm_type": "layer_norm"}
@@ -162,6 +176,16 @@ PUBLISHED: dict[str, tuple[Config, int]] = {
             topk_group=3, topk_method="group_limited_greedy", routed_scaling_factor=16.0,
         ),
         235_741_434_880,
+    ),
+    "command-r7b": (_cohere(32, 4096, 32, 8, 14336, 256000, 132096, windows=True, rope_theta=50000), 8_028_033_024),
+    "command-a": (_cohere(64, 12288, 96, 8, 36864, 256000, 131072, windows=True, rope_theta=50000), 111_057_580_032),
+    "command-r": (
+        _cohere(40, 8192, 64, 64, 22528, 256000, 131072, windows=False, rope_theta=8000000.0, logit_scale=0.0625),
+        34_980_831_232,
+    ),
+    "aya-23-8b": (
+        _cohere(32, 4096, 32, 8, 14336, 256000, 8192, windows=False, rope_theta=10000, logit_scale=0.0625),
+        8_028_033_024,
     ),
     "smollm3-3b": (
         _config(
@@ -370,6 +394,10 @@ WRONG = {
     ("qwen2-57b-a14b", "mlp_only_layers", (3, 28)): "moe.dense_layers has 28; valid: layers 0 to 27",
     ("qwen2-57b-a14b", "mlp_only_layers", ("3",)): "mlp_only_layers=['3'] is not a list of whole numbers",
     ("qwen2-57b-a14b", "mlp_only_layers", 3): "mlp_only_layers=3 is not a list of whole numbers",
+    ("command-r7b", "head_dim", 64): "head_dim=64: transformers takes hidden_size / num_attention_heads = 128",
+    ("command-r7b", "layer_types", ("full_attention", *("sliding_attention",) * 31)): "begins with 1 layers of full_at",
+    ("command-r", "use_qk_norm", True): "use_qk_norm=True is not supported for cohere; valid: False",
+    ("command-r", "logit_scale", 1e-320): "logit_divisor=inf is not a positive number",
     ("smollm3-3b", "no_rope_layers", (1, 0) * 18): "is not the pattern of no_rope_layer_interval=4 over 36 layers",
     ("smollm3-3b", "no_rope_layers", 3): "is not the pattern",
     ("smollm3-3b", "no_rope_layer_interval", 0): "is not a whole number above 0",

@@ -34,6 +34,8 @@ NET = LinearAttentionSpec(n_k_heads=2, n_v_heads=4, k_dim=6, v_dim=5, conv_width
 LINEAR = {"linear_attention": NET, "attention_gate": True, "norm_offset": True, "qk_norm": True, "n_layers": 3}
 WIDE_NET = {"linear_attention": replace(NET, n_k_heads=4, n_v_heads=4, full_interval=3), "n_layers": 3}
 LINEAR_EXPERTS = LINEAR | {"moe": GATED_EXPERTS, "rope_fraction": 0.5}
+COHERE = {"norm": "layernorm", "norm_bias": False, "parallel_branches": True, "nope_interval": 2, "dropout": 0.1}
+COHERE |= {"window": 5, "global_interval": 2, "logit_divisor": 4.0, "tied_embedding": True, "qkv_bias": True}
 CASES = {
     "linear attention, tp": (LINEAR, Layout(tp=2, sequence_parallel=False)),
     "linear attention, tp with token shards, selective": (
@@ -45,6 +47,22 @@ CASES = {
     "linear attention, ZeRO 2": (LINEAR, Layout(dp_shard=2, zero=2)),
     "linear attention, tp, ZeRO 3": (WIDE_NET, Layout(tp=2, sequence_parallel=True, dp_shard=2, zero=3)),
     "linear attention and experts, tp, ep": (LINEAR_EXPERTS, Layout(tp=2, sequence_parallel=True, ep=2)),
+    "parallel branches, tp": (COHERE, Layout(tp=2, sequence_parallel=False)),
+    "parallel branches, tp with token shards, selective": (
+        COHERE,
+        Layout(tp=4, sequence_parallel=True, recompute="selective"),
+    ),
+    "parallel branches, tp with token shards, ring, full": (
+        COHERE,
+        Layout(tp=2, sequence_parallel=True, cp=2, cp_method="ring", recompute="full"),
+    ),
+    "parallel branches, ulysses": (COHERE, Layout(cp=2, cp_method="ulysses")),
+    "parallel branches, allgather, ZeRO 2": (COHERE, Layout(cp=2, cp_method="allgather", dp_shard=2, zero=2)),
+    "parallel branches, tp with token shards, ZeRO 3": (
+        COHERE,
+        Layout(tp=2, sequence_parallel=True, dp_shard=2, zero=3),
+    ),
+    "parallel branches, pp, split backward pass": (COHERE, Layout(pp=2, pp_schedule="zb-h1")),
     "tp": (SWITCHES, Layout(tp=2, sequence_parallel=False)),
     "tp with token shards, selective": (OFFSET, Layout(tp=2, sequence_parallel=True, recompute="selective")),
     "tp with replicas of kv heads, full": (OFFSET, Layout(tp=4, sequence_parallel=True, recompute="full")),

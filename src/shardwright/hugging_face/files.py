@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from shardwright.hugging_face import (
+    cohere,
     deepseek_v2,
     deepseek_v3,
     gemma,
@@ -105,6 +106,7 @@ _BUILT_IN = (
     starcoder2,
     glm4_moe,
     gpt_oss,
+    cohere,
 )
 """Modules of the built-in architectures, whose imports register them. A model is exported as the first that fits."""
 for _module in _BUILT_IN:

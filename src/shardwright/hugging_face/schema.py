@@ -74,6 +74,7 @@ class ConfigFile(GenerationFile):
     query_pre_attn_scalar: float | None = Field(None, gt=0)
     rope_local_base_freq: float | None = Field(None, gt=0)
     sliding_window_pattern: int | None = Field(None, ge=1)
+    logit_scale: float | None = Field(None, gt=0)
     max_window_layers: int | None = Field(None, ge=0)
     full_attention_interval: int | None = Field(None, ge=1)
 

@@ -16,12 +16,21 @@ NULL_IF_ZERO = ("sliding_window",)
 WINDOWED, GLOBAL = "sliding_attention", "full_attention"
 
 
-def complete(config: Config, *, interval: int = 0, first: int = 0, window: int = 4096, by_layer: bool = True) -> Config:
+def complete(
+    config: Config,
+    *,
+    interval: int = 0,
+    first: int = 0,
+    window: int = 4096,
+    by_layer: bool = True,
+    keeps_whole: bool = False,
+) -> Config:
     """Return config.json with the pattern of `layer_types`, or with the default pattern if the key is missing.
 
     `interval`, `first`: the default `global_interval` and `first_window`; `window`: the default window, in tokens;
     `by_layer`: whether transformers reads `layer_types` for this architecture, otherwise every layer has the window. A
-    window as long as the longest sequence is none, unless windowed layers rotate by other frequencies.
+    window as long as the longest sequence is none, unless windowed layers rotate by other frequencies or, with
+    `keeps_whole`, differ in other ways.
     """
     layers = min(config.get("num_hidden_layers", 0), MOST_LAYERS)  # more are refused with the sizes
     longest = config.get("max_position_embeddings", 0)
@@ -30,7 +39,7 @@ def complete(config: Config, *, interval: int = 0, first: int = 0, window: int =
     kinds = given or [_kind(layer, interval, first) for layer in range(layers)]
     pattern = _pattern(kinds) or (0, 0)
     if isinstance(window, int) and window >= longest > 0:
-        window = longest if config.get("_window_rope_theta") else 0
+        window = longest if keeps_whole or config.get("_window_rope_theta") else 0
     if not window or WINDOWED not in kinds:
         return config | {"sliding_window": 0, "_global_interval": 0, "_first_window": 0, "_window_rope_theta": 0.0}
     return config | {"sliding_window": window, "_global_interval": pattern[0], "_first_window": pattern[1]}

@@ -165,6 +165,8 @@ def residual_norm(spec: ModelSizes, name: str) -> Iterator[Row]:
 
 def branch_input(spec: ModelSizes, branch: str) -> str:
     """Return the name of the tensor that a branch reads: a norm, or the residual stream itself."""
+    if spec.parallel_branches:
+        return "attention_norm"
     return f"{branch}_norm" if spec.norm_before else f"{branch}_residual"
 
 
@@ -256,7 +258,7 @@ def feed_forward(
 ) -> Iterator[Row]:
     """Yield the rows of a feed-forward network of inner width `width` (`model.feed_forward.FeedForward`), which reads
     `input`. `ordered`: attention reads `input` too."""
-    input = input or branch_input(spec, "ffn")
+    input, ordered = input or branch_input(spec, "ffn"), ordered or spec.parallel_branches
     for inner in ("gate", "up") if spec.gated else ("up",):
         yield from linear(
             f"{name}.{inner}", width, spec.d_model, "column", input,
@@ -313,8 +315,8 @@ def residual_std(spec: ModelSizes) -> float:
 
 
 def decoder_layer(spec: ModelSizes, layer: int) -> Iterator[Row]:
-    """Yield the rows of a decoder layer: x + attention(norm x), then x + ffn(norm x), or with other norms
-    (`model.transformer.Block`)."""
+    """Yield the rows of a decoder layer: x + attention(norm x), then x + ffn(norm x), or with other norms or parallel
+    branches (`model.transformer.Block`)."""
     if spec.norm_before:
         yield from residual_norm(spec, "attention_norm")
     if spec.is_linear(layer):
@@ -323,7 +325,7 @@ def decoder_layer(spec: ModelSizes, layer: int) -> Iterator[Row]:
         yield from attention(spec) if spec.latent_attention is None else latent_attention(spec)
     if spec.norm_after:
         yield from residual_norm(spec, "attention_post_norm")
-    if spec.norm_before:
+    if spec.norm_before and not spec.parallel_branches:
         yield from residual_norm(spec, "ffn_norm")
     yield from mixture(spec) if spec.has_experts(layer) else feed_forward(spec, "ffn", spec.d_ffn)
     if spec.norm_after:

@@ -107,6 +107,14 @@ def _starcoder2(n_layers: int, d_model: int, n_heads: int, kv_heads: int, theta:
     return _spec(*sizes, **more, tied_embedding=tied, init_std=0.018042)
 
 
+def _cohere(n_layers: int, d_model: int, n_heads: int, kv_heads: int, d_ffn: int, **more: Any) -> ModelSpec:
+    """Return a Command R; with a window, a model in which only layers with a window rotate."""
+    layers = {"global_interval": 4, "nope_interval": 4, "rope_theta": 50000.0} if "window" in more else {}
+    same = {"norm": "layernorm", "norm_bias": False, "parallel_branches": True, "tied_embedding": True}
+    sizes = (n_layers, d_model, n_heads, kv_heads, d_model // n_heads, d_ffn, 256000)
+    return _spec(*sizes, more.pop("max_seq_len", 131072), **same | layers | more)
+
+
 def _granite(d_model: int, d_ffn: int, *, logit_divisor: float, **more: Any) -> ModelSpec:
     scales = {"embedding_scale": 12.0, "residual_scale": 0.22, "logit_divisor": logit_divisor, "tied_embedding": True}
     return _spec(40, d_model, 32, 8, d_model // 32, d_ffn, 49155, 131072, **more | scales)
@@ -297,6 +305,10 @@ PRESETS: dict[str, ModelSpec] = {
         moe=MoESpec(n_experts=32, top_k=8, d_ffn=512, bias_rate=0.0),
     ),
     "phi-4": _spec(40, 5120, 40, 10, 128, 17920, 100352, 16384, rope_theta=250000.0),
+    "command-r": _cohere(40, 8192, 64, 64, 22528, logit_divisor=16.0, rope_theta=8000000.0),
+    "command-r7b": _cohere(32, 4096, 32, 8, 14336, logit_divisor=4.0, window=4096, max_seq_len=132096),
+    "command-a": _cohere(64, 12288, 96, 8, 36864, logit_divisor=4.0, window=4096),
+    "aya-23-8b": _cohere(32, 4096, 32, 8, 14336, logit_divisor=16.0, max_seq_len=8192),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
     "gpt2": _gpt(12, 768, 12, 50257, 1024),

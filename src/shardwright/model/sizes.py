@@ -48,6 +48,13 @@ class ModelSizes:
             "and the norm of its output is added (OLMo 2); both: two norms (Gemma 2)."
         },
     )
+    parallel_branches: bool = field(
+        default=False,
+        metadata={
+            "help": "Attention and the feed-forward network read one norm, and both outputs are added together: "
+            "x + attention(norm x) + ffn(norm x) (Cohere)."
+        },
+    )
     norm_offset: bool = field(
         default=False, metadata={"help": "The weights of RMSNorms are stored as w and multiply as 1 + w (Gemma)."}
     )

@@ -127,6 +127,8 @@ class ModelSpec(ModelSizes):
             )
 
     def _norm_and_scale_problems(self) -> Iterator[str]:
+        if self.parallel_branches:
+            yield from self._parallel_problems()
         if self.norm_offset and self.norm != "rmsnorm":
             yield f"norm_offset=true goes with norm='rmsnorm'; norm is {self.norm!r}"
         if not self.norm_bias and self.norm != "layernorm":
@@ -144,6 +146,15 @@ class ModelSpec(ModelSizes):
             )
         if self.attention_scale and self.latent_attention is not None:
             yield "attention_scale goes with plain attention; latent_attention scales its scores by rope_scaling"
+
+    def _parallel_problems(self) -> Iterator[str]:
+        if self.norm_position != "before":
+            yield f"parallel_branches=true goes with norm_position='before'; norm_position is {self.norm_position!r}"
+        for name in ("moe", "latent_attention"):
+            if getattr(self, name) is not None:
+                yield f"parallel_branches=true goes with plain attention and dense networks; leave {name} out"
+        if self.family != "decoder":
+            yield f"parallel_branches goes with family='decoder'; {self.family!r} defines its own layers"
 
     def _window_problems(self) -> Iterator[str]:
         if not 0 <= self.window <= self.max_seq_len:

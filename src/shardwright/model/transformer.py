@@ -47,9 +47,9 @@ _SITES_PER_LAYER = 2
 
 
 class Block(nn.Module):
-    """One layer: x + attention(norm x), then x + ffn(norm x), or with `norm_position` "after" x + norm(attention x). It
-    can be compiled on its own, because it takes tensors
-    and documents, which only attention reads, outside of compiled code."""
+    """One layer: x + attention(norm x), then x + ffn(norm x), or with `norm_position` "after" x + norm(attention x), or
+    with `parallel_branches` x + attention(norm x) + ffn(norm x). It can be compiled on its own, because it takes
+    tensors and documents, which only attention reads, outside of compiled code."""
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
@@ -57,7 +57,8 @@ class Block(nn.Module):
         self.attention_norm = residual_norm(spec) if before else None
         self.attention = _attention(spec, layer)
         self.attention_post_norm = residual_norm(spec) if after else None
-        self.ffn_norm = residual_norm(spec) if before else None
+        self.parallel_branches = spec.parallel_branches
+        self.ffn_norm = residual_norm(spec) if before and not spec.parallel_branches else None
         self.ffn = MoE(spec) if spec.has_experts(layer) else FeedForward(spec, spec.d_ffn)
         self.ffn_post_norm = residual_norm(spec) if after else None
         self.residual_scale, self.rotates = spec.residual_scale, spec.rotates(layer)
@@ -79,10 +80,11 @@ class Block(nn.Module):
         if self.table is not None and rotary_2TC is not None:
             rotary_2TC = rotary_2TC[self.table]
         rotary_2TC = rotary_2TC if self.rotates else None
-        attended_BTD = self.attention(_normed(self.attention_norm, x_BTD), rotary_2TC, documents)
-        attended_BTD = self.branch(self.attention_post_norm, attended_BTD)
+        normed_BTD = _normed(self.attention_norm, x_BTD)
+        attended_BTD = self.branch(self.attention_post_norm, self.attention(normed_BTD, rotary_2TC, documents))
         x_BTD = x_BTD + self.dropout(attended_BTD, keys_B, positions_T)
-        normed_BTD = _normed(self.ffn_norm, x_BTD)
+        if not self.parallel_branches:
+            normed_BTD = _normed(self.ffn_norm, x_BTD)
         routed: tuple[Any, ...] = ()
         if isinstance(self.ffn, MoE) and (self.ffn.drawn or real is not None):
             routed = ffn_keys_B if self.ffn.drawn else None, positions_T, real

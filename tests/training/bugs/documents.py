@@ -50,8 +50,8 @@ MASK: dict[str, AnyBug] = {
     "the recomputation masks by documents in the reverse order": Bug(
         Mutation(
             "shardwright.model.transformer:Block.forward",
-            "self.attention(_normed(self.attention_norm, x_BTD), rotary_2TC, documents)",
-            "self.attention(_normed(self.attention_norm, x_BTD), rotary_2TC, documents"
+            "self.attention(normed_BTD, rotary_2TC, documents)",
+            "self.attention(normed_BTD, rotary_2TC, documents"
             " if torch._C._current_graph_task_id() < 0"
             " else Documents(tuple(each[::-1] for each in documents.lengths), documents.positions_BT))",
         ),

@@ -6,6 +6,8 @@ from tests.mutation import Mutation
 from tests.training.bugs.bug import APPLY, SP, TENSOR, TP, ZIGZAG, Bug, UnitBug
 
 WHOLE = {"qk_norm": True, "qk_norm_whole": True, "norm_position": "both"}
+PARALLEL = {"parallel_branches": True}
+DOWN = "linear(f'{name}.down', spec.d_model, width, 'row', f'{name}.inner', std=residual_std(spec), bias=spec.bias"
 SUMS, NORM = f"{TENSOR}:_SumOverRanks", f"{TENSOR}:ShardedRMSNorm.forward"
 COPIED = Layout(tp=4, sequence_parallel=True)
 BLOCK, NORMS = "shardwright.model.transformer:Block.branch", "shardwright.model.norm"
@@ -113,6 +115,35 @@ SCALE = {
         ),
         LOGITS,
         ("phi3, longrope, attention factor",),
+    ),
+    "the network of parallel branches reads the residual stream": UnitBug(
+        Mutation("shardwright.model.transformer:Block.forward", "not self.parallel_branches", "True"),
+        LOGITS,
+        ("cohere2",),
+    ),
+    "networks of parallel branches give tokens in another order than attention": Bug(
+        Mutation(
+            "shardwright.model.modules:feed_forward",
+            f"{DOWN}, ordered=ordered)",
+            f"{DOWN}, ordered=False)",
+        ),
+        [SP],
+        spec=PARALLEL,
+        crashes=True,
+    ),
+    "logits of Cohere are divided by logit_scale": UnitBug(
+        Mutation("shardwright.hugging_face.cohere:complete", "1 / config['logit_scale']", "config['logit_scale']"),
+        LOGITS,
+        ("cohere2",),
+    ),
+    "layers without a window rotate": UnitBug(
+        Mutation(
+            "shardwright.hugging_face.cohere:complete_windows",
+            "config['_global_interval'] if config['sliding_window'] else 1",
+            "0",
+        ),
+        LOGITS,
+        ("cohere2",),
     ),
     "the embedding of Gemma is not scaled": UnitBug(
         Mutation("shardwright.hugging_face.gemma:complete", "math.sqrt(config.get('hidden_size', 0))", "1.0"),
