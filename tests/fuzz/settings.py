@@ -170,7 +170,7 @@ def _spec(rng: Random, layout: Layout, *, n_layers: int, seq_len: int, experts: 
     pairs = (latent.rope_dim if latent else int(head_dim * fraction)) // 2
     windows = _windows(rng, n_layers, seq_len, positions, latent is None and family == "decoder")
     can_be_linear = family == "decoder" and not (latent or bias or windows.get("window")) and layout.cp == 1
-    nets = can_be_linear and rng.random() < 0.4
+    nets = can_be_linear and not parallel and rng.random() < 0.4
     return ModelSpec(
         family=family,
         n_layers=n_layers,

@@ -150,7 +150,7 @@ class ModelSpec(ModelSizes):
     def _parallel_problems(self) -> Iterator[str]:
         if self.norm_position != "before":
             yield f"parallel_branches=true goes with norm_position='before'; norm_position is {self.norm_position!r}"
-        for name in ("moe", "latent_attention"):
+        for name in ("moe", "latent_attention", "linear_attention"):
             if getattr(self, name) is not None:
                 yield f"parallel_branches=true goes with plain attention and dense networks; leave {name} out"
         if self.family != "decoder":
