@@ -284,14 +284,14 @@ def test_an_array_is_read_in_bounded_memory(tmp_path: Path) -> None:
 def test_what_has_no_records_is_text_of_one_document_and_counted(tmp_path: Path, content: str) -> None:
     (tmp_path / "a.json").write_text(content)
     assert texts(tmp_path / "a.json", meter=(meter := Meter())) == [content]
-    assert meter.structured == [str(tmp_path / "a.json")]
+    assert (meter.n_structured, meter.structured_first) == (1, str(tmp_path / "a.json"))
 
 
 def test_a_table_is_text_of_one_document_and_counted(tmp_path: Path) -> None:
     for name in ("a.csv", "b.tsv", "c.txt"):
         (tmp_path / name).write_text("id,text\n1,hello\n")
     assert len(texts(tmp_path, meter=(meter := Meter()))) == 3
-    assert [Path(name).name for name in meter.structured] == ["a.csv", "b.tsv"]
+    assert (meter.n_structured, Path(meter.structured_first).name) == (2, "a.csv")
 
 
 @pytest.mark.parametrize(

@@ -128,8 +128,8 @@ class _Corpus:
         given = {name: value for name, value in vars(self).items() if name != "chat"}
         if self.chat is not None and self.chat.writes_date:
             counts["date"] = datetime.fromtimestamp(self.chat.now, UTC).isoformat(timespec="seconds")
-        if meter.structured:
-            counts |= {"structured": len(meter.structured), "structured_first": meter.structured[0]}
+        if meter.n_structured:
+            counts |= {"structured": meter.n_structured, "structured_first": meter.structured_first}
         if self.chat is not None and self.chat.unread:
             counts["unread"] = sorted(self.chat.unread)
         return given | counts | ({"skipped_first": meter.skipped} if meter.skipped else {})

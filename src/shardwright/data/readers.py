@@ -59,15 +59,17 @@ class Document:
 @dataclass
 class Meter:
     """Counts of the input: bytes of the files, documents left out because they are not UTF-8, records left out because
-    they are bad, the first reasons of both, and the number of U+FFFD that replaced other bytes. `structured`: files of
-    JSON or tables without records that can be read, so that each is one document of text."""
+    they are bad, the first reasons of both, and the number of U+FFFD that replaced other bytes. `n_structured`: files
+    of JSON or tables without records that can be read, so that each is one document of text; `structured_first`: the
+    first of them."""
 
     read_bytes: int = 0
     n_skipped: int = 0
     n_bad: int = 0
     n_replaced: int = 0
     skipped: list[str] = field(default_factory=list)
-    structured: list[str] = field(default_factory=list)
+    n_structured: int = 0
+    structured_first: str = ""
 
     def skip(self, error: NotText | BadRecord) -> None:
         """Count a document that is left out; the first few reasons are kept."""

@@ -80,7 +80,8 @@ def documents(
             )
         else:
             if suffix(path) in STRUCTURED:
-                reading.meter.structured.append(str(path))
+                reading.meter.n_structured += 1
+                reading.meter.structured_first = reading.meter.structured_first or str(path)
             yield from text_documents(path, reading)
 
 
