@@ -101,9 +101,10 @@ class VerifyOptions:
     trainer: Annotated[
         str | None,
         typer.Option(
-            metavar="TRAINER.py",
-            help="execute this file and verify its class Trainer instead of a layout; --set changes model.*, batch.*, "
-            "seed, the axes of the trainer and its options; see docs/verify-trainers.md",
+            metavar="TRAINER.py|NAME",
+            help="verify the class Trainer of this file, which is executed, instead of a layout; or the adapter of a "
+            "released system, such as accelerate. --set changes model.*, batch.*, seed, the trainer's axes and its "
+            "options; see docs/verify-trainers.md",
         ),
     ] = None
     world: Annotated[
