@@ -150,7 +150,7 @@ def _groups(system: System, fate: str) -> list[str]:
 def shown_outputs(name: str) -> list[str]:
     """Return the outputs of the examples that a page shows now."""
     text = (FOLDER / f"{name}.md").read_text(encoding="utf-8")
-    return re.findall(r"```text\n(.*?)```", text, re.DOTALL)
+    return re.findall(r"```text\n(.*?)```", text, re.DOTALL)[: len(commands(name))]
 
 
 def _output(command: str) -> str:

@@ -33,6 +33,7 @@ from shardwright.run_folder import (
 from shardwright.serving.evaluate import MEASUREMENTS
 from shardwright.training.checkpoint.manifest import CheckpointManifest, TrainingProgress
 
+OTHER_SYSTEMS = Path(__file__).parents[2] / "examples/other-systems"
 CPU_S = 20
 """CPU-seconds that a verb may take, however loaded the machine is."""
 NUMBERS = (
@@ -112,6 +113,8 @@ READERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("hf/generation_config.json", ("import", "HF", "--out", "OUT")),
     ("hf/model.safetensors", ("import", "HF", "--out", "OUT")),
     ("hf/model.safetensors.index.json", ("import", "HF", "--out", "OUT")),
+    ("train.log", ("plan", "calibrate", "LOG", "--from", "SCRIPT", "--cluster", "h100:32", "--write", "OUT_TOML")),
+    ("train.log", ("plan", "explain-log", "LOG", "--from", "SCRIPT", "--cluster", "h100:32")),
     ("prompts.jsonl", ("generate", "NOTHING", "--prompts", "PROMPTS")),
     ("hardware.toml", (*PLAN, "--hardware", "HARDWARE", "--top", "1")),
 )
@@ -192,6 +195,9 @@ def answers(folder: Path, arguments: list[str]) -> None:
         "HF": "hf",
         "DCP": "dcp",
         "HARDWARE": "hardware.toml",
+        "LOG": "train.log",
+        "SCRIPT": "train.sh",
+        "OUT_TOML": "made.toml",
     }
     given = [str(folder / places[each]) if each in places else each for each in arguments]
     there = sorted(path.name for path in folder.iterdir())
@@ -243,6 +249,8 @@ def write_files(folder: Path) -> None:
     writer.write_object(("train_state", "step"), 3)
     writer.finish()
     (folder / "dcp/config.json").write_bytes((folder / "hf/config.json").read_bytes())
+    for made, example in (("train.log", "megatron_llama3_8b.log"), ("train.sh", "megatron_llama3_8b.sh")):
+        (folder / made).write_bytes((OTHER_SYSTEMS / example).read_bytes())
     (folder / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     (folder / "hardware.toml").write_text(HARDWARE)
 
@@ -317,8 +325,8 @@ def damaged_files(folder: Path, numbers: Iterable[int]) -> None:
         finally:
             (folder / name).unlink()
             (folder / name).write_bytes(whole)
-            for made in ("report.html", "curves.png"):
-                (folder / "run" / made).unlink(missing_ok=True)
+            for made in ("run/report.html", "run/curves.png", "made.toml"):
+                (folder / made).unlink(missing_ok=True)
 
 
 def test_numbers_that_are_none_or_too_large_are_answered(folder):

@@ -13,8 +13,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
+from shardwright.hugging_face.float64 import Float64
 from shardwright.model.transformer import Transformer
 from shardwright.training.weights import Weights, fill, open_weights
 
@@ -371,19 +371,6 @@ def saved(folder: Path, make: Callable[[], nn.Module], max_shard_size: str = "5G
                     tensor.add_(1.0)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
-
-
-class Float64(TorchFunctionMode):
-    """In the block what asks for float32 gets float64: `transformers` computes norms, angles and routing in float32
-    whatever its weights are, and their rounding would hide small errors."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        wide = {torch.float32: torch.float64}
-        if func is Tensor.float:
-            func = Tensor.double
-        args = [wide.get(each, each) if isinstance(each, torch.dtype) else each for each in args]
-        named = {key: wide.get(each, each) if key == "dtype" else each for key, each in (kwargs or {}).items()}
-        return func(*args, **named)
 
 
 def theirs(folder: Path, dtype: torch.dtype) -> nn.Module:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.hugging_face.architecture import architecture_of
+from shardwright.hugging_face.float64 import Float64
 from shardwright.hugging_face.table import file_tensors
 from shardwright.training.exporting import export
 from shardwright.training.importing import import_weights
@@ -20,7 +21,7 @@ pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
 
-from tests.hugging_face.models import Float64, deepseek_v3, kept, ours, saved, tensors, theirs, tokens
+from tests.hugging_face.models import deepseek_v3, kept, ours, saved, tensors, theirs, tokens
 
 LAYERS, WIDTH = 3, 32
 

@@ -56,7 +56,7 @@ def configured(folder: Path, **keys: Any) -> Path:
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"model_type": "mamba"}, "model_type='mamba' is not supported; supported: deepseek_v2, "),
+        ({"model_type": "mamba"}, "model_type='mamba' is not supported; supported: cohere, cohere2, "),
         ({"architectures": ["LlamaForSequenceClassification"]}, "has no LlamaForCausalLM, the only supported one"),
         ({"hidden_act": "relu"}, "hidden_act='relu' is not supported for llama; valid: 'silu'"),
         ({"attention_bias": True}, "attention_bias=True and mlp_bias=False differ"),

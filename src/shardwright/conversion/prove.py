@@ -18,6 +18,7 @@ from shardwright.conversion.dcp_state import DcpWeights
 from shardwright.conversion.names import TORCHTITAN, TRANSFORMERS
 from shardwright.conversion.state import STEP, TrainingState, trained_parameters
 from shardwright.hugging_face.architecture import architecture_of
+from shardwright.hugging_face.float64 import Float64
 from shardwright.hugging_face.reader import MappedTensors
 from shardwright.model.rotary import frequencies
 from shardwright.model.spec import ModelSpec
@@ -26,9 +27,9 @@ from shardwright.system.errors import InputError, ProofError
 from shardwright.training.weights import Weights
 
 SEQUENCES, LENGTH = 2, 64
-TOLERANCE, OF_TRANSFORMERS = 1e-9, 1e-4
-"""Largest difference of two tensors, relative to the largest element of all gradients (all updates, ...): of sums in
-another order in float64; and with `transformers`, which computes rotations and norms in float32."""
+TOLERANCE = 1e-9
+"""Largest difference of two tensors, relative to the largest element of all gradients (all updates, ...): sums in
+another order in float64."""
 _KINDS = ("logits", "loss", "gradient", "update")
 
 
@@ -52,8 +53,6 @@ def compare(source: TrainingState, written: TrainingState) -> list[str]:
     problems = [f"{name} has other bits after the conversion" for name in _other_bits(source, written)]
     if written.step is not None and written.step != source.step:
         problems.append(f"step {source.step} became {written.step}")
-    inexact = TRANSFORMERS in (source.naming, written.naming)
-    bound = OF_TRANSFORMERS if inexact else TOLERANCE
     expected = compute(source)
     largest = {
         kind: max((_size(each) for name, each in expected.items() if _kind(name) == kind), default=0.0)
@@ -64,9 +63,9 @@ def compare(source: TrainingState, written: TrainingState) -> list[str]:
         for name, tensor in compute(written).items()
     }
     problems += [
-        f"{name} differs by {error:.2g}, relative to the largest {_kind(name)}; allowed: {bound:g}"
+        f"{name} differs by {error:.2g}, relative to the largest {_kind(name)}; allowed: {TOLERANCE:g}"
         for name, error in errors.items()
-        if not error <= bound
+        if not error <= TOLERANCE
     ]
     if problems:
         raise ProofError("\n".join(["the converted checkpoint computes other values:", *problems[:8]]))
@@ -183,13 +182,15 @@ def _logits_of_transformers(state: TrainingState, values: Mapping[str, Tensor], 
         ) from None
     architecture = architecture_of(state.spec)
     config = transformers.AutoConfig.for_model(**architecture.config(state.spec))
-    model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
+    with Float64():
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
     if others := sorted(values.keys() - model.state_dict().keys()):
         raise InputError(
             f"--prove cannot evaluate {architecture.class_name}: in {transformers.__version__} of transformers the "
             f"model has no tensor {others[0]}, and combines tensors of the files while it loads them"
         )
-    logits: Tensor = functional_call(model, dict(values), (tokens_BT,), {"use_cache": False}).logits
+    with Float64():
+        logits: Tensor = functional_call(model, dict(values), (tokens_BT,), {"use_cache": False}).logits
     return logits
 
 

@@ -1,0 +1,20 @@
+"""Models of `transformers` in float64: norms, angles and routing too, which the library computes in float32."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+class Float64(TorchFunctionMode):
+    """In the block float64 replaces float32 wherever code names it. Rounding of float32 would hide small errors of a
+    model in float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        wide = {torch.float32: torch.float64}
+        if func is Tensor.float:
+            func = Tensor.double
+        args = [wide.get(each, each) if isinstance(each, torch.dtype) else each for each in args]
+        named = {key: wide.get(each, each) if key == "dtype" else each for key, each in (kwargs or {}).items()}
+        return func(*args, **named)
