@@ -52,6 +52,7 @@ NUMBERS = (
     "1,1",
 )
 PLAN = ("plan", "--model", "debug", "--cluster", "h100:8", "--global-batch", "16", "--seq-len", "64")
+MIXTURE_PLAN = ("plan", "--model", "debug-moe", "--cluster", "h100:2", "--global-batch", "4", "--seq-len", "64")
 SERVE = ("plan", "serve", "--model", "llama-3.1-8b", "--cluster", "h100:8", "--input-len", "16", "--output-len", "16")
 COMMANDS: tuple[tuple[str, ...], ...] = (
     ("schedule", "--schedule", "1f1b", "--pp", "4", "--microbatches", "8"),
@@ -115,6 +116,7 @@ READERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("hf/model.safetensors.index.json", ("import", "HF", "--out", "OUT")),
     ("train.log", ("plan", "calibrate", "LOG", "--from", "SCRIPT", "--cluster", "h100:32", "--write", "OUT_TOML")),
     ("train.log", ("plan", "explain-log", "LOG", "--from", "SCRIPT", "--cluster", "h100:32")),
+    ("loads.json", (*MIXTURE_PLAN, "--expert-load", "LOADS")),
     ("prompts.jsonl", ("generate", "NOTHING", "--prompts", "PROMPTS")),
     ("hardware.toml", (*PLAN, "--hardware", "HARDWARE", "--top", "1")),
 )
@@ -195,6 +197,7 @@ def answers(folder: Path, arguments: list[str]) -> None:
         "HF": "hf",
         "DCP": "dcp",
         "HARDWARE": "hardware.toml",
+        "LOADS": "loads.json",
         "LOG": "train.log",
         "SCRIPT": "train.sh",
         "OUT_TOML": "made.toml",
@@ -251,6 +254,7 @@ def write_files(folder: Path) -> None:
     (folder / "dcp/config.json").write_bytes((folder / "hf/config.json").read_bytes())
     for made, example in (("train.log", "megatron_llama3_8b.log"), ("train.sh", "megatron_llama3_8b.sh")):
         (folder / made).write_bytes((OTHER_SYSTEMS / example).read_bytes())
+    (folder / "loads.json").write_text(json.dumps({"tokens_by_expert": [[3, 1, 2, 2, 4, 1, 1, 2]]}))
     (folder / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     (folder / "hardware.toml").write_text(HARDWARE)
 

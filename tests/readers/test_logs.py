@@ -234,3 +234,11 @@ def test_explain_log_takes_one_log_of_this_configuration(tmp_path: Path):
     none = invoke("explain-log", log, "--cluster", "h100:64")
     assert none.exit_code == 2
     assert "--from is missing" in none.output
+
+
+def test_a_log_with_a_line_without_end_is_refused_and_not_read_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "train.log"
+    with path.open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(InputError, match="a line is longer than"):
+        read_log(path, "Megatron-LM")

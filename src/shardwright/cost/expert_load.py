@@ -8,7 +8,6 @@ min(ep, E / K). With a capacity factor C, an expert computes at most C, and drop
 Ignored: the memory and the element-wise operations of the busiest rank, and layers whose busiest ranks differ.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist, fmean
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.system.errors import InputError
-from shardwright.system.files import reason
+from shardwright.system.files import parse_json, read_bytes, reason
 
 USUAL_CV = 0.3
 """The coefficient of variation whose cost a plan with even loads shows."""
@@ -80,11 +79,11 @@ def read_expert_load(text: str, spec: ModelSpec) -> UnevenLoad:
             raise InputError(f"{what}: valid: a number from 0 to {LARGEST_CV:g}, such as cv=0.3, or a JSON file")
         return UnevenLoad(text, cv)
     try:
-        layers = json.loads(Path(text).read_bytes())[KEY]
+        layers = parse_json(read_bytes(Path(text)))[KEY]
         loads = np.array(layers, dtype=np.float64)
     except OSError as error:
         raise InputError(f"{what}: {reason(error)}; valid: cv=0.3, or a JSON file with {KEY}") from None
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, OverflowError):
         raise InputError(f"{what}: valid: a JSON object whose {KEY} has a list of tokens for each layer") from None
     n_layers = sum(spec.has_experts(layer) for layer in range(spec.n_layers))
     if loads.ndim != 2 or loads.shape[1] != spec.moe.n_experts or len(loads) not in (1, n_layers):

@@ -13,7 +13,7 @@ from typing import Any
 from shardwright.cost.job import Job
 from shardwright.run_folder import TrainRecord, read_metrics
 from shardwright.system.errors import InputError
-from shardwright.system.files import LONGEST_LINE, decoded, open_regular, parse_json, reason
+from shardwright.system.files import complete_lines, decoded, open_regular, parse_json, reason
 
 SUPPORTED = (
     "logs of Megatron-LM (elapsed time per iteration), torchtitan (tps), DeepSpeed (CurrSamplesPerSec), Hugging Face "
@@ -158,7 +158,7 @@ def read_log(path: Path, system: str) -> TrainingLog:
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the lines of a log with their numbers, without colours, also a last one that is not complete."""
     with open_regular(path) as file:
-        for at, line in enumerate(iter(lambda: file.readline(LONGEST_LINE), b""), 1):
+        for at, line in enumerate(complete_lines(file, path, rest=True), 1):
             yield at, _COLOUR.sub("", decoded(line))
 
 

@@ -88,13 +88,15 @@ def read_lines(path: Path) -> Iterator[str]:
             yield decoded(line)
 
 
-def complete_lines(file: io.BufferedReader, path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file from its current position, with their newlines; text after the last newline is omitted.
-    Only a newline ends a line; JSON escapes newlines. Raises OSError for a line longer than `LONGEST_LINE`."""
+def complete_lines(file: io.BufferedReader, path: Path, *, rest: bool = False) -> Iterator[bytes]:
+    """Yield the lines of a file from its current position, with their newlines, and with `rest` the text after the last
+    newline. Only a newline ends a line; JSON escapes newlines. Raises OSError for a line longer than `LONGEST_LINE`."""
     while (line := file.readline(LONGEST_LINE + 1)).endswith(b"\n"):
         yield line
     if len(line) > LONGEST_LINE:
         raise OSError(errno.E2BIG, f"a line is longer than {format_bytes(LONGEST_LINE)}", str(path))
+    if rest and line:
+        yield line
 
 
 def decoded(line: bytes) -> str:
