@@ -189,7 +189,9 @@ def _command(
 
 
 def _usual_signals() -> None:
-    """As in a new interpreter that no handler was passed on to, also where the tests run under nohup."""
+    """As in a new interpreter that no handler was passed on to, also where the tests run under nohup, and where the
+    server of forks was started with SIGINT blocked."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     for number in STOPPING:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
