@@ -67,6 +67,33 @@ FORKS = "from shardwright.system import forks; process = forks.fork(abs, 1); pro
 SPREADS = "from shardwright.planner.search import spread; print(spread(abs, [-1, -2], 2))"
 
 
+PRELOADS = """
+from shardwright.system import forks
+from of_the_script import exit_with_1_if_preloaded
+
+forks.preload("of_the_script")
+process = forks.fork(exit_with_1_if_preloaded)
+process.join()
+print(process.exitcode)
+"""
+OF_THE_SCRIPT = """
+import os, sys
+
+imported_by = os.getpid()
+
+def exit_with_1_if_preloaded():
+    sys.exit(imported_by == os.getppid())
+"""
+
+
+def test_the_server_imports_modules_from_the_folders_of_this_process(tmp_path: Path):
+    (script := tmp_path / "script.py").write_text(PRELOADS)
+    (tmp_path / "of_the_script.py").write_text(OF_THE_SCRIPT)
+    (folder := tmp_path / "elsewhere").mkdir()
+    done = subprocess.run([sys.executable, str(script)], cwd=folder, capture_output=True, text=True)
+    assert done.stdout == "1\n", done.stderr
+
+
 @pytest.mark.parametrize(("program", "printed"), [(FORKS, "0"), (SPREADS, "[1, 2]")])
 def test_processes_import_no_module_of_the_current_folder(program: str, printed: str, tmp_path: Path):
     (script := tmp_path / "script.py").write_text(program)

@@ -33,7 +33,8 @@ FEWEST_FILES = 64
 LONGEST_ADDRESS = 107
 """Maximum number of characters in the path of a Unix socket on Linux."""
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
-"""The environment of the server: without it, Python imports from the current folder, which may be a stranger's."""
+"""The environment of processes that are started: without it, Python imports from the current folder, which may be a
+stranger's."""
 _imported: list[str] = []
 _TEMPORARY = "SHARDWRIGHT_TEMPORARY"
 """Environment variable of the server with the temporary folders of the process that starts it."""
@@ -61,7 +62,9 @@ def undisturbed() -> Iterator[None]:
         raise FullError(system_limit(OSError(errno.EMFILE, os.strerror(errno.EMFILE))))
     main = sys.modules["__main__"]
     folders = os.pathsep.join({temporary_folder(), _folder_of_socket()})
-    with environment({_TEMPORARY: folders} | brief_waiting() | SAFE_PATH):
+    # The server imports from the folders from which this process does, in their order.
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with environment({_TEMPORARY: folders} | brief_waiting() | SAFE_PATH | path):
         resource_tracker.ensure_running()  # it unblocks SIGINT at its end, so it comes first
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         sys.modules["__main__"] = ModuleType("__main__")
