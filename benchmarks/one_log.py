@@ -42,7 +42,7 @@ class ClusterError:
 
 
 def cluster_errors(software: str = "") -> list[ClusterError]:
-    """Return the errors of every cluster, or of those with one software."""
+    """Return the errors of every cluster, or of the clusters with one software."""
     groups: dict[tuple[str, ...], list[PredictableRun]] = defaultdict(list)
     for run in read_runs(MEASURED_RUNS):
         row = run.measured

@@ -58,7 +58,7 @@ def shown(imports: Imports) -> dict[str, set[str]]:
 
 def rows(imports: Imports) -> list[list[str]]:
     """Return the packages by the length of their longest chain of imports, the shortest first, each row in the order of
-    the mean place of what its packages import."""
+    the mean place of the packages that each imports."""
     level: dict[str, int] = {}
 
     def level_of(name: str) -> int:

@@ -9,10 +9,11 @@ from typer.testing import CliRunner
 
 from shardwright.cli.main import app
 from shardwright.cost.hardware import cluster
+from shardwright.cost.hardware_file import name_of_file
 from shardwright.cost.job import Job
 from shardwright.cost.machine import on_machine
 from shardwright.cost.matmuls import Matmul
-from shardwright.measuring.file import accelerator_name, hardware_toml
+from shardwright.measuring.file import hardware_toml
 from shardwright.model.presets import resolve
 from tests.measuring.machines import LINK, RATE, machine, message_points
 
@@ -20,7 +21,7 @@ from tests.measuring.machines import LINK, RATE, machine, message_points
 @pytest.fixture
 def mine(tmp_path: Path) -> Path:
     path = tmp_path / "my laptop.toml"
-    path.write_text(hardware_toml(machine(), accelerator_name(path), "shardwright measure"))
+    path.write_text(hardware_toml(machine(), name_of_file(path), "shardwright measure"))
     return path
 
 

@@ -124,13 +124,14 @@ def _measured(options: MeasureOptions) -> "MachineMeasurements | None":
 
 
 def _write(machine: "MachineMeasurements", options: MeasureOptions) -> None:
-    from shardwright.measuring.file import accelerator_name, hardware_toml
+    from shardwright.cost.hardware_file import name_of_file
+    from shardwright.measuring.file import hardware_toml
     from shardwright.measuring.view import machine_document
     from shardwright.system.files import write_whole
 
     written = []
     if options.out is not None:
-        name = accelerator_name(options.out)
+        name = name_of_file(options.out)
         command = shlex.join(["shardwright", *sys.argv[1:]])
         write_whole(options.out, hardware_toml(machine, name, command).encode())
         written.append(options.out)

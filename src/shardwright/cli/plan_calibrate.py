@@ -122,6 +122,7 @@ def plan_calibrate(options: CalibrateOptions) -> None:
 
     Exit codes: 0 calibrated, 1 the logs determine nothing, 2 the input cannot be used.
     """
+    from shardwright.cost.hardware_file import name_of_file
     from shardwright.planner.log_calibration import calibrate
     from shardwright.readers.logs import joined_times, step_times
     from shardwright.report.log_view import calibration_view
@@ -145,23 +146,19 @@ def plan_calibrate(options: CalibrateOptions) -> None:
     if not result.informs:
         raise typer.Exit(1)
     if options.write is not None and not options.json:
-        cluster = f"{_cluster_name(options.write)}:{run.cluster.size}"
+        cluster = f"{name_of_file(options.write)}:{run.cluster.size}"
         print_text(f"written to {options.write}; plan with --hardware {options.write} --cluster {cluster}")
-
-
-def _cluster_name(path: Path) -> str:
-    """Return the name of the cluster in a file: the file name, in characters that TOML allows unquoted."""
-    return re.sub(r"[^A-Za-z0-9_-]+", "-", path.stem).strip("-") or "calibrated"
 
 
 def _hardware_text(cluster: "Cluster", path: Path, hardware: Path | None) -> str:
     """Return a hardware file with the cluster, after the tables of `hardware`. Raises InputError if these have another
     cluster with its name."""
     from shardwright.config import as_toml
+    from shardwright.cost.hardware_file import name_of_file
     from shardwright.system.files import parse_toml, read_text
     from shardwright.system.units import GiB
 
-    name, mark = _cluster_name(path), "# A cluster calibrated by training logs: "
+    name, mark = name_of_file(path), "# A cluster calibrated by training logs: "
     before = "" if hardware is None else read_text(hardware)
     before = re.sub(rf"{mark}{name}\n.*?(?={mark}|\Z)", "", before, flags=re.DOTALL)
     values = {

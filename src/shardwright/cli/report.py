@@ -69,7 +69,7 @@ def report(
     if run.pipeline is not None and drawing is not None:
         (draw if drawing.suffix.lower() == ".svg" else write_trace)(run.pipeline.timelines, drawing)
         files["timeline"] = drawing
-    show(run_document(run, _texts(files)), json, *files.values())
+    show(run_document(run, files), json, *files.values())
 
 
 def _compare(runs: list[RunRecord], page: Path, picture: Path | None, timeline: Path | None, json: bool) -> None:
@@ -79,11 +79,7 @@ def _compare(runs: list[RunRecord], page: Path, picture: Path | None, timeline: 
     losses = picture or page.with_suffix(".png")
     draw_losses(runs, losses)
     files = {"page": page, "picture": losses}
-    show(comparison_document(runs, _texts(files)), json, *files.values())
-
-
-def _texts(files: dict[str, Path]) -> dict[str, str]:
-    return {name: str(path) for name, path in files.items()}
+    show(comparison_document(runs, files), json, *files.values())
 
 
 def _place_of_timeline(run: RunRecord, asked: Path | None) -> Path | None:

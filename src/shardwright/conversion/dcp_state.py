@@ -21,7 +21,7 @@ from shardwright.conversion.names import NAMINGS, TORCHTITAN, TRANSFORMERS, name
 from shardwright.conversion.state import MOMENTS, STEP, AdamWSettings, TrainingState, trained_parameters
 from shardwright.hugging_face.architecture import architecture_of
 from shardwright.hugging_face.files import CONFIG, said_shortly
-from shardwright.hugging_face.reader import MappedTensors
+from shardwright.hugging_face.reader import MappedTensors, Spans
 from shardwright.hugging_face.table import FileTensor
 from shardwright.hugging_face.writer import tensor_of_file
 from shardwright.model.spec import ModelSpec
@@ -60,9 +60,10 @@ class DcpWeights(MappedTensors):
                 problems.append(f"{name} is {[*stored.shape]}, and the model makes it {[*tensor.shape]}")
         if problems:
             raise CheckpointError(*(f"{folder.path}: {problem}" for problem in said_shortly(problems)))
-        super().__init__(spec, tensors, {each.name: shards.dtypes[place.format(each.name)] for each in tensors})
+        dtypes = {each.name: shards.dtypes[place.format(each.name)] for each in tensors}
+        super().__init__(spec, tensors, dtypes, self._slice)
 
-    def _slice(self, name: str, spans: Sequence[tuple[int, int]]) -> Tensor:
+    def _slice(self, name: str, spans: Spans) -> Tensor:
         low, high = zip(*spans, strict=True)
         return self._shards.read(self._place.format(name), low, [b - a for a, b in zip(low, high, strict=True)])
 

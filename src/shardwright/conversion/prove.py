@@ -6,7 +6,7 @@ of torchtitan with a function of this file. Both results are then compared under
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -31,17 +31,6 @@ TOLERANCE = 1e-9
 """Largest difference of two tensors, relative to the largest element of all gradients (all updates, ...): sums in
 another order in float64."""
 _KINDS = ("logits", "loss", "gradient", "update")
-
-
-class TensorsInMemory(MappedTensors):
-    """Tensors in memory under the names of a file, read under our names."""
-
-    def __init__(self, like: MappedTensors, values: Mapping[str, Tensor]) -> None:
-        super().__init__(like.spec, list(like.in_files.values()), dict.fromkeys(like.in_files, "float64"))
-        self._values = values
-
-    def _slice(self, name: str, spans: Sequence[tuple[int, int]]) -> Tensor:
-        return self._values[name][tuple(slice(*span) for span in spans)]
 
 
 def compare(source: TrainingState, written: TrainingState) -> list[str]:
@@ -87,7 +76,7 @@ def _other_bits(source: TrainingState, written: TrainingState) -> list[str]:
     ]
 
 
-def _whole(weights: Weights | TensorsInMemory, name: str) -> Tensor:
+def _whole(weights: Weights | MappedTensors, name: str) -> Tensor:
     shape = weights.shapes[name]
     return weights.read(name, (0,) * len(shape), shape)
 
@@ -138,7 +127,13 @@ def _named(state: TrainingState, what: str, values: Mapping[str, Tensor]) -> dic
     names = [parameter for name in values for parameter in _parameters(state, name)]
     if not isinstance(state.weights, MappedTensors):
         return {f"{what} of {name}": values[name] for name in names}
-    mapped = TensorsInMemory(state.weights, values)
+    in_files = state.weights.in_files
+    mapped = MappedTensors(
+        state.spec,
+        list(in_files.values()),
+        dict.fromkeys(in_files, "float64"),
+        lambda name, spans: values[name][tuple(slice(*span) for span in spans)],
+    )
     return {f"{what} of {name}": _whole(mapped, name) for name in dict.fromkeys(names)}
 
 

@@ -29,6 +29,12 @@ Kernel = Literal[
 ]  # fmt: skip
 
 
+def name_of_file(path: Path) -> str:
+    """Return the name that an accelerator or a cluster gets in the hardware file that a verb writes: the name of the
+    file, in characters that TOML allows unquoted."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", path.stem).strip("-") or "mine"
+
+
 class HardwareTable(BaseModel):
     """A table of a hardware file: unknown keys are errors, values are not coerced."""
 

@@ -211,10 +211,10 @@ class CachedAttention:
         return padded(self.layer.attend(q_1NHC[0, :n]), q_1NHC)
 
 
-def padded(o_NHC: Tensor, like_1NHC: Tensor) -> Tensor:
-    """Return the output of the tokens of a pass with zeros for its padding, in the shape of its queries."""
-    missing = like_1NHC.shape[1] - o_NHC.shape[0]
-    return (F.pad(o_NHC, (0, 0, 0, 0, 0, missing)) if missing else o_NHC).unsqueeze(0)
+def padded(o_N: Tensor, like_1N: Tensor) -> Tensor:
+    """Return the output of the tokens of a pass (N, ...) with zeros for the padding of the input (1, N, ...)."""
+    missing = like_1N.shape[1] - o_N.shape[0]
+    return (F.pad(o_N, (0, 0) * (o_N.dim() - 1) + (0, missing)) if missing else o_N).unsqueeze(0)
 
 
 def attend_modules(model: nn.Module) -> list[Any]:
@@ -291,11 +291,10 @@ class CachedDeltaNet:
         cache.layers.append(self)
 
     def __call__(self, qkvz_1NF: Tensor, ba_1NF: Tensor, weights: list[Tensor], documents: Documents | None) -> Tensor:
-        batch, (_, n_padded, n_features) = self.cache.batch, qkvz_1NF.shape
-        n = batch.n_tokens
+        batch, n = self.cache.batch, self.cache.batch.n_tokens
         if n == 0:  # padding alone: other ranks have tokens
             widths = self.module.widths
-            return qkvz_1NF.new_zeros(1, n_padded, n_features // sum(widths) * widths[-1])
+            return qkvz_1NF.new_zeros(*qkvz_1NF.shape[:2], qkvz_1NF.shape[2] // sum(widths) * widths[-1])
         for tensor in self.tensors:
             tensor[[segment.slot for segment in batch.segments if segment.start == 0]] = 0
         projections = qkvz_1NF[:, :n], ba_1NF[:, :n]
@@ -305,7 +304,7 @@ class CachedDeltaNet:
             parts = zip(*(x.split(_lengths(batch), 1) for x in projections), strict=True)
             rows = [slice(segment.slot, segment.slot + 1) for segment in batch.segments]
             o_NF = torch.cat([self._advance(row, part, weights)[0] for row, part in zip(rows, parts, strict=True)])
-        return F.pad(o_NF, (0, 0, 0, n_padded - n)).unsqueeze(0)
+        return padded(o_NF, qkvz_1NF)
 
     def _advance(self, rows: slice | Tensor, projections: Sequence[Tensor], weights: list[Tensor]) -> Tensor:
         """Return the outputs of the next tokens of the sequences in some rows, (B, T, F), and store the new states."""

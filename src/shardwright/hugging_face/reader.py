@@ -1,6 +1,6 @@
 """Reads boxes of our parameters from a folder of `transformers`, and only the bytes that they need."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +15,9 @@ from shardwright.model.spec import ModelSpec
 from shardwright.system.errors import CheckpointError, DamagedError
 from shardwright.system.files import open_regular
 
+Spans = Sequence[tuple[int, int]]
+"""The first index and the end of a box in each dim."""
+
 
 class MappedTensors:
     """Tensors of files under our names: boxes of our parameters are read from the tensors of an architecture's table.
@@ -23,8 +26,16 @@ class MappedTensors:
     the file -> the tensor.
     """
 
-    def __init__(self, spec: ModelSpec, tensors: Sequence[FileTensor], dtypes: Mapping[str, str]) -> None:
-        """`dtypes`: name in the file -> torch's name of its type."""
+    def __init__(
+        self,
+        spec: ModelSpec,
+        tensors: Sequence[FileTensor],
+        dtypes: Mapping[str, str],
+        read_slice: Callable[[str, Spans], Tensor],
+    ) -> None:
+        """`dtypes`: name in the file -> torch's name of its type; `read_slice`: (name in the file, spans) -> the box of
+        the tensor."""
+        self._read_slice = read_slice
         self.spec, self.in_files = spec, {tensor.name: tensor for tensor in tensors}
         self._places: dict[str, list[tuple[FileTensor, ParameterPart]]] = {}
         for tensor in tensors:
@@ -56,9 +67,9 @@ class MappedTensors:
         if places is not None:
             spans[dim] = (min(places), max(places) + 1) if places else (0, 0)
         if tensor.transposed:
-            box = self._slice(tensor.name, [*spans[:-2], spans[-1], spans[-2]]).mT
+            box = self._read_slice(tensor.name, [*spans[:-2], spans[-1], spans[-2]]).mT
         else:
-            box = self._slice(tensor.name, spans)
+            box = self._read_slice(tensor.name, spans)
         if places is None:
             return box
         low = spans[dim][0]
@@ -66,11 +77,7 @@ class MappedTensors:
 
     def read_in_file(self, name: str) -> Tensor:
         """Return a whole tensor by its name in the file, as it is there."""
-        return self._slice(name, [(0, n) for n in self.in_files[name].shape])
-
-    def _slice(self, name: str, spans: Sequence[tuple[int, int]]) -> Tensor:
-        """Return the box of a tensor of a file, by its name there."""
-        raise NotImplementedError
+        return self._read_slice(name, [(0, n) for n in self.in_files[name].shape])
 
 
 class HuggingFaceWeights(MappedTensors):
@@ -90,7 +97,8 @@ class HuggingFaceWeights(MappedTensors):
         reasons = reasons_to_ignore(folder.architecture, folder.spec, self._held.keys() - known)
         self._raise_problems(reasons)
         self.left_out = {name: reason for name, reason in sorted(reasons.items()) if reason is not None}
-        super().__init__(folder.spec, self._tensors, {name: stored.dtype for name, stored in self._held.items()})
+        dtypes = {name: stored.dtype for name, stored in self._held.items()}
+        super().__init__(folder.spec, self._tensors, dtypes, self._slice)
         self._open: dict[Path, safe_open] = {}
 
     def _raise_problems(self, others: dict[str, str | None]) -> None:
@@ -105,7 +113,7 @@ class HuggingFaceWeights(MappedTensors):
         if problems:
             raise CheckpointError(*(f"{self.path}: {problem}" for problem in said_shortly(problems)))
 
-    def _slice(self, name: str, spans: Sequence[tuple[int, int]]) -> Tensor:
+    def _slice(self, name: str, spans: Spans) -> Tensor:
         stored = self._held[name]
         try:
             if stored.file not in self._open:

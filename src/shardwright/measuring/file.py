@@ -5,7 +5,6 @@ import platform
 import re
 from collections.abc import Iterator, Mapping
 from datetime import date
-from pathlib import Path
 
 import torch
 
@@ -185,8 +184,3 @@ def _written(value: object) -> str:
     if isinstance(value, dict):
         return f"{{ {', '.join(f'{key} = {_written(each)}' for key, each in value.items())} }}"
     return json.dumps(value)
-
-
-def accelerator_name(path: Path) -> str:
-    """Return the name of the accelerator in a file: the file name, in characters that TOML allows unquoted."""
-    return re.sub(r"[^A-Za-z0-9_-]+", "-", path.stem).strip("-") or "mine"

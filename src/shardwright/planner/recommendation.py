@@ -7,8 +7,7 @@ compared with the fastest one only, so membership does not depend on the other l
    If no layout has headroom, the layouts are kept that need at most `WORTH_A_KEY` more memory than the least.
 2. Of these, the layouts with the fewest axes are kept.
 3. Of these, the layouts are kept that take at most `WORTH_A_KEY` longer than the fastest of them. The layout with the
-   fewest settings is recommended, of equals the fastest, and of equally fast
-   layouts that with the least memory.
+   fewest settings is recommended, of equals the fastest, and of equally fast layouts the layout with least memory.
 
 Each layout has a number for each criterion, and each step keeps the layouts near an extreme of all, so the order of the
 candidates does not matter.

@@ -46,7 +46,7 @@ def compare_view(name: str, plans: Sequence[Plan], goal: TrainingGoal | None) ->
     ]
     if first is not None:
         low, high = (bound / first.step_s for bound in headline(first).interval_s)
-        parts.append(Note(f"80 % interval: {low:.0%} to {high:.0%} of what is predicted for the first"))
+        parts.append(Note(f"80 % interval: {low:.0%} to {high:.0%} of the prediction for the first"))
     parts += _ranks(runs)
     return VerbDocument(f"{name} on {len(plans)} clusters", _document(name, plans, goal), parts)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,7 +44,7 @@ DARK_RUN_COLOURS = {
 _LINE_STYLES = ("-", "--", ":", "-.")
 
 
-def comparison_document(runs: Sequence[RunRecord], files: dict[str, str]) -> VerbDocument:
+def comparison_document(runs: Sequence[RunRecord], files: Mapping[str, Path]) -> VerbDocument:
     """Return the document of several runs. `files`: the paths of the files that `report` writes, by their keys in the
     JSON document."""
     names = _names(runs)
@@ -68,7 +68,8 @@ def comparison_document(runs: Sequence[RunRecord], files: dict[str, str]) -> Ver
             rest="Speed and MFU are medians of the steps, of a run on several layouts the mean speed.",
         ),
     ]
-    return VerbDocument(f"{len(runs)} runs: {', '.join(names)}", {"runs": each_run, **files}, parts)
+    data = {"runs": each_run, **{key: str(path) for key, path in files.items()}}
+    return VerbDocument(f"{len(runs)} runs: {', '.join(names)}", data, parts)
 
 
 def draw_losses(runs: Sequence[RunRecord], path: str | Path) -> None:

@@ -3,9 +3,10 @@ checkpoints and run file."""
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -40,7 +41,7 @@ _SHARE = Quantity("{:.1%}".format)
 _MILLISECONDS = Quantity(lambda seconds: f"{1000 * seconds:,.1f}")
 
 
-def run_document(run: RunRecord, files: dict[str, str]) -> VerbDocument:
+def run_document(run: RunRecord, files: Mapping[str, Path]) -> VerbDocument:
     """Return the document of a run. `files`: the paths of the files that `report` writes, by their keys in the JSON
     document."""
     numbers = headline(run)
@@ -52,7 +53,7 @@ def run_document(run: RunRecord, files: dict[str, str]) -> VerbDocument:
     ]
     return VerbDocument(
         f"{run.folder.resolve().name}: {numbers.steps:,} steps",
-        {**dataclasses.asdict(numbers), **files},
+        dataclasses.asdict(numbers) | {key: str(path) for key, path in files.items()},
         parts,
         list(_page_parts(run, numbers)),
     )

@@ -30,8 +30,7 @@ _SECTION = "memory of a rank"
 class ServingMemory:
     """Bytes on the fullest rank of a layout, (n,). `weights`. `working`: activations, logits, buffers. `token`: one
     token of a request, over the layers of a stage; with windows or linear layers on average over the tokens of a
-    request. `cache`: the
-    remaining bytes, for the cache."""
+    request. `cache`: the remaining bytes, for the cache."""
 
     weights: Floats
     working: Floats

@@ -23,7 +23,7 @@ FILES: dict[str, AnyBug] = {
     "converted: AdamW has counted one step more": seen(
         f"{OWN}:write_own_state", "torch.tensor(float(state.step or 0))", "torch.tensor(float(state.step or 0) + 1)"
     ),
-    "converted: the learning rate is that of the step before": seen(
+    "converted: the learning rate of the step before": seen(
         "shardwright.conversion.state:settings_of_run",
         "learning_rate(step, config.steps, section.lr, config.lr_schedule)",
         "learning_rate(step - 1, config.steps, section.lr, config.lr_schedule)",

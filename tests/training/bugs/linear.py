@@ -15,7 +15,7 @@ SIZES = LinearAttentionSpec(n_k_heads=2, n_v_heads=4, k_dim=6, v_dim=5, conv_wid
 LINEAR = {"linear_attention": SIZES, "n_layers": 2}
 
 SCALE: dict[str, AnyBug] = {
-    "a state decays as that of the next head": UnitBug(
+    "a state has the decay of the next head": UnitBug(
         Mutation(f"{NET}.mix_from", "a_log_H.exp()", "a_log_H.roll(1).exp()"), FORMULA, (None, 4)
     ),
     "a state decays before and after a token": UnitBug(
