@@ -53,5 +53,17 @@ def test_what_is_wrong_with_either_file_is_told_at_once(files: tuple[Path, Path]
     assert compare(files[0]).exit_code == 2
 
 
+def test_the_page_has_the_terms_and_a_wrong_name_of_it_is_told_with_the_other_problems(files: tuple[Path, Path]):
+    page = files[0].parent / "difference.html"
+    result = compare(*files, "--cluster", "h100:8", "--html", page)
+    assert result.exit_code == 0, result.output
+    assert "tensor parallel" in page.read_text()
+    files[1].write_text(RUN + "tp = 16\n")
+    result = compare(*files, "--cluster", "h100:8", "--html", page.with_suffix(".txt"))
+    assert result.exit_code == 2
+    assert "--html" in result.output
+    assert f"B, {files[1]}: " in result.output
+
+
 def test_help_imports_nothing_heavy():
     help_imports_nothing_heavy(("plan", "diff", "--help"))

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -313,7 +314,19 @@ def test_the_tables_of_the_docs_are_what_the_commands_there_print():
     ):
         told = [line.rstrip() for line in schedule(*arguments).output.splitlines()]
         rows = told[told.index(next(line for line in told if line.startswith(("rank ", "schedule ")))) :]
-        rows = rows[: rows.index("")]
+        rows = list(takewhile(lambda line: line and not line.startswith("*"), rows))
         assert len(rows) > 3
         starts = [at for at, line in enumerate(page) if line == rows[0] and page[at : at + len(rows)] == rows]
         assert starts, "\n".join(["docs/schedules.md does not show:", *rows])
+
+
+def test_the_page_of_a_schedule_has_its_picture_and_its_table(tmp_path: Path):
+    page = tmp_path / "schedule.html"
+    result = schedule("--schedule", "zb-h1", *SIZES, "--html", page)
+    assert result.exit_code == 0, result.output
+    assert result.output.endswith(f"written to {page}\n")
+    text = page.read_text()
+    assert text.count("<svg") == 1
+    assert "2.125" in text  # the memory of the last rank
+    wrong = schedule("--compare", *SIZES, "--html", tmp_path / "all.txt")
+    assert (wrong.exit_code, "--html" in wrong.output) == (2, True)

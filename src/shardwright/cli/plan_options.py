@@ -14,7 +14,7 @@ from shardwright.system.errors import nearest
 PRECISIONS = tuple(FORMATS)
 WITH_MEASURED = (
     *("target", "cluster", "hardware", "link", "network"),
-    *("document_tokens", "memory_margin", "measured", "json"),
+    *("document_tokens", "memory_margin", "measured", "html", "json"),
 )
 """The options that are valid with --measured: they describe the run and the machine that it ran on."""
 

@@ -90,7 +90,7 @@ def _live(run: FollowedRun, every: float) -> None:
 
 
 def _screen(run: FollowedRun) -> Group:
-    return Group(*renderables(watch_document(run).parts))
+    return Group(*renderables(watch_document(run).parts, console.width))
 
 
 def _lines(run: FollowedRun, news: NewRecords, every: float) -> None:

@@ -12,10 +12,12 @@ from shardwright.layout.key import written
 from shardwright.layout.keys import KEYS
 from shardwright.planner.choice import PricedLayout
 from shardwright.planner.headline import headline
+from shardwright.report.plan_view import job_note
 from shardwright.report.run_record import RunRecord, RunSegment, read_run
 from shardwright.run_folder import RUN_FILE
 from shardwright.system.errors import InputError
 from shardwright.system.units import format_bytes, format_count, format_seconds
+from shardwright.view.document import NUMBER, WORDS, Column, Note, Table, VerbDocument
 
 CPU = "cpu"
 """The device of a run on a CPU, and the accelerator's name in a cluster of CPUs."""
@@ -169,3 +171,22 @@ def compare_run(run: RunRecord, priced: PricedLayout) -> PlanComparison:
 def _median(segment: RunSegment, name: str) -> float | None:
     values = [value for record in segment.train if (value := getattr(record, name)) is not None]
     return median(values) if values else None
+
+
+def measured_view(comparison: PlanComparison, priced: PricedLayout, name: str, folder: Path, data: Any) -> VerbDocument:
+    """Return the document of a run next to its plan. `name`: the model's; `data`: the JSON document."""
+    n = comparison.n_records
+    on = "" if comparison.device is None else f" on {comparison.device}"
+    rows = [
+        (term.name, term.in_words(term.planned), term.in_words(term.measured), term.ratio and f"{term.ratio:.2f}")
+        for term in (*comparison.terms, *comparison.parts)
+    ]
+    columns = [Column("", WORDS), *(Column(head, NUMBER) for head in ("planned", "measured", "measured / planned"))]
+    parts = (
+        job_note(priced.job, name),
+        Note(str(priced.choice), tone="strong"),
+        Note(f"{folder}, {comparison.steps}: medians of {n} {'record' if n == 1 else 'records'}{on}"),
+        Table(columns, rows),
+        Note(comparison.largest),
+    )
+    return VerbDocument(f"{folder}: measured and planned", data, parts)

@@ -108,9 +108,10 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture, which only a page has. `draw` returns it as SVG; `roles`: its colours by role, for light and for dark
+    """A picture, which a page has. `draw` returns it as SVG; `roles`: its colours by role, for light and for dark
     screens, in addition to the colours of `view.style`. `own_scale`: the picture is not fitted to the page, because its
-    text would be too small; it scrolls."""
+    text would be too small; it scrolls. `text`: returns a rich.text.Text that replaces the picture in a terminal with
+    lines of the given number of letters; without it a terminal has nothing for the picture."""
 
     name: str
     title: str
@@ -118,6 +119,7 @@ class Picture:
     caption: str
     roles: tuple[Mapping[str, str], Mapping[str, str]] = ({}, {})
     own_scale: bool = False
+    text: Callable[[int], Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -10,26 +10,29 @@ from rich.text import Text
 
 from shardwright.view.document import Code, Fact, Facts, Note, Part, Picture, Section, Table, Tone
 
+_BLOCKS = Table | Code | Picture
+"""Parts with an empty line before and after them."""
 _STYLES: dict[Tone, str] = {"": "", "strong": "bold", "good": "bold green", "bad": "bold red", "quiet": ""}
 
 
 def print_parts(parts: Sequence[Part], console: Console) -> None:
-    """Print parts of a document, except pictures and tables that were printed row by row."""
-    for each in renderables(parts):
+    """Print parts of a document, except pictures without text and tables that were printed row by row."""
+    for each in renderables(parts, console.width):
         if isinstance(each, RichTable):
             print_table(each, console)
         else:
             _print_line(console, each)
 
 
-def renderables(parts: Sequence[Part]) -> Iterator[Text | RichTable]:
-    """Yield the lines and tables of parts of a document, and the empty lines between them."""
+def renderables(parts: Sequence[Part], width: int) -> Iterator[Text | RichTable]:
+    """Yield the lines and tables of parts of a document, and the empty lines between them. `width`: letters of a line
+    of the terminal."""
     before: object = None
     for part in parts:
-        if isinstance(part, Picture) or (isinstance(part, Table) and part.streamed):
+        if (isinstance(part, Picture) and part.text is None) or (isinstance(part, Table) and part.streamed):
             continue
-        apart = isinstance(part, Section) or isinstance(before, Table | Code)
-        if before is not None and (apart or (isinstance(part, Table | Code) and not isinstance(before, Section))):
+        apart = isinstance(part, Section) or isinstance(before, _BLOCKS)
+        if before is not None and (apart or (isinstance(part, _BLOCKS) and not isinstance(before, Section))):
             yield Text()
         match part:
             case Section(title):
@@ -40,6 +43,8 @@ def renderables(parts: Sequence[Part]) -> Iterator[Text | RichTable]:
                 yield from map(_fact, rows)
             case Code(text):
                 yield Text(text)
+            case Picture(text=lines) if lines is not None:
+                yield lines(width)
             case Table():
                 yield from _stacks(part) if part.stacked else [_rows(part)]
                 if part.rest:

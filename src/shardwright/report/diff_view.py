@@ -1,0 +1,69 @@
+"""The document of `plan diff`: two run files, and the terms of time and memory in which they differ."""
+
+from collections.abc import Iterator, Sequence
+
+from shardwright.planner.choice import PricedLayout
+from shardwright.planner.diff import DiffTerm, PlanDifference
+from shardwright.system.units import GiB, format_bytes, format_seconds
+from shardwright.view.document import Code, Column, Marked, Note, Part, Quantity, Section, Table, VerbDocument
+
+SHOWN = 4
+"""Number of the most different terms, whose formulas are shown."""
+ROUNDING = 1e-6
+"""Share of the larger total below which the terms that are equal in both are not a row."""
+
+
+def diff_view(difference: PlanDifference, names: tuple[str, str]) -> VerbDocument:
+    """Return the document of a difference. `names`: the run files."""
+    a, b = difference.a, difference.b
+    parts: list[Part] = [
+        Note(_side(priced, path), lead=letter)
+        for letter, path, priced in zip("AB", names, (a, b), strict=True)
+    ]  # fmt: skip
+    if difference.choices:
+        changes = ", ".join(f"{name} {one} -> {other}" for name, (one, other) in difference.choices.items())
+        parts.append(Note(f"differ in {changes}"))
+    per = "a step" if a.job.tokens == b.job.tokens else "a token"
+    parts.append(Section("Step time"))
+    if difference.time:
+        parts.append(Note(_verdict(difference.slower, per), tone="strong"))
+        parts += [_table("time", "s", difference.time, 1.0, (a.step_s, b.step_s)), *_formulas(difference.time)]
+    else:
+        parts.append(Note("both take the same time"))
+    parts.append(Section("Memory"))
+    if difference.memory:
+        parts.append(_table("memory of the fullest rank", "GiB", difference.memory, GiB, (a.peak_bytes, b.peak_bytes)))
+    else:
+        parts.append(Note("both need the same memory"))
+    return VerbDocument(f"{names[0]} and {names[1]}: the difference", difference.as_json(), parts)
+
+
+def _side(priced: PricedLayout, path: str) -> str:
+    step, peak = format_seconds(priced.step_s), format_bytes(priced.peak_bytes)
+    return f"{path}: {priced.choice} on {priced.job.cluster.name}: {step} a step, {peak}"
+
+
+def _verdict(slower: float, per: str) -> str:
+    if abs(slower) < 5e-4:
+        return f"B takes as long as A for {per}"
+    return f"B takes {abs(slower):.1%} {'longer' if slower > 0 else 'less time'} than A for {per}"
+
+
+def _table(title: str, unit: str, terms: Sequence[DiffTerm], one: float, totals: tuple[float, float]) -> Table:
+    """Return the table of the terms. `one`: a unit in seconds or bytes; `totals`: step time or memory of A and B."""
+    value, more = Quantity(lambda n: f"{n / one:.4g}"), Quantity(lambda n: f"{n / one:+.4g}")
+    columns = Column(title), Column(f"A {unit}", value), Column(f"B {unit}", value), Column("B - A", more)
+    rows: list[Sequence[object]] = [(each.name, each.a, each.b, each.more) for each in terms]
+    a, b = totals
+    equal = a - sum(each.a for each in terms)
+    if equal > ROUNDING * max(totals):
+        rows.append(("equal in both", equal, equal, None))
+    rows.append((Marked("all", "strong"), a, b, Marked(b - a, "strong")))
+    return Table(columns, rows)
+
+
+def _formulas(terms: Sequence[DiffTerm]) -> Iterator[Part]:
+    for each in terms[:SHOWN]:
+        if each.why:
+            formula, *inputs = each.why
+            yield Code("\n".join((f"{each.name}: {formula}", *(f"  {line}" for line in inputs))))
