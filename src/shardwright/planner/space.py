@@ -41,7 +41,7 @@ from shardwright.layout.keys import KEYS
 from shardwright.layout.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.planner.choice import pairs
-from shardwright.split.rules import shares_sequences, tp_divides
+from shardwright.split.rules import expert_shards_fit, heads_divide, shares_sequences, tp_divides
 from shardwright.split.stages import schedule_problems
 from shardwright.system.errors import LayoutError, nearest
 from shardwright.system.units import divisors
@@ -186,12 +186,11 @@ def _degrees(spec: ModelSpec, n_ranks: int, seq_len: int, method: str, on_host: 
     chunks = np.where(cp > 1, 2 * cp, 1) if method == "zigzag" else np.ones_like(cp)
     valid &= seq_len % np.lcm(cp * tp, chunks) == 0
     if method == "ulysses":
-        heads, kv = spec.n_heads // tp, np.maximum(1, spec.n_kv_heads // tp)
-        valid &= (heads % cp == 0) & ((kv % cp == 0) | (cp % kv == 0))
+        valid &= heads_divide(spec.n_heads // tp, np.maximum(1, spec.n_kv_heads // tp), cp)
     if moe is not None:
-        share = np.maximum(fold // ep, 1)
-        uneven = ((moe.n_experts // ep) % share > 0) & ((moe.d_ffn % share > 0) | (spec.d_model % share > 0))
-        valid &= ~((zero > 0) & (ep * tp > 1) & uneven)
+        ranks = np.maximum(fold // ep, 1)
+        fit = expert_shards_fit(moe, moe.d_ffn, ep, ranks) & expert_shards_fit(moe, spec.d_model, ep, ranks)
+        valid &= fit | (zero == 0) | (ep * tp == 1)
     found = _where(found, valid)
     return {"dp_replicate": n_ranks // (found["dp_shard"] * found["cp"] * found["tp"]), **found}
 

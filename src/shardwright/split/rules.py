@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from math import lcm
+from typing import Any
 
 from shardwright.layout.keys import RECOMPUTE_MODULES
 from shardwright.layout.layout import Layout
+from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.split import stages
 from shardwright.split.tensor import vocabulary_rows
@@ -85,8 +87,8 @@ def _context(spec: ModelSpec, layout: Layout) -> Iterator[str]:
         return
     heads, kv = spec.n_heads // tp, max(1, spec.n_kv_heads // tp)
     name = "cp" if layout.cp_method == "ulysses" else "ulysses_degree"
-    if not _heads_divide(heads, kv, degree):
-        valid = ", ".join(str(n) for n in range(1, heads + 1) if _heads_divide(heads, kv, n))
+    if not heads_divide(heads, kv, degree):
+        valid = ", ".join(str(n) for n in range(1, heads + 1) if heads_divide(heads, kv, n))
         yield (
             f"layout.{name}={degree} partitions the heads of a rank, with tp={tp} {heads} query and {kv} kv heads: it "
             f"has to divide {heads} {_division(heads, degree)}, and to divide {kv} or be a multiple of it; valid: "
@@ -94,8 +96,16 @@ def _context(spec: ModelSpec, layout: Layout) -> Iterator[str]:
         )
 
 
-def _heads_divide(heads: int, kv: int, degree: int) -> bool:
-    return heads % degree == 0 and (kv % degree == 0 or degree % kv == 0)
+def heads_divide(heads: Any, kv: Any, degree: Any) -> Any:
+    """Return whether Ulysses can partition the query and kv heads of a rank over `degree` ranks. The arguments are
+    integers, or arrays of integers, which give an array of booleans."""
+    return (heads % degree == 0) & ((kv % degree == 0) | (degree % kv == 0))
+
+
+def expert_shards_fit(moe: MoESpec, size: int, ep: Any, ranks: Any) -> Any:
+    """Return whether ZeRO can shard the experts of a rank over `ranks` ranks: by experts, or along a dim of `size`
+    features. `ep`, `ranks`: integers, or arrays of integers, which give an array of booleans."""
+    return ((moe.n_experts // ep) % ranks == 0) | (size % ranks == 0)
 
 
 def _experts(spec: ModelSpec, layout: Layout) -> Iterator[str]:
@@ -117,9 +127,9 @@ def _experts(spec: ModelSpec, layout: Layout) -> Iterator[str]:
             f"tokens would each send all of them to the experts"
         )
     ranks = layout.expert_dp_shard
-    if layout.zero and layout.ep * layout.tp > 1 and (experts // layout.ep) % ranks:
+    if layout.zero and layout.ep * layout.tp > 1:
         for name, size in (("model.moe.d_ffn", moe.d_ffn), ("model.d_model", spec.d_model)):
-            if size % ranks:
+            if not expert_shards_fit(moe, size, layout.ep, ranks):
                 yield (
                     f"layout.zero={layout.zero} shards the experts of a rank over {ranks} ranks (dp_shard x cp x "
                     f"tp / ep), which divide neither the {experts // layout.ep} experts nor {name}={size}; choose a "
