@@ -38,6 +38,7 @@ VERBS = {
     "eval": "Measure the perplexity of a run on its validation data, or of any model on prepared data.",
     "import": "Write the weights of a Hugging Face model as a folder that runs begin with.",
     "export": "Write weights as a folder that transformers loads with AutoModelForCausalLM.from_pretrained.",
+    "merge": "Write the weighted mean of the weights of several checkpoints of one model.",
     "convert": "Write a training checkpoint, weights and AdamW's states, in the format of another system.",
 }
 """Every verb, a module of this package, and the first line of its help, so that listing verbs imports no module."""

@@ -84,7 +84,7 @@ def export(
     types = _types(tensors, weights, dtype)
     main = Counter(types.values()).most_common(1)[0][0]
     with new_folder(Path(out), is_free, CheckpointError) as fresh:
-        remarks, ids = _tokenizer(weights, fresh, tokenizer)
+        remarks, ids = write_tokenizer(weights.path, fresh, tokenizer, weights.spec.max_seq_len)
         config = written.config(weights.spec) | {"torch_dtype": main, "dtype": main, **ids}
         (fresh / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         write_token_ids(fresh, ids)
@@ -130,25 +130,28 @@ def _added_tokens(tokenizer_json: bytes) -> list[str]:
     ]
 
 
-def _tokenizer(weights: Weights, out: Path, given: str | Path | None) -> tuple[list[str], dict[str, int | list[int]]]:
-    """Write the tokenizer. Return remarks, and the ids of the tokens that start and end a text."""
+def write_tokenizer(
+    source: Path, out: Path, given: str | Path | None, max_seq_len: int
+) -> tuple[list[str], dict[str, int | list[int]]]:
+    """Write the tokenizer of the weights in the folder `source`, or of the folder `given`. Return remarks, and the ids
+    of the tokens that start and end a text. `max_seq_len`: of the model, in tokens."""
     if given is not None and (Path(given) / TOKENIZER).is_file():
-        theirs, difference = tokenizer_file(weights.path), None
+        theirs, difference = tokenizer_file(source), None
         with suppress(DataError):  # a damaged tokenizer is a reason to give --tokenizer
             difference = theirs and tokenizer_difference(Path(given) / TOKENIZER, theirs)
         if difference:
             raise DataError(
-                f"--tokenizer {given} is another tokenizer than that of {weights.path} ({difference}), so the token "
+                f"--tokenizer {given} is another tokenizer than that of {source} ({difference}), so the token "
                 f"ids of the model mean other texts; leave --tokenizer out to write {theirs}"
             )
-    for folder in [Path(given)] if given is not None else [weights.path]:
+    for folder in [Path(given)] if given is not None else [source]:
         if TOKENIZER in copy_tokenizer(folder, out):
             return [], token_ids(folder)
         if given is not None:
             raise DataError(f"--tokenizer {folder}: there is no {TOKENIZER}")
-    run_file = weights.path / RUN_FILE
+    run_file = source / RUN_FILE
     if not run_file.is_file():
-        return [f"no tokenizer: {weights.path} has none; give one with --tokenizer FOLDER"], token_ids(weights.path)
+        return [f"no tokenizer: {source} has none; give one with --tokenizer FOLDER"], token_ids(source)
     section = load_run_file(run_file).data
     data = tokenizer_folder(section)
     try:
@@ -167,7 +170,7 @@ def _tokenizer(weights: Weights, out: Path, given: str | Path | None) -> tuple[l
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": manifest.separator,
         "eos_token": manifest.separator,
-        "model_max_length": weights.spec.max_seq_len,
+        "model_max_length": max_seq_len,
         "clean_up_tokenization_spaces": False,
     } | {name: token or None for name, token in named.items()}
     (out / TOKENIZER_CONFIG).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")

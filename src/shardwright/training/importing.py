@@ -7,7 +7,8 @@ OUT/tokenizer.json ...        the files of the tokenizer and generation_config.j
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -50,8 +51,18 @@ def import_weights(source: str | Path, out: str | Path) -> HuggingFaceWeights:
     return weights
 
 
-def write_weights_folder(weights: Weights, source: str | Path, out: Path) -> None:
-    """Write weights, which come from `source`, to the new folder `out`. Raises as `import_weights`."""
+def write_weights_folder(
+    weights: Weights,
+    source: str | Path,
+    out: Path,
+    add_tokenizer: Callable[[Path], dict[str, int | list[int]]] | None = None,
+    verb: str = "import",
+) -> None:
+    """Write weights, which come from `source`, to the new folder `out`. Raises as `import_weights`.
+
+    `add_tokenizer`: writes the tokenizer into a folder and returns the ids of the tokens that start and end a text; by
+    default the files next to the weights are copied. `verb`: of the command, for a comment in model.toml.
+    """
     not_finite: dict[str, int] = defaultdict(int)
     with new_folder(out, is_free, CheckpointError) as fresh:
         blocks = [
@@ -83,7 +94,7 @@ def write_weights_folder(weights: Weights, source: str | Path, out: Path) -> Non
         ]:
             raise InputError(*problems)
         lines = [f"{key} = {as_toml(value)}" for key, value in table_of(weights.spec).items()]
-        text = "\n".join([f"# written by `shardwright import {source}`", "[model]", *lines]) + "\n"
+        text = "\n".join([f"# written by `shardwright {verb} {source}`", "[model]", *lines]) + "\n"
         (fresh / MODEL_FILE).write_text(text, encoding="utf-8")
         manifest = CheckpointManifest(
             progress=TrainingProgress(step=0, samples=0, seed=0),
@@ -96,9 +107,13 @@ def write_weights_folder(weights: Weights, source: str | Path, out: Path) -> Non
             },
             files={MODEL_FILE: sha256_of_text(text)},
         )
-        copy_tokenizer(weights.path, fresh)
-        write_token_ids(fresh, token_ids(weights.path))
+        write_token_ids(fresh, (add_tokenizer or partial(_add_tokenizer, weights.path))(fresh))
         manifest.write(fresh)
+
+
+def _add_tokenizer(source: Path, out: Path) -> dict[str, int | list[int]]:
+    copy_tokenizer(source, out)
+    return token_ids(source)
 
 
 def copy_tokenizer(source: Path, out: Path) -> list[str]:

@@ -1,0 +1,58 @@
+"""shardwright merge: the weighted mean of the weights of several checkpoints."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwright.cli.common import AsJson, print_json, print_text, reading_verb
+from shardwright.system.errors import InputError
+from shardwright.system.units import format_count
+
+
+@reading_verb
+def merge(
+    sources: Annotated[
+        list[Path],
+        typer.Argument(metavar="CHECKPOINT...", help="checkpoints, runs (the newest checkpoint), folders of weights"),
+    ],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="the new folder that is written")],
+    last: Annotated[
+        int | None, typer.Option(metavar="N", help="the last N checkpoints of the run that is named")
+    ] = None,
+    shares: Annotated[
+        str | None,
+        typer.Option(metavar="X,Y,...", help="the share of each checkpoint, in sum 1; if not given, all are equal"),
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Write the weighted mean of the weights of several checkpoints of one model.
+
+    The folder is of the kind that `import` writes: generate, eval, export and init.weights of a run take it. The states
+    of the optimizer are not merged. Sums are in float64, and one block of at most 256 MiB is in memory at a time.
+
+    shardwright merge runs/debug --last 4 --out weights/mean
+
+    shardwright merge runs/a runs/b --shares 0.25,0.75 --out weights/between
+    """
+    from shardwright.training.merging import merge as write
+
+    done = write(sources, out, None if shares is None else _numbers(shares), last)
+    paths, spec = [str(each.path) for each in done.weights.sources], done.weights.spec
+    if json:
+        merged = [{"path": path, "share": share} for path, share in zip(paths, done.weights.shares, strict=True)]
+        print_json({"out": str(out), "sources": merged, "parameters": spec.n_parameters, "remarks": list(done.remarks)})
+        return
+    for path, share in zip(paths, done.weights.shares, strict=True):
+        print_text(f"{share:8.4g}  {path}")
+    print_text(f"{format_count(spec.n_parameters)} parameters -> {out}")
+    for remark in done.remarks:
+        print_text(remark)
+    print_text(f"  shardwright eval {out} --data DATA")
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(f"--shares {text}: numbers separated by commas are needed, such as 0.25,0.75") from None
