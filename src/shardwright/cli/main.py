@@ -29,6 +29,7 @@ VERBS = {
     "plan": "Find the fastest layout that fits, without a GPU, and explain the choice.",
     "measure": "Measure this machine, so that plan knows its rates.",
     "train": "Train a model as a run file says.",
+    "launch": "Write the job file of a run for Slurm, Kubernetes, SkyPilot or Ray.",
     "verify": "Prove that a layout computes what one process computes.",
     "dryrun": "Run the real training program as any rank of any world, without a GPU, data or memory for the weights.",
     "schedule": "Show what a pipeline schedule does and what it costs, without running it.",

@@ -1,0 +1,115 @@
+"""shardwright launch: write the job file of a run for a format."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardwright.cli.common import AsJson, Overrides, print_json, print_text, reading_verb, wrong_place, wrong_sizes
+from shardwright.launching.jobs import JOB_FORMATS, JobFormat, LaunchJob, job_problems
+from shardwright.system.errors import InputError, nearest
+from shardwright.system.files import write_whole
+
+if TYPE_CHECKING:
+    from shardwright.config import RunConfig
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """Arguments and options of `launch`."""
+
+    run: Annotated[Path, typer.Argument(metavar="RUN.toml", help="the run file, as the job finds it")]
+    on: Annotated[str, typer.Option(metavar="SCHEDULER", help=", ".join(JOB_FORMATS))]
+    nodes: Annotated[int | None, typer.Option(metavar="N", help="machines [default: ranks / --per-node]")] = None
+    per_node: Annotated[int, typer.Option(metavar="N", help="ranks of a machine, which are its GPUs")] = 8
+    cpus: Annotated[int, typer.Option(metavar="N", help="cores of a rank")] = 8
+    name: Annotated[str | None, typer.Option(help="of the job [default: the last part of the run's out]")] = None
+    time: Annotated[str, typer.Option(metavar="HH:MM:SS", help="slurm: longest time of one job")] = "24:00:00"
+    grace: Annotated[
+        int, typer.Option(metavar="S", help="slurm, kubernetes: seconds to save in, from SIGTERM to the end of the job")
+    ] = 600
+    max_restarts: Annotated[
+        int, typer.Option(metavar="N", help="kubernetes, skypilot, ray: how often a failed job is started again")
+    ] = 3
+    activate: Annotated[
+        str, typer.Option(metavar="COMMAND", help="slurm, skypilot: a shell line that makes shardwright available")
+    ] = "source .venv/bin/activate"
+    image: Annotated[str | None, typer.Option(help="kubernetes: the container image")] = None
+    claim: Annotated[str | None, typer.Option(help="kubernetes: claim of the volume with run file, data and out")] = (
+        None
+    )
+    mount: Annotated[str, typer.Option(help="kubernetes: where it is mounted; the working directory")] = "/runs"
+    accelerator: Annotated[str | None, typer.Option(help="skypilot: the GPU, such as H100")] = None
+    set_: Overrides = None
+    write: Annotated[Path | None, typer.Option(metavar="FILE", help="write the job file; otherwise it is printed")] = (
+        None
+    )
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="with --write, replace a file that exists")] = False
+    json: AsJson = False
+
+
+@reading_verb
+def launch(options: LaunchOptions) -> None:
+    """Write the job file that trains a run file on several machines: Slurm, Kubernetes, SkyPilot or Ray.
+
+    The numbers of machines and ranks are checked against the layout. The job resumes from the newest checkpoint when it
+    is started again, and has time to save when it is ended. Nothing is submitted.
+
+    shardwright launch run.toml --on slurm --nodes 2 --write train.sbatch
+
+    Exit codes: 0 written, 2 the input cannot be used.
+    """
+    from shardwright.config import load
+
+    if options.on not in JOB_FORMATS:
+        raise InputError(f"--on {options.on}: no such scheduler; {nearest(options.on, JOB_FORMATS)}")
+    format = JOB_FORMATS[options.on]
+    config = load(options.run, options.set_ or ())
+    layout = config.layout.layout()
+    sizes = {"--nodes": options.nodes, "--per-node": options.per_node, "--cpus": options.cpus, "--grace": options.grace}
+    wrong = wrong_sizes(sizes) + wrong_place("--write", options.write)
+    wrong += [f"--max-restarts {options.max_restarts}: 0 or more is needed"] * (options.max_restarts < 0)
+    wrong += [
+        f"--{name} is missing; --on {options.on} needs it, such as --{name} {example}"
+        for name, example in format.needs.items()
+        if not getattr(options, name) and (name != "accelerator" or config.device != "cpu")
+    ]
+    if options.write is not None and options.write.exists() and not options.overwrite:
+        wrong.append(f"--write {options.write}: the file exists; --overwrite replaces it")
+    if wrong:
+        raise InputError(*wrong)
+    job = _job(options, config, layout.world_size)
+    if problems := list(job_problems(job, layout.world_size, str(layout))):
+        raise InputError(*problems)
+    _write(options, format, job)
+
+
+def _job(options: LaunchOptions, config: "RunConfig", world_size: int) -> LaunchJob:
+    name = options.name or re.sub(r"[^a-z0-9]+", "-", Path(config.out).name.lower()).strip("-")[:40] or "train"
+    kept = ("per_node", "cpus", "time", "max_restarts", "activate", "image", "claim", "mount", "accelerator")
+    return LaunchJob(
+        name=name,
+        nodes=options.nodes or max(1, world_size // options.per_node),
+        gpus=config.device != "cpu",
+        run_file=str(options.run),
+        overrides=tuple(options.set_ or ()),
+        grace_s=options.grace,
+        **{each: getattr(options, each) for each in kept},
+    )
+
+
+def _write(options: LaunchOptions, format: JobFormat, job: LaunchJob) -> None:
+    text = format.text(job)
+    if options.write is not None:
+        write_whole(options.write, text.encode())
+    submit = format.submit.format(options.write or format.file_name)
+    if options.json:
+        ranks = job.nodes * job.per_node
+        print_json({"on": format.name, "nodes": job.nodes, "ranks": ranks, "submit": submit, "text": text})
+    elif options.write is None:
+        print_text(text.rstrip("\n"))
+    else:
+        print_text(f"{job.nodes} x {job.per_node} ranks -> {options.write}")
+        print_text(f"  {submit}")
