@@ -102,8 +102,7 @@ def whole_run(state: PageState) -> Figure:
         f"{format_count(run.tokens)} tokens take {words}: goodput {percent(run.goodput)}, {run.interruptions:.3g} "
         f"interruptions, {format_count(run.accelerator_hours)} accelerator-hours."
     )
-    title = f"The whole run, {format_count(run.tokens)} tokens"
-    return bars(Figure("whole-run", title, text, text), [("days by kind", run.parts_days, words)])
+    return bars(Figure("whole-run", "The whole run", text, text), [("days by kind", run.parts_days, words)])
 
 
 def interruptions(state: PageState) -> Figure:
@@ -113,7 +112,7 @@ def interruptions(state: PageState) -> Figure:
     text = (
         f"A checkpoint of {format_bytes(run.checkpoint_bytes)} every {run.every_steps:,} steps, which is every "
         f"{format_seconds(run.every_s)} of work; training waits {format_seconds(way.pause_s)} for it. An interruption "
-        f"every {run.hours_between:.3g} hours on average loses the work since the last checkpoint; {run.spare_nodes} "
+        f"every {run.hours_between:,.1f} hours on average loses the work since the last checkpoint; {run.spare_nodes} "
         f"spare nodes."
     )
     figure = Figure("interruptions", "Checkpoints and an interruption", text, text)

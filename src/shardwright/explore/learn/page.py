@@ -1,7 +1,7 @@
 """A page of Learn as an HTML fragment: text, figures, formulas with numbers, messages and questions.
 
 The templates are `topic.html` and, for files that a browser opens without a server, `site.html`. The fragment has no
-script and no style attribute; its style is `learn.css`. Live links are relative to `/learn/`.
+script and no style attribute; its style is `learn.css`. Live links lead to `/` and `/learn/TOPIC` of the server.
 """
 
 from collections.abc import Iterator, Sequence
@@ -82,7 +82,7 @@ def learn_page(topic: str, state: PageState, *, static: bool = False) -> str:
     page = ALL_TOPICS[topic]
     shown = page.shown(state)
     entries = ledger_of(shown, page)
-    formulas = list(matching(entries, page.entries))
+    formulas, drawings = list(matching(entries, page.entries)), list(_drawings(page, shown))
     values: dict[str, Any] = {
         "page": page,
         "verdict": page.slug != SERVED,
@@ -92,7 +92,8 @@ def learn_page(topic: str, state: PageState, *, static: bool = False) -> str:
         "example": "" if shown is state else query_of(shown),
         "name": f"{shown.model} on {shown.job.cluster.name}",
         "choice": str(shown.choice),
-        "drawings": list(_drawings(page, shown)),
+        "drawings": drawings,
+        "moves": any("<animate" in svg for svg, _, _ in drawings),
         "formulas": [_formula(entry) for entry in formulas],
         "messages": list(_messages(page, shown)),
         "symbols": _symbols(formulas),

@@ -107,7 +107,7 @@ def _changed(base: str, change: str) -> TriedState:
         old = {key: text for key, text in old.items() if key not in ("dp_shard", "dp_replicate")}
     query = urlencode(old | new)
     result = _parsed(query)
-    words = ", ".join(f"{key}={text}" for key, text in new.items()) or "as it is"
+    words = ", ".join(f"{key}={text}" for key, text in new.items() if text) or "as it is"
     if result.state is None:
         return TriedState(words, query, None, result.problems[0])
     query = query_of(result.state, pinned=False)
