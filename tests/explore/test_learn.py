@@ -1,5 +1,6 @@
 import random
 import re
+from dataclasses import replace
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
@@ -7,12 +8,14 @@ from xml.etree import ElementTree
 
 import pytest
 
-from shardwright.explore.learn import TOPICS, learn_page, write_static
+from shardwright.explore.learn import TOPICS, charts, learn_page, write_static
+from shardwright.explore.learn.page import drawings
 from shardwright.explore.learn.topics import ALL_TOPICS, ledger_of, matching, tried
 from shardwright.explore.state import PageState, parse, query_of
 from shardwright.planner.explain import explain, number
 from shardwright.split.sequence import spans
 from shardwright.system.errors import InputError
+from shardwright.system.units import format_bytes
 from tests.marks import prove, rest_prove
 
 DENSE = "model=llama-3.1-8b&chip=h100&count=64&tp=4&pp=2&cp=2&zero=3&global_batch=512&recompute=selective"
@@ -203,6 +206,14 @@ def test_a_ring_shows_the_tokens_of_split_sequence_and_the_keys_of_each_step() -
         assert steps == [[str((rank - step) % 4) for rank in range(4)] for step in range(4)]
 
 
+@pytest.mark.parametrize("query", [DENSE, MIXTURE])
+def test_the_peak_of_the_memory_curve_equals_the_ledger(query: str) -> None:
+    state = state_of(query)
+    whole = next(matching(explain(state.priced), ["all kinds"])).value
+    assert isinstance(whole, float)
+    assert f"peak of {format_bytes(whole)} at " in charts.curve(state).text
+
+
 def test_a_drawn_all_reduce_ends_with_every_chunk_summed_over_all_ranks() -> None:
     root = ElementTree.fromstring(learn_page("collectives", state_of(DENSE)))
     svg = next(each for each in root.iter("svg") if each.find("title").get("id") == "figure-all-reduce")
@@ -236,10 +247,16 @@ def test_a_topic_that_does_not_exist_is_refused_with_the_nearest() -> None:
         learn_page("tensor-paralel", state_of(DENSE))
 
 
-def test_a_model_name_is_escaped() -> None:
-    state = state_of("model=llama-3.2-1b&count=1&global_batch=8&seq_len=128")
-    page = learn_page("memory", PageState("<b>&", state.job, state.choice))
-    assert "&lt;b&gt;&amp;" in page
+def test_a_name_of_a_model_is_escaped_and_a_cluster_of_a_hardware_file_is_priced(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    rows = ["accelerator = 'h100'", "node_size = 8", "network = 'infiniband'", "gbit_per_s_per_node = 3200"]
+    file.write_text("\n".join(["[clusters.mine]", *rows]), encoding="utf-8")
+    state = parse("model=llama-3.2-1b&chip=mine&count=8&global_batch=8&seq_len=1024", file).state
+    assert state is not None
+    assert "not possible" not in learn_page("optimizers", state, hardware=file)
+    page = learn_page("optimizers", replace(state, model="<b>&"))
+    assert "not possible" in page
+    assert "&lt;b&gt;&amp; on mine:8" in page
     assert "<b>" not in page
 
 
@@ -272,8 +289,6 @@ RANDOM: dict[str, list[str | int]] = {
 
 @prove
 def test_figures_of_random_states_are_drawn() -> None:
-    from shardwright.explore.learn.page import _drawings
-
     generator, drawn = random.Random(45), 0
     while drawn < 15:
         pick = generator.choice
@@ -285,7 +300,7 @@ def test_figures_of_random_states_are_drawn() -> None:
             continue
         drawn += 1
         for topic in ALL_TOPICS.values():
-            for svg, _, caption in _drawings(topic, topic.shown(state)):
+            for svg, _, caption in drawings(topic, topic.shown(state)):
                 assert caption
                 if svg:
                     check(f"<div>{svg}</div>")

@@ -16,8 +16,7 @@ from shardwright.system.units import MiB, format_bytes
 def explain(priced: PricedLayout) -> list[LedgerEntry]:
     """Return the ledger entries from the batch to the step time, section by section."""
     job, candidates = priced.job, priced.choice.candidates
-    held = priced.memory
-    assert priced.step_s > 0  # computed here, so that `headline` does not evaluate and record every formula again
+    held, _ = priced.memory, priced.time  # before recording, so that `headline` does not record each formula again
     with ledger.record() as entries:
         _batch(priced)
         _parameters(priced)

@@ -1,11 +1,14 @@
 """Charts of Learn: memory and time of changed states as bars, memory over a step, a whole run, serving."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
 from shardwright.cost.job import Floats
 from shardwright.cost.memory import curve as memory_curve
+from shardwright.cost.memory import few_microbatches
 from shardwright.explore.learn.drawing import MOST_RANKS, WIDTH, Figure, bars, colour, some
 from shardwright.explore.learn.served import BATCH, served, served_entries
 from shardwright.explore.learn.topics import BarsChoice, tried
@@ -23,11 +26,11 @@ TOKENS_OF_A_PARAMETER = 20
 """Tokens of a whole run for each parameter, if the state has no budget. Hoffmann et al., arXiv 2203.15556."""
 
 
-def tried_bars(state: PageState, choice: BarsChoice) -> Figure:
+def tried_bars(state: PageState, choice: BarsChoice, hardware: Path | None = None) -> Figure:
     """Draw a bar for each change of the state, of the memory of the fullest rank or of the time of a step."""
     memory = choice.of == "memory"
     rows: list[tuple[str, Mapping[str, float], str]] = []
-    for each in tried(query_of(state, pinned=False), choice.tries):
+    for each in tried(query_of(state, pinned=False), choice.tries, hardware):
         if each.state is None:
             rows.append((each.words, {}, "not possible"))
         elif memory:
@@ -53,7 +56,9 @@ def _memory(priced: PricedLayout) -> dict[str, float]:
 def curve(state: PageState) -> Figure:
     """Draw the live tensors of the fullest rank over a step, by kind."""
     rank = state.priced.memory.fullest_rank
-    found = memory_curve(state.job, state.choice.candidates, rank)
+    job, candidates = state.job, state.choice.candidates
+    few, every = (int(m[0]) for m in (few_microbatches(job, candidates), candidates.microbatches(job.global_batch)))
+    found = memory_curve(replace(job, global_batch=job.global_batch // every * few), candidates, rank)
     total, n = found.total_bytes, len(found.labels)
     at = np.unique(np.append(np.linspace(0, n - 1, min(n, MOST_POINTS)).astype(int), [int(total.argmax()), n - 1]))
     highest, top, floor = max(float(total.max()), state.limit_bytes), 8.0, 178.0
@@ -61,8 +66,9 @@ def curve(state: PageState) -> Figure:
     figure = Figure(
         "curve",
         f"Memory of rank {rank} of pp over a step",
-        f"{n} moments, actions such as 0F3 (stage 0, forward, micro-batch 3) and the optimizer. Live tensors have "
-        f"their peak of {format_bytes(float(total.max()))} at {peak}; the limit is {format_bytes(state.limit_bytes)}.",
+        f"{some(few, every, 'micro-batches')}, which have the same peak: {n} moments, actions such as 0F3 (stage 0, "
+        f"forward, micro-batch 3) and the optimizer. Live tensors have their peak of "
+        f"{format_bytes(float(total.max()))} at {peak}; the limit is {format_bytes(state.limit_bytes)}.",
         "Time runs to the right, one moment for each action of the rank; the last is the optimizer.",
     )
     scale = (floor - top) / highest

@@ -24,6 +24,7 @@ class Figure:
     def __init__(self, name: str, title: str, text: str, caption: str = "") -> None:
         self.name, self.title, self.text, self.caption = f"figure-{name}", title, text, caption
         self._parts: list[str] = []
+        self._moving: list[str] = []  # drawn above all parts
         self._bottom = 0.0
 
     def box(self, x: float, y: float, width: float, height: float, kind: str = "", words: str = "") -> None:
@@ -58,7 +59,7 @@ class Figure:
         """Add a dot that moves along `way` between two shares of a cycle."""
         d = "M" + "L".join(f"{_n(x)} {_n(y)}" for x, y in way)
         times = f"0;{begin:.3f};{end:.3f};1"
-        self._parts.append(
+        self._moving.append(
             f'<circle class="moves {kind}" r="4.5" opacity="0">'
             f'<animateMotion path="{d}" dur="{seconds:g}s" keyPoints="0;0;1;1" keyTimes="{times}" calcMode="linear" '
             f'repeatCount="indefinite"/>{_shown(begin, end, seconds)}</circle>'
@@ -69,11 +70,11 @@ class Figure:
     ) -> None:
         """Add a frame that is visible between two shares of a cycle."""
         sizes = f'x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}"'
-        self._parts.append(f'<rect class="moves mark" {sizes} opacity="0">{_shown(begin, end, seconds)}</rect>')
+        self._moving.append(f'<rect class="moves mark" {sizes} opacity="0">{_shown(begin, end, seconds)}</rect>')
 
     def cursor(self, x1: float, x2: float, top: float, bottom: float, seconds: float = 12) -> None:
         """Add a vertical line that moves from x1 to x2."""
-        self._parts.append(
+        self._moving.append(
             f'<path class="moves cursor" opacity="0" d="M0 {_n(top)}V{_n(bottom)}"><animateMotion '
             f'path="M{_n(x1)} 0L{_n(x2)} 0" dur="{seconds:g}s" repeatCount="indefinite"/>'
             f'<set attributeName="opacity" to="1"/></path>'
@@ -97,7 +98,9 @@ class Figure:
         head = f'<title id="{self.name}">{escape(self.title)}</title>'
         head += f'<desc id="{self.name}-text">{escape(self.text)}</desc>'
         size = f'viewBox="0 0 {WIDTH} {_n(self._bottom + 4)}"'
-        return Markup(f'<svg class="drawing" role="img" {names} {size}>{head}{"".join(self._parts)}</svg>')
+        return Markup(
+            f'<svg class="drawing" role="img" {names} {size}>{head}{"".join(self._parts + self._moving)}</svg>'
+        )
 
 
 def bars(

@@ -72,8 +72,9 @@ def templates() -> "Environment":
     return result
 
 
-def learn_page(topic: str, state: PageState, *, static: bool = False) -> str:
+def learn_page(topic: str, state: PageState, *, static: bool = False, hardware: Path | None = None) -> str:
     """Return the page of a topic as an HTML fragment. `static`: links lead to files next to it, not to a server.
+    `hardware`: the file of hardware with which the state was read.
 
     Raises InputError for a topic that does not exist.
     """
@@ -82,7 +83,7 @@ def learn_page(topic: str, state: PageState, *, static: bool = False) -> str:
     page = ALL_TOPICS[topic]
     shown = page.shown(state)
     entries = ledger_of(shown, page)
-    formulas, drawings = list(matching(entries, page.entries)), list(_drawings(page, shown))
+    formulas, drawn = list(matching(entries, page.entries)), list(drawings(page, shown, hardware))
     values: dict[str, Any] = {
         "page": page,
         "verdict": page.slug != SERVED,
@@ -92,21 +93,21 @@ def learn_page(topic: str, state: PageState, *, static: bool = False) -> str:
         "example": "" if shown is state else query_of(shown),
         "name": f"{shown.model} on {shown.job.cluster.name}",
         "choice": str(shown.choice),
-        "drawings": drawings,
-        "moves": any("<animate" in svg for svg, _, _ in drawings),
+        "drawings": drawn,
+        "moves": any("<animate" in svg for svg, _, _ in drawn),
         "formulas": [_formula(entry) for entry in formulas],
         "messages": list(_messages(page, shown)),
         "symbols": _symbols(formulas),
-        "answers": [_answer(page, question, shown) for question in page.questions],
+        "answers": [_answer(page, question, shown, hardware) for question in page.questions],
     }
     return templates().get_template("topic.html").render(values)
 
 
-def _drawings(page: LearnTopic, state: PageState) -> Iterator[tuple[Markup, str, str]]:
+def drawings(page: LearnTopic, state: PageState, hardware: Path | None = None) -> Iterator[tuple[Markup, str, str]]:
     """Yield each figure: its SVG, its class and its caption; or no SVG, and the reason as the caption."""
     drawn = [(each, getattr(figures, each, None) or getattr(charts, each)) for each in page.figures]
     if page.bars is not None:
-        drawn.append(("bars", lambda state: charts.tried_bars(state, page.bars)))
+        drawn.append(("bars", lambda state: charts.tried_bars(state, page.bars, hardware)))
     for name, draw in drawn:
         try:
             found = draw(state)
@@ -147,10 +148,10 @@ def _messages(page: LearnTopic, state: PageState) -> Iterator[tuple[str, str, st
         yield *row, f"{calls:,.0f}"
 
 
-def _answer(page: LearnTopic, question: LearnQuestion, state: PageState) -> ShownAnswer:
+def _answer(page: LearnTopic, question: LearnQuestion, state: PageState, hardware: Path | None) -> ShownAnswer:
     base = question.base or query_of(state, pinned=False)
     rows: list[tuple[str, str, Sequence[str]]] = []
-    for each in tried(base, question.tries):
+    for each in tried(base, question.tries, hardware):
         if each.state is None:
             rows.append((each.words, each.query, [each.problem]))
             continue

@@ -1,8 +1,8 @@
 """The model of a state served on a node of its cluster, by the cost model of `plan serve`."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from shardwright.cost.hardware import cluster
 from shardwright.cost.ledger import LedgerEntry
 from shardwright.explore.state import PageState
 from shardwright.serving.engines import USUAL
@@ -24,7 +24,7 @@ def served(state: PageState) -> tuple[ServingTask, Degrees] | None:
     chip = machine.accelerator
     if chip.is_cpu:
         return None
-    node = machine if machine.nodes == 1 else cluster(f"{chip.name}:{machine.node_size}")
+    node = replace(machine, name=f"{chip.name}:{machine.node_size}", size=machine.node_size)
     precision = state.job.precision if state.job.precision in ELEMENT_BYTES else "bf16"
     rates = fitted()[0].rates(USUAL.name, chip.die)
     serving = Serving(model=state.job.model, cluster=node, rates=rates, precision=precision)

@@ -15,9 +15,12 @@ from shardwright.view.html import page
 STYLE = Path(__file__).with_name("learn.css")
 
 
-def write_static(directory: Path, states: Sequence[PageState]) -> list[Path]:
+def write_static(directory: Path, states: Sequence[PageState], hardware: Path | None = None) -> list[Path]:
     """Write an index, and for each state a folder with its plan and all pages of Learn; return the files, the index
-    first. Existing files are replaced. Raises InputError if a file cannot be written."""
+    first. Existing files are replaced. `hardware`: the file of hardware with which the states were read.
+
+    Raises InputError if a file cannot be written.
+    """
     folders = [f"plan-{at}" for at in range(1, len(states) + 1)]
     plans = [(folder, f"{each.model} on {each.job.cluster.name}: {each.choice}") for folder, each in
              zip(folders, states, strict=True)]  # fmt: skip
@@ -29,7 +32,7 @@ def write_static(directory: Path, states: Sequence[PageState]) -> list[Path]:
         files[directory / folder / "plan.html"] = _plan(state)
         for topic, title in TOPICS.items():
             shell = templates().get_template("site.html")
-            body = learn_page(topic, state, static=True)
+            body = learn_page(topic, state, static=True, hardware=hardware)
             files[directory / folder / f"{topic}.html"] = shell.render(
                 title=title, plans=[], topics={}, body=body, up="../"
             )

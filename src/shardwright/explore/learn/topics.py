@@ -94,47 +94,39 @@ class TriedState:
     problem: str = ""
 
 
-def tried(base: str, changes: Sequence[str]) -> list[TriedState]:
-    """Return the states of a query string with each of the changes."""
-    return [_changed(base, change) for change in changes]
+def tried(base: str, changes: Sequence[str], hardware: Path | None = None) -> list[TriedState]:
+    """Return the states of a query string with each of the changes. `hardware`: the user's hardware file."""
+    return [_changed(base, change, hardware) for change in changes]
 
 
-def _changed(base: str, change: str) -> TriedState:
+def _changed(base: str, change: str, hardware: Path | None) -> TriedState:
     new = dict(parse_qsl(change, keep_blank_values=True))
     plain = new.pop(PLAIN, None) is not None or change.startswith(PLAIN)
     old = {key: text for key, text in parse_qsl(base) if not (plain and key in LAYOUT_KEYS)}
     if not {"tp", "pp", "cp", "zero", "count"}.isdisjoint(new) and not {"dp_shard", "dp_replicate"} & set(new):
         old = {key: text for key, text in old.items() if key not in ("dp_shard", "dp_replicate")}
     query = urlencode(old | new)
-    result = _parsed(query)
+    result = _parsed(query, hardware)
     words = ", ".join(f"{key}={text}" for key, text in new.items() if text) or "as it is"
     if result.state is None:
         return TriedState(words, query, None, result.problems[0])
     query = query_of(result.state, pinned=False)
-    return TriedState(words, query, _parsed(query).state)
+    return TriedState(words, query, _parsed(query, hardware).state)
 
 
 @lru_cache(maxsize=256)
-def _parsed(query: str) -> ParsedState:
-    return parse(query)
-
-
-@lru_cache(maxsize=256)
-def _ledger(query: str, serving: bool) -> tuple[LedgerEntry, ...]:
-    state = _parsed(query).state
-    assert state is not None, query
-    return _entries(state, serving)
-
-
-def _entries(state: PageState, serving: bool) -> tuple[LedgerEntry, ...]:
-    return tuple(served_entries(state) if serving else explain(state.priced))
+def _parsed(query: str, hardware: Path | None = None) -> ParsedState:
+    return parse(query, hardware)
 
 
 def ledger_of(state: PageState, topic: LearnTopic) -> tuple[LedgerEntry, ...]:
     """Return the ledger of a state: of training, or for the topic `SERVED` of serving."""
-    query, serving = query_of(state, pinned=False), topic.slug == SERVED
-    known = _parsed(query).state is not None  # no state for a cluster of a file of the user
-    return _ledger(query, serving) if known else _entries(state, serving)
+    return _ledger(state, topic.slug == SERVED)
+
+
+@lru_cache(maxsize=256)
+def _ledger(state: PageState, serving: bool) -> tuple[LedgerEntry, ...]:
+    return tuple(served_entries(state) if serving else explain(state.priced))
 
 
 def matching(entries: Sequence[LedgerEntry], patterns: Sequence[str]) -> Iterator[LedgerEntry]:
