@@ -3,6 +3,7 @@ import re
 from dataclasses import replace
 from functools import cache
 from html.parser import HTMLParser
+from math import ceil, log2
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -52,6 +53,19 @@ def state_of(query: str) -> PageState:
     found = parse(query)
     assert found.state is not None, found.problems
     return found.state
+
+
+def greatest(*values: float | tuple[float, ...]) -> float:
+    """Return the largest number; of the stages of a rank, of one too."""
+    return max(number for value in values for number in (value if isinstance(value, tuple) else (value,)))
+
+
+def whole(values: float | tuple[float, ...]) -> float:
+    """Return the sum over the stages of a rank, or its one stage."""
+    return sum(values) if isinstance(values, tuple) else values
+
+
+FUNCTIONS = {"max": greatest, "sum": whole, "min": min, "ceil": ceil, "log2": log2}
 
 
 @cache
@@ -110,6 +124,14 @@ def test_numbers_of_formulas_equal_the_ledger(topic: str) -> None:
     terms = ElementTree.fromstring(page_of(topic)).findall("./dl/*")
     found = {(words_of(dt), words_of(dd.find("strong"))) for dt, dd in zip(terms[::2], terms[1::2], strict=True)}
     assert found
+    for dd in terms[1::2]:
+        numbers = [words_of(each).removeprefix("= ") for each in dd.findall("code[@class='numbers']")]
+        if len(numbers) == 1:  # a formula without steps
+            assert not re.search(r"[a-z]\w*\b(?!\()", re.sub(r"\de[-+]?\d", "", numbers[0])), numbers
+            value = eval(numbers[0], FUNCTIONS)
+            shown_value = float(words_of(dd.find("strong")).removeprefix("= ").split(" ")[0])
+            assert value == pytest.approx(shown_value, rel=2e-4, abs=1e-6)
+    assert any(dd.find("code[@class='numbers']") is not None for dd in terms[1::2])
     for what, text in found:
         assert (what, re.sub(r"( \S+)?(, .*)?$", "", text.removeprefix("= "))) in values, (what, text)
 
@@ -211,7 +233,31 @@ def test_the_peak_of_the_memory_curve_equals_the_ledger(query: str) -> None:
     state = state_of(query)
     whole = next(matching(explain(state.priced), ["all kinds"])).value
     assert isinstance(whole, float)
-    assert f"peak of {format_bytes(whole)} at " in charts.curve(state).text
+    figure = charts.curve(state)
+    assert f"peak of {format_bytes(whole)} at " in figure.text
+    root = ElementTree.fromstring(figure.svg())
+    paths = [each.get("d") or "" for each in root.iter("path") if (each.get("class") or "").startswith("k")]
+    highest = min(float(y) for d in paths for y in re.findall(r"V([\d.]+)", d))
+    assert highest == pytest.approx(178 - 170 * whole / max(whole, state.limit_bytes), abs=0.6)
+
+
+def test_bars_are_as_long_as_the_memory_of_the_priced_layouts() -> None:
+    choice = ALL_TOPICS["data-parallel"].bars
+    assert choice is not None
+    root = ElementTree.fromstring(charts.tried_bars(state_of(DENSE), choice).svg())
+    boxes = [each for each in root.iter("rect") if each.get("height") == "16"]
+    ends = [
+        max(
+            float(each.get("x", 0)) + float(each.get("width", 0))
+            for each in boxes
+            if each.get("y") == str(16 + 40 * row)
+        )
+        for row in range(4)
+    ]
+    states = [each.state for each in tried(query_of(state_of(DENSE)), choice.tries)]
+    peaks = [each.priced.peak_bytes for each in states if each is not None]
+    widest = max(*peaks, state_of(DENSE).limit_bytes)
+    assert [end - 4 for end in ends] == pytest.approx([352 * peak / widest for peak in peaks], abs=1)
 
 
 def test_a_drawn_all_reduce_ends_with_every_chunk_summed_over_all_ranks() -> None:

@@ -77,9 +77,9 @@ def curve(state: PageState) -> Figure:
     for place, (kind, values) in enumerate(found.kinds.items()):
         if values.max() * scale > 0.5:
             names[colour(place)] = kind
-            above = below + values[at]
-            figure.path(_area(x, floor - scale * above, floor - scale * below), colour(place))
-            below = above
+        above = below + values[at]
+        figure.path(_area(x, floor - scale * above, floor - scale * below), colour(place))
+        below = above
     line = floor - scale * state.limit_bytes
     figure.path(f"M4 {line:.1f}H{WIDTH - 4}", "limit")
     figure.words(WIDTH - 4, line + 12, f"limit {format_bytes(state.limit_bytes)}", "end")
