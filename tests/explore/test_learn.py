@@ -336,7 +336,7 @@ RANDOM: dict[str, list[str | int]] = {
 @prove
 def test_figures_of_random_states_are_drawn() -> None:
     generator, drawn = random.Random(45), 0
-    while drawn < 15:
+    while drawn < 10:
         pick = generator.choice
         keys = {key: pick(choices) for key, choices in RANDOM.items()}
         off = [("pp", "pp_schedule"), ("cp", "cp_method"), ("tp", "sequence_parallel")]
