@@ -16,7 +16,7 @@ from shardwright.system.units import MiB, format_bytes
 def explain(priced: PricedLayout) -> list[LedgerEntry]:
     """Return the ledger entries from the batch to the step time, section by section."""
     job, candidates = priced.job, priced.choice.candidates
-    held = priced.memory
+    held, _ = priced.memory, priced.time  # before recording, so that `headline` does not record each formula again
     with ledger.record() as entries:
         _batch(priced)
         _parameters(priced)
@@ -57,7 +57,7 @@ def _table(entries: Sequence[LedgerEntry]) -> Iterator[str]:
         yield f"    with {_written(shared)}{_source(first)}"
     for each in entries:
         own = _written({name: value for name, value in each.inputs.items() if name not in shared})
-        yield f"    {each.what}{':' * bool(own)} {own}{' ' * bool(own)}= {_value(each.value, each.unit)}"
+        yield f"    {each.what}{':' * bool(own)} {own}{' ' * bool(own)}= {value_text(each.value, each.unit)}"
 
 
 def _line(entry: LedgerEntry) -> str:
@@ -65,7 +65,7 @@ def _line(entry: LedgerEntry) -> str:
     numbers = ledger.substituted(entry.formula, {name: number(value) for name, value in entry.inputs.items()})
     steps = [entry.what, entry.formula, numbers if entry.formula not in entry.inputs else ""]
     steps = [step for at, step in enumerate(steps) if step and step not in steps[:at]]
-    return " = ".join([*steps, _value(entry.value, entry.unit)]) + _source(entry)
+    return " = ".join([*steps, value_text(entry.value, entry.unit)]) + _source(entry)
 
 
 def _source(entry: LedgerEntry) -> str:
@@ -76,7 +76,8 @@ def _written(inputs: dict[str, Number]) -> str:
     return ", ".join(f"{name} {number(value)}" for name, value in inputs.items())
 
 
-def _value(value: Number, unit: str) -> str:
+def value_text(value: Number, unit: str) -> str:
+    """Return the value of an entry with its unit as text."""
     if isinstance(value, float) and unit == "B" and value >= MiB:
         return f"{number(value)} B, {format_bytes(value)}"
     return f"{number(value)} {unit}".strip()

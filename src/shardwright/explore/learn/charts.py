@@ -1,0 +1,181 @@
+"""Charts of Learn: memory and time of changed states as bars, memory over a step, a whole run, serving."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from shardwright.cost.job import Floats
+from shardwright.cost.memory import curve as memory_curve
+from shardwright.cost.memory import few_microbatches
+from shardwright.explore.learn.drawing import MOST_RANKS, WIDTH, Figure, bars, colour, some
+from shardwright.explore.learn.served import BATCH, served, served_entries
+from shardwright.explore.learn.topics import BarsChoice, tried
+from shardwright.explore.state import PageState, query_of
+from shardwright.planner.choice import PricedLayout
+from shardwright.planner.headline import headline
+from shardwright.planner.whole_run import DAY_S, TrainingGoal, WholeRun
+from shardwright.planner.whole_run import whole_run as whole_run_of
+from shardwright.system.errors import InputError
+from shardwright.system.units import format_bytes, format_count, format_seconds, percent
+
+MOST_POINTS = 120
+"""Most moments of a step that a curve draws."""
+TOKENS_OF_A_PARAMETER = 20
+"""Tokens of a whole run for each parameter, if the state has no budget. Hoffmann et al., arXiv 2203.15556."""
+
+
+def tried_bars(state: PageState, choice: BarsChoice, hardware: Path | None = None) -> Figure:
+    """Draw a bar for each change of the state, of the memory of the fullest rank or of the time of a step."""
+    memory = choice.of == "memory"
+    rows: list[tuple[str, Mapping[str, float], str]] = []
+    for each in tried(query_of(state, pinned=False), choice.tries, hardware):
+        if each.state is None:
+            rows.append((each.words, {}, "not possible"))
+        elif memory:
+            rows.append((each.words, _memory(each.state.priced), format_bytes(each.state.priced.peak_bytes)))
+        else:
+            fits = each.state.priced.fits(each.state.limit_bytes)
+            words = format_seconds(each.state.priced.step_s) + ", does not fit" * (not fits)
+            rows.append((each.words, each.state.priced.parts_s, words))
+    limit = state.limit_bytes if memory else None
+    text = "; ".join(f"{name}: {total}" for name, _, total in rows)
+    text += f"; the limit is {format_bytes(limit)}." if limit else "."
+    words = f"limit {format_bytes(limit)}" if limit else ""
+    return bars(Figure(f"{choice.of}-bars", choice.title, text), rows, limit, words)
+
+
+def _memory(priced: PricedLayout) -> dict[str, float]:
+    """Return the bytes of the fullest rank by kind, with the bytes that the allocator loses."""
+    rank = priced.memory.fullest_rank
+    kinds = {kind: float(values[0, rank]) for kind, values in priced.memory.kinds.items()}
+    return kinds | {"allocator": float(priced.memory.lost_bytes[0, rank])}
+
+
+def curve(state: PageState) -> Figure:
+    """Draw the live tensors of the fullest rank over a step, by kind."""
+    rank = state.priced.memory.fullest_rank
+    job, candidates = state.job, state.choice.candidates
+    few, every = (int(m[0]) for m in (few_microbatches(job, candidates), candidates.microbatches(job.global_batch)))
+    found = memory_curve(replace(job, global_batch=job.global_batch // every * few), candidates, rank)
+    total, n = found.total_bytes, len(found.labels)
+    at = np.unique(np.append(np.linspace(0, n - 1, min(n, MOST_POINTS)).astype(int), [int(total.argmax()), n - 1]))
+    highest, top, floor = max(float(total.max()), state.limit_bytes), 8.0, 178.0
+    peak = found.labels[int(total.argmax())]
+    figure = Figure(
+        "curve",
+        f"Memory of rank {rank} of pp over a step",
+        f"{some(few, every, 'micro-batches')}, which have the same peak: {n} moments, actions such as 0F3 (stage 0, "
+        f"forward, micro-batch 3) and the optimizer. Live tensors have their peak of "
+        f"{format_bytes(float(total.max()))} at {peak}; the limit is {format_bytes(state.limit_bytes)}.",
+        "Time runs to the right, one moment for each action of the rank; the last is the optimizer.",
+    )
+    scale = (floor - top) / highest
+    x = [4 + (WIDTH - 8) * place / len(at) for place in range(len(at) + 1)]
+    below, names = np.zeros(len(at)), {}
+    for place, (kind, values) in enumerate(found.kinds.items()):
+        if values.max() * scale > 0.5:
+            names[colour(place)] = kind
+        above = below + values[at]
+        figure.path(_area(x, floor - scale * above, floor - scale * below), colour(place))
+        below = above
+    line = floor - scale * state.limit_bytes
+    figure.path(f"M4 {line:.1f}H{WIDTH - 4}", "limit")
+    figure.words(WIDTH - 4, line + 12, f"limit {format_bytes(state.limit_bytes)}", "end")
+    figure.cursor(4, WIDTH - 4, top, floor)
+    figure.legend(names, floor + 8)
+    return figure
+
+
+def _area(x: Sequence[float], above: Floats, below: Floats) -> str:
+    """Return the path of the area between two step functions with the edges x."""
+    there = "".join(f"V{y:.1f}H{right:.1f}" for y, right in zip(above, x[1:], strict=True))
+    back = "".join(f"V{y:.1f}H{left:.1f}" for y, left in zip(below[::-1], x[-2::-1], strict=True))
+    return f"M{x[0]:.1f} {below[0]:.1f}{there}{back}z"
+
+
+def _whole(state: PageState) -> WholeRun:
+    goal = state.goal or TrainingGoal(float(TOKENS_OF_A_PARAMETER * state.job.model.n_parameters))
+    return whole_run_of(state.job, state.priced.step_s, headline(state.priced).interval_s, goal)
+
+
+def whole_run(state: PageState) -> Figure:
+    """Draw the days of a whole run by kind."""
+    run = _whole(state)
+    words = f"{run.days:.3g} days" if run.days >= 1 else format_seconds(run.days * DAY_S)
+    text = (
+        f"{format_count(run.tokens)} tokens take {words}: goodput {percent(run.goodput)}, {run.interruptions:.3g} "
+        f"interruptions, {format_count(run.accelerator_hours)} accelerator-hours."
+    )
+    return bars(Figure("whole-run", "The whole run", text, text), [("days by kind", run.parts_days, words)])
+
+
+def interruptions(state: PageState) -> Figure:
+    """Draw work, checkpoints, an interruption, the lost work and the restart."""
+    run = _whole(state)
+    way = next(each for each in run.saving if each.save == run.save)
+    text = (
+        f"A checkpoint of {format_bytes(run.checkpoint_bytes)} every {run.every_steps:,} steps, which is every "
+        f"{format_seconds(run.every_s)} of work; training waits {format_seconds(way.pause_s)} for it. An interruption "
+        f"every {run.hours_between:,.1f} hours on average loses the work since the last checkpoint; {run.spare_nodes} "
+        f"spare nodes."
+    )
+    figure = Figure("interruptions", "Checkpoints and an interruption", text, text)
+    parts = (("work", 78, "k0"), ("save", 10, "k5"), ("work", 78, "k0"), ("save", 10, "k5"), ("lost", 44, "k7"),
+             ("restart", 40, "k9"), ("work again", 84, "k0"))  # fmt: skip
+    x = 6.0
+    for words, width, kind in parts:
+        figure.box(x, 30, width, 30, kind)
+        figure.words(x + width / 2, 22 if words == "save" else 76, words, "middle")
+        x += width
+    figure.arrow(226, 8, 226, 28)
+    figure.words(232, 14, "interruption")
+    figure.cursor(6, x, 26, 64)
+    return figure
+
+
+def serving(state: PageState) -> Figure:
+    """Draw the memory of a rank that serves the model, and the time of its passes."""
+    found = served(state)
+    if found is None:
+        raise InputError(f"a node of {state.job.cluster.name} cannot serve this model; more memory in a node is needed")
+    task, degrees = found
+    values = {entry.what: float(np.max(entry.value)) for entry in served_entries(state)}
+    cached = values["cache of a token"] * task.length * BATCH / degrees.dp
+    usable = task.usable_bytes
+    parts = {"weights": values["weights"], "working": values["working memory"], "cache": cached}
+    decode, prompt = values["a token of each request"], values["longer for a prompt"]
+    rows = [(f"memory of a rank, {degrees}, {BATCH} requests", parts, format_bytes(sum(parts.values())))]
+    text = (
+        f"With {degrees} a pass that decodes a token of {BATCH} requests takes {format_seconds(decode)}; a pass that "
+        f"also reads a prompt of {task.input_len:,} tokens takes {format_seconds(decode + prompt)}. Weights, working "
+        f"memory and the cache of {BATCH} requests of {task.length:,} tokens have {format_bytes(sum(parts.values()))}; "
+        f"the engine uses {format_bytes(usable)}."
+    )
+    figure = Figure("serving", "A rank that serves the model", text, text)
+    return bars(figure, rows, usable, f"usable {format_bytes(usable)}")
+
+
+def loading(state: PageState) -> Figure:
+    """Draw a checkpoint whose parts are read by the ranks that have them."""
+    layout, model = state.layout, state.job.model
+    parts = layout.tp * layout.pp
+    shown = min(parts, MOST_RANKS)
+    figure = Figure(
+        "loading",
+        "A checkpoint read by ranks",
+        f"A checkpoint of {format_count(float(model.n_parameters))} parameters is read by "
+        f"{some(shown, parts)} of tp x pp.",
+        "Top: the files. Bottom: ranks of tp x pp; each reads its own parts only.",
+    )
+    pitch = (WIDTH - 8) / shown
+    figure.words(4, 12, f"safetensors, {format_count(float(model.n_parameters))} parameters")
+    figure.words(4, 122, "ranks of tp x pp")
+    for rank in range(shown):
+        x = 4 + rank * pitch
+        figure.box(x, 18, pitch, 26, colour(rank))
+        figure.box(x + 2, 80, pitch - 4, 26, colour(rank), str(rank))
+        figure.arrow(x + pitch / 2, 48, x + pitch / 2, 76)
+        figure.dot([(x + pitch / 2, 31), (x + pitch / 2, 93)], 0.1, 0.6, colour(rank), 5)
+    return figure
