@@ -1,0 +1,370 @@
+"""The state of a page of the explorer: read from the query string of its address, and written back.
+
+| key                                          | value                                                              |
+| -------------------------------------------- | ------------------------------------------------------------------ |
+| `model`                                      | a preset, or sizes as for `plan --model`; never a file             |
+| `chip`, `count`, `node_size`, `node_gbit`    | the cluster, as `plan --cluster CHIP:COUNT/NODE_SIZE@NODE_GBIT`    |
+| `network`, `host_memory`                     | as the options of `plan`                                           |
+| `global_batch`, `seq_len`, `precision`       | as the options of `plan`                                           |
+| `optimizer`, `state_dtype`, `compile`        | as the keys of a run file                                          |
+| `memory_margin`, `budget_tokens`, `price`    | as the options of `plan`                                           |
+| `micro_batch` and the keys of the layout     | as `plan --explain`; dp is the rest of the cluster if not given    |
+| `pin`                                        | the query string of the state that this state is compared with     |
+
+A key that is missing or empty has its default, so that a form without JavaScript may send every field.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlencode
+
+from shardwright.cost.formats import FORMATS
+from shardwright.cost.hardware import Cluster, cluster
+from shardwright.cost.job import Job
+from shardwright.cost.machine import on_machine
+from shardwright.cost.stack import SHARDWRIGHT, SHARDWRIGHT_COMPILED
+from shardwright.cost.step import estimate
+from shardwright.layout.key import written
+from shardwright.layout.keys import KEYS
+from shardwright.layout.layout import Layout
+from shardwright.model.by_sizes import spec_of_sizes
+from shardwright.model.presets import resolve
+from shardwright.model.spec import ModelSpec
+from shardwright.optimizers import OPTIMIZERS
+from shardwright.planner.choice import Choice, PricedLayout, pairs
+from shardwright.planner.search import MARGIN, limit_bytes
+from shardwright.planner.whole_run import TrainingGoal, interruptions
+from shardwright.system.errors import InputError, nearest
+
+JOB_DEFAULTS: Mapping[str, str] = {
+    "model": "llama-3.1-8b",
+    "chip": "h100",
+    "count": "8",
+    "node_size": "",
+    "node_gbit": "",
+    "network": "",
+    "host_memory": "",
+    "global_batch": "128",
+    "seq_len": "8192",
+    "precision": "bf16",
+    "optimizer": "adamw",
+    "state_dtype": "fp32",
+    "compile": "false",
+    "memory_margin": f"{MARGIN:g}",
+    "budget_tokens": "",
+    "price": "",
+}
+"""The keys of the job, in the order of an address, and their values if they are not given."""
+LAYOUT_KEYS = (*KEYS, "micro_batch")
+PIN = "pin"
+MOST_KEYS = 100
+LONGEST = 400
+"""Most characters of a value that a message repeats, and of any value except `model` and `pin`."""
+MOST_COUNT = 2**31
+MOST_ACTIONS = 200_000
+"""Most passes of all ranks in a step, because the schedule is simulated for every answer."""
+
+
+@dataclass(frozen=True)
+class PageState:
+    """A page whose layout can be priced. `model`: the name or the sizes; `job`: the planner's job; `choice`: layout and
+    micro-batch; `margin`: share of the memory that is kept free; `goal`: the whole run, if its tokens were given;
+    `pinned`: the state that this one is compared with."""
+
+    model: str
+    job: Job
+    choice: Choice
+    margin: float = MARGIN
+    goal: TrainingGoal | None = None
+    pinned: "PageState | None" = None
+
+    @property
+    def layout(self) -> Layout:
+        """Return the layout of the choice."""
+        return self.choice.layout
+
+    @cached_property
+    def priced(self) -> PricedLayout:
+        """Return the layout with its cost."""
+        return PricedLayout.from_choice(self.job, self.choice)
+
+    @property
+    def limit_bytes(self) -> float:
+        """Return the bytes that a rank may use of its device."""
+        return limit_bytes(self.job, self.margin)
+
+
+@dataclass(frozen=True)
+class ParsedState:
+    """The result of reading a query string. `values`: the text of each given key, for the form; `job`: None if it
+    cannot be read; `state`: None if there are `problems`, each a sentence for people."""
+
+    values: Mapping[str, str]
+    job: Job | None
+    state: PageState | None
+    problems: Sequence[str]
+
+    def value(self, key: str) -> str:
+        """Return the text of a key of the job, or its default."""
+        return self.values.get(key) or JOB_DEFAULTS.get(key, "")
+
+
+def parse(query: str, hardware: Path | None = None) -> ParsedState:
+    """Read a query string. `hardware`: a file of `shardwright measure`, whose clusters may be named.
+
+    Never raises an error for the text: every problem is in the result.
+    """
+    problems: list[str] = []
+    values = _values(query, problems)
+    pin = values.pop(PIN, "")
+    job = goal = choice = None
+    margin = _number(values, "memory_margin", problems, low=0.0, below=1.0)
+    try:
+        job = _job(values, hardware, problems)
+        goal = _goal(values, job, problems)
+    except InputError as error:
+        problems += error.problems
+    if job is not None:
+        try:
+            choice = _choice(values, job)
+            _check(job, choice)
+        except InputError as error:
+            problems += error.problems
+    pinned = None
+    if pin:
+        pinned = parse(urlencode([each for each in parse_qsl(pin[:8000]) if each[0] != PIN]), hardware).state
+        if pinned is None:
+            problems.append("pin: the pinned layout cannot be read; pin another one, or leave it out")
+    given = values | ({PIN: pin} if pin else {})
+    if problems or job is None or choice is None:
+        return ParsedState(given, job, None, list(dict.fromkeys(problems)))
+    name = values.get("model") or JOB_DEFAULTS["model"]
+    return ParsedState(given, job, PageState(name, job, choice, margin, goal, pinned), [])
+
+
+def query_of(state: PageState, pinned: bool = True) -> str:
+    """Return the shortest query string that `parse` reads as this state. `pinned`: with the state it is compared
+    with."""
+    job, cut = state.job, state.job.cluster
+    named, _, rest = cut.name.split(", ")[0].replace(" ", "").rpartition(":")
+    count, _, node_gbit = rest.lower().partition("@")
+    count, _, node_size = count.partition("/")
+    goal = state.goal
+    values = {
+        "model": state.model,
+        "chip": named,
+        "count": count,
+        "node_size": node_size,
+        "node_gbit": node_gbit.partition("g")[0],
+        "network": next((part[8:] for part in cut.name.split(", ") if part.startswith("network=")), ""),
+        "host_memory": next((part[12:] for part in cut.name.split(", ") if part.startswith("host_memory=")), ""),
+        "global_batch": str(job.global_batch),
+        "seq_len": str(job.seq_len),
+        "precision": job.precision,
+        "optimizer": job.optimizer,
+        "state_dtype": "bf16" if job.narrow_states else "fp32",
+        "compile": written(job.compiled),
+        "memory_margin": repr(state.margin),
+        "budget_tokens": "" if goal is None else repr(goal.tokens),
+        "price": "" if goal is None or not goal.prices else repr(goal.prices[""]),
+    }
+    pairs = [(key, text) for key, text in values.items() if key in ("model", "chip", "count") or _differs(key, text)]
+    pairs += [(key, written(value)) for key, value in written_layout(job, state.choice).items()]
+    if pinned and state.pinned is not None:
+        pairs.append((PIN, query_of(state.pinned, pinned=False)))
+    return urlencode(pairs)
+
+
+def written_layout(job: Job, choice: Choice) -> dict[str, Any]:
+    """Return the values of the layout to write into an address: without the degrees of dp that follow from the rest,
+    and without keys at their default."""
+    settings = choice.settings()
+    data = {name: settings.pop(name, 1) for name in ("dp_replicate", "dp_shard")}
+    rest = _with_data(dict(settings), job.cluster.size)
+    settings |= {name: value for name, value in data.items() if rest.get(name, 1) != value}
+    if _with_data(dict(settings), job.cluster.size).get("dp_shard", 1) != data["dp_shard"]:
+        settings |= data
+    if choice.micro_batch == 1:
+        del settings["micro_batch"]
+    if settings.get("zero") == KEYS["zero"].default_in(choice.layout):
+        short = {name: value for name, value in settings.items() if name != "zero"}
+        if _with_data(dict(short), job.cluster.size).get("dp_shard", 1) == data["dp_shard"]:
+            settings = short
+    return {name: settings[name] for name in LAYOUT_KEYS if name in settings}
+
+
+def _differs(key: str, text: str) -> bool:
+    default = JOB_DEFAULTS[key]
+    return float(text) != float(default) if key == "memory_margin" else text != default
+
+
+def _values(query: str, problems: list[str]) -> dict[str, str]:
+    """Return the given texts by key, without empty ones. Adds unknown and repeated keys to `problems`."""
+    known = (*JOB_DEFAULTS, *LAYOUT_KEYS, PIN)
+    try:
+        given = parse_qsl(query, max_num_fields=MOST_KEYS, encoding="utf-8", errors="replace")
+    except ValueError:
+        problems.append(f"the address has more than {MOST_KEYS} keys; leave some out")
+        return {}
+    values: dict[str, str] = {}
+    for key, text in given:
+        text = text.strip()
+        if key not in known:
+            problems.append(f"{key[:LONGEST]}: there is no such key; {nearest(key[:LONGEST], known)}")
+        elif key in values:
+            problems.append(f"{key}={text[:LONGEST]}: given twice, and {values[key][:LONGEST]} before; leave one out")
+        elif len(text) > (LONGEST if key not in ("model", PIN) else 8000):
+            problems.append(f"{key}: at most {LONGEST} characters are possible")
+        elif text:
+            values[key] = text
+    return values
+
+
+def _job(values: Mapping[str, str], hardware: Path | None, problems: list[str]) -> Job:
+    text = {key: values.get(key) or default for key, default in JOB_DEFAULTS.items()}
+    seq_len = _whole(text, "seq_len", problems)
+    global_batch = _whole(text, "global_batch", problems)
+    wrong: list[str] = []
+    model = machine = None
+    try:
+        model = _model(text["model"], seq_len)
+    except InputError as error:
+        wrong += [problem.replace("--model", "model") for problem in error.problems]
+    try:
+        machine = _cluster(text, hardware)
+    except InputError as error:
+        wrong += error.problems
+    for key, choices in (
+        ("precision", tuple(FORMATS)),
+        ("optimizer", tuple(OPTIMIZERS)),
+        ("state_dtype", ("fp32", "bf16")),
+        ("compile", ("false", "true")),
+    ):
+        if text[key] not in choices:
+            wrong.append(f"{key}={text[key]}: not one of the choices; {nearest(text[key], choices)}")
+    if machine is not None and text["precision"] in FORMATS:
+        rates = machine.accelerator.flops_per_s
+        if FORMATS[text["precision"]].peak not in rates:
+            wrong.append(
+                f"precision={text['precision']}: the peak of {machine.accelerator.name} in it is not known; known: "
+                f"{', '.join(rates)}"
+            )
+    if wrong or model is None or machine is None:
+        raise InputError(*wrong)
+    job = Job(
+        model=model,
+        cluster=machine,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        precision=text["precision"],
+        optimizer=text["optimizer"],
+        narrow_states=text["state_dtype"] == "bf16",
+        stack=SHARDWRIGHT_COMPILED if text["compile"] == "true" else SHARDWRIGHT,
+    )
+    if job.narrow_states and (narrow := [*job.optimizer_kind.narrow_problems(job.options_of_optimizer)]):
+        raise InputError(*narrow)
+    return on_machine(job)
+
+
+@lru_cache(maxsize=64)
+def _model(text: str, seq_len: int) -> ModelSpec:
+    return spec_of_sizes(text, max(1, seq_len)) if "=" in text else resolve(text)
+
+
+def _cluster(text: Mapping[str, str], hardware: Path | None) -> Cluster:
+    """Return the cluster, named after its changes as `plan` names it."""
+    size = f"/{text['node_size']}" * bool(text["node_size"])
+    gbit = f"@{text['node_gbit']}Gb" * bool(text["node_gbit"])
+    found = cluster(f"{text['chip']}:{text['count']}{size}{gbit}", hardware)
+    changes = []
+    if text["network"]:
+        found = found.on(text["network"], hardware)
+        changes.append(f"network={text['network']}")
+    if text["host_memory"]:
+        try:
+            found = found.with_host_memory(text["host_memory"])
+        except InputError as error:
+            raise InputError(f"host_memory={text['host_memory']}: {error}") from None
+        changes.append(f"host_memory={text['host_memory']}")
+    return replace(found, name=", ".join([found.name, *changes]))
+
+
+def _goal(values: Mapping[str, str], job: Job, problems: list[str]) -> TrainingGoal | None:
+    if not values.get("budget_tokens"):
+        if values.get("price"):
+            problems.append("price goes with budget_tokens, the tokens of the whole run, such as 15e12")
+        return None
+    tokens = _number(values, "budget_tokens", problems, low=1.0, below=1e18)
+    price = _number(values, "price", problems, low=1e-9, below=1e9) if values.get("price") else None
+    goal = TrainingGoal(tokens, {} if price is None else {"": price})
+    interruptions(job, goal.operations)
+    return goal
+
+
+def _choice(values: Mapping[str, str], job: Job) -> Choice:
+    given: dict[str, Any] = {}
+    wrong: list[str] = []
+    for key in LAYOUT_KEYS:
+        if not (text := values.get(key)):
+            continue
+        if "," in text:
+            wrong.append(f"{key}={text}: one value is needed, without a comma")
+            continue
+        found, problems = pairs(f"{key}={text}", "layout:")
+        given |= found
+        wrong += [problem.replace("layout: ", "", 1) for problem in problems]
+    micro_batch = given.pop("micro_batch", 1)
+    if micro_batch < 1:
+        wrong.append(f"micro_batch={micro_batch}: sequences at a time, 1 or more")
+    if wrong:
+        raise InputError(*wrong)
+    return Choice(Layout(**_with_data(given, job.cluster.size)), micro_batch)
+
+
+def _with_data(given: dict[str, Any], size: int) -> dict[str, Any]:
+    """Return the keys of a layout with the degrees of dp that were not given: dp_shard, or dp_replicate with zero 0,
+    takes the rest of the accelerators."""
+    others = 1
+    for axis in ("tp", "pp", "cp", "dp_replicate", "dp_shard"):
+        others *= max(1, given.get(axis, 1))
+    rest = "dp_replicate" if given.get("zero") == 0 else "dp_shard"
+    return given if rest in given or size % others else given | {rest: size // others}
+
+
+def _check(job: Job, choice: Choice) -> None:
+    """Raise LayoutError with every reason why the layout cannot be priced."""
+    estimate(job, choice.layout, choice.micro_batch)
+    actions = (
+        choice.layout.pp
+        * choice.layout.virtual_stages
+        * 2
+        * (job.global_batch // (choice.micro_batch * choice.layout.data_ranks))
+    )
+    if choice.layout.pp > 1 and actions > MOST_ACTIONS:
+        raise InputError(
+            f"the schedule has {actions:,} passes in a step, and this page simulates at most {MOST_ACTIONS:,}; use a "
+            f"smaller global_batch or a larger micro_batch, or shardwright plan --explain"
+        )
+
+
+def _whole(values: Mapping[str, str], key: str, problems: list[str]) -> int:
+    text = values[key]
+    if not (text.isascii() and text.isdecimal() and len(text) <= 18 and 1 <= int(text) <= MOST_COUNT):
+        problems.append(f"{key}={text}: a whole number from 1 to {MOST_COUNT:,} is needed")
+        return 1
+    return int(text)
+
+
+def _number(values: Mapping[str, str], key: str, problems: list[str], low: float, below: float) -> float:
+    text = values.get(key) or JOB_DEFAULTS[key]
+    try:
+        number = float(text)
+    except ValueError:
+        number = float("nan")
+    if not low <= number < below:
+        problems.append(f"{key}={text}: a number from {low:g} to below {below:g} is needed")
+        return low
+    return number
