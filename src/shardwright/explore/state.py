@@ -64,8 +64,10 @@ MOST_KEYS = 100
 LONGEST = 400
 """Most characters of a value that a message repeats, and of any value except `model` and `pin`."""
 MOST_COUNT = 2**31
-MOST_ACTIONS = 200_000
-"""Most passes of all ranks in a step, because the schedule is simulated for every answer."""
+MOST_ACTIONS = 2**17
+MOST_STAGES = 256
+MOST_MODEL_LAYERS = 1024
+"""Limits of an answer: passes of all ranks in a step, ranks of pp, and layers, whose cost a page computes at once."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ def parse(query: str, hardware: Path | None = None) -> ParsedState:
     if job is not None:
         try:
             choice = _choice(values, job)
-            _check(job, choice)
+            check(job, choice)
         except InputError as error:
             problems += error.problems
     pinned = None
@@ -171,11 +173,11 @@ def query_of(state: PageState, pinned: bool = True) -> str:
         "budget_tokens": "" if goal is None else repr(goal.tokens),
         "price": "" if goal is None or not goal.prices else repr(goal.prices[""]),
     }
-    pairs = [(key, text) for key, text in values.items() if key in ("model", "chip", "count") or _differs(key, text)]
-    pairs += [(key, written(value)) for key, value in written_layout(job, state.choice).items()]
+    keys = [(key, text) for key, text in values.items() if key in ("model", "chip", "count") or _differs(key, text)]
+    keys += [(key, written(value)) for key, value in written_layout(job, state.choice).items()]
     if pinned and state.pinned is not None:
-        pairs.append((PIN, query_of(state.pinned, pinned=False)))
-    return urlencode(pairs)
+        keys.append((PIN, query_of(state.pinned, pinned=False)))
+    return urlencode(keys)
 
 
 def written_layout(job: Job, choice: Choice) -> dict[str, Any]:
@@ -334,16 +336,22 @@ def _with_data(given: dict[str, Any], size: int) -> dict[str, Any]:
     return given if rest in given or size % others else given | {rest: size // others}
 
 
-def _check(job: Job, choice: Choice) -> None:
-    """Raise LayoutError with every reason why the layout cannot be priced."""
-    estimate(job, choice.layout, choice.micro_batch)
-    actions = (
-        choice.layout.pp
-        * choice.layout.virtual_stages
-        * 2
-        * (job.global_batch // (choice.micro_batch * choice.layout.data_ranks))
-    )
-    if choice.layout.pp > 1 and actions > MOST_ACTIONS:
+def check(job: Job, choice: Choice) -> None:
+    """Raise InputError with every reason why the layout cannot be priced, or not within a second."""
+    layout = choice.layout
+    large = []
+    if layout.pp > MOST_STAGES:
+        large.append(f"pp={layout.pp}: this page prices at most {MOST_STAGES} ranks of pp")
+    if job.model.n_layers > MOST_MODEL_LAYERS:
+        large.append(f"n_layers={job.model.n_layers}: this page prices models of at most {MOST_MODEL_LAYERS} layers")
+    if layout.pp > 1 and layout.kind.searched:
+        large.append(f"pp_schedule={layout.pp_schedule}: its search takes seconds, and this page answers at once")
+    if large:
+        raise InputError(*(f"{each}; shardwright plan --explain has no such limit" for each in large))
+    estimate(job, layout, choice.micro_batch)
+    n_microbatches = job.global_batch // (choice.micro_batch * layout.data_ranks)
+    actions = 2 * layout.pp * layout.virtual_stages * n_microbatches
+    if layout.pp > 1 and actions > MOST_ACTIONS:
         raise InputError(
             f"the schedule has {actions:,} passes in a step, and this page simulates at most {MOST_ACTIONS:,}; use a "
             f"smaller global_batch or a larger micro_batch, or shardwright plan --explain"
