@@ -13,7 +13,7 @@ from markupsafe import Markup
 from shardwright.cost.formats import FORMATS
 from shardwright.cost.hardware_file import known_tables
 from shardwright.explore import pictures
-from shardwright.explore.sliders import moved, sliders
+from shardwright.explore.sliders import AXES, MICRO_BATCH, moved, sliders
 from shardwright.explore.state import (
     JOB_DEFAULTS,
     LAYOUT_KEYS,
@@ -206,7 +206,7 @@ def _moved(state: PageState, key: str, text: str) -> PageState:
     if problems:
         raise InputError(*(problem.replace("layout: ", "", 1) for problem in problems))
     value = values[key]
-    choice = moved(state.job, state.choice, key, 1 if key == "micro_batch" and value is None else value)
+    choice = moved(state.job, state.choice, key, 1 if value is None and key in (*AXES, MICRO_BATCH) else value)
     check(state.job, choice)
     return replace(state, choice=choice)
 

@@ -155,6 +155,9 @@ class ExplorerRequest(BaseHTTPRequestHandler):
                 found = act()
         except InputError as error:
             found = _text(HTTPStatus.BAD_REQUEST, *error.problems)
+        except Exception as error:  # a bug: the page says so, and the server goes on
+            print(f"error: {self.path[:200]}: {type(error).__name__}: {error}", file=sys.stderr)
+            found = _text(HTTPStatus.INTERNAL_SERVER_ERROR, "this answer failed; the error is in the terminal")
         self._send(found)
 
     def _send(self, answer: Answer) -> None:

@@ -2,6 +2,7 @@
 // Moves of sliders, the history, searches and copies. The server renders everything; this file replaces parts of the page.
 const $ = (id) => document.getElementById(id);
 let request = null;
+let queue = Promise.resolve();
 let search = null;
 let retry = 0;
 
@@ -20,10 +21,11 @@ async function ask(address, options = {}) {
 }
 
 // Show the state of a query string. While a slider is dragged (`live`), the form stays as it is.
-async function show(query, { push = false, live = false } = {}) {
+async function show(query, { push = false, live = false, pushed = "" } = {}) {
   if (request) request.abort();
   clearTimeout(retry);
-  const mine = (request = new AbortController());
+  const mine = new AbortController();
+  request = live ? mine : null; // only a drag is overtaken by the next request
   let text;
   try {
     text = await (await ask("/answers?" + query, { signal: mine.signal })).text();
@@ -36,7 +38,10 @@ async function show(query, { push = false, live = false } = {}) {
   const answers = parts.getElementById("answers");
   if (!form || !answers) return;
   const open = [...document.querySelectorAll("details[open]")].map((each) => each.id);
-  const focused = document.activeElement && document.activeElement.id;
+  const active = document.activeElement;
+  const focused = active && active.id;
+  // Text that is being typed is not replaced; the form is, after the next change.
+  if (active.matches("input[data-move]") && active.value !== active.defaultValue) live = !push || active.name !== pushed;
   const scrolled = $("choices").scrollTop;
   if (!live) $("choices").replaceWith(document.adoptNode(form));
   $("answers").replaceWith(document.adoptNode(answers));
@@ -51,6 +56,11 @@ async function show(query, { push = false, live = false } = {}) {
 
 const moved = (key, value, base) =>
   base + "&" + new URLSearchParams({ move: key, to: value }).toString();
+
+// Moves are made one after the other, each from the state that the one before it has led to.
+function move(key, value) {
+  queue = queue.then(() => show(moved(key, value, current()), { push: true, pushed: key }));
+}
 
 // Put a slider in front of each list of ordered numbers; the list remains the value of the form.
 function prepare() {
@@ -74,7 +84,10 @@ function prepare() {
       say();
       show(moved(list.name, list.value, base), { live: true });
     });
-    slider.addEventListener("change", () => show(moved(list.name, list.value, base), { push: true }));
+    slider.addEventListener("change", () => {
+      const value = list.value;
+      queue = queue.then(() => show(moved(list.name, value, base), { push: true }));
+    });
     list.hidden = true;
     list.before(slider);
   }
@@ -134,12 +147,12 @@ async function readConfig() {
   const answer = await ask("/config", own($("config").value)).catch(() => null);
   if (!answer) return;
   if (!answer.ok) return void ($("unread").textContent = await answer.text());
-  show(moved("model", (await answer.json()).model, current()), { push: true });
+  move("model", (await answer.json()).model);
 }
 
 document.addEventListener("change", (event) => {
   const field = event.target;
-  if (field.matches("[data-move]")) show(moved(field.name, field.value, current()), { push: true });
+  if (field.matches("[data-move]")) move(field.name, field.value);
 });
 document.addEventListener("submit", (event) => {
   if (event.target.getAttribute("action") !== "/") return;
