@@ -110,10 +110,9 @@ def test_a_pasted_config_json_becomes_sizes_or_problems(running: ExplorerServer)
 @pytest.mark.parametrize("n", rest_prove([40, 2000], 40))
 def test_any_query_string_is_answered(running: ExplorerServer, n: int, capfd: pytest.CaptureFixture[str]):
     draw = random.Random(n)
+    paths = ["/", *["/answers"] * 3, "/run.toml", "/serve", "/x", "/search/1", "/learn/1"]
     for _ in range(n):
-        path = draw.choice(
-            ["/answers", "/answers", "/answers", "/", "/run.toml", "/serve", "/x", "/search/1", "/learn/1"]
-        )
+        path = draw.choice(paths)
         status, text, _ = ask(running, f"{path}?{random_query(draw)}")
         assert status in (200, 400, 404), (path, text)
         assert "Traceback" not in text

@@ -78,10 +78,10 @@ class ExplorerServer(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], explorer: Explorer, serve: Callable[..., str]) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        super().__init__(address, ExplorerRequest)
         self.explorer, self.searches, self.serve = explorer, PageSearches(), serve
         self.pricing = Lock()
         self._slots = BoundedSemaphore(MOST_AT_ONCE)
+        super().__init__(address, ExplorerRequest)  # closes the server if the address cannot be used
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer in a thread, or with 503 if no thread is free for `WAIT_S`."""
