@@ -15,7 +15,7 @@ from shardwright.planner.diff import diff
 from shardwright.system.units import format_bytes, format_seconds
 from shardwright.view.html import fragment
 from tests.cli.plans import plan
-from tests.explore.states import random_state
+from tests.explore.states import STARTS, random_state
 from tests.marks import rest_prove
 
 SEEDS = range(50)
@@ -72,14 +72,16 @@ def test_a_pinned_layout_is_compared_term_by_term():
     assert f"{found.b.step_s - found.a.step_s:+.4g}" in html
 
 
-@pytest.mark.parametrize("seed", [2, 5])
-def test_the_run_file_is_the_layout_of_the_page(seed: int, tmp_path: Path):
-    state = random_state(seed)
+@pytest.mark.parametrize("query", [*STARTS[1:5], "optimizer=lion&state_dtype=bf16&compile=true&count=8"])
+def test_the_run_file_is_the_layout_of_the_page(query: str, tmp_path: Path):
+    state = parse(query).state
     path = tmp_path / "run.toml"
     path.write_text(Explorer().run_toml(state))
     config = load(path)
     assert config.layout.layout() == state.layout
     assert (config.batch.micro_batch, config.batch.global_batch) == (state.choice.micro_batch, state.job.global_batch)
+    assert config.optimizer.name == state.job.optimizer
+    assert (config.optimizer.state_dtype == "bf16") == state.job.narrow_states
     again = _state_of_run(path, state.job.cluster.name.split(", ")[0], None)
     assert again.choice == state.choice
     assert again.job.model == state.job.model

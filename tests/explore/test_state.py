@@ -1,6 +1,7 @@
 """Proves that an address holds a whole state, and that every problem of an address is named."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -9,6 +10,8 @@ from hypothesis import strategies as st
 from shardwright.explore.page import Explorer
 from shardwright.explore.sliders import sliders
 from shardwright.explore.state import LAYOUT_KEYS, parse, query_of
+from shardwright.model.by_sizes import sizes_of_spec, spec_of_sizes
+from shardwright.model.presets import PRESETS
 from tests.explore.states import STARTS, random_query, random_state
 
 
@@ -89,3 +92,9 @@ def test_a_problem_has_the_value_the_rule_and_the_way_out(query: str, problem: s
 
 def test_every_key_of_the_layout_is_read_from_an_address():
     assert not [key for key in LAYOUT_KEYS if "no such key" in " ".join(parse(f"{key}=1").problems)]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_can_be_written_as_sizes(name: str):
+    spec = PRESETS[name]
+    assert spec_of_sizes(sizes_of_spec(spec), spec.max_seq_len) == replace(spec, rope_scaling=None)

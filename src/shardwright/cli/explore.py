@@ -42,7 +42,7 @@ def explore(
         typer.Option(metavar="DIR", help="write the pages of Learn and the plan as a static site, and start no server"),
     ] = None,
 ) -> None:
-    """Plan a run in the browser: move sliders, and see memory, step time, schedule and messages at once.
+    """Plan a run in the browser: move sliders, and see memory, time, schedule and messages at once.
 
     The page needs no GPU, no torch and no network. Its address holds every choice, so a link is a plan.
 
