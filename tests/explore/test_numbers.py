@@ -19,6 +19,7 @@ from tests.explore.states import STARTS, random_state
 from tests.marks import rest_prove
 
 SEEDS = range(50)
+QUICK = (3, 5, 8)
 
 
 def printed(state: PageState, folder: Path) -> Any:
@@ -33,7 +34,7 @@ def printed(state: PageState, folder: Path) -> Any:
     return json.loads(result.stdout)
 
 
-@pytest.mark.parametrize("seed", rest_prove(SEEDS, 3, 5, 8))
+@pytest.mark.parametrize("seed", rest_prove(SEEDS, *QUICK))
 def test_the_page_the_document_and_the_command_have_the_same_numbers(seed: int, tmp_path: Path):
     state = random_state(seed, moves=3)
     found = json.loads(json.dumps(document(state).data))
@@ -41,11 +42,12 @@ def test_the_page_the_document_and_the_command_have_the_same_numbers(seed: int, 
     for left_out in ("model", "cluster"):  # a run file names its model by its sizes
         told.pop(left_out), found.pop(left_out)
     assert told == found
-    shown, html = answer(state), Explorer().home(query_of(state))
+    shown = answer(state)
     assert format_seconds(told["step_s"]) in shown.status
     assert format_bytes(told["peak_bytes"]) in shown.status
     assert shown.fits == told["fits"] == ("does not fit" not in shown.status)
-    assert fragment(shown.first) in html
+    if seed in QUICK:
+        assert fragment(shown.first) in Explorer().home(query_of(state))
     (key,) = (picture.key for picture in shown.drawn if picture.title == "Time of a step")
     assert key
     assert all(text.startswith(format_seconds(told["time_s"][name]) + ",") for _, name, text in key)

@@ -15,6 +15,7 @@ from shardwright.cli.explore import serve_model
 from shardwright.explore import server, worker
 from shardwright.explore.page import Explorer
 from shardwright.explore.server import HEADERS, LONGEST_ADDRESS, MOST_BODY_BYTES, OWN_HEADER, ExplorerServer
+from shardwright.system.errors import InputError
 from tests.explore.states import random_query
 from tests.marks import prove, rest_prove
 
@@ -166,11 +167,22 @@ def test_a_search_ends_when_it_is_cancelled_or_when_nobody_polls(
 
 
 @prove
-def test_serving_is_searched_with_the_limits_drawn(running: ExplorerServer):
+def test_serving_is_searched_with_the_limits_drawn():
     query = "model=llama-3.1-8b&cluster=h100%3A1&input_len=512&output_len=64&tpot=20ms&ttft=50ms"
-    _, text, _ = ask(running, "/search/serve", "POST", query, X_Shardwright="1")
-    result = finished(running, json.loads(text)["id"])["result"]
+    result = serve_model(lambda done, of: None, query, None)
     assert 'class="limit"' in result
     assert "limit of a further token <strong>20 ms" in result
-    _, text, _ = ask(running, "/search/serve", "POST", "model=/etc/passwd", X_Shardwright="1")
-    assert "a page reads no file" in finished(running, json.loads(text)["id"])["problems"][0]
+
+
+@pytest.mark.parametrize(
+    ("query", "problem"),
+    [
+        ("model=/etc/passwd", "a page reads no file"),
+        ("model=llama-3.1-8b&cluster=h100:1&input_len=x", "input_len=x: a number is needed"),
+        ("model=llama-3.1-8b&cluster=h100:1&hardware=/etc/passwd", "hardware: there is no such key"),
+        ("model=llama-3.1-8b", "--cluster is missing"),
+    ],
+)
+def test_a_wrong_question_about_serving_is_named(query: str, problem: str):
+    with pytest.raises(InputError, match=problem):
+        serve_model(lambda done, of: None, query, None)
