@@ -22,7 +22,8 @@ from tests.test_docs import PAGES, ROOT, blocks, name_of
 
 ELSEWHERE = re.compile(
     r"\b(make|sbatch|squeue|scontrol|srun|node\d|hf:|pytest|overhead\.py|plan_local\.py|gpu\.py|pip install|nccl-tests"
-    r"|mpirun|nvidia-smi|all_reduce_perf|git clone|source|shardwright\.lm_eval)\b|#SBATCH|--install-completion"
+    r"|shardwright explore(?! --static)|mpirun|nvidia-smi|all_reduce_perf|git clone|source|shardwright\.lm_eval)\b"
+    r"|#SBATCH|--install-completion"
 )
 TIMEOUT_S = 900
 

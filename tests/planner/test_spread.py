@@ -27,6 +27,13 @@ def test_items_are_shared_out_and_results_are_in_order():
     assert spread(squared, [], 4) == []
 
 
+def test_progress_is_told_after_each_item():
+    done: list[tuple[int, int]] = []
+    for processes in (1, 2):
+        spread(squared, range(5), processes, lambda *told: done.append(told))
+    assert done == 2 * [(n, 5) for n in range(1, 6)]
+
+
 def test_what_the_function_raises_is_raised():
     with pytest.raises(LayoutError, match="0 is refused"):
         spread(refused, range(4), 2)

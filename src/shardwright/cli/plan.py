@@ -153,23 +153,18 @@ def _own(asked: PlanRequest, result: "Plan") -> "Alternative | None":
 
 
 def _explain(asked: PlanRequest, options: PlanOptions, choice: "Choice") -> None:
-    from shardwright.planner.document import job_document, layout_document
-    from shardwright.planner.explain import explain, lines
     from shardwright.planner.search import limit_bytes
-    from shardwright.report.plan_view import explained_view
+    from shardwright.report.plan_view import explained_document
 
     try:
         priced = priced_of(asked.job, choice)
     except LayoutError as error:
         raise LayoutError(*(f"--explain {choice}: {problem}" for problem in error.problems)) from None
     limit = limit_bytes(asked.job, options.memory_margin)
-    entries = explain(priced)
+    document = explained_document(priced, asked.name, limit, asked.goal)
     fits = priced.fits(limit)
     if fits:
         _write(asked, asked.job, choice, options)
-    data = job_document(asked.job, asked.name, limit) | layout_document(priced, limit, asked.goal)
-    data["formulas"] = [vars(entry) for entry in entries]
-    document = explained_view(priced, asked.name, limit, asked.goal, lines(entries), data)
     show(document, options.json, options.html)
     if not fits:
         if options.write is not None:

@@ -1,7 +1,7 @@
 """Builds a decoder from a few sizes, for
 `plan --model n_layers=32,d_model=4096,n_heads=32,d_ffn=11008,vocab_size=32000`; no torch."""
 
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, fields, replace
 from typing import Any, get_args
 
 from shardwright.model.spec import TABLES, ModelSpec
@@ -52,6 +52,21 @@ def spec_of_sizes(text: str, seq_len: int) -> ModelSpec:
     if problems := spec.problems():
         raise ConfigError(*(f"--model: {problem}" for problem in problems))
     return spec
+
+
+def sizes_of_spec(spec: ModelSpec) -> str:
+    """Return the text that `spec_of_sizes` reads as this model; the scaling of rotary embeddings, which changes no
+    size, is left out. Raises ConfigError for a model that single values do not describe."""
+    pairs = []
+    for name, key in _keys().items():
+        table, _, inner = name.rpartition(".")
+        holder = getattr(spec, table) if table else spec
+        if holder is not None and ((value := getattr(holder, inner)) != key.default or name in NEEDED):
+            pairs.append(f"{name}={str(value).lower() if isinstance(value, bool) else value}")
+    text = ",".join(pairs)
+    if spec_of_sizes(text, spec.max_seq_len) != replace(spec, rope_scaling=None):
+        raise ConfigError("the model has sizes that differ between layers; plan --model reads its config.json")
+    return text
 
 
 def _read(text: str, kind: Any) -> Any:

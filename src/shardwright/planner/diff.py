@@ -65,10 +65,14 @@ class PlanDifference:
         return sides | {"slower": self.slower} | terms | {"choices": self.choices}
 
 
-def diff(a: PricedLayout, b: PricedLayout) -> PlanDifference:
-    """Return the difference of two layouts that have been checked (`cost.step.estimate`)."""
-    explained = _by_name(explain(a)), _by_name(explain(b))
-    time = _terms(a.parts_s, b.parts_s, {name: _why(name, *explained) for name in {*a.parts_s, *b.parts_s}})
+def diff(a: PricedLayout, b: PricedLayout, *, explained: bool = True) -> PlanDifference:
+    """Return the difference of two layouts that have been checked (`cost.step.estimate`). `explained`: with the
+    formulas of the terms, which take most of the time."""
+    why = {}
+    if explained:
+        sides = _by_name(explain(a)), _by_name(explain(b))
+        why = {name: _why(name, *sides) for name in {*a.parts_s, *b.parts_s}}
+    time = _terms(a.parts_s, b.parts_s, why)
     memory = _terms(_memory(a), _memory(b), {})
     return PlanDifference(a, b, time, memory, _choices(a, b))
 

@@ -57,8 +57,11 @@ def run_file(job: Job, name: str, choice: Choice, command: str, budget_tokens: f
         "layout": layout,
         "precision": precision_keys(job),
     }
-    if job.optimizer != Job.optimizer:
-        sections["optimizer"] = {"name": job.optimizer}
+    optimizer = ({"name": job.optimizer} if job.optimizer != Job.optimizer else {}) | (
+        {"state_dtype": "bf16"} if job.narrow_states else {}
+    )
+    if optimizer:
+        sections["optimizer"] = optimizer
     remarks = {
         "data.path": "fill in: a folder written by `shardwright data prepare`, with this model's tokenizer",
         "steps": f"fill in: {steps:,} steps are {tokens:,} tokens",

@@ -42,6 +42,8 @@ CELLS = 2**19
 """Layouts x pp ranks that are evaluated at once. With fewer, the overhead of numpy calls exceeds their work; with more,
 the arrays do not fit in the cache."""
 
+Progress = Callable[[int, int], None]
+
 
 @dataclass(frozen=True)
 class Survey:
@@ -104,13 +106,15 @@ def search(
     fixed: FixedChoices | None = None,
     processes: int = 1,
     prefer: str | None = None,
+    progress: Progress | None = None,
 ) -> Plan:
     """Return the `top` layouts of the whole cluster that train fastest and fit, of equal ones the simplest.
 
     `memory_margin`: share of an accelerator's memory that is kept free. `fixed`: only layouts with these values.
     `prefer`: the layout to recommend, "fastest" or "simplest" (`simplicity.PREFERENCES`), instead of the recommendation
     of `planner.recommendation`. `processes`: number of processes that evaluate layouts (`survey`); below
-    `PARALLEL_FROM` accelerators one. The result equals evaluating every layout of `planner.space` with a simulated
+    `PARALLEL_FROM` accelerators one. `progress`: called with the numbers of stages that are done, and all of them. The
+    result equals evaluating every layout of `planner.space` with a simulated
     schedule (`LayoutPool.fastest`). The `TOP` fastest, or `top` if larger, that recompute do so in as few layers of
     each stage as fit (`recomputation.fewest_layers`) if that saves `WORTH_A_KEY`, unless `fixed` has keys of
     recomputation.
@@ -123,7 +127,7 @@ def search(
     ):
         raise LayoutError(*problems)
     limit = limit_bytes(job, memory_margin)
-    found = survey(job, limit, fixed, processes if job.cluster.size >= PARALLEL_FROM else 1)
+    found = survey(job, limit, fixed, processes if job.cluster.size >= PARALLEL_FROM else 1, progress=progress)
     if fixed is not None and not found.n_layouts:
         raise none_searched(job, fixed)
     listed = distinct(found.pool, max(top, TOP))
@@ -167,7 +171,12 @@ def _with_fewest_layers(
 
 
 def survey(
-    job: Job, limit: float, condition: Condition | None = None, processes: int = 1, pp: int | None = None
+    job: Job,
+    limit: float,
+    condition: Condition | None = None,
+    processes: int = 1,
+    pp: int | None = None,
+    progress: Progress | None = None,
 ) -> Survey:
     """Compute the memory of every layout, and a bound on the time of the layouts that need at most `limit` bytes.
 
@@ -177,7 +186,7 @@ def survey(
     """
     memo = memo_of(job) if processes == 1 else None  # other processes have their own
     evaluate, pps = partial(_survey_of, job, limit, condition, memo), divisors(job.cluster.size) if pp is None else [pp]
-    found = [each for each in spread(evaluate, pps, processes) if each is not None]
+    found = [each for each in spread(evaluate, pps, processes, progress) if each is not None]
     if not found:
         if pp is None:
             raise LayoutError(no_layout(job))
@@ -273,8 +282,11 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def spread(function: Callable[[Item], Result], items: Iterable[Item], processes: int) -> list[Result]:
+def spread(
+    function: Callable[[Item], Result], items: Iterable[Item], processes: int, progress: Progress | None = None
+) -> list[Result]:
     """Return `[function(item) for item in items]`, computed by `processes` processes; an idle one takes the next item.
+    `progress`: called after each item, in order, with the number of items done and of all items.
 
     Functions, items and results are pickled. If processes cannot be started, or one of them is killed, this process
     calls the function alone. Exceptions of the function are raised here.
@@ -282,18 +294,27 @@ def spread(function: Callable[[Item], Result], items: Iterable[Item], processes:
     given = list(items)
     if min(processes, len(given)) > 1:
         try:
-            return _by_others(function, given, min(processes, len(given)))
+            return _by_others(function, given, min(processes, len(given)), progress)
         except (BrokenProcessPool, OSError):
             pass
-    return [function(item) for item in given]
+    return [*_counted(map(function, given), len(given), progress)]
 
 
-def _by_others(function: Callable[[Item], Result], items: list[Item], processes: int) -> list[Result]:
+def _counted(results: Iterable[Result], n: int, progress: Progress | None) -> Iterator[Result]:
+    for done, result in enumerate(results, 1):
+        if progress is not None:
+            progress(done, n)
+        yield result
+
+
+def _by_others(
+    function: Callable[[Item], Result], items: list[Item], processes: int, progress: Progress | None
+) -> list[Result]:
     # A fork server, because this process may have threads, such as one that shows progress.
     context, others = get_context("forkserver"), active_children()
-    with environment(SAFE_PATH), ProcessPoolExecutor(processes, context, _begin) as executor:
+    with environment(SAFE_PATH), ProcessPoolExecutor(processes, context, begin_worker) as executor:
         try:
-            return list(executor.map(function, items))
+            return list(_counted(executor.map(function, items), len(items), progress))
         except BaseException:  # Ctrl-C, too, which does not wait for calls that run
             for each in active_children():
                 if each not in others:
@@ -301,7 +322,7 @@ def _by_others(function: Callable[[Item], Result], items: list[Item], processes:
             raise
 
 
-def _begin() -> None:
+def begin_worker() -> None:
     """Make a worker ignore Ctrl-C, which its parent handles, and end when the parent has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     Thread(target=_end_with_parent, daemon=True).start()

@@ -75,7 +75,7 @@ def _drawn(
 
 def memory_svg(priced: PricedLayout, limit_bytes: float) -> str:
     """Draw the peak memory of each rank of pp by kind, in GiB, with the limit."""
-    kinds = _with_allocator(priced)
+    kinds = with_allocator(priced)
     n_ranks = len(next(iter(kinds.values())))
 
     def draw(ax: "Axes") -> None:
@@ -197,7 +197,7 @@ def length_svg(points: Sequence[PricedLayout], chosen: int, limit_bytes: float) 
     return _drawn(draw, "Memory of the fullest rank, GiB", 3.6, key=_key(kinds))
 
 
-def _with_allocator(priced: PricedLayout) -> dict[str, list[float]]:
+def with_allocator(priced: PricedLayout) -> dict[str, list[float]]:
     """Return the bytes of each rank by kind, including the bytes that the allocator cannot use."""
     memory = priced.memory
     found = {kind: np.asarray(held)[0].tolist() for kind, held in memory.kinds.items()}
@@ -206,7 +206,7 @@ def _with_allocator(priced: PricedLayout) -> dict[str, list[float]]:
 
 
 def _fullest(priced: PricedLayout) -> dict[str, float]:
-    kinds = _with_allocator(priced)
+    kinds = with_allocator(priced)
     at = int(np.sum(list(kinds.values()), axis=0).argmax())
     return {kind: held[at] for kind, held in kinds.items()}
 

@@ -10,6 +10,8 @@ from shardwright.cost.job import Job
 from shardwright.planner.alternatives import Alternative
 from shardwright.planner.batches import NearBatch
 from shardwright.planner.choice import PricedLayout, shortage
+from shardwright.planner.document import job_document, layout_document
+from shardwright.planner.explain import explain, lines
 from shardwright.planner.headline import headline, unmeasured
 from shardwright.planner.nearest import PlanRemedy
 from shardwright.planner.search import Plan
@@ -96,17 +98,25 @@ def plan_view(searched: SearchedPlan, data: Any) -> VerbDocument:
 
 
 def explained_view(
-    priced: PricedLayout, name: str, limit_bytes: float, goal: TrainingGoal | None, lines: Iterable[str], data: Any
+    priced: PricedLayout, name: str, limit_bytes: float, goal: TrainingGoal | None, texts: Iterable[str], data: Any
 ) -> VerbDocument:
     """Return the document of one layout with every formula behind it (`planner.explain.lines`)."""
-    parts = [job_note(priced.job, name), *layout_parts(priced, limit_bytes, goal), *formula_parts(lines)]
+    parts = [job_note(priced.job, name), *layout_parts(priced, limit_bytes, goal), *formula_parts(texts)]
     return VerbDocument(f"{name} on {priced.job.cluster.name}: {priced.choice}", data, parts)
 
 
-def formula_parts(lines: Iterable[str]) -> Iterator[Part]:
+def explained_document(priced: PricedLayout, name: str, limit_bytes: float, goal: TrainingGoal | None) -> VerbDocument:
+    """Return the document of `plan --explain`: one layout with its numbers, and every formula behind them."""
+    entries = explain(priced)
+    data = job_document(priced.job, name, limit_bytes) | layout_document(priced, limit_bytes, goal)
+    data["formulas"] = [vars(entry) for entry in entries]
+    return explained_view(priced, name, limit_bytes, goal, lines(entries), data)
+
+
+def formula_parts(texts: Iterable[str]) -> Iterator[Part]:
     """Yield a section for each line that is not indented, with the indented lines after it."""
     inside: list[str] = []
-    for line in lines:
+    for line in texts:
         if line.startswith(" "):
             inside.append(line)
         elif line:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from html import escape
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwright.system.files import write_whole
@@ -105,10 +106,15 @@ def _svg(part: Picture) -> Any:
     from markupsafe import Markup
 
     svg = _unscaled(part.draw()) if part.own_scale else _scaled(part.draw(), part.name, part.title)
-    for role, colour in {**COLOURS, **part.roles[0]}.items():
-        svg = svg.replace(colour, f"var(--{role})")
     # A picture that is wider than the page scrolls by itself, so that the page never does.
-    return Markup('<div class="wide">\n{}\n</div>').format(Markup(svg.strip()))
+    return Markup('<div class="wide">\n{}\n</div>').format(Markup(with_roles(svg, part.roles[0]).strip()))
+
+
+def with_roles(svg: str, roles: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Return a picture whose colours are the variables of a style sheet. `roles`: further colours by role."""
+    for role, colour in {**COLOURS, **roles}.items():
+        svg = svg.replace(colour, f"var(--{role})")
+    return svg
 
 
 def _scaled(svg: str, name: str, title: str) -> str:

@@ -1,0 +1,140 @@
+"""shardwright explore: plan a run in the browser, by moving sliders."""
+
+import socket
+import webbrowser
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardwright.cli.common import print_text, reading_verb
+from shardwright.system.errors import InputError
+
+if TYPE_CHECKING:
+    from shardwright.explore.state import PageState
+
+PORT = 8200
+MOST_PORT = 65535
+
+
+@reading_verb
+def explore(
+    run: Annotated[
+        Path | None, typer.Argument(metavar="RUN.toml", help="a run file, whose model, batch and layout come first")
+    ] = None,
+    port: Annotated[int, typer.Option(metavar="N", help="the port; 0: any free one")] = PORT,
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="the address to listen on; others than loopback are open to others")
+    ] = "127.0.0.1",
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="NAME:COUNT", help="the cluster of RUN.toml; as many h100 as it has ranks if not given"),
+    ] = None,
+    hardware: Annotated[
+        Path | None, typer.Option(metavar="FILE.toml", help="your accelerators, as `shardwright measure` writes them")
+    ] = None,
+    browser: Annotated[bool, typer.Option(help="open the page in a browser")] = True,
+    static: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="write the pages of Learn and the plan as a static site, and start no server"),
+    ] = None,
+) -> None:
+    """Plan a run in the browser: move sliders, and see memory, time, schedule and messages at once.
+
+    The page needs no GPU, no torch and no network. Its address holds every choice, so a link is a plan.
+
+    shardwright explore
+
+    shardwright explore examples/llama-3.1-8b.toml --cluster h100:32
+
+    shardwright explore --static site
+
+    Exit codes: 0 stopped by Ctrl-C or written, 2 the input cannot be used.
+    """
+    problems = [] if 0 <= port <= MOST_PORT else [f"--port {port}: a number from 0 to {MOST_PORT} is needed"]
+    if cluster is not None and run is None:
+        problems.append(f"--cluster {cluster} goes with RUN.toml; without it, choose the cluster on the page")
+    if problems:
+        raise InputError(*problems)
+    from shardwright.explore.state import parse, query_of
+
+    state = _state_of_run(run, cluster, hardware) if run is not None else parse("", hardware).state
+    assert state is not None
+    if static is not None:
+        from shardwright.explore.learn import write_static
+
+        print_text(f"written to {write_static(static, [state])[0]}")
+        return
+    _serve((host, port), query_of(state) if run is not None else "", hardware, browser)
+
+
+def _state_of_run(run: Path, cluster: str | None, hardware: Path | None) -> "PageState":
+    """Return the state of a run file. Raises InputError for a run file or a layout that the page cannot show."""
+    from shardwright.cli.plan_asked import choice_of_run, read_request
+    from shardwright.cli.plan_options import PlanOptions
+    from shardwright.config import load
+    from shardwright.explore.state import PageState, check, parse, query_of
+    from shardwright.model.by_sizes import sizes_of_spec
+    from shardwright.model.presets import PRESETS
+    from shardwright.planner.search import MARGIN, limit_bytes
+
+    if cluster is None:
+        cluster = f"h100:{load(run).layout.layout().world_size}"
+    asked = read_request(PlanOptions(target=str(run), cluster=cluster, hardware=hardware))
+    model = asked.name if asked.job.model == PRESETS.get(asked.name) else sizes_of_spec(asked.job.model)
+    choice = choice_of_run(asked.config, asked.job, limit_bytes(asked.job, MARGIN))  # type: ignore[arg-type]
+    check(asked.job, choice)
+    job = replace(asked.job, cluster=replace(asked.job.cluster, name=cluster))
+    parsed = parse(query_of(PageState(model, job, choice)), hardware)
+    if parsed.state is None:
+        raise InputError(*(f"{run}: {problem}" for problem in parsed.problems))
+    return parsed.state
+
+
+def _serve(address: tuple[str, int], start: str, hardware: Path | None, browser: bool) -> None:
+    """Serve the pages until Ctrl-C."""
+    from shardwright.explore.page import Explorer
+    from shardwright.explore.server import ExplorerServer
+
+    host, port = address
+    try:
+        server = ExplorerServer(address, Explorer(hardware, start), serve_model)
+    except socket.gaierror:
+        raise InputError(f"--host {host}: this machine has no such address; valid: 127.0.0.1, or ::1") from None
+    except OSError as error:
+        way_out = "choose another --port, or 0 for any free one"
+        raise InputError(f"--host {host} --port {port}: {(error.strerror or str(error)).lower()}; {way_out}") from None
+    shown = f"[{host}]" if ":" in host else host
+    where = f"http://{shown}:{server.server_address[1]}/"
+    print_text(f"explore at {where} (Ctrl-C ends it)")
+    if browser:
+        with suppress(webbrowser.Error):
+            webbrowser.open(where)
+    with server, suppress(KeyboardInterrupt):
+        server.serve_forever()
+
+
+def serve_model(progress: Callable[[int, int], None], query: str, hardware: Path | None) -> str:
+    """Return the result of `plan serve` for the query string of a page. Raises InputError as the command does."""
+    from shardwright.cli.plan_serve import PlanServeOptions, read_task
+    from shardwright.explore.serving import served_html, serving_values
+    from shardwright.serving.search import search, smaller_need
+    from shardwright.serving.view import serving_document
+
+    values, problems = serving_values(query)
+    options: dict[str, Any] = dict(values)
+    for key, kind in (("input_len", int), ("output_len", int), ("concurrency", int), ("price", float)):
+        if key in options:
+            try:
+                options[key] = kind(options[key])
+            except ValueError:
+                problems.append(f"{key}={options[key]}: a number is needed")
+    if problems:
+        raise InputError(*problems)
+    task, name = read_task(PlanServeOptions(**options, hardware=hardware))
+    found = search(task)
+    remedies = [] if found.options else list(smaller_need(task))
+    return served_html(found, serving_document(found, name, None, False, remedies))

@@ -1,0 +1,75 @@
+"""`Find the fastest`: the search of `plan` for the job of a page, as cards that load into the sliders."""
+
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlencode
+
+from shardwright.explore.page import templates
+from shardwright.explore.state import JOB_DEFAULTS, parse, written_layout
+from shardwright.explore.worker import Progress
+from shardwright.layout.key import written
+from shardwright.planner.alternatives import Alternative, runners_up, well_known
+from shardwright.planner.nearest import remedies
+from shardwright.planner.search import Plan, search
+from shardwright.planner.words import compared, merged, remarks, verdict, why
+from shardwright.system.control_groups import usable_cores
+from shardwright.system.errors import InputError
+from shardwright.system.units import format_bytes, format_seconds
+
+
+class LayoutCard(NamedTuple):
+    """A layout that a search has found. `query`: the address of its page, None if it does not fit."""
+
+    name: str
+    layout: str
+    query: str | None
+    step: str
+    memory: str
+    slower: str
+    why: str
+
+
+def find_fastest(progress: Progress, query: str, hardware: Path | None) -> str:
+    """Return the cards of the search for the job of an address as HTML. Raises InputError if the job cannot be read."""
+    parsed = parse(query, hardware)
+    if parsed.job is None:
+        raise InputError(*parsed.problems)
+    margin = float(parsed.value("memory_margin"))
+    plan = search(parsed.job, memory_margin=margin, processes=usable_cores(), progress=progress)
+    given = {key: parsed.values[key] for key in JOB_DEFAULTS if key in parsed.values}
+    cards = [] if plan.recommended is None else _cards(plan, given)
+    instead = [] if plan.recommended is not None else [each.what for each in remedies(parsed.job, margin, None)]
+    notes = [] if plan.recommended is None else remarks(plan)
+    return (
+        templates()
+        .get_template("cards.html")
+        .render(plan=plan, cards=cards, remarks=notes, remedies=instead, limit=format_bytes(plan.limit_bytes))
+    )
+
+
+def _cards(plan: Plan, given: dict[str, str]) -> list[LayoutCard]:
+    """Return the layouts to choose from, and the best layouts of other kinds, each with the reason why it is not the
+    recommended one."""
+    taken = plan.recommended
+    assert taken is not None
+    others = merged([*runners_up(plan), *well_known(plan)])
+    first = [(name, each, "") for name, each in compared(plan)]
+    rest = [(name, each, why(taken, each)) for name, each in others if not each.as_fast(taken)]
+    return [_card(plan, name, each, reason, given) for name, each, reason in (*first, *rest)]
+
+
+def _card(plan: Plan, name: str, each: Alternative, reason: str, given: dict[str, str]) -> LayoutCard:
+    taken = plan.recommended
+    assert taken is not None
+    peak = each.priced.peak_bytes if each.priced else each.nearest[1] if each.nearest else 0.0
+    return LayoutCard(
+        name,
+        str(each.choice),
+        urlencode(given | {k: written(v) for k, v in written_layout(plan.job, each.choice).items()})
+        if each.priced
+        else None,
+        format_seconds(each.priced.step_s) if each.priced else "",
+        format_bytes(peak) + ("" if each.priced else ", does not fit"),
+        verdict(taken, each, plan.limit_bytes) if each.choice != taken.choice else "",
+        reason,
+    )

@@ -1,0 +1,287 @@
+"""The pages of the explorer, rendered from the documents of `plan`."""
+
+import shlex
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import parse_qsl, urlencode
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from shardwright.cost.formats import FORMATS
+from shardwright.cost.hardware_file import known_tables
+from shardwright.explore import pictures
+from shardwright.explore.sliders import AXES, MICRO_BATCH, moved, sliders
+from shardwright.explore.state import (
+    JOB_DEFAULTS,
+    LAYOUT_KEYS,
+    MOST_KEYS,
+    PIN,
+    PageState,
+    ParsedState,
+    check,
+    parse,
+    query_of,
+)
+from shardwright.model.presets import PRESETS
+from shardwright.optimizers import OPTIMIZERS
+from shardwright.planner.choice import pairs
+from shardwright.planner.diff import DiffTerm, diff
+from shardwright.planner.run_file import run_file, untrained
+from shardwright.report.plan_pictures import ROLES
+from shardwright.report.plan_view import explained_document, job_note, layout_parts
+from shardwright.system.errors import InputError
+from shardwright.system.units import GiB, format_bytes, format_seconds
+from shardwright.view.document import (
+    BYTES,
+    NUMBER,
+    SECONDS,
+    Column,
+    Facts,
+    Marked,
+    Note,
+    Part,
+    Picture,
+    Quantity,
+    Table,
+    VerbDocument,
+)
+from shardwright.view.html import fragment
+from shardwright.view.style import COLOURS, DARK_COLOURS
+
+PAGES = Path(__file__).parent / "pages"
+MOVE, TO = "move", "to"
+"""Keys of a query string that ask for a move of a slider: the key, and its new position."""
+COUNT = Quantity("{:,.0f}".format)
+MOST_SHOWN = 8
+"""Most kinds of groups whose mesh is drawn."""
+
+
+class PlanField(NamedTuple):
+    """A field of the job: its key, label and help, its choices if there are some, and whether any text is valid too."""
+
+    key: str
+    label: str
+    help: str
+    choices: tuple[str, ...] = ()
+    free: bool = False
+
+
+@cache
+def templates() -> Environment:
+    """Return the templates; everything is escaped unless it is Markup."""
+    found = Environment(
+        loader=FileSystemLoader(PAGES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    found.globals |= {"fragment": lambda parts: Markup(fragment(parts)), "query": lambda values: urlencode(values)}
+    return found
+
+
+def style() -> str:
+    """Return the style sheet, with the colours of our pages for light and for dark screens."""
+    colours = [
+        " ".join(f"--{role}: {colour};" for role, colour in {**common, **ROLES[side]}.items())
+        for side, common in enumerate((COLOURS, DARK_COLOURS))
+    ]
+    dark = f"@media (prefers-color-scheme: dark) {{ :root {{ {colours[1]} }} }}"
+    return f":root {{ {colours[0]} }}\n{dark}\n" + (PAGES / "style.css").read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Explorer:
+    """The pages. `hardware`: a file of `shardwright measure`; `start`: the query string of an empty address."""
+
+    hardware: Path | None = None
+    start: str = ""
+
+    def read(self, query: str) -> ParsedState:
+        """Return the state of an address, after a move if it asks for one."""
+        query, key, text = _split_move(query or self.start)
+        parsed = parse(query, self.hardware)
+        if not key:
+            return parsed
+        if key in LAYOUT_KEYS and parsed.state is not None:
+            try:
+                return parse(query_of(_moved(parsed.state, key, text)), self.hardware)
+            except InputError as error:
+                return ParsedState({**parsed.values, key: text}, parsed.job, None, error.problems)
+        return parse(urlencode({**parsed.values, key: text}), self.hardware)
+
+    def fields(self) -> list[PlanField]:
+        """Return the fields of the job."""
+        known = known_tables(self.hardware)
+        chips = tuple(sorted([*known.accelerators, *known.clusters]))
+        return [
+            PlanField("model", "Model", "a preset, or sizes such as n_layers=32,d_model=4096,…", tuple(PRESETS), True),
+            PlanField("chip", "Accelerator", "an accelerator, or a cluster of your file", chips),
+            PlanField("count", "How many", "accelerators of the cluster"),
+            PlanField("node_size", "In a node", "accelerators of a node; the usual node if empty"),
+            PlanField("node_gbit", "Gbit/s of a node", "to the other nodes; the usual network if empty"),
+            PlanField("network", "Network", "kind of network", ("", *sorted(known.networks))),
+            PlanField("global_batch", "Global batch", "sequences of a step, over all ranks"),
+            PlanField("seq_len", "Sequence", "tokens of a sequence"),
+            PlanField("precision", "Precision", "type of the matmuls", tuple(FORMATS)),
+            PlanField("compile", "Compiled", "torch.compile", ("false", "true")),
+            PlanField("optimizer", "Optimizer", "its states need memory", tuple(OPTIMIZERS)),
+            PlanField("state_dtype", "States in", "type of the optimizer states", ("fp32", "bf16")),
+            PlanField("memory_margin", "Memory kept free", "share of the accelerator's memory"),
+            PlanField("host_memory", "Memory of a host", "of one node, such as 2TB, for offloading"),
+            PlanField("budget_tokens", "Tokens of the run", "such as 15e12: adds days and goodput"),
+            PlanField("price", "Price of an hour", "of one accelerator: adds the cost"),
+        ]
+
+    def home(self, query: str) -> str:
+        """Return the whole page of an address."""
+        return templates().get_template("plan.html").render(**self._values(self.read(query)))
+
+    def answers(self, query: str) -> str:
+        """Return the form and the answers of an address, without the page around them."""
+        return templates().get_template("answers.html").render(**self._values(self.read(query)))
+
+    def _values(self, parsed: ParsedState) -> dict[str, Any]:
+        state = parsed.state
+        query = urlencode(parsed.values) if state is None else query_of(state)
+        found: dict[str, Any] = {
+            "parsed": parsed,
+            "state": state,
+            "query": query,
+            "fields": self.fields(),
+            "groups": {},
+            "layout_keys": LAYOUT_KEYS,
+            "pin": parsed.values.get(PIN, ""),
+            "job_query": urlencode({key: parsed.values[key] for key in JOB_DEFAULTS if key in parsed.values}),
+        }
+        if state is not None:
+            found |= {"groups": sliders(state), "answer": answer(state), "command": self.command(state)}
+            found |= {"pin_query": f"{query_of(state, False)}&{urlencode({PIN: query_of(state, False)})}"}
+            found |= {"bare_query": query_of(state, False), "untrained": untrained(state.job.precision)}
+        return found
+
+    def command(self, state: PageState) -> str:
+        """Return the command line that prints the same numbers."""
+        job = state.job
+        cluster, *changes = job.cluster.name.split(", ")
+        words = ["shardwright", "plan"]
+        plain = (job.optimizer, job.narrow_states, job.compiled) == ("adamw", False, False)
+        if plain:
+            words += ["--model", state.model, "--global-batch", f"{job.global_batch}", "--seq-len", f"{job.seq_len}"]
+            words += ["--precision", job.precision] if job.precision != "bf16" else []
+        words += ["--cluster", cluster]
+        for change in changes:
+            name, _, value = change.partition("=")
+            words += [f"--{name.replace('_', '-')}", value]
+        words += ["--hardware", str(self.hardware)] if self.hardware is not None else []
+        words += (
+            ["--memory-margin", f"{state.margin:g}"] if f"{state.margin:g}" != JOB_DEFAULTS["memory_margin"] else []
+        )
+        if state.goal is not None:
+            words += ["--budget-tokens", f"{state.goal.tokens:g}"]
+            words += [each for price in state.goal.prices.values() for each in ("--price", f"{price:g}")]
+        return shlex.join([*words, "--explain", str(state.choice) if plain else "run.toml"])
+
+    def run_toml(self, state: PageState) -> str:
+        """Return the run file of a state. Raises InputError for a precision in which `train` does not compute."""
+        goal = None if state.goal is None else state.goal.tokens
+        return run_file(state.job, state.model, state.choice, self.command(state), goal)
+
+
+def _split_move(query: str) -> tuple[str, str, str]:
+    """Return the query string without its move, the key that moves, and its new position."""
+    try:
+        given = parse_qsl(query, keep_blank_values=True, max_num_fields=MOST_KEYS, errors="replace")
+    except ValueError:
+        return query, "", ""
+    move = dict(each for each in given if each[0] in (MOVE, TO))
+    return urlencode([each for each in given if each[0] not in move]), move.get(MOVE, ""), move.get(TO, "")
+
+
+def _moved(state: PageState, key: str, text: str) -> PageState:
+    values, problems = pairs(f"{key}={text}", "layout:") if text and "," not in text else ({key: None}, [])
+    if problems:
+        raise InputError(*(problem.replace("layout: ", "", 1) for problem in problems))
+    value = values[key]
+    choice = moved(state.job, state.choice, key, 1 if value is None and key in (*AXES, MICRO_BATCH) else value)
+    check(state.job, choice)
+    return replace(state, choice=choice)
+
+
+def document(state: PageState) -> VerbDocument:
+    """Return the document of `plan --explain` for a state: every number of the page is a number of it."""
+    return explained_document(state.priced, state.model, state.limit_bytes, state.goal)
+
+
+@dataclass(frozen=True)
+class PageAnswer:
+    """The answers of a page. `status`: the most important numbers in one sentence, which a screen reader announces;
+    `first`: the numbers and sentences shown first, `tables`: the others."""
+
+    status: str
+    fits: bool
+    first: list[Part]
+    tables: list[Part]
+    drawn: list[pictures.PagePicture]
+    meshes: list[pictures.PagePicture]
+    compared: list[Part]
+
+
+def answer(state: PageState) -> PageAnswer:
+    """Return the answers of a state."""
+    priced, limit = state.priced, state.limit_bytes
+    fits = priced.fits(limit)
+    memory = f"{format_bytes(priced.peak_bytes)} of {format_bytes(limit)}"
+    drawn = [
+        pictures.memory_bar(priced, limit),
+        pictures.time_bar(priced),
+        pictures.stage_memory(priced, limit),
+        pictures.step_memory(priced, limit),
+        pictures.schedule_picture(priced),
+    ]
+    groups = pictures.traffic(priced)
+    parts = [part for part in layout_parts(priced, limit, state.goal) if not isinstance(part, Picture)]
+    first = [part for part in parts if isinstance(part, Facts | Note)]
+    return PageAnswer(
+        f"A step takes {format_seconds(priced.step_s)}; memory {memory}, {'fits' if fits else 'does not fit'}.",
+        fits,
+        [job_note(state.job, state.model), *first],
+        [*(part for part in parts if part not in first), *map(_messages, groups)],
+        [each for each in drawn if each is not None],
+        [pictures.mesh(priced, each) for each in groups[:MOST_SHOWN]],
+        [] if state.pinned is None else compared(state.pinned, state),
+    )
+
+
+def _messages(group: pictures.GroupTraffic) -> Table:
+    columns = Column(f"messages of {group.name}"), Column("calls", COUNT), Column("of a call", BYTES)
+    return Table((*columns, Column("if nothing overlapped", SECONDS)), group.rows)
+
+
+def compared(pinned: PageState, state: PageState) -> list[Part]:
+    """Return the difference from the pinned state, term by term."""
+    found = diff(pinned.priced, state.priced, explained=False)
+    per = "a step" if found.a.job.tokens == found.b.job.tokens else "a token"
+    more = f"{abs(found.slower):.1%} {'more' if found.slower > 0 else 'less'} time for {per}"
+    parts: list[Part] = [Note(f"this layout takes {more} than the pinned one: {pinned.choice}")]
+    changed = [(name, one, other) for name, (one, other) in found.choices.items()]
+    if changed:
+        parts.append(Table((Column("choice"), Column("pinned"), Column("now")), changed))
+    for title, terms, unit, whole in (
+        ("time, s", found.time, 1.0, (found.a.step_s, found.b.step_s)),
+        ("memory of the fullest rank, GiB", found.memory, GiB, (found.a.peak_bytes, found.b.peak_bytes)),
+    ):
+        all_terms = [*terms, DiffTerm("all", *whole)]
+        rows = [(each.name, each.a / unit, each.b / unit, _more(each.more / unit)) for each in all_terms]
+        value = Quantity("{:.4g}".format)
+        parts.append(
+            Table((Column(title), Column("pinned", value), Column("now", value), Column("more", NUMBER)), rows)
+        )
+    return parts
+
+
+def _more(value: float) -> Marked:
+    return Marked(f"{value:+.4g}", "bad" if value > 0 else "good" if value < 0 else "")

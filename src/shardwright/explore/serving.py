@@ -1,0 +1,133 @@
+"""The page of serving a model: its form, its command, and the curve of throughput against interactivity."""
+
+import shlex
+from collections.abc import Sequence
+from math import inf, log
+from pathlib import Path
+from urllib.parse import parse_qsl, urlencode
+
+from markupsafe import Markup
+
+from shardwright.explore.page import PlanField, templates
+from shardwright.explore.pictures import KeyEntry, PagePicture
+from shardwright.explore.state import LONGEST, MOST_KEYS
+from shardwright.model.presets import PRESETS
+from shardwright.serving.search import ServingOption, ServingPlan
+from shardwright.system.errors import nearest
+from shardwright.system.units import format_seconds
+from shardwright.view.document import Picture, VerbDocument
+
+FIELDS = (
+    PlanField("model", "Model", "a preset or another served model, or sizes", ("models",)),
+    PlanField("cluster", "Cluster", "accelerators and how many, such as h100:8"),
+    PlanField("input_len", "Prompt", "tokens of a prompt"),
+    PlanField("output_len", "Answer", "tokens of an answer"),
+    PlanField("precision", "Precision", "of weights and matmuls: bf16, fp16, fp8, fp32"),
+    PlanField("kv_precision", "Cache in", "that of the weights if empty"),
+    PlanField("ttft", "Limit of TTFT", "time to the first token, such as 1s"),
+    PlanField("tpot", "Limit of TPOT", "time of each further token, such as 40ms"),
+    PlanField("concurrency", "Requests at a time", "over the whole cluster; the best number if empty"),
+    PlanField("rate", "Requests that arrive", "such as 5/s; instead of requests at a time"),
+    PlanField("engine", "Engine", "whose constants are taken; trtllm-1 if empty"),
+    PlanField("price", "Price of an hour", "of one accelerator: adds the cost of a million tokens"),
+)
+DEFAULTS = {"model": "llama-3.1-70b", "cluster": "h100:8", "input_len": "2048", "output_len": "512", "precision": "fp8"}
+MOST_DOTS = 1500
+
+
+def serving_values(query: str) -> tuple[dict[str, str], list[str]]:
+    """Return the fields of a query string, and its problems."""
+    known = [field.key for field in FIELDS]
+    problems: list[str] = []
+    values: dict[str, str] = {}
+    try:
+        given = parse_qsl(query, max_num_fields=MOST_KEYS, errors="replace")
+    except ValueError:
+        return {}, [f"the address has more than {MOST_KEYS} keys; leave some out"]
+    for key, text in given:
+        if key not in known:
+            problems.append(f"{key[:LONGEST]}: there is no such key; {nearest(key[:LONGEST], known)}")
+        elif len(text) > LONGEST:
+            problems.append(f"{key}: at most {LONGEST} characters are possible")
+        elif text.strip():
+            values[key] = text.strip()
+    model = values.get("model", "")
+    if Path(model).suffix in (".json", ".toml") or model.startswith(("/", ".", "~")) or Path(model).is_dir():
+        problems.append(f"model={model}: a page reads no file; name a preset, or give sizes")
+    return values, problems
+
+
+def serving_page(query: str, hardware: Path | None) -> str:
+    """Return the page of serving for a query string."""
+    values, problems = serving_values(query) if query else (DEFAULTS, [])
+    words = ["shardwright", "plan", "serve"]
+    for key, text in values.items():
+        words += [f"--{key.replace('_', '-')}", text]
+    words += [] if hardware is None else ["--hardware", str(hardware)]
+    template = templates().get_template("serve.html")
+    return template.render(
+        fields=FIELDS, values=values, problems=problems, models=tuple(PRESETS), command=shlex.join(words), query="",
+        serve_query=urlencode(values),
+    )  # fmt: skip
+
+
+def served_html(plan: ServingPlan, found: VerbDocument) -> str:
+    """Return the result of a search: the curve, and the document of `plan serve` without its picture."""
+    parts = [part for part in found.parts if not isinstance(part, Picture)]
+    if not plan.options:
+        return str(templates().get_template("parts.html").render(parts=parts))
+    return templates().get_template("served.html").render(picture=curve(plan), parts=parts)
+
+
+def curve(plan: ServingPlan) -> PagePicture:
+    """Return tokens/s of an accelerator over tokens/s of a user, on logarithmic axes, with the limits of the task."""
+    task, step = plan.task, -(-len(plan.options) // MOST_DOTS)
+    users, each = zip(*((1 / one.tpot_s, one.per_accelerator()) for one in plan.options), strict=True)
+    limit = 1 / task.tpot_s if task.tpot_s < inf else users[0]
+    low, high = min(*users, limit) / 1.15, max(*users, limit) * 1.15
+    bottom, top = min(each) / 1.15, max(each) * 1.15
+
+    def x(value: float) -> float:
+        return 1000 * log(value / low) / log(high / low)
+
+    def y(value: float) -> float:
+        return 1000 * (1 - log(value / bottom) / log(top / bottom))
+
+    def dots(options: Sequence[ServingOption], kind: str) -> Markup:
+        d = "".join(f"M{x(1 / one.tpot_s):.0f} {y(one.per_accelerator()):.0f}h0" for one in options)
+        return Markup('<path class="dots {}" d="{}"/>').format(kind, d)
+
+    late = [one for one in plan.options if one.ttft_s > task.ttft_s]
+    front = "L".join(f"{x(1 / one.tpot_s):.0f} {y(one.per_accelerator()):.0f}" for one in plan.pareto)
+    inner = dots([one for one in plan.options if one.ttft_s <= task.ttft_s][::step], "") + dots(late[::step], "late")
+    inner += Markup('<path class="front" d="M{}"/>').format(front)
+    key = [KeyEntry(0, "layouts and batches", ""), KeyEntry(2, "none has more of both", "")]
+    if late:
+        key.append(KeyEntry(1, "first token later than the limit of", format_seconds(task.ttft_s)))
+    if task.tpot_s < inf:
+        inner += Markup('<path class="limit" d="M{0:.0f} 0V1000"/>').format(x(limit))
+        key.append(KeyEntry(3, "dashed line: limit of a further token", format_seconds(task.tpot_s)))
+    if plan.best:
+        best = plan.best[0]
+        inner += Markup('<path class="dots best" d="M{:.0f} {:.0f}h0"/>').format(
+            x(best.per_user), y(best.per_accelerator)
+        )
+        key.append(KeyEntry(3, "the best, simulated", f"{best.layout}"))
+    drawn = Markup(
+        '<svg x="9%" y="6" width="90%" height="260" viewBox="0 0 1000 1000" preserveAspectRatio="none">{}</svg>'
+    )
+    parts = drawn.format(inner)
+    for value, at in ((top / 1.15, y(top / 1.15)), (bottom * 1.15, y(bottom * 1.15))):
+        parts += Markup('<text x="8.5%" y="{:.0f}" text-anchor="end">{:,.0f}</text>').format(10 + at * 0.26, value)
+    for value in (low * 1.15, (low * high) ** 0.5, high / 1.15):
+        parts += Markup('<text x="{:.1f}%" y="282" text-anchor="middle">{:,.0f}</text>').format(
+            9 + 0.09 * x(value), value
+        )
+    picture = Markup('<svg width="100%" height="290" role="img" aria-label="{}">{}</svg>').format(
+        "tokens a second of an accelerator against tokens a second of a user", parts
+    )
+    caption = (
+        "Upwards: tokens/s of an accelerator; to the right: tokens/s of a user. Each point is a layout with a batch, "
+        "by closed forms; the large point is simulated."
+    )
+    return PagePicture("Throughput against interactivity", picture, key, caption)

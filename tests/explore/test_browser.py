@@ -1,0 +1,142 @@
+"""Proves in a real browser that the sliders, the search, the comparison, the downloads and the history work."""
+
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright.cli.explore import serve_model
+from shardwright.config import load
+from shardwright.explore.page import Explorer
+from shardwright.explore.server import ExplorerServer
+from tests.marks import prove
+
+CHROMIUM = shutil.which("chromium")
+playwright = pytest.importorskip("playwright.sync_api", reason="no driver: pip install playwright")
+pytestmark = [prove, pytest.mark.skipif(CHROMIUM is None, reason="no browser: apt-get install chromium")]
+START = "model=debug&chip=h100&count=8&global_batch=32&seq_len=256"
+WAIT_MS = 60_000
+
+
+def started(port: int = 0) -> ExplorerServer:
+    server = ExplorerServer(("127.0.0.1", port), Explorer(start=START), serve_model)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with started() as server:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        found = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A page in which an error of a script, or of the policy, fails the test."""
+    context = browser.new_context(viewport={"width": 375, "height": 800})
+    context.set_default_timeout(WAIT_MS)
+    found = context.new_page()
+    errors: list[str] = []
+    found.on("pageerror", lambda error: errors.append(str(error)))
+    found.on("console", lambda each: errors.append(each.text) if each.type == "error" else None)
+    found.errors = errors
+    yield found
+    context.close()
+    assert [each for each in errors if "net::ERR_CONNECTION" not in each] == []
+
+
+def test_a_slider_moves_by_keyboard_and_the_history_goes_back(page: Any, address: str):
+    page.goto(address)
+    page.focus("#k-tp-s")
+    first = page.text_content(".status")
+    page.keyboard.press("ArrowRight")
+    page.wait_for_url("**tp=2*")
+    assert page.evaluate("document.activeElement.id") == "k-tp-s"
+    assert page.get_attribute("#k-tp-s", "aria-valuetext") == "2"
+    second = page.text_content(".status")
+    assert second != first
+    shared = page.context.new_page()
+    shared.goto(page.url)
+    assert shared.text_content(".status") == second
+    page.go_back()
+    page.locator(".status", has_text=first).wait_for()
+    assert page.input_value("#k-tp-s") == "0"
+    assert page.evaluate("document.documentElement.scrollWidth") <= 375
+
+
+def test_every_control_moves_and_quick_changes_are_all_kept(page: Any, address: str):
+    page.goto(address)
+    for key in [each.get_attribute("name") for each in page.locator("select[data-number]").all()]:
+        slider = page.locator(f"#k-{key}-s")
+        if slider.is_visible():
+            slider.press("Home" if slider.input_value() == slider.get_attribute("max") else "End")
+            page.wait_for_url("**/?model=*")
+            assert page.locator(".problems").count() == 0
+            page.goto(address)
+    page.fill("#k-global_batch", "64")
+    page.fill("#k-seq_len", "512")
+    page.fill("#k-count", "16")
+    page.press("#k-count", "Tab")
+    page.wait_for_url("**count=16*")
+    assert "global_batch=64" in page.url
+    assert "seq_len=512" in page.url
+
+
+def test_an_impossible_combination_shows_the_rule_and_the_way_out(page: Any, address: str):
+    page.goto(f"{address}/?{START}&tp=3")
+    assert "tp=3 does not divide" in page.text_content(".problems")
+    page.click("text=Leave out the layout")
+    page.locator(".status").wait_for()
+
+
+def test_a_search_loads_into_the_sliders_and_can_be_cancelled(page: Any, address: str):
+    page.goto(address)
+    page.click("#find")
+    page.locator(".cards li").first.wait_for()
+    page.locator(".cards a").nth(1).click()
+    page.wait_for_url("**/?model=debug*")
+    page.goto(f"{address}/?model=deepseek-v3&count=2048&global_batch=15360&seq_len=4096&ep=8")
+    page.click("#find")
+    page.click("#cancel")
+    page.locator("#found", has_text="cancelled").wait_for()
+    assert page.is_enabled("#find")
+
+
+def test_a_pinned_layout_is_compared_and_files_are_downloaded(page: Any, address: str, tmp_path: Path):
+    page.goto(address)
+    page.click("text=Pin this layout")
+    page.wait_for_url("**pin=*")
+    page.select_option("#k-recompute", "full")
+    page.locator(".compared td", has_text="recompute").first.wait_for()
+    with page.expect_download() as download:
+        page.click("text=run.toml")
+    download.value.save_as(tmp_path / "run.toml")
+    assert load(tmp_path / "run.toml").layout.layout().recompute == "full"
+    with page.expect_download() as download:
+        page.click("text=plan.html")
+    assert "recompute=full" in Path(download.value.path()).read_text()
+
+
+def test_a_page_continues_when_the_server_is_back(page: Any):
+    with started() as first:
+        port = first.server_address[1]
+        page.goto(f"http://127.0.0.1:{port}")
+        first.shutdown()
+    page.select_option("#k-recompute", "full")
+    page.locator("#gone").wait_for()
+    with started(port) as second:
+        page.wait_for_url("**recompute=full*")
+        assert page.locator("#gone").is_hidden()
+        second.shutdown()

@@ -1,0 +1,109 @@
+"""Proves that a page shows the numbers of `plan --explain`, and that its files and its command lead back to them."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright.cli.explore import _state_of_run
+from shardwright.config import load
+from shardwright.explore.page import Explorer, answer, document
+from shardwright.explore.state import PageState, parse, query_of
+from shardwright.planner.diff import diff
+from shardwright.system.units import format_bytes, format_seconds
+from shardwright.view.html import fragment
+from tests.cli.plans import plan
+from tests.explore.states import STARTS, random_state
+from tests.marks import rest_prove
+
+SEEDS = range(50)
+QUICK = (3, 5, 8)
+
+
+def printed(state: PageState, folder: Path) -> Any:
+    """Return the JSON document of the command of a page."""
+    words = shlex.split(Explorer().command(state))
+    assert words[:2] == ["shardwright", "plan"]
+    if words[-1] == "run.toml":
+        (folder / "run.toml").write_text(Explorer().run_toml(state))
+        words[-1] = str(folder / "run.toml")
+    result = plan(*words[2:], "--json")
+    assert result.exit_code in (0, 1), result.output
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("seed", rest_prove(SEEDS, *QUICK))
+def test_the_page_the_document_and_the_command_have_the_same_numbers(seed: int, tmp_path: Path):
+    state = random_state(seed, moves=3)
+    found = json.loads(json.dumps(document(state).data))
+    told = printed(state, tmp_path)
+    for left_out in ("model", "cluster"):  # a run file names its model by its sizes
+        told.pop(left_out), found.pop(left_out)
+    assert told == found
+    shown = answer(state)
+    assert format_seconds(told["step_s"]) in shown.status
+    assert format_bytes(told["peak_bytes"]) in shown.status
+    assert shown.fits == told["fits"] == ("does not fit" not in shown.status)
+    if seed in QUICK:
+        assert fragment(shown.first) in Explorer().home(query_of(state))
+    (key,) = (picture.key for picture in shown.drawn if picture.title == "Time of a step")
+    assert key
+    assert all(text.startswith(format_seconds(told["time_s"][name]) + ",") for _, name, text in key)
+
+
+def test_the_communication_of_the_page_is_the_communication_of_the_cost_model():
+    state = parse("model=llama-3.1-8b&count=16&tp=16&zero=1&global_batch=32").state
+    shown = answer(state)
+    assert "16 ranks, 1 apart, over 2 nodes: network between nodes (infiniband)" in shown.drawn[0].caption + " ".join(
+        each.caption for each in shown.meshes
+    )
+    inside = answer(parse("model=llama-3.1-8b&count=16&tp=8&zero=1&global_batch=32").state)
+    assert "8 ranks, 1 apart, over 1 node: links inside a node" in " ".join(each.caption for each in inside.meshes)
+
+
+def test_a_pinned_layout_is_compared_term_by_term():
+    pinned = "count=8&recompute=full"
+    state = parse(f"count=8&tp=2&pin={pinned.replace('=', '%3D').replace('&', '%26')}").state
+    assert state.pinned.layout.recompute == "full"
+    found = diff(state.pinned.priced, state.priced)
+    html = fragment(answer(state).compared)
+    for term in (*found.time, *found.memory):
+        assert f">{term.name}</td>" in html
+    assert f"{found.b.step_s - found.a.step_s:+.4g}" in html
+
+
+@pytest.mark.parametrize("query", [*STARTS[1:5], "optimizer=lion&state_dtype=bf16&compile=true&count=8"])
+def test_the_run_file_is_the_layout_of_the_page(query: str, tmp_path: Path):
+    state = parse(query).state
+    path = tmp_path / "run.toml"
+    path.write_text(Explorer().run_toml(state))
+    config = load(path)
+    assert config.layout.layout() == state.layout
+    assert (config.batch.micro_batch, config.batch.global_batch) == (state.choice.micro_batch, state.job.global_batch)
+    assert config.optimizer.name == state.job.optimizer
+    assert (config.optimizer.state_dtype == "bf16") == state.job.narrow_states
+    again = _state_of_run(path, state.job.cluster.name.split(", ")[0], None)
+    assert again.choice == state.choice
+    assert again.job.model == state.job.model
+
+
+def test_a_precision_that_train_does_not_compute_in_has_no_run_file():
+    html = Explorer().home("precision=mxfp8&chip=b200")
+    assert "no run.toml: --write with --precision mxfp8" in html
+    assert "/run.toml?" not in html
+
+
+def test_an_impossible_move_shows_the_rule_and_keeps_what_was_chosen():
+    html = Explorer().answers("count=8&tp=2&move=tp&to=3")
+    assert "This combination is not possible" in html
+    assert "tp=3 does not divide 32 query heads" in html.replace("layout.tp", "tp")
+    assert 'name="tp" value="3"' in html
+
+
+def test_text_of_an_address_is_escaped_everywhere():
+    html = Explorer().home("model=%3Cscript%3Ealert(1)%3C/script%3E&%22onload=%22x&pin=%22%3E%3Cb%3E")
+    assert "<script>alert" not in html
+    assert "<b>" not in html
+    assert '"onload' not in html.replace("&#34;", "")
