@@ -98,7 +98,38 @@ def test_a_scale_without_meaning_is_refused(key: str, value: float):
         find(config).spec(config)
 
 
-UNEVEN = ("sliding_attention", "full_attention") * 12 + ("sliding_attention",)
+WITHOUT_PATTERN = {
+    "gemma2-2b": ["full_attention", "sliding_attention", "full_attention", *["sliding_attention"] * 23],
+    "olmo3-7b": ["full_attention", *["sliding_attention"] * 3] * 8,
+    "gpt-oss-20b": ["full_attention", *["sliding_attention", "full_attention"] * 11, "sliding_attention"],
+    "command-r7b": ["full_attention", *["sliding_attention"] * 15] * 2,
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_PATTERN)
+def test_kinds_of_layers_without_a_pattern_are_read_and_written_one_by_one(name: str):
+    kinds = WITHOUT_PATTERN[name]
+    config = PUBLISHED[name][0] | {"layer_types": kinds}
+    spec = find(config).spec(config)
+    with_window = [kind != "full_attention" for kind in kinds]
+    assert [spec.layer_window(layer) > 0 for layer in range(spec.n_layers)] == with_window
+    if name == "command-r7b":  # only layers with a window rotate
+        assert [spec.rotates(layer) for layer in range(spec.n_layers)] == with_window
+    written = find(config).config(spec)
+    assert written["layer_types"] == kinds
+    assert find(config).spec(written) == spec
+
+
+@pytest.mark.parametrize("flags", [[1, 0] * 18, [0, 1, 1] * 12, [1] * 36, [0] * 36])
+def test_layers_without_rotation_are_read_and_written_one_by_one(flags: list[int]):
+    config = PUBLISHED["smollm3-3b"][0] | {"no_rope_layers": flags}
+    spec = find(config).spec(config)
+    assert [spec.rotates(layer) for layer in range(36)] == [flag == 1 for flag in flags]
+    written = find(config).config(spec)
+    assert written["no_rope_layers"] == flags
+    assert find(config).spec(written) == spec
+
+
 LISTS = (("type", "longrope"), ("short_factor", (1.0, 1.0)), ("long_factor", (1.0,) * 64))
 WRONG = {
     ("deepseek-v2", "norm_topk_prob", True): "norm_topk_prob=True is not supported for deepseek_v2; valid: False",
@@ -112,26 +143,19 @@ WRONG = {
     ("qwen2-57b-a14b", "mlp_only_layers", ("3",)): "mlp_only_layers=['3'] is not a list of whole numbers",
     ("qwen2-57b-a14b", "mlp_only_layers", 3): "mlp_only_layers=3 is not a list of whole numbers",
     ("command-r7b", "head_dim", 64): "head_dim=64: transformers takes hidden_size / num_attention_heads = 128",
-    ("command-r7b", "layer_types", ("full_attention", *("sliding_attention",) * 31)): "begins with 1 layers of full_at",
     ("command-r", "use_qk_norm", True): "use_qk_norm=True is not supported for cohere; valid: False",
     ("command-r", "logit_scale", 1e-320): "logit_divisor=inf is not a positive number",
-    ("smollm3-3b", "no_rope_layers", (1, 0) * 18): "is not the pattern of no_rope_layer_interval=4 over 36 layers",
-    ("smollm3-3b", "no_rope_layers", 3): "is not the pattern",
+    ("smollm3-3b", "no_rope_layers", (1, 0) * 17): "is not a list of 0 and 1, one for each of 36 layers",
+    ("smollm3-3b", "no_rope_layers", 3): "is not a list of 0 and 1",
+    ("smollm3-3b", "no_rope_layers", (2,) * 36): "is not a list of 0 and 1",
     ("smollm3-3b", "no_rope_layer_interval", 0): "is not a whole number above 0",
-    ("smollm3-3b", "no_rope_layer_interval", 40): "nope_interval=40 for 36 layers; valid: 0",
     ("smollm3-3b", "layer_types", ("sliding_attention",) * 36): "valid: full_attention in every layer",
     (
         "gemma2-2b",
         "layer_types",
         ("full_attention",) * 2 + ("sliding_attention",) * 2,
     ): "has 4 entries for num_hidden_l",
-    (
-        "gemma2-2b",
-        "layer_types",
-        ("full_attention", "sliding_attention", "full_attention") + ("sliding_attention",) * 23,
-    ): "has no pattern that is supported",
     ("gemma2-2b", "layer_types", ("full_attention",) * 2): "has 2 entries for num_hidden_layers=26; valid: one for",
-    ("gemma2-2b", "layer_types", ("full_attention", *UNEVEN)): "layer_types has no pattern that is supported",
     ("mistral-7b", "layer_types", ("chunked_attention",) * 32): "layer_types has chunked_attention; valid: full_att",
     (
         "mistral-7b",

@@ -66,6 +66,8 @@ class Architecture:
     `ignored`: regular expression of names that are left out -> the reason; `{n_layers}` in it stands for the number.
     `problems`: config.json, completed but with its nulls -> its unsupported values, one sentence each.
     `written`: spec -> keys of config.json that follow from several fields; they replace others.
+    `text_defaults`: for a model of more than text, whose `text_config` in config.json is the configuration that the
+    fields above describe, the values of keys that are missing there. It is read, and written as its text part alone.
     """
 
     model_type: str
@@ -87,9 +89,15 @@ class Architecture:
     ignored: Mapping[str, str] = field(default_factory=dict)
     problems: Callable[[Config], Iterator[str]] = lambda config: iter(())
     written: Callable[[ModelSpec], Config] = lambda spec: {}
+    text_defaults: Mapping[str, Any] | None = None
 
     def spec(self, given: Config) -> ModelSpec:
         """Return the model of a config.json. Raises ConfigError with every problem at once."""
+        if self.text_defaults is not None:
+            if not isinstance(given.get("text_config"), dict):
+                raise ConfigError(f"text_config is missing, which has the sizes of a {self.model_type}")
+            quantised = {key: given[key] for key in ("quantization_config",) if key in given}
+            given = {**self.text_defaults, **given["text_config"], **quantised}
         there = {key: value for key, value in given.items() if value is not None}
         # A null differs from a missing key.
         there |= {key: 0 for key in self.null_if_zero if key in given and given[key] is None}
@@ -166,6 +174,8 @@ class Architecture:
 
     def writes(self, spec: ModelSpec) -> bool:
         """Return whether the config.json of a model can be written and read, even if it is then another model."""
+        if self.text_defaults is not None:
+            return False
         try:
             self.spec(self.config(spec))
         except ConfigError:
@@ -174,6 +184,8 @@ class Architecture:
 
     def misfits(self, spec: ModelSpec) -> list[str]:
         """Return why a model is not of this architecture: fields that change by writing and reading config.json."""
+        if self.text_defaults is not None:
+            return [f"only the text part of a {self.model_type} is written; leave --architecture out"]
         try:
             if absent := [ours for ours in self.sizes if _value(spec, ours) is _ABSENT]:
                 return [f"it has no {ours}" for ours in absent]

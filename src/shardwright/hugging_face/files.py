@@ -26,6 +26,7 @@ from shardwright.hugging_face import (
     granite,
     granite_moe,
     llama,
+    llama4,
     mistral,
     mixtral,
     olmo2,
@@ -107,6 +108,7 @@ _BUILT_IN = (
     glm4_moe,
     gpt_oss,
     cohere,
+    llama4,
 )
 """Modules of the built-in architectures, whose imports register them. A model is exported as the first that fits."""
 for _module in _BUILT_IN:
