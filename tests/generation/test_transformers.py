@@ -58,7 +58,7 @@ FAMILIES = {
         pad_token_id=None,
     ),
     "ministral": lambda: transformers.MinistralConfig(
-        **SIZES, sliding_window=9, layer_types=["full_attention", "sliding_attention", "sliding_attention"]
+        **SIZES, head_dim=16, sliding_window=9, layer_types=["full_attention", "sliding_attention", "sliding_attention"]
     ),
     "mixtral": lambda: transformers.MixtralConfig(**SIZES, **EAGER, num_local_experts=4),
     "qwen3-moe": lambda: transformers.Qwen3MoeConfig(

@@ -66,8 +66,10 @@ class Architecture:
     `ignored`: regular expression of names that are left out -> the reason; `{n_layers}` in it stands for the number.
     `problems`: config.json, completed but with its nulls -> its unsupported values, one sentence each.
     `written`: spec -> keys of config.json that follow from several fields; they replace others.
+    `quantised`: values of `quantization_config.quant_method` whose weights are read; in bf16.
     `text_defaults`: for a model of more than text, whose `text_config` in config.json is the configuration that the
-    fields above describe, the values of keys that are missing there. It is read, and written as its text part alone.
+    fields above describe, the values of keys that are missing there. It is read, and written as its text part alone;
+    `model_type` and `class_name` are of the whole.
     """
 
     model_type: str
@@ -89,6 +91,7 @@ class Architecture:
     ignored: Mapping[str, str] = field(default_factory=dict)
     problems: Callable[[Config], Iterator[str]] = lambda config: iter(())
     written: Callable[[ModelSpec], Config] = lambda spec: {}
+    quantised: tuple[str, ...] = ()
     text_defaults: Mapping[str, Any] | None = None
 
     def spec(self, given: Config) -> ModelSpec:
@@ -96,8 +99,8 @@ class Architecture:
         if self.text_defaults is not None:
             if not isinstance(given.get("text_config"), dict):
                 raise ConfigError(f"text_config is missing, which has the sizes of a {self.model_type}")
-            quantised = {key: given[key] for key in ("quantization_config",) if key in given}
-            given = {**self.text_defaults, **given["text_config"], **quantised}
+            outside = {key: given[key] for key in ("quantization_config", "tie_word_embeddings") if key in given}
+            given = {**self.text_defaults, **given["text_config"], **outside}
         there = {key: value for key, value in given.items() if value is not None}
         # A null differs from a missing key.
         there |= {key: 0 for key in self.null_if_zero if key in given and given[key] is None}
@@ -150,8 +153,8 @@ class Architecture:
                     yield f"{key}={value} is not positive; it is model.{ours} here"
 
     def _problems(self, config: Config) -> Iterator[str]:
-        if "quantization_config" in config:
-            method = config["quantization_config"].get("quant_method", "some method")
+        method = config.get("quantization_config", {}).get("quant_method", "some method")
+        if "quantization_config" in config and method not in self.quantised:
             yield f"the weights are quantised ({method}); convert them to bf16 or fp32 with transformers first"
         if config.get("transformers_weights") is not None:
             yield f"transformers_weights={config['transformers_weights']!r} names other files of weights; leave it out"

@@ -5,7 +5,6 @@ the same: a rotation changes no norm.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from shardwright.hugging_face import glm4, llama, smollm3, windows
 from shardwright.hugging_face.architecture import Architecture, Config, Stored, Table, register
@@ -153,20 +152,5 @@ LLAMA4_TEXT = register(
         ignored=llama.IGNORED,
         problems=problems,
         written=written,
-    )
-)
-
-VISION = {
-    r"(model\.)?(vision_model|vision_tower|multi_modal_projector)\..*": "only the text part of the model is supported"
-}
-LLAMA4 = register(
-    replace(
-        LLAMA4_TEXT,
-        model_type="llama4",
-        class_name="Llama4ForConditionalGeneration",
-        text_defaults={},
-        prefix="language_model.model.",
-        ends=llama.ENDS | {"head": "language_model.lm_head"},
-        ignored=llama.IGNORED | VISION,
     )
 )
