@@ -179,6 +179,7 @@ def test_layers_without_rotation_are_read_and_written_one_by_one(flags: list[int
 LISTS = (("type", "longrope"), ("short_factor", (1.0, 1.0)), ("long_factor", (1.0,) * 64))
 WRONG = {
     ("llama-4-scout", "attention_chunk_size", 0): "attention_chunk_size=0 is not a whole number above 0",
+    ("llama-4-scout", "attention_chunk_size", None): "attention_chunk_size=0 is not a whole number above 0",
     ("llama-4-scout", "no_rope_layers", (1, 0)): "is not a list of 0 and 1, one for each of 48 layers",
     ("llama-4-scout", "moe_layers", (48,)): "moe_layers=[48] is not a list of numbers of layers; valid: 0 to 47",
     ("llama-4-scout", "moe_layers", ()): "leave none of n_layers=48 layers with experts",

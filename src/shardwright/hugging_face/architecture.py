@@ -15,6 +15,8 @@ from shardwright.system.errors import ConfigError, nearest
 Config = dict[str, Any]
 """The content of a config.json."""
 _ABSENT = object()
+_OUTSIDE_OF_TEXT = ("quantization_config", "tie_word_embeddings")
+"""Keys of a model of more than text that are of its text part too."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class Architecture:
         if self.text_defaults is not None:
             if not isinstance(given.get("text_config"), dict):
                 raise ConfigError(f"text_config is missing, which has the sizes of a {self.model_type}")
-            outside = {key: given[key] for key in ("quantization_config", "tie_word_embeddings") if key in given}
+            outside: Config = {key: given[key] for key in _OUTSIDE_OF_TEXT if key in given}
             given = {**self.text_defaults, **given["text_config"], **outside}
         there = {key: value for key, value in given.items() if value is not None}
         # A null differs from a missing key.

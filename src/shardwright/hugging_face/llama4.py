@@ -62,7 +62,8 @@ def complete(config: Config) -> Config:
     chunk = config["attention_chunk_size"]
     chunked = CHUNKED in kinds and 0 < chunk < config["max_position_embeddings"]
     config |= windows.pattern(kinds) if chunked else windows.NO_PATTERN
-    step, dense = config["interleave_moe_layer_step"], []
+    step = config["interleave_moe_layer_step"]
+    dense: list[int] = []
     if isinstance(of_experts := config.get("moe_layers"), list):
         steps = (n for n in range(1, len(numbers) + 1) if of_experts == [*numbers[n - 1 :: n]])
         step = next(steps, 0)
@@ -118,10 +119,10 @@ LLAMA4_TEXT = register(
     Architecture(
         model_type="llama4_text",
         class_name="Llama4ForCausalLM",
-        sizes=llama.SIZES
-        | windows.PATTERN
-        | smollm3.NOPE
-        | {
+        sizes={
+            **llama.SIZES,
+            **windows.PATTERN,
+            **smollm3.NOPE,
             "d_ffn": "intermediate_size_mlp",
             "qkv_bias": "attention_bias",
             "o_bias": "attention_bias",
@@ -149,6 +150,7 @@ LLAMA4_TEXT = register(
         complete=complete,
         ends=llama.ENDS,
         layer=llama.ATTENTION | glm4.INTERLEAVED | NETWORK,
+        null_if_zero=("attention_chunk_size",),
         ignored=llama.IGNORED,
         problems=problems,
         written=written,

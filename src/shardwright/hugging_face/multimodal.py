@@ -33,7 +33,7 @@ def _of_text(text: Architecture, model_type: str, class_name: str, defaults: dic
             text_defaults=defaults,
             prefix="language_model.model.",
             ends=llama.ENDS | {"head": "language_model.lm_head"},
-            ignored=text.ignored | _LEFT_OUT,
+            ignored={**text.ignored, **_LEFT_OUT},
         )
     )
 

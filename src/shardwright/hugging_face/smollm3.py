@@ -8,7 +8,7 @@ from shardwright.hugging_face.architecture import Architecture, Config, register
 from shardwright.layout.key import MOST_LAYERS
 from shardwright.model.spec import ModelSpec
 
-NOPE = {"nope_interval": "_nope_interval", "nope_layers": "_nope_layers"}
+NOPE: dict[str, str | tuple[str, ...]] = {"nope_interval": "_nope_interval", "nope_layers": "_nope_layers"}
 
 
 def problems(config: Config) -> Iterator[str]:
@@ -59,7 +59,7 @@ SMOLLM3 = register(
     Architecture(
         model_type="smollm3",
         class_name="SmolLM3ForCausalLM",
-        sizes=llama.SIZES | {"bias": ("attention_bias", "mlp_bias")} | NOPE,
+        sizes={**llama.SIZES, "bias": ("attention_bias", "mlp_bias"), **NOPE},
         choices=llama.CHOICES,
         fixed={"hidden_act": "silu", "use_sliding_window": False},
         complete=complete,

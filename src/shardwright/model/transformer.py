@@ -82,7 +82,7 @@ class Block(nn.Module):
             rotary_2TC = rotary_2TC[self.table]
         rotary_2TC = rotary_2TC if self.rotates else None
         normed_BTD = _normed(self.attention_norm, x_BTD)
-        of_queries = ()
+        of_queries: tuple[Tensor, ...] = ()
         if self.tempered is not None:
             of_queries = (query_temperature(self.tempered, _embedded(positions_T, documents), x_BTD.dtype),)
         y_BTD = self.attention(normed_BTD, rotary_2TC, documents, *of_queries)
