@@ -184,11 +184,16 @@ def test_a_stack_that_overlaps_nothing_has_its_messages_after_the_pipeline():
 
 
 @pytest.mark.parametrize("method", ["ring", "zigzag", "allgather"])
-@pytest.mark.parametrize("window", [2, 5, 9, 200])
-def test_a_rank_receives_the_keys_of_a_window_that_the_plan_of_a_ring_sends(method: str, window: int):
+@pytest.mark.parametrize(
+    ("window", "chunked"),
+    [(2, False), (5, False), (9, False), (200, False), (5, True), (20, True), (30, True), (40, True), (64, True)],
+)
+def test_a_rank_receives_the_keys_of_a_window_that_the_plan_of_a_ring_sends(method: str, window: int, chunked: bool):
     """Chunks of 20 tokens or, zig-zag, 10. The rank with the most keys has those before every chunk of its own."""
     ranks, length = 8, 160
-    received = max(sum(plan(((length,),), method, ranks, rank, False, window).receives) for rank in range(ranks))
+    received = max(
+        sum(plan(((length,),), method, ranks, rank, False, window, chunked).receives) for rank in range(ranks)
+    )
     priced = candidates(cp=ranks, cp_method=method)
-    share = float(_reached(replace(job(), seq_len=length), priced, window)[0])
+    share = float(_reached(replace(job(), seq_len=length), priced, window, chunked)[0])
     assert share * (length - length // ranks) == pytest.approx(received)

@@ -36,6 +36,11 @@ WINDOWS = replace(
     GROUPED, window=5, global_interval=3, attention_sinks=True, window_rope_theta=200.0, logit_softcap=0.5
 )
 CAPS = replace(GROUPED, window=4, attention_softcap=0.2)
+CHUNKS = replace(
+    GROUPED, window=5, window_chunked=True, global_layers=(1,), nope_layers=(1,), temperature_scale=0.7,
+    temperature_interval=3, qk_norm=True, qk_norm_weight=False, attention_sinks=True,
+    moe=MoESpec(n_experts=4, top_k=1, d_ffn=16, score="sigmoid", normalise=False, scale_input=True, bias_rate=0.0),
+)  # fmt: skip
 LINEAR = replace(
     GROUPED, attention_gate=True,
     linear_attention=LinearAttentionSpec(n_k_heads=2, n_v_heads=4, k_dim=6, v_dim=5, conv_width=3, full_interval=3),
@@ -44,6 +49,7 @@ SPECS: dict[str, ModelSpec] = {
     "linear": LINEAR,
     "windows": WINDOWS,
     "caps": CAPS,
+    "chunks": CHUNKS,
     "grouped": GROUPED,
     "learned": LEARNED,
     "latent": LATENT,

@@ -14,11 +14,13 @@ from shardwright.generation.continuous import Batcher
 from shardwright.generation.engine import WholeEngine
 from shardwright.layout.layout import Layout
 from shardwright.model.sections import RopeScaling
+from shardwright.model.spec import ModelSpec
 from shardwright.serving.work import cache_bytes_per_token
 from shardwright.system.errors import InputError
 from tests.distributed import run_ranks
 from tests.generation.models import (
     CAPS,
+    CHUNKS,
     DRAWN,
     EXPERTS,
     GREEDY,
@@ -77,22 +79,23 @@ def tokens_of_linear_layers_are_those_without_a_cache() -> None:
         torch.testing.assert_close(torch.cat(results), expected_TV, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("spec", [WINDOWS, CHUNKS], ids=["windows", "chunks"])
 @torch.no_grad()
-def test_a_continuation_longer_than_a_window_is_that_of_the_whole_sequence():
-    a_long_continuation_is_that_of_the_whole_sequence()
+def test_a_continuation_longer_than_a_window_is_that_of_the_whole_sequence(spec: ModelSpec):
+    a_long_continuation_is_that_of_the_whole_sequence(spec)
 
 
 @torch.no_grad()
-def a_long_continuation_is_that_of_the_whole_sequence() -> None:
+def a_long_continuation_is_that_of_the_whole_sequence(spec: ModelSpec = WINDOWS) -> None:
     tokens = [3 * i % 31 for i in range(30)]
-    expected_TV = whole_model(WINDOWS)(torch.tensor([tokens]))[0]
-    engine, results = WholeEngine(whole_model(WINDOWS), 2, WINDOWS.max_seq_len), []
+    expected_TV = whole_model(spec)(torch.tensor([tokens]))[0]
+    engine, results = WholeEngine(whole_model(spec), 2, spec.max_seq_len), []
     for start, stop in pairwise((0, 3, 14, 15, 30)):
         segment = SequenceSegment(1, start, stop - start)
         results += engine.run([RaggedBatch([segment], tokens[start:stop], [stop - start])])
     torch.testing.assert_close(torch.cat(results), expected_TV, rtol=1e-12, atol=1e-12)
-    layers = [min(WINDOWS.layer_window(layer) or WINDOWS.max_seq_len, WINDOWS.max_seq_len) for layer in range(4)]
-    assert engine.cache.n_bytes == 2 * sum(layers) * cache_bytes_per_token(WINDOWS, 1, 8)
+    layers = [min(spec.layer_window(layer) or spec.max_seq_len, spec.max_seq_len) for layer in range(4)]
+    assert engine.cache.n_bytes == 2 * sum(layers) * cache_bytes_per_token(spec, 1, 8)
 
 
 CASES = [
@@ -108,6 +111,7 @@ CASES = [
     (Layout(tp=2, sequence_parallel=False, dp_shard=2), LINEAR),
     (Layout(cp=2, tp=2, sequence_parallel=True), WINDOWS),
     (Layout(pp=2, tp=2, sequence_parallel=False), CAPS),
+    (Layout(cp=2, tp=2, sequence_parallel=True), CHUNKS),
     (Layout(cp=2, cp_method="ulysses"), LEARNED),
     (Layout(cp=4, cp_method="usp", ulysses_degree=2), GROUPED),
     (Layout(cp=2, cp_method="ring", tp=2, sequence_parallel=True), LATENT),

@@ -44,6 +44,22 @@ FAMILIES = {
     "cohere2": lambda: transformers.Cohere2Config(
         **SIZES, sliding_window=9, layer_types=["sliding_attention", "sliding_attention", "full_attention"]
     ),
+    "llama4": lambda: transformers.Llama4TextConfig(
+        **SIZES,
+        **EAGER | {"num_experts_per_tok": 1},
+        head_dim=16,
+        attention_chunk_size=9,
+        no_rope_layers=[1, 0, 1],
+        moe_layers=[1, 2],
+        num_local_experts=4,
+        intermediate_size_mlp=56,
+        attn_scale=0.4,
+        floor_scale=7,
+        pad_token_id=None,
+    ),
+    "ministral": lambda: transformers.MinistralConfig(
+        **SIZES, head_dim=16, sliding_window=9, layer_types=["full_attention", "sliding_attention", "sliding_attention"]
+    ),
     "mixtral": lambda: transformers.MixtralConfig(**SIZES, **EAGER, num_local_experts=4),
     "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
         **SIZES, **EXPERTS, num_experts=4, head_dim=16, norm_topk_prob=True, mlp_only_layers=[]

@@ -152,12 +152,24 @@ def olmo3(**more: Any) -> nn.Module:
     return transformers.Olmo3ForCausalLM(transformers.Olmo3Config(**FOUR | {"rope_parameters": rope} | more))
 
 
+EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
+
+
+def llama4(**more: Any) -> nn.Module:
+    sizes = FOUR | EXPERTS | {"num_experts_per_tok": 1, "num_local_experts": 4, "intermediate_size_mlp": 40}
+    del sizes["sliding_window"]
+    layers = {"attention_chunk_size": 9, "no_rope_layers": [1, 0, 0, 1], "attn_scale": 0.7, "floor_scale": 5}
+    return transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**sizes | layers | more))
+
+
+def ministral(**more: Any) -> nn.Module:
+    kinds = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    return transformers.MinistralForCausalLM(transformers.MinistralConfig(**FOUR | {"layer_types": kinds} | more))
+
+
 def cohere(of: str = "Cohere2", **more: Any) -> nn.Module:
     sizes = FOUR | {"head_dim": 8, "layer_norm_eps": 0.03, "logit_scale": 0.3, "attention_bias": True} | more
     return getattr(transformers, f"{of}ForCausalLM")(getattr(transformers, f"{of}Config")(**sizes))
-
-
-EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
 
 
 def mixtral() -> nn.Module:
@@ -292,6 +304,16 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "gemma2": gemma2,
     "gemma3": gemma3,
     "olmo3": olmo3,
+    "llama4": lambda: llama4(moe_layers=[1, 2]),
+    "llama4, two experts, biases, scaled, no norms of heads": lambda: llama4(
+        num_experts_per_tok=2,
+        attention_bias=True,
+        interleave_moe_layer_step=2,
+        use_qk_norm=False,
+        rope_parameters={"rope_theta": 150.0, **SCALINGS["llama3"]},
+        tie_word_embeddings=True,
+    ),
+    "ministral": ministral,
     "cohere2": lambda: cohere(layer_types=["sliding_attention", "full_attention"] * 2),
     "cohere2, whole windows, no biases, not tied": lambda: cohere(
         sliding_window=LENGTH, attention_bias=False, tie_word_embeddings=False

@@ -126,7 +126,27 @@ def _gpt_oss(n_layers: int, n_experts: int) -> Config:
     return config | {"attention_bias": True, "tie_word_embeddings": False, "router_aux_loss_coef": 0.9}
 
 
+def _llama4(n_experts: int, step: int, longest: int, **more: Any) -> Config:
+    """The `text_config` of Llama-4-Scout-17B-16E-Instruct and Llama-4-Maverick-17B-128E-Instruct."""
+    sizes = {
+        "attention_chunk_size": 8192, "head_dim": 128, "interleave_moe_layer_step": step,
+        "intermediate_size_mlp": 16384,
+        "no_rope_layers": [], "num_experts_per_tok": 1, "num_local_experts": n_experts, "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0, "output_router_logits": False, "router_aux_loss_coef": 0.001,
+        "router_jitter_noise": 0.0, "for_llm_compressor": False, "tie_word_embeddings": False, "attn_scale": 0.1,
+        "floor_scale": 8192, "attn_temperature_tuning": True,
+    }  # fmt: skip
+    config = config_of("llama4_text", "Llama4ForCausalLM", (48, 5120, 40, 8, 8192, 202048, longest), **sizes | more)
+    ids = {"bos_token_id": 200000, "eos_token_id": [200001, 200007, 200008], "pad_token_id": 200018}
+    return config | ids
+
+
+_SCOUT_ROPE = {"factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0, "rope_type": "llama3"}
+_SCOUT_ROPE |= {"original_max_position_embeddings": 8192}
+
 PUBLISHED: dict[str, tuple[Config, int]] = {
+    "llama-4-scout": (_llama4(16, 1, 10485760, use_qk_norm=True, rope_scaling=_SCOUT_ROPE), 107_769_861_120),
+    "llama-4-maverick": (_llama4(128, 2, 1048576, use_qk_norm=False), 400_711_848_960),
     "gemma-2b": (_gemma(18, 2048, 8, 1, 16384, act="gelu"), 2_506_172_416),
     "gemma-7b": (_gemma(28, 3072, 16, 16, 24576, act="gelu_pytorch_tanh"), 8_537_680_896),
     "qwen2.5-0.5b": (_qwen2(24, 896, 14, 2, 4864, 151936, tied=True), 494_032_768),

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 import shardwright.hugging_face.files  # noqa: F401  # registers the architectures
-from shardwright.hugging_face.architecture import find
+from shardwright.hugging_face.architecture import Config, find
 from shardwright.model.presets import resolve
 from shardwright.system.errors import ConfigError
 from tests.hugging_face.published import GLM_45, PHI3, PUBLISHED, config_of
@@ -34,6 +34,52 @@ def test_a_published_configuration_is_the_preset_and_has_its_parameters(name: st
     spec, preset = find(config).spec(config), resolve(name)
     assert spec.n_parameters == preset.n_parameters == n_parameters
     assert find(config).config(spec) == find(config).config(preset)
+
+
+VISION = {"hidden_size": 1408, "model_type": "some_vision_model", "num_hidden_layers": 34}
+OF_IMAGES: dict[str, tuple[Config, str]] = {
+    "llama4": ({"text_config": PUBLISHED["llama-4-scout"][0], "tie_word_embeddings": False}, "llama-4-scout"),
+    "gemma3": (
+        {
+            "text_config": {
+                "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+                "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+            },
+            "eos_token_id": [1, 106], "mm_tokens_per_image": 256, "image_token_index": 262144,
+        },
+        "gemma3-4b",
+    ),
+    "mistral3": (
+        {
+            "text_config": {
+                "attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120,
+                "initializer_range": 0.02, "intermediate_size": 32768, "max_position_embeddings": 131072,
+                "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8,
+                "rms_norm_eps": 1e-05, "rope_theta": 1000000000.0, "sliding_window": None, "use_cache": True,
+                "vocab_size": 131072,
+            },
+            "spatial_merge_size": 2, "projector_hidden_act": "gelu", "multimodal_projector_bias": False,
+        },
+        "mistral-small-24b",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", OF_IMAGES)
+def test_the_text_part_of_a_published_model_of_images_has_the_parameters_of_its_preset(model_type: str):
+    more, preset = OF_IMAGES[model_type]
+    class_name = f"{model_type.capitalize()}ForConditionalGeneration"
+    config = {"model_type": model_type, "architectures": [class_name], "vision_config": VISION, **more}
+    assert find(config).spec(config).n_parameters == resolve(preset).n_parameters
+    with pytest.raises(ConfigError, match="text_config is missing"):
+        find(config).spec({key: value for key, value in config.items() if key != "text_config"})
+
+
+@pytest.mark.parametrize(
+    ("preset", "n_active"), [("llama-4-scout", 17_172_894_720), ("llama-4-maverick", 17_184_691_200)]
+)
+def test_a_llama_4_computes_a_token_with_17_billion_parameters(preset: str, n_active: int):
+    assert resolve(preset).n_active_parameters == n_active
 
 
 def test_kimi_k2_is_a_deepseek_v3_of_a_trillion_parameters():
@@ -98,9 +144,52 @@ def test_a_scale_without_meaning_is_refused(key: str, value: float):
         find(config).spec(config)
 
 
-UNEVEN = ("sliding_attention", "full_attention") * 12 + ("sliding_attention",)
+WITHOUT_PATTERN = {
+    "gemma2-2b": ["full_attention", "sliding_attention", "full_attention", *["sliding_attention"] * 23],
+    "olmo3-7b": ["full_attention", *["sliding_attention"] * 3] * 8,
+    "gpt-oss-20b": ["full_attention", *["sliding_attention", "full_attention"] * 11, "sliding_attention"],
+    "command-r7b": ["full_attention", *["sliding_attention"] * 15] * 2,
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_PATTERN)
+def test_kinds_of_layers_without_a_pattern_are_read_and_written_one_by_one(name: str):
+    kinds = WITHOUT_PATTERN[name]
+    config = PUBLISHED[name][0] | {"layer_types": kinds}
+    spec = find(config).spec(config)
+    with_window = [kind != "full_attention" for kind in kinds]
+    assert [spec.layer_window(layer) > 0 for layer in range(spec.n_layers)] == with_window
+    if name == "command-r7b":  # only layers with a window rotate
+        assert [spec.rotates(layer) for layer in range(spec.n_layers)] == with_window
+    written = find(config).config(spec)
+    assert written["layer_types"] == kinds
+    assert find(config).spec(written) == spec
+
+
+@pytest.mark.parametrize("flags", [[1, 0] * 18, [0, 1, 1] * 12, [1] * 36, [0] * 36])
+def test_layers_without_rotation_are_read_and_written_one_by_one(flags: list[int]):
+    config = PUBLISHED["smollm3-3b"][0] | {"no_rope_layers": flags}
+    spec = find(config).spec(config)
+    assert [spec.rotates(layer) for layer in range(36)] == [flag == 1 for flag in flags]
+    written = find(config).config(spec)
+    assert written["no_rope_layers"] == flags
+    assert find(config).spec(written) == spec
+
+
 LISTS = (("type", "longrope"), ("short_factor", (1.0, 1.0)), ("long_factor", (1.0,) * 64))
 WRONG = {
+    ("llama-4-scout", "attention_chunk_size", 0): "attention_chunk_size=0 is not a whole number above 0",
+    ("llama-4-scout", "attention_chunk_size", None): "attention_chunk_size=0 is not a whole number above 0",
+    ("llama-4-scout", "no_rope_layers", (1, 0)): "is not a list of 0 and 1, one for each of 48 layers",
+    ("llama-4-scout", "moe_layers", (48,)): "moe_layers=[48] is not a list of numbers of layers; valid: 0 to 47",
+    ("llama-4-scout", "moe_layers", ()): "leave none of n_layers=48 layers with experts",
+    ("llama-4-scout", "layer_types", ("sliding_attention",) * 48): "valid: full_attention, chunked_attention",
+    ("llama-4-scout", "floor_scale", 0): "floor_scale=0 is not a whole number above 0",
+    (
+        "llama-4-scout",
+        "rope_scaling",
+        (("rope_type", "yarn"), ("factor", 2.0)),
+    ): "'yarn' scales queries and keys, which use_qk_norm=true norms again",
     ("deepseek-v2", "norm_topk_prob", True): "norm_topk_prob=True is not supported for deepseek_v2; valid: False",
     ("deepseek-v2", "topk_method", "noaux_tc"): "topk_method='noaux_tc' is not supported",
     ("deepseek-v2", "topk_group", 9): "moe.groups_per_token=9 is more than moe.n_groups=8; valid: 1 to 8",
@@ -112,26 +201,19 @@ WRONG = {
     ("qwen2-57b-a14b", "mlp_only_layers", ("3",)): "mlp_only_layers=['3'] is not a list of whole numbers",
     ("qwen2-57b-a14b", "mlp_only_layers", 3): "mlp_only_layers=3 is not a list of whole numbers",
     ("command-r7b", "head_dim", 64): "head_dim=64: transformers takes hidden_size / num_attention_heads = 128",
-    ("command-r7b", "layer_types", ("full_attention", *("sliding_attention",) * 31)): "begins with 1 layers of full_at",
     ("command-r", "use_qk_norm", True): "use_qk_norm=True is not supported for cohere; valid: False",
     ("command-r", "logit_scale", 1e-320): "logit_divisor=inf is not a positive number",
-    ("smollm3-3b", "no_rope_layers", (1, 0) * 18): "is not the pattern of no_rope_layer_interval=4 over 36 layers",
-    ("smollm3-3b", "no_rope_layers", 3): "is not the pattern",
+    ("smollm3-3b", "no_rope_layers", (1, 0) * 17): "is not a list of 0 and 1, one for each of 36 layers",
+    ("smollm3-3b", "no_rope_layers", 3): "is not a list of 0 and 1",
+    ("smollm3-3b", "no_rope_layers", (2,) * 36): "is not a list of 0 and 1",
     ("smollm3-3b", "no_rope_layer_interval", 0): "is not a whole number above 0",
-    ("smollm3-3b", "no_rope_layer_interval", 40): "nope_interval=40 for 36 layers; valid: 0",
     ("smollm3-3b", "layer_types", ("sliding_attention",) * 36): "valid: full_attention in every layer",
     (
         "gemma2-2b",
         "layer_types",
         ("full_attention",) * 2 + ("sliding_attention",) * 2,
     ): "has 4 entries for num_hidden_l",
-    (
-        "gemma2-2b",
-        "layer_types",
-        ("full_attention", "sliding_attention", "full_attention") + ("sliding_attention",) * 23,
-    ): "has no pattern that is supported",
     ("gemma2-2b", "layer_types", ("full_attention",) * 2): "has 2 entries for num_hidden_layers=26; valid: one for",
-    ("gemma2-2b", "layer_types", ("full_attention", *UNEVEN)): "layer_types has no pattern that is supported",
     ("mistral-7b", "layer_types", ("chunked_attention",) * 32): "layer_types has chunked_attention; valid: full_att",
     (
         "mistral-7b",

@@ -1,6 +1,8 @@
 """Proves that rows reach their experts and come back: PyTorch's grouped product, the loop in its place and one product
 an expert give the same values and gradients, whatever the load, on real tensors and on fake ones."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -92,15 +94,17 @@ def test_what_is_dispatched_comes_back_weighted(data: st.DataObject) -> None:
     x_ND = torch.randn(n, 3, dtype=torch.float64, requires_grad=True)
     weights_NK = torch.rand(n, k, dtype=torch.float64, requires_grad=True)
 
-    def through(x_ND: Tensor, weights_NK: Tensor) -> Tensor:
-        rows_RD = dispatch(x_ND, rows)
+    def through(x_ND: Tensor, weights_NK: Tensor, of_inputs: bool) -> Tensor:
+        weights_NK = weights_NK.masked_fill(~kept_NK, 0)
+        rows_RD = dispatch(x_ND, rows, weights_NK if of_inputs else None)
         undefined_R = torch.arange(n * k) >= kept_NK.sum()
         rows_RD = rows_RD.masked_fill(undefined_R.unsqueeze(1), torch.nan)
-        return combine(rows_RD, weights_NK.masked_fill(~kept_NK, 0), rows)
+        return combine(rows_RD, None if of_inputs else weights_NK, rows)
 
     expected_ND = x_ND * (weights_NK * kept_NK).sum(-1, keepdim=True)
-    assert torch.allclose(through(x_ND, weights_NK), expected_ND)
-    assert torch.autograd.gradcheck(through, (x_ND, weights_NK))
+    for of_inputs in (False, True):
+        assert torch.allclose(through(x_ND, weights_NK, of_inputs), expected_ND)
+        assert torch.autograd.gradcheck(partial(through, of_inputs=of_inputs), (x_ND, weights_NK))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

@@ -81,12 +81,16 @@ def dense(layer: MoE, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         weights_BTE = weights_BTE * (picked_BTE.cumsum(1) <= room)
     y_BTD = torch.zeros_like(x_BTD)
     for expert in range(moe.n_experts):
-        up_BTF = x_BTD @ experts.up[expert].T
+        in_BTD = x_BTD * moe.weight_scale * weights_BTE[..., expert, None] if moe.scale_input else x_BTD
+        up_BTF = in_BTD @ experts.up[expert].T
         if experts.gate is None:
             inner_BTF = F.gelu(up_BTF, approximate="tanh")
         else:
-            inner_BTF = F.silu(x_BTD @ experts.gate[expert].T) * up_BTF
-        y_BTD = y_BTD + moe.weight_scale * weights_BTE[..., expert, None] * (inner_BTF @ experts.down[expert].T)
+            inner_BTF = F.silu(in_BTD @ experts.gate[expert].T) * up_BTF
+        weight_BT1 = (
+            picked_BTE[..., expert, None] if moe.scale_input else moe.weight_scale * weights_BTE[..., expert, None]
+        )
+        y_BTD = y_BTD + weight_BT1 * (inner_BTF @ experts.down[expert].T)
     if layer.shared is not None:
         y_BTD = y_BTD + layer.shared(x_BTD)
     return y_BTD, losses_by_hand(moe, scores_BTE, logits_BTE, picked_BTE, router.load)
@@ -99,6 +103,8 @@ WAYS = {
     "sigmoid, groups": replace(MOE, score="sigmoid", n_groups=3, groups_per_token=2, weight_scale=2.5),
     "softmax, groups": replace(MOE, top_k=3, n_groups=2, groups_per_token=1),
     "shared": replace(MOE, n_shared=2, normalise=False),
+    "scaled inputs": replace(MOE, scale_input=True, score="sigmoid", normalise=False, weight_scale=1.7),
+    "scaled inputs, capacity": replace(MOE, scale_input=True, capacity_factor=0.7),
     "capacity": replace(MOE, capacity_factor=0.7),
     "aux of a sequence": replace(MOE, aux_loss=0.5),
     "aux of a batch": replace(MOE, aux_loss=0.5, aux_scope="batch"),

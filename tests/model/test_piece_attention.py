@@ -21,10 +21,12 @@ def reference(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, documents: D
         scores_BHTS = rule.softcap * torch.tanh(scores_BHTS / rule.softcap)
     distance_TS = torch.arange(T)[:, None] - torch.arange(T)
     seen_BTS = (distance_TS >= 0).expand(B, T, T).clone()
-    if rule.window:
+    if rule.window and not rule.chunked:
         seen_BTS &= distance_TS < rule.window
-    for seen_TS, lengths in zip(seen_BTS, [] if documents is None else documents.lengths, strict=False):
+    for seen_TS, lengths in zip(seen_BTS, ((T,),) * B if documents is None else documents.lengths, strict=True):
         numbers_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        if rule.chunked:
+            numbers_T = numbers_T * T + torch.cat([torch.arange(length) for length in lengths]) // rule.window
         seen_TS &= numbers_T[:, None] == numbers_T
     scores_BHTS = scores_BHTS.masked_fill(~seen_BTS[:, None], float("-inf"))
     if rule.sinks_H is not None:
@@ -32,19 +34,20 @@ def reference(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, documents: D
     return torch.einsum("bhts,bshc->bthc", scores_BHTS.softmax(-1)[..., :T], v.repeat_interleave(H // K, 2))
 
 
-@pytest.mark.parametrize("window", [0, 1, 6, T])
-def test_outputs_and_gradients_are_those_of_the_formula(window: int) -> None:
-    outputs_and_gradients_are_those_of_the_formula(window)
+@pytest.mark.parametrize(("window", "chunked"), [(0, False), (1, False), (6, False), (T, False), (7, True)])
+def test_outputs_and_gradients_are_those_of_the_formula(window: int, chunked: bool) -> None:
+    outputs_and_gradients_are_those_of_the_formula(window, chunked)
 
 
-def outputs_and_gradients_are_those_of_the_formula(window: int) -> None:
+def outputs_and_gradients_are_those_of_the_formula(window: int, chunked: bool = False) -> None:
     generator = torch.Generator().manual_seed(window)
     for softcap, sink, lengths in product((0.0, 2.0), (False, True), LENGTHS):
         q, k, v, do = (
             torch.randn(B, T, n, C, dtype=torch.float64, generator=generator, requires_grad=True) for n in (H, K, K, H)
         )
         sinks_H = torch.randn(H, dtype=torch.float64, generator=generator, requires_grad=True) if sink else None
-        rule, documents = AttentionRule(window, softcap, sinks_H), None if lengths is None else Documents(lengths)
+        rule = AttentionRule(window, softcap, sinks_H, chunked)
+        documents = None if lengths is None else Documents(lengths)
         inputs = [q, k, v, *([] if sinks_H is None else [sinks_H])]
         results = [
             (o, *torch.autograd.grad(o, inputs, do.detach()))

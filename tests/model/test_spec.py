@@ -146,7 +146,7 @@ def test_all_problems_are_reported_at_once() -> None:
         "norm='batchnorm' is not known; valid: rmsnorm, layernorm",
         "rope_scaling needs positions='rope'",
         "rope_scaling.factor=0.5",
-        "high_freq_factor=1 is not greater than low_freq_factor=4",
+        "high_freq_factor=1 is less than low_freq_factor=4",
         "original_max_seq_len: missing",
         "dropout=1 ",
         "norm_eps=0 ",

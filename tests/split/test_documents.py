@@ -57,13 +57,14 @@ def pairs_of(piece: AttentionPiece) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(("method", "deals"), METHODS)
-@given(case=packed(), window=st.sampled_from((0, 1, 2, 5, 17, 1000)))
-@settings(max_examples=40, deadline=None)
-def test_every_pair_of_a_document_and_of_a_window_is_computed_once_and_no_other(
-    method: str, deals: bool, case: tuple[int, list[Lengths]], window: int
+@given(case=packed(), window=st.sampled_from((0, 1, 2, 5, 17, 1000)), chunked=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_every_pair_of_a_document_and_of_a_window_or_chunk_is_computed_once_and_no_other(
+    method: str, deals: bool, case: tuple[int, list[Lengths]], window: int, chunked: bool
 ) -> None:
     ring, sequences = case
-    plans = [plan(tuple(sequences), method, ring, rank, deals, window) for rank in range(ring)]
+    chunked = chunked and window > 0
+    plans = [plan(tuple(sequences), method, ring, rank, deals, window, chunked) for rank in range(ring)]
     # (sequence, position) of each place of each rank
     places = [
         [
@@ -90,7 +91,9 @@ def test_every_pair_of_a_document_and_of_a_window_is_computed_once_and_no_other(
     for row, lengths in enumerate(sequences):
         for start, stop in pairwise([0, *accumulate(lengths)]):
             for q in range(start, stop):
-                wanted.update(((row, q), (row, k)) for k in range(max(start, q + 1 - window if window else 0), q + 1))
+                first = max(start, q + 1 - window if window else 0)
+                first = q - (q - start) % window if chunked else first
+                wanted.update(((row, q), (row, k)) for k in range(first, q + 1))
     assert found == wanted
 
 
@@ -124,6 +127,20 @@ def test_steps_of_a_ring_outside_of_the_window_are_neither_sent_nor_computed(
         if steps is not None and 0 < rank < 7:
             assert [tokens > 0 for tokens in at.receives[1:]] == [bool(step) for step in steps]
             assert [tokens // 4 for tokens in sent] == list(steps)
+
+
+@pytest.mark.parametrize("method", ["ring", "zigzag", "allgather"])
+def test_steps_of_a_ring_outside_of_the_chunk_are_neither_sent_nor_computed(method: str) -> None:
+    """Chunks of 40 tokens: of 8 ranks with 20 tokens each, two share a chunk; zig-zag pieces have 10 tokens, so that
+    four ranks share the chunk of an early piece, and four that of a late one."""
+    of_ranks = [plan(((160,),), method, 8, rank, False, 40, True) for rank in range(8)]
+    received = [[tokens for tokens in at.receives if tokens] for at in of_ranks]
+    assert [len(tokens) for tokens in received] == ([0, 1] * 4 if method == "ring" else [3] * 8)
+    for at in of_ranks:
+        assert all((got == 0) == (pairs == 0) for got, pairs in zip(at.receives[1:], at.pairs[1:], strict=True))
+    assert sum(sum(at.pairs) for at in of_ranks) == 4 * 40 * 41 // 2
+    aligned = [plan(((160,),), "ring", 8, rank, False, 20, True) for rank in range(8)]
+    assert not any(sum(at.receives) for at in aligned), "a chunk for each rank"
 
 
 def long_sequences() -> list[Lengths]:

@@ -1,6 +1,7 @@
 """Proves that a run begins with exactly the weights that it is given, on every layout, whatever holds them, and that
 what goes out again is the same bytes from every layout."""
 
+import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from shardwright.config.sections import InitSection
 from shardwright.data.samples import IGNORE
 from shardwright.layout.layout import Layout
 from shardwright.model.transformer import Transformer
+from shardwright.split.rules import problems
 from shardwright.system.errors import CheckpointError
 from shardwright.training.checkpoint.manifest import TrainingProgress
 from shardwright.training.checkpoint.saver import save
@@ -26,7 +28,7 @@ from shardwright.training.optimizer import named_state
 from shardwright.training.weights import open_weights
 from shardwright.verification.rank import build_trainer, local_batch
 from tests.distributed import run_ranks
-from tests.hugging_face.models import FAMILIES, saved, their_logits
+from tests.hugging_face.models import FAMILIES, kept, saved, tensors, their_logits
 from tests.marks import prove, rest_prove
 from tests.training.checkpoints import DATA, hop
 from tests.training.worlds import CASE, RATE, SPEC, whole
@@ -129,6 +131,43 @@ def test_an_export_is_the_same_bytes_from_every_layout(family: str, layout: Layo
     for name in names - {"README.md", "config.json", "generation_config.json"}:
         assert (tmp_path / "found" / name).read_bytes() == (tmp_path / "expected" / name).read_bytes(), name
     assert open_weights(tmp_path / "found").spec == open_weights(source).spec
+
+
+NEWER = (
+    "llama4", "gpt-oss", "gemma2", "gemma3", "cohere2", "ministral", "smollm3, biases", "qwen2-moe", "qwen3-next",
+    "granite-moe", "phi3, windows", "starcoder2", "glm4", "deepseek-v2",
+)  # fmt: skip
+"""Families of each kind of table; the layouts of a world take turns."""
+
+
+def save_starts(starts: list[tuple[str, Layout, Path]]) -> None:
+    """To be run on every rank: begin with the weights of each path, and save a checkpoint in its folder."""
+    for path, layout, folder in starts:
+        trainer = build_trainer(case_of(Path(path), layout), layout, "sgd")
+        begin_with(trainer, InitSection(weights=path))
+        table = {"out": str(folder), "steps": 1, "data": {"path": "none"}, "batch": {"seq_len": 16, "global_batch": 8}}
+        text = resolved_toml(parse(table | {"model": {"from": path}}))
+        save(CheckpointStore(folder), trainer, TrainingProgress(1, 8, 0), DATA, text)
+
+
+@prove
+@pytest.mark.parametrize("layouts", [[*TWO.values(), EXPERTS["ep over tp"]], [*FOUR.values()]], ids=["2", "4"])
+def test_every_family_comes_in_and_goes_out_bit_for_bit_over_layouts(layouts: list[Layout], tmp_path: Path):
+    starts = []
+    for number, family in enumerate(NEWER if len(layouts) > 4 else NEWER[::3]):
+        spec = open_weights(kept(family)).spec
+        turns = (layouts[(number + turn) % len(layouts)] for turn in range(len(layouts)))
+        layout = next(layout for layout in turns if not problems(spec, layout, 16))
+        starts.append((str(kept(family)), layout, tmp_path / family))
+    assert {str(layout) for _, layout, _ in starts} == set(map(str, layouts))
+    run_ranks(save_starts, layouts[0].world_size, starts)
+    for source, _, folder in starts:
+        model_type = json.loads((Path(source) / "config.json").read_text())["model_type"]
+        out = folder / "out"
+        export(folder / "step-00000001", out, dtype="fp32", architecture=model_type)
+        expected, found = tensors(Path(source)), tensors(out)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items()), source
 
 
 ODD = replace(SPEC, n_heads=4, n_kv_heads=2, qk_norm=True, vocab_size=61, d_ffn=42)

@@ -34,9 +34,23 @@ NET = LinearAttentionSpec(n_k_heads=2, n_v_heads=4, k_dim=6, v_dim=5, conv_width
 LINEAR = {"linear_attention": NET, "attention_gate": True, "norm_offset": True, "qk_norm": True, "n_layers": 3}
 WIDE_NET = {"linear_attention": replace(NET, n_k_heads=4, n_v_heads=4, full_interval=3), "n_layers": 3}
 LINEAR_EXPERTS = LINEAR | {"moe": GATED_EXPERTS, "rope_fraction": 0.5}
+LLAMA4 = {"window": 5, "window_chunked": True, "global_layers": (0,), "nope_layers": (0,), "temperature_scale": 0.7}
+LLAMA4 |= {"temperature_interval": 3, "qk_norm": True, "qk_norm_weight": False, "n_layers": 3, "qkv_bias": True}
+SCALED = replace(EXPERTS, top_k=1, score="sigmoid", normalise=False, scale_input=True, n_shared=1, dense_layers=(1,))
+LLAMA4 |= {"moe": SCALED}
+TWO_SCALED = LLAMA4 | {"moe": replace(SCALED, top_k=2, capacity_factor=1.0)}
 COHERE = {"norm": "layernorm", "norm_bias": False, "parallel_branches": True, "nope_interval": 2, "dropout": 0.1}
 COHERE |= {"window": 5, "global_interval": 2, "logit_divisor": 4.0, "tied_embedding": True, "qkv_bias": True}
 CASES = {
+    "chunks, scaled experts, tp, ep": (LLAMA4, Layout(tp=2, sequence_parallel=True, ep=2)),
+    "chunks, scaled experts, tp 4, selective": (LLAMA4, Layout(tp=4, sequence_parallel=True, recompute="selective")),
+    "chunks, scaled experts, ring, tp": (LLAMA4, Layout(tp=2, sequence_parallel=True, cp=2, cp_method="ring")),
+    "chunks, scaled experts, zigzag, ep, full": (LLAMA4, Layout(cp=2, cp_method="zigzag", ep=2, recompute="full")),
+    "chunks, scaled experts, allgather, pp": (LLAMA4, Layout(cp=2, cp_method="allgather", pp=2)),
+    "chunks, scaled experts, ulysses, ZeRO 3": (LLAMA4, Layout(cp=2, cp_method="ulysses", dp_shard=2, zero=3)),
+    "chunks, scaled experts, usp": (LLAMA4, Layout(cp=4, cp_method="usp", ulysses_degree=2)),
+    "chunks, two scaled experts, pp, split": (TWO_SCALED, Layout(pp=2, pp_schedule="zb-h1")),
+    "chunks, two scaled experts, ZeRO 2, ep": (TWO_SCALED, Layout(dp_shard=4, zero=2, ep=2)),
     "linear attention, tp": (LINEAR, Layout(tp=2, sequence_parallel=False)),
     "linear attention, tp with token shards, selective": (
         WIDE_NET | {"attention_gate": True},

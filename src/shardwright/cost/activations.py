@@ -237,9 +237,9 @@ def features(job: Job, candidates: Candidates, block: BlockShape) -> ledger.Inpu
         "narrow": 0 if latent is None else 2 * (latent.q_rank + latent.kv_rank) + latent.rope_dim,
         # Normed queries and keys; the kernel's padded values and outputs, and the unpadded outputs that o reads; with
         # gates their sigmoid, the output before them, and next to raw queries the raw gates.
-        "padding": (heads + kv_heads) * model.qk_dim * (model.qk_norm and latent is None)
+        "padding": (heads + kv_heads) * model.qk_dim * (block.norms_heads and latent is None)
         + heads * (2 * model.qk_dim - model.head_dim) * (stack.pads_values and model.qk_dim > model.head_dim)
-        + heads * model.head_dim * (2 + model.qk_norm) * model.attention_gate,
+        + heads * model.head_dim * (2 + block.norms_heads) * model.attention_gate,
         "norms": block.norms,
         "branches": block.branches,
         "inputs": block.inputs,
@@ -264,7 +264,7 @@ def features(job: Job, candidates: Candidates, block: BlockShape) -> ledger.Inpu
             "top_k": moe.top_k,
             "n_experts": moe.n_experts,
             "exchanged": (candidates.ep > 1) + 0,
-            "weighed": int(stack.weighs_outputs),
+            "weighed": int(stack.weighs_outputs and not moe.scale_input),
             "unweighted": int(not stack.weighs_outputs and not block.gated),
             "copied": int(stack.wide_router and job.element_bytes < 4),
         }

@@ -41,17 +41,27 @@ class Region:
 
 @dataclass(frozen=True)
 class BlockShape:
-    """A layer of one kind. `d_model`: width of the residual stream. `window`: of its attention; 0: none."""
+    """A layer of one kind. `d_model`: width of the residual stream. `window`: of its attention; 0: none. `chunked`:
+    the window is a chunk. `norms_heads`: its queries and keys have norms, possibly without weights."""
 
     rows: tuple[Row, ...]
     d_model: int
     window: int = 0
+    chunked: bool = False
+    norms_heads: bool = False
 
     @property
     def name(self) -> str:
         """Return the name of a layer of this kind in the ledger."""
         what = "an MTP module" if any(row.name.startswith(MTP_BLOCK) for row in self.rows) else "a layer"
-        parts = ("experts", self.experts), ("a window", self.window), ("linear attention", self.linear)
+        bare = self.norms_heads and not any(row.module.endswith("attention.q_norm") for row in self.rows)
+        parts = (
+            ("experts", self.experts),
+            ("a window", self.window and not self.chunked),
+            ("chunks", self.chunked),
+            ("norms without weight", bare),
+            ("linear attention", self.linear),
+        )
         with_parts = [part for part, has in parts if has]
         return f"{what} with {' and '.join(with_parts)}" if with_parts else what
 
@@ -217,6 +227,8 @@ def blocks(spec: ModelSpec) -> dict[BlockShape, tuple[int, ...]]:
     """Return the kinds of layers, each with the numbers of its layers, in the order of their first layers."""
     found: dict[BlockShape, tuple[int, ...]] = {}
     for layer in range(spec.n_blocks):
-        block = BlockShape(layer_rows(spec, layer), spec.d_model, spec.layer_window(layer))
+        window = spec.layer_window(layer)
+        chunked, norms_heads = spec.window_chunked and window > 0, spec.norms_heads(layer)
+        block = BlockShape(layer_rows(spec, layer), spec.d_model, window, chunked, norms_heads)
         found[block] = (*found.get(block, ()), layer)
     return found

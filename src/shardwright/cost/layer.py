@@ -18,11 +18,18 @@ from shardwright.cost.matmuls import Matmul, head_matmul, layer_matmuls, reached
 from shardwright.cost.messages import context, dispatch, head_over_tp, loss_sums, over_tp, tensor
 from shardwright.cost.passes import Passes, kernel_symbols, reached_bytes_per_s
 from shardwright.cost.speed import ELEMENTWISE, HOST, MATMULS, TENSOR
+from shardwright.model.pieces import ROWS_TOGETHER
 
 CASTS = "casts of inputs"
 BACKWARD_TRAFFIC = 1.5
 """Bytes that an element-wise operation moves in the backward pass, relative to the forward pass: two inputs instead of
 one, and one output."""
+
+
+CAP_BYTES, CAP_BYTES_BACKWARD = 60, 140
+"""Bytes that the operations on a capped score move, forward and backward: written by the matmul, then read and written
+by division, tanh, product, mask, difference and exponential, and read twice; backward the same scores again, the slope
+of the cap, and the gradients (`model.blocks`)."""
 
 
 def layer(job: Job, candidates: Candidates, block: BlockShape, name: str | None = None) -> Passes:
@@ -34,10 +41,10 @@ def layer(job: Job, candidates: Candidates, block: BlockShape, name: str | None 
         if block.linear:
             _scan(passes, job, candidates, tokens)
         else:
-            _attend(passes, job, candidates, tokens, block.window)
+            _attend(passes, job, candidates, tokens, block)
         _elementwise(passes, job, candidates, block)
         tensor(passes, job, candidates, block, tokens)
-        context(passes, job, candidates, tokens, block.window)
+        context(passes, job, candidates, tokens, block)
         if block.experts:
             dispatch(passes, job, candidates, tokens)
         _recompute(passes, job, candidates, block)
@@ -175,17 +182,21 @@ def _multiply(passes: Passes, job: Job, candidates: Candidates, matmuls: Iterabl
         passes.add(ELEMENTWISE, *moved)
 
 
-def _attend(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, window: int) -> None:
+def _attend(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, block: BlockShape) -> None:
     """Add the matmuls of attention. Fused attention computes the half of the scores that is not masked, but whole
     blocks on the diagonal, at a fraction of the peak that grows with the head width and the length. Without it batched
     matmuls compute the whole square, and the scores are written to memory and read between them. With cp_method "ring"
-    the last rank of cp has the most scores, 2 - 1 / cp of the mean, or 2 s / (2 s - w) with a window w.
+    the last rank of cp has the most scores, 2 - 1 / cp of the mean, or 2 s / (2 s - w) with a window w; of chunks of w
+    tokens the rank with the end of one, 2 - s / (cp w) of the mean, or the mean if it has whole ones.
 
     Within documents fused attention computes the scores of each document, with document_tokens instead of s; for "ring"
-    that share is then an upper bound. Stored scores are of the whole sequence, and masked. With a `window` w fused
-    attention computes w (2 s - w) / s of the scores of s tokens.
+    that share is then an upper bound. If a soft cap is in no kernel (`model.blocks.kernel_for`), scores are computed in
+    fp32, some rows at a time, and each operation on them reads and writes them. Stored scores are of the whole
+    sequence, and masked. With a window w fused attention computes w (2 s - w) / s of the scores of s tokens, with n
+    whole chunks of w and one of r (n w^2 + r^2) / s.
     """
     attended, n_attended = job.attended
+    window = block.window
     spec, fitted, chip = job.model, job.calibration, job.cluster.accelerator
     width = (spec.qk_dim + spec.head_dim) / 2
     f = Formulas("s", T=tokens, s=job.seq_len, heads=spec.n_heads, c=width, tp=candidates.tp, cp=candidates.cp)
@@ -194,17 +205,31 @@ def _attend(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, wi
         length = f[attended]
         if 0 < window < n_attended:
             f.add(window=window)
-            length = f.let("attended_tokens", f.window * (2 * length - f.window) / length)
-        f("FLOPs of attention", 4 * f.T * length * (f.heads / f.tp) * f.c * (0.5 + 64 / length), "of F", unit="FLOP")
+            whole = f.window * np.floor(length / f.window)
+            of_chunks = (whole * f.window + (length - whole) * (length - whole)) / length
+            of_window = f.window * (2 * length - f.window) / length
+            length = f.let("attended_tokens", of_chunks if block.chunked else of_window)
+        capped = job.model.attention_softcap > 0 and not job.stack.caps_in_kernel
+        edge = ROWS_TOGETHER / 2 if capped else 64
+        f("FLOPs of attention", 4 * f.T * length * (f.heads / f.tp) * f.c * (0.5 + edge / length), "of F", unit="FLOP")
         f.add(
             c0=fitted.flash_width, s0=fitted.flash_length, rate=reached_flops_per_s(job, job.wide_precision),
             flash_share=fitted.flash(chip.die), flash_gain=job.stack.speed.on(chip.die).flash_gain,
             flash_backward=fitted.flash_backward,
         )  # fmt: skip
+        if capped:
+            f.add(wide_rate=reached_flops_per_s(job, "fp32"), element_rate=reached_bytes_per_s(job))
+            f.add(cap_bytes=CAP_BYTES, cap_bytes_I=CAP_BYTES_BACKWARD)
         reached = f.flash_share * f.c / (f.c + f.c0) * length / (length + f.s0)
         f("rate of attention", f.rate * reached * f.flash_gain, "cost/calibration.toml, cost/speed.py", unit="FLOP/s")
         source, flops = "Dao, arXiv 2307.08691, section 3", f.FLOPs_of_attention
         formulas = [flops / f.rate_of_attention, flops * f.flash_backward / f.rate_of_attention]
+        if capped:
+            scores, source = flops / (4 * f.c), "scores in memory, in fp32; model/blocks.py"
+            formulas = [
+                flops / f.wide_rate + f.cap_bytes * scores / f.element_rate,
+                2.5 * flops / f.wide_rate + f.cap_bytes_I * scores / f.element_rate,
+            ]
     else:
         queries, keys, batch = (
             job.seq_len / candidates.cp,
@@ -230,7 +255,8 @@ def _attend(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, wi
     if candidates.shared.cp_method == "ring" and np.any(candidates.cp > 1):
         longer = 1 - 1 / f.cp
         if job.stack.flash_attention and 0 < window < n_attended:
-            longer = np.minimum(longer, f.window / (2 * f[attended] - f.window))
+            most = 1 - f.s / f.cp / f.window if block.chunked else f.window / (2 * f[attended] - f.window)
+            longer = np.maximum(0, np.minimum(longer, most))
         formulas = [formula + formula * longer for formula in formulas]
     passes.add("attention", *(f(f"attention, {name}", each, source) for name, each in zip("FI", formulas, strict=True)))
 

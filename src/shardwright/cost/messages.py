@@ -214,7 +214,7 @@ def hidden(
     return f(f"{what}{HIDDEN}", exposed)
 
 
-def context(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, window: int) -> None:
+def context(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, block: BlockShape) -> None:
     """Add the communication of attention over cp; only keys and values of kv heads are sent.
 
     |              | forward                         | backward                                                      |
@@ -227,8 +227,8 @@ def context(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, wi
     Hops overlap with attention to the keys that have arrived; a gradient follows its keys one hop behind, so the last
     hop of the gradients is exposed. The output of each hop is merged by its log-sum-exp. The messages of allgather and
     ulysses are exposed. With ulysses and fewer kv heads than ranks every rank gets one head: n ranks, n heads sent.
-    With a `window` a rank gets the window - 1 keys before each of its chunks, from one rank or more, and no others; an
-    all-to-all brings them in allgather.
+    With a window a rank gets the window - 1 keys before each of its chunks, from one rank or more, and no others; an
+    all-to-all brings them in allgather. If the window is a chunk of the model, these are the keys since its start.
     """
     if np.all(candidates.cp == 1):
         return
@@ -250,7 +250,7 @@ def context(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, wi
         ]
         passes.add(CONTEXT, *(ledger.total(f"{CONTEXT}, {name}", each) for name, each in zip("FI", sent, strict=True)))
         return
-    kv = kv_heads * key_and_value * _reached(job, candidates, window)
+    kv = kv_heads * key_and_value * _reached(job, candidates, block.window, block.chunked)
     if candidates.shared.cp_method == "allgather":
         gathered = send("keys and values, all-gather", all_gather, kv * candidates.cp * e, CONTEXT)
         again = send("keys and values again, all-gather", all_gather, kv * candidates.cp * e)
@@ -268,13 +268,32 @@ def context(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, wi
     _ring(passes, job, candidates, tokens, kv)
 
 
-def _reached(job: Job, candidates: Candidates, window: int) -> Floats:
-    """Return the share of the other ranks' keys that a rank needs: all, or the window - 1 before each of its chunks."""
+def _reached(job: Job, candidates: Candidates, window: int, chunked: bool = False) -> Floats:
+    """Return the share of the other ranks' keys that a rank needs: all, or the window - 1 before each of its chunks, or
+    those since the start of the model's chunk (`_before_in_chunks`)."""
     if not window:
         return np.ones(len(candidates))
     chunks = 1 if candidates.shared.cp_method == "ring" else 2
     others = job.seq_len * np.maximum(1 - 1 / candidates.cp, 1e-9)
+    if chunked:
+        degrees = np.unique(candidates.cp)
+        most = {int(cp): _before_in_chunks(job.seq_len, int(cp), chunks, window) for cp in degrees}
+        return np.minimum(1.0, np.vectorize(most.__getitem__, otypes=[float])(candidates.cp) / others)
     return np.minimum(1.0, chunks * (window - 1) / others)
+
+
+def _before_in_chunks(seq_len: int, cp: int, n_pieces: int, chunk: int) -> float:
+    """Return the most keys of other ranks that a rank needs if a token attends to its chunk of the sequence alone: the
+    keys from the start of the chunk to the start of each of its `n_pieces` pieces of the sequence."""
+    length, most = seq_len / (n_pieces * cp), 0.0
+    for rank in range(cp):
+        early, late = rank * length, (2 * cp - 1 - rank) * length
+        needed = early % chunk
+        if n_pieces == 2:
+            own = length if late - late % chunk <= early else max(0.0, early + length - (late - late % chunk))
+            needed += late % chunk - own
+        most = max(most, needed)
+    return most
 
 
 def _ring(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, kv: Floats) -> None:

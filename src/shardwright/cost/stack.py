@@ -29,8 +29,9 @@ class Stack:
     `step_bytes`: temporary buffers of the optimizer. `reduced_bytes`: of a block's gradients in the reduce-scatter,
     with ZeRO-2 and ZeRO-3.
 
-    Activations of a micro-batch: `flash_attention`: attention does not store its scores. `dropout_masks`: masks for
-    activations, and for scores if stored, are kept for every model. `fused_gate`: silu(gate) is not kept in addition to
+    Activations of a micro-batch: `flash_attention`: attention does not store its scores; `caps_in_kernel`: also with a
+    soft cap, otherwise they are in memory in fp32 while a piece is computed. `dropout_masks`: masks for activations,
+    and for scores if stored, are kept for every model. `fused_gate`: silu(gate) is not kept in addition to
     gate. `keeps_gathered`: the inputs of matmuls are kept as gathered over tp, not as token shards; `waits_gathered`:
     the tensors for weight gradients are kept so between I and W. `keeps_outputs`: a pipeline stage keeps its output
     until its backward pass. `receives_ahead`: it has a buffer for each message that it receives in a step
@@ -80,6 +81,7 @@ class Stack:
     gathers_in_loss: bool = True
     step_bytes: float = 0.0
     flash_attention: bool = True
+    caps_in_kernel: bool = True
     dropout_masks: bool = False
     fused_gate: bool = True
     keeps_gathered: bool = False
@@ -131,6 +133,7 @@ SHARDWRIGHT = Stack(
     keeps_gradients=False,
     reduces_once_in_pipelines=False,
     gathers_in_loss=False,
+    caps_in_kernel=False,
     fused_gate=False,
     keeps_outputs=True,
     waits_gathered=True,

@@ -60,7 +60,7 @@ class Cache:
 
     def layer(self, rule: AttentionRule | None = None) -> "LayerCache":
         """Return the cache of one more layer; `rule`: of the layer's attention, if it has one."""
-        layer = LayerCache(self) if rule is None else RuledLayerCache(self, rule.window)
+        layer = LayerCache(self) if rule is None else RuledLayerCache(self, rule)
         self.layers.append(layer)
         return layer
 
@@ -112,14 +112,15 @@ class LayerCache:
 
 
 class RuledLayerCache(LayerCache):
-    """The keys and values of a layer whose attention has a rule. With a window, position p is in place p mod R of
-    R = window + `n_ahead` places, so a token that is replaced never overwrites one that is still read."""
+    """The keys and values of a layer whose attention has a rule. With a window, or chunks as long, position p is in
+    place p mod R of R = window + `n_ahead` places, so a token that is replaced never overwrites one that is still
+    read."""
 
-    def __init__(self, cache: Cache, window: int) -> None:
+    def __init__(self, cache: Cache, rule: AttentionRule) -> None:
         super().__init__(cache)
-        self.window = window
-        if window:
-            self.n_places = min(cache.n_positions, window + cache.n_ahead)
+        self.window, self.chunked = rule.window, rule.chunked
+        if self.window:
+            self.n_places = min(cache.n_positions, self.window + cache.n_ahead)
 
     def attend_and_write(self, q_NHC: Tensor, k_NKC: Tensor, v_NKC: Tensor, rule: AttentionRule) -> Tensor:
         """Return attention of the new tokens to all tokens of their sequences by `rule`, (N, H, C), and store the new
@@ -127,19 +128,36 @@ class RuledLayerCache(LayerCache):
         lengths, outputs = _lengths(self.cache.batch), []
         parts = zip(*(x.split(lengths) for x in (q_NHC, k_NKC, v_NKC)), strict=True)
         for segment, (q_THC, *new) in zip(self.cache.batch.segments, parts, strict=True):
-            first = max(0, segment.start - self.window + 1) if self.window else 0
-            n_old = segment.start - first
+            n_old = self._n_read(segment.start)
+            first = segment.start - n_old
             if n_old:
                 old = [x[segment.slot, :, self._places(first, segment.start, x)].transpose(0, 1) for x in self.tensors]
                 k_1MKC, v_1MKC = (torch.cat(pair).unsqueeze(0) for pair in zip(old, new, strict=True))
             else:
                 k_1MKC, v_1MKC = (x.unsqueeze(0) for x in new)
-            rows, columns = slice(0, segment.length), slice(0, n_old + segment.length)
-            piece = AttentionPiece(rows, columns, causal=True, shift=n_old, window=self.window)
             tensors = q_THC.unsqueeze(0), k_1MKC, v_1MKC, rule.sinks_H
-            outputs.append(PieceAttention.apply(*tensors, ((piece,),), rule.softcap, OwnKeys())[0])
+            pieces = self._pieces(segment.length, n_old)
+            outputs.append(PieceAttention.apply(*tensors, (pieces,), rule.softcap, OwnKeys())[0])
         self.write(k_NKC, v_NKC)
         return torch.cat(outputs)
+
+    def _n_read(self, start: int) -> int:
+        """Return the number of earlier tokens that the token at position `start` attends to."""
+        if self.chunked:
+            return start % self.window
+        return min(start, self.window - 1) if self.window else start
+
+    def _pieces(self, n_new: int, n_old: int) -> tuple[AttentionPiece, ...]:
+        """Return the attention of new tokens to `n_old` earlier ones and to themselves; columns are both in order."""
+        if not self.chunked:
+            rows, columns = slice(0, n_new), slice(0, n_old + n_new)
+            return (AttentionPiece(rows, columns, causal=True, shift=n_old, window=self.window),)
+        pieces = []
+        for start in range(0, n_old + n_new, self.window):  # the first column of each chunk
+            stop, shift = min(start + self.window, n_old + n_new), max(n_old - start, 0)
+            rows = slice(start + shift - n_old, stop - n_old)
+            pieces.append(AttentionPiece(rows, slice(start, stop), causal=True, shift=shift))
+        return tuple(pieces)
 
     def write(self, *new_NKC: Tensor) -> None:
         """Store the keys and values of the tokens of the current pass; of more than R tokens the last R."""

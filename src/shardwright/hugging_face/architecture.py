@@ -15,6 +15,8 @@ from shardwright.system.errors import ConfigError, nearest
 Config = dict[str, Any]
 """The content of a config.json."""
 _ABSENT = object()
+_OUTSIDE_OF_TEXT = ("quantization_config", "tie_word_embeddings")
+"""Keys of a model of more than text that are of its text part too."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,10 @@ class Architecture:
     `ignored`: regular expression of names that are left out -> the reason; `{n_layers}` in it stands for the number.
     `problems`: config.json, completed but with its nulls -> its unsupported values, one sentence each.
     `written`: spec -> keys of config.json that follow from several fields; they replace others.
+    `quantised`: values of `quantization_config.quant_method` whose weights are read; in bf16.
+    `text_defaults`: for a model of more than text, whose `text_config` in config.json is the configuration that the
+    fields above describe, the values of keys that are missing there. It is read, and written as its text part alone;
+    `model_type` and `class_name` are of the whole.
     """
 
     model_type: str
@@ -87,9 +93,16 @@ class Architecture:
     ignored: Mapping[str, str] = field(default_factory=dict)
     problems: Callable[[Config], Iterator[str]] = lambda config: iter(())
     written: Callable[[ModelSpec], Config] = lambda spec: {}
+    quantised: tuple[str, ...] = ()
+    text_defaults: Mapping[str, Any] | None = None
 
     def spec(self, given: Config) -> ModelSpec:
         """Return the model of a config.json. Raises ConfigError with every problem at once."""
+        if self.text_defaults is not None:
+            if not isinstance(given.get("text_config"), dict):
+                raise ConfigError(f"text_config is missing, which has the sizes of a {self.model_type}")
+            outside: Config = {key: given[key] for key in _OUTSIDE_OF_TEXT if key in given}
+            given = {**self.text_defaults, **given["text_config"], **outside}
         there = {key: value for key, value in given.items() if value is not None}
         # A null differs from a missing key.
         there |= {key: 0 for key in self.null_if_zero if key in given and given[key] is None}
@@ -142,8 +155,8 @@ class Architecture:
                     yield f"{key}={value} is not positive; it is model.{ours} here"
 
     def _problems(self, config: Config) -> Iterator[str]:
-        if "quantization_config" in config:
-            method = config["quantization_config"].get("quant_method", "some method")
+        method = config.get("quantization_config", {}).get("quant_method", "some method")
+        if "quantization_config" in config and method not in self.quantised:
             yield f"the weights are quantised ({method}); convert them to bf16 or fp32 with transformers first"
         if config.get("transformers_weights") is not None:
             yield f"transformers_weights={config['transformers_weights']!r} names other files of weights; leave it out"
@@ -166,6 +179,8 @@ class Architecture:
 
     def writes(self, spec: ModelSpec) -> bool:
         """Return whether the config.json of a model can be written and read, even if it is then another model."""
+        if self.text_defaults is not None:
+            return False
         try:
             self.spec(self.config(spec))
         except ConfigError:
@@ -174,6 +189,8 @@ class Architecture:
 
     def misfits(self, spec: ModelSpec) -> list[str]:
         """Return why a model is not of this architecture: fields that change by writing and reading config.json."""
+        if self.text_defaults is not None:
+            return [f"only the text part of a {self.model_type} is written; leave --architecture out"]
         try:
             if absent := [ours for ours in self.sizes if _value(spec, ours) is _ABSENT]:
                 return [f"it has no {ours}" for ours in absent]

@@ -33,7 +33,10 @@ def complete_windows(config: Config) -> Config:
     """Return `complete` of Cohere2, whose layers without a window do not rotate."""
     config = complete(config, 10000.0)
     config = windows.complete(config, interval=config.get("sliding_window_pattern", 4), keeps_whole=True)
-    return config | {"_nope_interval": config["_global_interval"] if config["sliding_window"] else 1}
+    if not config["sliding_window"]:
+        return config | {"_nope_interval": 1, "_nope_layers": []}
+    listed = [*range(config["_first_window"]), *config["_global_layers"]]
+    return config | {"_nope_interval": config["_global_interval"], "_nope_layers": listed}
 
 
 def problems(config: Config) -> Iterator[str]:
@@ -46,11 +49,6 @@ def problems(config: Config) -> Iterator[str]:
 def _problems_of_windows(config: Config) -> Iterator[str]:
     yield from problems(config)
     yield from windows.problems(config)
-    if config.get("_first_window"):
-        yield (
-            f"layer_types begins with {config['_first_window']} layers of {windows.GLOBAL}, which do not rotate; "
-            f"valid: {windows.WINDOWED}, and {windows.GLOBAL} in every n-th layer"
-        )
 
 
 def written(spec: ModelSpec) -> Config:
@@ -68,7 +66,7 @@ COHERE2 = register(
     Architecture(
         model_type="cohere2",
         class_name="Cohere2ForCausalLM",
-        sizes=SIZES | windows.SIZES | {"nope_interval": "_nope_interval"},
+        sizes=SIZES | windows.SIZES | {"nope_interval": "_nope_interval", "nope_layers": "_nope_layers"},
         choices=CHOICES,
         fixed={"hidden_act": "silu"},
         complete=complete_windows,

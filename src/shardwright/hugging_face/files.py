@@ -26,8 +26,10 @@ from shardwright.hugging_face import (
     granite,
     granite_moe,
     llama,
+    llama4,
     mistral,
     mixtral,
+    multimodal,
     olmo2,
     phi3,
     qwen2,
@@ -56,7 +58,9 @@ from shardwright.system.units import format_bytes
 CONFIG, INDEX, WHOLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Type in a safetensors file -> its name in torch, for the types that are read."""
-_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+MXFP4 = ("_blocks", "_scales")
+"""Ends of the names of the two tensors, of bytes, that a file has for one quantised in mxfp4."""
+_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "U8": 1}
 _COMPARED_AT_ONCE = 2**22
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -107,6 +111,8 @@ _BUILT_IN = (
     glm4_moe,
     gpt_oss,
     cohere,
+    llama4,
+    multimodal,
 )
 """Modules of the built-in architectures, whose imports register them. A model is exported as the first that fits."""
 for _module in _BUILT_IN:
@@ -267,7 +273,8 @@ def read_header(path: Path) -> dict[str, TensorInFile]:
         raise DamagedError(
             f"{path} is damaged: it has {size:,} bytes, and its header says {needed:,}; download it again"
         )
-    if odd := sorted({entry.dtype for entry in entries.values()} - DTYPES.keys()):
+    bytes_of_mxfp4 = {name for name, entry in entries.items() if entry.dtype == "U8" and name.endswith(MXFP4)}
+    if odd := sorted({entry.dtype for name, entry in entries.items() if name not in bytes_of_mxfp4} - DTYPES.keys()):
         raise CheckpointError(
             f"{path} holds tensors of type {_some(odd)}; supported: {', '.join(DTYPES)}; convert quantised weights "
             f"with transformers first"
@@ -277,7 +284,7 @@ def read_header(path: Path) -> dict[str, TensorInFile]:
         if there != n_bytes:
             raise DamagedError(f"{path} is damaged: {name} has {there:,} bytes, and its shape makes {n_bytes:,}")
     return {
-        name: TensorInFile(path, DTYPES[entry.dtype], entry.shape, begin + entry.data_offsets[0])
+        name: TensorInFile(path, DTYPES.get(entry.dtype, "uint8"), entry.shape, begin + entry.data_offsets[0])
         for name, entry in entries.items()
     }
 

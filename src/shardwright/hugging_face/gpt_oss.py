@@ -1,5 +1,5 @@
-"""gpt-oss in bf16: attention with sinks and biases, in every second layer in a window; biases of experts and router;
-and matrices of all experts transposed in two tensors, in which rows of gate and up alternate."""
+"""gpt-oss in bf16 or mxfp4: attention with sinks and biases, in every second layer in a window; biases of experts and
+router; and matrices of all experts in two tensors, transposed in bf16, in which rows of gate and up alternate."""
 
 from shardwright.hugging_face import llama, windows
 from shardwright.hugging_face.architecture import Architecture, Config, Stored, Table, register
@@ -72,6 +72,7 @@ GPT_OSS = register(
         ends=llama.ENDS,
         layer=llama.ATTENTION | EXPERTS | {"attention.sinks": "self_attn.sinks"},
         null_if_zero=windows.NULL_IF_ZERO,
+        quantised=("mxfp4",),
         ignored=llama.IGNORED,
         problems=windows.problems,
         written=written,

@@ -1,4 +1,6 @@
-"""Mistral: Llama whose layers all attend to a window."""
+"""Mistral: Llama whose layers all attend to a window, and Ministral, in which the layers of `layer_types` do."""
+
+from dataclasses import replace
 
 from shardwright.hugging_face import llama, windows
 from shardwright.hugging_face.architecture import Architecture, register
@@ -16,5 +18,16 @@ MISTRAL = register(
         null_if_zero=windows.NULL_IF_ZERO,
         ignored=llama.IGNORED,
         problems=windows.every_layer,
+    )
+)
+
+MINISTRAL = register(
+    replace(
+        MISTRAL,
+        model_type="ministral",
+        class_name="MinistralForCausalLM",
+        complete=lambda config: windows.complete(llama.complete({"num_key_value_heads": 8} | config)),
+        problems=windows.problems,
+        written=windows.layer_types,
     )
 )

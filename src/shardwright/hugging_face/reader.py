@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shardwright.hugging_face.files import ModelFolder, TensorInFile, held_tensors, read_folder, said_shortly
+from shardwright.hugging_face.files import MXFP4, ModelFolder, TensorInFile, held_tensors, read_folder, said_shortly
 from shardwright.hugging_face.table import FileTensor, ParameterPart, file_tensors, reasons_to_ignore
 from shardwright.model.modules import rows
 from shardwright.model.spec import ModelSpec
@@ -17,6 +18,19 @@ from shardwright.system.files import open_regular
 
 Spans = Sequence[tuple[int, int]]
 """The first index and the end of a box in each dim."""
+_GROUP = 32
+"""Numbers with one scale in mxfp4."""
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The 16 numbers of four bits: a sign, two bits of exponent, one of mantissa (OCP Microscaling Formats 1.0)."""
+
+
+def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return the numbers of mxfp4 in bf16: (..., groups, 16) bytes, with two numbers in each, the first in the low
+    bits, and (..., groups) exponents of two, 127 more than they say -> (..., 32 groups). transformers
+    computes the same bits."""
+    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
+    numbers = torch.tensor(_FP4, dtype=torch.bfloat16)[codes.int()]
+    return torch.ldexp(numbers, scales.int().unsqueeze(-1) - 127).to(torch.bfloat16).flatten(-2)
 
 
 class MappedTensors:
@@ -91,18 +105,37 @@ class HuggingFaceWeights(MappedTensors):
         """Raises CheckpointError, with every problem at once: tensors missing, too many or of other shapes."""
         self.folder, self.path = folder, folder.path
         self._held = held_tensors(folder.path)
+        self._halves: dict[str, tuple[str, str]] = {}
+        """The name of a tensor in mxfp4 -> the names of its blocks and of its scales."""
         expected = [tensor for tensor in file_tensors(folder.architecture, folder.spec) if not tensor.copy]
-        self._tensors = _found(expected, self._held, folder)
-        known = {tensor.name for tensor in self._tensors}
+        self._tensors = [self._as_stored(tensor) for tensor in _found(expected, self._held, folder)]
+        known = {tensor.name for tensor in self._tensors} | {*chain(*self._halves.values())}
         reasons = reasons_to_ignore(folder.architecture, folder.spec, self._held.keys() - known)
         self._raise_problems(reasons)
         self.left_out = {name: reason for name, reason in sorted(reasons.items()) if reason is not None}
-        dtypes = {name: stored.dtype for name, stored in self._held.items()}
+        dtypes = {name: stored.dtype for name, stored in self._held.items()} | dict.fromkeys(self._halves, "bfloat16")
         super().__init__(folder.spec, self._tensors, dtypes, self._slice)
         self._open: dict[Path, safe_open] = {}
 
+    def _as_stored(self, tensor: FileTensor) -> FileTensor:
+        """Return a tensor as the files have it: as (..., out, in) if it is in mxfp4, even if it is transposed in bf16.
+        Raises CheckpointError for blocks and scales of other shapes."""
+        halves = (tensor.name + MXFP4[0], tensor.name + MXFP4[1])
+        if tensor.name in self._held or not all(name in self._held for name in halves):
+            return tensor
+        if tensor.transposed:
+            tensor = replace(tensor, transposed=False, shape=(*tensor.shape[:-2], tensor.shape[-1], tensor.shape[-2]))
+        *lead, n_in = tensor.shape
+        for name, more in zip(halves, ((_GROUP // 2,), ()), strict=True):
+            if n_in % _GROUP or self._held[name].shape != (*lead, n_in // _GROUP, *more):
+                found, expected = [*self._held[name].shape], [*lead, n_in // _GROUP, *more]
+                raise CheckpointError(f"{self.path}: {name} is {found}, and config.json makes it {expected}")
+        self._halves[tensor.name] = halves
+        return tensor
+
     def _raise_problems(self, others: dict[str, str | None]) -> None:
-        problems = [f"{tensor.name} is missing" for tensor in self._tensors if tensor.name not in self._held]
+        missing = [tensor.name for tensor in self._tensors if tensor.name not in {*self._held, *self._halves}]
+        problems = [f"{name} is missing" for name in missing]
         for tensor in self._tensors:
             stored = self._held.get(tensor.name)
             if stored is not None and stored.shape != tensor.shape:
@@ -114,6 +147,14 @@ class HuggingFaceWeights(MappedTensors):
             raise CheckpointError(*(f"{self.path}: {problem}" for problem in said_shortly(problems)))
 
     def _slice(self, name: str, spans: Spans) -> Tensor:
+        if name in self._halves:
+            *lead, (low, high) = spans
+            groups = low // _GROUP, -(-high // _GROUP)
+            blocks, scales = self._halves[name]
+            numbers = from_mxfp4(
+                self._slice(blocks, [*lead, groups, (0, _GROUP // 2)]), self._slice(scales, [*lead, groups])
+            )
+            return numbers[..., low - groups[0] * _GROUP : high - groups[0] * _GROUP]
         stored = self._held[name]
         try:
             if stored.file not in self._open:

@@ -77,6 +77,14 @@ class ConfigFile(GenerationFile):
     logit_scale: float | None = Field(None, gt=0)
     max_window_layers: int | None = Field(None, ge=0)
     full_attention_interval: int | None = Field(None, ge=1)
+    no_rope_layers: list[int] | None = None
+    moe_layers: list[int] | None = None
+    attention_chunk_size: int | None = None
+    attn_scale: float | None = Field(None, ge=0)
+    floor_scale: int | None = None
+    interleave_moe_layer_step: int | None = Field(None, ge=1)
+    no_rope_layer_interval: int | None = None
+    text_config: "ConfigFile | None" = None
 
 
 class IndexFile(BaseModel):

@@ -1,7 +1,8 @@
 """Layers that attend to a window, in a config.json: `sliding_window` and `layer_types`, and their rotary frequencies.
 
 `transformers` has a kind of attention for each layer. Here a pattern says the same: layers before number `first_window`
-and every `global_interval`-th layer attend to all tokens, the others to a window.
+and every `global_interval`-th layer attend to all tokens, the others to a window. Layers of all tokens that follow no
+such pattern are listed by their numbers, `global_layers`.
 """
 
 from collections.abc import Iterator
@@ -11,7 +12,13 @@ from shardwright.hugging_face.architecture import Config
 from shardwright.layout.key import MOST_LAYERS
 from shardwright.model.spec import ModelSpec
 
-SIZES = {"window": "sliding_window", "global_interval": "_global_interval", "first_window": "_first_window"}
+PATTERN = {
+    "global_interval": "_global_interval",
+    "first_window": "_first_window",
+    "global_layers": "_global_layers",
+}
+SIZES = {"window": "sliding_window"} | PATTERN
+NO_PATTERN: Config = {"_global_interval": 0, "_first_window": 0, "_global_layers": []}
 NULL_IF_ZERO = ("sliding_window",)
 WINDOWED, GLOBAL = "sliding_attention", "full_attention"
 
@@ -37,16 +44,15 @@ def complete(
     window = config.get("sliding_window", window)
     given = config.get("layer_types") if by_layer else None
     kinds = given or [_kind(layer, interval, first) for layer in range(layers)]
-    pattern = _pattern(kinds) or (0, 0)
     if isinstance(window, int) and window >= longest > 0:
         window = longest if keeps_whole or config.get("_window_rope_theta") else 0
     if not window or WINDOWED not in kinds:
-        return config | {"sliding_window": 0, "_global_interval": 0, "_first_window": 0, "_window_rope_theta": 0.0}
-    return config | {"sliding_window": window, "_global_interval": pattern[0], "_first_window": pattern[1]}
+        return config | NO_PATTERN | {"sliding_window": 0, "_window_rope_theta": 0.0}
+    return config | pattern(kinds) | {"sliding_window": window}
 
 
-def problems(config: Config) -> Iterator[str]:
-    """Yield the faults of `layer_types`: its length, unsupported kinds, and kinds without a pattern; and with the
+def problems(config: Config, windowed: str = WINDOWED) -> Iterator[str]:
+    """Yield the faults of `layer_types`, its length and kinds that are neither `windowed` nor of all tokens; and of the
     rotary parameters of windowed layers."""
     rope = config.get("_window_rope_kind") or "default"
     if rope != "default":
@@ -57,13 +63,8 @@ def problems(config: Config) -> Iterator[str]:
     if not isinstance(kinds, list) or len(kinds) != layers:
         count = len(kinds) if isinstance(kinds, list) else repr(kinds)
         yield f"layer_types has {count} entries for num_hidden_layers={layers}; valid: one for each layer"
-    elif unknown := sorted({str(kind) for kind in kinds} - {WINDOWED, GLOBAL}):
-        yield f"layer_types has {', '.join(unknown)}; valid: {GLOBAL}, {WINDOWED}"
-    elif _pattern(kinds) is None:
-        yield (
-            f"layer_types has no pattern that is supported; valid: {GLOBAL} in the first layers and in every n-th "
-            f"layer, {WINDOWED} in all others"
-        )
+    elif unknown := sorted({str(kind) for kind in kinds} - {windowed, GLOBAL}):
+        yield f"layer_types has {', '.join(unknown)}; valid: {GLOBAL}, {windowed}"
 
 
 def every_layer(config: Config) -> Iterator[str]:
@@ -84,9 +85,9 @@ def refused(config: Config) -> Iterator[str]:
         yield f"layer_types has {', '.join(kinds)}; valid: {GLOBAL} in every layer"
 
 
-def layer_types(spec: ModelSpec) -> Config:
-    """Return the `layer_types` of a model."""
-    kinds = [WINDOWED if spec.layer_window(layer) else GLOBAL for layer in range(spec.n_layers)]
+def layer_types(spec: ModelSpec, windowed: str = WINDOWED) -> Config:
+    """Return the `layer_types` of a model; `windowed`: the kind of its layers with a window."""
+    kinds = [windowed if spec.layer_window(layer) else GLOBAL for layer in range(spec.n_layers)]
     return {"layer_types": kinds}
 
 
@@ -95,17 +96,17 @@ def _kind(layer: int, interval: int, first: int) -> str:
     return GLOBAL if is_global else WINDOWED
 
 
-def _pattern(kinds: list[Any]) -> tuple[int, int] | None:
-    """Return (`global_interval`, `first_window`) of the kinds of all layers, with the fewest layers before the first
-    window; None if there is no such pattern."""
-    if WINDOWED not in kinds:
-        return 0, 0
-    start, n = kinds.index(WINDOWED), len(kinds)
+def pattern(kinds: list[Any]) -> Config:
+    """Return the keys of `PATTERN` for the kinds of all layers, with the fewest layers before the first window; without
+    a pattern with the numbers of all layers of all tokens."""
+    n = len(kinds)
+    start = next((layer for layer, kind in enumerate(kinds) if kind != GLOBAL), 0)
+    is_global = [kind == GLOBAL for kind in kinds]
     for first in (0, start):
         for interval in (0, *range(2, n + 1)):
-            if kinds == [_kind(layer, interval, first) for layer in range(n)]:
-                return interval, first
-    return None
+            if is_global == [_kind(layer, interval, first) == GLOBAL for layer in range(n)]:
+                return NO_PATTERN | {"_global_interval": interval, "_first_window": first}
+    return NO_PATTERN | {"_global_layers": [layer for layer in range(n) if is_global[layer]]}
 
 
 def split_rope(config: Config, theta: float, local_theta: float | None = None) -> Config:

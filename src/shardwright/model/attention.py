@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.model.documents import Documents
 from shardwright.model.matmul import Linear
-from shardwright.model.norm import rms_norm
+from shardwright.model.norm import head_norm
 from shardwright.model.piece_attention import AttentionRule, piece_attention
 from shardwright.model.recompute import part
 from shardwright.model.rotary import rotate
@@ -45,22 +45,30 @@ class Attention(nn.Module):
         self.v = Linear(d, spec.n_kv_heads * c, bias=bias)
         self.o = Linear(spec.n_heads * c, d, bias=spec.bias or spec.o_bias)
         self.sinks = nn.Parameter(torch.empty(spec.n_heads)) if spec.attention_sinks else None
-        rule = AttentionRule(spec.layer_window(layer), spec.attention_softcap)
+        window = spec.layer_window(layer)
+        rule = AttentionRule(window, spec.attention_softcap, chunked=spec.window_chunked and window > 0)
         self.rule = rule if any(rule) or spec.attention_sinks else None
         self.query_scale = spec.query_scale
         self.norm_whole = spec.qk_norm_whole
         q_width, k_width = (spec.n_heads * c, spec.n_kv_heads * c) if self.norm_whole else (c, c)
-        self.q_norm = rms_norm(spec, q_width) if spec.qk_norm else None
-        self.k_norm = rms_norm(spec, k_width) if spec.qk_norm else None
+        self.q_norm = head_norm(spec, q_width) if spec.norms_heads(layer) else None
+        self.k_norm = head_norm(spec, k_width) if spec.norms_heads(layer) else None
 
-    def forward(self, x_BTD: Tensor, rotary_2TC: Tensor | None, documents: Documents | None = None) -> Tensor:
+    def forward(
+        self,
+        x_BTD: Tensor,
+        rotary_2TC: Tensor | None,
+        documents: Documents | None = None,
+        temperature_T11: Tensor | None = None,
+    ) -> Tensor:
         """(B, T, D) -> (B, T, D); tokens are in causal order. `rotary_2TC` is None without rope; with `documents` a
-        token attends only to tokens of its own document."""
+        token attends only to tokens of its own document; `temperature_T11` multiplies the queries, if given."""
         q_BTHC = self.q(x_BTD).unflatten(-1, (-1, self.head_dim * (1 + self.gate)))
         q_BTHC, *gate = q_BTHC.chunk(1 + self.gate, -1)
         k_BTKC = self.k(x_BTD).unflatten(-1, (-1, self.head_dim))
         v_BTKC = self.v(x_BTD).unflatten(-1, (-1, self.head_dim))
-        q_BTHC = _place(q_BTHC, self.q_norm, rotary_2TC, self.norm_whole, self.query_scale)
+        scale = self.query_scale if temperature_T11 is None else temperature_T11 * self.query_scale
+        q_BTHC = _place(q_BTHC, self.q_norm, rotary_2TC, self.norm_whole, scale)
         k_BTKC = _place(k_BTKC, self.k_norm, rotary_2TC, self.norm_whole)
 
         def attended(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor) -> Tensor:
@@ -80,7 +88,11 @@ class Attention(nn.Module):
 
 
 def _place(
-    x_BTHC: Tensor, norm: nn.Module | None, rotary_2TC: Tensor | None, norm_whole: bool = False, scale: float = 1.0
+    x_BTHC: Tensor,
+    norm: nn.Module | None,
+    rotary_2TC: Tensor | None,
+    norm_whole: bool = False,
+    scale: float | Tensor = 1.0,
 ) -> Tensor:
     """Apply the norm, of each head or of all together, the rotation and the scale to queries or keys.
 
@@ -92,7 +104,7 @@ def _place(
             x_BTHC = norm(x_BTHC.flatten(-2)).view_as(x_BTHC) if norm_whole else norm(x_BTHC)
         if rotary_2TC is not None:
             x_BTHC = rotate(x_BTHC, rotary_2TC)
-        return x_BTHC if scale == 1 else x_BTHC * scale
+        return x_BTHC if isinstance(scale, float) and scale == 1 else x_BTHC * scale
 
     return placed(x_BTHC) if norm is None else part("rope", placed, x_BTHC, weights=list(norm.parameters()))
 

@@ -185,7 +185,7 @@ def attention(spec: ModelSizes, input: str | None = None) -> Iterator[Row]:
             f"attention.{name}", heads * len(parts) * c, h, split, input,
             std=std, bias=bias or spec.qkv_bias, parts=parts, heads=heads, ordered=True,
         )  # fmt: skip
-    if spec.qk_norm:
+    if spec.qk_norm and spec.qk_norm_weight:
         for name, split, heads in columns[:2]:
             width, of_norm = (heads * c, split) if spec.qk_norm_whole else (c, "per_head")
             yield from norm(f"attention.{name}_norm", width, split=of_norm, offset=spec.norm_offset)

@@ -2,6 +2,8 @@
 
     y = sum over the K experts e of the token: weight_e * expert_e(x), + shared(x) or sigmoid(w x) * shared(x)
 
+or with `scale_input` expert_e(weight_e * x).
+
 Shapes: B sequences, T tokens of each, N = B T tokens, D model, E experts, K experts of a token, R = N K rows.
 """
 
@@ -217,9 +219,10 @@ class MoE(nn.Module):
         experts_NK, weights_NK = routing.experts_BTK.flatten(0, 1), routing.weights_BTK.flatten(0, 1)
         kept_NK = None if routing.kept_BTK is None else routing.kept_BTK.flatten(0, 1)
         rows = sort_rows(experts_NK, kept_NK, routing.asked_BE.shape[1])
-        rows_RD = dispatch(x_BTD.flatten(0, 1), rows)
+        of_inputs, of_outputs = (weights_NK, None) if self.router.moe.scale_input else (None, weights_NK)
+        rows_RD = dispatch(x_BTD.flatten(0, 1), rows, of_inputs)
         y_RD, shared_BTD = self.run(rows_RD, routing.given_E, x_BTD)
-        y_BTD = combine(y_RD, weights_NK, rows).view_as(x_BTD)
+        y_BTD = combine(y_RD, of_outputs, rows).view_as(x_BTD)
         if shared_BTD is not None:
             y_BTD = y_BTD + shared_BTD
         losses = (routing.aux_loss, routing.z_loss)

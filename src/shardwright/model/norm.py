@@ -25,6 +25,11 @@ def rms_norm(spec: ModelSpec, width: int) -> "RMSNorm":
     return (OffsetRMSNorm if spec.norm_offset else RMSNorm)(width, eps=spec.norm_eps)
 
 
+def head_norm(spec: ModelSpec, width: int) -> nn.Module:
+    """Return the norm of queries or keys of a spec over `width` features."""
+    return rms_norm(spec, width) if spec.qk_norm_weight else UnitRMSNorm(width, spec.norm_eps)
+
+
 def last_norm(spec: ModelSpec) -> nn.Module:
     """Return the norm before the head. It divides its output by `logit_divisor`, so that all code that applies the head
     computes divided logits."""
@@ -61,6 +66,21 @@ class OffsetRMSNorm(RMSNorm):
             return F.rms_norm(x_wide, self.normalized_shape, weight, self.eps).to(x.dtype)
         y: Tensor = _RMSNormFunction.apply(x_wide, weight, self.eps)
         return y.to(x.dtype)
+
+
+class UnitRMSNorm(nn.Module):
+    """y = r x, without a weight."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.width, self.eps = width, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        plain = device_type(x) == "cpu" and x.dtype in (torch.float32, torch.float64)
+        if not plain or torch.compiler.is_compiling():
+            return F.rms_norm(x, (self.width,), None, self.eps)
+        y: Tensor = _RMSNormFunction.apply(x, x.new_ones(self.width), self.eps)
+        return y
 
 
 class _RMSNormFunction(torch.autograd.Function):

@@ -30,12 +30,14 @@ class AttentionRule(NamedTuple):
     """What a layer computes besides softmax(q k) v.
 
     `window`: a token attends to the last `window` tokens, itself included; 0: all. `softcap`: scores s become
-    softcap tanh(s / softcap); 0: none. `sinks_H`: a logit of each head that has no value, or None.
+    softcap tanh(s / softcap); 0: none. `sinks_H`: a logit of each head that has no value, or None. `chunked`: a token
+    attends to its chunk of `window` tokens instead; chunks are counted from the first token of a document or sequence.
     """
 
     window: int = 0
     softcap: float = 0.0
     sinks_H: Tensor | None = None
+    chunked: bool = False
 
 
 class ReturnPath(Protocol):
@@ -146,7 +148,8 @@ def piece_attention(
 ) -> Tensor:
     """Return the attention of one device by `rule`, within documents if given; (B, T, H, C)."""
     n_sequences, n_tokens = q_BTHC.shape[:2]
-    pieces = causal_pieces(((n_tokens,),) * n_sequences if documents is None else documents.lengths, rule.window)
+    lengths = ((n_tokens,),) * n_sequences if documents is None else documents.lengths
+    pieces = causal_pieces(lengths, rule.window, rule.chunked)
     o_BTHC: Tensor = PieceAttention.apply(q_BTHC, k_BTKC, v_BTKC, rule.sinks_H, (pieces,), rule.softcap, OwnKeys())
     return o_BTHC
 

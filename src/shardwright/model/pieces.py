@@ -95,11 +95,20 @@ def pairs_up_to(n_rows: int, n_columns: int, shift: int) -> int:
     return up_to(n_rows + shift) - up_to(shift)
 
 
+def chunk_lengths(n_tokens: int, chunk: int) -> list[int]:
+    """Return the tokens of each chunk of a document; the last may be shorter."""
+    return [min(chunk, n_tokens - start) for start in range(0, n_tokens, chunk)]
+
+
 @lru_cache(maxsize=256)
-def causal_pieces(sequences: tuple[tuple[int, ...], ...], window: int = 0) -> tuple[AttentionPiece, ...]:
+def causal_pieces(
+    sequences: tuple[tuple[int, ...], ...], window: int = 0, chunked: bool = False
+) -> tuple[AttentionPiece, ...]:
     """Return causal attention within the documents of all sequences on one device, given by the tokens of each, with a
-    `window` to the last `window` tokens only, a token itself included."""
+    `window` to the last `window` tokens only, a token itself included, or, if `chunked`, to its chunk."""
     lengths: Sequence[int] = [length for row in sequences for length in row]
+    if chunked:
+        lengths, window = [chunk for length in lengths for chunk in chunk_lengths(length, window)], 0
     documents = [slice(start, stop) for start, stop in pairwise([0, *accumulate(lengths)])]
     return tuple(
         AttentionPiece(at, at, causal=True, window=window if window < at.stop - at.start else 0) for at in documents

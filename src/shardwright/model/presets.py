@@ -180,6 +180,14 @@ def _gpt_oss(n_layers: int, n_experts: int) -> ModelSpec:
     return _spec(n_layers, 2880, 64, 8, 64, 2880, 201088, 131072, moe=moe, **more)
 
 
+def _llama4(n_experts: int, interval: int, max_seq_len: int, **more: Any) -> ModelSpec:
+    layers = {"window": 8192, "window_chunked": True, "global_interval": 4, "nope_interval": 4, "rope_theta": 500000.0}
+    layers |= {"temperature_scale": 0.1, "temperature_interval": 8192}
+    router = MoESpec(n_experts=n_experts, top_k=1, d_ffn=8192, score="sigmoid", normalise=False, bias_rate=0.0)
+    moe = replace(router, n_shared=1, scale_input=True, interval=interval, aux_loss=0.001, aux_scope="batch")
+    return _spec(48, 5120, 40, 8, 128, 16384, 202048, max_seq_len, moe=moe, **layers | more)
+
+
 def _glm45(n_layers: int, d_model: int, d_ffn: int, moe: MoESpec, **more: Any) -> ModelSpec:
     fixed = {"rope_theta": 1000000.0, "rope_fraction": 0.5, "qkv_bias": True, "moe": moe}
     return _spec(n_layers, d_model, 96, 8, 128, d_ffn, 151552, 131072, **fixed | more)
@@ -311,6 +319,13 @@ PRESETS: dict[str, ModelSpec] = {
     "aya-23-8b": _cohere(32, 4096, 32, 8, 14336, logit_divisor=16.0, max_seq_len=8192),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
+    "llama-4-scout": _llama4(
+        *(16, 1, 10485760),
+        qk_norm=True,
+        qk_norm_weight=False,
+        rope_scaling=RopeScaling(factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_seq_len=8192),
+    ),
+    "llama-4-maverick": _llama4(128, 2, 1048576),
     "gpt2": _gpt(12, 768, 12, 50257, 1024),
     "gpt3-125m": _gpt3(12, 768, 12),
     "gpt3-350m": _gpt3(24, 1024, 16),

@@ -24,7 +24,8 @@ def frequencies(spec: ModelSpec, device: torch.device | str = "cpu", n_tokens: i
 
     linear  kept = 0 (Chen et al., arXiv 2306.15595)
     llama3  kept rises linearly from 0 to 1 in the turns f_i s / 2 pi of a pair, from `low_freq_factor` to
-            `high_freq_factor`; s is `original_max_seq_len` (Llama 3.1 reference code)
+            `high_freq_factor`, or at once if they are equal (Llama 4); s is `original_max_seq_len` (Llama 3.1
+            reference code)
     yarn    kept falls linearly from 1 to 0 in i, between the pairs with `beta_fast` and `beta_slow` turns (YaRN, arXiv
             2309.00071, section 3.2, with the bounds in i of its code)
 
@@ -87,6 +88,14 @@ def rotary_table(spec: ModelSpec, positions_T: Tensor, dtype: torch.dtype, n_tok
     if spec.rope_scaling is not None:
         table = table * spec.rope_scaling.attention_scale
     return table.to(dtype).unsqueeze(-2)
+
+
+def query_temperature(spec: ModelSpec, positions_T: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the factor of queries in layers that rotate nothing, (T, 1, 1), or (B, T, 1, 1) for positions (B, T):
+    1 + a ln(1 + floor((p + 1) / n)) with a `temperature_scale` and n `temperature_interval` (Llama 4 in transformers;
+    after Nakanishi, arXiv 2501.19399)."""
+    steps_T = (positions_T + 1) // spec.temperature_interval
+    return (1 + spec.temperature_scale * steps_T.double().log1p()).to(dtype)[..., None, None]
 
 
 def rotate(x_BTHC: Tensor, rotary_2TC: Tensor) -> Tensor:

@@ -157,9 +157,9 @@ class RopeScaling:
                 broken.append(f"rope_scaling.{key.name}: missing, and kind={self.kind!r} has no default for it")
             elif key.name in used and isinstance(value, int | float) and value < 0:
                 broken.append(f"rope_scaling.{key.name}={value:g} is negative; valid: more than 0")
-        if self.kind == "llama3" and 0 < self.high_freq_factor <= self.low_freq_factor:
+        if self.kind == "llama3" and 0 < self.high_freq_factor < self.low_freq_factor:
             broken.append(
-                f"rope_scaling.high_freq_factor={self.high_freq_factor:g} is not greater than "
+                f"rope_scaling.high_freq_factor={self.high_freq_factor:g} is less than "
                 f"low_freq_factor={self.low_freq_factor:g}"
             )
         if self.kind == "yarn" and self.beta_fast < self.beta_slow:
@@ -246,6 +246,10 @@ class MoESpec:
     )
     normalise: bool = field(
         default=True, metadata={"help": "Divide the scores of a token's top_k experts by their sum."}
+    )
+    scale_input: bool = field(
+        default=False,
+        metadata={"help": "The weights multiply the inputs of the experts instead of their outputs (Llama 4)."},
     )
     weight_scale: float = field(
         default=1.0, metadata={"help": "The weights are multiplied by this (DeepSeek's routed scaling factor)."}

@@ -94,6 +94,12 @@ class ModelSizes:
         default=False,
         metadata={"help": "With qk_norm: one RMSNorm over all heads of a token instead of each head (OLMo 2)."},
     )
+    qk_norm_weight: bool = field(
+        default=True,
+        metadata={
+            "help": "With qk_norm: false: the RMSNorms have no weight, and only layers that rotate have them (Llama 4)."
+        },
+    )
     embedding_scale: float = field(
         default=1.0,
         metadata={"help": "The embedding of a token is multiplied by this (Gemma: sqrt(d_model); Granite)."},
@@ -114,11 +120,31 @@ class ModelSizes:
         default=0,
         metadata={"help": "With rope: in every n-th layer nothing is rotated (SmolLM3: 4); 0: all layers rotate."},
     )
+    nope_layers: tuple[int, ...] = field(
+        default=(), metadata={"help": "With rope: numbers of further layers, from 0, in which nothing is rotated."}
+    )
+    temperature_scale: float = field(
+        default=0.0,
+        metadata={
+            "help": "In layers that rotate nothing, queries at position p are multiplied by 1 + temperature_scale * "
+            "ln(1 + floor((p + 1) / temperature_interval)) (Llama 4: 0.1); 0: they are not."
+        },
+    )
+    temperature_interval: int = field(
+        default=0, metadata={"help": "Positions between two values of that factor (Llama 4: 8192)."}
+    )
     window: int = field(
         default=0,
         metadata={
             "help": "A token of a windowed layer attends to the last `window` tokens, itself included (Mistral); "
             "0: no layer has a window."
+        },
+    )
+    window_chunked: bool = field(
+        default=False,
+        metadata={
+            "help": "With window: sequences, or documents, are divided into chunks of `window` tokens, and a token of "
+            "a windowed layer attends to its chunk alone (Llama 4: 8192)."
         },
     )
     global_interval: int = field(
@@ -127,6 +153,9 @@ class ModelSizes:
     )
     first_window: int = field(
         default=0, metadata={"help": "With window: layers before this number, from 0, have no window (Qwen2)."}
+    )
+    global_layers: tuple[int, ...] = field(
+        default=(), metadata={"help": "With window: numbers of further layers, from 0, that attend to all tokens."}
     )
     window_rope_theta: float = field(
         default=0.0,
@@ -184,6 +213,10 @@ class ModelSizes:
     )
     init_std: float = field(default=0.02, metadata={"help": "Standard deviation of the initial values of matrices."})
 
+    def __post_init__(self) -> None:
+        for name in ("nope_layers", "global_layers"):  # files have lists
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
     def has_experts(self, layer: int) -> bool:
         """Return whether layer number `layer` has a mixture of experts instead of its feed-forward network. The block
         of a multi-token prediction module has the same kind of network as the last layer."""
@@ -191,7 +224,12 @@ class ModelSizes:
 
     def rotates(self, layer: int) -> bool:
         """Return whether layer number `layer`, from 0, rotates queries and keys."""
-        return self.positions == "rope" and not (self.nope_interval and (layer + 1) % self.nope_interval == 0)
+        is_nth = self.nope_interval and (layer + 1) % self.nope_interval == 0
+        return self.positions == "rope" and not is_nth and layer not in self.nope_layers
+
+    def norms_heads(self, layer: int) -> bool:
+        """Return whether layer number `layer`, from 0, norms queries and keys."""
+        return self.qk_norm and (self.qk_norm_weight or self.rotates(layer))
 
     def is_linear(self, layer: int) -> bool:
         """Return whether layer number `layer`, from 0, has linear attention. Blocks of multi-token prediction modules
@@ -214,16 +252,21 @@ class ModelSizes:
     def layer_window(self, layer: int) -> int:
         """Return the window of layer number `layer`, from 0; 0: it attends to all tokens."""
         is_global = self.global_interval and (layer + 1) % self.global_interval == 0
-        return 0 if layer < self.first_window or is_global else self.window
+        return 0 if layer < self.first_window or is_global or layer in self.global_layers else self.window
 
     def attended(self, layer: int, seq_len: float) -> float:
         """Return the length of the sequence over which full causal attention has as many scores as layer number
-        `layer` over `seq_len` tokens: w (2 s - w) / s with a window w below the s tokens, 0 in a linear layer,
-        otherwise s."""
+        `layer` over `seq_len` tokens: w (2 s - w) / s with a window w below the s tokens, (n w^2 + r^2) / s with chunks
+        of w tokens, n whole ones and one of r, 0 in a linear layer, otherwise s."""
         if self.is_linear(layer):
             return 0.0
         window = self.layer_window(layer)
-        return seq_len if not 0 < window < seq_len else window * (2 * seq_len - window) / seq_len
+        if not 0 < window < seq_len:
+            return seq_len
+        if self.window_chunked:
+            n, rest = divmod(seq_len, window)
+            return (n * window**2 + rest**2) / seq_len
+        return window * (2 * seq_len - window) / seq_len
 
     def mean_attended(self, seq_len: float) -> float:
         """Return the mean of `attended` over all blocks."""

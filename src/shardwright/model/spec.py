@@ -92,10 +92,30 @@ class ModelSpec(ModelSizes):
                 f"nope_interval={self.nope_interval} for {self.n_layers} layers; valid: 0 (all layers rotate) to "
                 f"{self.n_layers}, usual: 4"
             )
-        if self.nope_interval and self.latent_attention:
-            yield "nope_interval goes with plain attention; latent attention rotates in every layer"
-        if self.nope_interval and self.positions != "rope":
-            yield "nope_interval goes with positions='rope'; with positions='learned' no layer rotates"
+        for name in ("nope_interval", "nope_layers"):
+            if getattr(self, name) and self.latent_attention:
+                yield f"{name} goes with plain attention; latent attention rotates in every layer"
+            if getattr(self, name) and self.positions != "rope":
+                yield f"{name} goes with positions='rope'; with positions='learned' no layer rotates"
+        for name in ("nope_layers", "global_layers"):
+            if outside := sorted(layer for layer in set(getattr(self, name)) if not 0 <= layer < self.n_layers):
+                yield f"{name} has {', '.join(map(str, outside))}; valid: layers 0 to {self.n_layers - 1}"
+        yield from self._temperature_problems()
+
+    def _temperature_problems(self) -> Iterator[str]:
+        scale, interval = self.temperature_scale, self.temperature_interval
+        if not 0 <= scale < math.inf or interval < 0 or bool(scale) != bool(interval):
+            yield (
+                f"temperature_scale={scale:g} and temperature_interval={interval}; valid: both positive, usual: 0.1 "
+                "and 8192, or both 0"
+            )
+        elif scale and (self.latent_attention or self.linear_attention or self.family != "decoder"):
+            yield "temperature_scale goes with family='decoder' and plain attention in every layer"
+        elif scale and all(map(self.rotates, range(self.n_layers))):
+            yield (
+                f"temperature_scale={scale:g} goes with layers that rotate nothing, and all rotate; set nope_interval "
+                "or nope_layers, or leave it out"
+            )
 
     def _training_problems(self) -> Iterator[str]:
         if self.mtp_modules < 0:
@@ -135,6 +155,11 @@ class ModelSpec(ModelSizes):
             yield f"norm_bias=false goes with norm='layernorm'; {self.norm} has no bias, so leave norm_bias out"
         if self.qk_norm_whole and not self.qk_norm:
             yield "qk_norm_whole=true without qk_norm=true would have no effect; set both, or leave qk_norm_whole out"
+        if not self.qk_norm_weight and (not self.qk_norm or self.qk_norm_whole):
+            yield (
+                "qk_norm_weight=false goes with norms of each head: set qk_norm=true and leave qk_norm_whole out, or "
+                "leave qk_norm_weight out"
+            )
         for name in ("embedding_scale", "residual_scale", "logit_divisor"):
             if not 0 < getattr(self, name) < math.inf:
                 yield f"{name}={getattr(self, name):g} is not a positive number; without scaling it is 1"
@@ -165,8 +190,11 @@ class ModelSpec(ModelSizes):
         for name in ("global_interval", "first_window"):
             if not 0 <= getattr(self, name) <= self.n_layers:
                 yield f"{name}={getattr(self, name)} for {self.n_layers} layers; valid: 0 to {self.n_layers}"
+        for name in ("global_interval", "first_window", "global_layers", "window_chunked"):
             if getattr(self, name) and not self.window:
                 yield f"{name}={getattr(self, name)} without a window has no effect; set window, or leave {name} out"
+        if self.global_layers and self.window and not any(map(self.layer_window, range(self.n_layers))):
+            yield f"global_layers={[*self.global_layers]} leaves no layer with the window; fewer layers, or window=0"
         if self.window_rope_theta:
             if self.family != "decoder":
                 yield f"window_rope_theta goes with family='decoder'; layers of {self.family!r} take one rotary table"
@@ -335,4 +363,10 @@ def _flat(spec: ModelSpec) -> dict[str, Any]:
                 values |= {"moe.d_shared": value.shared_width, "moe.dense_layers": dense}
         elif key.name not in TABLES:
             values[key.name] = value
+    layers = range(spec.n_layers)
+    if spec.nope_layers:  # an interval may say the same
+        values["nope_interval"], values["nope_layers"] = 0, tuple(n for n in layers if not spec.rotates(n))
+    if spec.global_layers:
+        values |= {"global_interval": 0, "first_window": 0}
+        values["global_layers"] = tuple(n for n in layers if not spec.layer_window(n))
     return values

@@ -37,7 +37,7 @@ from shardwright.model.moe import MoE
 from shardwright.model.norm import last_norm, residual_norm
 from shardwright.model.random import site_keys
 from shardwright.model.recompute import part
-from shardwright.model.rotary import rotary_table
+from shardwright.model.rotary import query_temperature, rotary_table
 from shardwright.model.spec import ModelSpec
 from shardwright.system.errors import ConfigError, InputError, checked_constructor
 
@@ -63,6 +63,7 @@ class Block(nn.Module):
         self.ffn_post_norm = residual_norm(spec) if after else None
         self.residual_scale, self.rotates = spec.residual_scale, spec.rotates(layer)
         self.table = int(spec.layer_window(layer) > 0) if spec.window_rope_theta else None
+        self.tempered = spec if spec.temperature_scale and not self.rotates else None
         self.dropout = KeyedDropout(spec.dropout)
 
     def forward(
@@ -81,7 +82,11 @@ class Block(nn.Module):
             rotary_2TC = rotary_2TC[self.table]
         rotary_2TC = rotary_2TC if self.rotates else None
         normed_BTD = _normed(self.attention_norm, x_BTD)
-        attended_BTD = self.branch(self.attention_post_norm, self.attention(normed_BTD, rotary_2TC, documents))
+        of_queries: tuple[Tensor, ...] = ()
+        if self.tempered is not None:
+            of_queries = (query_temperature(self.tempered, _embedded(positions_T, documents), x_BTD.dtype),)
+        y_BTD = self.attention(normed_BTD, rotary_2TC, documents, *of_queries)
+        attended_BTD = self.branch(self.attention_post_norm, y_BTD)
         x_BTD = x_BTD + self.dropout(attended_BTD, keys_B, positions_T)
         if not self.parallel_branches:
             normed_BTD = _normed(self.ffn_norm, x_BTD)

@@ -116,7 +116,7 @@ class ContextAttention:
         n, t = ring.size(), q_BTHC.shape[1]
         lengths = ((n * t,),) * len(q_BTHC) if documents is None else documents.lengths
         deals = self.deals_documents and documents is not None
-        at = plan(lengths, self.method, n, ring.rank(), deals, rule.window)
+        at = plan(lengths, self.method, n, ring.rank(), deals, rule.window, rule.chunked)
         keys = RingKeys(at, Ring(ring, self.method == "allgather"))
         return PieceAttention.apply(q_BTHC, k_BTKC, v_BTKC, rule.sinks_H, at.pieces, rule.softcap, keys)
 

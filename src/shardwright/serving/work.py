@@ -116,8 +116,8 @@ def _layer_s(serving: Serving, settings: Settings, batch: PassBatch, block: Bloc
     if block.linear:
         parts["linear attention"] = _linear_attention_s(serving, settings, batch)
     else:
-        parts["attention over the cache"] = _decode_attention_s(serving, settings, batch, block.window)
-        parts["attention over prompts"] = _prompt_attention_s(serving, settings, batch, block.window)
+        parts["attention over the cache"] = _decode_attention_s(serving, settings, batch, block)
+        parts["attention over prompts"] = _prompt_attention_s(serving, settings, batch, block)
     parts["element-wise kernels"] = _elementwise_s(serving, settings, block, tokens)
     parts |= _communication_s(serving, settings, batch, block)
     if serving.on_host:
@@ -203,14 +203,14 @@ def cache_token_bytes(serving: Serving, tp: Ints) -> Floats:
     return np.vectorize(each.__getitem__, otypes=[float])(degrees)
 
 
-def _decode_attention_s(serving: Serving, settings: Settings, batch: PassBatch, window: int) -> Floats:
-    """Return the seconds of attention over the cache. A pass reads each cached token once, with a `window` only the
-    last ones; with latent attention every head multiplies it."""
+def _decode_attention_s(serving: Serving, settings: Settings, batch: PassBatch, block: BlockShape) -> Floats:
+    """Return the seconds of attention over the cache. A pass reads each cached token once, with a window only the last
+    ones, with chunks the keys of its chunk; with latent attention every head multiplies it."""
     model, chip = serving.model, serving.cluster.accelerator
     latent = model.latent_attention
     width = 2 * latent.kv_rank + latent.rope_dim if latent else model.qk_dim + model.head_dim
     f = Formulas(
-        "s", requests=batch.requests, dp=settings.dp, context=_in_window(batch.context, window), drafted=batch.drafted,
+        "s", requests=batch.requests, dp=settings.dp, context=_in_window(batch.context, block), drafted=batch.drafted,
         heads=model.n_heads, tp=settings.tp, width=width, cache_bytes=cache_token_bytes(serving, settings.tp),
         bandwidth=chip.memory_bytes_per_s * np.asarray(serving.rates.cache_share),
         rate=serving.flops_per_s(serving.wide) * np.asarray(serving.rates.cached_share),
@@ -243,17 +243,27 @@ def _linear_attention_s(serving: Serving, settings: Settings, batch: PassBatch) 
     return f("linear attention", states + scans, "states read and written once; arXiv 2412.06464, section 3.3")
 
 
-def _in_window(context: ArrayLike, window: int) -> ArrayLike:
-    return np.minimum(context, window) if window else context
+def _in_window(context: ArrayLike, block: BlockShape) -> ArrayLike:
+    """Return the number of cached tokens that a token reads: of the request, of the window, or of its chunk. The
+    requests of a pass are at any place of their chunks, in the middle on average."""
+    if block.chunked:
+        return np.where(np.asarray(context) < block.window, context, block.window / 2)
+    return np.minimum(context, block.window) if block.window else context
 
 
-def _prompt_attention_s(serving: Serving, settings: Settings, batch: PassBatch, window: int) -> Floats:
+def _prompt_attention_s(serving: Serving, settings: Settings, batch: PassBatch, block: BlockShape) -> Floats:
     """Return the seconds of scores and weighted sums of prompt tokens; on average over half the prompt, or less with a
-    `window`."""
-    if window:  # n tokens attend to n / 2 on average, and to w (1 - w / 2n) within a window w below n
+    window or chunks."""
+    if block.window:
+        # n tokens attend to n / 2 on average; to w (1 - w / 2n) within a window w below n; in m whole chunks of w and
+        # one of r to (m w^2 + r^2) / 2n.
         n = 2 * np.asarray(batch.attended)
-        w = np.minimum(window, n)
-        batch = replace(batch, attended=w * (1 - w / np.maximum(2 * n, 1)))
+        w = np.minimum(block.window, n)
+        attended = w * (1 - w / np.maximum(2 * n, 1))
+        if block.chunked:
+            whole = w * (n // np.maximum(w, 1))
+            attended = (whole * w + (n - whole) ** 2) / np.maximum(2 * n, 1)
+        batch = replace(batch, attended=attended)
     if serving.on_host:
         return host.prompt_attention_s(serving, settings, batch)
     model = serving.model

@@ -21,7 +21,7 @@ from functools import lru_cache, partial
 from itertools import accumulate, groupby, pairwise
 
 from shardwright.layout.layout import Layout
-from shardwright.model.pieces import AttentionPiece
+from shardwright.model.pieces import AttentionPiece, chunk_lengths
 from shardwright.model.spec import ModelSpec
 from shardwright.split.sequence import ZIGZAG, cut, on_ring
 
@@ -156,21 +156,32 @@ def _zigzag(document: int, start: int, shares: Sequence[int]) -> list[list[Docum
 
 
 @lru_cache(maxsize=256)
-def plan(sequences: tuple[Lengths, ...], method: str, ring: int, rank: int, deals: bool, window: int = 0) -> RingPlan:
+def plan(
+    sequences: tuple[Lengths, ...],
+    method: str,
+    ring: int,
+    rank: int,
+    deals: bool,
+    window: int = 0,
+    chunked: bool = False,
+) -> RingPlan:
     """Return the attention of a ring rank to a micro-batch of `sequences`, given by their document lengths; with a
-    `window` a token attends to the last `window` tokens of its document only, itself included."""
+    `window` a token attends to the last `window` tokens of its document only, itself included, or, if `chunked`, to its
+    chunk of `window` tokens of the document."""
     pieces: list[list[AttentionPiece]] = [[] for _ in range(ring)]
     sends: list[list[slice]] = [[] for _ in range(ring)]
     receives = [0] * ring
     first = 0
     for lengths in sequences:
         held = held_tokens(lengths, method, ring, deals)
+        if chunked:
+            held = tuple(tuple(_in_chunks(spans, lengths, window)) for spans in held)
         places = [_places(each) for each in held]
         local = places[rank]
         for step in range(ring):
             source, target = places[(rank - step) % ring], places[(rank + step) % ring]
             for document, (place, _) in local.items():
-                between = partial(_between, window=window if window < lengths[document] else 0)
+                between = partial(_between, window=0 if chunked or window >= lengths[document] else window)
                 if step == 0:
                     own, _ = between(local[document], local[document])
                     pieces[0] += [piece.moved(first, first + place.start) for piece in own]
@@ -185,6 +196,20 @@ def plan(sequences: tuple[Lengths, ...], method: str, ring: int, rank: int, deal
                     sends[step] += [slice(at + part.start, at + part.stop) for part in needed]
         first += sum(lengths) // ring
     return RingPlan(tuple(map(tuple, pieces)), tuple(tuple(_joined(each)) for each in sends), tuple(receives))
+
+
+def _in_chunks(spans: Sequence[DocumentSpan], lengths: Lengths, chunk: int) -> Iterator[DocumentSpan]:
+    """Yield the same tokens with the chunks of documents as documents: chunks attend to no other, and the tokens of a
+    rank stay in their order."""
+    starts = [0, *accumulate(lengths)]
+    first = [0, *accumulate(len(chunk_lengths(length, chunk)) for length in lengths)]
+    for span in spans:
+        at = span.start
+        while at < span.stop:
+            number, offset = divmod(at - starts[span.document], chunk)
+            stop = min(span.stop, at - offset + chunk)
+            yield DocumentSpan(first[span.document] + number, at, stop)
+            at = stop
 
 
 _Places = dict[int, tuple[slice, list[DocumentSpan]]]

@@ -117,9 +117,14 @@ def cut_spec(spec: ModelSpec, world_size: int, n_layers: int = _LAYERS) -> Model
         rope_scaling=_cut_scaling(spec.rope_scaling, small.rope_dim // 2),
         n_layers=min(n_layers, spec.n_layers),
         nope_interval=min(n_layers, spec.nope_interval),
+        nope_layers=(0,) if spec.nope_layers else (),
+        temperature_interval=min(_WINDOW, spec.temperature_interval),
         window=min(_WINDOW, spec.window),
-        global_interval=0 if spec.first_window else min(n_layers, spec.global_interval),
-        first_window=min(n_layers - (spec.first_window < spec.n_layers), spec.first_window),
+        global_interval=0 if spec.first_window or spec.global_layers else min(n_layers, spec.global_interval),
+        first_window=0
+        if spec.global_layers
+        else min(n_layers - (spec.first_window < spec.n_layers), spec.first_window),
+        global_layers=(0,) if spec.global_layers else (),
         d_model=d_model,
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,

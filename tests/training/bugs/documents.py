@@ -50,7 +50,7 @@ MASK: dict[str, AnyBug] = {
     "the recomputation masks by documents in the reverse order": Bug(
         Mutation(
             "shardwright.model.transformer:Block.forward",
-            "self.attention(normed_BTD, rotary_2TC, documents)",
+            "self.attention(normed_BTD, rotary_2TC, documents, *of_queries)",
             "self.attention(normed_BTD, rotary_2TC, documents"
             " if torch._C._current_graph_task_id() < 0"
             " else Documents(tuple(each[::-1] for each in documents.lengths), documents.positions_BT))",

@@ -139,8 +139,8 @@ SCALE = {
     "layers without a window rotate": UnitBug(
         Mutation(
             "shardwright.hugging_face.cohere:complete_windows",
-            "config['_global_interval'] if config['sliding_window'] else 1",
-            "0",
+            "{'_nope_interval': config['_global_interval'], '_nope_layers': listed}",
+            "{'_nope_interval': 0, '_nope_layers': []}",
         ),
         LOGITS,
         ("cohere2",),

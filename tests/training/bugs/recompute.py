@@ -68,7 +68,7 @@ RECOMPUTATION: dict[str, AnyBug] = {
     "routing is decided again with the experts": UnitBug(
         Mutation(
             "shardwright.model.moe:MoE.forward",
-            "rows_RD = dispatch(x_BTD.flatten(0, 1), rows)",
+            "rows_RD = dispatch(x_BTD.flatten(0, 1), rows, of_inputs)",
             """
             from shardwright.model.recompute import part
             rows_RD = part("norms", lambda x: (self.router(x), dispatch(x.flatten(0, 1), rows))[1], x_BTD)

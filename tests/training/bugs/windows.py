@@ -58,7 +58,7 @@ MASK: dict[str, AnyBug] = {
         spec=WINDOW,
     ),
     "a key takes the place of one that a draft's replacement reads": UnitBug(
-        Mutation(f"{CACHE}.__init__", "window + cache.n_ahead", "window"),
+        Mutation(f"{CACHE}.__init__", "self.window + cache.n_ahead", "self.window"),
         "tests/generation/test_speculative.py:a_draft_changes_no_greedy_token",
         ("windows",),
     ),
