@@ -226,6 +226,23 @@ def test_weights_alone_and_float64_have_no_place_in_a_universal_checkpoint(
         convert(tmp_path / "hf", tmp_path / "universal", "deepspeed-universal")
 
 
+def run_library(*arguments: object) -> None:
+    """Run the interpreter that has DeepSpeed, with a folder of its own for what it compiles."""
+    assert LIBRARY is not None
+    binaries = Path(LIBRARY).parent
+    environment = {
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PATH": f"{binaries}:{os.environ['PATH']}",
+        "TORCH_EXTENSIONS_DIR": str(binaries.parent / "torch_extensions"),
+    }
+    result = subprocess.run(
+        [LIBRARY, *map(str, arguments)], env=os.environ | environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
 def run_deepspeed(folder: Path, tokens: Path, stage: int, n_ranks: int, start: Path | None, save: Path) -> dict:
     """Train with DeepSpeed; step -> loss."""
     loop = torchtitan_loop
@@ -250,25 +267,21 @@ def run_deepspeed(folder: Path, tokens: Path, stage: int, n_ranks: int, start: P
     }
     (folder / "job.json").write_text(json.dumps(job))
     torch.save([*batches(tokens)], folder / "batches.pt")
-    assert LIBRARY is not None
-    ranks = [LIBRARY, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(n_ranks)]
-    environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment["PATH"] = f"{Path(LIBRARY).parent}:{environment['PATH']}"
     program = Path(__file__).with_name("deepspeed_loop.py")
-    subprocess.run([*ranks, str(program), str(folder)], env=environment, check=True, capture_output=True)
+    run_library("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", n_ranks, program, folder)
     return {int(step): loss for step, loss in json.loads((folder / "losses.json").read_text()).items()}
 
 
 @pytest.mark.skipif(LIBRARY is None, reason="DEEPSPEED_PYTHON names no interpreter with deepspeed")
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("stage", "n_ranks"), [(1, 2), (2, 4), (3, 4)])
 def test_a_run_of_deepspeed_continues_here_and_back_there_with_the_losses_of_an_uninterrupted_run(
     tmp_path: Path, run_file: Path, ragged_tokens: Path, stage: int, n_ranks: int
 ) -> None:
     expected = run_deepspeed(tmp_path / "there", ragged_tokens, stage, n_ranks, None, tmp_path / "saved")
-    converter = ["-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", tmp_path / f"saved/global_step{STEP}"]
     universal = tmp_path / f"by_library/global_step{STEP}"
-    subprocess.run([LIBRARY, *converter, "--output_folder", universal], check=True, capture_output=True)  # type: ignore[list-item]
+    folders = ["--input_folder", tmp_path / f"saved/global_step{STEP}", "--output_folder", universal]
+    run_library("-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state", *folders)
     assert equal(contents(tmp_path / "saved"), contents(universal))
     convert(tmp_path / "saved", tmp_path / "moved", "shardwright", run=run_file, prove=True)
     train(run_file, "--set", f"checkpoint.resume={tmp_path / 'moved'}", "--set", "layout.tp=2")

@@ -50,9 +50,10 @@ CHUNK_BYTES = 2**28
 class TensorFolder(Protocol):
     """A checkpoint of a trainer. `names`: of its tensors and of its other values."""
 
-    path: Path
-    tensors: Mapping[str, TensorRecord]
-
+    @property
+    def path(self) -> Path: ...
+    @property
+    def tensors(self) -> Mapping[str, TensorRecord]: ...
     @property
     def names(self) -> list[str]: ...
     def value(self, name: str) -> Any: ...

@@ -12,7 +12,7 @@ parameter into equal parts, the last one padded. Files are loaded with `weights_
 import json
 import math
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ class _Inert:
         self.__dict__.update(state)
 
 
-_CLASSES = [
+_CLASSES: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     (_Inert, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (_Inert, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (_Inert, "deepspeed.utils.tensor_fragment.fragment_address"),
@@ -253,7 +253,13 @@ def write_universal_state(state: TrainingState, out: Path) -> list[str]:
     optimizer = {"param_groups": written, "optimizer_state_dict": base, "ds_version": VERSION}
     torch.save(optimizer, out / tag / _WHOLE / "optimizer_state.pt")
     shapes = [{each.name: torch.Size(each.shape) for each in tensors if settings[each.name] == g} for g in groups]
-    model = {"module": {}, "param_shapes": shapes, "global_steps": state.step, "skipped_steps": 0, "lr_scheduler": None}
+    model: dict[str, Any] = {
+        "module": {},
+        "param_shapes": shapes,
+        "global_steps": state.step,
+        "skipped_steps": 0,
+        "lr_scheduler": None,
+    }
     for name in ("mp_rank_00", "zero_pp_rank_0_mp_rank_00"):  # DeepSpeed reads the second with ZeRO-3
         torch.save({**model, "dp_world_size": 1, "mp_world_size": 1}, out / tag / f"{name}_model_states.pt")
     (out / LATEST[0]).write_text(tag)
