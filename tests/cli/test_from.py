@@ -10,10 +10,11 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from shardwright.cli.main import app
-from shardwright.cli.plan_from import load_run
+from shardwright.cli.plan_from import load_run, read_run
 from shardwright.cli.plan_options import FromOptions
 from shardwright.model.presets import PRESETS
 from shardwright.system.errors import InputError
+from tests.cost.test_measured import MINE
 from tests.readers.scripts import MIXTRAL
 from tests.readers.test_files import ACCELERATE, ARGUMENTS, DEEPSPEED, LLAMA_405B, LLAMA_PYTHON
 
@@ -82,6 +83,17 @@ def test_contradicting_and_missing_options_are_named(tmp_path: Path) -> None:
     file.write_text(SMALL.replace("--seq-length 32", "--seq-lenght 32"))
     with pytest.raises(InputError, match=r"a.sh:2: --seq-lenght: not an option of Megatron-LM; did you mean"):
         load_run(FromOptions(from_=[file]), None, [], ())
+
+
+def test_measured_rates_of_a_hardware_file_price_a_configuration(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(MINE)
+    (tmp_path / "a.sh").write_text(SMALL.replace("--bf16", ""))
+    given = FromOptions(from_=[tmp_path / "a.sh"], cluster="mine:4", hardware=tmp_path / "mine.toml")
+    run, cluster, assumed = read_run(given.from_ or [], given.plan_options())
+    assert any("as fast as measured on" in each for each in assumed)
+    rates = cluster.accelerator.rates
+    assert rates is not None
+    assert run.job(cluster).calibration.ramp_k == rates.ramp_k
 
 
 @pytest.mark.prove

@@ -99,6 +99,8 @@ def read_run(paths: Sequence[Path], options: PlanOptions) -> "tuple[ForeignRun, 
             text += f"/{node}"
     assert text is not None
     cluster = changed_cluster(text, options, options.link, options.network)
+    if cluster.accelerator.rates is not None:
+        assumed.append(f"matmuls, attention and memory as fast as measured on {cluster.accelerator.name}")
     if problems := no_peak(cluster, run.described.precision):
         raise InputError(*problems)
     return run, cluster, assumed
