@@ -61,25 +61,35 @@ _VALUES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     },
 }
 """Key of YAML -> pattern of its value -> options of Megatron-LM."""
-_NO_EFFECT = tuple(
-    ForeignOption(name, note=reason, fate=NO_EFFECT)
-    for reason, names in (
-        ("logging, data, rates and checkpoints are not part of a step", "exp_manager. run. hydra. name restore_from_ "
-         "model.data. model.tokenizer. model.optim. model.nsys_ model.nsys_profile. trainer. logger. checkpoint. "
-         "scheduler. rng. profiling. dataset. tokenizer. dist. validation. straggler. _target_ model._target_"),
-        ("so Megatron-LM does without the option", "mixed_precision model.precision model.activation model.fp8"),
-        ("NeMo's own kernels, buffers and defaults, which the stack's prices include", "mcore_gpt transformer_engine "
-         "megatron_amp_ native_amp_ precision gradient_as_bucket_view grad_allreduce_chunk_size_mb "
-         "transformer_block_type attention_type headscale sync_batch_comm pre_process post_process reduce_amax "
-         "use_emha apex_transformer_ "
-         "gc_interval nsys_profile resume_from_checkpoint ffn_dropout rotary_percentage seq_len_interpolation_factor "
-         "activations_checkpoint_layers_per_pipeline num_micro_batches_with_partial_"),
-        ("it concerns the launch of MLPerf", "dgxsystem walltime nccl_ nvte_ cuda_ slurm sharp mlperf_ torch_ omp_ "
-         "max_steps seed val_ lr lr_ load_ target_ nexp cont logdir data ub_ nemo_ hydra_ bind_ "
-         "mc_ extra_ check_ warmup api_log"),
+
+
+def _without_effect(reasons: Mapping[str, str]) -> tuple[ForeignOption, ...]:
+    """Return rows for the starts of names that change neither time nor memory. `reasons`: reason -> names."""
+    return tuple(
+        ForeignOption(name, note=reason, fate=NO_EFFECT) for reason, names in reasons.items() for name in names.split()
     )
-    for name in names.split()
-)  # fmt: skip
+
+
+_OF_YAML = _without_effect(
+    {
+        "logging, data, rates and checkpoints are not part of a step": "exp_manager. run. hydra. name restore_from_ "
+        "model.data. model.tokenizer. model.optim. model.nsys_profile trainer. logger. checkpoint. scheduler. rng. "
+        "profiling. dataset. tokenizer. dist. validation. straggler. model._target_ _target_",
+        "with this value Megatron-LM does without the option": "mixed_precision model.precision model.activation "
+        "model.fp8",
+        "NeMo's own kernels, buffers and defaults, which the stack's prices include": "mcore_gpt transformer_engine "
+        "megatron_amp_ native_amp_ precision gradient_as_bucket_view grad_allreduce_chunk_size_mb headscale "
+        "transformer_block_type attention_type sync_batch_comm pre_process post_process reduce_amax use_emha "
+        "apex_transformer_ gc_interval resume_from_checkpoint ffn_dropout rotary_percentage "
+        "seq_len_interpolation_factor activations_checkpoint_layers_per_pipeline num_micro_batches_with_partial_",
+    }
+)
+_OF_VARIABLES = _without_effect(
+    {
+        "it concerns the launch of MLPerf": "dgxsystem walltime nccl_ nvte_ cuda_ slurm sharp mlperf_ torch_ omp_ "
+        "max_steps val_ lr load_ target_ nexp cont logdir ub_ nemo_ hydra_ bind_ mc_ extra_ check_ warmup api_log",
+    }
+)
 
 
 def yaml_settings(settings: Sequence[Setting]) -> list[Setting]:
@@ -146,17 +156,17 @@ _OF_NEMO = {
 def _write_nemo(described: DescribedRun, choice: Choice) -> dict[str, Any]:
     options = {_OF_NEMO.get(name, name): value for name, value in write(described, choice).items()}
     distributed = options.pop("use_distributed_optimizer", None)
-    return options | {"optim.name": "distributed_fused_adam" if distributed else "fused_adam"}
+    return options | {"model.optim.name": "distributed_fused_adam" if distributed else "fused_adam"}
 
 
 def _spell(places: Mapping[str, str]) -> Callable[[str], str]:
-    return lambda name: places.get(name, f"model.{name}")
+    return lambda name: places.get(name, name if "." in name else f"model.{name}")
 
 
 NEMO = replace(
     MEGATRON_LM,
     name="NeMo",
-    families=(*_NO_EFFECT, *MEGATRON_LM.families),
+    families=(*_OF_YAML, *MEGATRON_LM.families),
     spell=_spell({option: key for key, option in _RENAMED.items() if key.startswith("trainer.")}),
     write=_write_nemo,
 )
@@ -228,6 +238,7 @@ def _able_mlperf(described: DescribedRun, candidates: Candidates) -> Any:
 MLPERF = replace(
     NEMO,
     name="MLPerf",
+    families=(*_OF_VARIABLES, *MEGATRON_LM.families),
     options={
         **_OPTIONS,
         "samples_per_data_rank": ForeignOption("samples_per_data_rank", "batch.global_batch", int, note="x data ranks"),
