@@ -1,6 +1,6 @@
 """Write the pages docs/coming-from-*.md: a worked example, and each option of another system with its counterpart.
 
-python docs/make_coming_from.py
+python docs/make_coming_from.py [PAGE ...]
 """
 
 import re
@@ -13,6 +13,7 @@ from textwrap import fill
 
 from shardwright.readers.hugging_face import HUGGING_FACE
 from shardwright.readers.megatron import MEGATRON_LM
+from shardwright.readers.nemo import NEMO
 from shardwright.readers.table import NO_COUNTERPART, NO_EFFECT, READ, ForeignOption, System
 from shardwright.readers.torchtitan import TORCHTITAN
 
@@ -35,6 +36,18 @@ PAGES: dict[str, tuple[str, System, str, str]] = {
         "assignments, arrays, `${NAME}` and `${NAME:-default}`, arithmetic, `if` and `case` with known "
         "conditions, `eval` of a known text, and sourced files next to the script. Loops, functions and the output of "
         "programs are not evaluated; an option whose value depends on them is refused with its line.",
+    ),
+    "coming-from-nemo": (
+        "NeMo, Megatron-Bridge and MLPerf",
+        NEMO,
+        f"plan --from {EXAMPLES}/nemo_llama3_8b.yaml",
+        "YAML of NeMo (with trainer and model) and of Megatron-Bridge (with model, train, ddp); keys that the recipe "
+        "sets and the file does not are Megatron-LM's defaults, and the model is `--model` if the file has no "
+        "sizes. ${model.key} is resolved; other expressions are refused if their value matters. MLPerf's "
+        "config_*.sh is parsed like a script of Megatron-LM, with the files next to it that it sources: "
+        "TENSOR_MODEL_PARALLEL, PIPELINE_MODEL_PARALLEL, INTERLEAVED_PIPELINE, CONTEXT_PARALLEL, SEQ_PARALLEL, "
+        "MICRO_BATCH_SIZE, MINIBS (samples of a data rank), DGXNNODES, DGXNGPU, FP8 and TP_COMM_OVERLAP count; give "
+        "the model by `--model` and the length by `--seq-len`. The options are Megatron-LM's.",
     ),
     "coming-from-torchtitan": (
         "torchtitan",
@@ -67,6 +80,15 @@ PAGES: dict[str, tuple[str, System, str, str]] = {
 """Name of a page -> title, system, command of the example, and what is read."""
 
 CHECKPOINTS = {
+    "coming-from-deepspeed": """\
+[`shardwright convert`](convert.md) takes checkpoints of ZeRO-1, 2 and 3 and universal checkpoints to a run here, and a
+run here to a universal checkpoint: weights, AdamW's moments, step and learning rate.
+
+```text
+shardwright convert outputs moved --to shardwright --model llama-3.1-8b --run run.toml
+shardwright train run.toml --set checkpoint.resume=moved
+shardwright convert runs/debug back --to deepspeed-universal
+```""",
     "coming-from-torchtitan": """\
 [`shardwright convert`](convert.md) takes a checkpoint of torchtitan's Llama 3 to a run here and back: weights, AdamW's
 moments, step and learning rate.
@@ -81,8 +103,10 @@ shardwright train run.toml --set checkpoint.resume=moved
 
 def commands(name: str) -> list[str]:
     """Return the commands of the examples of a page: its configuration, and two of its log."""
-    command, log = PAGES[name][2], f"{EXAMPLES}/{LOGS[name]}"
-    rest = command.removeprefix("plan ")
+    command = PAGES[name][2]
+    if name not in LOGS:
+        return [command]
+    log, rest = f"{EXAMPLES}/{LOGS[name]}", command.removeprefix("plan ")
     return [command, f"plan explain-log {log} {rest}", f"plan calibrate {log} {rest}"]
 
 
@@ -96,15 +120,12 @@ def page(name: str, outputs: Sequence[str]) -> str:
         "documentation, the line of each option, the assumptions, the options without counterpart, the predicted step "
         "time and memory of *that system's* software, warnings, and the fastest layouts that the system can run as "
         "changes of its own options. `--write run.toml` writes the layout as a run file, `--json` one JSON document. "
-        "Nothing in the files is executed.\n",
+        "Nothing in the files is executed. `shardwright dryrun --from` and `shardwright verify --from` take the same "
+        "files and run the layout dry, or prove it.\n",
         f"{about}\n",
         "## Example\n",
         _example(command, outputs[0]),
-        "## A training log\n",
-        "`plan explain-log` compares the log of the run with the prediction for its configuration. `plan calibrate` "
-        "narrows the prediction for this cluster and software; `--write ours.toml` keeps it for `plan --hardware`. "
-        "[How](plan.md#calibrated-by-training-logs). The step times of the example are made up.\n",
-        *(_example(*each) for each in zip(commands(name)[1:], outputs[1:], strict=True)),
+        *([] if name not in LOGS else _log(name, outputs)),
         *([] if name not in CHECKPOINTS else [f"## Checkpoints\n\n{CHECKPOINTS[name]}\n"]),
         "## Options that are read\n\n| option | here | default | note |\n| --- | --- | --- | --- |",
         *(_row(option, system) for option in system.options.values() if option.fate == READ),
@@ -117,8 +138,19 @@ def page(name: str, outputs: Sequence[str]) -> str:
     text = "\n".join(parts) + "\n"
     prose, _, rest = text.partition("## Example")
     filled = "\n\n".join(fill(each, 120) for each in prose.strip().split("\n\n"))
-    about = rest.partition("## A training log\n\n")[2].partition("\n\n")[0]
-    return f"{filled}\n\n## Example{rest.replace(about, fill(about, 120, break_on_hyphens=False))}"
+    return f"{filled}\n\n## Example{rest}"
+
+
+def _log(name: str, outputs: Sequence[str]) -> list[str]:
+    """Return the section about the log of a page's example."""
+    about = (
+        "`plan explain-log` compares the log of the run with the prediction for its configuration. `plan calibrate` "
+        "narrows the prediction for this cluster and software; `--write ours.toml` keeps it for `plan --hardware`. "
+        "[How](plan.md#calibrated-by-training-logs). The step times of the example are made up."
+    )
+    examples = zip(commands(name)[1:], outputs[1:], strict=True)
+    filled = fill(about, 120, break_on_hyphens=False)
+    return ["## A training log\n", f"{filled}\n", *(_example(*each) for each in examples)]
 
 
 def _example(command: str, output: str) -> str:
@@ -166,5 +198,5 @@ def _output(command: str) -> str:
 
 
 if __name__ == "__main__":
-    for each in PAGES:
+    for each in sys.argv[1:] or PAGES:
         (FOLDER / f"{each}.md").write_text(page(each, [*map(_output, commands(each))]), encoding="utf-8")

@@ -13,6 +13,7 @@ from shardwright.cost.job import Candidates, Job
 from shardwright.cost.machine import on_machine
 from shardwright.cost.matmuls import Matmul
 from shardwright.cost.reserved import reserved_bytes
+from shardwright.cost.stack import MEGATRON_CORE
 from shardwright.cost.step import estimate
 from shardwright.layout.layout import Layout
 from shardwright.model.presets import resolve
@@ -84,6 +85,14 @@ def test_a_matmul_takes_what_was_measured(mine: Path):
     seconds = float(Matmul("product", 512, 256, 768).seconds(job("mine:2", mine)))
     waves = 2 * 6
     assert seconds == pytest.approx(2 * 512 * 256 * 768 / (50e9 * waves / (waves + 0.5) * 256 / (256 + 32)))
+
+
+def test_the_software_of_another_system_has_the_measured_matmuls_and_its_own_launches(mine: Path):
+    own = job("mine:2", mine)
+    other = on_machine(replace(own, stack=MEGATRON_CORE))
+    product = Matmul("product", 512, 256, 768)
+    assert float(product.seconds(other)) == pytest.approx(float(product.seconds(own)))
+    assert other.stack.speed.launch_s == MEGATRON_CORE.speed.launch_s != own.stack.speed.launch_s
 
 
 def test_one_rank_has_the_rates_that_one_rank_measured(mine: Path):

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwright.cli.common import AsJson, Overrides, print_text, progress, reading_verb, show, wrong_place
+from shardwright.cli.plan_from import load_run
+from shardwright.cli.plan_options import FromOptions
 from shardwright.system.errors import InputError
 
 if TYPE_CHECKING:
@@ -18,10 +20,12 @@ ALL = "all"
 
 
 @dataclass(frozen=True)
-class DryrunOptions:
+class DryrunOptions(FromOptions):
     """Arguments and options of `dryrun`."""
 
-    run_file: Annotated[Path, typer.Argument(help="the run file, TOML; see examples/; its data is not read")]
+    run_file: Annotated[Path | None, typer.Argument(help="the run file, TOML; see examples/; its data is not read")] = (
+        None
+    )
     overrides: Overrides = None
     rank: Annotated[
         int | None, typer.Option(metavar="R", help="the rank of the world; if not given, the fullest by the plan")
@@ -44,9 +48,6 @@ class DryrunOptions:
             metavar="NAME[:COUNT]",
             help="the cluster as for `plan`, such as h100:64, or h100, for its accelerator's memory",
         ),
-    ] = None
-    hardware: Annotated[
-        Path | None, typer.Option(metavar="FILE.toml", help="your accelerators, networks and clusters")
     ] = None
     count_as: Annotated[
         str,
@@ -84,6 +85,8 @@ def dryrun(options: DryrunOptions) -> None:
 
     shardwright dryrun examples/llama-3.1-8b.toml --ranks all --device-memory 80GiB
 
+    shardwright dryrun --from pretrain_llama.sh --cluster h100:64
+
     Exit codes: 0 fits, 1 does not fit or ranks do not agree, 2 the input cannot be used, 3 a dry run failed.
     """
     wrong = _problems(options)
@@ -92,9 +95,7 @@ def dryrun(options: DryrunOptions) -> None:
     from shardwright.verification.ranks import start_server
 
     start_server()  # it imports PyTorch while this process does not
-    from shardwright.config import load
-
-    config = load(options.run_file, options.overrides or [])
+    config = load_run(options, options.run_file, options.overrides or [], ("cluster", "hardware"))
     how = _how(config, options)
     with progress("running dry") as tell:
         found = _found(config, how, options, tell)

@@ -3,14 +3,15 @@
 import re
 import shlex
 import sys
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwright.cli.common import AsJson, ConfigurationFiles, print_text, reading_verb, show
-from shardwright.cli.plan_asked import PlanOptions, wrong_options
+from shardwright.cli.common import AsJson, print_text, reading_verb, show
+from shardwright.cli.plan_asked import wrong_options
+from shardwright.cli.plan_options import FromOptions
 from shardwright.system.errors import InputError
 
 if TYPE_CHECKING:
@@ -22,28 +23,11 @@ Logs = Annotated[list[Path], typer.Argument(metavar="LOG...", help="training log
 
 
 @dataclass(frozen=True)
-class LogOptions:
+class LogOptions(FromOptions):
     """Arguments and options of the verbs that read a training log."""
 
     logs: Logs
-    from_: ConfigurationFiles = None
-    model: Annotated[
-        str | None, typer.Option(metavar="NAME|SIZES", help="the model, if no file has it; as for plan")
-    ] = None
-    cluster: Annotated[
-        str | None, typer.Option(metavar="NAME:COUNT", help="accelerators and how many, such as h100:64; as for plan")
-    ] = None
-    global_batch: Annotated[int | None, typer.Option(metavar="N", help="sequences of a step, over all ranks")] = None
-    seq_len: Annotated[int | None, typer.Option(metavar="N", help="tokens of a sequence")] = None
-    hardware: Annotated[
-        Path | None, typer.Option(metavar="FILE.toml", help="your accelerators, networks and clusters")
-    ] = None
     json: AsJson = False
-
-    def plan_options(self) -> PlanOptions:
-        """Return the options of `plan` for the configuration of the run."""
-        own = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("logs", "json")}
-        return PlanOptions(**own)
 
 
 @dataclass(frozen=True)

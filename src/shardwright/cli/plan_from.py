@@ -13,10 +13,11 @@ from shardwright.cli.common import console, error_console, print_text, show
 from shardwright.cli.plan_asked import changed_cluster, no_peak
 from shardwright.cli.plan_goal import check_goal, training_goal
 from shardwright.cli.plan_model import find_model
-from shardwright.cli.plan_options import PlanOptions, wrong_options
+from shardwright.cli.plan_options import FromOptions, PlanOptions, wrong_options
 from shardwright.system.errors import InputError, LayoutError
 
 if TYPE_CHECKING:
+    from shardwright.config import RunConfig
     from shardwright.cost.hardware import Cluster
     from shardwright.cost.job import Job
     from shardwright.readers.foreign_run import ForeignRun
@@ -98,9 +99,36 @@ def read_run(paths: Sequence[Path], options: PlanOptions) -> "tuple[ForeignRun, 
             text += f"/{node}"
     assert text is not None
     cluster = changed_cluster(text, options, options.link, options.network)
+    if cluster.accelerator.rates is not None:
+        assumed.append(f"matmuls, attention and memory as fast as measured on {cluster.accelerator.name}")
     if problems := no_peak(cluster, run.described.precision):
         raise InputError(*problems)
     return run, cluster, assumed
+
+
+def load_run(options: FromOptions, run_file: Path | None, overrides: Sequence[str], own: Sequence[str]) -> "RunConfig":
+    """Return the run file, or the configuration of --from as one, with the changes of --set. `own`: options that the
+    verb has without --from too. Raises InputError with every problem."""
+    from shardwright.config import load, parse
+    from shardwright.system.files import parse_toml
+
+    if not options.from_:
+        names = [each.name for each in fields(FromOptions) if each.name not in own]
+        given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
+        if given:
+            raise InputError(f"{' and '.join(given)} describe a configuration of --from; for a run file use --set")
+        if run_file is None:
+            raise typer.BadParameter("name a run file, such as examples/debug.toml", param_hint="RUN_FILE")
+        return load(run_file, overrides)
+    if run_file is not None:
+        raise InputError(f"{run_file} and --from {options.from_[0]} are both configurations; leave one out")
+    run, cluster, _ = read_run(options.from_, options.plan_options())
+    text = run_file_text(run, run.job(cluster), shlex.join(["shardwright", *sys.argv[1:]]))
+    config = parse(parse_toml(text), overrides, source=f"{run.files[0]}, as a run file")
+    error_console.print(
+        f"{run.files[0]}, {run.system.name}: {run.choice}; plan --from shows what was read", markup=False
+    )
+    return config
 
 
 def run_file_text(run: "ForeignRun", job: "Job", command: str) -> str:

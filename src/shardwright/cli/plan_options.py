@@ -19,6 +19,30 @@ WITH_MEASURED = (
 """The options that are valid with --measured: they describe the run and the machine that it ran on."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class FromOptions:
+    """The options of verbs that read a configuration of another system."""
+
+    from_: ConfigurationFiles = None
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME|SIZES", help="with --from, the model if no file has it; as for plan")
+    ] = None
+    cluster: Annotated[
+        str | None, typer.Option(metavar="NAME:COUNT", help="accelerators and how many, such as h100:64; as for plan")
+    ] = None
+    global_batch: Annotated[
+        int | None, typer.Option(metavar="N", help="with --from, sequences of a step, over all ranks")
+    ] = None
+    seq_len: Annotated[int | None, typer.Option(metavar="N", help="with --from, tokens of a sequence")] = None
+    hardware: Annotated[
+        Path | None, typer.Option(metavar="FILE.toml", help="your accelerators, networks and clusters")
+    ] = None
+
+    def plan_options(self) -> "PlanOptions":
+        """Return the options of `plan` for the configuration."""
+        return PlanOptions(**{each.name: getattr(self, each.name) for each in fields(FromOptions)})
+
+
 @dataclass(frozen=True)
 class PlanOptions:
     """Arguments and options of `plan`."""

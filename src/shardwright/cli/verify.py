@@ -19,6 +19,8 @@ from shardwright.cli.common import (
     show,
     wrong_place,
 )
+from shardwright.cli.plan_from import load_run
+from shardwright.cli.plan_options import FromOptions
 from shardwright.system.errors import InputError, WorkerError, nearest
 from shardwright.system.units import format_seconds
 from shardwright.view.terminal import TableStream
@@ -34,7 +36,7 @@ DAY_S = 24 * 3600.0
 
 
 @dataclass(frozen=True)
-class VerifyOptions:
+class VerifyOptions(FromOptions):
     """Arguments and options of `verify`."""
 
     run_file: Annotated[Path | None, typer.Argument(help="the run file, TOML; see examples/")] = None
@@ -137,6 +139,8 @@ def verify(options: VerifyOptions) -> None:
 
     shardwright verify examples/debug.toml --matrix 4
 
+    shardwright verify --from pretrain_llama.sh --cluster h100:64
+
     shardwright verify --trainer examples/trainers/ddp.py --world 4
 
     Exit codes: 0 equal, 1 not equal, 2 the input cannot be used, 3 a rank crashed or hung.
@@ -146,12 +150,10 @@ def verify(options: VerifyOptions) -> None:
         return
     if options.world is not None or options.reference is not None:
         raise InputError("--world and --reference are options of --trainer; add --trainer TRAINER.py")
-    if options.run_file is None:
-        raise typer.BadParameter("name a run file, such as examples/debug.toml", param_hint="RUN_FILE")
     from shardwright.verification.ranks import start_server
 
     start_server()  # it imports PyTorch while this process does
-    configs = _configs(options.run_file, options)
+    configs = _configs(options)
     from shardwright.verification import Verifier
     from shardwright.verification.verifier import TIMEOUT_S
     from shardwright.verification.view import sizes
@@ -264,10 +266,10 @@ def dtype_problems(dtype: str) -> list[str]:
     return [] if dtype in DTYPES else [f"--dtype {dtype}: not one that can be compared; {nearest(dtype, DTYPES)}"]
 
 
-def _configs(run_file: Path, options: VerifyOptions) -> "list[RunConfig]":
+def _configs(options: VerifyOptions) -> "list[RunConfig]":
     """Return the run file, and its second form if there is one. Raises InputError with every problem of the options and
     of the run file."""
-    from shardwright.config import flat, load
+    from shardwright.config import flat
 
     overrides, overrides_b = options.overrides or [], options.overrides_b
     wrong = wrong_place("--html", options.html, {".html": "it is named"})
@@ -281,7 +283,7 @@ def _configs(run_file: Path, options: VerifyOptions) -> "list[RunConfig]":
     configs: list[RunConfig] = []
     for each in [overrides] if overrides_b is None else [overrides, [*overrides, *overrides_b]]:
         try:
-            configs.append(load(run_file, each))
+            configs.append(load_run(options, options.run_file, each, ()))
         except InputError as error:
             wrong += [problem for problem in error.problems if problem not in wrong]
     if len(configs) == 2:
@@ -341,6 +343,7 @@ def _check_options_of_trainer(options: VerifyOptions) -> None:
         "--lr-schedule": options.lr_schedule,
         "--no-evaluate": not options.evaluate,
         "--against": options.against != "single",
+        "--from": options.from_ is not None,
     }
     wrong += [f"{name} is for layouts of a run file; leave it out with --trainer" for name in given if given[name]]
     if options.matrix is not None and options.world is not None:
@@ -388,11 +391,8 @@ def _matrix(verifier: "Verifier", pairs: "Sequence[tuple[Case, RankedLayout]]", 
     if stream is not None:
         console.print()
     n_ranks = pairs[0][1].world_size
-    show(
-        matrix_document(reports, f"{options.trainer or options.run_file}: layouts of {n_ranks} ranks"),
-        options.json,
-        options.html,
-    )
+    name = options.trainer or options.run_file or " ".join(map(str, options.from_ or []))
+    show(matrix_document(reports, f"{name}: layouts of {n_ranks} ranks"), options.json, options.html)
     if any(report.crash for report in reports):
         raise typer.Exit(WorkerError.exit_code)
     if not all(report.equal for report in reports):

@@ -6,6 +6,7 @@ FOLDER/__0_0.distcp    chunks, each one a file of `torch.save`
 
 import io
 import pickle
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +85,24 @@ class DcpFolder:
     path: Path
     tensors: Mapping[str, TensorRecord]
     places: Mapping[tuple[str, tuple[int, ...]], BytesInFile]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of tensors and of other values."""
+        return list(dict.fromkeys(name for name, _ in self.places))
+
+    def read_all(self, places: Mapping[str, str]) -> dict[str, Tensor]:
+        """Return the whole tensors of some places, read by `torch.distributed.checkpoint`, which unpickles `.metadata`:
+        `read_dcp` has accepted its classes before."""
+        import torch.distributed.checkpoint as dcp  # slow to import
+
+        state = {
+            place: torch.empty(self.tensors[place].shape, dtype=getattr(torch, self.tensors[place].dtype))
+            for place in places.values()
+        }
+        with warnings.catch_warnings(action="ignore"):  # it has no process group
+            dcp.load(state, checkpoint_id=self.path, no_dist=True)
+        return {name: state[place] for name, place in places.items()}
 
     def read_shard(self, name: str, record: ShardRecord) -> Tensor:
         """Return the values of a chunk. Raises DamagedError if they do not fit `.metadata`."""

@@ -1,4 +1,5 @@
 """Training states in PyTorch's distributed checkpoints: torchtitan's, and trainers' with the names of `transformers`.
+DeepSpeed's checkpoints (`deepspeed.py`) are read under the same names.
 
 torchtitan: NAME, optimizer.state.NAME.exp_avg, optimizer.param_groups.NAME.lr, lr_scheduler.last_epoch,
 train_state.step. Others: model.NAME, optimizer.state.NAME.exp_avg, and groups by name or by number with a list of names
@@ -7,16 +8,16 @@ train_state.step. Others: model.NAME, optimizer.state.NAME.exp_avg, and groups b
 
 import json
 import re
-import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from shardwright.conversion.dcp import DcpFolder, DcpWriter, read_dcp
+from shardwright.conversion.dcp import DcpWriter, read_dcp
 from shardwright.conversion.names import NAMINGS, TORCHTITAN, TRANSFORMERS, named_tensors_of
 from shardwright.conversion.state import MOMENTS, STEP, AdamWSettings, TrainingState, trained_parameters
 from shardwright.hugging_face.architecture import architecture_of
@@ -26,6 +27,7 @@ from shardwright.hugging_face.table import FileTensor
 from shardwright.hugging_face.writer import tensor_of_file
 from shardwright.model.spec import ModelSpec
 from shardwright.system.errors import CheckpointError, ConfigError
+from shardwright.training.checkpoint.manifest import ShardRecord, TensorRecord
 from shardwright.training.weights import ShardedTensors, Weights
 
 _PREFIXES, _OPTIMIZERS = ("", "model."), ("optimizer.", "optim.")
@@ -33,24 +35,44 @@ _STEPS, _TOKENS = ("train_state.step", "lr_scheduler.last_epoch"), "train_state.
 _DATA = "dataloader."
 _NOT_TENSORS = (_DATA, "lr_scheduler.", "train_state.")
 _GROUP = ("lr", "betas", "eps", "weight_decay", "initial_lr")
-_REFUSED = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
+_REFUSED = {
+    "amsgrad": False,
+    "maximize": False,
+    "decoupled_weight_decay": True,
+    "adam_w_mode": True,
+    "bias_correction": True,
+}
 """Settings with which the update is not AdamW's -> the value that is supported."""
 CHUNK_BYTES = 2**28
 """Largest chunk that is written, unless one row is larger."""
 
 
-class DcpWeights(MappedTensors):
-    """The parameters in a distributed checkpoint, or the moments of one kind. `place`: the name of a tensor in
-    `.metadata`, with {} for the trainer's name of the parameter."""
+class TensorFolder(Protocol):
+    """A checkpoint of a trainer. `names`: of its tensors and of its other values."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def tensors(self) -> Mapping[str, TensorRecord]: ...
+    @property
+    def names(self) -> list[str]: ...
+    def value(self, name: str) -> Any: ...
+    def read_shard(self, name: str, record: ShardRecord) -> Tensor: ...
+    def read_all(self, places: Mapping[str, str]) -> dict[str, Tensor]: ...
+
+
+class TrainerWeights(MappedTensors):
+    """The parameters in a checkpoint of a trainer, or the moments of one kind. `place`: the name of a tensor in the
+    folder, with {} for the trainer's name of the parameter."""
 
     left_out: dict[str, str]
 
     def __init__(
-        self, folder: DcpFolder, shards: ShardedTensors, spec: ModelSpec, tensors: Sequence[FileTensor], place: str
+        self, folder: TensorFolder, shards: ShardedTensors, spec: ModelSpec, tensors: Sequence[FileTensor], place: str
     ) -> None:
         """Raises CheckpointError with every problem: tensors that are missing or have another shape."""
         self.path, self.left_out = folder.path, {}
-        self._shards, self._place = shards, place
+        self._folder, self._shards, self._place = folder, shards, place
         problems = []
         for tensor in tensors:
             name = place.format(tensor.name)
@@ -67,31 +89,28 @@ class DcpWeights(MappedTensors):
         low, high = zip(*spans, strict=True)
         return self._shards.read(self._place.format(name), low, [b - a for a, b in zip(low, high, strict=True)])
 
-    def read_by_torch(self) -> dict[str, Tensor]:
-        """Return every tensor by its name in the file, read by `torch.distributed.checkpoint`, which unpickles
-        `.metadata`: `read_dcp` has accepted its classes before."""
-        import torch.distributed.checkpoint as dcp  # slow to import
-
-        state = {
-            self._place.format(name): torch.empty(tensor.shape, dtype=getattr(torch, self.dtypes[tensor.parts[0].name]))
-            for name, tensor in self.in_files.items()
-        }
-        with warnings.catch_warnings(action="ignore"):  # it has no process group
-            dcp.load(state, checkpoint_id=self.path, no_dist=True)
-        return {name: state[self._place.format(name)] for name in self.in_files}
+    def read_all(self) -> dict[str, Tensor]:
+        """Return every tensor by its name in the file."""
+        return self._folder.read_all({name: self._place.format(name) for name in self.in_files})
 
     def describe(self) -> str:
         """Return a description in one line."""
-        return f"distributed checkpoint {self.path}"
+        return f"checkpoint {self.path}"
 
 
 def read_dcp_state(path: Path, spec: ModelSpec) -> TrainingState:
     """Return the training state of a distributed checkpoint of a model. Raises CheckpointError with all problems."""
-    folder = read_dcp(path)
+    state = state_of_folder(read_dcp(path), spec)
+    return replace(state, format=TORCHTITAN if state.naming != TRANSFORMERS else "dcp")
+
+
+def state_of_folder(folder: TensorFolder, spec: ModelSpec) -> TrainingState:
+    """Return the training state of a checkpoint of a trainer. Raises CheckpointError with all problems."""
+    path = folder.path
     prefix, naming, tensors = _naming(folder, spec)
     shards = ShardedTensors(folder.tensors, folder.read_shard)
-    weights = DcpWeights(folder, shards, spec, tensors, prefix + "{}")
-    names = [name for name, _ in folder.places]
+    weights = TrainerWeights(folder, shards, spec, tensors, prefix + "{}")
+    names = folder.names
     optimizer = next((each for each in _OPTIMIZERS if any(name.startswith(f"{each}state.") for name in names)), None)
     outside = (*_NOT_TENSORS, *([] if optimizer is None else [optimizer]))
     known = {prefix + tensor.name for tensor in tensors}
@@ -105,7 +124,7 @@ def read_dcp_state(path: Path, spec: ModelSpec) -> TrainingState:
         raise CheckpointError(*(f"{path}: {problem}" for problem in said_shortly(problems)))
     data = {"dataloader": "the data position of torchtitan is in a form of its own"}
     state = TrainingState(
-        format=TORCHTITAN if naming != TRANSFORMERS else "dcp",
+        format="",
         weights=weights,
         naming=naming,
         left_out=data if any(name.startswith(_DATA) for name in names) else {},
@@ -115,14 +134,14 @@ def read_dcp_state(path: Path, spec: ModelSpec) -> TrainingState:
     of_parameter = f"{optimizer}state.{{}}."
     return replace(
         state,
-        moments={kind: DcpWeights(folder, shards, spec, updated, of_parameter + kind) for kind in MOMENTS},
+        moments={kind: TrainerWeights(folder, shards, spec, updated, of_parameter + kind) for kind in MOMENTS},
         settings=_settings(folder, f"{optimizer}param_groups.", updated),
         step=_step(folder, of_parameter + STEP, updated),
         tokens=folder.value(_TOKENS),
     )
 
 
-def _naming(folder: DcpFolder, spec: ModelSpec) -> tuple[str, str, list[FileTensor]]:
+def _naming(folder: TensorFolder, spec: ModelSpec) -> tuple[str, str, list[FileTensor]]:
     """Return the prefix of parameters, the naming and the tensors that most names of a checkpoint belong to. Raises
     CheckpointError if none does."""
     best: tuple[int, str, str, list[FileTensor]] = (0, "", "", [])
@@ -157,7 +176,7 @@ def _unknown_states(names: Iterable[str], state: str, updated: Sequence[FileTens
         )
 
 
-def _step(folder: DcpFolder, place: str, updated: Sequence[FileTensor]) -> int:
+def _step(folder: TensorFolder, place: str, updated: Sequence[FileTensor]) -> int:
     """Return the number of steps taken. Raises CheckpointError if parts of the checkpoint differ in it."""
     steps = Counter(folder.value(place.format(tensor.name)) for tensor in updated)
     totals = {name: value for name in _STEPS if (value := folder.value(name)) is not None}
@@ -170,15 +189,15 @@ def _step(folder: DcpFolder, place: str, updated: Sequence[FileTensor]) -> int:
     return int(next(iter(steps)))
 
 
-def _settings(folder: DcpFolder, groups: str, updated: Sequence[FileTensor]) -> dict[str, AdamWSettings]:
+def _settings(folder: TensorFolder, groups: str, updated: Sequence[FileTensor]) -> dict[str, AdamWSettings]:
     """Return the settings of each parameter. Raises CheckpointError if settings are missing, or if the update with
     them is not AdamW's."""
-    numbers = {m[1] for name, _ in folder.places if (m := re.fullmatch(rf"{re.escape(groups)}(\d+)\.params", name))}
+    numbers = {m[1] for name in folder.names if (m := re.fullmatch(rf"{re.escape(groups)}(\d+)\.params", name))}
     group_of = {name: number for number in numbers for name in folder.value(f"{groups}{number}.params")}
     settings: dict[str, AdamWSettings] = {}
     for tensor in updated:
         place = f"{groups}{group_of.get(tensor.name, tensor.name)}."
-        if (place + "lr", ()) not in folder.places:
+        if folder.value(place + "lr") is None:
             raise CheckpointError(f"{folder.path} has moments of {tensor.name}, and no settings of AdamW ({place}lr)")
         group = {key: folder.value(place + key) for key in (*_GROUP, *_REFUSED)}
         for key, valid in _REFUSED.items():

@@ -3,14 +3,15 @@
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwright.config import RunConfig
 from shardwright.config import load as load_run_file
 from shardwright.config.sections import spec_of_folder
 from shardwright.conversion.dcp import METADATA
-from shardwright.conversion.dcp_state import read_dcp_state, write_dcp_state
+from shardwright.conversion.dcp_state import read_dcp_state, state_of_folder, write_dcp_state
+from shardwright.conversion.deepspeed import DeepSpeedFolder, step_folder, write_universal_state
 from shardwright.conversion.names import TORCHTITAN, TRANSFORMERS
 from shardwright.conversion.own import read_own_state, write_own_state
 from shardwright.conversion.prove import compare
@@ -25,6 +26,8 @@ from shardwright.system.files import new_folder, publish_folder
 from shardwright.training.checkpoint.manifest import FILE_NAME
 from shardwright.training.exporting import export
 from shardwright.training.importing import is_free, write_weights_folder
+
+DEEPSPEED = "deepspeed-universal"
 
 
 @dataclass(frozen=True)
@@ -104,13 +107,29 @@ def _spec_of(model: str) -> ModelSpec:
     return spec_of_folder(path) if path.is_dir() else resolve(model)
 
 
-def _read_dcp(path: Path, spec: ModelSpec | None) -> TrainingState:
-    if spec is None and not (path / CONFIG).is_file():
-        raise InputError(
-            f"{path} has no sizes of its model; name it with --model: a preset such as llama-3.1-8b, or the folder of "
-            f"its {CONFIG}"
-        )
-    return read_dcp_state(path, spec or spec_of_folder(path))
+def _of_model(read: Callable[[Path, ModelSpec], TrainingState]) -> Callable[[Path, ModelSpec | None], TrainingState]:
+    """Return the reader of a format whose files do not describe the model."""
+
+    def read_with_model(path: Path, spec: ModelSpec | None) -> TrainingState:
+        if spec is None and not (path / CONFIG).is_file():
+            raise InputError(
+                f"{path} has no sizes of its model; name it with --model: a preset such as llama-3.1-8b, or the folder "
+                f"of its {CONFIG}"
+            )
+        return read(path, spec or spec_of_folder(path))
+
+    return read_with_model
+
+
+def _read_deepspeed(path: Path, spec: ModelSpec) -> TrainingState:
+    folder = DeepSpeedFolder(step_folder(path) or path)
+    state = state_of_folder(folder, spec)
+    return replace(state, format=DEEPSPEED, left_out={**state.left_out, **folder.remarks})
+
+
+def _write_deepspeed(state: TrainingState, out: Path, config: RunConfig | None) -> list[str]:
+    with new_folder(out, is_free, CheckpointError) as fresh:
+        return write_universal_state(state, fresh)
 
 
 def _write_dcp(naming: str) -> Callable[[TrainingState, Path, RunConfig | None], list[str]]:
@@ -152,14 +171,20 @@ FORMATS: Mapping[str, CheckpointFormat] = {
     TORCHTITAN: CheckpointFormat(
         "a distributed checkpoint (DCP) with torchtitan's names, Llama 3",
         lambda path: (path / METADATA).is_file() or any(path.glob("*.distcp")),
-        _read_dcp,
+        _of_model(read_dcp_state),
         _write_dcp(TORCHTITAN),
     ),
     "dcp": CheckpointFormat(
         "a distributed checkpoint of PyTorch with the names of transformers",
         lambda path: False,  # `torchtitan` reads every distributed checkpoint
-        _read_dcp,
+        _of_model(read_dcp_state),
         _write_dcp(TRANSFORMERS),
+    ),
+    DEEPSPEED: CheckpointFormat(
+        "a universal checkpoint of DeepSpeed; checkpoints of its ZeRO-1, 2 and 3 are read too",
+        lambda path: step_folder(path) is not None,
+        _of_model(_read_deepspeed),
+        _write_deepspeed,
     ),
     "hf": CheckpointFormat(
         "a folder of transformers, weights only",

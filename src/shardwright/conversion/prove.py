@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.optim.adamw import AdamW
 
-from shardwright.conversion.dcp_state import DcpWeights
+from shardwright.conversion.dcp_state import TrainerWeights
 from shardwright.conversion.names import TORCHTITAN, TRANSFORMERS
 from shardwright.conversion.state import STEP, TrainingState, trained_parameters
 from shardwright.hugging_face.architecture import architecture_of
@@ -109,8 +109,8 @@ def compute(state: TrainingState) -> dict[str, Tensor]:
 
 def _in_files(weights: Weights) -> dict[str, Tensor]:
     """Return every tensor under its name in the files, as it is there."""
-    if isinstance(weights, DcpWeights):
-        return weights.read_by_torch()
+    if isinstance(weights, TrainerWeights):
+        return weights.read_all()
     if isinstance(weights, MappedTensors):
         return {name: weights.read_in_file(name) for name in weights.in_files}
     return {name: _whole(weights, name) for name in weights.shapes}

@@ -17,6 +17,7 @@ from shardwright.cost.hardware import Cluster, NetworkLink
 from shardwright.cost.hardware_file import CALIBRATED_CONSTANTS
 from shardwright.cost.job import Candidates, Floats, Job
 from shardwright.cost.speed import CONTEXT, DATA, TENSOR
+from shardwright.cost.stack import SHARDWRIGHT
 from shardwright.cost.step import step_time
 from shardwright.split.compression import LOGITS_TOGETHER
 from shardwright.system.units import GiB
@@ -34,8 +35,8 @@ _HOST = ("launch_s", "step_s", "bucket_s", "message_s", "part_s")
 
 def on_machine(job: Job) -> Job:
     """Return the job with the rates measured on its cluster's machine, or with the constants that logs of its software
-    calibrated, if there are any. Rates were measured with this system's eager stack; a compiled stack uses only the
-    rates of matmuls and attention."""
+    calibrated, if there are any. Rates were measured with this system's eager stack; a compiled stack, and another
+    system's, use only the rates of matmuls, attention and memory."""
     job, chip = on_calibrated_cluster(job), job.cluster.accelerator
     if chip.rates is None:
         return job
@@ -52,7 +53,7 @@ def on_machine(job: Job) -> Job:
         memory_share=1 / rates.in_step.work,
     )
     speed = replace(job.stack.speed, kernel_share=1.0, matmul_gain=1.0, flash_gain=1.0, attention="", by_die={})
-    if not job.compiled:
+    if job.stack.name == SHARDWRIGHT.name:
         kernels: dict[str, Any] = {str(name): moved for name, moved in rates.kernels.items()}
         if "loss_bytes" in kernels:  # in the type that was measured
             kernels |= {"loss_cast_bytes": 0.0, "loss_over_tp_bytes": 0.0}

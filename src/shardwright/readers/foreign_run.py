@@ -11,7 +11,7 @@ from typing import Any
 
 from shardwright.cost.hardware import Cluster
 from shardwright.cost.job import Candidates, Job
-from shardwright.cost.machine import on_calibrated_cluster
+from shardwright.cost.machine import on_machine
 from shardwright.layout.layout import accumulation
 from shardwright.model.spec import ModelSpec
 from shardwright.planner.choice import Choice, PricedLayout
@@ -55,7 +55,7 @@ class ForeignRun:
         return Choice(self.described.layout, self.described.micro_batch)
 
     def job(self, cluster: Cluster) -> Job:
-        """Return the job on a cluster. Raises InputError with every rule that it breaks."""
+        """Return the job on a cluster, with its measured rates. Raises InputError with every rule that it breaks."""
         given = self.described
         sizes = {"micro-batch": given.micro_batch, "global batch": given.global_batch, "sequence": given.seq_len}
         if small := [f"{self.files[0]}: {name} {n}; valid: 1 or more" for name, n in sizes.items() if n < 1]:
@@ -77,7 +77,7 @@ class ForeignRun:
             problems += error.problems
         if problems:
             raise InputError(*(f"{self.files[0]}: {problem}" for problem in problems))
-        return on_calibrated_cluster(job)
+        return on_machine(job)
 
 
 def read_configuration(paths: Sequence[Path], request: Request) -> ForeignRun:

@@ -75,7 +75,7 @@ def _grouped(values: Values) -> bool:
     """Return whether the groups of queries count: in YAML num_query_groups alone is enough."""
     if values.given("num_query_groups") and not values["group_query_attention"]:
         if not values.settings["num_query_groups"].option.startswith("--"):
-            return values["num_query_groups"] is not None
+            return values.settings["num_query_groups"].value is not None
         values.changes["num_query_groups"] = "without --group-query-attention Megatron-LM gives every head its own keys"
     return bool(values["group_query_attention"])
 
@@ -103,6 +103,7 @@ def _positions(values: Values) -> Any:
                      "learned_absolute, none and mrope")  # fmt: skip
     if kind in ("none", "mrope"):
         values.changes["position_embedding_type"] = f"{kind} has no counterpart: priced as rope"
+        values.assumed.append(f"positions {kind} are priced as rope, and a run file of it computes rope")
         return "rope"
     if values["no_position_embedding"]:
         values.assumed.append("no positions are added (no_position_embedding); priced as rope")

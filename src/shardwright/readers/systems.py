@@ -10,6 +10,7 @@ from shardwright.readers.arguments import is_option, settings_of
 from shardwright.readers.documents import python_settings, toml_settings, tree_settings
 from shardwright.readers.hugging_face import HUGGING_FACE
 from shardwright.readers.megatron import MEGATRON_LM
+from shardwright.readers.nemo import MLPERF, is_mlperf, mlperf_settings, yaml_settings, yaml_system
 from shardwright.readers.shell import Shell
 from shardwright.readers.shell_values import Word
 from shardwright.readers.table import READ, Setting, System, normalised
@@ -18,7 +19,8 @@ from shardwright.system.errors import InputError
 from shardwright.system.files import read_text, reason
 
 SUPPORTED = (
-    "a shell script or a file of arguments of Megatron-LM (*.sh, *.txt, *.args); TOML or Python of torchtitan (*.toml, "
+    "a shell script or a file of arguments of Megatron-LM, or MLPerf's config_*.sh (*.sh, *.txt, *.args); YAML of NeMo "
+    "and Megatron-Bridge (*.yaml); TOML or Python of torchtitan (*.toml, "
     "*.py, *.py:FUNCTION); JSON of DeepSpeed, YAML of Accelerate, JSON of TrainingArguments, and config.json (*.json, "
     "*.yaml)"
 )
@@ -57,7 +59,7 @@ def _source(path: Path) -> tuple[System | None, ConfigurationSource | None, Mode
     file, _, function = str(path).partition(".py:")
     suffix = path.suffix.lower()
     if suffix in SHELL:
-        return MEGATRON_LM, _shell_source(path, MEGATRON_LM), None
+        return *_shell_source(path), None
     if suffix == ".toml":
         return TORCHTITAN, ConfigurationSource(str(path), tuple(toml_settings(path))), None
     if suffix == ".py" or function:
@@ -67,19 +69,25 @@ def _source(path: Path) -> tuple[System | None, ConfigurationSource | None, Mode
         settings = tree_settings(path)
         if any(setting.option in ("model_type", "architectures") for setting in settings):
             return None, None, read_sizes(path)
+        if (system := yaml_system(settings)) is not None:
+            return system, ConfigurationSource(str(path), tuple(yaml_settings(settings))), None
         return HUGGING_FACE, ConfigurationSource(str(path), tuple(settings)), None
     raise InputError(f"--from {path}: files named *{path.suffix} are not read; supported: {SUPPORTED}")
 
 
-def _shell_source(path: Path, system: System) -> ConfigurationSource:
-    """Return the settings of the command in a script that starts the training."""
-    shell = Shell()
+def _shell_source(path: Path) -> tuple[System, ConfigurationSource]:
+    """Return the settings of the command in a script that starts the training, or the variables of MLPerf's."""
+    shell, system = Shell(), MEGATRON_LM
     if (words := _argument_words(path)) is not None:
         shell.commands.append(words)
     else:
         shell.run(path)
     ranked = sorted(shell.commands, key=lambda words: _known_options(words, system))
     if not ranked or _known_options(ranked[-1], system) < FEWEST_OPTIONS:
+        if is_mlperf(shell.values):
+            texts = [(name, shell.text_of(name)) for name in shell.values]
+            found = [Setting(name, each.text, each.where or str(path), each.unknown) for name, each in texts if each]
+            return MLPERF, ConfigurationSource(str(path), tuple(mlperf_settings(found)), tuple(shell.notes))
         hint = f"; {shell.notes[0]}" if shell.notes else ""
         raise InputError(f"{path}: no command with options of {system.name} is found{hint}; supported: {SUPPORTED}")
     settings = settings_of(_split(ranked[-1]), system.options)
@@ -88,7 +96,7 @@ def _shell_source(path: Path, system: System) -> ConfigurationSource:
         word = shell.text_of("WORLD_SIZE")
         if word is not None and word.unknown is None:
             settings.append(Setting("WORLD_SIZE", word.text, word.where))
-    return ConfigurationSource(str(path), tuple(settings), tuple(shell.notes))
+    return system, ConfigurationSource(str(path), tuple(settings), tuple(shell.notes))
 
 
 def _argument_words(path: Path) -> list[Word] | None:
