@@ -149,6 +149,7 @@ class Speed:
 FLASH_2 = 1.4
 """`flash_gain` of FlashAttention-2 in PyTorch since 2024."""
 ATTENTION_GAIN = {
+    "fa1": {"a100-80gb": 0.5},
     "fa2": {"a100-80gb": 1.0, "h100": FLASH_2, "b200": 0.74, OTHERS: FLASH_2},
     "fa3": {"h100": 2.4},
     "fa4": {"b200": 2.0},
@@ -157,7 +158,8 @@ ATTENTION_GAIN = {
 """`flash_gain` of attention kernels on the dies that have them, relative to `Calibration.flash_share` of the die.
 
 On A100 `flash_share` is the rate of FlashAttention-2. On B200 FlashAttention-2 runs the instructions of H100: its rate
-is the rate on H100 times 148 / 132 multiprocessors. cuDNN on H100 was measured on an H200
+is the rate on H100 times 148 / 132 multiprocessors. FlashAttention-1 on A100 takes twice the time (arXiv 2307.08691,
+abstract). cuDNN on H100 was measured on an H200
 (benchmarks/results/gpu-2026-11-27.md); FlashAttention-3 is as fast there from 4,096 tokens on (arXiv 2407.08608,
 figures 5 and 6). cuDNN on B200 is the kernel of Megatron-Core, to which `flash_share` and "tuned attention" of
 docs/cost-model.md are fitted; FlashAttention-4 takes 1.05 to 1.3 times less than cuDNN 9.13 (arXiv 2603.05451).

@@ -54,6 +54,8 @@ FLEX_SINCE = "2026"
 dispatch (Megatron-Bridge, scripts/performance/configs)."""
 COMPILED_LOSS_SINCE = "2025"
 """First date from which the loss is compiled with the model, in trainers with torch.compile (torchtitan)."""
+FLASH_2_SINCE = "2023-07"
+"""First date of FlashAttention-2 (arXiv 2307.08691)."""
 CUDNN_SINCE = "2026"
 """First date from which PyTorch's own attention on Hopper is cuDNN's."""
 GRAPHS_SINCE = "2025-05"
@@ -236,6 +238,9 @@ def stack_of(row: MeasuredRun, die: str) -> Stack:
     if row.grad_dtype is not None:
         speed = replace(speed, reduce_bytes=ELEMENT_BYTES[row.grad_dtype])
         stack = replace(stack, reduced_bytes=ELEMENT_BYTES[row.grad_dtype])
+    if row.grad_dtype == "fp32" and row.stack in ("megatron", "deepspeed"):
+        # The gradient of each micro-batch is written in 16 bits, read, and added to a sum in fp32.
+        speed = replace(speed, sum_bytes=12.0)
     if row.optimizer_dtype is not None:
         stack = replace(stack, state_bytes=ELEMENT_BYTES[row.optimizer_dtype])
     stack = _with_memory(row, stack)
@@ -276,6 +281,8 @@ def _attention(row: MeasuredRun, die: str) -> str:
         return row.attention
     if row.stack == "automodel":
         return "cudnn"
+    if row.stack in ("megatron", "deepspeed") and row.flash and row.date < FLASH_2_SINCE and die == "a100-80gb":
+        return "fa1"
     if row.stack == "fsdp-compiled" or (row.stack == "fsdp" and row.date >= "2024"):
         return "cudnn" if die in ATTENTION_GAIN["fa3"] and row.date >= CUDNN_SINCE else "fa2"
     return ""

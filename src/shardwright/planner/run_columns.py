@@ -180,7 +180,7 @@ class MeasuredRun:
     fused_loss: bool | None = _flag("1: the loss makes no copy of the logits in fp32. Empty: as usual with the stack")
 
     attention: str | None = _choice(
-        "kernel of fused attention. Empty: by stack and date", "fa2", "fa3", "fa4", "cudnn", optional=True
+        "kernel of fused attention. Empty: by stack and date", "fa1", "fa2", "fa3", "fa4", "cudnn", optional=True
     )
     cuda_graphs: str | None = _choice(
         "parts of a step that are replayed as CUDA graphs; blocks: layers without their experts. Empty: by stack, "
