@@ -248,7 +248,7 @@ class _DataParallelTraffic:
         )[:, None]
         layers = max(self.job.model.n_layers / self.candidates.pp, 1)
         inputs: ledger.Inputs = {name: message_s}
-        if not speed.hides_dp:
+        if not (speed.hides_dp or (speed.hides_sums and whats == (SUMMED,))):
             return ExposedCollective(name, message_s, lambda f: f[name], inputs, longer=False)
         work, of_a_layer = self.passes[beside], message_s / layers
         windows, chunks = (self.windows[beside], self.chunks) if once else (1.0, 1)

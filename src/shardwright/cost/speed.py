@@ -36,7 +36,7 @@ class Speed:
 
     Overlap: `hides_tp_backward`: reductions over tp overlap with the weight gradients; `hides_tp`: matmuls and
     collectives are split into pieces that overlap; `hides_dp`: data-parallel communication overlaps with the forward
-    and backward passes; `interference`: slowdown of the computation, as a fraction of the time of the communication
+    and backward passes; `hides_sums`: the all-reduces of gradients without ZeRO do, even without `hides_dp`; `interference`: slowdown of the computation, as a fraction of the time of the communication
     that overlaps with it; `blocking_sends`: a rank of `pp` waits for its messages, and each takes `message_s` in
     addition to the transfer; `scatters_messages`: each rank of tp sends a part of an activation that all of them have;
     `copies_by_node`: tokens of experts cross to a node once, and are sent to a rank once (DeepEP, HybridEP).
@@ -98,6 +98,7 @@ class Speed:
     hides_tp_backward: bool = False
     hides_tp: bool = False
     hides_dp: bool = True
+    hides_sums: bool = False
     interference: float = 0.2
     blocking_sends: bool = False
     scatters_messages: bool = False
@@ -196,10 +197,12 @@ NANOTRON = replace(
     rope_bytes=4.0,
     flash_gain=FLASH_2,
     hides_dp=False,
+    hides_sums=True,
     blocking_sends=True,
     part_s=10e-6,
 )
-"""Nanotron's norms and rotary embedding are fused kernels (TritonRMSNorm, flash_attn's RotaryEmbedding). ZeRO-1 gathers
+"""Nanotron's norms and rotary embedding are fused kernels (TritonRMSNorm, flash_attn's RotaryEmbedding). Without ZeRO
+PyTorch's DistributedDataParallel overlaps the all-reduces of gradients with the backward pass. ZeRO-1 gathers
 all weights in one message, and its host copies the part of each rank of each tensor alone (`all_gather_coalesced`).
 A copy takes PyTorch 4 us on a CPU, and about as much again to launch the kernel."""
 COMPILED = Speed(

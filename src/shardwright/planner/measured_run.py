@@ -247,7 +247,7 @@ def stack_of(row: MeasuredRun, die: str) -> Stack:
     if row.overlap_tp is not None:
         speed = replace(speed, hides_tp=row.overlap_tp, hides_tp_backward=row.overlap_tp and speed.hides_tp_backward)
     if row.overlap_dp is not None:
-        speed = replace(speed, hides_dp=row.overlap_dp)
+        speed = replace(speed, hides_dp=row.overlap_dp, hides_sums=row.overlap_dp)
     if _parts(row):
         stack = replace(stack, selective="parts", recomputed_parts=_parts(row))
     if _copies_by_node(row):
