@@ -36,7 +36,8 @@ class Speed:
 
     Overlap: `hides_tp_backward`: reductions over tp overlap with the weight gradients; `hides_tp`: matmuls and
     collectives are split into pieces that overlap; `hides_dp`: data-parallel communication overlaps with the forward
-    and backward passes; `hides_sums`: the all-reduces of gradients without ZeRO do, even without `hides_dp`; `interference`: slowdown of the computation, as a fraction of the time of the communication
+    and backward passes; `hides_sums`: the all-reduces of gradients without ZeRO do, even without `hides_dp`;
+    `interference`: slowdown of the computation, as a fraction of the time of the communication
     that overlaps with it; `blocking_sends`: a rank of `pp` waits for its messages, and each takes `message_s` in
     addition to the transfer; `scatters_messages`: each rank of tp sends a part of an activation that all of them have;
     `copies_by_node`: tokens of experts cross to a node once, and are sent to a rank once (DeepEP, HybridEP).
