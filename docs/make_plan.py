@@ -7,6 +7,8 @@ block ends with a line of dots, and has no other, it holds the output before the
 with one, the last paragraph. With dots in between it is an excerpt, whose lines are found again, in this order, by what
 they are about; one that is not there any more is an error, and has to be chosen anew by hand, as do the sentences
 beside it.
+
+Between `<!-- families -->` and `<!-- end of families -->` comes the table of errors by family, of all packaged tables.
 """
 
 import argparse
@@ -19,6 +21,7 @@ from tempfile import TemporaryDirectory
 from typer.testing import CliRunner
 
 from shardwright.cli.main import app
+from shardwright.planner.evaluate import MEASURED_RUNS, UNSEEN_RUNS, WHOLE_RUNS, PlanErrorSummary, evaluate
 
 HERE = Path(__file__).parent
 PAGES = ("plan.md", "serving.md", "choosing.md", "cluster.md", "profiling.md", "troubleshooting.md")
@@ -26,6 +29,7 @@ _SHOWN = re.compile(
     r"```sh\n((?:(?!```)[^\n]*\n)*?)(shardwright plan (?!evaluate)(?:(?!```).)*?)\n```\n\n```text\n(.*?)```\n",
     re.DOTALL,
 )
+_FAMILIES = re.compile(r"(?<=<!-- families -->\n).*?(?=<!-- end of families -->)", re.DOTALL)
 _CUT = "..."
 _OTHERS = "Of the fastest "
 _LAYOUT = re.compile(r"[a-z_]+=\S+")
@@ -33,7 +37,24 @@ _LAYOUT = re.compile(r"[a-z_]+=\S+")
 
 def page(path: Path) -> str:
     """A page with fresh outputs."""
-    return _SHOWN.sub(lambda block: _fresh(path, block), path.read_text(encoding="utf-8"))
+    text = _FAMILIES.sub(lambda _: _families(), path.read_text(encoding="utf-8"))
+    return _SHOWN.sub(lambda block: _fresh(path, block), text)
+
+
+def _families() -> str:
+    """The errors of each family of the packaged tables, and whether constants were fitted to it."""
+    lines = ["| family | quantity | rows | error | bias | left out | inside | fitted |", "| --- " * 8 + "|"]
+    for table, fitted in ((MEASURED_RUNS, "yes"), (UNSEEN_RUNS, "no"), (WHOLE_RUNS, "no")):
+        lines += [_family(each, fitted) for each in evaluate(table).families if each.group != "all"]
+    return "\n".join(lines) + "\n"
+
+
+def _family(found: PlanErrorSummary, fitted: str) -> str:
+    left_out = "" if found.left_out is None else f"{found.left_out:.1%}"
+    inside = "" if found.inside is None else f"{found.inside:.0%}"
+    fitted = fitted if found.quantity == "step time" else "no"
+    cells = (found.group, found.quantity, found.n, f"{found.mean_absolute:.1%}", f"{found.bias:+.1%}", left_out, inside)
+    return "| " + " | ".join(map(str, (*cells, fitted))) + " |"
 
 
 def _fresh(path: Path, block: re.Match[str]) -> str:

@@ -10,7 +10,7 @@ offload/                    empty: the location of nameless files with optimizer
 logs/rank-R.log             stderr of rank R, if `shardwright train` started the ranks; after restart N
                             logs/restart-N/rank-R.log
 tensorboard/                events, if the run file enables them
-report.html curves.png timeline.svg     written by `shardwright report` unless other paths are given
+report.html curves.png timeline.svg expert_load.json     written by `shardwright report` unless other paths are given
 .lock                       names the process that trains here
 """
 
@@ -45,13 +45,15 @@ MODEL_FILE = "model.toml"
 """In a folder written by `shardwright import`: the section [model] of its weights."""
 RESOLVED = "# resolved by shardwright"
 """The first words of a run file that a run wrote."""
-PAGE, CURVES, TIMELINE = "report.html", "curves.png", "timeline.svg"
+PAGE, CURVES, TIMELINE, EXPERT_LOAD = "report.html", "curves.png", "timeline.svg", "expert_load.json"
 RUN_NAMES = {RUN_FILE, METRICS, CHECKPOINTS, LOGS, TENSORBOARD, EVENTS, OFFLOADED, TIMELINES, LOCK}
 """Files and folders that training creates in the folder of a run."""
 PHASES = ("data", "forward_backward", "optimizer")
 """Parts of the step time; a record has the seconds of each as PHASE_s."""
 MOST_RANKS_LOGGED = 256
 """Maximum number of ranks for which a record has one number per rank; more could fill a disk in a long run."""
+MOST_LOADS_LOGGED = 4096
+"""Maximum number of experts of all layers for which a record has the tokens of each, for the same reason."""
 _CHECKPOINT = re.compile(r"step-(\d{8,})")
 _KIND_FIRST = re.compile(r'\{"kind": ?"(\w+)"')
 READ_BYTES = 2**24
@@ -182,6 +184,7 @@ class TrainRecord:
     load_max_over_mean: Load | None = None
     load_entropy: Load | None = None
     load_by_layer: tuple[Load, ...] = ()
+    tokens_by_expert: tuple[tuple[Step, ...], ...] = ()
     dropped_fraction: Load | None = None
     balance_loss: float | None = None
     z_loss: float | None = None

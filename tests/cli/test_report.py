@@ -2,17 +2,22 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import typer
 from typer.testing import CliRunner, Result
 
 from shardwright.cli.report import report
+from shardwright.cost.expert_load import read_expert_load
+from shardwright.model.presets import resolve
+from shardwright.model.sections import MoESpec
 from shardwright.report.comparison_view import DARK_RUN_COLOURS, RUN_COLOURS
 from shardwright.run_folder import EventRecord, append_event
 from shardwright.view.style import COLOURS
-from tests.report.runs import PIPELINE, train_record, usual, usual_pipeline, write_run
+from tests.report.runs import PIPELINE, moe_record, train_record, usual, usual_pipeline, write_run
 
 app = typer.Typer()
 app.command()(report)
@@ -103,6 +108,20 @@ def test_what_is_no_run_leaves_with_2_and_says_why(tmp_path: Path) -> None:
     assert "has no metrics.jsonl and no run.toml" in done.stderr
     assert "Traceback" not in done.output
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_loads_of_a_run_are_a_file_that_a_plan_reads(tmp_path: Path) -> None:
+    tokens = [[6, 2, 0, 0, 4, 4, 8, 8], [4, 4, 4, 4, 4, 4, 4, 4]]
+    write_run(tmp_path, [moe_record(10, tokens_by_expert=[[4] * 8] * 2), moe_record(20, tokens_by_expert=tokens)])
+    told = json.loads(run(tmp_path, "--json").stdout)
+    assert told["expert_load"] == str(tmp_path / "expert_load.json")
+    spec = replace(resolve("debug-moe"), n_layers=2, moe=MoESpec(n_experts=8, top_k=2, d_ffn=64))
+    load = read_expert_load(told["expert_load"], spec)
+    assert load.busiest(MoESpec(n_experts=8, top_k=2, d_ffn=64), np.array([1, 2, 8])) == pytest.approx(
+        [1, (1.5 + 1) / 2, (2 + 1) / 2]
+    )
+    write_run(tmp_path, [moe_record(10)])
+    assert "expert_load" not in json.loads(run(tmp_path, "--json").stdout)
 
 
 def test_several_runs_are_one_page_with_their_losses_and_a_table_of_numbers(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from shardwright.planner.measured_run import PredictableRun, SkippedRun
 from shardwright.planner.run_columns import columns
 from shardwright.planner.runs import read_runs
 from shardwright.system.errors import InputError
+from shardwright.system.units import GiB
 from tests.planner.measured import DENSE, EXPERTS, PIPED, published, write
 
 
@@ -144,8 +145,11 @@ def test_all_problems_of_a_file_are_named_at_once(tmp_path: Path):
         (DENSE, {"accelerator": "v100", "precision": "bf16"}, "no figures for bf16 on v100; valid: fp32, fp16"),
         (DENSE, {"precision": "nvfp4"}, "no figures for nvfp4 on a100-80gb; valid: "),
         (DENSE, {"precision": "fp8-tensor"}, "no figures for fp8 on a100-80gb; valid: "),
-        (DENSE, {"recompute": "partial:4"}, "recompute=partial:4 has no price"),
-        (DENSE, {"offload": "activations:2"}, "offload=activations:2 has no price"),
+        (
+            DENSE,
+            {"offload": "activations:2", "accelerator": "tpu-v5p"},
+            "offload=activations:2 has no price on tpu-v5p",
+        ),
         (DENSE, {"window": "4096", "windowed_layers": "24"}, "sliding-window attention has no price"),
         (DENSE, {"fused_loss": "1"}, "fused_loss=1 has no price with stack megatron"),
         (DENSE, {"kv_heads": "5"}, "n_kv_heads=5 does not divide n_heads=64"),
@@ -230,10 +234,78 @@ def test_parts_that_megatron_recomputes_are_those_of_a_layout(tmp_path: Path):
     )
     assert isinstance(plain, PredictableRun)
     assert isinstance(again, PredictableRun)
-    assert again.candidates.shared.recompute_modules == ("mla_up",)
+    assert again.job.stack.recomputed_parts == ("mla_up",)
     assert again.predicted_peak_gib() < plain.predicted_peak_gib()
     more = step_time(again.job, again.candidates).total_s / step_time(plain.job, plain.candidates).total_s
     assert 1 < more < 1.1
+
+
+def peak_gib(path: Path, row: dict[str, str], **cells: str) -> float:
+    """Predicted peak of a row with other cells."""
+    (run,) = read_runs(write(path / "runs.csv", row | cells))
+    assert isinstance(run, PredictableRun), run
+    return run.predicted_peak_gib()
+
+
+def test_each_module_that_megatron_recomputes_trades_memory_for_time(tmp_path: Path):
+    names = ("none", "selective:moe_act", "selective:moe_act+shared_experts", "selective:moe", "full")
+    peaks = [peak_gib(tmp_path, EXPERTS, recompute=name) for name in names]
+    seconds = [seconds_with(tmp_path, EXPERTS, recompute=name) for name in names]
+    assert peaks == sorted(peaks, reverse=True)
+    assert seconds == sorted(seconds)
+    assert len(set(peaks)) == len(set(seconds)) == len(names)
+    # Layers with experts have no dense network.
+    without = EXPERTS | {"dense_layers": "0"}
+    assert peak_gib(tmp_path, without, recompute="selective:mlp") == peak_gib(tmp_path, without, recompute="none")
+    assert peak_gib(tmp_path, PIPED, recompute="selective:mlp") < peak_gib(tmp_path, PIPED, recompute="none")
+
+
+def test_some_of_the_layers_recompute_or_are_on_the_host(tmp_path: Path):
+    n = int(DENSE["layers"])
+    for column, none, some, whole in (
+        ("recompute", "none", f"partial:{n // 2}", "full"),
+        ("offload", "none", f"activations:{n // 2}", f"activations:{n}"),
+    ):
+        most, half, least = (
+            peak_gib(tmp_path, DENSE | {"recompute": "none"}, **{column: each}) for each in (none, some, whole)
+        )
+        assert least < half < most
+        assert (most - half) / (most - least) == pytest.approx(0.5, abs=0.1)
+    assert seconds_with(tmp_path, DENSE, offload="optimizer") > seconds_with(tmp_path, DENSE)
+    assert peak_gib(tmp_path, DENSE, offload="optimizer") < peak_gib(tmp_path, DENSE)
+
+
+NARROW = {
+    **DENSE,
+    **dict(
+        stack="fsdp", accelerator="h100", tp="1", sp="0", dp_replicate="1", dp_shard="8", zero="3", grad_dtype="fp32"
+    ),
+    **dict(global_batch="32", micro_batch="1", recompute="full", flash="", peak_mem_rank="most"),
+}
+"""GPT-22B on 8 H100 with FSDP and four micro-batches."""
+
+
+def test_weights_without_a_copy_in_fp32_and_whole_gradients_have_their_bytes(tmp_path: Path):
+    (run,) = read_runs(write(tmp_path / "runs.csv", NARROW))
+    assert isinstance(run, PredictableRun)
+    n = run.job.model.n_parameters / GiB
+    wide = peak_gib(tmp_path, NARROW)
+    shards = peak_gib(tmp_path, NARROW, optimizer_dtype="bf16", whole_gradients="0")
+    whole = peak_gib(tmp_path, NARROW, optimizer_dtype="bf16")
+    # Shards of weight, gradient and two moments: 16 bytes in fp32, 8 in bf16. Whole gradients are in fp32.
+    assert wide - shards == pytest.approx((16 - 8) * n / 8, rel=0.02)
+    assert whole - shards == pytest.approx((4 - 2 / 8) * n, rel=0.1)
+    assert peak_gib(tmp_path, NARROW, optimizer_dtype="bf16", master_dtype="fp32") > shards
+    assert seconds_with(tmp_path, NARROW, whole_gradients="1") < seconds_with(tmp_path, NARROW)
+
+
+def test_whole_logits_and_chunks_of_the_loss_have_their_bytes(tmp_path: Path):
+    over_tp = DENSE | {"recompute": "full", "vocab": "512000"}
+    more = peak_gib(tmp_path, over_tp, whole_logits="1") - peak_gib(tmp_path, over_tp)
+    logits = int(DENSE["micro_batch"]) * int(DENSE["seq_len"]) * 512000 / GiB
+    assert more == pytest.approx(6 * logits * (1 - 1 / int(DENSE["tp"])), rel=0.1)
+    long = NARROW | {"seq_len": "16384", "micro_batch": "2", "global_batch": "64"}
+    assert peak_gib(tmp_path, long, loss_chunk_tokens="4096") < 0.9 * peak_gib(tmp_path, long)
 
 
 def test_nanotron_deals_layers_by_their_weights(tmp_path: Path):

@@ -8,6 +8,7 @@ import pytest
 
 from shardwright.serving.engines import ENGINES, UNNAMED, engine_of
 from shardwright.serving.evaluate import MEASUREMENTS, ServingEvaluation, ServingPrediction, evaluate
+from shardwright.serving.interval import HALF_WIDTHS, KINDS, half_widths
 from shardwright.serving.measured import COLUMNS, FULL, LOOP, STATIC, ServingCase, SkippedServingRow, read
 from shardwright.serving.models import named
 from shardwright.serving.rates import OTHERS, fitted
@@ -50,6 +51,21 @@ def case(folder: Path, **changed: str) -> ServingCase | SkippedServingRow:
 @pytest.fixture(scope="module")
 def published() -> ServingEvaluation:
     return evaluate(MEASUREMENTS)
+
+
+@pytest.mark.prove
+def test_half_widths_of_intervals_are_quantiles_of_errors_without_the_source(published: ServingEvaluation):
+    found = half_widths(
+        (row.case.line.source_id, row.case.line.metric, row.left_out, row.case.measured)
+        for row in published.rows
+        if row.left_out is not None
+    )
+    assert found == pytest.approx(HALF_WIDTHS, abs=2e-3)
+    sources: dict[str, list[float]] = {}
+    for each in published.summaries:
+        if each.inside is not None:
+            sources.setdefault(KINDS[each.metric], []).append(each.inside)
+    assert all(0.75 <= fmean(shares) <= 0.9 for shares in sources.values())
 
 
 def errors(published: ServingEvaluation, regime: str, *metrics: str, requests: int | None = None) -> list[float]:
@@ -150,7 +166,8 @@ def test_every_problem_of_a_row_or_of_the_columns_is_told_at_once(tmp_path: Path
         ({"tp": "3", "n_accelerators": "3"}, "tp 3 does not divide 32 heads"),
         ({"tp": "2"}, "tp 2 x pp 1 x dp 1 = 2, not n_accelerators=1"),
         ({"accelerator": "A100-SXM4-80GB"}, "a100-80gb has no matmuls in fp8"),
-        ({"precision_weights": "int4"}, "precision_weights 'int4' has no price"),
+        ({"precision_weights": "int3"}, "precision_weights 'int3' has no price"),
+        ({"precision_kv": "int4"}, "precision_kv 'int4' has no price"),
         ({"metric": "itl"}, "metric 'itl' is not predicted"),
         ({"input_len": ""}, "the lengths of prompts and answers are not stated"),
         ({"notes": "static batch; ENGINE: Megatron (not FasterTransformer)"}, "the engine Megatron has no constants"),

@@ -25,6 +25,36 @@ def test_a_token_of_one_request_takes_as_long_as_reading_weights_and_cache():
     assert float(found[0]) == pytest.approx((weights + cache) / bandwidth, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("precision", "bits", "computes"),
+    [("nvfp4", 4.5, "nvfp4"), ("mxfp4", 4.25, "bf16"), ("int4", 4 + 20 / 128, "bf16"), ("int8", 8, "bf16")],
+)
+def test_weights_of_fewer_bits_are_read_with_their_scales_and_compute_in_their_format(
+    precision: str, bits: float, computes: str
+):
+    narrow, wide = (serving(machine="b200:1/1", precision=name, rates=IDEAL) for name in (precision, "bf16"))
+    model, bandwidth = narrow.model, narrow.cluster.accelerator.memory_bytes_per_s
+    head = 2 * model.vocab_size * model.d_model
+    weights = bits / 8 * (model.n_parameters - 2 * model.vocab_size * model.d_model) + head
+    found = float(forms.decode_s(narrow, ONE, 1.0, 0.0)[0])
+    assert found == pytest.approx(weights / bandwidth, rel=0.02)
+    assert narrow.compute == computes
+    prompt = PassBatch(prompt=8192, attended=4096, logits=1)
+    faster = float(latency_s(wide, ONE, prompt)[0]) / float(latency_s(narrow, ONE, prompt)[0])
+    assert (faster > 1.5) == (computes == "nvfp4")
+
+
+def test_a_cache_in_8_bits_holds_twice_the_requests():
+    base = serving(precision="int4")
+    engine = engine_of("vllm")
+    assert engine is not None
+    sizes = [
+        float(largest_batch(replace(base, kv_precision=name), ONE, 1000.0, engine)[0])
+        for name in ("bf16", "fp8", "int8")
+    ]
+    assert sizes[1] == sizes[2] == pytest.approx(2 * sizes[0], rel=0.01)
+
+
 def test_a_long_prompt_takes_as_long_as_its_flops():
     there = serving(rates=IDEAL)
     tokens = 4096

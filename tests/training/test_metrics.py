@@ -16,7 +16,7 @@ from shardwright.parallel.model import ExpertLoad
 from shardwright.system.errors import InputError, ShardwrightError
 from shardwright.training.device import peak_flops_per_s, peak_of_name
 from shardwright.training.metrics import JsonLines, _numbers, line
-from shardwright.training.numbers import expert_numbers
+from shardwright.training.numbers import expert_numbers, tokens_by_expert
 from tests.marks import prove
 from tests.training.metric_records import RECORD
 from tests.training.runs import lines, records, train, training, trajectory, write_run_file
@@ -61,6 +61,14 @@ def test_the_load_of_experts_is_a_mean_over_the_layers_that_have_some():
     }
 
 
+def test_the_tokens_of_each_expert_are_those_of_the_layers_and_of_one_layer_where_they_are_many(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    assert tokens_by_expert(LOAD, (1, 2)) == [[2, 2, 2, 2], [8, 0, 0, 0]]
+    monkeypatch.setattr("shardwright.training.numbers.MOST_LOADS_LOGGED", 7)
+    assert tokens_by_expert(LOAD, (1, 2)) == [[8, 0, 0, 0]]
+
+
 def test_losses_and_dropped_pairs_are_told_where_the_run_file_has_them():
     told = expert_numbers(LOAD, moe(capacity_factor=1.0, aux_loss=0.1, z_loss=0.001), (1, 2))
     assert told["dropped_fraction"] == 0.25
@@ -77,6 +85,11 @@ def test_a_run_with_experts_records_their_load_and_what_is_sent_and_one_without_
         first, second = record["load_by_layer"]
         assert all(1 <= load <= 4 for load in (first, second))
         assert record["load_max_over_mean"] == pytest.approx((first + second) / 2, abs=1e-3)
+        # 4 sequences of 16 tokens, 2 experts each.
+        assert [sum(layer) for layer in record["tokens_by_expert"]] == [4 * 16 * 2] * 2
+        assert [max(layer) * 4 / sum(layer) for layer in record["tokens_by_expert"]] == pytest.approx(
+            [first, second], abs=1e-3
+        )
         assert 0 < record["expert_sent_bytes"] <= most_bytes
         assert record["balance_loss"] == pytest.approx(2 * 0.01, rel=0.1)  # of two layers, near 1 at first
         assert record["z_loss"] > 0

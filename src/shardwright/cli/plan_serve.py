@@ -65,12 +65,17 @@ class PlanServeOptions:
         str | None,
         typer.Option(
             metavar="NAME",
-            help="of weights and matmuls: bf16, fp16, fp8, fp32; if not given bf16, and fp32 for generate",
+            help="of weights and matmuls: bf16, fp16, fp8, fp32, nvfp4; or of weights alone, computed in 16 bits: "
+            "mxfp4, int4 (AWQ, GPTQ), int8; if not given bf16, and fp32 for generate",
         ),
     ] = None
     kv_precision: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="of the cache of keys and values; that of the weights if not given"),
+        typer.Option(
+            metavar="NAME",
+            help="of the cache of keys and values: bf16, fp16, fp8, fp32, int8; if not given that of the weights, and "
+            "16 bits with weights in nvfp4, mxfp4, int4 and int8",
+        ),
     ] = None
     engine: Annotated[
         str | None,
@@ -152,7 +157,10 @@ def read_task(options: PlanServeOptions) -> "tuple[ServingTask, str]":
     machine = _machine(options, wrong)
     engine = _engine(options, machine, wrong)
     precision = options.precision or ("fp32" if machine is not None and machine.accelerator.on_host else "bf16")
-    kv = options.kv_precision or precision
+    # Weights in blocks or in int8 say nothing about the cache, which is then in 16 bits.
+    own = {"fp32", "bf16", "fp16", "fp8"}
+    narrow = "bf16" if machine is None or "bf16" in machine.accelerator.flops_per_s else "fp16"
+    kv = options.kv_precision or (precision if precision in own else narrow)
     asked = {"--precision": precision} | ({"--kv-precision": kv} if options.kv_precision else {})
     wrong += _wrong_precisions(asked, machine)
     if engine is GENERATE and options.separate:
@@ -265,15 +273,19 @@ def _machine(options: PlanServeOptions, wrong: list[str]) -> "Cluster | None":
 
 def _wrong_precisions(asked: dict[str, str], machine: "Cluster | None") -> list[str]:
     """Return the problems of `asked`, option -> precision."""
-    from shardwright.serving.setting import ELEMENT_BYTES
+    from shardwright.serving.formats import CACHE_BYTES, FORMATS, caches_on, weights_on
 
     wrong = []
     for option, precision in asked.items():
-        if precision not in ELEMENT_BYTES:
-            wrong.append(f"{option} {precision}: not one that is planned for; {nearest(precision, ELEMENT_BYTES)}")
-        elif machine is not None and precision not in (has := machine.accelerator.flops_per_s):
-            known = ", ".join(has)
-            wrong.append(f"{option} {precision}: {machine.accelerator.name} has no {precision}; it has {known}")
+        of_cache = option == "--kv-precision"
+        planned = CACHE_BYTES if of_cache else FORMATS
+        if precision not in planned:
+            wrong.append(f"{option} {precision}: not one that is planned for; {nearest(precision, planned)}")
+        elif machine is not None:
+            has = (caches_on if of_cache else weights_on)(machine.accelerator)
+            if precision not in has:
+                known = ", ".join(has)
+                wrong.append(f"{option} {precision}: {machine.accelerator.name} has no {precision}; it has {known}")
     return wrong
 
 

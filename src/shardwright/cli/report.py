@@ -1,19 +1,22 @@
 """shardwright report: the results of one or several runs: numbers, a picture of the curves, and one HTML page."""
 
+from json import dumps
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from shardwright.cli.common import AsJson, reading_verb, show
+from shardwright.cost.expert_load import KEY
 from shardwright.report.comparison_view import comparison_document, draw_losses
 from shardwright.report.curves import draw_curves
 from shardwright.report.run_record import RunRecord, read_run
 from shardwright.report.run_view import run_document
-from shardwright.run_folder import CURVES, PAGE, TIMELINE
+from shardwright.run_folder import CURVES, EXPERT_LOAD, PAGE, TIMELINE
 from shardwright.schedule.draw import draw
 from shardwright.schedule.trace import write_trace
 from shardwright.system.errors import InputError
+from shardwright.system.files import write_whole
 
 COMPARISON = "comparison.html"
 
@@ -50,7 +53,8 @@ def report(
 
     The page needs no other file and no network, and can be made while the run trains. For a run with layout.pp it also
     shows a step of the pipeline, as planned and as measured. For several runs it shows the losses in one picture and a
-    table of the numbers.
+    table of the numbers. For a run with experts it also writes the tokens of each expert in the last logged step to
+    RUN_DIR/expert_load.json, which `plan --expert-load` reads.
 
     shardwright report runs/debug
 
@@ -69,6 +73,11 @@ def report(
     if run.pipeline is not None and drawing is not None:
         (draw if drawing.suffix.lower() == ".svg" else write_trace)(run.pipeline.timelines, drawing)
         files["timeline"] = drawing
+    if (
+        tokens := next((each.tokens_by_expert for each in reversed(run.train) if each.tokens_by_expert), None)
+    ) is not None:
+        files["expert_load"] = run.folder / EXPERT_LOAD
+        write_whole(files["expert_load"], dumps({KEY: tokens}).encode())
     show(run_document(run, files), json, *files.values())
 
 

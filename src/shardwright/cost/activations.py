@@ -100,7 +100,7 @@ def layer(job: Job, candidates: Candidates, block: BlockShape, name: str | None 
             cast = _CAST * (job.stack.casts_again and FORMATS[job.precision].narrow)
             whole = _without(cast, job, f, experts=False)
             if np.any(candidates.recomputes_parts):
-                parts_again = (*cast, *candidates.shared.recompute_modules)
+                parts_again = (*cast, *recompute.parts_of(job, candidates))
                 selective = _without(parts_again, job, f, experts=bool(block.experts))
         elif not job.stack.flash_attention:
             selective = f.everything - f.scores
@@ -109,7 +109,8 @@ def layer(job: Job, candidates: Candidates, block: BlockShape, name: str | None 
             "all kept", again, [whole, selective, f.T_shard * f.h * f.e],
             "after Korthikanti et al., arXiv 2205.05198, table 2",
         )  # fmt: skip
-        gone = (again == FULL) | ((again == SELECTIVE) & (job.stack.selective in ("products", "read products")))
+        without_rows = job.stack.selective in ("products", "read products") or recomputes_mixture(job, candidates)
+        gone = (again == FULL) | ((again == SELECTIVE) & without_rows)
         experts = np.where(gone, 0.0, rows)
         f.add(rows_of_experts=experts)
         f(f"kept by {name}", f.all_kept - f.rows_of_experts)
@@ -121,6 +122,11 @@ def layer(job: Job, candidates: Candidates, block: BlockShape, name: str | None 
         ends = (f.norms + f.inputs) * f.T if gathered else f.norms * f.T_shard + f.inputs * f.T_read
         waiting = f("all for W", plus(ends * f.h * f.e, *(f[f"{part} for W"] for part in parts)))
         return LayerActivations(kept, experts, waiting, working)
+
+
+def recomputes_mixture(job: Job, candidates: Candidates) -> bool:
+    """Return whether selective recomputation keeps nothing of a mixture of experts."""
+    return job.stack.selective == "parts" and "moe" in recompute.parts_of(job, candidates)
 
 
 _CAST = ("norms", "activation")
@@ -149,11 +155,11 @@ def ends(job: Job, candidates: Candidates) -> EndActivations:
     """
     stack, e = job.stack, job.element_bytes
     kept = np.maximum(stack.logit_kept_bytes, e)
-    cut = np.where(candidates.tp > 1, stack.logit_cut_bytes, 0.0)
+    cut = np.where((candidates.tp > 1) & stack.shares_logits, stack.logit_cut_bytes, 0.0)
     with ledger.section("Kept of a microbatch around the layers"):
         f = Formulas(
             "B", _symbols(job, candidates),
-            vocabulary_rows=vocabulary_rows(job.model, candidates.tp, multiple=stack.vocabulary_multiple),
+            vocabulary_rows=_logit_features(job, candidates),
             logit_bytes=kept, keeps_outputs=stack.keeps_outputs, receives_ahead=stack.receives_ahead,
             predictions=1 + job.model.mtp_modules,
             loss_bytes_a_logit=cut + np.maximum(stack.logit_peak_bytes, kept + e) - kept,
@@ -178,6 +184,12 @@ def ends(job: Job, candidates: Candidates) -> EndActivations:
         loss = f("loss", in_loss, "logits, copies, gradients; cost/stack.py")
         to_head = f("gradient of the head's input", f.T * f.h * f.e)
         return EndActivations(first, last, sent, received, logits, waiting, loss, to_head, logits - waiting)
+
+
+def _logit_features(job: Job, candidates: Candidates) -> Floats:
+    """Return the logits of a token on a rank, (n,)."""
+    tp = candidates.tp if job.stack.shares_logits else np.ones_like(candidates.tp)
+    return np.asarray(vocabulary_rows(job.model, tp, multiple=job.stack.vocabulary_multiple))
 
 
 def _chunked_loss(job: Job, candidates: Candidates, f: Formulas) -> tuple[Floats, ...]:

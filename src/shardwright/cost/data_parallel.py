@@ -248,7 +248,7 @@ class _DataParallelTraffic:
         )[:, None]
         layers = max(self.job.model.n_layers / self.candidates.pp, 1)
         inputs: ledger.Inputs = {name: message_s}
-        if not speed.hides_dp:
+        if not (speed.hides_dp or (speed.hides_sums and whats == (SUMMED,))):
             return ExposedCollective(name, message_s, lambda f: f[name], inputs, longer=False)
         work, of_a_layer = self.passes[beside], message_s / layers
         windows, chunks = (self.windows[beside], self.chunks) if once else (1.0, 1)
@@ -330,8 +330,9 @@ def stage_collectives(job: Job, candidates: Candidates, zero: int) -> list[tuple
     if zero == 0:
         return [("1", (SUMMED,), I_AND_W)]
     if zero == 3 and not (candidates.pp > 1 and candidates.shared.zero_pp_gather == "step"):
-        each = (GATHERED_AGAIN, SCATTERED)
-        return [("m", (GATHERED,), F), ("(m - 1)", each, I_AND_W), ("1", (*each, ACROSS), I_AND_W)]
+        each = (GATHERED_AGAIN,) if job.stack.accumulates_whole else (GATHERED_AGAIN, SCATTERED)
+        last = (GATHERED_AGAIN, SCATTERED, ACROSS)
+        return [("m", (GATHERED,), F), ("(m - 1)", each, I_AND_W), ("1", last, I_AND_W)]
     once = [("1", (SCATTERED, ACROSS), I_AND_W), ("1", (GATHERED,), F)]
     again = zero == 2 and job.stack.reduces_each_microbatch(candidates.pp)
     return [*once, ("(m - 1)", (SCATTERED,), I_AND_W)] if again else once

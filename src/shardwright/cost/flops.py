@@ -51,7 +51,7 @@ SECTION = "FLOPs of a token"
 
 def _parts(job: Job, candidates: Candidates, f: Formulas) -> Floats:
     """Return the FLOPs of the parts of a layout that are matmuls; element-wise work does not count."""
-    parts, moe, latent = candidates.shared.recompute_modules, job.model.moe, job.model.latent_attention
+    parts, moe, latent = recompute.parts_of(job, candidates), job.model.moe, job.model.latent_attention
     terms = [f.square] if "attention" in parts else []
     if "mla_up" in parts and latent is not None:
         width = latent.nope_dim + latent.v_dim

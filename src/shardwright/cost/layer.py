@@ -63,9 +63,11 @@ def _copy_activations(passes: Passes, job: Job, candidates: Candidates, block: B
     backward = backward_input if candidates.kind.splits_backward else backward_input + weight
     for name, beside in (("F", forward), ("I", backward)):
         f = Formulas(
-            "s", kept=kept, host_rate=job.cluster.accelerator.host_bytes_per_s, pass_beside_it=beside
+            "s", kept=kept, host_rate=job.cluster.accelerator.host_bytes_per_s, pass_beside_it=beside,
+            offloaded_share=job.stack.offloaded_share,
         )  # fmt: skip
-        longer = np.maximum(0 * f.kept, f.kept / f.host_rate - f.pass_beside_it)
+        # Copies of a layer overlap with the layers that stay, too.
+        longer = np.maximum(0 * f.kept, f.offloaded_share * f.kept / f.host_rate - f.pass_beside_it)
         longer = f(f"{HOST}, {name}", longer, "parallel/offload.py")
         passes.add(HOST, *((longer, 0.0) if name == "F" else (0.0, longer)))
 
@@ -80,7 +82,8 @@ def head(job: Job, candidates: Candidates) -> Passes:
         tokens, spec = candidates.tokens(job.seq_len), job.model
         _multiply(passes, job, candidates, [head_matmul(job, candidates, tokens)])
         f = Formulas(
-            "s", loss_bytes=_loss_bytes(job, candidates), T=tokens, V=spec.vocab_size, tp=candidates.tp,
+            "s", loss_bytes=_loss_bytes(job, candidates), T=tokens, V=spec.vocab_size,
+            tp=candidates.tp if job.stack.shares_logits else np.ones_like(candidates.tp),
             element_rate=reached_bytes_per_s(job),
         )  # fmt: skip
         half = f.loss_bytes * (f.T * f.V / f.tp) / 2 / f.element_rate

@@ -151,7 +151,10 @@ def head_over_tp(passes: Passes, job: Job, candidates: Candidates, tokens: Float
     1909.08053, section 3)."""
     over = _OverTp(passes, job, candidates)
     over.input(tokens * job.model.d_model * job.element_bytes, "input", narrow=False)
-    over.terms[MESSAGES_OF_F] |= loss_sums(passes, job, candidates, tokens, np.ones(len(candidates)))
+    if job.stack.shares_logits:
+        over.terms[MESSAGES_OF_F] |= loss_sums(passes, job, candidates, tokens, np.ones(len(candidates)))
+    else:
+        over.add(MESSAGES_OF_F, tokens * job.model.vocab_size * job.element_bytes, "logits", all_gather, all_gather)
     over.price()
 
 

@@ -1,7 +1,8 @@
 """Recomputation: the activations that selective recomputation does not keep, and the work and messages that the
 backward pass repeats.
 
-The parts are the parts of `layout.recompute_modules` (model/recompute.py). Notation of cost/activations.py, and a the
+The parts are the parts of `layout.recompute_modules` (model/recompute.py), and modules of Megatron-Core that other
+programs recompute (`FOREIGN_PARTS`). Notation of cost/activations.py, and a the
 number of a network's matrices before its last (2 if gated), m the number of tensors of inner features that it keeps in
 addition to the last matrix's input, C and V widths of a key and a value head, N the unrotated part of a key, P the
 rotated part.
@@ -15,6 +16,10 @@ rotated part.
 | mla_up     | T (2 H C / t - P) e, including rope                             | the matmul from latent vectors, rope  |
 | attention  | its output, padded and not, and the log-sum-exp                 | attention, with its communication     |
 | experts    | T' k g (m + 1) e, including activation                          | first matrices of experts, activation |
+| moe_act    | T' k g (m - a + 1) e                                            | silu(gate) x up, or gelu of experts   |
+| mlp        | T f / t (m + 1) e, of layers without experts                    | the network, with its messages        |
+| shared_experts | T f / t (m + 1) e, of shared experts                        | the network, with its messages        |
+| moe        | all of router, experts and shared experts                       | all of them, with their messages      |
 
 So a Llama layer with the default, norms and activation, keeps T (2 h + 2 H c + 2 K c + 2 f) e bytes and the
 log-sum-exp. Ignored: the all-gather of latent vectors over tp that mla_up repeats.
@@ -32,7 +37,7 @@ from shardwright.cost.ledger import Formulas, plus
 from shardwright.cost.matmuls import layer_matmuls
 from shardwright.cost.messages import result_of
 from shardwright.cost.passes import Passes, kernel_symbols
-from shardwright.cost.speed import CONTEXT, TENSOR
+from shardwright.cost.speed import CONTEXT, EXPERT, TENSOR
 from shardwright.layout.keys import RECOMPUTE_MODULES
 from shardwright.model.spec import ModelSpec
 
@@ -45,9 +50,23 @@ _NOT_KEPT: dict[str, Callable[[Formulas], Floats]] = {
     "mla_up": lambda f: f.T * f.keys_and_values * f.e,
     "attention": lambda f: f.T * (f.padded_out * f.e + f.out * f.e_input) + f.scores,
     "experts": lambda f: f.T_shard * f.top_k * f.expert_inner * ((f.made + f.eager_gate) * f.e + f.e_input),
+    "moe_act": lambda f: _activation_of_experts(f),
+    "mlp": lambda f: f.kept_of_networks,
+    "shared_experts": lambda f: f.kept_of_networks,
+    "moe": lambda f: f.kept_of_networks + f.kept_of_experts,
 }
-"""The bytes of a layer that are not kept with a part of `layout.recompute_modules`."""
-assert tuple(_NOT_KEPT) == RECOMPUTE_MODULES
+"""The bytes of a layer that are not kept with a part of `layout.recompute_modules`, or with a foreign part."""
+FOREIGN_PARTS = ("moe_act", "mlp", "shared_experts", "moe")
+"""Modules that Megatron-Core recomputes and Shardwright does not."""
+assert tuple(_NOT_KEPT) == (*RECOMPUTE_MODULES, *FOREIGN_PARTS)
+_OF_EXPERTS = {"experts", "moe_act", "shared_experts", "moe"}
+_IN_MOE = {"experts", "moe_act", "shared_experts"}
+_NETWORKS = {"mlp", "shared_experts", "moe"}
+
+
+def parts_of(job: Job, candidates: Candidates) -> tuple[str, ...]:
+    """Return the parts that selective recomputation computes again, also of other programs."""
+    return job.stack.recomputed_parts or candidates.shared.recompute_modules
 
 
 def not_kept(f: Formulas, parts: Sequence[str], *, latent: bool, experts: bool) -> Floats:
@@ -56,11 +75,15 @@ def not_kept(f: Formulas, parts: Sequence[str], *, latent: bool, experts: bool) 
     for name in _alone(parts, latent=latent, experts=experts):
         n_bytes = _NOT_KEPT[name](f)
         if name == "activation" and experts and "experts" not in parts:
-            of_an_expert = (f.made + f.eager_gate - f.tensors + 1) * f.e + f.e_input
-            n_bytes = n_bytes + f.T_shard * f.top_k * f.expert_inner * of_an_expert
+            n_bytes = n_bytes + _activation_of_experts(f)
         f(f"not kept of {name}", n_bytes, "cost/recompute.py")
         terms.append(f[f"not kept of {name}"])
     return plus(*terms) if terms else 0 * f.T
+
+
+def _activation_of_experts(f: Formulas) -> Floats:
+    of_an_expert = (f.made + f.eager_gate - f.tensors + 1) * f.e + f.e_input
+    return np.asarray(f.T_shard * f.top_k * f.expert_inner * of_an_expert)
 
 
 def features(model: ModelSpec, heads: Floats, kv_heads: Floats) -> ledger.Inputs:
@@ -81,17 +104,19 @@ def features(model: ModelSpec, heads: Floats, kv_heads: Floats) -> ledger.Inputs
 def seconds(passes: Passes, job: Job, candidates: Candidates, block: BlockShape) -> Floats:
     """Return the seconds in which the backward pass of a layer computes the parts again; `passes`: without them."""
     spec, tokens = job.model, candidates.tokens(job.seq_len)
-    parts = candidates.shared.recompute_modules
+    parts = parts_of(job, candidates)
     mine = _alone(parts, latent=spec.latent_attention is not None, experts=bool(block.experts))
     spread = "mla_up" in mine or ("rope" in mine and (spec.qk_norm or spec.latent_attention is not None))
     f = kernel_symbols(job, candidates, block)
     moved = {}
     if "norms" in mine:
         moved["norms"] = f.T_shard * f.h * f.norms * f.norm_bytes
-    if "activation" in mine:
+    if {"activation", *_NETWORKS} & set(mine):
         moved["activation"] = f.T * f.inner / f.tp * f.activation_bytes
-    if block.experts and {"activation", "experts"} & set(parts):
+    if block.experts and {"activation", "experts", "moe_act", "moe"} & set(parts):
         moved["activation of experts"] = f.T / f.tp * f.top_k * f.expert_inner * f.activation_bytes
+    if "moe" in mine:
+        moved["sorting of tokens"] = f.T / f.tp * f.top_k * f.h * f.permute_bytes
     if spread:
         moved["heads"] = f.T * f.qk_dim * (f.heads + f.kv_heads) / f.tp * f.rope_bytes
     n_bytes = {name: f(name, formula) for what, formula in moved.items() if (name := f"bytes of {what} again")}
@@ -100,7 +125,11 @@ def seconds(passes: Passes, job: Job, candidates: Candidates, block: BlockShape)
     terms = {"element-wise, again": f("element-wise, again", again_s, "memory bounds them", unit="s")}
     if "attention" in mine:
         terms |= {f"{kind}, F": passes.forward[kind] for kind in ("attention", CONTEXT) if kind in passes.forward}
-    wanted = {group.name for group in block.matmuls if _again(group, mine)}
+    if _NETWORKS & set(mine) and TENSOR in passes.forward:  # half of the messages are of the network
+        terms["messages of the network"] = passes.forward[TENSOR] / 2
+    if "moe" in mine:
+        terms[f"{EXPERT}, F"] = passes.forward[EXPERT]
+    wanted = {group.name for group in block.matmuls if _again(group, mine, block)}
     for matmul in layer_matmuls(job, candidates, block, tokens) if wanted else ():
         if matmul.name in wanted:
             terms[matmul.name] = matmul.seconds(job)
@@ -131,26 +160,32 @@ def left_out(passes: Passes, job: Job, candidates: Candidates, block: BlockShape
 
 def record_messages(passes: Passes, job: Job, candidates: Candidates, but: Container[str]) -> None:
     """Add the messages that recomputation repeats: with full recomputation all messages of F, except those named in the
-    last argument; with attention as a part, the messages of attention."""
+    last argument; with attention or moe as a part, its messages. Ignored: the messages of networks over tp."""
     full = (candidates.recompute == FULL).astype(int)
-    of_attention = full + candidates.recomputes_parts * ("attention" in candidates.shared.recompute_modules)
+    by_part = {CONTEXT: "attention", EXPERT: "moe"}
     for kind, messages in passes.forward_messages.items():
-        calls = of_attention if kind == CONTEXT else full
+        part = candidates.recomputes_parts * (by_part.get(kind) in parts_of(job, candidates))
+        calls = full + part
         for message in messages:
             if message.what not in but:
                 passes.record(replace(message, what=f"{message.what}, again", calls=message.calls * calls))
 
 
-def _again(group: FusedRows, parts: Sequence[str]) -> bool:
-    """Return whether a matmul is computed again: from latent vectors to keys and values, or the first of experts."""
+def _again(group: FusedRows, parts: Sequence[str], block: BlockShape) -> bool:
+    """Return whether a matmul is computed again: from latent vectors to keys and values, of experts, of networks."""
     first = group.rows[0]
     if first.split == "experts":
-        return "experts" in parts and not first.name.endswith("down")
+        return "moe" in parts or ("experts" in parts and not first.name.endswith("down"))
+    if first.kind == "router":
+        return "moe" in parts
+    if _NETWORKS & set(parts) and any(first in (last, *into) for last, into in block.networks.items()):
+        return True
     return "mla_up" in parts and any(row.module.endswith("kv_up") for row in group.rows)
 
 
 def _alone(parts: Sequence[str], *, latent: bool, experts: bool) -> list[str]:
     """Return the parts that a layer has and that no other of these parts includes."""
-    without = set() if experts else {"experts"}
+    without = {"mlp"} if experts else set(_OF_EXPERTS)
+    without |= _IN_MOE if "moe" in parts else set()
     without |= ({"rope"} if "mla_up" in parts else set()) if latent else {"mla_up"}
-    return [name for name in RECOMPUTE_MODULES if name in parts and name not in without]
+    return [name for name in _NOT_KEPT if name in parts and name not in without]

@@ -36,7 +36,8 @@ class Speed:
 
     Overlap: `hides_tp_backward`: reductions over tp overlap with the weight gradients; `hides_tp`: matmuls and
     collectives are split into pieces that overlap; `hides_dp`: data-parallel communication overlaps with the forward
-    and backward passes; `interference`: slowdown of the computation, as a fraction of the time of the communication
+    and backward passes; `hides_sums`: the all-reduces of gradients without ZeRO do, even without `hides_dp`;
+    `interference`: slowdown of the computation, as a fraction of the time of the communication
     that overlaps with it; `blocking_sends`: a rank of `pp` waits for its messages, and each takes `message_s` in
     addition to the transfer; `scatters_messages`: each rank of tp sends a part of an activation that all of them have;
     `copies_by_node`: tokens of experts cross to a node once, and are sent to a rank once (DeepEP, HybridEP).
@@ -98,6 +99,7 @@ class Speed:
     hides_tp_backward: bool = False
     hides_tp: bool = False
     hides_dp: bool = True
+    hides_sums: bool = False
     interference: float = 0.2
     blocking_sends: bool = False
     scatters_messages: bool = False
@@ -149,6 +151,7 @@ class Speed:
 FLASH_2 = 1.4
 """`flash_gain` of FlashAttention-2 in PyTorch since 2024."""
 ATTENTION_GAIN = {
+    "fa1": {"a100-80gb": 0.5},
     "fa2": {"a100-80gb": 1.0, "h100": FLASH_2, "b200": 0.74, OTHERS: FLASH_2},
     "fa3": {"h100": 2.4},
     "fa4": {"b200": 2.0},
@@ -157,7 +160,8 @@ ATTENTION_GAIN = {
 """`flash_gain` of attention kernels on the dies that have them, relative to `Calibration.flash_share` of the die.
 
 On A100 `flash_share` is the rate of FlashAttention-2. On B200 FlashAttention-2 runs the instructions of H100: its rate
-is the rate on H100 times 148 / 132 multiprocessors. cuDNN on H100 was measured on an H200
+is the rate on H100 times 148 / 132 multiprocessors. FlashAttention-1 on A100 takes twice the time (arXiv 2307.08691,
+abstract). cuDNN on H100 was measured on an H200
 (benchmarks/results/gpu-2026-11-27.md); FlashAttention-3 is as fast there from 4,096 tokens on (arXiv 2407.08608,
 figures 5 and 6). cuDNN on B200 is the kernel of Megatron-Core, to which `flash_share` and "tuned attention" of
 docs/cost-model.md are fitted; FlashAttention-4 takes 1.05 to 1.3 times less than cuDNN 9.13 (arXiv 2603.05451).
@@ -194,10 +198,12 @@ NANOTRON = replace(
     rope_bytes=4.0,
     flash_gain=FLASH_2,
     hides_dp=False,
+    hides_sums=True,
     blocking_sends=True,
     part_s=10e-6,
 )
-"""Nanotron's norms and rotary embedding are fused kernels (TritonRMSNorm, flash_attn's RotaryEmbedding). ZeRO-1 gathers
+"""Nanotron's norms and rotary embedding are fused kernels (TritonRMSNorm, flash_attn's RotaryEmbedding). Without ZeRO
+PyTorch's DistributedDataParallel overlaps the all-reduces of gradients with the backward pass. ZeRO-1 gathers
 all weights in one message, and its host copies the part of each rank of each tensor alone (`all_gather_coalesced`).
 A copy takes PyTorch 4 us on a CPU, and about as much again to launch the kernel."""
 COMPILED = Speed(

@@ -27,7 +27,8 @@ class Stack:
     last micro-batch (`torch.distributed.pipelining` sets FSDP's gradient sync for that one alone), and keeps them whole
     until then. `gathers_in_loss`: ZeRO-3 has a gathered block and the next one while the loss is computed, too.
     `step_bytes`: temporary buffers of the optimizer. `reduced_bytes`: of a block's gradients in the reduce-scatter,
-    with ZeRO-2 and ZeRO-3.
+    with ZeRO-2 and ZeRO-3. `accumulates_whole`: ZeRO-2 and ZeRO-3 reduce gradients after the last micro-batch of a step
+    alone, and keep them whole until then, in the type of the reduction (FSDP2's `set_requires_gradient_sync`).
 
     Activations of a micro-batch: `flash_attention`: attention does not store its scores; `caps_in_kernel`: also with a
     soft cap, otherwise they are in memory in fp32 while a piece is computed. `dropout_masks`: masks for activations,
@@ -38,7 +39,8 @@ class Stack:
     (`torch.distributed.pipelining`). `selective`: activations that selective recomputation does not keep: "scores" of
     attention; or all except the outputs of the "products" (matmuls) in torchtitan's list, or all except the product
     outputs that the backward pass reads, with the outputs of the all-to-alls of experts, and with eager products
-    nothing of a mixture's attention; or the "parts" that a layout names (cost/recompute.py). `stops_early`: full
+    nothing of a mixture's attention; or the "parts" that a layout names (cost/recompute.py), or, if there are any,
+    `recomputed_parts`. `stops_early`: full
     recomputation ends with the last tensor that the backward pass reads, as `torch.utils.checkpoint` does.
     `frees_inputs`: the backward pass of a network frees the input of its last matmul before the gradients of the
     tensors from which it was computed exist. `weighs_outputs`: the outputs of experts are kept, since they are
@@ -50,6 +52,8 @@ class Stack:
     kept. `casts_again`: in fp8 the backward pass computes again the norms and the inner activations that it casts
     (cost/activations.py). `logit_kept_bytes`, `logit_peak_bytes`: for each logit, kept from the loss to its backward
     pass, and the maximum in between; `logit_cut_bytes`: added to that maximum if the vocabulary is sharded over tp.
+    `shares_logits`: tp shards the vocabulary of the logits; else each of its ranks gathers all logits for the loss.
+    `offloaded_share`: of layers whose activations are on the host with `layout.offload_activations`.
     `logits_together`: the loss overwrites logits with their gradient. Instead of that maximum it has a copy in fp32 of
     this number of logits at a time, and no copy of logits in fp32; 0: it does not overwrite them. `compiles_loss`: then
     with two copies, of logits in fp32 too, unless they are sharded.
@@ -78,6 +82,7 @@ class Stack:
     reduced_bytes: float = 4.0
     keeps_gradients: bool = True
     reduces_once_in_pipelines: bool = True
+    accumulates_whole: bool = False
     gathers_in_loss: bool = True
     step_bytes: float = 0.0
     flash_attention: bool = True
@@ -89,6 +94,7 @@ class Stack:
     receives_ahead: bool = False
     waits_gathered: bool = False
     selective: Literal["scores", "products", "read products", "parts"] = "scores"
+    recomputed_parts: tuple[str, ...] = ()
     stops_early: bool = False
     pads_rows: bool = False
     expands_heads: bool = False
@@ -103,6 +109,8 @@ class Stack:
     logit_kept_bytes: float = 4.0
     logit_peak_bytes: float = 6.0
     logit_cut_bytes: float = 0.0
+    shares_logits: bool = True
+    offloaded_share: float = 1.0
     logits_together: float = 0.0
     compiles_loss: bool = False
     vocabulary_multiple: int = 0
@@ -117,7 +125,7 @@ class Stack:
 
     def reduces_each_microbatch(self, pp: int) -> bool:
         """Return whether ZeRO-2 reduces gradients after each micro-batch, with `pp` ranks in the pipeline."""
-        return pp == 1 or not self.reduces_once_in_pipelines
+        return not self.accumulates_whole and (pp == 1 or not self.reduces_once_in_pipelines)
 
     def held_by_libraries(self, chip: Accelerator, *, experts: bool) -> float:
         """Return the bytes of all workspaces on an accelerator, of a model with or without experts."""

@@ -72,7 +72,8 @@ def microbatch_bytes(
         working = np.maximum(working, layer.working[:, None] * (counts > 0))
         largest = np.maximum(largest, layer.kept[:, None] * (counts > 0))
     if candidates.shared.offload_activations == "cpu":
-        kept, experts = zeros.copy(), zeros.copy()
+        stays = 1 - job.stack.offloaded_share
+        kept, experts = stays * kept, stays * experts
     around = activations.ends(job, candidates)
     kept[:, 0] += around.first
     kept[:, :-1] += around.sent[:, None]

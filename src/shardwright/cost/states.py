@@ -63,7 +63,8 @@ def rank_state_bytes(job: Job, candidates: Candidates, stages: Stages, held: Par
         master = f("master", _sharded(f, candidates, candidates.zero >= 1, stack.master_bytes * has_master), _ZERO)
     else:
         master = _shards_beside(candidates, f)
-    gradients = _sharded(f, candidates, shares_gradients(job, candidates), stack.gradient_bytes) * f.always
+    of_gradient = stack.reduced_bytes if stack.accumulates_whole else stack.gradient_bytes
+    gradients = _sharded(f, candidates, shares_gradients(job, candidates), of_gradient) * f.always
     gradients = f("gradients kept", gradients, _ZERO)
     found = {
         "weights": weights,

@@ -18,6 +18,8 @@ from shardwright.planner.runs import read_runs
 from shardwright.planner.whole_run import TrainingGoal, WholeRun, whole_run
 from shardwright.system.errors import InputError
 
+UNSEEN_RUNS = Path(__file__).with_name("measured") / "unseen_runs.csv"
+"""Published runs that are part of the package, to which no constant was fitted."""
 WHOLE_RUNS = Path(__file__).with_name("measured") / "whole_runs.csv"
 """Published whole runs that are part of the package."""
 MEASURED_RUNS = Path(__file__).with_name("measured") / "runs.csv"
@@ -35,8 +37,8 @@ _KEYS = (
 @dataclass(frozen=True)
 class PredictedRun:
     """A run with its prediction. `interval_s`: the seconds between which four of five runs are expected (80 %
-    interval). `left_out_s`, `left_out_interval_s`: the same with constants fitted without the row's family; None if the
-    constants were not fitted to the family. `whole`: the whole run of a row with tokens."""
+    interval). `left_out_s`, `left_out_interval_s`: the same with constants fitted without the row's family; None
+    without a measured step time. `whole`: the whole run of a row with tokens."""
 
     run: PredictableRun
     step_s: float
@@ -195,13 +197,13 @@ def _table(groups: str, summaries: Sequence[PlanErrorSummary]) -> Iterator[str]:
 
 def _predict(run: PredictableRun) -> PredictedRun | SkippedRun:
     """Predict a run, or skip it if it cannot be priced, such as a schedule that cannot run its micro-batches."""
-    left_out = LEFT_OUT.get(run.measured.family)
+    left_out = LEFT_OUT.get(run.measured.family, CALIBRATED)
     try:
         # Overflows are handled below; numpy's warnings about them would only clutter the terminal.
         with np.errstate(all="ignore"):
             seconds, interval = _predicted(run, CALIBRATED)
             measured = run.measured.step_time_s is not None
-            unseen = _predicted(run, left_out) if measured and left_out is not None else (None, None)
+            unseen = _predicted(run, left_out) if measured else (None, None)
             tokens = run.measured.tokens
             whole = None if tokens is None else whole_run(run.job, seconds, interval, TrainingGoal(tokens))
             row = PredictedRun(run, seconds, interval, run.predicted_peak_gib(), unseen[0], unseen[1], whole)

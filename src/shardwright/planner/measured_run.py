@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from shardwright.cost import memory
 from shardwright.cost.formats import FORMATS
 from shardwright.cost.hardware import Cluster, accelerator, cluster, evenly
 from shardwright.cost.job import Candidates, Job
+from shardwright.cost.recompute import FOREIGN_PARTS
 from shardwright.cost.speed import ATTENTION_GAIN
 from shardwright.cost.stack import STACKS, Stack
 from shardwright.layout.layout import Layout
@@ -39,13 +41,21 @@ FUSED_LOSS = {
     "fsdp": "fsdp-fused-loss",
     "fsdp-compiled": "fsdp-compiled-loss",
 }
-RECOMPUTE = {"none": 0, "selective": 1, "full": 2}
+RECOMPUTE = {"none": 0, "selective": 1, "full": 2, "partial": 2}
 """Indices in `cost.job.RECOMPUTE`."""
-PARTS = {"mla_up_proj": "mla_up"}
-"""Modules that Megatron-Core recomputes, and their names in `layout.recompute_modules`."""
+PARTS = {"core_attn": "attention", "mla_up_proj": "mla_up", "layernorm": "norms"} | {
+    name: name for name in FOREIGN_PARTS
+}
+"""Modules that Megatron-Core recomputes, and their names in `layout.recompute_modules` or `cost.recompute`."""
+PYTORCH = ("fsdp", "fsdp-compiled", "automodel")
+"""Stacks whose optimizer is PyTorch's AdamW, whose moments have the type of the weights that it updates."""
 FLEX_SINCE = "2026"
 """First date from which recipes of Megatron-Core dispatch by DeepEP or HybridEP, for rows that do not state the
 dispatch (Megatron-Bridge, scripts/performance/configs)."""
+COMPILED_LOSS_SINCE = "2025"
+"""First date from which the loss is compiled with the model, in trainers with torch.compile (torchtitan)."""
+FLASH_2_SINCE = "2023-07"
+"""First date of FlashAttention-2 (arXiv 2307.08691)."""
 CUDNN_SINCE = "2026"
 """First date from which PyTorch's own attention on Hopper is cuDNN's."""
 GRAPHS_SINCE = "2025-05"
@@ -72,9 +82,10 @@ class PredictableRun:
         """Return the peak of the memory model, in the same unit as `measured.peak_mem_gib`."""
         found = memory.estimate_memory(self.job, self.candidates)
         ranks = found.rank_bytes[0]
+        if self.measured.peak_mem_from == "reserved":
+            ranks = ranks + found.lost_bytes[0]
         held = {"first": ranks[0], "last": ranks[-1]}.get(self.measured.peak_mem_rank, ranks.max())
-        share = 1 + float(found.fragmentation[0]) if self.measured.peak_mem_from == "reserved" else 1.0
-        return float(held * share) / GiB
+        return float(held) / GiB
 
 
 @dataclass(frozen=True)
@@ -119,10 +130,8 @@ def _not_priced(row: MeasuredRun) -> Iterator[str]:
     Raises InputError for an accelerator that is not listed.
     """
     die = accelerator(row.accelerator).die
-    if row.recompute not in RECOMPUTE and not _core_attention(row) and not _parts(row):
-        yield f"recompute={row.recompute} has no price; priced: {', '.join(RECOMPUTE)}"
-    if row.offload != "none":
-        yield f"offload={row.offload} has no price; priced: none"
+    if row.offload != "none" and not accelerator(row.accelerator).host_bytes_per_s:
+        yield f"offload={row.offload} has no price on {row.accelerator}, which has no host_gb_per_s; priced: none"
     yield from software_problems(row, die)
     if row.window:
         yield "sliding-window attention has no price"
@@ -150,10 +159,17 @@ def _core_attention(row: MeasuredRun) -> bool:
 
 def _parts(row: MeasuredRun) -> tuple[str, ...]:
     """Return the parts of a layer that a row recomputes, converted from Megatron's names to a layout's names; empty if
-    one of them cannot be priced."""
+    the row names none, or the core of attention alone in a stack whose selective recomputation is that."""
     kind, _, modules = row.recompute.partition(":")
-    found = tuple(PARTS.get(name, "") for name in modules.split("+")) if kind == "selective" else ()
-    return found if all(found) else ()
+    if kind != "selective" or not modules or _core_attention(row):
+        return ()
+    return tuple(PARTS[name] for name in modules.split("+"))
+
+
+def _few_layers(row: MeasuredRun, chunks: int) -> int | None:
+    """Return the layers of each chunk that recompute, for `partial:N` of a model's layers; else None."""
+    kind, _, number = row.recompute.partition(":")
+    return ceil(int(number) / chunks) if kind == "partial" else None
 
 
 def _assumed(row: MeasuredRun) -> Iterator[str]:
@@ -213,7 +229,8 @@ def _model(row: MeasuredRun) -> ModelSpec:
 def stack_of(row: MeasuredRun, die: str) -> Stack:
     """Return the row's software on a die, with the kernels, types and overlaps that the row states."""
     name = STACK.get(row.stack, row.stack)
-    stack = STACKS[FUSED_LOSS[name] if row.fused_loss else name]
+    fused = _fused_loss(row) if row.fused_loss is None else row.fused_loss
+    stack = STACKS[FUSED_LOSS[name] if fused else name]
     speed = stack.speed
     speed = replace(speed, attention=_attention(row, die), graphs=_graphs(row, die), gathers_casts=_gathers_casts(row))
     if row.flash is not None:
@@ -221,17 +238,41 @@ def stack_of(row: MeasuredRun, die: str) -> Stack:
     if row.grad_dtype is not None:
         speed = replace(speed, reduce_bytes=ELEMENT_BYTES[row.grad_dtype])
         stack = replace(stack, reduced_bytes=ELEMENT_BYTES[row.grad_dtype])
+    if row.grad_dtype == "fp32" and row.stack in ("megatron", "deepspeed"):
+        # The gradient of each micro-batch is written in 16 bits, read, and added to a sum in fp32.
+        speed = replace(speed, sum_bytes=12.0)
     if row.optimizer_dtype is not None:
         stack = replace(stack, state_bytes=ELEMENT_BYTES[row.optimizer_dtype])
+    stack = _with_memory(row, stack)
     if row.overlap_tp is not None:
         speed = replace(speed, hides_tp=row.overlap_tp, hides_tp_backward=row.overlap_tp and speed.hides_tp_backward)
     if row.overlap_dp is not None:
-        speed = replace(speed, hides_dp=row.overlap_dp)
+        speed = replace(speed, hides_dp=row.overlap_dp, hides_sums=row.overlap_dp)
     if _parts(row):
-        stack = replace(stack, selective="parts")
+        stack = replace(stack, selective="parts", recomputed_parts=_parts(row))
     if _copies_by_node(row):
         speed = replace(speed, copies_by_node=True, permute_bytes=PERMUTED_BY_RANK)
     return replace(stack, speed=speed)
+
+
+def _fused_loss(row: MeasuredRun) -> bool:
+    return row.stack == "fsdp-compiled" and row.date >= COMPILED_LOSS_SINCE
+
+
+def _with_memory(row: MeasuredRun, stack: Stack) -> Stack:
+    """Return the stack with the types and shards of weights, gradients and logits that the row states."""
+    master = row.master_dtype or (row.optimizer_dtype if row.stack in PYTORCH else None)
+    if master in ("bf16", "fp16") and row.precision != "fp32":
+        # A weight is its own master, and its gradient has its type.
+        own = {"master_bytes": ELEMENT_BYTES[master] * stack.gathers_master, "gradient_bytes": ELEMENT_BYTES[master]}
+        stack = replace(stack, **own)
+    whole = row.whole_gradients
+    if whole is None:  # FSDP2 adds the gradients of micro-batches in the type of their reduction only if they are whole
+        whole = row.stack in PYTORCH and master == "bf16" and row.grad_dtype == "fp32"
+    stack = replace(stack, accumulates_whole=whole)
+    if row.offload.startswith("activations"):
+        stack = replace(stack, offloaded_share=min(1.0, int(row.offload.partition(":")[2]) / row.layers))
+    return replace(stack, shares_logits=not row.whole_logits)
 
 
 def _attention(row: MeasuredRun, die: str) -> str:
@@ -240,6 +281,8 @@ def _attention(row: MeasuredRun, die: str) -> str:
         return row.attention
     if row.stack == "automodel":
         return "cudnn"
+    if row.stack in ("megatron", "deepspeed") and row.flash and row.date < FLASH_2_SINCE and die == "a100-80gb":
+        return "fa1"
     if row.stack == "fsdp-compiled" or (row.stack == "fsdp" and row.date >= "2024"):
         return "cudnn" if die in ATTENTION_GAIN["fa3"] and row.date >= CUDNN_SINCE else "fa2"
     return ""
@@ -289,9 +332,15 @@ def _candidates(row: MeasuredRun, piped: Layout) -> Candidates:
         "ep": row.ep * (row.etp or row.tp) if row.experts else 1,
         "zero": row.zero,
         "micro_batch": row.micro_batch,
-        "recompute": RECOMPUTE.get(row.recompute, RECOMPUTE["selective"]),
+        "recompute": RECOMPUTE[row.recompute.partition(":")[0]],
     }
-    parts: dict[str, Any] = {"recompute": "selective", "recompute_modules": _parts(row)} if _parts(row) else {}
+    parts: dict[str, Any] = {}
+    if (few := _few_layers(row, piped.n_stages)) is not None:
+        parts |= {"recompute": "full", "recompute_layers": few}
+    if row.offload != "none":
+        parts["offload_optimizer" if row.offload == "optimizer" else "offload_activations"] = "cpu"
+    if row.loss_chunk_tokens:
+        parts["loss_chunk_tokens"] = row.loss_chunk_tokens
     arrays: dict[str, Any] = {key: np.array([value], dtype=np.int64) for key, value in each.items()}
     return Candidates(
         shared=replace(

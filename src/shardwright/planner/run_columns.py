@@ -16,7 +16,7 @@ from shardwright.schedule import registry
 from shardwright.schedule.named import ONE_F_ONE_B
 from shardwright.system.errors import InputError
 
-MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "mla_up_proj")
+MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "mla_up_proj", "shared_experts")
 """Modules that `recompute` may list, by Megatron's names."""
 
 
@@ -77,7 +77,7 @@ def _decimal(help: str, low: float, high: float, *, empty: float | None = None, 
     )
 
 
-def _whole(help: str, high: int, needed: str = "", *, low: int = 1) -> Any:
+def _whole(help: str, high: int, needed: str = "", *, low: int = 1, optional: bool = False) -> Any:
     return _column(
         help,
         f"a whole number from {low} to {high:,}",
@@ -85,11 +85,12 @@ def _whole(help: str, high: int, needed: str = "", *, low: int = 1) -> Any:
         int,
         None,
         needed,
+        optional,
     )
 
 
-def _flag(help: str, needed: str = "", empty: bool | None = None) -> Any:
-    return _column(help, "0, 1", ("0", "1").__contains__, "1".__eq__, empty, needed)
+def _flag(help: str, needed: str = "", empty: bool | None = None, *, optional: bool = False) -> Any:
+    return _column(help, "0, 1", ("0", "1").__contains__, "1".__eq__, empty, needed, optional)
 
 
 def _accelerator(help: str) -> Any:
@@ -179,7 +180,7 @@ class MeasuredRun:
     fused_loss: bool | None = _flag("1: the loss makes no copy of the logits in fp32. Empty: as usual with the stack")
 
     attention: str | None = _choice(
-        "kernel of fused attention. Empty: by stack and date", "fa2", "fa3", "fa4", "cudnn", optional=True
+        "kernel of fused attention. Empty: by stack and date", "fa1", "fa2", "fa3", "fa4", "cudnn", optional=True
     )
     cuda_graphs: str | None = _choice(
         "parts of a step that are replayed as CUDA graphs; blocks: layers without their experts. Empty: by stack, "
@@ -240,6 +241,19 @@ class MeasuredRun:
         "type in which gradients are summed over data ranks. Empty: as usual with the stack", "bf16", "fp16", "fp32"
     )
     optimizer_dtype: str | None = _choice("type of Adam's moments. Empty: fp32", "bf16", "fp16", "fp32")
+    master_dtype: str | None = _choice(
+        "type of the weights that the optimizer updates. Empty: fp32; with PyTorch's AdamW (fsdp, fsdp-compiled, "
+        "automodel) the type of its moments",
+        *("bf16", "fp32"),
+        optional=True,
+    )
+    whole_gradients: bool | None = _flag(
+        "1: ZeRO-2 and ZeRO-3 reduce gradients after the last micro-batch alone, and keep them whole until then. "
+        "Empty: 0; 1 with PyTorch's FSDP, bf16 weights and gradients in fp32",
+        optional=True,
+    )
+    whole_logits: bool = _flag("1: each rank of tp has the logits of the whole vocabulary", empty=False, optional=True)
+    loss_chunk_tokens: int | None = _whole("tokens whose logits exist at a time. Empty: all", 10_000_000, optional=True)
 
     step_time_s: float | None = _decimal("seconds of an optimizer step", 1e-6, 10**9)
     step_time_from: str | None = _choice("what was published", "stated", "tokens_per_s", "tflops", "mfu")

@@ -15,6 +15,7 @@ from shardwright.system.errors import InputError, nearest
 KEYS = (
     *("date", "flash", "attention", "fused_loss", "cuda_graphs", "gather_dtype"),
     *("overlap_tp", "overlap_dp", "moe_dispatch", "grad_dtype", "optimizer_dtype"),
+    *("master_dtype", "whole_gradients", "whole_logits"),
 )
 """The columns that describe software alone."""
 NEWEST = "9999"
@@ -29,7 +30,12 @@ def read_stack(text: str, job: Job) -> Stack:
     """
     name, *pairs = (part.strip() for part in text.split(","))
     values: dict[str, Any] = {key: column.empty for key, column in columns().items()}
-    values |= {"accelerator": job.cluster.accelerator.name, "per_domain": job.cluster.node_size, "recompute": "none"}
+    values |= {
+        "accelerator": job.cluster.accelerator.name,
+        "per_domain": job.cluster.node_size,
+        "recompute": "none",
+        "offload": "none",
+    }
     values |= {"precision": {cost: table for table, cost in PRECISIONS.items()}[job.precision], "date": NEWEST}
     values |= {"experts": None if job.model.moe is None else job.model.moe.n_experts}
     problems = (

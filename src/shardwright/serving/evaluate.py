@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from shardwright.serving import forms
+from shardwright.serving.interval import COVERED, KINDS, interval
 from shardwright.serving.measured import FULL, LOOP, ServingCase, SkippedServingRow, as_json, read
 from shardwright.serving.memory import largest_batch, memory
 from shardwright.serving.rates import FittedRates, Rates, fitted
@@ -39,11 +40,16 @@ class ServingPrediction:
         """Return predicted / measured - 1."""
         return self.predicted / self.case.measured - 1
 
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Return the 80 % interval of `left_out`."""
+        return None if self.left_out is None else interval(self.left_out, KINDS[self.case.line.metric])
+
 
 @dataclass(frozen=True)
 class ServingErrorSummary:
-    """Errors of one metric of one source in one regime, as shares. `left_out`: mean absolute error with constants
-    fitted without the source, or None."""
+    """Errors of one metric of one source in one regime, as shares. With constants fitted without the source, or None:
+    `left_out` is the mean absolute error, `inside` the share of rows inside their intervals."""
 
     source: str
     regime: str
@@ -55,6 +61,7 @@ class ServingErrorSummary:
     worst: float
     worst_row: str
     left_out: float | None
+    inside: float | None
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,7 @@ class ServingEvaluation:
                 "predicted": row.predicted,
                 "measured": row.case.measured,
                 "left_out": row.left_out,
+                "left_out_interval": row.interval,
                 "skipped": None,
                 **as_json(row.case),
             }
@@ -97,6 +105,7 @@ class ServingEvaluation:
                 "predicted": None,
                 "measured": float(each.line.value),
                 "left_out": None,
+                "left_out_interval": None,
                 "skipped": each.reason,
             }
             for each in self.skipped
@@ -241,6 +250,7 @@ def _summary(kind: tuple[str, str, str], rows: Sequence[ServingPrediction]) -> S
     errors = [row.error for row in rows]
     worst = max(rows, key=lambda row: abs(row.error))
     left_out = [abs(row.left_out / row.case.measured - 1) for row in rows if row.left_out is not None]
+    inside = [low <= row.case.measured <= high for row in rows if row.interval for low, high in (row.interval,)]
     return ServingErrorSummary(
         *kind,
         n=len(rows),
@@ -250,6 +260,7 @@ def _summary(kind: tuple[str, str, str], rows: Sequence[ServingPrediction]) -> S
         worst=worst.error,
         worst_row=worst.case.line.id,
         left_out=fmean(left_out) if left_out else None,
+        inside=fmean(inside) if inside else None,
     )
 
 
@@ -267,16 +278,18 @@ def report_lines(found: ServingEvaluation, every_row: bool = False) -> Iterator[
     yield from _counted_texts("skipped", [each.reason for each in found.skipped])
     yield from _counted_texts("assumed", [text for row in found.rows for text in row.case.assumed])
     yield ""
-    titles = "mean abs", "median", "bias", "worst", "left out", "rows"
+    titles = "mean abs", "median", "bias", "worst", "left out", "inside", "rows"
     yield " ".join(f"{title:>8}" for title in titles) + "  source, regime, metric (row of the worst)"
     for each in found.summaries:
         left_out = "" if each.left_out is None else f"{each.left_out:.1%}"
+        inside = "" if each.inside is None else f"{each.inside:.0%}"
         yield (
             f"{each.mean_absolute:>8.1%} {each.median_absolute:>8.1%} {each.bias:>+8.1%} {each.worst:>+8.1%} "
-            f"{left_out:>8} {each.n:>8}  {each.source}, {each.regime}, {each.metric} ({each.worst_row})"
+            f"{left_out:>8} {inside:>8} {each.n:>8}  {each.source}, {each.regime}, {each.metric} ({each.worst_row})"
         )
     if any(each.left_out is not None for each in found.summaries):
-        yield "left out: mean absolute error by constants that were fitted without this source"
+        yield "left out: mean absolute error by constants that were fitted without this source;"
+        yield f"inside: rows whose measured value is in the {COVERED:.0%} interval of that prediction"
 
 
 def _counted_texts(what: str, texts: Sequence[str]) -> Iterator[str]:

@@ -21,6 +21,7 @@ from typing import Any
 from shardwright.cost.hardware import Cluster, accelerator, cluster
 from shardwright.model.spec import ModelSpec
 from shardwright.serving.engines import ENGINES, UNNAMED, ServingEngine, engine_of
+from shardwright.serving.formats import CACHE_BYTES, FORMATS, computed_in
 from shardwright.serving.models import named
 from shardwright.serving.setting import Degrees
 from shardwright.system.errors import InputError, nearest
@@ -28,7 +29,6 @@ from shardwright.system.files import read_csv, reason
 
 METRICS = ("output_tokens_per_s", "total_tokens_per_s", "ttft_s", "tpot_s", "e2e_latency_s")
 """Metrics that a row may measure. Tokens per second are summed over all its accelerators."""
-PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 STATIC, LOOP, FULL = "static batch", "closed loop", "maximum load"
 _LONGEST = 60
 _KNOWN = ", ".join(dict.fromkeys(each.name.partition("-")[0] for each in ENGINES))
@@ -161,9 +161,13 @@ def _case(line: ServingTableRow) -> ServingCase | SkippedServingRow:
 
 
 def _priced(line: ServingTableRow) -> ServingCase:
-    for name in ("precision_weights", "precision_kv", "precision_compute"):
-        if (cell := getattr(line, name)) and cell not in PRECISIONS:
-            raise InputError(f"{name} {cell!r} has no price; {', '.join(PRECISIONS)} have")
+    for name, priced in {
+        "precision_weights": FORMATS,
+        "precision_kv": CACHE_BYTES,
+        "precision_compute": FORMATS,
+    }.items():
+        if (cell := getattr(line, name)) and cell not in priced:
+            raise InputError(f"{name} {cell!r} has no price; {', '.join(priced)} have")
     if line.metric not in METRICS:
         raise InputError(f"metric {line.metric!r} is not predicted; {nearest(line.metric, METRICS)}")
     model_name, model = named(line.model)
@@ -180,7 +184,7 @@ def _priced(line: ServingTableRow) -> ServingCase:
     if not precision:
         precision = "bf16"
         assumed.append("weights and matmuls in bf16")
-    if precision not in chip.flops_per_s:
+    if computed_in(precision, chip) is None:
         raise InputError(f"{chip.name} has no matmuls in {precision}")
     lengths, requests = (int(line.input_len), int(line.output_len)), int(line.batch_or_concurrency or 0)
     if CLIENT in line.notes:

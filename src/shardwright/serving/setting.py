@@ -15,16 +15,15 @@ from numpy.typing import ArrayLike
 from shardwright.cost.hardware import Cluster
 from shardwright.cost.job import Floats, Ints
 from shardwright.model.spec import ModelSpec
+from shardwright.serving.formats import FORMATS, computed_in
 from shardwright.serving.rates import Rates
-
-ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-"""Bytes of an element by precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """`precision`: of the matrices of the layers and their matmuls; embedding and head are in 16 bits if it is fp8.
-    `kv_precision`: of the cache. `rates`: fitted constants of the engine on this accelerator."""
+    """`precision`: of the matrices of the layers, a name in `serving.formats.FORMATS`; embedding and head have at least
+    16 bits. `kv_precision`: of the cache, a name in `serving.formats.CACHE_BYTES`. `rates`: fitted constants of the
+    engine on this accelerator."""
 
     model: ModelSpec
     cluster: Cluster
@@ -42,17 +41,30 @@ class Serving:
     @property
     def wide(self) -> str:
         """Return the precision of attention, the head and the residual stream."""
-        return "bf16" if self.precision == "fp8" else self.precision
+        wide = FORMATS[self.precision].wide
+        return wide if wide in self.cluster.accelerator.flops_per_s else "fp16"
 
     @property
-    def weight_bytes(self) -> int:
+    def compute(self) -> str:
+        """Return the format in which matmuls with the matrices of the layers compute."""
+        found = computed_in(self.precision, self.cluster.accelerator)
+        assert found is not None, self.precision
+        return found
+
+    @property
+    def weight_bytes(self) -> float:
         """Return the bytes of an element of a layer's matrices."""
-        return ELEMENT_BYTES[self.precision]
+        return FORMATS[self.precision].n_bytes
+
+    @property
+    def sent_bytes(self) -> float:
+        """Return the bytes of an element of a token that is sent to experts: in the format of their matmuls."""
+        return FORMATS[self.compute].n_bytes
 
     @property
     def wide_bytes(self) -> int:
         """Return the bytes of an element of `wide`."""
-        return ELEMENT_BYTES[self.wide]
+        return int(FORMATS[self.wide].n_bytes)
 
     def flops_per_s(self, precision: str) -> Floats:
         """Return the FLOP/s that matmuls of the best shapes reach."""

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from shardwright.serving.interval import FIRST, FURTHER, RATE, interval
 from shardwright.serving.search import PERCENTILE, ServingOption, ServingPlan, ServingTask, SimulatedOption
 from shardwright.serving.separate import SimulatedSplit
+from shardwright.serving.setting import Serving
 from shardwright.serving.simulate import ServedTimes
 from shardwright.serving.words import reasons, serving_data, usable
 from shardwright.system.units import format_bytes, format_count, format_seconds
@@ -99,9 +101,12 @@ def _best(plan: ServingPlan, best: SimulatedOption) -> Iterator[Part]:
     weights, working, token, cache = _memory(plan, at)
     yield Section(f"best: {best.layout}, at most {best.option.batch:,} requests in each instance")
     each = f"{best.per_accelerator:,.0f} of each accelerator, {best.per_user:,.1f} of each user"
+    if not task.serving.on_host:
+        low, high = interval(best.tokens_per_s, RATE)
+        each += f"; 80 % interval {low:,.0f} to {high:,.0f}"
     rows = [
         Fact("tokens/s", f"{best.tokens_per_s:,.0f}", each),
-        *_latencies(best.served),
+        *_latencies(best.served, task.serving),
         Fact(
             "cache",
             format_bytes(cache),
@@ -119,11 +124,14 @@ def _best(plan: ServingPlan, best: SimulatedOption) -> Iterator[Part]:
     yield Facts(rows)
 
 
-def _latencies(served: ServedTimes) -> Iterator[Fact]:
-    """Yield the seconds to the first token and of each further token."""
-    for name, value in (("first token", served.first_s), ("further token", served.further_s)):
+def _latencies(served: ServedTimes, serving: Serving) -> Iterator[Fact]:
+    """Yield the seconds to the first token and of each further token, with the interval of the median."""
+    for name, value in ((FIRST, served.first_s), (FURTHER, served.further_s)):
         median, *rest = (format_seconds(value(share)) for share in (50, PERCENTILE, 99))
         more = "".join(f", {each} for {share} of 100" for each, share in zip(rest, (PERCENTILE, 99), strict=True))
+        if not serving.on_host:
+            low, high = map(format_seconds, interval(value(50), name))
+            more += f"; 80 % interval of the median {low} to {high}"
         yield Fact(name, median, f"for 50 of 100{more}")
 
 
@@ -239,7 +247,7 @@ def _separate(plan: ServingPlan, apart: SimulatedSplit | None) -> Iterator[Part]
                 f"{apart.tokens_per_s:,.0f}",
                 f"{apart.per_accelerator():,.0f} of each accelerator{together}",
             ),
-            *_latencies(crossed.served),
+            *_latencies(crossed.served, plan.task.serving),
             Fact(
                 "of the first token",
                 queued,

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from shardwright.serving.interval import FIRST, FURTHER, RATE, interval
 from shardwright.serving.search import (
     PERCENTILE,
     ServingLayout,
@@ -156,7 +157,17 @@ def found_document(task: ServingTask, found: SimulatedOption) -> dict[str, Any]:
         "tokens_per_s_per_user": found.per_user,
         "ttft_s": {f"p{each}": found.ttft_s(each) for each in percentiles},
         "tpot_s": {f"p{each}": found.tpot_s(each) for each in percentiles},
+        "interval": None if task.serving.on_host else _intervals(found),
         "cost_per_million_tokens": found.cost_per_million(task),
+    }
+
+
+def _intervals(found: SimulatedOption) -> dict[str, tuple[float, float]]:
+    """Return the 80 % intervals of the rate and of the medians of both latencies."""
+    return {
+        "tokens_per_s": interval(found.tokens_per_s, RATE),
+        "ttft_s": interval(found.ttft_s(50), FIRST),
+        "tpot_s": interval(found.tpot_s(50), FURTHER),
     }
 
 

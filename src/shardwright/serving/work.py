@@ -19,7 +19,8 @@ from shardwright.cost.ledger import Formulas
 from shardwright.cost.matmuls import TILE_COLUMNS, TILE_ROWS
 from shardwright.model.spec import ModelSpec
 from shardwright.serving import host
-from shardwright.serving.setting import ELEMENT_BYTES, PassBatch, Serving, Settings
+from shardwright.serving.formats import CACHE_BYTES
+from shardwright.serving.setting import PassBatch, Serving, Settings
 from shardwright.split.tensor import kv_replicas
 
 PARTIAL_WAVE, RAMP_K = 0.41, 110.0
@@ -152,12 +153,14 @@ def _matmul_s(
     batch: Floats | float = 1.0, bandwidth: Floats | None = None,
 ) -> Floats:  # fmt: skip
     """Return the seconds of (m, k) by (k, n), `batch` times: smooth maximum of computing and reading weights."""
-    m, e = np.maximum(m, 1e-9), serving.weight_bytes if precision == serving.precision else serving.wide_bytes
+    m, e, compute = np.maximum(m, 1e-9), float(serving.wide_bytes), precision
+    if precision == serving.precision:
+        e, compute = serving.weight_bytes, serving.compute
     if serving.on_host:
-        return host.matmul_s(serving, what, m, k, n, precision, e, batch)
+        return host.matmul_s(serving, what, m, k, n, precision, int(e), batch)
     f = Formulas(
         "s", M=m, K=k, N=n, batch=batch, multiprocessors=serving.cluster.accelerator.multiprocessors,
-        rate=serving.flops_per_s(precision), e=e, e_input=serving.wide_bytes,
+        rate=serving.flops_per_s(compute), e=e, e_input=serving.wide_bytes,
         bandwidth=serving.bytes_per_s if bandwidth is None else bandwidth,
     )  # fmt: skip
     rows, columns = np.maximum(f.M, LEAST_TILE_ROWS) / TILE_ROWS, np.maximum(f.N / TILE_COLUMNS, 0.25)
@@ -198,7 +201,7 @@ def _experts_s(serving: Serving, settings: Settings, batch: PassBatch, group: Fu
 
 def cache_token_bytes(serving: Serving, tp: Ints) -> Floats:
     """Return the bytes of one token in one layer on a rank of tp, as `serving.work`, for an array of degrees."""
-    e, degrees = ELEMENT_BYTES[serving.kv_precision], np.asarray(tp)
+    e, degrees = CACHE_BYTES[serving.kv_precision], np.asarray(tp)
     each = {int(degree): cache_bytes_per_token(serving.model, int(degree), e) for degree in np.unique(degrees)}
     return np.vectorize(each.__getitem__, otypes=[float])(degrees)
 
@@ -329,7 +332,7 @@ def _exchange_s(serving: Serving, settings: Settings, batch: PassBatch) -> Float
     assert model.moe is not None
     own = batch.tokens / ranks * model.d_model
     copies = np.minimum(model.moe.top_k, settings.ep)
-    there = collectives.all_to_all(serving.cluster, own * copies * serving.weight_bytes, ranks, 1, "to experts")
+    there = collectives.all_to_all(serving.cluster, own * copies * serving.sent_bytes, ranks, 1, "to experts")
     back = collectives.all_to_all(serving.cluster, own * copies * serving.wide_bytes, ranks, 1, "from experts")
     whole = batch.tokens * model.d_model
     gather = collectives.all_gather(serving.cluster, whole * serving.wide_bytes, ranks, 1, "all tokens gathered")
@@ -337,7 +340,7 @@ def _exchange_s(serving: Serving, settings: Settings, batch: PassBatch) -> Float
     return np.minimum(there + back, gather + scatter)
 
 
-def cache_bytes_per_token(spec: ModelSpec, tp: int, element_bytes: int) -> int:
+def cache_bytes_per_token(spec: ModelSpec, tp: int, element_bytes: float) -> float:
     """Return the bytes of one token in one layer on a rank of tp.
 
         grouped heads       2 max(K / tp, 1) C e      with fewer kv heads than ranks each rank has a whole one

@@ -161,6 +161,8 @@ class Prometheus:
         if record["kind"] == "run":
             return
         for key, value in record.items():
+            if key == "tokens_by_expert":  # a table, and a gauge has one label
+                continue
             if isinstance(value, dict | list | tuple):
                 several = value if isinstance(value, dict) else dict(enumerate(value))
                 gauge = self._gauge(record["kind"], key, ("of",))

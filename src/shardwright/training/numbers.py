@@ -13,7 +13,7 @@ from shardwright.model.balance import entropy, max_over_mean
 from shardwright.model.sections import MoESpec
 from shardwright.parallel.expert import take_sent_bytes
 from shardwright.parallel.model import ExpertLoad
-from shardwright.run_folder import PHASES, EvaluationRecord, Record, TrainRecord, now
+from shardwright.run_folder import MOST_LOADS_LOGGED, PHASES, EvaluationRecord, Record, TrainRecord, now
 from shardwright.training.clock import PhaseClock, Phases
 from shardwright.training.device import DTYPES, peak_flops_per_s, peak_memory_bytes
 from shardwright.training.hooks import Hook, RunStart, TakenStep
@@ -111,7 +111,9 @@ class LogNumbers(Hook):
         if load is None or moe is None:
             return {}
         layers = [layer for layer in range(self.spec.n_blocks) if self.spec.has_experts(layer)]
-        experts = expert_numbers(ExpertLoad(*(values.cpu() for values in load)), moe, layers)
+        on_host = ExpertLoad(*(values.cpu() for values in load))
+        experts = expert_numbers(on_host, moe, layers)
+        experts["tokens_by_expert"] = tokens_by_expert(on_host, [n for n in layers if n < self.spec.n_layers])
         if self.layout.ep > 1:
             experts["expert_sent_bytes"] = sent_bytes // n_steps
         return experts
@@ -146,6 +148,15 @@ class Evaluate(Hook):
             by_source = losses if sources.mixed else None
             mtp_loss = sources.mean(step, ahead) if ahead else None
             self.log.write(EvaluationRecord(step, sources.mean(step, losses), now(), by_source, mtp_loss))
+
+
+def tokens_by_expert(load: ExpertLoad, layers: Sequence[int]) -> list[list[int]]:
+    """Return the tokens of each expert of each layer. If these are more than `MOST_LOADS_LOGGED` numbers, only of the
+    layer with the median load of its busiest expert."""
+    if len(layers) * load.counts_LE.shape[1] > MOST_LOADS_LOGGED:
+        by_load = sorted(layers, key=lambda layer: float(max_over_mean(load.counts_LE[layer])))
+        layers = [by_load[len(by_load) // 2]]
+    return [[int(n) for n in load.counts_LE[layer].tolist()] for layer in layers]
 
 
 def expert_numbers(load: ExpertLoad, moe: MoESpec, layers: Sequence[int]) -> Record:

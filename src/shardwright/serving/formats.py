@@ -1,0 +1,61 @@
+"""Number formats of a served model: bytes of its weights and of its cache, and the format in which matmuls compute.
+
+A format with a scale for each block of elements stores the scales too:
+
+| format | element | scales                                                        | bytes an element |
+| ------ | ------- | ------------------------------------------------------------- | ---------------- |
+| nvfp4  | 4 bits  | 8 bits for 16 elements (NVIDIA, Blackwell)                    | 0.5625           |
+| mxfp4  | 4 bits  | 8 bits for 32 elements (OCP Microscaling Formats 1.0)         | 0.53125          |
+| int4   | 4 bits  | 16 bits and a zero point of 4 bits for 128 (arXiv 2306.00978) | 0.51953          |
+
+Matmuls of nvfp4 compute in nvfp4 where the accelerator has it. Without it, and with mxfp4, int4 (AWQ, GPTQ) and int8,
+weights are cast to 16 bits while they are read, so that only reading them is faster (Marlin, arXiv 2408.11743).
+Ignored: the work of these casts, and the scale of each row in int8.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardwright.cost.hardware import Accelerator
+
+
+@dataclass(frozen=True)
+class ServingFormat:
+    """`n_bytes`: of an element of a matrix with its scales. `computes`: formats of the matmuls, the first that the
+    accelerator has is used. `wide`: of attention, the head and the residual stream."""
+
+    n_bytes: float
+    computes: tuple[str, ...]
+    wide: str = "bf16"
+
+
+FORMATS: Mapping[str, ServingFormat] = {
+    "fp32": ServingFormat(4.0, ("fp32",), "fp32"),
+    "bf16": ServingFormat(2.0, ("bf16",)),
+    "fp16": ServingFormat(2.0, ("fp16",), "fp16"),
+    "fp8": ServingFormat(1.0, ("fp8",)),
+    "int8": ServingFormat(1.0, ("bf16", "fp16")),
+    "nvfp4": ServingFormat(0.5 + 1 / 16, ("nvfp4", "bf16", "fp16")),
+    "mxfp4": ServingFormat(0.5 + 1 / 32, ("bf16", "fp16")),
+    "int4": ServingFormat(0.5 + 2.5 / 128, ("bf16", "fp16")),
+}
+"""Formats of weights, by name."""
+CACHE_BYTES: Mapping[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0}
+"""Bytes of an element of the cache by format. Keys and values in int8 are cast while attention reads them."""
+CAST_WHEN_READ = ("int8",)
+"""Formats of the cache that every accelerator can have."""
+
+
+def computed_in(name: str, chip: Accelerator) -> str | None:
+    """Return the format in which matmuls with weights of a format compute on an accelerator; None if it has none."""
+    return next((each for each in FORMATS[name].computes if each in chip.flops_per_s), None)
+
+
+def weights_on(chip: Accelerator) -> list[str]:
+    """Return the formats of weights that an accelerator can serve."""
+    return [name for name in FORMATS if computed_in(name, chip)]
+
+
+def caches_on(chip: Accelerator) -> list[str]:
+    """Return the formats of the cache that an accelerator can have."""
+    return [name for name in CACHE_BYTES if name in CAST_WHEN_READ or name in chip.flops_per_s]
