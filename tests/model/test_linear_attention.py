@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from shardwright.layout.layout import Layout
 from shardwright.model import linear_attention
 from shardwright.model.documents import Documents
-from shardwright.model.linear_attention import GatedDeltaNet, gated_delta_rule
+from shardwright.model.linear_attention import GatedDeltaNet, delta_chunks, scan, transition
 from shardwright.model.linear_sizes import LinearAttentionSpec
 from shardwright.model.presets import PRESETS
 from shardwright.model.spec import ModelSpec
@@ -112,7 +112,7 @@ def test_a_sequence_in_two_parts_is_the_whole_sequence() -> None:
 def test_the_formula_has_the_flops_of_the_scan() -> None:
     q, k, v = (torch.randn(1, LINEAR.n_v_heads, 128, width) for width in (6, 6, 5))
     with FlopCounterMode(display=False) as counter:
-        gated_delta_rule(q, k, v, -torch.rand(1, 4, 128), torch.rand(1, 4, 128))
+        scan(delta_chunks(q, k, v, -torch.rand(1, 4, 128), torch.rand(1, 4, 128)))
     assert counter.get_total_flops() == 128 * LINEAR.scan_flops
 
 

@@ -14,6 +14,8 @@ later tokens attend to more keys, so the choice of tokens for each rank decides 
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from math import lcm
 
 from shardwright.layout.keys import CP_METHODS
 from shardwright.layout.layout import Layout
@@ -42,6 +44,26 @@ def positions_of_rank(layout: Layout, seq_len: int, rank: int, *, token_shard: b
         shard_tokens = seq_len // (layout.cp * layout.tp)
         held = list(cut(held, at["tp"] * shard_tokens, shard_tokens))
     return held
+
+
+@dataclass(frozen=True)
+class SequencePieces:
+    """The partition of a sequence into `n_pieces` equal parts, of which every rank of cp holds whole ones.
+
+    `of_ranks`: for each rank of cp, ring ranks first and their Ulysses ranks within, the numbers of its pieces in the
+    order in which it stores them.
+    """
+
+    n_pieces: int
+    of_ranks: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def from_layout(layout: Layout) -> "SequencePieces":
+        """Return the largest equal pieces for the method and degrees of cp."""
+        ring, ulysses = layout.cp_ring, layout.cp_ulysses
+        n_pieces = lcm(2 * ring if layout.cp_method in ZIGZAG and ring > 1 else ring, layout.cp)
+        of_ranks = [spans(layout.cp_method, n_pieces, ring, ulysses, *divmod(rank, ulysses)) for rank in range(layout.cp)]
+        return SequencePieces(n_pieces, tuple(tuple(piece for span in held for piece in span) for held in of_ranks))
 
 
 def step_pairs(method: str, seq_len: int, ring: int) -> list[list[int]]:

@@ -8,7 +8,7 @@ LOGITS = "tests/hugging_face/test_families.py:test_logits_are_those_of_transform
 FORMULA = "tests/model/test_linear_attention.py:outputs_and_gradients_are_those_of_the_formula"
 TOKENS = "tests/generation/test_engine.py:tokens_of_linear_layers_are_those_without_a_cache"
 MODEL = "shardwright.model.linear_attention"
-NET, RULE, IN_DOCUMENTS = f"{MODEL}:GatedDeltaNet", f"{MODEL}:gated_delta_rule", f"{MODEL}:_within_documents"
+NET, RULE, IN_DOCUMENTS = f"{MODEL}:GatedDeltaNet", f"{MODEL}:delta_chunks", f"{MODEL}:_within_documents"
 CACHE = "shardwright.generation.cache:CachedDeltaNet"
 DOCUMENTS = ((5, 6), (1, 10))
 SIZES = LinearAttentionSpec(n_k_heads=2, n_v_heads=4, k_dim=6, v_dim=5, conv_width=3, full_interval=2)
