@@ -67,8 +67,6 @@ LAYOUTS = [
     ("one kv head", Layout(cp=4, cp_method="ulysses")),
     ("dense", Layout(cp=2, tp=2)),
     ("linear", Layout(cp=2, cp_method="ring", zero=1)),
-    ("linear", Layout(cp=2, tp=2)),
-    ("linear", Layout(cp=2, cp_method="allgather", pp=2)),
     ("linear", Layout(cp=4, cp_method="ulysses")),
     ("dense", Layout(cp=2, dp_shard=2, zero=3)),
     ("dense", Layout(pp=4)),
@@ -103,7 +101,7 @@ RECOMPUTED = [
     ("dense", Layout(tp=2, sequence_parallel=False, recompute="full", recompute_layers=1)),
     ("dropout", Layout(tp=2, recompute="full")),
     ("dense", Layout(cp=2, cp_method="allgather", recompute="full")),
-    ("linear", Layout(cp=2, recompute="full")),
+    ("linear", Layout(cp=2, tp=2, recompute="full")),
     ("dense", Layout(cp=4, cp_method="ulysses", recompute="selective", recompute_modules=("norms", "attention"))),
     ("experts", Layout(dp_shard=4, tp=2, ep=2, zero=3, recompute="full")),
 ]

@@ -161,9 +161,7 @@ def test_a_combination_that_is_not_supported_is_one_sentence(changes: dict[str, 
     assert problem in problems[0]
 
 
-def test_cp_and_tp_that_do_not_fit_the_states_are_refused_with_the_reason() -> None:
-    (cp,) = rules.problems(spec_of(), Layout(cp=2), 128)
-    assert "the state of a linear layer passes from token to token" in cp
+def test_tp_that_does_not_divide_the_key_heads_is_refused_with_the_reason() -> None:
     (tp,) = rules.problems(spec_of(), Layout(tp=4), 128)
     assert tp == (
         "layout.tp=4 does not divide 2 key heads (model.linear_attention.n_k_heads) (2 = 4*0 + 2); valid: 1, 2"

@@ -47,9 +47,9 @@ CASES = {
     "linear attention, ZeRO 2": (LINEAR, Layout(dp_shard=2, zero=2)),
     "linear attention, tp, ZeRO 3": (WIDE_NET, Layout(tp=2, sequence_parallel=True, dp_shard=2, zero=3)),
     "linear attention, ring, tp": (LINEAR, Layout(cp=2, cp_method="ring", tp=2, sequence_parallel=False)),
-    "linear attention, zigzag, tp with token shards, ZeRO 2, full": (
+    "linear attention, zigzag, tp with token shards, ZeRO 1, full, documents": (
         LINEAR,
-        Layout(cp=2, tp=2, sequence_parallel=True, dp_shard=2, zero=2, recompute="full"),
+        Layout(cp=2, tp=2, sequence_parallel=True, zero=1, recompute="full"),
     ),
     "linear attention, allgather, pp, selective": (
         LINEAR,
@@ -57,13 +57,12 @@ CASES = {
     ),
     "linear attention, ulysses, ZeRO 3, split backward pass": (
         LINEAR,
-        Layout(cp=2, cp_method="ulysses", dp_shard=2, zero=3, pp=2, pp_schedule="zb-h1"),
+        Layout(cp=2, cp_method="ulysses", zero=3, pp=2, pp_schedule="zb-h1"),
     ),
     "linear attention and experts, usp, ep": (
         LINEAR_EXPERTS,
         Layout(cp=4, cp_method="usp", ulysses_degree=2, ep=2, zero=1),
     ),
-    "linear attention, zigzag, documents": (LINEAR, Layout(cp=2, tp=2, zero=1)),
     "linear attention and experts, tp, ep": (LINEAR_EXPERTS, Layout(tp=2, sequence_parallel=True, ep=2)),
     "parallel branches, tp": (COHERE, Layout(tp=2, sequence_parallel=False)),
     "parallel branches, tp with token shards, selective": (
