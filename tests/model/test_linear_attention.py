@@ -13,7 +13,7 @@ from shardwright.layout.layout import Layout
 from shardwright.model import linear_attention
 from shardwright.model.documents import Documents
 from shardwright.model.linear_attention import GatedDeltaNet, delta_chunks, scan, transition
-from shardwright.model.linear_sizes import LinearAttentionSpec
+from shardwright.model.linear_sizes import CHUNK, LinearAttentionSpec
 from shardwright.model.presets import PRESETS
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
@@ -109,11 +109,15 @@ def test_a_sequence_in_two_parts_is_the_whole_sequence() -> None:
         torch.testing.assert_close(torch.cat(outputs, 1), net(x_BTD), rtol=1e-12, atol=1e-12)
 
 
-def test_the_formula_has_the_flops_of_the_scan() -> None:
+def test_the_formulas_have_the_flops_of_the_scan_and_of_the_maps_of_states() -> None:
     q, k, v = (torch.randn(1, LINEAR.n_v_heads, 128, width) for width in (6, 6, 5))
     with FlopCounterMode(display=False) as counter:
         scan(delta_chunks(q, k, v, -torch.rand(1, 4, 128), torch.rand(1, 4, 128)))
     assert counter.get_total_flops() == 128 * LINEAR.scan_flops
+    with FlopCounterMode(display=False) as counter:
+        transition(delta_chunks(q, k, v, -torch.rand(1, 4, 128), torch.rand(1, 4, 128)))
+    products_of_chunks = 2 * LINEAR.n_v_heads * CHUNK * 2 * 6
+    assert counter.get_total_flops() == 128 * (LINEAR.map_flops + products_of_chunks)
 
 
 def test_training_flops_are_three_times_those_counted_in_a_forward_pass() -> None:

@@ -1,4 +1,5 @@
-"""Proves that linear attention over a context group is linear attention of one process, and what it sends."""
+"""Proves that linear attention over a context group is linear attention of one process; `tests/cost/test_traffic.py`
+proves what it sends."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from shardwright.model.presets import PRESETS
 from shardwright.parallel.linear_attention import ContextDeltaNet
 from shardwright.split.sequence import SequencePieces
 from tests.distributed import run_ranks
+from tests.marks import rest_prove
 from tests.parallel.attention import Case, groups
 
 SIZES = LinearAttentionSpec(n_k_heads=2, n_v_heads=4, k_dim=6, v_dim=5, conv_width=4, full_interval=2)
@@ -33,10 +35,14 @@ class NetCase(NamedTuple):
     context: Case
     documents: tuple[tuple[int, ...], ...] | None = None
     conv_width: int = 4
+    compiled: bool = False
+    """Whether the code around the scan is traced by the compiler."""
 
 
 CASES = [NetCase(case, documents) for case in ON_FOUR for documents in DOCUMENTS]
-CASES += [NetCase(case, DOCUMENTS[1], width) for case in ON_FOUR[1:2] for width in (1, 2, 6)]
+CASES += [NetCase(ON_FOUR[1], DOCUMENTS[1], width) for width in (1, 2, 6)]
+CASES += [NetCase(ON_FOUR[1], DOCUMENTS[1], compiled=True)]
+QUICK = [NetCase(ON_FOUR[1], DOCUMENTS[2]), NetCase(ON_FOUR[4], None, conv_width=6)]
 
 
 def net_of(case: NetCase) -> GatedDeltaNet:
@@ -67,6 +73,8 @@ def context_net(case: NetCase) -> GatedDeltaNet:
     degree = {"ulysses_degree": context.ulysses} if context.method == "usp" else {}
     pieces = SequencePieces.from_layout(Layout(cp=context.ranks, cp_method=context.method, **degree))
     net.mix = ContextDeltaNet(net, pieces, groups(context)[::-1])  # type: ignore[method-assign]
+    if case.compiled:
+        net.forward = torch.compile(net.forward, backend="eager")  # type: ignore[method-assign]
     return net
 
 
@@ -94,8 +102,9 @@ def worst_errors(cases: list[NetCase]) -> list[float]:
     return errors
 
 
-def test_outputs_and_raw_gradients_are_those_of_one_process():
-    for case, error in zip(CASES, worst_errors(CASES), strict=True):
+@pytest.mark.parametrize("cases", rest_prove([QUICK, CASES], QUICK), ids=["some", "all"])
+def test_outputs_and_raw_gradients_are_those_of_one_process(cases: list[NetCase]):
+    for case, error in zip(cases, worst_errors(cases), strict=True):
         assert error < 1e-12, (case, error)
 
 

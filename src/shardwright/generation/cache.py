@@ -286,8 +286,8 @@ class CachedDeltaNet:
     the convolution (slots, W, F), and the matrices of heads (slots, H, K, V).
 
     A state cannot go back to an earlier token. So if tokens may be replaced (`Cache.n_ahead`), the state of a sequence
-    is the state before its last tokens, and the projections of these are kept, (slots, n_ahead, F). A pass runs the
-    ones that were not replaced again, before its new tokens.
+    is the state before its last tokens, and the projections of these are kept, (slots, n_ahead, F). A pass first runs
+    the kept tokens that were not replaced, then its new tokens.
     """
 
     def __init__(self, module: GatedDeltaNet, cache: Cache, gather_context: Callable[[Tensor], Tensor]) -> None:

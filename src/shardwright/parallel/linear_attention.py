@@ -1,6 +1,6 @@
 """Context parallelism of linear attention: the states of heads pass between the ranks that share a sequence.
 
-A sequence is cut into P equal pieces, of which each rank holds one or more (`split.sequence.SequencePieces`). What a
+A sequence is cut into P equal pieces; each rank holds one or more (`split.sequence.SequencePieces`). What a
 piece does to a state S is one affine map for each head, S -> A S + Z, with A and Z of the piece alone. So all ranks
 compute their chunks at the same time, exchange the maps, and each composes the maps of the pieces before its own. Only
 the composition is serial, over P small matrices:
@@ -23,11 +23,11 @@ contiguous part, zig-zag chunks and Ulysses' tokens are all equal pieces. With u
 comes first, then one over the ring. Saved for the backward pass are the projections, the tails, and S and A of this
 rank's pieces.
 
-Method: the parallel scan of affine maps (Blelloch 1990) on the states of Gated Delta Networks, arXiv 2412.06464,
-section 3.3; LASP-2, arXiv 2502.07563, gathers states of linear attention without A.
+Source: the chunked form of Gated Delta Networks (arXiv 2412.06464, section 3.3), with a rank's piece as one chunk;
+LASP-2 (arXiv 2502.07563) all-gathers the states of linear attention over ranks too.
 
-Shapes: B sequences, T tokens of each (local), p pieces of this rank, R = B p rows, L = T / p tokens of a piece, m tokens
-of a tail, F features of the convolution, H value heads, K and V widths of their heads, X = K + V.
+Shapes: B sequences, T tokens of each (local), p pieces of this rank, R = B p rows, L = T / p tokens of a piece, m
+tokens of a tail, F features of the convolution, H value heads, K and V widths of their heads, X = K + V.
 """
 
 from collections.abc import Sequence
@@ -51,9 +51,7 @@ class ContextDeltaNet:
     All ranks of the groups have to call it, and run backward through it, the same number of times.
     """
 
-    def __init__(
-        self, net: GatedDeltaNet, pieces: SequencePieces, groups: Sequence[dist.ProcessGroup | None]
-    ) -> None:
+    def __init__(self, net: GatedDeltaNet, pieces: SequencePieces, groups: Sequence[dist.ProcessGroup | None]) -> None:
         """`groups`: the ranks of Ulysses and of the ring; None for an axis of degree 1."""
         self.net, self.pieces = net, pieces
         self.groups = [group for group in groups if group is not None]
@@ -84,7 +82,7 @@ class ContextDeltaNet:
         return x_BTF.unflatten(1, (len(self.own), -1)).flatten(0, 1)
 
     def gather(self, x_R: Tensor) -> list[Tensor]:
-        """Return the tensors (B, ...) of all pieces, in the order of the sequence, from those of this rank's rows."""
+        """All-gather a tensor of this rank's rows; return the tensors (B, ...) of all pieces, in sequence order."""
         gathered = x_R.unflatten(0, (-1, len(self.own))).transpose(0, 1).contiguous()
         for group in self.groups:
             sent = gathered

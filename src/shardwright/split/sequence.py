@@ -48,7 +48,7 @@ def positions_of_rank(layout: Layout, seq_len: int, rank: int, *, token_shard: b
 
 @dataclass(frozen=True)
 class SequencePieces:
-    """The partition of a sequence into `n_pieces` equal parts, of which every rank of cp holds whole ones.
+    """The partition of a sequence into `n_pieces` equal parts. Every rank of cp holds whole parts.
 
     `of_ranks`: for each rank of cp, ring ranks first and their Ulysses ranks within, the numbers of its pieces in the
     order in which it stores them.
@@ -62,7 +62,9 @@ class SequencePieces:
         """Return the largest equal pieces for the method and degrees of cp."""
         ring, ulysses = layout.cp_ring, layout.cp_ulysses
         n_pieces = lcm(chunks_of_ring_rank(layout.cp_method) * ring if ring > 1 else 1, layout.cp)
-        of_ranks = [spans(layout.cp_method, n_pieces, ring, ulysses, *divmod(rank, ulysses)) for rank in range(layout.cp)]
+        of_ranks = [
+            spans(layout.cp_method, n_pieces, ring, ulysses, *divmod(rank, ulysses)) for rank in range(layout.cp)
+        ]
         return SequencePieces(n_pieces, tuple(tuple(piece for span in held for piece in span) for held in of_ranks))
 
 
