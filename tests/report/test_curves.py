@@ -15,9 +15,11 @@ import pytest
 from shardwright.report.curves import curves_svg, draw_curves
 from shardwright.report.panel import POINTS, TIMES, running_mean, thinned, window
 from shardwright.report.run_record import RunRecord, read_run
+from shardwright.report.run_view import run_document
 from shardwright.system.errors import InputError
+from shardwright.view.html import page
 from tests.function_calls import calls
-from tests.report.runs import evaluation, moe_record, train_record, usual, write_run
+from tests.report.runs import evaluation, moe_record, started, train_record, usual, write_run
 
 
 def texts(svg: str) -> list[str]:
@@ -150,6 +152,17 @@ def test_the_work_of_a_page_grows_with_the_records_and_not_with_their_square(tmp
     runs = [read_run(write_run(tmp_path / str(n), [train_record(step) for step in range(n)])) for n in (5000, 10_000)]
     curves_svg(runs[0])
     few, many = (calls(lambda run=run: curves_svg(run)) for run in runs)
+    assert many < 2.1 * few
+
+
+def test_the_work_of_a_report_grows_with_the_starts_and_not_with_their_square(tmp_path: Path) -> None:
+    def read(n: int) -> RunRecord:
+        records = [record for at in range(n) for record in (started(at, keys=f"zero {at % 2}"), train_record(at + 1))]
+        return read_run(write_run(tmp_path / str(n), records))
+
+    first, *others = map(read, (3, 500, 1000))
+    page(run_document(first, {}))
+    few, many = (calls(lambda run=run: page(run_document(run, {}))) for run in others)
     assert many < 2.1 * few
 
 

@@ -23,7 +23,8 @@ LARGEST_BPE = 2**22
 LONGEST_WORD = 256
 """Characters without white space that are trained on as one word; the library's time is quadratic in their number. No
 token of a tokenizer trained here is longer."""
-_LONG_WORD = re.compile(rf"\S{{{LONGEST_WORD}}}|\s{{{LONGEST_WORD}}}")
+# U+001C to U+001F are white space for Python alone; for the library they are part of a word.
+_LONG_WORD = re.compile(rf"[\S\x1c-\x1f]{{{LONGEST_WORD}}}|\s{{{LONGEST_WORD}}}")
 
 
 @dataclass(frozen=True)
@@ -171,13 +172,13 @@ def _ready(tokenizer: Tokenizer, separator: str, json_bytes: bytes) -> TextToken
 
 def _first_bytes(texts: Iterable[str], sample_bytes: int) -> Iterator[str]:
     for text in texts:
-        yield from _short_words(text)
+        yield from short_words(text)
         sample_bytes -= len(text.encode())
         if sample_bytes <= 0:
             return
 
 
-def _short_words(text: str) -> Iterator[str]:
+def short_words(text: str) -> Iterator[str]:
     """Yield `text` in parts without words of more than LONGEST_WORD characters."""
     begin = 0
     for match in _LONG_WORD.finditer(text):
