@@ -94,6 +94,17 @@ def test_a_link_is_followed_within_its_folder_alone(tmp_path: Path):
         write_folder(tmp_path / "linked", "text")
 
 
+def test_a_file_in_place_of_a_folder_above_is_named(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file" / "x", tmp_path / "file" / "below" / "x"):
+        for write in (lambda path: write_whole(path, b"page"), lambda path: write_folder(path, "text")):
+            with pytest.raises(InputError, match=f"{tmp_path / 'file'} is a file and no folder"):
+                write(path)
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(InputError, match="gone is a file and no folder"):
+        write_whole(tmp_path / "gone" / "x", b"page")
+
+
 def all_lines(path: Path) -> list[str]:
     return list(read_lines(path))
 

@@ -94,6 +94,27 @@ def test_the_server_imports_modules_from_the_folders_of_this_process(tmp_path: P
     assert done.stdout == "1\n", done.stderr
 
 
+ENDS_ITS_GROUP = """
+import os, signal, sys
+
+signal.signal(signal.SIGTERM, lambda number, frame: print("asked", flush=True))
+from shardwright.system import forks
+
+forks.preload("ends_a_group")
+process = forks.fork(abs, 1)
+process.join()
+print(process.exitcode)
+"""
+
+
+def test_a_signal_to_the_group_of_a_process_does_not_end_the_server_while_it_imports(tmp_path: Path):
+    (script := tmp_path / "script.py").write_text(ENDS_ITS_GROUP)
+    (tmp_path / "ends_a_group.py").write_text("import os, signal\nos.killpg(os.getpgid(os.getppid()), signal.SIGTERM)")
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
+    assert done.stdout == "asked\n0\n", done.stderr
+
+
 @pytest.mark.parametrize(("program", "printed"), [(FORKS, "0"), (SPREADS, "[1, 2]")])
 def test_processes_import_no_module_of_the_current_folder(program: str, printed: str, tmp_path: Path):
     (script := tmp_path / "script.py").write_text(program)

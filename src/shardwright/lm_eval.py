@@ -113,8 +113,7 @@ class ShardwrightLM(TemplateLM):
         if add_special_tokens is None:
             begin = self.text.tokenizer.id_to_token(self.prefix_token_id) or ""
             add_special_tokens = self.text.begins and not (begin and string.startswith(begin))
-        ids: list[int] = self.text.tokenizer.encode(string, add_special_tokens=add_special_tokens).ids
-        return ids
+        return self.text.encode(string, add_special_tokens)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of whole texts. A text longer than `max_length` is scored in parts, each with as

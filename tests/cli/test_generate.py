@@ -16,9 +16,11 @@ from typer.testing import CliRunner
 from shardwright.cli.main import app
 from shardwright.config import load
 from shardwright.data.prepare import prepare
-from shardwright.generation.source import open_source
+from shardwright.generation.source import Text, open_source
 from shardwright.system.console import visible
+from shardwright.system.errors import DataError
 from shardwright.training.exporting import export
+from shardwright.training.sources import Sources
 from shardwright.training.start import start
 from tests.marks import prove
 
@@ -94,6 +96,48 @@ def test_weights_that_are_not_finite_are_refused_in_one_sentence(folder: Path, t
         said = run(verb, tmp_path / "hf", *options, code=2)
         assert "values of layers.1.ffn.down.weight are NaN or infinite, so all that the model computes" in said
         assert said.count("error:") == 1
+
+
+def test_a_tokenizer_whose_rules_fail_on_a_prompt_is_refused_in_one_sentence(folder: Path, tmp_path: Path):
+    export(folder / "run", tmp_path / "hf")
+    file = tmp_path / "hf" / "tokenizer.json"
+    rules = json.loads(file.read_text())
+    rule = {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": "x"}  # exponential time
+    (tmp_path / "hf" / "tokenizer_config.json").write_text('{"chat_template": "{{ messages[0].content }}"}')
+    file.write_text(json.dumps(rules | {"normalizer": rule}))
+    for chat in ((), ("--chat",)):
+        said = run("generate", tmp_path / "hf", "--prompt", "a" * 28 + "!", "--max-tokens", 1, *chat, code=2)
+        assert said.startswith("error: the rules of the tokenizer fail on a text")
+        assert len(said.splitlines()) == 1
+    (tmp_path / "tokenizer.json").write_text(json.dumps(rules))
+    file.unlink()
+    file.symlink_to(tmp_path / "tokenizer.json")
+    said = run("generate", tmp_path / "hf", "--prompt", "a", code=2)
+    assert said.startswith(f"error: {tmp_path / 'hf'}: 'tokenizer.json' is a link out of this folder")
+
+
+class PanickingTokenizer:
+    """Fails as the library does, whose panics are no Exception."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        raise BaseException("range end index 9 out of range")
+
+
+def test_ids_that_the_tokenizer_cannot_decode_are_an_error():
+    tokenizer: Any = PanickingTokenizer()
+    with pytest.raises(DataError, match="the rules of the tokenizer fail on a text: range end index 9 out of range"):
+        Text(tokenizer, frozenset()).decode([1])
+
+
+def test_weights_without_a_tokenizer_are_noted_next_to_data(folder: Path, tmp_path: Path):
+    export(folder / "run", tmp_path / "hf")
+    data = ("--data", folder / "tokens", "--seq-len", 16)
+    assert "note:" not in run("eval", tmp_path / "hf", *data)
+    (tmp_path / "hf" / "tokenizer.json").unlink()
+    assert f"note: {tmp_path / 'hf'} has no tokenizer.json, so nothing shows" in run("eval", tmp_path / "hf", *data)
+    key = "init.weights"
+    config = load(folder / "run.toml", [f"{key}={tmp_path / 'hf'}", f"out={tmp_path / 'run'}"])
+    assert any(key in remark and "has no tokenizer.json" in remark for remark in Sources(config).remarks)
 
 
 def test_a_text_ends_with_an_answer_too_where_conversations_were_trained_on(folder: Path, tmp_path: Path):

@@ -139,6 +139,8 @@ def test_a_named_cluster_has_its_own_network():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        ("h100:8,a100:8", "clusters of several kinds are not supported"),
+        ("h100:8 + a100:8", "clusters of several kinds are not supported"),
         ("h100", "write NAME:COUNT"),
         ("h100:many", "write NAME:COUNT"),
         ("h100:0", "1 to 1,000,000 accelerators, and a node 1 or more"),

@@ -36,6 +36,16 @@ TALK = [
 ]
 
 
+def test_the_names_of_fields_without_a_reader_have_a_bound() -> None:
+    chat = ChatFormat("{% for m in messages %}<|{{ m.content }}|>{% endfor %}", special_tokens=("</s>",))
+    for number in range(0, 3 * module.MOST_NAMES, 10):
+        talk = [{"role": "user", "content": f"m{number}"}, {"role": "assistant", "content": "a", f"b{number}": 1}]
+        chat.pieces({"messages": talk} | {f"{'x' * 100_000}{at}": 1 for at in range(number, number + 10)})
+        chat.pieces({"messages": talk} | {f"k{at}": 1 for at in range(number, number + 10)})
+    assert len(chat.unread) == module.MOST_NAMES >= len(chat.markers)
+    assert max(map(len, chat.unread)) <= module.LONGEST_NAME + 3
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as those of models on the hub: tokenizer.json, and the chat template in tokenizer_config.json."""

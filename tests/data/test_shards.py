@@ -156,6 +156,13 @@ def test_a_file_of_the_folder_that_is_a_link_out_of_it_is_not_read(copy: Path, t
         DataManifest.read(copy)
 
 
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_a_separator_that_no_document_ends_with_is_refused(copy: Path, split: str) -> None:
+    edit(copy, lambda raw: raw.update(separator_id=7))
+    with pytest.raises(DataError, match=f"separator_id=7, and a document of {split} ends with token 0"):
+        open_split(copy, split)
+
+
 def test_a_folder_without_splits_says_so(copy: Path) -> None:
     edit(copy, lambda raw: raw.update(splits={}))
     with pytest.raises(DataError, match="no split 'train'; it has none; prepare the data again"):
@@ -243,7 +250,7 @@ def test_a_block_is_compared_once_and_only_if_it_is_read(conversations: Path, mo
     for _ in range(2):
         split.tokens(600, 100)  # 2 bytes each
     assert compared == [1024]
-    split.tokens(500, 600)
+    split.tokens(600, 1000)
     assert compared == [1024] * 3
 
 

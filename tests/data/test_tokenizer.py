@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
-from shardwright.data.tokenizer import TextTokenizer, load_tokenizer, train_bpe
+from shardwright.data.tokenizer import LONGEST_WORD, TextTokenizer, load_tokenizer, short_words, train_bpe
 from shardwright.system.errors import DataError
 
 TEXTS = ["The quick brown fox jumps over the lazy dog.\n", "def f(x):\n    return x + 1\n"] * 20
@@ -35,6 +36,13 @@ def test_text_comes_back_exactly() -> None:
     assert BPE.decode(ids.tolist()) == "The lazy dog"
     assert BPE.vocab_size == 300
     assert BPE.separator_id == 0
+
+
+def test_no_word_of_the_library_is_longer_than_a_token_may_be_whichever_spaces_a_text_has() -> None:
+    spaces = [letter for letter in map(chr, range(sys.maxunicode + 1)) if letter.isspace()]
+    for text in ["ACGT" * 300, *(f"{space}!" * 600 for space in spaces), *(space * 600 for space in spaces)]:
+        words = [word for part in short_words(text) for word in BPE.tokenizer.pre_tokenizer.pre_tokenize_str(part)]
+        assert max(end - begin for _, (begin, end) in words) <= LONGEST_WORD, repr(text[:2])
 
 
 @given(st.text())

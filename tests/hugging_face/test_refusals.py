@@ -20,6 +20,7 @@ from shardwright.model.presets import resolve
 from shardwright.system.errors import InputError
 from shardwright.training.exporting import export
 from shardwright.training.importing import import_weights
+from shardwright.training.weights import open_weights as open_any_weights
 
 pytest.importorskip("transformers")
 
@@ -353,6 +354,22 @@ def test_a_tokenizer_outside_of_the_folder_is_not_copied(folder: Path, tmp_path:
     (tmp_path / "secret").write_text("{}")
     (folder / "tokenizer.json").symlink_to(tmp_path / "secret")
     assert "'tokenizer.json' is a link out of this folder" in refused(import_weights, folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors"])
+def test_a_file_of_a_fixed_name_that_is_a_link_out_of_the_folder_is_not_read(folder: Path, tmp_path: Path, name: str):
+    (tmp_path / "elsewhere").write_bytes((folder / name).read_bytes())
+    (folder / name).unlink()
+    (folder / name).symlink_to(tmp_path / "elsewhere")
+    assert f"{name!r} is a link out of this folder" in refused(open_weights, folder)
+
+
+def test_an_adapter_next_to_weights_or_without_them_is_named(folder: Path, tmp_path: Path):
+    (folder / "adapter_config.json").write_text("{}")
+    assert "has a LoRA adapter (adapter_config.json), which is not read; merge it" in refused(open_weights, folder)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    assert "has a LoRA adapter" in refused(open_any_weights, tmp_path / "adapter")
 
 
 def test_a_pipe_in_place_of_weights_does_not_block(folder: Path):

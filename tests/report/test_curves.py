@@ -5,6 +5,8 @@ import math
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,9 +17,10 @@ import pytest
 from shardwright.report.curves import curves_svg, draw_curves
 from shardwright.report.panel import POINTS, TIMES, running_mean, thinned, window
 from shardwright.report.run_record import RunRecord, read_run
+from shardwright.report.run_view import run_document
 from shardwright.system.errors import InputError
 from tests.function_calls import calls
-from tests.report.runs import evaluation, moe_record, train_record, usual, write_run
+from tests.report.runs import evaluation, moe_record, started, train_record, usual, write_run
 
 
 def texts(svg: str) -> list[str]:
@@ -151,6 +154,27 @@ def test_the_work_of_a_page_grows_with_the_records_and_not_with_their_square(tmp
     curves_svg(runs[0])
     few, many = (calls(lambda run=run: curves_svg(run)) for run in runs)
     assert many < 2.1 * few
+
+
+class CountedRecords(tuple[Any, ...]):
+    """Train records that count the passes over them."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        return super().__iter__()
+
+
+def test_the_records_are_passed_over_as_often_with_many_starts_as_with_few(tmp_path: Path) -> None:
+    passes = []
+    for n in (3, 60):
+        records = [record for at in range(n) for record in (started(at, keys=f"zero {at % 2}"), train_record(at + 1))]
+        run = read_run(write_run(tmp_path / str(n), records))
+        counted = CountedRecords(run.train)
+        run_document(replace(run, train=counted), {})
+        passes.append(counted.passes)
+    assert passes[0] == passes[1]
 
 
 def test_the_load_of_a_long_run_is_drawn_with_means(tmp_path: Path) -> None:

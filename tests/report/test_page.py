@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from shardwright.config import parse, resolved_toml
-from shardwright.report.headline import SourceNumbers, headline
+from shardwright.report import run_view
+from shardwright.report.headline import SEGMENTS_SHOWN, SourceNumbers, headline
 from shardwright.report.ranks import ratios_of
 from shardwright.report.run_record import RunRecord, read_run
 from shardwright.report.run_view import run_document
+from shardwright.run_folder import EventRecord, append_event, checkpoint_name
 from shardwright.system.errors import InputError
 from shardwright.view import html as html_pages
 from shardwright.view.style import COLOURS, DARK_COLOURS
@@ -94,6 +96,27 @@ def test_a_page_says_where_when_and_with_what_a_run_was_started_each_time(
         *("11 to 20", "1 rank", "9K", "2026-11-11 10:52 UTC"),
     ]
     assert re.search(r"from step 11: cosine\s+over\s+20 steps, 6 of warm-up", text)
+
+
+def test_a_page_has_the_newest_of_many_events_starts_and_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_view, "MOST_ROWS", 20)
+    n = 25
+    records = [record for at in range(n) for record in (started(at, keys=f"zero {at % 2}"), train_record(at + 1))]
+    folder = write_run(tmp_path, records)
+    for step in range(n):
+        append_event(folder, EventRecord("skip", step, f"skipped step {step}"))
+        (folder / "checkpoints" / checkpoint_name(step)).mkdir(parents=True)
+    _, page = page_of(folder)
+    text = "".join(page.text)
+    for place in ("metrics.jsonl", "events.jsonl", "checkpoints"):
+        assert f"The newest 20 of {n}; all of them are in {place}." in text
+    shown = re.findall(r"skipped step (\d+)", "\n".join(page.text))
+    assert list(map(int, shown[1:])) == list(range(5, n))
+    assert page.tags.count("tr") < 4 * 20
+    speeds = [fact for fact in headline(read_run(folder)).facts() if fact.name == "tokens per second"]
+    assert len(speeds) == SEGMENTS_SHOWN
 
 
 def test_a_pipeline_is_drawn_as_planned_and_as_measured(tmp_path: Path) -> None:

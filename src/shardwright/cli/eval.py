@@ -92,3 +92,5 @@ def eval(options: EvalOptions) -> None:
             f"{format_count(found.n_tokens)} tokens: {found.n_samples} sequences of {found.seq_len} of the "
             f"{options.split} split in {', '.join(found.data)}"
         )
+        for remark in found.remarks:
+            print_text(f"note: {remark}")

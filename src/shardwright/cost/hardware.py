@@ -177,6 +177,11 @@ def cluster(text: str, extra: str | Path | None = None) -> Cluster:
     name, or a count that does not fill its nodes.
     """
     known = known_tables(extra)
+    if "," in text or "+" in text:
+        raise InputError(
+            f"cluster {text!r}: a plan has accelerators of one kind, and clusters of several kinds are not supported; "
+            f"plan each kind by itself, or compare them with --compare"
+        )
     form = re.fullmatch(r"(.+?):(\d+)(?:/(\d+))?(?:@(\d+(?:\.\d+)?)(?:g\w*(?:/s)?)?)?", text.replace(" ", ""), re.I)
     if form is None:
         raise InputError(f"cluster {text!r}: write {FORM}")

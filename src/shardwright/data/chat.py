@@ -8,7 +8,7 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -39,6 +39,10 @@ TOKENS_MAP = "special_tokens_map.json"
 TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 DATE = "SOURCE_DATE_EPOCH"
 """The environment variable of reproducible builds that sets the date that templates write."""
+
+
+MOST_NAMES, LONGEST_NAME = 50, 60
+"""Most fields without a reader and most control tokens that are kept by name, and the most characters of a name."""
 
 
 class TextPiece(NamedTuple):
@@ -76,7 +80,7 @@ class ChatFormat:
         if known:
             raise BadConversation(f"the field {min(known)!r} is not read here and may not be ignored; remove it")
         trained = _trained(record, "the record")
-        self.unread.update(key for key in record.keys() - {*READ_KEYS} if record[key] not in (None, [], {}, ""))
+        self._note_unread(key for key in record.keys() - {*READ_KEYS} if record[key] not in (None, [], {}, ""))
         if record.get("messages") is not None:
             return self._of_messages(record, trained is not False)
         if missing := [name for name in ("prompt", "completion") if name not in record]:
@@ -91,6 +95,12 @@ class ChatFormat:
                 f"the field {given[0]!r} is for messages, and the record has a prompt and a completion"
             )
         return [TextPiece(record["prompt"], False), TextPiece(record["completion"], trained is not False, True)]
+
+    def _note_unread(self, keys: Iterable[str]) -> None:
+        """Keep the names of fields that nothing reads: at most `MOST_NAMES`, each cut to `LONGEST_NAME`."""
+        for key in keys:
+            if len(self.unread) < MOST_NAMES:
+                self.unread.add(key if len(key) <= LONGEST_NAME else f"{key[:LONGEST_NAME]}...")
 
     def prompt(self, text: str) -> str:
         """Return the text with which a model starts its answer to one message of a user.
@@ -140,7 +150,7 @@ class ChatFormat:
                 "the tokenizer has no chat template, and a record has messages; give one with --chat-template FILE"
             )
         messages = _checked(record["messages"], template, self.special_tokens)
-        self.unread.update(_unread_keys(messages, template) - self.unread)
+        self._note_unread(_unread_keys(messages, template))
         for name in ("tools", "documents"):
             _refuse_special(given.get(name), f"the field {name!r}", self.special_tokens)
         answers = [trained and _trained(m, f"message {n}") is not False for n, m in enumerate(messages, start=1)]
@@ -155,7 +165,9 @@ class ChatFormat:
                 raise BadConversation(
                     f"the chat template does not read the parts of message {number}; make it one text"
                 )
-        self.markers.update(marker for marker in set(MARKER.findall(text)) - self.markers if not _holds(record, marker))
+        if len(self.markers) < MOST_NAMES:
+            fresh = sorted(set(MARKER.findall(text)) - self.markers)[: MOST_NAMES - len(self.markers)]
+            self.markers.update(marker for marker in fresh if not _holds(record, marker))
         places = sorted({0, len(text), *itertools.chain.from_iterable(spans)})
         return [
             TextPiece(text[begin:end], any(first <= begin < last for first, last in spans))

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from shardwright.data import blocks
-from shardwright.data.chat import TEMPLATE, ChatFormat, read_chat_format
+from shardwright.data.chat import MOST_NAMES, TEMPLATE, ChatFormat, read_chat_format
 from shardwright.data.encoding import Joiner, Spans, TextSection, TextWindow, continued, encode, windows
 from shardwright.data.order import keyed_fractions
 from shardwright.data.remote import size_bytes
@@ -131,7 +131,8 @@ class _Corpus:
         if meter.n_structured:
             counts |= {"structured": meter.n_structured, "structured_first": meter.structured_first}
         if self.chat is not None and self.chat.unread:
-            counts["unread"] = sorted(self.chat.unread)
+            more = ["and maybe more"] if len(self.chat.unread) == MOST_NAMES else []
+            counts["unread"] = sorted(self.chat.unread) + more
         return given | counts | ({"skipped_first": meter.skipped} if meter.skipped else {})
 
 

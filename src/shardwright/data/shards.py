@@ -295,10 +295,16 @@ class TokenSplit:
         return self._row([file for file in self._trained if file is not None], start, length).astype(bool)
 
     def check_index(self) -> None:
-        """Raise DataError if an index is damaged; skipped if all indices together are too large to check quickly."""
+        """Raise DataError if an index is damaged, which is skipped if all indices together are too large to check
+        quickly, or if the first document does not end with the separator of the manifest."""
         if self.n_documents * INDEX_BYTES <= INDEX_CHECKED_AT_START_BYTES:
             for index in self._indices:
                 index.read_all()
+        if self.n_documents and (last := int(self.tokens(self.document_start(1) - 1, 1)[0])) != self.separator_id:
+            raise DataError(
+                f"{self.folder}: {MANIFEST} contradicts the tokens: separator_id={self.separator_id}, and a document "
+                f"of {self.name} ends with token {last}; copy the manifest again, or prepare the data again"
+            )
 
     def _row(self, files: list[CheckedFile], start: int, length: int) -> np.ndarray:
         if start < 0 or length < 0 or start + length > self.n_tokens:

@@ -5,7 +5,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ LARGEST_BPE = 2**22
 LONGEST_WORD = 256
 """Characters without white space that are trained on as one word; the library's time is quadratic in their number. No
 token of a tokenizer trained here is longer."""
-_LONG_WORD = re.compile(rf"\S{{{LONGEST_WORD}}}|\s{{{LONGEST_WORD}}}")
+# U+001C to U+001F are white space for Python alone; for the library they are part of a word.
+_LONG_WORD = re.compile(rf"[\S\x1c-\x1f]{{{LONGEST_WORD}}}|\s{{{LONGEST_WORD}}}")
 
 
 @dataclass(frozen=True)
@@ -61,12 +62,8 @@ class TextTokenizer:
 
         Raises DataError for a tokenizer whose rules fail on a text."""
         encode = self.tokenizer.encode_batch if offsets else self.tokenizer.encode_batch_fast
-        try:
+        with failing_rules():
             encodings: list[Any] = encode(texts, add_special_tokens=False)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # the library raises bare Exception; its panics are BaseExceptions
-            raise DataError(f"the rules of the tokenizer fail on a text: {error}; take another --tokenizer") from None
         return encodings
 
     @property
@@ -121,13 +118,11 @@ def load_tokenizer(path: str | Path, separator: str | None = None) -> TextTokeni
         json_bytes = read_bytes(path, LONGEST_TOKENIZER)
     except OSError as error:
         raise DataError(f"{path}: the tokenizer cannot be read: {error.strerror}") from error
-    try:
-        tokenizer = Tokenizer.from_buffer(json_bytes)
-    except Exception as error:  # the library raises bare Exception
-        raise DataError(
-            f"{path}: not a tokenizer.json of the tokenizers library ({error}); for files of "
-            "SentencePiece or tiktoken, save the model's fast tokenizer with transformers first"
-        ) from None
+    tokenizer = parse_tokenizer(
+        json_bytes,
+        path,
+        "for files of SentencePiece or tiktoken, save the model's fast tokenizer with transformers first",
+    )
     special = [str(token.content) for token in tokenizer.get_added_tokens_decoder().values() if token.special]
     if separator is None:
         separator = next((name for name in SEPARATORS if tokenizer.token_to_id(name) is not None), None)
@@ -139,6 +134,28 @@ def load_tokenizer(path: str | Path, separator: str | None = None) -> TextTokeni
     elif tokenizer.token_to_id(separator) is None:
         raise DataError(f"{path}: the separator {separator!r} is not in its vocabulary; {nearest(separator, special)}")
     return _ready(tokenizer, separator, json_bytes)
+
+
+def parse_tokenizer(json_bytes: bytes, path: Path, way_out: str) -> Tokenizer:
+    """Return the tokenizer of a tokenizer.json. Raises DataError for content that the library does not accept."""
+    with _failures(f"{path}: not a tokenizer.json of the tokenizers library ({{}}); {way_out}"):
+        return Tokenizer.from_buffer(json_bytes)
+
+
+def failing_rules(way_out: str = "take another --tokenizer") -> AbstractContextManager[None]:
+    """Return a context that raises DataError if the rules of a tokenizer fail on a text or on ids."""
+    return _failures(f"the rules of the tokenizer fail on a text: {{}}; {way_out}")
+
+
+@contextmanager
+def _failures(message: str) -> Iterator[None]:
+    """Raise DataError for an error of the library in a context; `message` has a place for its reason."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises bare Exception; its panics are BaseExceptions
+        raise DataError(message.format(error)) from None
 
 
 @contextmanager
@@ -171,13 +188,13 @@ def _ready(tokenizer: Tokenizer, separator: str, json_bytes: bytes) -> TextToken
 
 def _first_bytes(texts: Iterable[str], sample_bytes: int) -> Iterator[str]:
     for text in texts:
-        yield from _short_words(text)
+        yield from short_words(text)
         sample_bytes -= len(text.encode())
         if sample_bytes <= 0:
             return
 
 
-def _short_words(text: str) -> Iterator[str]:
+def short_words(text: str) -> Iterator[str]:
     """Yield `text` in parts without words of more than LONGEST_WORD characters."""
     begin = 0
     for match in _LONG_WORD.finditer(text):
@@ -214,11 +231,8 @@ class _Tokens:
 
 
 def _id_of_tokens(path: Path) -> _Tokens:
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-        model = json.loads(tokenizer.to_str())["model"]
-    except Exception as error:  # the library raises bare Exception
-        raise DataError(f"{path}: not a tokenizer.json of the tokenizers library ({error})") from None
+    tokenizer = parse_tokenizer(read_bytes(path, LONGEST_TOKENIZER), path, "copy it again")
+    model = json.loads(tokenizer.to_str())["model"]
     vocabulary = {i: token for token, i in tokenizer.get_vocab(with_added_tokens=False).items()}
     added = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
     return _Tokens(vocabulary, added, json.dumps(model.get("merges")))

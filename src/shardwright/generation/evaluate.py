@@ -20,7 +20,7 @@ from shardwright.layout.layout import Layout
 from shardwright.run_folder import RUN_FILE
 from shardwright.system.errors import DataError, InputError
 from shardwright.training.ranks import ProcessRank, pick_device, place_from_environment, process_group
-from shardwright.training.sources import tokenizer_problems, weighted_mean
+from shardwright.training.sources import tokenizer_problems, unchecked_tokenizers, weighted_mean
 from shardwright.training.step import ForwardBackward
 from shardwright.training.weights import CheckpointWeights
 from shardwright.verification.ranks import run_ranks
@@ -47,7 +47,7 @@ class EvalRequest:
 @dataclass(frozen=True)
 class LossEvaluation:
     """`loss`: mean cross-entropy of a predicted token, in nats; several sources are weighted as the run mixes them.
-    `perplexity`: its exponential; `n_tokens`: predicted tokens that count; `data`: the folders."""
+    `perplexity`: its exponential; `n_tokens`: predicted tokens that count; `data`: folders. `remarks`: for the user."""
 
     loss: float
     perplexity: float
@@ -55,6 +55,7 @@ class LossEvaluation:
     seq_len: int
     n_tokens: int
     data: tuple[str, ...]
+    remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,9 @@ def evaluate(request: EvalRequest) -> LossEvaluation | None:
         )
     loss = weighted_mean(mixtures_of(task.data), list(samples), task.step, losses)
     n_tokens = int(sum(n for _, n in sums))
-    return LossEvaluation(loss, math.exp(min(loss, 700.0)), n_samples, task.seq_len, n_tokens, folders)
+    remarks = unchecked_tokenizers({f"{request.model}": source.weights.path}) if request.data is not None else []
+    perplexity = math.exp(min(loss, 700.0))
+    return LossEvaluation(loss, perplexity, n_samples, task.seq_len, n_tokens, folders, tuple(remarks))
 
 
 def _on_cpu(request: EvalRequest, task: _EvaluationTask) -> list[tuple[float, float]]:

@@ -135,7 +135,7 @@ def _ids(prompt: str | tuple[int, ...], text: Text, chat: ChatFormat | None) -> 
     if chat is None:
         return text.encode(prompt)
     try:
-        return [*text.tokenizer.encode(chat.prompt(prompt), add_special_tokens=False).ids]
+        return text.encode(chat.prompt(prompt), begins=False)
     except BadConversation as error:
         raise InputError(f"--chat: {prompt[:40]!r}: {error}") from None
 
@@ -255,8 +255,8 @@ def _complete(
     request = task.request
     batcher = Batcher(engine, request.sampling, source.spec.max_seq_len, task.ends)
     if request.stop:
-        tokenizer = source.text().tokenizer
-        batcher.stops = lambda new: _cut(tokenizer.decode(list(new), skip_special_tokens=False), request.stop)[1]
+        text = source.text()
+        batcher.stops = lambda new: _cut(text.decode(new), request.stop)[1]
     speculative = None
     if request.draft is not None:
         draft = open_source(request.draft)
@@ -276,10 +276,9 @@ def _answer(
     for index, prompt in enumerate(request.prompts):
         new = done.tokens[index]
         # Decoded together, so that a character of several tokens, or a space between them, is kept.
-        whole = text.tokenizer.decode([*ids[index], *new], skip_special_tokens=False)
-        begin = text.tokenizer.decode(list(ids[index]), skip_special_tokens=False)
+        whole, begin = text.decode([*ids[index], *new]), text.decode(ids[index])
         if request.chat and new[-1] in text.ends:
-            whole = text.tokenizer.decode([*ids[index], *new[:-1]], skip_special_tokens=False)
+            whole = text.decode([*ids[index], *new[:-1]])
         continuation, stopped = _cut(whole.removeprefix(begin), request.stop)
         if stopped:
             ended = "stop"

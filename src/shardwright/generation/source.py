@@ -1,6 +1,6 @@
 """Opens a model for generation: its sizes, its weights, its tokenizer, and the token that ends a text."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from shardwright.config import load as load_run_file
 from shardwright.config.mixture import tokenizer_folder
 from shardwright.data.chat import TEMPLATE, ChatFormat, read_chat_format
 from shardwright.data.shards import TOKENIZER, DataManifest
+from shardwright.data.tokenizer import failing_rules, parse_tokenizer
 from shardwright.hugging_face.files import token_ids
 from shardwright.layout.layout import Layout
 from shardwright.model.spec import ModelSpec
@@ -26,6 +27,8 @@ from shardwright.training.checkpoint.manifest import read_manifest
 from shardwright.training.sources import ends_of_text, readable_sources
 from shardwright.training.weights import Weights, fill, open_weights
 
+_OTHER_TOKENIZER = "give the model the tokenizer.json that it was trained with"
+
 
 @dataclass(frozen=True)
 class Text:
@@ -38,9 +41,17 @@ class Text:
     begin: int | None = None
     """The id of the token that starts a text; None if there is none."""
 
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=self.begins).ids
+    def encode(self, text: str, begins: bool | None = None) -> list[int]:
+        """Return the ids of a text; `begins` as in the class if None. Raises DataError as `failing_rules` does."""
+        added = self.begins if begins is None else begins
+        with failing_rules(_OTHER_TOKENIZER):
+            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=added).ids
         return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, special tokens included. Raises DataError as `failing_rules` does."""
+        with failing_rules(_OTHER_TOKENIZER):
+            return self.tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 @dataclass(frozen=True)
@@ -138,13 +149,14 @@ def _text_of_folder(folder: Path) -> Text:
 
 
 def _tokenizer(folder: Path, way_out: str) -> Tokenizer:
-    path = folder / TOKENIZER
+    path = inside(folder, TOKENIZER, DataError)
     if not path.is_file():
         raise DataError(f"{folder} has no {TOKENIZER}, by which a prompt becomes tokens; {way_out}")
     try:
-        tokenizer = Tokenizer.from_buffer(read_bytes(inside(folder, TOKENIZER, DataError), LONGEST_TOKENIZER))
-    except Exception as error:  # the library raises bare Exception
-        raise DataError(f"{path}: not a tokenizer.json of the tokenizers library ({error}); {way_out}") from None
+        content = read_bytes(path, LONGEST_TOKENIZER)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}; {way_out}") from None
+    tokenizer = parse_tokenizer(content, path, way_out)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -74,6 +74,8 @@ TOKENIZER_FILES = (
 )
 """Files of a tokenizer, which are copied."""
 GENERATION = "generation_config.json"
+ADAPTER = "adapter_config.json"
+"""The settings of an adapter of peft. With peft, `transformers` adds the adapter in a folder to the weights."""
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NO_PADDING = ("pad_token_id", -1)
 """The key and value that mean "no padding token" in configurations of the first Llama."""
@@ -159,7 +161,7 @@ def read_folder(path: Path) -> ModelFolder:
 
     Raises ConfigError if it is not supported, with every reason.
     """
-    config, architecture, spec = _read_config(path / CONFIG)
+    config, architecture, spec = _read_config(inside(path, CONFIG))
     if wrong := list(_wrong_token_ids(path, architecture, spec.vocab_size)):
         raise ConfigError(*wrong)
     if spec.mtp_modules and not _holds_layer(path, architecture, spec.n_layers):
@@ -219,13 +221,18 @@ def held_tensors(path: Path) -> dict[str, TensorInFile]:
     otherwise of the files in the index, as `transformers` chooses them. The index's entries of single tensors are not
     read, because an older index may name tensors that no longer exist.
 
-    Raises CheckpointError if there is none, and DamagedError for a shard that is missing or shorter than its header
-    says.
+    Raises CheckpointError if there is none or an adapter is next to them, and DamagedError for a shard that is missing
+    or shorter than its header says.
     """
+    if (path / ADAPTER).is_file():
+        raise CheckpointError(
+            f"{path} has a LoRA adapter ({ADAPTER}), which is not read; merge it with the merge_and_unload of peft and "
+            f"save the result, or move {ADAPTER} away to take the weights without it"
+        )
     if (path / WHOLE).is_file():
         return read_header(inside(path, WHOLE, DamagedError))
     if (path / INDEX).is_file():
-        weight_map = _object(path / INDEX, IndexFile, DamagedError)["weight_map"]
+        weight_map = _object(inside(path, INDEX, DamagedError), IndexFile, DamagedError)["weight_map"]
         names = sorted(set(weight_map.values()))
         files = [inside(path, name, DamagedError) for name in names]
         if missing := [file.name for file in files if not file.is_file()]:
@@ -347,7 +354,7 @@ def said_shortly(problems: list[str], n: int = 4) -> Iterator[str]:
 def _wrong_token_ids(path: Path, architecture: Architecture, vocab_size: int) -> Iterator[str]:
     """Yield a sentence for each id outside the vocabulary: a text would never end, or the first step would fail."""
     for name in (CONFIG, GENERATION):
-        table = _object(path / name, GenerationFile) if (path / name).is_file() else {}
+        table = _object(inside(path, name), GenerationFile) if (path / name).is_file() else {}
         for key in TOKEN_IDS:
             ids = table.get(key)
             for number in ids if isinstance(ids, list) else [ids]:
@@ -366,7 +373,7 @@ def token_ids(path: Path) -> dict[str, int | list[int]]:
     ids: dict[str, int | list[int]] = {}
     for name in (CONFIG, GENERATION):
         if (path / name).is_file():
-            table = _object(path / name, GenerationFile)
+            table = _object(inside(path, name), GenerationFile)
             ids |= {
                 key: table[key] for key in TOKEN_IDS if table.get(key) is not None and (key, table[key]) != NO_PADDING
             }

@@ -240,18 +240,14 @@ def _speed(ax: "Axes", run: RunRecord) -> None:
     per_s = [run.tokens_per_step / s if s > 0 else math.nan for s in seconds["step"]]
     ax.stairs(per_s, edges, baseline=None, color=COLOURS["curve"], linewidth=1.2)
     mfu = "" if told.median_mfu is None else f", MFU {told.median_mfu:.1%}"
-    for segment, numbers in zip(run.segments, told.segments, strict=True):
-        if numbers.median_tokens_per_s is not None:
-            newest = numbers is told.segments[-1]
-            ax.hlines(
-                numbers.median_tokens_per_s,
-                segment.first_step,
-                segment.last_step,
-                color=COLOURS["quiet"],
-                linewidth=0.9,
-                linestyle=(0, (2, 2)),
-                label=f"median {format_count(told.median_tokens_per_s)}{mfu}" if newest else "_another layout",
-            )
+    medians = [
+        (numbers.median_tokens_per_s, segment.first_step, segment.last_step)
+        for segment, numbers in zip(run.segments, told.segments, strict=True)
+        if numbers.median_tokens_per_s is not None
+    ]
+    label = f"median {format_count(told.median_tokens_per_s)}{mfu}"
+    dotted: Any = {"color": COLOURS["quiet"], "linewidth": 0.9, "linestyle": (0, (2, 2)), "label": label}
+    ax.hlines(*zip(*medians[-_INTERVALS:], strict=True), **dotted)
     ax.set_ylim(0, 1.12 * max((value for value in per_s if math.isfinite(value)), default=1))
     ax.yaxis.set_major_formatter(lambda value, _: format_count(value))
     header(ax, "Tokens per second")

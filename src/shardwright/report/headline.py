@@ -13,6 +13,9 @@ from shardwright.run_folder import PHASES
 from shardwright.system.units import format_bytes, format_count, format_seconds, percent
 from shardwright.view.document import Fact
 
+SEGMENTS_SHOWN = 8
+"""Most layouts of a run whose speed is shown: the newest."""
+
 
 @dataclass(frozen=True)
 class SegmentNumbers:
@@ -84,7 +87,7 @@ class RunHeadline:
         yield from self._losses()
         yield from (source.fact() for source in self.sources)
         yield from self._experts()
-        for segment in self.segments:
+        for segment in self.segments[-SEGMENTS_SHOWN:]:
             if segment.median_tokens_per_s is not None:
                 mfu = "n/a" if segment.median_mfu is None else f"{segment.median_mfu:.1%}"
                 where = f" of {segment.steps} on {segment.layout}" if len(self.segments) > 1 else ""

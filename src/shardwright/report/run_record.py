@@ -2,6 +2,7 @@
 parallelism, one step of the pipeline."""
 
 import shlex
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -84,7 +85,7 @@ class RunRecord:
             if earlier is None or (earlier.keys, earlier.device) != (start.keys, start.device)
         ]
         ends = [*(start.step for start in changes[1:]), max(self.last_step, changes[-1].step)]
-        before = tuple(record for record in self.train if record.step <= changes[0].step)
+        before = self.train_after(-1, changes[0].step)
         unknown = (RunSegment(self.edges[0], changes[0].step, "a layout that was not recorded", None, before),)
         return (unknown if before else ()) + tuple(
             RunSegment(
@@ -92,10 +93,18 @@ class RunRecord:
                 end,
                 start.layout,
                 start.world_size,
-                tuple(record for record in self.train if start.step < record.step <= end),
+                self.train_after(start.step, end),
             )
             for start, end in zip(changes, ends, strict=True)
         )
+
+    def train_after(self, first_step: int, last_step: int) -> tuple[TrainRecord, ...]:
+        """Return the train records after `first_step`, up to `last_step`."""
+        return self.train[bisect_right(self._steps, first_step) : bisect_right(self._steps, last_step)]
+
+    @cached_property
+    def _steps(self) -> list[int]:
+        return [record.step for record in self.train]
 
     @property
     def tokens_per_step(self) -> int:

@@ -3,7 +3,7 @@ checkpoints and run file."""
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from shardwright.report.ranks import has_ranks, ranks_svg
 from shardwright.report.run_record import RunRecord
 from shardwright.report.timeline import READING, PipelineNumbers
 from shardwright.report.words import batch_in_words, held_in_words, layout_in_words
-from shardwright.run_folder import CHECKPOINTS
+from shardwright.run_folder import CHECKPOINTS, EVENTS, METRICS
 from shardwright.schedule.draw import svg as timelines_svg
 from shardwright.system.units import format_count, format_seconds, percent
 from shardwright.view.document import (
@@ -39,6 +39,8 @@ from shardwright.view.document import (
 _DATE = Quantity(lambda time: f"{datetime.fromisoformat(time).astimezone(UTC):%Y-%m-%d %H:%M} UTC", left=True)
 _SHARE = Quantity("{:.1%}".format)
 _MILLISECONDS = Quantity(lambda seconds: f"{1000 * seconds:,.1f}")
+MOST_ROWS = 400
+"""Most rows of a table of a page: the newest starts, events or checkpoints."""
 
 
 def run_document(run: RunRecord, files: Mapping[str, Path]) -> VerbDocument:
@@ -77,7 +79,7 @@ def _alarm(numbers: RunHeadline) -> Iterator[Note]:
 
 def _events_in_short(run: RunRecord) -> Iterator[Fact]:
     if kinds := Counter(event.kind for event in run.faults):
-        counts = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
+        counts = ", ".join(f"{n:,} {kind}" for kind, n in sorted(kinds.items()))
         yield Fact("events", counts, f"(the last: {_first_line(run.faults[-1].text)})")
 
 
@@ -189,7 +191,7 @@ def _starts(run: RunRecord) -> Iterator[Part]:
     ends = [*(start.step for start in run.starts[1:]), max(run.last_step, run.starts[-1].step)]
     rows: list[tuple[Any, ...]] = []
     for start, end in zip(run.starts, ends, strict=True):
-        speeds = [record.tokens_per_s for record in run.train if start.step < record.step <= end]
+        speeds = [record.tokens_per_s for record in run.train_after(start.step, end)]
         rows.append(
             (
                 f"{start.step + 1:,} to {end:,}" if end > start.step else "none",
@@ -203,7 +205,7 @@ def _starts(run: RunRecord) -> Iterator[Part]:
         )
     columns = Column("steps"), Column("layout"), Column("median tokens/s", NUMBER), Column("started", _DATE)
     yield Section("Starts")
-    yield Table((*columns, Column("host"), Column("device"), Column("git commit")), rows)
+    yield _newest((*columns, Column("host"), Column("device"), Column("git commit")), rows, METRICS)
 
 
 def _events(run: RunRecord) -> Iterator[Part]:
@@ -220,7 +222,14 @@ def _events(run: RunRecord) -> Iterator[Part]:
         for event in run.faults
     ]
     yield Section("Events")
-    yield Table(columns, rows)
+    yield _newest(columns, rows, EVENTS)
+
+
+def _newest(columns: Sequence[Column], rows: Sequence[Sequence[Any]], place: str) -> Table:
+    """Return a table of the last rows, and how many there are. `place`: file or folder of a run that has all rows."""
+    left_out = len(rows) > MOST_ROWS
+    rest = f"The newest {MOST_ROWS} of {len(rows):,}; all of them are in {place}." if left_out else ""
+    return Table(columns, rows[-MOST_ROWS:], rest)
 
 
 def _checkpoints(run: RunRecord, numbers: RunHeadline) -> Iterator[Part]:
@@ -228,7 +237,7 @@ def _checkpoints(run: RunRecord, numbers: RunHeadline) -> Iterator[Part]:
     if not run.checkpoints:
         yield Note("None has been saved.")
         return
-    yield Table((Column("", CODE),), [(name,) for name in run.checkpoints])
+    yield _newest((Column("", CODE),), [(name,) for name in run.checkpoints], CHECKPOINTS)
     more = "take more steps" if numbers.steps >= numbers.planned_steps else "go on from the last one"
     yield Note(f"To {more}, on these ranks or others:")
     yield Code(run.resume_command)

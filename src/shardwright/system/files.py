@@ -195,9 +195,21 @@ def reason(error: OSError | ValueError) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
+def problem_above(path: Path) -> str | None:
+    """Return the problem of a path in a folder that is no folder, or None."""
+    for parent in path.absolute().parents:
+        if parent.is_dir():
+            return None
+        if os.path.lexists(parent):
+            return f"{path} cannot be written: {parent} is a file and no folder; choose another place"
+    return None
+
+
 def problem_of_place(path: Path) -> str | None:
     """Return why `path` cannot be written, or None. A regular file is replaced; a character device, such as /dev/null,
     or a pipe is written to; a link is followed within its folder."""
+    if (problem := problem_above(path)) is not None:
+        return problem
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
@@ -274,6 +286,8 @@ def new_folder(
     try:
         if out.is_symlink() or (out.exists() and not out.is_dir()):
             raise error(f"{out}: that is a link or a file, and is not replaced by a folder; name another place")
+        if (problem := problem_above(out)) is not None:
+            raise error(problem)
         out.parent.mkdir(parents=True, exist_ok=True)
         _clear_leftovers(out)
         check(out)

@@ -39,8 +39,13 @@ _imported: list[str] = []
 _TEMPORARY = "SHARDWRIGHT_TEMPORARY"
 """Environment variable of the server with the temporary folders of the process that starts it."""
 _PREFIX = "shardwright-temporary-"
-for _of_starter in filter(None, os.environ.pop(_TEMPORARY, "").split(os.pathsep)):
-    atexit.register(shutil.rmtree, _of_starter, ignore_errors=True)
+if _of_starter := os.environ.pop(_TEMPORARY, ""):
+    # This process is the server. A signal to the whole group of the process that started it, as `timeout` sends it, may
+    # not end the server while it imports PyTorch or while ranks finish a step.
+    with suppress(PermissionError):  # it already leads a session
+        os.setsid()
+    for _folder in _of_starter.split(os.pathsep):
+        atexit.register(shutil.rmtree, _folder, ignore_errors=True)
 
 
 def preload(*modules: str) -> None:

@@ -96,7 +96,11 @@ def _run(
         return WorkerError(told).of_rank(rank)
 
     with cleaning_up(lambda: processes.end(workers), workers.clear, watch.folder.clear):
-        _start(workers, attempt.places, log_dir, store)
+        try:
+            _start(workers, attempt.places, log_dir, store)
+        except (EOFError, ConnectionError):  # the same signal ended the server, which had just been started
+            if asked.signal is None:
+                raise
         if asked.signal is not None:  # the signal may have come before there were workers to forward it to
             raise KeyboardInterrupt
         for worker in workers:

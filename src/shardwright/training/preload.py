@@ -1,8 +1,6 @@
 """Modules imported by the server from which ranks are forked. No autograd and no CUDA call may run here."""
 
-import os
 import signal
-from contextlib import suppress
 
 import torch
 import torch.distributed.fsdp
@@ -16,9 +14,6 @@ from shardwright.model.random import normal
 # The table of normal numbers is computed once here instead of on every rank: saves 0.1 s of CPU.
 normal(0, "", (1,), (0,), (1,), 1.0, torch.float32)
 
-# Signals that end a run go to the process that started it, which forwards them to the ranks. A closed terminal, or a
-# batch system at the end of a job's time, sends them to all processes: the server must outlive ranks that finish a
-# step.
-with suppress(PermissionError):  # it already leads a session
-    os.setsid()
+# Signals that end a run go to the process that started it, which forwards them to the ranks. A batch system at the end
+# of a job's time sends them to all processes: the server must outlive ranks that finish a step.
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -90,7 +90,10 @@ class Sources:
         """Remarks about the data folders, printed at the start of a run."""
         rows = self.config.model.spec().vocab_size
         manifests = {source.origin(0)[0].folder: source.origin(0)[0].manifest for source in self.train.sources}
-        return [f"{folder}: {remark}" for folder, data in manifests.items() for remark in data.remarks(rows)]
+        remarks = [f"{folder}: {remark}" for folder, data in manifests.items() for remark in data.remarks(rows)]
+        given = {"init.weights": self.config.init.weights, "model.from": self.config.model.folder}
+        models = {f"{key}={path!r}": Path(path) for key, path in given.items() if path is not None}
+        return remarks + unchecked_tokenizers(models)
 
     def order(self, progress: TrainingProgress, past: Sequence[MixtureStage] = ()) -> MixtureOrder:
         """Return the order of samples of a run that has reached `progress` through the stages `past`."""
@@ -276,6 +279,15 @@ def tokenizer_file(folder: Path) -> Path | None:
         folder = tokenizer_folder(load(folder / RUN_FILE).data)
     file = folder / TOKENIZER
     return file if file.is_file() else None
+
+
+def unchecked_tokenizers(models: Mapping[str, Path]) -> list[str]:
+    """Return a remark on each model without a tokenizer, which cannot be compared with the tokenizer of data."""
+    return [
+        f"{model} has no {TOKENIZER}, so nothing shows that the data's token ids mean the same texts in it"
+        for model, folder in models.items()
+        if folder.is_dir() and tokenizer_file(folder) is None
+    ]
 
 
 def tokenizer_problems(data: Mapping[str, Path], models: Mapping[str, Path], way_out: str = "") -> list[str]:
