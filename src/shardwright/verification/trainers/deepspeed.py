@@ -7,6 +7,7 @@ DS_ACCELERATOR=cpu in the environment.
 Shapes: B sequences, T tokens.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.utils import safe_get_full_grad
 from torch import Tensor
@@ -43,7 +45,12 @@ class DeepSpeedTrainer:
 
     def __init__(self, spec: ModelSpec, world: World) -> None:
         set_environment(world)
+        os.environ.setdefault("LOCAL_RANK", str(world.rank))
+        deepspeed.ops.__compatible_ops__.update(deepspeed_shm_comm=False)  # gloo instead of an extension to compile
+        get_accelerator().supported_dtypes = lambda: [torch.float64, torch.float32]  # the CPU's list lacks float64
         deepspeed.init_distributed("gloo", verbose=False)
+        if world.axes["pp"] > 1 and world.dtype == torch.float64:
+            raise InputError(f"pp={world.axes['pp']}: DeepSpeed's pipeline sends losses in float32; --dtype float32")
         self.pp, self.data_ranks = world.axes["pp"], world.axes["dp"]
         self.zero, self.manual = world.options.get("zero", 0), world.options.get("manual", False)
         self.mode = Float64 if world.dtype == torch.float64 else nullcontext

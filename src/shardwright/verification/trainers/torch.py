@@ -5,6 +5,8 @@ Axes: dp (replicas), fsdp (shards), tp (DTensor, with token shards between block
 of PyTorch as it is: gradients divided by the number of micro-batches, or by the number of data ranks.
 """
 
+import logging
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,6 +31,8 @@ from shardwright.verification.trainers.adapter import StepBatch, World
 from shardwright.verification.trainers.decoder import Decoder, loss_sum
 from shardwright.verification.trainers.pieces import load_weights
 
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # about in-place operations, which it has not
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # about speed
 _IN_V = ("ZBVZeroBubble", "DualPipeV")
 """Schedules in which rank r has stages r and 2 pp - 1 - r."""
 _COLUMNS = ColwiseParallel(input_layouts=Shard(1))
