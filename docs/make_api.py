@@ -39,7 +39,7 @@ TESTING = """\
 `from shardwright.testing import verify_trainer, TensorShard`: compares a trainer of any system with one process, also
 inside pytest. [Verify trainers](verify-trainers.md) describes the class `Trainer`.
 """
-TESTING_ORDER = ("verify_trainer", "World", "StepBatch", "TensorShard")
+TESTING_ORDER = ("verify_trainer", "World", "StepBatch", "TensorShard", "Decoder", "loss_sum")
 
 
 def page() -> str:

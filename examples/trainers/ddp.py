@@ -4,8 +4,9 @@ import contextlib
 
 import torch
 import torch.distributed as dist
-from tiny import Decoder, loss_sum
 from torch.nn.parallel import DistributedDataParallel
+
+from shardwright.testing import Decoder, loss_sum
 
 
 class Trainer:

@@ -2,9 +2,10 @@
 
 import torch
 import torch.distributed as dist
-from tiny import Decoder, loss_sum
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
+
+from shardwright.testing import Decoder, loss_sum
 
 
 class Trainer:

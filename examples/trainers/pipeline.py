@@ -3,8 +3,9 @@ examples/trainers/pipeline.py --set pp=2`."""
 
 import torch
 import torch.distributed as dist
-from tiny import Decoder, loss_sum
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from shardwright.testing import Decoder, loss_sum
 
 
 class Trainer:

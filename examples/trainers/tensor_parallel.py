@@ -2,7 +2,6 @@
 examples/trainers/tensor_parallel.py`."""
 
 import torch
-from tiny import Decoder, loss_sum
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -10,6 +9,8 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+
+from shardwright.testing import Decoder, loss_sum
 
 BLOCK = {
     "attention_norm": SequenceParallel(),

@@ -2,7 +2,6 @@
 reported with its tensor and axis, and that a trainer that cannot be compared is refused in one sentence."""
 
 import json
-import shutil
 import sys
 from itertools import product
 from math import prod
@@ -15,8 +14,8 @@ from typer.testing import CliRunner, Result
 from shardwright.cli.main import app
 from shardwright.config import load
 from shardwright.system.errors import InputError
-from shardwright.verification.trainers.adapter import trainer_class
-from shardwright.verification.trainers.case import trainer_case
+from shardwright.verification.trainers.adapter import invalid_degrees, trainer_class
+from shardwright.verification.trainers.case import config_of, trainer_case
 from shardwright.verification.trainers.parity import factorisations
 from tests.marks import prove, rest_prove
 
@@ -29,8 +28,7 @@ def verify(trainer: Path, *arguments: object) -> Result:
 
 
 def changed(folder: Path, example: str, *changes: tuple[str, str]) -> Path:
-    """Write an example with changes to its source, next to the model that it imports."""
-    shutil.copy(EXAMPLES / "tiny.py", folder)
+    """Write an example with changes to its source."""
     source = (EXAMPLES / example).read_text()
     for old, new in changes:
         assert old in source
@@ -173,7 +171,7 @@ REFUSED: list[tuple[Any, int, str]] = [
     (("import torch\n", "import flash_attn\nimport torch\n"), 2, "line 5: flash_attn cannot be imported"),
     (("class Trainer:", "class Train:"), 2, "a class named Trainer is needed; it has "),
     (("def gradients(", "def grads("), 2, "class Trainer has no method gradients"),
-    (("Decoder(spec)", "Decoder(spec).cuda()"), 2, "line 14: the trainer needs an accelerator"),
+    (("Decoder(spec)", "Decoder(spec).cuda()"), 2, "line 15: the trainer needs an accelerator"),
     (
         ("return dict(self.model.module", "return dict(self.model"),
         2,
@@ -261,6 +259,60 @@ def test_the_keys_of_the_batch_that_are_set_are_not_reduced():
         assert getattr(trainer_case(config, 2, {f"batch.{key}"}), key) == value
     reduced = trainer_case(config, 2, ())
     assert (reduced.seq_len, reduced.global_batch, reduced.micro_batch) != (40, 12, 3)
+
+
+TORCH: list[tuple[str, ...]] = [("tp=2",), ("fsdp=2",), ("pp=2", "schedule=ZBVZeroBubble", "model.n_layers=4")]
+
+
+@pytest.mark.parametrize("given", rest_prove([(each,) for each in TORCH]), ids=lambda given: given[0])
+def test_an_axis_of_pytorch_is_equal_to_one_process(given: tuple[str, ...]):
+    sets = (word for key in given for word in ("--set", key))
+    result = verify(Path("torch"), "--world", 2, "--steps", 1, *sets)
+    assert result.exit_code == 0, result.output
+
+
+TORCH_BUGS = [
+    (("pp=2", "scale_grads=true"), "is 0.25 times the reference's", "without pp=2 and without scale_grads=True"),
+    (("fsdp=2", "divide=true"), "is 0.5 times the reference's", "without fsdp=2"),
+]
+
+
+@prove
+@pytest.mark.parametrize(("given", "factor", "needed"), TORCH_BUGS, ids=lambda value: str(value)[:30])
+def test_a_default_of_pytorch_that_divides_gradients_again_is_named(given: tuple[str, ...], factor: str, needed: str):
+    sets = (word for key in given for word in ("--set", key))
+    result = verify(Path("torch"), "--world", 2, "--steps", 1, *sets, "--json")
+    assert result.exit_code == 1, result.output
+    culprit = json.loads(result.stdout)["culprit"]
+    assert factor in culprit
+    assert needed in culprit
+
+
+def test_a_matrix_leaves_out_degrees_that_the_trainer_refuses():
+    spec = trainer_case(config_of(None, 4, ["model.n_kv_heads=2"])[0], 4).spec
+    axes = ("dp", "fsdp", "tp", "pp")
+    degrees = [dict(zip(axes, product, strict=True)) for product in factorisations(4, 4)]
+    reasons = invalid_degrees("torch", spec, degrees, {})
+    refused = [each for each, reason in zip(degrees, reasons, strict=True) if reason]
+    assert refused == [{"dp": 1, "fsdp": 1, "tp": 4, "pp": 1}]
+    assert "4 parts do not divide n_kv_heads=2; --set model.n_kv_heads=4" in reasons
+    assert invalid_degrees("shardwright", spec, degrees[:1], {}) == [""]
+
+
+@prove
+def test_a_matrix_runs_the_other_layouts_when_one_is_refused(tmp_path: Path):
+    refuses = "        if world.axes['pp'] == 2:\n            raise InputError('no pipeline today')\n"
+    bad = changed(
+        tmp_path,
+        "pipeline.py",
+        ("        mesh = world.mesh()\n", f"{refuses}        mesh = world.mesh()\n"),
+        ("import torch\n", "import torch\nfrom shardwright.system.errors import InputError\n"),
+    )
+    result = verify(bad, "--matrix", 2, "--steps", 1, "--json")
+    assert result.exit_code == 3, result.output
+    layouts = json.loads(result.stdout)["layouts"]
+    assert [(each["layout"], each["equal"]) for each in layouts] == [("dp 2", True), ("pp 2", False)]
+    assert "no pipeline today" in result.stdout
 
 
 @prove

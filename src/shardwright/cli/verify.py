@@ -303,7 +303,7 @@ def _trainer(trainer: str, options: VerifyOptions) -> None:
     """Verify the trainer of a file."""
     from shardwright.verification.ranks import start_server
 
-    start_server()
+    start_server(*([] if trainer.endswith(".py") else [f"shardwright.verification.trainers.{trainer}"]))
     from shardwright.verification.trainers.parity import TrainerJob, TrainerVerifier
     from shardwright.verification.verifier import TIMEOUT_S
     from shardwright.verification.view import batch_sizes

@@ -36,12 +36,13 @@ _running: dict[int, list[Worker]] = {}
 _numbers = itertools.count()
 
 
-def start_server() -> None:
-    """Start the process that ranks are forked from, which imports PyTorch while the caller continues.
+def start_server(*modules: str) -> None:
+    """Start the process that ranks are forked from, which imports PyTorch while the caller continues. `modules`: other
+    modules that it imports if it can.
 
     To be called before the caller imports PyTorch itself: both take seconds.
     """
-    preload("shardwright.verification.preload")
+    preload("shardwright.verification.preload", *modules)
     with _starting, undisturbed():
         pass
 

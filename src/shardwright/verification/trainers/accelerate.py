@@ -14,7 +14,8 @@ from torch import Tensor
 
 from shardwright.model.spec import ModelSpec
 from shardwright.verification.trainers.adapter import StepBatch, World
-from shardwright.verification.trainers.pieces import load_weights, loss_sum, plain_model, set_environment
+from shardwright.verification.trainers.decoder import Decoder, loss_sum
+from shardwright.verification.trainers.pieces import load_weights, set_environment
 
 
 class AccelerateTrainer:
@@ -22,7 +23,7 @@ class AccelerateTrainer:
 
     def __init__(self, spec: ModelSpec, world: World) -> None:
         set_environment(world)
-        model = plain_model(spec, world)
+        model = Decoder(spec)
         optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
         self.n_ranks, self.accelerator = world.size, Accelerator(cpu=True)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)

@@ -19,12 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shardwright.model.spec import ModelSpec
 from shardwright.system import extensions
 from shardwright.system.errors import ConfigError, InputError, near_path, nearest
 
 METHODS = ("load", "step", "gradients", "parameters")
 """The methods that a Trainer class needs."""
-ADAPTERS = ("accelerate", "shardwright")
+ADAPTERS = ("accelerate", "deepspeed", "shardwright", "torch", "transformers")
 """The adapters of this folder, by name."""
 
 
@@ -131,6 +132,13 @@ def axes_of(name: str) -> tuple[str, ...]:
     if isinstance(axes, str) or not axes or not all(isinstance(axis, str) for axis in axes):
         raise InputError(f'{name}: AXES={axes!r}; a tuple of the names of axes is needed, such as ("dp", "tp")')
     return tuple(axes)
+
+
+def invalid_degrees(name: str, spec: ModelSpec, degrees: list[dict[str, int]], options: dict[str, Any]) -> list[str]:
+    """Return for each set of degrees why the trainer `name` cannot have them; "" if it can, or if its class has no
+    method `problem`. Runs on a rank."""
+    problem = getattr(trainer_class(name), "problem", None)
+    return ["" if problem is None else problem(spec, axes, Options(options)) or "" for axes in degrees]
 
 
 def resolved(trainer: str | Path | type[Any]) -> str:

@@ -15,7 +15,7 @@ from shardwright.verification.compare import RankedLayout, Report, ReportRow
 from shardwright.verification.ranks import run_ranks
 from shardwright.verification.tolerance import Tolerance, with_adams_noise
 from shardwright.verification.trace import Trace
-from shardwright.verification.trainers.adapter import axes_of, resolved
+from shardwright.verification.trainers.adapter import axes_of, invalid_degrees, resolved
 from shardwright.verification.trainers.case import (
     TrainerCase,
     TrainerLayout,
@@ -193,7 +193,19 @@ class TrainerJob:
             dtype=self.dtype,
             reference=replace(alone, is_reference=True),
         )
+        if every:
+            layouts = self._valid(case, layouts)
         return [(case, layout) for layout in layouts]
+
+    def _valid(self, case: TrainerCase, layouts: list[TrainerLayout]) -> list[TrainerLayout]:
+        """Return the layouts that the trainer does not refuse. Raises InputError with the reasons if it refuses all."""
+        degrees, options = [dict(layout.degrees) for layout in layouts], dict(layouts[0].options)
+        name = layouts[0].trainer
+        reasons = run_ranks(invalid_degrees, 1, name, case.spec, degrees, options, timeout_s=self.timeout_s)[0]
+        valid = [layout for layout, reason in zip(layouts, reasons, strict=True) if not reason]
+        if not valid:
+            raise InputError(*(f"{layout}: {reason}" for layout, reason in zip(layouts, reasons, strict=True)))
+        return valid
 
     def report(self, tell: Callable[[str], None] = lambda line: None) -> Report:
         """Compare the trainer with one process, and look for the smallest configuration that differs."""

@@ -1,8 +1,4 @@
-"""Parts that several adapters need: a model in plain PyTorch, its loss, its weights, and the ranks as environment
-variables.
-
-Shapes: B sequences, T tokens, V vocabulary.
-"""
+"""Parts that several adapters need: the weights of a model, and the ranks as environment variables."""
 
 import os
 from collections.abc import Mapping
@@ -10,26 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from shardwright.data.samples import IGNORE
-from shardwright.model.init import initialise
-from shardwright.model.spec import ModelSpec
-from shardwright.model.transformer import Transformer
 from shardwright.parallel.boxes import local_box
 from shardwright.verification.trainers.adapter import World
-
-
-def plain_model(spec: ModelSpec, world: World) -> Transformer:
-    """Return Shardwright's decoder for one device, with initial weights."""
-    model = Transformer(spec).to(world.dtype)
-    initialise(model, spec, world.seed)
-    return model
-
-
-def loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Return the sum of the cross-entropy over the targets that are counted."""
-    return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 @torch.no_grad()

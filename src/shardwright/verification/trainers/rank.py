@@ -27,6 +27,7 @@ from shardwright.verification.trainers.adapter import (
     StepBatch,
     World,
     environment_error,
+    invalid_degrees,
     trainer_class,
 )
 from shardwright.verification.trainers.case import UNCLIPPED, TrainerCase, TrainerLayout
@@ -54,6 +55,8 @@ def _train(case: TrainerCase, layout: TrainerLayout, folder: Path) -> RankTrace:
     kind, recorder, read = trainer_class(layout.trainer), TraceRecorder(folder), set[str]()
     options = Options(dict(layout.options))
     world = World(dist.get_rank(), dist.get_world_size(), dict(layout.degrees), options, dtype, case.seed)
+    if reason := invalid_degrees(layout.trainer, case.spec, [world.axes], world.options)[0]:
+        raise InputError(f"{layout}: {reason}")
     for training in case.trainings:
         torch.manual_seed(case.seed)
         trainer = kind(case.spec, world)

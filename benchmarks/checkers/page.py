@@ -1,0 +1,86 @@
+"""Write docs/checkers.md and docs/checkers.svg from the results of benchmarks/checkers/run.py.
+
+python -m benchmarks.checkers.page benchmarks/results/checkers-2026-11-27.jsonl
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+from benchmarks.checkers.run import bugs
+
+DOCS = Path(__file__).parents[2] / "docs"
+CHECKS = {
+    "curves": "losses of 50 steps, 1e-3",
+    "parameters": "parameters after one step, 1e-4",
+    "verify": "`shardwright verify`",
+}
+HEAD = """\
+# Which checks see a silent bug
+
+This page is made from `{source}`. Do not edit it; run `python -m benchmarks.checkers.page {source}`.
+
+{total} bugs that a number shows are injected into Shardwright's code ([the list](mutations.md)). {n} of them, every
+{every}th in the order of `tests/training/bugs/tables.py`, are scored here; the rule was chosen before the results were
+known. Three checks compare each bug's first layout with one process of the same code, on a model and a batch of test
+size:
+
+- curves: the losses of 50 steps of AdamW, or of the bug's optimizer, differ by more than 1e-3 of the loss;
+- parameters: after one such step a parameter differs by more than 1e-4 of its norm;
+- `shardwright verify` with default options.
+
+The bugs were written for `verify`, so its score is no estimate for unknown bugs. The other scores are the result: they
+are the fraction of known bugs that the usual checks miss.
+
+| check | bugs seen | of |
+| --- | --- | --- |
+{scores}
+
+![Bugs seen by each check](checkers.svg)
+
+`python -m benchmarks.checkers.run --every {every}` scores the bugs. Errors are the largest relative errors.
+
+| family | bug | layout | type | curves | parameters | verify |
+| --- | --- | --- | --- | --- | --- | --- |
+"""
+
+
+def main() -> None:
+    plt.switch_backend("svg")
+    plt.rcParams["svg.hashsalt"] = "checkers"  # the same file each time
+    source = Path(sys.argv[1])
+    lines: list[dict[str, Any]] = [json.loads(line) for line in source.read_text().splitlines()]
+    seen = {check: sum(line[check]["seen"] for line in lines) for check in CHECKS}
+    scores = "\n".join(f"| {words} | {seen[check]} | {len(lines)} |" for check, words in CHECKS.items())
+    numbers = [[name for _, name, _ in bugs()].index(line["bug"]) for line in lines[:2]]
+    head = HEAD.format(source=source, total=len(bugs()), n=len(lines), every=numbers[1] - numbers[0], scores=scores)
+    rows = [
+        f"| {line['family']} | {line['bug']} | {line['layout']} | {line['dtype']} | "
+        f"{' | '.join(_cell(line[check]) for check in CHECKS)} |\n"
+        for line in lines
+    ]
+    (DOCS / "checkers.md").write_text(head + "".join(rows), encoding="utf-8")
+    _draw(seen, len(lines))
+
+
+def _cell(result: dict[str, Any]) -> str:
+    error = "crash" if result["error"] is None else f"{result['error']:.0e}"
+    return f"{'seen' if result['seen'] else 'missed'} ({error})"
+
+
+def _draw(seen: dict[str, int], n: int) -> None:
+    """Draw the fraction of the bugs that each check sees."""
+    figure, axes = plt.subplots(figsize=(6, 2), layout="constrained")
+    names = [*reversed([words.replace("`", "") for words in CHECKS.values()])]
+    bars = axes.barh(names, [seen[check] / n for check in reversed(CHECKS)], color="#4269d0")
+    axes.bar_label(bars, [f" {seen[check]} of {n}" for check in reversed(CHECKS)])
+    axes.set_xlim(0, 1.15)
+    axes.set_xlabel("fraction of injected bugs that the check sees")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(DOCS / "checkers.svg", metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()

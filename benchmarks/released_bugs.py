@@ -1,0 +1,100 @@
+"""Find silent bugs of released systems again: each release in an environment of its own, and `verify --trainer` on it.
+
+    python benchmarks/released_bugs.py                 list the cases
+    python benchmarks/released_bugs.py NAME [NAME..]   run cases, or all
+
+An environment is made in --folder from the packages of the case, above those of the interpreter that runs this script,
+which has Shardwright and PyTorch. The exit status is 1 if a case does not end as listed.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+
+REFERENCES = Path(__file__).parent / "references"
+"""One process in plain PyTorch, in which the system that is verified has no part."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A release, the arguments of `verify` that follow --trainer, and a part of the sentence that names the bug."""
+
+    packages: str
+    arguments: str
+    culprit: str = ""
+    """Empty for a release without the bug, which has to be equal."""
+
+
+_OLD = "accelerate==1.0.1 tokenizers==0.20.3 huggingface_hub==0.25.2 datasets==3.0.1 psutil"
+_TWO = "transformers --world 2 --steps 1"
+_PIPELINE = "deepspeed --world 2 --steps 1 --set pp=2 --dtype float32"
+_RAGGED = "it is equal without dp=2 and without ragged masks"
+CASES = {
+    "transformers-4.45.2": Case(
+        f"transformers==4.45.2 {_OLD}", _TWO, "it is equal without accumulation and without ragged masks"
+    ),
+    "transformers-4.46.0": Case('transformers==4.46.0 "accelerate<1.11" "datasets<4" psutil', _TWO, _RAGGED),
+    "transformers-4.47.1": Case('transformers==4.47.1 "accelerate<1.11" "datasets<4" psutil', _TWO, _RAGGED),
+    "transformers-4.57.1": Case('transformers==4.57.1 "accelerate<1.11" "datasets<4" psutil', _TWO),
+    "transformers-5.23.0": Case("transformers==5.23.0 accelerate==1.15.0", _TWO),
+    "deepspeed-0.19.2-pipeline": Case("deepspeed==0.19.2", _PIPELINE, "without pp=2 and without accumulation"),
+    "deepspeed-0.19.8-pipeline": Case("deepspeed==0.19.8", _PIPELINE),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", choices=[*CASES, "all", []], metavar="NAME")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "released-bugs")
+    given = parser.parse_args()
+    if not given.names:
+        for name, case in CASES.items():
+            print(f"{name:27} {case.culprit or 'equal'}")
+    names = list(CASES) if "all" in given.names else given.names
+    return max([_run(name, CASES[name], given.folder / name) for name in names], default=0)
+
+
+def _run(name: str, case: Case, folder: Path) -> int:
+    """Verify a release. Returns 1 if the result is not the listed one."""
+    python = _environment(case, folder)
+    reference = REFERENCES / ("llama.py" if case.arguments.startswith("transformers") else "decoder.py")
+    began_s = time.monotonic()
+    result = subprocess.run(
+        [python, "-m", "shardwright", "verify", "--trainer", *case.arguments.split(), "--reference", reference],
+        env=os.environ | {"DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    text = " ".join(result.stdout.split())
+    as_listed = result.returncode == (1 if case.culprit else 0) and case.culprit in text
+    lines = [line for line in result.stdout.splitlines() if line.startswith(("equal", "not equal", "culprit"))]
+    print(f"{name}: {'as listed' if as_listed else 'NOT AS LISTED'} ({time.monotonic() - began_s:.0f} s)")
+    print("\n".join(lines if as_listed else [result.stdout, result.stderr]), flush=True)
+    return int(not as_listed)
+
+
+def _environment(case: Case, folder: Path) -> Path:
+    """Return the interpreter of an environment with the packages of a case, which is made if it is not there."""
+    python, made = folder / "bin" / "python", folder / ".made"
+    if not made.exists():
+        venv.create(folder, with_pip=True, clear=True)
+        [packages] = (folder / "lib").glob("python*/site-packages")
+        below = [path for path in sys.path if path.endswith("site-packages")]
+        source = Path(__file__).parents[1] / "src"
+        lines = [*(f"import site; site.addsitedir({path!r})" for path in below), str(source)]
+        (packages / "zz-below.pth").write_text("\n".join(lines) + "\n")
+        install = [python, "-m", "pip", "install", "--quiet", *(word.strip('"') for word in case.packages.split())]
+        subprocess.run(install, env=os.environ | {"DS_BUILD_OPS": "0"}, check=True)
+        made.touch()
+    return python
+
+
+if __name__ == "__main__":
+    sys.exit(main())
