@@ -264,8 +264,8 @@ def _with_memory(row: MeasuredRun, stack: Stack) -> Stack:
     master = row.master_dtype or (row.optimizer_dtype if row.stack in PYTORCH else None)
     if master in ("bf16", "fp16") and row.precision != "fp32":
         # A weight is its own master, and its gradient has its type.
-        own = {"master_bytes": ELEMENT_BYTES[master] * stack.gathers_master, "gradient_bytes": ELEMENT_BYTES[master]}
-        stack = replace(stack, **own)
+        n_bytes = ELEMENT_BYTES[master]
+        stack = replace(stack, master_bytes=n_bytes * stack.gathers_master, gradient_bytes=n_bytes)
     whole = row.whole_gradients
     if whole is None:  # FSDP2 adds the gradients of micro-batches in the type of their reduction only if they are whole
         whole = row.stack in PYTORCH and master == "bf16" and row.grad_dtype == "fp32"
