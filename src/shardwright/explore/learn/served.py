@@ -7,10 +7,11 @@ from shardwright.cost.ledger import LedgerEntry
 from shardwright.explore.state import PageState
 from shardwright.serving.engines import USUAL
 from shardwright.serving.explain import explain
+from shardwright.serving.formats import FORMATS
 from shardwright.serving.memory import memory
 from shardwright.serving.rates import fitted
 from shardwright.serving.search import ServingTask, layouts
-from shardwright.serving.setting import ELEMENT_BYTES, Degrees, Serving, Settings
+from shardwright.serving.setting import Degrees, Serving, Settings
 
 BATCH = 32
 """Requests of the batch that a page shows."""
@@ -25,7 +26,7 @@ def served(state: PageState) -> tuple[ServingTask, Degrees] | None:
     if chip.is_cpu:
         return None
     node = replace(machine, name=f"{chip.name}:{machine.node_size}", size=machine.node_size)
-    precision = state.job.precision if state.job.precision in ELEMENT_BYTES else "bf16"
+    precision = state.job.precision if state.job.precision in FORMATS else "bf16"
     rates = fitted()[0].rates(USUAL.name, chip.die)
     serving = Serving(model=state.job.model, cluster=node, rates=rates, precision=precision)
     task = ServingTask(
