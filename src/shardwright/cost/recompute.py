@@ -83,7 +83,8 @@ def not_kept(f: Formulas, parts: Sequence[str], *, latent: bool, experts: bool) 
 
 def _activation_of_experts(f: Formulas) -> Floats:
     of_an_expert = (f.made + f.eager_gate - f.tensors + 1) * f.e + f.e_input
-    return np.asarray(f.T_shard * f.top_k * f.expert_inner * of_an_expert)
+    n_bytes: Floats = f.T_shard * f.top_k * f.expert_inner * of_an_expert
+    return n_bytes
 
 
 def features(model: ModelSpec, heads: Floats, kv_heads: Floats) -> ledger.Inputs:
