@@ -387,7 +387,7 @@ def saved(folder: Path, make: Callable[[], nn.Module], max_shard_size: str = "5G
     model = make()
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if "inv_freq" not in name:
+            if "inv_freq" not in name and tensor.is_floating_point():
                 tensor.normal_(std=1.5 / tensor.shape[-1] ** 0.5 if tensor.dim() > 1 else 0.3)
                 if "norm" in name or "ln_" in name:
                     tensor.add_(1.0)

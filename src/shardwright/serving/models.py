@@ -40,10 +40,6 @@ SERVED: dict[str, ModelSpec] = {
     "mixtral-8x22b": _spec(
         *(56, 6144, 48, 8, 128, 16384, 32768, 65536), moe=MoESpec(n_experts=8, top_k=2, d_ffn=16384, bias_rate=0.0)
     ),
-    "llama-4-scout": _spec(
-        *(48, 5120, 40, 8, 128, 16384, 202048, 10485760),
-        moe=MoESpec(n_experts=16, top_k=1, d_ffn=8192, n_shared=1, bias_rate=0.0),
-    ),
     "internlm-7b": _spec(32, 4096, 32, 32, 128, 11008, 103168, 2048),
     "internlm-20b": _spec(60, 5120, 40, 40, 128, 13824, 103168, 4096),
     "yi-34b": _spec(60, 7168, 56, 8, 128, 20480, 64000, 4096),
@@ -87,6 +83,7 @@ _OTHER_NAMES = {
     "mistralnemo": "mistral-nemo-12b",
     "mistrallarge": "mistral-large-123b",
     "llama4scout17b16e": "llama-4-scout",
+    "llama4maverick17b128e": "llama-4-maverick",
     "gptj": "gpt-j-6b",
     "mixtral8x7b01": "mixtral-8x7b",
     "deepseekr1": "deepseek-v3",
