@@ -15,15 +15,24 @@ from shardwright.hugging_face.float64 import Float64
 from shardwright.hugging_face.table import file_tensors
 from shardwright.training.exporting import export
 from shardwright.training.importing import import_weights
-from shardwright.training.weights import open_weights
+from shardwright.training.weights import by_reason, open_weights
 
 pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
 
-from tests.hugging_face.models import deepseek_v3, kept, ours, saved, tensors, theirs, tokens
+from tests.hugging_face.models import deepseek_v3, kept, ours, qwen3_next, saved, tensors, theirs, tokens
 
 LAYERS, WIDTH = 3, 32
+
+
+def test_tensors_of_qwen3_next_that_transformers_ignores_are_named_in_one_line(tmp_path: Path):
+    file = saved(tmp_path / "hf", qwen3_next) / "model.safetensors"
+    more = {f"mtp.{name}.weight": torch.ones(WIDTH) for name in ("fc", "norm", "layers.0.input_layernorm")}
+    save_file(load_file(file) | more, file, {"format": "pt"})
+    weights = import_weights(tmp_path / "hf", tmp_path / "weights")
+    (line,) = by_reason(weights.left_out)
+    assert line == "mtp.fc.weight and 2 more (transformers has no module of multi-token prediction for Qwen3-Next)"
 
 
 def with_module(folder: Path) -> Path:

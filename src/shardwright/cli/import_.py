@@ -25,6 +25,7 @@ def import_(
     shardwright import smollm2/ --out weights/smollm2
     """
     from shardwright.training.importing import bytes_of, import_weights
+    from shardwright.training.weights import by_reason
 
     weights = import_weights(source, out)
     architecture, n_bytes = weights.folder.architecture.class_name, bytes_of(weights)
@@ -48,8 +49,8 @@ def import_(
             "the head is not tied: config.json ties it to the embedding, and the files have a head with other values, "
             "which transformers keeps too"
         )
-    for name, reason in weights.left_out.items():
-        print_text(f"left out: {name} ({reason})")
+    for line in by_reason(weights.left_out):
+        print_text(f"left out: {line}")
     if weights.folder.tokenizer is None:
         print_text("no tokenizer.json in it: data has to be prepared with a tokenizer of the same vocabulary")
     print_text(f"  shardwright train RUN.toml --set model.from={out} --set init.weights={out}")

@@ -25,6 +25,7 @@ from shardwright.system.files import new_folder, publish_folder
 from shardwright.training.checkpoint.manifest import FILE_NAME
 from shardwright.training.exporting import export
 from shardwright.training.importing import is_free, write_weights_folder
+from shardwright.training.weights import by_reason
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def convert(
     finally:
         if prove:
             shutil.rmtree(fresh, ignore_errors=True)
-    remarks += [f"left out: {name} ({reason})" for name, reason in state.left_out.items()]
+    remarks += [f"left out: {line}" for line in by_reason(state.left_out)]
     return ConversionResult(state, to, Path(out), tuple(remarks))
 
 

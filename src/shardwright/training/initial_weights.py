@@ -12,7 +12,7 @@ from shardwright.system.errors import CheckpointError, InputError
 from shardwright.system.units import format_count
 from shardwright.training.optimizer import named_state, stored_state
 from shardwright.training.step import Trainer
-from shardwright.training.weights import CheckpointWeights, Weights, fill, open_weights
+from shardwright.training.weights import CheckpointWeights, Weights, by_reason, fill, open_weights
 
 
 def initial_weights_problems(config: RunConfig) -> list[str]:
@@ -87,17 +87,15 @@ def _said(trainer: Trainer, weights: Weights, init: InitSection) -> list[str]:
     dtype = str((held.to_local() if isinstance(held, DTensor) else held).dtype).removeprefix("torch.")
     kept = ", with the moments of the optimizer" if init.optimizer else ""
     absent = [name for name in rows(spec) if name not in weights.shapes]
-    left_out: dict[str, list[str]] = {}
-    for name, reason in weights.left_out.items():
-        if not (init.optimizer and reason == CheckpointWeights.WHY_NO_MOMENTS):
-            left_out.setdefault(reason, []).append(name)
+    left_out = {
+        name: reason
+        for name, reason in weights.left_out.items()
+        if not (init.optimizer and reason == CheckpointWeights.WHY_NO_MOMENTS)
+    }
     lines = [
         f"weights from {weights.describe()}: {len(weights.shapes):,} tensors, {format_count(spec.n_parameters)} "
         f"parameters, {', '.join(types)} to {dtype}{kept}; step, samples and learning rate begin anew"
     ]
-    lines += [
-        f"not taken: {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} ({reason})"
-        for reason, names in left_out.items()
-    ]
+    lines += [f"not taken: {line}" for line in by_reason(left_out)]
     lines += [f"not there, as in a new model: {absent[0]} and {len(absent) - 1} more"] if absent else []
     return lines

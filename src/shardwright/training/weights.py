@@ -30,6 +30,17 @@ MODEL, OPTIMIZER = "model/", "optimizer/"
 """Prefixes of parameters and of optimizer moments in a manifest's tensor names."""
 
 
+def by_reason(left_out: Mapping[str, str]) -> list[str]:
+    """Return for each reason one of the names that are left out for it, their number, and the reason."""
+    names: dict[str, list[str]] = {}
+    for name, reason in left_out.items():
+        names.setdefault(reason, []).append(name)
+    return [
+        f"{first}{f' and {len(others):,} more' if others else ''} ({reason})"
+        for reason, (first, *others) in names.items()
+    ]
+
+
 class Weights(Protocol):
     """The weights of a model under Shardwright's parameter names.
 
