@@ -17,6 +17,7 @@ from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.traffic import step_messages
 from shardwright.layout.layout import Layout
+from shardwright.model.linear_sizes import LinearAttentionSpec
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.verification.case import Case
@@ -31,7 +32,9 @@ SEQ_LEN, GLOBAL_BATCH, MICRO_BATCH = 16, 16, 2
 DENSE = replace(
     SPEC, n_heads=8, n_kv_heads=4, head_dim=8, d_model=64, d_ffn=96, vocab_size=128, n_layers=4, max_seq_len=SEQ_LEN
 )
+NET = LinearAttentionSpec(n_k_heads=4, n_v_heads=8, k_dim=8, v_dim=12, conv_width=3, full_interval=2)
 MODELS: dict[str, ModelSpec] = {
+    "linear": replace(DENSE, linear_attention=NET),
     "dense": DENSE,
     "one kv head": replace(DENSE, n_kv_heads=1),
     "normed heads": replace(DENSE, qk_norm=True),
@@ -63,6 +66,8 @@ LAYOUTS = [
     ("dense", Layout(cp=4, cp_method="ulysses")),
     ("one kv head", Layout(cp=4, cp_method="ulysses")),
     ("dense", Layout(cp=2, tp=2)),
+    ("linear", Layout(cp=2, cp_method="ring", zero=1)),
+    ("linear", Layout(cp=4, cp_method="ulysses")),
     ("dense", Layout(cp=2, dp_shard=2, zero=3)),
     ("dense", Layout(pp=4)),
     ("tied", Layout(pp=2, dp_shard=2, zero=1)),
@@ -96,6 +101,7 @@ RECOMPUTED = [
     ("dense", Layout(tp=2, sequence_parallel=False, recompute="full", recompute_layers=1)),
     ("dropout", Layout(tp=2, recompute="full")),
     ("dense", Layout(cp=2, cp_method="allgather", recompute="full")),
+    ("linear", Layout(cp=2, tp=2, recompute="full")),
     ("dense", Layout(cp=4, cp_method="ulysses", recompute="selective", recompute_modules=("norms", "attention"))),
     ("experts", Layout(dp_shard=4, tp=2, ep=2, zero=3, recompute="full")),
 ]
@@ -186,6 +192,14 @@ BUGS = {
             "sums = hop('gradients of keys and values', kv * max(job.element_bytes, 4.0))",
             "hops = candidates.cp\nsums = hop('gradients of keys and values', kv * max(job.element_bytes, 4.0))",
         ),
+    ),
+    "maps of states are sent of one chunk of two": (
+        ("linear", Layout(cp=2)),
+        Mutation("shardwright.cost.layer:states", "chunks_of_ring_rank(candidates.shared.cp_method)", "1"),
+    ),
+    "gradients of states are sent without the maps": (
+        ("linear", Layout(cp=2)),
+        Mutation("shardwright.cost.layer:states", "sizes.items()", "list(sizes.items())[: 1 + (not back)]"),
     ),
     "full recomputation sends nothing": (
         RECOMPUTED[-1],

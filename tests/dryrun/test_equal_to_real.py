@@ -26,6 +26,11 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "tp": ("dense", "fp32", {"tp": 2, "sequence_parallel": False}),
     "replicated kv heads": ("dense", "bf16", {"tp": 4}),
     "ring": ("dense", "fp32", {"cp": 2, "cp_method": "ring"}),
+    "linear attention, zig-zag, parts of it recomputed on the host": (
+        "linear",
+        "bf16",
+        {"cp": 2, "tp": 2, "recompute": "selective", **ON_HOST},
+    ),
     "all-gather": ("dense", "bf16", {"cp": 2, "cp_method": "allgather"}),
     "usp": ("dense", "bf16", {"cp": 4, "cp_method": "usp", "ulysses_degree": 2}),
     "recompute some": ("dense", "bf16", {"dp_shard": 2, "recompute": "selective"}),

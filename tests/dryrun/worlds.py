@@ -29,7 +29,8 @@ LATENT = MIXTURE | {
     "n_kv_heads": 4,
     "latent_attention": {"kv_rank": 24, "q_rank": 16, "nope_dim": 16, "rope_dim": 8, "v_dim": 16},
 }
-MODELS = {"dense": DENSE, "mixture": MIXTURE, "latent": LATENT, "mtp": DENSE | {"mtp_modules": 1}}
+LINEAR = DENSE | {"linear_attention": {"n_k_heads": 2, "n_v_heads": 4, "k_dim": 12, "v_dim": 16, "full_interval": 2}}
+MODELS = {"linear": LINEAR, "dense": DENSE, "mixture": MIXTURE, "latent": LATENT, "mtp": DENSE | {"mtp_modules": 1}}
 Counts = list[list[list[int]]]
 
 

@@ -169,7 +169,7 @@ def _spec(rng: Random, layout: Layout, *, n_layers: int, seq_len: int, experts: 
     fraction = rng.choice((1.0, 1.0, 0.5)) if parted else 1.0
     pairs = (latent.rope_dim if latent else int(head_dim * fraction)) // 2
     windows = _windows(rng, n_layers, seq_len, positions, latent is None and family == "decoder")
-    can_be_linear = family == "decoder" and not (latent or bias or windows.get("window")) and layout.cp == 1
+    can_be_linear = family == "decoder" and not (latent or bias or windows.get("window"))
     nets = can_be_linear and not parallel and rng.random() < 0.4
     return ModelSpec(
         family=family,

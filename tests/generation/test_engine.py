@@ -106,6 +106,8 @@ CASES = [
     (Layout(cp=2), GROUPED),
     (Layout(tp=2, pp=2, sequence_parallel=True), LINEAR),
     (Layout(tp=2, sequence_parallel=False, dp_shard=2), LINEAR),
+    (Layout(cp=2, tp=2, sequence_parallel=True), LINEAR),
+    (Layout(cp=4, cp_method="usp", ulysses_degree=2), LINEAR),
     (Layout(cp=2, tp=2, sequence_parallel=True), WINDOWS),
     (Layout(pp=2, tp=2, sequence_parallel=False), CAPS),
     (Layout(cp=2, cp_method="ulysses"), LEARNED),

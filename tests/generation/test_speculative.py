@@ -6,13 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwright.generation.batch import RaggedBatch, SequenceSegment
 from shardwright.generation.continuous import Batcher, RunningSequence
 from shardwright.generation.engine import LayoutEngine, WholeEngine
 from shardwright.generation.sampling import PROPOSED, Sampling, draw
 from shardwright.generation.speculative import Proposals, Speculative
 from shardwright.layout.layout import Layout
+from shardwright.model.spec import ModelSpec
 from shardwright.parallel.apply import apply
-from shardwright.system.errors import InputError
 from tests.distributed import run_ranks
 from tests.generation.models import (
     DRAWN,
@@ -40,7 +41,7 @@ def speculative(spec, draft, sampling, n_proposed: int = 3, n_slots: int = 2) ->
     return batcher.decode
 
 
-@pytest.mark.parametrize("spec", [name for name in SPECS if name != "linear"])
+@pytest.mark.parametrize("spec", SPECS)
 def test_a_draft_changes_no_greedy_token(spec: str):
     a_draft_changes_no_greedy_token(spec)
 
@@ -56,9 +57,23 @@ def a_draft_changes_no_greedy_token(name: str) -> None:
     assert same.accepted == same.proposed > 0
 
 
-def test_a_draft_is_refused_for_states_that_cannot_go_back() -> None:
-    with pytest.raises(InputError, match="leave --draft out"):
-        speculative(LINEAR, whole_model(DRAFT), GREEDY)
+@torch.no_grad()
+def test_states_go_back_to_any_token_that_may_be_replaced():
+    logits_after_replaced_tokens_are_those_without_a_cache()
+
+
+@torch.no_grad()
+def logits_after_replaced_tokens_are_those_without_a_cache() -> None:
+    """Passes of a sequence, each after 0 to 3 tokens of the pass before were replaced; two sequences in one row."""
+    engine = WholeEngine(whole_model(LINEAR), 1, LINEAR.max_seq_len, n_ahead=3)
+    for seed in (3, 5):
+        tokens: list[int] = []
+        for n_kept, n_new in ((0, 2), (2, 4), (3, 4), (7, 1), (8, 4), (10, 4), (11, 9), (17, 1)):
+            tokens = tokens[:n_kept] + [(seed * n_kept + i * i) % 31 for i in range(n_new)]
+            segment = SequenceSegment(0, n_kept, n_new)
+            (logits_TV,) = engine.run([RaggedBatch([segment], tokens[n_kept:], [n_new])])
+            expected_TV = whole_model(LINEAR)(torch.tensor([tokens]))[0, n_kept:]
+            torch.testing.assert_close(logits_TV, expected_TV, rtol=1e-12, atol=1e-12)
 
 
 @torch.no_grad()
@@ -89,13 +104,20 @@ def test_the_draft_proposes_what_it_would_without_a_cache():
     assert found.accepted > 0
 
 
-def drafted_on_layout(layout: Layout, sampling: Sampling) -> dict[int, list[int]]:
+def drafted_on_layout(layout: Layout, sampling: Sampling, spec: ModelSpec = GROUPED) -> dict[int, list[int]]:
     device = torch.device("cpu")
-    model = apply(GROUPED, layout, device, seed=SEED, param_dtype=torch.float64, compute_dtype=torch.float64)
+    model = apply(spec, layout, device, seed=SEED, param_dtype=torch.float64, compute_dtype=torch.float64)
     batcher = Batcher(LayoutEngine(model, device, 2, GROUPED.max_seq_len, 3), sampling, GROUPED.max_seq_len)
     batcher.decode = Speculative(batcher, WholeEngine(whole_model(DRAFT), 2, GROUPED.max_seq_len, 3), 3, 48)
     mine = layout.data_rank(dist.get_rank())
     return batcher.complete({i: ids for i, ids in PROMPTS.items() if i % layout.data_ranks == mine}, N_TOKENS)
+
+
+@prove
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(cp=2)], ids=str)
+def test_a_draft_of_linear_layers_gives_the_same_tokens_on_a_layout(layout):
+    expected = speculative(LINEAR, whole_model(DRAFT), GREEDY).batcher.complete(PROMPTS, N_TOKENS)
+    assert merged(run_ranks(drafted_on_layout, layout.world_size, layout, GREEDY, LINEAR)) == expected
 
 
 @prove

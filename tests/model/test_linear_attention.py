@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from shardwright.layout.layout import Layout
 from shardwright.model import linear_attention
 from shardwright.model.documents import Documents
-from shardwright.model.linear_attention import GatedDeltaNet, gated_delta_rule
-from shardwright.model.linear_sizes import LinearAttentionSpec
+from shardwright.model.linear_attention import GatedDeltaNet, delta_chunks, scan, transition
+from shardwright.model.linear_sizes import CHUNK, LinearAttentionSpec
 from shardwright.model.presets import PRESETS
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
@@ -109,11 +109,15 @@ def test_a_sequence_in_two_parts_is_the_whole_sequence() -> None:
         torch.testing.assert_close(torch.cat(outputs, 1), net(x_BTD), rtol=1e-12, atol=1e-12)
 
 
-def test_the_formula_has_the_flops_of_the_scan() -> None:
+def test_the_formulas_have_the_flops_of_the_scan_and_of_the_maps_of_states() -> None:
     q, k, v = (torch.randn(1, LINEAR.n_v_heads, 128, width) for width in (6, 6, 5))
     with FlopCounterMode(display=False) as counter:
-        gated_delta_rule(q, k, v, -torch.rand(1, 4, 128), torch.rand(1, 4, 128))
+        scan(delta_chunks(q, k, v, -torch.rand(1, 4, 128), torch.rand(1, 4, 128)))
     assert counter.get_total_flops() == 128 * LINEAR.scan_flops
+    with FlopCounterMode(display=False) as counter:
+        transition(delta_chunks(q, k, v, -torch.rand(1, 4, 128), torch.rand(1, 4, 128)))
+    products_of_chunks = 2 * LINEAR.n_v_heads * CHUNK * 2 * 6
+    assert counter.get_total_flops() == 128 * (LINEAR.map_flops + products_of_chunks)
 
 
 def test_training_flops_are_three_times_those_counted_in_a_forward_pass() -> None:
@@ -161,9 +165,7 @@ def test_a_combination_that_is_not_supported_is_one_sentence(changes: dict[str, 
     assert problem in problems[0]
 
 
-def test_cp_and_tp_that_do_not_fit_the_states_are_refused_with_the_reason() -> None:
-    (cp,) = rules.problems(spec_of(), Layout(cp=2), 128)
-    assert "the state of a linear layer passes from token to token" in cp
+def test_tp_that_does_not_divide_the_key_heads_is_refused_with_the_reason() -> None:
     (tp,) = rules.problems(spec_of(), Layout(tp=4), 128)
     assert tp == (
         "layout.tp=4 does not divide 2 key heads (model.linear_attention.n_k_heads) (2 = 4*0 + 2); valid: 1, 2"

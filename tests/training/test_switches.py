@@ -46,6 +46,23 @@ CASES = {
     "linear attention, pp with a split backward pass": (LINEAR, Layout(pp=2, pp_schedule="zb-h1")),
     "linear attention, ZeRO 2": (LINEAR, Layout(dp_shard=2, zero=2)),
     "linear attention, tp, ZeRO 3": (WIDE_NET, Layout(tp=2, sequence_parallel=True, dp_shard=2, zero=3)),
+    "linear attention, ring, tp": (LINEAR, Layout(cp=2, cp_method="ring", tp=2, sequence_parallel=False)),
+    "linear attention, zigzag, tp with token shards, ZeRO 1, full, documents": (
+        LINEAR,
+        Layout(cp=2, tp=2, sequence_parallel=True, zero=1, recompute="full"),
+    ),
+    "linear attention, allgather, pp, selective": (
+        LINEAR,
+        Layout(cp=2, cp_method="allgather", pp=2, recompute="selective", recompute_modules=("attention", "norms")),
+    ),
+    "linear attention, ulysses, ZeRO 3, split backward pass": (
+        LINEAR,
+        Layout(cp=2, cp_method="ulysses", zero=3, pp=2, pp_schedule="zb-h1"),
+    ),
+    "linear attention and experts, usp, ep": (
+        LINEAR_EXPERTS,
+        Layout(cp=4, cp_method="usp", ulysses_degree=2, ep=2, zero=1),
+    ),
     "linear attention and experts, tp, ep": (LINEAR_EXPERTS, Layout(tp=2, sequence_parallel=True, ep=2)),
     "parallel branches, tp": (COHERE, Layout(tp=2, sequence_parallel=False)),
     "parallel branches, tp with token shards, selective": (
@@ -125,6 +142,8 @@ CASES = {
 def test_a_layout_trains_a_model_with_every_switch_as_one_process(name: str, verifier: Verifier):
     switches, layout = CASES[name]
     case = replace(LONG, spec=replace(LONG.spec, **switches), micro_batch=LONG.global_batch // (2 * layout.data_ranks))
+    if name.endswith("documents"):
+        case = replace(case, attention="document", positions="document")
     assert not case.spec.problems()
     (report,) = verifier.parities([(case, layout)])
     assert not report.crash, report.crash

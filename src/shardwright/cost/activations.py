@@ -42,6 +42,7 @@ from shardwright.cost.job import FULL, SELECTIVE, Candidates, Floats, Job
 from shardwright.cost.ledger import Formulas, greatest, plus
 from shardwright.cost.parameters import vocabulary_rows
 from shardwright.model.linear_sizes import LinearAttentionSpec
+from shardwright.split.sequence import chunks_of_ring_rank
 
 
 @dataclass(frozen=True)
@@ -258,7 +259,7 @@ def features(job: Job, candidates: Candidates, block: BlockShape) -> ledger.Inpu
     }
     found |= recompute.features(model, heads, kv_heads)
     if block.linear and model.linear_attention is not None:
-        found |= _linear_features(model.linear_attention, candidates)
+        found |= _linear_features(model.linear_attention, job, candidates)
     if block.experts and moe is not None:
         found |= {
             "top_k": moe.top_k,
@@ -271,14 +272,22 @@ def features(job: Job, candidates: Candidates, block: BlockShape) -> ledger.Inpu
     return found
 
 
-def _linear_features(linear: LinearAttentionSpec, candidates: Candidates) -> ledger.Inputs:
+def _linear_features(linear: LinearAttentionSpec, job: Job, candidates: Candidates) -> ledger.Inputs:
     """Return the features of linear attention on a rank: it keeps its projections and its output, and while it computes
-    backward the tensors of a scan and their gradients, in 32 bits."""
+    backward the tensors of a scan and their gradients, in 32 bits. With cp it also keeps the states and half of the
+    maps of its pieces, and the tails before them, and has the maps of all pieces while they are composed."""
+    pieces = chunks_of_ring_rank(candidates.shared.cp_method)
+    of_pieces = np.where(candidates.cp > 1, pieces * candidates.micro_batch / candidates.tp, 0.0)
+    wide = max(4.0, job.element_bytes)
     keys, values = linear.n_k_heads * linear.k_dim / candidates.tp, linear.n_v_heads * linear.v_dim / candidates.tp
     gates_and_values = linear.projected_width / candidates.tp - 2 * keys
-    nothing = {"heads": 0, "padding": 0, "rotated": 0}
+    nothing = {"heads": 0, "padding": 0, "rotated": 0, "visiting": 0, "expanded": 0}
+    over_cp = {
+        "kept_maps": of_pieces * (linear.map_numel * wide + linear.window_numel * job.element_bytes),
+        "gathered_maps": candidates.cp * of_pieces * linear.map_numel * wide,
+    }
     scanned = 2 * linear.scan_numel / candidates.tp
-    return {"q": keys, "k": keys, "v": gates_and_values, "out": values, "scanned": scanned, **nothing}
+    return {"q": keys, "k": keys, "v": gates_and_values, "out": values, "scanned": scanned, **over_cp, **nothing}
 
 
 def _attention(job: Job, f: Formulas, *, linear: bool) -> None:
@@ -286,6 +295,8 @@ def _attention(job: Job, f: Formulas, *, linear: bool) -> None:
     if stored:
         a_score = 2 * f.e + f.mask if job.model.dropout > 0 or job.stack.dropout_masks else f.e
         f("scores", f.T * f.heads / f.tp * f.s * a_score, "stored")
+    elif linear:
+        f("scores", 1 * f.kept_maps, "none; states, maps and tails of pieces over cp")
     else:
         f("scores", f.T * f.heads / f.tp * 4, "log-sum-exp, fp32")
     kept = f.T * ((f.q + f.k + f.v + f.padding) * f.e + f.out * f.e_input) + f.T_shard * f.narrow * f.e + f.scores
@@ -298,7 +309,7 @@ def _attention(job: Job, f: Formulas, *, linear: bool) -> None:
     features = f.q + f.k + f.v + f.out + f.cut * f.h + f.visiting * (f.k + f.v) + f.expanded * (f.q + f.out)
     working = (f.T * features + 2 * f.T_shard * f.h) * f.e
     if linear:
-        working = working + 4 * f.T * f.scanned
+        working = working + 4 * f.T * f.scanned + f.gathered_maps
     if stored:
         working = working + 2 * f.T * f.s * f.heads / f.tp * f.e
     f("working of attention", working, "gradients, and inputs gathered over tp and cp")

@@ -15,7 +15,7 @@ from shardwright.cost.formats import FORMATS
 from shardwright.cost.job import FULL, RECOMPUTE, Candidates, Floats, Job
 from shardwright.cost.ledger import Formulas, plus
 from shardwright.cost.matmuls import Matmul, head_matmul, layer_matmuls, reached_flops_per_s
-from shardwright.cost.messages import context, dispatch, head_over_tp, loss_sums, over_tp, tensor
+from shardwright.cost.messages import context, dispatch, head_over_tp, loss_sums, over_tp, states, tensor
 from shardwright.cost.passes import Passes, kernel_symbols, reached_bytes_per_s
 from shardwright.cost.speed import ELEMENTWISE, HOST, MATMULS, TENSOR
 
@@ -33,11 +33,12 @@ def layer(job: Job, candidates: Candidates, block: BlockShape, name: str | None 
         _multiply(passes, job, candidates, layer_matmuls(job, candidates, block, tokens))
         if block.linear:
             _scan(passes, job, candidates, tokens)
+            states(passes, job, candidates, tokens)
         else:
             _attend(passes, job, candidates, tokens, block.window)
+            context(passes, job, candidates, tokens, block.window)
         _elementwise(passes, job, candidates, block)
         tensor(passes, job, candidates, block, tokens)
-        context(passes, job, candidates, tokens, block.window)
         if block.experts:
             dispatch(passes, job, candidates, tokens)
         _recompute(passes, job, candidates, block)
@@ -237,8 +238,9 @@ def _attend(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, wi
 
 def _scan(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -> None:
     """Add the scan of linear attention: its matmuls, at the peak that matmuls reach, and the tensors of its chunks,
-    which are written and read in 32 bits. The backward pass computes the scan again. No measured run has linear layers,
-    so nothing is fitted. Ignored: the triangular solve, and the wait for the state of the previous chunk."""
+    which are written and read in 32 bits. The backward pass computes the scan again. With cp the maps of states are
+    computed first, and in the backward pass the gradients of states, as much work as a scan. No measured run has linear
+    layers, so nothing is fitted. Ignored: the triangular solve, and the wait for the state of the previous chunk."""
     linear = job.model.linear_attention
     assert linear is not None
     f = Formulas(
@@ -247,7 +249,12 @@ def _scan(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -> N
     )  # fmt: skip
     computing = f.scan_flops / f.rate + 8 * f.scan_numel / f.element_rate
     f("scan, once", f.T / f.tp * computing, "arXiv 2412.06464, section 3.3")
-    passes.add("attention", f("attention, F", 1 * f.scan_once), f("attention, I", 3 * f.scan_once))
+    forward, backward = 1 * f.scan_once, 3 * f.scan_once
+    if np.any(candidates.cp > 1):
+        f.add(map_flops=linear.map_flops, over_cp=(candidates.cp > 1).astype(np.int64))
+        forward = forward + f.over_cp * (f.T / f.tp * f.map_flops / f.rate)
+        backward = backward + f.over_cp * f.scan_once
+    passes.add("attention", f("attention, F", forward), f("attention, I", backward))
 
 
 def _elementwise(passes: Passes, job: Job, candidates: Candidates, block: BlockShape) -> None:

@@ -363,7 +363,9 @@ _SYMBOLS = (
     ("kept kept_for_W experts_kept logits_kept logits_for_W gradients_of_stages working_of_stages", "B",
      "of a microbatch, for each stage of the rank"),
     ("scanned scan_numel", "", "elements a token of a scan of linear attention, with gradients on a rank; in one pass"),
-    ("scan_flops", "FLOP", "of a token in the scans of linear attention, forward"),
+    ("scan_flops map_flops", "FLOP", "of a token in the scans of linear attention, forward; in its maps of states"),
+    ("over_cp", "", "1 where ranks of cp share a sequence"),
+    ("kept_maps gathered_maps", "B", "of linear attention over cp: states, maps and tails kept; maps of all pieces"),
     ("q k v out narrow", "", "features of queries, keys, values, results on a rank; of latent attention's vectors"),
     ("made tensors", "", "tensors of inner width that a network keeps beside its last input; that its backward needs"),
     ("narrow_norms rotated keys_and_values padded_out", "", "features that recomputation need not keep: normed latent "

@@ -23,6 +23,7 @@ from shardwright.cost.job import Candidates, Floats, Job
 from shardwright.cost.ledger import Formulas
 from shardwright.cost.passes import Passes, reached_bytes_per_s
 from shardwright.cost.speed import CONTEXT, EXPERT, MATMULS, TENSOR
+from shardwright.split.sequence import chunks_of_ring_rank
 
 HIDDEN = ", exposed"
 """Ledger suffix of communication that overlaps with computation."""
@@ -268,11 +269,35 @@ def context(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, wi
     _ring(passes, job, candidates, tokens, kv)
 
 
+def states(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -> None:
+    """Add the communication of linear attention over cp (`parallel/linear_attention.py`): all-gathers of the tails of
+    the convolution and of the maps of states, in fp32 or wider, and in the backward pass of their gradients. All are
+    exposed. Ignored: the composition of the maps, P products of matrices."""
+    linear = job.model.linear_attention
+    if linear is None or np.all(candidates.cp == 1):
+        return
+    pieces = chunks_of_ring_rank(candidates.shared.cp_method)
+    rows = pieces * candidates.micro_batch * candidates.cp / candidates.tp
+    tail = np.minimum(linear.conv_width - 1, tokens / candidates.micro_batch / pieces) * linear.qkv_width
+    sizes = {
+        "tails of the convolution": rows * tail * job.element_bytes,
+        "maps of states": rows * linear.map_numel * max(4.0, job.element_bytes),
+    }
+    sent = []
+    for back, forward in (("", CONTEXT), ("gradients of ", "")):
+        found = {}
+        for what, n_bytes in sizes.items():
+            message = PricedMessage(f"{back}{what}, all-gather", all_gather, n_bytes, candidates.cp, candidates.tp)
+            found[message.what] = passes.send(job, message, CONTEXT, forward)
+        sent.append(found)
+    passes.add(CONTEXT, *(ledger.total(f"{CONTEXT}, {name}", each) for name, each in zip("FI", sent, strict=True)))
+
+
 def _reached(job: Job, candidates: Candidates, window: int) -> Floats:
     """Return the share of the other ranks' keys that a rank needs: all, or the window - 1 before each of its chunks."""
     if not window:
         return np.ones(len(candidates))
-    chunks = 1 if candidates.shared.cp_method == "ring" else 2
+    chunks = chunks_of_ring_rank(candidates.shared.cp_method)
     others = job.seq_len * np.maximum(1 - 1 / candidates.cp, 1e-9)
     return np.minimum(1.0, chunks * (window - 1) / others)
 

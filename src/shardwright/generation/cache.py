@@ -283,35 +283,74 @@ class CachedLatentAttention:
 
 class CachedDeltaNet:
     """A replacement for `GatedDeltaNet.mix` of `module`, with the states of the sequences of one layer: the inputs of
-    the convolution (slots, W, F), and the matrices of heads (slots, H, K, V)."""
+    the convolution (slots, W, F), and the matrices of heads (slots, H, K, V).
 
-    def __init__(self, module: GatedDeltaNet, cache: Cache) -> None:
-        self.module, self.cache = module, cache
-        self.tensors: list[Tensor] = []
+    A state cannot go back to an earlier token. So if tokens may be replaced (`Cache.n_ahead`), the state of a sequence
+    is the state before its last tokens, and the projections of these are kept, (slots, n_ahead, F). A pass first runs
+    the kept tokens that were not replaced, then its new tokens.
+    """
+
+    def __init__(self, module: GatedDeltaNet, cache: Cache, gather_context: Callable[[Tensor], Tensor]) -> None:
+        self.module, self.cache, self.gather_context = module, cache, gather_context
+        self.states: list[Tensor] = []
+        self.projections: list[Tensor] = []
+        self._in_state: dict[int, int] = {}
+        """Slot -> the number of its tokens that are in the state, if tokens may be replaced."""
         cache.layers.append(self)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that the cache keeps."""
+        return self.states + self.projections
 
     def __call__(self, qkvz_1NF: Tensor, ba_1NF: Tensor, weights: list[Tensor], documents: Documents | None) -> Tensor:
         batch, n = self.cache.batch, self.cache.batch.n_tokens
         if n == 0:  # padding alone: other ranks have tokens
             widths = self.module.widths
             return qkvz_1NF.new_zeros(*qkvz_1NF.shape[:2], qkvz_1NF.shape[2] // sum(widths) * widths[-1])
-        for tensor in self.tensors:
+        for tensor in self.states:
             tensor[[segment.slot for segment in batch.segments if segment.start == 0]] = 0
-        projections = qkvz_1NF[:, :n], ba_1NF[:, :n]
-        if batch.is_decode:
+        whole = [x if batch.held is None else self.gather_context(x) for x in (qkvz_1NF, ba_1NF)]
+        projections = [x[:, :n] for x in whole]
+        if batch.is_decode and not self.cache.n_ahead:
             o_NF = self._advance(batch.rows, [x.transpose(0, 1) for x in projections], weights)[:, 0]
         else:
             parts = zip(*(x.split(_lengths(batch), 1) for x in projections), strict=True)
-            rows = [slice(segment.slot, segment.slot + 1) for segment in batch.segments]
-            o_NF = torch.cat([self._advance(row, part, weights)[0] for row, part in zip(rows, parts, strict=True)])
-        return padded(o_NF, qkvz_1NF)
+            run = self._run_again if self.cache.n_ahead else self._run
+            o_NF = torch.cat([run(*each, weights)[0] for each in zip(batch.segments, parts, strict=True)])
+        o_1NF = padded(o_NF, whole[0])
+        return o_1NF if batch.held is None else torch.cat([o_1NF[:, at.start : at.stop] for at in batch.held], 1)
+
+    def _run(self, segment: SequenceSegment, projections: Sequence[Tensor], weights: list[Tensor]) -> Tensor:
+        return self._advance(slice(segment.slot, segment.slot + 1), projections, weights)
+
+    def _run_again(self, segment: SequenceSegment, projections: Sequence[Tensor], weights: list[Tensor]) -> Tensor:
+        """Return the outputs of the new tokens of a sequence, (1, T, F), after its tokens that are not in the state."""
+        row, n_ahead = slice(segment.slot, segment.slot + 1), self.cache.n_ahead
+        in_state = self._in_state.get(segment.slot, 0) if segment.start else 0
+        n_again = segment.start - in_state
+        assert 0 <= n_again <= n_ahead, f"{n_again} tokens are not in the state, which is {n_ahead} behind"
+        if not self.projections:
+            self.projections = [x.new_zeros(self.cache.n_slots, n_ahead, x.shape[2]) for x in projections]
+        kept = (x[row, :n_again] for x in self.projections)
+        tokens = [torch.cat(pair, 1) for pair in zip(kept, projections, strict=True)]
+        n_final = max(0, segment.stop - n_ahead - in_state)  # no later pass replaces these
+        final, others = ([x[:, at] for x in tokens] for at in (slice(n_final), slice(n_final, None)))
+        outputs = [self._advance(row, final, weights)] if n_final else []
+        outputs.append(self.module.mix_from(self._before(row), None, *others, *weights)[0])
+        for x, kept_x in zip(others, self.projections, strict=True):
+            kept_x[row, : x.shape[1]] = x
+        self._in_state[segment.slot] = in_state + n_final
+        return torch.cat(outputs, 1)[:, n_again:]
+
+    def _before(self, rows: slice | Tensor) -> LinearState | None:
+        return LinearState(*(tensor[rows] for tensor in self.states)) if self.states else None
 
     def _advance(self, rows: slice | Tensor, projections: Sequence[Tensor], weights: list[Tensor]) -> Tensor:
         """Return the outputs of the next tokens of the sequences in some rows, (B, T, F), and store the new states."""
-        before = LinearState(*(tensor[rows] for tensor in self.tensors)) if self.tensors else None
-        o_BTF, after = self.module.mix_from(before, None, *projections, *weights)
-        if not self.tensors:
-            self.tensors = [x.new_zeros(self.cache.n_slots, *x.shape[1:]) for x in after]
-        for tensor, x in zip(self.tensors, after, strict=True):
+        o_BTF, after = self.module.mix_from(self._before(rows), None, *projections, *weights)
+        if not self.states:
+            self.states = [x.new_zeros(self.cache.n_slots, *x.shape[1:]) for x in after]
+        for tensor, x in zip(self.states, after, strict=True):
             tensor[rows] = x
         return o_BTF

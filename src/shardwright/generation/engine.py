@@ -243,17 +243,11 @@ def _attach(
     gather_shards: Callable[[Tensor], Tensor],
     gather_context: Callable[[Tensor], Tensor],
 ) -> None:
-    """Give every attention of a model, or of a pipeline stage, a layer of the cache. Raises InputError if tokens are to
-    be replaced, and a layer has linear attention."""
+    """Give every attention of a model, or of a pipeline stage, a layer of the cache."""
     for module in model.modules():
         if isinstance(module, GatedDeltaNet):
-            if cache.n_ahead:
-                raise InputError(
-                    "a draft (--draft) goes with models whose tokens can be replaced; the states of linear attention "
-                    "(model.linear_attention) cannot go back to an earlier token: leave --draft out"
-                )
             net: Any = module
-            net.mix = CachedDeltaNet(module, cache)
+            net.mix = CachedDeltaNet(module, cache, gather_context)
     for module in attend_modules(model):
         prefill = PrefillAttention(cache, module.attend)
         if isinstance(module, LatentAttention):

@@ -79,6 +79,18 @@ class LinearAttentionSpec:
         return self.n_v_heads * (6 * k + 5 * v + 3 * CHUNK + k * v // CHUNK)
 
     @property
+    def map_numel(self) -> int:
+        """Elements of the maps of states of a piece of a sequence in one layer: n matrices (k, k + v), symbols as in
+        `scan_flops` (`parallel/linear_attention.py`)."""
+        return self.n_v_heads * self.k_dim * (self.k_dim + self.v_dim)
+
+    @property
+    def map_flops(self) -> int:
+        """FLOPs of a token in the maps of states in one layer: 4 n k (k + v), two products of a chunk with the map of
+        all chunks before it; symbols as in `scan_flops`."""
+        return 4 * self.map_numel
+
+    @property
     def scan_flops(self) -> int:
         """FLOPs of a token's scan in one layer, forward: 2 n (C (2 k + v) + 3 k v).
 

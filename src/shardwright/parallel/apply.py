@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.layout.layout import Layout
+from shardwright.model.linear_attention import GatedDeltaNet
 from shardwright.model.matmul import Linear
 from shardwright.model.moe import MoE, expert_layers
 from shardwright.model.number_formats import Fp8
@@ -32,6 +33,7 @@ from shardwright.parallel.data import (
 from shardwright.parallel.expert import ReadCounts, read_counts, split_experts
 from shardwright.parallel.fp8 import use_fp8
 from shardwright.parallel.initialise import materialise
+from shardwright.parallel.linear_attention import ContextDeltaNet
 from shardwright.parallel.mesh import Groups, build_expert_mesh, build_groups, build_mesh, build_stage_groups
 from shardwright.parallel.microbatch_runner import Runner, SequentialRunner
 from shardwright.parallel.model import ParallelModel
@@ -47,6 +49,7 @@ from shardwright.schedule.actions import Schedule
 from shardwright.schedule.basic import forward_only
 from shardwright.split.compression import powersgd_rank
 from shardwright.split.documents import deals_documents
+from shardwright.split.sequence import SequencePieces
 from shardwright.split.stages import stage_layers, step_schedule
 from shardwright.system.errors import LayoutError
 
@@ -147,14 +150,18 @@ def apply(
 def _attend_over_cp(
     part: Transformer, layout: Layout, groups: Groups, device: torch.device, deals_documents: bool
 ) -> None:
-    """Give each block of `part` an attention that covers the tokens of other ranks of cp."""
+    """Give each block of `part` an attention, or a scan, that continues over the tokens of other ranks of cp."""
     part.sequence_len = partial(operator.mul, layout.cp)
     if groups.cp_ring is not None and device.type == "cuda":
         # NCCL needs all ranks of a group in its first call, and with documents some may have nothing to send.
         dist.all_reduce(torch.zeros(1, device=device), group=groups.cp_ring)
-    attending: list[Any] = [module for module in part.modules() if hasattr(module, "attend")]
-    for module in attending:
-        module.attend = ContextAttention(layout.cp_method, groups.cp_ring, groups.cp_ulysses, deals_documents)
+    modules: list[Any] = list(part.modules())
+    pieces = SequencePieces.from_layout(layout)
+    for module in modules:
+        if hasattr(module, "attend"):
+            module.attend = ContextAttention(layout.cp_method, groups.cp_ring, groups.cp_ulysses, deals_documents)
+        elif isinstance(module, GatedDeltaNet):
+            module.mix = ContextDeltaNet(module, pieces, (groups.cp_ulysses, groups.cp_ring))
 
 
 def _products(

@@ -41,7 +41,7 @@ from shardwright.layout.keys import KEYS
 from shardwright.layout.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.planner.choice import pairs
-from shardwright.split.rules import shares_sequences, tp_divides
+from shardwright.split.rules import tp_divides
 from shardwright.split.stages import schedule_problems
 from shardwright.system.errors import LayoutError, nearest
 from shardwright.system.units import divisors
@@ -172,7 +172,7 @@ def _degrees(spec: ModelSpec, n_ranks: int, seq_len: int, method: str, on_host: 
         {},
         {
             "tp": [tp for tp in divisors(n_ranks) if tp_divides(spec, tp)],
-            "cp": [cp for cp in divisors(n_ranks) if (method == "zigzag" or cp > 1) and shares_sequences(spec, cp)],
+            "cp": [cp for cp in divisors(n_ranks) if (method == "zigzag" or cp > 1)],
             "dp_shard": divisors(n_ranks),
             "zero": KEYS["zero"].searched(_ALL_AXES),
             "ep": divisors(moe.n_experts) if moe else [1],

@@ -69,10 +69,12 @@ def deals_documents(spec: ModelSpec, layout: Layout) -> bool:
     """Return whether each document is sharded over the ring by itself (`dealt`), instead of chunks of the sequence.
 
     False for cp_method "ring", which is contiguous. False with an expert capacity: the tokens that it drops are counted
-    over pieces of the sequence that are the same for all sequences (`parallel.routing`).
+    over pieces of the sequence that are the same for all sequences (`parallel.routing`). False with linear attention,
+    whose states pass between the same pieces of all sequences (`parallel.linear_attention`).
     """
     capacity = spec.moe is not None and spec.moe.capacity_factor > 0
-    return layout.cp_ring > 1 and layout.cp_method in ZIGZAG and not capacity
+    linear = spec.linear_attention is not None
+    return layout.cp_ring > 1 and layout.cp_method in ZIGZAG and not capacity and not linear
 
 
 @lru_cache(maxsize=1024)

@@ -49,16 +49,6 @@ def _linear(spec: ModelSpec, layout: Layout) -> Iterator[str]:
             f"layout.tp={layout.tp} does not divide {linear.n_k_heads} key heads "
             f"(model.linear_attention.n_k_heads) {_division(linear.n_k_heads, layout.tp)}; valid: {_valid_tp(spec)}"
         )
-    if not shares_sequences(spec, layout.cp):
-        yield (
-            f"layout.cp={layout.cp} with model.linear_attention: the state of a linear layer passes from token to "
-            f"token, and is not sent from rank to rank; valid: 1"
-        )
-
-
-def shares_sequences(spec: ModelSpec, cp: int) -> bool:
-    """Return whether `cp` ranks can share a sequence: with linear attention they would have to send its states."""
-    return cp == 1 or spec.linear_attention is None
 
 
 def _valid_tp(spec: ModelSpec) -> str:

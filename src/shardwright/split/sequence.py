@@ -14,6 +14,8 @@ later tokens attend to more keys, so the choice of tokens for each rank decides 
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from math import lcm
 
 from shardwright.layout.keys import CP_METHODS
 from shardwright.layout.layout import Layout
@@ -44,6 +46,28 @@ def positions_of_rank(layout: Layout, seq_len: int, rank: int, *, token_shard: b
     return held
 
 
+@dataclass(frozen=True)
+class SequencePieces:
+    """The partition of a sequence into `n_pieces` equal parts. Every rank of cp holds whole parts.
+
+    `of_ranks`: for each rank of cp, ring ranks first and their Ulysses ranks within, the numbers of its pieces in the
+    order in which it stores them.
+    """
+
+    n_pieces: int
+    of_ranks: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def from_layout(layout: Layout) -> "SequencePieces":
+        """Return the largest equal pieces for the method and degrees of cp."""
+        ring, ulysses = layout.cp_ring, layout.cp_ulysses
+        n_pieces = lcm(chunks_of_ring_rank(layout.cp_method) * ring if ring > 1 else 1, layout.cp)
+        of_ranks = [
+            spans(layout.cp_method, n_pieces, ring, ulysses, *divmod(rank, ulysses)) for rank in range(layout.cp)
+        ]
+        return SequencePieces(n_pieces, tuple(tuple(piece for span in held for piece in span) for held in of_ranks))
+
+
 def step_pairs(method: str, seq_len: int, ring: int) -> list[list[int]]:
     """Return [step][ring rank] -> (query, key) pairs computed. In step s, rank r has the keys of rank (r - s) mod
     `ring`.
@@ -72,12 +96,17 @@ def attention_flops(pairs: int, n_heads: int, head_dim: int) -> int:
     return 4 * head_dim * n_heads * pairs
 
 
+def chunks_of_ring_rank(method: str) -> int:
+    """Return the number of separate parts of a sequence on a ring rank."""
+    return 2 if method in ZIGZAG else 1
+
+
 def on_ring(method: str, seq_len: int, ring: int, rank: int) -> list[range]:
     """Return the positions of the tokens of a ring rank, before they are sharded over Ulysses ranks."""
     assert 0 <= rank < ring, f"rank {rank} of a ring of {ring}"
     if ring == 1:
         return [range(seq_len)]
-    parts = 2 * ring if method in ZIGZAG else ring
+    parts = chunks_of_ring_rank(method) * ring
     chunk, left = divmod(seq_len, parts)
     assert left == 0, f"{seq_len} tokens are not divisible into {parts} parts"
     if method in ZIGZAG:
