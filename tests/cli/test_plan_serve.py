@@ -69,7 +69,7 @@ def test_where_no_layout_keeps_the_limits_it_says_what_the_best_is():
         ((*ASKED, "--precision", "fp6", "--tpot", "40", "--rate", "5"), ("--precision fp6", "--tpot 40", "--rate 5")),
         (
             (*ASKED[:3], "a100:8", *ASKED[4:], "--precision", "fp8"),
-            ("a100-80gb has no fp8; it has fp32, tf32, bf16, fp16",),
+            ("a100-80gb has no fp8; it has fp32, bf16, fp16, int8, nvfp4, mxfp4, int4",),
         ),
         ((*ASKED[:5], 200_000, *ASKED[6:]), ("= 200128 tokens, and llama-3.1-8b is meant for 131072 at most",)),
         ((*ASKED, "--concurrency", 0, "--top", 0), ("--concurrency 0", "--top 0")),
