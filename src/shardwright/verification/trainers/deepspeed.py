@@ -54,7 +54,8 @@ class DeepSpeedTrainer:
         self.pp, self.data_ranks = world.axes["pp"], world.axes["dp"]
         self.zero, self.manual = world.options.get("zero", 0), world.options.get("manual", False)
         self.mode = Float64 if world.dtype == torch.float64 else nullcontext
-        self.spec, self.engine, self.n_targets = spec, None, 1
+        self.spec, self.n_targets = spec, 1
+        self.engine: Any = None
         self.model: Any = Decoder(spec)
         if self.pp > 1:
             parts = [self.model.embedding, *self.model.layers.values(), self.model.norm, self.model.head]

@@ -55,7 +55,7 @@ def _train(case: TrainerCase, layout: TrainerLayout, folder: Path) -> RankTrace:
     kind, recorder, read = trainer_class(layout.trainer), TraceRecorder(folder), set[str]()
     options = Options(dict(layout.options))
     world = World(dist.get_rank(), dist.get_world_size(), dict(layout.degrees), options, dtype, case.seed)
-    if reason := invalid_degrees(layout.trainer, case.spec, [world.axes], world.options)[0]:
+    if reason := invalid_degrees(layout.trainer, case.spec, [world.axes], dict(layout.options))[0]:
         raise InputError(f"{layout}: {reason}")
     for training in case.trainings:
         torch.manual_seed(case.seed)

@@ -32,7 +32,8 @@ class _OneStep(transformers.Trainer):
     """A Trainer that takes micro-batches as they are, since each rank has received its own."""
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.train_dataset, batch_size=None)
+        rows: Any = self.train_dataset
+        return DataLoader(rows, batch_size=None)
 
 
 class TransformersTrainer:
@@ -52,7 +53,8 @@ class TransformersTrainer:
         )
         self.n_ranks, self.wide = world.size, world.dtype == torch.float64
         self.options = {name: world.options[name] for name in OPTIONS if name in world.options}
-        self.model = LlamaForCausalLM(config).to(world.dtype)
+        self.model: Any = LlamaForCausalLM(config)
+        self.model.to(dtype=world.dtype)
         self.optimizer = torch.optim.SGD(self.model.parameters(), momentum=0.9)
         self.optimizer.register_step_pre_hook(self._keep_gradients)
 
