@@ -30,6 +30,9 @@ CHUNKS: dict[str, AnyBug] = {
     "the gradient of the head's input is not summed over tp": Bug(
         Mutation(FORWARD, "dx_BTD if summing is None else summing.wait()", "dx_BTD"), [replace(TP, **CHUNKS)]
     ),
+    "the gradient of the head's input is summed over tp when the first chunk is done": Bug(
+        Mutation(FORWARD, "at == len(chunks[0])", "at == 1"), [replace(TP, **CHUNKS)]
+    ),
     "the gradient of each chunk is divided by its own target tokens": Bug(
         Mutation(
             FORWARD,
