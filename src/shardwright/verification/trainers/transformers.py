@@ -53,8 +53,8 @@ class TransformersTrainer:
         )
         self.n_ranks, self.wide = world.size, world.dtype == torch.float64
         self.options = {name: world.options[name] for name in OPTIONS if name in world.options}
-        self.model: Any = LlamaForCausalLM(config)
-        self.model.to(dtype=world.dtype)
+        model: Any = LlamaForCausalLM(config)
+        self.model: Any = model.to(dtype=world.dtype)
         self.optimizer = torch.optim.SGD(self.model.parameters(), momentum=0.9)
         self.optimizer.register_step_pre_hook(self._keep_gradients)
 
