@@ -23,7 +23,8 @@ PUBLIC_CLASSES = (
 )
 """Our own classes may use the names of their private attributes for other things, but on `self` alone."""
 NOT_OF_TORCH = {"_asdict", "_config", "_current_frames", "_exit", "_fields", "_getframe", "_replace"}
-"""Of named tuples, os, sys and multiprocessing."""
+NOT_OF_TORCH |= {"_grid", "_take_model_step"}
+"""Of named tuples, os, sys and multiprocessing, and of DeepSpeed."""
 
 
 class Use(NamedTuple):

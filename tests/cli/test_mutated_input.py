@@ -363,5 +363,5 @@ def test_damaged_files_are_answered(folder):
 
 def test_every_verb_takes_part():
     given = {command[0] for command in COMMANDS} | {command[0] for _, command in READERS}
-    assert given == set(VERBS)
+    assert given == set(VERBS) - {"explore"}  # which ends when it is told to; tests/explore damages its input
     assert {" ".join(command[:2]) for _, command in READERS} | {" ".join(SERVE[:2])} >= set(OF_TWO_WORDS)

@@ -57,7 +57,7 @@ def draw(seed: int, number: int) -> DrawnSetting:
             if layout.n_stages <= _MOST_STAGES:
                 case, layout = _setting(rng, layout, experts, family)
                 if not problems(case, layout):
-                    return DrawnSetting(_with_documents(rng, case), layout, refused)
+                    return DrawnSetting(_with_chunks(rng, _with_documents(rng, case), layout), layout, refused)
             refused += 1
 
 
@@ -153,6 +153,26 @@ def _with_documents(rng: Random, case: Case) -> Case:
     if not FAMILIES[case.spec.family].documents or rng.random() < 0.5:
         return case
     return replace(case, attention="document", positions=rng.choice(get_args(Scope)))
+
+
+def _with_chunks(rng: Random, case: Case, layout: Layout) -> Case:
+    """Give a third of the settings some switches of Llama 4, each if the model remains valid with it."""
+    if rng.random() < 0.67:
+        return case
+    spec, layer = case.spec, rng.randrange(case.spec.n_layers)
+    changes: list[dict[str, Any]] = [
+        {"qk_norm_weight": False},
+        {"window_chunked": True},
+        {"global_layers": (layer,)},
+        {"nope_layers": (layer,)},
+        {"temperature_scale": 0.3, "temperature_interval": rng.choice((1, 4))},
+        {"moe": spec.moe and replace(spec.moe, scale_input=True)},
+    ]
+    for each in changes:
+        changed = replace(case, spec=replace(case.spec, **each))
+        if rng.random() < 0.7 and not problems(changed, layout):
+            case = changed
+    return case
 
 
 def _spec(rng: Random, layout: Layout, *, n_layers: int, seq_len: int, experts: bool, family: str) -> ModelSpec:

@@ -110,7 +110,7 @@ def test_a_table_that_cannot_be_used_is_refused(tmp_path: Path, text: str | byte
         ({"ep": "2"}, "ep=2 without experts; valid: 1"),
         ({"virtual_stages": "2"}, "schedule=1f1b, virtual_stages=2 with pp=1"),
         ({"accelerators": "16", "pp": "2"}, "layer_split is empty"),
-        ({"attention": "fa5"}, "attention='fa5': valid: fa2, fa3, fa4, cudnn"),
+        ({"attention": "fa5"}, "attention='fa5': valid: fa1, fa2, fa3, fa4, cudnn"),
         ({"attention": "fa2", "flash": "0"}, "attention=fa2 with flash=0; valid: flash=1"),
         ({"cuda_graphs": "all"}, "cuda_graphs='all': valid: none, blocks, step"),
     ],

@@ -39,7 +39,7 @@ def test_software_without_a_date_is_the_newest():
     [
         ("megatron-lm", "stack 'megatron-lm' is not known; valid: megatron, megatron-core, deepspeed, fsdp"),
         ("fsdp,atention=fa2", "'atention' is not a key of a stack; did you mean 'attention'"),
-        ("fsdp,attention=fa9", "attention='fa9': valid: fa2, fa3, fa4, cudnn"),
+        ("fsdp,attention=fa9", "attention='fa9': valid: fa1, fa2, fa3, fa4, cudnn"),
         ("fsdp,attention=fa4", "attention=fa4 has no price on h100; priced there: fa2, fa3, cudnn"),
         ("megatron,fused_loss=1", "fused_loss=1 has no price with stack megatron; priced with megatron-core, fsdp"),
         ("fsdp,cuda_graphs", "cuda_graphs='': valid: none, blocks, step"),

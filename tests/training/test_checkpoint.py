@@ -213,6 +213,8 @@ OTHERS = {
     "moe": MoESpec(n_experts=4, top_k=2, d_ffn=16),
     "latent_attention": LATENT,
     "linear_attention": LinearAttentionSpec(n_k_heads=1, n_v_heads=1, k_dim=4, v_dim=4, full_interval=0),
+    "nope_layers": (0,),
+    "global_layers": (0,),
 }
 
 

@@ -2,7 +2,7 @@
 what goes out again is the same bytes from every layout."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from shardwright.config import parse, resolved_toml
+from shardwright.config import parse, resolved_toml, table_of
 from shardwright.config.sections import InitSection
 from shardwright.data.samples import IGNORE
 from shardwright.layout.layout import Layout
@@ -177,7 +177,7 @@ UNEQUAL = [Layout(dp_shard=3, tp=2, zero=3, sequence_parallel=True), Layout(dp_s
 
 def test_a_layout_with_unequal_shards_is_saved_resumed_and_exported_to_what_transformers_computes(tmp_path: Path):
     """The other side is a plain model with the weights that the ranks hold in the end."""
-    model = {key: value for key, value in asdict(ODD).items() if value is not None}
+    model = table_of(ODD)
     table = {"out": str(tmp_path), "steps": 2, "model": model, "data": {"path": "none"}}
     text = resolved_toml(parse(table | {"batch": {"seq_len": 16, "global_batch": 8}}))
     for step, layout in enumerate(UNEQUAL):

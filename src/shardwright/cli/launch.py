@@ -52,7 +52,7 @@ class LaunchOptions:
 
 @reading_verb
 def launch(options: LaunchOptions) -> None:
-    """Write the job file that trains a run file on several machines: Slurm, Kubernetes, SkyPilot or Ray.
+    """Write the job file of a run for Slurm, Kubernetes, SkyPilot or Ray.
 
     The numbers of machines and ranks are checked against the layout. The job resumes from the newest checkpoint when it
     is started again, and has time to save when it is ended. Nothing is submitted.
