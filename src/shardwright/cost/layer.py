@@ -187,75 +187,21 @@ def _multiply(passes: Passes, job: Job, candidates: Candidates, matmuls: Iterabl
 
 
 def _attend(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, block: BlockShape) -> None:
-    """Add the matmuls of attention. Fused attention computes the half of the scores that is not masked, but whole
-    blocks on the diagonal, at a fraction of the peak that grows with the head width and the length. Without it batched
-    matmuls compute the whole square, and the scores are written to memory and read between them. With cp_method "ring"
-    the last rank of cp has the most scores, 2 - 1 / cp of the mean, or 2 s / (2 s - w) with a window w; of chunks of w
-    tokens the rank with the end of one, 2 - s / (cp w) of the mean, or the mean if it has whole ones.
+    """Add the matmuls of attention, fused or with stored scores.
 
-    Within documents fused attention computes the scores of each document, with document_tokens instead of s; for "ring"
-    that share is then an upper bound. If a soft cap is in no kernel (`model.blocks.kernel_for`), scores are computed in
-    fp32, some rows at a time, and each operation on them reads and writes them. Stored scores are of the whole
-    sequence, and masked. With a window w fused attention computes w (2 s - w) / s of the scores of s tokens, with n
-    whole chunks of w and one of r (n w^2 + r^2) / s.
+    With cp_method "ring" the last rank of cp has the most scores, 2 - 1 / cp of the mean, or 2 s / (2 s - w) with a
+    window w; of chunks of w tokens the rank with the end of one, 2 - s / (cp w) of the mean, or the mean if it has
+    whole ones. Within documents (`document_tokens` instead of s) that share is an upper bound.
     """
     attended, n_attended = job.attended
-    window = block.window
-    spec, fitted, chip = job.model, job.calibration, job.cluster.accelerator
+    spec, window = job.model, block.window
     width = (spec.qk_dim + spec.head_dim) / 2
     f = Formulas("s", T=tokens, s=job.seq_len, heads=spec.n_heads, c=width, tp=candidates.tp, cp=candidates.cp)
     f.add({attended: n_attended})
     if job.stack.flash_attention:
-        length = f[attended]
-        if 0 < window < n_attended:
-            f.add(window=window)
-            whole = f.window * np.floor(length / f.window)
-            of_chunks = (whole * f.window + (length - whole) * (length - whole)) / length
-            of_window = f.window * (2 * length - f.window) / length
-            length = f.let("attended_tokens", of_chunks if block.chunked else of_window)
-        capped = job.model.attention_softcap > 0 and not job.stack.caps_in_kernel
-        edge = ROWS_TOGETHER / 2 if capped else 64
-        f("FLOPs of attention", 4 * f.T * length * (f.heads / f.tp) * f.c * (0.5 + edge / length), "of F", unit="FLOP")
-        f.add(
-            c0=fitted.flash_width, s0=fitted.flash_length, rate=reached_flops_per_s(job, job.wide_precision),
-            flash_share=fitted.flash(chip.die), flash_gain=job.stack.speed.on(chip.die).flash_gain,
-            flash_backward=fitted.flash_backward,
-        )  # fmt: skip
-        if capped:
-            f.add(wide_rate=reached_flops_per_s(job, "fp32"), element_rate=reached_bytes_per_s(job))
-            f.add(cap_bytes=CAP_BYTES, cap_bytes_I=CAP_BYTES_BACKWARD)
-        reached = f.flash_share * f.c / (f.c + f.c0) * length / (length + f.s0)
-        f("rate of attention", f.rate * reached * f.flash_gain, "cost/calibration.toml, cost/speed.py", unit="FLOP/s")
-        source, flops = "Dao, arXiv 2307.08691, section 3", f.FLOPs_of_attention
-        formulas = [flops / f.rate_of_attention, flops * f.flash_backward / f.rate_of_attention]
-        if capped:
-            scores, source = flops / (4 * f.c), "scores in memory, in fp32; model/blocks.py"
-            formulas = [
-                flops / f.wide_rate + f.cap_bytes * scores / f.element_rate,
-                2.5 * flops / f.wide_rate + f.cap_bytes_I * scores / f.element_rate,
-            ]
+        source, formulas = _fused(f, job, block)
     else:
-        queries, keys, batch = (
-            job.seq_len / candidates.cp,
-            float(job.seq_len),
-            candidates.micro_batch * (spec.n_heads / candidates.tp),
-        )
-        products = [
-            Matmul("scores", queries, spec.qk_dim, keys, batch, job.wide_precision),
-            Matmul("scores by values", queries, keys, spec.head_dim, batch, job.wide_precision),
-        ]
-        gradients = [one for each in products for one in (each.for_input, each.for_weight)]
-        f.add({each.name: each.seconds(job) for each in (*products, *gradients)})
-        f.add(element_rate=reached_bytes_per_s(job), score_bytes=fitted.score_bytes)
-        f.add(score_bytes_I=fitted.score_bytes_backward)
-        forward = plus(*(f[each.name] for each in products))
-        backward = plus(*(f[each.for_input.name] + f[each.for_weight.name] for each in products))
-        scores = f.T * f.s * (f.heads / f.tp)
-        source = "stored scores; cost/calibration.toml"
-        formulas = [
-            forward + f.score_bytes * scores / f.element_rate,
-            backward + f.score_bytes_I * scores / f.element_rate,
-        ]
+        source, formulas = _stored(f, job, candidates)
     if candidates.shared.cp_method == "ring" and np.any(candidates.cp > 1):
         longer = 1 - 1 / f.cp
         if job.stack.flash_attention and 0 < window < n_attended:
@@ -263,6 +209,74 @@ def _attend(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, bl
             longer = np.maximum(0, np.minimum(longer, most))
         formulas = [formula + formula * longer for formula in formulas]
     passes.add("attention", *(f(f"attention, {name}", each, source) for name, each in zip("FI", formulas, strict=True)))
+
+
+def _fused(f: Formulas, job: Job, block: BlockShape) -> tuple[str, list[Floats]]:
+    """Return the source and the seconds of fused attention, forward and backward.
+
+    It computes the half of the scores that is not masked, but whole blocks on the diagonal, at a fraction of the peak
+    that grows with the head width and the length. Within documents it computes the scores of each document, with
+    document_tokens instead of s; with a window w, w (2 s - w) / s of the scores of s tokens; with n whole chunks of w
+    and one of r, (n w^2 + r^2) / s. If a soft cap is in no kernel (`model.blocks.kernel_for`), scores are computed in
+    fp32, some rows at a time, and each operation on them reads and writes them.
+    """
+    attended, n_attended = job.attended
+    fitted, chip, window = job.calibration, job.cluster.accelerator, block.window
+    length = f[attended]
+    if 0 < window < n_attended:
+        f.add(window=window)
+        whole = f.window * np.floor(length / f.window)
+        of_chunks = (whole * f.window + (length - whole) * (length - whole)) / length
+        of_window = f.window * (2 * length - f.window) / length
+        length = f.let("attended_tokens", of_chunks if block.chunked else of_window)
+    capped = job.model.attention_softcap > 0 and not job.stack.caps_in_kernel
+    edge = ROWS_TOGETHER / 2 if capped else 64
+    f("FLOPs of attention", 4 * f.T * length * (f.heads / f.tp) * f.c * (0.5 + edge / length), "of F", unit="FLOP")
+    f.add(
+        c0=fitted.flash_width, s0=fitted.flash_length, rate=reached_flops_per_s(job, job.wide_precision),
+        flash_share=fitted.flash(chip.die), flash_gain=job.stack.speed.on(chip.die).flash_gain,
+        flash_backward=fitted.flash_backward,
+    )  # fmt: skip
+    if capped:
+        f.add(wide_rate=reached_flops_per_s(job, "fp32"), element_rate=reached_bytes_per_s(job))
+        f.add(cap_bytes=CAP_BYTES, cap_bytes_I=CAP_BYTES_BACKWARD)
+    reached = f.flash_share * f.c / (f.c + f.c0) * length / (length + f.s0)
+    f("rate of attention", f.rate * reached * f.flash_gain, "cost/calibration.toml, cost/speed.py", unit="FLOP/s")
+    flops = f.FLOPs_of_attention
+    if not capped:
+        seconds = [flops / f.rate_of_attention, flops * f.flash_backward / f.rate_of_attention]
+        return "Dao, arXiv 2307.08691, section 3", seconds
+    scores = flops / (4 * f.c)
+    return "scores in memory, in fp32; model/blocks.py", [
+        flops / f.wide_rate + f.cap_bytes * scores / f.element_rate,
+        2.5 * flops / f.wide_rate + f.cap_bytes_I * scores / f.element_rate,
+    ]
+
+
+def _stored(f: Formulas, job: Job, candidates: Candidates) -> tuple[str, list[Floats]]:
+    """Return the source and the seconds of attention with stored scores, forward and backward. Batched matmuls compute
+    the whole square of the whole sequence, masked, and the scores are written to memory and read between them."""
+    spec, fitted = job.model, job.calibration
+    queries, keys, batch = (
+        job.seq_len / candidates.cp,
+        float(job.seq_len),
+        candidates.micro_batch * (spec.n_heads / candidates.tp),
+    )
+    products = [
+        Matmul("scores", queries, spec.qk_dim, keys, batch, job.wide_precision),
+        Matmul("scores by values", queries, keys, spec.head_dim, batch, job.wide_precision),
+    ]
+    gradients = [one for each in products for one in (each.for_input, each.for_weight)]
+    f.add({each.name: each.seconds(job) for each in (*products, *gradients)})
+    f.add(element_rate=reached_bytes_per_s(job), score_bytes=fitted.score_bytes)
+    f.add(score_bytes_I=fitted.score_bytes_backward)
+    forward = plus(*(f[each.name] for each in products))
+    backward = plus(*(f[each.for_input.name] + f[each.for_weight.name] for each in products))
+    scores = f.T * f.s * (f.heads / f.tp)
+    return "stored scores; cost/calibration.toml", [
+        forward + f.score_bytes * scores / f.element_rate,
+        backward + f.score_bytes_I * scores / f.element_rate,
+    ]
 
 
 def _scan(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -> None:

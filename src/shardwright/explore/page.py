@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlencode
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment
 from markupsafe import Markup
 
 from shardwright.cost.formats import FORMATS
@@ -48,7 +48,7 @@ from shardwright.view.document import (
     Table,
     VerbDocument,
 )
-from shardwright.view.html import fragment
+from shardwright.view.html import fragment, templates_in
 from shardwright.view.style import COLOURS, DARK_COLOURS
 
 PAGES = Path(__file__).parent / "pages"
@@ -71,14 +71,8 @@ class PlanField(NamedTuple):
 
 @cache
 def templates() -> Environment:
-    """Return the templates; everything is escaped unless it is Markup."""
-    found = Environment(
-        loader=FileSystemLoader(PAGES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    """Return the templates of the pages."""
+    found = templates_in(PAGES)
     found.globals |= {"fragment": lambda parts: Markup(fragment(parts)), "query": lambda values: urlencode(values)}
     return found
 

@@ -30,17 +30,22 @@ class PageCell(NamedTuple):
     kind: str = ""
 
 
-@cache
-def _templates() -> "Environment":
+def templates_in(folder: Path) -> "Environment":
+    """Return the templates of a folder of this package. They escape every value that is not Markup."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    result = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
+    return Environment(
+        loader=FileSystemLoader(folder),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+
+
+@cache
+def _templates() -> "Environment":
+    result = templates_in(Path(__file__).parent)
     result.filters |= {"kind": lambda part: type(part).__name__, "head": _head, "rows": _rows, "svg": _svg}
     return result
 

@@ -30,6 +30,7 @@ from shardwright.explore.state import PageState, query_of
 from shardwright.planner.explain import number, value_text
 from shardwright.system.errors import InputError, nearest
 from shardwright.system.units import format_bytes, format_count, format_seconds, percent
+from shardwright.view.html import templates_in
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -58,16 +59,8 @@ class ShownAnswer:
 
 @cache
 def templates() -> "Environment":
-    """Return the templates of this folder, which escape every value."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    result = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    """Return the templates of this folder."""
+    result = templates_in(Path(__file__).parent)
     result.filters["code"] = _code
     return result
 
