@@ -12,7 +12,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
+from shardwright.cli.launch import _name
 from shardwright.cli.main import app
+from shardwright.launching.jobs import NAME, _seconds
 from tests.cli.imports import help_imports_nothing_heavy
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -141,8 +143,11 @@ def test_a_job_file_is_written_once_and_named_with_the_command_that_submits_it(f
         (("--on", "slurm", "--nodes", "3"), "= 24 ranks, and run.toml has 16"),
         (("--on", "slurm", "--per-node", "5"), "give --nodes 4 --per-node 4"),
         (("--on", "slurm", "--per-node", "0"), "--per-node 0: a number of 1 or more is needed"),
-        (("--on", "slurm", "--name", "a b"), "--name a b: at most 40 lower-case letters"),
+        (("--on", "slurm", "--name", "a b"), "--name a b: a letter, then"),
         (("--on", "slurm", "--time", "soon"), "--time soon: give Slurm's form"),
+        (("--on", "slurm", "--time", "10"), "--time 10 (600 s) is not longer than --grace 600"),
+        (("--on", "slurm", "--grace", "90000"), "--grace 90000: at most 65535 seconds"),
+        (("--on", "slurm", "--name", "8b"), "--name 8b: a letter, then"),
         (("--on", "slurm", "--activate", "a\nb"), "--activate 'a\\nb': one line"),
         (("--on", "slurm", "--max-restarts", "-1"), "--max-restarts -1: 0 or more"),
         (("--on", "kubernetes"), "--image is missing; --on kubernetes needs it"),
@@ -157,6 +162,30 @@ def test_what_cannot_be_launched_is_one_sentence(arguments: tuple[str, ...], sai
     result = launch("run.toml", *arguments)
     assert (result.exit_code, said in result.output) == (2, True), result.output
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [
+        ("90", 5400),
+        ("1:30", 90),
+        ("1:00:00", 3600),
+        ("2-3", 183600),
+        ("1-0:30", 88200),
+        ("1-01:01:01", 90061),
+        ("0", 0),
+    ],
+)
+def test_a_time_of_slurm_is_read_as_slurm_reads_it(time: str, seconds: int):
+    assert _seconds(time) == seconds
+
+
+@pytest.mark.parametrize(
+    ("out", "name"), [("runs/8b", "run-8b"), ("runs/A_b.c", "a-b-c"), ("x" * 39 + "-y", "x" * 39), ("---", "train")]
+)
+def test_the_name_of_a_job_follows_from_the_folder_of_the_run_and_every_scheduler_accepts_it(out: str, name: str):
+    assert _name(out) == name
+    assert NAME.fullmatch(name)
 
 
 def test_help_imports_nothing_heavy():

@@ -86,8 +86,14 @@ def launch(options: LaunchOptions) -> None:
     _write(options, format, job)
 
 
+def _name(out: str) -> str:
+    """Return a name for the job of a run that writes to `out`."""
+    name = re.sub(r"[^a-z0-9]+", "-", Path(out).name.lower()).strip("-") or "train"
+    return (name if name[0].isalpha() else f"run-{name}")[:40].rstrip("-")
+
+
 def _job(options: LaunchOptions, config: "RunConfig", world_size: int) -> LaunchJob:
-    name = options.name or re.sub(r"[^a-z0-9]+", "-", Path(config.out).name.lower()).strip("-")[:40] or "train"
+    name = options.name or _name(config.out)
     kept = ("per_node", "cpus", "time", "max_restarts", "activate", "image", "claim", "mount", "accelerator")
     return LaunchJob(
         name=name,

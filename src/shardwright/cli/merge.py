@@ -29,7 +29,7 @@ def merge(
     """Write the weighted mean of the weights of several checkpoints of one model.
 
     The folder is of the kind that `import` writes: generate, eval, export and init.weights of a run take it. The states
-    of the optimizer are not merged. Sums are in float64, and one block of at most 256 MiB is in memory at a time.
+    of the optimizer are not merged. Sums are in float64, over one block of at most 256 MiB of each source at a time.
 
     shardwright merge runs/debug --last 4 --out weights/mean
 

@@ -19,8 +19,11 @@ from shardwright.system.units import divisors
 
 PORT = 29500
 """Port of the rendezvous on the first node; PyTorch's default."""
-NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?")
-"""A name that every scheduler accepts (RFC 1123), short enough for the names of pods that are made from it."""
+NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
+"""A name that every scheduler accepts (RFC 1035, as a Service of Kubernetes), short enough for the names of pods that
+are made from it."""
+MOST_GRACE_S = 65535
+"""Longest time between a signal and the end of a job that Slurm accepts, in seconds."""
 TIME = re.compile(r"(\d{1,4}-)?\d{1,4}(:\d{2}){0,2}")
 SINGLE_LINE = re.compile(r"[^\x00-\x1f\x7f]+")
 
@@ -192,9 +195,16 @@ def job_problems(job: LaunchJob, world_size: int, layout: str) -> Iterator[str]:
             f"({layout}); give --nodes {world_size // per_node} --per-node {per_node}, or change the layout"
         )
     if NAME.fullmatch(job.name) is None:
-        yield f"--name {job.name}: at most 40 lower-case letters, digits and hyphens, such as llama-8b"
+        yield f"--name {job.name}: a letter, then at most 39 lower-case letters, digits and hyphens, such as llama-8b"
+    if job.grace_s > MOST_GRACE_S:
+        yield f"--grace {job.grace_s}: at most {MOST_GRACE_S} seconds"
     if TIME.fullmatch(job.time) is None:
         yield f"--time {job.time}: give Slurm's form, such as 24:00:00 or 2-00:00:00"
+    elif 0 < (time_s := _seconds(job.time)) <= job.grace_s:
+        yield (
+            f"--time {job.time} ({time_s} s) is not longer than --grace {job.grace_s}, so the job is stopped when it "
+            f"starts; give a longer --time or a shorter --grace"
+        )
     texts = {f"--{name}": getattr(job, name) for name in ("activate", "image", "claim", "mount", "accelerator")}
     given = [*texts.items(), ("RUN.toml", job.run_file), *(("--set", each) for each in job.overrides)]
     for option, value in given:
@@ -202,3 +212,14 @@ def job_problems(job: LaunchJob, world_size: int, layout: str) -> Iterator[str]:
             yield f"{option} {value!r}: one line without control characters is needed"
     if not Path(job.mount).is_absolute():
         yield f"--mount {job.mount}: an absolute path in the container is needed, such as /runs"
+
+
+def _seconds(time: str) -> int:
+    """Return the seconds of a time in Slurm's form: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S; 0: no limit."""
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:
+        hours, minutes, seconds = (parts + [0, 0])[:3]
+    else:
+        hours, minutes, seconds = {1: (0, *parts, 0), 2: (0, *parts), 3: parts}[len(parts)]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds

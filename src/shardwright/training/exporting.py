@@ -85,6 +85,8 @@ def export(
     main = Counter(types.values()).most_common(1)[0][0]
     with new_folder(Path(out), is_free, CheckpointError) as fresh:
         remarks, ids = write_tokenizer(weights.path, fresh, tokenizer, weights.spec.max_seq_len)
+        if not (fresh / TOKENIZER).is_file():
+            remarks = [f"{remark}; give one with --tokenizer FOLDER" for remark in remarks]
         config = written.config(weights.spec) | {"torch_dtype": main, "dtype": main, **ids}
         (fresh / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         write_token_ids(fresh, ids)
@@ -151,7 +153,7 @@ def write_tokenizer(
             raise DataError(f"--tokenizer {folder}: there is no {TOKENIZER}")
     run_file = source / RUN_FILE
     if not run_file.is_file():
-        return [f"no tokenizer: {source} has none; give one with --tokenizer FOLDER"], token_ids(source)
+        return [f"no tokenizer: {source} has none"], token_ids(source)
     section = load_run_file(run_file).data
     data = tokenizer_folder(section)
     try:
@@ -159,7 +161,7 @@ def write_tokenizer(
         text = read_bytes(data / TOKENIZER, LONGEST_TOKENIZER)
     except (InputError, OSError) as error:
         said = str(error).splitlines()[0]
-        return [f"no tokenizer: that of the run's data cannot be read ({said}); give one with --tokenizer FOLDER"], {}
+        return [f"no tokenizer: that of the run's data cannot be read ({said})"], {}
     (out / TOKENIZER).write_bytes(text)
     chats = {folder: each for folder, each in readable_sources(section).items() if each.chat_template_sha256}
     named: dict[str, str] = {}

@@ -61,8 +61,8 @@ class MergeResult:
 def merge(
     sources: Sequence[str | Path], out: str | Path, shares: Sequence[float] | None = None, last: int | None = None
 ) -> MergeResult:
-    """Write the weighted mean of weights to the new folder `out`, in the format of `shardwright import`, with one block
-    of at most 256 MiB of each source in memory at a time.
+    """Write the weighted mean of weights to the new folder `out`, in the format of `shardwright import`. In memory at
+    a time: one block of at most 256 MiB of one source, its sum in float64 and the result.
 
     `sources`: checkpoints, runs (the newest checkpoint), or folders of weights. `last`: take the last N checkpoints of
     the only source, which is a run. `shares`: one for each source, which add up to 1; default: equal. Raises InputError
@@ -79,7 +79,8 @@ def merge(
     remarks: list[str] = []
 
     def add_tokenizer(folder: Path) -> dict[str, int | list[int]]:
-        said, ids = write_tokenizer(merged.path, folder, None, merged.spec.max_seq_len)
+        with_tokenizer = (each.path for each in opened if tokenizer_file(each.path) is not None)
+        said, ids = write_tokenizer(next(with_tokenizer, merged.path), folder, None, merged.spec.max_seq_len)
         remarks.extend(said)
         return ids
 
@@ -102,13 +103,13 @@ def _last_checkpoints(sources: Sequence[str | Path], last: int) -> list[Path]:
 
 
 def _share_problems(shares: Sequence[float], n_sources: int) -> Iterator[str]:
-    text = ",".join(f"{share:g}" for share in shares)
+    text = ",".join(f"{share:.12g}" for share in shares)
     if len(shares) != n_sources:
         yield f"--shares {text}: {len(shares)} shares for {n_sources} checkpoints; give one for each"
     elif not all(map(math.isfinite, shares)):
         yield f"--shares {text}: a share is a finite number"
     elif abs(math.fsum(shares) - 1) > ROUNDING:
-        yield f"--shares {text}: they add up to {math.fsum(shares):g}; they have to add up to 1"
+        yield f"--shares {text}: they add up to {math.fsum(shares):.12g}; they have to add up to 1"
 
 
 def _misfits(opened: Sequence[Weights]) -> Iterator[str]:
