@@ -186,6 +186,8 @@ def test_a_published_config_in_fp8_is_planned_and_its_sizes_are_written(tmp_path
     [
         (("--model", "nothere.json"), "--model nothere.json: no such file or folder"),
         (("--model", "./nowhere"), "--model ./nowhere: no such file or folder"),
+        (("--model", "./" + "x" * 300), "no such file or folder"),
+        (("--model", "n_layers=2,x" + "x" * 300), "vocab_size is missing"),
         (("--link", "warp"), "--link warp: name an accelerator that has the link"),
         (("--network", "warp"), "--network warp: network 'warp' is not known"),
     ],

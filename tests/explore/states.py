@@ -14,6 +14,7 @@ STARTS = (
     "model=llama-3.1-70b&chip=h200&count=128&global_batch=512&tp=8&pp=4&memory_margin=0.05",
     "model=mixtral-8x7b&count=64&ep=8&global_batch=256&seq_len=4096&budget_tokens=1e12&price=2.5",
     "model=deepseek-v2-lite&chip=a100-80gb&count=16&node_gbit=800&network=roce&global_batch=64&ep=4&seq_len=2048",
+    "model=llama-3.2-1b&count=8&global_batch=64&seq_len=4096&document_tokens=700.5&memory_margin=0.1234567",
     "model=n_layers=8,d_model=1024,n_heads=8,d_ffn=4096,vocab_size=32000&count=16&optimizer=muon&compile=true",
 )
 
@@ -34,7 +35,8 @@ def random_state(seed: int, moves: int = 4) -> PageState:
 
 
 def random_query(draw: random.Random) -> str:
-    """Return a query string of known and unknown keys, with valid, huge, negative, odd and binary values."""
+    """Return a query string of known and unknown keys, with valid, huge, negative, odd and binary values, or
+    of a valid state with a move of one key."""
     keys = [*JOB_DEFAULTS, *LAYOUT_KEYS, MOVE, TO, "pin", "x", "", "<b>", "tp[]"]
     values = [
         *("", "0", "-1", "1", "2", "3", "8", "1e309", "nan", "true", "9" * 30, "1,2", "a=b", "20+21", "²", "\x00"),
@@ -46,4 +48,7 @@ def random_query(draw: random.Random) -> str:
     if draw.random() < 0.3:
         at = draw.randrange(len(text) + 1)
         text = text[:at] + draw.choice(["%ff", "%", "&&", "==", ";", "%00", "+"]) + text[at:]
+    if draw.random() < 0.3:
+        move = {MOVE: draw.choice(LAYOUT_KEYS), TO: draw.choice(values)}
+        return f"{draw.choice(STARTS)}&{urlencode(move, errors='replace')}"
     return text if draw.random() < 0.5 else f"{draw.choice(STARTS)}&{text}"

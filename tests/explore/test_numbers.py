@@ -4,6 +4,7 @@ import json
 import shlex
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 
@@ -11,6 +12,8 @@ from shardwright.cli.explore import _state_of_run
 from shardwright.config import load
 from shardwright.explore.page import Explorer, answer, document
 from shardwright.explore.state import PageState, parse, query_of
+from shardwright.model.by_sizes import sizes_of_spec
+from shardwright.model.presets import PRESETS
 from shardwright.planner.diff import diff
 from shardwright.system.units import format_bytes, format_seconds
 from shardwright.view.html import fragment
@@ -72,6 +75,32 @@ def test_a_pinned_layout_is_compared_term_by_term():
     for term in (*found.time, *found.memory):
         assert f">{term.name}</td>" in html
     assert f"{found.b.step_s - found.a.step_s:+.4g}" in html
+
+
+def test_the_pinned_layout_itself_takes_as_long():
+    state = parse("count=8&pin=count%3D8").state
+    assert "this layout takes as long as the pinned one for a step; pinned: " in fragment(answer(state).compared)
+
+
+def test_the_command_has_every_digit():
+    state = parse(
+        "count=8&document_tokens=700.12345678&memory_margin=0.12345678&budget_tokens=1234567890123&price=2.1234567"
+    ).state
+    words = shlex.split(Explorer().command(state))
+    options = dict(zip(words[2::2], words[3::2], strict=True))
+    assert float(options["--document-tokens"]) == 700.12345678
+    assert float(options["--memory-margin"]) == 0.12345678
+    assert float(options["--budget-tokens"]) == 1234567890123
+    assert options["--price"] == "2.1234567"
+    assert parse("count=8&budget_tokens=1e12&price=0.00001").state is not None
+    assert "--price 0.00001 " in Explorer().command(parse("count=8&budget_tokens=1e12&price=0.00001").state)
+
+
+def test_a_model_by_many_sizes_has_a_run_file():
+    sizes = sizes_of_spec(PRESETS["deepseek-v3"])
+    assert len(sizes) > 255, "longer than the name of a file can be"
+    state = parse(urlencode({"model": sizes, "count": 256, "ep": 32, "global_batch": 2048})).state
+    assert 'preset = "debug"' in Explorer().run_toml(state)
 
 
 @pytest.mark.parametrize("query", [*STARTS[1:5], "optimizer=lion&state_dtype=bf16&compile=true&count=8"])

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Thread
 
 import pytest
@@ -108,6 +109,36 @@ def test_a_pasted_config_json_becomes_sizes_or_problems(running: ExplorerServer)
         assert text.startswith("config.json")
 
 
+def test_a_body_that_does_not_come_is_given_up_in_silence(
+    running: ExplorerServer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(server.ExplorerRequest, "timeout", 0.2)
+    with socket.create_connection(("127.0.0.1", running.server_address[1]), timeout=30) as slow:
+        slow.sendall(b"POST /config HTTP/1.0\r\nHost: 127.0.0.1\r\nX-Shardwright: 1\r\nContent-Length: 9\r\n\r\n{")
+        assert slow.recv(100) == b""
+    assert capfd.readouterr().err == ""
+
+
+def test_the_name_given_as_host_is_a_name_of_the_server():
+    for given, name, served in (("127.1", "127.1:8200", True), ("127.1", "127.2", False), ("", "", False)):
+        with ExplorerServer((given, 0), Explorer(), serve_model) as found:
+            assert found.serves(name) == served
+
+
+def test_a_page_of_learn_prices_a_cluster_of_the_hardware_file(tmp_path: Path):
+    file = tmp_path / "mine.toml"
+    rows = ["accelerator = 'h100'", "node_size = 8", "network = 'infiniband'", "gbit_per_s_per_node = 3200"]
+    file.write_text("\n".join(["[clusters.mine]", *rows]), encoding="utf-8")
+    with ExplorerServer(("127.0.0.1", 0), Explorer(file), serve_model) as found:
+        Thread(target=found.serve_forever, daemon=True).start()
+        path = "/learn/optimizers?model=llama-3.2-1b&chip=mine&count=8&global_batch=8&seq_len=1024"
+        status, text, _ = ask(found, path)
+        found.shutdown()
+    assert status == 200, text
+    assert "on mine:8" in text
+    assert "not possible" not in text
+
+
 @pytest.mark.parametrize("n", rest_prove([40, 2000], 40))
 def test_any_query_string_is_answered(running: ExplorerServer, n: int, capfd: pytest.CaptureFixture[str]):
     draw = random.Random(n)
@@ -178,6 +209,9 @@ def test_serving_is_searched_with_the_limits_drawn():
     ("query", "problem"),
     [
         ("model=/etc/passwd", "a page reads no file"),
+        ("model=" + "a" * 300, "--cluster is missing"),
+        ("cluster=" + "a" * 401, "cluster: at most 400 characters"),
+        ("model=" + "a" * 8001, "model: at most 8,000 characters"),
         ("model=llama-3.1-8b&cluster=h100:1&input_len=x", "input_len=x: a number is needed"),
         ("model=llama-3.1-8b&cluster=h100:1&hardware=/etc/passwd", "hardware: there is no such key"),
         ("model=llama-3.1-8b", "--cluster is missing"),

@@ -7,11 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwright.explore.fastest import find_fastest
 from shardwright.explore.page import Explorer
 from shardwright.explore.sliders import sliders
 from shardwright.explore.state import LAYOUT_KEYS, parse, query_of
 from shardwright.model.by_sizes import sizes_of_spec, spec_of_sizes
 from shardwright.model.presets import PRESETS
+from shardwright.system.errors import InputError
 from tests.explore.states import STARTS, random_query, random_state
 
 
@@ -74,6 +76,10 @@ def test_a_move_has_its_consequences():
         ("model=/etc/passwd", "model preset '/etc/passwd' does not exist"),
         ("model=llama-3.1-8c", "did you mean 'llama-3.1-8b'?"),
         ("memory_margin=nan", "memory_margin=nan: a number from 0 to below 1 is needed"),
+        ("document_tokens=9000", "document_tokens=9000: a number from 1 to the seq_len=8192"),
+        ("document_tokens=few", "document_tokens=few: a number from 1"),
+        ("network=" + "x" * 401, "network: at most 400 characters are possible"),
+        ("model=" + "x" * 8001, "model: at most 8,000 characters are possible"),
         ("price=2", "price goes with budget_tokens"),
         ("precision=fp8&chip=a100-80gb", "precision=fp8: the peak of a100-80gb in it is not known"),
         ("state_dtype=bf16&optimizer=adamw-8bit", "8 bits already"),
@@ -88,6 +94,22 @@ def test_a_problem_has_the_value_the_rule_and_the_way_out(query: str, problem: s
     parsed = parse(query)
     assert parsed.state is None
     assert problem in "\n".join(parsed.problems)
+
+
+@pytest.mark.parametrize(
+    "query",
+    ["seq_len=abc", "global_batch=0", "memory_margin=abc", "memory_margin=2", "memory_margin=nan", "count=8&count=16"],
+)
+def test_no_other_job_than_the_asked_one_is_searched(query: str):
+    with pytest.raises(InputError, match=query.partition("=")[0]):
+        find_fastest(lambda done, of: None, f"model=debug&{query}", None)
+
+
+@pytest.mark.parametrize("key", ["tp", "pp", "cp", "ep", "dp_replicate", "dp_shard", "micro_batch"])
+@pytest.mark.parametrize("to", ["0", "-1"])
+def test_a_move_below_one_is_refused(key: str, to: str):
+    parsed = Explorer().read(f"count=8&move={key}&to={to}")
+    assert parsed.problems == [f"{key}={to}: a whole number of 1 or more is needed"]
 
 
 def test_every_key_of_the_layout_is_read_from_an_address():

@@ -3,13 +3,16 @@
 import socket
 import subprocess
 import sys
+import webbrowser
 from pathlib import Path
+from threading import Event
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from shardwright.cli.explore import _state_of_run
 from shardwright.cli.main import app
+from shardwright.explore.server import ExplorerServer
 from shardwright.explore.state import parse, query_of
 from tests.cli.imports import help_imports_nothing_heavy
 from tests.cli.plans import EXAMPLES
@@ -30,7 +33,7 @@ def test_a_port_in_use_and_an_unknown_host_are_named():
         result = explore("--port", taken.getsockname()[1])
     assert result.exit_code == 2
     assert "address already in use; choose another --port, or 0 for any free one" in result.output
-    for host in ("no-such-host.invalid", "203.0.113.77"):
+    for host in ("no-such-host.invalid", "203.0.113.77", "é..b"):
         result = explore("--host", host, "--port", 0)
         assert result.exit_code == 2
         assert f"--host {host}" in result.output
@@ -61,6 +64,56 @@ def test_a_run_file_is_where_the_sliders_start():
     state = _state_of_run(EXAMPLES / "llama-3.1-8b.toml", "h100:32", None)
     assert (state.model, state.job.cluster.size) == ("llama-3.1-8b", 32)
     assert parse(query_of(state)).state == state
+
+
+def test_documents_of_a_run_file_are_priced_and_keys_that_the_page_does_not_hold_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = tmp_path / "run.toml"
+    text = (
+        "out = 'x'\nsteps = 1\n[data]\npath = '{}'\nattention = 'document'\n[batch]\nseq_len = 128\nglobal_batch = 8\n"
+    )
+    path.write_text(text.format(tmp_path / "none"))
+    state = _state_of_run(path, "h100:1", None, 100.25)
+    assert state.job.document_tokens == 100.25
+    assert capsys.readouterr().err == ""
+    refused = explore(path, "--cluster", "h100:1")
+    assert refused.exit_code == 2
+    assert "give the mean length of a document by --document-tokens" in refused.output
+    assert "goes with RUN.toml" in explore("--document-tokens", 100).output
+    path.write_text(text.format(tmp_path / "none") + "[optimizer]\nname = 'adamw-8bit'\nblock_size = 512\n")
+    _state_of_run(path, "h100:1", None, 100.25)
+    assert f"{path}: the page leaves out optimizer.block_size\n" in capsys.readouterr().err
+
+
+def test_a_hardware_file_that_cannot_be_read_is_named(tmp_path: Path):
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[clusters]\nx = 1")
+    for file in (tmp_path / "none.toml", broken):
+        result = explore("--hardware", file)
+        assert result.exit_code == 2
+        assert str(file) in result.output
+        assert "Traceback" not in result.output
+
+
+def test_the_pages_are_served_while_a_browser_of_the_terminal_runs(monkeypatch: pytest.MonkeyPatch):
+    opened, ended = Event(), Event()
+
+    def open_browser(where: str) -> None:
+        opened.set()
+        assert ended.wait(60)
+
+    def serve_forever(server: ExplorerServer) -> None:
+        assert opened.wait(60)
+        assert not ended.is_set()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(webbrowser, "open", open_browser)
+    monkeypatch.setattr(ExplorerServer, "serve_forever", serve_forever)
+    try:
+        assert CliRunner().invoke(app, ["explore", "--port", "0"]).exit_code == 0
+    finally:
+        ended.set()
 
 
 def test_the_server_starts_without_torch():

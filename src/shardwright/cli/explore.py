@@ -4,16 +4,18 @@ import socket
 import webbrowser
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwright.cli.common import print_text, reading_verb
+from shardwright.cli.common import error_console, print_text, reading_verb
 from shardwright.system.errors import InputError
 
 if TYPE_CHECKING:
+    from shardwright.cost.job import Job
     from shardwright.explore.state import PageState
 
 PORT = 8200
@@ -32,6 +34,13 @@ def explore(
     cluster: Annotated[
         str | None,
         typer.Option(metavar="NAME:COUNT", help="the cluster of RUN.toml; as many h100 as it has ranks if not given"),
+    ] = None,
+    document_tokens: Annotated[
+        float | None,
+        typer.Option(
+            metavar="N",
+            help="the mean length of a token's document, as for `plan`; from the data of RUN.toml if not given",
+        ),
     ] = None,
     hardware: Annotated[
         Path | None, typer.Option(metavar="FILE.toml", help="your accelerators, as `shardwright measure` writes them")
@@ -57,21 +66,30 @@ def explore(
     problems = [] if 0 <= port <= MOST_PORT else [f"--port {port}: a number from 0 to {MOST_PORT} is needed"]
     if cluster is not None and run is None:
         problems.append(f"--cluster {cluster} goes with RUN.toml; without it, choose the cluster on the page")
+    if document_tokens is not None and run is None:
+        problems.append(f"--document-tokens {document_tokens:g} goes with RUN.toml; without it, give them on the page")
     if problems:
         raise InputError(*problems)
     from shardwright.explore.state import parse, query_of
 
-    state = _state_of_run(run, cluster, hardware) if run is not None else parse("", hardware).state
-    assert state is not None
+    if run is not None:
+        state = _state_of_run(run, cluster, hardware, document_tokens)
+    else:
+        parsed = parse("", hardware)
+        if parsed.state is None:
+            raise InputError(*parsed.problems)
+        state = parsed.state
     if static is not None:
         from shardwright.explore.learn import write_static
 
-        print_text(f"written to {write_static(static, [state])[0]}")
+        print_text(f"written to {write_static(static, [state], hardware)[0]}")
         return
     _serve((host, port), query_of(state) if run is not None else "", hardware, browser)
 
 
-def _state_of_run(run: Path, cluster: str | None, hardware: Path | None) -> "PageState":
+def _state_of_run(
+    run: Path, cluster: str | None, hardware: Path | None, document_tokens: float | None = None
+) -> "PageState":
     """Return the state of a run file. Raises InputError for a run file or a layout that the page cannot show."""
     from shardwright.cli.plan_asked import choice_of_run, read_request
     from shardwright.cli.plan_options import PlanOptions
@@ -83,7 +101,8 @@ def _state_of_run(run: Path, cluster: str | None, hardware: Path | None) -> "Pag
 
     if cluster is None:
         cluster = f"h100:{load(run).layout.layout().world_size}"
-    asked = read_request(PlanOptions(target=str(run), cluster=cluster, hardware=hardware))
+    options = PlanOptions(target=str(run), cluster=cluster, hardware=hardware, document_tokens=document_tokens)
+    asked = read_request(options)
     model = asked.name if asked.job.model == PRESETS.get(asked.name) else sizes_of_spec(asked.job.model)
     choice = choice_of_run(asked.config, asked.job, limit_bytes(asked.job, MARGIN))  # type: ignore[arg-type]
     check(asked.job, choice)
@@ -91,7 +110,20 @@ def _state_of_run(run: Path, cluster: str | None, hardware: Path | None) -> "Pag
     parsed = parse(query_of(PageState(model, job, choice)), hardware)
     if parsed.state is None:
         raise InputError(*(f"{run}: {problem}" for problem in parsed.problems))
+    if left_out := _left_out(job, parsed.state.job):
+        error_console.print(f"{run}: the page leaves out {', '.join(left_out)}", markup=False, soft_wrap=True)
     return parsed.state
+
+
+def _left_out(asked: "Job", shown: "Job") -> list[str]:
+    """Return the keys of a run file whose values the page does not hold. `asked`: the job of the file; `shown`: the job
+    of the page."""
+    kept = shown.options_of_optimizer
+    sizes = [
+        each.name for each in fields(asked.model) if getattr(asked.model, each.name) != getattr(shown.model, each.name)
+    ]
+    options = [name for name, value in asked.options_of_optimizer.items() if value != kept[name]]
+    return [*(f"model.{name}" for name in sizes), *(f"optimizer.{name}" for name in options)]
 
 
 def _serve(address: tuple[str, int], start: str, hardware: Path | None, browser: bool) -> None:
@@ -102,7 +134,7 @@ def _serve(address: tuple[str, int], start: str, hardware: Path | None, browser:
     host, port = address
     try:
         server = ExplorerServer(address, Explorer(hardware, start), serve_model)
-    except socket.gaierror:
+    except (socket.gaierror, TypeError):  # a TypeError: the name cannot be encoded
         raise InputError(f"--host {host}: this machine has no such address; valid: 127.0.0.1, or ::1") from None
     except OSError as error:
         way_out = "choose another --port, or 0 for any free one"
@@ -110,11 +142,15 @@ def _serve(address: tuple[str, int], start: str, hardware: Path | None, browser:
     shown = f"[{host}]" if ":" in host else host
     where = f"http://{shown}:{server.server_address[1]}/"
     print_text(f"explore at {where} (Ctrl-C ends it)")
-    if browser:
-        with suppress(webbrowser.Error):
-            webbrowser.open(where)
+    if browser:  # in a thread, because a browser of the terminal runs until the user ends it
+        Thread(target=_open_browser, args=(where,), daemon=True).start()
     with server, suppress(KeyboardInterrupt):
         server.serve_forever()
+
+
+def _open_browser(where: str) -> None:
+    with suppress(webbrowser.Error):
+        webbrowser.open(where)
 
 
 def serve_model(progress: Callable[[int, int], None], query: str, hardware: Path | None) -> str:

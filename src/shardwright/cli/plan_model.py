@@ -1,5 +1,6 @@
 """The model given to `--model`: a config.json, a folder, sizes, or a known name."""
 
+import os.path
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,22 +12,22 @@ FILES = (".json", ".toml")
 
 def find_model(text: str, seq_len: int | None, named: Callable[[str], tuple[str, ModelSpec]]) -> tuple[str, ModelSpec]:
     """Return the name and the sizes of a model. `named` looks up a known name. Raises InputError."""
-    path = Path(text)
-    if "=" in text and not path.exists():
+    path, exists, is_folder = Path(text), os.path.exists(text), os.path.isdir(text)  # False for a name that is too long
+    if "=" in text and not exists:
         from shardwright.model.by_sizes import spec_of_sizes
 
         return text, spec_of_sizes(text, max(1, seq_len or 1))
-    if path.suffix in FILES or text.startswith((".", "/", "~")) or path.is_dir():
-        if not path.exists():
+    if path.suffix in FILES or text.startswith((".", "/", "~")) or is_folder:
+        if not exists:
             raise ConfigError(f"--model {text}: no such file or folder{near_path(path, '*' + path.suffix)}")
         from shardwright.hugging_face.files import CONFIG, is_folder_of_transformers, read_sizes
 
-        if path.is_dir() and not is_folder_of_transformers(path):
+        if is_folder and not is_folder_of_transformers(path):
             from shardwright.config.sections import spec_of_folder
 
             return text, spec_of_folder(path)
         if path.suffix == ".toml":
             raise ConfigError(f"--model {text}: that is a run file; give it without --model")
-        config = path / CONFIG if path.is_dir() else path
+        config = path / CONFIG if is_folder else path
         return str(config.parent if config.name == CONFIG else config), read_sizes(config)
     return named(text)

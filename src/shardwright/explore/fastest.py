@@ -30,7 +30,7 @@ class LayoutCard(NamedTuple):
 
 
 def find_fastest(progress: Progress, query: str, hardware: Path | None) -> str:
-    """Return the cards of the search for the job of an address as HTML. Raises InputError if the job cannot be read."""
+    """Return the cards of the search for the job of an address as HTML. Raises InputError for a problem of the job."""
     parsed = parse(query, hardware)
     if parsed.job is None:
         raise InputError(*parsed.problems)

@@ -30,6 +30,8 @@ from shardwright.optimizers import OPTIMIZERS
 from shardwright.planner.choice import pairs
 from shardwright.planner.diff import DiffTerm, diff
 from shardwright.planner.run_file import run_file, untrained
+from shardwright.planner.search import MARGIN
+from shardwright.report.diff_view import time_verdict
 from shardwright.report.plan_pictures import ROLES
 from shardwright.report.plan_view import explained_document, job_note, layout_parts
 from shardwright.system.errors import InputError
@@ -120,6 +122,9 @@ class Explorer:
             PlanField("network", "Network", "kind of network", ("", *sorted(known.networks))),
             PlanField("global_batch", "Global batch", "sequences of a step, over all ranks"),
             PlanField("seq_len", "Sequence", "tokens of a sequence"),
+            PlanField(
+                "document_tokens", "Tokens of a document", "mean, sum L^2 / sum L; attention over sequences if empty"
+            ),
             PlanField("precision", "Precision", "type of the matmuls", tuple(FORMATS)),
             PlanField("compile", "Compiled", "torch.compile", ("false", "true")),
             PlanField("optimizer", "Optimizer", "its states need memory", tuple(OPTIMIZERS)),
@@ -171,12 +176,15 @@ class Explorer:
             name, _, value = change.partition("=")
             words += [f"--{name.replace('_', '-')}", value]
         words += ["--hardware", str(self.hardware)] if self.hardware is not None else []
-        words += (
-            ["--memory-margin", f"{state.margin:g}"] if f"{state.margin:g}" != JOB_DEFAULTS["memory_margin"] else []
-        )
+        words += [] if job.document_tokens is None else ["--document-tokens", repr(float(job.document_tokens))]
+        words += ["--memory-margin", repr(state.margin)] if state.margin != MARGIN else []
         if state.goal is not None:
-            words += ["--budget-tokens", f"{state.goal.tokens:g}"]
-            words += [each for price in state.goal.prices.values() for each in ("--price", f"{price:g}")]
+            words += ["--budget-tokens", repr(state.goal.tokens)]
+            words += [
+                each
+                for price in state.goal.prices.values()
+                for each in ("--price", f"{price:.9f}".rstrip("0").rstrip("."))
+            ]
         return shlex.join([*words, "--explain", str(state.choice) if plain else "run.toml"])
 
     def run_toml(self, state: PageState) -> str:
@@ -200,7 +208,11 @@ def _moved(state: PageState, key: str, text: str) -> PageState:
     if problems:
         raise InputError(*(problem.replace("layout: ", "", 1) for problem in problems))
     value = values[key]
-    choice = moved(state.job, state.choice, key, 1 if value is None and key in (*AXES, MICRO_BATCH) else value)
+    if key in (*AXES, MICRO_BATCH):
+        value = 1 if value is None else value
+        if value < 1:
+            raise InputError(f"{key}={value}: a whole number of 1 or more is needed")
+    choice = moved(state.job, state.choice, key, value)
     check(state.job, choice)
     return replace(state, choice=choice)
 
@@ -259,8 +271,8 @@ def compared(pinned: PageState, state: PageState) -> list[Part]:
     """Return the difference from the pinned state, term by term."""
     found = diff(pinned.priced, state.priced, explained=False)
     per = "a step" if found.a.job.tokens == found.b.job.tokens else "a token"
-    more = f"{abs(found.slower):.1%} {'more' if found.slower > 0 else 'less'} time for {per}"
-    parts: list[Part] = [Note(f"this layout takes {more} than the pinned one: {pinned.choice}")]
+    verdict = time_verdict(found.slower, per, "the pinned one", "this layout")
+    parts: list[Part] = [Note(f"{verdict}; pinned: {pinned.choice}")]
     changed = [(name, one, other) for name, (one, other) in found.choices.items()]
     if changed:
         parts.append(Table((Column("choice"), Column("pinned"), Column("now")), changed))

@@ -80,6 +80,7 @@ class ExplorerServer(ThreadingHTTPServer):
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self.explorer, self.searches, self.serve = explorer, PageSearches(), serve
         self.pricing = Lock()
+        self._given_name = address[0].lower()
         self._slots = BoundedSemaphore(MOST_AT_ONCE)
         super().__init__(address, ExplorerRequest)  # closes the server if the address cannot be used
 
@@ -108,7 +109,8 @@ class ExplorerServer(ThreadingHTTPServer):
         self.searches.close()
 
     def serves(self, host: str) -> bool:
-        """Return whether a request may have this `Host`: an address, `localhost`, or a name of this machine."""
+        """Return whether a request may have this `Host`: an address, `localhost`, the name given as
+        the address to listen on, or a name of this machine."""
         name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
         try:
             return bool(ip_address(name.strip("[]")))
@@ -118,7 +120,7 @@ class ExplorerServer(ThreadingHTTPServer):
     @cached_property
     def _names(self) -> set[str]:
         listening = str(self.server_address[0])
-        names = {"localhost", listening.lower()}
+        names = {"localhost", listening.lower(), self._given_name} - {""}
         loopback = ip_address(listening).is_loopback
         return names if loopback else {*names, socket.gethostname().lower(), socket.getfqdn().lower()}
 
@@ -155,6 +157,8 @@ class ExplorerRequest(BaseHTTPRequestHandler):
                 found = act()
         except InputError as error:
             found = _text(HTTPStatus.BAD_REQUEST, *error.problems)
+        except (TimeoutError, ConnectionError):  # the client is slow or has gone: there is nobody to answer
+            raise
         except Exception as error:  # a bug: the page says so, and the server goes on
             print(f"error: {self.path[:200]}: {type(error).__name__}: {error}", file=sys.stderr)
             found = _text(HTTPStatus.INTERNAL_SERVER_ERROR, "this answer failed; the error is in the terminal")
@@ -248,7 +252,7 @@ class ExplorerRequest(BaseHTTPRequestHandler):
         with self.server.pricing:
             state = self._state(query)
             topic = topic or next(iter(TOPICS))
-            body = Markup(learn_page(topic, state))
+            body = Markup(learn_page(topic, state, hardware=self.server.explorer.hardware))
             return _html(templates().get_template("learn.html").render(title=TOPICS[topic], body=body, query=query))
 
 

@@ -1,5 +1,6 @@
 """The page of serving a model: its form, its command, and the curve of throughput against interactivity."""
 
+import os.path
 import shlex
 from collections.abc import Sequence
 from math import inf, log
@@ -10,7 +11,7 @@ from markupsafe import Markup
 
 from shardwright.explore.page import PlanField, templates
 from shardwright.explore.pictures import KeyEntry, PagePicture
-from shardwright.explore.state import LONGEST, MOST_KEYS
+from shardwright.explore.state import LONGEST, MOST_KEYS, longest
 from shardwright.model.presets import PRESETS
 from shardwright.serving.search import ServingOption, ServingPlan
 from shardwright.system.errors import nearest
@@ -47,13 +48,13 @@ def serving_values(query: str) -> tuple[dict[str, str], list[str]]:
     for key, text in given:
         if key not in known:
             problems.append(f"{key[:LONGEST]}: there is no such key; {nearest(key[:LONGEST], known)}")
-        elif len(text) > LONGEST:
-            problems.append(f"{key}: at most {LONGEST} characters are possible")
+        elif len(text) > (most := longest(key)):
+            problems.append(f"{key}: at most {most:,} characters are possible")
         elif text.strip():
             values[key] = text.strip()
     model = values.get("model", "")
-    if Path(model).suffix in (".json", ".toml") or model.startswith(("/", ".", "~")) or Path(model).is_dir():
-        problems.append(f"model={model}: a page reads no file; name a preset, or give sizes")
+    if Path(model).suffix in (".json", ".toml") or model.startswith(("/", ".", "~")) or os.path.isdir(model):
+        problems.append(f"model={model[:LONGEST]}: a page reads no file; name a preset, or give sizes")
     return values, problems
 
 

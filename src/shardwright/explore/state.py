@@ -6,6 +6,7 @@
 | `chip`, `count`, `node_size`, `node_gbit`    | the cluster, as `plan --cluster CHIP:COUNT/NODE_SIZE@NODE_GBIT`    |
 | `network`, `host_memory`                     | as the options of `plan`                                           |
 | `global_batch`, `seq_len`, `precision`       | as the options of `plan`                                           |
+| `document_tokens`                            | as the option of `plan`; attention over sequences if not given     |
 | `optimizer`, `state_dtype`, `compile`        | as the keys of a run file                                          |
 | `memory_margin`, `budget_tokens`, `price`    | as the options of `plan`                                           |
 | `micro_batch` and the keys of the layout     | as `plan --explain`; dp is the rest of the cluster if not given    |
@@ -17,6 +18,7 @@ A key that is missing or empty has its default, so that a form without JavaScrip
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from math import nan
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
@@ -49,6 +51,7 @@ JOB_DEFAULTS: Mapping[str, str] = {
     "host_memory": "",
     "global_batch": "128",
     "seq_len": "8192",
+    "document_tokens": "",
     "precision": "bf16",
     "optimizer": "adamw",
     "state_dtype": "fp32",
@@ -63,6 +66,8 @@ PIN = "pin"
 MOST_KEYS = 100
 LONGEST = 400
 """Most characters of a value that a message repeats, and of any value except `model` and `pin`."""
+LONGEST_MODEL = 8000
+"""Most characters of `model` and of `pin`."""
 MOST_COUNT = 2**31
 MOST_ACTIONS = 2**17
 MOST_STAGES = 256
@@ -101,8 +106,8 @@ class PageState:
 
 @dataclass(frozen=True)
 class ParsedState:
-    """The result of reading a query string. `values`: the text of each given key, for the form; `job`: None if it
-    cannot be read; `state`: None if there are `problems`, each a sentence for people."""
+    """The result of reading a query string. `values`: the text of each given key, for the form; `job`: None if there
+    are problems of other keys than the layout's; `state`: None if there are `problems`, each a sentence for people."""
 
     values: Mapping[str, str]
     job: Job | None
@@ -125,10 +130,11 @@ def parse(query: str, hardware: Path | None = None) -> ParsedState:
     job = goal = choice = None
     margin = _number(values, "memory_margin", problems, low=0.0, below=1.0)
     try:
-        job = _job(values, hardware, problems)
+        job = _job(values, hardware)
         goal = _goal(values, job, problems)
     except InputError as error:
         problems += error.problems
+    asked = None if problems else job
     if job is not None:
         try:
             choice = _choice(values, job)
@@ -137,12 +143,12 @@ def parse(query: str, hardware: Path | None = None) -> ParsedState:
             problems += error.problems
     pinned = None
     if pin:
-        pinned = parse(urlencode([each for each in parse_qsl(pin[:8000]) if each[0] != PIN]), hardware).state
+        pinned = parse(urlencode([each for each in parse_qsl(pin) if each[0] != PIN]), hardware).state
         if pinned is None:
             problems.append("pin: the pinned layout cannot be read; pin another one, or leave it out")
     given = values | ({PIN: pin} if pin else {})
     if problems or job is None or choice is None:
-        return ParsedState(given, job, None, list(dict.fromkeys(problems)))
+        return ParsedState(given, asked, None, list(dict.fromkeys(problems)))
     name = values.get("model") or JOB_DEFAULTS["model"]
     return ParsedState(given, job, PageState(name, job, choice, margin, goal, pinned), [])
 
@@ -165,6 +171,7 @@ def query_of(state: PageState, pinned: bool = True) -> str:
         "host_memory": next((part[12:] for part in cut.name.split(", ") if part.startswith("host_memory=")), ""),
         "global_batch": str(job.global_batch),
         "seq_len": str(job.seq_len),
+        "document_tokens": "" if job.document_tokens is None else repr(float(job.document_tokens)),
         "precision": job.precision,
         "optimizer": job.optimizer,
         "state_dtype": "bf16" if job.narrow_states else "fp32",
@@ -218,18 +225,24 @@ def _values(query: str, problems: list[str]) -> dict[str, str]:
             problems.append(f"{key[:LONGEST]}: there is no such key; {nearest(key[:LONGEST], known)}")
         elif key in values:
             problems.append(f"{key}={text[:LONGEST]}: given twice, and {values[key][:LONGEST]} before; leave one out")
-        elif len(text) > (LONGEST if key not in ("model", PIN) else 8000):
-            problems.append(f"{key}: at most {LONGEST} characters are possible")
+        elif len(text) > (most := longest(key)):
+            problems.append(f"{key}: at most {most:,} characters are possible")
         elif text:
             values[key] = text
     return values
 
 
-def _job(values: Mapping[str, str], hardware: Path | None, problems: list[str]) -> Job:
+def longest(key: str) -> int:
+    """Return the most characters of a value."""
+    return LONGEST_MODEL if key in ("model", PIN) else LONGEST
+
+
+def _job(values: Mapping[str, str], hardware: Path | None) -> Job:
     text = {key: values.get(key) or default for key, default in JOB_DEFAULTS.items()}
-    seq_len = _whole(text, "seq_len", problems)
-    global_batch = _whole(text, "global_batch", problems)
     wrong: list[str] = []
+    seq_len = _whole(text, "seq_len", wrong)
+    global_batch = _whole(text, "global_batch", wrong)
+    document_tokens = _document_tokens(text, seq_len, wrong)
     model = machine = None
     try:
         model = _model(text["model"], seq_len)
@@ -264,6 +277,7 @@ def _job(values: Mapping[str, str], hardware: Path | None, problems: list[str]) 
         precision=text["precision"],
         optimizer=text["optimizer"],
         narrow_states=text["state_dtype"] == "bf16",
+        document_tokens=document_tokens,
         stack=SHARDWRIGHT_COMPILED if text["compile"] == "true" else SHARDWRIGHT,
     )
     if job.narrow_states and (narrow := [*job.optimizer_kind.narrow_problems(job.options_of_optimizer)]):
@@ -366,13 +380,30 @@ def _whole(values: Mapping[str, str], key: str, problems: list[str]) -> int:
     return int(text)
 
 
+def _document_tokens(values: Mapping[str, str], seq_len: int, problems: list[str]) -> float | None:
+    if not values["document_tokens"]:
+        return None
+    tokens = _float(values["document_tokens"])
+    if not 1 <= tokens <= seq_len and not problems:
+        problems.append(
+            f"document_tokens={values['document_tokens']}: a number from 1 to the seq_len={seq_len}, which cuts longer "
+            f"documents, is needed"
+        )
+    return tokens
+
+
 def _number(values: Mapping[str, str], key: str, problems: list[str], low: float, below: float) -> float:
     text = values.get(key) or JOB_DEFAULTS[key]
-    try:
-        number = float(text)
-    except ValueError:
-        number = float("nan")
+    number = _float(text)
     if not low <= number < below:
         problems.append(f"{key}={text}: a number from {low:g} to below {below:g} is needed")
         return low
     return number
+
+
+def _float(text: str) -> float:
+    """Return the number of a text, nan if it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return nan

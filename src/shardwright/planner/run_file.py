@@ -90,7 +90,7 @@ def _model_keys(job: Job, name: str) -> dict[str, Any]:
     given by its sizes, or a folder that `train` refuses, becomes the sizes that differ from the default preset."""
     if name in PRESETS:
         return {"preset": name} | _changes(job, name)
-    if Path(name).is_dir() and _is_read(Path(name)):
+    if os.path.isdir(name) and _is_read(Path(name)):
         return {"from": os.path.abspath(name)}
     return {"preset": DEFAULT_PRESET} | _changes(job, DEFAULT_PRESET)
 

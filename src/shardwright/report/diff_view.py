@@ -26,7 +26,7 @@ def diff_view(difference: PlanDifference, names: tuple[str, str]) -> VerbDocumen
     per = "a step" if a.job.tokens == b.job.tokens else "a token"
     parts.append(Section("Step time"))
     if difference.time:
-        parts.append(Note(_verdict(difference.slower, per), tone="strong"))
+        parts.append(Note(time_verdict(difference.slower, per), tone="strong"))
         parts += [_table("time", "s", difference.time, 1.0, (a.step_s, b.step_s)), *_formulas(difference.time)]
     else:
         parts.append(Note("both take the same time"))
@@ -43,10 +43,11 @@ def _side(priced: PricedLayout, path: str) -> str:
     return f"{path}: {priced.choice} on {priced.job.cluster.name}: {step} a step, {peak}"
 
 
-def _verdict(slower: float, per: str) -> str:
+def time_verdict(slower: float, per: str, a: str = "A", b: str = "B") -> str:
+    """Return how much longer `b` takes than `a`, in words. `per`: "a step" or "a token"."""
     if abs(slower) < 5e-4:
-        return f"B takes as long as A for {per}"
-    return f"B takes {abs(slower):.1%} {'longer' if slower > 0 else 'less time'} than A for {per}"
+        return f"{b} takes as long as {a} for {per}"
+    return f"{b} takes {abs(slower):.1%} {'longer' if slower > 0 else 'less time'} than {a} for {per}"
 
 
 def _table(title: str, unit: str, terms: Sequence[DiffTerm], one: float, totals: tuple[float, float]) -> Table:

@@ -4,6 +4,7 @@ const $ = (id) => document.getElementById(id);
 let request = null;
 let queue = Promise.resolve();
 let search = null;
+let turn = 0; // counts starts and cancels of searches: an answer to an earlier one is not shown
 let retry = 0;
 
 const own = (body) => ({ method: "POST", headers: { "X-Shardwright": "1" }, body });
@@ -26,9 +27,10 @@ async function show(query, { push = false, live = false, pushed = "" } = {}) {
   clearTimeout(retry);
   const mine = new AbortController();
   request = live ? mine : null; // only a drag is overtaken by the next request
-  let text;
+  let answer, text;
   try {
-    text = await (await ask("/answers?" + query, { signal: mine.signal })).text();
+    answer = await ask("/answers?" + query, { signal: mine.signal });
+    text = await answer.text();
   } catch (error) {
     if (error.name !== "AbortError") retry = setTimeout(() => show(query, { push, live }), 2000);
     return;
@@ -36,7 +38,10 @@ async function show(query, { push = false, live = false, pushed = "" } = {}) {
   const parts = new DOMParser().parseFromString(text, "text/html");
   const form = parts.getElementById("choices");
   const answers = parts.getElementById("answers");
-  if (!form || !answers) return;
+  const refused = !form || !answers; // too long, another host, an error of the server, or too many requests
+  $("refused").hidden = !refused;
+  $("refused").textContent = refused ? text.trim() || answer.statusText : "";
+  if (refused) return;
   const open = [...document.querySelectorAll("details[open]")].map((each) => each.id);
   const active = document.activeElement;
   const focused = active && active.id;
@@ -102,14 +107,18 @@ function stopSearch(text) {
 
 async function cancel() {
   const id = search;
-  if (!id) return;
+  turn += 1;
+  if (!$("cancel") || $("cancel").hidden) return;
   stopSearch("cancelled");
-  await fetch("/cancel/" + id, { ...own(""), keepalive: true }).catch(() => {});
+  if (id) await end(id); // otherwise find() ends the search when it has its id
 }
+
+const end = (id) => fetch("/cancel/" + id, { ...own(""), keepalive: true }).catch(() => {});
 
 async function find() {
   const kind = $("find").dataset.search;
   await cancel();
+  const mine = turn;
   $("result").replaceChildren();
   $("find").disabled = true;
   $("cancel").hidden = $("progress").hidden = false;
@@ -117,15 +126,18 @@ async function find() {
   $("found").textContent = "searching";
   try {
     const started = await ask("/search/" + kind, own(current()));
-    if (!started.ok) return stopSearch(await started.text());
-    const id = (search = (await started.json()).id);
-    while (search === id) {
+    const reply = await started.text();
+    const id = started.ok ? JSON.parse(reply).id : null;
+    if (mine !== turn) return void (id && end(id));
+    if (!id) return stopSearch(reply);
+    search = id;
+    while (mine === turn) {
       await new Promise((done) => setTimeout(done, 300));
-      if (search !== id) return;
+      if (mine !== turn) return;
       const answer = await ask("/search/" + id);
-      if (!answer.ok) return stopSearch("the search has ended; start it again");
-      const state = await answer.json();
-      if (search !== id) return;
+      const state = answer.ok ? await answer.json() : null;
+      if (mine !== turn) return;
+      if (!state) return stopSearch("the search has ended; start it again");
       if (state.of) {
         $("progress").max = state.of;
         $("progress").value = state.done;
@@ -139,7 +151,7 @@ async function find() {
       }
     }
   } catch {
-    stopSearch("the server does not answer");
+    if (mine === turn) stopSearch("the server does not answer");
   }
 }
 
@@ -178,6 +190,8 @@ addEventListener("popstate", () => location.pathname === "/" && show(location.se
 addEventListener("pagehide", cancel);
 
 document.documentElement.classList.add("js");
+// Browsers give no clipboard to a page from another machine over http.
+document.documentElement.classList.toggle("no-copy", !navigator.clipboard);
 if ($("find")) $("find").hidden = false;
 if ($("answers")) prepare();
 if ($("answers") && "start" in $("answers").dataset) find();
