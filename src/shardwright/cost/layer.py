@@ -348,8 +348,9 @@ def _recompute(passes: Passes, job: Job, candidates: Candidates, block: BlockSha
         recompute.record_messages(passes, job, candidates, left_out)
         selective = f["attention, F"]
         if job.stack.selective == "parts" and np.any(candidates.recomputes_parts):
-            f.add(selective_recomputation=recompute.seconds(passes, job, candidates, block))
-            selective = f.selective_recomputation
+            parts_s = recompute.seconds(passes, job, candidates, block)
+            f.add(selective_recomputation=parts_s)
+            selective = f.selective_recomputation if np.any(parts_s) else f.constant(0)
         elif job.stack.selective in ("products", "read products"):
             selective = f[f"{MATMULS}, F"] / 2 + f[f"{ELEMENTWISE}, F"]
             if np.any(candidates.tp > 1):

@@ -363,7 +363,6 @@ _SYMBOLS = (
      "while they accumulate, and when they are complete; gathered layers; the embedding's gradient"),
     ("kept kept_for_W experts_kept logits_kept logits_for_W gradients_of_stages working_of_stages", "B",
      "of a microbatch, for each stage of the rank"),
-    ("bytes_moved_again", "B", "by element-wise operations that selective recomputation repeats"),
     ("rows_together keys_together", "tokens", "of a sequence whose scores with a soft cap are in memory together"),
     ("cap_bytes cap_bytes_I cap_flops_I", "B", "moved for each score with a soft cap, forward, backward; FLOPs of the "
      "backward pass of attention, relative to F"),

@@ -122,9 +122,11 @@ def seconds(passes: Passes, job: Job, candidates: Candidates, block: BlockShape)
     if spread:
         moved["heads"] = f.T * f.qk_dim * (f.heads + f.kv_heads) / f.tp * f.rope_bytes
     n_bytes = {name: f(name, formula) for what, formula in moved.items() if (name := f"bytes of {what} again")}
-    f.add(bytes_moved_again=ledger.total("bytes moved again", n_bytes, "B") if n_bytes else 0.0 * tokens)
-    again_s = f.e / 2 * f.bytes_moved_again / f.element_rate
-    terms = {"element-wise, again": f("element-wise, again", again_s, "memory bounds them", unit="s")}
+    terms = {}
+    if n_bytes:
+        f.add(bytes_moved_again=ledger.total("bytes moved again", n_bytes, "B"))
+        again_s = f.e / 2 * f.bytes_moved_again / f.element_rate
+        terms["element-wise, again"] = f("element-wise, again", again_s, "memory bounds them", unit="s")
     if "attention" in mine:
         terms |= {f"{kind}, F": passes.forward[kind] for kind in ("attention", CONTEXT) if kind in passes.forward}
     if _NETWORKS & set(mine) and TENSOR in passes.forward:  # half of the messages are of the network
