@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwright.cost import activations, memory
+from shardwright.cost import activations, ledger, memory
 from shardwright.cost.blocks import blocks
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.stack import FSDP, FSDP_COMPILED, MEGATRON, MEGATRON_CORE, SHARDWRIGHT
@@ -195,3 +195,21 @@ def of_one_layer(spec: ModelSpec, precision: str, parts: tuple[str, ...] = ()) -
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     few, many = (saved_bytes(replace(spec, n_layers=n), dtype, parts) for n in (2, 3))
     return many - few
+
+
+def test_scores_with_a_soft_cap_are_in_memory_where_no_kernel_caps_them():
+    """gemma2-2b: 8 heads; every second layer has a window of 4096 tokens."""
+    spec, seq_len = resolve("gemma2-2b"), 8192
+    for block in blocks(spec):
+        in_memory, in_kernel = (
+            activations.layer(job(spec, replace(SHARDWRIGHT, caps_in_kernel=caps), seq_len), one(2, tp=2, cp=2), block)
+            for caps in (False, True)
+        )
+        keys = seq_len / 2
+        assert in_memory.working[0] - in_kernel.working[0] == 3 * 4 * 512 * keys * 8 / 2
+        assert in_memory.kept[0] == in_kernel.kept[0]
+    windowed = next(block for block in blocks(spec) if block.window)
+    with ledger.record() as entries:
+        activations.layer(job(spec, SHARDWRIGHT, 4 * seq_len), one(), windowed)
+    (scores,) = (entry.value for entry in entries if entry.what == "capped scores")
+    assert scores == 3 * 4 * 512 * (4096 - 1 + 512) * 8

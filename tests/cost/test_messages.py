@@ -186,7 +186,10 @@ def test_a_stack_that_overlaps_nothing_has_its_messages_after_the_pipeline():
 @pytest.mark.parametrize("method", ["ring", "zigzag", "allgather"])
 @pytest.mark.parametrize(
     ("window", "chunked"),
-    [(2, False), (5, False), (9, False), (200, False), (5, True), (20, True), (30, True), (40, True), (64, True)],
+    [
+        *((tokens, False) for tokens in (2, 5, 9, 200)),
+        *((tokens, True) for tokens in (5, 20, 30, 40, 64, 96, 100, 120, 160)),
+    ],
 )
 def test_a_rank_receives_the_keys_of_a_window_that_the_plan_of_a_ring_sends(method: str, window: int, chunked: bool):
     """Chunks of 20 tokens or, zig-zag, 10. The rank with the most keys has those before every chunk of its own."""

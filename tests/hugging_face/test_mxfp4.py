@@ -84,20 +84,27 @@ def test_any_box_of_mxfp4_is_that_of_the_whole_parameter(folder: Path):
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "said"),
+    ("name", "shape", "dtype", "said"),
     [
-        ("down_proj_scales", None, "model.layers.1.mlp.experts.down_proj is missing"),
-        ("down_proj_scales", (4, 64, 2), "down_proj_scales is [4, 64, 2], and config.json makes it [4, 64, 3]"),
-        ("down_proj_blocks", (4, 64, 3, 8), "down_proj_blocks is [4, 64, 3, 8], and config.json makes it"),
+        ("down_proj_scales", None, torch.uint8, "model.layers.1.mlp.experts.down_proj is missing"),
+        (
+            "down_proj_scales",
+            (4, 64, 2),
+            torch.uint8,
+            "down_proj_scales is [4, 64, 2], and config.json makes it [4, 64, 3]",
+        ),
+        ("down_proj_blocks", (4, 64, 3, 8), torch.uint8, "down_proj_blocks is [4, 64, 3, 8], and config.json makes it"),
+        ("down_proj_blocks", (4, 64, 3, 16), torch.bfloat16, "down_proj_blocks is bfloat16, and a tensor in mxfp4 has"),
+        ("down_proj_scales", (4, 64, 3), torch.float32, "down_proj_scales is float32, and a tensor in mxfp4 has bytes"),
     ],
 )
 def test_blocks_and_scales_that_do_not_fit_are_refused(
-    folder: Path, tmp_path: Path, name: str, shape: tuple[int, ...] | None, said: str
+    folder: Path, tmp_path: Path, name: str, shape: tuple[int, ...] | None, dtype: torch.dtype, said: str
 ):
     held = tensors(folder)
     del held[f"model.layers.1.mlp.experts.{name}"]
     if shape is not None:
-        held[f"model.layers.1.mlp.experts.{name}"] = torch.zeros(shape, dtype=torch.uint8)
+        held[f"model.layers.1.mlp.experts.{name}"] = torch.zeros(shape, dtype=dtype)
     save_file(held, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     with pytest.raises(InputError) as refused:

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardwright.hugging_face.architecture import ARCHITECTURES, architecture_of
-from shardwright.hugging_face.files import INDEX, LENGTH
+from shardwright.hugging_face.files import INDEX, LENGTH, token_ids
 from shardwright.hugging_face.reader import open_weights
 from shardwright.model.presets import resolve
 from shardwright.system.errors import InputError
@@ -271,6 +271,17 @@ def test_a_configuration_of_other_types_is_one_sentence(folder: Path, text: str,
     path = folder / "config.json"
     path.write_text(path.read_text().rstrip().removesuffix("}") + f", {text}}}")
     assert said in refused(open_weights, folder)
+
+
+def test_token_ids_of_a_text_config_count_where_the_file_has_none(folder: Path):
+    path = folder / "config.json"
+    config = {key: value for key, value in json.loads(path.read_text()).items() if not key.endswith("_token_id")}
+    text = config | {"bos_token_id": 3, "eos_token_id": [1, 2]}
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    path.write_text(json.dumps(config | {"bos_token_id": 1, "text_config": text}))
+    assert token_ids(folder) == {"bos_token_id": 1, "eos_token_id": [1, 2]}
+    path.write_text(json.dumps(config | {"text_config": text | {"eos_token_id": 1_000_000}}))
+    assert "config.json: eos_token_id=1000000 is no token of a vocabulary of " in refused(open_weights, folder)
 
 
 def test_a_padding_token_of_minus_one_is_none(folder: Path, tmp_path: Path):

@@ -1,8 +1,11 @@
 """A model by a few sizes: what is missing follows from them, never from a preset."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
-from shardwright.model.by_sizes import spec_of_sizes
+from shardwright.model.by_sizes import sizes_of_spec, spec_of_sizes
 from shardwright.model.presets import PRESETS
 from shardwright.system.errors import ConfigError
 
@@ -45,6 +48,8 @@ def test_every_key_of_the_model_and_of_its_tables_can_be_given():
         (f"{LLAMA},moe.top_k=2", ["moe.n_experts is missing", "moe.d_ffn is missing"]),
         (LLAMA.replace("n_heads=32", "n_heads=24"), ["d_model / n_heads = 4096 / 24 is not whole; give head_dim"]),
         (LLAMA.replace("n_heads=32", "n_heads=0"), ["4096 / 0 is not whole"]),
+        (f"{LLAMA},nope_layers=1", ["--model nope_layers=1: no such size; did you mean"]),
+        (f"{LLAMA},moe.dense_layers=1", ["--model moe.dense_layers=1: no such size"]),
         (f"{LLAMA},n_kv_heads=5", ["--model: n_kv_heads=5"]),
     ],
 )
@@ -53,3 +58,13 @@ def test_what_is_wrong_with_sizes_is_said_at_once(sizes: str, said: list[str]):
         spec_of_sizes(sizes, 4096)
     for part in said:
         assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "lists",
+    [{"nope_layers": (3, 7)}, {"nope_layers": (3,), "temperature_scale": 0.1, "temperature_interval": 8192}],
+    ids=lambda lists: "+".join(lists),
+)
+def test_a_model_with_a_list_of_layers_has_no_sizes(lists: dict[str, Any]):
+    with pytest.raises(ConfigError, match=r"sizes that differ between layers; plan --model reads its config\.json"):
+        sizes_of_spec(replace(PRESETS["llama-2-7b"], **lists))

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardwright.model.presets import PRESETS, resolve
 from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling, descriptions
-from shardwright.model.spec import ModelSpec
+from shardwright.model.spec import ModelSpec, differences
 from shardwright.model.transformer import Transformer
 from shardwright.system.errors import ConfigError
 
@@ -248,3 +248,19 @@ def test_every_field_says_what_it_means() -> None:
 def test_sizes_and_presets_import_without_torch() -> None:
     code = "import sys, shardwright.model.spec, shardwright.model.presets; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"nope_interval": 2}, {"nope_layers": (3, 1)}),
+        ({"window": 64, "global_interval": 2}, {"window": 64, "global_layers": (1, 3)}),
+        ({"window": 64, "first_window": 1}, {"window": 64, "global_layers": (0,)}),
+    ],
+)
+def test_an_interval_and_a_list_of_the_same_layers_are_one_model(one: dict, other: dict) -> None:
+    spec = replace(PRESETS["debug"], n_layers=4)
+    by_interval, by_list = replace(spec, **one), replace(spec, **other)
+    assert not [*differences(by_interval, by_list), *differences(by_list, by_interval)]
+    assert [key for key, *_ in differences(by_interval, spec) if key.endswith("_layers")]
+    assert not [key for key, *_ in differences(spec, replace(spec, n_layers=8)) if key.endswith("e_layers")]

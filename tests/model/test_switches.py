@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwright.model.attention import _place
 from shardwright.model.experts import Experts
 from shardwright.model.feed_forward import FeedForward, swiglu_clamped
 from shardwright.model.norm import OffsetRMSNorm
 from shardwright.model.presets import PRESETS
+from shardwright.model.rotary import query_temperature
 
 
 def test_a_norm_with_an_offset_multiplies_by_1_plus_w() -> None:
@@ -87,3 +89,16 @@ def test_networks_are_their_formulas(activation: str) -> None:
     torch.testing.assert_close(network(x_BTD), expected_BTD, rtol=1e-12, atol=1e-12)
     y_RD = experts(x_BTD.flatten(0, 1), torch.tensor([6]))
     torch.testing.assert_close(y_RD, expected_BTD.flatten(0, 1), rtol=1e-12, atol=1e-12)
+
+
+def test_in_16_bits_the_temperature_of_queries_is_not_rounded_before_the_product() -> None:
+    """After transformers (Llama 4): the factor is in fp32, and the product is cast."""
+    tempered = {"nope_interval": 2, "temperature_scale": 0.1, "temperature_interval": 8}
+    spec = replace(PRESETS["debug"], attention_scale=0.0, **tempered)
+    positions_T = torch.arange(4096)
+    factor_T11 = query_temperature(spec, positions_T, torch.bfloat16)
+    q_THC = torch.randn(4096, 2, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    factors = 1 + 0.1 * torch.log1p(((positions_T + 1) // 8).float())[:, None, None]
+    expected_THC = (q_THC * factors).bfloat16()
+    assert torch.equal(_place(q_THC, None, None, scale=factor_T11), expected_THC)
+    assert not torch.equal(q_THC * factors.bfloat16(), expected_THC)

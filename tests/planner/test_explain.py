@@ -42,6 +42,9 @@ LAYOUTS = [
         "pp=8,dp_shard=32,ep=32,zero=1,recompute=selective,recompute_modules=mla_up+experts",
     ),
     ("debug", "h100:8", 128, "pp=2,dp_shard=4,zero=2"),
+    ("gemma2-2b", "tpu-v5e:4", 8192, "cp=2,dp_shard=2,zero=3,micro_batch=2"),
+    ("llama-4-scout", "h100:32", 20480, "cp=2,dp_shard=16,ep=16,zero=3"),
+    ("llama-3.1-8b", "h100:8", 8192, "dp_shard=8,zero=3,recompute=selective,recompute_modules=rope"),
     ("llama-3.1-70b", "h100:64@50Gb", 4096, "tp=4,pp=4,pp_schedule=zb-h1,dp_shard=4,zero=2"),
     ("deepseek-v3" + MODULE, "h100:256", 4096, "pp=16,dp_shard=16,ep=16,zero=1,recompute=full"),
 ]

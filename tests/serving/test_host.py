@@ -15,6 +15,7 @@ from shardwright.measuring.file import hardware_toml
 from shardwright.measuring.points import GenerationPoints
 from shardwright.model.presets import resolve
 from shardwright.serving import forms, host
+from shardwright.serving.formats import CACHE_BYTES, FORMATS, caches_on, weights_on
 from shardwright.serving.host import rates_of
 from shardwright.serving.search import layouts
 from shardwright.serving.setting import Degrees, Serving, Settings
@@ -203,3 +204,12 @@ def test_rates_of_few_tokens_are_found_again():
     faster = tuple(replace(each, seconds=1e-9) if each.m > 1 else each for each in weights_points())
     assert fit_cached(cached_points()) == pytest.approx((CACHED_HEAD_S, CACHED_RATE, 0.0), rel=1e-6, abs=1e-9)
     assert fit_weights(faster, large)[1] > 0  # a machine on which it takes no time to lay out the weights
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4", "mxfp4"])
+def test_a_processor_serves_no_weights_that_it_would_have_to_cast(mine: Path, precision: str):
+    there = cluster("mine:1/1", mine).accelerator
+    assert weights_on(there) == [name for name in FORMATS if name in there.flops_per_s]
+    assert caches_on(there) == [name for name in CACHE_BYTES if name in there.flops_per_s]
+    result = serve("--model", "debug", "--hardware", mine, "--cluster", "mine:1", *ASKED, "--precision", precision)
+    assert (result.exit_code, f"mine has no {precision}; it has" in result.output) == (2, True), result.output

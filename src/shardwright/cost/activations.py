@@ -42,6 +42,7 @@ from shardwright.cost.job import FULL, SELECTIVE, Candidates, Floats, Job
 from shardwright.cost.ledger import Formulas, greatest, plus
 from shardwright.cost.parameters import vocabulary_rows
 from shardwright.model.linear_sizes import LinearAttentionSpec
+from shardwright.model.pieces import ROWS_TOGETHER
 from shardwright.split.sequence import chunks_of_ring_rank
 
 
@@ -81,7 +82,7 @@ def layer(job: Job, candidates: Candidates, block: BlockShape, name: str | None 
     name = name or block.name
     with ledger.section(f"Kept of a microbatch by {name}"):
         f = Formulas("B", _symbols(job, candidates) | features(job, candidates, block))
-        _attention(job, f, linear=block.linear)
+        _attention(job, candidates, f, block)
         _networks(job, f, gated=block.gates_shared)
         parts = ["attention", "networks"]
         rows: Floats | float = 0.0
@@ -269,7 +270,7 @@ def features(job: Job, candidates: Candidates, block: BlockShape) -> ledger.Inpu
         # The normed input of a router in 16 bits is kept only in fp32 if no shared experts read it.
         "copied_alone": int(bool(block.experts) and block.inner == 0 and stack.wide_router and job.element_bytes < 4),
     }
-    found |= recompute.features(model, heads, kv_heads)
+    found |= recompute.features(model, block, heads, kv_heads)
     if block.linear and model.linear_attention is not None:
         found |= _linear_features(model.linear_attention, job, candidates)
     if block.experts and moe is not None:
@@ -302,8 +303,8 @@ def _linear_features(linear: LinearAttentionSpec, job: Job, candidates: Candidat
     return {"q": keys, "k": keys, "v": gates_and_values, "out": values, "scanned": scanned, **over_cp, **nothing}
 
 
-def _attention(job: Job, f: Formulas, *, linear: bool) -> None:
-    stored = not job.stack.flash_attention
+def _attention(job: Job, candidates: Candidates, f: Formulas, block: BlockShape) -> None:
+    stored, linear = not job.stack.flash_attention, block.linear
     if stored:
         a_score = 2 * f.e + f.mask if job.model.dropout > 0 or job.stack.dropout_masks else f.e
         f("scores", f.T * f.heads / f.tp * f.s * a_score, "stored")
@@ -324,7 +325,23 @@ def _attention(job: Job, f: Formulas, *, linear: bool) -> None:
         working = working + 4 * f.T * f.scanned + f.gathered_maps
     if stored:
         working = working + 2 * f.T * f.s * f.heads / f.tp * f.e
+    elif job.model.attention_softcap and not job.stack.caps_in_kernel and not linear:
+        _capped_scores(job, candidates, f, block)
+        working = working + f.capped_scores
     f("working of attention", working, "gradients, and inputs gathered over tp and cp")
+
+
+def _capped_scores(job: Job, candidates: Candidates, f: Formulas, block: BlockShape) -> None:
+    """Add the bytes of scores with a soft cap, of the rows of a sequence that are computed together: in the backward
+    pass the scores, the slope of the cap and the gradient, in fp32. The keys are a rank's share over cp, at most a
+    window and the rows. Ignored: that documents have fewer keys, and the mask of one byte, which all heads share."""
+    keys = job.seq_len / candidates.cp
+    rows = np.minimum(keys, min(block.window or ROWS_TOGETHER, ROWS_TOGETHER))
+    if block.window:
+        keys = np.minimum(keys, block.window if block.chunked else block.window - 1 + rows)
+    f.add(rows_together=rows, keys_together=keys)
+    three = f.constant(3) * 4 * f.rows_together * f.keys_together * (f.heads / f.tp)
+    f("capped scores", three, "scores, slope and gradient in fp32; model/blocks.py")
 
 
 def _networks(job: Job, f: Formulas, *, gated: bool) -> None:

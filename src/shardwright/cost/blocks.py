@@ -228,7 +228,8 @@ def blocks(spec: ModelSpec) -> dict[BlockShape, tuple[int, ...]]:
     found: dict[BlockShape, tuple[int, ...]] = {}
     for layer in range(spec.n_blocks):
         window = spec.layer_window(layer)
-        chunked, norms_heads = spec.window_chunked and window > 0, spec.norms_heads(layer)
+        chunked = spec.window_chunked and window > 0
+        norms_heads = spec.norms_heads(layer) and not spec.is_linear(layer)
         block = BlockShape(layer_rows(spec, layer), spec.d_model, window, chunked, norms_heads)
         found[block] = (*found.get(block, ()), layer)
     return found

@@ -14,7 +14,7 @@ from shardwright.cost.collectives import all_gather, all_reduce, reduce_scatter
 from shardwright.cost.formats import FORMATS
 from shardwright.cost.job import FULL, RECOMPUTE, Candidates, Floats, Job
 from shardwright.cost.ledger import Formulas, plus
-from shardwright.cost.matmuls import Matmul, head_matmul, layer_matmuls, reached_flops_per_s
+from shardwright.cost.matmuls import Matmul, fp32_or_wide, head_matmul, layer_matmuls, reached_flops_per_s
 from shardwright.cost.messages import context, dispatch, head_over_tp, loss_sums, over_tp, states, tensor
 from shardwright.cost.passes import Passes, kernel_symbols, reached_bytes_per_s
 from shardwright.cost.speed import ELEMENTWISE, HOST, MATMULS, TENSOR
@@ -30,6 +30,9 @@ CAP_BYTES, CAP_BYTES_BACKWARD = 60, 140
 """Bytes that the operations on a capped score move, forward and backward: written by the matmul, then read and written
 by division, tanh, product, mask, difference and exponential, and read twice; backward the same scores again, the slope
 of the cap, and the gradients (`model.blocks`)."""
+CAP_FLOPS_BACKWARD = 2.5
+"""FLOPs of attention, backward relative to forward: five matmuls, of scores again and of the gradients of
+probabilities, values, queries and keys, relative to two (`model.blocks`, `_dense_gradient`)."""
 
 
 def layer(job: Job, candidates: Candidates, block: BlockShape, name: str | None = None) -> Passes:
@@ -225,32 +228,31 @@ def _fused(f: Formulas, job: Job, block: BlockShape) -> tuple[str, list[Floats]]
     length = f[attended]
     if 0 < window < n_attended:
         f.add(window=window)
-        whole = f.window * np.floor(length / f.window)
+        whole = length // f.window * f.window
         of_chunks = (whole * f.window + (length - whole) * (length - whole)) / length
         of_window = f.window * (2 * length - f.window) / length
         length = f.let("attended_tokens", of_chunks if block.chunked else of_window)
     capped = job.model.attention_softcap > 0 and not job.stack.caps_in_kernel
     edge = ROWS_TOGETHER / 2 if capped else 64
     f("FLOPs of attention", 4 * f.T * length * (f.heads / f.tp) * f.c * (0.5 + edge / length), "of F", unit="FLOP")
+    flops = f.FLOPs_of_attention
+    if capped:
+        f.add(wide_rate=reached_flops_per_s(job, fp32_or_wide(job)), element_rate=reached_bytes_per_s(job))
+        f.add(cap_bytes=CAP_BYTES, cap_bytes_I=CAP_BYTES_BACKWARD, cap_flops_I=CAP_FLOPS_BACKWARD)
+        scores = flops / (4 * f.c)
+        return "scores in memory, in fp32; model/blocks.py", [
+            flops / f.wide_rate + f.cap_bytes * scores / f.element_rate,
+            f.cap_flops_I * flops / f.wide_rate + f.cap_bytes_I * scores / f.element_rate,
+        ]
     f.add(
         c0=fitted.flash_width, s0=fitted.flash_length, rate=reached_flops_per_s(job, job.wide_precision),
         flash_share=fitted.flash(chip.die), flash_gain=job.stack.speed.on(chip.die).flash_gain,
         flash_backward=fitted.flash_backward,
     )  # fmt: skip
-    if capped:
-        f.add(wide_rate=reached_flops_per_s(job, "fp32"), element_rate=reached_bytes_per_s(job))
-        f.add(cap_bytes=CAP_BYTES, cap_bytes_I=CAP_BYTES_BACKWARD)
     reached = f.flash_share * f.c / (f.c + f.c0) * length / (length + f.s0)
     f("rate of attention", f.rate * reached * f.flash_gain, "cost/calibration.toml, cost/speed.py", unit="FLOP/s")
-    flops = f.FLOPs_of_attention
-    if not capped:
-        seconds = [flops / f.rate_of_attention, flops * f.flash_backward / f.rate_of_attention]
-        return "Dao, arXiv 2307.08691, section 3", seconds
-    scores = flops / (4 * f.c)
-    return "scores in memory, in fp32; model/blocks.py", [
-        flops / f.wide_rate + f.cap_bytes * scores / f.element_rate,
-        2.5 * flops / f.wide_rate + f.cap_bytes_I * scores / f.element_rate,
-    ]
+    seconds = [flops / f.rate_of_attention, flops * f.flash_backward / f.rate_of_attention]
+    return "Dao, arXiv 2307.08691, section 3", seconds
 
 
 def _stored(f: Formulas, job: Job, candidates: Candidates) -> tuple[str, list[Floats]]:
@@ -346,8 +348,9 @@ def _recompute(passes: Passes, job: Job, candidates: Candidates, block: BlockSha
         recompute.record_messages(passes, job, candidates, left_out)
         selective = f["attention, F"]
         if job.stack.selective == "parts" and np.any(candidates.recomputes_parts):
-            f.add(selective_recomputation=recompute.seconds(passes, job, candidates, block))
-            selective = f.selective_recomputation
+            parts_s = recompute.seconds(passes, job, candidates, block)
+            f.add(selective_recomputation=parts_s)
+            selective = f.selective_recomputation if np.any(parts_s) else f.constant(0)
         elif job.stack.selective in ("products", "read products"):
             selective = f[f"{MATMULS}, F"] / 2 + f[f"{ELEMENTWISE}, F"]
             if np.any(candidates.tp > 1):

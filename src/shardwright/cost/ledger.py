@@ -315,7 +315,8 @@ _SYMBOLS = (
     ("M K N batch", "", "a matmul multiplies (M, K) by (K, N), batch times"),
     ("w0 k0", "", "waves that a matmul takes longer than its tiles; features in at which half of the rate is reached"),
     ("multiprocessors", "", "of the accelerator"),
-    ("peak_rate rate element_rate", "FLOP/s, B/s", "of the data sheet; what matmuls, element-wise kernels reach"),
+    ("peak_rate rate wide_rate element_rate", "FLOP/s, B/s", "of the data sheet; what matmuls reach, in fp32; what "
+     "element-wise kernels reach"),
     ("bandwidth", "B/s", "of the accelerator's memory"),
     ("matmul_share lasting_share copy_share kernel_share", "", "of the peak: the best seen, what lasts in training"),
     ("flash_share flash_gain c0 s0", "", "fused attention: share of the rate; of newer kernels; width, length for it"),
@@ -362,6 +363,9 @@ _SYMBOLS = (
      "while they accumulate, and when they are complete; gathered layers; the embedding's gradient"),
     ("kept kept_for_W experts_kept logits_kept logits_for_W gradients_of_stages working_of_stages", "B",
      "of a microbatch, for each stage of the rank"),
+    ("rows_together keys_together", "tokens", "of a sequence whose scores with a soft cap are in memory together"),
+    ("cap_bytes cap_bytes_I cap_flops_I", "B", "moved for each score with a soft cap, forward, backward; FLOPs of the "
+     "backward pass of attention, relative to F"),
     ("scanned scan_numel", "", "elements a token of a scan of linear attention, with gradients on a rank; in one pass"),
     ("scan_flops map_flops", "FLOP", "of a token in the scans of linear attention, forward; in its maps of states"),
     ("over_cp", "", "1 where ranks of cp share a sequence"),

@@ -98,6 +98,12 @@ def reached_flops_per_s(job: Job, precision: str) -> float:
     return float(f(f"rate of matmuls in {precision}", rate, source, at="Rates"))
 
 
+def fp32_or_wide(job: Job) -> str:
+    """Return the format whose rate matmuls in fp32 have: fp32, or the job's wide format if the accelerator has no rate
+    of fp32, as TPUs. Ignored: the several passes in bf16 that a TPU computes instead."""
+    return "fp32" if FORMATS["fp32"].peak in job.cluster.accelerator.flops_per_s else job.wide_precision
+
+
 def layer_matmuls(job: Job, candidates: Candidates, block: BlockShape, tokens: Floats) -> Iterator[Matmul]:
     """Yield the matmuls with weights of one layer; `tokens`: (n,) of one micro-batch on a rank of cp.
 
@@ -112,7 +118,7 @@ def layer_matmuls(job: Job, candidates: Candidates, block: BlockShape, tokens: F
             rows = tokens / candidates.tp * job.model.moe.top_k / experts * job.busiest_load(candidates.ep)
             yield Matmul(group.name, rows, first.shape[-1], n_out, experts, apart=not job.stack.speed.groups_matmuls)
         elif first.kind == "router":
-            wide = "fp32" if job.stack.wide_router else job.wide_precision
+            wide = fp32_or_wide(job) if job.stack.wide_router else job.wide_precision
             yield Matmul(group.name, tokens / candidates.tp, first.shape[-1], n_out, precision=wide)
         else:
             n_in = first.shape[-1] / candidates.tp if first.split == "row" else first.shape[-1]

@@ -318,8 +318,11 @@ def _before_in_chunks(seq_len: int, cp: int, n_pieces: int, chunk: int) -> float
         early, late = rank * length, (2 * cp - 1 - rank) * length
         needed = early % chunk
         if n_pieces == 2:
-            own = length if late - late % chunk <= early else max(0.0, early + length - (late - late % chunk))
-            needed += late % chunk - own
+            start = late - late % chunk
+            if start <= early:  # the keys before the late piece include the keys before the early piece
+                needed = late % chunk - length
+            else:
+                needed += late % chunk - max(0.0, early + length - start)
         most = max(most, needed)
     return most
 

@@ -87,11 +87,11 @@ def _activation_of_experts(f: Formulas) -> Floats:
     return n_bytes
 
 
-def features(model: ModelSpec, heads: Floats, kv_heads: Floats) -> ledger.Inputs:
+def features(model: ModelSpec, block: BlockShape, heads: Floats, kv_heads: Floats) -> ledger.Inputs:
     """Return the symbols of `not_kept` for the heads of a rank, in elements a token."""
     latent, wide = model.latent_attention, max(model.qk_dim, model.head_dim)
     if latent is None:
-        placed = (heads + kv_heads) * model.qk_dim * model.qk_norm
+        placed = (heads + kv_heads) * model.qk_dim * block.norms_heads
         return {"rotated": placed, "keys_and_values": 0, "padded_out": 0, "narrow_norms": 0}
     both = heads * (model.qk_dim + wide) - latent.rope_dim
     return {
@@ -107,7 +107,8 @@ def seconds(passes: Passes, job: Job, candidates: Candidates, block: BlockShape)
     spec, tokens = job.model, candidates.tokens(job.seq_len)
     parts = parts_of(job, candidates)
     mine = _alone(parts, latent=spec.latent_attention is not None, experts=bool(block.experts))
-    spread = "mla_up" in mine or ("rope" in mine and (spec.qk_norm or spec.latent_attention is not None))
+    places = block.norms_heads or (spec.latent_attention is not None and not block.linear)
+    spread = "mla_up" in mine or ("rope" in mine and places)
     f = kernel_symbols(job, candidates, block)
     moved = {}
     if "norms" in mine:
@@ -121,9 +122,11 @@ def seconds(passes: Passes, job: Job, candidates: Candidates, block: BlockShape)
     if spread:
         moved["heads"] = f.T * f.qk_dim * (f.heads + f.kv_heads) / f.tp * f.rope_bytes
     n_bytes = {name: f(name, formula) for what, formula in moved.items() if (name := f"bytes of {what} again")}
-    f.add(bytes_moved_again=ledger.total("bytes moved again", n_bytes, "B") if n_bytes else 0.0 * tokens)
-    again_s = f.e / 2 * f.bytes_moved_again / f.element_rate
-    terms = {"element-wise, again": f("element-wise, again", again_s, "memory bounds them", unit="s")}
+    terms = {}
+    if n_bytes:
+        f.add(bytes_moved_again=ledger.total("bytes moved again", n_bytes, "B"))
+        again_s = f.e / 2 * f.bytes_moved_again / f.element_rate
+        terms["element-wise, again"] = f("element-wise, again", again_s, "memory bounds them", unit="s")
     if "attention" in mine:
         terms |= {f"{kind}, F": passes.forward[kind] for kind in ("attention", CONTEXT) if kind in passes.forward}
     if _NETWORKS & set(mine) and TENSOR in passes.forward:  # half of the messages are of the network

@@ -354,7 +354,7 @@ def said_shortly(problems: list[str], n: int = 4) -> Iterator[str]:
 def _wrong_token_ids(path: Path, architecture: Architecture, vocab_size: int) -> Iterator[str]:
     """Yield a sentence for each id outside the vocabulary: a text would never end, or the first step would fail."""
     for name in (CONFIG, GENERATION):
-        table = _object(inside(path, name), GenerationFile) if (path / name).is_file() else {}
+        table = _token_id_table(path, name)
         for key in TOKEN_IDS:
             ids = table.get(key)
             for number in ids if isinstance(ids, list) else [ids]:
@@ -367,16 +367,21 @@ def _wrong_token_ids(path: Path, architecture: Architecture, vocab_size: int) ->
                     )
 
 
+def _token_id_table(path: Path, name: str) -> dict[str, Any]:
+    """Return the object in a file that may have token ids; the keys of a `text_config` count where the file itself does
+    not have them. Empty without the file."""
+    table = _object(inside(path, name), GenerationFile) if (path / name).is_file() else {}
+    text = table.get("text_config")
+    return {**text, **table} if name == CONFIG and isinstance(text, dict) else table
+
+
 def token_ids(path: Path) -> dict[str, int | list[int]]:
     """Return the existing ids of the tokens that begin, end and pad a text, from generation_config.json or otherwise
     config.json."""
     ids: dict[str, int | list[int]] = {}
     for name in (CONFIG, GENERATION):
-        if (path / name).is_file():
-            table = _object(inside(path, name), GenerationFile)
-            ids |= {
-                key: table[key] for key in TOKEN_IDS if table.get(key) is not None and (key, table[key]) != NO_PADDING
-            }
+        table = _token_id_table(path, name)
+        ids |= {key: table[key] for key in TOKEN_IDS if table.get(key) is not None and (key, table[key]) != NO_PADDING}
     return ids
 
 

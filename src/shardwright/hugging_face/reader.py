@@ -119,7 +119,7 @@ class HuggingFaceWeights(MappedTensors):
 
     def _as_stored(self, tensor: FileTensor) -> FileTensor:
         """Return a tensor as the files have it: as (..., out, in) if it is in mxfp4, even if it is transposed in bf16.
-        Raises CheckpointError for blocks and scales of other shapes."""
+        Raises CheckpointError for blocks and scales of other shapes or types."""
         halves = (tensor.name + MXFP4[0], tensor.name + MXFP4[1])
         if tensor.name in self._held or not all(name in self._held for name in halves):
             return tensor
@@ -130,6 +130,8 @@ class HuggingFaceWeights(MappedTensors):
             if n_in % _GROUP or self._held[name].shape != (*lead, n_in // _GROUP, *more):
                 found, expected = [*self._held[name].shape], [*lead, n_in // _GROUP, *more]
                 raise CheckpointError(f"{self.path}: {name} is {found}, and config.json makes it {expected}")
+            if (dtype := self._held[name].dtype) != "uint8":
+                raise CheckpointError(f"{self.path}: {name} is {dtype}, and a tensor in mxfp4 has bytes: uint8")
         self._halves[tensor.name] = halves
         return tensor
 

@@ -104,7 +104,7 @@ def _place(
             x_BTHC = norm(x_BTHC.flatten(-2)).view_as(x_BTHC) if norm_whole else norm(x_BTHC)
         if rotary_2TC is not None:
             x_BTHC = rotate(x_BTHC, rotary_2TC)
-        return x_BTHC if isinstance(scale, float) and scale == 1 else x_BTHC * scale
+        return x_BTHC if isinstance(scale, float) and scale == 1 else (x_BTHC * scale).to(x_BTHC.dtype)
 
     return placed(x_BTHC) if norm is None else part("rope", placed, x_BTHC, weights=list(norm.parameters()))
 

@@ -2,7 +2,7 @@
 `plan --model n_layers=32,d_model=4096,n_heads=32,d_ffn=11008,vocab_size=32000`; no torch."""
 
 from dataclasses import MISSING, Field, fields, replace
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from shardwright.model.spec import TABLES, ModelSpec
 from shardwright.system.errors import ConfigError, nearest
@@ -15,7 +15,7 @@ def _keys() -> dict[str, Field[Any]]:
     keys = {key.name: key for key in fields(ModelSpec) if key.name not in (*TABLES, "rope_scaling")}
     for table, spec in TABLES.items():
         keys |= {f"{table}.{key.name}": key for key in fields(spec)}
-    return keys
+    return {name: key for name, key in keys.items() if get_origin(key.type) is not tuple}
 
 
 def spec_of_sizes(text: str, seq_len: int) -> ModelSpec:
@@ -64,7 +64,11 @@ def sizes_of_spec(spec: ModelSpec) -> str:
         if holder is not None and ((value := getattr(holder, inner)) != key.default or name in NEEDED):
             pairs.append(f"{name}={str(value).lower() if isinstance(value, bool) else value}")
     text = ",".join(pairs)
-    if spec_of_sizes(text, spec.max_seq_len) != replace(spec, rope_scaling=None):
+    try:
+        same = spec_of_sizes(text, spec.max_seq_len) == replace(spec, rope_scaling=None)
+    except ConfigError:  # a key that goes with a list, which is left out
+        same = False
+    if not same:
         raise ConfigError("the model has sizes that differ between layers; plan --model reads its config.json")
     return text
 

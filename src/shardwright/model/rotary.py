@@ -93,9 +93,11 @@ def rotary_table(spec: ModelSpec, positions_T: Tensor, dtype: torch.dtype, n_tok
 def query_temperature(spec: ModelSpec, positions_T: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the factor of queries in layers that rotate nothing, (T, 1, 1), or (B, T, 1, 1) for positions (B, T):
     1 + a ln(1 + floor((p + 1) / n)) with a `temperature_scale` and n `temperature_interval` (Llama 4 in transformers;
-    after Nakanishi, arXiv 2501.19399)."""
+    after Nakanishi, arXiv 2501.19399). Queries of `dtype` are multiplied by it in fp32 or wider."""
     steps_T = (positions_T + 1) // spec.temperature_interval
-    return (1 + spec.temperature_scale * steps_T.double().log1p()).to(dtype)[..., None, None]
+    return (1 + spec.temperature_scale * steps_T.double().log1p()).to(torch.promote_types(dtype, torch.float32))[
+        ..., None, None
+    ]
 
 
 def rotate(x_BTHC: Tensor, rotary_2TC: Tensor) -> Tensor:

@@ -363,10 +363,8 @@ def _flat(spec: ModelSpec) -> dict[str, Any]:
                 values |= {"moe.d_shared": value.shared_width, "moe.dense_layers": dense}
         elif key.name not in TABLES:
             values[key.name] = value
-    layers = range(spec.n_layers)
-    if spec.nope_layers:  # an interval may say the same
-        values["nope_interval"], values["nope_layers"] = 0, tuple(n for n in layers if not spec.rotates(n))
-    if spec.global_layers:
-        values |= {"global_interval": 0, "first_window": 0}
-        values["global_layers"] = tuple(n for n in layers if not spec.layer_window(n))
+    layers = range(spec.n_layers)  # an interval may say the same as a list of layers
+    values |= {"nope_interval": 0, "global_interval": 0, "first_window": 0}
+    values["nope_layers"] = tuple(n for n in layers if spec.positions == "rope" and not spec.rotates(n))
+    values["global_layers"] = tuple(n for n in layers if spec.window and not spec.layer_window(n))
     return values

@@ -43,11 +43,14 @@ FORMATS: Mapping[str, ServingFormat] = {
 CACHE_BYTES: Mapping[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0}
 """Bytes of an element of the cache by format. Keys and values in int8 are cast while attention reads them."""
 CAST_WHEN_READ = ("int8",)
-"""Formats of the cache that every accelerator can have."""
+"""Formats of the cache that every accelerator can have, but not a measured processor."""
 
 
 def computed_in(name: str, chip: Accelerator) -> str | None:
-    """Return the format in which matmuls with weights of a format compute on an accelerator; None if it has none."""
+    """Return the format in which matmuls with weights of a format compute on an accelerator; None if it has none. On a
+    measured processor nothing is cast."""
+    if chip.on_host:
+        return name if name in chip.flops_per_s else None
     return next((each for each in FORMATS[name].computes if each in chip.flops_per_s), None)
 
 
@@ -58,4 +61,5 @@ def weights_on(chip: Accelerator) -> list[str]:
 
 def caches_on(chip: Accelerator) -> list[str]:
     """Return the formats of the cache that an accelerator can have."""
-    return [name for name in CACHE_BYTES if name in CAST_WHEN_READ or name in chip.flops_per_s]
+    cast = () if chip.on_host else CAST_WHEN_READ
+    return [name for name in CACHE_BYTES if name in cast or name in chip.flops_per_s]

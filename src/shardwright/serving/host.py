@@ -51,7 +51,7 @@ def measured_of(serving: "Serving") -> tuple[RatesTable, GenerationTable]:
 
 
 def matmul_s(
-    serving: "Serving", what: str, m: ArrayLike, k: ArrayLike, n: ArrayLike, precision: str, e: int, batch: ArrayLike
+    serving: "Serving", what: str, m: ArrayLike, k: ArrayLike, n: ArrayLike, precision: str, e: float, batch: ArrayLike
 ) -> Floats:
     """Return the seconds of (m, k) by (k, n), `batch` times, as the faster of two ways: token by token, where each
     token reads the weights, or after laying out the weights once for the multiplication of all tokens."""

@@ -157,7 +157,7 @@ def _matmul_s(
     if precision == serving.precision:
         e, compute = serving.weight_bytes, serving.compute
     if serving.on_host:
-        return host.matmul_s(serving, what, m, k, n, precision, int(e), batch)
+        return host.matmul_s(serving, what, m, k, n, precision, e, batch)
     f = Formulas(
         "s", M=m, K=k, N=n, batch=batch, multiprocessors=serving.cluster.accelerator.multiprocessors,
         rate=serving.flops_per_s(compute), e=e, e_input=serving.wide_bytes,
