@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REFERENCES = Path(__file__).parent / "references"
-"""One process in plain PyTorch, in which the system that is verified has no part."""
+"""One process: the loop and the loss are plain PyTorch; for transformers the model is the library's."""
 
 
 @dataclass(frozen=True)

@@ -22,17 +22,17 @@ HEAD = """\
 
 This page is made from `{source}`. Do not edit it; run `python -m benchmarks.checkers.page {source}`.
 
-{total} bugs that a number shows are injected into Shardwright's code ([the list](mutations.md)). {n} of them, every
-{every}th in the order of `tests/training/bugs/tables.py`, are scored here; the rule was chosen before the results were
-known. Three checks compare each bug's first layout with one process of the same code, on a model and a batch of test
-size:
+{total} bugs that a number shows are injected into Shardwright's code ([the list](mutations.md)). {n} are scored
+here: every {every}th in the order that `tests/training/bugs/tables.py` had on the day of the results; the rule was
+chosen before the results were known. Three checks compare each bug's first layout with one process of the same code, on
+a model and a batch of test size:
 
 - curves: the losses of 50 steps of AdamW, or of the bug's optimizer, differ by more than 1e-3 of the loss;
 - parameters: after one such step a parameter differs by more than 1e-4 of its norm;
-- `shardwright verify` with default options.
+- `shardwright verify` in the case in which the bug shows.
 
 The bugs were written for `verify`, so its score is no estimate for unknown bugs. The other scores are the result: they
-are the fraction of known bugs that the usual checks miss.
+are the fraction of known bugs that the usual checks see.
 
 | check | bugs seen | of |
 | --- | --- | --- |

@@ -8,7 +8,7 @@ layout, and for each check the largest error and whether the check sees the bug:
 
 curves: the losses of 50 steps of the run's optimizer differ from those of one process by more than 1e-3.
 parameters: after one step of the run's optimizer a parameter differs by more than 1e-4 of its norm.
-verify: `shardwright verify` with its default options is not equal.
+verify: `shardwright verify` in the case in which the bug shows is not equal.
 
 Both sides of a comparison run the code with the bug, as two runs of one program do.
 """

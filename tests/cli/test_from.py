@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from shardwright.cli.main import app
 from shardwright.cli.plan_from import load_run, read_run
 from shardwright.cli.plan_options import FromOptions
+from shardwright.cli.verify import VerifyOptions, _configs
 from shardwright.model.presets import PRESETS
 from shardwright.system.errors import InputError
 from tests.cost.test_measured import MINE
@@ -69,6 +70,15 @@ def test_a_configuration_of_each_kind_becomes_a_run_file_with_its_layout(
     assert config.batch.seq_len == given.get("seq_len", config.batch.seq_len)
     if "model" in given:
         assert config.model.spec() == PRESETS["llama-3.1-8b"]
+
+
+def test_a_second_layout_of_a_configuration_is_announced_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "a.sh").write_text(SMALL)
+    options = VerifyOptions(
+        from_=[tmp_path / "a.sh"], cluster="h100:4", overrides_b=["layout.tp=1", "layout.dp_shard=2"]
+    )
+    assert [each.layout.layout().tp for each in _configs(options)] == [2, 1]
+    assert capsys.readouterr().err.count("plan --from shows what was read") == 1
 
 
 def test_contradicting_and_missing_options_are_named(tmp_path: Path) -> None:

@@ -120,6 +120,8 @@ def test_the_loads_of_a_run_are_a_file_that_a_plan_reads(tmp_path: Path) -> None
     assert load.busiest(MoESpec(n_experts=8, top_k=2, d_ffn=64), np.array([1, 2, 8])) == pytest.approx(
         [1, (1.5 + 1) / 2, (2 + 1) / 2]
     )
+    told = json.loads(run(tmp_path, "--out", tmp_path / "elsewhere/page.html", "--json").stdout)
+    assert told["expert_load"] == str(tmp_path / "elsewhere/expert_load.json")
     write_run(tmp_path, [moe_record(10)])
     assert "expert_load" not in json.loads(run(tmp_path, "--json").stdout)
 

@@ -6,9 +6,11 @@ DEEPSPEED_PYTHON=/tmp/ds-env/bin/python pytest tests/conversion/test_deepspeed.p
 
 import json
 import os
+import resource
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -156,6 +158,41 @@ def leave_latest(folder: Path) -> None:
     (folder / "latest").write_text("../../elsewhere")
 
 
+def link(name: str) -> Callable[[Path], None]:
+    """A file of the checkpoint is a link out of it, to a file with the same content."""
+
+    def damage(folder: Path) -> None:
+        outside = folder.parent / "outside"
+        (folder / name).rename(outside)
+        (folder / name).symlink_to(outside)
+
+    damage.__name__ = f"link {name}"
+    return damage
+
+
+def keep_an_older_universal(folder: Path) -> None:
+    (folder / "latest_universal").write_text("global_step4_universal")
+
+
+def empty_groups(folder: Path) -> None:
+    path = folder / "global_step5/zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    with under_their_names():
+        content = torch.load(path, weights_only=False)
+        content["optimizer_state_dict"]["base_optimizer_state"]["param_groups"] = []
+        torch.save(content, path)
+
+
+def count_without_end(folder: Path) -> None:
+    _change(folder, "mp_rank_00_model_states.pt", lambda content: content.update(global_steps=float("inf")))
+
+
+def shape_in_words(folder: Path) -> None:
+    def change(content: dict) -> None:
+        content["param_shapes"][0]["lm_head.weight"] = ("many", "few")
+
+    _change(folder, "mp_rank_00_model_states.pt", change)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -168,6 +205,16 @@ def leave_latest(folder: Path) -> None:
         (freeze, r"has frozen parameters \(lm_head.weight\)"),
         (add_tensor_parallel, "mp_rank_01_model_states.pt: DeepSpeed wrote it with tensor or pipeline parallelism"),
         (leave_latest, "elsewhere"),
+        (link("latest"), "'latest' is a link out of this folder"),
+        (link("global_step5"), "'global_step5' is a link out of this folder"),
+        (link("global_step5/mp_rank_00_model_states.pt"), "'mp_rank_00_model_states.pt' is a link out of this folder"),
+        (
+            keep_an_older_universal,
+            "'global_step4_universal', and latest says 'global_step5'.*name one of these folders",
+        ),
+        (empty_groups, "is damaged, or of a version of DeepSpeed with other files: StopIteration"),
+        (count_without_end, "is damaged, or of a version of DeepSpeed with other files: OverflowError"),
+        (shape_in_words, "is damaged, or of a version of DeepSpeed with other files: TypeError"),
     ],
 )
 def test_a_damaged_checkpoint_of_zero_is_refused_and_nothing_is_written(
@@ -185,6 +232,81 @@ def test_a_damaged_checkpoint_of_zero_is_refused_and_nothing_is_written(
     with pytest.raises(InputError, match=message):
         convert(tmp_path / "zero", tmp_path / "moved", "shardwright", run=run_file)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    "name", ["zero", "zero/lm_head.weight", "zero/optimizer_state.pt", "zero/lm_head.weight/fp32.pt"]
+)
+def test_links_out_of_a_universal_checkpoint_are_refused_and_a_typed_link_to_a_step_is_followed(
+    tmp_path: Path, run_file: Path, spec: ModelSpec, name: str
+) -> None:
+    values = random_values(spec)
+    write_zero(tmp_path / "zero", values, 2, 1)
+    convert(tmp_path / "zero", tmp_path / "own", "shardwright", run=run_file)
+    convert(tmp_path / "own", tmp_path / "universal", "deepspeed-universal")
+    (tmp_path / "typed").symlink_to(tmp_path / "universal/global_step5")
+    assert equal(values, contents(tmp_path / "typed"))
+    link(f"global_step5/{name}")(tmp_path / "universal")
+    with pytest.raises(InputError, match="is a link out of this folder"):
+        contents(tmp_path / "universal")
+
+
+def test_a_universal_checkpoint_of_the_latest_step_is_read_first(tmp_path: Path, spec: ModelSpec) -> None:
+    write_zero(tmp_path, random_values(spec), 2, 1)
+    (tmp_path / "latest_universal").write_text("global_step5_universal")
+    (tmp_path / "global_step5_universal/zero").mkdir(parents=True)
+    assert step_folder(tmp_path) == tmp_path / "global_step5_universal"
+
+
+def test_bf16_optimizer_has_no_stage_in_its_files(tmp_path: Path, spec: ModelSpec) -> None:
+    values = random_values(spec)
+    write_zero(tmp_path, values, 1, 2, bf16=True)
+    assert equal(values, contents(tmp_path))
+
+
+ADAM, ASSUMED = {"type": "Adam", "params": {}}, ["AdamW is assumed"]
+
+
+@pytest.mark.parametrize("universal", [False, True])
+@pytest.mark.parametrize(
+    ("config", "remarks"),
+    [
+        ({"optimizer": ADAM}, ASSUMED),
+        ("ds.json", ASSUMED),
+        ({"optimizer": {**ADAM, "type": "AdamW"}}, []),
+        ({"optimizer": {**ADAM, "params": {"adam_w_mode": True}}}, []),
+        ({"optimizer": {**ADAM, "params": {"adam_w_mode": False}}}, None),
+    ],
+)
+def test_adam_without_decoupled_decay_is_refused_and_an_assumption_is_reported(
+    tmp_path: Path, run_file: Path, spec: ModelSpec, universal: bool, config: Any, remarks: list[str] | None
+) -> None:
+    write_zero(tmp_path / "zero", random_values(spec), 2, 1, None if universal else config)
+    source = tmp_path / "zero"
+    if universal:
+        convert(tmp_path / "zero", tmp_path / "own", "shardwright", run=run_file)
+        source = tmp_path / "universal"
+        convert(tmp_path / "own", source, "deepspeed-universal")
+        _change(source, "mp_rank_00_model_states.pt", lambda content: content.update(ds_config=config))
+    if remarks is None:
+        with pytest.raises(InputError, match="adam_w_mode=False; supported: True"):
+            convert(source, tmp_path / "moved", "shardwright", run=run_file)
+        return
+    said = convert(source, tmp_path / "moved", "shardwright", run=run_file).remarks
+    assert [part for part in ASSUMED if any(part in line for line in said)] == remarks
+
+
+def test_a_full_disk_ends_with_a_sentence_and_no_folder(tmp_path: Path, run_file: Path, spec: ModelSpec) -> None:
+    write_zero(tmp_path / "zero", random_values(spec), 2, 1)
+    convert(tmp_path / "zero", tmp_path / "own", "shardwright", run=run_file)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9000, limits[1]))  # smaller than the embedding
+    try:
+        with pytest.raises(InputError, match="universal: no room to write it"):
+            convert(tmp_path / "own", tmp_path / "universal", "deepspeed-universal")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not [*tmp_path.glob("universal*")]
 
 
 def add_state(state: dict[str, Tensor]) -> None:

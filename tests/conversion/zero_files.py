@@ -1,5 +1,5 @@
-"""Files as DeepSpeed 0.19.8 writes them with ZeRO, and its names of classes in them; test_deepspeed.py compares them
-with files of the library where it is installed."""
+"""Files in the form in which DeepSpeed 0.19.8 writes them with ZeRO, and its names of classes in them. No test compares
+them with files of the library: where it is installed, test_deepspeed.py reads its own."""
 
 import math
 import sys
@@ -30,6 +30,7 @@ class LossScaler:
 
 
 class ZeroStageEnum(IntEnum):
+    optimizer_states = 1
     gradients = 2
     weights = 3
 
@@ -70,8 +71,9 @@ def groups_of(values: Values) -> list[list[str]]:
     return [[name for name, each in values["fp32"].items() if each.dim() == n] for n in (2, 1)]
 
 
-def write_zero(folder: Path, values: Values, stage: int, n_ranks: int) -> None:
-    """Write a checkpoint after STEP steps."""
+def write_zero(folder: Path, values: Values, stage: int, n_ranks: int, config: Any = None, bf16: bool = False) -> None:
+    """Write a checkpoint after STEP steps. `config`: the ds_config, or the path that older releases store. `bf16`: as
+    BF16_Optimizer writes it, whose stage is 1 and not in the file."""
     groups, step_folder = groups_of(values), folder / f"global_step{STEP}"
     step_folder.mkdir(parents=True)
     (folder / "latest").write_text(step_folder.name)
@@ -81,9 +83,12 @@ def write_zero(folder: Path, values: Values, stage: int, n_ranks: int) -> None:
         name = f"zero_pp_rank_{rank}_mp_rank_00"
         if stage == 3 or rank == 0:
             torch.save(model, step_folder / f"{name if stage == 3 else 'mp_rank_00'}_model_states.pt")
-        content = {"optimizer_state_dict": _of_rank(values, groups, stage, rank, n_ranks), "ds_config": {}}
+        state = _of_rank(values, groups, stage, rank, n_ranks)
+        if bf16:
+            del state["zero_stage"], state["loss_scaler"]
         with under_their_names():
-            torch.save(content, step_folder / f"{name}_optim_states.pt")
+            content = {"optimizer_state_dict": state, "ds_config": config or {}}
+            torch.save(content, step_folder / f"{'bf16_' * bf16}{name}_optim_states.pt")
 
 
 def _of_rank(values: Values, groups: list[list[str]], stage: int, rank: int, n_ranks: int) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from shardwright.cost.job import Candidates
 from shardwright.model.presets import PRESETS
 from shardwright.planner.choice import Choice
 from shardwright.readers.foreign_run import ForeignRun, Request, read_configuration
-from shardwright.readers.table import NO_EFFECT, READ
+from shardwright.readers.nemo import yaml_settings
+from shardwright.readers.table import NO_EFFECT, READ, Setting
 from shardwright.system.errors import InputError
 
 NEMO = """\
@@ -96,6 +97,12 @@ def test_yaml_of_nemo_has_its_model_and_layout(tmp_path: Path) -> None:
     assert read(tmp_path, "fp8.yaml", NEMO.replace("fp8: false", "fp8: true")).described.precision == "fp8"
 
 
+def test_a_reference_is_relative_to_the_key_at_which_it_stands() -> None:
+    values = {"model.size": 8, "model.longest": "${.size}", "model.data.x": "${model.longest}", "model.data.size": 9}
+    found = yaml_settings([Setting(name, value, "a.yaml:1") for name, value in values.items()])
+    assert next(each.value for each in found if each.option == "model.data.x") == 8
+
+
 def test_yaml_of_megatron_bridge_is_written_back_in_its_own_keys(tmp_path: Path) -> None:
     run = read(tmp_path, "bridge.yaml", BRIDGE, world_size=64, model=PRESETS["llama-3.1-70b"])
     layout = run.described.layout
@@ -119,6 +126,10 @@ def test_variables_of_mlperf_have_their_layout_and_samples_of_a_rank(tmp_path: P
     assert run.accelerator == "h100"
     assert {each.option for each in run.records if each.fate != READ} == {"DGXSYSTEM", "WALLTIME", "NEW_SWITCH"}
     assert any("bf16 and the distributed optimizer" in each for each in run.assumed)
+    more = MLPERF + "export CONT=image\nexport CONT_NAME=job\nexport CONTEXT_SHARDS=2\n"
+    named = read(tmp_path, "config_cont.sh", more, model=PRESETS["gpt3-175b"], seq_len=2048).records
+    fates = {each.option: each.fate for each in named}
+    assert fates["CONT"] == fates["CONT_NAME"] == NO_EFFECT != fates["CONTEXT_SHARDS"]
     written = run.system.write(run.described, run.choice)
     assert {run.system.spell(name) for name in written} == {
         *("TENSOR_MODEL_PARALLEL", "PIPELINE_MODEL_PARALLEL", "INTERLEAVED_PIPELINE", "CONTEXT_PARALLEL"),
@@ -126,6 +137,12 @@ def test_variables_of_mlperf_have_their_layout_and_samples_of_a_rank(tmp_path: P
     }
     for recompute, expected in (("none", True), ("full", False)):  # the variables cannot change recomputation
         assert bool(run.system.able(run.described, Candidates.from_layout(layout, 1, recompute)).all()) is expected
+
+
+def test_scripts_that_source_each_other_without_end_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config_common.sh").write_text("source config_common.sh\n" * 3)
+    with pytest.raises(InputError, match=r"config_common\.sh: more than 100 files are sourced"):
+        read(tmp_path, "config_DGXH100.sh", MLPERF)
 
 
 @pytest.mark.parametrize(

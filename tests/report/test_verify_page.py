@@ -72,7 +72,9 @@ def test_a_page_of_a_layout_that_is_equal_says_so():
 def test_a_page_of_a_matrix_has_a_line_for_each_layout():
     crash = report(crash="rank 1 failed: TypeError: <a>\nmore")
     equal = report(row("loss", 1, "", 1e-6))
-    text = checked(page(matrix_document([equal, WRONG, crash], "run.toml: layouts of 4 ranks")))
+    left_out = [(equal.layout, "2 heads")]
+    text = checked(page(matrix_document([equal, WRONG, crash], "run.toml: layouts of 4 ranks", left_out)))
+    assert f"{equal.layout}: 2 heads" in text
     rows = re.findall(r"<tr>.*?</tr>", text)
     assert len(rows) == 4, "a heading and three layouts"
     assert '<td class="left">equal</td>' in rows[1]

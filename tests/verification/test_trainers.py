@@ -2,21 +2,25 @@
 reported with its tensor and axis, and that a trainer that cannot be compared is refused in one sentence."""
 
 import json
+import os
+import subprocess
 import sys
+from dataclasses import dataclass
 from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from shardwright.cli.main import app
 from shardwright.config import load
 from shardwright.system.errors import InputError
-from shardwright.verification.trainers.adapter import invalid_degrees, trainer_class
+from shardwright.verification.trainers.adapter import Options, World, invalid_degrees, trainer_class
 from shardwright.verification.trainers.case import config_of, trainer_case
-from shardwright.verification.trainers.parity import factorisations
+from shardwright.verification.trainers.parity import TrainerJob, factorisations
 from tests.marks import prove, rest_prove
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "trainers"
@@ -217,6 +221,11 @@ def test_a_trainer_that_cannot_be_compared_is_refused(tmp_path: Path, change: An
         (["--world", 4, "--set", "dp=2"], "dp=2 are 2 ranks, and there are 4; leave an axis out, or take 2 ranks"),
         (["--matrix", 2, "--world", 2], "--matrix 2 is the number of ranks of each layout; leave out --world 2"),
         (["--set-b", "layout.tp=2"], "--set-b is for layouts of a run file; leave it out with --trainer"),
+        (["--model", "llama-3.1-8b"], "--model is for layouts of a run file; leave it out with --trainer"),
+        (
+            ["--seq-len", 8, "--cluster", "h100:8"],
+            "--seq-len is for layouts of a run file; leave it out with --trainer",
+        ),
         (["--dtype", "bfloat16"], "--dtype bfloat16: a trainer is compared in its own matmuls; valid: float64"),
         (["--set", "model.n_layer=3"], "n_layers"),
         (["--world", 1, "--steps", 1, "--set", "ddp=2"], "ddp=2: the trainer reads no such axis or option; valid: dp"),
@@ -226,6 +235,13 @@ def test_an_option_that_does_not_fit_a_trainer_is_named(arguments: list[object],
     result = verify(EXAMPLES / "ddp.py", *arguments)
     assert result.exit_code == 2, result.output
     assert words in " ".join(result.stderr.split())
+
+
+def test_layouts_that_the_trainer_refuses_are_returned_with_the_reason():
+    settings, left_out = TrainerJob("torch", 4, ["model.n_kv_heads=2"]).settings(every=True)
+    assert [str(layout) for layout, _ in left_out] == ["tp 4"]
+    assert "do not divide n_kv_heads=2" in left_out[0][1]
+    assert len(settings) == 9
 
 
 def test_each_way_to_distribute_ranks_over_axes_is_a_layout():
@@ -320,6 +336,48 @@ def test_accelerate_is_equal_to_one_process():
     pytest.importorskip("accelerate")
     result = verify(Path("accelerate"), "--matrix", 2, "--steps", 1)
     assert result.exit_code == 0, result.output
+
+
+def break_accelerate(folder: Path) -> None:
+    (folder / "accelerate").mkdir()
+    (folder / "accelerate/__init__.py").write_text("raise ValueError('ACCELERATOR=cpuu: valid: cpu')\n")
+
+
+def test_an_adapter_whose_package_raises_at_its_import_is_refused_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    break_accelerate(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "accelerate", raising=False)
+    monkeypatch.delitem(sys.modules, "shardwright.verification.trainers.accelerate", raising=False)
+    with pytest.raises(InputError, match=r"--trainer accelerate: .*\(ValueError: ACCELERATOR=cpuu: valid: cpu\); set"):
+        trainer_class("accelerate")
+
+
+@prove
+def test_the_server_lives_on_if_the_import_of_an_adapter_raises(tmp_path: Path):
+    break_accelerate(tmp_path)
+    command = [sys.executable, "-m", "shardwright", "verify", "--trainer", "accelerate", "--world", "2"]
+    result = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+    assert result.returncode == 2, result.stderr
+    assert "ACCELERATOR=cpuu" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@prove
+def test_an_argument_that_a_release_of_transformers_has_not_is_refused(monkeypatch: pytest.MonkeyPatch):
+    transformers = pytest.importorskip("shardwright.verification.trainers.transformers")
+    monkeypatch.setattr(transformers, "TrainingArguments", Old)
+    options = Options({"average_tokens_across_devices": False})
+    with pytest.raises(InputError, match=r"average_tokens_across_devices: transformers \d.* has no such argument"):
+        transformers._options(World(0, 1, {"dp": 1}, options, torch.float64))
+
+
+@dataclass
+class Old:
+    """TrainingArguments of a release without the argument."""
+
+    output_dir: str
 
 
 def test_an_adapter_whose_package_is_missing_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):

@@ -106,9 +106,11 @@ def read_run(paths: Sequence[Path], options: PlanOptions) -> "tuple[ForeignRun, 
     return run, cluster, assumed
 
 
-def load_run(options: FromOptions, run_file: Path | None, overrides: Sequence[str], own: Sequence[str]) -> "RunConfig":
+def load_run(
+    options: FromOptions, run_file: Path | None, overrides: Sequence[str], own: Sequence[str], *, tell: bool = True
+) -> "RunConfig":
     """Return the run file, or the configuration of --from as one, with the changes of --set. `own`: options that the
-    verb has without --from too. Raises InputError with every problem."""
+    verb has without --from too. `tell`: print the files and their layout. Raises InputError with every problem."""
     from shardwright.config import load, parse
     from shardwright.system.files import parse_toml
 
@@ -125,9 +127,10 @@ def load_run(options: FromOptions, run_file: Path | None, overrides: Sequence[st
     run, cluster, _ = read_run(options.from_, options.plan_options())
     text = run_file_text(run, run.job(cluster), shlex.join(["shardwright", *sys.argv[1:]]))
     config = parse(parse_toml(text), overrides, source=f"{run.files[0]}, as a run file")
-    error_console.print(
-        f"{run.files[0]}, {run.system.name}: {run.choice}; plan --from shows what was read", markup=False
-    )
+    if tell:
+        error_console.print(
+            f"{run.files[0]}, {run.system.name}: {run.choice}; plan --from shows what was read", markup=False
+        )
     return config
 
 

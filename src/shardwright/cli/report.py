@@ -54,7 +54,7 @@ def report(
     The page needs no other file and no network, and can be made while the run trains. For a run with layout.pp it also
     shows a step of the pipeline, as planned and as measured. For several runs it shows the losses in one picture and a
     table of the numbers. For a run with experts it also writes the tokens of each expert in the last logged step to
-    RUN_DIR/expert_load.json, which `plan --expert-load` reads.
+    expert_load.json next to the page, which `plan --expert-load` reads.
 
     shardwright report runs/debug
 
@@ -76,7 +76,7 @@ def report(
     if (
         tokens := next((each.tokens_by_expert for each in reversed(run.train) if each.tokens_by_expert), None)
     ) is not None:
-        files["expert_load"] = run.folder / EXPERT_LOAD
+        files["expert_load"] = page.with_name(EXPERT_LOAD)
         write_whole(files["expert_load"], dumps({KEY: tokens}).encode())
     show(run_document(run, files), json, *files.values())
 

@@ -283,7 +283,7 @@ def _configs(options: VerifyOptions) -> "list[RunConfig]":
     configs: list[RunConfig] = []
     for each in [overrides] if overrides_b is None else [overrides, [*overrides, *overrides_b]]:
         try:
-            configs.append(load_run(options, options.run_file, each, ()))
+            configs.append(load_run(options, options.run_file, each, (), tell=each is overrides))
         except InputError as error:
             wrong += [problem for problem in error.problems if problem not in wrong]
     if len(configs) == 2:
@@ -303,7 +303,7 @@ def _trainer(trainer: str, options: VerifyOptions) -> None:
     """Verify the trainer of a file."""
     from shardwright.verification.ranks import start_server
 
-    start_server(*([] if trainer.endswith(".py") else [f"shardwright.verification.trainers.{trainer}"]))
+    start_server("" if trainer.endswith(".py") else f"shardwright.verification.trainers.{trainer}")
     from shardwright.verification.trainers.parity import TrainerJob, TrainerVerifier
     from shardwright.verification.verifier import TIMEOUT_S
     from shardwright.verification.view import batch_sizes
@@ -325,11 +325,11 @@ def _trainer(trainer: str, options: VerifyOptions) -> None:
             report = job.report(status.update)
         _show(report, [batch_sizes(report.case)], options)
         return
-    settings = job.settings(every=True)
+    settings, left_out = job.settings(every=True)
     with TrainerVerifier(timeout_s=job.timeout_s) as verifier:
         with progress("running the reference twice"):
             verifier.check_reference(settings[0][0])
-        _matrix(verifier, settings, options)
+        _matrix(verifier, settings, options, left_out)
 
 
 def _check_options_of_trainer(options: VerifyOptions) -> None:
@@ -344,6 +344,11 @@ def _check_options_of_trainer(options: VerifyOptions) -> None:
         "--no-evaluate": not options.evaluate,
         "--against": options.against != "single",
         "--from": options.from_ is not None,
+        "--model": options.model is not None,
+        "--cluster": options.cluster is not None,
+        "--global-batch": options.global_batch is not None,
+        "--seq-len": options.seq_len is not None,
+        "--hardware": options.hardware is not None,
     }
     wrong += [f"{name} is for layouts of a run file; leave it out with --trainer" for name in given if given[name]]
     if options.matrix is not None and options.world is not None:
@@ -383,7 +388,12 @@ def _show(report: "Report", sizes: Sequence[str], options: VerifyOptions) -> Non
         raise typer.Exit(1)
 
 
-def _matrix(verifier: "Verifier", pairs: "Sequence[tuple[Case, RankedLayout]]", options: VerifyOptions) -> None:
+def _matrix(
+    verifier: "Verifier",
+    pairs: "Sequence[tuple[Case, RankedLayout]]",
+    options: VerifyOptions,
+    left_out: "Sequence[tuple[RankedLayout, str]]" = (),
+) -> None:
     from shardwright.verification.view import matrix_document, matrix_table
 
     stream = None if options.json else TableStream(matrix_table(), console)
@@ -392,7 +402,8 @@ def _matrix(verifier: "Verifier", pairs: "Sequence[tuple[Case, RankedLayout]]", 
         console.print()
     n_ranks = pairs[0][1].world_size
     name = options.trainer or options.run_file or " ".join(map(str, options.from_ or []))
-    show(matrix_document(reports, f"{name}: layouts of {n_ranks} ranks"), options.json, options.html)
+    document = matrix_document(reports, f"{name}: layouts of {n_ranks} ranks", left_out)
+    show(document, options.json, options.html)
     if any(report.crash for report in reports):
         raise typer.Exit(WorkerError.exit_code)
     if not all(report.equal for report in reports):

@@ -197,6 +197,14 @@ def _missing(folder: DcpFolder) -> Iterable[str]:
             yield f"{folder.path / METADATA} is damaged: the chunks of {name} do not cover each of its elements once"
 
 
+def file_of(value: Any) -> memoryview:
+    """Return the bytes of the file that torch.save writes. It raises RuntimeError if the disk is full; Python, which
+    writes these bytes, raises OSError."""
+    content = io.BytesIO()
+    torch.save(value, content)
+    return content.getbuffer()
+
+
 class DcpWriter:
     """Writes a distributed checkpoint with one chunk in memory at a time; `finish` writes `.metadata`."""
 
@@ -237,13 +245,12 @@ class DcpWriter:
         return name
 
     def _write(self, index: Any, value: Any) -> None:
-        content = io.BytesIO()
-        torch.save(value, content)
+        content = file_of(value)
         path = self._folder / f"__{self._n_files}_0.distcp"
         if path.is_file() and path.stat().st_size >= FILE_BYTES:
             self._n_files += 1
             path = self._folder / f"__{self._n_files}_0.distcp"
         with path.open("ab") as file:
             begin = file.tell()
-            file.write(content.getbuffer())
-        self._stored[index] = bytes_in_dcp_file(path.name, begin, content.tell())
+            file.write(content)
+        self._stored[index] = bytes_in_dcp_file(path.name, begin, len(content))

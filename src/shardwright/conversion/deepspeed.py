@@ -12,6 +12,7 @@ parameter into equal parts, the last one padded. Files are loaded with `weights_
 import json
 import math
 import pickle
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwright.conversion.dcp import file_of
 from shardwright.conversion.names import TRANSFORMERS, named_tensors_of
 from shardwright.conversion.state import MOMENTS, STEP, TrainingState
 from shardwright.hugging_face.architecture import architecture_of
 from shardwright.hugging_face.files import CONFIG, said_shortly
 from shardwright.hugging_face.writer import tensor_of_file
-from shardwright.system.errors import CheckpointError, DamagedError
+from shardwright.system.errors import CheckpointError, DamagedError, InputError
 from shardwright.system.files import inside, open_regular
 from shardwright.training.checkpoint.manifest import ShardRecord, TensorRecord
 from shardwright.training.checkpoint.storage import name_of
@@ -55,18 +57,30 @@ _CLASSES: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
 def step_folder(path: Path) -> Path | None:
     """Return the folder of a step in a checkpoint folder of DeepSpeed, or the folder itself if it is one; None if there
     is none."""
+    tags = {}
     for name in LATEST:
         if (path / name).is_file():
-            with open_regular(path / name) as file:
-                tag = file.read(1000).decode("utf-8", "replace").strip()
-            path = inside(path, tag, DamagedError)
-            break
+            with open_regular(inside(path, name, DamagedError)) as file:
+                tags[name] = file.read(1000).decode("utf-8", "replace").strip()
+    if len({_number_of(tag) for tag in tags.values()}) > 1:
+        said = ", and ".join(f"{name} says {tag!r}" for name, tag in tags.items())
+        raise CheckpointError(f"{path}: {said}, which are different steps; name one of these folders")
+    if tags:
+        path = inside(path, next(iter(tags.values())), DamagedError)
     there = any(any(path.glob(pattern)) for pattern in (f"*{_PARTS}", f"*{_SHAPES}"))
     return path if there or (path / _WHOLE).is_dir() else None
 
 
+def _number_of(tag: str) -> str:
+    """Return the last number in the name of a step's folder: ds_to_universal writes global_step5 to a folder such as
+    global_step5_universal."""
+    return next(iter(re.findall(r"\d+", tag)[::-1]), "")
+
+
 def _load(path: Path) -> Any:
-    """Return the content of a file. Raises CheckpointError if it needs other classes, DamagedError if it is damaged."""
+    """Return the content of a file. Raises CheckpointError if it needs other classes, DamagedError if it is damaged or
+    a link out of its folder."""
+    path = inside(path.parent, path.name, DamagedError)
     try:
         open_regular(path).close()
         with torch.serialization.safe_globals(_CLASSES):
@@ -100,11 +114,13 @@ class DeepSpeedFolder:
         self.remarks: dict[str, str] = {}
         try:
             self._read()
-        except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+            self.tensors = {name: self._record(name) for name in self._parts}
+        except InputError:
+            raise
+        except Exception as error:  # a damaged file has values of any type
             raise DamagedError(
                 f"{path} is damaged, or of a version of DeepSpeed with other files: {type(error).__name__}: {error}"
             ) from None
-        self.tensors = {name: self._record(name) for name in self._parts}
 
     @property
     def names(self) -> list[str]:
@@ -153,7 +169,7 @@ class DeepSpeedFolder:
             raise CheckpointError(f"{models[0]} has frozen parameters ({next(iter(frozen))}); supported: none")
         groups = [{name: tuple(shape) for name, shape in group.items()} for group in model["param_shapes"]]
         if (self.path / _WHOLE).is_dir():
-            self._read_whole(groups)
+            self._read_whole(groups, model.get("ds_config"))
         else:
             self._read_parts(groups, int(model["dp_world_size"]))
 
@@ -167,7 +183,7 @@ class DeepSpeedFolder:
                 raise DamagedError(f"{self.path / name} is missing: copy the files of all {n_ranks} ranks")
             content = _load(path)
             stored = content["optimizer_state_dict"]
-            by_parameter = int(stored["zero_stage"]) == 3
+            by_parameter = int(stored.get("zero_stage", 1)) == 3  # BF16_Optimizer has ZeRO-1 and does not say so
             base = stored["optimizer_state_dict" if by_parameter else "base_optimizer_state"]
             if not isinstance(base, Mapping):
                 raise CheckpointError(f"{path}: elastic_checkpoint is set, whose states are not read; supported: false")
@@ -178,7 +194,7 @@ class DeepSpeedFolder:
                 step = int(flat.pop(STEP, settings.get(STEP)))
                 steps[step] = path
                 if rank == 0:
-                    self._add_settings(group, settings, step, content.get("ds_config") or {})
+                    self._add_settings(group, settings, step, content.get("ds_config"))
                 cuts = (
                     _cuts_of_parameters(group, n_ranks)
                     if by_parameter
@@ -191,31 +207,37 @@ class DeepSpeedFolder:
             said = ", ".join(f"{path.name}: {step}" for step, path in sorted(steps.items()))
             raise CheckpointError(f"{self.path}: its parts are of different steps ({said}); copy all files of one step")
 
-    def _read_whole(self, groups: Sequence[Mapping[str, tuple[int, ...]]]) -> None:
+    def _read_whole(self, groups: Sequence[Mapping[str, tuple[int, ...]]], config: Any) -> None:
         """Read the tensors of a universal checkpoint."""
-        optimizer = _load(self.path / _WHOLE / "optimizer_state.pt")
+        whole = inside(self.path, _WHOLE, DamagedError)
+        optimizer = _load(whole / "optimizer_state.pt")
         base = optimizer.get("optimizer_state_dict") or optimizer
         for number, group in enumerate(groups):
             settings = next(each for each in base["param_groups"] if number in each["params"])
             for name, shape in group.items():
-                folder = inside(self.path / _WHOLE, name, DamagedError)
+                folder = inside(whole, name, DamagedError)
                 kinds = sorted({each.stem for each in folder.glob("*.pt")} | {_WEIGHT, *MOMENTS})
                 content = {kind: _load(folder / f"{kind}.pt") for kind in kinds}
                 step = content.pop(STEP, base.get("state", {}).get(0, {}).get(STEP))
                 for kind, tensor in content.items():
                     self._add(name, kind, shape, tensor["param"] if isinstance(tensor, Mapping) else tensor)
-                self._add_settings({name: shape}, settings, int(step), {})
+                self._add_settings({name: shape}, settings, int(step), config)
 
     def _add(self, name: str, kind: str, shape: tuple[int, ...], part: Tensor) -> None:
         place = name if kind == _WEIGHT else f"optimizer.state.{name}.{kind}"
         self._parts.setdefault(place, []).append(part.detach())
         self._shapes[place] = shape
 
-    def _add_settings(
-        self, group: Mapping[str, Any], settings: Mapping[str, Any], step: int, config: Mapping[str, Any]
-    ) -> None:
-        """Add the settings and the number of updates of the parameters of a group."""
-        decoupled = (config.get("optimizer") or {}).get("params", {}).get("adam_w_mode", True)
+    def _add_settings(self, group: Mapping[str, Any], settings: Mapping[str, Any], step: int, config: Any) -> None:
+        """Add the settings and the number of updates of the parameters of a group. `config`: DeepSpeed's, or a path."""
+        optimizer = (config.get("optimizer") or {}) if isinstance(config, Mapping) else {}
+        decoupled = (optimizer.get("params") or {}).get("adam_w_mode")
+        unsure = isinstance(config, str) or str(optimizer.get("type")).lower() == "adam"
+        if decoupled is None and unsure and settings.get("weight_decay"):
+            self.remarks["adam_w_mode"] = (
+                "the files do not say it, as DeepSpeed 0.18.4 and older remove it or store a path; AdamW is assumed"
+            )
+        decoupled = decoupled is None or decoupled
         for name in group:
             self._values[f"optimizer.state.{name}.{STEP}"] = step
             for key, value in (dict(settings) | {"adam_w_mode": decoupled}).items():
@@ -246,12 +268,12 @@ def write_universal_state(state: TrainingState, out: Path) -> list[str]:
         folder.mkdir(parents=True)
         for kind, values in ({_WEIGHT: state.weights} | dict(state.moments)).items():
             whole = tensor_of_file(tensor, values.read, getattr(torch, values.dtypes[tensor.parts[0].name]))
-            torch.save({"param": whole.contiguous().clone()}, folder / f"{kind}.pt")
-        torch.save(torch.tensor(step), folder / f"{STEP}.pt")
+            (folder / f"{kind}.pt").write_bytes(file_of({"param": whole.contiguous().clone()}))
+        (folder / f"{STEP}.pt").write_bytes(file_of(torch.tensor(step)))
     written = [{**group.group(), "params": [number]} for number, group in enumerate(groups)]
     base = {"state": {0: {STEP: torch.tensor(step)}}, "param_groups": written}
     optimizer = {"param_groups": written, "optimizer_state_dict": base, "ds_version": VERSION}
-    torch.save(optimizer, out / tag / _WHOLE / "optimizer_state.pt")
+    (out / tag / _WHOLE / "optimizer_state.pt").write_bytes(file_of(optimizer))
     shapes = [{each.name: torch.Size(each.shape) for each in tensors if settings[each.name] == g} for g in groups]
     model: dict[str, Any] = {
         "module": {},
@@ -261,7 +283,8 @@ def write_universal_state(state: TrainingState, out: Path) -> list[str]:
         "lr_scheduler": None,
     }
     for name in ("mp_rank_00", "zero_pp_rank_0_mp_rank_00"):  # DeepSpeed reads the second with ZeRO-3
-        torch.save({**model, "dp_world_size": 1, "mp_world_size": 1}, out / tag / f"{name}_model_states.pt")
+        content = file_of({**model, "dp_world_size": 1, "mp_world_size": 1})
+        (out / tag / f"{name}_model_states.pt").write_bytes(content)
     (out / LATEST[0]).write_text(tag)
     (out / CONFIG).write_text(json.dumps(architecture_of(state.spec).config(state.spec), indent=2) + "\n")
     order = ", then ".join(f"{len(shapes[n])} with weight_decay={g.weight_decay:g}" for n, g in enumerate(groups))

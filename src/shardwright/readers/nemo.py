@@ -84,10 +84,11 @@ _OF_YAML = _without_effect(
         "seq_len_interpolation_factor activations_checkpoint_layers_per_pipeline num_micro_batches_with_partial_",
     }
 )
+_LAUNCH = "it concerns the launch of MLPerf"
 _OF_VARIABLES = _without_effect(
     {
-        "it concerns the launch of MLPerf": "dgxsystem walltime nccl_ nvte_ cuda_ slurm sharp mlperf_ torch_ omp_ "
-        "max_steps val_ lr load_ target_ nexp cont logdir ub_ nemo_ hydra_ bind_ mc_ extra_ check_ warmup api_log",
+        _LAUNCH: "dgxsystem walltime nccl_ nvte_ cuda_ slurm sharp mlperf_ torch_ omp_ max_steps "
+        "val_ lr load_ target_ nexp cont_ container logdir ub_ nemo_ hydra_ bind_ mc_ extra_ check_ warmup api_log",
     }
 )
 
@@ -124,10 +125,10 @@ def _by_value(setting: Setting, choices: Mapping[str, Mapping[str, Any]]) -> Ite
 
 def _interpolated(setting: Setting, by_name: Mapping[str, Setting]) -> Setting:
     """Return a setting with the value that OmegaConf's `${key}` stands for, or with the reason why it is unknown."""
-    seen = {setting.option}
+    seen, name = {setting.option}, setting.option
     value = setting.value
     while isinstance(value, str) and (form := re.fullmatch(r"\$\{(\.*)([\w.]+)\}", value.strip())):
-        section = setting.option.split(".")[: -len(form[1])] if form[1] else []
+        section = name.split(".")[: -len(form[1])] if form[1] else []
         name = ".".join([*section, form[2]])
         if name in seen or name not in by_name:
             return replace(setting, value="", unknown=f"{setting.where}: {value} is not in the file")
@@ -242,6 +243,7 @@ MLPERF = replace(
     options={
         **_OPTIONS,
         "samples_per_data_rank": ForeignOption("samples_per_data_rank", "batch.global_batch", int, note="x data ranks"),
+        "cont": ForeignOption("cont", note=_LAUNCH, fate=NO_EFFECT),
     },
     spell=lambda name: {option: key for key, option in _VARIABLES.items()}.get(name, name.upper()),
     describe=_describe_mlperf,

@@ -19,6 +19,8 @@ from shardwright.system.files import read_text, reason
 LONGEST_VALUE = 200_000
 DEEPEST = 8
 """Most files that source each other."""
+MOST_FILES = 100
+"""Most files that a script sources, counting each time."""
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _DECLARE = ("export", "declare", "local", "readonly", "typeset")
 _LOOPS = ("for", "while", "until", "select")
@@ -37,9 +39,13 @@ class Shell:
     commands: list[list[Word]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     depth: int = 0
+    n_files: int = 0
 
     def run(self, path: Path) -> None:
-        """Evaluate a file. Raises InputError for a file that cannot be read or parsed."""
+        """Evaluate a file. Raises InputError for a file that cannot be read or parsed, or after `MOST_FILES` files."""
+        self.n_files += 1
+        if self.n_files > MOST_FILES:
+            raise InputError(f"{path}: more than {MOST_FILES} files are sourced; give the script without the others")
         try:
             text = read_text(path)
         except (OSError, ValueError) as error:

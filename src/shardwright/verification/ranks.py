@@ -25,7 +25,7 @@ from typing import Any
 
 from shardwright.system import processes
 from shardwright.system.errors import cleaning_up
-from shardwright.system.forks import context, preload, temporary_folder, undisturbed
+from shardwright.system.forks import context, environment, preload, temporary_folder, undisturbed
 from shardwright.system.processes import ParentConnection, Worker
 
 TIMEOUT_S = 200.0
@@ -36,14 +36,18 @@ _running: dict[int, list[Worker]] = {}
 _numbers = itertools.count()
 
 
-def start_server(*modules: str) -> None:
-    """Start the process that ranks are forked from, which imports PyTorch while the caller continues. `modules`: other
-    modules that it imports if it can.
+ADAPTER = "SHARDWRIGHT_ADAPTER"
+"""Environment variable of the server with a module that it imports after its own, if it can."""
+
+
+def start_server(adapter: str = "") -> None:
+    """Start the process that ranks are forked from, which imports PyTorch while the caller continues. `adapter`: a
+    module that it imports then. If the import raises, a rank imports the module again and reports the error.
 
     To be called before the caller imports PyTorch itself: both take seconds.
     """
-    preload("shardwright.verification.preload", *modules)
-    with _starting, undisturbed():
+    preload("shardwright.verification.preload")
+    with _starting, environment({ADAPTER: adapter}), undisturbed():
         pass
 
 

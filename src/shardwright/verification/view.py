@@ -7,7 +7,7 @@ from functools import partial
 
 from shardwright.config import RunConfig
 from shardwright.verification.case import Case
-from shardwright.verification.compare import Report, ReportRow
+from shardwright.verification.compare import RankedLayout, Report, ReportRow
 from shardwright.verification.pictures import ROLES, errors_svg, short
 from shardwright.view.document import (
     CODE,
@@ -151,8 +151,11 @@ def matrix_row(report: Report, name: str) -> tuple[object, ...]:
     return verdict, worst.error, worst.tolerance, replicas, at, name
 
 
-def matrix_document(reports: Sequence[Report], title: str) -> VerbDocument:
-    """Return the document of many layouts of one number of ranks, in the order given."""
+def matrix_document(
+    reports: Sequence[Report], title: str, left_out: Sequence[tuple[RankedLayout, str]] = ()
+) -> VerbDocument:
+    """Return the document of many layouts of one number of ranks, in the order given. `left_out`: layouts that were not
+    tried, and why."""
     n_ranks, n = reports[0].layout.world_size, len(reports)
     bad = [report for report in reports if not report.equal]
     layouts = f"layouts of {n_ranks} rank{'s' * (n_ranks > 1)}"
@@ -164,13 +167,19 @@ def matrix_document(reports: Sequence[Report], title: str) -> VerbDocument:
     parts: list[Part] = [
         Facts(facts),
         *(Note(str(report.layout), _verdict(report), "bad") for report in bad),
+        *(Note(f"{layout}: {reason}", "left out") for layout, reason in left_out),
         *([Note("for the culprit, verify one of them alone, with --set for its degrees")] if bad else []),
         matrix_table(rows=[matrix_row(report, str(report.layout)) for report in reports]),
         Note("the tensor or number with the largest error in multiples of its tolerance", "worst at", "quiet"),
         Note("tensors and numbers that several ranks hold, compared bit for bit", "replicas", "quiet"),
         *(Note(reason, "tolerance", "quiet") for reason in tolerances(reports)),
     ]
-    return VerbDocument(title, {"equal": not bad, "layouts": [report.document() for report in reports]}, parts)
+    document = {
+        "equal": not bad,
+        "layouts": [report.document() for report in reports],
+        "left_out": [{"layout": str(layout), "reason": reason} for layout, reason in left_out],
+    }
+    return VerbDocument(title, document, parts)
 
 
 def tolerances(reports: Iterable[Report]) -> Iterator[str]:

@@ -167,6 +167,12 @@ def trainer_class(name: str) -> type[Any]:
             module = importlib.import_module(f"shardwright.verification.trainers.{name}")
         except ModuleNotFoundError as error:
             raise _not_installed(name, error) from None
+        except Exception as error:  # the code of the installed package
+            said = (str(error).splitlines() or [""])[0]
+            raise environment_error(name, error) or InputError(
+                f"--trainer {name}: the installed package cannot be imported ({type(error).__name__}: {said}); set "
+                f"what it asks for, or install another version"
+            ) from None
     else:
         sys.path.insert(0, str(Path(name).parent))  # the file imports its neighbours, as it does when it is run
         try:

@@ -179,8 +179,9 @@ class TrainerJob:
     dtype: str = "float64"
     timeout_s: float = TIMEOUT_S
 
-    def settings(self, every: bool = False) -> list[TrainerSetting]:
-        """Return the case and the trainer to run; with `every`, one for each distribution of the ranks over axes."""
+    def settings(self, every: bool = False) -> tuple[list[TrainerSetting], list[tuple[TrainerLayout, str]]]:
+        """Return the case and the trainer to run; with `every`, one for each distribution of the ranks over axes, and
+        the layouts that the trainer refuses, with its reason."""
         config, options = config_of(self.run_file, self.world_size, self.overrides)
         layouts = layouts_of(resolved(self.trainer), self.world_size, options, self.timeout_s, every)
         alone = layouts_of(resolved(self.reference or self.trainer), 1, dict(layouts[0].options), self.timeout_s)[0]
@@ -193,23 +194,24 @@ class TrainerJob:
             dtype=self.dtype,
             reference=replace(alone, is_reference=True),
         )
-        if every:
-            layouts = self._valid(case, layouts)
-        return [(case, layout) for layout in layouts]
+        refused = self._refused(case, layouts) if every else []
+        left_out = [layout for layout, _ in refused]
+        return [(case, layout) for layout in layouts if layout not in left_out], refused
 
-    def _valid(self, case: TrainerCase, layouts: list[TrainerLayout]) -> list[TrainerLayout]:
-        """Return the layouts that the trainer does not refuse. Raises InputError with the reasons if it refuses all."""
+    def _refused(self, case: TrainerCase, layouts: list[TrainerLayout]) -> list[tuple[TrainerLayout, str]]:
+        """Return the layouts that the trainer refuses, with its reason. Raises InputError with the reasons if it
+        refuses all."""
         degrees, options = [dict(layout.degrees) for layout in layouts], dict(layouts[0].options)
         name = layouts[0].trainer
         reasons = run_ranks(invalid_degrees, 1, name, case.spec, degrees, options, timeout_s=self.timeout_s)[0]
-        valid = [layout for layout, reason in zip(layouts, reasons, strict=True) if not reason]
-        if not valid:
-            raise InputError(*(f"{layout}: {reason}" for layout, reason in zip(layouts, reasons, strict=True)))
-        return valid
+        refused = [(layout, reason) for layout, reason in zip(layouts, reasons, strict=True) if reason]
+        if len(refused) == len(layouts):
+            raise InputError(*(f"{layout}: {reason}" for layout, reason in refused))
+        return refused
 
     def report(self, tell: Callable[[str], None] = lambda line: None) -> Report:
         """Compare the trainer with one process, and look for the smallest configuration that differs."""
-        [(case, layout)] = self.settings()
+        [(case, layout)], _ = self.settings()
         with TrainerVerifier(timeout_s=self.timeout_s) as verifier:
             tell(f"running {self.world_size} ranks and the reference")
             verifier.check_reference(case)

@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainin
 from shardwright.data.samples import IGNORE
 from shardwright.hugging_face.float64 import Float64
 from shardwright.model.spec import ModelSpec
+from shardwright.system.errors import InputError
 from shardwright.verification.trainers.adapter import StepBatch, World
 from shardwright.verification.trainers.pieces import load_weights, set_environment
 
@@ -52,7 +53,7 @@ class TransformersTrainer:
             max_position_embeddings=spec.max_seq_len + 1,
         )
         self.n_ranks, self.wide = world.size, world.dtype == torch.float64
-        self.options = {name: world.options[name] for name in OPTIONS if name in world.options}
+        self.options = _options(world)
         model: Any = LlamaForCausalLM(config)
         self.model: Any = model.to(dtype=world.dtype)
         self.optimizer = torch.optim.SGD(self.model.parameters(), momentum=0.9)
@@ -66,7 +67,6 @@ class TransformersTrainer:
 
     def step(self, batch: StepBatch) -> float:
         self.optimizer.param_groups[0].update(lr=batch.lr, initial_lr=batch.lr)
-        known = {field.name for field in dataclasses.fields(TrainingArguments)}
         arguments = TrainingArguments(
             output_dir="none",
             use_cpu=True,
@@ -80,7 +80,7 @@ class TransformersTrainer:
             report_to=[],
             disable_tqdm=True,
             ddp_find_unused_parameters=False,
-            **{name: value for name, value in self.options.items() if name in known},
+            **self.options,
         )
         rows = [_with_labels(*micro_batch) for micro_batch in batch.micro_batches]
         trainer = _OneStep(self.model, arguments, train_dataset=rows, optimizers=(self.optimizer, None))
@@ -95,6 +95,15 @@ class TransformersTrainer:
 
     def parameters(self) -> dict[str, Any]:
         return dict(self.model.named_parameters())
+
+
+def _options(world: World) -> dict[str, Any]:
+    """Return the arguments of the Trainer that `--set` names. Raises InputError if this release has not one of them."""
+    options = {name: world.options[name] for name in OPTIONS if name in world.options}
+    known = {field.name for field in dataclasses.fields(TrainingArguments)}
+    if missing := [name for name in options if name not in known]:
+        raise InputError(f"{missing[0]}: transformers {transformers.__version__} has no such argument; leave it out")
+    return options
 
 
 def _with_labels(tokens_BT: Tensor, targets_BT: Tensor) -> dict[str, Tensor]:
