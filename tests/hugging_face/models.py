@@ -436,6 +436,13 @@ def logits_error(folder: Path, weights: str | Path, dtype: torch.dtype) -> float
     return float((found_BTV - expected_BTV).abs().max() / expected_BTV.abs().max())
 
 
+def their_rounding(folder: Path) -> float:
+    """Largest difference of the logits of `transformers` in float32 from its own in float64, relative to the largest
+    logit."""
+    exact_BTV = their_logits(folder, torch.float64, tokens())
+    return float((their_logits(folder, torch.float32, tokens()) - exact_BTV).abs().max() / exact_BTV.abs().max())
+
+
 def tensors(folder: Path) -> dict[str, Tensor]:
     """Every tensor of the safetensors files of a folder."""
     return {name: each for path in sorted(folder.glob("*.safetensors")) for name, each in load_file(path).items()}

@@ -35,12 +35,15 @@ from tests.hugging_face.models import (
     scaled,
     tensors,
     their_logits,
+    their_rounding,
     theirs,
     tokens,
 )
 
-# Rounding of a few dozen operations one after another: 6e-8 each in float32, 1e-16 in float64.
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-13}
+"""Largest errors of logits relative to the largest logit: rounding of a few dozen operations one after another, 6e-8
+each in float32, 1e-16 in float64. Kernels differ between CPUs: where the logits of transformers in float32 are further
+from its own in float64 (3e-5 for qwen3-next on one CPU), twice that distance is allowed."""
 
 
 @pytest.mark.parametrize("family", rest_prove(FAMILIES, "gpt2", "deepseek-v3"))
@@ -69,7 +72,8 @@ def comes_in_and_goes_out(family: str, folder: Path) -> None:
 @pytest.mark.parametrize("family", rest_prove(FAMILIES, "llama"))
 def test_logits_are_those_of_transformers(family: str):
     for dtype, tolerance in TOLERANCES.items():
-        assert logits_error(kept(family), kept(family), dtype) < tolerance
+        allowed = max(tolerance, 2 * their_rounding(kept(family))) if dtype == torch.float32 else tolerance
+        assert logits_error(kept(family), kept(family), dtype) < allowed
 
 
 @pytest.mark.parametrize("family", rest_prove(["qwen3-moe, dense layers", "qwen2-moe"], "qwen2-moe"))
