@@ -122,7 +122,6 @@ def test_a_plan_searches_the_schedule_and_writes_a_run_file_that_verify_accepts(
     "layout",
     rest_prove(
         [
-            "layout.tp=2",
             "layout.tp=2 layout.sequence_parallel=false",
             "layout.tp=2 layout.pp=1 layout.pp_schedule=1f1b layout.cp=2",
             "layout.dp_shard=2 layout.zero=3",
