@@ -122,12 +122,13 @@ def check_ray(folder: Path) -> str:
     environment = os.environ | {"RAY_ADDRESS": cluster.address, "OMP_NUM_THREADS": "1"}
     seen = []
     for run in ("plain", "killed"):
-        path = job_file("ray", folder, run)
+        trusted = ("--extension", str(folder / "kill.py")) if run == "killed" else ()
+        path = job_file("ray", folder, run, *trusted)
         done = subprocess.run(
             [sys.executable, str(path)], cwd=folder, env=environment, check=False, capture_output=True, text=True
         )
         starts = [line for line in done.stdout.splitlines() if line.startswith("start ")]
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
         assert losses(folder, run) == losses(folder, "local"), f"{run}: other losses than the local run"
         seen.append(f"{run}: {'; '.join(starts)}")
     cluster.shutdown()

@@ -178,7 +178,7 @@ JOB_FORMATS = {
         ),
         JobFormat("skypilot", "train.sky.yaml", "sky jobs launch {}", {"accelerator": "H100"}, _sky_task),
         JobFormat(
-            "ray", "train_ray.py", "ray job submit --working-dir . -- python {}", {},
+            "ray", "train_ray.py", "ray job submit -- python {}", {},
             partial(_rendered, "ray_job.py.jinja"),
         ),
     )
