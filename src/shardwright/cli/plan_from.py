@@ -2,8 +2,9 @@
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -106,32 +107,33 @@ def read_run(paths: Sequence[Path], options: PlanOptions) -> "tuple[ForeignRun, 
     return run, cluster, assumed
 
 
-def load_run(
-    options: FromOptions, run_file: Path | None, overrides: Sequence[str], own: Sequence[str], *, tell: bool = True
-) -> "RunConfig":
-    """Return the run file, or the configuration of --from as one, with the changes of --set. `own`: options that the
-    verb has without --from too. `tell`: print the files and their layout. Raises InputError with every problem."""
+def load_run(options: FromOptions, run_file: Path | None, overrides: Sequence[str], own: Sequence[str]) -> "RunConfig":
+    """Return the run of `run_reader` with the changes of --set."""
+    return run_reader(options, run_file, own)(overrides)
+
+
+def run_reader(
+    options: FromOptions, run_file: Path | None, own: Sequence[str] = ()
+) -> Callable[[Sequence[str]], "RunConfig"]:
+    """Return a function from the changes of --set to the run file, or to the configuration of --from as one, which is
+    read once, here. `own`: options that the verb has without --from too. Both raise InputError with every problem."""
     from shardwright.config import load, parse
     from shardwright.system.files import parse_toml
 
     if not options.from_:
-        names = [each.name for each in fields(FromOptions) if each.name not in own]
-        given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
-        if given:
+        if given := options.given(own):
             raise InputError(f"{' and '.join(given)} describe a configuration of --from; for a run file use --set")
         if run_file is None:
             raise typer.BadParameter("name a run file, such as examples/debug.toml", param_hint="RUN_FILE")
-        return load(run_file, overrides)
+        return partial(load, run_file)
     if run_file is not None:
         raise InputError(f"{run_file} and --from {options.from_[0]} are both configurations; leave one out")
     run, cluster, _ = read_run(options.from_, options.plan_options())
     text = run_file_text(run, run.job(cluster), shlex.join(["shardwright", *sys.argv[1:]]))
-    config = parse(parse_toml(text), overrides, source=f"{run.files[0]}, as a run file")
-    if tell:
-        error_console.print(
-            f"{run.files[0]}, {run.system.name}: {run.choice}; plan --from shows what was read", markup=False
-        )
-    return config
+    error_console.print(
+        f"{run.files[0]}, {run.system.name}: {run.choice}; plan --from shows what was read", markup=False
+    )
+    return lambda overrides: parse(parse_toml(text), overrides, source=f"{run.files[0]}, as a run file")
 
 
 def run_file_text(run: "ForeignRun", job: "Job", command: str) -> str:

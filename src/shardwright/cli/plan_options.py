@@ -1,5 +1,6 @@
 """The options of `shardwright plan`, and the problems of options that do not describe the job."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
@@ -37,6 +38,11 @@ class FromOptions:
     hardware: Annotated[
         Path | None, typer.Option(metavar="FILE.toml", help="your accelerators, networks and clusters")
     ] = None
+
+    def given(self, own: Sequence[str] = ()) -> list[str]:
+        """Return the names of these options that are given, such as `--seq-len`. `own`: fields to leave out."""
+        names = [each.name for each in fields(FromOptions) if each.name not in own]
+        return [f"--{name.strip('_').replace('_', '-')}" for name in names if getattr(self, name) is not None]
 
     def plan_options(self) -> "PlanOptions":
         """Return the options of `plan` for the configuration."""

@@ -19,7 +19,7 @@ from shardwright.cli.common import (
     show,
     wrong_place,
 )
-from shardwright.cli.plan_from import load_run
+from shardwright.cli.plan_from import run_reader
 from shardwright.cli.plan_options import FromOptions
 from shardwright.system.errors import InputError, WorkerError, nearest
 from shardwright.system.units import format_seconds
@@ -281,9 +281,13 @@ def _configs(options: VerifyOptions) -> "list[RunConfig]":
     if overrides_b is not None and options.matrix is not None:
         wrong.append("--set-b names a second layout and --matrix compares all with one process; leave one out")
     configs: list[RunConfig] = []
+    try:
+        read = run_reader(options, options.run_file)
+    except InputError as error:
+        raise InputError(*wrong, *error.problems) from None
     for each in [overrides] if overrides_b is None else [overrides, [*overrides, *overrides_b]]:
         try:
-            configs.append(load_run(options, options.run_file, each, (), tell=each is overrides))
+            configs.append(read(each))
         except InputError as error:
             wrong += [problem for problem in error.problems if problem not in wrong]
     if len(configs) == 2:
@@ -343,12 +347,7 @@ def _check_options_of_trainer(options: VerifyOptions) -> None:
         "--lr-schedule": options.lr_schedule,
         "--no-evaluate": not options.evaluate,
         "--against": options.against != "single",
-        "--from": options.from_ is not None,
-        "--model": options.model is not None,
-        "--cluster": options.cluster is not None,
-        "--global-batch": options.global_batch is not None,
-        "--seq-len": options.seq_len is not None,
-        "--hardware": options.hardware is not None,
+        **dict.fromkeys(options.given(), True),
     }
     wrong += [f"{name} is for layouts of a run file; leave it out with --trainer" for name in given if given[name]]
     if options.matrix is not None and options.world is not None:
