@@ -88,7 +88,7 @@ def _key(kinds: Mapping[str, float], text: Mapping[str, str], whole: float) -> l
 def memory_bar(priced: PricedLayout, limit_bytes: float) -> PagePicture:
     """Return the memory of the fullest rank by kind against the limit."""
     rank = priced.memory.fullest_rank
-    kinds = {kind: held[rank] for kind, held in with_allocator(priced).items()}
+    kinds = priced.fullest_kinds
     whole = 1.02 * max(limit_bytes, priced.peak_bytes)
     text = {kind: format_bytes(value) for kind, value in kinds.items()}
     bars = _rects([(at, f"{kind}: {text[kind]}", kinds[kind]) for at, kind in enumerate(kinds)], whole, 4, 34)
@@ -146,7 +146,7 @@ def step_memory(priced: PricedLayout, limit_bytes: float) -> PagePicture:
     for at, (kind, held) in enumerate(found.kinds.items()):
         above = below + np.maximum.reduceat(held, bins)
         if above.max() > below.max() or (above > below).any():
-            d = _area(below / top, above / top)
+            d = step_area(range(len(bins) + 1), 1000 * (1 - above / top), 1000 * (1 - below / top), digits=0)
             parts += Markup('<path d="{}" fill="var(--kind-{})"><title>{}</title></path>').format(
                 d, at % len(KINDS), f"{kind}: at most {format_bytes(float(held.max()))}"
             )
@@ -163,20 +163,22 @@ def step_memory(priced: PricedLayout, limit_bytes: float) -> PagePicture:
     return PagePicture("Memory over one step", picture, caption=caption)
 
 
-def _area(below: Floats, above: Floats) -> str:
-    """Return the outline of a part of a stacked area, with a step for each moment."""
-    there = _stairs([f"{1000 * (1 - y):.0f}" for y in above], range(1, len(above) + 1))
-    back = _stairs([f"{1000 * (1 - y):.0f}" for y in below[::-1]], range(len(below) - 1, -1, -1))
-    return f"M0 {1000 * (1 - below[0]):.0f}{there}{back}Z"
+def step_area(edges: Sequence[float], above: Floats, below: Floats, digits: int) -> str:
+    """Return the path of the area between two step functions of n steps, which have the n + 1 `edges`; coordinates are
+    of the picture, with `digits` decimals."""
+    there = _stairs(above, edges[1:], digits)
+    back = _stairs(below[::-1], edges[-2::-1], digits)
+    return f"M{edges[0]:.{digits}f} {below[0]:.{digits}f}{there}{back}Z"
 
 
-def _stairs(heights: Sequence[str], ends: Iterable[int]) -> str:
+def _stairs(heights: Floats, ends: Iterable[float], digits: int) -> str:
     """Return steps of these heights, each until its end; equal neighbours are one step."""
-    found: list[tuple[str, int]] = []
-    for height, end in zip(heights, ends, strict=True):
+    found: list[tuple[str, str]] = []
+    for y, x in zip(heights, ends, strict=True):
+        height = f"{y:.{digits}f}"
         if found and found[-1][0] == height:
             found.pop()
-        found.append((height, end))
+        found.append((height, f"{x:.{digits}f}"))
     return "".join(f"V{height}H{end}" for height, end in found)
 
 

@@ -126,6 +126,13 @@ class PricedLayout(Estimate):
         """Return the bytes of memory that the layout needs on the host of a node."""
         return float(node_host_bytes(self.job, self.candidates)[0])
 
+    @property
+    def fullest_kinds(self) -> dict[str, float]:
+        """The bytes of the fullest rank of pp by kind, with the bytes that the allocator cannot use."""
+        memory, rank = self.memory, self.memory.fullest_rank
+        kinds = {kind: float(n_bytes[0, rank]) for kind, n_bytes in memory.kinds.items()}
+        return kinds | {"allocator": float(memory.lost_bytes[0, rank])}
+
     def fits(self, limit_bytes: float) -> bool:
         """Return whether a rank needs at most `limit_bytes` of its device, and a node at most its host's memory."""
         return not shortage(self.job, self.choice, self.peak_bytes, limit_bytes)

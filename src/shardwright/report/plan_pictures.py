@@ -185,7 +185,7 @@ def scaling_svg(points: Sequence[SweepPoint], chosen: int) -> str:
 
 def length_svg(points: Sequence[PricedLayout], chosen: int, limit_bytes: float) -> str:
     """Draw the memory of the fullest rank by kind, in GiB, over the sequence length, with the limit."""
-    held = [_fullest(each) for each in points]
+    held = [each.fullest_kinds for each in points]
     kinds = {kind: [each[kind] for each in held] for kind in held[0]}
 
     def draw(ax: "Axes") -> None:
@@ -203,12 +203,6 @@ def with_allocator(priced: PricedLayout) -> dict[str, list[float]]:
     found = {kind: np.asarray(held)[0].tolist() for kind, held in memory.kinds.items()}
     found["allocator"] = memory.lost_bytes[0].tolist()
     return found
-
-
-def _fullest(priced: PricedLayout) -> dict[str, float]:
-    kinds = with_allocator(priced)
-    at = int(np.sum(list(kinds.values()), axis=0).argmax())
-    return {kind: held[at] for kind, held in kinds.items()}
 
 
 def _limit(ax: "Axes", gib: float) -> None:

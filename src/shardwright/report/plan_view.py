@@ -265,9 +265,7 @@ def _memory(priced: PricedLayout, limit_bytes: float) -> Table:
     memory = priced.memory
     rank = memory.fullest_rank
     title = f"memory, pp rank {rank}" if priced.choice.layout.pp > 1 else "memory"
-    kinds = {kind: float(n_bytes[0, rank]) for kind, n_bytes in memory.kinds.items()}
-    kinds = {kind: n_bytes for kind, n_bytes in kinds.items() if n_bytes > 0}
-    kinds["allocator"] = priced.peak_bytes - float(memory.rank_bytes[0, rank])
+    kinds = {kind: n_bytes for kind, n_bytes in priced.fullest_kinds.items() if n_bytes > 0 or kind == "allocator"}
     rows: list[Sequence[Any]] = [(kind, n_bytes, n_bytes / limit_bytes) for kind, n_bytes in kinds.items()]
     peak = priced.peak_bytes / limit_bytes
     rows.append(

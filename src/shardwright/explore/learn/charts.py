@@ -1,19 +1,18 @@
 """Charts of Learn: memory and time of changed states as bars, memory over a step, a whole run, serving."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from shardwright.cost.job import Floats
 from shardwright.cost.memory import curve as memory_curve
 from shardwright.cost.memory import few_microbatches
 from shardwright.explore.learn.drawing import MOST_RANKS, WIDTH, Figure, bars, colour, some
 from shardwright.explore.learn.served import BATCH, served, served_entries
 from shardwright.explore.learn.topics import BarsChoice, tried
+from shardwright.explore.pictures import step_area
 from shardwright.explore.state import PageState, query_of
-from shardwright.planner.choice import PricedLayout
 from shardwright.planner.headline import headline
 from shardwright.planner.whole_run import DAY_S, TrainingGoal, WholeRun
 from shardwright.planner.whole_run import whole_run as whole_run_of
@@ -34,7 +33,7 @@ def tried_bars(state: PageState, choice: BarsChoice, hardware: Path | None = Non
         if each.state is None:
             rows.append((each.words, {}, "not possible"))
         elif memory:
-            rows.append((each.words, _memory(each.state.priced), format_bytes(each.state.priced.peak_bytes)))
+            rows.append((each.words, each.state.priced.fullest_kinds, format_bytes(each.state.priced.peak_bytes)))
         else:
             fits = each.state.priced.fits(each.state.limit_bytes)
             words = format_seconds(each.state.priced.step_s) + ", does not fit" * (not fits)
@@ -44,13 +43,6 @@ def tried_bars(state: PageState, choice: BarsChoice, hardware: Path | None = Non
     text += f"; the limit is {format_bytes(limit)}." if limit else "."
     words = f"limit {format_bytes(limit)}" if limit else ""
     return bars(Figure(f"{choice.of}-bars", choice.title, text), rows, limit, words)
-
-
-def _memory(priced: PricedLayout) -> dict[str, float]:
-    """Return the bytes of the fullest rank by kind, with the bytes that the allocator loses."""
-    rank = priced.memory.fullest_rank
-    kinds = {kind: float(values[0, rank]) for kind, values in priced.memory.kinds.items()}
-    return kinds | {"allocator": float(priced.memory.lost_bytes[0, rank])}
 
 
 def curve(state: PageState) -> Figure:
@@ -78,7 +70,7 @@ def curve(state: PageState) -> Figure:
         if values.max() * scale > 0.5:
             names[colour(place)] = kind
         above = below + values[at]
-        figure.path(_area(x, floor - scale * above, floor - scale * below), colour(place))
+        figure.path(step_area(x, floor - scale * above, floor - scale * below, digits=1), colour(place))
         below = above
     line = floor - scale * state.limit_bytes
     figure.path(f"M4 {line:.1f}H{WIDTH - 4}", "limit")
@@ -86,13 +78,6 @@ def curve(state: PageState) -> Figure:
     figure.cursor(4, WIDTH - 4, top, floor)
     figure.legend(names, floor + 8)
     return figure
-
-
-def _area(x: Sequence[float], above: Floats, below: Floats) -> str:
-    """Return the path of the area between two step functions with the edges x."""
-    there = "".join(f"V{y:.1f}H{right:.1f}" for y, right in zip(above, x[1:], strict=True))
-    back = "".join(f"V{y:.1f}H{left:.1f}" for y, left in zip(below[::-1], x[-2::-1], strict=True))
-    return f"M{x[0]:.1f} {below[0]:.1f}{there}{back}z"
 
 
 def _whole(state: PageState) -> WholeRun:

@@ -6,9 +6,7 @@ from pathlib import Path
 from shardwright.explore.learn.page import learn_page, templates
 from shardwright.explore.learn.topics import TOPICS
 from shardwright.explore.state import PageState
-from shardwright.planner.document import job_document, layout_document
-from shardwright.planner.explain import explain, lines
-from shardwright.report.plan_view import explained_view
+from shardwright.report.plan_view import explained_document
 from shardwright.system.files import write_whole
 from shardwright.view.html import page
 
@@ -29,7 +27,8 @@ def write_static(directory: Path, states: Sequence[PageState], hardware: Path | 
     )
     files = {directory / "index.html": index, directory / "learn.css": STYLE.read_text(encoding="utf-8")}
     for folder, state in zip(folders, states, strict=True):
-        files[directory / folder / "plan.html"] = _plan(state)
+        plan = explained_document(state.priced, state.model, state.limit_bytes, state.goal)
+        files[directory / folder / "plan.html"] = page(plan)
         for topic, title in TOPICS.items():
             shell = templates().get_template("site.html")
             body = learn_page(topic, state, static=True, hardware=hardware)
@@ -40,10 +39,3 @@ def write_static(directory: Path, states: Sequence[PageState], hardware: Path | 
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text.encode("utf-8"))
     return list(files)
-
-
-def _plan(state: PageState) -> str:
-    """Return the page of `plan --explain --html`."""
-    entries, limit = explain(state.priced), state.limit_bytes
-    data = job_document(state.job, state.model, limit) | layout_document(state.priced, limit, state.goal)
-    return page(explained_view(state.priced, state.model, limit, state.goal, lines(entries), data))
