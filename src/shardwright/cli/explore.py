@@ -94,7 +94,7 @@ def _state_of_run(
     from shardwright.cli.plan_asked import choice_of_run, read_request
     from shardwright.cli.plan_options import PlanOptions
     from shardwright.config import load
-    from shardwright.explore.state import PageState, check, parse, query_of
+    from shardwright.explore.state import PageState, parse, query_of
     from shardwright.model.by_sizes import sizes_of_spec
     from shardwright.model.presets import PRESETS
     from shardwright.planner.search import MARGIN, limit_bytes
@@ -104,8 +104,8 @@ def _state_of_run(
     options = PlanOptions(target=str(run), cluster=cluster, hardware=hardware, document_tokens=document_tokens)
     asked = read_request(options)
     model = asked.name if asked.job.model == PRESETS.get(asked.name) else sizes_of_spec(asked.job.model)
-    choice = choice_of_run(asked.config, asked.job, limit_bytes(asked.job, MARGIN))  # type: ignore[arg-type]
-    check(asked.job, choice)
+    assert asked.config is not None
+    choice = choice_of_run(asked.config, asked.job, limit_bytes(asked.job, MARGIN))
     job = replace(asked.job, cluster=replace(asked.job.cluster, name=cluster))
     parsed = parse(query_of(PageState(model, job, choice)), hardware)
     if parsed.state is None:

@@ -22,12 +22,13 @@ from shardwright.explore.state import (
     PageState,
     ParsedState,
     check,
+    cluster_words,
+    layout_value,
     parse,
     query_of,
 )
 from shardwright.model.presets import PRESETS
 from shardwright.optimizers import OPTIMIZERS
-from shardwright.planner.choice import pairs
 from shardwright.planner.diff import DiffTerm, diff
 from shardwright.planner.run_file import run_file, untrained
 from shardwright.planner.search import MARGIN
@@ -165,15 +166,14 @@ class Explorer:
     def command(self, state: PageState) -> str:
         """Return the command line that prints the same numbers."""
         job = state.job
-        cluster, *changes = job.cluster.name.split(", ")
+        cluster, changes = cluster_words(job)
         words = ["shardwright", "plan"]
         plain = (job.optimizer, job.narrow_states, job.compiled) == ("adamw", False, False)
         if plain:
             words += ["--model", state.model, "--global-batch", f"{job.global_batch}", "--seq-len", f"{job.seq_len}"]
             words += ["--precision", job.precision] if job.precision != "bf16" else []
         words += ["--cluster", cluster]
-        for change in changes:
-            name, _, value = change.partition("=")
+        for name, value in changes.items():
             words += [f"--{name.replace('_', '-')}", value]
         words += ["--hardware", str(self.hardware)] if self.hardware is not None else []
         words += [] if job.document_tokens is None else ["--document-tokens", repr(float(job.document_tokens))]
@@ -204,10 +204,7 @@ def _split_move(query: str) -> tuple[str, str, str]:
 
 
 def _moved(state: PageState, key: str, text: str) -> PageState:
-    values, problems = pairs(f"{key}={text}", "layout:") if text and "," not in text else ({key: None}, [])
-    if problems:
-        raise InputError(*(problem.replace("layout: ", "", 1) for problem in problems))
-    value = values[key]
+    value = layout_value(key, text)[key] if text and "," not in text else None
     if key in (*AXES, MICRO_BATCH):
         value = 1 if value is None else value
         if value < 1:

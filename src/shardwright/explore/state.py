@@ -156,8 +156,9 @@ def parse(query: str, hardware: Path | None = None) -> ParsedState:
 def query_of(state: PageState, pinned: bool = True) -> str:
     """Return the shortest query string that `parse` reads as this state. `pinned`: with the state it is compared
     with."""
-    job, cut = state.job, state.job.cluster
-    named, _, rest = cut.name.split(", ")[0].replace(" ", "").rpartition(":")
+    job = state.job
+    name, changes = cluster_words(job)
+    named, _, rest = name.replace(" ", "").rpartition(":")
     count, _, node_gbit = rest.lower().partition("@")
     count, _, node_size = count.partition("/")
     goal = state.goal
@@ -167,8 +168,8 @@ def query_of(state: PageState, pinned: bool = True) -> str:
         "count": count,
         "node_size": node_size,
         "node_gbit": node_gbit.partition("g")[0],
-        "network": next((part[8:] for part in cut.name.split(", ") if part.startswith("network=")), ""),
-        "host_memory": next((part[12:] for part in cut.name.split(", ") if part.startswith("host_memory=")), ""),
+        "network": changes.get("network", ""),
+        "host_memory": changes.get("host_memory", ""),
         "global_batch": str(job.global_batch),
         "seq_len": str(job.seq_len),
         "document_tokens": "" if job.document_tokens is None else repr(float(job.document_tokens)),
@@ -185,6 +186,21 @@ def query_of(state: PageState, pinned: bool = True) -> str:
     if pinned and state.pinned is not None:
         keys.append((PIN, query_of(state.pinned, pinned=False)))
     return urlencode(keys)
+
+
+def cluster_words(job: Job) -> tuple[str, dict[str, str]]:
+    """Return the name of the cluster of a job and its changes, such as the network, from the name that `_cluster`
+    writes."""
+    name, *changes = job.cluster.name.split(", ")
+    return name, dict(change.split("=", 1) for change in changes)
+
+
+def layout_value(key: str, text: str) -> dict[str, Any]:
+    """Return a key of the layout with its value. Raises InputError for a text that is no value of the key."""
+    values, problems = pairs(f"{key}={text}", "layout:")
+    if problems:
+        raise InputError(*(problem.removeprefix("layout: ") for problem in problems))
+    return values
 
 
 def written_layout(job: Job, choice: Choice) -> dict[str, Any]:
@@ -329,9 +345,10 @@ def _choice(values: Mapping[str, str], job: Job) -> Choice:
         if "," in text:
             wrong.append(f"{key}={text}: one value is needed, without a comma")
             continue
-        found, problems = pairs(f"{key}={text}", "layout:")
-        given |= found
-        wrong += [problem.replace("layout: ", "", 1) for problem in problems]
+        try:
+            given |= layout_value(key, text)
+        except InputError as error:
+            wrong += error.problems
     micro_batch = given.pop("micro_batch", 1)
     if micro_batch < 1:
         wrong.append(f"micro_batch={micro_batch}: sequences at a time, 1 or more")
