@@ -198,5 +198,5 @@ def test_a_rank_receives_the_keys_of_a_window_that_the_plan_of_a_ring_sends(meth
         sum(plan(((length,),), method, ranks, rank, False, window, chunked).receives) for rank in range(ranks)
     )
     priced = candidates(cp=ranks, cp_method=method)
-    share = float(_reached(replace(job(), seq_len=length), priced, window, chunked)[0])
+    share = float(_reached(replace(job(), seq_len=length), priced, window, chunked=chunked)[0])
     assert share * (length - length // ranks) == pytest.approx(received)

@@ -100,12 +100,12 @@ class TrainerWeights(MappedTensors):
 
 def read_dcp_state(path: Path, spec: ModelSpec) -> TrainingState:
     """Return the training state of a distributed checkpoint of a model. Raises CheckpointError with all problems."""
-    state = state_of_folder(read_dcp(path), spec)
-    return replace(state, format=TORCHTITAN if state.naming != TRANSFORMERS else "dcp")
+    return state_of_folder(read_dcp(path), spec)
 
 
-def state_of_folder(folder: TensorFolder, spec: ModelSpec) -> TrainingState:
-    """Return the training state of a checkpoint of a trainer. Raises CheckpointError with all problems."""
+def state_of_folder(folder: TensorFolder, spec: ModelSpec, format: str | None = None) -> TrainingState:
+    """Return the training state of a checkpoint of a trainer. `format`: its name; None: the format of a distributed
+    checkpoint with its names. Raises CheckpointError with all problems."""
     path = folder.path
     prefix, naming, tensors = _naming(folder, spec)
     shards = ShardedTensors(folder.tensors, folder.read_shard)
@@ -124,7 +124,7 @@ def state_of_folder(folder: TensorFolder, spec: ModelSpec) -> TrainingState:
         raise CheckpointError(*(f"{path}: {problem}" for problem in said_shortly(problems)))
     data = {"dataloader": "the data position of torchtitan is in a form of its own"}
     state = TrainingState(
-        format="",
+        format=format or ("dcp" if naming == TRANSFORMERS else TORCHTITAN),
         weights=weights,
         naming=naming,
         left_out=data if any(name.startswith(_DATA) for name in names) else {},

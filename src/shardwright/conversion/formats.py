@@ -124,8 +124,8 @@ def _of_model(read: Callable[[Path, ModelSpec], TrainingState]) -> Callable[[Pat
 
 def _read_deepspeed(path: Path, spec: ModelSpec) -> TrainingState:
     folder = DeepSpeedFolder(step_folder(path) or path)
-    state = state_of_folder(folder, spec)
-    return replace(state, format=DEEPSPEED, left_out={**state.left_out, **folder.remarks})
+    state = state_of_folder(folder, spec, DEEPSPEED)
+    return replace(state, left_out={**state.left_out, **folder.remarks})
 
 
 def _write_deepspeed(state: TrainingState, out: Path, config: RunConfig | None) -> list[str]:

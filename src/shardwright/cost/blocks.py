@@ -227,9 +227,8 @@ def blocks(spec: ModelSpec) -> dict[BlockShape, tuple[int, ...]]:
     """Return the kinds of layers, each with the numbers of its layers, in the order of their first layers."""
     found: dict[BlockShape, tuple[int, ...]] = {}
     for layer in range(spec.n_blocks):
-        window = spec.layer_window(layer)
-        chunked = spec.window_chunked and window > 0
         norms_heads = spec.norms_heads(layer) and not spec.is_linear(layer)
+        window, chunked = spec.layer_window(layer), spec.is_chunked(layer)
         block = BlockShape(layer_rows(spec, layer), spec.d_model, window, chunked, norms_heads)
         found[block] = (*found.get(block, ()), layer)
     return found

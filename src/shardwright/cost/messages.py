@@ -254,7 +254,7 @@ def context(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, bl
         ]
         passes.add(CONTEXT, *(ledger.total(f"{CONTEXT}, {name}", each) for name, each in zip("FI", sent, strict=True)))
         return
-    kv = kv_heads * key_and_value * _reached(job, candidates, block.window, block.chunked)
+    kv = kv_heads * key_and_value * _reached(job, candidates, block.window, chunked=block.chunked)
     if candidates.shared.cp_method == "allgather":
         gathered = send("keys and values, all-gather", all_gather, kv * candidates.cp * e, CONTEXT)
         again = send("keys and values again, all-gather", all_gather, kv * candidates.cp * e)
@@ -296,7 +296,7 @@ def states(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -> 
     passes.add(CONTEXT, *(ledger.total(f"{CONTEXT}, {name}", each) for name, each in zip("FI", sent, strict=True)))
 
 
-def _reached(job: Job, candidates: Candidates, window: int, chunked: bool = False) -> Floats:
+def _reached(job: Job, candidates: Candidates, window: int, *, chunked: bool) -> Floats:
     """Return the share of the other ranks' keys that a rank needs: all, or the window - 1 before each of its chunks, or
     those since the start of the model's chunk (`_before_in_chunks`)."""
     if not window:

@@ -45,8 +45,7 @@ class Attention(nn.Module):
         self.v = Linear(d, spec.n_kv_heads * c, bias=bias)
         self.o = Linear(spec.n_heads * c, d, bias=spec.bias or spec.o_bias)
         self.sinks = nn.Parameter(torch.empty(spec.n_heads)) if spec.attention_sinks else None
-        window = spec.layer_window(layer)
-        rule = AttentionRule(window, spec.attention_softcap, chunked=spec.window_chunked and window > 0)
+        rule = AttentionRule(spec.layer_window(layer), spec.attention_softcap, chunked=spec.is_chunked(layer))
         self.rule = rule if any(rule) or spec.attention_sinks else None
         self.query_scale = spec.query_scale
         self.norm_whole = spec.qk_norm_whole

@@ -254,6 +254,10 @@ class ModelSizes:
         is_global = self.global_interval and (layer + 1) % self.global_interval == 0
         return 0 if layer < self.first_window or is_global or layer in self.global_layers else self.window
 
+    def is_chunked(self, layer: int) -> bool:
+        """Return whether layer number `layer`, from 0, attends to chunks of its window."""
+        return self.window_chunked and self.layer_window(layer) > 0
+
     def attended(self, layer: int, seq_len: float) -> float:
         """Return the length of the sequence over which full causal attention has as many scores as layer number
         `layer` over `seq_len` tokens: w (2 s - w) / s with a window w below the s tokens, (n w^2 + r^2) / s with chunks
