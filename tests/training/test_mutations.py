@@ -130,6 +130,8 @@ QUICK_BY_A_TEST = (
     "the selection bias rises above the mean load",
     "the cache of a request that ended is not free",
 )
+PASSED_WITHOUT_A_BUG: set[tuple[str, str]] = set()
+"""The unit tests, with their arguments, that passed on healthy code in this process: several bugs share one."""
 
 
 @pytest.mark.parametrize("name", rest_prove(SEEN_BY_A_TEST, *QUICK_BY_A_TEST))
@@ -137,7 +139,9 @@ def test_a_unit_test_sees_the_bug(name: str):
     bug = SEEN_BY_A_TEST[name]
     path, _, function = bug.test.partition(":")
     test = getattr(import_module(path.removesuffix(".py").replace("/", ".")), function)
-    test(*bug.given)
+    if (bug.test, repr(bug.given)) not in PASSED_WITHOUT_A_BUG:
+        test(*bug.given)
+        PASSED_WITHOUT_A_BUG.add((bug.test, repr(bug.given)))
     with mutated(*bug.mutations), pytest.raises(AssertionError):
         test(*bug.given)
 
