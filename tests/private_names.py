@@ -1,6 +1,7 @@
 """Finds private names of PyTorch in source text: names of which a part begins with one underscore."""
 
 import ast
+import functools
 from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -25,6 +26,8 @@ PUBLIC_CLASSES = (
 NOT_OF_TORCH = {"_asdict", "_config", "_current_frames", "_exit", "_fields", "_getframe", "_replace"}
 NOT_OF_TORCH |= {"_grid", "_take_model_step"}
 """Of named tuples, os, sys and multiprocessing, and of DeepSpeed."""
+BY_NAME = ("getattr", "hasattr", "setattr")
+"""Functions that take the name of an attribute as their second argument."""
 
 
 class Use(NamedTuple):
@@ -39,7 +42,7 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name != "_"
 
 
-def own_names(trees: Iterable[ast.Module]) -> set[str]:
+def own_names(trees: Iterable[ast.Module]) -> frozenset[str]:
     """Private names that these files define: functions, classes, variables and attributes of `self`."""
     names: set[str] = set()
     for node in (node for tree in trees for node in ast.walk(tree)):
@@ -49,13 +52,18 @@ def own_names(trees: Iterable[ast.Module]) -> set[str]:
             names.add(node.id)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
             names.add(node.attr)
-    return {name for name in names if is_private(name)}
+    return frozenset(filter(is_private, names))
 
 
-def private_uses(tree: ast.Module, own: set[str]) -> Iterator[Use]:
+@functools.cache
+def _names_of_public_classes(own: frozenset[str]) -> set[str]:
+    return {name for name in own if any(hasattr(each, name) for each in PUBLIC_CLASSES)}
+
+
+def private_uses(tree: ast.Module, own: frozenset[str]) -> Iterator[Use]:
     """The private names of PyTorch that a file uses. `own`: private names that the package defines."""
     roots = dict(_imported(tree))
-    shared = {name for name in own if any(hasattr(each, name) for each in PUBLIC_CLASSES)}
+    shared = _names_of_public_classes(own)
     for node in tree.body:  # `aten = torch.ops.aten`
         if isinstance(node, ast.Assign) and (path := _path(node.value, roots)):
             roots |= {target.id: path for target in node.targets if isinstance(target, ast.Name)}
@@ -72,7 +80,7 @@ def private_uses(tree: ast.Module, own: set[str]) -> Iterator[Use]:
                 ours = node.attr in own and (node.attr not in shared or _is_self(node.value))
                 if not ours and _path(node, roots).split(".")[0] != "shardwright":
                     yield Use(node.lineno, node.attr)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in BY_NAME:
             name = node.args[1]
             if isinstance(name, ast.Constant) and is_private(str(name.value)) and not _is_self(node.args[0]):
                 yield Use(node.lineno, f"{name.value}")
@@ -86,7 +94,7 @@ def private_uses(tree: ast.Module, own: set[str]) -> Iterator[Use]:
 def missing(tree: ast.Module, owners: dict[str, Any]) -> list[str]:
     """The private names of PyTorch in a file that the installed version lacks. `owners`: for attributes of objects, an
     object that should have it."""
-    return sorted({path for _, path in private_uses(tree, set()) if not _exists(path, owners)})
+    return sorted({path for _, path in private_uses(tree, frozenset()) if not _exists(path, owners)})
 
 
 def parsed(file: Path) -> ast.Module:

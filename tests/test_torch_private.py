@@ -42,7 +42,7 @@ OF_PARAMETER = (
     ],
 )
 def test_a_private_name_of_torch_is_noticed_however_it_is_used(source: str):
-    assert list(private_uses(ast.parse(source), own={"_apply", "_version"}))
+    assert list(private_uses(ast.parse(source), own=frozenset({"_apply", "_version"})))
 
 
 def test_no_other_module_uses_a_private_name_of_torch():
