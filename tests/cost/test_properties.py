@@ -40,7 +40,7 @@ LAYOUTS = st.fixed_dictionaries(
     }
 )
 MODELS = st.sampled_from(["llama-3.1-8b", "gpt-7.5b", "mixtral-8x7b", "qwen3-30b-a3b"])
-MANY = settings(max_examples=2000, deadline=None)
+MANY = settings(max_examples=1000, deadline=None)
 
 
 def drawn(model: str, keys: dict[str, Any]) -> Candidates:
