@@ -39,6 +39,10 @@ def whole_run_parts(run: WholeRun, cluster: Cluster) -> Iterator[Part]:
             ),
         ]
     )
+    if run.stages:
+        sizes = Column("batch", COUNT), Column("tokens a sequence", COUNT), Column("steps", COUNT)
+        rows = [(s.stage.global_batch, s.stage.seq_len, round(s.steps), s.step_s, s.days) for s in run.stages]
+        yield Table((*sizes, Column("step", SECONDS), Column("days", DAYS)), rows)
     kinds = [(kind, days, days / run.days) for kind, days in run.parts_days.items() if days]
     total = Marked("whole run", "strong"), run.days, None
     yield Table((Column("time"), Column("days", DAYS), Column("share", SHARE)), [*kinds, total])

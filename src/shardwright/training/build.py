@@ -40,7 +40,7 @@ def build_model(
         compute_dtype=compute,
         compile_blocks=compiled,
         cuda_graphs=compiled and config.precision.cuda_graphs,
-        seq_len=config.batch.seq_len,
+        seq_len=config.batch.schedule.longest.seq_len,
         fp8=config.precision.fp8_settings,
         fill=fill,
         read=read,

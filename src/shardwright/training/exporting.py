@@ -232,8 +232,9 @@ def _name(path: Path) -> str:
 def _facts(weights: CheckpointWeights) -> Iterator[tuple[str, str]]:
     config, progress = load_run_file(weights.path / RUN_FILE), weights.manifest.progress
     yield "steps", f"{progress.step:,} of {config.steps:,}"
-    yield "tokens seen", format_count(progress.samples * config.batch.seq_len)
-    yield "batch", f"{config.batch.global_batch:,} sequences of {config.batch.seq_len:,} tokens"
+    schedule = config.batch.schedule
+    yield "tokens seen", format_count(progress.samples * schedule.longest.seq_len)
+    yield "batch", ", then ".join(map(str, schedule.stages))
     saved = weights.manifest.data["mixture"]["sources"] if weights.manifest.data is not None else []
     for source, kept in zip(sources_of(config.data), saved, strict=False):
         yield "data", f"`{source.path}`, fingerprint `{kept['fingerprint'][:16]}`"

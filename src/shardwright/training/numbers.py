@@ -91,10 +91,12 @@ class LogNumbers(Hook):
         phases = self.clock.read()
         phase_means_s: Record = {f"{phase}_s": phases[phase] / n_steps for phase in PHASES}
         step_s = sum(phase_means_s.values())
-        batch = self.config.batch
-        tokens_per_s = batch.global_batch * batch.seq_len / step_s
-        attended = self.samples.sources.attended_tokens(step)
-        flops_per_s = tokens_per_s / self.layout.world_size * self.spec.train_flops_per_token(attended)
+        tokens, flops, sources = 0, 0.0, self.samples.sources
+        for stage, n in sources.schedule.parts(step - n_steps, step):
+            tokens += n * stage.tokens
+            flops += n * stage.tokens * self.spec.train_flops_per_token(sources.attended_tokens(step, stage.seq_len))
+        tokens_per_s = tokens / n_steps / step_s
+        flops_per_s = flops / n_steps / step_s / self.layout.world_size
         peak = peak_flops_per_s(self.device, self.compute_dtype, self.config.precision.tf32)
         return {
             "tokens_per_s": tokens_per_s,

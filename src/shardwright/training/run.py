@@ -131,7 +131,7 @@ def build_hooks(
     compared = device.type == "cpu" and layout.world_size > 1
     return [
         after_spike,
-        ReportSkipped(config.batch.global_batch, trainer, log),
+        ReportSkipped(config.batch.schedule, trainer, log),
         *([] if timeline is None else [timeline]),
         LogNumbers(config, trainer, samples, device, clock, log),
         StopAtNotFinite(trainer, after_spike),

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.config import RunConfig, load, resolved_toml
-from shardwright.config.settle import job_of, needs_memory, settled, with_recomputation
+from shardwright.config.settle import job_of, needs_memory, of_fullest_stage, settled, with_recomputation
 from shardwright.cost.host import host_bytes
 from shardwright.cost.job import Candidates
 from shardwright.parallel.objects import gathered
@@ -85,7 +85,8 @@ def require_host_memory(config: RunConfig) -> None:
     if config.precision.compute == "fp64":
         return  # the plan has no formulas for this run
     pp_rank = layout.coordinates(dist.get_rank())["pp"]
-    parts = host_bytes(job_of(config), Candidates.from_layout(layout, config.batch.micro_batch), pp_rank)
+    fullest = of_fullest_stage(config)
+    parts = host_bytes(job_of(fullest), Candidates.from_layout(layout, fullest.batch.micro_batch), pp_rank)
     mine = {name: float(n_bytes[0]) for name, n_bytes in parts.items()}
     everyone = gathered((socket.gethostname(), machine_memory(), mine), tuple[str, UsableMemory, dict[str, float]])
     problems = []

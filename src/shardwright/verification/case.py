@@ -8,7 +8,7 @@ Shapes: B sequences of the global batch, T tokens of a sequence.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -45,6 +45,14 @@ _SCALES = (2.0**12, 1.0, 2.0**-12)
 """With SGD the gradients of each step are multiplied by this before they are clipped, in turn, and the rate is divided
 by it. This detects clipping that depends on the size of the norm, not on whether it is above the limit. Powers of 2
 change no digit."""
+
+
+class CaseStage(NamedTuple):
+    """The batch of some steps, in the order of `[[batch.stages]]`."""
+
+    global_batch: int
+    micro_batch: int
+    seq_len: int
 
 
 @dataclass(frozen=True)
@@ -88,6 +96,10 @@ class Case:
 
     powersgd_rank: int = 0
     """The rank of the products that replace gradients of matrices; 0: none."""
+
+    stages: tuple[CaseStage, ...] = ()
+    """The batches that the steps take in turn, so that steps cross their boundaries; none: each step has the case's own
+    sizes, which are the longest stage's, and the evaluation's."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -133,14 +145,25 @@ class Case:
             return self.clip_norms[self.trainings.index(training)][step]
         return CLIPPED[step % len(CLIPPED)] * norm
 
+    def at(self, step: int) -> Self:
+        """Return the case with the sizes of one step. With fewer steps than stages, some in between are left out."""
+        if not self.stages or step >= self.steps:
+            return self
+        last = len(self.stages) - 1
+        stage = self.stages[min(step, last) if self.steps > last else step * last // max(1, self.steps - 1)]
+        return replace(self, stages=(), **stage._asdict())
+
     def accumulation(self, layout: Layout) -> int:
         """Return the micro-batches of a step on each rank. Raises LayoutError if that is not a whole number."""
         return accumulation(self.global_batch, self.micro_batch, layout.data_ranks)
 
     def shares(self, layout: Layout) -> bool:
         """Return whether a layout's data ranks can share the batch, in micro-batches that its schedule can run."""
-        rounds, rest = divmod(self.global_batch, self.micro_batch * layout.data_ranks)
-        return not rest and not schedule_problems(layout, rounds)
+        for sizes in (self, *self.stages):
+            rounds, rest = divmod(sizes.global_batch, sizes.micro_batch * layout.data_ranks)
+            if rest or schedule_problems(layout, rounds):
+                return False
+        return True
 
     def batch(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return tokens and targets (B, T) and sample ids (B,) of a step, from the seed.
@@ -224,11 +247,11 @@ def case_of(
     """Return the case of a run file with its true sizes. `lr_schedule`: with the learning rates of its schedule,
     shortened to `steps`."""
     spec, fp8 = config.model.spec(), config.precision.fp8_settings
+    stages = [CaseStage(each.global_batch, each.micro_batch, each.seq_len) for each in config.batch.schedule.stages]
     return Case(
         spec=spec,
-        seq_len=config.batch.seq_len,
-        global_batch=config.batch.global_batch,
-        micro_batch=config.batch.micro_batch,
+        **max(stages, key=lambda stage: (stage.seq_len, stage.global_batch))._asdict(),
+        stages=tuple(stages) if len(stages) > 1 else (),
         seed=config.seed,
         optimizer=config.optimizer,
         steps=steps,
@@ -252,7 +275,11 @@ def _rates(config: RunConfig, steps: int) -> tuple[float, ...]:
             name: math.ceil(getattr(schedule, name) * steps / config.steps) for name in ("warmup_steps", "decay_steps")
         }
     )
-    return tuple(learning_rate(step, steps, config.optimizer.lr, shortened) for step in range(steps))
+
+    def progress(step: int) -> float:
+        return step if schedule.by == "steps" else config.clock(step * config.steps // steps)
+
+    return tuple(learning_rate(step, steps, config.optimizer.lr, shortened, progress) for step in range(steps))
 
 
 def with_drawn_experts(case: Case, rounded: bool = False) -> Case:

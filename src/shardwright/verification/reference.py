@@ -137,6 +137,7 @@ def _passes(
     routers: _RouterLosses,
 ) -> Iterator[Losses]:
     """Yield the terms of the mean losses of a step's batch, one for each forward pass."""
+    case = case.at(step)
     tokens_BT, targets_BT, ids_B = case.batch(step)
     keys_B = sample_keys(case.seed, key_step, ids_B) if case.spec.draws else None
     lengths = case.documents(step)
