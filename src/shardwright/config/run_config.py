@@ -7,6 +7,7 @@ from pydantic import (
     Field,
 )
 
+from shardwright.config.average import AverageSection, average_problems
 from shardwright.config.batch import BatchSection, data_problems, stage_problems
 from shardwright.config.faults import FaultsSection, OnSpike
 from shardwright.config.mixture import mixture_problems
@@ -78,6 +79,7 @@ class RunConfig(RunFileSection):
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     metrics: MetricsSection = Field(default_factory=MetricsSection)
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
+    average: AverageSection = Field(default_factory=AverageSection)
     faults: FaultsSection = Field(default_factory=FaultsSection)
 
     @property
@@ -149,6 +151,8 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
         found += _saving_problems(checkpoint, layout) if layout else []
     faults = valid.get("faults") or FaultsSection()
     found += _fault_problems(faults, layout, data, valid.get("checkpoint"), valid.get("precision"))
+    if average := valid.get("average"):
+        found += average_problems(average, valid.get("steps"))
     if lr_schedule:
         found += _lr_schedule_problems(lr_schedule, valid.get("steps"))
     if data:

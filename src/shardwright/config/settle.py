@@ -69,6 +69,8 @@ def job_of(config: RunConfig, accelerator: str = "h100") -> "Job":
         optimizer=config.optimizer.name,
         narrow_states=config.optimizer.state_dtype == "bf16",
         optimizer_options=tuple(config.optimizer.options.items()),
+        averages=len(config.average.slots),
+        averages_on_host=config.average.device == "cpu",
         stack=SHARDWRIGHT_COMPILED if config.precision.compile else SHARDWRIGHT,
     )
 

@@ -136,8 +136,22 @@ class Evaluate(Hook):
         if not sources.validation:
             return
         self.phases.begin("evaluation", step)
+        losses, ahead = self._losses()
+        averaged: dict[str, float] = {}
+        if self.trainer.average is not None:
+            with self.trainer.average.applied(step) as applied:
+                averaged = self._losses()[0] if applied else {}
+        self.phases.end("evaluation")
+        if losses:
+            by_source = losses if sources.mixed else None
+            mtp_loss = sources.mean(step, ahead) if ahead else None
+            average_loss = sources.mean(step, averaged) if averaged else None
+            self.log.write(EvaluationRecord(step, sources.mean(step, losses), now(), by_source, mtp_loss, average_loss))
+
+    def _losses(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the validation loss and the MTP loss of each source that has a token that counts."""
         losses, ahead = {}, {}
-        for name, samples in sources.validation.items():
+        for name, samples in self.samples.sources.validation.items():
             sums, counts = self.trainer.evaluation_sums(self.samples.evaluation_batches(samples)).tolist()
             if not counts[0]:
                 self.log.say(f"no validation loss of {name}: none of the sequences has a token that counts")
@@ -145,11 +159,7 @@ class Evaluate(Hook):
             losses[name], *of_modules = (total / max(n, 1) for total, n in zip(sums, counts, strict=True))
             if of_modules:
                 ahead[name] = sum(of_modules) / len(of_modules)
-        self.phases.end("evaluation")
-        if losses:
-            by_source = losses if sources.mixed else None
-            mtp_loss = sources.mean(step, ahead) if ahead else None
-            self.log.write(EvaluationRecord(step, sources.mean(step, losses), now(), by_source, mtp_loss))
+        return losses, ahead
 
 
 def tokens_by_expert(load: ExpertLoad, layers: Sequence[int]) -> list[list[int]]:

@@ -80,7 +80,8 @@ def require_host_memory(config: RunConfig) -> None:
     """Raise InputError, on every rank, unless each machine has, and its control groups allow, the host memory that its
     ranks need by the formulas of the plan. A collective; every rank calls it."""
     layout = config.layout.layout()
-    if "cpu" not in (layout.offload_optimizer, layout.offload_parameters, layout.offload_activations):
+    offloads = "cpu" in (layout.offload_optimizer, layout.offload_parameters, layout.offload_activations)
+    if not offloads and not (config.average.slots and config.average.device == "cpu"):
         return
     if config.precision.compute == "fp64":
         return  # the plan has no formulas for this run
@@ -105,6 +106,7 @@ def _problem(host: str, ranks: list[dict[str, float]], there: UsableMemory) -> s
     keys = {
         "optimizer states": "layout.offload_optimizer='none' or 'disk'",
         "parameters and gradients": "layout.offload_parameters='none'",
+        "averages of the weights": "average.device='auto'",
         "activations": "layout.offload_activations='none', or more layout.recompute",
     }
     ways = "; ".join(way for name, way in keys.items() if name in sums)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwright.config import OptimizerSection, PrecisionSection, RunConfig, Scope
+from shardwright.config.average import AverageSection
 from shardwright.data.samples import IGNORE
 from shardwright.layout.layout import Layout, accumulation
 from shardwright.model.number_formats import Fp8, block_of
@@ -96,6 +97,9 @@ class Case:
 
     powersgd_rank: int = 0
     """The rank of the products that replace gradients of matrices; 0: none."""
+
+    average: AverageSection = field(default_factory=AverageSection)
+    """The average of the weights that the run's optimizer makes."""
 
     stages: tuple[CaseStage, ...] = ()
     """The batches that the steps take in turn, so that steps cross their boundaries; none: each step has the case's own
@@ -252,6 +256,7 @@ def case_of(
         spec=spec,
         **max(stages, key=lambda stage: (stage.seq_len, stage.global_batch))._asdict(),
         stages=tuple(stages) if len(stages) > 1 else (),
+        average=_every_step(config.average),
         seed=config.seed,
         optimizer=config.optimizer,
         steps=steps,
@@ -265,6 +270,11 @@ def case_of(
         padded=config.data.sequences == "documents" and spec.moe is not None and fp8 is None,
         fp8=fp8,
     )
+
+
+def _every_step(average: AverageSection) -> AverageSection:
+    """Return the section of a run of a few steps: an update after each, with several weights in the average."""
+    return average.model_copy(update={"every": 1, "last": 2, "decay": min(average.decay, 0.7)})
 
 
 def _rates(config: RunConfig, steps: int) -> tuple[float, ...]:
