@@ -163,8 +163,12 @@ class Case:
 
     def shares(self, layout: Layout) -> bool:
         """Return whether a layout's data ranks can share the batch, in micro-batches that its schedule can run."""
-        for sizes in (self, *self.stages):
-            rounds, rest = divmod(sizes.global_batch, sizes.micro_batch * layout.data_ranks)
+        sizes = [
+            (self.global_batch, self.micro_batch),
+            *((each.global_batch, each.micro_batch) for each in self.stages),
+        ]
+        for global_batch, micro_batch in sizes:
+            rounds, rest = divmod(global_batch, micro_batch * layout.data_ranks)
             if rest or schedule_problems(layout, rounds):
                 return False
         return True

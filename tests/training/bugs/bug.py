@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardwright.config import OptimizerSection, Scope
+from shardwright.config.average import AverageSection
 from shardwright.layout.layout import Layout
 from shardwright.model.number_formats import Fp8
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
@@ -69,6 +70,7 @@ class Bug:
     fp8: Fp8 | None = None
     stages: tuple[CaseStage, ...] = ()
     """The batches of the steps in turn."""
+    average: AverageSection = field(default_factory=AverageSection)
     crashes: bool = False
     """Whether a rank raises or hangs, and no number shows the bug."""
 
@@ -96,6 +98,7 @@ class Bug:
             padded=self.padded,
             fp8=self.fp8,
             stages=self.stages,
+            average=self.average,
         )
 
 

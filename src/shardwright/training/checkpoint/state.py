@@ -162,13 +162,12 @@ def _differences(
     if data is not None:
         found += _other_samples(manifest, data)
     differing = []
-    averages = [
-        {name.split("/")[1] for name in each if name.startswith(AVERAGE)} for each in (manifest.tensors, tensors)
-    ]
-    if averages[0] != averages[1]:
-        saved, here = (f"{len(each)} copies for an average" if each else "no average" for each in averages)
+    slots = [{name.split("/")[1] for name in each if name.startswith(AVERAGE)} for each in (manifest.tensors, tensors)]
+    if slots[0] != slots[1]:
+        copies = [f"{len(each)} copies for averages" if each else "no average" for each in slots]
         found.append(
-            f"it has {saved} of the weights, and this run has {here}; give the section [average] as it was trained with"
+            f"it has {copies[0]} of the weights, and this run has {copies[1]}; give the section [average] that it was "
+            f"trained with"
         )
         return found
     for name in sorted(tensors.keys() | manifest.tensors.keys()):
