@@ -15,7 +15,7 @@ STALE: dict[str, AnyBug] = {
         Mutation(
             "shardwright.parallel.pipeline.runner:Pipeline._run",
             "key not in self._lists",
-            "(key := next((each for each in self._lists if each[0] == key[0]), key)) not in self._lists",
+            "(key := next((each for each in self._lists if each[0] and key[0]), key)) not in self._lists",
         ),
         [PP],
         stages=(CaseStage(12, 4, 6), CaseStage(24, 4, 10), CaseStage(24, 4, 10)),
