@@ -197,7 +197,7 @@ def _loss(ax: "Axes", run: RunRecord) -> None:
         remark(ax, "no finite loss was logged")
     header(ax, "Loss, nats a token", pad_pt=20)
     knots = [stage.from_step for stage in run.config.batch.schedule.stages]
-    knots.append(knots[-1] + 10 * run.config.steps)
+    knots.append(knots[-1] + 10 * max(run.config.steps, run.last_step))
     totals = list(map(run.tokens, knots))
     knots, totals = [-knots[-1], *knots], [-knots[-1] * run.tokens(1), *totals]
     tokens = ax.secondary_xaxis(
