@@ -100,7 +100,7 @@ def test_zero_is_3_where_something_is_sharded_and_nothing_else_is_asked_for(tmp_
         ("precision.compute=bfloat16", "did you mean 'bf16'?"),
         ("output_dir=x", "did you mean 'out'?"),
         ("layout.micro_batch=2", "layout.micro_batch: there is no such key; did you mean 'batch.micro_batch'?"),
-        ("every=2", "did you mean 'checkpoint.every' or 'metrics.every' or 'evaluation.every'?"),
+        ("every=2", "did you mean 'checkpoint.every' or 'metrics.every' or 'evaluation.every' or 'average.every'?"),
         ("steps=0", "steps=0: input should be greater than or equal to 1"),
         ("steps=ten", "steps='ten': input should be a valid integer"),
         ("batch.global_batch=8.5", "batch.global_batch=8.5: input should be a valid integer"),

@@ -204,13 +204,14 @@ class TrainRecord:
 class EvaluationRecord:
     """An `evaluation` record: the loss on the validation split after `step` steps. For a mixture, `sources` has the
     loss on each source's validation split, and `loss` is their mean, weighted by the mixture of that step. `mtp_loss`
-    as in `TrainRecord`."""
+    as in `TrainRecord`. `average_loss`: the loss of the average of the weights (`[average]`)."""
 
     step: Step
     loss: float
     time: str | None = None
     sources: dict[str, float] | None = None
     mtp_loss: float | None = None
+    average_loss: float | None = None
 
 
 @dataclass(frozen=True)

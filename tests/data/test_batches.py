@@ -9,7 +9,7 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwright.config.batch import BatchSection, BatchStageSection
 from shardwright.data.batches import Batches, evaluation_batches
 from shardwright.data.order import SampleOrder
 from shardwright.data.samples import IGNORE, DocumentSamples, PackedSamples
 from shardwright.data.shards import TokenSplit, open_split
-from shardwright.system.errors import DataError, InputError
+from shardwright.system.errors import DataError, InputError, LayoutError
 from tests.data.conftest import as_version_1
 
 
@@ -52,7 +53,8 @@ class Numbered:
 def batches(samples: Any, global_batch: int = 4, micro_batch: int = 2, **options: Any) -> Batches:
     defaults: dict[str, Any] = {"data_rank": 0, "data_ranks": 1, "vocab_size": 2**16}
     order = SampleOrder(options.pop("seed", 0), len(samples))
-    return Batches(samples, order=order, global_batch=global_batch, micro_batch=micro_batch, **defaults | options)
+    batch = BatchSection(seq_len=4, global_batch=global_batch, micro_batch=micro_batch)
+    return Batches({4: samples}, order=order, schedule=batch.schedule, **defaults | options)
 
 
 def test_a_batch_is_accumulated_microbatches_of_inputs_and_targets() -> None:
@@ -125,12 +127,12 @@ RUN: list[Stay] = [(2, 1, 1), (1, 2, 4), (3, 1, 2)]
 
 
 def resume_after_what_was_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    read_ahead = property(lambda self: self._start_sample + self._taken + 2 * self._global_batch)
+    read_ahead = property(lambda self: self._start_sample + self._schedule.samples(self._start_step, self._step + 2))
     monkeypatch.setattr(Batches, "next_sample", read_ahead)
 
 
 def resume_one_step_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    one_back = property(lambda self: self._start_sample + self._taken - self._global_batch)
+    one_back = property(lambda self: self._start_sample + self._schedule.samples(self._start_step, self._step - 1))
     monkeypatch.setattr(Batches, "next_sample", one_back)
 
 
@@ -196,6 +198,74 @@ def test_batches_read_ahead_do_not_count_as_seen(prefetch: int) -> None:
         time.sleep(0.05)
         assert loader.next_sample == 44
         assert next(loader).sample_ids_AB.flatten().tolist() == [44, 45, 46, 47]
+
+
+# Stages.
+
+
+class Places:
+    """n samples of `seq_len` tokens of one text of the tokens 0, 1, 2, ..."""
+
+    def __init__(self, n: int, seq_len: int) -> None:
+        self.n, self.seq_len = n, seq_len
+
+    def read(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        return i * self.seq_len + np.arange(self.seq_len + 1), np.ones(self.seq_len, bool)
+
+
+STAGES = [
+    BatchStageSection(from_step=2, global_batch=8),
+    BatchStageSection(from_tokens=88.0, seq_len=8, global_batch=2, micro_batch=1),
+    BatchStageSection(from_step=9, seq_len=16),
+    BatchStageSection(from_step=11, seq_len=2, global_batch=16, micro_batch=4),
+]
+RAMP = BatchSection(seq_len=4, global_batch=4, micro_batch=2, stages=STAGES).schedule
+ORDER = SampleOrder(7, 40)
+
+
+def steps_of(begin: int, end: int, ranks: int, first: int, left_out: Sequence[tuple[int, int]] = ()) -> Any:
+    """The tokens of each step of all ranks in turn, and the sample after the last."""
+    seen: list[list[list[int]]] = [[] for _ in range(begin, end)]
+    for rank in range(ranks):
+        samples: Any = {seq_len: Places(40 * 16 // seq_len, seq_len) for seq_len in (2, 4, 8, 16)}
+        options: Any = {"data_rank": rank, "data_ranks": ranks, "vocab_size": 10**4, "left_out": left_out}
+        with Batches(samples, ORDER, schedule=RAMP, start_step=begin, start_sample=first, **options) as loader:
+            for step in seen:
+                step += next(loader).tokens_ABT.flatten(0, 1).tolist()
+            after = loader.next_sample
+    return seen, after
+
+
+def test_stages_cut_the_samples_in_their_order_and_take_each_once() -> None:
+    """The reference cuts the tokens of all samples, in their order, by hand."""
+    assert [(stage.from_step, stage.tokens_before) for stage in RAMP.stages] == [
+        (0, 0), (2, 32), (4, 96), (9, 176), (11, 240),
+    ]  # fmt: skip
+    sizes = [(4, 4)] * 2 + [(8, 4)] * 2 + [(2, 8)] * 5 + [(2, 16)] * 2 + [(16, 2)] * 3
+    text = [16 * int(sample) + at for sample in ORDER(np.arange(30)) for at in range(16)]
+    seen, after = steps_of(0, len(sizes), 1, 0)
+    for (n, seq_len), step in zip(sizes, seen, strict=True):
+        assert step == [text[at * seq_len : (at + 1) * seq_len] for at in range(n)]
+        text = text[n * seq_len :]
+    assert 16 * (30 - after) == len(text)
+    for stop in (1, 2, 3, 4, 6, 10, 11):  # within stages and at their first steps
+        before, position = steps_of(0, stop, 2, 0)
+        resumed, end = steps_of(stop, len(sizes), 1 + stop % 2, position)
+        assert before + resumed == seen
+        assert end == after
+
+
+def test_samples_that_a_rollback_over_a_boundary_leaves_out_are_in_no_step_and_all_others_are() -> None:
+    whole, _ = steps_of(0, 8, 1, 0)
+    begin = RAMP.samples(0, 3)
+    left_out = [(RAMP.samples(0, 4), RAMP.samples(0, 5))]
+    resumed, _ = steps_of(3, 7, 2, begin, left_out)
+    assert resumed == whole[3:4] + whole[5:8]
+
+
+def test_a_step_of_a_stage_that_does_not_divide_over_the_ranks_is_refused() -> None:
+    with pytest.raises(LayoutError, match="2"):
+        steps_of(0, 1, 4, 0)
 
 
 # The thread.

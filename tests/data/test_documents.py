@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from shardwright.config.batch import BatchSection
 from shardwright.data.batches import Batches, evaluation_batches
 from shardwright.data.mixture import MixedSamples
 from shardwright.data.order import SampleOrder
@@ -45,8 +46,9 @@ def test_boundaries_are_those_of_the_documents_that_were_written() -> None:
     assert max(map(len, found)) > 2
     order = SampleOrder(3, len(samples))
     for rank in range(2):
-        options = {"global_batch": 8, "micro_batch": 2, "vocab_size": 300, "prefetch": 0}
-        batches = Batches(samples, order, data_rank=rank, data_ranks=2, within_documents=True, **options)  # type: ignore[arg-type]
+        batch = BatchSection(seq_len=SEQ_LEN, global_batch=8, micro_batch=2)
+        options = {"schedule": batch.schedule, "vocab_size": 300, "prefetch": 0}
+        batches = Batches({SEQ_LEN: samples}, order, data_rank=rank, data_ranks=2, within_documents=True, **options)  # type: ignore[arg-type]
         batch = next(batches)
         wanted = [[tuple(found[int(order(np.array(i)))]) for i in row] for row in batch.sample_ids_AB.tolist()]
         assert [list(row) for row in batch.documents_AB or ()] == wanted
@@ -75,8 +77,10 @@ def test_a_row_that_fills_a_micro_batch_of_an_evaluation_is_one_document() -> No
 
 def test_without_documents_a_batch_has_none() -> None:
     samples = PackedSamples(split(), SEQ_LEN)
-    options = {"global_batch": 2, "micro_batch": 1, "vocab_size": 300, "prefetch": 0}
-    batches = Batches(samples, SampleOrder(3, len(samples)), data_rank=0, data_ranks=1, **options)  # type: ignore[arg-type]
+    batch = BatchSection(seq_len=SEQ_LEN, global_batch=2)
+    options = {"schedule": batch.schedule, "vocab_size": 300, "prefetch": 0}
+    order = SampleOrder(3, len(samples))
+    batches = Batches({SEQ_LEN: samples}, order, data_rank=0, data_ranks=1, **options)  # type: ignore[arg-type]
     assert next(batches).documents_AB is None
 
 

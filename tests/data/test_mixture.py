@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwright.config.batch import BatchSection
 from shardwright.config.mixture import Mixture, whole_weights
 from shardwright.data import mixture
 from shardwright.data.batches import Batches
@@ -125,16 +126,16 @@ def seen(stays: list[Stay]) -> list[list[int]]:
     step = position = 0
     past: list[MixtureStage] = []
     for steps, global_batch, ranks in stays:
-        stages = mixture.stages_of(MIXTURES, global_batch, past, step, position)
+        batch = BatchSection(seq_len=mixed().seq_len, global_batch=global_batch)
+        stages = mixture.stages_of(MIXTURES, batch.schedule.samples, past, step, position)
         order = MixtureOrder(7, SIZES, stages)
         rows: list[list[int]] = [[] for _ in range(steps)]
         after = position
         for rank in range(ranks):
             with Batches(
-                mixed(),
+                {mixed().seq_len: mixed()},
                 order,
-                global_batch=global_batch,
-                micro_batch=1,
+                schedule=batch.schedule,
                 data_rank=rank,
                 data_ranks=ranks,
                 vocab_size=5000,

@@ -10,19 +10,26 @@ import pytest
 
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Job
+from shardwright.cost.step import estimate
+from shardwright.layout.layout import Layout
 from shardwright.model.presets import resolve
+from shardwright.planner.choice import Choice, PricedLayout
 from shardwright.planner.evaluate import WHOLE_RUNS, PlanEvaluation, evaluate
 from shardwright.planner.measured_run import PredictableRun
 from shardwright.planner.operations import Operations
 from shardwright.planner.runs import read_runs
 from shardwright.planner.whole_run import (
+    DAY_S,
     LATE,
+    PlannedStage,
     SavingTime,
     TrainingGoal,
     interval_of_work_s,
     spare_nodes,
     whole_run,
+    whole_run_on,
 )
+from shardwright.system.errors import InputError
 
 JOB = Job(model=resolve("llama-3.1-405b"), cluster=cluster("h100:16384"), global_batch=2048, seq_len=8192)
 DOWN_S, BETWEEN_S = 600.0, 11_000.0
@@ -168,3 +175,24 @@ def test_delays_of_production_are_a_quantile_over_sources_and_hold_for_a_source_
     assert np.quantile(list(means.values()), 0.9) == pytest.approx(LATE, abs=2e-3)
     without = {source: np.quantile([means[other] for other in means if other != source], 0.9) for source in means}
     assert sum(means[source] <= without[source] for source in means) == 6
+
+
+def test_a_run_whose_batch_changes_takes_the_sum_of_its_stages():
+    job = Job(model=resolve("llama-3.1-8b"), cluster=cluster("h100:16"), seq_len=8192, global_batch=128)
+    choice = Choice(Layout(dp_shard=16, zero=3), 2)
+    stages = (PlannedStage(0, 16, 8192), PlannedStage(2e9, 128, 4096), PlannedStage(6e9, 128, 8192))
+    goal = TrainingGoal(1e10, operations=Operations(failures=1e-6), stages=stages)
+    run = whole_run_on(PricedLayout.from_choice(job, choice), (1.0, 1.0), goal)
+    sizes = [(2e9, 16, 8192, 1), (4e9, 128, 4096, 2), (4e9, 128, 8192, 2)]
+    steps = [tokens / (batch * length) for tokens, batch, length, _ in sizes]
+    times = [
+        estimate(replace(job, global_batch=batch, seq_len=length), choice.layout, micro).step_s
+        for _, batch, length, micro in sizes
+    ]
+    assert run.steps == pytest.approx(sum(steps))
+    assert run.parts_days["steps"] == pytest.approx(sum(n * s for n, s in zip(steps, times, strict=True)) / DAY_S)
+    assert [each.days for each in run.stages] == [n * s / DAY_S for n, s in zip(steps, times, strict=True)]
+    with pytest.raises(InputError, match="8 sequences of 8,192 tokens on "):
+        whole_run_on(
+            PricedLayout.from_choice(job, choice), (1.0, 1.0), replace(goal, stages=(PlannedStage(0, 8, 8192),))
+        )

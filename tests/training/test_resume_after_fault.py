@@ -161,8 +161,8 @@ BUGS = {
         functools.partial(errors_of, "skip"),
         Mutation(
             "shardwright.training.loop:TrainLoop._take",
-            "learning_rate(self.step - skipped, config.steps, config.optimizer.lr, config.lr_schedule)",
-            "learning_rate(self.step, config.steps, config.optimizer.lr, config.lr_schedule)",
+            "learning_rate(self.step - skipped, config.steps, config.optimizer.lr, config.lr_schedule, config.clock)",
+            "learning_rate(self.step, config.steps, config.optimizer.lr, config.lr_schedule, config.clock)",
         ),
         "lr",
     ),

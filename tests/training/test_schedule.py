@@ -47,3 +47,15 @@ def test_no_rate_is_above_the_peak_or_below_zero_and_it_never_rises_after_the_wa
     assert all(0 <= rate <= PEAK for rate in found)
     assert found[:warmup] == sorted(found[:warmup])
     assert found[warmup:] == sorted(found[warmup:], reverse=True)
+
+
+@pytest.mark.parametrize("shape", ["cosine", "wsd"])
+def test_by_tokens_a_rate_is_that_of_the_share_of_the_tokens(shape: str):
+    """A run of 4 steps of one unit and 8 of three has the rates of a run of 28 steps of one unit."""
+    tokens = [min(step, 4) + 3 * max(0, step - 4) for step in range(13)]
+    schedule = ScheduleSection(shape=shape, warmup_steps=4, decay_steps=3 if shape == "wsd" else 0)
+    found = [learning_rate(step, 12, PEAK, schedule, lambda step: tokens[step]) for step in range(12)]
+    last = tokens[11] + 1  # the last step begins where the run of one unit has its last step
+    in_units = ScheduleSection(shape=shape, warmup_steps=4, decay_steps=9 if shape == "wsd" else 0)
+    expected = [learning_rate(tokens[step], last, PEAK, in_units) for step in range(12)]
+    assert found == pytest.approx(expected)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.config.batch import BatchSection
 from shardwright.config.faults import SPIKE_WINDOW, FaultsSection
 from shardwright.data.batches import Batches, merged
 from shardwright.layout.layout import Layout
@@ -189,10 +190,9 @@ def test_samples_that_are_left_out_are_in_no_batch_wherever_a_run_begins():
         expected = [i for i in kept if i >= start]
         for data_rank in range(2):
             batches = Batches(
-                Plain(),  # type: ignore[arg-type]
+                {1: Plain()},  # type: ignore[dict-item]
                 lambda g: g,
-                global_batch=4,
-                micro_batch=2,
+                schedule=BatchSection(seq_len=1, global_batch=4, micro_batch=2).schedule,
                 data_rank=data_rank,
                 data_ranks=2,
                 vocab_size=1000,

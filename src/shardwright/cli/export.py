@@ -33,6 +33,9 @@ def export(
     architecture: Annotated[
         str | None, typer.Option(metavar="MODEL_TYPE", help="model_type to write if several fit, such as phi3 or llama")
     ] = None,
+    average: Annotated[
+        bool, typer.Option("--average", help="write the average of the weights that the run made ([average])")
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Write weights as a folder that transformers loads with AutoModelForCausalLM.from_pretrained.
@@ -46,7 +49,7 @@ def export(
 
     done = write(
         source, out, dtype=dtype, max_shard_bytes=_bytes(max_shard_size), tokenizer=tokenizer, allow_nan=allow_nan,
-        architecture=architecture,
+        architecture=architecture, average=average,
     )  # fmt: skip
     if json:
         answer = {"out": str(out), "architecture": done.architecture.class_name, "dtype": done.dtype}

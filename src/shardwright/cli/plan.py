@@ -6,7 +6,7 @@ import sys
 import time
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -178,18 +178,22 @@ def _write(asked: PlanRequest, job: "Job", choice: "Choice", options: PlanOption
     file."""
     if options.write is None:
         return
-    from shardwright.planner.run_file import run_file
+    from shardwright.planner.run_file import batch_keys, run_file
     from shardwright.system.files import write_whole
 
     command = shlex.join(["shardwright", *sys.argv[1:]])
-    if asked.config is None:
-        text = run_file(job, asked.name, choice, command, options.budget_tokens)
+    stages = () if asked.goal is None else asked.goal.stages
+    batch = batch_keys(job, choice, stages)
+    if asked.given is None:
+        text = run_file(job, asked.name, choice, command, options.budget_tokens, batch)
     else:
-        text = _replanned(asked.config, job, choice, options.write, command)
+        text = _replanned(asked.given, job, choice, batch, options.write, command)
     write_whole(options.write, text.encode("utf-8"))
 
 
-def _replanned(config: "RunConfig", job: "Job", choice: "Choice", path: Path, command: str) -> str:
+def _replanned(
+    config: "RunConfig", job: "Job", choice: "Choice", batch: dict[str, Any], path: Path, command: str
+) -> str:
     """Return the planned run file with this layout. Its run starts anew in its own folder: `out` is a new folder next
     to the old one, named after the file, and checkpoint.resume is left out."""
     from shardwright.config import parse, resolved_toml
@@ -201,8 +205,8 @@ def _replanned(config: "RunConfig", job: "Job", choice: "Choice", path: Path, co
     table["memory_gib"] = memory_gib(job)
     if job.cluster.accelerator.is_cpu != (config.device == "cpu"):
         table["device"] = "auto"
-    table["batch"] |= {"seq_len": job.seq_len, "global_batch": job.global_batch}
-    table["batch"]["micro_batch"] = layout.pop("micro_batch")
+    layout.pop("micro_batch")
+    table["batch"] = batch
     table["layout"] = layout
     if config.precision.planned != job.precision:
         table["precision"] = precision_keys(job)

@@ -23,13 +23,15 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class PlanRequest:
     """The job to plan. `job`: with the rates of its machine if they were measured; `anywhere`: the same without them;
-    `name`: the name of the model for people; `config`: the run file, if there is one; `explained`: the layout of
+    `name`: the name of the model for people; `given`: the run file, if there is one; `config`: with the stage of its
+    batch that needs most memory; `explained`: the layout of
     --explain; `fixed`: the values of --fix; `goal`: the whole run of --budget-tokens."""
 
     job: "Job"
     anywhere: "Job"
     name: str
     config: "RunConfig | None"
+    given: "RunConfig | None"
     explained: "Choice | None"
     fixed: "FixedChoices | None"
     goal: "TrainingGoal | None"
@@ -53,8 +55,11 @@ def read_request(options: PlanOptions) -> PlanRequest:
         )
     if target is not None and model is not None:
         wrong.append(f"--model {model} and {target}: both name a model; leave one out")
-    config = None
-    if target is not None and model is None and (config := _read(target, wrong)) is not None:
+    config = given = None
+    if target is not None and model is None and (given := _read(target, wrong)) is not None:
+        from shardwright.config.settle import of_fullest_stage
+
+        config = of_fullest_stage(given)
         global_batch = config.batch.global_batch if global_batch is None else global_batch
         seq_len = config.batch.seq_len if seq_len is None else seq_len
         precision = config.precision.planned if precision is None else precision
@@ -89,7 +94,7 @@ def read_request(options: PlanOptions) -> PlanRequest:
     except InputError as error:
         wrong += error.problems
     try:
-        goal = training_goal(options, config)
+        goal = training_goal(options, given)
     except InputError as error:
         wrong += error.problems
     try:
@@ -135,15 +140,16 @@ def read_request(options: PlanOptions) -> PlanRequest:
             str(options.explain), config if options.explain == target else None, machine, options
         )
     check_goal(goal, machine)
-    return PlanRequest(machine, job, name, config, explained, fixed, goal)
+    return PlanRequest(machine, job, name, config, given, explained, fixed, goal)
 
 
 def _choice_of_file(path: str, config: "RunConfig | None", job: "Job", options: PlanOptions) -> "Choice":
     """Return the layout of the run file given to --explain; `config`: the file if it was read. Raises InputError."""
     from shardwright.config import load
+    from shardwright.config.settle import of_fullest_stage
     from shardwright.planner.search import limit_bytes
 
-    return choice_of_run(config or load(path), job, limit_bytes(job, options.memory_margin))
+    return choice_of_run(config or of_fullest_stage(load(path)), job, limit_bytes(job, options.memory_margin))
 
 
 def changed_cluster(text: str, options: PlanOptions, link: str | None, network: str | None) -> "Cluster":

@@ -10,17 +10,21 @@ from shardwright.system.errors import InputError
 if TYPE_CHECKING:
     from shardwright.config import RunConfig
     from shardwright.cost.job import Job
-    from shardwright.planner.whole_run import TrainingGoal
+    from shardwright.planner.whole_run import PlannedStage, TrainingGoal
 
 
 def training_goal(options: PlanOptions, config: "RunConfig | None" = None) -> "TrainingGoal | None":
-    """Return the goal, None without --budget-tokens. Raises InputError for prices and operations that are not valid,
-    and for those without --budget-tokens."""
+    """Return the goal, None without --budget-tokens and stages of the run file. Raises InputError for stages, prices
+    and operations that are not valid, and for those without --budget-tokens."""
     from shardwright.planner.operations import read_operations
     from shardwright.planner.whole_run import TrainingGoal
 
-    if options.budget_tokens is None:
-        given = " and ".join(f"--{name}" for name in ("price", "operations") if getattr(options, name) is not None)
+    tokens, stages = options.budget_tokens, _stages_of(config, options)
+    if tokens is None and stages and config is not None:
+        tokens = float(config.batch.schedule.tokens(config.steps))
+    if tokens is None:
+        names = ("batch_stages", "price", "operations")
+        given = " and ".join(f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None)
         if given:
             raise InputError(f"{given} goes with --budget-tokens N, the tokens of the whole run, such as 15e12")
         return None
@@ -36,12 +40,48 @@ def training_goal(options: PlanOptions, config: "RunConfig | None" = None) -> "T
             problems.append(f"--price {text}: the price of {name or 'all accelerators'} is given twice; leave one out")
         prices[name] = price
     try:
+        stages = stages or _read_stages(options)
+    except InputError as error:
+        problems += error.problems
+    try:
         operations = read_operations(options.operations or "", **_of_run_file(config))
     except InputError as error:
         problems += error.problems
     if problems:
         raise InputError(*problems)
-    return TrainingGoal(options.budget_tokens, prices, operations)
+    return TrainingGoal(tokens, prices, operations, stages)
+
+
+def _stages_of(config: "RunConfig | None", options: PlanOptions) -> "tuple[PlannedStage, ...]":
+    """Return the stages of the run file, none if options give another batch."""
+    from shardwright.planner.whole_run import PlannedStage
+
+    given = (options.batch_stages, options.global_batch, options.seq_len)
+    if config is None or not config.batch.stages or any(each is not None for each in given):
+        return ()
+    stages = config.batch.schedule.stages
+    return tuple(PlannedStage(each.tokens_before, each.global_batch, each.seq_len) for each in stages)
+
+
+def _read_stages(options: PlanOptions) -> "tuple[PlannedStage, ...]":
+    """Return the stages of --batch-stages. Raises InputError."""
+    from shardwright.planner.whole_run import PlannedStage
+
+    found: list[PlannedStage] = []
+    for text in (options.batch_stages or "").split(",") if options.batch_stages is not None else ():
+        match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]+)?(?:e[0-9]{1,2})?):([0-9]{1,9})(?:x([0-9]{1,9}))?", text.strip())
+        where, seq_len = f"--batch-stages {text.strip()!r}", options.seq_len or 0
+        if match is None:
+            raise InputError(f"{where}: write TOKENS:BATCH or TOKENS:BATCHxSEQ_LEN, such as 469e9:15360")
+        stage = PlannedStage(float(match[1]), int(match[2]), int(match[3] or seq_len))
+        if stage.from_tokens != 0 and not found:
+            raise InputError(f"{where}: the first stage begins at 0 tokens; write 0:BATCH first")
+        if found and stage.from_tokens <= found[-1].from_tokens:
+            raise InputError(f"{where} is not after the stage before, {found[-1].from_tokens:,.0f} tokens")
+        if min(stage.global_batch, stage.seq_len) < 1:
+            raise InputError(f"{where}: a batch and a length of 1 or more are needed; --seq-len gives the length")
+        found.append(stage)
+    return tuple(found)
 
 
 def check_goal(goal: "TrainingGoal | None", job: "Job") -> None:

@@ -186,6 +186,15 @@ class PlanOptions:
             help="tokens of the whole run, such as 15e12: adds days, interruptions, checkpoints, spare nodes and cost",
         ),
     ] = None
+    batch_stages: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKENS:BATCH,...",
+            help="with --budget-tokens, a batch that changes over the run: the tokens that are done and the sequences "
+            "of a step from there on, such as 0:3072,469e9:15360, or with tokens of a sequence, 0:3072x4096; if not "
+            "given, from the run file's [[batch.stages]]",
+        ),
+    ] = None
     price: Annotated[
         list[str] | None,
         typer.Option(

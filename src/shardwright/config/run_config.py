@@ -7,13 +7,14 @@ from pydantic import (
     Field,
 )
 
+from shardwright.config.average import AverageSection, average_problems
+from shardwright.config.batch import BatchSection, data_problems, stage_problems
 from shardwright.config.faults import FaultsSection, OnSpike
 from shardwright.config.mixture import mixture_problems
 from shardwright.config.optimizer import OptimizerSection
 from shardwright.config.precision import PrecisionSection
 from shardwright.config.sections import (
     PATH,
-    BatchSection,
     CheckpointSection,
     DataSection,
     EvaluationSection,
@@ -78,12 +79,26 @@ class RunConfig(RunFileSection):
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     metrics: MetricsSection = Field(default_factory=MetricsSection)
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
+    average: AverageSection = Field(default_factory=AverageSection)
     faults: FaultsSection = Field(default_factory=FaultsSection)
 
     @property
     def accumulation(self) -> int:
-        """Return the micro-batches of a rank in one step. Raises LayoutError if the number is not an integer."""
+        """Return the micro-batches of a rank in one step of the first stage. Raises LayoutError if the number is not an
+        integer."""
         return accumulation(self.batch.global_batch, self.batch.micro_batch, self.layout.layout().data_ranks)
+
+    @property
+    def by_stage(self) -> list["RunConfig"]:
+        """Return for each stage of the batch the configuration of a run that has this batch in every step."""
+        batch = self.batch
+        if not batch.stages:
+            return [self]
+        return [self.model_copy(update={"batch": batch.of_stage(stage)}) for stage in batch.schedule.stages]
+
+    def clock(self, step: int) -> int:
+        """Return the argument of the learning-rate schedule after `step` steps: the steps, or their tokens."""
+        return step if self.lr_schedule.by == "steps" else self.batch.schedule.tokens(step)
 
     def problems(self) -> list[str]:
         """Return one sentence for each broken rule between keys."""
@@ -104,20 +119,19 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
         found += error.problems
     spec_problems = spec.problems() if spec else []
     found += [f"model.{problem}" for problem in spec_problems]
-    if spec and batch:
-        found += _length_problems(spec, batch)
     try:
         layout = valid["layout"].layout() if "layout" in valid else None
     except LayoutError as error:
         found += error.problems
-    if layout and batch:
-        try:
-            found += schedule_problems(layout, accumulation(batch.global_batch, batch.micro_batch, layout.data_ranks))
-        except LayoutError as error:
-            found += error.problems
-        if spec and not spec_problems:
-            found += split_problems(spec, layout, batch.seq_len)
-            found += _fp8_problems(spec, layout, batch, valid.get("precision"))
+    if batch:
+        found += (wrong := stage_problems(batch, valid.get("steps")))
+        stages = [batch] if wrong else [batch.of_stage(stage) for stage in batch.schedule.stages]
+        for number, stage in enumerate(stages):
+            problems = _batch_problems(stage, spec, bool(spec_problems), layout, valid.get("precision"))
+            found += [
+                f"batch.stages.{number - 1}: {each}" if number else each for each in problems if each not in found
+            ]
+        found += data_problems(batch, data) if data and not wrong else []
     if layout and (precision := valid.get("precision")):
         found += _compression_problems(layout, precision)
         found += _graph_problems(layout, precision, data)
@@ -137,11 +151,33 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
         found += _saving_problems(checkpoint, layout) if layout else []
     faults = valid.get("faults") or FaultsSection()
     found += _fault_problems(faults, layout, data, valid.get("checkpoint"), valid.get("precision"))
+    if average := valid.get("average"):
+        found += average_problems(average, valid.get("steps"))
     if lr_schedule:
         found += _lr_schedule_problems(lr_schedule, valid.get("steps"))
     if data:
         found += mixture_problems(data, valid.get("steps"))
         found += _document_problems(data, None if spec_problems else spec)
+    return found
+
+
+def _batch_problems(
+    batch: BatchSection,
+    spec: ModelSpec | None,
+    wrong_model: bool,
+    layout: Layout | None,
+    precision: PrecisionSection | None,
+) -> list[str]:
+    """Return the broken rules of the batch of one stage; `wrong_model`: the model itself breaks rules."""
+    found = list(_length_problems(spec, batch)) if spec else []
+    if layout:
+        try:
+            found += schedule_problems(layout, accumulation(batch.global_batch, batch.micro_batch, layout.data_ranks))
+        except LayoutError as error:
+            found += error.problems
+        if spec and not wrong_model:
+            found += split_problems(spec, layout, batch.seq_len)
+            found += _fp8_problems(spec, layout, batch, precision)
     return found
 
 

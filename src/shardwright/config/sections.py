@@ -264,14 +264,6 @@ class DataSection(RunFileSection):
     prefetch: Annotated[int, Field(ge=1, le=4096)] = Field(2, description="steps of data that are read ahead")
 
 
-class BatchSection(RunFileSection):
-    """The batch of one step. Gradient accumulation: global_batch / (micro_batch x data ranks) micro-batches a rank."""
-
-    seq_len: Counted = Field(description="tokens of a sequence")
-    global_batch: Counted = Field(description="sequences of a step, over all ranks")
-    micro_batch: Counted = Field(1, description="sequences a rank runs at a time; sets the activation memory")
-
-
 def _layout_key(key: LayoutKey) -> Any:
     """Return a field of [layout], optional if the layout derives its default from other keys."""
 
@@ -315,6 +307,10 @@ class LayoutSection(_LayoutKeys):
 class ScheduleSection(RunFileSection):
     """The learning rate over the steps, as a fraction of optimizer.lr."""
 
+    by: Literal["steps", "tokens"] = Field(
+        "steps",
+        description="what the warm-up and the fall are proportional to; tokens differ from steps with batch.stages",
+    )
     shape: Literal["cosine", "wsd", "constant"] = Field(
         "cosine", description="after warm-up: half a cosine; warm-up, stable, linear decay; or flat"
     )

@@ -32,11 +32,24 @@ def settled(config: RunConfig, memory_bytes: float, margin: float = MARGIN) -> t
             f"layout.recompute={AUTO!r} goes by the memory formulas of the plan, which has none for "
             f"precision.compute='fp64'; set recompute to none, selective or full"
         )
-    layout = config.layout.layout()
+    layout, fullest = config.layout.layout(), of_fullest_stage(config)
     limit = (1 - margin) * (memory_bytes if config.memory_gib is None else config.memory_gib * GiB)
-    chosen = least_recomputation(job_of(config), layout, config.batch.micro_batch, limit)
+    chosen = least_recomputation(job_of(fullest), layout, fullest.batch.micro_batch, limit)
     found = {name: getattr(chosen.layout, name) for name in ("recompute", "recompute_layers")}
     return with_recomputation(config, **found), str(chosen)
+
+
+def of_fullest_stage(config: RunConfig) -> RunConfig:
+    """Return the configuration of a run that has, in every step, the batch of the stage that needs most memory: by the
+    formulas of the plan, or for precision.compute='fp64' by the tokens of a micro-batch; the last of several."""
+    from shardwright.planner.recomputation import peak_bytes
+
+    def needed(each: RunConfig) -> float:
+        if each.precision.compute == "fp64":
+            return each.batch.micro_batch * each.batch.seq_len
+        return peak_bytes(job_of(each), each.layout.layout(), each.batch.micro_batch)
+
+    return max(reversed(config.by_stage), key=needed) if config.batch.stages else config
 
 
 def job_of(config: RunConfig, accelerator: str = "h100") -> "Job":
@@ -56,6 +69,8 @@ def job_of(config: RunConfig, accelerator: str = "h100") -> "Job":
         optimizer=config.optimizer.name,
         narrow_states=config.optimizer.state_dtype == "bf16",
         optimizer_options=tuple(config.optimizer.options.items()),
+        averages=len(config.average.slots),
+        averages_on_host=config.average.device == "cpu",
         stack=SHARDWRIGHT_COMPILED if config.precision.compile else SHARDWRIGHT,
     )
 

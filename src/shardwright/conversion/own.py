@@ -19,6 +19,7 @@ from shardwright.model.spec import differences, spec_as_json
 from shardwright.run_folder import CHECKPOINTS, RUN_FILE, published
 from shardwright.system.errors import CheckpointError
 from shardwright.system.units import in_groups
+from shardwright.training.average import AVERAGE
 from shardwright.training.checkpoint.manifest import (
     CheckpointManifest,
     TrainingProgress,
@@ -61,11 +62,13 @@ def read_own_state(path: Path) -> TrainingState:
         )
     left_out = {
         "compression": "the state of compressed gradients",
+        "average": "the averages of the weights",
         "loss_scale": "the scale of an fp16 run",
         "spikes": "the recent losses and norms",
     }
     there = {
         "compression": any(name.startswith("compression/") for name in manifest.tensors),
+        "average": any(name.startswith(AVERAGE) for name in manifest.tensors),
         "loss_scale": manifest.loss_scale is not None,
         "spikes": manifest.spikes is not None,
     }
@@ -74,7 +77,7 @@ def read_own_state(path: Path) -> TrainingState:
         moments=moments,
         settings=settings_of_run(config, step),
         step=step,
-        tokens=manifest.progress.samples * config.batch.seq_len,
+        tokens=manifest.progress.samples * config.batch.schedule.longest.seq_len,
         left_out={name: reason for name, reason in left_out.items() if there[name]},
     )
 
@@ -136,6 +139,8 @@ def _misfits(state: TrainingState, config: RunConfig) -> Iterator[str]:
     spec, section = config.model.spec(), config.optimizer
     for key, there, here in differences(state.spec, spec):
         yield f"it is of another model: {key}={there!r}, and the run file has {here!r}"
+    if config.average.kind != "none":
+        yield f"it has no average of the weights, and the run file has average.kind={config.average.kind!r}; set 'none'"
     if section.name != "adamw":
         yield f"its optimizer is AdamW, and the run file has optimizer.name={section.name!r}; set it to 'adamw'"
         return
@@ -176,17 +181,15 @@ def _misfits(state: TrainingState, config: RunConfig) -> Iterator[str]:
 def _samples(state: TrainingState, config: RunConfig) -> tuple[int, list[str]]:
     """Return the samples that the run has trained on, and remarks on the positions that the run file determines."""
     assert state.step is not None
-    remarks, batch = [], config.batch
-    samples = state.step * batch.global_batch
-    if state.tokens is not None and state.tokens != samples * batch.seq_len:
+    remarks, schedule = [], config.batch.schedule
+    samples, tokens = schedule.samples(0, state.step), schedule.tokens(state.step)
+    batches = ", then ".join(f"{stage.global_batch} x {stage.seq_len}" for stage, _ in schedule.parts(0, state.step))
+    if state.tokens is not None and state.tokens != tokens:
         raise CheckpointError(
-            f"{state.weights.path} was trained on {state.tokens:,} tokens in {state.step:,} steps, and "
-            f"{batch.global_batch} x {batch.seq_len} tokens a step in the run file make "
-            f"{samples * batch.seq_len:,}; set batch.global_batch and batch.seq_len as they were"
+            f"{state.weights.path} was trained on {state.tokens:,} tokens in {state.step:,} steps, and {batches} "
+            f"tokens a step in the run file make {tokens:,}; set batch.global_batch and batch.seq_len as they were"
         )
-    remarks.append(
-        f"the run continues with sample {samples:,} of its own order: {state.step:,} steps of {batch.global_batch}"
-    )
+    remarks.append(f"the run continues with sample {samples:,} of its own order, after {state.step:,} steps")
     here = settings_of_run(config, state.step)
     rates = {
         (each.lr, here[name].lr)

@@ -7,6 +7,7 @@ import numpy as np
 from shardwright.cost import memory
 from shardwright.cost.data_parallel import rank_parameters
 from shardwright.cost.job import Candidates, Floats, Job
+from shardwright.cost.states import averages_on_host
 
 
 def host_bytes(job: Job, candidates: Candidates, pp_rank: int) -> dict[str, Floats]:
@@ -14,7 +15,8 @@ def host_bytes(job: Job, candidates: Candidates, pp_rank: int) -> dict[str, Floa
 
     With the P parameters of the rank's shards: states of the optimizer; a copy of the weights, 4 P, or with parameters
     on the host these and their gradients, 8 P; and the tensors kept by layers for the micro-batches in flight, at the
-    peak. Ignored: buffers for gradients, and of states on a disk, of a few chunks.
+    peak; and averages of the weights, 4 P for each copy. Ignored: buffers for gradients, and of states on a disk, of a
+    few chunks.
     """
     layout = candidates.shared
     held = rank_parameters(job, candidates, pp_rank)
@@ -29,6 +31,8 @@ def host_bytes(job: Job, candidates: Candidates, pp_rank: int) -> dict[str, Floa
         result["copies of weights"] = 4 * n_parameters
     if layout.offload_optimizer == "cpu":
         result["optimizer states"] = job.n_optimizer_states * job.state_bytes * n_parameters
+    if averages_on_host(job, candidates):
+        result["averages of the weights"] = job.averages * 4 * n_parameters
     if layout.offload_activations == "cpu":
         on_device = memory.estimate_memory(
             job, replace(candidates, shared=layout.changed(offload_activations="none"))
@@ -51,10 +55,7 @@ def host_share(job: Job, candidates: Candidates) -> Floats:
     """Return `node_host_bytes` as a share of the memory of a node's host, (n,); 0 if nothing is offloaded, or if that
     memory is unknown. A layout does not fit if it is above 1."""
     layout, memory_bytes = candidates.shared, job.cluster.host_memory_bytes
-    if not memory_bytes or "cpu" not in (
-        layout.offload_optimizer,
-        layout.offload_parameters,
-        layout.offload_activations,
-    ):
+    offloads = "cpu" in (layout.offload_optimizer, layout.offload_parameters, layout.offload_activations)
+    if not memory_bytes or not (offloads or averages_on_host(job, candidates)):
         return np.zeros(len(candidates))
     return node_host_bytes(job, candidates) / memory_bytes

@@ -39,7 +39,8 @@ class Job:
     `optimizers.OPTIMIZERS`; `narrow_states`: its states are stored in bf16; `optimizer_options`: (name, value) of each
     option that is not at its default. `document_tokens`: with attention within documents, the mean length of a token's
     document, which is sum L^2 / sum L over documents of L tokens (`data.samples`); None: attention is over
-    sequences. `expert_load`: the loads of experts; None: they are even.
+    sequences. `expert_load`: the loads of experts; None: they are even. `averages`: copies of the weights that an
+    average of them keeps, in the memory of the device or, with `averages_on_host`, of the host.
     """
 
     model: ModelSpec
@@ -54,6 +55,8 @@ class Job:
     optimizer_options: tuple[tuple[str, float], ...] = ()
     document_tokens: float | None = None
     expert_load: UnevenLoad | None = None
+    averages: int = 0
+    averages_on_host: bool = False
 
     @property
     def attended(self) -> tuple[str, float]:

@@ -70,7 +70,7 @@ def rank_state_bytes(job: Job, candidates: Candidates, stages: Stages, held: Par
         "weights": weights,
         "master": master,
         "gradients": _with_errors(candidates, stages, f, gradients),
-        "optimizer": _optimizer(job, candidates, stages, f),
+        "optimizer": _optimizer(job, candidates, stages, f) + _averages(job, candidates, f),
         "gathered": _gathered(job, candidates, f),
         "buffers": messages(job, candidates, stages),
         "workspace": np.asarray(workspace),
@@ -201,6 +201,19 @@ def _in_blocks(job: Job, candidates: Candidates, stages: Stages, f: Formulas) ->
 
 
 _ZERO = "ZeRO, arXiv 1910.02054, section 5"
+
+
+def _averages(job: Job, candidates: Candidates, f: Formulas) -> Floats:
+    """Return the bytes of averages of the master weights, which are sharded like them."""
+    if not job.averages or averages_on_host(job, candidates):
+        return np.zeros((1, 1))
+    n_bytes = job.averages * max(job.stack.master_bytes, job.stack.state_bytes)
+    return f("averages", _sharded(f, candidates, candidates.zero >= 1, n_bytes), _ZERO)
+
+
+def averages_on_host(job: Job, candidates: Candidates) -> bool:
+    """Return whether averages of the weights are in the memory of the host."""
+    return job.averages > 0 and (job.averages_on_host or candidates.shared.offload_parameters == "cpu")
 
 
 def _sharded(f: Formulas, candidates: Candidates, shared: NDArray[np.bool_], n_bytes: float) -> Floats:

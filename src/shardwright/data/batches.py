@@ -1,8 +1,9 @@
 """Batches of samples for one data rank, prefetched by a thread; one integer is the position in the data.
 
 Running sample g (0, 1, 2, ... over the whole run) is the sample `order(g)`: `SampleOrder` for one source,
-`MixtureOrder` for several. A step takes the next global_batch running samples, data rank r the r-th contiguous block.
-So a step's samples depend on neither the number of ranks nor the step at which a run was resumed.
+`MixtureOrder` for several. A step takes the next running samples, as many as `BatchSchedule` says, cut into shorter
+sequences if its stage has them; data rank r takes the r-th contiguous block of the sequences. So a step's samples
+depend on neither the number of ranks nor the step at which a run was resumed.
 
 Letters of shapes: A accumulated micro-batches, B micro_batch, T seq_len.
 """
@@ -11,12 +12,13 @@ import itertools
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from shardwright.config.batch import BatchSchedule
 from shardwright.data.samples import IGNORE, Samples
 from shardwright.layout.layout import accumulation
 from shardwright.system.errors import DataError
@@ -34,10 +36,10 @@ class Batch:
     """The samples of one data rank in one step.
 
     tokens_ABT and targets_ABT are int64; targets that do not count are IGNORE. sample_ids_AB: int64, the running
-    (global) sample indices, PADDING_ID for a row that only fills a micro-batch. n_targets: the number of targets that
-    count in this batch, on this rank alone. documents_AB: the tokens of each document of each sequence, which add up to
-    T; None if attention covers whole sequences. n_real_AB: the tokens of each sequence before its padding, int64; None
-    if no sequence of the run has padding.
+    (global) indices of the sequences, PADDING_ID for a row that only fills a micro-batch. n_targets: the number of
+    targets that count in this batch, on this rank alone. documents_AB: the tokens of each document of each sequence,
+    which add up to T; None if attention covers whole sequences. n_real_AB: the tokens of each sequence before its
+    padding, int64; None if no sequence of the run has padding.
     """
 
     tokens_ABT: torch.Tensor
@@ -69,8 +71,9 @@ class Batch:
 
 
 class Batches:
-    """An endless iterator of Batch, epoch after epoch, from running sample `start_sample` on; `order` maps running
-    samples to indices in `samples`.
+    """An endless iterator of Batch, epoch after epoch, from step `start_step` and running sample `start_sample` on.
+    `order` maps running samples to indices of samples of the longest sequences. `samples`: by number of tokens, the
+    samples of the stages of `schedule`; shorter ones are the pieces of the longest, in order.
 
     Save `next_sample` and pass it as `start_sample` to resume, on any number of ranks, with any batch. `prefetch`
     batches are read ahead by a thread (0 reads in the caller); `close`, or leaving a `with` block, stops it. An error
@@ -85,33 +88,45 @@ class Batches:
 
     def __init__(
         self,
-        samples: Samples,
+        samples: Mapping[int, Samples],
         order: Callable[[np.ndarray], np.ndarray],
         *,
-        global_batch: int,
-        micro_batch: int,
+        schedule: BatchSchedule,
         data_rank: int,
         data_ranks: int,
         vocab_size: int,
         within_documents: bool = False,
         padded: bool = False,
+        start_step: int = 0,
         start_sample: int = 0,
         left_out: Iterable[tuple[int, int]] = (),
         prefetch: int = 2,
         pin_memory: bool = False,
     ) -> None:
-        accumulation(global_batch, micro_batch, data_ranks)
+        for stage in schedule.stages:
+            accumulation(stage.global_batch, stage.micro_batch, data_ranks)
         assert 0 <= data_rank < data_ranks, (data_rank, data_ranks)
-        assert min(start_sample, prefetch) >= 0, (start_sample, prefetch)
-        self._start_sample, self._taken, self._global_batch = start_sample, 0, global_batch
-        block = global_batch // data_ranks
+        assert min(start_step, start_sample, prefetch) >= 0, (start_step, start_sample, prefetch)
+        self._schedule, self._start_step, self._step = schedule, start_step, start_step
+        self._start_sample = start_sample
         self._left_out = skipped = merged(left_out)
 
         def read() -> Iterator[Batch]:  # without `self`: the thread that runs it must not keep a dropped Batches alive
-            for first in itertools.count(start_sample, global_batch):
-                ids_AB = (first + data_rank * block + np.arange(block)).reshape(-1, micro_batch)
-                ids_AB = _past(ids_AB, start_sample, skipped)
-                yield _read(samples, ids_AB, order(ids_AB), vocab_size, pin_memory, within_documents, padded)
+            for step in itertools.count(start_step):
+                stage, first = schedule.at(step), start_sample + schedule.samples(start_step, step)
+                n, cuts = stage.global_batch // data_ranks, schedule.cuts(stage)
+                wholes, pieces = np.divmod(data_rank * n + np.arange(n), cuts)
+                wholes = _past(first + wholes, start_sample, skipped)
+                shape_AB = (-1, stage.micro_batch)
+                yield _read(
+                    samples[stage.seq_len],
+                    (wholes * cuts + pieces).reshape(shape_AB),
+                    (order(wholes) * cuts + pieces).reshape(shape_AB),
+                    vocab_size,
+                    pin_memory,
+                    within_documents,
+                    padded,
+                )
 
         self._source = read()
         self._closed = False
@@ -124,7 +139,8 @@ class Batches:
     @property
     def next_sample(self) -> int:
         """Running index of the first sample of the batch that `next` returns next, whether read ahead or not."""
-        return int(_past(np.array(self._start_sample + self._taken), self._start_sample, self._left_out))
+        taken = self._schedule.samples(self._start_step, self._step)
+        return int(_past(np.array(self._start_sample + taken), self._start_sample, self._left_out))
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -138,7 +154,7 @@ class Batches:
                 self._failure = error
         if self._failure is not None:
             raise self._failure
-        self._taken += self._global_batch
+        self._step += 1
         return batch
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ Both are pure functions of the running index, so a run over a mixture resumes fr
 folder, and every layout sees the same samples.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -71,17 +71,17 @@ class MixtureStage:
 
 def stages_of(
     mixtures: Sequence[Mixture],
-    global_batch: int,
+    samples: Callable[[int, int], int],
     past: Sequence[MixtureStage] = (),
     step: int = 0,
     n_samples: int = 0,
 ) -> list[MixtureStage]:
     """Return the stages of a run that has taken `step` steps and `n_samples` samples, in the stages `past`. Later
-    stages start at the first sample of their step, at `global_batch` samples a step from here on."""
+    stages start at the first sample of their step, with `samples` (first, end) for the steps `first` to `end` - 1."""
     n_sources = len(mixtures[0].weights)
     begun = [replace(stage, weights=stage.weights + (0,) * (n_sources - len(stage.weights))) for stage in past]
     return begun + [
-        MixtureStage(stage.from_step, n_samples + (stage.from_step - step) * global_batch, stage.weights)
+        MixtureStage(stage.from_step, n_samples + samples(step, stage.from_step), stage.weights)
         for stage in mixtures[len(past) :]
     ]
 
@@ -136,11 +136,13 @@ class MixtureOrder:
 
 
 class MixedSamples:
-    """The samples of several sources as one sequence of `Samples`, one source after another."""
+    """The samples of several sources as one sequence of `Samples`, one source after another. `sizes`: how many samples
+    of each source take part; by default all."""
 
-    def __init__(self, sources: Sequence[Samples]) -> None:
+    def __init__(self, sources: Sequence[Samples], sizes: Sequence[int] | None = None) -> None:
         self.sources, self.seq_len = tuple(sources), sources[0].seq_len
-        self._ends = np.cumsum([len(source) for source in sources])
+        self.sizes = [len(source) for source in sources] if sizes is None else list(sizes)
+        self._ends = np.cumsum(self.sizes)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -148,7 +150,7 @@ class MixedSamples:
     def located(self, i: int) -> tuple[Samples, int]:
         """Return the source that has sample i, and the sample's number there."""
         source = int(np.searchsorted(self._ends, i, side="right"))
-        return self.sources[source], i - int(self._ends[source]) + len(self.sources[source])
+        return self.sources[source], i - int(self._ends[source]) + self.sizes[source]
 
     def origin(self, i: int) -> tuple[TokenSplit, int]:
         source, inside = self.located(i)

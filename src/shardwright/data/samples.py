@@ -137,7 +137,8 @@ class DocumentSamples:
 
 
 def open_sources(config: RunConfig, name: str) -> list[Samples]:
-    """Return the samples of the split `name` (train, validation) of each source of a run, by its run file.
+    """Return the samples of the split `name` (train, validation) of each source of a run, by its run file; they have
+    the tokens of its longest sequences.
 
     Raises DataError with every problem at once: data that is missing, damaged or has token ids beyond the model's
     vocabulary, sources with different tokenizers, and splits with too few tokens.
@@ -152,7 +153,7 @@ def open_sources(config: RunConfig, name: str) -> list[Samples]:
             split = open_split(source.path, name)
             manifests[called] = split.manifest
             split.manifest.check_vocabulary(config.model.spec().vocab_size)
-            samples[called] = samples_of(split, config.data, config.batch.seq_len)
+            samples[called] = samples_of(split, config.data, config.batch.schedule.longest.seq_len)
         except DataError as error:
             where = f"source {called!r}: " if len(sources) > 1 else ""
             problems += [f"{where}{problem}" for problem in error.problems]

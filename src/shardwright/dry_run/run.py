@@ -13,7 +13,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from shardwright.config import RunConfig, parse, resolved_toml
-from shardwright.config.settle import MARGIN, job_of, needs_memory, settled
+from shardwright.config.batch import BatchStage
+from shardwright.config.settle import MARGIN, job_of, needs_memory, of_fullest_stage, settled
 from shardwright.cost.stack import SHARDWRIGHT
 from shardwright.dry_run.agreement import Disagreement, disagreements
 from shardwright.dry_run.classes import one_of_each_class
@@ -82,7 +83,8 @@ class DryRunRemedy:
 @dataclass(frozen=True)
 class DryRun:
     """The dry run of a run file on some of its ranks. `plans`: by rank, the plan's prediction or the reason why there
-    is none. `remedies`: the changes found that make it fit; None if none were tried."""
+    is none. `remedies`: the changes found that make it fit; None if none were tried. `stages`: the stages of the run's
+    batch; `config` has the batch of the stage that needs most memory."""
 
     config: RunConfig
     how: DryRunSettings
@@ -90,6 +92,7 @@ class DryRun:
     plans: dict[int, PlannedRank | str]
     disagreements: tuple[Disagreement[RecordedMessage], ...] = ()
     remedies: tuple[DryRunRemedy, ...] | None = None
+    stages: tuple[BatchStage, ...] = ()
 
     @property
     def fullest(self) -> RankRecord:
@@ -145,6 +148,8 @@ def dry_run(
     for a rank outside of the world, or if recompute='auto' finds nothing that fits; InputError for a run file that
     cannot be run.
     """
+    whole = config.batch.schedule.stages
+    config = of_fullest_stage(config)
     if needs_memory(config):
         config, _ = settled(config, how.memory_bytes)
     layout = config.layout.layout()
@@ -160,6 +165,7 @@ def dry_run(
         tuple(records),
         {each: planned(config, each) for each in ranks},
         tuple(disagreements(records)) if rank is None else (),
+        stages=whole,
     )
     if found.fits or not remedies:
         return found

@@ -50,6 +50,14 @@ def dry_run_document(result: DryRun, messages: bool) -> VerbDocument:
         Note(f"rank {record.rank} of {layout.world_size:,}: {layout}", tone="strong"),
         Facts([*_facts(result, record, verdict)]),
     ]
+    if len(result.stages) > 1:
+        batch = result.config.batch
+        parts.append(
+            Note(
+                f"{batch.global_batch:,} sequences of {batch.seq_len:,} tokens in micro-batches of "
+                f"{batch.micro_batch:,}: of the {len(result.stages)} stages of the batch the one that needs most memory"
+            )
+        )
     if record.repeats:
         n, n_run = result.config.accumulation, step_length(result.config).n_run
         parts.append(

@@ -169,6 +169,9 @@ def watch(trainer: Trainer, recorder: OperationRecorder) -> None:
     for tensor in own:
         if tensor.requires_grad and not isinstance(tensor, DTensor):
             tensor.register_hook(lambda gradient: recorder.mark(gradient, "gradients"))
+    if trainer.average is not None:
+        on_host = trainer.average.section.device == "cpu" or model.layout.offload_parameters != "none"
+        _states({"average": trainer.average.tensors}, recorder, on_host)
     if isinstance(trainer.optimizer, OptimizerOnHost):
         _on_host(trainer.optimizer, recorder)
     elif isinstance(trainer.optimizer, OptimizerOnDisk):

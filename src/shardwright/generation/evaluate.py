@@ -96,7 +96,7 @@ def _task(request: EvalRequest, source: Source) -> _EvaluationTask:
     if request.sequences is not None:
         packed = {"attention": "sequence", "positions": "sequence", "mask_boundaries": False}
         data = data.model_copy(update={"sequences": request.sequences, **packed})
-    seq_len = request.seq_len or (source.spec.max_seq_len if run is None else run.batch.seq_len)
+    seq_len = request.seq_len or (source.spec.max_seq_len if run is None else run.batch.schedule.longest.seq_len)
     step = source.weights.manifest.progress.step if isinstance(source.weights, CheckpointWeights) else 0
     return _EvaluationTask(data, seq_len, step)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from shardwright.cost.job import Job
 from shardwright.hugging_face.files import is_folder_of_transformers, read_folder
 from shardwright.model.presets import PRESETS
 from shardwright.planner.choice import Choice
+from shardwright.planner.whole_run import PlannedStage, micro_batch_of
 from shardwright.system import extensions
 from shardwright.system.errors import InputError
 from shardwright.system.units import GiB
@@ -37,23 +39,48 @@ def untrained(precision: str) -> list[str]:
     return [f"--write with --precision {precision}: train computes in {' or '.join(TRAINED)}; choose one of them"]
 
 
-def run_file(job: Job, name: str, choice: Choice, command: str, budget_tokens: float | None = None) -> str:
+def batch_keys(job: Job, choice: Choice, stages: Sequence[PlannedStage] = ()) -> dict[str, Any]:
+    """Return the section [batch] of the job, or of the stages of a run."""
+    if not stages:
+        return {"seq_len": job.seq_len, "global_batch": job.global_batch, "micro_batch": choice.micro_batch}
+    first, *later = [
+        {
+            "seq_len": stage.seq_len,
+            "global_batch": stage.global_batch,
+            "micro_batch": micro_batch_of(stage, choice),
+        }
+        for stage in stages
+    ]
+    pairs = zip(stages[1:], later, strict=True)
+    return first | {"stages": [{"from_tokens": float(stage.from_tokens), **sizes} for stage, sizes in pairs]}
+
+
+def run_file(
+    job: Job,
+    name: str,
+    choice: Choice,
+    command: str,
+    budget_tokens: float | None = None,
+    batch: dict[str, Any] | None = None,
+) -> str:
     """Return the text of a run file.
 
     `name`: the preset of the model, its sizes (`model.by_sizes`), or its folder. `command`: the command that found the
-    layout, for the first line. `budget_tokens`: the tokens of the whole run. Raises InputError for a job that `train`
-    cannot run.
+    layout, for the first line. `budget_tokens`: the tokens of the whole run. `batch`: its section, if not of the job.
+    Raises InputError for a job that `train` cannot run.
     """
     if wrong := untrained(job.precision):
         raise InputError(*wrong)
     steps = STEPS if budget_tokens is None else max(1, round(budget_tokens / job.tokens))
     tokens = steps * job.tokens
     layout = choice.settings()
-    micro_batch = layout.pop("micro_batch")
+    layout.pop("micro_batch")
+    batch = batch or batch_keys(job, choice)
+    stages = batch.pop("stages", [])
     sections: dict[str, dict[str, Any]] = {
         "model": _model_keys(job, name),
         "data": {"path": "data/tokens"} | ({} if job.document_tokens is None else {"attention": "document"}),
-        "batch": {"seq_len": job.seq_len, "global_batch": job.global_batch, "micro_batch": micro_batch},
+        "batch": batch,
         "layout": layout,
         "precision": precision_keys(job),
     }
@@ -82,6 +109,8 @@ def run_file(job: Job, name: str, choice: Choice, command: str, budget_tokens: f
     for section, values in sections.items():
         lines += ["", f"[{section}]"]
         lines += [_line(key, value, remarks.get(f"{section}.{key}", "")) for key, value in values.items()]
+        for stage in stages if section == "batch" else ():
+            lines += ["", "[[batch.stages]]", *(_line(key, value, "") for key, value in stage.items())]
     return "\n".join(lines) + "\n"
 
 

@@ -19,8 +19,10 @@ from math import ceil, exp, expm1, hypot, inf, log, sqrt
 
 from shardwright.cost.hardware import Accelerator, accelerator
 from shardwright.cost.job import Job
+from shardwright.cost.step import estimate
+from shardwright.planner.choice import Choice, PricedLayout
 from shardwright.planner.operations import Operations
-from shardwright.system.errors import InputError
+from shardwright.system.errors import InputError, LayoutError
 from shardwright.system.units import format_seconds
 
 DAY_S = 86400.0
@@ -47,12 +49,43 @@ LARGEST_SLOWDOWN = 1000.0
 
 
 @dataclass(frozen=True)
+class PlannedStage:
+    """The batch of the steps after `from_tokens` tokens: sequences of a step, and tokens of a sequence."""
+
+    from_tokens: float
+    global_batch: int
+    seq_len: int
+
+
+@dataclass(frozen=True)
+class PricedStage:
+    """A stage of a run on a layout: its number of steps, and the seconds of each."""
+
+    stage: PlannedStage
+    steps: float
+    step_s: float
+
+    @property
+    def days(self) -> float:
+        """Return the days of its steps."""
+        return self.steps * self.step_s / DAY_S
+
+
+def micro_batch_of(stage: PlannedStage, choice: Choice) -> int:
+    """Return the micro-batch of a stage: the micro-batch of the layout, or the largest smaller one that divides."""
+    per_rank = stage.global_batch // choice.layout.data_ranks
+    return next((n for n in range(choice.micro_batch, 1, -1) if per_rank % n == 0), 1)
+
+
+@dataclass(frozen=True)
 class TrainingGoal:
-    """`tokens` to train on; `prices` of an accelerator-hour by the name of the accelerator, or "" for all others."""
+    """`tokens` to train on; `prices` of an accelerator-hour by the name of the accelerator, or "" for all others;
+    `stages`: the batches of the run in order, if they change."""
 
     tokens: float
     prices: Mapping[str, float] = field(default_factory=dict)
     operations: Operations = field(default_factory=Operations)
+    stages: tuple[PlannedStage, ...] = ()
 
     def price(self, chip: Accelerator) -> float | None:
         """Return the price of an hour of an accelerator, None if it was not given."""
@@ -105,10 +138,39 @@ class WholeRun:
     saving: tuple[SavingTime, ...]
     spare_nodes: int
     assumed: tuple[str, ...]
+    stages: tuple[PricedStage, ...] = ()
 
 
-def whole_run(job: Job, step_s: float, interval_s: tuple[float, float], goal: TrainingGoal) -> WholeRun:
-    """Return the time and cost of training on the tokens of the goal. `interval_s`: 80 % interval of a step.
+def whole_run_on(priced: PricedLayout, interval_s: tuple[float, float], goal: TrainingGoal) -> WholeRun:
+    """Return `whole_run` on a layout, whose stages, if the goal has any, are priced one by one."""
+    return whole_run(priced.job, priced.step_s, interval_s, goal, tuple(_priced_stages(priced, goal)))
+
+
+def _priced_stages(priced: PricedLayout, goal: TrainingGoal) -> Iterator[PricedStage]:
+    """Yield the stages that the tokens of the goal reach. Raises InputError for a batch that the layout cannot run."""
+    ends = [*(stage.from_tokens for stage in goal.stages[1:]), goal.tokens]
+    for stage, end in zip(goal.stages, ends, strict=False):
+        tokens = min(end, goal.tokens) - stage.from_tokens
+        if tokens <= 0:
+            continue
+        job, layout = replace(priced.job, global_batch=stage.global_batch, seq_len=stage.seq_len), priced.layout
+        try:
+            step_s = estimate(job, layout, micro_batch_of(stage, priced.choice)).step_s
+        except LayoutError as error:
+            what = f"the stage of {stage.global_batch:,} sequences of {stage.seq_len:,} tokens"
+            raise InputError(*(f"{what} on {layout}: {problem}" for problem in error.problems)) from None
+        yield PricedStage(stage, tokens / job.tokens, step_s)
+
+
+def whole_run(
+    job: Job,
+    step_s: float,
+    interval_s: tuple[float, float],
+    goal: TrainingGoal,
+    stages: tuple[PricedStage, ...] = (),
+) -> WholeRun:
+    """Return the time and cost of training on the tokens of the goal. `interval_s`: 80 % interval of a step of the job.
+    `stages`: the steps of the run, if their batch changes; all are as uncertain as a step of the job.
 
     The interval of the days combines three independent uncertainties: the step, the rate of failures (within
     `RATE_FACTOR`) and the Poisson number of failures; upwards `LATE` is added. Raises InputError if restarts or the
@@ -117,10 +179,14 @@ def whole_run(job: Job, step_s: float, interval_s: tuple[float, float], goal: Tr
     operations, cluster = goal.operations, job.cluster
     between_s, ways, assumed = interruptions(job, operations)
     way, down_s = ways[operations.save], operations.down_s
-    steps = goal.tokens / job.tokens
+    steps, evaluated_s = goal.tokens / job.tokens, step_s
+    if stages:
+        steps = sum(each.steps for each in stages)
+        step_s = sum(each.steps * each.step_s for each in stages) / steps
+        interval_s = interval_s[0] * step_s / evaluated_s, interval_s[1] * step_s / evaluated_s
     best = {name: _best_interval(each, down_s, step_s, steps, between_s) for name, each in ways.items()}
     every = min(operations.save_every or best[way.save].every_steps, max(1, ceil(steps)))
-    evaluation_s = _evaluation_share(job, operations) * step_s * steps
+    evaluation_s = _evaluation_share(job, operations) * evaluated_s * steps
     work_s = step_s * steps + evaluation_s
     whole_s = work_s * way.slowdown_at(every * step_s, down_s, between_s)
     if whole_s > LARGEST_SLOWDOWN * work_s:
@@ -165,6 +231,7 @@ def whole_run(job: Job, step_s: float, interval_s: tuple[float, float], goal: Tr
         saving=tuple(each for each in best.values() if each.slowdown <= LARGEST_SLOWDOWN),
         spare_nodes=spares,
         assumed=(*assumed, *operations.assumed()),
+        stages=stages,
     )
 
 

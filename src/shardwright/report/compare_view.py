@@ -7,7 +7,7 @@ from shardwright.planner.choice import PricedLayout, shortage
 from shardwright.planner.document import job_document, layout_document
 from shardwright.planner.headline import headline
 from shardwright.planner.search import Plan
-from shardwright.planner.whole_run import TrainingGoal, WholeRun, whole_run
+from shardwright.planner.whole_run import TrainingGoal, WholeRun, whole_run_on
 from shardwright.report.whole_run_view import days_in_words
 from shardwright.system.units import GiB, format_count
 from shardwright.view.document import CODE, COUNT, Column, Note, Part, Quantity, Table, VerbDocument
@@ -59,7 +59,7 @@ def _cells(taken: PricedLayout, first: PricedLayout | None) -> tuple[Any, ...]:
 
 
 def _run(taken: PricedLayout, goal: TrainingGoal) -> WholeRun:
-    return whole_run(taken.job, taken.step_s, headline(taken).interval_s, goal)
+    return whole_run_on(taken, headline(taken).interval_s, goal)
 
 
 def _ranks(runs: dict[str, WholeRun]) -> list[Note]:

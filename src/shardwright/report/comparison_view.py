@@ -130,12 +130,12 @@ def _losses(ax: "Axes", runs: Sequence[RunRecord]) -> None:
         line_style = _LINE_STYLES[at // len(RUN_COLOURS) % len(_LINE_STYLES)]
         losses = [record.loss for record in run.train]
         tokens, gaps = (running_mean if len(losses) >= MANY else thinned)(
-            [record.step * run.tokens_per_step for record in run.train], losses
+            [run.tokens(record.step) for record in run.train], losses
         )
         ax.plot(tokens, gaps, linestyle=line_style, label=name, color=colour)
         evaluated = [record for record in run.validation if math.isfinite(record.loss)]
         ax.plot(
-            [record.step * run.tokens_per_step for record in evaluated],
+            [run.tokens(record.step) for record in evaluated],
             [record.loss for record in evaluated],
             linestyle="none",
             marker="o",

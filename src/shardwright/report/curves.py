@@ -5,8 +5,12 @@ The load of experts over a run: two panels of the curves picture.
 
 import math
 from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from shardwright.report.headline import headline, title_of
 from shardwright.report.panel import (
@@ -122,12 +126,13 @@ def _title(figure: "Figure", run: RunRecord) -> None:
 
 
 def _subtitle(run: RunRecord) -> str:
-    told, batch, precision = headline(run), run.config.batch, run.config.precision
+    told, precision = headline(run), run.config.precision
+    batches = [f"{stage.global_batch:,} {TIMES} {stage.seq_len:,}" for stage in run.config.batch.schedule.stages]
     whole = told.steps >= told.planned_steps
     parts = [
         f"{told.steps:,} steps" if whole else f"step {told.steps:,} of {told.planned_steps:,}",
         f"{format_count(told.tokens)} tokens",
-        f"{batch.global_batch:,} {TIMES} {batch.seq_len:,} tokens a step",
+        f"{', then '.join(batches)} tokens a step",
         precision.in_words + (", compiled" if precision.compile else ""),
     ]
     if told.training_s is not None:
@@ -191,8 +196,13 @@ def _loss(ax: "Axes", run: RunRecord) -> None:
     if not shown:
         remark(ax, "no finite loss was logged")
     header(ax, "Loss, nats a token", pad_pt=20)
-    per_step: Any = run.tokens_per_step
-    tokens = ax.secondary_xaxis("top", functions=(lambda step: step * per_step, lambda token: token / per_step))
+    knots = [stage.from_step for stage in run.config.batch.schedule.stages]
+    knots.append(knots[-1] + 10 * max(run.config.steps, run.last_step))
+    totals = list(map(run.tokens, knots))
+    knots, totals = [-knots[-1], *knots], [-knots[-1] * run.tokens(1), *totals]
+    tokens = ax.secondary_xaxis(
+        "top", functions=(partial(np.interp, xp=knots, fp=totals), partial(np.interp, xp=totals, fp=knots))
+    )
     tokens.xaxis.set_major_formatter(lambda value, _: format_count(value))
     tokens.spines["top"].set_visible(False)
     tokens.tick_params(length=0, pad=4)
@@ -237,7 +247,8 @@ def _speed(ax: "Axes", run: RunRecord) -> None:
     if told.median_tokens_per_s is None:
         return nothing(ax, "Tokens per second")
     edges, seconds = _intervals(run)
-    per_s = [run.tokens_per_step / s if s > 0 else math.nan for s in seconds["step"]]
+    spans = [(run.tokens(end) - run.tokens(first)) / (end - first) for first, end in pairwise(edges)]
+    per_s = [tokens / s if s > 0 else math.nan for tokens, s in zip(spans, seconds["step"], strict=True)]
     ax.stairs(per_s, edges, baseline=None, color=COLOURS["curve"], linewidth=1.2)
     mfu = "" if told.median_mfu is None else f", MFU {told.median_mfu:.1%}"
     medians = [

@@ -147,7 +147,7 @@ def headline(run: RunRecord) -> RunHeadline:
     return RunHeadline(
         steps=run.last_step,
         planned_steps=run.config.steps,
-        tokens=run.last_step * run.tokens_per_step,
+        tokens=run.tokens(run.last_step),
         parameters=run.config.model.spec().n_parameters,
         world_size=run.config.layout.layout().world_size,
         train_loss=_finite(last.loss) if last else None,

@@ -16,7 +16,7 @@ from shardwright.planner.headline import headline, unmeasured
 from shardwright.planner.nearest import PlanRemedy
 from shardwright.planner.search import Plan
 from shardwright.planner.sweep import by_length, by_size
-from shardwright.planner.whole_run import TrainingGoal, whole_run
+from shardwright.planner.whole_run import TrainingGoal, whole_run_on
 from shardwright.planner.words import (
     ALIKE,
     also_fast,
@@ -213,7 +213,7 @@ def layout_parts(priced: PricedLayout, limit_bytes: float, goal: TrainingGoal | 
     yield _memory(priced, limit_bytes)
     yield from (Note(warning, "warning", "bad") for warning in warnings(priced))
     if goal is not None:
-        run = whole_run(job, priced.step_s, headline(priced).interval_s, goal)
+        run = whole_run_on(priced, headline(priced).interval_s, goal)
         yield from whole_run_parts(run, job.cluster)
     yield Picture(
         "memory",

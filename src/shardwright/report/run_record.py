@@ -106,10 +106,9 @@ class RunRecord:
     def _steps(self) -> list[int]:
         return [record.step for record in self.train]
 
-    @property
-    def tokens_per_step(self) -> int:
-        """Return the number of tokens that all ranks together read in a step."""
-        return self.config.batch.global_batch * self.config.batch.seq_len
+    def tokens(self, step: int) -> int:
+        """Return the number of tokens that all ranks together read in the first `step` steps."""
+        return self.config.batch.schedule.tokens(step)
 
     @property
     def faults(self) -> tuple[EventRecord, ...]:

@@ -183,7 +183,8 @@ def _layout(run: RunRecord) -> Iterator[Part]:
     stages = f"The layers are partitioned into {layout.n_stages} stages; the schedule is {layout.pp_schedule}. "
     yield Section("Layout")
     yield Note(f"{layout_in_words(layout)}. {stages if layout.pp > 1 else ''}{held_in_words(layout)}")
-    yield Note(f"A step trains on {batch_in_words(run.config)}.")
+    for stage, words in batch_in_words(run.config):
+        yield Note(f"{f'After step {stage.from_step:,} a' if stage.from_step else 'A'} step trains on {words}.")
 
 
 def _starts(run: RunRecord) -> Iterator[Part]:

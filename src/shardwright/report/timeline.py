@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from shardwright.config import RunConfig
+from shardwright.layout.layout import accumulation
 from shardwright.run_folder import PipelineStep, read_pipeline_steps, timeline_path
 from shardwright.schedule.actions import OPS, Action, Op, Schedule
 from shardwright.schedule.draw import ScheduleTimeline
@@ -209,8 +210,11 @@ def read_pipeline(folder: Path, config: RunConfig) -> PipelineRecord | None:
     steps = set.intersection(*map(set, recorded))
     if not steps:
         return None
-    schedule = step_schedule(config.model.spec(), layout, config.accumulation, config.batch.seq_len)
+    batches = config.batch.schedule
     for step in sorted(steps, reverse=True):
+        stage = batches.at(step - 1)
+        n_microbatches = accumulation(stage.global_batch, stage.micro_batch, layout.data_ranks)
+        schedule = step_schedule(config.model.spec(), layout, n_microbatches, batches.longest.seq_len)
         spans = [_spans(each[step], actions) for each, actions in zip(recorded, schedule.ranks, strict=True)]
         whole = [each for each in spans if each is not None]
         if len(whole) == layout.pp and _at_once(whole):

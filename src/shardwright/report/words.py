@@ -1,6 +1,7 @@
 """A run in words: its model, its layout, the state of each rank, and its learning rate."""
 
 from shardwright.config import RunConfig
+from shardwright.config.batch import BatchStage
 from shardwright.layout.layout import Layout
 from shardwright.model.presets import resolve
 from shardwright.system.units import format_count
@@ -34,13 +35,16 @@ def layout_in_words(layout: Layout) -> str:
     return f"{layout.world_size} ranks: {', '.join(parts)}"
 
 
-def batch_in_words(config: RunConfig) -> str:
-    """Return, for example, `16 sequences of 128 tokens: 2 data ranks x 2 micro-batches x 4`."""
-    batch, ranks, n_microbatches = config.batch, config.layout.layout().data_ranks, config.accumulation
+def batch_in_words(config: RunConfig) -> list[tuple[BatchStage, str]]:
+    """Return each stage of the batch with, for example, `16 sequences of 128 tokens: 2 data ranks x 2 micro-batches x
+    4`."""
+    ranks, found = config.layout.layout().data_ranks, []
     of_ranks = f"{ranks:,} data {'rank' if ranks == 1 else 'ranks'}"
-    of_microbatches = f"{n_microbatches:,} {'micro-batch' if n_microbatches == 1 else 'micro-batches'}"
-    sequences = f"{batch.global_batch:,} sequences of {batch.seq_len:,} tokens"
-    return f"{sequences}: {of_ranks} x {of_microbatches} x {batch.micro_batch:,}"
+    for stage, of_stage in zip(config.batch.schedule.stages, config.by_stage, strict=True):
+        n_microbatches = of_stage.accumulation
+        of_microbatches = f"{n_microbatches:,} {'micro-batch' if n_microbatches == 1 else 'micro-batches'}"
+        found.append((stage, f"{stage}: {of_ranks} x {of_microbatches} x {stage.micro_batch:,}"))
+    return found
 
 
 def held_in_words(layout: Layout) -> str:
@@ -78,7 +82,8 @@ def learning_rate_in_words(config: RunConfig) -> str:
     schedule = config.lr_schedule
     warmup = f", {schedule.warmup_steps:,} of warm-up" if schedule.warmup_steps else ""
     length = "" if schedule.shape == "constant" else f" over {config.steps:,} steps"
-    return f"{schedule.shape}{length}{warmup}"
+    by = " by tokens" if schedule.by == "tokens" and length else ""
+    return f"{schedule.shape}{length}{warmup}{by}"
 
 
 def _list(parts: list[str]) -> str:

@@ -11,6 +11,7 @@ from shardwright.parallel.expert import ReadCounts, read_counts
 from shardwright.parallel.initialise import materialise
 from shardwright.parallel.model import ParallelModel
 from shardwright.run_folder import OFFLOADED
+from shardwright.training.average import WeightAverage
 from shardwright.training.clock import Phases
 from shardwright.training.device import DTYPES
 from shardwright.training.loss_scale import loss_scaler
@@ -40,7 +41,7 @@ def build_model(
         compute_dtype=compute,
         compile_blocks=compiled,
         cuda_graphs=compiled and config.precision.cuda_graphs,
-        seq_len=config.batch.seq_len,
+        seq_len=config.batch.schedule.longest.seq_len,
         fp8=config.precision.fp8_settings,
         fill=fill,
         read=read,
@@ -70,6 +71,7 @@ def build_trainer(
         scaler=loss_scaler(config.precision),
         spikes=spikes,
         phases=phases,
+        average=None if config.average.kind == "none" else WeightAverage(model, config.average, config.steps),
     )
 
 

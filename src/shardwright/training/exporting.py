@@ -32,7 +32,14 @@ from shardwright.system.units import format_count
 from shardwright.system.version import PACKAGE_VERSION
 from shardwright.training.importing import copy_tokenizer, is_free
 from shardwright.training.sources import ends_of_text, readable_sources, tokenizer_file
-from shardwright.training.weights import CheckpointWeights, Weights, count_not_finite, not_finite_in_words, open_weights
+from shardwright.training.weights import (
+    AveragedWeights,
+    CheckpointWeights,
+    Weights,
+    count_not_finite,
+    not_finite_in_words,
+    open_weights,
+)
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 """Type on the command line -> torch's name of it."""
@@ -59,6 +66,7 @@ def export(
     tokenizer: str | Path | None = None,
     allow_nan: bool = False,
     architecture: str | None = None,
+    average: bool = False,
 ) -> ExportResult:
     """Write weights to the new folder `out` in the format of `transformers`, with one tensor in memory at a time.
 
@@ -66,15 +74,17 @@ def export(
     weights that are open.
     `dtype`: bf16, fp16, fp32 or fp64; default: the stored types. `tokenizer`: a folder with the tokenizer to write;
     default: the tokenizer of the weights or of the run's data. `allow_nan`: also write NaN and infinite values, which
-    otherwise raise InputError. `architecture`: the model_type to write, if several fit; default: the first. Raises
-    ConfigError with the reason for a model without an architecture in `transformers`, and CheckpointError for missing
-    or damaged weights.
+    otherwise raise InputError. `architecture`: the model_type to write, if several fit; default: the first. `average`:
+    write the average of the weights instead of the weights (`[average]`). Raises ConfigError with the reason for a
+    model without an architecture in `transformers`, and CheckpointError for missing or damaged weights and for
+    weights without an average.
     """
     problems = [] if dtype is None or dtype in DTYPES else [f"--dtype {dtype}: valid: {', '.join(DTYPES)}"]
     if max_shard_bytes < 1:
         problems.append(f"--max-shard-size of {max_shard_bytes} bytes: 1 or more is needed")
     try:
         weights = open_weights(source) if isinstance(source, str | Path) else source
+        weights = AveragedWeights(weights) if average else weights
         written = architecture_of(weights.spec, architecture)
     except InputError as error:
         raise (InputError(*problems, *error.problems) if problems else error) from None
@@ -231,9 +241,12 @@ def _name(path: Path) -> str:
 
 def _facts(weights: CheckpointWeights) -> Iterator[tuple[str, str]]:
     config, progress = load_run_file(weights.path / RUN_FILE), weights.manifest.progress
+    if isinstance(weights, AveragedWeights):
+        yield "weights", f"average of the weights over the steps, kind {config.average.kind}"
     yield "steps", f"{progress.step:,} of {config.steps:,}"
-    yield "tokens seen", format_count(progress.samples * config.batch.seq_len)
-    yield "batch", f"{config.batch.global_batch:,} sequences of {config.batch.seq_len:,} tokens"
+    schedule = config.batch.schedule
+    yield "tokens seen", format_count(progress.samples * schedule.longest.seq_len)
+    yield "batch", ", then ".join(map(str, schedule.stages))
     saved = weights.manifest.data["mixture"]["sources"] if weights.manifest.data is not None else []
     for source, kept in zip(sources_of(config.data), saved, strict=False):
         yield "data", f"`{source.path}`, fingerprint `{kept['fingerprint'][:16]}`"

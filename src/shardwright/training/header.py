@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shardwright.config import RunConfig, as_toml, flat, load, resolved_toml
+from shardwright.config.batch import BatchStage
 from shardwright.data.mixture import MixtureOrder
 from shardwright.report.words import batch_in_words, layout_in_words, learning_rate_in_words, model_in_words
 from shardwright.run_folder import StartRecord, now
@@ -28,9 +29,9 @@ def header(
 ) -> list[str]:
     """Return the lines that describe a run before its first step. `first_step`, `first_sample`: completed steps and
     samples."""
-    batch, steps = config.batch, config.steps - first_step
-    tokens_per_step = batch.global_batch * batch.seq_len
-    told = _sources(config, sources, order, first_sample, first_sample + steps * batch.global_batch)
+    schedule, steps = config.batch.schedule, config.steps - first_step
+    tokens = schedule.tokens(config.steps) - schedule.tokens(first_step)
+    told = _sources(config, sources, order, first_sample, first_sample + schedule.samples(first_step, config.steps))
     taken = f"{steps:,}" if not first_step else f"{steps:,}, from {first_step + 1:,} to {config.steps:,}"
     layout = config.layout.layout()
     recompute = f"; recompute {layout.recompute}" if layout.recomputes else ""
@@ -40,11 +41,18 @@ def header(
         f"model   {model_in_words(config)}",
         f"layout  {layout_in_words(layout)}{recompute}; device {device_name(device)}, {computed}",
         f"update  {config.optimizer.name}, learning rate {config.optimizer.lr:g}: {learning_rate_in_words(config)}",
-        f"batch   {format_count(tokens_per_step)} tokens a step: {batch_in_words(config)}",
-        f"steps   {taken}: {format_count(steps * tokens_per_step)} tokens{'' if sources.mixed else f', {told[0]}'}",
+        *(
+            f"batch   {_begins(stage)}{format_count(stage.tokens)} tokens a step: {words}"
+            for stage, words in batch_in_words(config)
+        ),
+        f"steps   {taken}: {format_count(tokens)} tokens{'' if sources.mixed else f', {told[0]}'}",
         *(told if sources.mixed else []),
         *(f"note    {remark}" for remark in sources.remarks),
     ]
+
+
+def _begins(stage: BatchStage) -> str:
+    return f"after step {stage.from_step:,}: " if stage.from_step else ""
 
 
 def _sources(
@@ -52,7 +60,7 @@ def _sources(
 ) -> list[str]:
     """Return the number of epochs of each source in the remaining steps, and for a mixture its shares in each stage."""
     before, after = order.epochs(first_sample), order.epochs(last_sample)
-    sizes = [format_count(size * config.batch.seq_len) for size in order.sizes]
+    sizes = [format_count(size * sources.train.seq_len) for size in order.sizes]
     shares = [
         ", then ".join(
             f"{percent(stage.weights[k] / sum(stage.weights))}"
@@ -125,7 +133,7 @@ def rate_change(saved: Path, config: RunConfig, step: int) -> str | None:
     except (OSError, InputError):
         return None
     then, now = (
-        learning_rate(min(step, each.steps - 1), each.steps, each.optimizer.lr, each.lr_schedule)
+        learning_rate(min(step, each.steps - 1), each.steps, each.optimizer.lr, each.lr_schedule, each.clock)
         for each in (before, config)
     )
     return None if math.isclose(then, now) else f"learning rate of step {step + 1}: {now:.3g}, and not {then:.3g}"

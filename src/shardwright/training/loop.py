@@ -91,7 +91,7 @@ class TrainLoop:
         self.phases.end("data")
         config, trainer, skipped = self.config, self.trainer, self.trainer.skipped_steps
         # As in Megatron-LM, a skipped step does not advance the learning rate.
-        rate = learning_rate(self.step - skipped, config.steps, config.optimizer.lr, config.lr_schedule)
+        rate = learning_rate(self.step - skipped, config.steps, config.optimizer.lr, config.lr_schedule, config.clock)
         result = trainer.step(batch, self.step, rate)
         overflowed = trainer.spike is None and trainer.skipped_steps > skipped
         samples, step = (first_sample, batches.next_sample), self.step + 1

@@ -264,7 +264,8 @@ def line(record: Record, steps: int) -> str:
     if record["kind"] == "evaluation":
         sources = [f"{name} {loss:.4f}" for name, loss in (record.get("sources") or {}).items()]
         told = f"step {record['step']:>5}/{steps} | validation loss {record['loss']:.4f}"
-        return " | ".join((told, *ahead, *([", ".join(sources)] if sources else [])))
+        average = [f"of the average {record['average_loss']:.4f}"] if "average_loss" in record else []
+        return " | ".join((told, *average, *ahead, *([", ".join(sources)] if sources else [])))
     mfu = "n/a" if record["mfu"] is None else f"{record['mfu']:.1%}"
     load = (f"load {record['load_max_over_mean']:.2f}",) if "load_max_over_mean" in record else ()
     epochs = [f"{name} {done:.3g}" for name, done in (record.get("epochs") or {}).items()]

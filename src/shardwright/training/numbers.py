@@ -91,10 +91,12 @@ class LogNumbers(Hook):
         phases = self.clock.read()
         phase_means_s: Record = {f"{phase}_s": phases[phase] / n_steps for phase in PHASES}
         step_s = sum(phase_means_s.values())
-        batch = self.config.batch
-        tokens_per_s = batch.global_batch * batch.seq_len / step_s
-        attended = self.samples.sources.attended_tokens(step)
-        flops_per_s = tokens_per_s / self.layout.world_size * self.spec.train_flops_per_token(attended)
+        tokens, flops, sources = 0, 0.0, self.samples.sources
+        for stage, n in sources.schedule.parts(step - n_steps, step):
+            tokens += n * stage.tokens
+            flops += n * stage.tokens * self.spec.train_flops_per_token(sources.attended_tokens(step, stage.seq_len))
+        tokens_per_s = tokens / n_steps / step_s
+        flops_per_s = flops / n_steps / step_s / self.layout.world_size
         peak = peak_flops_per_s(self.device, self.compute_dtype, self.config.precision.tf32)
         return {
             "tokens_per_s": tokens_per_s,
@@ -134,8 +136,22 @@ class Evaluate(Hook):
         if not sources.validation:
             return
         self.phases.begin("evaluation", step)
+        losses, ahead = self._losses()
+        averaged: dict[str, float] = {}
+        if self.trainer.average is not None:
+            with self.trainer.average.applied(step) as applied:
+                averaged = self._losses()[0] if applied else {}
+        self.phases.end("evaluation")
+        if losses:
+            by_source = losses if sources.mixed else None
+            mtp_loss = sources.mean(step, ahead) if ahead else None
+            average_loss = sources.mean(step, averaged) if averaged else None
+            self.log.write(EvaluationRecord(step, sources.mean(step, losses), now(), by_source, mtp_loss, average_loss))
+
+    def _losses(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the validation loss and the MTP loss of each source that has a token that counts."""
         losses, ahead = {}, {}
-        for name, samples in sources.validation.items():
+        for name, samples in self.samples.sources.validation.items():
             sums, counts = self.trainer.evaluation_sums(self.samples.evaluation_batches(samples)).tolist()
             if not counts[0]:
                 self.log.say(f"no validation loss of {name}: none of the sequences has a token that counts")
@@ -143,11 +159,7 @@ class Evaluate(Hook):
             losses[name], *of_modules = (total / max(n, 1) for total, n in zip(sums, counts, strict=True))
             if of_modules:
                 ahead[name] = sum(of_modules) / len(of_modules)
-        self.phases.end("evaluation")
-        if losses:
-            by_source = losses if sources.mixed else None
-            mtp_loss = sources.mean(step, ahead) if ahead else None
-            self.log.write(EvaluationRecord(step, sources.mean(step, losses), now(), by_source, mtp_loss))
+        return losses, ahead
 
 
 def tokens_by_expert(load: ExpertLoad, layers: Sequence[int]) -> list[list[int]]:

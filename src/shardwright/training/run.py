@@ -59,9 +59,10 @@ def run(config: RunConfig, place: ProcessRank, quiet: bool = False) -> bool:
             with monitored(Path(config.out), place.rank, layout, device, after_s) as monitor:
                 return _run(config, place, device, quiet, monitor, [said] if said else [])
         except torch.OutOfMemoryError as error:
+            micro_batch = max(stage.micro_batch for stage in config.batch.schedule.stages)
             raise WorkerError(
                 f"rank {place.rank}: {str(error).splitlines()[0]}; to need less: batch.micro_batch below "
-                f"{config.batch.micro_batch}, layout.zero above {layout.zero}, a larger layout.dp_shard, "
+                f"{micro_batch}, layout.zero above {layout.zero}, a larger layout.dp_shard, "
                 f"tp or cp, layout.recompute='selective' or 'full', layout.loss_chunk_tokens, "
                 f"layout.offload_optimizer='cpu' or 'disk', with zero above 0 layout.offload_parameters='cpu', "
                 f"layout.offload_activations='cpu', or precision.compute='bf16'"
@@ -131,7 +132,7 @@ def build_hooks(
     compared = device.type == "cpu" and layout.world_size > 1
     return [
         after_spike,
-        ReportSkipped(config.batch.global_batch, trainer, log),
+        ReportSkipped(config.batch.schedule, trainer, log),
         *([] if timeline is None else [timeline]),
         LogNumbers(config, trainer, samples, device, clock, log),
         StopAtNotFinite(trainer, after_spike),

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.config import RunConfig, load, resolved_toml
-from shardwright.config.settle import job_of, needs_memory, settled, with_recomputation
+from shardwright.config.settle import job_of, needs_memory, of_fullest_stage, settled, with_recomputation
 from shardwright.cost.host import host_bytes
 from shardwright.cost.job import Candidates
 from shardwright.parallel.objects import gathered
@@ -80,12 +80,14 @@ def require_host_memory(config: RunConfig) -> None:
     """Raise InputError, on every rank, unless each machine has, and its control groups allow, the host memory that its
     ranks need by the formulas of the plan. A collective; every rank calls it."""
     layout = config.layout.layout()
-    if "cpu" not in (layout.offload_optimizer, layout.offload_parameters, layout.offload_activations):
+    offloads = "cpu" in (layout.offload_optimizer, layout.offload_parameters, layout.offload_activations)
+    if not offloads and not (config.average.slots and config.average.device == "cpu"):
         return
     if config.precision.compute == "fp64":
         return  # the plan has no formulas for this run
     pp_rank = layout.coordinates(dist.get_rank())["pp"]
-    parts = host_bytes(job_of(config), Candidates.from_layout(layout, config.batch.micro_batch), pp_rank)
+    fullest = of_fullest_stage(config)
+    parts = host_bytes(job_of(fullest), Candidates.from_layout(layout, fullest.batch.micro_batch), pp_rank)
     mine = {name: float(n_bytes[0]) for name, n_bytes in parts.items()}
     everyone = gathered((socket.gethostname(), machine_memory(), mine), tuple[str, UsableMemory, dict[str, float]])
     problems = []
@@ -104,6 +106,7 @@ def _problem(host: str, ranks: list[dict[str, float]], there: UsableMemory) -> s
     keys = {
         "optimizer states": "layout.offload_optimizer='none' or 'disk'",
         "parameters and gradients": "layout.offload_parameters='none'",
+        "averages of the weights": "average.device='auto'",
         "activations": "layout.offload_activations='none', or more layout.recompute",
     }
     ways = "; ".join(way for name, way in keys.items() if name in sums)

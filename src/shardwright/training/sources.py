@@ -12,7 +12,7 @@ from shardwright.config.mixture import Mixture, mixtures_of, name_of, sources_of
 from shardwright.config.sections import DataSection
 from shardwright.data.batches import Batch, Batches, evaluation_batches, merged
 from shardwright.data.mixture import MixedSamples, MixtureOrder, MixtureStage, stages_of
-from shardwright.data.samples import Samples, attended_tokens, open_sources, packed_lengths
+from shardwright.data.samples import Samples, attended_tokens, open_sources, packed_lengths, samples_of
 from shardwright.data.shards import TOKENIZER, DataManifest
 from shardwright.data.tokenizer import tokenizer_difference
 from shardwright.run_folder import CHECKPOINTS, RUN_FILE, SamplePlace, published
@@ -69,13 +69,26 @@ class Sources:
                 problems += error.problems
         if problems:
             raise DataError(*dict.fromkeys(problems))
+        self.schedule = config.batch.schedule
         self.train = MixedSamples(opened["train"])
+        self.by_length: dict[int, Samples] = {self.train.seq_len: self.train}
+        """By number of tokens, the samples of `train` cut into sequences of a stage of the batch."""
+        for stage in self.schedule.stages:
+            if stage.seq_len not in self.by_length:
+                cut = [samples_of(each.origin(0)[0], config.data, stage.seq_len) for each in opened["train"]]
+                sizes = [size * self.schedule.cuts(stage) for size in self.train.sizes]
+                self.by_length[stage.seq_len] = MixedSamples(cut, sizes)
         self.validation = dict(zip(self.names, opened["validation"], strict=False))
-        self._attended = dict(zip(self.names, map(self._attended_tokens, opened["train"]), strict=True))
+        self._attended = {
+            seq_len: {
+                name: self._attended_tokens(source, seq_len)
+                for name, source in zip(self.names, opened["train"], strict=True)
+            }
+            for seq_len in self.by_length
+        }
         self.fingerprints = [source.origin(0)[0].manifest.fingerprint for source in opened["train"]]
 
-    def _attended_tokens(self, samples: Samples) -> float:
-        seq_len = self.config.batch.seq_len
+    def _attended_tokens(self, samples: Samples, seq_len: int) -> float:
         if self.config.data.attention == "sequence":
             return float(seq_len)
         return attended_tokens(packed_lengths(samples.origin(0)[0].document_lengths(), seq_len))
@@ -97,8 +110,7 @@ class Sources:
 
     def order(self, progress: TrainingProgress, past: Sequence[MixtureStage] = ()) -> MixtureOrder:
         """Return the order of samples of a run that has reached `progress` through the stages `past`."""
-        batch = self.config.batch.global_batch
-        stages = stages_of(self.mixtures, batch, past, progress.step, progress.samples)
+        stages = stages_of(self.mixtures, self.schedule.samples, past, progress.step, progress.samples)
         return MixtureOrder(self.config.seed, [len(source) for source in self.train.sources], stages)
 
     def by_name(self, values: Sequence[float]) -> dict[str, float] | None:
@@ -110,9 +122,10 @@ class Sources:
         for 0). Sources without a value are omitted. If no remaining source takes part, their weights are equal."""
         return weighted_mean(self.mixtures, self.names, step, values)
 
-    def attended_tokens(self, step: int) -> float:
-        """Return the mean number of tokens that a token attends to, for the FLOPs of step `step`."""
-        return self.mean(step, self._attended)
+    def attended_tokens(self, step: int, seq_len: int) -> float:
+        """Return the mean number of tokens that a token of a sequence of `seq_len` tokens attends to, with the mixture
+        of step number `step`, for FLOPs."""
+        return self.mean(step, self._attended[seq_len])
 
     def places(self, order: MixtureOrder, samples: Sequence[int]) -> list[SamplePlace]:
         """Return the places in the data of some running samples."""
@@ -130,7 +143,7 @@ class Sources:
         had started by then, or all stages to check whether a run can continue from a checkpoint, which ignores
         `from_sample`."""
         return {
-            "seq_len": self.config.batch.seq_len,
+            "seq_len": self.train.seq_len,
             "sequences": self.config.data.sequences,
             "mixture": {
                 "sources": [
@@ -183,15 +196,15 @@ class RunSamples:
         self.begin_at(start)
         config = self.config
         return Batches(
-            self.sources.train,
+            self.sources.by_length,
             self.order,
-            global_batch=config.batch.global_batch,
-            micro_batch=config.batch.micro_batch,
+            schedule=self.sources.schedule,
             data_rank=self.layout.data_rank(self.rank),
             data_ranks=self.layout.data_ranks,
             vocab_size=self.vocab_size,
             within_documents=self.within_documents,
             padded=self.padded,
+            start_step=start.step,
             start_sample=start.samples,
             left_out=self.left_out,
             prefetch=config.data.prefetch,
@@ -199,11 +212,11 @@ class RunSamples:
         )
 
     def evaluation_batches(self, samples: Samples) -> Iterable[Batch]:
-        """Return the batches of this rank of the validation samples of a source."""
+        """Return the batches of this rank of the validation samples of a source: the same for every stage."""
         config = self.config
         return evaluation_batches(
             samples,
-            micro_batch=config.batch.micro_batch,
+            micro_batch=self.sources.schedule.longest.micro_batch,
             data_rank=self.layout.data_rank(self.rank),
             data_ranks=self.layout.data_ranks,
             vocab_size=self.vocab_size,

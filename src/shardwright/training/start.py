@@ -247,7 +247,7 @@ def _machine_problems(config: RunConfig) -> list[str]:
 
 def _batch_problems(config: RunConfig) -> list[str]:
     """Return the reasons why the batches that one rank prefetches do not fit into this machine's memory."""
-    layout, batch = config.layout.layout(), config.batch
+    layout, batch = config.layout.layout(), max(config.batch.schedule.stages, key=lambda stage: stage.tokens)
     sequences, batches = batch.global_batch // layout.data_ranks, config.data.prefetch + 2
     needed = sequences * batch.seq_len * batches * TOKEN_BYTES
     if needed <= (there := machine_memory()).n_bytes:

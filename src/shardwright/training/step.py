@@ -29,6 +29,7 @@ from shardwright.parallel.model import ParallelModel
 from shardwright.parallel.norm import LocalNorms, clip_gradients, gradient_norm
 from shardwright.parallel.tensor import TensorAxis
 from shardwright.training.ahead import BEYOND, look_ahead
+from shardwright.training.average import WeightAverage
 from shardwright.training.clock import NoPhases, Phases
 from shardwright.training.loss_scale import LossScaler
 from shardwright.training.optimizer import set_learning_rate
@@ -295,9 +296,10 @@ class Trainer(ForwardBackward):
         scaler: LossScaler | None = None,
         spikes: SpikeGuard | None = None,
         phases: Phases | None = None,
+        average: WeightAverage | None = None,
     ) -> None:
-        """`spikes` judges each step before weights change. `phases` receives the start and end of each phase of a
-        step."""
+        """`average` takes in the weights after each `step`. `spikes` judges each step before weights change. `phases`
+        receives the start and end of each phase of a step."""
         super().__init__(
             model,
             device=device,
@@ -310,6 +312,7 @@ class Trainer(ForwardBackward):
         self.clip_norm = clip_norm
         self.spikes = spikes
         self.phases: Phases = phases or NoPhases()
+        self.average = average
         self._before_change: list[Callable[[], None]] = []
         self._rules: list[Callable[[Tensor], bool]] = []
         self._loss_part: Tensor | None = None
@@ -345,6 +348,8 @@ class Trainer(ForwardBackward):
         result = self._try(batch, step, rate)
         if self.spikes is not None and self.spikes.doubts:
             result = self._try(batch, step, rate)
+        if self.average is not None:
+            self.average.update(step + 1)
         return result
 
     def _try(self, batch: Batch, step: int, rate: float) -> StepResult:

@@ -8,15 +8,16 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from shardwright.config import spec_of_folder, table_of
+from shardwright.config import load, spec_of_folder, table_of
 from shardwright.hugging_face.files import ADAPTER, held_tensors, is_folder_of_transformers
 from shardwright.hugging_face.reader import open_weights as open_folder_of_transformers
 from shardwright.model.init import Box, whole
 from shardwright.model.modules import row_of
 from shardwright.model.spec import ModelSpec, with_defaults
 from shardwright.parallel.boxes import overlap
-from shardwright.run_folder import CHECKPOINTS, published
+from shardwright.run_folder import CHECKPOINTS, RUN_FILE, published
 from shardwright.system.errors import CheckpointError, DamagedError
+from shardwright.training.average import AVERAGE
 from shardwright.training.checkpoint.manifest import (
     FILE_NAME,
     CheckpointManifest,
@@ -103,7 +104,7 @@ class CheckpointWeights(ShardedTensors):
         self.path, self.manifest, self.spec = path, manifest, spec
         held = {name.removeprefix(prefix): each for name, each in manifest.tensors.items() if name.startswith(prefix)}
         super().__init__(held, lambda name, shard: read_shard(path, prefix + name, held[name].dtype, shard))
-        moments = len(manifest.tensors) - len(held)
+        moments = sum(name.startswith(OPTIMIZER) for name in manifest.tensors)
         has_moments = prefix == MODEL and moments > 0
         self.optimizer = CheckpointWeights(path, manifest, spec, OPTIMIZER) if has_moments else None
         self.left_out = {f"{moments} tensors of the optimizer": self.WHY_NO_MOMENTS} if has_moments else {}
@@ -112,6 +113,39 @@ class CheckpointWeights(ShardedTensors):
         """Return a description in one line."""
         step = self.manifest.progress.step
         return f"{self.path}" + (f", after {step:,} steps" if step else "")
+
+
+class AveragedWeights(CheckpointWeights):
+    """The average of the weights in a checkpoint of a run with `[average]`, instead of its weights.
+
+    Raises CheckpointError for weights without an average.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        if not isinstance(weights, CheckpointWeights) or not (weights.path / RUN_FILE).is_file():
+            raise CheckpointError(
+                f"{weights.path} is no checkpoint of a run, and only a run makes averages of its weights"
+            )
+        config, step = load(weights.path / RUN_FILE), weights.manifest.progress.step
+        average = config.average
+        if not (parts := average.parts(step, config.steps)):
+            begins = f"the average begins after step {average.first_step(config.steps):,} of the run"
+            why = "its run file has average.kind='none'" if average.kind == "none" else begins
+            raise CheckpointError(f"{weights.path} has no average of the weights after step {step:,}: {why}")
+        super().__init__(weights.path, weights.manifest, weights.spec)
+        self.optimizer = None
+        self._slots = [
+            (weight, CheckpointWeights(weights.path, weights.manifest, weights.spec, f"{AVERAGE}{slot}/"))
+            for slot, weight in parts.items()
+        ]
+
+    def read(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Return a box of the average of a parameter, as `Weights.read`."""
+        return torch.stack([weight * slot.read(name, offsets, shape) for weight, slot in self._slots]).sum(0)
+
+    def describe(self) -> str:
+        """Return a description in one line."""
+        return f"the average in {super().describe()}"
 
 
 def open_weights(path: str | Path) -> Weights:

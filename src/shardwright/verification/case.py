@@ -8,12 +8,13 @@ Shapes: B sequences of the global batch, T tokens of a sequence.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from shardwright.config import OptimizerSection, PrecisionSection, RunConfig, Scope
+from shardwright.config.average import AverageSection
 from shardwright.data.samples import IGNORE
 from shardwright.layout.layout import Layout, accumulation
 from shardwright.model.number_formats import Fp8, block_of
@@ -45,6 +46,14 @@ _SCALES = (2.0**12, 1.0, 2.0**-12)
 """With SGD the gradients of each step are multiplied by this before they are clipped, in turn, and the rate is divided
 by it. This detects clipping that depends on the size of the norm, not on whether it is above the limit. Powers of 2
 change no digit."""
+
+
+class CaseStage(NamedTuple):
+    """The batch of some steps, in the order of `[[batch.stages]]`."""
+
+    global_batch: int
+    micro_batch: int
+    seq_len: int
 
 
 @dataclass(frozen=True)
@@ -88,6 +97,13 @@ class Case:
 
     powersgd_rank: int = 0
     """The rank of the products that replace gradients of matrices; 0: none."""
+
+    average: AverageSection = field(default_factory=AverageSection)
+    """The average of the weights that the run's optimizer makes."""
+
+    stages: tuple[CaseStage, ...] = ()
+    """The batches that the steps take in turn, so that steps cross their boundaries; none: each step has the case's own
+    sizes, which are the longest stage's, and the evaluation's."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -133,14 +149,29 @@ class Case:
             return self.clip_norms[self.trainings.index(training)][step]
         return CLIPPED[step % len(CLIPPED)] * norm
 
+    def at(self, step: int) -> Self:
+        """Return the case with the sizes of one step. With fewer steps than stages, some in between are left out."""
+        if not self.stages or step >= self.steps:
+            return self
+        last = len(self.stages) - 1
+        stage = self.stages[min(step, last) if self.steps > last else step * last // max(1, self.steps - 1)]
+        return replace(self, stages=(), **stage._asdict())
+
     def accumulation(self, layout: Layout) -> int:
         """Return the micro-batches of a step on each rank. Raises LayoutError if that is not a whole number."""
         return accumulation(self.global_batch, self.micro_batch, layout.data_ranks)
 
     def shares(self, layout: Layout) -> bool:
         """Return whether a layout's data ranks can share the batch, in micro-batches that its schedule can run."""
-        rounds, rest = divmod(self.global_batch, self.micro_batch * layout.data_ranks)
-        return not rest and not schedule_problems(layout, rounds)
+        sizes = [
+            (self.global_batch, self.micro_batch),
+            *((each.global_batch, each.micro_batch) for each in self.stages),
+        ]
+        for global_batch, micro_batch in sizes:
+            rounds, rest = divmod(global_batch, micro_batch * layout.data_ranks)
+            if rest or schedule_problems(layout, rounds):
+                return False
+        return True
 
     def batch(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return tokens and targets (B, T) and sample ids (B,) of a step, from the seed.
@@ -224,11 +255,12 @@ def case_of(
     """Return the case of a run file with its true sizes. `lr_schedule`: with the learning rates of its schedule,
     shortened to `steps`."""
     spec, fp8 = config.model.spec(), config.precision.fp8_settings
+    stages = [CaseStage(each.global_batch, each.micro_batch, each.seq_len) for each in config.batch.schedule.stages]
     return Case(
         spec=spec,
-        seq_len=config.batch.seq_len,
-        global_batch=config.batch.global_batch,
-        micro_batch=config.batch.micro_batch,
+        **max(stages, key=lambda stage: (stage.seq_len, stage.global_batch))._asdict(),
+        stages=tuple(stages) if len(stages) > 1 else (),
+        average=_every_step(config.average),
         seed=config.seed,
         optimizer=config.optimizer,
         steps=steps,
@@ -244,6 +276,11 @@ def case_of(
     )
 
 
+def _every_step(average: AverageSection) -> AverageSection:
+    """Return the section of a run of a few steps: an update after each, with several weights in the average."""
+    return average.model_copy(update={"every": 1, "last": 2, "decay": min(average.decay, 0.7)})
+
+
 def _rates(config: RunConfig, steps: int) -> tuple[float, ...]:
     """Return the learning rates of a run that is shortened to `steps`, with its warm-up and decay."""
     schedule = config.lr_schedule
@@ -252,7 +289,11 @@ def _rates(config: RunConfig, steps: int) -> tuple[float, ...]:
             name: math.ceil(getattr(schedule, name) * steps / config.steps) for name in ("warmup_steps", "decay_steps")
         }
     )
-    return tuple(learning_rate(step, steps, config.optimizer.lr, shortened) for step in range(steps))
+
+    def progress(step: int) -> float:
+        return step if schedule.by == "steps" else config.clock(step * config.steps // steps)
+
+    return tuple(learning_rate(step, steps, config.optimizer.lr, shortened, progress) for step in range(steps))
 
 
 def with_drawn_experts(case: Case, rounded: bool = False) -> Case:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from shardwright.verification.case import Case
 from shardwright.verification.trace import Trace, TracedQuantity
 
-FLOORS = {"gradient": 0.01, "parameter": 0.1, "initial": 0.1}
+FLOORS = {"gradient": 0.01, "parameter": 0.1, "average": 0.1, "initial": 0.1}
 _ENOUGH = 24  # elements, which do not all happen to be bfloat16 numbers
 
 Errors = dict[tuple[TracedQuantity, str], float]

@@ -17,7 +17,7 @@ from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling
 from shardwright.model.spec import ModelSpec
 from shardwright.split.stages import most_layers, problems, schedule_problems
 from shardwright.system.units import divisors
-from shardwright.verification.case import Case, cut_fp8, cut_optimizer
+from shardwright.verification.case import Case, CaseStage, cut_fp8, cut_optimizer
 
 _HEAD_DIM = 8
 _LAYERS = 2  # minimum; one more than the stages of a pipeline, so that they are uneven
@@ -54,14 +54,26 @@ def cut(case: Case, layouts: Iterable[Layout]) -> Case:
     fewest = _ACCUMULATION_IN_16_BITS if case.dtype == "bfloat16" else _ACCUMULATION
     micro_batch = 2 if case.micro_batch > 1 and per_rank >= 2 * _ACCUMULATION else 1
     spec = replace(cut_spec(case.spec, world_size, _layers(case.spec, layouts)), max_seq_len=seq_len)
+    accumulation = _accumulation(layouts, data_ranks, case.global_batch, fewest)
+    least = _accumulation(layouts, data_ranks, 1, 1)
+
+    def cut_stage(stage: CaseStage) -> CaseStage:
+        """Shorter sequences, fewer micro-batches and smaller ones stay so, as far as the layouts can run them."""
+        shorter = stage.seq_len < case.seq_len
+        micro = micro_batch if stage.micro_batch >= case.micro_batch else 1
+        fewer = stage.global_batch * case.micro_batch < case.global_batch * stage.micro_batch
+        length = size_like(stage.seq_len, _TOKENS // 2, 2 * world_size) if shorter else seq_len
+        return CaseStage(data_ranks * micro * (least if fewer else accumulation), micro, length)
+
     return replace(
         case,
         spec=spec,
         fp8=cut_fp8(case.fp8, spec, layouts),
         optimizer=cut_optimizer(case.optimizer),
         seq_len=seq_len,
-        global_batch=data_ranks * micro_batch * _accumulation(layouts, data_ranks, case.global_batch, fewest),
+        global_batch=data_ranks * micro_batch * accumulation,
         micro_batch=micro_batch,
+        stages=tuple(map(cut_stage, case.stages)),
     )
 
 

@@ -22,6 +22,7 @@ from shardwright.parallel.norm import local_part
 from shardwright.system.units import KiB
 from shardwright.training import on_shards
 from shardwright.training import step as training_step
+from shardwright.training.average import WeightAverage
 from shardwright.training.loss_scale import loss_scaler
 from shardwright.training.offload.states import where_of
 from shardwright.training.on_shards import OptimizerOnShards
@@ -94,6 +95,8 @@ def _train(case: Case, layout: Layout, folder: Path) -> RankTrace:
                 if parameter.grad is not None and scale != 1:
                     local_part(parameter.grad).mul_(scale)
             norm = trainer.update(case.rate(training, step) / scale, case.clip_norm(training, step))
+            if trainer.average is not None:
+                trainer.average.update(step + 1)
             if not overflows:
                 recorder.scalar(TracedQuantity("grad norm", training, step + 1), norm)
             if case.evaluate and step == 0:
@@ -103,6 +106,9 @@ def _train(case: Case, layout: Layout, folder: Path) -> RankTrace:
                 if ahead:
                     recorder.scalar(TracedQuantity("mtp evaluation", training, 1), torch.stack(ahead).mean())
         recorder.tensors(TracedQuantity("parameter", training, case.steps), parameters)
+        if trainer.average is not None:
+            with trainer.average.applied(case.steps):
+                recorder.tensors(TracedQuantity("average", training, case.steps), parameters)
         del trainer, parameters, gradients
     return recorder.trace
 
@@ -145,6 +151,7 @@ def build_trainer(case: Case, layout: Layout, training: str, folder: Path | None
         compile_loss=case.compiled,
         restart_positions=case.positions == "document",
         scaler=None if case.loss_scaling is None else loss_scaler(case.loss_scaling),
+        average=None if case.average.kind == "none" else WeightAverage(model, case.average, case.steps),
     )
 
 
@@ -185,6 +192,7 @@ def _with_infinity(gradient_BTD: Tensor) -> Tensor:
 
 def local_batch(case: Case, layout: Layout, rank: int, step: int) -> Batch:
     """Return a rank's share of a step, partitioned as by data/batches.py: contiguous blocks in order of data ranks."""
+    case = case.at(step)
     block = case.global_batch // layout.data_ranks
     first = layout.data_rank(rank) * block
     tokens_BT, targets_BT, ids_B = (whole[first : first + block] for whole in case.batch(step))

@@ -46,6 +46,7 @@ def train_alone(case: Case, folder: Path) -> RankTrace:
             use_fp8(model, case.spec, case.fp8)
         if training == PLAIN_SGD:
             recorder.tensors(TracedQuantity("initial", training, 0), parameters)
+        seen: list[dict[str, Tensor]] = []
         for step in range(case.steps):
             parts = []
             for loss, ahead in _passes(model, case, parameters, step, step, routers):
@@ -59,6 +60,7 @@ def train_alone(case: Case, folder: Path) -> RankTrace:
                 recorder.trace.clip_norms.setdefault(training, []).append(math.inf)
                 optimizer.zero_grad()
                 take_load(model)
+                seen.append(_copied(parameters, case))
                 continue
             for p in parameters.values():
                 p.grad = None if p.grad is None else p.grad / loss_scale
@@ -83,8 +85,27 @@ def train_alone(case: Case, folder: Path) -> RankTrace:
                 recorder.scalar(TracedQuantity("evaluation", training, 1), loss)
                 if ahead is not None:
                     recorder.scalar(TracedQuantity("mtp evaluation", training, 1), ahead)
+            seen.append(_copied(parameters, case))
         recorder.tensors(TracedQuantity("parameter", training, case.steps), parameters)
+        if case.average.kind != "none":
+            average = {name: _average(case, [each[name] for each in seen]) for name in parameters}
+            recorder.tensors(TracedQuantity("average", training, case.steps), average)
     return recorder.trace
+
+
+def _copied(parameters: dict[str, nn.Parameter], case: Case) -> dict[str, Tensor]:
+    """Return the values of the parameters after a step, if the case averages them."""
+    return {} if case.average.kind == "none" else {name: p.detach().clone() for name, p in parameters.items()}
+
+
+def _average(case: Case, seen: Sequence[Tensor]) -> Tensor:
+    """Return the average of a parameter from its values after each step: with kind="ema" the sum of
+    decay^(n - i) (1 - decay) w_i over the n values and decay^(n - 1) w_1 for the first; else the mean of the last."""
+    if case.average.kind != "ema":
+        return torch.stack([*seen[-case.average.last :]]).mean(0)
+    decay, n = case.average.decay, len(seen)
+    factors = [decay ** (n - 1), *((1 - decay) * decay ** (n - i) for i in range(2, n + 1))]
+    return torch.stack([factor * each for factor, each in zip(factors, seen, strict=True)]).sum(0)
 
 
 @torch.no_grad()
@@ -137,6 +158,7 @@ def _passes(
     routers: _RouterLosses,
 ) -> Iterator[Losses]:
     """Yield the terms of the mean losses of a step's batch, one for each forward pass."""
+    case = case.at(step)
     tokens_BT, targets_BT, ids_B = case.batch(step)
     keys_B = sample_keys(case.seed, key_step, ids_B) if case.spec.draws else None
     lengths = case.documents(step)

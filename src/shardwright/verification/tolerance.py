@@ -31,7 +31,10 @@ in blocks whose largest element is 4 times their root mean square."""
 _COMPRESSED = 1.0
 """Multiple of its roundings that the error of a gradient may have: its addends may be larger than their sum, but their
 errors partly cancel. Measured: up to 0.65."""
-_SHARE = {"grad norm": 0.25, "loss": 0.0625, "parameter": 0.0625}
+WEIGHTS = ("parameter", "average")
+"""The kinds of values that an update of the optimizer changes."""
+
+_SHARE = {"grad norm": 0.25, "loss": 0.0625, "parameter": 0.0625, "average": 0.0625}
 """The fraction of a gradient's error that reaches other results with plain SGD. Measured: up to 0.03, 0.0005, 0.005."""
 _GROWN = 16.0
 """The growth of errors that is allowed after steps of Adam. Measured: up to 7 times."""
@@ -105,7 +108,7 @@ def one_process_tolerance(case: Case, alone: Errors, sides: int = 1) -> Toleranc
             return _OF_COUNTS * EPS["float32"]
         if not name:
             base = numbers[_number(quantity)]
-        elif quantity.kind == "parameter" and quantity.training != PLAIN_SGD:
+        elif quantity.kind in WEIGHTS and quantity.training != PLAIN_SGD:
             return min(MOST, max(multiple * largest[quantity], math.sqrt(_NOISE) * _all_steps(case)))
         else:
             base = max(alone.get((quantity, name), 0.0), middle[quantity])
@@ -174,7 +177,7 @@ def with_compression(tolerance: Tolerance, case: Case, layout: Layout) -> Tolera
         after_a_step = step > 1 or _number(quantity) == "loss"
         if after_a_step and (training != PLAIN_SGD or layout.compress_weights != "none"):
             added *= _GROWN
-        if training != PLAIN_SGD and kind == "parameter":
+        if training != PLAIN_SGD and kind in WEIGHTS:
             added = max(added, math.sqrt(_NOISE) * _all_steps(case))
         return min(MOST, tolerance.limit(quantity, name) + added)
 
@@ -197,7 +200,7 @@ def with_adams_noise(tolerance: Tolerance, case: Case, noise: frozenset[str]) ->
     bound = _all_steps(case)
 
     def limit(quantity: TracedQuantity, name: str) -> float:
-        steps_of_noise = quantity.kind == "parameter" and quantity.training != PLAIN_SGD and name in noise
+        steps_of_noise = quantity.kind in WEIGHTS and quantity.training != PLAIN_SGD and name in noise
         return max(bound, tolerance.limit(quantity, name)) if steps_of_noise else tolerance.limit(quantity, name)
 
     reason = (

@@ -103,7 +103,7 @@ class Verifier:
             if against is None:
                 expected, sides, name = self._exact(case), 1, "one process"
             else:
-                other = replace(ours, micro_batch=against[0].micro_batch)
+                other = replace(ours, micro_batch=against[0].micro_batch, stages=against[0].stages)
                 expected = self._keep((other, against[1]), self.train, against[1].world_size, other, against[1])
                 sides, name = 2, str(against[1])
             tolerance = with_compression(self._tolerance(case, sides), case, layout)
@@ -170,7 +170,7 @@ class Verifier:
         if terms >= _ENOUGH_TERMS:
             rows += sum_tolerance(terms).rows(compare.share_of_bfloat16(trace, first), kind="bfloat16 share")
         if layout.zero > 1 and layout.cp > 1 and layout.pp == 1 and case.accumulation(layout) > 1:
-            whole = replace(case, micro_batch=case.global_batch // layout.data_ranks, steps=1)
+            whole = replace(case, micro_batch=case.global_batch // layout.data_ranks, steps=1, stages=())
             once = self._keep((whole, layout), self.train, layout.world_size, whole, layout)
             ranks = layout.data_ranks * layout.cp
             shares = compare.share_of_bfloat16(once, first)
@@ -267,12 +267,14 @@ def _check(case: Case, layout: Layout) -> None:
             f"to {format_bytes(bytes_)} of gradients and parameters to {tempfile.gettempdir()}, which has "
             f"{format_bytes(there)} left; take fewer --steps, or set TMPDIR to a larger disk"
         )
-    problems = stages.schedule_problems(layout, case.accumulation(layout))
+    sizes = [case.at(step) for step in range(case.steps)] + [case]
+    problems = [each for one in sizes for each in stages.schedule_problems(layout, one.accumulation(layout))]
     problems += replica_problems(case.spec, layout, case.fp8)
     if case.fp8 is not None and gradient_roundings(layout):
         problems.append(no_fp8_with(layout.compress_gradients, case.fp8))
-    if problems := problems + rules.problems(case.spec, layout, case.seq_len):
-        raise LayoutError(*problems)
+    problems += [each for one in sizes for each in rules.problems(case.spec, layout, one.seq_len)]
+    if problems:
+        raise LayoutError(*dict.fromkeys(problems))
 
 
 def parity(case: Case, layout: Layout, train: TrainRank = train_rank) -> Report:
@@ -340,6 +342,8 @@ def switched_off(case: Case, layout: Layout) -> Iterator[tuple[str, Setting]]:
             continue
         # The micro-batches stay the same, so that switching off one thing does not switch on accumulation.
         yield name, (_accumulating(case, smaller, case.accumulation(layout)), smaller)
+    if case.stages:
+        yield "stages of the batch", (replace(case, stages=()), layout)
     if case.accumulation(layout) > 1:
         yield "accumulation", (_accumulating(case, layout, 1), layout)
     if case.spec.dropout:
@@ -347,7 +351,7 @@ def switched_off(case: Case, layout: Layout) -> Iterator[tuple[str, Setting]]:
 
 
 def _accumulating(case: Case, layout: Layout, accumulation: int) -> Case:
-    return replace(case, micro_batch=case.global_batch // (layout.data_ranks * accumulation))
+    return replace(case, micro_batch=case.global_batch // (layout.data_ranks * accumulation), stages=())
 
 
 def _fewer(layout: Layout) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -370,6 +374,7 @@ def _fewer(layout: Layout) -> Iterator[tuple[str, dict[str, Any]]]:
 def _name(setting: Setting) -> str:
     case, layout = setting
     extra = [f"accumulation {n}"] if (n := case.accumulation(layout)) > 1 else []
+    extra += ["stages of the batch"] if case.stages else []
     extra += [f"dropout {case.spec.dropout:g}"] if case.spec.dropout else []
     return ", ".join([str(layout), *extra])
 

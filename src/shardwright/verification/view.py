@@ -56,8 +56,14 @@ def batch_sizes(case: Case) -> str:
     return (
         f"{spec.n_layers} layers, d_model {spec.d_model}, {spec.n_heads} query and {spec.n_kv_heads} kv heads, "
         f"d_ffn {spec.d_ffn}, vocabulary {spec.vocab_size}; {case.global_batch} sequences of {case.seq_len} tokens a "
-        f"step, {case.steps} step{'s' * (case.steps > 1)}, {case.dtype}"
+        f"step{_stages(case)}, {case.steps} step{'s' * (case.steps > 1)}, {case.dtype}"
     )
+
+
+def _stages(case: Case) -> str:
+    sizes = [case.at(step) for step in range(case.steps)] if case.stages else []
+    steps = ", then ".join(f"{one.global_batch} of {one.seq_len}" for one in sizes)
+    return f" (in turn {steps})" if steps else ""
 
 
 def report_document(report: Report, sizes: Sequence[str]) -> VerbDocument:

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardwright.config import OptimizerSection, Scope
+from shardwright.config.average import AverageSection
 from shardwright.layout.layout import Layout
 from shardwright.model.number_formats import Fp8
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.verification import Case
-from shardwright.verification.case import cut_optimizer
+from shardwright.verification.case import CaseStage, cut_optimizer
 from tests.mutation import Mutation
 from tests.training.worlds import CASE, LONG, SPEC
 from tests.training.worlds import EVEN as EVEN
@@ -67,6 +68,9 @@ class Bug:
     """Whether sequences have padding."""
     optimizer: str = "adamw"
     fp8: Fp8 | None = None
+    stages: tuple[CaseStage, ...] = ()
+    """The batches of the steps in turn."""
+    average: AverageSection = field(default_factory=AverageSection)
     crashes: bool = False
     """Whether a rank raises or hangs, and no number shows the bug."""
 
@@ -93,6 +97,8 @@ class Bug:
             positions=scope,
             padded=self.padded,
             fp8=self.fp8,
+            stages=self.stages,
+            average=self.average,
         )
 
 

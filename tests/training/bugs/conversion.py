@@ -25,8 +25,8 @@ FILES: dict[str, AnyBug] = {
     ),
     "converted: the learning rate of the step before": seen(
         "shardwright.conversion.state:settings_of_run",
-        "learning_rate(step, config.steps, section.lr, config.lr_schedule)",
-        "learning_rate(step - 1, config.steps, section.lr, config.lr_schedule)",
+        "learning_rate(step, config.steps, section.lr, config.lr_schedule, config.clock)",
+        "learning_rate(step - 1, config.steps, section.lr, config.lr_schedule, config.clock)",
     ),
     "converted: square matrices are transposed": seen(
         "shardwright.hugging_face.writer:tensor_of_file", "whole.mT if tensor.transposed else whole",

@@ -64,8 +64,8 @@ ORDER: dict[str, AnyBug] = {
     "every data rank reads the same samples of the sources": UnitBug(
         Mutation(
             "shardwright.data.batches:Batches.__init__",
-            "first + data_rank * block + np.arange(block)",
-            "first + np.arange(block)",
+            "data_rank * n + np.arange(n)",
+            "np.arange(n)",
         ),
         _RESUME,
     ),
@@ -80,7 +80,8 @@ OFF_BY_ONE: dict[str, AnyBug] = {
         "tests/training/test_sample_places.py:check_places",
     ),
     "a stage of a mixture begins one step late": UnitBug(
-        Mutation(f"{_MIXTURE}:stages_of", "stage.from_step - step", "stage.from_step + 1 - step"), _STAGE
+        Mutation(f"{_MIXTURE}:stages_of", "samples(step, stage.from_step)", "samples(step, stage.from_step + 1)"),
+        _STAGE,
     ),
     "a stage of a mixture begins one sample late": UnitBug(
         Mutation(
@@ -103,8 +104,8 @@ RESUME: dict[str, AnyBug] = {
     "a stage is counted from the first step after a resume with another batch": UnitBug(
         Mutation(
             f"{_MIXTURE}:stages_of",
-            "n_samples + (stage.from_step - step) * global_batch",
-            "stage.from_step * global_batch",
+            "n_samples + samples(step, stage.from_step)",
+            "samples(0, stage.from_step)",
         ),
         _LARGER_BATCH,
     ),

@@ -77,8 +77,8 @@ RESUME: dict[str, AnyBug] = {
     "samples start again from the first": UnitBug(
         Mutation(
             "shardwright.data.batches:Batches.__init__",
-            "itertools.count(start_sample, global_batch)",
-            "itertools.count(0, global_batch)",
+            "start_sample + schedule.samples(start_step, step)",
+            "schedule.samples(start_step, step)",
         ),
         "tests/data/test_batches.py:test_batches_read_ahead_do_not_count_as_seen",
         (1,),

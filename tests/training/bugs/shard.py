@@ -102,8 +102,8 @@ SHARD: dict[str, AnyBug] = {
     "blocks of samples of data ranks overlap": UnitBug(
         Mutation(
             "shardwright.data.batches:Batches.__init__",
-            "first + data_rank * block + np.arange(block)",
-            "first + data_rank * micro_batch + np.arange(block)",
+            "data_rank * n + np.arange(n)",
+            "data_rank * stage.micro_batch + np.arange(n)",
         ),
         "tests/data/test_batches.py:test_what_a_step_trains_on_does_not_depend_on_the_ranks",
     ),

@@ -12,6 +12,7 @@ from shardwright.model.spec import spec_as_json, with_defaults
 from shardwright.parallel.objects import gathered
 from shardwright.system.errors import CheckpointError, DamagedError, WorkerError
 from shardwright.system.processes import formatted
+from shardwright.training.average import AVERAGE
 from shardwright.training.checkpoint.manifest import (
     CheckpointManifest,
     DataRecord,
@@ -28,12 +29,15 @@ COMPRESSION = "compression/"
 
 
 def named_tensors(trainer: Trainer) -> dict[str, Tensor]:
-    """Return all tensors of a checkpoint: `model/NAME`, `optimizer/KIND/NAME` and, for compressed gradients,
-    `compression/KIND/NAME`. They are the training tensors; tensors of `stored_tensors` are on the meta device."""
+    """Return all tensors of a checkpoint: `model/NAME`, `optimizer/KIND/NAME`, for averages of the weights
+    `average/SLOT/NAME` and, for compressed gradients, `compression/KIND/NAME`. They are the training tensors; tensors
+    of `stored_tensors` are on the meta device."""
     parameters = trainer.model.named_parameters
     state = named_state(trainer.optimizer, parameters.items())
     kept = trainer.model.compression_state
     found = {f"model/{k}": v for k, v in parameters.items()} | {f"optimizer/{k}": v for k, v in state.items()}
+    averages = {} if trainer.average is None else trainer.average.tensors
+    found |= {f"{AVERAGE}{k}": v for k, v in averages.items()}
     return found | {f"{COMPRESSION}{k}": v for k, v in kept.items()}
 
 
@@ -158,6 +162,14 @@ def _differences(
     if data is not None:
         found += _other_samples(manifest, data)
     differing = []
+    slots = [{name.split("/")[1] for name in each if name.startswith(AVERAGE)} for each in (manifest.tensors, tensors)]
+    if slots[0] != slots[1]:
+        copies = [f"{len(each)} copies for averages" if each else "no average" for each in slots]
+        found.append(
+            f"it has {copies[0]} of the weights, and this run has {copies[1]}; give the section [average] that it was "
+            f"trained with"
+        )
+        return found
     for name in sorted(tensors.keys() | manifest.tensors.keys()):
         saved, here = manifest.tensors.get(name), tensors.get(name)
         if here is None and name.rpartition("/")[2] in trainer.model.held_on:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from shardwright.config.batch import BatchSchedule
 from shardwright.config.faults import IN_A_ROW, FaultsSection
 from shardwright.run_folder import EVENTS, SamplePlace
 from shardwright.system.errors import SpikeError
@@ -102,8 +103,12 @@ class AfterSpike(Hook):
         """Describe the first samples of a step, or of its ranks with non-finite loss. `events.jsonl` lists all."""
         layout = self.trainer.model.layout
         data_ranks = {layout.data_rank(rank) for rank in losing}
-        block = len(places) // layout.data_ranks
-        suspected = [each for n, each in enumerate(places) if n // block in data_ranks]
+        per_rank = len(places) / layout.data_ranks  # a fraction if a sample is cut into sequences of several ranks
+        suspected = [
+            each
+            for n, each in enumerate(places)
+            if any(n < (data_rank + 1) * per_rank and data_rank * per_rank < n + 1 for data_rank in data_ranks)
+        ]
         shown, of = (suspected, f" of {ranks_in_words(losing)}") if suspected else (places, "")
         told = "; ".join(f"{each.sample}: {each}" for each in shown[:PLACES_SHOWN])
         more = f" and {len(shown) - PLACES_SHOWN} more, in {EVENTS}" if len(shown) > PLACES_SHOWN else ""
@@ -113,11 +118,11 @@ class AfterSpike(Hook):
 class ReportSkipped(Hook):
     """Reports steps that changed nothing: a gradient overflowed in fp16, or no token counts in the loss."""
 
-    def __init__(self, global_batch: int, trainer: Trainer, log: RunLog) -> None:
-        self.global_batch, self.trainer, self.log = global_batch, trainer, log
+    def __init__(self, schedule: BatchSchedule, trainer: Trainer, log: RunLog) -> None:
+        self.schedule, self.trainer, self.log = schedule, trainer, log
 
     def after_step(self, taken: TakenStep) -> None:
-        step, n = taken.step, self.global_batch
+        step, n = taken.step, self.schedule.at(taken.step - 1).global_batch
         if taken.overflowed:
             self.log.tell("skip", step, skipped_in_words(step, self.trainer.loss_scale))
         if self.trainer.lacks_targets:

@@ -1,0 +1,69 @@
+"""Proves that stages of the batch that cannot be trained are refused with the rule and the way out, before a run."""
+
+from pathlib import Path
+
+import pytest
+
+from shardwright.config import RunConfig, load
+from shardwright.config.settle import of_fullest_stage
+from shardwright.system.errors import ConfigError
+
+RUN_FILE = """
+out = "run"
+steps = 20
+data = { path = "tokens" }
+model = { max_seq_len = 128 }
+layout = { dp_shard = 2 }
+batch = { seq_len = 64, global_batch = 8, micro_batch = 2, stages = [STAGES] }
+"""
+
+
+def config_of(tmp_path: Path, *stages: str, overrides: tuple[str, ...] = ()) -> RunConfig:
+    path = tmp_path / "run.toml"
+    path.write_text(RUN_FILE.replace("STAGES", ", ".join(f"{{ {stage} }}" for stage in stages)))
+    return load(path, overrides)
+
+
+@pytest.mark.parametrize(
+    ("stages", "said"),
+    [
+        (["global_batch = 4"], "batch.stages.0: from_step and from_tokens are missing; give one of them"),
+        (["from_step = 1, from_tokens = 9.0, global_batch = 4"], "from_step and from_tokens are both given"),
+        (["from_step = 4"], "batch.stages.0 changes nothing; give one or more of global_batch, micro_batch, seq_len"),
+        (
+            ["from_step = 4, global_batch = 16", "from_tokens = 1e3, global_batch = 8"],
+            "batch.stages.1.from_tokens=1,000 is not after the stage before, which begins at step 4 (2,048 tokens)",
+        ),
+        (["from_step = 20, global_batch = 16"], "from_step=20 is not reached: the run has steps=20 (10,240 tokens)"),
+        (["from_step = 4, global_batch = 18"], "batch.stages.0: batch.global_batch=18 is not a multiple of"),
+        (["from_step = 4, seq_len = 256"], "batch.stages.0: batch.seq_len=256 is longer than model.max_seq_len=128"),
+        (
+            ["from_step = 4, seq_len = 96"],
+            "batch.seq_len=64 does not divide the longest of the run, 96, whose sequences it cuts; nearest: 48, 96",
+        ),
+        (
+            ["from_step = 4, seq_len = 128", "from_step = 5, seq_len = 32, global_batch = 6, micro_batch = 1"],
+            "batch.stages.1.global_batch=6 sequences of 32 tokens are no multiple of the longest sequences, of 128",
+        ),
+        (
+            ["from_step = 4, seq_length = 32"],
+            "batch.stages.0.seq_length: there is no such key; did you mean 'seq_len'?",
+        ),
+    ],
+)
+def test_a_stage_that_cannot_be_trained_is_answered_with_the_way_out(tmp_path: Path, stages: list[str], said: str):
+    with pytest.raises(ConfigError) as error:
+        config_of(tmp_path, *stages)
+    (problem,) = error.value.problems
+    assert said in problem
+
+
+def test_documents_are_not_cut_for_a_stage_of_shorter_sequences(tmp_path: Path):
+    with pytest.raises(ConfigError, match="a document's sequence is not cut again; set "):
+        config_of(tmp_path, "from_step = 4, seq_len = 32", overrides=("data.sequences=documents",))
+
+
+def test_the_stage_that_needs_most_memory_has_the_longest_micro_batch_and_of_equal_ones_is_the_last(tmp_path: Path):
+    stages = "from_step = 4, seq_len = 128", "from_step = 6, global_batch = 16", "from_step = 8, seq_len = 32"
+    batch = of_fullest_stage(config_of(tmp_path, *stages)).batch
+    assert (batch.seq_len, batch.global_batch, batch.micro_batch, batch.stages) == (128, 16, 2, [])
