@@ -27,6 +27,7 @@ from shardwright.explore.state import (
     parse,
     query_of,
 )
+from shardwright.explore.traffic import groups, message_table, overlap_table, sent_messages
 from shardwright.model.presets import PRESETS
 from shardwright.optimizers import OPTIMIZERS
 from shardwright.planner.diff import DiffTerm, diff
@@ -38,9 +39,7 @@ from shardwright.report.plan_view import explained_document, job_note, layout_pa
 from shardwright.system.errors import InputError
 from shardwright.system.units import GiB, format_bytes, format_seconds
 from shardwright.view.document import (
-    BYTES,
     NUMBER,
-    SECONDS,
     Column,
     Facts,
     Marked,
@@ -57,7 +56,6 @@ from shardwright.view.style import COLOURS, DARK_COLOURS
 PAGES = Path(__file__).parent / "pages"
 MOVE, TO = "move", "to"
 """Keys of a query string that ask for a move of a slider: the key, and its new position."""
-COUNT = Quantity("{:,.0f}".format)
 MOST_SHOWN = 8
 """Most kinds of groups whose mesh is drawn."""
 
@@ -76,8 +74,16 @@ class PlanField(NamedTuple):
 def templates() -> Environment:
     """Return the templates of the pages."""
     found = templates_in(PAGES)
-    found.globals |= {"fragment": lambda parts: Markup(fragment(parts)), "query": lambda values: urlencode(values)}
+    found.filters["code"] = _code
+    found.globals |= {"fragment": lambda parts: Markup(fragment(parts)), "title": "Shardwright explorer", "here": ""}
+    found.globals |= {"static": False, "styles": ("style.css",)}
     return found
+
+
+def _code(text: str) -> Markup:
+    """Return a text whose parts between backticks are code."""
+    parts = [Markup("<code>{}</code>" if at % 2 else "{}").format(part) for at, part in enumerate(text.split("`"))]
+    return Markup().join(parts)
 
 
 def style() -> str:
@@ -148,6 +154,7 @@ class Explorer:
         state = parsed.state
         query = urlencode(parsed.values) if state is None else query_of(state)
         found: dict[str, Any] = {
+            "here": "plan",
             "parsed": parsed,
             "state": state,
             "query": query,
@@ -222,13 +229,15 @@ def document(state: PageState) -> VerbDocument:
 @dataclass(frozen=True)
 class PageAnswer:
     """The answers of a page. `status`: the most important numbers in one sentence, which a screen reader announces;
-    `first`: the numbers and sentences shown first, `tables`: the others."""
+    `first`: the numbers and sentences shown first, `tables`: the others; `overlap`: the exposed and the overlapped time
+    of messages."""
 
     status: str
     fits: bool
     first: list[Part]
     tables: list[Part]
     drawn: list[pictures.PagePicture]
+    overlap: list[Part]
     meshes: list[pictures.PagePicture]
     compared: list[Part]
 
@@ -245,23 +254,19 @@ def answer(state: PageState) -> PageAnswer:
         pictures.step_memory(priced, limit),
         pictures.schedule_picture(priced),
     ]
-    groups = pictures.traffic(priced)
+    messages = sent_messages(priced)
     parts = [part for part in layout_parts(priced, limit, state.goal) if not isinstance(part, Picture)]
     first = [part for part in parts if isinstance(part, Facts | Note)]
     return PageAnswer(
         f"A step takes {format_seconds(priced.step_s)}; memory {memory}, {'fits' if fits else 'does not fit'}.",
         fits,
         [job_note(state.job, state.model), *first],
-        [*(part for part in parts if part not in first), *map(_messages, groups)],
+        [*(part for part in parts if part not in first), *([message_table(messages)] if messages else [])],
         [each for each in drawn if each is not None],
-        [pictures.mesh(priced, each) for each in groups[:MOST_SHOWN]],
+        [overlap_table(priced, messages)] if messages else [],
+        [pictures.mesh(priced, each) for each in groups(priced, messages)[:MOST_SHOWN]],
         [] if state.pinned is None else compared(state.pinned, state),
     )
-
-
-def _messages(group: pictures.GroupTraffic) -> Table:
-    columns = Column(f"messages of {group.name}"), Column("calls", COUNT), Column("of a call", BYTES)
-    return Table((*columns, Column("if nothing overlapped", SECONDS)), group.rows)
 
 
 def compared(pinned: PageState, state: PageState) -> list[Part]:

@@ -68,16 +68,14 @@ def serving_page(query: str, hardware: Path | None) -> str:
     template = templates().get_template("serve.html")
     return template.render(
         fields=FIELDS, values=values, problems=problems, models=tuple(PRESETS), command=shlex.join(words), query="",
-        serve_query=urlencode(values),
+        here="serve", title="Serve a model", serve_query=urlencode(values),
     )  # fmt: skip
 
 
 def served_html(plan: ServingPlan, found: VerbDocument) -> str:
     """Return the result of a search: the curve, and the document of `plan serve` without its picture."""
     parts = [part for part in found.parts if not isinstance(part, Picture)]
-    if not plan.options:
-        return str(templates().get_template("parts.html").render(parts=parts))
-    return templates().get_template("served.html").render(picture=curve(plan), parts=parts)
+    return templates().get_template("served.html").render(pictures=[curve(plan)] if plan.options else [], parts=parts)
 
 
 def curve(plan: ServingPlan) -> PagePicture:
@@ -102,18 +100,18 @@ def curve(plan: ServingPlan) -> PagePicture:
     front = "L".join(f"{x(1 / one.tpot_s):.0f} {y(one.per_accelerator()):.0f}" for one in plan.pareto)
     inner = dots([one for one in plan.options if one.ttft_s <= task.ttft_s][::step], "") + dots(late[::step], "late")
     inner += Markup('<path class="front" d="M{}"/>').format(front)
-    key = [KeyEntry(0, "layouts and batches", ""), KeyEntry(2, "none has more of both", "")]
+    key = [KeyEntry("quiet", "layouts and batches", ""), KeyEntry("curve", "none has more of both", "")]
     if late:
-        key.append(KeyEntry(1, "first token later than the limit of", format_seconds(task.ttft_s)))
+        key.append(KeyEntry("data", "first token later than the limit of", format_seconds(task.ttft_s)))
     if task.tpot_s < inf:
         inner += Markup('<path class="limit" d="M{0:.0f} 0V1000"/>').format(x(limit))
-        key.append(KeyEntry(3, "dashed line: limit of a further token", format_seconds(task.tpot_s)))
+        key.append(KeyEntry("limit", "dashed line: limit of a further token", format_seconds(task.tpot_s)))
     if plan.best:
         best = plan.best[0]
         inner += Markup('<path class="dots best" d="M{:.0f} {:.0f}h0"/>').format(
             x(best.per_user), y(best.per_accelerator)
         )
-        key.append(KeyEntry(3, "the best, simulated", f"{best.layout}"))
+        key.append(KeyEntry("limit", "the best, simulated", f"{best.layout}"))
     drawn = Markup(
         '<svg x="9%" y="6" width="90%" height="260" viewBox="0 0 1000 1000" preserveAspectRatio="none">{}</svg>'
     )
