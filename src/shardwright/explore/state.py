@@ -16,6 +16,7 @@ A key that is missing or empty has its default, so that a form without JavaScrip
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import nan
@@ -204,21 +205,21 @@ def layout_value(key: str, text: str) -> dict[str, Any]:
 
 
 def written_layout(job: Job, choice: Choice) -> dict[str, Any]:
-    """Return the values of the layout to write into an address: without the degrees of dp that follow from the rest,
-    and without keys at their default."""
+    """Return the values of the layout to write into an address: without keys that have the same value if they are not
+    given."""
     settings = choice.settings()
-    data = {name: settings.pop(name, 1) for name in ("dp_replicate", "dp_shard")}
-    rest = _with_data(dict(settings), job.cluster.size)
-    settings |= {name: value for name, value in data.items() if rest.get(name, 1) != value}
-    if _with_data(dict(settings), job.cluster.size).get("dp_shard", 1) != data["dp_shard"]:
-        settings |= data
-    if choice.micro_batch == 1:
-        del settings["micro_batch"]
-    if settings.get("zero") == KEYS["zero"].default_in(choice.layout):
-        short = {name: value for name, value in settings.items() if name != "zero"}
-        if _with_data(dict(short), job.cluster.size).get("dp_shard", 1) == data["dp_shard"]:
-            settings = short
+    for name in ("micro_batch", "zero", "dp_shard", "dp_replicate"):
+        rest = {key: value for key, value in settings.items() if key != name}
+        with suppress(InputError):
+            if _choice_of(rest, job) == choice:
+                settings = rest
     return {name: settings[name] for name in LAYOUT_KEYS if name in settings}
+
+
+def _choice_of(given: dict[str, Any], job: Job) -> Choice:
+    """Return the choice with these keys. Raises InputError for a layout that breaks a rule."""
+    keys = {key: value for key, value in given.items() if key != "micro_batch"}
+    return Choice(Layout(**_with_data(keys, job.cluster.size)), given.get("micro_batch", 1))
 
 
 def _differs(key: str, text: str) -> bool:
@@ -349,12 +350,11 @@ def _choice(values: Mapping[str, str], job: Job) -> Choice:
             given |= layout_value(key, text)
         except InputError as error:
             wrong += error.problems
-    micro_batch = given.pop("micro_batch", 1)
-    if micro_batch < 1:
-        wrong.append(f"micro_batch={micro_batch}: sequences at a time, 1 or more")
+    if given.get("micro_batch", 1) < 1:
+        wrong.append(f"micro_batch={given['micro_batch']}: sequences at a time, 1 or more")
     if wrong:
         raise InputError(*wrong)
-    return Choice(Layout(**_with_data(given, job.cluster.size)), micro_batch)
+    return _choice_of(given, job)
 
 
 def _with_data(given: dict[str, Any], size: int) -> dict[str, Any]:
