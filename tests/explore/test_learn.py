@@ -13,8 +13,8 @@ from shardwright.cli.main import OF_TWO_WORDS, VERBS
 from shardwright.explore.learn import TOPICS, charts, learn_page, write_static
 from shardwright.explore.learn.page import drawings
 from shardwright.explore.learn.topics import ALL_TOPICS, ledger_of, matching, tried
-from shardwright.explore.page import PAGES, style
-from shardwright.explore.state import PageState, parse, query_of
+from shardwright.explore.page import style
+from shardwright.explore.state import PAGES, PageState, parse, query_of
 from shardwright.planner.explain import explain, number
 from shardwright.split.sequence import spans
 from shardwright.system.errors import InputError

@@ -1,23 +1,26 @@
 """The pages of the explorer, rendered from the documents of `plan`."""
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
 from jinja2 import Environment
 from markupsafe import Markup
 
-from shardwright.cost.formats import FORMATS
 from shardwright.cost.hardware_file import known_tables
 from shardwright.explore import pictures
 from shardwright.explore.sliders import AXES, MICRO_BATCH, moved, sliders
 from shardwright.explore.state import (
+    CHOICES,
     JOB_DEFAULTS,
+    JOB_FIELDS,
     LAYOUT_KEYS,
     MOST_KEYS,
+    PAGES,
     PIN,
     PageState,
     ParsedState,
@@ -29,7 +32,6 @@ from shardwright.explore.state import (
 )
 from shardwright.explore.traffic import groups, message_table, overlap_table, sent_messages
 from shardwright.model.presets import PRESETS
-from shardwright.optimizers import OPTIMIZERS
 from shardwright.planner.diff import DiffTerm, diff
 from shardwright.planner.run_file import run_file, untrained
 from shardwright.planner.search import MARGIN
@@ -53,21 +55,10 @@ from shardwright.view.document import (
 from shardwright.view.html import fragment, templates_in
 from shardwright.view.style import COLOURS, DARK_COLOURS
 
-PAGES = Path(__file__).parent / "pages"
 MOVE, TO = "move", "to"
 """Keys of a query string that ask for a move of a slider: the key, and its new position."""
 MOST_SHOWN = 8
 """Most kinds of groups whose mesh is drawn."""
-
-
-class PlanField(NamedTuple):
-    """A field of the job: its key, label and help, its choices if there are some, and whether any text is valid too."""
-
-    key: str
-    label: str
-    help: str
-    choices: tuple[str, ...] = ()
-    free: bool = False
 
 
 @cache
@@ -116,31 +107,11 @@ class Explorer:
                 return ParsedState({**parsed.values, key: text}, parsed.job, None, error.problems)
         return parse(urlencode({**parsed.values, key: text}), self.hardware)
 
-    def fields(self) -> list[PlanField]:
-        """Return the fields of the job."""
+    def choices(self) -> dict[str, Sequence[str]]:
+        """Return the values of the fields of the job that are lists."""
         known = known_tables(self.hardware)
-        chips = tuple(sorted([*known.accelerators, *known.clusters]))
-        return [
-            PlanField("model", "Model", "a preset, or sizes such as n_layers=32,d_model=4096,…", tuple(PRESETS), True),
-            PlanField("chip", "Accelerator", "an accelerator, or a cluster of your file", chips),
-            PlanField("count", "How many", "accelerators of the cluster"),
-            PlanField("node_size", "In a node", "accelerators of a node; the usual node if empty"),
-            PlanField("node_gbit", "Gbit/s of a node", "to the other nodes; the usual network if empty"),
-            PlanField("network", "Network", "kind of network", ("", *sorted(known.networks))),
-            PlanField("global_batch", "Global batch", "sequences of a step, over all ranks"),
-            PlanField("seq_len", "Sequence", "tokens of a sequence"),
-            PlanField(
-                "document_tokens", "Tokens of a document", "mean, sum L^2 / sum L; attention over sequences if empty"
-            ),
-            PlanField("precision", "Precision", "type of the matmuls", tuple(FORMATS)),
-            PlanField("compile", "Compiled", "torch.compile", ("false", "true")),
-            PlanField("optimizer", "Optimizer", "its states need memory", tuple(OPTIMIZERS)),
-            PlanField("state_dtype", "States in", "type of the optimizer states", ("fp32", "bf16")),
-            PlanField("memory_margin", "Memory kept free", "share of the accelerator's memory"),
-            PlanField("host_memory", "Memory of a host", "of one node, such as 2TB, for offloading"),
-            PlanField("budget_tokens", "Tokens of the run", "such as 15e12: adds days and goodput"),
-            PlanField("price", "Price of an hour", "of one accelerator: adds the cost"),
-        ]
+        chips = sorted([*known.accelerators, *known.clusters])
+        return {**CHOICES, "chip": chips, "network": ["", *sorted(known.networks)]}
 
     def home(self, query: str) -> str:
         """Return the whole page of an address."""
@@ -158,7 +129,9 @@ class Explorer:
             "parsed": parsed,
             "state": state,
             "query": query,
-            "fields": self.fields(),
+            "fields": JOB_FIELDS,
+            "choices": self.choices(),
+            "models": tuple(PRESETS),
             "groups": {},
             "layout_keys": LAYOUT_KEYS,
             "pin": parsed.values.get(PIN, ""),

@@ -25,8 +25,9 @@ from markupsafe import Markup
 
 from shardwright.explore.fastest import find_fastest
 from shardwright.explore.learn import TOPICS, learn_page
-from shardwright.explore.page import PAGES, Explorer, document, style, templates
+from shardwright.explore.page import Explorer, document, style, templates
 from shardwright.explore.serving import serving_page
+from shardwright.explore.state import PAGES
 from shardwright.explore.worker import PageSearches
 from shardwright.hugging_face.files import read_sizes
 from shardwright.model.by_sizes import sizes_of_spec

@@ -1,27 +1,21 @@
 """The state of a page of the explorer: read from the query string of its address, and written back.
 
-| key                                          | value                                                              |
-| -------------------------------------------- | ------------------------------------------------------------------ |
-| `model`                                      | a preset, or sizes as for `plan --model`; never a file             |
-| `chip`, `count`, `node_size`, `node_gbit`    | the cluster, as `plan --cluster CHIP:COUNT/NODE_SIZE@NODE_GBIT`    |
-| `network`, `host_memory`                     | as the options of `plan`                                           |
-| `global_batch`, `seq_len`, `precision`       | as the options of `plan`                                           |
-| `document_tokens`                            | as the option of `plan`; attention over sequences if not given     |
-| `optimizer`, `state_dtype`, `compile`        | as the keys of a run file                                          |
-| `memory_margin`, `budget_tokens`, `price`    | as the options of `plan`                                           |
-| `micro_batch` and the keys of the layout     | as `plan --explain`; dp is the rest of the cluster if not given    |
-| `pin`                                        | the query string of the state that this state is compared with     |
+`pages/fields.toml` has the keys of the job, which are options of `plan` and keys of a run file. `model` names no file.
+`chip`, `count`, `node_size` and `node_gbit` are the cluster, as `plan --cluster CHIP:COUNT/NODE_SIZE@NODE_GBIT`.
+`micro_batch` and the keys of the layout are as for `plan --explain`; dp is the rest of the cluster if not given.
+`pin` is the query string of the state that this state is compared with.
 
 A key that is missing or empty has its default, so that a form without JavaScript may send every field.
 """
 
+import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import nan
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlencode
 
 from shardwright.cost.formats import FORMATS
@@ -42,26 +36,29 @@ from shardwright.planner.search import MARGIN, limit_bytes
 from shardwright.planner.whole_run import TrainingGoal, interruptions
 from shardwright.system.errors import InputError, nearest
 
-JOB_DEFAULTS: Mapping[str, str] = {
-    "model": "llama-3.1-8b",
-    "chip": "h100",
-    "count": "8",
-    "node_size": "",
-    "node_gbit": "",
-    "network": "",
-    "host_memory": "",
-    "global_batch": "128",
-    "seq_len": "8192",
-    "document_tokens": "",
-    "precision": "bf16",
-    "optimizer": "adamw",
-    "state_dtype": "fp32",
-    "compile": "false",
-    "memory_margin": f"{MARGIN:g}",
-    "budget_tokens": "",
-    "price": "",
+
+class FormField(NamedTuple):
+    """A field of a form: its label and help, and its value if it is not given."""
+
+    label: str
+    help: str
+    default: str = ""
+
+
+PAGES = Path(__file__).parent / "pages"
+_FIELDS = tomllib.loads((PAGES / "fields.toml").read_text(encoding="utf-8"))
+JOB_FIELDS, SERVE_FIELDS = ({key: FormField(**row) for key, row in _FIELDS[page].items()} for page in ("plan", "serve"))
+"""The fields of the forms by key, in the order of the form and of an address."""
+JOB_DEFAULTS: Mapping[str, str] = {key: field.default for key, field in JOB_FIELDS.items()} | {
+    "memory_margin": f"{MARGIN:g}"
 }
-"""The keys of the job, in the order of an address, and their values if they are not given."""
+CHOICES: Mapping[str, Sequence[str]] = {
+    "precision": tuple(FORMATS),
+    "optimizer": tuple(OPTIMIZERS),
+    "state_dtype": ("fp32", "bf16"),
+    "compile": ("false", "true"),
+}
+"""The values of keys of the job that have no others."""
 LAYOUT_KEYS = (*KEYS, "micro_batch")
 PIN = "pin"
 MOST_KEYS = 100
@@ -269,12 +266,7 @@ def _job(values: Mapping[str, str], hardware: Path | None) -> Job:
         machine = _cluster(text, hardware)
     except InputError as error:
         wrong += error.problems
-    for key, choices in (
-        ("precision", tuple(FORMATS)),
-        ("optimizer", tuple(OPTIMIZERS)),
-        ("state_dtype", ("fp32", "bf16")),
-        ("compile", ("false", "true")),
-    ):
+    for key, choices in CHOICES.items():
         if text[key] not in choices:
             wrong.append(f"{key}={text[key]}: not one of the choices; {nearest(text[key], choices)}")
     if machine is not None and text["precision"] in FORMATS:

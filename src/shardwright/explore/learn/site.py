@@ -7,8 +7,8 @@ from markupsafe import Markup
 
 from shardwright.explore.learn.page import learn_page
 from shardwright.explore.learn.topics import TOPICS
-from shardwright.explore.page import PAGES, document, style, templates
-from shardwright.explore.state import PageState
+from shardwright.explore.page import document, style, templates
+from shardwright.explore.state import PAGES, PageState
 from shardwright.system.errors import InputError
 from shardwright.system.files import write_whole
 from shardwright.view.html import page
