@@ -256,7 +256,9 @@ def compared(pinned: PageState, state: PageState) -> list[Part]:
         ("memory of the fullest rank, GiB", found.memory, GiB, (found.a.peak_bytes, found.b.peak_bytes)),
     ):
         all_terms = [*terms, DiffTerm("all", *whole)]
-        rows = [(each.name, each.a / unit, each.b / unit, _more(each.more / unit)) for each in all_terms]
+        rows = [
+            (each.name, each.a / unit, each.b / unit, _more(each.more / unit, max(whole) / unit)) for each in all_terms
+        ]
         value = Quantity("{:.4g}".format)
         parts.append(
             Table((Column(title), Column("pinned", value), Column("now", value), Column("more", NUMBER)), rows)
@@ -264,5 +266,8 @@ def compared(pinned: PageState, state: PageState) -> list[Part]:
     return parts
 
 
-def _more(value: float) -> Marked:
+def _more(value: float, whole: float) -> Marked:
+    """Return a difference with its sign, empty if it is below 0.01 % of the whole."""
+    if abs(value) < 1e-4 * whole:
+        return Marked("", "")
     return Marked(f"{value:+.4g}", "bad" if value > 0 else "good" if value < 0 else "")

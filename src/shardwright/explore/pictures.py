@@ -62,17 +62,17 @@ def stacked_bars(
     limit: float = 0.0,
     caption: str = "",
 ) -> PagePicture:
-    """Return horizontal stacked bars, (name, value by kind, words at its end), with a limit unless that is 0. `label`:
-    the description for a screen reader; `text`: formats a value. The key has the values of a picture of one bar."""
+    """Return horizontal stacked bars, (name, value by kind, words after the name), with a limit unless that is 0.
+
+    `label`: the description for a screen reader; `text`: formats a value. The key has the values of a picture of one
+    bar."""
     kinds = list(dict.fromkeys(kind for _, values, _ in rows for kind in values))
     whole = 1.02 * max(limit, *(sum(values.values()) for _, values, _ in rows)) or 1.0
     pitch = 34 if len(rows) == 1 else 44
     parts, y = Markup(), 4
     for name, values, end in rows:
         if name:
-            parts += Markup('<text x="0" y="{0}">{1}</text><text x="100%" y="{0}" text-anchor="end">{2}</text>').format(
-                y + 10, name, end
-            )
+            parts += Markup('<text x="0" y="{}">{}: {}</text>').format(y + 10, name, end)
         left, top = 0.0, y + 16 * bool(name)
         for kind, value in values.items():
             if value > 0:
