@@ -86,7 +86,6 @@ def test_a_slider_moves_by_keyboard_and_the_history_goes_back(page: Any, address
 
 def test_every_control_moves_and_quick_changes_are_all_kept(page: Any, address: str):
     page.goto(address)
-    page.locator("#further summary").click()
     lists = page.locator("select[data-move]").all()
     for key, number in [(each.get_attribute("name"), each.get_attribute("data-number")) for each in lists]:
         page.goto(f"{address}/?{START}&tp=2&pp=2&zero=1&recompute=selective")
@@ -200,8 +199,9 @@ def test_a_run_file_of_the_page_is_trained(page: Any, address: str, tmp_path: Pa
     with page.expect_download() as download:
         page.click("text=run.toml")
     download.value.save_as(tmp_path / "run.toml")
-    (tmp_path / "text.txt").write_text("A line of text, repeated for a tokenizer. " * 400)
-    prepare(tmp_path / "text.txt", tmp_path / "tokens", vocab_size=256, validation=0.0)
+    lines = (json.dumps({"text": f"Document {at} of a tokenizer's text. " * 20}) for at in range(100))
+    (tmp_path / "lines.jsonl").write_text("\n".join(lines))
+    prepare(tmp_path / "lines.jsonl", tmp_path / "tokens", vocab_size=300, validation=0.2)
     own = {"steps": 2, "device": "cpu", "out": tmp_path / "out", "data.path": tmp_path / "tokens"}
     train(tmp_path / "run.toml", *(each for key, value in own.items() for each in ("--set", f"{key}={value}")))
     assert (tmp_path / "out" / "metrics.jsonl").read_text().count("\n") >= 2

@@ -126,7 +126,8 @@ def _answer(page: LearnTopic, question: LearnQuestion, state: PageState, hardwar
             if fits:
                 cells[-1] = "fits" if each.state.priced.fits(each.state.limit_bytes) else "does not fit"
         rows.append([each.words, *cells])
-    return ShownAnswer(question, states, Table((Column("layout"), *map(Column, question.show), *fits), rows))
+    shown = [Column(name.replace("*", "")) for name in question.show]
+    return ShownAnswer(question, states, Table((Column("layout"), *shown, *fits), rows))
 
 
 def _shown(entries: Sequence[LedgerEntry], name: str) -> str:
