@@ -39,8 +39,9 @@ unexport PYTHONDONTWRITEBYTECODE
 	@touch $@
 
 # lm-eval brings 29 packages, 146 MB: only `make prove` runs it; in `make test` tests/generation/lm_eval_interface.py does.
+# Playwright, 46 MB, drives the machine's Chromium in tests/explore/test_browser.py; it downloads no browser itself.
 .venv/.prove: .venv/.dev
-	$(PIP) -e '.[lm-eval]'
+	$(PIP) -e '.[lm-eval]' playwright
 	@touch $@
 
 quickstart: .venv/.base

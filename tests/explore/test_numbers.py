@@ -5,16 +5,21 @@ import shlex
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
+from xml.etree import ElementTree
 
 import pytest
 
 from shardwright.cli.explore import _state_of_run
 from shardwright.config import load
+from shardwright.explore import pictures
 from shardwright.explore.page import Explorer, answer, document
 from shardwright.explore.state import PageState, parse, query_of
+from shardwright.explore.traffic import groups, overlap_table, sent_messages
 from shardwright.model.by_sizes import sizes_of_spec
 from shardwright.model.presets import PRESETS
 from shardwright.planner.diff import diff
+from shardwright.planner.headline import headline
+from shardwright.report.plan_pictures import with_allocator
 from shardwright.system.units import format_bytes, format_seconds
 from shardwright.view.html import fragment
 from tests.cli.plans import plan
@@ -75,6 +80,49 @@ def test_a_pinned_layout_is_compared_term_by_term():
     for term in (*found.time, *found.memory):
         assert f">{term.name}</td>" in html
     assert f"{found.b.step_s - found.a.step_s:+.4g}" in html
+    assert f"{(found.b.peak_bytes - found.a.peak_bytes) / 2**30:+.4g}" in html
+
+
+def test_the_interval_is_of_the_layout_of_the_page_and_not_of_the_pinned_one():
+    state = parse("count=8&tp=2&pin=count%3D8%26recompute%3Dfull").state
+    low, high = map(format_seconds, headline(state.priced).interval_s)
+    assert f"{low} to {high}" in fragment(answer(state).first)
+
+
+def test_the_memory_is_compared_with_the_limit_of_the_planner():
+    state = parse("count=8&zero=1&memory_margin=0.2").state
+    limit = format_bytes(0.8 * state.job.cluster.accelerator.memory_bytes)
+    assert answer(state).status.endswith(f"of {limit}, does not fit.")
+    assert answer(state).fits == (state.priced.peak_bytes <= state.limit_bytes)
+
+
+def test_the_column_of_each_stage_has_the_memory_of_that_stage():
+    state = parse("model=llama-3.1-8b&count=8&pp=4&zero=1").state
+    limit = state.limit_bytes
+    root = ElementTree.fromstring(pictures.stage_memory(state.priced, limit).svg)
+    tall = dict.fromkeys(range(4), 0.0)
+    for box in root.iter("rect"):
+        tall[int(float((box.get("x") or "").rstrip("%")) // 25)] += float(box.get("height") or 0)
+    kinds = with_allocator(state.priced)
+    whole = [sum(held[rank] for held in kinds.values()) for rank in range(4)]
+    assert whole[0] != pytest.approx(whole[3], rel=0.1)
+    top = 1.04 * max(limit, state.priced.peak_bytes)
+    assert [tall[rank] for rank in range(4)] == pytest.approx([150 * n_bytes / top for n_bytes in whole], abs=1.5)
+
+
+def test_exposed_messages_are_parts_of_the_step_and_not_longer_than_all_messages():
+    state = parse("model=mixtral-8x7b&count=64&ep=8&pp=2&tp=2&cp=2&global_batch=256&seq_len=4096").state
+    messages = sent_messages(state.priced)
+    rows = {work: (alone, exposed) for work, alone, exposed, _ in overlap_table(state.priced, messages).rows}
+    assert set(rows) == {*(f"{axis} parallel" for axis in ("tensor", "context", "expert", "data")), "pipeline"}
+    for work, (alone, exposed) in rows.items():
+        assert work == "pipeline" or exposed == state.priced.parts_s[work]
+        assert work == "pipeline" or 0 < exposed <= 1.001 * alone
+    assert sum(alone for alone, _ in rows.values()) == pytest.approx(sum(each.seconds for each in messages))
+    found = {group.name: group for group in groups(state.priced, messages)}
+    assert "network between nodes" in found["pipeline"].link
+    assert found["tensor parallel"].link == found["expert parallel"].link == "links inside a node"
+    assert (found["tensor parallel"].size, found["expert parallel"].size) == (2, 8)
 
 
 def test_the_pinned_layout_itself_takes_as_long():

@@ -58,6 +58,12 @@ def test_every_page_is_there_with_the_headers_of_security(running: ExplorerServe
     assert "//" not in text.replace("// ", "").replace("http://www.w3.org", "") or path.startswith("/static")
 
 
+def test_a_page_with_its_style_script_and_largest_answer_is_below_300_kib(running: ExplorerServer):
+    large = "model=llama-3.1-405b&count=16384&tp=8&pp=16&pp_schedule=interleaved-1f1b&global_batch=2048"
+    paths = (f"/?{large}", "/static/style.css", "/static/explorer.js")
+    assert sum(len(ask(running, path)[1].encode()) for path in paths) < 300 * 1024
+
+
 def test_a_page_of_learn_has_the_state_of_the_sliders(running: ExplorerServer):
     status, text, _ = ask(running, f"/learn?{SMALL}")
     assert status == 200

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from urllib.parse import parse_qsl
 
 import pytest
 from hypothesis import given, settings
@@ -9,8 +10,9 @@ from hypothesis import strategies as st
 
 from shardwright.explore.fastest import find_fastest
 from shardwright.explore.page import Explorer
-from shardwright.explore.sliders import sliders
-from shardwright.explore.state import LAYOUT_KEYS, parse, query_of
+from shardwright.explore.sliders import position, sliders
+from shardwright.explore.state import JOB_DEFAULTS, LAYOUT_KEYS, parse, query_of
+from shardwright.layout.keys import KEYS
 from shardwright.model.by_sizes import sizes_of_spec, spec_of_sizes
 from shardwright.model.presets import PRESETS
 from shardwright.system.errors import InputError
@@ -41,6 +43,38 @@ def test_no_slider_offers_a_position_that_breaks_a_rule():
                 moved = Explorer().read(f"{start}&move={slider.key}&to={to.replace('+', '%2B')}")
                 assert moved.state is not None, (start, slider.key, to, moved.problems)
             assert slider.value in slider.positions
+
+
+EVERY_KEY = (
+    "model=llama-3.2-1b&chip=h200&count=32&node_size=4&node_gbit=800&network=roce&host_memory=1TB&global_batch=64"
+    "&seq_len=4096&document_tokens=700.5&precision=fp8&optimizer=lion&state_dtype=bf16&compile=true&memory_margin=0.2"
+    "&budget_tokens=1000000000000.0&price=2.5&tp=2&dp_replicate=2&zero=1&recompute=full&micro_batch=2"
+)
+
+
+def test_every_key_is_restored_from_the_link():
+    state = parse(f"{EVERY_KEY}&pin=count%3D8").state
+    assert state is not None
+    assert all(f"&{key}=" in f"&{EVERY_KEY}" for key in JOB_DEFAULTS)
+    link = dict(parse_qsl(query_of(state)))
+    assert link.pop("pin", "") == "model=llama-3.1-8b&chip=h100&count=8"
+    assert link == dict(parse_qsl(EVERY_KEY))
+
+
+def test_a_slider_changes_the_key_that_it_names_and_no_other_choice():
+    state = parse(STARTS[1]).state
+    offered = [each for group in sliders(state).values() for each in group]
+    assert {each.key for each in offered} >= {"tp", "pp", "zero", "dp_replicate", "micro_batch", "recompute"}
+    for slider in offered:
+        for to in (slider.positions[0], slider.positions[-1]):
+            layout = Explorer().read(f"{STARTS[1]}&move={slider.key}&to={to.replace('+', '%2B')}").state
+            assert layout is not None, (slider.key, to)
+            now = layout.choice.settings() | {key: getattr(layout.layout, key) for key in KEYS}
+            assert position(now[slider.key]) == to
+            others = {"tp", "pp", "cp", "micro_batch"} - {slider.key}
+            assert {key: now[key] for key in others} == {
+                key: getattr(state.choice if key == "micro_batch" else state.layout, key) for key in others
+            }
 
 
 def test_dp_takes_the_rest_of_the_cluster_unless_it_is_given():

@@ -10,7 +10,7 @@ from threading import Event
 import pytest
 from typer.testing import CliRunner, Result
 
-from shardwright.cli.explore import _state_of_run
+from shardwright.cli.explore import _open_browser, _state_of_run
 from shardwright.cli.main import app
 from shardwright.explore.server import ExplorerServer
 from shardwright.explore.state import parse, query_of
@@ -114,6 +114,31 @@ def test_the_pages_are_served_while_a_browser_of_the_terminal_runs(monkeypatch: 
         assert CliRunner().invoke(app, ["explore", "--port", "0"]).exit_code == 0
     finally:
         ended.set()
+
+
+def test_a_machine_without_a_browser_is_told_the_address(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def fail(where: str) -> bool:
+        raise webbrowser.Error("could not locate runnable browser")
+
+    for way in (fail, lambda where: False):
+        monkeypatch.setattr(webbrowser, "open", way)
+        _open_browser("http://127.0.0.1:8200/")
+        assert capsys.readouterr().err == "no browser was found; open http://127.0.0.1:8200/ in one\n"
+
+
+def test_a_static_site_replaces_only_a_site(tmp_path: Path):
+    file = tmp_path / "file"
+    file.write_text("kept")
+    for place, problem in ((file, "a file, and a site is a folder"), (tmp_path, "other files, such as file")):
+        result = explore("--static", place)
+        assert result.exit_code == 2
+        assert result.output.startswith(f"error: {place}: ")
+        assert problem in result.output
+        assert result.output.count("\n") == 1
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+    assert file.read_text() == "kept"
 
 
 def test_the_server_starts_without_torch():

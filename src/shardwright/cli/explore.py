@@ -149,8 +149,11 @@ def _serve(address: tuple[str, int], start: str, hardware: Path | None, browser:
 
 
 def _open_browser(where: str) -> None:
+    opened = False
     with suppress(webbrowser.Error):
-        webbrowser.open(where)
+        opened = webbrowser.open(where)
+    if not opened:
+        error_console.print(f"no browser was found; open {where} in one", markup=False, soft_wrap=True)
 
 
 def serve_model(progress: Callable[[int, int], None], query: str, hardware: Path | None) -> str:

@@ -298,7 +298,8 @@ class PricedMessage:
     """A collective, or a send, with which a group of ranks communicates `calls` times a step. Numbers or arrays (n,).
 
     `n_bytes`: of the whole buffer of one call, as the functions of `cost.collectives` count them; `size`, `stride`:
-    ranks of the group and their distance. A group of one rank sends nothing.
+    ranks of the group and their distance. `work`: the part of the step time that the message belongs to, such as
+    "tensor parallel". A group of one rank sends nothing.
     """
 
     what: str
@@ -307,6 +308,7 @@ class PricedMessage:
     size: Number
     stride: Number
     calls: Number = 1
+    work: str = ""
 
     def seconds(self, cluster: Cluster, in_step: float = 1.0) -> Floats:
         """Return the seconds of all calls, one after another; (n,). `in_step`: time in a step relative to alone."""

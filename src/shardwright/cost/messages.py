@@ -332,7 +332,7 @@ def _ring(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, kv: 
     spec, hops = job.model, candidates.cp - 1
 
     def hop(what: str, n_bytes: Floats, forward: str = "") -> Floats:
-        message = PricedMessage(what, point_to_point, n_bytes, candidates.cp, candidates.tp, hops)
+        message = PricedMessage(what, point_to_point, n_bytes, candidates.cp, candidates.tp, hops, CONTEXT)
         passes.record(message, forward)
         return replace(message, calls=1).seconds(job.cluster)
 
@@ -369,7 +369,7 @@ def dispatch(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -
     n_bytes = f("bytes to experts", f.T / f.tp * f.top_k * f.h * f.e * f.busiest_load)
     by_node = partial(all_to_all_by_node, top_k=spec.moe.top_k)
     collective = by_node if job.stack.speed.copies_by_node else all_to_all
-    message = PricedMessage(what, collective, n_bytes, candidates.ep, np.ones_like(candidates.ep))
+    message = PricedMessage(what, collective, n_bytes, candidates.ep, np.ones_like(candidates.ep), work=EXPERT)
     once = passes.send(job, message, EXPERT, EXPERT)
     passes.record(replace(message, what=f"{what} back"), EXPERT)
     passes.record(replace(message, what=f"gradients of {what}", calls=2))

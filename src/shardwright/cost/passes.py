@@ -1,6 +1,6 @@
 """Seconds of the forward and backward passes of one micro-batch in a part of the model, by kind of work."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -37,7 +37,7 @@ class Passes:
 
     def send(self, job: Job, message: PricedMessage, kind: str, forward: str = "") -> Floats:
         """Record a message and return its total time over all calls, in seconds. `kind`: its kind of work."""
-        self.record(message, forward)
+        self.record(replace(message, work=kind), forward)
         return message.seconds(job.cluster, job.stack.speed.slowdown(kind))
 
     @property

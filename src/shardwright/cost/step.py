@@ -28,7 +28,9 @@ from shardwright.split.rules import problems
 from shardwright.split.stages import schedule_problems
 from shardwright.system.errors import LayoutError
 
-PIPELINE = "Pipeline, busiest rank"
+PIPELINE = "pipeline"
+"""The part of the step time in which the busiest rank of `pp` waits for other stages."""
+BUSIEST = "Pipeline, busiest rank"
 """A section of the ledger."""
 
 
@@ -37,10 +39,11 @@ class StepTime:
     """Seconds of one step of each candidate, arrays of shape (n,). `parts` add up to `total_s`, in the order in which
     they are shown. The part of communication that overlaps with computation is only the time that it adds to the step.
 
-    Work is the work of the rank of `pp` with the most; "pipeline" is the idle time of that rank.
+    Work is the work of `busiest`, the rank of `pp` with the most, (n,); "pipeline" is the idle time of that rank.
     """
 
     parts: dict[str, Floats]
+    busiest: Ints
 
     @property
     def total_s(self) -> Floats:
@@ -60,13 +63,13 @@ def step_time(job: Job, candidates: Candidates, *, simulated: bool = True, memo:
     if simulated:
         span = np.maximum(span, idle.makespans(pipeline.stages(job, candidates).built_from, times, m))
     most = work.argmax(axis=1)
-    with ledger.section(PIPELINE if candidates.pp > 1 else "Work of a rank"):
+    with ledger.section(BUSIEST if candidates.pp > 1 else "Work of a rank"):
         parts = {kind: m * seconds for kind, seconds in stages.of_rank(most).items()}
         mine = np.take_along_axis(work, most[:, None], 1)[:, 0]
         if ledger.recording():
             stages.note(int(most[0]), m, parts)
             ledger.total("work", parts, value=mine)
-        parts["pipeline"] = _waiting(job, candidates, span, mine)
+        parts[PIPELINE] = _waiting(job, candidates, span, mine)
     held = _rank_parameters(job, candidates, memo if remembers(memo, job) else None)
     with ledger.section("Data parallel, rank with most parameters"):
         beside = OverlappedPasses.from_schedule(
@@ -75,13 +78,13 @@ def step_time(job: Job, candidates: Candidates, *, simulated: bool = True, memo:
         parts[DATA] = data_parallel(job, candidates, held, m, beside)
     with ledger.section("Step"):
         parts["optimizer"] = optimizer_step(job, candidates, held)
-        rest = StepTime(parts).total_s
+        rest = StepTime(parts, most).total_s
         share = stragglers(job, candidates)
         ledger.total("all but stragglers", parts, value=rest)
         f = Formulas("s", share_of_stragglers=share, all_but_stragglers=rest)
         parts["stragglers"] = f("stragglers", f.share_of_stragglers * f.all_but_stragglers)
         ledger.total("step", parts)
-    return StepTime(parts)
+    return StepTime(parts, most)
 
 
 def _rank_parameters(job: Job, candidates: Candidates, memo: Memo | None) -> RankParameters:
@@ -106,7 +109,7 @@ def _waiting(job: Job, candidates: Candidates, makespan: Floats, work: Floats) -
     span = f.makespan
     if job.cluster.accelerator.core_share < 1:
         span = np.maximum(f.work, span * f.core_share)
-    return f("pipeline", span - f.work, "waiting")
+    return f(PIPELINE, span - f.work, "waiting")
 
 
 class StagePasses:
@@ -155,7 +158,7 @@ class StagePasses:
             return np.zeros(len(candidates))
         n_bytes = candidates.tokens(job.seq_len) * job.model.d_model * job.element_bytes
         cut = candidates.tp if speed.scatters_messages else candidates.token_shards
-        with ledger.section(PIPELINE):
+        with ledger.section(BUSIEST):
             sent = point_to_point(job.cluster, n_bytes / cut, candidates.pp, candidates.world // candidates.pp, "sent")
             f = Formulas("s", sent=sent, message_s=speed.message_s)
             return f("message between stages", f.sent + f.message_s)

@@ -15,7 +15,8 @@ from shardwright.cost import compression, data_parallel
 from shardwright.cost.collectives import PricedMessage, point_to_point
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.parameters import RankParameters
-from shardwright.cost.step import StagePasses
+from shardwright.cost.speed import DATA
+from shardwright.cost.step import PIPELINE, StagePasses
 
 
 def step_messages(job: Job, candidates: Candidates, rank: int) -> list[PricedMessage]:
@@ -30,11 +31,14 @@ def step_messages(job: Job, candidates: Candidates, rank: int) -> list[PricedMes
     ]
     found += _between_stages(job, candidates, rank, m)
     held = data_parallel.rank_parameters(job, candidates, rank)
-    for times, what, group in _collectives(job, candidates, held, m):
-        messages = data_parallel.data_messages(job, candidates.shared, what, group)
-        found += [replace(message, calls=message.calls * times) for message in messages]
     end = (held.end_groups == 1).astype(np.int64)
-    found += [*data_parallel.replica_messages(job, candidates, held, end), *compression.messages(candidates, held)]
+    data = [
+        replace(message, calls=message.calls * times)
+        for times, what, group in _collectives(job, candidates, held, m)
+        for message in data_parallel.data_messages(job, candidates.shared, what, group)
+    ]
+    data += [*data_parallel.replica_messages(job, candidates, held, end), *compression.messages(candidates, held)]
+    found += [replace(message, work=DATA) for message in data]
     return [
         message for message in found if np.all(message.size * np.sign(message.calls) * np.sign(message.n_bytes) > 1)
     ]
@@ -78,4 +82,5 @@ def _between_stages(job: Job, candidates: Candidates, rank: int, m: int) -> Iter
                 for what, sender in (("activations", here), ("gradients of activations", there)):
                     if sender == rank:
                         calls = m // len(candidates.shared.ways)
-                        yield PricedMessage(what, point_to_point, n_bytes, 2, abs(here - there) * stride, calls)
+                        apart = abs(here - there) * stride
+                        yield PricedMessage(what, point_to_point, n_bytes, 2, apart, calls, PIPELINE)

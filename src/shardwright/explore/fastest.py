@@ -18,7 +18,8 @@ from shardwright.system.units import format_bytes, format_seconds
 
 
 class LayoutCard(NamedTuple):
-    """A layout that a search has found. `query`: the address of its page, None if it does not fit."""
+    """A layout that a search has found. `query`: the address of its page, None if it does not fit; then `slower` is
+    the memory that it lacks."""
 
     name: str
     layout: str
@@ -61,7 +62,6 @@ def _cards(plan: Plan, given: dict[str, str]) -> list[LayoutCard]:
 def _card(plan: Plan, name: str, each: Alternative, reason: str, given: dict[str, str]) -> LayoutCard:
     taken = plan.recommended
     assert taken is not None
-    peak = each.priced.peak_bytes if each.priced else each.nearest[1] if each.nearest else 0.0
     return LayoutCard(
         name,
         str(each.choice),
@@ -69,7 +69,7 @@ def _card(plan: Plan, name: str, each: Alternative, reason: str, given: dict[str
         if each.priced
         else None,
         format_seconds(each.priced.step_s) if each.priced else "",
-        format_bytes(peak) + ("" if each.priced else ", does not fit"),
+        format_bytes(each.priced.peak_bytes) if each.priced else "",
         verdict(taken, each, plan.limit_bytes) if each.choice != taken.choice else "",
         reason,
     )

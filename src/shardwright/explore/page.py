@@ -1,23 +1,26 @@
 """The pages of the explorer, rendered from the documents of `plan`."""
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
 from jinja2 import Environment
 from markupsafe import Markup
 
-from shardwright.cost.formats import FORMATS
 from shardwright.cost.hardware_file import known_tables
 from shardwright.explore import pictures
 from shardwright.explore.sliders import AXES, MICRO_BATCH, moved, sliders
 from shardwright.explore.state import (
+    CHOICES,
     JOB_DEFAULTS,
+    JOB_FIELDS,
     LAYOUT_KEYS,
     MOST_KEYS,
+    PAGES,
     PIN,
     PageState,
     ParsedState,
@@ -27,8 +30,8 @@ from shardwright.explore.state import (
     parse,
     query_of,
 )
+from shardwright.explore.traffic import groups, message_table, overlap_table, sent_messages
 from shardwright.model.presets import PRESETS
-from shardwright.optimizers import OPTIMIZERS
 from shardwright.planner.diff import DiffTerm, diff
 from shardwright.planner.run_file import run_file, untrained
 from shardwright.planner.search import MARGIN
@@ -38,9 +41,7 @@ from shardwright.report.plan_view import explained_document, job_note, layout_pa
 from shardwright.system.errors import InputError
 from shardwright.system.units import GiB, format_bytes, format_seconds
 from shardwright.view.document import (
-    BYTES,
     NUMBER,
-    SECONDS,
     Column,
     Facts,
     Marked,
@@ -54,30 +55,26 @@ from shardwright.view.document import (
 from shardwright.view.html import fragment, templates_in
 from shardwright.view.style import COLOURS, DARK_COLOURS
 
-PAGES = Path(__file__).parent / "pages"
 MOVE, TO = "move", "to"
 """Keys of a query string that ask for a move of a slider: the key, and its new position."""
-COUNT = Quantity("{:,.0f}".format)
 MOST_SHOWN = 8
 """Most kinds of groups whose mesh is drawn."""
-
-
-class PlanField(NamedTuple):
-    """A field of the job: its key, label and help, its choices if there are some, and whether any text is valid too."""
-
-    key: str
-    label: str
-    help: str
-    choices: tuple[str, ...] = ()
-    free: bool = False
 
 
 @cache
 def templates() -> Environment:
     """Return the templates of the pages."""
     found = templates_in(PAGES)
-    found.globals |= {"fragment": lambda parts: Markup(fragment(parts)), "query": lambda values: urlencode(values)}
+    found.filters["code"] = _code
+    found.globals |= {"fragment": lambda parts: Markup(fragment(parts)), "title": "Shardwright explorer", "here": ""}
+    found.globals |= {"static": False, "styles": ("style.css",)}
     return found
+
+
+def _code(text: str) -> Markup:
+    """Return a text whose parts between backticks are code."""
+    parts = [Markup("<code>{}</code>" if at % 2 else "{}").format(part) for at, part in enumerate(text.split("`"))]
+    return Markup().join(parts)
 
 
 def style() -> str:
@@ -110,31 +107,11 @@ class Explorer:
                 return ParsedState({**parsed.values, key: text}, parsed.job, None, error.problems)
         return parse(urlencode({**parsed.values, key: text}), self.hardware)
 
-    def fields(self) -> list[PlanField]:
-        """Return the fields of the job."""
+    def choices(self) -> dict[str, Sequence[str]]:
+        """Return the values of the fields of the job that are lists."""
         known = known_tables(self.hardware)
-        chips = tuple(sorted([*known.accelerators, *known.clusters]))
-        return [
-            PlanField("model", "Model", "a preset, or sizes such as n_layers=32,d_model=4096,…", tuple(PRESETS), True),
-            PlanField("chip", "Accelerator", "an accelerator, or a cluster of your file", chips),
-            PlanField("count", "How many", "accelerators of the cluster"),
-            PlanField("node_size", "In a node", "accelerators of a node; the usual node if empty"),
-            PlanField("node_gbit", "Gbit/s of a node", "to the other nodes; the usual network if empty"),
-            PlanField("network", "Network", "kind of network", ("", *sorted(known.networks))),
-            PlanField("global_batch", "Global batch", "sequences of a step, over all ranks"),
-            PlanField("seq_len", "Sequence", "tokens of a sequence"),
-            PlanField(
-                "document_tokens", "Tokens of a document", "mean, sum L^2 / sum L; attention over sequences if empty"
-            ),
-            PlanField("precision", "Precision", "type of the matmuls", tuple(FORMATS)),
-            PlanField("compile", "Compiled", "torch.compile", ("false", "true")),
-            PlanField("optimizer", "Optimizer", "its states need memory", tuple(OPTIMIZERS)),
-            PlanField("state_dtype", "States in", "type of the optimizer states", ("fp32", "bf16")),
-            PlanField("memory_margin", "Memory kept free", "share of the accelerator's memory"),
-            PlanField("host_memory", "Memory of a host", "of one node, such as 2TB, for offloading"),
-            PlanField("budget_tokens", "Tokens of the run", "such as 15e12: adds days and goodput"),
-            PlanField("price", "Price of an hour", "of one accelerator: adds the cost"),
-        ]
+        chips = sorted([*known.accelerators, *known.clusters])
+        return {**CHOICES, "chip": chips, "network": ["", *sorted(known.networks)]}
 
     def home(self, query: str) -> str:
         """Return the whole page of an address."""
@@ -148,10 +125,13 @@ class Explorer:
         state = parsed.state
         query = urlencode(parsed.values) if state is None else query_of(state)
         found: dict[str, Any] = {
+            "here": "plan",
             "parsed": parsed,
             "state": state,
             "query": query,
-            "fields": self.fields(),
+            "fields": JOB_FIELDS,
+            "choices": self.choices(),
+            "models": tuple(PRESETS),
             "groups": {},
             "layout_keys": LAYOUT_KEYS,
             "pin": parsed.values.get(PIN, ""),
@@ -222,13 +202,15 @@ def document(state: PageState) -> VerbDocument:
 @dataclass(frozen=True)
 class PageAnswer:
     """The answers of a page. `status`: the most important numbers in one sentence, which a screen reader announces;
-    `first`: the numbers and sentences shown first, `tables`: the others."""
+    `first`: the numbers and sentences shown first, `tables`: the others; `overlap`: the exposed and the overlapped time
+    of messages."""
 
     status: str
     fits: bool
     first: list[Part]
     tables: list[Part]
     drawn: list[pictures.PagePicture]
+    overlap: list[Part]
     meshes: list[pictures.PagePicture]
     compared: list[Part]
 
@@ -245,23 +227,19 @@ def answer(state: PageState) -> PageAnswer:
         pictures.step_memory(priced, limit),
         pictures.schedule_picture(priced),
     ]
-    groups = pictures.traffic(priced)
+    messages = sent_messages(priced)
     parts = [part for part in layout_parts(priced, limit, state.goal) if not isinstance(part, Picture)]
     first = [part for part in parts if isinstance(part, Facts | Note)]
     return PageAnswer(
         f"A step takes {format_seconds(priced.step_s)}; memory {memory}, {'fits' if fits else 'does not fit'}.",
         fits,
         [job_note(state.job, state.model), *first],
-        [*(part for part in parts if part not in first), *map(_messages, groups)],
+        [*(part for part in parts if part not in first), *([message_table(messages)] if messages else [])],
         [each for each in drawn if each is not None],
-        [pictures.mesh(priced, each) for each in groups[:MOST_SHOWN]],
+        [overlap_table(priced, messages)] if messages else [],
+        [pictures.mesh(priced, each) for each in groups(priced, messages)[:MOST_SHOWN]],
         [] if state.pinned is None else compared(state.pinned, state),
     )
-
-
-def _messages(group: pictures.GroupTraffic) -> Table:
-    columns = Column(f"messages of {group.name}"), Column("calls", COUNT), Column("of a call", BYTES)
-    return Table((*columns, Column("if nothing overlapped", SECONDS)), group.rows)
 
 
 def compared(pinned: PageState, state: PageState) -> list[Part]:
@@ -278,7 +256,9 @@ def compared(pinned: PageState, state: PageState) -> list[Part]:
         ("memory of the fullest rank, GiB", found.memory, GiB, (found.a.peak_bytes, found.b.peak_bytes)),
     ):
         all_terms = [*terms, DiffTerm("all", *whole)]
-        rows = [(each.name, each.a / unit, each.b / unit, _more(each.more / unit)) for each in all_terms]
+        rows = [
+            (each.name, each.a / unit, each.b / unit, _more(each.more / unit, max(whole) / unit)) for each in all_terms
+        ]
         value = Quantity("{:.4g}".format)
         parts.append(
             Table((Column(title), Column("pinned", value), Column("now", value), Column("more", NUMBER)), rows)
@@ -286,5 +266,8 @@ def compared(pinned: PageState, state: PageState) -> list[Part]:
     return parts
 
 
-def _more(value: float) -> Marked:
+def _more(value: float, whole: float) -> Marked:
+    """Return a difference with its sign, empty if it is below 0.01 % of the whole."""
+    if abs(value) < 1e-4 * whole:
+        return Marked("", "")
     return Marked(f"{value:+.4g}", "bad" if value > 0 else "good" if value < 0 else "")

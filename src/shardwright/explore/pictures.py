@@ -4,21 +4,21 @@ Bars have widths in percent, so that they follow the page while their text keeps
 style sheet.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 from markupsafe import Markup
 
-from shardwright.cost.collectives import PricedMessage
 from shardwright.cost.job import Floats
 from shardwright.cost.memory import curve
 from shardwright.cost.step import StagePasses
-from shardwright.cost.traffic import step_messages
+from shardwright.explore.traffic import GroupTraffic
 from shardwright.planner.choice import PricedLayout
 from shardwright.report.plan_pictures import KINDS, LEAST_SHARE, with_allocator
-from shardwright.schedule.draw import planned, svg
+from shardwright.schedule import draw
 from shardwright.schedule.simulate import Times, simulate
 from shardwright.split.stages import ScheduleInputs, schedule_problems
 from shardwright.system.units import format_bytes, format_seconds
@@ -36,9 +36,9 @@ MOST_DRAWN = 144
 
 
 class KeyEntry(NamedTuple):
-    """A line of the key of a picture: the number of its colour, its name and its value as text."""
+    """A line of the key of a picture: the role of its colour, its name and its value as text."""
 
-    colour: int
+    colour: str
     name: str
     value: str
 
@@ -54,16 +54,50 @@ class PagePicture:
     wide: bool = False
 
 
-def _rects(values: Iterable[tuple[int, str, float]], whole: float, top: int, height: int, left: float = 0.0) -> Markup:
-    """Return the parts of a horizontal bar; each has a colour, a title and a value."""
-    parts = Markup()
-    for colour, title, value in values:
-        if value > 0:
-            parts += Markup('<rect x="{:.3f}%" y="{}" width="{:.3f}%" height="{}" fill="var(--kind-{})">').format(
-                100 * left / whole, top, 100 * value / whole, height, colour % len(KINDS)
-            ) + Markup("<title>{}</title></rect>").format(title)
-            left += value
-    return parts
+def stacked_bars(
+    title: str,
+    label: str,
+    rows: Sequence[tuple[str, Mapping[str, float], str]],
+    text: Callable[[float], str],
+    limit: float = 0.0,
+    caption: str = "",
+) -> PagePicture:
+    """Return horizontal stacked bars, (name, value by kind, words after the name), with a limit unless that is 0.
+
+    `label`: the description for a screen reader; `text`: formats a value. The key has the values of a picture of one
+    bar."""
+    kinds = list(dict.fromkeys(kind for _, values, _ in rows for kind in values))
+    whole = 1.02 * max(limit, *(sum(values.values()) for _, values, _ in rows)) or 1.0
+    pitch = 34 if len(rows) == 1 else 44
+    parts, y = Markup(), 4
+    for name, values, end in rows:
+        if name:
+            parts += Markup('<text x="0" y="{}">{}: {}</text>').format(y + 10, name, end)
+        left, top = 0.0, y + 16 * bool(name)
+        for kind, value in values.items():
+            if value > 0:
+                parts += Markup(
+                    '<rect x="{:.3f}%" y="{}" width="{:.3f}%" height="{}" fill="var(--{})"><title>{}</title></rect>'
+                ).format(
+                    *(100 * left / whole, top, 100 * value / whole, 34 - 16 * bool(name)),
+                    *(kind_role(kinds.index(kind)), f"{kind}: {text(value)}"),
+                )
+                left += value
+        y += pitch
+    at = 100 * limit / whole
+    line = Markup() if not limit else _line(at, 0, at, y + 4, "limit")
+    most = {kind: max(values.get(kind, 0.0) for _, values, _ in rows) for kind in kinds}
+    key = [
+        KeyEntry(kind_role(at), kind, text(most[kind]) if len(rows) == 1 else "")
+        for at, kind in enumerate(kinds)
+        if most[kind] > LEAST_SHARE * whole
+    ]
+    return PagePicture(title, _svg(y + 4, label, parts, line), key, caption)
+
+
+def kind_role(at: int) -> str:
+    """Return the role of the colour of a kind of memory or work, by its position."""
+    return f"kind-{at % len(KINDS)}"
 
 
 def _svg(height: int, label: str, *parts: Markup, box: str = "") -> Markup:
@@ -77,28 +111,19 @@ def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> Markup:
     return Markup('<line class="{}" x1="{:.3f}%" y1="{:.1f}" x2="{:.3f}%" y2="{:.1f}"/>').format(kind, x1, y1, x2, y2)
 
 
-def _key(kinds: Mapping[str, float], text: Mapping[str, str], whole: float) -> list[KeyEntry]:
-    return [
-        KeyEntry(at % len(KINDS), name, text[name])
-        for at, (name, value) in enumerate(kinds.items())
-        if value > LEAST_SHARE * whole
-    ]
-
-
 def memory_bar(priced: PricedLayout, limit_bytes: float) -> PagePicture:
     """Return the memory of the fullest rank by kind against the limit."""
-    rank = priced.memory.fullest_rank
-    kinds = priced.fullest_kinds
-    whole = 1.02 * max(limit_bytes, priced.peak_bytes)
-    text = {kind: format_bytes(value) for kind, value in kinds.items()}
-    bars = _rects([(at, f"{kind}: {text[kind]}", kinds[kind]) for at, kind in enumerate(kinds)], whole, 4, 34)
-    at = 100 * limit_bytes / whole
-    label = f"memory of the fullest rank: {format_bytes(priced.peak_bytes)} of {format_bytes(limit_bytes)}"
-    picture = _svg(42, label, bars, _line(at, 0, at, 42, "limit"))
-    where = f", pp rank {rank}" if priced.layout.pp > 1 else ""
+    used = f"{format_bytes(priced.peak_bytes)} of {format_bytes(limit_bytes)}"
+    where = f", pp rank {priced.memory.fullest_rank}" if priced.layout.pp > 1 else ""
     fits = "it fits" if priced.peak_bytes <= limit_bytes else "it does not fit"
-    caption = f"{format_bytes(priced.peak_bytes)} of {format_bytes(limit_bytes)} that a layout may use (line): {fits}"
-    return PagePicture(f"Memory of the fullest rank{where}", picture, _key(kinds, text, whole), caption)
+    return stacked_bars(
+        f"Memory of the fullest rank{where}",
+        f"memory of the fullest rank: {used}",
+        [("", priced.fullest_kinds, "")],
+        format_bytes,
+        limit_bytes,
+        f"{used} that a layout may use (line): {fits}",
+    )
 
 
 def stage_memory(priced: PricedLayout, limit_bytes: float) -> PagePicture | None:
@@ -116,11 +141,11 @@ def stage_memory(priced: PricedLayout, limit_bytes: float) -> PagePicture | None
             if held[rank] > LEAST_SHARE * top:
                 title = f"pp rank {rank}, {kind}: {format_bytes(held[rank])}"
                 parts += Markup(
-                    '<rect x="{:.3f}%" y="{:.1f}" width="{:.3f}%" height="{:.1f}" fill="var(--kind-{})">'
+                    '<rect x="{:.3f}%" y="{:.1f}" width="{:.3f}%" height="{:.1f}" fill="var(--{})">'
                     "<title>{}</title></rect>"
                 ).format(
                     *(rank * step + 0.06 * step, height * (1 - (below + held[rank]) / top)),
-                    *(0.88 * step, height * held[rank] / top, at % len(KINDS), title),
+                    *(0.88 * step, height * held[rank] / top, kind_role(at), title),
                 )
             below += held[rank]
         if rank % max(1, n // 16) == 0:
@@ -136,64 +161,62 @@ def stage_memory(priced: PricedLayout, limit_bytes: float) -> PagePicture | None
     return PagePicture("Memory of each pipeline rank", picture, caption=caption)
 
 
-def step_memory(priced: PricedLayout, limit_bytes: float) -> PagePicture:
-    """Return the memory of the fullest rank over a step by kind."""
+def step_memory(priced: PricedLayout, limit_bytes: float, *, moves: bool = False) -> PagePicture:
+    """Return the memory of the fullest rank over a step by kind. `moves`: a line moves over the step."""
     found = curve(priced.job, priced.candidates, priced.memory.fullest_rank)
     n = len(found.labels)
     bins = np.arange(0, n, -(-n // MOST_POINTS))
     top = 1.04 * max(limit_bytes, float(found.total_bytes.max()))
-    below, parts = np.zeros(len(bins)), Markup()
+    below, parts, key = np.zeros(len(bins)), Markup(), []
     for at, (kind, held) in enumerate(found.kinds.items()):
         above = below + np.maximum.reduceat(held, bins)
-        if above.max() > below.max() or (above > below).any():
-            d = step_area(range(len(bins) + 1), 1000 * (1 - above / top), 1000 * (1 - below / top), digits=0)
-            parts += Markup('<path d="{}" fill="var(--kind-{})"><title>{}</title></path>').format(
-                d, at % len(KINDS), f"{kind}: at most {format_bytes(float(held.max()))}"
-            )
+        if (most := float(held.max())) > 0:
+            d = f"M0 {1000 * (1 - below[0] / top):.0f}{_stairs(above / top, 1)}{_stairs(below[::-1] / top, -1)}Z"
+            title = f"{kind}: at most {format_bytes(most)}"
+            parts += Markup('<path d="{}" fill="var(--{})"><title>{}</title></path>').format(d, kind_role(at), title)
+            if most > LEAST_SHARE * top:
+                key.append(KeyEntry(kind_role(at), kind, ""))
         below = above
     y = 1000 * (1 - limit_bytes / top)
     line = Markup('<line class="limit" x1="0" y1="{0:.0f}" x2="{1}" y2="{0:.0f}"/>').format(y, len(bins))
+    cursor = Markup(
+        '<path class="moves cursor" opacity="0" d="M0 0V1000"><animateMotion path="M0 0L{} 0" dur="12s" '
+        'repeatCount="indefinite"/><set attributeName="opacity" to="1"/></path>'
+    ).format(len(bins))
     peak = found.labels[int(found.total_bytes.argmax())]
-    label = f"memory over a step, from {found.labels[0]} to {found.labels[-1]}, highest at {peak}"
+    highest = f"highest at {peak}, {format_bytes(float(found.total_bytes.max()))}"
+    label = f"memory over a step, from {found.labels[0]} to {found.labels[-1]}, {highest}"
     caption = (
-        f"{n:,} moments from the first forward pass (left) to the optimizer (right), without the allocator; highest at "
-        f"{peak}. F, B, I and W are passes: stage, pass, micro-batch."
+        f"{n:,} moments from the first forward pass (left) to the optimizer (right), without the allocator; {highest}; "
+        f"the line is {format_bytes(limit_bytes)}. F, B, I and W are passes: stage, pass, micro-batch."
     )
-    picture = _svg(130, label, parts, line, box=f"0 0 {len(bins)} 1000")
-    return PagePicture("Memory over one step", picture, caption=caption)
+    picture = _svg(130, label, parts, line, cursor if moves else Markup(), box=f"0 0 {len(bins)} 1000")
+    return PagePicture("Memory over one step", picture, key, caption)
 
 
-def step_area(edges: Sequence[float], above: Floats, below: Floats, digits: int) -> str:
-    """Return the path of the area between two step functions of n steps, which have the n + 1 `edges`; coordinates are
-    of the picture, with `digits` decimals."""
-    there = _stairs(above, edges[1:], digits)
-    back = _stairs(below[::-1], edges[-2::-1], digits)
-    return f"M{edges[0]:.{digits}f} {below[0]:.{digits}f}{there}{back}Z"
-
-
-def _stairs(heights: Floats, ends: Iterable[float], digits: int) -> str:
-    """Return steps of these heights, each until its end; equal neighbours are one step."""
-    found: list[tuple[str, str]] = []
-    for y, x in zip(heights, ends, strict=True):
-        height = f"{y:.{digits}f}"
-        if found and found[-1][0] == height:
-            found.pop()
-        found.append((height, f"{x:.{digits}f}"))
-    return "".join(f"V{height}H{end}" for height, end in found)
+def _stairs(heights: Floats, width: int) -> str:
+    """Return steps of these heights, as shares of the picture, each as wide as `width`; equal neighbours are one
+    step."""
+    found: list[tuple[str, int]] = []
+    for height in heights:
+        y = f"{1000 * (1 - height):.0f}"
+        wide = found.pop()[1] if found and found[-1][0] == y else 0
+        found.append((y, wide + width))
+    return "".join(f"V{y}h{wide}" for y, wide in found)
 
 
 def time_bar(priced: PricedLayout) -> PagePicture:
     """Return the seconds of a step by kind of work."""
     kinds = {kind: max(seconds, 0.0) for kind, seconds in priced.parts_s.items()}
     whole = sum(kinds.values())
-    text = {kind: f"{format_seconds(value)}, {value / whole:.1%}" for kind, value in kinds.items()}
-    bars = _rects([(at, f"{kind}: {text[kind]}", kinds[kind]) for at, kind in enumerate(kinds)], whole, 2, 34)
-    label = f"time of a step: {format_seconds(priced.step_s)}"
-    caption = (
-        "Work of the busiest rank. Communication counts only with the time by which it makes the step longer; the rest "
-        "of it is overlapped. “pipeline” is the bubble."
+    return stacked_bars(
+        "Time of a step",
+        f"time of a step: {format_seconds(priced.step_s)}",
+        [("", kinds, "")],
+        lambda value: f"{format_seconds(value)}, {value / whole:.1%}",
+        caption="Work of the busiest rank. Communication counts only with the time by which it makes the step longer. "
+        "“pipeline” is the bubble.",
     )
-    return PagePicture("Time of a step", _svg(38, label, bars), _key(kinds, text, whole), caption)
 
 
 def schedule_picture(priced: PricedLayout) -> PagePicture | None:
@@ -215,68 +238,28 @@ def schedule_picture(priced: PricedLayout) -> PagePicture | None:
     stages = [tuple((1e3 * each[0]).tolist()) for each in (times.forward, times.backward_input, times.weight)]
     forward, backward, weight = stages
     simulation = simulate(of.schedule(shown), Times(forward, backward, weight, 1e3 * float(times.message[0])))
-    timeline = replace(planned(simulation), note=f"bubble {simulation.bubble_rate:.1%}", unit="ms")
-    drawn = with_roles(svg([timeline], curves=False).replace(' xmlns="http://www.w3.org/2000/svg"', ""))
+    timeline = replace(draw.planned(simulation), note=f"bubble {simulation.bubble_rate:.1%}", unit="ms")
     some = "" if shown == m else f" Drawn with {shown} micro-batches, so the drawn bubble is larger."
-    return PagePicture(title, Markup(drawn), caption=bubble + some, wide=True)
+    return PagePicture(title, timeline_svg(timeline), caption=bubble + some, wide=True)
+
+
+def timeline_svg(timeline: draw.ScheduleTimeline, *, moves: bool = False) -> Markup:
+    """Return the timeline of a schedule with the colours of the style sheet. `moves`: a line moves over the step."""
+    svg = with_roles(draw.svg([timeline], curves=False).replace(' xmlns="http://www.w3.org/2000/svg"', ""))
+    if not moves:
+        return Markup(svg)
+    width, height = map(int, re.findall(r'width="(\d+)" height="(\d+)', svg)[0])
+    top, bottom = draw.MARGIN + draw.HEADING, height - draw.LEGEND - draw.AXIS
+    cursor = (
+        f'<path class="moves cursor" opacity="0" d="M0 {top}V{bottom}">'
+        f'<animateMotion path="M{draw.LEFT} 0L{width - draw.RIGHT} 0" dur="24s" repeatCount="indefinite"/>'
+        '<set attributeName="opacity" to="1"/></path>'
+    )
+    return Markup(svg.replace("</svg>", f"{cursor}</svg>"))
 
 
 def _shorter(pp: int, most: int) -> Sequence[int]:
     return [rounds * pp for rounds in range(max(2, most // pp), 0, -1)]
-
-
-@dataclass(frozen=True)
-class GroupTraffic:
-    """The messages of the ranks of one kind of group in a step. `seconds`: of all calls, one after another."""
-
-    size: int
-    stride: int
-    name: str
-    link: str
-    n_bytes: float
-    seconds: float
-    rows: Sequence[tuple[str, float, float, float]]
-
-
-def traffic(priced: PricedLayout) -> list[GroupTraffic]:
-    """Return the messages of the fullest rank of pp in a step by kind of group, the slowest first."""
-    job = priced.job
-    found: dict[tuple[int, int], list[PricedMessage]] = {}
-    for message in step_messages(job, priced.candidates, priced.memory.fullest_rank):
-        found.setdefault((int(np.ravel(message.size)[0]), int(np.ravel(message.stride)[0])), []).append(message)
-    result = []
-    for (size, stride), messages in found.items():
-        rows = [
-            (each.what, calls, n_bytes, float(np.ravel(each.seconds(job.cluster))[0]))
-            for each in messages
-            for calls, n_bytes in [(float(np.ravel(each.calls)[0]), float(np.ravel(each.n_bytes)[0]))]
-        ]
-        inside = size * stride <= job.cluster.node_size or (size == 2 and stride < job.cluster.node_size)
-        link = "links inside a node" if inside else f"network between nodes ({job.cluster.across.name})"
-        total = sum(calls * n_bytes for _, calls, n_bytes, _ in rows)
-        seconds = sum(row[3] for row in rows)
-        result.append(GroupTraffic(size, stride, _group_name(priced, size, stride), link, total, seconds, rows))
-    return sorted(result, key=lambda each: -each.seconds)
-
-
-def _group_name(priced: PricedLayout, size: int, stride: int) -> str:
-    """Return the axes whose ranks form groups of `size` ranks, `stride` apart."""
-    layout = priced.layout
-    strides, at = {}, 1
-    for axis in ("tp", "cp", "dp_shard", "dp_replicate", "pp"):
-        strides[axis] = at
-        at *= layout.degree(axis)
-    names = {
-        (layout.ep, 1): "ep",
-        (layout.expert_dp_shard, layout.ep): "dp of experts",
-        (layout.dp_shard * layout.cp * layout.dp_replicate, layout.tp): "dp and cp",
-        (layout.dp_shard * layout.cp, layout.tp): "dp_shard and cp" if layout.cp > 1 else "dp_shard",
-        (2, strides["pp"]): "pp, to the next stage",
-    }
-    if layout.tp > priced.job.model.n_kv_heads:
-        names[layout.tp // priced.job.model.n_kv_heads, 1] = "replicas of kv heads in tp"
-    names |= {(layout.degree(axis), first): axis for axis, first in strides.items() if layout.degree(axis) > 1}
-    return names.get((size, stride), f"{size} ranks")
 
 
 def mesh(priced: PricedLayout, group: GroupTraffic) -> PagePicture:
@@ -304,8 +287,8 @@ def mesh(priced: PricedLayout, group: GroupTraffic) -> PagePicture:
     squares = Markup()
     for number, boxes in paths.items():
         title = f"{group.name}: group {number} of {size} ranks, {stride} apart; {format_bytes(group.n_bytes)} a step"
-        squares += Markup('<path class="{}" d="{}" fill="var(--kind-{})"><title>{}</title></path>').format(
-            "mine" if number == 0 else "other", "".join(boxes), number % len(KINDS), title
+        squares += Markup('<path class="{}" d="{}" fill="var(--{})"><title>{}</title></path>').format(
+            "mine" if number == 0 else "other", "".join(boxes), kind_role(number), title
         )
     wide, tall = across * (width + 10), -(-len(nodes) // across) * (height + 10)
     picture = Markup('<svg viewBox="0 0 {0} {1}" width="{0}" role="img" aria-label="{2}">{3}</svg>').format(
@@ -314,7 +297,7 @@ def mesh(priced: PricedLayout, group: GroupTraffic) -> PagePicture:
     spans = len({rank * stride // cluster.node_size for rank in range(size)})
     caption = (
         f"{size} ranks, {stride} apart, over {spans} {'node' if spans == 1 else 'nodes'}: {group.link}; "
-        f"{format_bytes(group.n_bytes)} and {format_seconds(group.seconds)} of messages a step, if nothing overlapped. "
+        f"{format_bytes(group.n_bytes)} and {format_seconds(group.seconds)} of messages a step, one after another. "
         f"{len(nodes)} of {cluster.nodes:,} nodes; one colour is one group, the group of rank 0 is outlined."
     )
     return PagePicture(group.name, picture, caption=caption, wide=True)

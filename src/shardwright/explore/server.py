@@ -25,14 +25,15 @@ from markupsafe import Markup
 
 from shardwright.explore.fastest import find_fastest
 from shardwright.explore.learn import TOPICS, learn_page
-from shardwright.explore.page import PAGES, Explorer, document, style, templates
+from shardwright.explore.page import Explorer, document, style, templates
 from shardwright.explore.serving import serving_page
+from shardwright.explore.state import PAGES
 from shardwright.explore.worker import PageSearches
 from shardwright.hugging_face.files import read_sizes
 from shardwright.model.by_sizes import sizes_of_spec
 from shardwright.system.errors import InputError, nearest
 from shardwright.view.document import Picture
-from shardwright.view.html import page
+from shardwright.view.html import fragment, page
 
 LONGEST_ADDRESS = 16_384
 MOST_BODY_BYTES = 262_144
@@ -188,6 +189,7 @@ class ExplorerRequest(BaseHTTPRequestHandler):
             "/plan.html": partial(self._plan_html, query),
             "/run.toml": partial(self._run_toml, query),
             "/static/style.css": lambda: Answer(style().encode(), "text/css; charset=utf-8"),
+            "/static/learn.css": lambda: Answer((PAGES / "learn.css").read_bytes(), "text/css; charset=utf-8"),
             "/static/explorer.js": lambda: Answer((PAGES / "explorer.js").read_bytes(), "text/javascript"),
             "/favicon.ico": lambda: Answer(b"", status=HTTPStatus.NO_CONTENT),
         }
@@ -230,7 +232,10 @@ class ExplorerRequest(BaseHTTPRequestHandler):
     def _formulas(self, query: str) -> Answer:
         found = document(self._state(query))
         parts = [part for part in found.parts if not isinstance(part, Picture)]
-        return _html(templates().get_template("formulas.html").render(title=found.title, parts=parts, query=query))
+        body = Markup('<h1>{}</h1><p><a href="/?{}">Back to the sliders</a></p>{}').format(
+            found.title, query, Markup(fragment(parts))
+        )
+        return _page(found.title, body, query)
 
     def _plan_json(self, query: str) -> Answer:
         return Answer(json.dumps(document(self._state(query)).data, default=str).encode(), JSON)
@@ -243,8 +248,6 @@ class ExplorerRequest(BaseHTTPRequestHandler):
         return Answer(text.encode(), "application/toml", file="run.toml")
 
     def _learn(self, topic: str, query: str) -> Answer:
-        if topic == "learn.css":
-            return Answer((PAGES.parent / "learn" / "learn.css").read_bytes(), "text/css; charset=utf-8")
         if topic and topic not in TOPICS:
             return _text(
                 HTTPStatus.NOT_FOUND, f"{unquote(topic)[:200]}: there is no such page; {nearest(topic, TOPICS)}"
@@ -253,7 +256,11 @@ class ExplorerRequest(BaseHTTPRequestHandler):
             state = self._state(query)
             topic = topic or next(iter(TOPICS))
             body = Markup(learn_page(topic, state, hardware=self.server.explorer.hardware))
-            return _html(templates().get_template("learn.html").render(title=TOPICS[topic], body=body, query=query))
+            return _page(TOPICS[topic], body, query, here="learn", styles=("style.css", "learn.css"))
+
+
+def _page(title: str, body: Markup, query: str, **values: Any) -> Answer:
+    return _html(templates().get_template("page.html").render(values, title=title, body=body, query=query))
 
 
 def _html(text: str) -> Answer:

@@ -9,36 +9,22 @@ from urllib.parse import parse_qsl, urlencode
 
 from markupsafe import Markup
 
-from shardwright.explore.page import PlanField, templates
+from shardwright.explore.page import templates
 from shardwright.explore.pictures import KeyEntry, PagePicture
-from shardwright.explore.state import LONGEST, MOST_KEYS, longest
+from shardwright.explore.state import LONGEST, MOST_KEYS, SERVE_FIELDS, longest
 from shardwright.model.presets import PRESETS
 from shardwright.serving.search import ServingOption, ServingPlan
 from shardwright.system.errors import nearest
 from shardwright.system.units import format_seconds
 from shardwright.view.document import Picture, VerbDocument
 
-FIELDS = (
-    PlanField("model", "Model", "a preset or another served model, or sizes", ("models",)),
-    PlanField("cluster", "Cluster", "accelerators and how many, such as h100:8"),
-    PlanField("input_len", "Prompt", "tokens of a prompt"),
-    PlanField("output_len", "Answer", "tokens of an answer"),
-    PlanField("precision", "Precision", "of weights and matmuls: bf16, fp16, fp8, fp32"),
-    PlanField("kv_precision", "Cache in", "that of the weights if empty"),
-    PlanField("ttft", "Limit of TTFT", "time to the first token, such as 1s"),
-    PlanField("tpot", "Limit of TPOT", "time of each further token, such as 40ms"),
-    PlanField("concurrency", "Requests at a time", "over the whole cluster; the best number if empty"),
-    PlanField("rate", "Requests that arrive", "such as 5/s; instead of requests at a time"),
-    PlanField("engine", "Engine", "whose constants are taken; trtllm-1 if empty"),
-    PlanField("price", "Price of an hour", "of one accelerator: adds the cost of a million tokens"),
-)
-DEFAULTS = {"model": "llama-3.1-70b", "cluster": "h100:8", "input_len": "2048", "output_len": "512", "precision": "fp8"}
+DEFAULTS = {key: field.default for key, field in SERVE_FIELDS.items() if field.default}
 MOST_DOTS = 1500
 
 
 def serving_values(query: str) -> tuple[dict[str, str], list[str]]:
     """Return the fields of a query string, and its problems."""
-    known = [field.key for field in FIELDS]
+    known = tuple(SERVE_FIELDS)
     problems: list[str] = []
     values: dict[str, str] = {}
     try:
@@ -67,17 +53,15 @@ def serving_page(query: str, hardware: Path | None) -> str:
     words += [] if hardware is None else ["--hardware", str(hardware)]
     template = templates().get_template("serve.html")
     return template.render(
-        fields=FIELDS, values=values, problems=problems, models=tuple(PRESETS), command=shlex.join(words), query="",
-        serve_query=urlencode(values),
+        fields=SERVE_FIELDS, values=values, problems=problems, models=tuple(PRESETS), command=shlex.join(words),
+        query="", here="serve", title="Serve a model", serve_query=urlencode(values),
     )  # fmt: skip
 
 
 def served_html(plan: ServingPlan, found: VerbDocument) -> str:
     """Return the result of a search: the curve, and the document of `plan serve` without its picture."""
     parts = [part for part in found.parts if not isinstance(part, Picture)]
-    if not plan.options:
-        return str(templates().get_template("parts.html").render(parts=parts))
-    return templates().get_template("served.html").render(picture=curve(plan), parts=parts)
+    return templates().get_template("served.html").render(pictures=[curve(plan)] if plan.options else [], parts=parts)
 
 
 def curve(plan: ServingPlan) -> PagePicture:
@@ -102,18 +86,18 @@ def curve(plan: ServingPlan) -> PagePicture:
     front = "L".join(f"{x(1 / one.tpot_s):.0f} {y(one.per_accelerator()):.0f}" for one in plan.pareto)
     inner = dots([one for one in plan.options if one.ttft_s <= task.ttft_s][::step], "") + dots(late[::step], "late")
     inner += Markup('<path class="front" d="M{}"/>').format(front)
-    key = [KeyEntry(0, "layouts and batches", ""), KeyEntry(2, "none has more of both", "")]
+    key = [KeyEntry("quiet", "layouts and batches", ""), KeyEntry("curve", "none has more of both", "")]
     if late:
-        key.append(KeyEntry(1, "first token later than the limit of", format_seconds(task.ttft_s)))
+        key.append(KeyEntry("data", "first token later than the limit of", format_seconds(task.ttft_s)))
     if task.tpot_s < inf:
         inner += Markup('<path class="limit" d="M{0:.0f} 0V1000"/>').format(x(limit))
-        key.append(KeyEntry(3, "dashed line: limit of a further token", format_seconds(task.tpot_s)))
+        key.append(KeyEntry("limit", "dashed line: limit of a further token", format_seconds(task.tpot_s)))
     if plan.best:
         best = plan.best[0]
         inner += Markup('<path class="dots best" d="M{:.0f} {:.0f}h0"/>').format(
             x(best.per_user), y(best.per_accelerator)
         )
-        key.append(KeyEntry(3, "the best, simulated", f"{best.layout}"))
+        key.append(KeyEntry("limit", "the best, simulated", f"{best.layout}"))
     drawn = Markup(
         '<svg x="9%" y="6" width="90%" height="260" viewBox="0 0 1000 1000" preserveAspectRatio="none">{}</svg>'
     )

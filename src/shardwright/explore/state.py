@@ -1,26 +1,21 @@
 """The state of a page of the explorer: read from the query string of its address, and written back.
 
-| key                                          | value                                                              |
-| -------------------------------------------- | ------------------------------------------------------------------ |
-| `model`                                      | a preset, or sizes as for `plan --model`; never a file             |
-| `chip`, `count`, `node_size`, `node_gbit`    | the cluster, as `plan --cluster CHIP:COUNT/NODE_SIZE@NODE_GBIT`    |
-| `network`, `host_memory`                     | as the options of `plan`                                           |
-| `global_batch`, `seq_len`, `precision`       | as the options of `plan`                                           |
-| `document_tokens`                            | as the option of `plan`; attention over sequences if not given     |
-| `optimizer`, `state_dtype`, `compile`        | as the keys of a run file                                          |
-| `memory_margin`, `budget_tokens`, `price`    | as the options of `plan`                                           |
-| `micro_batch` and the keys of the layout     | as `plan --explain`; dp is the rest of the cluster if not given    |
-| `pin`                                        | the query string of the state that this state is compared with     |
+`pages/fields.toml` has the keys of the job, which are options of `plan` and keys of a run file. `model` names no file.
+`chip`, `count`, `node_size` and `node_gbit` are the cluster, as `plan --cluster CHIP:COUNT/NODE_SIZE@NODE_GBIT`.
+`micro_batch` and the keys of the layout are as for `plan --explain`; dp is the rest of the cluster if not given.
+`pin` is the query string of the state that this state is compared with.
 
 A key that is missing or empty has its default, so that a form without JavaScript may send every field.
 """
 
+import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import nan
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlencode
 
 from shardwright.cost.formats import FORMATS
@@ -41,26 +36,29 @@ from shardwright.planner.search import MARGIN, limit_bytes
 from shardwright.planner.whole_run import TrainingGoal, interruptions
 from shardwright.system.errors import InputError, nearest
 
-JOB_DEFAULTS: Mapping[str, str] = {
-    "model": "llama-3.1-8b",
-    "chip": "h100",
-    "count": "8",
-    "node_size": "",
-    "node_gbit": "",
-    "network": "",
-    "host_memory": "",
-    "global_batch": "128",
-    "seq_len": "8192",
-    "document_tokens": "",
-    "precision": "bf16",
-    "optimizer": "adamw",
-    "state_dtype": "fp32",
-    "compile": "false",
-    "memory_margin": f"{MARGIN:g}",
-    "budget_tokens": "",
-    "price": "",
+
+class FormField(NamedTuple):
+    """A field of a form: its label and help, and its value if it is not given."""
+
+    label: str
+    help: str
+    default: str = ""
+
+
+PAGES = Path(__file__).parent / "pages"
+_FIELDS = tomllib.loads((PAGES / "fields.toml").read_text(encoding="utf-8"))
+JOB_FIELDS, SERVE_FIELDS = ({key: FormField(**row) for key, row in _FIELDS[page].items()} for page in ("plan", "serve"))
+"""The fields of the forms by key, in the order of the form and of an address."""
+JOB_DEFAULTS: Mapping[str, str] = {key: field.default for key, field in JOB_FIELDS.items()} | {
+    "memory_margin": f"{MARGIN:g}"
 }
-"""The keys of the job, in the order of an address, and their values if they are not given."""
+CHOICES: Mapping[str, Sequence[str]] = {
+    "precision": tuple(FORMATS),
+    "optimizer": tuple(OPTIMIZERS),
+    "state_dtype": ("fp32", "bf16"),
+    "compile": ("false", "true"),
+}
+"""The values of keys of the job that have no others."""
 LAYOUT_KEYS = (*KEYS, "micro_batch")
 PIN = "pin"
 MOST_KEYS = 100
@@ -204,21 +202,21 @@ def layout_value(key: str, text: str) -> dict[str, Any]:
 
 
 def written_layout(job: Job, choice: Choice) -> dict[str, Any]:
-    """Return the values of the layout to write into an address: without the degrees of dp that follow from the rest,
-    and without keys at their default."""
+    """Return the values of the layout to write into an address: without keys that have the same value if they are not
+    given."""
     settings = choice.settings()
-    data = {name: settings.pop(name, 1) for name in ("dp_replicate", "dp_shard")}
-    rest = _with_data(dict(settings), job.cluster.size)
-    settings |= {name: value for name, value in data.items() if rest.get(name, 1) != value}
-    if _with_data(dict(settings), job.cluster.size).get("dp_shard", 1) != data["dp_shard"]:
-        settings |= data
-    if choice.micro_batch == 1:
-        del settings["micro_batch"]
-    if settings.get("zero") == KEYS["zero"].default_in(choice.layout):
-        short = {name: value for name, value in settings.items() if name != "zero"}
-        if _with_data(dict(short), job.cluster.size).get("dp_shard", 1) == data["dp_shard"]:
-            settings = short
+    for name in ("micro_batch", "zero", "dp_shard", "dp_replicate"):
+        rest = {key: value for key, value in settings.items() if key != name}
+        with suppress(InputError):
+            if _choice_of(rest, job) == choice:
+                settings = rest
     return {name: settings[name] for name in LAYOUT_KEYS if name in settings}
+
+
+def _choice_of(given: dict[str, Any], job: Job) -> Choice:
+    """Return the choice with these keys. Raises InputError for a layout that breaks a rule."""
+    keys = {key: value for key, value in given.items() if key != "micro_batch"}
+    return Choice(Layout(**_with_data(keys, job.cluster.size)), given.get("micro_batch", 1))
 
 
 def _differs(key: str, text: str) -> bool:
@@ -268,12 +266,7 @@ def _job(values: Mapping[str, str], hardware: Path | None) -> Job:
         machine = _cluster(text, hardware)
     except InputError as error:
         wrong += error.problems
-    for key, choices in (
-        ("precision", tuple(FORMATS)),
-        ("optimizer", tuple(OPTIMIZERS)),
-        ("state_dtype", ("fp32", "bf16")),
-        ("compile", ("false", "true")),
-    ):
+    for key, choices in CHOICES.items():
         if text[key] not in choices:
             wrong.append(f"{key}={text[key]}: not one of the choices; {nearest(text[key], choices)}")
     if machine is not None and text["precision"] in FORMATS:
@@ -349,12 +342,11 @@ def _choice(values: Mapping[str, str], job: Job) -> Choice:
             given |= layout_value(key, text)
         except InputError as error:
             wrong += error.problems
-    micro_batch = given.pop("micro_batch", 1)
-    if micro_batch < 1:
-        wrong.append(f"micro_batch={micro_batch}: sequences at a time, 1 or more")
+    if given.get("micro_batch", 1) < 1:
+        wrong.append(f"micro_batch={given['micro_batch']}: sequences at a time, 1 or more")
     if wrong:
         raise InputError(*wrong)
-    return Choice(Layout(**_with_data(given, job.cluster.size)), micro_batch)
+    return _choice_of(given, job)
 
 
 def _with_data(given: dict[str, Any], size: int) -> dict[str, Any]:

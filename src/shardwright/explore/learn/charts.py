@@ -1,17 +1,14 @@
 """Charts of Learn: memory and time of changed states as bars, memory over a step, a whole run, serving."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from shardwright.cost.memory import curve as memory_curve
-from shardwright.cost.memory import few_microbatches
-from shardwright.explore.learn.drawing import MOST_RANKS, WIDTH, Figure, bars, colour, some
+from shardwright.explore.learn.drawing import MOST_RANKS, WIDTH, Figure, colour, some
 from shardwright.explore.learn.served import BATCH, served, served_entries
 from shardwright.explore.learn.topics import BarsChoice, tried
-from shardwright.explore.pictures import step_area
+from shardwright.explore.pictures import PagePicture, stacked_bars, step_memory
 from shardwright.explore.state import PageState, query_of
 from shardwright.planner.headline import headline
 from shardwright.planner.whole_run import DAY_S, TrainingGoal, WholeRun
@@ -19,13 +16,11 @@ from shardwright.planner.whole_run import whole_run as whole_run_of
 from shardwright.system.errors import InputError
 from shardwright.system.units import format_bytes, format_count, format_seconds, percent
 
-MOST_POINTS = 120
-"""Most moments of a step that a curve draws."""
 TOKENS_OF_A_PARAMETER = 20
 """Tokens of a whole run for each parameter, if the state has no budget. Hoffmann et al., arXiv 2203.15556."""
 
 
-def tried_bars(state: PageState, choice: BarsChoice, hardware: Path | None = None) -> Figure:
+def tried_bars(state: PageState, choice: BarsChoice, hardware: Path | None = None) -> PagePicture:
     """Draw a bar for each change of the state, of the memory of the fullest rank or of the time of a step."""
     memory = choice.of == "memory"
     rows: list[tuple[str, Mapping[str, float], str]] = []
@@ -38,46 +33,16 @@ def tried_bars(state: PageState, choice: BarsChoice, hardware: Path | None = Non
             fits = each.state.priced.fits(each.state.limit_bytes)
             words = format_seconds(each.state.priced.step_s) + ", does not fit" * (not fits)
             rows.append((each.words, each.state.priced.parts_s, words))
-    limit = state.limit_bytes if memory else None
     text = "; ".join(f"{name}: {total}" for name, _, total in rows)
-    text += f"; the limit is {format_bytes(limit)}." if limit else "."
-    words = f"limit {format_bytes(limit)}" if limit else ""
-    return bars(Figure(f"{choice.of}-bars", choice.title, text), rows, limit, words)
+    form = format_bytes if memory else format_seconds
+    limit = state.limit_bytes if memory else 0.0
+    caption = f"The line is the limit, {format_bytes(limit)}." if memory else ""
+    return stacked_bars(choice.title, text, rows, form, limit, caption)
 
 
-def curve(state: PageState) -> Figure:
+def curve(state: PageState) -> PagePicture:
     """Draw the live tensors of the fullest rank over a step, by kind."""
-    rank = state.priced.memory.fullest_rank
-    job, candidates = state.job, state.choice.candidates
-    few, every = (int(m[0]) for m in (few_microbatches(job, candidates), candidates.microbatches(job.global_batch)))
-    found = memory_curve(replace(job, global_batch=job.global_batch // every * few), candidates, rank)
-    total, n = found.total_bytes, len(found.labels)
-    at = np.unique(np.append(np.linspace(0, n - 1, min(n, MOST_POINTS)).astype(int), [int(total.argmax()), n - 1]))
-    highest, top, floor = max(float(total.max()), state.limit_bytes), 8.0, 178.0
-    peak = found.labels[int(total.argmax())]
-    figure = Figure(
-        "curve",
-        f"Memory of rank {rank} of pp over a step",
-        f"{some(few, every, 'micro-batches')}, which have the same peak: {n} moments, actions such as 0F3 (stage 0, "
-        f"forward, micro-batch 3) and the optimizer. Live tensors have their peak of "
-        f"{format_bytes(float(total.max()))} at {peak}; the limit is {format_bytes(state.limit_bytes)}.",
-        "Time runs to the right, one moment for each action of the rank; the last is the optimizer.",
-    )
-    scale = (floor - top) / highest
-    x = [4 + (WIDTH - 8) * place / len(at) for place in range(len(at) + 1)]
-    below, names = np.zeros(len(at)), {}
-    for place, (kind, values) in enumerate(found.kinds.items()):
-        if values.max() * scale > 0.5:
-            names[colour(place)] = kind
-        above = below + values[at]
-        figure.path(step_area(x, floor - scale * above, floor - scale * below, digits=1), colour(place))
-        below = above
-    line = floor - scale * state.limit_bytes
-    figure.path(f"M4 {line:.1f}H{WIDTH - 4}", "limit")
-    figure.words(WIDTH - 4, line + 12, f"limit {format_bytes(state.limit_bytes)}", "end")
-    figure.cursor(4, WIDTH - 4, top, floor)
-    figure.legend(names, floor + 8)
-    return figure
+    return step_memory(state.priced, state.limit_bytes, moves=True)
 
 
 def _whole(state: PageState) -> WholeRun:
@@ -85,15 +50,18 @@ def _whole(state: PageState) -> WholeRun:
     return whole_run_of(state.job, state.priced.step_s, headline(state.priced).interval_s, goal)
 
 
-def whole_run(state: PageState) -> Figure:
+def whole_run(state: PageState) -> PagePicture:
     """Draw the days of a whole run by kind."""
     run = _whole(state)
-    words = f"{run.days:.3g} days" if run.days >= 1 else format_seconds(run.days * DAY_S)
     text = (
-        f"{format_count(run.tokens)} tokens take {words}: goodput {percent(run.goodput)}, {run.interruptions:.3g} "
-        f"interruptions, {format_count(run.accelerator_hours)} accelerator-hours."
+        f"{format_count(run.tokens)} tokens take {_days(run.days)}: goodput {percent(run.goodput)}, "
+        f"{run.interruptions:.3g} interruptions, {format_count(run.accelerator_hours)} accelerator-hours."
     )
-    return bars(Figure("whole-run", "The whole run", text, text), [("days by kind", run.parts_days, words)])
+    return stacked_bars("The whole run", text, [("", run.parts_days, "")], _days, caption=text)
+
+
+def _days(days: float) -> str:
+    return f"{days:.3g} days" if days >= 1 else format_seconds(days * DAY_S)
 
 
 def interruptions(state: PageState) -> Figure:
@@ -120,7 +88,7 @@ def interruptions(state: PageState) -> Figure:
     return figure
 
 
-def serving(state: PageState) -> Figure:
+def serving(state: PageState) -> PagePicture:
     """Draw the memory of a rank that serves the model, and the time of its passes."""
     found = served(state)
     if found is None:
@@ -131,15 +99,13 @@ def serving(state: PageState) -> Figure:
     usable = task.usable_bytes
     parts = {"weights": values["weights"], "working": values["working memory"], "cache": cached}
     decode, prompt = values["a token of each request"], values["longer for a prompt"]
-    rows = [(f"memory of a rank, {degrees}, {BATCH} requests", parts, format_bytes(sum(parts.values())))]
     text = (
         f"With {degrees} a pass that decodes a token of {BATCH} requests takes {format_seconds(decode)}; a pass that "
         f"also reads a prompt of {task.input_len:,} tokens takes {format_seconds(decode + prompt)}. Weights, working "
         f"memory and the cache of {BATCH} requests of {task.length:,} tokens have {format_bytes(sum(parts.values()))}; "
         f"the engine uses {format_bytes(usable)}."
     )
-    figure = Figure("serving", "A rank that serves the model", text, text)
-    return bars(figure, rows, usable, f"usable {format_bytes(usable)}")
+    return stacked_bars("A rank that serves the model", text, [("", parts, "")], format_bytes, usable, text)
 
 
 def loading(state: PageState) -> Figure:

@@ -1,20 +1,20 @@
 """A small canvas for figures of Learn: boxes, text, arrows and dots that move, as SVG.
 
 A figure is WIDTH units wide, so that its text can be read on a narrow screen. Colours are classes of `learn.css`: k0 to
-k11 for ranks or kinds. A dot moves by SMIL, has the class `moves`, which reduced motion hides, and is invisible unless
+k11 for ranks. A dot moves by SMIL, has the class `moves`, which reduced motion hides, and is invisible unless
 it moves; arrows and words show the same facts without motion.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 
 from markupsafe import Markup
 
+from shardwright.explore.pictures import PagePicture
+
 WIDTH = 360
 MOST_RANKS = 8
 """Most ranks that a figure draws."""
-LETTER = 6.5
-"""Mean width of a letter of the size of figures."""
 COLOURS = 12
 
 
@@ -80,58 +80,14 @@ class Figure:
             f'<set attributeName="opacity" to="1"/></path>'
         )
 
-    def legend(self, names: Mapping[str, str], y: float) -> float:
-        """Add patches with names, class -> name, on as many lines as they need; return the lower edge."""
-        x = 4.0
-        for kind, name in names.items():
-            width = 18 + LETTER * len(name) + 10
-            if x + width > WIDTH and x > 4:
-                x, y = 4.0, y + 16
-            self.box(x, y, 11, 11, kind)
-            self.words(x + 15, y + 9.5, name)
-            x += width
-        return y + 18
-
-    def svg(self) -> Markup:
-        """Return the SVG element."""
+    def picture(self) -> PagePicture:
+        """Return the drawing as a picture of a page."""
         names = f'aria-labelledby="{self.name} {self.name}-text"'
         head = f'<title id="{self.name}">{escape(self.title)}</title>'
         head += f'<desc id="{self.name}-text">{escape(self.text)}</desc>'
         size = f'viewBox="0 0 {WIDTH} {_n(self._bottom + 4)}"'
-        return Markup(
-            f'<svg class="drawing" role="img" {names} {size}>{head}{"".join(self._parts + self._moving)}</svg>'
-        )
-
-
-def bars(
-    figure: Figure,
-    rows: Sequence[tuple[str, Mapping[str, float], str]],
-    limit: float | None = None,
-    limit_words: str = "",
-) -> Figure:
-    """Draw horizontal stacked bars, (name, value by kind, words of the total), with a limit, and the kinds below."""
-    kinds = list(dict.fromkeys(kind for _, values, _ in rows for kind in values))
-    widest = max([limit or 0.0, *(sum(values.values()) for _, values, _ in rows)]) or 1.0
-    scale, y = (WIDTH - 8) / widest, 0.0
-    for name, values, total in rows:
-        figure.words(4, y + 12, name)
-        figure.words(WIDTH - 4, y + 12, total, "end")
-        x = 4.0
-        for kind, value in values.items():
-            if value * scale >= 0.3:
-                figure.box(x, y + 16, value * scale, 16, colour(kinds.index(kind)))
-            x += max(value, 0.0) * scale
-        if not values:
-            figure.box(4, y + 16, WIDTH - 8, 16)
-        y += 40
-    if limit:
-        at = 4 + limit * scale
-        figure.path("".join(f"M{_n(at)} {40 * row + 14}v20" for row in range(len(rows))), "limit")
-        figure.words(min(at, WIDTH - 4), y + 6, limit_words, "end")
-        y += 14
-    seen = {kind: max(values.get(kind, 0.0) for _, values, _ in rows) for kind in kinds}
-    figure.legend({colour(kinds.index(kind)): kind for kind in kinds if seen[kind] * scale >= 0.3}, y)
-    return figure
+        svg = f'<svg class="drawing" role="img" {names} {size}>{head}{"".join(self._parts + self._moving)}</svg>'
+        return PagePicture(self.title, Markup(svg), caption=self.caption)
 
 
 def colour(at: int) -> str:

@@ -3,17 +3,12 @@
 Each function draws the layout of a state. At most MOST_RANKS ranks are drawn, and the text gives the number of all.
 """
 
-import re
 from collections.abc import Sequence
 
-import numpy as np
-from markupsafe import Markup
-from numpy.typing import ArrayLike
-
-from shardwright.cost.collectives import PricedMessage
-from shardwright.cost.traffic import step_messages
 from shardwright.explore.learn.drawing import MOST_RANKS, WIDTH, Figure, colour, some
+from shardwright.explore.pictures import PagePicture, timeline_svg
 from shardwright.explore.state import PageState
+from shardwright.explore.traffic import sent_messages
 from shardwright.layout.box import DENSE_AXES
 from shardwright.schedule import draw
 from shardwright.schedule.build import build, problems
@@ -24,18 +19,11 @@ from shardwright.system.units import format_bytes
 LEFT = 84
 """Width of the names of rows."""
 MOST_CHUNKS = 4
-LONG = 1200
-"""Width of a timeline whose digits are readable only if the page scrolls further."""
 
 
-def messages(state: PageState) -> list[PricedMessage]:
-    """Return the messages of rank 0 of pp in a step."""
-    return step_messages(state.job, state.choice.candidates, 0)
-
-
-def bytes_of(message: PricedMessage) -> str:
-    """Return the bytes of the buffer of one call as text."""
-    return format_bytes(float(first(message.n_bytes)))
+def _buffers(state: PageState) -> dict[str, str]:
+    """Return the bytes of the buffer of one call of each message, as text."""
+    return {each.what: format_bytes(each.n_bytes) for each in sent_messages(state.priced)}
 
 
 def shards(state: PageState) -> Figure:
@@ -86,7 +74,7 @@ def matmuls(state: PageState) -> Figure:
     """Draw a pair of column-parallel and row-parallel matmuls, and their collectives."""
     layout, model = state.layout, state.job.model
     t = min(layout.tp, MOST_RANKS)
-    sent = {each.what: bytes_of(each) for each in messages(state)}
+    sent = _buffers(state)
     by_token = layout.token_shards
     before = f"all-gather, {sent['input of attention, all-gather']}" if by_token else "no message"
     kind = "reduce-scatter" if by_token else "all-reduce"
@@ -171,36 +159,20 @@ def ring(state: PageState) -> Figure:
     return figure
 
 
-def pipeline(state: PageState) -> Markup:
+def pipeline(state: PageState) -> PagePicture:
     """Return the timeline of the schedule as `schedule.draw` draws it, with a line that moves over it."""
     layout = state.layout
     p, few = min(layout.pp, MOST_RANKS), int(state.choice.candidates.microbatches(state.job.global_batch)[0])
     numbers = [m for m in (min(few, 2 * p), 2 * p) if not problems(layout.pp_schedule, p, m, layout.virtual_stages)]
     schedule = build(layout.pp_schedule, p, numbers[0], layout.virtual_stages)
     simulation = simulate(schedule, Times())
-    svg = draw.svg([draw.planned(simulation)])
-    width, height = map(int, re.findall(r'width="(\d+)" height="(\d+)', svg)[0])
     words = (
         f"{some(p, layout.pp, 'ranks of pp')} run {some(schedule.n_microbatches, few, 'micro-batches')} with "
         f"{layout.pp_schedule}, where F, I and W take the same time: each rank is idle {simulation.bubble_rate:.1%} of "
         f"the step, and has at most {max(simulation.peak_in_flight)} micro-batches in flight."
     )
-    for old, new in ((draw.PAPER, "none"), (draw.INK, "currentColor"), (draw.QUIET, "currentColor"),
-                     (f'fill="{draw.IDLE}"', 'class="idle-time"')):  # fmt: skip
-        svg = svg.replace(old, new).replace('class="idle" class="idle-time"', 'class="idle-time"')
-    top, edge = draw.MARGIN + draw.HEADING, width - draw.RIGHT
-    cursor = (
-        f'<path class="moves cursor" opacity="0" d="M0 {top}V{height - draw.LEGEND - draw.AXIS}"><animateMotion '
-        f'path="M{draw.LEFT} 0L{edge} 0" dur="24s" repeatCount="indefinite"/>'
-        '<set attributeName="opacity" to="1"/></path>'
-    )
-    kind = "long" if width > LONG else "short"
-    names = 'aria-labelledby="figure-pipeline figure-pipeline-text"'
-    head = f'<svg class="{kind}" viewBox="0 0 {width} {height}" font-size="10" role="img" {names}>'
-    svg = re.sub(r"<svg [^>]*>", head, svg, count=1)
-    svg = svg.replace("<title>", '<title id="figure-pipeline">', 1)
-    svg = svg.replace("</title>", f'</title><desc id="figure-pipeline-text">{words}</desc>', 1)
-    return Markup(svg.replace("</svg>", f"{cursor}</svg>"))
+    drawn = timeline_svg(draw.planned(simulation), moves=True)
+    return PagePicture(f"Schedule: {layout.pp_schedule}", drawn, caption=words, wide=True)
 
 
 def dispatch(state: PageState) -> Figure:
@@ -208,12 +180,12 @@ def dispatch(state: PageState) -> Figure:
     layout, moe = state.layout, state.job.model.moe
     assert moe is not None
     n, each = min(layout.ep, MOST_RANKS), moe.n_experts // layout.ep
-    sent = next(each for each in messages(state) if each.what == "tokens of experts, all-to-all")
+    sent = _buffers(state)["tokens of experts, all-to-all"]
     figure = Figure(
         "dispatch",
         f"Dispatch of tokens to experts over ep {layout.ep}",
         f"{some(n, layout.ep)} send each of their tokens to the ranks of its {moe.top_k} of {moe.n_experts} experts, "
-        f"and receive the results back. A rank has {each} experts of a layer; its buffer has {bytes_of(sent)}.",
+        f"and receive the results back. A rank has {each} experts of a layer; its buffer has {sent}.",
         "Left: tokens. Right: experts. Dots go to the experts (dispatch) and return (combine).",
     )
     names = [f"rank {rank}" for rank in range(n)]
@@ -239,16 +211,17 @@ def _exchange(figure: Figure, left: Sequence[str], right: Sequence[str], top: fl
 
 def all_reduce(state: PageState) -> Figure:
     """Draw a reduce-scatter and an all-gather over a ring, chunk by chunk."""
-    found = [each for each in messages(state) if each.collective.__name__ in ("all_reduce", "reduce_scatter")]
-    largest = max(found or messages(state), key=lambda each: float(first(each.n_bytes)))
-    there = int(first(largest.size))
+    sent = sent_messages(state.priced)
+    summed = [each for each in sent if each.collective in ("all-reduce", "reduce-scatter")]
+    largest = max(summed or sent, key=lambda each: each.n_bytes)
+    there = largest.size
     n = max(2, min(there, MOST_CHUNKS))
     figure = Figure(
         "all-reduce",
         "An all-reduce over a ring: reduce-scatter, then all-gather",
         f"{some(n, max(there, n))} have {n} chunks each. In each of {n - 1} steps a rank sends one chunk to the next "
         f"rank, which adds it; in {n - 1} more steps the finished chunks travel round. The largest buffer here: "
-        f"{largest.what}, {bytes_of(largest)}, over {there} ranks.",
+        f"{largest.what}, {format_bytes(largest.n_bytes)}, over {there} ranks.",
         "The height of a chunk is the share of ranks whose values are in its sum.",
     )
     pitch, y = (WIDTH - 60) / n, 4.0
@@ -306,8 +279,3 @@ def mesh(state: PageState) -> Figure:
 def _nodes(group: Sequence[int], node: int) -> str:
     n = len({rank // node for rank in group})
     return "inside a node" if n == 1 else f"over {n:,} nodes"
-
-
-def first(value: ArrayLike) -> float:
-    """Return the first element of a number of a message."""
-    return float(np.asarray(value, dtype=float).reshape(-1)[0])

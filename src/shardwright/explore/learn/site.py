@@ -3,38 +3,45 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardwright.explore.learn.page import learn_page, templates
+from markupsafe import Markup
+
+from shardwright.explore.learn.page import learn_page
 from shardwright.explore.learn.topics import TOPICS
-from shardwright.explore.state import PageState
-from shardwright.report.plan_view import explained_document
+from shardwright.explore.page import document, style, templates
+from shardwright.explore.state import PAGES, PageState
+from shardwright.system.errors import InputError
 from shardwright.system.files import write_whole
 from shardwright.view.html import page
 
-STYLE = Path(__file__).with_name("learn.css")
+STYLES = ("style.css", "learn.css")
 
 
 def write_static(directory: Path, states: Sequence[PageState], hardware: Path | None = None) -> list[Path]:
     """Write an index, and for each state a folder with its plan and all pages of Learn; return the files, the index
-    first. Existing files are replaced. `hardware`: the file of hardware with which the states were read.
+    first. Files of an earlier site are replaced. `hardware`: the file of hardware with which the states were read.
 
-    Raises InputError if a file cannot be written.
+    Raises InputError if `directory` has other files, or if a file cannot be written.
     """
-    folders = [f"plan-{at}" for at in range(1, len(states) + 1)]
-    plans = [(folder, f"{each.model} on {each.job.cluster.name}: {each.choice}") for folder, each in
-             zip(folders, states, strict=True)]  # fmt: skip
-    index = (
-        templates().get_template("site.html").render(title="Shardwright", plans=plans, topics=TOPICS, body="", up="")
-    )
-    files = {directory / "index.html": index, directory / "learn.css": STYLE.read_text(encoding="utf-8")}
-    for folder, state in zip(folders, states, strict=True):
-        plan = explained_document(state.priced, state.model, state.limit_bytes, state.goal)
-        files[directory / folder / "plan.html"] = page(plan)
+    plans = [(f"plan-{at}", f"{each.model} on {each.job.cluster.name}: {each.choice}") for at, each in
+             enumerate(states, 1)]  # fmt: skip
+    own = {"index.html", *STYLES, *(folder for folder, _ in plans)}
+    if directory.exists() and not directory.is_dir():
+        raise InputError(f"{directory}: a file, and a site is a folder; name a folder that is new or empty")
+    if others := sorted({each.name for each in directory.iterdir()} - own if directory.is_dir() else ()):
+        raise InputError(f"{directory}: the folder has other files, such as {others[0]}; name one that is new or empty")
+    shared = {"static": True, "styles": STYLES, "topics": TOPICS}
+    index = templates().get_template("site.html").render(shared, title="Shardwright", plans=plans, folder="")
+    files = {
+        directory / "index.html": index,
+        directory / "style.css": style(),
+        directory / "learn.css": (PAGES / "learn.css").read_text(encoding="utf-8"),
+    }
+    shell = templates().get_template("page.html")
+    for (folder, _), state in zip(plans, states, strict=True):
+        files[directory / folder / "plan.html"] = page(document(state))
         for topic, title in TOPICS.items():
-            shell = templates().get_template("site.html")
-            body = learn_page(topic, state, static=True, hardware=hardware)
-            files[directory / folder / f"{topic}.html"] = shell.render(
-                title=title, plans=[], topics={}, body=body, up="../"
-            )
+            body = Markup(learn_page(topic, state, static=True, hardware=hardware))
+            files[directory / folder / f"{topic}.html"] = shell.render(shared, title=title, body=body, folder="../")
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text.encode("utf-8"))

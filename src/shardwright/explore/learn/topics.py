@@ -48,7 +48,7 @@ class LearnTopic:
     slug: str
     title: str
     systems: Sequence[str]
-    docs: Sequence[str]
+    verbs: Sequence[str]
     about: Sequence[str]
     figures: Sequence[str]
     entries: Sequence[str]
