@@ -19,7 +19,7 @@ import numpy as np
 
 from shardwright.data import blocks
 from shardwright.data.chat import MOST_NAMES, TEMPLATE, ChatFormat, read_chat_format
-from shardwright.data.encoding import Joiner, Spans, TextSection, TextWindow, continued, encode, windows
+from shardwright.data.encoding import Joiner, TextSection, TextWindow, answer_sections, encode, windows
 from shardwright.data.order import keyed_fractions
 from shardwright.data.remote import size_bytes
 from shardwright.data.shards import MANIFEST, TOKENIZER, DataManifest
@@ -95,19 +95,7 @@ class _Corpus:
                 continue
             texts = list(document.pieces)
             closed = texts[-1].endswith(specials)
-            places = [0, *itertools.accumulate(map(len, texts))]
-            if document.apart:
-                prompt, completion = texts
-                spans: Spans = ((0, len(completion)),) if document.trained[1] else ()
-                yield TextSection(number, [prompt], ())
-                yield continued(number, completion, spans, tokenizer, closed)
-            else:
-                spans = tuple(
-                    place
-                    for place, trained in zip(itertools.pairwise(places), document.trained, strict=True)
-                    if trained
-                )
-                yield TextSection(number, ["".join(texts)], spans, closed=closed)
+            yield from answer_sections(number, texts, document.trained, document.apart, tokenizer, closed)
 
     def _with_text(self, meter: Meter) -> Iterator[tuple[int, Document]]:
         number = 0
