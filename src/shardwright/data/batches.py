@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -22,11 +23,15 @@ from shardwright.layout.layout import accumulation
 from shardwright.system.errors import DataError
 
 PADDING_ID = -1
+T = TypeVar("T")
 READER = "shardwright-batches"
 """The name of the thread that reads ahead."""
 
 DocumentsAB = tuple[tuple[tuple[int, ...], ...], ...]
 """Tokens of the documents of each sequence of each micro-batch."""
+ReferencesAB = tuple[tuple[tuple[float, ...], ...], ...]
+References = Callable[[int], Sequence[float]]
+"""The index of a sample -> the log-probability of each of its answers under the reference."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,9 @@ class Batch:
     (global) sample indices, PADDING_ID for a row that only fills a micro-batch. n_targets: the number of targets that
     count in this batch, on this rank alone. documents_AB: the tokens of each document of each sequence, which add up to
     T; None if attention covers whole sequences. n_real_AB: the tokens of each sequence before its padding, int64; None
-    if no sequence of the run has padding.
+    if no sequence of the run has padding. references_AB: for pairs of answers, the log-probability under the reference
+    of each document of each sequence that is an answer: all, or all but the last, which is padding. They come in pairs,
+    the chosen answer first.
     """
 
     tokens_ABT: torch.Tensor
@@ -46,6 +53,12 @@ class Batch:
     n_targets: int
     documents_AB: DocumentsAB | None = None
     n_real_AB: torch.Tensor | None = None
+    references_AB: ReferencesAB | None = None
+
+    @property
+    def n_pairs(self) -> int:
+        """The pairs of answers in this batch, on this rank alone."""
+        return sum(len(each) // 2 for row in self.references_AB or () for each in row)
 
     @staticmethod
     def from_sequences(
@@ -55,6 +68,7 @@ class Batch:
         micro_batch: int,
         documents_B: Sequence[Sequence[int]] | None = None,
         n_real_B: torch.Tensor | None = None,
+        references_B: Sequence[Sequence[float]] | None = None,
     ) -> "Batch":
         """Return a batch of the sequences of one data rank, in micro-batches that divide their number."""
         shape_AB = (len(ids_B) // micro_batch, micro_batch)
@@ -65,6 +79,7 @@ class Batch:
             int((targets_BT != IGNORE).sum()),
             None if documents_B is None else _in_microbatches(documents_B, micro_batch),
             None if n_real_B is None else n_real_B.reshape(shape_AB),
+            None if references_B is None else _in_microbatches(references_B, micro_batch),
         )
 
 
@@ -77,7 +92,8 @@ class Batches:
     in the thread is raised by the `next` that would have returned that batch.
 
     `within_documents`: batches have the documents of their sequences, within which attention stays. `padded`: batches
-    have the numbers of real tokens of their sequences. `left_out`: ranges of running samples that no batch has.
+    have the numbers of real tokens of their sequences. `references`: batches have the references of pairs of answers.
+    `left_out`: ranges of running samples that no batch has.
 
     Raises LayoutError for a batch that does not divide. A token id of vocab_size or more, which only damaged or foreign
     data has, raises DataError from `next`.
@@ -95,6 +111,7 @@ class Batches:
         vocab_size: int,
         within_documents: bool = False,
         padded: bool = False,
+        references: References | None = None,
         start_sample: int = 0,
         left_out: Iterable[tuple[int, int]] = (),
         prefetch: int = 2,
@@ -111,7 +128,9 @@ class Batches:
             for first in itertools.count(start_sample, global_batch):
                 ids_AB = (first + data_rank * block + np.arange(block)).reshape(-1, micro_batch)
                 ids_AB = _past(ids_AB, start_sample, skipped)
-                yield _read(samples, ids_AB, order(ids_AB), vocab_size, pin_memory, within_documents, padded)
+                yield _read(
+                    samples, ids_AB, order(ids_AB), vocab_size, pin_memory, within_documents, padded, references
+                )
 
         self._source = read()
         self._closed = False
@@ -184,6 +203,7 @@ def evaluation_batches(
     vocab_size: int,
     within_documents: bool = False,
     padded: bool = False,
+    references: References | None = None,
     max_samples: int | None = None,
 ) -> Iterator[Batch]:
     """Yield `max_samples` of a split (all if None), spread evenly over it, once each over all data ranks; A = 1.
@@ -196,7 +216,7 @@ def evaluation_batches(
     for first in range(0, n, micro_batch * data_ranks):
         ids = first + data_rank * micro_batch + np.arange(micro_batch)
         indices_B = np.where(ids < n, ids * len(samples) // n, PADDING_ID)
-        yield _read(samples, indices_B[None], indices_B[None], vocab_size, False, within_documents, padded)
+        yield _read(samples, indices_B[None], indices_B[None], vocab_size, False, within_documents, padded, references)
 
 
 def _read(
@@ -207,16 +227,20 @@ def _read(
     pin_memory: bool,
     within_documents: bool,
     padded: bool,
+    references: References | None,
 ) -> Batch:
     shape = (*indices_AB.shape, samples.seq_len)
     tokens_ABT, targets_ABT = np.zeros(shape, np.int64), np.full(shape, IGNORE, np.int64)
     n_real_AB = np.zeros(indices_AB.shape, np.int64)
     documents: list[Sequence[int]] = []
+    values: list[Sequence[float]] = []
     n_targets = 0
     for place in np.ndindex(indices_AB.shape):
         i = int(indices_AB[place])
         if within_documents:
             documents.append(samples.documents(i) if i != PADDING_ID else (samples.seq_len,))
+        if references is not None:
+            values.append(references(i) if i != PADDING_ID else ())
         if i == PADDING_ID:
             continue
         tokens, mask = samples.read(i)
@@ -233,11 +257,13 @@ def _read(
 
     documents_AB = _in_microbatches(documents, shape[1]) if within_documents else None
     n_real = tensor(n_real_AB) if padded else None
-    return Batch(tensor(tokens_ABT), tensor(targets_ABT), tensor(ids_AB.copy()), n_targets, documents_AB, n_real)
+    of_answers = None if references is None else _in_microbatches(values, shape[1])
+    ids = tensor(ids_AB.copy())
+    return Batch(tensor(tokens_ABT), tensor(targets_ABT), ids, n_targets, documents_AB, n_real, of_answers)
 
 
-def _in_microbatches(documents: Sequence[Sequence[int]], micro_batch: int) -> DocumentsAB:
-    whole = [tuple(lengths) for lengths in documents]
+def _in_microbatches(of_sequences: Sequence[Sequence[T]], micro_batch: int) -> tuple[tuple[tuple[T, ...], ...], ...]:
+    whole = [tuple(values) for values in of_sequences]
     return tuple(tuple(whole[at : at + micro_batch]) for at in range(0, len(whole), micro_batch))
 
 
