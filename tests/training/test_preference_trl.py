@@ -76,7 +76,7 @@ def loss_and_gradients(kind: str, layout: Layout) -> tuple[float, dict[str, Tens
 def error(kind: str, layout: Layout, *mutations: Mutation) -> float:
     """The largest error of the loss and of the gradient of a parameter, by its norm, relative to TRL's."""
     found: tuple[float, Any] = run_ranks(loss_and_gradients_mutated, layout.world_size, mutations, kind, layout)[0]
-    theirs = dict(open_source(TRL / kind).whole(torch.device("cpu")).named_parameters())
+    theirs = {name: p.detach() for name, p in open_source(TRL / kind).whole(torch.device("cpu")).named_parameters()}
     assert theirs.keys() == found[1].keys()
     errors = [float((found[1][name] - each).norm() / each.norm()) for name, each in theirs.items()]
     return max(*errors, abs(found[0] / RECORD["losses"][kind] - 1))

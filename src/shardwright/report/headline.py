@@ -121,8 +121,8 @@ class RunHeadline:
         if self.mtp_loss is not None:
             yield Fact("multi-token loss", f"{self.mtp_loss:.4f}", "at the last logged step; mean of the modules")
         if self.margin is not None and self.accuracy is not None:
-            words = f"at the last logged step; the chosen answer leads in {self.accuracy:.1%} of the pairs"
-            yield Fact("margin", f"{self.margin:.4f}", words)
+            leads = f"at the last logged step; the chosen answer leads in {self.accuracy:.1%} of the pairs"
+            yield Fact("margin", f"{self.margin:.4f}", leads)
 
     def _experts(self) -> Iterator[Fact]:
         if self.load_max_over_mean is not None and self.load_of_worst_layer is not None:

@@ -266,7 +266,8 @@ class ForwardBackward:
         for lengths_of_row, row in zip(lengths, references, strict=True):
             assert len(lengths_of_row) - len(row) in (0, 1), (lengths_of_row, row)
             numbers = [*range(n_before, n_before + len(row)), len(values)][: len(lengths_of_row)]
-            rows.append(torch.repeat_interleave(torch.tensor(numbers), torch.tensor(lengths_of_row)))
+            parts = zip(numbers, lengths_of_row, strict=True)
+            rows.append(torch.cat([torch.full((length,), number) for number, length in parts]))
             n_before += len(row)
         documents_BT = torch.stack(rows)
         counts = torch.zeros(len(values) + 1, dtype=torch.float64)
