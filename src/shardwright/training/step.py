@@ -131,10 +131,8 @@ class ForwardBackward:
         next-token loss and the modules' weighted mean loss. Each module's loss is divided by its own number of
         targets in the global batch."""
         if self.pair_loss is not None:
-            n_pairs = self.model.sum_over_samples(
-                torch.full((), batch.n_pairs, dtype=torch.float64, device=self.device)
-            )
-            return partial(self.pair_loss, factor=self.loss_scale / n_pairs)
+            n_pairs = torch.full((), batch.n_pairs, dtype=torch.float64, device=self.device)
+            return partial(self.pair_loss, factor=self.loss_scale / self.model.sum_over_samples(n_pairs))
         factor = self.loss_scale / n_targets.to(torch.float64)
 
         def loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
