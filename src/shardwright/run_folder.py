@@ -6,6 +6,7 @@ metrics.jsonl               a JSON object for each start (`StartRecord`), each l
 events.jsonl                a JSON object for each event other than a step (`EventRecord`)
 timeline/rank-R.jsonl       of rank R of `pp`: a JSON object for each of its last few logged steps (`PipelineStep`)
 checkpoints/step-00000100/  a checkpoint, which has this name once it is complete; see `train/checkpoint`
+reference.safetensors       with [preference]: the reference's log-probability of each answer
 offload/                    empty: the location of nameless files with optimizer states
 logs/rank-R.log             stderr of rank R, if `shardwright train` started the ranks; after restart N
                             logs/restart-N/rank-R.log
@@ -40,13 +41,14 @@ from shardwright.system.files import (
 RUN_FILE, METRICS, CHECKPOINTS, LOGS, TENSORBOARD = "run.toml", "metrics.jsonl", "checkpoints", "logs", "tensorboard"
 EVENTS = "events.jsonl"
 OFFLOADED = "offload"
+REFERENCE = "reference.safetensors"
 TIMELINES = "timeline"
 MODEL_FILE = "model.toml"
 """In a folder written by `shardwright import`: the section [model] of its weights."""
 RESOLVED = "# resolved by shardwright"
 """The first words of a run file that a run wrote."""
 PAGE, CURVES, TIMELINE, EXPERT_LOAD = "report.html", "curves.png", "timeline.svg", "expert_load.json"
-RUN_NAMES = {RUN_FILE, METRICS, CHECKPOINTS, LOGS, TENSORBOARD, EVENTS, OFFLOADED, TIMELINES, LOCK}
+RUN_NAMES = {RUN_FILE, METRICS, CHECKPOINTS, LOGS, TENSORBOARD, EVENTS, OFFLOADED, REFERENCE, TIMELINES, LOCK}
 """Files and folders that training creates in the folder of a run."""
 PHASES = ("data", "forward_backward", "optimizer")
 """Parts of the step time; a record has the seconds of each as PHASE_s."""
@@ -160,7 +162,8 @@ class TrainRecord:
 
     Fields with a default: `time`: when the record was written (None in files of older versions). `epochs`: passes of a
     mixture over each source. `mtp_loss`: mean loss of the multi-token prediction modules without its weight; `loss`
-    does not contain it. `loss_scale`: for the next step (fp16 only). `skipped_steps`: skipped steps of the run (an
+    does not contain it. `margin`, `accuracy`, `chosen_reward`, `rejected_reward`: means over the pairs of a step, in
+    preference training. `loss_scale`: for the next step (fp16 only). `skipped_steps`: skipped steps of the run (an
     overflow in fp16, a spike).
     With several ranks on CPUs: `slowest_rank`: the rank that the others wait for longest. `slowest_costs_s`: its own
     time of a step above the median of its peers. `stragglers`: ranks that are too slow now. `own_s_by_rank`: seconds a
@@ -190,6 +193,10 @@ class TrainRecord:
     z_loss: float | None = None
     expert_sent_bytes: Amount | None = None
     mtp_loss: float | None = None
+    margin: float | None = None
+    accuracy: float | None = None
+    chosen_reward: float | None = None
+    rejected_reward: float | None = None
     loss_scale: Amount | None = None
     skipped_steps: Step = 0
     epochs: dict[str, Amount] | None = None

@@ -1,5 +1,5 @@
-"""Proves that `generate` and `eval` do what their options say, from a run that was trained to its text and perplexity,
-and that what cannot be used is told at once."""
+"""Proves that `generate`, `score` and `eval` do what their options say, from a run that was trained to its text and
+perplexity, and that what cannot be used is told at once."""
 
 import json
 import math
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -279,6 +280,61 @@ def test_a_bad_line_of_prompts_is_told_with_its_number(folder: Path):
     assert 'line 3: not an object with a text "prompt"' in told
     path.write_text("\n")
     assert "the file is empty" in run("generate", folder / "run", "--prompts", path, code=2)
+
+
+def test_scores_of_generated_tokens_are_their_log_probabilities(folder: Path):
+    (folder / "two.jsonl").write_text('{"prompt": "import json"}\n{"prompt": "def "}\n')
+    made = generated(folder, "--prompts", folder / "two.jsonl", "--logprobs")["completions"]
+    lines = [{key: each[key] for key in ("prompt_tokens", "tokens")} for each in made]
+    (folder / "made.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for layout in ((), ("--layout", "pp=2")):
+        scores = json.loads(run("score", folder / "run", folder / "made.jsonl", "--json", *layout))
+        for one, other in zip(scores["texts"], made, strict=True):
+            values = [token["log_prob"] for token in one["tokens"]]
+            n_prompt = len(other["prompt_tokens"])
+            assert values[:n_prompt] == [None] * n_prompt
+            assert values[n_prompt:] == pytest.approx(other["log_probs"], abs=2e-5)
+            assert one["log_prob"] == pytest.approx(sum(other["log_probs"]), abs=2e-5)
+            assert one["n_tokens"] == 9
+    assert "tokens" not in generated(folder, "--prompt", "a")["completions"][0]
+
+
+def test_scores_are_those_of_transformers_with_the_exported_weights(folder: Path, tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+    export(folder / "run", tmp_path / "hf")
+    lines = [{"text": "import json, sys"}, {"prompt": "def f(", "completion": "x):"}]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
+    for source in (folder / "run", tmp_path / "hf"):
+        for text in json.loads(run("score", source, tmp_path / "texts.jsonl", "--json"))["texts"]:
+            ids = torch.tensor([[token["id"] for token in text["tokens"]]])
+            with torch.no_grad():
+                log_p_TV = model(ids).logits[0, :-1].log_softmax(-1)
+            theirs = log_p_TV.gather(1, ids[0, 1:, None])[:, 0].tolist()
+            for token, value in zip(text["tokens"][1:], theirs, strict=True):
+                assert token["log_prob"] is None or token["log_prob"] == pytest.approx(value, abs=2e-5)
+            assert text["n_tokens"] == sum(token["log_prob"] is not None for token in text["tokens"])
+    assert "".join(token["text"] for token in text["tokens"] if token["log_prob"] is not None) == "x):"
+    table = run("score", folder / "run", tmp_path / "texts.jsonl")
+    assert "per token" in table
+    assert "x):" in table
+
+
+def test_texts_that_cannot_be_scored_are_told_with_their_line(folder: Path, tmp_path: Path):
+    path = tmp_path / "texts.jsonl"
+    lines = [{"prompt": "a"}, {"text": ""}, {"text": "word " * 99}, {"prompt_tokens": [1], "tokens": ["a"]},
+             {"tokens": [1, 300]}, {"messages": [{"role": "user", "content": "a"}]}, 3]  # fmt: skip
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    told = run("score", folder / "run", path, "--layout", "tp=3", code=2)
+    problems = ("no field completion", "none to score", "33 at most", "'tokens' is not a list",
+                "token id 300, outside of", "no chat template", "not an object")  # fmt: skip
+    for number, words in enumerate(problems):
+        assert f"{path}, line {number + 1}: " in told
+        assert words in told
+    assert "tp=3" in told
+    assert told.count("error:") >= 8
+    assert "there is no such file" in run("score", folder / "run", tmp_path / "nowhere", code=2)
+    assert "add --json" in run("generate", folder / "run", "--prompt", "a", "--logprobs", code=2)
 
 
 def test_a_folder_without_a_model_or_a_tokenizer_is_told(folder: Path, tmp_path: Path):

@@ -137,6 +137,7 @@ READERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("train.log", ("plan", "explain-log", "LOG", "--from", "SCRIPT", "--cluster", "h100:32")),
     ("loads.json", (*MIXTURE_PLAN, "--expert-load", "LOADS")),
     ("prompts.jsonl", ("generate", "NOTHING", "--prompts", "PROMPTS")),
+    ("prompts.jsonl", ("score", "NOTHING", "PROMPTS")),
     ("hardware.toml", (*PLAN, "--hardware", "HARDWARE", "--top", "1")),
 )
 """Files, and verbs that read them."""

@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 from shardwright.cli.main import app
 from shardwright.data import chat as module
-from shardwright.data.chat import BadConversation, ChatFormat, TextPiece
+from shardwright.data.chat import BadConversation, ChatFormat, PairFormat, TextPiece
 from shardwright.data.inspect import inspect
 from shardwright.data.prepare import prepare
-from shardwright.data.samples import PackedSamples
+from shardwright.data.samples import PackedSamples, PairSamples
 from shardwright.data.shards import DataManifest, open_split, verify_checksums
 from shardwright.data.tokenizer import train_bpe
 from shardwright.system.errors import DataError
@@ -242,3 +242,65 @@ def test_text_is_written_as_before_and_all_of_it_is_trained_on(prepared: Path):
     assert not list(prepared.glob("*.trained"))
     assert np.all(open_split(prepared, "train").trained(0, 100))
     assert "segments" not in inspect(prepared, n=1)["documents"][0]
+
+
+def pair_format(template: str | None = None) -> PairFormat:
+    return PairFormat(template, special_tokens=SPECIAL)
+
+
+def test_only_the_answers_of_a_pair_count_in_every_form_of_a_record():
+    texts = {"prompt": "Is it?", "chosen": " Yes.", "rejected": " No."}
+    assert pair_format().documents(texts) == [
+        [TextPiece("Is it?", False), TextPiece(answer, True, True)] for answer in (" Yes.", " No.")
+    ]
+    asked, yes, no = TALK[:4], TALK[4], {"role": "assistant", "content": "No."}
+    whole = pair_format(CHATML).documents({"chosen": [*asked, yes], "rejected": [*asked, no]})
+    assert pair_format(CHATML).documents({"prompt": asked, "chosen": [yes], "rejected": [no]}) == whole
+    for pieces, answer in zip(whole, (yes, no), strict=True):
+        assert "".join(piece.text for piece in pieces if piece.trained) == answer["content"] + "<|im_end|>"
+        assert "4.<|im_end|>" in "".join(piece.text for piece in pieces if not piece.trained), "an earlier answer"
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"prompt": "a", "chosen": "b"}, "no field 'rejected'; there are: prompt, chosen"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "answer are equal, so the pair prefers neither"),
+        ({"prompt": "a", "chosen": "b", "rejected": ""}, "the field 'rejected' is empty, neither a text nor a list"),
+        ({"chosen": "b", "rejected": "c"}, "there is no text 'prompt' that it answers"),
+        ({"prompt": "a", "chosen": "b", "rejected": TALK}, "is a text, and the other a list of messages"),
+        ({"chosen": TALK, "rejected": TALK[:3]}, "begins with the whole other one; both need an answer"),
+        ({"prompt": "a", "chosen": 1, "rejected": 2}, "the field 'chosen' is a int, neither"),
+    ],
+    ids=["no rejected", "equal", "empty", "no prompt", "mixed", "prefix", "number"],
+)
+def test_a_record_that_is_no_pair_is_told(record: dict[str, Any], words: str):
+    with pytest.raises(BadConversation, match=words):
+        pair_format(CHATML).documents(record)
+
+
+def test_samples_of_pairs_have_whole_pairs_of_which_the_answers_count(tmp_path: Path):
+    lines = [{"prompt": "a" * (n % 3 + 1), "chosen": "bc", "rejected": "d" * (n % 4 + 1)} for n in range(9)]
+    prepare(written(tmp_path / "pairs.jsonl", *lines), tmp_path / "tokens", vocab_size=257, format="preference",
+            validation=0)  # fmt: skip
+    split = open_split(tmp_path / "tokens", "train")
+    samples = PairSamples(split, 29)
+    seen: list[int] = []
+    for i in range(len(samples)):
+        tokens, mask = samples.read(i)
+        lengths, answers = samples.documents(i), samples.answers(i)
+        assert len(lengths) - len(answers) in (0, 1)
+        assert sum(lengths) == 29
+        begin = 0
+        for document, length in zip(answers, lengths, strict=False):
+            ids = split.document(document)
+            n_answer = len(ids) - 1 - (document // 2 % 3 + 1) + 1  # with its separator
+            part, counted = tokens[begin : begin + len(ids)], mask[begin : begin + len(ids) - 1]
+            assert part.tolist() == ids.tolist()
+            assert counted.tolist() == [False] * (len(ids) - 1 - n_answer) + [True] * n_answer
+            begin += length
+        assert not mask[begin:].any()
+        seen += answers
+    assert seen == list(range(18))
+    with pytest.raises(DataError, match=r"pair 2 of the train split has 13 tokens, .* set batch.seq_len=12 or more"):
+        PairSamples(split, 11)

@@ -1,5 +1,5 @@
-"""Proves that greedy generation gives the tokens of `transformers.generate`, for a randomly initialised model of every
-family, read from the folder that transformers saved."""
+"""Proves that greedy generation gives the tokens of `transformers.generate`, and `score` its log-probabilities, for a
+randomly initialised model of every family, read from the folder that transformers saved."""
 
 from pathlib import Path
 
@@ -9,6 +9,7 @@ import torch
 from shardwright.generation.continuous import Batcher
 from shardwright.generation.engine import WholeEngine
 from shardwright.generation.sampling import Sampling
+from shardwright.generation.score import scored
 from shardwright.generation.source import open_source
 from tests.marks import rest_prove
 
@@ -111,3 +112,12 @@ def test_greedy_tokens_are_those_of_transformers(family: str, tmp_path: Path):
     engine = WholeEngine(source.whole(torch.device("cpu")), 2, source.spec.max_seq_len)
     assert Batcher(engine, Sampling(), source.spec.max_seq_len).complete(PROMPTS, N_TOKENS) == expected
     assert len({token for tokens in expected.values() for token in tokens}) > 10
+    longest = max(len(PROMPTS[index]) + len(new) for index, new in expected.items())
+    engine = WholeEngine(source.whole(torch.device("cpu")), 2, longest)
+    scores = scored(engine, {index: (PROMPTS[index] + new, len(new)) for index, new in expected.items()})
+    for index, new in expected.items():
+        with torch.no_grad():
+            logits_TV = theirs(torch.tensor([PROMPTS[index] + new[:-1]])).logits[0, -len(new) :]
+        theirs_T = logits_TV.log_softmax(-1).gather(1, torch.tensor(new)[:, None])[:, 0]
+        own_T = torch.tensor(scores[index].log_probs, dtype=torch.float64)
+        torch.testing.assert_close(own_T, theirs_T, rtol=0, atol=3e-5)  # norms and angles are float32 in transformers

@@ -22,7 +22,7 @@ from shardwright.layout.layout import Layout
 from shardwright.system import extensions
 from shardwright.system.console import LossyStream, PlainConsole, discard_output
 from shardwright.system.errors import InputError, LayoutError, QuietExit, ShardwrightError, nearest, system_limit
-from shardwright.system.files import parse_toml, problem_of_place
+from shardwright.system.files import parse_json, parse_toml, problem_of_place, read_text, reason
 from shardwright.system.processes import in_one_sentence, on_signals
 from shardwright.view import terminal
 from shardwright.view.document import VerbDocument
@@ -259,6 +259,40 @@ def layout_of(text: str, valid: Sequence[str] | None = None) -> Layout:
     if problems:
         raise LayoutError(*problems)
     return Layout(**values)
+
+
+def numbered_lines(path: Path, name: str) -> dict[int, str]:
+    """Return the lines of a text file that are not blank, by their number from 1. `name`: of the file in errors.
+
+    Raises InputError for a file that is missing, empty or no text.
+    """
+    try:
+        lines = read_text(path).replace("\r\n", "\n").split("\n")
+    except FileNotFoundError:
+        raise InputError(f"{name}: there is no such file") from None
+    except IsADirectoryError:
+        raise InputError(f"{name}: that is a folder; name a file, with one text a line") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{name}: cannot be read as text: {reason(error)}") from None
+    numbered = {number: line for number, line in enumerate(lines, start=1) if line.strip()}
+    if not numbered:
+        raise InputError(f"{name}: the file is empty; write one text a line")
+    return numbered
+
+
+def json_records(path: Path, name: str) -> tuple[dict[int, Any], list[str]]:
+    """Return the JSON of each line of a file, by its number, and the problems of the file and of its lines."""
+    records, problems = {}, []
+    try:
+        lines = numbered_lines(path, name)
+    except InputError as error:
+        return {}, list(error.problems)
+    for number, line in lines.items():
+        try:
+            records[number] = parse_json(line)
+        except ValueError as error:
+            problems.append(f"{name}, line {number}: not JSON ({error}): {line[:60]!r}")
+    return records, problems
 
 
 def print_json(answer: Any) -> None:

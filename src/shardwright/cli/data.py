@@ -62,9 +62,10 @@ class PrepareOptions:
     seed: Annotated[int, typer.Option(help="chooses the documents of the split `validation`")] = USUAL["seed"]
     shard_tokens: Annotated[int, typer.Option(help="tokens of one shard file")] = USUAL["shard_tokens"]
     format: Annotated[
-        Literal["text", "chat"],
+        Literal["text", "chat", "preference"],
         typer.Option(
-            help="chat: records have `messages`, or `prompt` and `completion`; only the answers are trained on."
+            help="chat: records have `messages`, or `prompt` and `completion`; only the answers are trained on. "
+            "preference: records have a `chosen` and a `rejected` answer, for [preference] of a run file."
         ),
     ] = USUAL["format"]
     chat_template: Annotated[

@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,7 +11,9 @@ from shardwright.cli.common import (
     Device,
     ModelArgument,
     error_console,
+    json_records,
     layout_of,
+    numbered_lines,
     print_json,
     print_text,
     reading_verb,
@@ -20,7 +22,6 @@ from shardwright.cli.common import (
 )
 from shardwright.system.console import visible
 from shardwright.system.errors import InputError
-from shardwright.system.files import parse_json, read_text, reason
 from shardwright.system.units import format_bytes, percent
 
 if TYPE_CHECKING:
@@ -67,6 +68,10 @@ class GenerateOptions:
         typer.Option(metavar="MODEL", help="a smaller model of the same tokenizer that proposes tokens (speculative)"),
     ] = None
     draft_tokens: Annotated[int, typer.Option(help="proposals of the draft in each step")] = 4
+    logprobs: Annotated[
+        bool,
+        typer.Option("--logprobs", help="with --json: the ids and the log-probability of each token, as `score` has"),
+    ] = False
     device: Device = "auto"
     json: AsJson = False
 
@@ -89,6 +94,12 @@ def generate(options: GenerateOptions) -> None:
     problems += wrong_sizes(
         {"--max-tokens": options.max_tokens, "--batch-size": options.batch_size, "--draft-tokens": options.draft_tokens}
     )
+    if options.logprobs and options.draft is not None:
+        problems.append(
+            "--logprobs with --draft: a draft's tokens are checked without them; leave out the one or the other"
+        )
+    if options.logprobs and not options.json:
+        problems.append("--logprobs prints a number for each token; add --json")
     try:
         layout = layout_of(options.layout, LAYOUT_KEYS)
     except InputError as error:
@@ -109,12 +120,13 @@ def generate(options: GenerateOptions) -> None:
             options.draft_tokens,
             tuple(options.stop or ()),
             options.chat,
+            options.logprobs,
         )
     )
     if answer is None:
         return
     if options.json:
-        print_json(dataclasses.asdict(answer) | {"tokens_per_s": answer.tokens_per_s})
+        print_json(_without_absent(dataclasses.asdict(answer)) | {"tokens_per_s": answer.tokens_per_s})
         return
     for number, each in enumerate(answer.completions, start=1):
         if len(answer.completions) > 1:
@@ -128,6 +140,12 @@ def generate(options: GenerateOptions) -> None:
     )
 
 
+def _without_absent(answer: dict[str, Any]) -> dict[str, Any]:
+    """Return an answer whose completions have tokens and log-probabilities only if they were asked for."""
+    completions = [{key: value for key, value in each.items() if value is not None} for each in answer["completions"]]
+    return answer | {"completions": completions}
+
+
 def _prompts(options: GenerateOptions) -> tuple[tuple[str, ...], list[str]]:
     """Return the prompts, and the problems of the options that give them."""
     given = list(options.prompt or ())
@@ -135,33 +153,20 @@ def _prompts(options: GenerateOptions) -> tuple[tuple[str, ...], list[str]]:
         return (), ["--prompt: the bytes given are not UTF-8 text"]
     if options.prompts is None:
         return tuple(given), [] if given else ["nothing to continue; give --prompt TEXT or --prompts FILE"]
-    path = options.prompts
-    try:
-        lines = read_text(path).replace("\r\n", "\n").split("\n")
-    except FileNotFoundError:
-        return (), [f"--prompts {path}: there is no such file"]
-    except IsADirectoryError:
-        return (), [f"--prompts {path}: that is a folder; name a file of prompts, one a line"]
-    except (OSError, ValueError) as error:
-        return (), [f"--prompts {path}: cannot be read as text: {reason(error)}"]
-    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not numbered:
-        return (), [f"--prompts {path}: the file is empty; write one prompt a line"]
+    path, name = options.prompts, f"--prompts {options.prompts}"
     if path.suffix != ".jsonl":
-        return (*given, *(line for _, line in numbered)), []
-    problems = []
-    for number, line in numbered:
         try:
-            found = parse_json(line)
-        except ValueError as error:
-            problems.append(f"--prompts {path}, line {number}: not JSON ({error}): {line[:60]!r}")
-            continue
-        if not isinstance(found, dict) or not isinstance(found.get("prompt"), str):
-            problems.append(f'--prompts {path}, line {number}: not an object with a text "prompt": {line[:60]!r}')
-        elif any("\ud800" <= char <= "\udfff" for char in found["prompt"]):
-            problems.append(f"--prompts {path}, line {number}: half a surrogate pair is no text: {line[:60]!r}")
+            return (*given, *numbered_lines(path, name).values()), []
+        except InputError as error:
+            return (), list(error.problems)
+    records, problems = json_records(path, name)
+    for number, record in records.items():
+        if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
+            problems.append(f'{name}, line {number}: not an object with a text "prompt": {str(record)[:60]}')
+        elif any("\ud800" <= char <= "\udfff" for char in record["prompt"]):
+            problems.append(f"{name}, line {number}: half a surrogate pair is no text: {str(record)[:60]!r}")
         else:
-            given.append(found["prompt"])
+            given.append(record["prompt"])
     return tuple(given), problems
 
 

@@ -37,6 +37,7 @@ VERBS = {
     "watch": "Show a run while it trains: loss, speed, memory, ranks, checkpoints and events.",
     "report": "Show the results of a run: its numbers, its curves, and one HTML page.",
     "generate": "Continue prompts with a run or a folder of transformers, on any layout.",
+    "score": "Compute the log-probability of each text, or of each answer given its prompt, on any layout.",
     "eval": "Measure the perplexity of a run on its validation data, or of any model on prepared data.",
     "import": "Write the weights of a Hugging Face model as a folder that runs begin with.",
     "export": "Write weights as a folder that transformers loads with AutoModelForCausalLM.from_pretrained.",

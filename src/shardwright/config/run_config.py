@@ -24,6 +24,7 @@ from shardwright.config.sections import (
     ModelSection,
     NotNegative,
     Positive,
+    PreferenceSection,
     RunFileSection,
     ScheduleSection,
 )
@@ -73,6 +74,7 @@ class RunConfig(RunFileSection):
     data: DataSection
     batch: BatchSection
     layout: LayoutSection = Field(default_factory=LayoutSection)
+    preference: PreferenceSection = Field(default_factory=PreferenceSection)
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
     lr_schedule: ScheduleSection = Field(default_factory=ScheduleSection)
     precision: PrecisionSection = Field(default_factory=PrecisionSection)
@@ -158,6 +160,7 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
     if data:
         found += mixture_problems(data, valid.get("steps"))
         found += _document_problems(data, None if spec_problems else spec)
+    found += _preference_problems(valid.get("preference") or PreferenceSection(), data, spec, layout)
     return found
 
 
@@ -370,6 +373,38 @@ def _document_problems(data: DataSection, spec: ModelSpec | None) -> Iterator[st
         yield (
             f"data.attention='document' with model.family={spec.family!r}: its blocks take no documents "
             f"(`Family.documents`, docs/extending.md); valid: data.attention='sequence', or a family of {able}"
+        )
+
+
+def _preference_problems(
+    preference: PreferenceSection, data: DataSection | None, spec: ModelSpec | None, layout: Layout | None
+) -> Iterator[str]:
+    kind = preference.kind
+    for name in ("beta", "gamma"):
+        if getattr(preference, name) == PreferenceSection.model_fields[name].default:
+            continue
+        if kind == "none" or (name == "gamma" and kind != "simpo"):
+            needed = "'simpo'" if name == "gamma" else "'dpo', 'ipo' or 'simpo'"
+            yield (
+                f"preference.{name}={getattr(preference, name):g} is not used with preference.kind={kind!r}; set kind "
+                f"to {needed}, or leave {name} out"
+            )
+    if kind == "none":
+        return
+    if data and (data.attention, data.positions) != ("document", "document"):
+        yield (
+            f"preference.kind={kind!r} with data.attention={data.attention!r} and data.positions={data.positions!r}: "
+            f"the two answers of a pair are documents of one sequence; set both to 'document'"
+        )
+    if spec and spec.mtp_modules:
+        yield (
+            f"preference.kind={kind!r} with model.mtp_modules={spec.mtp_modules}: a pair has no loss of later tokens; "
+            f"set model.mtp_modules=0"
+        )
+    if layout and layout.loss_chunk_tokens:
+        yield (
+            f"preference.kind={kind!r} with layout.loss_chunk_tokens={layout.loss_chunk_tokens}: the gradient of a "
+            f"token depends on all tokens of its pair, so no chunk is complete on its own; set loss_chunk_tokens=0"
         )
 
 

@@ -380,6 +380,30 @@ class InitSection(RunFileSection):
     )
 
 
+class PreferenceSection(RunFileSection):
+    """Training on pairs of a chosen and a rejected answer, instead of the next token."""
+
+    kind: Literal["none", "dpo", "ipo", "simpo"] = Field(
+        "none",
+        description="the loss of a pair: DPO or IPO, relative to the reference, which is the model before the first "
+        "step, or SimPO without a reference; none: the next token is trained",
+    )
+    beta: Annotated[float, Field(gt=0)] = Field(
+        0.1, description="dpo, simpo: factor of the difference of log-probabilities; ipo: 1 / (2 beta) is its target"
+    )
+    gamma: Annotated[float, Field(ge=0)] = Field(
+        0.5, description="simpo only: beta times the difference of log-probabilities a token should exceed this"
+    )
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares with the log-probabilities of a reference model."""
+        return self.kind in ("dpo", "ipo")
+
+
+NO_PREFERENCE = PreferenceSection()
+
+
 class MetricsSection(RunFileSection):
     """Metrics that are written while training. JSON lines always go to OUT/metrics.jsonl."""
 

@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -24,11 +25,15 @@ from shardwright.layout.layout import accumulation
 from shardwright.system.errors import DataError
 
 PADDING_ID = -1
+T = TypeVar("T")
 READER = "shardwright-batches"
 """The name of the thread that reads ahead."""
 
 DocumentsAB = tuple[tuple[tuple[int, ...], ...], ...]
 """Tokens of the documents of each sequence of each micro-batch."""
+ReferencesAB = tuple[tuple[tuple[float, ...], ...], ...]
+References = Callable[[int], Sequence[float]]
+"""The index of a sample -> the log-probability of each of its answers under the reference."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,9 @@ class Batch:
     (global) indices of the sequences, PADDING_ID for a row that only fills a micro-batch. n_targets: the number of
     targets that count in this batch, on this rank alone. documents_AB: the tokens of each document of each sequence,
     which add up to T; None if attention covers whole sequences. n_real_AB: the tokens of each sequence before its
-    padding, int64; None if no sequence of the run has padding.
+    padding, int64; None if no sequence of the run has padding. references_AB: for pairs of answers, the log-probability
+    under the reference of each document of each sequence that is an answer: all, or all but the last, which is padding.
+    They come in pairs, the chosen answer first.
     """
 
     tokens_ABT: torch.Tensor
@@ -48,6 +55,12 @@ class Batch:
     n_targets: int
     documents_AB: DocumentsAB | None = None
     n_real_AB: torch.Tensor | None = None
+    references_AB: ReferencesAB | None = None
+
+    @property
+    def n_pairs(self) -> int:
+        """The pairs of answers in this batch, on this rank alone."""
+        return sum(len(each) // 2 for row in self.references_AB or () for each in row)
 
     @staticmethod
     def from_sequences(
@@ -57,6 +70,7 @@ class Batch:
         micro_batch: int,
         documents_B: Sequence[Sequence[int]] | None = None,
         n_real_B: torch.Tensor | None = None,
+        references_B: Sequence[Sequence[float]] | None = None,
     ) -> "Batch":
         """Return a batch of the sequences of one data rank, in micro-batches that divide their number."""
         shape_AB = (len(ids_B) // micro_batch, micro_batch)
@@ -67,6 +81,7 @@ class Batch:
             int((targets_BT != IGNORE).sum()),
             None if documents_B is None else _in_microbatches(documents_B, micro_batch),
             None if n_real_B is None else n_real_B.reshape(shape_AB),
+            None if references_B is None else _in_microbatches(references_B, micro_batch),
         )
 
 
@@ -80,7 +95,8 @@ class Batches:
     in the thread is raised by the `next` that would have returned that batch.
 
     `within_documents`: batches have the documents of their sequences, within which attention stays. `padded`: batches
-    have the numbers of real tokens of their sequences. `left_out`: ranges of running samples that no batch has.
+    have the numbers of real tokens of their sequences. `references`: batches have the references of pairs of answers.
+    `left_out`: ranges of running samples that no batch has.
 
     Raises LayoutError for a batch that does not divide. A token id of vocab_size or more, which only damaged or foreign
     data has, raises DataError from `next`.
@@ -97,6 +113,7 @@ class Batches:
         vocab_size: int,
         within_documents: bool = False,
         padded: bool = False,
+        references: References | None = None,
         start_step: int = 0,
         start_sample: int = 0,
         left_out: Iterable[tuple[int, int]] = (),
@@ -126,6 +143,7 @@ class Batches:
                     pin_memory,
                     within_documents,
                     padded,
+                    references,
                 )
 
         self._source = read()
@@ -200,6 +218,7 @@ def evaluation_batches(
     vocab_size: int,
     within_documents: bool = False,
     padded: bool = False,
+    references: References | None = None,
     max_samples: int | None = None,
 ) -> Iterator[Batch]:
     """Yield `max_samples` of a split (all if None), spread evenly over it, once each over all data ranks; A = 1.
@@ -212,7 +231,7 @@ def evaluation_batches(
     for first in range(0, n, micro_batch * data_ranks):
         ids = first + data_rank * micro_batch + np.arange(micro_batch)
         indices_B = np.where(ids < n, ids * len(samples) // n, PADDING_ID)
-        yield _read(samples, indices_B[None], indices_B[None], vocab_size, False, within_documents, padded)
+        yield _read(samples, indices_B[None], indices_B[None], vocab_size, False, within_documents, padded, references)
 
 
 def _read(
@@ -223,16 +242,20 @@ def _read(
     pin_memory: bool,
     within_documents: bool,
     padded: bool,
+    references: References | None,
 ) -> Batch:
     shape = (*indices_AB.shape, samples.seq_len)
     tokens_ABT, targets_ABT = np.zeros(shape, np.int64), np.full(shape, IGNORE, np.int64)
     n_real_AB = np.zeros(indices_AB.shape, np.int64)
     documents: list[Sequence[int]] = []
+    values: list[Sequence[float]] = []
     n_targets = 0
     for place in np.ndindex(indices_AB.shape):
         i = int(indices_AB[place])
         if within_documents:
             documents.append(samples.documents(i) if i != PADDING_ID else (samples.seq_len,))
+        if references is not None:
+            values.append(references(i) if i != PADDING_ID else ())
         if i == PADDING_ID:
             continue
         tokens, mask = samples.read(i)
@@ -249,11 +272,13 @@ def _read(
 
     documents_AB = _in_microbatches(documents, shape[1]) if within_documents else None
     n_real = tensor(n_real_AB) if padded else None
-    return Batch(tensor(tokens_ABT), tensor(targets_ABT), tensor(ids_AB.copy()), n_targets, documents_AB, n_real)
+    of_answers = None if references is None else _in_microbatches(values, shape[1])
+    ids = tensor(ids_AB.copy())
+    return Batch(tensor(tokens_ABT), tensor(targets_ABT), ids, n_targets, documents_AB, n_real, of_answers)
 
 
-def _in_microbatches(documents: Sequence[Sequence[int]], micro_batch: int) -> DocumentsAB:
-    whole = [tuple(lengths) for lengths in documents]
+def _in_microbatches(of_sequences: Sequence[Sequence[T]], micro_batch: int) -> tuple[tuple[tuple[T, ...], ...], ...]:
+    whole = [tuple(values) for values in of_sequences]
     return tuple(tuple(whole[at : at + micro_batch]) for at in range(0, len(whole), micro_batch))
 
 

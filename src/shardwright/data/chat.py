@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from shardwright.data.template import ANSWER, MARKER, REASONING, TemplateRefusal
 from shardwright.data.template_process import TemplateProcess
@@ -64,6 +64,8 @@ class ChatFormat:
     is none, which is enough for `prompt` and `completion`; `tool_template` is for records with tools, if the tokenizer
     has two. `special_tokens` may not occur in a message. `now`: the date that templates write."""
 
+    per_record: ClassVar[int] = 1
+    """Documents of a record."""
     template: str | None = None
     tokens: tuple[tuple[str, str], ...] = ()
     special_tokens: tuple[str, ...] = ()
@@ -95,6 +97,10 @@ class ChatFormat:
                 f"the field {given[0]!r} is for messages, and the record has a prompt and a completion"
             )
         return [TextPiece(record["prompt"], False), TextPiece(record["completion"], trained is not False, True)]
+
+    def documents(self, record: dict[str, Any]) -> list[list[TextPiece]]:
+        """Return the documents of a record, each as `pieces`. Raises BadConversation."""
+        return [self.pieces(record)]
 
     def _note_unread(self, keys: Iterable[str]) -> None:
         """Keep the names of fields that nothing reads: at most `MOST_NAMES`, each cut to `LONGEST_NAME`."""
@@ -190,6 +196,51 @@ class ChatFormat:
         return TemplateProcess(
             template=template, tokens=tokens, special_tokens=self.special_tokens, now=self.now, utc=utc
         )
+
+
+class PairFormat(ChatFormat):
+    """The rendering of records with a `chosen` and a `rejected` answer to the same prompt, as two documents in which
+    only the answers count. The answers are texts after a `prompt`, or lists of messages: whole conversations, or the
+    messages after a `prompt` of messages."""
+
+    per_record = 2
+
+    def documents(self, record: dict[str, Any]) -> list[list[TextPiece]]:
+        """Return the documents of the chosen and of the rejected answer."""
+        chosen, rejected = (self._answer(record, name) for name in ("chosen", "rejected"))
+        if chosen == rejected:
+            raise BadConversation("the chosen and the rejected answer are equal, so the pair prefers neither")
+        rest = {key: value for key, value in record.items() if key not in ("prompt", "chosen", "rejected")}
+        if isinstance(chosen, str) and isinstance(rejected, str):
+            records = [{"prompt": record.get("prompt"), "completion": answer} for answer in (chosen, rejected)]
+            return [self.pieces(rest | each) for each in records]
+        if isinstance(chosen, str) or isinstance(rejected, str):
+            raise BadConversation("one of 'chosen' and 'rejected' is a text, and the other a list of messages")
+        prompt = record.get("prompt")
+        if isinstance(prompt, list):
+            chosen, rejected = [*prompt, *chosen], [*prompt, *rejected]
+        n_shared = next((n for n, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
+        if n_shared is None:
+            raise BadConversation("one of 'chosen' and 'rejected' begins with the whole other one; both need an answer")
+        conversations = [[*map(_untrained, each[:n_shared]), *each[n_shared:]] for each in (chosen, rejected)]
+        return [self.pieces(rest | {"messages": messages}) for messages in conversations]
+
+    def _answer(self, record: dict[str, Any], name: str) -> str | list[Any]:
+        answer = record.get(name)
+        if answer is None:
+            raise BadConversation(f"no field {name!r}; there are: {', '.join(record) or 'none'}")
+        if not isinstance(answer, str | list) or not answer:
+            raise BadConversation(f"the field {name!r} is {_kind(answer)}, neither a text nor a list of messages")
+        if isinstance(answer, str) and not isinstance(record.get("prompt"), str):
+            raise BadConversation(f"the field {name!r} is a text, and there is no text 'prompt' that it answers")
+        return answer
+
+
+def _untrained(message: Any) -> Any:
+    """Return a message before the answer; an earlier answer is not trained on."""
+    if not isinstance(message, dict) or message.get("role") != ANSWER:
+        return message
+    return {key: value for key, value in message.items() if key not in TRAINED_KEYS} | {"train": False}
 
 
 def without_nulls(value: Any) -> Any:

@@ -5,13 +5,13 @@ of tokens on which both agree and that covers at least AGREED characters. Withou
 as one.
 """
 
+import itertools
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from shardwright.data.tokenizer import TextTokenizer
 from shardwright.system.units import KiB
 
 WINDOW = 256 * KiB
@@ -21,6 +21,13 @@ AGREED = KiB
 # Characters that may precede a text without changing its tokens.
 _NEUTRAL = ("\n", ".", "a", "0")
 Spans = tuple[tuple[int, int], ...]
+
+
+class Encoder(Protocol):
+    """A tokenizer, as `TextTokenizer`."""
+
+    def encodings(self, texts: list[str], offsets: bool = False) -> list[Any]:
+        """Return the library's encoding of each text; with `offsets` also the characters of each token."""
 
 
 class TextSection(NamedTuple):
@@ -63,7 +70,7 @@ def windows(section: TextSection) -> Iterator[TextWindow]:
         yield TextWindow(section, text, start, True)
 
 
-def continued(document: int, text: str, spans: Spans, tokenizer: TextTokenizer, closed: bool) -> TextSection:
+def continued(document: int, text: str, spans: Spans, tokenizer: Encoder, closed: bool) -> TextSection:
     """Return a section that continues the previous one. Many tokenizers write a space before a text; a neutral
     character before the text takes that space, and its tokens are left out."""
     head = text[:256]
@@ -75,7 +82,23 @@ def continued(document: int, text: str, spans: Spans, tokenizer: TextTokenizer, 
     return TextSection(document, [text], spans, 0, closed)
 
 
-def encode(tokenizer: TextTokenizer, parts: list[TextWindow]) -> list[Any]:
+def answer_sections(
+    document: int, texts: Sequence[str], trained: Sequence[bool], apart: bool, tokenizer: Encoder, closed: bool
+) -> Iterator[TextSection]:
+    """Yield the sections of a document in pieces; `trained`: the pieces that are trained on. `apart`: the pieces are a
+    prompt and a completion, each encoded alone."""
+    if apart:
+        prompt, completion = texts
+        spans: Spans = ((0, len(completion)),) if trained[1] else ()
+        yield TextSection(document, [prompt], ())
+        yield continued(document, completion, spans, tokenizer, closed)
+        return
+    places = [0, *itertools.accumulate(map(len, texts))]
+    spans = tuple(place for place, counts in zip(itertools.pairwise(places), trained, strict=True) if counts)
+    yield TextSection(document, ["".join(texts)], spans, closed=closed)
+
+
+def encode(tokenizer: Encoder, parts: list[TextWindow]) -> list[Any]:
     """Return the encoding of each window, computed on all cores."""
     encodings: list[Any] = [None] * len(parts)
     for offsets in (False, True):
@@ -87,10 +110,21 @@ def encode(tokenizer: TextTokenizer, parts: list[TextWindow]) -> list[Any]:
     return encodings
 
 
+def encode_sections(tokenizer: Encoder, sections: Iterable[TextSection]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the token ids of one document, uint32, and which of them are trained on, bool."""
+    joiner, ids, trained = Joiner(tokenizer), [np.zeros(0, np.uint32)], [np.zeros(0, bool)]
+    for section in sections:
+        for window in windows(section):
+            for ids_N, trained_N in joiner.add(window, encode(tokenizer, [window])[0]):
+                ids.append(ids_N)
+                trained.append(np.broadcast_to(trained_N, ids_N.shape))
+    return np.concatenate(ids), np.concatenate(trained)
+
+
 class Joiner:
     """Joins the tokens of windows, which are added in order."""
 
-    def __init__(self, tokenizer: TextTokenizer) -> None:
+    def __init__(self, tokenizer: Encoder) -> None:
         self._tokenizer = tokenizer
         self._held: tuple[TextWindow, Any, int] | None = None
         """A window, and the index of its first token that has not been yielded."""

@@ -18,8 +18,8 @@ from typing import Any, Literal
 import numpy as np
 
 from shardwright.data import blocks
-from shardwright.data.chat import MOST_NAMES, TEMPLATE, ChatFormat, read_chat_format
-from shardwright.data.encoding import Joiner, Spans, TextSection, TextWindow, continued, encode, windows
+from shardwright.data.chat import MOST_NAMES, TEMPLATE, ChatFormat, PairFormat, read_chat_format
+from shardwright.data.encoding import Joiner, TextSection, TextWindow, answer_sections, encode, windows
 from shardwright.data.order import keyed_fractions
 from shardwright.data.remote import size_bytes
 from shardwright.data.shards import MANIFEST, TOKENIZER, DataManifest
@@ -33,6 +33,7 @@ from shardwright.system.remote import REMOTE
 from shardwright.system.units import MiB
 from shardwright.system.version import PACKAGE_VERSION
 
+DataFormat = Literal["text", "chat", "preference"]
 TRAIN, VALIDATION = "train", "validation"
 # The tokenizers library holds about 100 bytes a token while it encodes: 35 times the text.
 BATCH_BYTES_PER_CORE = 2 * MiB
@@ -95,19 +96,7 @@ class _Corpus:
                 continue
             texts = list(document.pieces)
             closed = texts[-1].endswith(specials)
-            places = [0, *itertools.accumulate(map(len, texts))]
-            if document.apart:
-                prompt, completion = texts
-                spans: Spans = ((0, len(completion)),) if document.trained[1] else ()
-                yield TextSection(number, [prompt], ())
-                yield continued(number, completion, spans, tokenizer, closed)
-            else:
-                spans = tuple(
-                    place
-                    for place, trained in zip(itertools.pairwise(places), document.trained, strict=True)
-                    if trained
-                )
-                yield TextSection(number, ["".join(texts)], spans, closed=closed)
+            yield from answer_sections(number, texts, document.trained, document.apart, tokenizer, closed)
 
     def _with_text(self, meter: Meter) -> Iterator[tuple[int, Document]]:
         number = 0
@@ -119,7 +108,7 @@ class _Corpus:
     def described(self, meter: Meter) -> dict[str, Any]:
         """Return the manifest's description of the source."""
         counts: dict[str, Any] = {
-            "format": "text" if self.chat is None else "chat",
+            "format": "text" if self.chat is None else "chat" if self.chat.per_record == 1 else "preference",
             "read_bytes": meter.read_bytes,
             "skipped": meter.n_skipped,
             "bad": meter.n_bad,
@@ -147,7 +136,7 @@ def prepare(
     validation: float = 0.01,
     seed: int = 0,
     shard_tokens: int = 100_000_000,
-    format: Literal["text", "chat"] = "text",
+    format: DataFormat = "text",
     chat_template: str | Path | None = None,
     text_key: str = "text",
     glob: str | None = None,
@@ -160,7 +149,8 @@ def prepare(
 
     `tokenizer` is a tokenizer.json; without one a BPE of `vocab_size` is trained on up to `tokenizer_sample` bytes of
     the text, spread over the corpus if its size is known. With `format` "chat" each record is a conversation (see
-    `chat`) whose answers are trained on; `chat_template` is a file with a template instead of the tokenizer's. About
+    `chat`) whose answers are trained on, with "preference" a chosen and a rejected answer (see `chat.PairFormat`);
+    `chat_template` is a file with a template instead of the tokenizer's. About
     the fraction `validation` of the documents, chosen by a hash of (seed, document number), goes to the split
     "validation"; with two or more documents both splits have one. The same call writes the same bytes.
 
@@ -168,10 +158,12 @@ def prepare(
     complete). Nothing is left behind then.
     """
     _check(validation, shard_tokens=shard_tokens, tokenizer_sample=tokenizer_sample)
-    if chat_template is not None and format != "chat":
-        raise DataError("--chat-template writes conversations; add --format chat")
+    if chat_template is not None and format == "text":
+        raise DataError("--chat-template writes conversations; add --format chat or --format preference")
     loaded = None if tokenizer is None else load_tokenizer(tokenizer, separator)
-    chat = _chat_format(loaded, tokenizer, chat_template) if format == "chat" else None
+    chat = None if format == "text" else _chat_format(loaded, tokenizer, chat_template)
+    if format == "preference" and chat is not None:
+        chat = PairFormat(**vars(chat))
     corpus = _Corpus(str(source), text_key, glob, encoding_errors, skip_bad, chat)
     if (
         REMOTE not in corpus.source
@@ -191,6 +183,7 @@ def prepare(
             dtype=_dtype(loaded),
             **_tokenizer_kept(folder, loaded, chat),
             **written,
+            pairs=format == "preference",
             source=corpus.described(meter) | _plain_markers(loaded, chat),
             options={"validation": validation, "seed": seed, "shard_tokens": shard_tokens},
         )
@@ -287,6 +280,7 @@ def _write_tokens(
         for name in names
     }
     written = -1
+    per_record = 1 if corpus.chat is None else corpus.chat.per_record
     ends_trained = True  # whether the separator of the document that is being written is trained on
     joiner = Joiner(tokenizer)
 
@@ -296,10 +290,10 @@ def _write_tokens(
             section = window.section
             if section.document != written:
                 if written >= 0:
-                    writers[_split_of(written, validation, seed)].end_document(ends_trained)
+                    writers[_split_of(written // per_record, validation, seed)].end_document(ends_trained)
                 written = section.document
             for ids, trained in joiner.add(window, encoding):
-                writers[_split_of(written, validation, seed)].write(ids.astype(dtype), trained)
+                writers[_split_of(written // per_record, validation, seed)].write(ids.astype(dtype), trained)
                 ends_trained = bool(np.all(np.atleast_1d(trained)[-1:])) and not section.closed
         n_tokens = sum(writer.n_tokens for writer in writers.values())
         report("tokens", meter, written + 1, n_tokens)
@@ -319,7 +313,7 @@ def _write_tokens(
             n_left_out = meter.n_skipped + meter.n_bad
             left_out = f" ({n_left_out} documents were skipped; the first: {meter.skipped[0]})" if n_left_out else ""
             raise DataError(f"{corpus.source}: there is no text in it{left_out}")
-        writers[_split_of(written, validation, seed)].end_document(ends_trained)
+        writers[_split_of(written // per_record, validation, seed)].end_document(ends_trained)
     finally:
         for writer in writers.values():
             writer.close()

@@ -92,7 +92,7 @@ class ReadOptions:
     meter: Meter
     chat: ChatFormat | None = None
 
-    def document(self, where: str, text_of: Callable[[], str | list[TextPiece] | None]) -> Iterator[Document]:
+    def document(self, where: str, text_of: Callable[[], str | list[list[TextPiece]] | None]) -> Iterator[Document]:
         """Yield the document at `where`; nothing if its text is empty or it is left out, which is counted."""
         try:
             text = text_of()
@@ -102,8 +102,9 @@ class ReadOptions:
             self.meter.skip(error)
             return
         if isinstance(text, list):
-            texts, trained, apart = zip(*text, strict=True)
-            yield Document(where, iter(texts), trained, any(apart))
+            for pieces in text:
+                texts, trained, apart = zip(*pieces, strict=True)
+                yield Document(where, iter(texts), trained, any(apart))
         elif text:
             yield Document(where, cut(text))
 
@@ -290,7 +291,7 @@ def _without_nul(raw: bytes, path: File, offset: int) -> bytes:
     return raw
 
 
-def _record_text(raw: bytes, where: str, offset: int, reading: ReadOptions) -> str | list[TextPiece] | None:
+def _record_text(raw: bytes, where: str, offset: int, reading: ReadOptions) -> str | list[list[TextPiece]] | None:
     line = reading.decode(raw, where, offset).removeprefix("\ufeff").strip()
     if not line:
         return None
@@ -301,26 +302,26 @@ def _record_text(raw: bytes, where: str, offset: int, reading: ReadOptions) -> s
     return _object_text(record, where, reading)
 
 
-def _object_text(record: Any, where: str, reading: ReadOptions) -> str | list[TextPiece] | None:
+def _object_text(record: Any, where: str, reading: ReadOptions) -> str | list[list[TextPiece]] | None:
     if not isinstance(record, dict):
         problem = f"{where}: a JSON {type(record).__name__}, not an object with the field {reading.text_key!r}"
         raise BadRecord(f"{problem}; {SKIP_BAD}")
     return field_text(record, where, reading)
 
 
-def field_text(record: dict[str, Any], where: str, reading: ReadOptions) -> str | list[TextPiece] | None:
-    """Return the text of a record's field `text_key`, None if it is null, or the pieces of a conversation.
+def field_text(record: dict[str, Any], where: str, reading: ReadOptions) -> str | list[list[TextPiece]] | None:
+    """Return the text of a record's field `text_key`, None if it is null, or the pieces of each conversation.
 
     Raises BadRecord for a missing field, a field that is not a string and a record that is not a conversation, NotText
     for half a surrogate pair.
     """
     if reading.chat is not None:
         try:
-            pieces = reading.chat.pieces(record)
+            documents = reading.chat.documents(record)
         except BadConversation as error:
             end = "" if str(error).endswith("?") else "."
             raise BadRecord(f"{where}: {error}{end} {SKIP_BAD}") from None
-        return [piece._replace(text=reading.encodable(piece.text, where)) for piece in pieces]
+        return [[piece._replace(text=reading.encodable(piece.text, where)) for piece in pieces] for pieces in documents]
     if reading.text_key not in record:
         raise BadRecord(
             f"{where}: no field {reading.text_key!r}; there are: {', '.join(record) or 'none'}. "

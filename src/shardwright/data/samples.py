@@ -136,6 +136,69 @@ class DocumentSamples:
         return [n for n in (length, self.seq_len - length) if n]
 
 
+class PairSamples:
+    """The pairs of answers of a split, as many whole ones in each sample as fit; the rest is padding and masked.
+
+    A pair is two documents, each a prompt with an answer and its separator; sample i has consecutive pairs. Padding is
+    the separator. Raises DataError for a split without pairs, and for a pair that is longer than a sample.
+    """
+
+    def __init__(self, split: TokenSplit, seq_len: int) -> None:
+        _check_seq_len(seq_len)
+        self.split, self.seq_len = split, seq_len
+        lengths = split.document_lengths().reshape(-1, 2).sum(1)
+        if not len(lengths):
+            raise DataError(f"{split.folder}: the {split.name} split has no pairs; prepare more records")
+        longest = int(lengths.argmax())
+        if lengths[longest] > seq_len + 1:
+            n_long = int((lengths > seq_len + 1).sum())
+            raise DataError(
+                f"{split.folder}: pair {longest} of the {split.name} split has {lengths[longest]} tokens, and a "
+                f"sequence has seq_len + 1 = {seq_len + 1}, too few for {n_long} of the {len(lengths)} pairs; set "
+                f"batch.seq_len={lengths[longest] - 1} or more, or prepare the data without long pairs"
+            )
+        firsts, used = [0], 0
+        for pair, length in enumerate(lengths.tolist()):
+            if used + length > seq_len + 1:
+                firsts.append(pair)
+                used = 0
+            used += length
+        self._ends = np.array([*firsts[1:], len(lengths)])
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def answers(self, i: int) -> range:
+        """Return the documents of sample i, each an answer, the chosen one of each pair first."""
+        assert 0 <= i < len(self), (i, len(self))
+        return range(2 * int(self._ends[i - 1]) if i else 0, 2 * int(self._ends[i]))
+
+    def origin(self, i: int) -> tuple[TokenSplit, int]:
+        return self.split, self.span(i)[0]
+
+    def span(self, i: int) -> tuple[int, int]:
+        answers = self.answers(i)
+        start = self.split.document_start(answers.start)
+        return start, self.split.document_start(answers.stop) - start
+
+    def read(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        start, length = self.span(i)
+        tokens = np.full(self.seq_len + 1, self.split.separator_id, np.int64)
+        tokens[:length] = self.split.tokens(start, length)
+        mask = np.zeros(self.seq_len, bool)
+        mask[: length - 1] = self.split.trained(start + 1, length - 1)
+        begins = self.split.document_starts(start + 1, length - 1)
+        mask[begins] = False  # the first token of an answer's document follows another document
+        return tokens, mask
+
+    def documents(self, i: int) -> list[int]:
+        """Return the numbers of tokens of sample i's documents and, if there is any, of its padding."""
+        starts = [self.split.document_start(document) for document in self.answers(i)]
+        start, length = self.span(i)
+        ends = [*(begin - start for begin in starts), min(length, self.seq_len), self.seq_len]
+        return [n for n in np.diff(ends).tolist() if n]
+
+
 def open_sources(config: RunConfig, name: str) -> list[Samples]:
     """Return the samples of the split `name` (train, validation) of each source of a run, by its run file; they have
     the tokens of its longest sequences.
@@ -153,6 +216,7 @@ def open_sources(config: RunConfig, name: str) -> list[Samples]:
             split = open_split(source.path, name)
             manifests[called] = split.manifest
             split.manifest.check_vocabulary(config.model.spec().vocab_size)
+            _check_pairs(split, config.preference.kind)
             samples[called] = samples_of(split, config.data, config.batch.schedule.longest.seq_len)
         except DataError as error:
             where = f"source {called!r}: " if len(sources) > 1 else ""
@@ -171,9 +235,30 @@ def samples_of(split: TokenSplit, data: DataSection, seq_len: int) -> Samples:
             f"split has {split.n_tokens} tokens and no document in its index; prepare the data again, or take "
             f"data.attention='sequence'"
         )
+    if split.manifest.pairs:
+        if data.attention != "document":
+            raise DataError(
+                f"{split.folder} has pairs of answers, which are documents of one sequence, and here "
+                f"data.attention={data.attention!r}; a run with [preference] has data.attention='document'"
+            )
+        return PairSamples(split, seq_len)
     if data.sequences == "documents":
         return DocumentSamples(split, seq_len)
     return PackedSamples(split, seq_len, mask_boundaries=data.mask_boundaries)
+
+
+def _check_pairs(split: TokenSplit, kind: str) -> None:
+    """Raise DataError if a split has pairs and the run trains on the next token, or the other way round."""
+    if split.manifest.pairs and kind == "none":
+        raise DataError(
+            f"{split.folder} has pairs of answers, and preference.kind='none' trains on the next token; set "
+            f"preference.kind to 'dpo', 'ipo' or 'simpo', or prepare answers with --format chat"
+        )
+    if kind != "none" and not split.manifest.pairs:
+        raise DataError(
+            f"preference.kind={kind!r} needs pairs of answers, and {split.folder} has none; prepare records with "
+            f"'chosen' and 'rejected' with --format preference"
+        )
 
 
 def _tokenizer_problems(manifests: dict[str, DataManifest]) -> Iterator[str]:

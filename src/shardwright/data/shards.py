@@ -95,6 +95,8 @@ class DataManifest(_Record):
     """For conversations, the special token that the template writes after an answer."""
     chat_tokens: dict[str, str] = {}
     """For conversations, the tokens that the template names: `bos_token` and the like, with their texts."""
+    pairs: bool = False
+    """Whether documents 2i and 2i + 1 of a split are the chosen and the rejected answer of one record."""
     splits: dict[str, DataSplit]
     source: dict[str, Any]
     options: dict[str, Any]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.config import RunConfig
-from shardwright.data.batches import Batch
+from shardwright.data.batches import Batch, DocumentsAB
 from shardwright.dry_run.length import ShortenedStep, step_length
 from shardwright.dry_run.places import ModuleLocator
 from shardwright.dry_run.record import RankRecord
@@ -205,11 +205,15 @@ def empty_batch(config: RunConfig, n_microbatches: int) -> Batch:
     shape_AB = (n_microbatches, config.batch.micro_batch)
     seq_len = config.batch.seq_len
     tokens_ABT = torch.zeros(*shape_AB, seq_len, dtype=torch.int64)
-    documents = None
+    documents: DocumentsAB | None = None
     if config.data.attention == "document":
         documents = tuple(tuple((seq_len,) for _ in range(shape_AB[1])) for _ in range(shape_AB[0]))
-    n_targets = tokens_ABT.numel()
-    return Batch(tokens_ABT, tokens_ABT.clone(), torch.zeros(shape_AB, dtype=torch.int64), n_targets, documents)
+    references = None
+    if config.preference.kind != "none":
+        documents = tuple(((seq_len - seq_len // 2, seq_len // 2),) * shape_AB[1] for _ in range(shape_AB[0]))
+        references = (((0.0, 0.0),) * shape_AB[1],) * shape_AB[0]
+    ids_AB, n_targets = torch.zeros(shape_AB, dtype=torch.int64), tokens_ABT.numel()
+    return Batch(tokens_ABT, tokens_ABT.clone(), ids_AB, n_targets, documents, references_AB=references)
 
 
 def balanced(n_ranks: int, mine: int, imbalance: float) -> ReadCounts:

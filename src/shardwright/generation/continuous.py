@@ -7,11 +7,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from shardwright.generation.batch import RaggedBatch, SequenceSegment
 from shardwright.generation.engine import GenerationEngine
-from shardwright.generation.sampling import Sampling
+from shardwright.generation.sampling import Sampling, as_bits, from_bits, log_probabilities
 
 
 @dataclass
@@ -50,6 +51,9 @@ class Batcher:
     """Speculative decoding, instead of a pass with one token of each sequence."""
     stops: Callable[[Sequence[int]], bool] = lambda continuation: False
     """Whether a sequence ends with this continuation."""
+    log_probs: dict[int, list[float]] | None = None
+    """If given: receives, for each prompt, the log-probability of each new token by the model itself, before
+    temperature, top-k and top-p; not with `decode`."""
 
     def complete(self, prompts: Mapping[int, Sequence[int]], max_tokens: int) -> dict[int, list[int]]:
         """Return up to `max_tokens` tokens after each of this rank's prompts, by the index of the prompt."""
@@ -90,12 +94,20 @@ class Batcher:
                 for logits_WV, group in zip(logits, groups, strict=False)
                 if group
             ]
-            return chosen[0].new_tensor([token for part in chosen for token in part.tolist()])
+            tokens_N = chosen[0].new_tensor([token for part in chosen for token in part.tolist()])
+            if self.log_probs is None:
+                return tokens_N[:, None]
+            return torch.stack([tokens_N, as_bits(log_probabilities(logits, tokens_N))], dim=1)
 
         groups, logits = self.run(sequences, new)
         if not sequences:
             return []
-        return [[token] for token in self.engine.agree(lambda: choose(logits), (len(sequences),)).tolist()]
+        n_columns = 1 if self.log_probs is None else 2
+        chosen = self.engine.agree(lambda: choose(logits), (len(sequences), n_columns))
+        if self.log_probs is not None:
+            for sequence, value in zip(sequences, from_bits(chosen[:, 1]), strict=True):
+                self.log_probs.setdefault(sequence.prompt, []).append(value)
+        return [[token] for token in chosen[:, 0].tolist()]
 
     def run(
         self,

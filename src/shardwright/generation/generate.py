@@ -45,18 +45,24 @@ class GenerationRequest:
     """Texts that end a continuation where the first one occurs; the text is not part of it."""
     chat: bool = False
     """Whether each prompt is a user's message, which the chat template renders; the continuation is the answer."""
+    log_probs: bool = False
+    """Whether completions have the log-probability of each token; not with `draft`."""
 
 
 @dataclass(frozen=True)
 class Completion:
     """The continuation of one prompt. `ended`: "end of text", "stop" (at a `stop` text), "max_tokens", or
-    "max_seq_len" of the model."""
+    "max_seq_len" of the model. `prompt_tokens`, `tokens`, `log_probs`: the ids, and the log-probability of each new
+    token by the model itself, before temperature, top-k and top-p; None if they were not requested."""
 
     prompt: str
     text: str
     n_prompt_tokens: int
     n_tokens: int
     ended: str
+    prompt_tokens: tuple[int, ...] | None = None
+    tokens: tuple[int, ...] | None = None
+    log_probs: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -86,10 +92,11 @@ class _GenerationTask:
 
 @dataclass(frozen=True)
 class _RankGeneration:
-    """The output of a rank: the continuations of its prompts by their index, and its numbers as in
-    `GenerationResult`."""
+    """The output of a rank: the continuations of its prompts by their index, their log-probabilities if requested, and
+    its numbers as in `GenerationResult`."""
 
     tokens: Mapping[int, Sequence[int]]
+    log_probs: Mapping[int, Sequence[float]]
     seconds: float
     cache_bytes: int
     proposed: int = 0
@@ -222,10 +229,12 @@ def _on_rank(task: _GenerationTask, device: torch.device) -> _RankGeneration:
     done = _complete(task, LayoutEngine(model, device, *_cache_sizes(task, source, prompts)), source, prompts, device)
     parts: list[_RankGeneration] = gathered(done, _RankGeneration)
     tokens = {index: ids for part in parts for index, ids in part.tokens.items()}
+    log_probs = {index: values for part in parts for index, values in part.log_probs.items()}
     replicas = [parts[group[0]] for group in layout.groups("pp", "cp", "tp")]
     return replace(
         parts[0],
         tokens=tokens,
+        log_probs=log_probs,
         seconds=max(part.seconds for part in parts),
         proposed=sum(part.proposed for part in replicas),
         accepted=sum(part.accepted for part in replicas),
@@ -253,7 +262,9 @@ def _complete(
     device: torch.device,
 ) -> _RankGeneration:
     request = task.request
-    batcher = Batcher(engine, request.sampling, source.spec.max_seq_len, task.ends)
+    batcher = Batcher(
+        engine, request.sampling, source.spec.max_seq_len, task.ends, log_probs={} if request.log_probs else None
+    )
     if request.stop:
         text = source.text()
         batcher.stops = lambda new: _cut(text.decode(new), request.stop)[1]
@@ -266,7 +277,7 @@ def _complete(
     tokens = batcher.complete(prompts, request.max_tokens)
     seconds = time.perf_counter() - began
     proposed, accepted = (speculative.proposed, speculative.accepted) if speculative else (0, 0)
-    return _RankGeneration(tokens, seconds, engine.cache.n_bytes, proposed, accepted)
+    return _RankGeneration(tokens, batcher.log_probs or {}, seconds, engine.cache.n_bytes, proposed, accepted)
 
 
 def _answer(
@@ -287,7 +298,10 @@ def _answer(
         else:
             ended = "max_tokens" if len(new) == request.max_tokens else "max_seq_len"
         shown = prompt if isinstance(prompt, str) else begin
-        completions.append(Completion(shown, continuation, len(ids[index]), len(new), ended))
+        scored = None
+        if request.log_probs:
+            scored = tuple(ids[index]), tuple(new), tuple(done.log_probs[index])
+        completions.append(Completion(shown, continuation, len(ids[index]), len(new), ended, *(scored or ())))
     return GenerationResult(tuple(completions), done.seconds, done.cache_bytes, done.proposed, done.accepted)
 
 

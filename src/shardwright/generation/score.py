@@ -1,8 +1,9 @@
 """The log-likelihood of given tokens: one prefill pass for each sequence, on any layout.
 
-Shapes: W tokens that are scored, V vocab, N sequences of a step.
+Shapes: W tokens that are scored, V vocab.
 """
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,21 +15,26 @@ from torch import Tensor
 
 from shardwright.generation.continuous import Batcher, RunningSequence
 from shardwright.generation.engine import GenerationEngine, LayoutEngine, WholeEngine
-from shardwright.generation.sampling import Sampling
+from shardwright.generation.sampling import Sampling, as_bits, from_bits, log_probabilities
 from shardwright.generation.source import open_source
 from shardwright.layout.layout import Layout
 from shardwright.parallel.objects import gathered
-from shardwright.training.ranks import ProcessRank, pick_device
+from shardwright.training.ranks import ProcessRank, pick_device, place_from_environment, process_group
 from shardwright.verification.ranks import run_ranks
 
 
 @dataclass(frozen=True)
 class SequenceScore:
-    """`log_likelihood`: of the scored tokens of a sequence given the tokens before, in nats; `greedy`: whether each is
-    the most probable one."""
+    """`log_probs`: of each scored token of a sequence given the tokens before, in nats; `greedy`: whether each is the
+    most probable one."""
 
-    log_likelihood: float
+    log_probs: tuple[float, ...]
     greedy: bool
+
+    @property
+    def log_likelihood(self) -> float:
+        """The log-probability of all scored tokens together."""
+        return math.fsum(self.log_probs)
 
 
 Sequences = Mapping[int, tuple[Sequence[int], int]]
@@ -38,7 +44,8 @@ Sequences = Mapping[int, tuple[Sequence[int], int]]
 @dataclass(frozen=True)
 class ScoreRequest:
     """The options of scoring. `model`: a run, a checkpoint or a folder of transformers; `layout`: a result of
-    `without_training`, whose ranks are started here; `batch_size`: sequences that a replica runs at once."""
+    `without_training`, whose ranks are started here unless torchrun or srun has started them; `batch_size`: sequences
+    that a replica runs at once."""
 
     model: Path
     sequences: Sequences
@@ -49,9 +56,15 @@ class ScoreRequest:
 
 def score(request: ScoreRequest) -> list[SequenceScore]:
     """Score each sequence, in the order of the indices. No sequence may have more than max_seq_len + 1 tokens."""
+    place = place_from_environment()
     if not request.sequences:
         return []
-    if request.layout.world_size > 1:
+    if place is not None:
+        request.layout.check_world(place.world_size)
+        device = pick_device(request.device, place)
+        with process_group(place, device):
+            scores = _on_rank(request, device)
+    elif request.layout.world_size > 1:
         scores = run_ranks(_on_cpu, request.layout.world_size, request)[0]
     else:
         device = pick_device(request.device, ProcessRank())
@@ -76,31 +89,27 @@ def scored(engine: GenerationEngine, sequences: Sequences) -> dict[int, Sequence
         _, logits = batcher.run(running, [(0, len(sequence.tokens) - 1) for sequence in running], n_scored)
         if not running:
             continue
-        targets = [tokens[-n:] for _, (tokens, n) in taken]
-        rows = engine.agree(lambda logits=logits, targets=targets: _rows(logits, targets), (len(taken), 2))  # type: ignore[misc]
-        values, greedy = rows[:, 0].contiguous().view(torch.float64).tolist(), rows[:, 1].tolist()
-        for (index, _), value, is_greedy in zip(taken, values, greedy, strict=True):
-            scores[index] = SequenceScore(value, bool(is_greedy))
+        targets = torch.tensor([token for _, (tokens, n) in taken for token in tokens[-n:]])
+        rows = engine.agree(lambda logits=logits, targets=targets: _rows(logits, targets), (len(targets), 2))  # type: ignore[misc]
+        for (index, _), part in zip(taken, rows.split(n_scored), strict=True):
+            scores[index] = SequenceScore(tuple(from_bits(part[:, 0])), bool(part[:, 1].all()))
     return scores
 
 
-def _rows(logits: Sequence[Tensor], targets: Sequence[Sequence[int]]) -> Tensor:
-    """Return (N, 2) int64: the bits of the log-likelihood in float64, and whether all targets are most probable."""
-    rows = []
-    rows_1V = (row for logits_WV in logits for row in logits_WV.split(1))
-    for target in targets:
-        logits_WV = torch.cat([next(rows_1V) for _ in target])
-        target_W = torch.tensor(target, device=logits_WV.device)
-        log_p_WV = logits_WV.double().log_softmax(-1)
-        value = log_p_WV.gather(1, target_W[:, None]).sum()
-        greedy = (logits_WV.argmax(-1) == target_W).all()
-        rows.append(torch.stack([value.view(torch.int64), greedy.to(torch.int64)]))
-    return torch.stack(rows)
+def _rows(logits: Sequence[Tensor], targets_W: Tensor) -> Tensor:
+    """Return (W, 2) int64: the bits of each target's log-probability, and whether it is the most probable token."""
+    greedy_W = torch.cat([logits_WV.argmax(-1) for logits_WV in logits]) == targets_W.to(logits[0].device)
+    return torch.stack([as_bits(log_probabilities(logits, targets_W)), greedy_W.to(torch.int64)], dim=1)
 
 
 def _on_cpu(request: ScoreRequest) -> dict[int, SequenceScore]:
-    """Score sequences on one rank that was forked here; return the scores of all ranks."""
-    layout, device = request.layout, torch.device("cpu")
+    """Run `_on_rank` on one rank that was forked here."""
+    return _on_rank(request, torch.device("cpu"))
+
+
+def _on_rank(request: ScoreRequest, device: torch.device) -> dict[int, SequenceScore]:
+    """Score the sequences of one rank of the layout; return the scores of all ranks."""
+    layout = request.layout
     rank = layout.data_rank(dist.get_rank())
     sequences = {i: sequence for i, sequence in request.sequences.items() if i % layout.data_ranks == rank}
     model = open_source(request.model).on_rank(layout, device)

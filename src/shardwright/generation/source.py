@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -47,6 +48,13 @@ class Text:
         with failing_rules(_OTHER_TOKENIZER):
             ids: list[int] = self.tokenizer.encode(text, add_special_tokens=added).ids
         return ids
+
+    def encodings(self, texts: list[str], offsets: bool = False) -> list[Any]:
+        """Return the library's encoding of each text, without added tokens; a `data.encoding.Encoder`."""
+        encode = self.tokenizer.encode_batch if offsets else self.tokenizer.encode_batch_fast
+        with failing_rules(_OTHER_TOKENIZER):
+            encodings: list[Any] = encode(texts, add_special_tokens=False)
+        return encodings
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, special tokens included. Raises DataError as `failing_rules` does."""

@@ -38,8 +38,9 @@ def cross_entropy(
     ignore: int,
     group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """Return the cross-entropy summed over the targets that are not `ignore`, a scalar in fp32 or wider, equal on all
-    ranks of `group`. With a `factor`, a scalar in that type, the gradient of factor x loss overwrites the logits.
+    """Return the cross-entropy of each target, 0 for an `ignore`d one, (N,) in fp32 or wider, equal on all ranks of
+    `group`. With a `factor` in that type, a scalar or (N, 1), the gradient of the sum of factor x loss overwrites
+    the logits.
 
     `rows` are the token ids whose logits this rank holds. The logits are never gathered: the ranks all-reduce, for each
     token, its largest logit, then its sum of exponentials and its target's logit (Shoeybi et al., arXiv 1909.08053,
@@ -78,7 +79,7 @@ def cross_entropy(
             parts = _split(n_together, logits_Nv, largest_N[:, None], weights_N1 / sum_N[:, None])
             for i, (logits_Pv, largest_P1, scale_P1) in enumerate(parts):
                 gradient(kept[i] if kept else _powers(logits_Pv, largest_P1, in_place), scale_P1)
-    return ((sum_N.log() - target_N) * counted_N).sum()
+    return (sum_N.log() - target_N) * counted_N
 
 
 def _overwrite(parts: Iterator[tuple[Tensor, ...]], in_place: bool, powers_Pv: Tensor, scale_P1: Tensor) -> None:
@@ -123,7 +124,7 @@ def bound(rows: range, ignore: int, group: dist.ProcessGroup | None, compiled: b
 
 
 def _in_parts(of: CrossEntropy, logits_Nv: Tensor, targets_N: Tensor, factor: Tensor | None) -> Tensor:
-    """Return the sum of `of` over some tokens at a time; a compiled `of` holds all its logits in fp32, twice."""
+    """Return the losses `of` some tokens at a time; a compiled `of` holds all its logits in fp32, twice."""
     n_tokens, n_together = len(logits_Nv), _n_together(logits_Nv)
     if n_tokens <= n_together:
         return of(logits_Nv, targets_N, factor)
@@ -131,8 +132,9 @@ def _in_parts(of: CrossEntropy, logits_Nv: Tensor, targets_N: Tensor, factor: Te
     # Parts of one size are compiled once, so up to twice as many parts are used if all then have one size.
     n_parts = next((n for n in range(least, 2 * least) if n_tokens % n == 0), least)
     of_part = math.ceil(n_tokens / n_parts)
-    parts = zip(logits_Nv.split(of_part), targets_N.split(of_part), strict=True)
-    return torch.stack([of(*part, factor) for part in parts]).sum()
+    factors = [factor] * n_parts if factor is None or not factor.dim() else factor.split(of_part)
+    parts = zip(logits_Nv.split(of_part), targets_N.split(of_part), factors, strict=False)
+    return torch.cat([of(*part) for part in parts])
 
 
 def loss_sum(of: CrossEntropy, logits_BTv: Tensor, targets_BT: Tensor, factor: Tensor | None = None) -> Tensor:
@@ -151,13 +153,35 @@ class _LossFunction(torch.autograd.Function):
             factor = _factor(factor, logits_BTv)
             ctx.shape = logits_BTv.shape
             ctx.save_for_backward(logits_Nv, factor)
-        return of(logits_Nv, targets_BT.flatten(), factor if wanted else None)
+        return of(logits_Nv, targets_BT.flatten(), factor if wanted else None).sum()
 
     @staticmethod
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
         dlogits_Nv, factor = ctx.saved_tensors
         _multiply(dlogits_Nv, dtotal / factor)
         return dlogits_Nv.view(ctx.shape), None, None, None
+
+
+def token_losses(of: CrossEntropy, logits_BTv: Tensor, targets_BT: Tensor) -> Tensor:
+    """Return the loss `of` each target, (B, T), differentiable. The backward pass overwrites the logits with their
+    gradient."""
+    losses_BT: Tensor = _TokenLossFunction.apply(logits_BTv, targets_BT, of)
+    return losses_BT
+
+
+class _TokenLossFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_BTv: Tensor, targets_BT: Tensor, of: CrossEntropy) -> Tensor:
+        ctx.of, ctx.shape = of, logits_BTv.shape
+        logits_Nv = logits_BTv.detach().flatten(0, 1)
+        ctx.save_for_backward(logits_Nv, targets_BT)
+        return of(logits_Nv, targets_BT.flatten(), None).view_as(targets_BT)
+
+    @staticmethod
+    def backward(ctx: Any, dlosses_BT: Tensor) -> tuple[Tensor | None, ...]:
+        logits_Nv, targets_BT = ctx.saved_tensors
+        ctx.of(logits_Nv, targets_BT.flatten(), dlosses_BT.reshape(-1, 1))
+        return logits_Nv.view(ctx.shape), None, None
 
 
 def _factor(known: Tensor | None, x: Tensor) -> Tensor:
@@ -228,7 +252,7 @@ class _ChunkedLossFunction(torch.autograd.Function):
         summing = None
         for at, (x_CD, targets_C, dx_CD) in enumerate(zip(*chunks, strict=True), start=1):
             dlogits_Cv = matmul.forward(x_CD, weight_vD)
-            total += loss.of_chunk(dlogits_Cv, targets_C, factor)  # which overwrites logits with their gradient
+            total += loss.of_chunk(dlogits_Cv, targets_C, factor).sum()  # which overwrites logits with their gradient
             if not wanted:
                 continue
             matmul.input_gradient(dlogits_Cv, weight_vD, add_to=dx_CD)

@@ -16,6 +16,18 @@ from shardwright.parallel.data import DataEngine
 from shardwright.schedule.actions import Action
 
 
+class PairTargets(NamedTuple):
+    """The documents of a micro-batch that are answers: document 2p is the chosen answer of pair p, document 2p + 1 the
+    rejected one. D = 2 P documents."""
+
+    documents_BT: Tensor
+    """The document of each of this rank's tokens, int64; D for padding."""
+    counts_D: Tensor
+    """The targets of each whole document, float64."""
+    reference_D: Tensor
+    """The log-probability of each document under the reference, float64; zeros without a reference."""
+
+
 class Microbatch(NamedTuple):
     """This rank's part of a micro-batch, on its device. Shapes: B sequences, T tokens, K multi-token prediction (MTP)
     modules."""
@@ -33,14 +45,22 @@ class Microbatch(NamedTuple):
     real: RealTokens | None = None
     """The tokens that experts compute, if sequences have padding."""
 
+    pairs: PairTargets | None = None
+    """The pairs of answers of preference training."""
+
+    @property
+    def read_by_loss(self) -> tuple[Any, ...]:
+        """The arguments of a loss after the output of the model."""
+        return (self.targets_BT,) if self.pairs is None else (self.targets_BT, self.pairs)
+
     @property
     def read_by_model(self) -> tuple[Any, ...]:
         """The arguments of a model, or of a pipeline stage, after its input."""
         return self.positions_T, self.random_keys_B, self.documents, self.ahead_KBT, self.real
 
 
-Loss = Callable[[Any, Tensor], Tensor]
-"""(output of the model, targets of a micro-batch) -> a scalar, or several losses (P,); each is summed over
+Loss = Callable[..., Tensor]
+"""(output of the model, *`read_by_loss` of a micro-batch) -> a scalar, or several losses (P,); each is summed over
 micro-batches, and the gradient is of the sum of all."""
 
 
@@ -106,7 +126,7 @@ class SequentialRunner:
         for number, microbatch in enumerate(microbatches):
             last = microbatch is microbatches[-1]
             with observed(self.observers, Action(0, "F", number)):
-                part = loss(self._outputs(microbatch), microbatch.targets_BT)
+                part = loss(self._outputs(microbatch), *microbatch.read_by_loss)
             with observed(self.observers, Action(0, "B", number)):
                 self.engine.before_backward(split=False, last=last)
                 part.sum().backward()
@@ -119,7 +139,7 @@ class SequentialRunner:
 
     def evaluate(self, microbatches: Sequence[Microbatch], loss: Loss) -> Tensor:
         return torch.stack(
-            [loss(self._outputs(microbatch), microbatch.targets_BT).double() for microbatch in microbatches]
+            [loss(self._outputs(microbatch), *microbatch.read_by_loss).double() for microbatch in microbatches]
         ).sum(0)
 
     def release(self) -> None:

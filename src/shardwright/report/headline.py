@@ -61,6 +61,8 @@ class RunHeadline:
     world_size: int
     train_loss: float | None
     mtp_loss: float | None
+    margin: float | None
+    accuracy: float | None
     first_validation_loss: float | None
     validation_loss: float | None
     validation_perplexity: float | None
@@ -109,14 +111,18 @@ class RunHeadline:
     def _losses(self) -> Iterator[Fact]:
         first, last = self.first_validation_loss, self.validation_loss
         if last is not None:
-            fell = f"; from {first:.4f}, {last / first:.0%} of it" if first else ""
-            known = self.validation_perplexity
-            perplexity = "with no finite perplexity" if known is None else f"at perplexity {known:,.4g}"
-            yield Fact("validation loss", f"{last:.4f}", f"{perplexity}{fell}")
+            words = [f"from {first:.4f}, {last / first:.0%} of it"] if first else []
+            if self.margin is None:
+                known = self.validation_perplexity
+                words.insert(0, "with no finite perplexity" if known is None else f"at perplexity {known:,.4g}")
+            yield Fact("validation loss", f"{last:.4f}", "; ".join(words))
         if self.train_loss is not None:
             yield Fact("training loss", f"{self.train_loss:.4f}", "at the last logged step")
         if self.mtp_loss is not None:
             yield Fact("multi-token loss", f"{self.mtp_loss:.4f}", "at the last logged step; mean of the modules")
+        if self.margin is not None and self.accuracy is not None:
+            leads = f"at the last logged step; the chosen answer leads in {self.accuracy:.1%} of the pairs"
+            yield Fact("margin", f"{self.margin:.4f}", leads)
 
     def _experts(self) -> Iterator[Fact]:
         if self.load_max_over_mean is not None and self.load_of_worst_layer is not None:
@@ -144,6 +150,7 @@ def headline(run: RunRecord) -> RunHeadline:
     bad = [step for step, loss in run.losses if not math.isfinite(loss)]
     last = run.train[-1] if run.train else None
     validation_loss = _finite(run.validation[-1].loss) if run.validation else None
+    of_pairs = run.config.preference.kind != "none"  # whose loss is no cross-entropy
     return RunHeadline(
         steps=run.last_step,
         planned_steps=run.config.steps,
@@ -152,9 +159,11 @@ def headline(run: RunRecord) -> RunHeadline:
         world_size=run.config.layout.layout().world_size,
         train_loss=_finite(last.loss) if last else None,
         mtp_loss=_finite(last.mtp_loss) if last and last.mtp_loss is not None else None,
+        margin=_finite(last.margin) if last and last.margin is not None else None,
+        accuracy=_finite(last.accuracy) if last and last.accuracy is not None else None,
         first_validation_loss=_finite(run.validation[0].loss) if run.validation else None,
         validation_loss=validation_loss,
-        validation_perplexity=None if validation_loss is None else _exp(validation_loss),
+        validation_perplexity=None if validation_loss is None or of_pairs else _exp(validation_loss),
         first_non_finite_step=bad[0] if bad else None,
         median_tokens_per_s=segments[-1].median_tokens_per_s,
         median_mfu=segments[-1].median_mfu,

@@ -69,6 +69,7 @@ def build_trainer(
         compile_loss=compiled,
         restart_positions=config.data.positions == "document",
         scaler=loss_scaler(config.precision),
+        preference=config.preference,
         spikes=spikes,
         phases=phases,
         average=None if config.average.kind == "none" else WeightAverage(model, config.average, config.steps),

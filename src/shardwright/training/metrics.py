@@ -261,6 +261,8 @@ def open_writers(config: RunConfig, resumed_step: int) -> list[MetricsWriter]:
 def line(record: Record, steps: int) -> str:
     """Format a record as one line of text."""
     ahead = [f"mtp {record['mtp_loss']:.4f}"] if "mtp_loss" in record else []
+    if "margin" in record:
+        ahead += [f"margin {record['margin']:.4f}", f"accuracy {record['accuracy']:.1%}"]
     if record["kind"] == "evaluation":
         sources = [f"{name} {loss:.4f}" for name, loss in (record.get("sources") or {}).items()]
         told = f"step {record['step']:>5}/{steps} | validation loss {record['loss']:.4f}"

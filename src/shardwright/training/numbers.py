@@ -13,6 +13,7 @@ from shardwright.model.balance import entropy, max_over_mean
 from shardwright.model.sections import MoESpec
 from shardwright.parallel.expert import take_sent_bytes
 from shardwright.parallel.model import ExpertLoad
+from shardwright.parallel.preference import METRICS
 from shardwright.run_folder import MOST_LOADS_LOGGED, PHASES, EvaluationRecord, Record, TrainRecord, now
 from shardwright.training.clock import PhaseClock, Phases
 from shardwright.training.device import DTYPES, peak_flops_per_s, peak_memory_bytes
@@ -59,6 +60,8 @@ class LogNumbers(Hook):
         model.sum_over_losses(result.loss_part)
         if result.mtp_part is not None:
             model.sum_over_losses(result.mtp_part)
+        if result.pair_parts is not None:
+            model.sum_over_losses(result.pair_parts)
         loss, norm, n_targets = (float(value) for value in (result.loss_part, result.gradient_norm, result.n_targets))
         sent_bytes = sum(take_sent_bytes(part) for part in model.parts)
         if not self.log.writes or not n_targets:  # a step without targets has no loss
@@ -73,6 +76,7 @@ class LogNumbers(Hook):
             "loss_scale": None if self.trainer.scaler is None else self.trainer.loss_scale,
             "skipped_steps": self.trainer.skipped_steps,
             "mtp_loss": None if result.mtp_part is None else float(result.mtp_part),
+            **({} if result.pair_parts is None else dict(zip(METRICS, result.pair_parts.tolist(), strict=True))),
             "epochs": self.samples.sources.by_name(self.samples.order.epochs(taken.samples[1])),
         }
 

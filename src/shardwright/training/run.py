@@ -22,6 +22,7 @@ from shardwright.training.initial_weights import begin_with
 from shardwright.training.loop import StopRequest, TrainLoop
 from shardwright.training.numbers import Evaluate, LogNumbers
 from shardwright.training.ranks import ProcessRank, pick_device, process_group, restarts_of_torchrun
+from shardwright.training.references import run_references
 from shardwright.training.resilience.after_spike import AfterSpike, ReportSkipped
 from shardwright.training.resilience.copies import CompareCopies
 from shardwright.training.resilience.finite import StopAtNotFinite
@@ -94,8 +95,9 @@ def _run(
         write_whole(Path(config.out) / RUN_FILE, kept_run_file(config).encode())
     if start.checkpoint is None and config.init.weights is not None:
         remarks += begin_with(trainer, config.init)
-    samples = RunSamples(config, sources, place.rank, device, start)
     log = RunLog(config, place.rank, quiet, start.step)
+    references = run_references(config, trainer, sources, start, log)
+    samples = RunSamples(config, sources, place.rank, device, start, references)
     saving = SaveCheckpoints(config, checkpoints, trainer, samples, log, phases)
     hooks = build_hooks(config, place, device, trainer, samples, log, clock, phases, saving)
     stop = StopRequest()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from shardwright.config.mixture import Mixture, mixtures_of, name_of, sources_of
 from shardwright.config.sections import DataSection
 from shardwright.data.batches import Batch, Batches, evaluation_batches, merged
 from shardwright.data.mixture import MixedSamples, MixtureOrder, MixtureStage, stages_of
-from shardwright.data.samples import Samples, attended_tokens, open_sources, packed_lengths, samples_of
+from shardwright.data.samples import PairSamples, Samples, attended_tokens, open_sources, packed_lengths, samples_of
 from shardwright.data.shards import TOKENIZER, DataManifest
 from shardwright.data.tokenizer import tokenizer_difference
 from shardwright.run_folder import CHECKPOINTS, RUN_FILE, SamplePlace, published
@@ -162,14 +163,49 @@ class Sources:
         }
 
 
+class RunReferences:
+    """The reference's log-probability of each document of the sources of a run, by SPLIT/SOURCE; zeros for a loss
+    without a reference."""
+
+    def __init__(self, sources: Sources, values: Mapping[str, np.ndarray]) -> None:
+        self.sources, self.values = sources, values
+
+    def train(self, i: int) -> Sequence[float]:
+        """Return the log-probability of each answer of training sample i, over all sources."""
+        source, inside = self.sources.train.located(i)
+        [number] = [n for n, each in enumerate(self.sources.train.sources) if each is source]
+        return self._values(f"train/{self.sources.names[number]}", source, inside)
+
+    def validation(self, samples: Samples, i: int) -> Sequence[float]:
+        """Return the log-probability of each answer of validation sample i of a source."""
+        [name] = [name for name, each in self.sources.validation.items() if each is samples]
+        return self._values(f"validation/{name}", samples, i)
+
+    def _values(self, name: str, samples: Samples, i: int) -> Sequence[float]:
+        assert isinstance(samples, PairSamples), samples
+        answers, values = samples.answers(i), self.values.get(name)
+        result: list[float] = [0.0] * len(answers) if values is None else values[answers.start : answers.stop].tolist()
+        return result
+
+
 class RunSamples:
     """The samples that a run trains on and is evaluated on, from a start onward. Every rank has the same order."""
 
-    def __init__(self, config: RunConfig, sources: Sources, rank: int, device: torch.device, start: RunStart) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        sources: Sources,
+        rank: int,
+        device: torch.device,
+        start: RunStart,
+        references: RunReferences | None = None,
+    ) -> None:
+        """`references`: of a run on pairs of answers."""
         self.config, self.sources, self.layout = config, sources, config.layout.layout()
         self.rank, self.device, self.vocab_size = rank, device, config.model.spec().vocab_size
         self.within_documents = config.data.attention == "document"
         self.padded = config.data.sequences == "documents"
+        self.references = references
         self.left_out = merged(start.left_out)
         """Ranges of running samples that the run does not train on, from rollbacks after spikes."""
         self.begin_at(start)
@@ -205,6 +241,7 @@ class RunSamples:
             within_documents=self.within_documents,
             padded=self.padded,
             start_step=start.step,
+            references=None if self.references is None else self.references.train,
             start_sample=start.samples,
             left_out=self.left_out,
             prefetch=config.data.prefetch,
@@ -222,6 +259,7 @@ class RunSamples:
             vocab_size=self.vocab_size,
             within_documents=self.within_documents,
             padded=self.padded,
+            references=None if self.references is None else partial(self.references.validation, samples),
             max_samples=config.evaluation.samples,
         )
 

@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardwright.config.sections import NO_PREFERENCE, PreferenceSection
 from shardwright.data.batches import Batch, DocumentsAB
 from shardwright.data.samples import IGNORE
 from shardwright.model.balance import RealTokens
@@ -24,9 +26,10 @@ from shardwright.model.device_type import to_device
 from shardwright.model.documents import Documents, restarted
 from shardwright.model.random import EVALUATION, sample_keys
 from shardwright.parallel.loss import ChunkedLoss, bound, loss_sum
-from shardwright.parallel.microbatch_runner import Loss, Microbatch
+from shardwright.parallel.microbatch_runner import Loss, Microbatch, PairTargets
 from shardwright.parallel.model import ParallelModel
 from shardwright.parallel.norm import LocalNorms, clip_gradients, gradient_norm
+from shardwright.parallel.preference import METRICS, PairLoss
 from shardwright.parallel.tensor import TensorAxis
 from shardwright.training.ahead import BEYOND, look_ahead
 from shardwright.training.average import WeightAverage
@@ -42,20 +45,24 @@ EVALUATED_TOGETHER = 32
 @dataclass(frozen=True)
 class StepResult:
     """Scalars on the device: this rank's part of the loss (the parts of all ranks sum to it), the gradient norm
-    before clipping, the number of target tokens of the global batch, and this rank's part of the MTP loss, or None."""
+    before clipping, the number of target tokens of the global batch, and this rank's parts of the MTP loss and of
+    `parallel.preference.METRICS`, (4,), or None."""
 
     loss_part: Tensor
     gradient_norm: Tensor
     n_targets: Tensor
     mtp_part: Tensor | None = None
+    pair_parts: Tensor | None = None
 
 
 class LossParts(NamedTuple):
-    """This rank's part of the loss, number of target tokens, and part of the MTP loss, as in `StepResult`."""
+    """This rank's part of the loss, number of target tokens, and parts of the MTP loss and of the metrics of pairs, as
+    in `StepResult`."""
 
     loss_part: Tensor
     n_targets: Tensor
     mtp_part: Tensor | None
+    pair_parts: Tensor | None = None
 
 
 def _taken(x: Tensor, held_BT: Tensor) -> Tensor:
@@ -75,15 +82,17 @@ class ForwardBackward:
         compile_loss: bool = False,
         restart_positions: bool = False,
         scaler: LossScaler | None = None,
+        preference: PreferenceSection = NO_PREFERENCE,
     ) -> None:
         """`restart_positions`: positions of batches with documents restart at each document. `scaler`: gradients are
-        multiplied by its scale until `clip`."""
+        multiplied by its scale until `clip`. `preference`: the loss of pairs of answers."""
         self.model = model
         self.device = device
         self.seed = seed
         self.restart_positions = restart_positions
         self.scaler = scaler
         self.loss_sum = self._loss_sum(compile_loss)
+        self.pair_loss = None if preference.kind == "none" else self._pair_loss(preference, compile_loss)
         self.local_norms: LocalNorms = []
         """Norms of this rank's shards of the gradients at the last `clip`."""
         self.lacks_targets = False
@@ -110,6 +119,9 @@ class ForwardBackward:
         loss_part = self.model.runner.train(self._microbatches(batch, step), self._loss(batch, n_targets))
         loss_part = loss_part / self.loss_scale
         self.model.complete_gradients()
+        if self.pair_loss is not None:
+            loss_part, *pair_parts = loss_part.expand(1 + len(METRICS)).clone()
+            return LossParts(loss_part, n_targets, None, torch.stack(pair_parts))
         if not self.model.spec.mtp_modules:
             return LossParts(loss_part, n_targets, None)
         loss_part, mtp_part = loss_part.expand(2)
@@ -119,6 +131,9 @@ class ForwardBackward:
         """Return the loss function of a micro-batch, times the loss scale. With MTP modules, it returns the
         next-token loss and the modules' weighted mean loss. Each module's loss is divided by its own number of
         targets in the global batch."""
+        if self.pair_loss is not None:
+            n_pairs = torch.full((), batch.n_pairs, dtype=torch.float64, device=self.device)
+            return partial(self.pair_loss, factor=self.loss_scale / self.model.sum_over_samples(n_pairs))
         factor = self.loss_scale / n_targets.to(torch.float64)
 
         def loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
@@ -229,9 +244,38 @@ class ForwardBackward:
                     self._random_keys(step, ids_B),
                     Documents(lengths, within_BT),
                     None if ahead_AKBT is None else self._on_device(_taken(ahead_AKBT[i], held_BT)),
+                    pairs=None
+                    if batch.references_AB is None
+                    else self._pairs(lengths, targets_BT, held_BT, batch.references_AB[i]),
                 )
             )
         return found
+
+    def _pairs(
+        self,
+        lengths: Sequence[Sequence[int]],
+        targets_BT: Tensor,
+        held_BT: Tensor,
+        references: Sequence[Sequence[float]],
+    ) -> PairTargets:
+        """Return the pairs of a micro-batch. `lengths`, `targets_BT`: of whole sequences; `held_BT`: the positions of
+        this rank's tokens; `references`: of each sequence."""
+        values = [value for row in references for value in row]
+        rows, n_before = [], 0
+        for lengths_of_row, row in zip(lengths, references, strict=True):
+            assert len(lengths_of_row) - len(row) in (0, 1), (lengths_of_row, row)
+            numbers = [*range(n_before, n_before + len(row)), len(values)][: len(lengths_of_row)]
+            parts = zip(numbers, lengths_of_row, strict=True)
+            rows.append(torch.cat([torch.full((length,), number) for number, length in parts]))
+            n_before += len(row)
+        documents_BT = torch.stack(rows)
+        counts = torch.zeros(len(values) + 1, dtype=torch.float64)
+        counts.index_add_(0, documents_BT.flatten(), (targets_BT != IGNORE).flatten().double())
+        return PairTargets(
+            self._on_device(documents_BT.gather(1, held_BT)),
+            self._on_device(counts[:-1]),
+            self._on_device(torch.tensor(values, dtype=torch.float64)),
+        )
 
     def _on_device(self, tensor: Tensor) -> Tensor:
         return to_device(tensor, self.device)
@@ -244,6 +288,13 @@ class ForwardBackward:
             axis = None if tp is None else TensorAxis(tp, layout.token_shards)
             return ChunkedLoss(last[0], rows, axis, layout.loss_chunk_tokens, IGNORE, compiled)
         return partial(loss_sum, bound(rows, IGNORE, tp, compiled))
+
+    def _pair_loss(self, preference: PreferenceSection, compiled: bool) -> PairLoss:
+        groups, layout = self.model.groups, self.model.layout
+        context = [group for group in (groups.cp_ring, groups.cp_ulysses) if group is not None]
+        of = bound(self.model.vocabulary, IGNORE, groups.tp, compiled)
+        at = layout.coordinates(dist.get_rank())
+        return PairLoss(preference, of, context, counts=at["cp_ring"] == at["cp_ulysses"] == 0)
 
     def _random_keys(self, step: int | None, sample_ids_B: Tensor) -> Tensor | None:
         """Return the keys of random numbers. In evaluation, which has no step, only the choice of drawn experts uses
@@ -264,17 +315,54 @@ class ForwardBackward:
         """Return the sums of the losses of `evaluate` and the numbers of their target tokens, of shape (2, 1 + K)."""
         self.model.train(False)
         n_modules = self.model.spec.mtp_modules
-        losses = self._ahead_sums if n_modules else self.loss_sum
+        losses = self._ahead_sums if n_modules else self.loss_sum if self.pair_loss is None else self._pair_sums
         sums = torch.zeros(2, 1 + n_modules, dtype=torch.float64, device=self.device)
         each = (microbatch for batch in batches for microbatch in self._microbatches(batch, None))
         while microbatches := list(islice(each, EVALUATED_TOGETHER)):
             sums[0] += self.model.runner.evaluate(microbatches, losses)
             if self.model.counts_targets:
-                counts = [(targets_BT != IGNORE).sum((-2, -1)) for _, targets_BT, *_ in microbatches]
+                counts = [self._n_losses(microbatch) for microbatch in microbatches]
                 sums[1] += torch.stack(counts).sum(0)
         self.model.runner.release()
         self.model.sum_over_losses(sums)
         return sums
+
+    def _n_losses(self, microbatch: Microbatch) -> Tensor:
+        """Return the targets of a micro-batch on this rank, or its pairs."""
+        if self.pair_loss is None:
+            return (microbatch.targets_BT != IGNORE).sum((-2, -1))
+        assert microbatch.pairs is not None
+        n_pairs = len(microbatch.pairs.counts_D) // 2 if self.pair_loss.counts else 0
+        return torch.full((), n_pairs, device=self.device)
+
+    def _pair_sums(self, logits_BTV: Tensor, targets_BT: Tensor, pairs: PairTargets) -> Tensor:
+        assert self.pair_loss is not None
+        return self.pair_loss(logits_BTV, targets_BT, pairs, torch.ones((), device=self.device))[0]
+
+    @torch.no_grad()
+    def document_log_probs(self, batches: Iterable[Batch]) -> list[Tensor]:
+        """Return the log-probability of each answer of each micro-batch, summed over its targets, (D,) float64, without
+        dropout, equal on the ranks that have the same samples."""
+        assert self.pair_loss is not None
+        self.model.train(False)
+        results: list[Tensor] = []
+        each = (microbatch for batch in batches for microbatch in self._microbatches(batch, None))
+        while microbatches := list(islice(each, EVALUATED_TOGETHER)):
+            sums: list[Tensor] = []
+
+            def collect(logits: Tensor, *targets: Any, sums: list[Tensor] = sums) -> Tensor:
+                assert self.pair_loss is not None
+                sums.append(self.pair_loss.log_probs(logits, *targets))
+                return logits.new_zeros(())
+
+            self.model.runner.evaluate(microbatches, collect)
+            counts = [len(microbatch.pairs.counts_D) for microbatch in microbatches if microbatch.pairs is not None]
+            flat = torch.cat(sums) if sums else torch.zeros(sum(counts), dtype=torch.float64, device=self.device)
+            if self.model.groups.pp is not None:  # one stage has the head
+                dist.all_reduce(flat, group=self.model.groups.pp)
+            results += flat.split(counts)
+        self.model.runner.release()
+        return results
 
     def _ahead_sums(self, logits: Sequence[Tensor], targets_PBT: Tensor) -> Tensor:
         return torch.stack([self.loss_sum(*each) for each in zip(logits, targets_PBT, strict=True)])
@@ -294,6 +382,7 @@ class Trainer(ForwardBackward):
         compile_loss: bool = False,
         restart_positions: bool = False,
         scaler: LossScaler | None = None,
+        preference: PreferenceSection = NO_PREFERENCE,
         spikes: SpikeGuard | None = None,
         phases: Phases | None = None,
         average: WeightAverage | None = None,
@@ -307,6 +396,7 @@ class Trainer(ForwardBackward):
             compile_loss=compile_loss,
             restart_positions=restart_positions,
             scaler=scaler,
+            preference=preference,
         )
         self.optimizer = optimizer
         self.clip_norm = clip_norm
@@ -354,19 +444,19 @@ class Trainer(ForwardBackward):
 
     def _try(self, batch: Batch, step: int, rate: float) -> StepResult:
         self.phases.begin("forward_backward", step)
-        loss_part, n_targets, mtp_part = self.forward_backward(batch, step)
+        loss_part, n_targets, mtp_part, pair_parts = self.forward_backward(batch, step)
         self.phases.end("forward_backward")
         if self.lacks_targets:
             self.local_norms = []
             if self.spikes is not None:
                 self.spikes.pass_over()
-            return StepResult(loss_part, torch.zeros_like(loss_part), n_targets, mtp_part)
+            return StepResult(loss_part, torch.zeros_like(loss_part), n_targets, mtp_part, pair_parts)
         if self.spikes is not None:
             self._loss_part = loss_part
         self.phases.begin("optimizer", step)
         norm = self.update(rate)
         self.phases.end("optimizer")
-        return StepResult(loss_part, norm, n_targets, mtp_part)
+        return StepResult(loss_part, norm, n_targets, mtp_part, pair_parts)
 
     def update(self, rate: float, clip_norm: float | None = None) -> Tensor:
         """Clip the gradients in `.grad`, apply the optimizer, free the gradients, and return their norm before

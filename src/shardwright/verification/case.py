@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardwright.config import OptimizerSection, PrecisionSection, RunConfig, Scope
 from shardwright.config.average import AverageSection
+from shardwright.config.sections import NO_PREFERENCE, PreferenceSection
 from shardwright.data.samples import IGNORE
 from shardwright.layout.layout import Layout, accumulation
 from shardwright.model.number_formats import Fp8, block_of
@@ -94,6 +95,9 @@ class Case:
     integer_weights: tuple[int, bool] | None = None
     """Whether matmuls use weights rounded as by `layout.compress_weights`: the number of tp ranks over which columns
     are sharded, and whether experts' weights are rounded; None: weights are not rounded."""
+
+    preference: PreferenceSection = NO_PREFERENCE
+    """The loss of pairs of answers; each sequence has some pairs, as documents, and padding."""
 
     powersgd_rank: int = 0
     """The rank of the products that replace gradients of matrices; 0: none."""
@@ -184,6 +188,9 @@ class Case:
         tokens_BT = torch.randint(self.spec.vocab_size, shape, generator=generator)
         targets_BT = torch.randint(self.spec.vocab_size, shape, generator=generator)
         n_real_B = self.n_real(step)
+        if self.preference.kind != "none":
+            targets_BT.masked_fill_(~self._answers(step), IGNORE)
+            return tokens_BT, targets_BT, step * self.global_batch + torch.arange(self.global_batch)
         for row, kind in enumerate(torch.randperm(self.global_batch, generator=generator).tolist()):
             n_real = self.seq_len if n_real_B is None else int(n_real_B[row])
             counts_T = torch.ones(self.seq_len, dtype=torch.bool)
@@ -224,6 +231,8 @@ class Case:
         if self.attention == "sequence":
             return None
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step + 500_009)
+        if self.preference.kind != "none":
+            return [self._pairs(row, generator) for row in range(self.global_batch)]
         result = []
         for kind in torch.randperm(self.global_batch, generator=generator).tolist():
             likely = {0: 0.0, 1: 0.7}.get(kind % 4, min(0.5, 3 / self.seq_len))
@@ -232,6 +241,29 @@ class Case:
             ).nonzero().flatten() + 1
             result.append(torch.diff(torch.tensor([0, *ends.tolist(), self.seq_len])).tolist())
         return result
+
+    def _pairs(self, row: int, generator: torch.Generator) -> list[int]:
+        """Return the lengths of the documents of a sequence: one pair or, in the first third of the sequences, two, if
+        they fit; and in every second sequence padding. A document has two tokens or more."""
+        n_parts = (4 if 3 * row < self.global_batch and self.seq_len >= 10 else 2) + row % 2
+        places = torch.randperm(self.seq_len - n_parts - 1, generator=generator)
+        cuts = places[: n_parts - 1].sort().values
+        ends = [int(cut) + 1 + number for number, cut in enumerate(cuts.tolist(), start=1)]
+        lengths: list[int] = torch.diff(torch.tensor([0, *ends, self.seq_len])).tolist()
+        return lengths
+
+    def _answers(self, step: int) -> Tensor:
+        """Return the targets that count, (B, T): the last ones of each answer. The successor of its last token does not
+        count."""
+        documents = self.documents(step)
+        assert documents is not None
+        counted_BT = torch.zeros(self.global_batch, self.seq_len, dtype=torch.bool)
+        for row, lengths in enumerate(documents):
+            begin = 0
+            for length in lengths[: len(lengths) // 2 * 2]:
+                counted_BT[row, begin + (length - 1) // 2 : begin + length - 1] = True
+                begin += length
+        return counted_BT
 
 
 def with_choices_of(layout: Layout, case: Case) -> Case:
@@ -273,6 +305,7 @@ def case_of(
         # With fp8 a scale depends on all values of a tensor, and the reference has no padding.
         padded=config.data.sequences == "documents" and spec.moe is not None and fp8 is None,
         fp8=fp8,
+        preference=config.preference,
     )
 
 

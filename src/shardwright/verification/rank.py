@@ -6,6 +6,7 @@ Shapes: A micro-batches, B sequences, T tokens.
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -77,11 +78,14 @@ def _train(case: Case, layout: Layout, folder: Path) -> RankTrace:
         parameters = trainer.model.named_parameters
         if training == PLAIN_SGD:
             recorder.tensors(TracedQuantity("initial", training, 0), parameters)
+        batches = [local_batch(case, layout, rank, step) for step in range(case.steps + 1)]
+        if case.preference.has_reference:
+            batches = [with_references(batch, trainer.document_log_probs([batch])) for batch in batches]
         for step in range(case.steps):
             overflows = step == case.overflow_step
             if overflows and _overflows(layout, rank):
                 overflow_once(trainer.model.parts)
-            parts = trainer.forward_backward(local_batch(case, layout, rank, step), step)
+            parts = trainer.forward_backward(batches[step], step)
             recorder.scalar(TracedQuantity("loss", training, step + 1), trainer.model.sum_over_losses(parts.loss_part))
             if parts.mtp_part is not None:
                 recorder.scalar(
@@ -100,7 +104,7 @@ def _train(case: Case, layout: Layout, folder: Path) -> RankTrace:
             if not overflows:
                 recorder.scalar(TracedQuantity("grad norm", training, step + 1), norm)
             if case.evaluate and step == 0:
-                sums, counts = trainer.evaluation_sums([local_batch(case, layout, rank, case.steps)])
+                sums, counts = trainer.evaluation_sums([batches[case.steps]])
                 mean, *ahead = sums / counts.clamp(min=1)  # a module may have no target in a batch of short sequences
                 recorder.scalar(TracedQuantity("evaluation", training, 1), mean)
                 if ahead:
@@ -152,6 +156,7 @@ def build_trainer(case: Case, layout: Layout, training: str, folder: Path | None
         restart_positions=case.positions == "document",
         scaler=None if case.loss_scaling is None else loss_scaler(case.loss_scaling),
         average=None if case.average.kind == "none" else WeightAverage(model, case.average, case.steps),
+        preference=case.preference,
     )
 
 
@@ -199,4 +204,19 @@ def local_batch(case: Case, layout: Layout, rank: int, step: int) -> Batch:
     documents_B, n_real_B = case.documents(step), case.n_real(step)
     documents = None if documents_B is None else documents_B[first : first + block]
     n_real = None if n_real_B is None else n_real_B[first : first + block]
-    return Batch.from_sequences(tokens_BT, targets_BT, ids_B, case.micro_batch, documents, n_real)
+    references = None
+    if case.preference.kind != "none":
+        assert documents is not None
+        references = [[0.0] * (len(lengths) // 2 * 2) for lengths in documents]
+    return Batch.from_sequences(tokens_BT, targets_BT, ids_B, case.micro_batch, documents, n_real, references)
+
+
+def with_references(batch: Batch, log_probs: Sequence[Tensor]) -> Batch:
+    """Return a batch with the reference's log-probability of each answer. `log_probs`: of the documents of each
+    micro-batch, (D,)."""
+    assert batch.references_AB is not None
+    references = []
+    for rows, values_D in zip(batch.references_AB, log_probs, strict=True):
+        values = iter(values_D.tolist())
+        references.append(tuple(tuple(next(values) for _ in row) for row in rows))
+    return replace(batch, references_AB=tuple(references))

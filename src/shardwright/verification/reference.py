@@ -47,9 +47,10 @@ def train_alone(case: Case, folder: Path) -> RankTrace:
         if training == PLAIN_SGD:
             recorder.tensors(TracedQuantity("initial", training, 0), parameters)
         seen: list[dict[str, Tensor]] = []
+        answers = _Answers(model, case, parameters)
         for step in range(case.steps):
             parts = []
-            for loss, ahead in _passes(model, case, parameters, step, step, routers):
+            for loss, ahead in _passes(model, case, parameters, step, step, routers, answers):
                 ((loss if ahead is None else loss + case.spec.mtp_weight * ahead) * loss_scale).backward()
                 parts.append((loss.detach(), None if ahead is None else ahead.detach()))
             loss, ahead = _summed(parts)
@@ -81,7 +82,7 @@ def train_alone(case: Case, folder: Path) -> RankTrace:
             optimizer.zero_grad()
             learn_from_load(model, {layer: load.counts_E for layer, load in take_load(model).items()})
             if case.evaluate and step == 0:
-                loss, ahead = _evaluate(model, case, parameters, routers)
+                loss, ahead = _evaluate(model, case, parameters, routers, answers)
                 recorder.scalar(TracedQuantity("evaluation", training, 1), loss)
                 if ahead is not None:
                     recorder.scalar(TracedQuantity("mtp evaluation", training, 1), ahead)
@@ -110,11 +111,15 @@ def _average(case: Case, seen: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def _evaluate(
-    model: Transformer, case: Case, parameters: dict[str, nn.Parameter], routers: "_RouterLosses"
+    model: Transformer,
+    case: Case,
+    parameters: dict[str, nn.Parameter],
+    routers: "_RouterLosses",
+    answers: "_Answers",
 ) -> tuple[Tensor, Tensor | None]:
     """Return the losses of the batch after the training steps' batches, without dropout."""
     model.eval()
-    losses = _summed([*_passes(model, case, parameters, case.steps, EVALUATION, routers)])
+    losses = _summed([*_passes(model, case, parameters, case.steps, EVALUATION, routers, answers)])
     model.train()
     return losses
 
@@ -156,6 +161,7 @@ def _passes(
     step: int,
     key_step: int,
     routers: _RouterLosses,
+    answers: "_Answers",
 ) -> Iterator[Losses]:
     """Yield the terms of the mean losses of a step's batch, one for each forward pass."""
     case = case.at(step)
@@ -181,9 +187,72 @@ def _passes(
         if case.spec.mtp_modules:
             also["ahead_KBT"] = _tokens_ahead(case, tokens_BT[rows, :n_real])
         outputs = functional_call(model, weights, (tokens_BT[rows, :n_real],), also)
+        if answers.reference:
+            yield answers.loss(outputs, step, rows), None
+            continue
         sums = _loss_sums(case, outputs, targets_BT[rows, :n_real])
         losses = [loss_sum / count for loss_sum, count in zip(sums, counts, strict=True)]
         yield losses[0], torch.stack(losses[1:]).mean() if losses[1:] else None
+
+
+class _Answers:
+    """The log-probabilities of answers, and the loss of their pairs, by the formulas of the papers."""
+
+    def __init__(self, model: Transformer, case: Case, parameters: dict[str, nn.Parameter]) -> None:
+        """Compute the reference's log-probabilities of all steps with the initial weights."""
+        self.case = case
+        self.reference: list[list[list[Tensor]]] = []
+        """For each step and sequence, the log-probability of each answer under the reference; zeros without one."""
+        if case.preference.kind == "none":
+            return
+        model.eval()
+        for step in range(case.steps + 1):
+            tokens_BT, _, ids_B = case.batch(step)
+            lengths = case.documents(step)
+            assert lengths is not None
+            keys_B = sample_keys(case.seed, EVALUATION, ids_B) if case.spec.draws else None
+            documents = Documents.from_lengths(lengths, case.seq_len, restart=case.positions == "document")
+            with torch.no_grad():
+                logits_BTV = functional_call(
+                    model, _weights(case, parameters), (tokens_BT,), {"random_keys_B": keys_B, "documents": documents}
+                )
+            values = self._log_probs(logits_BTV, step, slice(0, case.global_batch))
+            scale = 1.0 if case.preference.kind in ("dpo", "ipo") else 0.0
+            self.reference.append([[scale * value for value, _ in answers] for answers in values])
+        model.train()
+
+    def _log_probs(self, logits_BTV: Tensor, step: int, rows: slice) -> list[list[tuple[Tensor, int]]]:
+        """Return the log-probability of each answer of each sequence, and its number of targets."""
+        lengths, targets_BT = self.case.documents(step), self.case.batch(step)[1][rows]
+        assert lengths is not None
+        result = []
+        for logits_TV, targets_T, of_row in zip(logits_BTV, targets_BT, lengths[rows], strict=True):
+            answers, parts = [], zip(logits_TV.split(of_row), targets_T.split(of_row), strict=True)
+            for part_TV, part_T in list(parts)[: len(of_row) // 2 * 2]:
+                chosen = part_T != IGNORE
+                log_p = part_TV[chosen].to(DTYPES[self.case.dtype][0]).log_softmax(-1)
+                answers.append((log_p.gather(1, part_T[chosen][:, None]).sum(), int(chosen.sum())))
+            result.append(answers)
+        return result
+
+    def loss(self, logits_BTV: Tensor, step: int, rows: slice) -> Tensor:
+        """Return the loss of the pairs of some sequences of a step, divided by the pairs of all."""
+        kind, beta, gamma = self.case.preference.kind, self.case.preference.beta, self.case.preference.gamma
+        losses = []
+        values = self._log_probs(logits_BTV, step, rows)
+        for answers, reference in zip(values, self.reference[step][rows], strict=True):
+            rewards = [value - before for (value, _), before in zip(answers, reference, strict=True)]
+            if kind in ("ipo", "simpo"):
+                rewards = [reward / n for reward, (_, n) in zip(rewards, answers, strict=True)]
+            for chosen, rejected in zip(rewards[0::2], rewards[1::2], strict=True):
+                if kind == "ipo":
+                    losses.append((chosen - rejected - 0.5 / beta) ** 2)
+                elif kind == "dpo":
+                    losses.append((1 + torch.exp(-beta * (chosen - rejected))).log())
+                else:
+                    losses.append((1 + torch.exp(gamma - beta * (chosen - rejected))).log())
+        n_pairs = sum(len(of_row) // 2 for of_row in self.reference[step])
+        return torch.stack(losses).sum() / n_pairs
 
 
 def _weights(case: Case, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:

@@ -40,6 +40,8 @@ def sizes(config: RunConfig, case: Case) -> str:
     if case.attention == "document":
         restarted = ", positions restarted" * (case.positions == "document")
         sizes += f", attention within documents{restarted}"
+    if case.preference.kind != "none":
+        sizes += f", {case.preference.kind} on pairs of documents"
     if case.fp8 is not None:
         sizes += f", fp8 {case.fp8.recipe}"
     narrow = {"bf16": "bfloat16", "fp16": "float16"}.get(config.precision.compute, case.dtype)

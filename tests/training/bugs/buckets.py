@@ -35,7 +35,11 @@ BUCKETS: dict[str, AnyBug] = {
         optimizer="adamw-8bit",
     ),
     "the reported loss of logits is that of the first tokens": Bug(
-        Mutation("shardwright.parallel.loss:cross_entropy", f"{_LOSSES}.sum()", f"{_LOSSES}[:n_together].sum()"),
+        Mutation(
+            "shardwright.parallel.loss:cross_entropy",
+            _LOSSES,
+            f"({_LOSSES}).index_fill(0, torch.arange(n_together, len(logits_Nv)), 0)",
+        ),
         [ONE, ZERO_3],
     ),
     "an evaluation has the loss of the last micro-batches that are evaluated together": Bug(

@@ -9,6 +9,7 @@ from typing import Any
 
 from shardwright.config import OptimizerSection, Scope
 from shardwright.config.average import AverageSection
+from shardwright.config.sections import PreferenceSection
 from shardwright.layout.layout import Layout
 from shardwright.model.number_formats import Fp8
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
@@ -66,6 +67,8 @@ class Bug:
     """Whether attention and positions are within documents."""
     padded: bool = False
     """Whether sequences have padding."""
+    preference: str = "none"
+    """The loss of pairs of answers, which are documents."""
     optimizer: str = "adamw"
     fp8: Fp8 | None = None
     stages: tuple[CaseStage, ...] = ()
@@ -83,7 +86,8 @@ class Bug:
         """Three microbatches a step; four for DualPipe, which wants an even number, and in 16 bits, where fewer have
         too few terms to show that a sum was rounded."""
         base = CASE if layout.cp * layout.tp == 1 else LONG
-        scope: Scope = "document" if self.documents else "sequence"
+        scope: Scope = "document" if self.documents or self.preference != "none" else "sequence"
+        preference = PreferenceSection.model_validate({"kind": self.preference})
         accumulation = 4 if layout == DUALPIPE or self.dtype in ("bfloat16", "float16") else 3
         return replace(
             base,
@@ -96,6 +100,7 @@ class Bug:
             attention=scope,
             positions=scope,
             padded=self.padded,
+            preference=preference,
             fp8=self.fp8,
             stages=self.stages,
             average=self.average,

@@ -159,7 +159,7 @@ class _RankStep:
         with self._running(action), torch.profiler.record_function(str(action)):
             output: Tensor = model(x, *microbatch.read_by_model)
             if model.last:
-                losses = self.loss(output, microbatch.targets_BT)
+                losses = self.loss(output, *microbatch.read_by_loss)
                 self.total = self.total + losses.detach().double()
                 output = losses.sum()
         if self.training:

@@ -1,0 +1,72 @@
+"""shardwright score: the log-probabilities of given texts."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwright.cli.common import (
+    AsJson,
+    Device,
+    ModelArgument,
+    json_records,
+    layout_of,
+    reading_verb,
+    show,
+    wrong_device,
+    wrong_sizes,
+)
+from shardwright.cli.generate import LAYOUT_KEYS
+from shardwright.system.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreOptions:
+    """Arguments and options of `score`."""
+
+    model: ModelArgument
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE.jsonl",
+            help='one object a line: {"text": "..."}, {"prompt": "...", "completion": "..."}, {"messages": [...]}, or '
+            '{"prompt_tokens": [...], "tokens": [...]}',
+        ),
+    ]
+    layout: Annotated[
+        str, typer.Option(metavar="KEY=VALUE,...", help="degrees of the layout to run on, such as tp=2,pp=2")
+    ] = ""
+    batch_size: Annotated[int, typer.Option(help="sequences that a replica of the model runs at once")] = 16
+    device: Device = "auto"
+    json: AsJson = False
+
+
+@reading_verb
+def score(options: ScoreOptions) -> None:
+    """Compute the log-probability of each text, or of each answer given its prompt, on any layout.
+
+    shardwright score quickstart/run texts.jsonl
+
+    --json has the log-probability of each token. Texts are data to dp_shard and dp_replicate; ranks are started here as
+    local processes on the CPU, or by torchrun or srun.
+    """
+    from shardwright.generation.texts import TextScoreRequest, score_texts, scores_view
+
+    problems = wrong_sizes({"--batch-size": options.batch_size}) + wrong_device(options.device)
+    try:
+        layout = layout_of(options.layout, LAYOUT_KEYS)
+    except InputError as error:
+        problems += error.problems
+    records, unread = json_records(options.file, str(options.file))
+    problems += unread
+    if problems:
+        raise InputError(*problems)
+    try:
+        scores = score_texts(TextScoreRequest(options.model, records, layout, options.batch_size, options.device))
+    except InputError as error:
+        raise InputError(
+            *(f"{options.file}, {each}" if each.startswith("line ") else each for each in error.problems)
+        ) from None
+    if scores is not None:
+        show(scores_view(scores), options.json, None)

@@ -1,0 +1,103 @@
+"""The log-probabilities of answers under the reference of a run, which is the model before the first step.
+
+They are computed once, on the run's layout, in one forward pass over all pairs of the splits that the run reads, and
+kept in OUT/reference.safetensors: a tensor SPLIT/SOURCE with a number for each document. A run that is resumed reads
+them.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+from torch import Tensor
+
+from shardwright.config import RunConfig
+from shardwright.data.batches import PADDING_ID, Batch, evaluation_batches
+from shardwright.data.samples import PairSamples, Samples
+from shardwright.run_folder import REFERENCE
+from shardwright.system.errors import DataError
+from shardwright.system.files import write_whole
+from shardwright.training.hooks import RunStart
+from shardwright.training.run_log import RunLog
+from shardwright.training.sources import RunReferences, Sources
+from shardwright.training.step import ForwardBackward
+
+
+def run_references(
+    config: RunConfig, work: ForwardBackward, sources: Sources, start: RunStart, log: RunLog
+) -> RunReferences | None:
+    """Return the references of a run that begins at `start`; None for a run on the next token. Every rank calls this.
+
+    Raises DataError for a resumed run whose file is missing, damaged or of other data.
+    """
+    if config.preference.kind == "none":
+        return None
+    if not config.preference.has_reference:
+        return RunReferences(sources, {})
+    path = Path(config.out) / REFERENCE
+    fingerprint = " ".join(sources.fingerprints)
+    if start.checkpoint is not None:
+        return RunReferences(sources, _read(path, fingerprint, start.step))
+    splits: dict[str, Samples] = dict(zip((f"train/{n}" for n in sources.names), sources.train.sources, strict=True))
+    splits |= {f"validation/{name}": samples for name, samples in sources.validation.items()}
+    values = {
+        name: reference_log_probs(config, work, samples)
+        for name, samples in splits.items()
+        if isinstance(samples, PairSamples)
+    }
+    if dist.get_rank() == 0:
+        write_whole(path, save(values, {"fingerprint": fingerprint}))
+    n_answers = sum(map(len, values.values()))
+    log.say(f"log-probabilities of {n_answers:,} answers under the reference, written to {path}")
+    return RunReferences(sources, values)
+
+
+def reference_log_probs(config: RunConfig, work: ForwardBackward, samples: PairSamples) -> np.ndarray:
+    """Return the log-probability of each document of a split under the current weights, float64, equal on all ranks."""
+    layout = config.layout.layout()
+    total = torch.zeros(samples.split.n_documents, dtype=torch.float64, device=work.device)
+    batches = evaluation_batches(
+        samples,
+        micro_batch=config.batch.micro_batch,
+        data_rank=layout.data_rank(dist.get_rank()),
+        data_ranks=layout.data_ranks,
+        vocab_size=config.model.spec().vocab_size,
+        within_documents=True,
+        references=lambda i: [0.0] * len(samples.answers(i)),
+    )
+    documents: list[list[int]] = []
+
+    def noted() -> Iterator[Batch]:
+        for batch in batches:
+            indices = [i for i in batch.sample_ids_AB.flatten().tolist() if i != PADDING_ID]
+            documents.append([document for i in indices for document in samples.answers(i)])
+            yield batch
+
+    results: list[Tensor] = work.document_log_probs(noted())
+    for numbers, values_D in zip(documents, results, strict=True):
+        total[torch.tensor(numbers, dtype=torch.int64, device=work.device)] = values_D
+    log_probs: np.ndarray = work.model.sum_over_samples(total).cpu().numpy()
+    return log_probs
+
+
+def _read(path: Path, fingerprint: str, step: int) -> dict[str, np.ndarray]:
+    try:
+        with safe_open(path, "np") as file:
+            found = (file.metadata() or {}).get("fingerprint")
+            values = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no dict
+    except FileNotFoundError:
+        raise DataError(
+            f"{path} is missing: it has the log-probabilities of the model before the first step, and the checkpoint "
+            f"is of step {step}; copy it from the folder of the run that wrote the checkpoint, or start anew"
+        ) from None
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"{path} is damaged ({error}); copy it again, or start the run anew") from None
+    if found != fingerprint:
+        raise DataError(
+            f"{path} is of other data than the run trains on now; prepare the data as before, or start anew"
+        )
+    return values

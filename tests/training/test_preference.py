@@ -1,0 +1,171 @@
+"""Proves preference training: on every layout the losses, gradients and metrics of one process in plain PyTorch; and
+whole runs whose reference is computed before the first step and read when they are resumed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+from shardwright.config import load
+from shardwright.data.prepare import prepare
+from shardwright.layout.layout import Layout
+from shardwright.system.errors import ConfigError, InputError
+from shardwright.training.start import start
+from shardwright.verification import Verifier
+from tests.marks import prove
+from tests.mutation import Mutation
+from tests.training.bugs.bug import (
+    DUALPIPE,
+    EXPERTS,
+    HYBRID,
+    ONE,
+    PP,
+    SP,
+    ULYSSES,
+    ZB_V,
+    ZERO_0,
+    ZERO_1,
+    ZERO_2,
+    ZERO_3,
+    ZIGZAG,
+    Bug,
+)
+from tests.training.runs import records
+
+SETTINGS: dict[str, tuple[Layout, str, dict[str, Any]]] = {
+    "dpo on one rank": (ONE, "dpo", {}),
+    "dpo, ZeRO-0": (ZERO_0, "dpo", {}),
+    "ipo, ZeRO-1": (ZERO_1, "ipo", {}),
+    "simpo, ZeRO-2": (ZERO_2, "simpo", {}),
+    "dpo, ZeRO-3, with dropout": (ZERO_3, "dpo", {"dropout": 0.1}),
+    "ipo, hybrid": (HYBRID, "ipo", {}),
+    "dpo on token shards": (SP, "dpo", {}),
+    "ipo over zigzag": (ZIGZAG, "ipo", {}),
+    "simpo over ulysses": (ULYSSES, "simpo", {}),
+    "dpo over stages": (PP, "dpo", {}),
+    "dpo over stages of both ends": (DUALPIPE, "dpo", {"n_layers": 5, "tied_embedding": True}),
+    "ipo, first and last stage on one rank": (ZB_V, "ipo", {"n_layers": 4}),
+    "dpo with experts": (Layout(dp_shard=2, zero=2, ep=2), "dpo", {"moe": EXPERTS}),
+    "dpo over stages, tp and cp": (Layout(pp=2, tp=2, cp=2, sequence_parallel=True), "dpo", {}),
+}
+QUICK = {"dpo on token shards", "ipo over zigzag"}
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "spec"),
+    [pytest.param(*each, id=name, marks=() if name in QUICK else prove) for name, each in SETTINGS.items()],
+)
+def test_a_layout_computes_what_one_process_does(layout: Layout, kind: str, spec: dict[str, Any], verifier: Verifier):
+    nothing = Bug(Mutation("", "", ""), [layout], spec=spec, preference=kind)
+    report = verifier.parity(nothing.case(layout), layout)
+    assert report.equal, report.worst
+    assert {"loss", "gradient", "evaluation"} <= {row.quantity.kind for row in report.rows}
+
+
+RUN = """
+out = "{out}"
+steps = 4
+device = "cpu"
+model = {{ n_layers = 2, d_model = 16, n_heads = 2, n_kv_heads = 2, head_dim = 8, d_ffn = 24, vocab_size = 300, \
+max_seq_len = 64 }}
+data = {{ path = "{tokens}", attention = "document", positions = "document" }}
+batch = {{ seq_len = 64, global_batch = 4 }}
+preference = {{ kind = "dpo", beta = 0.5 }}
+optimizer = {{ lr = 0.01 }}
+checkpoint = {{ every = 2 }}
+metrics = {{ every = 1 }}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With pairs in `tokens`, and a run on one process in `run`."""
+    folder = tmp_path_factory.mktemp("preference")
+    lines = [
+        {"prompt": f"{n} + {n} =", "chosen": f" {2 * n}" + "." * (n % 3), "rejected": f" {n}" + "!" * (n % 5)}
+        for n in range(1, 41)
+    ]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    manifest = prepare(folder / "pairs.jsonl", folder / "tokens", vocab_size=300, format="preference", validation=0.2)
+    assert manifest.pairs
+    assert all(split.documents % 2 == 0 and split.documents for split in manifest.splits.values())
+    train(folder, "run")
+    return folder
+
+
+def train(folder: Path, out: str, *changes: str) -> Path:
+    path = folder / f"{out}.toml"
+    path.write_text(RUN.format(out=folder / out, tokens=folder / "tokens"))
+    start(load(path, list(changes)), quiet=True)
+    return path
+
+
+KEYS = ("loss", "margin", "accuracy", "chosen_reward", "rejected_reward", "grad_norm")
+
+
+def numbers(run_file: Path) -> list[dict[str, Any]]:
+    return records(run_file, run_file.stem)
+
+
+def test_a_run_learns_the_pairs_and_is_the_same_on_two_ranks(folder: Path):
+    alone = numbers(folder / "run.toml")
+    assert alone[0]["loss"] == pytest.approx(0.693147, abs=1e-5), "before the first step no answer is preferred"
+    assert alone[-1]["loss"] < alone[0]["loss"]
+    trained = [each for each in alone if each["kind"] == "train"]
+    for each in trained:
+        assert each["margin"] == pytest.approx(each["chosen_reward"] - each["rejected_reward"], abs=1e-5)
+    assert trained[-1]["accuracy"] > 0.7
+    others = numbers(train(folder, "pipeline", "layout.pp=2", "batch.micro_batch=2"))
+    for one, other in zip(alone, others, strict=True):
+        for key in set(KEYS) & one.keys():
+            assert other[key] == pytest.approx(one[key], rel=2e-4, abs=2e-5), (one["step"], key)
+    values, other_values = (load_file(folder / out / "reference.safetensors") for out in ("run", "pipeline"))
+    assert values.keys() == {"train/tokens", "validation/tokens"} == other_values.keys()
+    for name, expected in values.items():
+        assert expected.max() < 0
+        assert other_values[name] == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_resumed_run_reads_the_reference_that_was_computed_before_its_first_step(folder: Path):
+    changes = ("steps=2", "lr_schedule.shape=constant")
+    train(folder, "whole", "lr_schedule.shape=constant")
+    run_file = train(folder, "stopped", *changes)
+    resumed = ("lr_schedule.shape=constant", "checkpoint.resume=auto")
+    reference = folder / "stopped" / "reference.safetensors"
+    content = reference.read_bytes()
+    reference.unlink()
+    with pytest.raises(InputError, match=r"reference.safetensors is missing: it has .* the checkpoint is of step 2"):
+        train(folder, "stopped", *resumed)
+    reference.write_bytes(content[:-9])
+    with pytest.raises(InputError, match=r"reference.safetensors is damaged"):
+        train(folder, "stopped", *resumed)
+    reference.write_bytes(content)
+    train(folder, "stopped", *resumed)
+    last, expected = numbers(run_file)[-1], numbers(folder / "whole.toml")[-1]
+    assert last["loss"] == expected["loss"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (("preference.kind=none", "preference.beta=0.1"), "has pairs of answers, and preference.kind='none'"),
+        (("batch.seq_len=8",), r"pair \d+ of the train split has \d+ tokens, .* set batch.seq_len=\d+ or more"),
+        (("data.attention=sequence", "data.positions=sequence"), "documents of one sequence; set both to 'document'"),
+        (("preference.gamma=0.7",), "preference.gamma=0.7 is not used with preference.kind='dpo'"),
+        (("layout.loss_chunk_tokens=16",), "set loss_chunk_tokens=0"),
+        (("model.mtp_modules=1",), "set model.mtp_modules=0"),
+    ],
+    ids=["no kind", "a long pair", "attention", "gamma", "chunks", "mtp"],
+)
+def test_what_cannot_be_trained_is_told(folder: Path, changes: tuple[str, ...], words: str):
+    with pytest.raises((InputError, ConfigError), match=words):
+        train(folder, "refused", *changes)
+
+
+def test_data_without_pairs_is_told(folder: Path, tmp_path: Path):
+    (tmp_path / "text.txt").write_text("a b c " * 200)
+    prepare(tmp_path / "text.txt", tmp_path / "tokens", vocab_size=300, validation=0)
+    with pytest.raises(InputError, match=r"needs pairs of answers, and .* has none; prepare records with 'chosen'"):
+        train(folder, "refused", f"data.path={tmp_path / 'tokens'}", "evaluation.samples=0")
