@@ -50,6 +50,13 @@ def dry_run_document(result: DryRun, messages: bool) -> VerbDocument:
         Note(f"rank {record.rank} of {layout.world_size:,}: {layout}", tone="strong"),
         Facts([*_facts(result, record, verdict)]),
     ]
+    if result.compile_left_out:
+        parts.append(
+            Note(
+                "precision.compile is left out, here and in the plan's numbers: compiled layers keep fewer activations "
+                "than this"
+            )
+        )
     if record.repeats:
         n, n_run = result.config.accumulation, step_length(result.config).n_run
         parts.append(
