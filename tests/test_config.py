@@ -359,6 +359,7 @@ def test_what_an_optimizer_does_not_have_is_refused(tmp_path: Path, override: st
 @pytest.mark.parametrize(
     ("section", "problem"),
     [
+        ('name = "adam"\nlearning_rate = 1e-3', "there is no such key for any optimizer; did you mean 'lr'"),
         ('name = "sgd"\nnesterov = 1', "optimizer.nesterov=1: true or false is needed"),
         ('name = "sgd"\nnesterov = true\nmomentum = 0.0', "and optimizer.momentum=0; raise it above 0"),
         ('state_dtype = "bf16"\nbeta2 = 0.999', "valid: beta2 below 0.9961, or state_dtype='parameters'"),

@@ -40,12 +40,14 @@ def dryrun(*arguments: object) -> Result:
 def test_it_says_what_a_rank_needs_and_whether_it_fits(run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     page, trace, snapshot = (tmp_path / name for name in ("dry.html", "trace.json", "snapshot.pickle"))
     given = (run_file, "--set", "layout.tp=2", "--ranks", "all", "--json", "--html", page)
-    given = (*given, "--trace", trace, "--snapshot", snapshot)
+    given = (*given, "--trace", trace, "--snapshot", snapshot, "--set", "precision.compile=true")
     with readable_pictures(monkeypatch):
         result = dryrun(*given, "--device-memory", "1GiB")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["fits"]
+    assert found["compile_left_out"]
+    assert "precision.compile is left out" in page.read_text()
     assert found["disagreements"] == []
     calls = [call for each in found["ranks"] for call in each["messages"] if call["n_ranks"] > 1]
     assert found["checked"] == {"ranks": 2, "calls": len(calls), "communicators": 1, "matched_sends": 0}

@@ -146,6 +146,20 @@ def test_one_sequence_is_one_and_the_peak_is_that_of_the_format_and_every_part_i
     assert all(kind in result.output for kind, seconds in parts.items() if seconds > 1e-6)
 
 
+def test_a_small_model_has_its_times_in_ms_and_its_memory_in_mib_and_equals_of_listed_rows_only():
+    lines = plan(*TINY, columns=400).output.splitlines()
+    parts = document(*TINY)["best"][0]["time_s"]
+    assert any(line.split() == ["time", "ms", "share"] for line in lines)
+    assert any(line.split()[:2] == ["optimizer", f"{1e3 * parts['optimizer']:.4g}"] for line in lines)
+    header = next(at for at, line in enumerate(lines) if line.split()[:3] == ["step", "ms", "change"])
+    assert "MiB" in lines[header].split()
+    listed = {line.split()[0] for line in lines[header + 1 : lines.index("Why not another")] if line[:1].isdigit()}
+    equal = next(line for line in lines if " as one of these: " in line)
+    named = [number for each in re.findall(r"numbers? ([\d, ]+) also", equal) for number in each.split(", ")]
+    assert named
+    assert set(named) <= listed
+
+
 @pytest.mark.prove
 def test_a_layout_that_is_as_fast_is_named_in_one_line():
     asked = ("--model", "llama-3.1-70b", "--cluster", "h100:64", "--global-batch", 1024, "--seq-len", 8192)
@@ -251,6 +265,8 @@ def test_a_plan_prints_as_a_table_and_shows_html_in_a_notebook():
     assert result.recommended is not None
     assert str(result.recommended.choice) in str(result).splitlines()[3]
     assert f"{result.recommended.choice}</td>" in result._repr_html_()  # type: ignore[attr-defined]
+    layouts = [line.split()[-1] for line in str(result).splitlines() if "micro_batch=" in line]
+    assert len(layouts) == len(set(layouts))
 
 
 def test_the_memory_of_the_host_that_an_offload_needs_is_a_row():

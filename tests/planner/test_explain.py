@@ -13,9 +13,10 @@ from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Job
 from shardwright.cost.ledger import NOTATION, LedgerEntry, identifier
 from shardwright.cost.stack import STACKS
-from shardwright.model.presets import resolve
+from shardwright.model.presets import PRESETS, resolve
 from shardwright.planner.choice import PricedLayout, read
 from shardwright.planner.explain import explain, lines
+from tests.marks import rest_prove
 
 MODULE = " with an MTP module"
 LAYOUTS = [
@@ -49,6 +50,7 @@ LAYOUTS = [
     ("deepseek-v3" + MODULE, "h100:256", 4096, "pp=16,dp_shard=16,ep=16,zero=1,recompute=full"),
 ]
 CASES = [(*each, "shardwright", "bf16") for each in LAYOUTS]
+ALIKE_NAMES = ["qwen1.5-moe-a2.7b", "qwen3-next-80b-a3b"]  # with parameters shared.gate and shared_gate
 CASES += [(*LAYOUTS[0], stack, "bf16") for stack in STACKS if stack != "shardwright"]
 CASES += [(*LAYOUTS[9], "megatron", "fp16"), (*LAYOUTS[0], "megatron-core", "fp8"), (*LAYOUTS[2], "fsdp", "fp32")]
 UNITS = {"B", "s", "FLOP", "FLOP/s", "B/s", "1/s", "tokens", "ranks", "layers", ""}
@@ -81,7 +83,16 @@ def case(request: pytest.FixtureRequest) -> tuple[PricedLayout, list[LedgerEntry
 
 
 def test_every_formula_comes_to_its_number(case: tuple[PricedLayout, list[LedgerEntry]]):
-    for entry in case[1]:
+    formulas_come_to_their_numbers(case[1])
+
+
+@pytest.mark.parametrize("preset", rest_prove(PRESETS, *ALIKE_NAMES))
+def test_every_formula_of_every_preset_comes_to_its_number(preset: str):
+    formulas_come_to_their_numbers(explain(priced(preset, "h100:8", 2048, "pp=2,dp_shard=4,zero=2,micro_batch=2")))
+
+
+def formulas_come_to_their_numbers(entries: list[LedgerEntry]):
+    for entry in entries:
         assert entry.unit in UNITS, entry
         if entry.formula:
             assert evaluated(entry) == pytest.approx(entry.value, rel=1e-9, abs=1e-12), entry

@@ -80,6 +80,14 @@ def test_every_layout_is_listed_or_says_why_not():
     assert all(told.values())
 
 
+def test_the_speed_of_a_user_is_by_closed_forms_on_both_sides_of_a_comparison():
+    found = search(task("llama-3.1-70b", "h100:8", precision="fp8"))
+    best = f"tokens/s each, not {1 / found.best[0].option.tpot_s:.3g}"
+    said = [why for _, _, why in reasons(found) if "tokens/s: " in why]
+    assert said
+    assert all(why.endswith(best) for why in said)
+
+
 def test_a_rate_that_is_too_high_is_not_kept_and_says_what_is():
     found = search(task("llama-3.1-8b", "h100:1/1", rate_per_s=1e4))
     assert not found.best

@@ -14,6 +14,7 @@ from shardwright.cli.followed import SHOWN_LINES, FollowedRun, NewRecords
 from shardwright.cli.watch_view import state_in_words, watch_document
 from shardwright.run_folder import RUN_NAMES, as_record
 from shardwright.system.errors import InputError
+from shardwright.system.files import LOCK
 from shardwright.training.metrics import line
 from shardwright.view.terminal import renderables
 
@@ -61,14 +62,15 @@ def watch(
 
 def _started(folder: Path) -> FollowedRun:
     """Return the run in a folder; wait up to `START_S` seconds if a run may be starting there. Raises InputError for a
-    folder that is not one of a run, at once if it contains other files."""
+    folder that is not one of a run, at once if it contains other files and no run has locked it."""
     end_s = time.monotonic() + START_S
     waits = False
     while True:
         try:
             return FollowedRun(folder)
         except InputError as error:
-            others = {path.name for path in folder.iterdir()} - RUN_NAMES if folder.is_dir() else set()
+            names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+            others = LOCK not in names and names - RUN_NAMES
             if others or folder.is_file() or not folder.absolute().parent.is_dir() or time.monotonic() >= end_s:
                 raise
             if not waits:

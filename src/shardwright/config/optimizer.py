@@ -69,9 +69,18 @@ class OptimizerSection(RunFileSection):
     @model_validator(mode="after")
     def _options_are_known(self) -> "OptimizerSection":
         kind = OPTIMIZERS.get(self.name)
-        if kind is None:
-            raise BrokenRules(f"optimizer.name={self.name!r} is not known; {nearest(self.name, OPTIMIZERS)}")
         given = self.model_extra or {}
+        if kind is None:
+            options = {name for each in OPTIMIZERS.values() for name in each.options}
+            valid = sorted({*type(self).model_fields, *options})
+            raise BrokenRules(
+                f"optimizer.name={self.name!r} is not known; {nearest(self.name, OPTIMIZERS)}",
+                *(
+                    f"optimizer.{key}: there is no such key for any optimizer; {nearest(key, valid)}"
+                    for key in given
+                    if key not in options
+                ),
+            )
         found = [problem for key, value in given.items() if (problem := self._problem(kind, key, value))]
         if not found:
             found = [*kind.problems(self.options)]

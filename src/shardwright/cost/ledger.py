@@ -118,7 +118,7 @@ def total(
     if it is computed already."""
     found = value if value is not None else sum(map(np.asarray, terms.values()), np.asarray(0.0))
     if recording():
-        there = {identifier(name): value for name, value in terms.items() if np.any(value)}
+        there = identified({name: value for name, value in terms.items() if np.any(value)})
         if there:
             note(what, " + ".join(there), found, unit, source, **there)
     return found
@@ -202,8 +202,7 @@ class Formulas:
 
     def add(self, symbols: Mapping[str, ArrayLike] | None = None, /, **more: ArrayLike) -> None:
         """Add symbols."""
-        named: dict[str, Any] = {identifier(name): value for name, value in symbols.items()} if symbols else {}
-        named |= more
+        named: dict[str, Any] = identified(symbols or {}) | more
         if self._records:
             named = {name: Traced(value, name, inputs={name: value}) for name, value in named.items()}
         self.__dict__.update(named)
@@ -269,6 +268,19 @@ def greatest(*terms: Floats) -> Floats:
 def identifier(what: str) -> str:
     """Return the name of an entry in the formulas of other entries."""
     return re.sub(r"\W+", "_", what).strip("_")
+
+
+def identified(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by the `identifier` of their names. Of names with one identifier, such as `shared.gate` and
+    `shared_gate`, the second gets the suffix `_2`, the third `_3`, so that each stays a term of its own."""
+    result: dict[str, Any] = {}
+    for name, value in named.items():
+        symbol, count = identifier(name), 1
+        while symbol in result:
+            count += 1
+            symbol = f"{identifier(name)}_{count}"
+        result[symbol] = value
+    return result
 
 
 def _number(value: ArrayLike) -> Number:

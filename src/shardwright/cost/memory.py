@@ -175,7 +175,7 @@ def note_fullest(job: Job, candidates: Candidates, memory: MemoryEstimate) -> No
         else:
             if pools.has_pools(job):
                 terms["other_pools"], all_pools = memory.other_pools[:, rank], "(all_kinds + other_pools)"
-                parts = {ledger.identifier(name): n_bytes[:, rank] for name, n_bytes in memory.pools.items()}
+                parts = ledger.identified({name: n_bytes[:, rank] for name, n_bytes in memory.pools.items()})
                 ledger.note(
                     "other pools", f"max({' + '.join(parts)} - all_kinds, 0)", terms["other_pools"], "B",
                     "of the allocator; cost/pools.py", all_kinds=whole, **parts,

@@ -234,7 +234,7 @@ def _note_shares(
     what: str, terms: dict[str, tuple[float, Floats]], value: Floats, microbatches: Ints | None = None
 ) -> None:
     """Record a sum of entries, each with its factor; with `microbatches`, multiplied by their number."""
-    there = {ledger.identifier(name): each for name, each in terms.items() if each[0] and np.any(each[1])}
+    there = ledger.identified({name: each for name, each in terms.items() if each[0] and np.any(each[1])})
     if there:
         formula = " + ".join(f"{times:g} * {name}" for name, (times, _) in there.items())
         inputs: ledger.Inputs = {name: each for name, (_, each) in there.items()}

@@ -18,6 +18,7 @@ def dry_run_data(found: DryRun) -> dict[str, Any]:
         "needed_bytes": found.needed_bytes(found.fullest),
         "layout": found.config.layout.layout().settings(),
         "world_size": found.config.layout.layout().world_size,
+        "compile_left_out": found.compile_left_out,
         "microbatches": found.config.accumulation,
         "microbatches_run": step_length(found.config).n_run,
         "fullest": found.fullest.rank,

@@ -93,6 +93,7 @@ class DryRun:
     disagreements: tuple[Disagreement[RecordedMessage], ...] = ()
     remedies: tuple[DryRunRemedy, ...] | None = None
     stages: tuple[BatchStage, ...] = ()
+    compile_left_out: bool = False
 
     @property
     def fullest(self) -> RankRecord:
@@ -155,7 +156,8 @@ def dry_run(
     layout = config.layout.layout()
     if rank is not None and not 0 <= rank < layout.world_size:
         raise LayoutError(f"rank {rank} is not in the world of the layout; valid: 0 to {layout.world_size - 1}")
-    if config.precision.compile:
+    compiles = config.precision.compile
+    if compiles:
         config = config.model_copy(update={"precision": config.precision.model_copy(update={"compile": False})})
     ranks = one_of_each_class(layout, how.imbalance) if rank is None else [rank]
     records = _run(config, how, ranks, tell)
@@ -166,6 +168,7 @@ def dry_run(
         {each: planned(config, each) for each in ranks},
         tuple(disagreements(records)) if rank is None else (),
         stages=whole,
+        compile_left_out=compiles,
     )
     if found.fits or not remedies:
         return found

@@ -14,7 +14,7 @@ from shardwright.dry_run.record import KINDS, WAIT, RankRecord
 from shardwright.dry_run.run import DryRun
 from shardwright.report.plan_pictures import KINDS as COLOURS_OF_KINDS
 from shardwright.report.plan_pictures import ROLES
-from shardwright.system.units import GiB, format_bytes
+from shardwright.system.units import GiB, MiB, format_bytes
 from shardwright.view.document import (
     BYTES,
     COUNT,
@@ -56,6 +56,13 @@ def dry_run_document(result: DryRun, messages: bool) -> VerbDocument:
             Note(
                 f"{batch.global_batch:,} sequences of {batch.seq_len:,} tokens in micro-batches of "
                 f"{batch.micro_batch:,}: of the {len(result.stages)} stages of the batch the one that needs most memory"
+            )
+        )
+    if result.compile_left_out:
+        parts.append(
+            Note(
+                "precision.compile is left out, here and in the plan's numbers: compiled layers keep fewer activations "
+                "than this"
             )
         )
     if record.repeats:
@@ -173,9 +180,10 @@ def _ranks(result: DryRun) -> Iterator[Part]:
     counts, world_size = checked(result.records), result.config.layout.layout().world_size
     of = "all ranks" if counts.ranks == world_size else f"{counts.ranks} of {world_size:,} ranks, one of each class"
     rules = "same collectives, order, counts and types; a receive for each send; no cycle if every call blocks"
+    communicators = f"{counts.communicators:,} communicator{'s' * (counts.communicators != 1)}"
     yield Note(
         f"NCCL's rules {'are broken' if result.disagreements else 'hold'} over {counts.calls:,} calls of {of}, in "
-        f"{counts.communicators:,} communicators, {counts.matched_sends:,} sends among them: {rules}"
+        f"{communicators}, {counts.matched_sends:,} sends among them: {rules}"
     )
 
 
@@ -204,6 +212,7 @@ def _memory_svg(record: RankRecord) -> str:
     curve = record.curve
     places = np.arange(len(curve))
     colours = [light for light, _ in COLOURS_OF_KINDS]
+    unit, name = (GiB, "GiB") if record.peak.n_bytes >= GiB else (MiB, "MiB")
 
     def compose(figure: "Figure") -> None:
         step = -(-len(curve) // _MOST_NAMES)
@@ -213,12 +222,12 @@ def _memory_svg(record: RankRecord) -> str:
         ax = figure.add_axes((0.06, bottom, 0.92, 0.82 - bottom))
         below = np.zeros(len(curve))
         for colour, kind in zip(colours, KINDS, strict=False):
-            held = np.array([moment.kinds[kind] for moment in curve]) / GiB
+            held = np.array([moment.kinds[kind] for moment in curve]) / unit
             ax.bar(places, held, bottom=below, width=1.0, color=colour, linewidth=0, label=kind)
             below = below + held
         ax.set_xticks(places[::step], names[::step], rotation=_NAMES_AT, ha="right", rotation_mode="anchor")
         ax.set_xlim(-0.6, len(curve) - 0.4)
-        figure.text(0.06, 0.98, "Memory, GiB", va="top", fontsize=10.5, fontweight="bold", color=COLOURS["ink"])
+        figure.text(0.06, 0.98, f"Memory, {name}", va="top", fontsize=10.5, fontweight="bold", color=COLOURS["ink"])
         figure.legend(ncols=len(KINDS), loc="upper left", bbox_to_anchor=(0.06, 0.92))
 
     return rendered(_SIZE_IN, compose, "svg", transparent=True).decode("utf-8")

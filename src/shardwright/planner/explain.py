@@ -134,6 +134,6 @@ def _parameters(priced: PricedLayout) -> None:
 def _rows(what: str, numel: dict[str, int]) -> int:
     """Record the number of elements of some parameter rows, named as in the model."""
     found = sum(numel.values())
-    names = {ledger.identifier(name): n for name, n in numel.items()}
+    names = ledger.identified(numel)
     ledger.note(what, " + ".join(names), found, "", "model/modules.py", **names)
     return found

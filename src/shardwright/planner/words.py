@@ -215,20 +215,22 @@ def also_fast(best: PricedLayout, found: Sequence[Alternative]) -> str:
     return "; ".join(f"{what}{needs}" for what, needs in named.items())
 
 
-def left_out(best: Sequence[PricedLayout], equals: Sequence[Sequence[Choice]]) -> str:
-    """Return how many layouts cost the same as a listed layout, and the choices in which they differ; empty if none."""
-    n = sum(map(len, equals))
+def left_out(listed: Sequence[tuple[int, PricedLayout]], equals: Sequence[Sequence[Choice]]) -> str:
+    """Return how many layouts cost the same as a listed layout, and the choices in which they differ; empty if none.
+    `listed`: the layouts of the table with their numbers, from 1; `equals`: of each number, the layouts that cost the
+    same."""
+    n = sum(len(equals[number - 1]) for number, _ in listed)
     if not n:
         return ""
     told: dict[str, list[int]] = {}
-    for number, (each, others) in enumerate(zip(best, equals, strict=True), 1):
-        for other in others:
+    for number, each in listed:
+        for other in equals[number - 1]:
             told.setdefault(difference(each.choice, other), []).append(number)
     parts = []
     for what, numbers in told.items():
         which = ", ".join(map(str, numbers))
         one = f"number {which}" if len(numbers) == 1 else f"numbers {which}"
-        whom = "each" if len(numbers) == len(best) > 1 else one
+        whom = "each" if len(numbers) == len(listed) > 1 else one
         parts.append(f"{whom} also with {what}")
     layouts = "1 more layout costs" if n == 1 else f"{n} more layouts cost"
     return f"{layouts} as much time and memory as one of these: {'; '.join(parts)}"

@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 from shardwright.planner.search import Plan
-from shardwright.planner.words import compared, remarks
+from shardwright.planner.words import compared, remarks, worth_a_row
 from shardwright.system.units import format_bytes, format_count
 from shardwright.view.document import BYTES, NUMBER, SECONDS, WORDS, Column, Note, Part, Table
 from shardwright.view.html import fragment
@@ -14,7 +14,7 @@ from shardwright.view.terminal import print_parts
 _COLUMNS = (
     Column("", WORDS),
     Column("step", SECONDS),
-    Column("slower", NUMBER),
+    Column("change", NUMBER),
     Column("memory", BYTES),
     Column("layout", WORDS),
 )
@@ -47,7 +47,8 @@ class PlanTable(Plan):
         if taken is None:
             return [("nothing fits; nearest", None, "", self.survey.nearest_bytes, str(nearest))]
         named = [(name, each.priced) for name, each in compared(self)]
-        rows = [*named, *((f"number {number}", each) for number, each in enumerate(self.best[1:], 2))]
+        choices = {each.choice for _, each in named if each is not None}
+        others = [(f"number {n}", each) for n, each in worth_a_row(self.best, taken) if each.choice not in choices]
         return [
             (
                 name,
@@ -56,6 +57,6 @@ class PlanTable(Plan):
                 each.peak_bytes,
                 str(each.choice),
             )
-            for name, each in rows
+            for name, each in [*named, *others]
             if each is not None
         ]

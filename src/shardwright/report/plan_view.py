@@ -38,7 +38,7 @@ from shardwright.planner.words import (
 )
 from shardwright.report.plan_pictures import ROLES, length_svg, memory_svg, scaling_svg, time_svg
 from shardwright.report.whole_run_view import whole_run_parts
-from shardwright.system.units import GiB, format_bytes, format_count, format_seconds
+from shardwright.system.units import GiB, MiB, format_bytes, format_count, format_seconds
 from shardwright.view.document import (
     CODE,
     NUMBER,
@@ -64,7 +64,7 @@ BARS = 9
 SHARE = Quantity("{:.1%}".format)
 LOSS = Quantity("{:+.2%}".format)
 STEP_S = Quantity("{:.4g}".format)
-IN_GIB = Quantity(lambda n_bytes: f"{n_bytes / GiB:.2f}")
+IN_MS = Quantity(lambda seconds: f"{1e3 * seconds:.4g}")
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def _found(searched: SearchedPlan) -> Iterator[Part]:
 def _compared(searched: SearchedPlan) -> Table:
     """Return the layouts to choose from: the run file's layout first, then the recommended layout."""
     plan, taken = searched.plan, searched.taken
-    columns = Column(""), Column("step", SECONDS), Column("slower", NUMBER), Column("memory", NUMBER)
+    columns = Column(""), Column("step", SECONDS), Column("change", NUMBER), Column("memory", NUMBER)
     rows = []
     for name, each in compared(plan, searched.own):
         peak = each.priced.peak_bytes if each.priced else each.nearest[1] if each.nearest else 0.0
@@ -251,6 +251,17 @@ def _memory_facts(priced: PricedLayout, limit_bytes: float) -> Iterator[Fact]:
         yield Fact("memory of the host", host_row(priced))
 
 
+def _seconds(name: str, step_s: float) -> Column:
+    """Return a column of times next to a step of `step_s`: in seconds, or in ms if the step is shorter than one."""
+    return Column(f"{name} s".strip(), STEP_S) if step_s >= 1 else Column(f"{name} ms".strip(), IN_MS)
+
+
+def _bytes(peak_bytes: float, digits: int) -> Column:
+    """Return a column of bytes next to a peak: in GiB, or in MiB if the peak is below one GiB."""
+    unit, name = (GiB, "GiB") if peak_bytes >= GiB else (MiB, "MiB")
+    return Column(name, Quantity(lambda n_bytes: f"{n_bytes / unit:,.{digits}f}"))
+
+
 def _time(priced: PricedLayout) -> Table:
     rows = [
         (kind, seconds, f"{share:.1%}" if abs(share) >= 1e-3 else f"{share:.2%}")
@@ -258,7 +269,7 @@ def _time(priced: PricedLayout) -> Table:
         if abs(share := seconds / priced.step_s) > ROUNDING
     ]
     whole = Marked("step", "strong"), Marked(priced.step_s, "strong"), None
-    return Table((Column("time"), Column("s", STEP_S), Column("share", NUMBER)), [*rows, whole])
+    return Table((Column("time"), _seconds("", priced.step_s), Column("share", NUMBER)), [*rows, whole])
 
 
 def _memory(priced: PricedLayout, limit_bytes: float) -> Table:
@@ -272,17 +283,17 @@ def _memory(priced: PricedLayout, limit_bytes: float) -> Table:
         (Marked("peak", "strong"), Marked(priced.peak_bytes, "strong"), Marked(peak, "bad" if peak > 1 else ""))
     )
     rows.append(("limit", limit_bytes, None))
-    return Table((Column(title), Column("GiB", IN_GIB), Column("of limit", SHARE)), rows)
+    return Table((Column(title), _bytes(priced.peak_bytes, 2), Column("of limit", SHARE)), rows)
 
 
 def _top(plan: Plan, taken: PricedLayout) -> Table:
     """Return the fastest layouts, each with its differences from the recommended layout."""
     rows = worth_a_row(plan.best, taken)
-    numbers = Column("step s", STEP_S), Column("slower", LOSS), Column("MFU", SHARE)
+    numbers = _seconds("step", taken.step_s), Column("change", LOSS), Column("MFU", SHARE)
     more = len(plan.best) - len(rows)
     hidden = f"{more} more of them differ from one of these in one choice, and by less than {ALIKE:.0%}" if more else ""
     return Table(
-        (Column("", NUMBER), *numbers, Column("GiB", Quantity(lambda n: f"{n / GiB:.1f}")), Column("instead", CODE)),
+        (Column("", NUMBER), *numbers, _bytes(taken.peak_bytes, 1), Column("instead", CODE)),
         [
             (
                 number,
@@ -294,7 +305,7 @@ def _top(plan: Plan, taken: PricedLayout) -> Table:
             )
             for number, each in rows
         ],
-        "\n".join(filter(None, (hidden, left_out(plan.best, plan.equals)))),
+        "\n".join(filter(None, (hidden, left_out(rows, plan.equals)))),
     )
 
 
@@ -305,7 +316,7 @@ def _others(searched: SearchedPlan) -> Iterator[Part]:
     if not rows:
         return
     yield Section("Why not another")
-    columns = Column("kind"), Column("slower"), Column("layout", CODE), Column("why")
+    columns = Column("kind"), Column("change"), Column("layout", CODE), Column("why")
     slower = [
         (Marked(name, "strong"), verdict(taken, each, plan.limit_bytes), each.choice, why(taken, each))
         for name, each in rows

@@ -79,7 +79,7 @@ def _alarm(numbers: RunHeadline) -> Iterator[Note]:
 
 def _events_in_short(run: RunRecord) -> Iterator[Fact]:
     if kinds := Counter(event.kind for event in run.faults):
-        counts = ", ".join(f"{n:,} {kind}" for kind, n in sorted(kinds.items()))
+        counts = ", ".join(f"{n:,} {kind}{'s' * (n > 1)}" for kind, n in sorted(kinds.items()))
         yield Fact("events", counts, f"(the last: {_first_line(run.faults[-1].text)})")
 
 

@@ -97,7 +97,7 @@ def _slower(task: ServingTask, option: ServingOption, chosen: SimulatedOption) -
     share = each / best - 1
     batch = option.batch * option.layout.replicas, chosen.option.batch * chosen.layout.replicas
     users = "as many users" if batch[0] == batch[1] else f"{batch[0]:,} users, not {batch[1]:,}"
-    return f"{share:+.0%} tokens/s: {users}, {1 / option.tpot_s:,.0f} tokens/s each, not {chosen.per_user:,.0f}"
+    return f"{share:+.0%} tokens/s: {users}, {1 / option.tpot_s:.3g} tokens/s each, not {1 / chosen.option.tpot_s:.3g}"
 
 
 def serving_data(plan: ServingPlan, name: str, apart: SimulatedSplit | None, remedies: Sequence[str]) -> dict[str, Any]:

@@ -183,7 +183,8 @@ def _argument_problems(
         most = f"only {', '.join(by_place)} may be" if by_place else "none may be"
         rest = ", ".join(f"{each}=" for each in names if each not in by_place)
         way_out = f"by name: {rest}" if rest else "leave the rest out"
-        yield f"{name}: {placed} arguments are given by place, and {most}; {way_out}"
+        given_by_place = "1 argument is" if placed == 1 else f"{placed} arguments are"
+        yield f"{name}: {given_by_place} given by place, and {most}; {way_out}"
     given = {*by_place[: max(placed, 0)], *kwargs}
     if missing := [each.name for each in taken if each.default is each.empty and each.name not in given]:
         are = "is" if len(missing) == 1 else "are"

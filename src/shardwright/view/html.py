@@ -46,7 +46,8 @@ def templates_in(folder: Path) -> "Environment":
 @cache
 def _templates() -> "Environment":
     result = templates_in(Path(__file__).parent)
-    result.filters |= {"kind": lambda part: type(part).__name__, "head": _head, "rows": _rows, "svg": _svg}
+    result.filters |= {"kind": lambda part: type(part).__name__, "svg": _svg}
+    result.filters |= {"head": _head, "rows": _rows, "long": _long}
     return result
 
 
@@ -83,21 +84,40 @@ def _joined(colours: Iterable[Mapping[str, str]]) -> dict[str, str]:
     return {role: colour for each in colours for role, colour in each.items()}
 
 
+def _long(table: Table) -> list[bool]:
+    """Return for each column whether it has long texts. On a narrow screen such a cell has a line of its own, below the
+    other cells of its row; the first column never has, because it names the row."""
+    texts = [[cell.text for cell in table.cells(row)] for row in table.rows]
+    return [
+        at > 0 and column.quantity.left and any(len(row[at]) > _SHORT for row in texts)
+        for at, column in enumerate(table.columns)
+    ]
+
+
 def _head(table: Table) -> list[PageCell]:
-    named = any(column.name for column in table.columns)
-    return [PageCell(name, "left" * quantity.left) for name, quantity, _ in table.columns] if named else []
+    if not any(column.name for column in table.columns):
+        return []
+    return [
+        PageCell(name, _kinds("left" * quantity.left, "long" * long))
+        for (name, quantity, _), long in zip(table.columns, _long(table), strict=True)
+    ]
+
+
+def _kinds(*kinds: str) -> str:
+    return " ".join(filter(None, kinds))
 
 
 def _rows(table: Table) -> list[list[PageCell]]:
     from markupsafe import Markup
 
+    longs = _long(table)
     return [
         [
             PageCell(
                 Markup("<code>{}</code>").format(cell.text) if cell.quantity.code and cell.text else cell.text,
-                " ".join(filter(None, ("left" * cell.quantity.left, cell.tone, _short(cell.text)))),
+                _kinds("left" * cell.quantity.left, cell.tone, _short(cell.text), "long" * long),
             )
-            for cell in table.cells(row)
+            for cell, long in zip(table.cells(row), longs, strict=True)
         ]
         for row in table.rows
     ]
