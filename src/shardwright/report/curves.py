@@ -10,8 +10,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from shardwright.report.headline import headline, title_of
 from shardwright.report.panel import (
     MANY,
@@ -196,6 +194,8 @@ def _loss(ax: "Axes", run: RunRecord) -> None:
     if not shown:
         remark(ax, "no finite loss was logged")
     header(ax, "Loss, nats a token", pad_pt=20)
+    import numpy as np  # matplotlib needs it, and reading a run does not
+
     knots = [stage.from_step for stage in run.config.batch.schedule.stages]
     knots.append(knots[-1] + 10 * max(run.config.steps, run.last_step))
     totals = list(map(run.tokens, knots))
