@@ -31,10 +31,12 @@ from shardwright.system.files import (
     LOCK,
     complete_lines,
     decoded,
+    inside,
     open_regular,
     parse_json,
     problem_of_place,
     read_lines,
+    real_path,
 )
 
 RUN_FILE, METRICS, CHECKPOINTS, LOGS, TENSORBOARD = "run.toml", "metrics.jsonl", "checkpoints", "logs", "tensorboard"
@@ -90,6 +92,10 @@ def wrong_kinds(out: Path) -> list[str]:
         for path in others
         if not path.is_file() or problem_of_place(path) is not None
     ]
+    for folder in folders[1:]:
+        links = {path: real_path(path) for path in folder.rglob("*") if path.is_symlink()}
+        outside = {path: to for path, to in links.items() if not to.is_relative_to(real_path(folder))}
+        found += [f"{path} is a link to {to}, and a run writes only below {folder}" for path, to in outside.items()]
     run_file = out / RUN_FILE
     if run_file.is_file() and not (out / METRICS).exists():
         with open_regular(run_file) as file:
@@ -101,7 +107,7 @@ def wrong_kinds(out: Path) -> list[str]:
 
 def timeline_path(out: Path, rank: int) -> Path:
     """Return the timeline file of rank `rank` of `pp` in the run folder `out`."""
-    return out / TIMELINES / f"rank-{rank}.jsonl"
+    return inside(out / TIMELINES, f"rank-{rank}.jsonl")
 
 
 def checkpoint_name(step: int) -> str:
@@ -361,7 +367,7 @@ def append_event(out: Path, event: EventRecord) -> None:
 def read_events(out: Path) -> list[EventRecord]:
     """Return the events of a run, in order. Raises InputError for a damaged line. An incomplete last line is skipped,
     because its writer was killed."""
-    return list(events_of(whole_lines(out / EVENTS), out / EVENTS))
+    return list(events_of(whole_lines(inside(out, EVENTS)), out / EVENTS))
 
 
 def events_of(lines: Iterable[str], path: Path, first: int = 1) -> Iterator[EventRecord]:

@@ -154,7 +154,7 @@ def resolved(trainer: str | Path | type[Any]) -> str:
         return name
     if not name.endswith(".py"):
         raise InputError(f"trainer {name!r}: a Python file (.py) or an adapter is needed; {nearest(name, ADAPTERS)}")
-    if not Path(name).is_file():
+    if not Path(name).exists():
         raise InputError(f"trainer {name}: no such file{near_path(name, '*.py')}")
     return extensions.resolve(name)
 
