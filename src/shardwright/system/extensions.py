@@ -47,7 +47,7 @@ def resolve(name: str, folder: Path = Path()) -> str:
     module unchanged. Raises ConfigError for a name that is neither."""
     if "\0" in name or not name.strip():
         raise ConfigError(f"extension {name!r}: a Python file (.py) or a module is needed")
-    return str(real_path(folder / name)) if name.endswith(".py") else name
+    return str(real_path((folder / name).parent) / Path(name).name) if name.endswith(".py") else name
 
 
 def load(names: Iterable[str]) -> None:
