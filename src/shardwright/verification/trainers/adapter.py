@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardwright.model.spec import ModelSpec
 from shardwright.system import extensions
 from shardwright.system.errors import ConfigError, InputError, near_path, nearest
-from shardwright.system.files import open_regular
+from shardwright.system.files import read_bytes
 
 METHODS = ("load", "step", "gradients", "parameters")
 """The methods that a Trainer class needs."""
@@ -156,7 +156,7 @@ def resolved(trainer: str | Path | type[Any]) -> str:
     if not name.endswith(".py"):
         raise InputError(f"trainer {name!r}: a Python file (.py) or an adapter is needed; {nearest(name, ADAPTERS)}")
     try:
-        open_regular(Path(name)).close()
+        read_bytes(Path(name))
     except FileNotFoundError:
         raise InputError(f"trainer {name}: no such file{near_path(name, '*.py')}") from None
     except OSError as error:
