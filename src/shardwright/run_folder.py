@@ -15,6 +15,7 @@ report.html curves.png timeline.svg expert_load.json     written by `shardwright
 """
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +27,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
+from shardwright.system.console import visible
 from shardwright.system.errors import InputError, without_secrets
 from shardwright.system.files import (
     LOCK,
@@ -58,6 +60,7 @@ MOST_LOADS_LOGGED = 4096
 """Maximum number of experts of all layers for which a record has the tokens of each, for the same reason."""
 _CHECKPOINT = re.compile(r"step-(\d{8,})")
 _KIND_FIRST = re.compile(r'\{"kind": ?"(\w+)"')
+_LARGEST_FP32 = 3.4028235e38
 READ_BYTES = 2**24
 """Number of bytes of a growing file that are read at once."""
 
@@ -76,6 +79,25 @@ def _nan_or_amount(value: float) -> float:
 
 Load = Annotated[float, AfterValidator(_nan_or_amount)]
 """The load of experts; NaN in a step without a target token."""
+
+
+def _within_fp32(value: float) -> float:
+    return value if math.isnan(value) or abs(value) <= _LARGEST_FP32 else math.copysign(math.inf, value)
+
+
+Loss = Annotated[float, AfterValidator(_within_fp32)]
+"""A loss or norm of a record: any value. A finite value beyond fp32 is infinite, so that plots have a scale."""
+
+
+def _date_or_none(time: str | None) -> str | None:
+    try:
+        return time if time is None or datetime.fromisoformat(time).astimezone(UTC) else None
+    except (ValueError, OverflowError):
+        return None
+
+
+Time = Annotated[str | None, AfterValidator(_date_or_none)]
+"""The time of a record; None if it is no date in the years 1 to 9999 of UTC."""
 T = TypeVar("T")
 
 
@@ -156,7 +178,7 @@ class StartRecord:
     shardwright: str
     git_commit: str | None = None
     checkpoint: str | None = None
-    time: str | None = None
+    time: Time = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +196,8 @@ class TrainRecord:
     """
 
     step: Step
-    loss: float
-    grad_norm: float
+    loss: Loss
+    grad_norm: Loss
     lr: Amount
     target_tokens: int
     tokens_per_s: Amount
@@ -195,7 +217,7 @@ class TrainRecord:
     balance_loss: float | None = None
     z_loss: float | None = None
     expert_sent_bytes: Amount | None = None
-    mtp_loss: float | None = None
+    mtp_loss: Loss | None = None
     loss_scale: Amount | None = None
     skipped_steps: Step = 0
     epochs: dict[str, Amount] | None = None
@@ -203,7 +225,7 @@ class TrainRecord:
     slowest_costs_s: Amount | None = None
     stragglers: tuple[int, ...] = ()
     own_s_by_rank: tuple[Amount, ...] = ()
-    time: str | None = None
+    time: Time = None
 
 
 @dataclass(frozen=True)
@@ -213,10 +235,10 @@ class EvaluationRecord:
     as in `TrainRecord`."""
 
     step: Step
-    loss: float
-    time: str | None = None
-    sources: dict[str, float] | None = None
-    mtp_loss: float | None = None
+    loss: Loss
+    time: Time = None
+    sources: dict[str, Loss] | None = None
+    mtp_loss: Loss | None = None
 
 
 @dataclass(frozen=True)
@@ -229,7 +251,7 @@ class CheckpointRecord:
     blocked_s: Amount
     took_s: Amount
     n_bytes: Step
-    time: str | None = None
+    time: Time = None
     local: bool = False
 
 
@@ -424,6 +446,24 @@ class GrowingFile:
         return anew, lines
 
 
+def _with_visible_texts(line: str) -> str:
+    """Return a line of JSON whose texts can be shown in a terminal, a page and a picture (`visible`)."""
+    if "\\u" not in line and ":/" not in line and visible(line) == line:
+        return line
+    return json.dumps(_visible_texts(parse_json(line)))
+
+
+def _visible_texts(value: Any) -> Any:
+    match value:
+        case str():
+            return visible(value)
+        case dict():
+            return {visible(key): _visible_texts(each) for key, each in value.items()}
+        case list():
+            return [_visible_texts(each) for each in value]
+    return value
+
+
 def _parsed(
     lines: Iterable[str],
     path: Path,
@@ -437,7 +477,7 @@ def _parsed(
         if may_end_early and not line.endswith("}"):
             continue
         try:
-            yield reader_of(line).validate_json(line, strict=True)
+            yield reader_of(line).validate_json(_with_visible_texts(line), strict=True)
         except (ValueError, TypeError, KeyError) as error:
             told = f"{type(error).__name__}: {error}"
             if isinstance(error, ValidationError):

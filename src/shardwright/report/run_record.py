@@ -22,7 +22,8 @@ from shardwright.run_folder import (
     read_events,
     read_metrics,
 )
-from shardwright.system.errors import InputError, without_secrets
+from shardwright.system.console import visible
+from shardwright.system.errors import InputError
 from shardwright.system.files import inside, read_text, real_path
 
 _CONTENTS = f"a run folder, as `shardwright train` writes it, has {METRICS} and {RUN_FILE}"
@@ -160,7 +161,7 @@ def read_run(run_dir: str | Path) -> RunRecord:
     return RunRecord(
         folder=folder,
         config=config,
-        run_file=without_secrets(read_text(inside(folder, RUN_FILE))),
+        run_file=visible(read_text(inside(folder, RUN_FILE)).replace("\r\n", "\n")),
         train=tuple(record for record in records if isinstance(record, TrainRecord)),
         validation=tuple(record for record in records if isinstance(record, EvaluationRecord)),
         starts=tuple(record for record in records if isinstance(record, StartRecord)),
