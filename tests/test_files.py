@@ -10,9 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.run_folder import LOCK, METRICS, wrong_kinds
+from shardwright.run_folder import LOCK, LOGS, METRICS, wrong_kinds
 from shardwright.system.errors import InputError, cleaning_up
-from shardwright.system.files import inside, new_folder, open_regular, read_lines, read_text, sole_owner, write_whole
+from shardwright.system.files import (
+    find_inside,
+    inside,
+    new_folder,
+    open_regular,
+    read_lines,
+    read_text,
+    real_path,
+    sole_owner,
+    write_whole,
+)
 
 SECOND_OWNER = """
 import sys, pathlib
@@ -142,10 +152,29 @@ def test_a_name_that_leads_out_of_its_folder_is_refused(tmp_path: Path):
         assert inside(folder, name) == folder / name
 
 
+def test_a_file_that_may_be_missing_is_refused_if_it_is_a_link_out(tmp_path: Path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "secret").write_text("")
+    assert find_inside(tmp_path / "folder", "name") is None
+    (tmp_path / "folder" / "name").symlink_to(tmp_path / "secret")
+    with pytest.raises(InputError, match="link out of this folder"):
+        find_inside(tmp_path / "folder", "name")
+
+
+def test_a_link_to_itself_is_a_path_like_every_other(tmp_path: Path):
+    (tmp_path / "loop").symlink_to("loop")
+    assert real_path(tmp_path / "loop").name == "loop"
+
+
 def test_what_a_run_cannot_write_to_is_named_before_it_starts(tmp_path: Path):
     (tmp_path / LOCK).symlink_to("/etc/hostname")
     os.mkfifo(tmp_path / METRICS)
     assert len(wrong_kinds(tmp_path)) == 2
+    (tmp_path / LOGS).mkdir()
+    (tmp_path / LOGS / "rank-0.log").symlink_to("/etc/hostname")
+    (tmp_path / LOGS / "rank-1.log").symlink_to("rank-2.log")
+    assert "rank-0.log is a link to /etc/hostname" in wrong_kinds(tmp_path)[-1]
+    assert len(wrong_kinds(tmp_path)) == 3
 
 
 def test_clean_ups_are_all_done_and_hide_no_earlier_error():

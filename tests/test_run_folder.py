@@ -1,6 +1,7 @@
 """Proves that what a run writes in its folder is what is read from it."""
 
 import json
+import math
 import os
 import resource
 from dataclasses import replace
@@ -43,6 +44,22 @@ def test_records_and_pipeline_steps_are_read_as_they_were_written_and_half_a_lin
     step = PipelineStep(5, 1, 1.7e9, (("1F0", 0.0, 0.25), ("1B0", 0.5, 1.0)))
     (tmp_path / "timeline").write_text(step.line() + step.line()[:20])
     assert list(read_pipeline_steps(tmp_path / "timeline")) == [step]
+
+
+def test_numbers_times_and_texts_that_cannot_be_shown_are_read_as_what_can(tmp_path: Path):
+    texts = {"device": "\x1b[31m\u202e", "checkpoint": "s3://KEY:SECRET@b/x", "time": "9999-12-31T23:59:59-14:00"}
+    start = as_record(StartRecord(0, "1 rank", "one rank", "constant", 1, "host", "cpu", "2.13", "0.1")) | texts
+    evaluation = {"kind": "evaluation", "step": 1, "loss": 1.7e308, "sources": {"\x07": -1e39}, "time": "no date"}
+    event = {"kind": "fault", "step": 1, "text": "https://u:SECRET@h/x \x1b[2J", "time": now()}
+    lines = [json.dumps(each, ensure_ascii=escaped) for each in (start, evaluation) for escaped in (True, False)]
+    (tmp_path / "metrics").write_text("\n".join(lines) + "\n")
+    (tmp_path / EVENTS).write_text(json.dumps(event) + "\n")
+    first, again, *evaluations = read_metrics(tmp_path / "metrics")
+    assert first == again
+    assert isinstance(first, StartRecord)
+    assert (first.device, first.checkpoint, first.time) == ("\\x1b[31m\\u202e", "s3://***@b/x", None)
+    assert evaluations == [EvaluationRecord(1, math.inf, None, {"\\x07": -math.inf})] * 2
+    assert read_events(tmp_path)[0].text == "https://***@h/x \\x1b[2J"
 
 
 def test_published_checkpoints_are_in_the_order_of_their_steps(tmp_path: Path):

@@ -19,6 +19,7 @@ from shardwright.generation.score import ScoreRequest, score
 from shardwright.generation.source import open_source
 from shardwright.system.console import visible
 from shardwright.system.errors import InputError
+from shardwright.system.files import real_path
 from shardwright.training.ranks import place_from_environment
 
 try:
@@ -106,7 +107,7 @@ class ShardwrightLM(TemplateLM):
     @property
     def tokenizer_name(self) -> str:
         """The location of the tokenizer, for lm-eval's cache of requests."""
-        return str(self.path.resolve()).replace("/", "__")
+        return str(real_path(self.path)).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Return token ids, with the tokens that the tokenizer adds unless they are already there or disabled."""

@@ -16,6 +16,7 @@ report.html curves.png timeline.svg expert_load.json     written by `shardwright
 """
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -27,15 +28,18 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
+from shardwright.system.console import visible
 from shardwright.system.errors import InputError, without_secrets
 from shardwright.system.files import (
     LOCK,
     complete_lines,
     decoded,
+    inside,
     open_regular,
     parse_json,
     problem_of_place,
     read_lines,
+    real_path,
 )
 
 RUN_FILE, METRICS, CHECKPOINTS, LOGS, TENSORBOARD = "run.toml", "metrics.jsonl", "checkpoints", "logs", "tensorboard"
@@ -58,6 +62,7 @@ MOST_LOADS_LOGGED = 4096
 """Maximum number of experts of all layers for which a record has the tokens of each, for the same reason."""
 _CHECKPOINT = re.compile(r"step-(\d{8,})")
 _KIND_FIRST = re.compile(r'\{"kind": ?"(\w+)"')
+_LARGEST_FP32 = 3.4028235e38
 READ_BYTES = 2**24
 """Number of bytes of a growing file that are read at once."""
 
@@ -76,6 +81,25 @@ def _nan_or_amount(value: float) -> float:
 
 Load = Annotated[float, AfterValidator(_nan_or_amount)]
 """The load of experts; NaN in a step without a target token."""
+
+
+def _within_fp32(value: float) -> float:
+    return value if math.isnan(value) or abs(value) <= _LARGEST_FP32 else math.copysign(math.inf, value)
+
+
+Loss = Annotated[float, AfterValidator(_within_fp32)]
+"""A loss or norm of a record: any value. A finite value beyond fp32 is infinite, so that plots have a scale."""
+
+
+def _date_or_none(time: str | None) -> str | None:
+    try:
+        return time if time is None or datetime.fromisoformat(time).astimezone(UTC) else None
+    except (ValueError, OverflowError):
+        return None
+
+
+Time = Annotated[str | None, AfterValidator(_date_or_none)]
+"""The time of a record; None if it is no date in the years 1 to 9999 of UTC."""
 T = TypeVar("T")
 
 
@@ -92,6 +116,10 @@ def wrong_kinds(out: Path) -> list[str]:
         for path in others
         if not path.is_file() or problem_of_place(path) is not None
     ]
+    for folder in folders[1:]:
+        links = {path: real_path(path) for path in folder.rglob("*") if path.is_symlink()}
+        outside = {path: to for path, to in links.items() if not to.is_relative_to(real_path(folder))}
+        found += [f"{path} is a link to {to}, and a run writes only below {folder}" for path, to in outside.items()]
     run_file = out / RUN_FILE
     if run_file.is_file() and not (out / METRICS).exists():
         with open_regular(run_file) as file:
@@ -103,7 +131,7 @@ def wrong_kinds(out: Path) -> list[str]:
 
 def timeline_path(out: Path, rank: int) -> Path:
     """Return the timeline file of rank `rank` of `pp` in the run folder `out`."""
-    return out / TIMELINES / f"rank-{rank}.jsonl"
+    return inside(out / TIMELINES, f"rank-{rank}.jsonl")
 
 
 def checkpoint_name(step: int) -> str:
@@ -152,7 +180,7 @@ class StartRecord:
     shardwright: str
     git_commit: str | None = None
     checkpoint: str | None = None
-    time: str | None = None
+    time: Time = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +199,8 @@ class TrainRecord:
     """
 
     step: Step
-    loss: float
-    grad_norm: float
+    loss: Loss
+    grad_norm: Loss
     lr: Amount
     target_tokens: int
     tokens_per_s: Amount
@@ -192,11 +220,11 @@ class TrainRecord:
     balance_loss: float | None = None
     z_loss: float | None = None
     expert_sent_bytes: Amount | None = None
-    mtp_loss: float | None = None
-    margin: float | None = None
-    accuracy: float | None = None
-    chosen_reward: float | None = None
-    rejected_reward: float | None = None
+    mtp_loss: Loss | None = None
+    margin: Loss | None = None
+    accuracy: Amount | None = None
+    chosen_reward: Loss | None = None
+    rejected_reward: Loss | None = None
     loss_scale: Amount | None = None
     skipped_steps: Step = 0
     epochs: dict[str, Amount] | None = None
@@ -204,7 +232,7 @@ class TrainRecord:
     slowest_costs_s: Amount | None = None
     stragglers: tuple[int, ...] = ()
     own_s_by_rank: tuple[Amount, ...] = ()
-    time: str | None = None
+    time: Time = None
 
 
 @dataclass(frozen=True)
@@ -214,11 +242,11 @@ class EvaluationRecord:
     as in `TrainRecord`. `average_loss`: the loss of the average of the weights (`[average]`)."""
 
     step: Step
-    loss: float
-    time: str | None = None
-    sources: dict[str, float] | None = None
-    mtp_loss: float | None = None
-    average_loss: float | None = None
+    loss: Loss
+    time: Time = None
+    sources: dict[str, Loss] | None = None
+    mtp_loss: Loss | None = None
+    average_loss: Loss | None = None
 
 
 @dataclass(frozen=True)
@@ -231,7 +259,7 @@ class CheckpointRecord:
     blocked_s: Amount
     took_s: Amount
     n_bytes: Step
-    time: str | None = None
+    time: Time = None
     local: bool = False
 
 
@@ -369,7 +397,7 @@ def append_event(out: Path, event: EventRecord) -> None:
 def read_events(out: Path) -> list[EventRecord]:
     """Return the events of a run, in order. Raises InputError for a damaged line. An incomplete last line is skipped,
     because its writer was killed."""
-    return list(events_of(whole_lines(out / EVENTS), out / EVENTS))
+    return list(events_of(whole_lines(inside(out, EVENTS)), out / EVENTS))
 
 
 def events_of(lines: Iterable[str], path: Path, first: int = 1) -> Iterator[EventRecord]:
@@ -426,6 +454,24 @@ class GrowingFile:
         return anew, lines
 
 
+def _with_visible_texts(line: str) -> str:
+    """Return a line of JSON whose texts can be shown in a terminal, a page and a picture (`visible`)."""
+    if "\\u" not in line and ":/" not in line and visible(line) == line:
+        return line
+    return json.dumps(_visible_texts(parse_json(line)))
+
+
+def _visible_texts(value: Any) -> Any:
+    match value:
+        case str():
+            return visible(value)
+        case dict():
+            return {visible(key): _visible_texts(each) for key, each in value.items()}
+        case list():
+            return [_visible_texts(each) for each in value]
+    return value
+
+
 def _parsed(
     lines: Iterable[str],
     path: Path,
@@ -439,7 +485,7 @@ def _parsed(
         if may_end_early and not line.endswith("}"):
             continue
         try:
-            yield reader_of(line).validate_json(line, strict=True)
+            yield reader_of(line).validate_json(_with_visible_texts(line), strict=True)
         except (ValueError, TypeError, KeyError) as error:
             told = f"{type(error).__name__}: {error}"
             if isinstance(error, ValidationError):

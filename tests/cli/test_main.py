@@ -73,6 +73,25 @@ def test_a_signal_ends_a_verb_as_ctrl_c_does_and_nothing_is_left_of_what_it_wrot
     assert (ended.value.exit_code, list(tmp_path.iterdir()), signal.getsignal(number)) == (130, [], before)
 
 
+SIGNAL_IN_AN_IMPORT = """
+import os, sys
+class Sends:
+    def find_spec(self, name, path=None, target=None):
+        if name == "shardwright.config":
+            os.kill(os.getpid(), int(sys.argv.pop()))
+sys.meta_path.insert(0, Sends())
+from shardwright.cli.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize("number", STOPPING)
+def test_a_signal_while_a_verb_is_imported_ends_it_in_one_word(number: int):
+    command = [sys.executable, "-c", SIGNAL_IN_AN_IMPORT, "train", "no.toml", str(number)]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr.strip()) == (130, "", "interrupted")
+
+
 @pytest.mark.parametrize("code", [0, 1, None, "a text"])
 def test_a_verb_that_is_left_by_system_exit_has_failed(code: object, capsys: pytest.CaptureFixture[str]):
     @verb

@@ -353,6 +353,19 @@ def test_a_run_without_a_step_yet_is_shown(tmp_path: Path) -> None:
     assert run(folder, "--once").exit_code == 0
 
 
+def test_steps_of_no_time_and_a_step_beyond_the_run_are_shown(tmp_path: Path) -> None:
+    folder = usual(tmp_path)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    last = next(line for line in reversed(lines) if line["kind"] == "train")
+    add(
+        folder,
+        json.dumps({key: 0.0 if key.endswith("_s") else value for key, value in last.items()} | {"step": 2**52}) + "\n",
+    )
+    shown = run(folder, "--once")
+    assert shown.exit_code == 0, shown.exception
+    assert "100%" in shown.output
+
+
 def test_values_are_drawn_from_the_lowest_to_the_highest() -> None:
     assert drawn([1, 2, 3], 10) == "▁▅█"
     assert drawn([1, float("nan"), 3], 10) == "▁ █"

@@ -1,6 +1,7 @@
 """Proves that tokenizers trained here are lossless, and any tokenizer.json is used as a corpus needs."""
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterable
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
 from shardwright.data.tokenizer import LONGEST_WORD, TextTokenizer, load_tokenizer, short_words, train_bpe
+from shardwright.system.console import stderr_dropped_on_error
 from shardwright.system.errors import DataError
 
 TEXTS = ["The quick brown fox jumps over the lazy dog.\n", "def f(x):\n    return x + 1\n"] * 20
@@ -132,3 +134,15 @@ def test_a_tokenizer_whose_rules_fail_on_a_text_is_refused(tmp_path: Path) -> No
     (tmp_path / "tokenizer.json").write_text(json.dumps(rules))
     with pytest.raises(DataError, match="the rules of the tokenizer fail on a text"):
         load_tokenizer(tmp_path / "tokenizer.json").encode_batch(["a" * 40 + "!"])
+
+
+def test_a_panic_of_the_library_prints_no_trace_of_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    rules = json.loads(train_bpe(["a text"], 257).json_bytes)
+    rules["pre_tokenizer"] = {"type": "FixedLength", "length": 0}  # chunks of no character
+    (tmp_path / "tokenizer.json").write_text(json.dumps(rules))
+    with pytest.raises(DataError, match="the rules of the tokenizer fail on a text: chunk size must be non-zero"):
+        load_tokenizer(tmp_path / "tokenizer.json").encode_batch(["a text"])
+    assert capfd.readouterr() == ("", "")
+    with stderr_dropped_on_error():
+        os.write(2, b"a warning of a library")
+    assert capfd.readouterr() == ("", "a warning of a library")

@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardwright.config import load
 from shardwright.model.presets import resolve
 from shardwright.model.sections import MoESpec
 from shardwright.parallel.model import ExpertLoad
+from shardwright.run_folder import PHASES
 from shardwright.system.errors import InputError, ShardwrightError
 from shardwright.training.device import peak_flops_per_s, peak_of_name
 from shardwright.training.metrics import JsonLines, _numbers, line
-from shardwright.training.numbers import expert_numbers, tokens_by_expert
+from shardwright.training.numbers import expert_numbers, speed_numbers, tokens_by_expert
 from tests.marks import prove
 from tests.training.metric_records import RECORD
 from tests.training.runs import lines, records, train, training, trajectory, write_run_file
@@ -94,9 +96,36 @@ def test_a_run_with_experts_records_their_load_and_what_is_sent_and_one_without_
         assert record["balance_loss"] == pytest.approx(2 * 0.01, rel=0.1)  # of two layers, near 1 at first
         assert record["z_loss"] > 0
         assert "dropped_fraction" not in record
-    train(run_file, "--set", "steps=1", "--set", f"out={tmp_path / 'dense'}")
+    split = ("layout.tp=2", "layout.dp_shard=1", "metrics.every=2")
+    train(
+        run_file,
+        "--set",
+        f"out={tmp_path / 'dense'}",
+        *(word for key in ("steps=2", *split) for word in ("--set", key)),
+    )
     (dense,) = records(run_file, "dense")
+    # Two ranks of tp work on the same 4 sequences of 16 tokens.
+    assert dense["step_s"] == pytest.approx(sum(dense[f"{phase}_s"] for phase in PHASES))
+    assert dense["tokens_per_s"] * dense["step_s"] == pytest.approx(4 * 16)
+    assert dense["tokens_per_s_per_device"] == pytest.approx(dense["tokens_per_s"] / 2)
+    flops = load(run_file).model.spec().train_flops_per_token(16)
+    assert dense["tflops_per_s_per_device"] == pytest.approx(dense["tokens_per_s_per_device"] * flops / 1e12)
     assert not dense.keys() & {"load_max_over_mean", "load_by_layer", "expert_sent_bytes", "balance_loss"}
+
+
+def test_the_speed_is_that_of_a_step_and_of_a_device():
+    phases_s = {"data": 0.5, "forward_backward": 2.5, "optimizer": 1.0}
+    assert speed_numbers(phases_s, 4096, 8, 2e9, 1e12) == {
+        "tokens_per_s": 1024.0,
+        "tokens_per_s_per_device": 128.0,
+        "tflops_per_s_per_device": 0.256,
+        "mfu": 0.256,
+        "step_s": 4.0,
+        "data_s": 0.5,
+        "forward_backward_s": 2.5,
+        "optimizer_s": 1.0,
+    }
+    assert speed_numbers(phases_s, 4096, 8, 2e9, None)["mfu"] is None
 
 
 def test_the_line_has_the_load_beside_the_loss_where_there_are_experts():

@@ -168,6 +168,10 @@ BUGS = {
         partial(check_recheck, "pp"),
         Mutation(_TAKES, "self._first = self.seen\nreturn False", "self._first = self.seen"),
     ),
+    "spikes in a row are counted on over steps that are taken": (
+        partial(check_recheck, "zero 3", 2),
+        Mutation(_TAKES, "self.state.in_a_row = 0", "pass"),
+    ),
 }
 
 

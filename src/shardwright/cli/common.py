@@ -22,7 +22,7 @@ from shardwright.layout.layout import Layout
 from shardwright.system import extensions
 from shardwright.system.console import LossyStream, PlainConsole, discard_output
 from shardwright.system.errors import InputError, LayoutError, QuietExit, ShardwrightError, nearest, system_limit
-from shardwright.system.files import parse_json, parse_toml, problem_of_place, read_text, reason
+from shardwright.system.files import is_text, parse_json, parse_toml, problem_of_place, read_text, reason
 from shardwright.system.processes import in_one_sentence, on_signals
 from shardwright.view import terminal
 from shardwright.view.document import VerbDocument
@@ -117,7 +117,7 @@ def verb(function: Callable[..., None], extends: bool = False, hears_signals: bo
         given = {name: _with_home(value) for name, value in given.items()}
         try:
             with nullcontext() if hears_signals else on_signals(signal.default_int_handler):
-                _within_64_bits(given)
+                _check_values(given)
                 if extends:
                     extensions.load_trusted(given.pop("extension") or ())
                 if options is None:
@@ -165,15 +165,22 @@ LONGEST_NUMBER = 18
 """Most digits of a whole number that always fits into 64 bits."""
 
 
-def _within_64_bits(given: Mapping[str, Any]) -> None:
-    """Raise InputError for options whose numbers have more digits than 64 bits can store."""
+def _check_values(given: Mapping[str, Any]) -> None:
+    """Raise InputError for options whose numbers have more digits than 64 bits can store, and for words, except
+    paths, whose bytes are not UTF-8 text."""
     wrong = [
         f"--{name.replace('_', '-')}: a number of at most {LONGEST_NUMBER} digits is needed"
         for name, value in given.items()
         if isinstance(value, int | float) and abs(value) >= 10**LONGEST_NUMBER
     ]
+    words = [word for value in given.values() for word in (value if isinstance(value, list | tuple) else [value])]
+    wrong += [f"{word!r}: the bytes given are not UTF-8 text" for word in words if _is_broken_text(word)]
     if wrong:
         raise InputError(*wrong)
+
+
+def _is_broken_text(word: Any) -> bool:
+    return isinstance(word, str) and not is_text(word)
 
 
 def print_text(text: str) -> None:

@@ -13,6 +13,7 @@ import typer
 
 from shardwright.cli.common import error_console, print_text, reading_verb
 from shardwright.system.errors import InputError
+from shardwright.system.files import problem_above
 
 if TYPE_CHECKING:
     from shardwright.cost.job import Job
@@ -68,6 +69,8 @@ def explore(
         problems.append(f"--cluster {cluster} goes with RUN.toml; without it, choose the cluster on the page")
     if document_tokens is not None and run is None:
         problems.append(f"--document-tokens {document_tokens:g} goes with RUN.toml; without it, give them on the page")
+    if static is not None and (problem := problem_above(static / "index.html")) is not None:
+        problems.append(f"--static {problem}")
     if problems:
         raise InputError(*problems)
     from shardwright.explore.state import parse, query_of

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardwright.config import RunConfig, load
+from shardwright.config import RunConfig, load_kept
 from shardwright.report.run_record import check_folder
 from shardwright.run_folder import (
     CHECKPOINTS,
@@ -24,7 +24,7 @@ from shardwright.run_folder import (
     metrics_of,
     published,
 )
-from shardwright.system.files import owner_runs
+from shardwright.system.files import inside, owner_runs
 from shardwright.system.ranks_at import RankIdentity, RanksFolder, RankState
 
 QUIET_S = 30.0
@@ -70,7 +70,7 @@ class FollowedRun:
 
     def __post_init__(self) -> None:
         check_folder(self.folder)
-        self._metrics, self._events = GrowingFile(self.folder / METRICS), GrowingFile(self.folder / EVENTS)
+        self._metrics, self._events = (GrowingFile(inside(self.folder, name)) for name in (METRICS, EVENTS))
         self._run_file_ns = 0
         self._begin()
 
@@ -83,9 +83,8 @@ class FollowedRun:
         """Read and return the new records. An incomplete line is read once it is complete. Raises InputError for a
         damaged line or run file."""
         news = NewRecords()
-        path = self.folder / RUN_FILE
-        if (changed_ns := path.stat().st_mtime_ns) != self._run_file_ns:
-            self.config, self._run_file_ns = load(path), changed_ns
+        if (changed_ns := inside(self.folder, RUN_FILE).stat().st_mtime_ns) != self._run_file_ns:
+            self.config, self._run_file_ns = load_kept(self.folder), changed_ns
         for first, lines in _added(self._metrics, self._begin):
             for record in metrics_of(lines, self._metrics.path, first):
                 self._add(record, news)

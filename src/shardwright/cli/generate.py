@@ -149,8 +149,6 @@ def _without_absent(answer: dict[str, Any]) -> dict[str, Any]:
 def _prompts(options: GenerateOptions) -> tuple[tuple[str, ...], list[str]]:
     """Return the prompts, and the problems of the options that give them."""
     given = list(options.prompt or ())
-    if any("\udc80" <= char <= "\udcff" for text in given for char in text):
-        return (), ["--prompt: the bytes given are not UTF-8 text"]
     if options.prompts is None:
         return tuple(given), [] if given else ["nothing to continue; give --prompt TEXT or --prompts FILE"]
     path, name = options.prompts, f"--prompts {options.prompts}"

@@ -11,7 +11,7 @@ import typer
 
 from shardwright.cli.common import AsJson, print_text, reading_verb, show
 from shardwright.cli.plan_asked import wrong_options
-from shardwright.cli.plan_options import FromOptions
+from shardwright.cli.plan_options import FromOptions, PlanOptions
 from shardwright.system.errors import InputError
 
 if TYPE_CHECKING:
@@ -38,6 +38,9 @@ class CalibrateOptions(LogOptions):
         Path | None, typer.Option(metavar="FILE.toml", help="write the cluster as a file for plan --hardware")
     ] = None
     overwrite: Annotated[bool, typer.Option("--overwrite", help="with --write, replace a file that exists")] = False
+
+    def plan_options(self) -> PlanOptions:
+        return replace(super().plan_options(), write=self.write, overwrite=self.overwrite)
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,8 @@ def run_reader(
 
     if not options.from_:
         if given := options.given(own):
-            raise InputError(f"{' and '.join(given)} describe a configuration of --from; for a run file use --set")
+            verb = "describes" if len(given) == 1 else "describe"
+            raise InputError(f"{' and '.join(given)} {verb} a configuration of --from; for a run file use --set")
         if run_file is None:
             raise typer.BadParameter("name a run file, such as examples/debug.toml", param_hint="RUN_FILE")
         return partial(load, run_file)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from shardwright.model.spec import ModelSpec
 from shardwright.system.errors import ConfigError, near_path
+from shardwright.system.files import inside
 
 FILES = (".json", ".toml")
 
@@ -28,6 +29,6 @@ def find_model(text: str, seq_len: int | None, named: Callable[[str], tuple[str,
             return text, spec_of_folder(path)
         if path.suffix == ".toml":
             raise ConfigError(f"--model {text}: that is a run file; give it without --model")
-        config = path / CONFIG if is_folder else path
+        config = inside(path, CONFIG) if is_folder else path
         return str(config.parent if config.name == CONFIG else config), read_sizes(config)
     return named(text)

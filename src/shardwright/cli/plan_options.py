@@ -11,6 +11,7 @@ from shardwright.cli.common import AsJson, ConfigurationFiles, wrong_place, wron
 from shardwright.cost.formats import FORMATS
 from shardwright.planner.operations import SAVES
 from shardwright.system.errors import nearest
+from shardwright.system.files import real_path
 
 PRECISIONS = tuple(FORMATS)
 WITH_MEASURED = (
@@ -245,7 +246,7 @@ def wrong_options(options: PlanOptions) -> list[str]:
         wrong.append(f"--compare prints a line for each cluster; leave out {others}, or plan one cluster with them")
     if options.overwrite and write is None:
         wrong.append("--overwrite goes with --write FILE.toml; give both, or leave it out")
-    if write is not None and target is not None and write.resolve() == Path(target).resolve():
+    if write is not None and target is not None and real_path(write) == real_path(target):
         wrong.append(f"--write {write}: that is the run file that is read; name another")
     elif write is not None and write.is_file() and not options.overwrite:
         wrong.append(f"--write {write}: the file exists; name another, or add --overwrite to replace it")

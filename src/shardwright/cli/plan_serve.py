@@ -247,14 +247,14 @@ def _model(options: PlanServeOptions, wrong: list[str]) -> "tuple[str, ModelSpec
 
 def _of_run(path: Path) -> "tuple[str, ModelSpec]":
     """Return the model of a run file or of a run folder, named by its path."""
-    from shardwright.config import load
+    from shardwright.config import load, load_kept
     from shardwright.run_folder import RUN_FILE
 
     file = path / RUN_FILE if path.is_dir() else path
     if not file.exists():
         way_out = f"it has no {RUN_FILE}" if path.is_dir() else "there is no such file or folder"
         raise InputError(f"{path}: {way_out}; name a run file, the folder of a run, or a preset with --model")
-    return str(path), load(file).model.spec()
+    return str(path), (load_kept(path) if path.is_dir() else load(file)).model.spec()
 
 
 def _machine(options: PlanServeOptions, wrong: list[str]) -> "Cluster | None":

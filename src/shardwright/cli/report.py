@@ -16,7 +16,7 @@ from shardwright.run_folder import CURVES, EXPERT_LOAD, PAGE, TIMELINE
 from shardwright.schedule.draw import draw
 from shardwright.schedule.trace import write_trace
 from shardwright.system.errors import InputError
-from shardwright.system.files import write_whole
+from shardwright.system.files import problem_of_place, write_whole
 
 COMPARISON = "comparison.html"
 
@@ -68,6 +68,7 @@ def report(
     run = read_run(run_dirs[0])
     page, curves = out or run.folder / PAGE, picture or run.folder / CURVES
     drawing = _place_of_timeline(run, timeline)
+    _check_places(page, curves, *filter(None, [drawing]))
     draw_curves(run, curves)
     files = {"page": page, "picture": curves}
     if run.pipeline is not None and drawing is not None:
@@ -86,9 +87,16 @@ def _compare(runs: list[RunRecord], page: Path, picture: Path | None, timeline: 
     if timeline is not None:
         raise InputError(f"--timeline {timeline} is for one run, and {len(runs)} are given; leave it out")
     losses = picture or page.with_suffix(".png")
+    _check_places(page, losses)
     draw_losses(runs, losses)
     files = {"page": page, "picture": losses}
     show(comparison_document(runs, files), json, *files.values())
+
+
+def _check_places(*paths: Path) -> None:
+    """Raise InputError for files that cannot be written, before anything is drawn."""
+    if problems := [problem for path in paths if (problem := problem_of_place(path)) is not None]:
+        raise InputError(*problems)
 
 
 def _place_of_timeline(run: RunRecord, asked: Path | None) -> Path | None:

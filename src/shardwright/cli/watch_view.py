@@ -103,7 +103,7 @@ def _ago(run: FollowedRun) -> str:
 
 def _numbers(run: FollowedRun) -> Table:
     """Return a table with name and latest value of each logged quantity, and a chart of its values so far."""
-    done = run.step / run.config.steps
+    done = min(run.step / run.config.steps, 1.0)
     bar = round(done * _WIDTH)
     rows = [("steps", Marked(f"{done:.0%}", "strong"), "━" * bar + "╌" * (_WIDTH - bar), "")]
     columns = tuple(Column("") for _ in rows[0])
@@ -126,7 +126,8 @@ def _numbers(run: FollowedRun) -> Table:
     speeds = [record.tokens_per_s for record in train]
     add("tokens per second", format_count(last.tokens_per_s), speeds, f"MFU {mfu}")
     add("memory", format_bytes(last.memory_bytes), [record.memory_bytes for record in train], "peak of rank 0")
-    split = f"data {percent(last.data_s / last.step_s)}, optimizer {percent(last.optimizer_s / last.step_s)}"
+    step_s = last.step_s or math.inf
+    split = f"data {percent(last.data_s / step_s)}, optimizer {percent(last.optimizer_s / step_s)}"
     add("step", format_seconds(last.step_s), [record.step_s for record in train], split)
     if last.skipped_steps:
         add("skipped steps", f"{last.skipped_steps:,}")
@@ -225,5 +226,5 @@ def _events(events: Sequence[EventRecord]) -> Iterator[Part]:
 def _clock_time(time: str) -> str:
     try:
         return f"{datetime.fromisoformat(time).astimezone(UTC):%H:%M:%S}"
-    except ValueError:
+    except (ValueError, OverflowError):
         return ""

@@ -8,7 +8,7 @@ every default filled in; it is saved with each run.
 
 from shardwright.config.optimizer import OptimizerSection
 from shardwright.config.precision import PrecisionSection
-from shardwright.config.reading import as_toml, flat, keys_named, load, model_of, parse, resolved_toml
+from shardwright.config.reading import as_toml, flat, keys_named, load, load_kept, model_of, parse, resolved_toml
 from shardwright.config.run_config import RunConfig
 from shardwright.config.sections import (
     MODEL_TABLES,
@@ -31,6 +31,7 @@ __all__ = [
     "flat",
     "keys_named",
     "load",
+    "load_kept",
     "model_of",
     "parse",
     "resolved_toml",

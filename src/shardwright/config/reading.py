@@ -19,7 +19,7 @@ from shardwright.layout.keys import KEYS as LAYOUT_KEYS
 from shardwright.run_folder import METRICS, RESOLVED, RUN_FILE
 from shardwright.system import extensions
 from shardwright.system.errors import ConfigError, near_path, nearest
-from shardwright.system.files import parse_toml, read_text
+from shardwright.system.files import inside, parse_toml, read_text, real_path
 from shardwright.system.synonyms import called_here
 
 
@@ -48,6 +48,12 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, started: bool = Fal
     return config
 
 
+def load_kept(folder: str | Path) -> RunConfig:
+    """Read the run file in the folder of a run or of a checkpoint. Raises ConfigError as `load`, and for a link out of
+    the folder."""
+    return load(inside(Path(folder), RUN_FILE, ConfigError))
+
+
 def _run_file_of(folder: Path) -> str:
     """Return, in words, which run file of a folder is probably meant."""
     if (folder / RUN_FILE).is_file():
@@ -63,7 +69,7 @@ def _refuse_moved(path: Path, config: RunConfig, overrides: Sequence[str]) -> No
     folder = path.parent
     is_kept = path.name == RUN_FILE and (folder / METRICS).is_file()
     is_given = any(override.partition("=")[0].strip() == "out" for override in overrides)
-    if is_kept and not is_given and os.path.realpath(folder) != os.path.realpath(config.out):
+    if is_kept and not is_given and real_path(folder) != real_path(config.out):
         raise ConfigError(
             f"{path}: the run in this folder was moved or copied here from out={config.out!r}; go on with it by "
             f"--set out={shlex.quote(str(folder))}, or start anew in another folder by --set out=..."

@@ -26,7 +26,7 @@ from shardwright.model.spec import TABLES, ModelSpec, differences, spec_as_json
 from shardwright.run_folder import MODEL_FILE, RUN_FILE
 from shardwright.system import extensions
 from shardwright.system.errors import ConfigError
-from shardwright.system.files import parse_toml, read_text
+from shardwright.system.files import inside, parse_toml, read_text, real_path
 from shardwright.system.remote import REMOTE
 
 
@@ -183,11 +183,11 @@ def spec_of_folder(path: Path) -> ModelSpec:
     for name in (MODEL_FILE, RUN_FILE):
         if (path / name).is_file():
             try:
-                table = parse_toml(read_text(path / name))
+                table = parse_toml(read_text(inside(path, name, ConfigError)))
                 model = table.get("model", {})
                 if isinstance(source := model.get("from"), str):
                     model["from"] = located(source, path)
-                    if Path(model["from"]).resolve() == path.resolve():
+                    if real_path(model["from"]) == real_path(path):
                         continue  # a run file next to the config.json of the model that it trains
                 if problems := extensions.load_named(table, path, started=False):
                     raise ConfigError(*problems)

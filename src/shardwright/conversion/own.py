@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardwright.config import RunConfig
-from shardwright.config import load as load_run_file
+from shardwright.config import RunConfig, load_kept
 from shardwright.conversion.state import MOMENTS, STEP, TrainingState, settings_of_run, trained_parameters
 from shardwright.hugging_face.files import said_shortly
 from shardwright.hugging_face.writer import TensorToWrite
@@ -48,7 +47,7 @@ def read_own_state(path: Path) -> TrainingState:
     kinds = {name.removeprefix(OPTIMIZER).split("/")[0] for name in manifest.tensors if name.startswith(OPTIMIZER)}
     if not kinds:
         return state
-    config, step = load_run_file(folder / RUN_FILE), manifest.progress.step
+    config, step = load_kept(folder), manifest.progress.step
     if config.optimizer.name != "adamw":
         raise CheckpointError(f"{folder} is of optimizer.name={config.optimizer.name!r}; supported: 'adamw'")
     moments = {

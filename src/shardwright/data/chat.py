@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 from shardwright.data.template import ANSWER, MARKER, REASONING, TemplateRefusal
 from shardwright.data.template_process import TemplateProcess
 from shardwright.system.errors import DataError, nearest
-from shardwright.system.files import parse_json, read_text, reason
+from shardwright.system.files import find_inside, parse_json, read_text, reason
 
 ROLES = ("system", "user", "assistant", "tool")
 FURTHER_ROLES = ("developer", "function", "ipython")
@@ -379,22 +379,24 @@ def read_chat_format(tokenizer: Path | None, template: Path | None, special_toke
     the given `template`. Raises DataError for files that cannot be read."""
     if tokenizer is None:
         return ChatFormat(None if template is None else _read(template), (), special_tokens)
-    config = _settings(tokenizer.with_name(CONFIG))
-    text, for_tools = _templates(config.get("chat_template"), tokenizer.with_name(CONFIG))
-    if (beside := tokenizer.with_name(TEMPLATE)).is_file():
+    folder = tokenizer.parent
+    config = _settings(folder, CONFIG)
+    text, for_tools = _templates(config.get("chat_template"), folder / CONFIG)
+    if (beside := find_inside(folder, TEMPLATE, DataError)) is not None:
         text = _read(beside)
-    if (beside := tokenizer.parent / TOOL_TEMPLATE).is_file():
+    if (beside := find_inside(folder, TOOL_TEMPLATE, DataError)) is not None:
         for_tools = _read(beside)
     if template is not None:
         text, for_tools = _read(template), None
-    tokens = dict(_tokens(_settings(tokenizer.with_name(TOKENS_MAP)))) | dict(_tokens(config))
+    tokens = dict(_tokens(_settings(folder, TOKENS_MAP))) | dict(_tokens(config))
     absent = {name: "" for name in TOKEN_NAMES if name not in tokens}
     return ChatFormat(text, tuple((tokens | absent).items()), special_tokens, for_tools)
 
 
-def _settings(path: Path) -> dict[str, Any]:
+def _settings(folder: Path, name: str) -> dict[str, Any]:
     """Return the settings in a file next to a tokenizer; empty if the file is missing."""
-    if not path.is_file():
+    path = find_inside(folder, name, DataError)
+    if path is None:
         return {}
     try:
         settings = parse_json(_read(path))

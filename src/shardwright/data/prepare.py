@@ -28,7 +28,7 @@ from shardwright.data.tokenizer import TextTokenizer, all_cores, load_tokenizer,
 from shardwright.data.writer import SplitWriter
 from shardwright.system.control_groups import usable_cores
 from shardwright.system.errors import DataError, without_secrets
-from shardwright.system.files import new_folder
+from shardwright.system.files import new_folder, real_path
 from shardwright.system.remote import REMOTE
 from shardwright.system.units import MiB
 from shardwright.system.version import PACKAGE_VERSION
@@ -168,7 +168,7 @@ def prepare(
     if (
         REMOTE not in corpus.source
         and Path(corpus.source).is_dir()
-        and Path(out).resolve().is_relative_to(Path(corpus.source).resolve())
+        and real_path(out).is_relative_to(real_path(corpus.source))
     ):
         raise DataError(f"out={out} is inside the source {source}: it would read what it writes; choose another")
     report = _ProgressReporter(corpus.total_bytes(), progress)

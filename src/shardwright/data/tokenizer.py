@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from shardwright.system.console import stderr_dropped_on_error
 from shardwright.system.errors import DataError, nearest
 from shardwright.system.files import LONGEST_TOKENIZER, read_bytes
 from shardwright.system.units import MiB
@@ -151,7 +152,8 @@ def failing_rules(way_out: str = "take another --tokenizer") -> AbstractContextM
 def _failures(message: str) -> Iterator[None]:
     """Raise DataError for an error of the library in a context; `message` has a place for its reason."""
     try:
-        yield
+        with stderr_dropped_on_error():  # a panic writes a trace of its own
+            yield
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library raises bare Exception; its panics are BaseExceptions

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from shardwright.config import load
+from shardwright.config import load_kept
 from shardwright.config.mixture import mixtures_of, name_of, sources_of
 from shardwright.config.sections import DataSection
 from shardwright.data.batches import evaluation_batches
@@ -19,6 +19,7 @@ from shardwright.generation.source import Source, open_source
 from shardwright.layout.layout import Layout
 from shardwright.run_folder import RUN_FILE
 from shardwright.system.errors import DataError, InputError
+from shardwright.system.files import is_text
 from shardwright.training.ranks import ProcessRank, pick_device, place_from_environment, process_group
 from shardwright.training.sources import tokenizer_problems, unchecked_tokenizers, weighted_mean
 from shardwright.training.step import ForwardBackward
@@ -84,14 +85,17 @@ class _EvaluationTask:
 
 
 def _task(request: EvalRequest, source: Source) -> _EvaluationTask:
-    run_file = source.weights.path / RUN_FILE
-    run = load(run_file) if isinstance(source.weights, CheckpointWeights) and run_file.is_file() else None
+    folder = source.weights.path
+    of_run = isinstance(source.weights, CheckpointWeights) and (folder / RUN_FILE).is_file()
+    run = load_kept(folder) if of_run else None
     if run is None and request.data is None:
         raise InputError(
             f"--data is missing: {request.model} is not a run; name a folder of `shardwright data prepare`"
         )
     data = DataSection() if run is None else run.data
     if request.data is not None:
+        if not is_text(str(request.data)):
+            raise InputError(f"--data {request.data}: the name of the folder is not UTF-8 text; rename it")
         data = data.model_copy(update={"path": str(request.data), "sources": [], "stages": []})
     if request.sequences is not None:
         packed = {"attention": "sequence", "positions": "sequence", "mask_boundaries": False}

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
-from shardwright.config import load as load_run_file
+from shardwright.config import load_kept
 from shardwright.config.mixture import tokenizer_folder
 from shardwright.data.chat import TEMPLATE, ChatFormat, read_chat_format
 from shardwright.data.shards import TOKENIZER, DataManifest
@@ -110,7 +110,7 @@ class Source:
         )
         if not (path / RUN_FILE).is_file():
             return read_chat_format(path / TOKENIZER, None, special_tokens)
-        for folder, data in readable_sources(load_run_file(path / RUN_FILE).data).items():
+        for folder, data in readable_sources(load_kept(path).data).items():
             if data.chat_template_sha256:
                 chat_format = read_chat_format(None, inside(folder, TEMPLATE, DataError), special_tokens)
                 return replace(chat_format, tokens=tuple(data.chat_tokens.items()))
@@ -130,7 +130,7 @@ def open_source(folder: Path) -> Source:
 
 
 def _text_of_data(checkpoint: Path) -> Text:
-    section = load_run_file(checkpoint / RUN_FILE).data
+    section = load_kept(checkpoint).data
     folder = tokenizer_folder(section)
     try:
         data = DataManifest.read(folder, check_files=False)

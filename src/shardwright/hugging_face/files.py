@@ -52,7 +52,7 @@ from shardwright.hugging_face.schema import (
 )
 from shardwright.model.spec import ModelSpec
 from shardwright.system.errors import CheckpointError, ConfigError, DamagedError, InputError
-from shardwright.system.files import inside, open_regular, parse_json
+from shardwright.system.files import find_inside, inside, open_regular, parse_json
 from shardwright.system.units import format_bytes
 
 CONFIG, INDEX, WHOLE = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -146,8 +146,7 @@ class ModelFolder:
     @property
     def tokenizer(self) -> Path | None:
         """Its tokenizer.json, if there is one."""
-        path = self.path / TOKENIZER_FILES[0]
-        return path if path.is_file() else None
+        return find_inside(self.path, TOKENIZER_FILES[0])
 
 
 def is_folder_of_transformers(path: Path) -> bool:
@@ -370,7 +369,8 @@ def _wrong_token_ids(path: Path, architecture: Architecture, vocab_size: int) ->
 def _token_id_table(path: Path, name: str) -> dict[str, Any]:
     """Return the object in a file that may have token ids; the keys of a `text_config` count where the file itself does
     not have them. Empty without the file."""
-    table = _object(inside(path, name), GenerationFile) if (path / name).is_file() else {}
+    file = find_inside(path, name)
+    table = {} if file is None else _object(file, GenerationFile)
     text = table.get("text_config")
     return {**text, **table} if name == CONFIG and isinstance(text, dict) else table
 

@@ -15,6 +15,7 @@ from shardwright.planner.choice import Choice
 from shardwright.planner.whole_run import PlannedStage, micro_batch_of
 from shardwright.system import extensions
 from shardwright.system.errors import InputError
+from shardwright.system.files import real_path
 from shardwright.system.units import GiB
 
 STEPS = 1000
@@ -98,7 +99,7 @@ def run_file(
         f"# Written by `{command}`.",
         f"# For {job.cluster.size} ranks. What to fill in is marked; learning rate and optimizer options are defaults.",
         "",
-        _line("out", f"runs/{'model' if '=' in name else Path(name).resolve().name}", remarks["out"]),
+        _line("out", f"runs/{'model' if '=' in name else real_path(name).name}", remarks["out"]),
         _line("steps", steps, remarks["steps"]),
         _line(
             "memory_gib", memory_gib(job), f"of one {job.cluster.accelerator.name}, which is what it was planned for"

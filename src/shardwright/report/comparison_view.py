@@ -10,7 +10,7 @@ from shardwright.report.curves import kind_of
 from shardwright.report.headline import RunHeadline, headline, title_of
 from shardwright.report.panel import MANY, choose_scale, name_axis, remark, running_mean, thinned
 from shardwright.report.run_record import RunRecord
-from shardwright.system.files import write_whole
+from shardwright.system.files import real_path, write_whole
 from shardwright.system.units import format_bytes, format_count, format_seconds
 from shardwright.view.document import NUMBER, Column, Note, Part, Picture, Table, VerbDocument
 from shardwright.view.style import COLOURS, rendered
@@ -82,7 +82,7 @@ def draw_losses(runs: Sequence[RunRecord], path: str | Path) -> None:
 
 def _names(runs: Sequence[RunRecord]) -> list[str]:
     """Return the name of each run's folder, or its path if two folders have the same name."""
-    names = [run.folder.resolve().name for run in runs]
+    names = [real_path(run.folder).name for run in runs]
     return names if len(set(names)) == len(names) else [str(run.folder) for run in runs]
 
 

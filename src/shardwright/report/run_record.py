@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from shardwright.config import RunConfig, load
+from shardwright.config import RunConfig, load_kept
 from shardwright.report.timeline import PipelineRecord, read_pipeline
 from shardwright.report.words import layout_in_words
 from shardwright.run_folder import (
@@ -22,8 +22,9 @@ from shardwright.run_folder import (
     read_events,
     read_metrics,
 )
-from shardwright.system.errors import InputError, without_secrets
-from shardwright.system.files import read_text
+from shardwright.system.console import visible
+from shardwright.system.errors import InputError
+from shardwright.system.files import inside, read_text, real_path
 
 _CONTENTS = f"a run folder, as `shardwright train` writes it, has {METRICS} and {RUN_FILE}"
 
@@ -133,8 +134,8 @@ class RunRecord:
 def resume_command(folder: Path, config: RunConfig, last_step: int) -> str:
     """Return the command that continues the run in a folder; a run that has taken all its steps needs more of them."""
     words = ["shardwright", "train", str(folder / RUN_FILE), "--resume"]
-    if folder.resolve() != Path(config.out).resolve():
-        words += ["--set", f"out={folder.resolve()}"]
+    if real_path(folder) != real_path(config.out):
+        words += ["--set", f"out={real_path(folder)}"]
     if last_step >= config.steps:
         words += ["--set", f"steps={2 * config.steps}"]
     return shlex.join(words)
@@ -148,8 +149,8 @@ def read_run(run_dir: str | Path) -> RunRecord:
     """
     folder = Path(run_dir)
     check_folder(folder)
-    records = sorted(read_metrics(folder / METRICS), key=lambda record: record.step)
-    config = load(folder / RUN_FILE)
+    records = sorted(read_metrics(inside(folder, METRICS)), key=lambda record: record.step)
+    config = load_kept(folder)
     if all(isinstance(record, StartRecord) for record in records):
         raise InputError(
             f"{folder / METRICS} has no logged step yet: the run is, or was stopped, before its first logged step "
@@ -159,7 +160,7 @@ def read_run(run_dir: str | Path) -> RunRecord:
     return RunRecord(
         folder=folder,
         config=config,
-        run_file=without_secrets(read_text(folder / RUN_FILE)),
+        run_file=visible(read_text(inside(folder, RUN_FILE)).replace("\r\n", "\n")),
         train=tuple(record for record in records if isinstance(record, TrainRecord)),
         validation=tuple(record for record in records if isinstance(record, EvaluationRecord)),
         starts=tuple(record for record in records if isinstance(record, StartRecord)),

@@ -18,6 +18,7 @@ from shardwright.report.timeline import READING, PipelineNumbers
 from shardwright.report.words import batch_in_words, held_in_words, layout_in_words
 from shardwright.run_folder import CHECKPOINTS, EVENTS, METRICS
 from shardwright.schedule.draw import svg as timelines_svg
+from shardwright.system.files import real_path
 from shardwright.system.units import format_count, format_seconds, percent
 from shardwright.view.document import (
     CODE,
@@ -54,7 +55,7 @@ def run_document(run: RunRecord, files: Mapping[str, Path]) -> VerbDocument:
         Facts([*numbers.facts(), *_events_in_short(run)]),
     ]
     return VerbDocument(
-        f"{run.folder.resolve().name}: {numbers.steps:,} steps",
+        f"{real_path(run.folder).name}: {numbers.steps:,} steps",
         dataclasses.asdict(numbers) | {key: str(path) for key, path in files.items()},
         parts,
         list(_page_parts(run, numbers)),

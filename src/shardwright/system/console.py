@@ -6,7 +6,8 @@ import os
 import re
 import sys
 import termios
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Literal, TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -71,6 +72,33 @@ class LossyStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(getattr(sys, self._name), name)
+
+
+@contextmanager
+def stderr_dropped_on_error() -> Iterator[None]:
+    """Hold back text that libraries write to descriptor 2 in a context. It is written at the end of the context, and
+    dropped if the context raises, because the error then says the same. Without a way to hold it back, it is written
+    at once."""
+    with ExitStack() as stack:
+        try:
+            held = stack.enter_context(open(os.memfd_create("shardwright-stderr"), "r+b", buffering=0))
+            kept = stack.enter_context(open(os.dup(2), "wb", buffering=0))
+        except (AttributeError, OSError):  # another system than Linux; stderr is closed, or too few descriptors
+            yield
+            return
+        sys.stderr.flush()
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            held.truncate(0)
+            raise
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept.fileno(), 2)
+            held.seek(0)
+            with suppress(OSError):
+                kept.write(held.read())
 
 
 def discard_output(descriptor: int) -> None:

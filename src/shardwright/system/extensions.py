@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from shardwright.system.errors import ConfigError
-from shardwright.system.files import read_bytes, read_lines
+from shardwright.system.files import read_bytes, read_lines, real_path
 
 _LOADED: list[str] = []
 
@@ -47,7 +47,7 @@ def resolve(name: str, folder: Path = Path()) -> str:
     module unchanged. Raises ConfigError for a name that is neither."""
     if "\0" in name or not name.strip():
         raise ConfigError(f"extension {name!r}: a Python file (.py) or a module is needed")
-    return str((folder / name).resolve()) if name.endswith(".py") else name
+    return str(real_path((folder / name).parent) / Path(name).name) if name.endswith(".py") else name
 
 
 def load(names: Iterable[str]) -> None:
@@ -144,6 +144,7 @@ def _import(name: str) -> None:
     if not name.endswith(".py"):
         importlib.import_module(name)
         return
+    read_bytes(Path(name))  # the import itself would wait for a pipe, and read a device without end
     spec = importlib.util.spec_from_file_location(module_name(name), name)
     assert spec is not None
     assert spec.loader is not None
@@ -163,8 +164,10 @@ def module_name(name: str) -> str:
 
 
 def _reason(name: str, error: BaseException) -> str:
-    if name.endswith(".py") and not Path(name).is_file():
+    if isinstance(error, FileNotFoundError) and error.filename == name:
         return "no such file"
+    if isinstance(error, OSError) and error.filename == name:
+        return f"cannot be read: {error.strerror}"
     trace, line = error.__traceback__, ""
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == name:

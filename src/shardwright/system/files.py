@@ -110,6 +110,11 @@ def is_text(name: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in name)
 
 
+def real_path(path: str | Path) -> Path:
+    """Return the absolute path without links. A link to itself stays as it is; `Path.resolve` raises RuntimeError."""
+    return Path(os.path.realpath(path))
+
+
 def inside(folder: Path, name: str, error: type[InputError] = InputError) -> Path:
     """Return the path of the file that a file in `folder` refers to as `name`.
 
@@ -120,13 +125,18 @@ def inside(folder: Path, name: str, error: type[InputError] = InputError) -> Pat
     parts = Path(name).parts
     if not parts or "\0" in name or not is_text(name) or Path(name).is_absolute() or ".." in parts:
         raise error(f"{folder}: {name!r} is no name of a file in this folder; {way_out}")
-    root, target = Path(os.path.realpath(folder)), Path(os.path.realpath(folder / name))
+    root, target = real_path(folder), real_path(folder / name)
     roots = [root]
     if root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--"):
         roots.append(root.parent.parent / "blobs")
     if not any(target.is_relative_to(each) for each in roots):
         raise error(f"{folder}: {name!r} is a link out of this folder, to {target}; {way_out}")
     return folder / name
+
+
+def find_inside(folder: Path, name: str, error: type[InputError] = InputError) -> Path | None:
+    """Return the path of the file `name` in `folder` as `inside` does, or None if there is no such file."""
+    return inside(folder, name, error) if os.path.lexists(folder / name) else None
 
 
 def parse_toml(text: str) -> dict[str, Any]:
@@ -222,8 +232,8 @@ def problem_of_place(path: Path) -> str | None:
         return None
     if not stat.S_ISREG(mode):
         return f"{path}: that is a disk or a socket; name a file"
-    target = Path(os.path.realpath(path))
-    if path.is_symlink() and not target.is_relative_to(os.path.realpath(path.parent)):
+    target = real_path(path)
+    if path.is_symlink() and not target.is_relative_to(real_path(path.parent)):
         return f"{path}: that is a link out of its folder, to {target}, and is not followed; name {target} itself"
     return None
 
@@ -235,7 +245,7 @@ def write_whole(path: Path, content: bytes, required: bool = True) -> None:
         raise InputError(problem)
     special = path.exists() and not path.is_file()
     if path.is_symlink() and not special:
-        path = Path(os.path.realpath(path))
+        path = real_path(path)
     fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         if special:
@@ -397,7 +407,7 @@ def owner_runs(folder: Path) -> bool | None:
     machine. The lock itself is not touched, because a run that starts at that moment would find it taken."""
     try:
         owner = re.fullmatch(r"process (\d{1,9}) on (\S+)\n", _text_of_lock(folder))
-    except OSError:
+    except (OSError, InputError):
         return None
     if owner is None or owner[2] != socket.gethostname():
         return None
@@ -405,7 +415,7 @@ def owner_runs(folder: Path) -> bool | None:
 
 
 def _text_of_lock(folder: Path) -> str:
-    return read_bytes(folder / LOCK).decode(errors="replace")
+    return read_bytes(inside(folder, LOCK)).decode(errors="replace")
 
 
 def _used_by(folder: Path) -> str:

@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
-from shardwright.system.files import read_bytes, write_whole
+from shardwright.system.files import inside, open_regular, read_bytes, write_whole
 from shardwright.system.processes import ranks_in_words
 
 RANKS = "ranks"
@@ -72,7 +72,7 @@ class RankStateFile:
         size = _PLACE.size + _BEAT.size
         if writes:
             write_whole(path, bytes(size))  # by rename: a reader that has mapped an earlier process's file keeps it
-        with path.open("r+b" if writes else "rb") as file:
+        with path.open("r+b") if writes else open_regular(path) as file:
             access = mmap.ACCESS_WRITE if writes else mmap.ACCESS_READ
             self._memory = mmap.mmap(file.fileno(), size, access=access)
 
@@ -148,7 +148,7 @@ class RanksFolder:
     """The folder OUT/ranks."""
 
     def __init__(self, out: Path) -> None:
-        self.path = out / RANKS
+        self.path = inside(out, RANKS)
 
     def state_of(self, rank: int) -> Path:
         return self.path / f"rank-{rank}.state"
@@ -178,7 +178,7 @@ class RanksFolder:
     def state(self, rank: int) -> RankState | None:
         """Return the last reported state of a rank, or None before its first report."""
         try:
-            return RankStateFile(self.state_of(rank), writes=False).read()
+            return RankStateFile(inside(self.path, self.state_of(rank).name), writes=False).read()
         except (OSError, ValueError):
             return None
 
@@ -214,8 +214,8 @@ class RanksFolder:
 
 def _read(adapter, path: Path):  # type: ignore[no-untyped-def]
     try:
-        return adapter.validate_json(read_bytes(path))
-    except (OSError, ValidationError):
+        return adapter.validate_json(read_bytes(inside(path.parent, path.name)))
+    except (OSError, ValueError):
         return None
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from shardwright.config import load as load_run_file
+from shardwright.config import load_kept
 from shardwright.config.mixture import sources_of, tokenizer_folder
 from shardwright.data.chat import TEMPLATE
 from shardwright.data.shards import TOKENIZER, DataManifest
@@ -150,7 +150,7 @@ def write_tokenizer(
     if given is not None and (Path(given) / TOKENIZER).is_file():
         theirs, difference = tokenizer_file(source), None
         with suppress(DataError):  # a damaged tokenizer is a reason to give --tokenizer
-            difference = theirs and tokenizer_difference(Path(given) / TOKENIZER, theirs)
+            difference = theirs and tokenizer_difference(inside(Path(given), TOKENIZER, DataError), theirs)
         if difference:
             raise DataError(
                 f"--tokenizer {given} is another tokenizer than that of {source} ({difference}), so the token "
@@ -161,14 +161,13 @@ def write_tokenizer(
             return [], token_ids(folder)
         if given is not None:
             raise DataError(f"--tokenizer {folder}: there is no {TOKENIZER}")
-    run_file = source / RUN_FILE
-    if not run_file.is_file():
+    if not (source / RUN_FILE).is_file():
         return [f"no tokenizer: {source} has none"], token_ids(source)
-    section = load_run_file(run_file).data
+    section = load_kept(source).data
     data = tokenizer_folder(section)
     try:
         manifest = DataManifest.read(data)
-        text = read_bytes(data / TOKENIZER, LONGEST_TOKENIZER)
+        text = read_bytes(inside(data, TOKENIZER, DataError), LONGEST_TOKENIZER)
     except (InputError, OSError) as error:
         said = str(error).splitlines()[0]
         return [f"no tokenizer: that of the run's data cannot be read ({said})"], {}
@@ -240,7 +239,7 @@ def _name(path: Path) -> str:
 
 
 def _facts(weights: CheckpointWeights) -> Iterator[tuple[str, str]]:
-    config, progress = load_run_file(weights.path / RUN_FILE), weights.manifest.progress
+    config, progress = load_kept(weights.path), weights.manifest.progress
     if isinstance(weights, AveragedWeights):
         yield "weights", f"average of the weights over the steps, kind {config.average.kind}"
     yield "steps", f"{progress.step:,} of {config.steps:,}"
@@ -259,7 +258,7 @@ def _facts(weights: CheckpointWeights) -> Iterator[tuple[str, str]]:
     yield "precision", config.precision.in_words
     yield "seed", str(config.seed)
     folder = _run_folder(weights.path)
-    records = [] if folder is None else list(read_metrics(folder / METRICS))
+    records = [] if folder is None else list(read_metrics(inside(folder, METRICS)))
     for what, kind in (("training loss", TrainRecord), ("validation loss", EvaluationRecord)):
         losses = [each.loss for each in records if isinstance(each, kind) and each.step <= progress.step]
         if losses:

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from shardwright.config import RunConfig, as_toml, flat, load, resolved_toml
+from shardwright.config import RunConfig, as_toml, flat, load_kept, resolved_toml
 from shardwright.config.batch import BatchStage
 from shardwright.data.mixture import MixtureOrder
 from shardwright.report.words import batch_in_words, layout_in_words, learning_rate_in_words, model_in_words
-from shardwright.run_folder import StartRecord, now
+from shardwright.run_folder import RUN_FILE, StartRecord, now
 from shardwright.system.errors import CheckpointError, InputError, without_secrets
-from shardwright.system.files import parse_toml, read_text, reason
+from shardwright.system.files import inside, parse_toml, read_text, reason
 from shardwright.system.units import format_count, percent
 from shardwright.system.version import PACKAGE_VERSION
 from shardwright.training.device import attention_kernels
@@ -111,9 +111,10 @@ def _git_commit() -> str | None:
     return done.stdout.strip() or None if done.returncode == 0 else None
 
 
-def changes_since(saved: Path, now_toml: str) -> list[str]:
+def changes_since(checkpoint: Path, now_toml: str) -> list[str]:
     """Return the keys of a run that differ from the run file saved with the resumed checkpoint, such as `steps 100
     to 200`. Empty if that file does not exist."""
+    saved = inside(checkpoint, RUN_FILE, CheckpointError)
     try:
         before = flat(parse_toml(read_text(saved)))
     except FileNotFoundError:
@@ -125,11 +126,11 @@ def changes_since(saved: Path, now_toml: str) -> list[str]:
     return [f"{key} {_said(before.get(key))} to {_said(after.get(key))}" for key in keys]
 
 
-def rate_change(saved: Path, config: RunConfig, step: int) -> str | None:
+def rate_change(checkpoint: Path, config: RunConfig, step: int) -> str | None:
     """Describe the change of the learning rate after `step` steps if a run resumes with another schedule than in the
     run file saved with its checkpoint. None if the rate is unchanged, or if that file cannot be read."""
     try:
-        before = load(saved)
+        before = load_kept(checkpoint)
     except (OSError, InputError):
         return None
     then, now = (

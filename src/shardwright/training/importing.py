@@ -20,7 +20,7 @@ from shardwright.hugging_face.reader import HuggingFaceWeights, open_weights
 from shardwright.hugging_face.writer import TensorToWrite, write_safetensors
 from shardwright.run_folder import MODEL_FILE
 from shardwright.system.errors import CheckpointError, InputError
-from shardwright.system.files import LONGEST_TOKENIZER, inside, new_folder, read_bytes
+from shardwright.system.files import LONGEST_TOKENIZER, find_inside, new_folder, read_bytes
 from shardwright.system.units import GiB, in_groups
 from shardwright.training.checkpoint.manifest import (
     CheckpointManifest,
@@ -118,10 +118,11 @@ def _add_tokenizer(source: Path, out: Path) -> dict[str, int | list[int]]:
 
 def copy_tokenizer(source: Path, out: Path) -> list[str]:
     """Copy the existing tokenizer files and generation_config.json. Return their names."""
-    names = [name for name in (*TOKENIZER_FILES, GENERATION) if (source / name).is_file()]
-    for name in names:
-        (out / name).write_bytes(read_bytes(inside(source, name), LONGEST_TOKENIZER))
-    return names
+    files = {name: find_inside(source, name) for name in (*TOKENIZER_FILES, GENERATION)}
+    present = {name: path for name, path in files.items() if path is not None}
+    for name, path in present.items():
+        (out / name).write_bytes(read_bytes(path, LONGEST_TOKENIZER))
+    return list(present)
 
 
 def is_free(out: Path) -> None:

@@ -3,7 +3,7 @@
 The load of experts, as recorded in metrics.jsonl.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
 import torch
@@ -92,25 +92,18 @@ class LogNumbers(Hook):
         self.log.close()
 
     def _speed(self, step: int, n_steps: int) -> Record:
-        phases = self.clock.read()
-        phase_means_s: Record = {f"{phase}_s": phases[phase] / n_steps for phase in PHASES}
-        step_s = sum(phase_means_s.values())
         tokens, flops, sources = 0, 0.0, self.samples.sources
         for stage, n in sources.schedule.parts(step - n_steps, step):
             tokens += n * stage.tokens
             flops += n * stage.tokens * self.spec.train_flops_per_token(sources.attended_tokens(step, stage.seq_len))
-        tokens_per_s = tokens / n_steps / step_s
-        flops_per_s = flops / n_steps / step_s / self.layout.world_size
         peak = peak_flops_per_s(self.device, self.compute_dtype, self.config.precision.tf32)
-        return {
-            "tokens_per_s": tokens_per_s,
-            "tokens_per_s_per_device": tokens_per_s / self.layout.world_size,
-            "tflops_per_s_per_device": flops_per_s / 1e12,
-            "mfu": None if peak is None else flops_per_s / peak,
-            "memory_bytes": peak_memory_bytes(self.device),
-            "step_s": step_s,
-            **phase_means_s,
-        }
+        return speed_numbers(
+            {phase: seconds / n_steps for phase, seconds in self.clock.read().items()},
+            tokens / n_steps,
+            self.layout.world_size,
+            flops / tokens,
+            peak,
+        ) | {"memory_bytes": peak_memory_bytes(self.device)}
 
     def _experts(self, n_steps: int, sent_bytes: int) -> Record:
         load, moe = self.trainer.model.load, self.spec.moe
@@ -164,6 +157,24 @@ class Evaluate(Hook):
             if of_modules:
                 ahead[name] = sum(of_modules) / len(of_modules)
         return losses, ahead
+
+
+def speed_numbers(
+    phases_s: Mapping[str, float], tokens_per_step: float, world_size: int, flops_per_token: float, peak: float | None
+) -> Record:
+    """Return the record's keys for the speed of a step. `phases_s`: the mean seconds of each phase. `peak`: FLOP/s of a
+    device, or None if they are not known."""
+    step_s = sum(phases_s[phase] for phase in PHASES)
+    tokens_per_s = tokens_per_step / step_s
+    flops_per_s = tokens_per_s / world_size * flops_per_token
+    return {
+        "tokens_per_s": tokens_per_s,
+        "tokens_per_s_per_device": tokens_per_s / world_size,
+        "tflops_per_s_per_device": flops_per_s / 1e12,
+        "mfu": None if peak is None else flops_per_s / peak,
+        "step_s": step_s,
+        **{f"{phase}_s": phases_s[phase] for phase in PHASES},
+    }
 
 
 def tokens_by_expert(load: ExpertLoad, layers: Sequence[int]) -> list[list[int]]:

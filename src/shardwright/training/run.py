@@ -153,9 +153,9 @@ def _report_start(config: RunConfig, start: RunStart, checkpoints: RunCheckpoint
     if start.checkpoint is not None:
         begins = f"resumed from {start.checkpoint}: step {start.step}, {start.samples} samples seen"
         log.say(begins)
-        if changed := changes_since(start.checkpoint / RUN_FILE, kept_run_file(config)):
+        if changed := changes_since(start.checkpoint, kept_run_file(config)):
             log.say(f"changed since then: {', '.join(changed)}")
-        if rate := rate_change(start.checkpoint / RUN_FILE, config, start.step):
+        if rate := rate_change(start.checkpoint, config, start.step):
             log.say(rate)
     elif config.checkpoint.resume == "auto":
         log.say(f"no checkpoint in {checkpoints.store.folder} to resume from: starting from step 0")

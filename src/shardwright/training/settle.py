@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardwright.config import RunConfig, load, resolved_toml
+from shardwright.config import RunConfig, load_kept, resolved_toml
 from shardwright.config.settle import job_of, needs_memory, of_fullest_stage, settled, with_recomputation
 from shardwright.cost.host import host_bytes
 from shardwright.cost.job import Candidates
@@ -62,11 +62,10 @@ def memory_of(device: torch.device, ranks_here: int) -> float:
 def _as_before(config: RunConfig) -> tuple[str, int | None] | None:
     """Return the recomputation of the run in the folder if this run resumes it. None if another setting of the
     model, batch, layout, precision or optimizer differs."""
-    kept = Path(config.out) / RUN_FILE
-    if config.checkpoint.resume != "auto" or not kept.is_file():
+    if config.checkpoint.resume != "auto" or not (Path(config.out) / RUN_FILE).is_file():
         return None
     try:
-        began = load(kept)
+        began = load_kept(config.out)
     except ConfigError:
         return None
     then = began.layout.recomputation

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shardwright.config import RunConfig, load
+from shardwright.config import RunConfig, load_kept
 from shardwright.config.mixture import Mixture, mixtures_of, name_of, sources_of, tokenizer_folder
 from shardwright.config.sections import DataSection
 from shardwright.data.batches import Batch, Batches, evaluation_batches, merged
@@ -18,6 +18,7 @@ from shardwright.data.shards import TOKENIZER, DataManifest
 from shardwright.data.tokenizer import tokenizer_difference
 from shardwright.run_folder import CHECKPOINTS, RUN_FILE, SamplePlace, published
 from shardwright.system.errors import DataError
+from shardwright.system.files import find_inside
 from shardwright.training.checkpoint.manifest import (
     CheckpointManifest,
     DataRecord,
@@ -327,9 +328,8 @@ def tokenizer_file(folder: Path) -> Path | None:
     if saved := published(folder / CHECKPOINTS):
         folder = saved[-1]
     if not (folder / TOKENIZER).is_file() and (folder / RUN_FILE).is_file():
-        folder = tokenizer_folder(load(folder / RUN_FILE).data)
-    file = folder / TOKENIZER
-    return file if file.is_file() else None
+        folder = tokenizer_folder(load_kept(folder).data)
+    return find_inside(folder, TOKENIZER, DataError)
 
 
 def unchecked_tokenizers(models: Mapping[str, Path]) -> list[str]:
@@ -348,8 +348,8 @@ def tokenizer_problems(data: Mapping[str, Path], models: Mapping[str, Path], way
     for model, folder in models.items():
         theirs = tokenizer_file(folder)
         for called, prepared in data.items() if theirs is not None else ():
-            ours = prepared / TOKENIZER
-            difference = tokenizer_difference(ours, theirs) if theirs is not None and ours.is_file() else None
+            ours = find_inside(prepared, TOKENIZER, DataError)
+            difference = tokenizer_difference(ours, theirs) if theirs is not None and ours is not None else None
             if difference:
                 problems.append(
                     f"{called} was prepared with another tokenizer than that of {model} ({difference}), so its token "

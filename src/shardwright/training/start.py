@@ -41,7 +41,7 @@ from shardwright.system.errors import (
     SpikeError,
     WorkerError,
 )
-from shardwright.system.files import problem_of_owner
+from shardwright.system.files import problem_of_owner, real_path
 from shardwright.system.processes import PROCESS_BYTES, formatted, in_one_sentence, is_lost_peer, machine_memory
 from shardwright.system.remote import REMOTE
 from shardwright.system.units import format_bytes, format_count
@@ -296,7 +296,7 @@ def _check(config: RunConfig, alone: bool, serves: bool) -> None:
                 f"checkpoint.resume={config.checkpoint.resume!r} is not a folder; give 'auto', 'no' or the "
                 f"path of a checkpoint such as {example}"
             )
-        elif saved and given.resolve() != saved[-1].resolve():
+        elif saved and real_path(given) != real_path(saved[-1]):
             problems.append(
                 f"{out} holds a run, saved up to {saved[-1].name}, which going on from {given} would "
                 f"overwrite; name another folder with --set out=..., or add --resume to go on with the run "
@@ -324,7 +324,7 @@ def _durable_problems(config: RunConfig, saved: Sequence[Path]) -> list[str]:
         durable = durable_folder(config)
         if durable is None:
             return []
-        if REMOTE not in durable.url and Path(durable.url).resolve() == (Path(config.out) / CHECKPOINTS).resolve():
+        if REMOTE not in durable.url and real_path(durable.url) == real_path(Path(config.out) / CHECKPOINTS):
             return [
                 f"checkpoint.durable={section.durable!r} is the folder that checkpoints are copied from; name another"
             ]
@@ -347,7 +347,7 @@ def _local_problems(config: RunConfig, saved: Sequence[Path]) -> list[str]:
     if section.local is None:
         return []
     folder, out = Path(section.local), Path(config.out)
-    if folder.resolve() in (out.resolve(), (out / CHECKPOINTS).resolve()):
+    if real_path(folder) in (real_path(out), real_path(out / CHECKPOINTS)):
         return [f"checkpoint.local={section.local!r} is a folder of the run itself; name another one on each host"]
     try:
         claim(folder, out)

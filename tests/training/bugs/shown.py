@@ -3,12 +3,28 @@
 from tests.mutation import Mutation
 from tests.training.bugs.bug import AnyBug, UnitBug
 
+_SPEED, _SPEED_TEST = (
+    "tests.training.test_metrics:speed_numbers",
+    "tests/training/test_metrics.py:test_the_speed_is_that_of_a_step_and_of_a_device",
+)
 _BALANCE, _FLOPS = "tests.model.test_balance:aux_loss", "tests.cost.test_matmuls:executed_flops"
 
 SCALE: dict[str, AnyBug] = {
     "sigmoid scores of the balance loss are not normalised": UnitBug(
         Mutation(_BALANCE, "scores_BTE / scores_BTE.sum(-1, keepdim=True)", "scores_BTE"),
         "tests/model/test_balance.py:test_the_balance_loss_of_sigmoid_scores_is_that_of_deepseek_v3",
+    ),
+    "the FLOP/s of a device are those of all devices": UnitBug(
+        Mutation(_SPEED, "tokens_per_s / world_size * flops_per_token", "tokens_per_s * flops_per_token"), _SPEED_TEST
+    ),
+    "MFU is the TFLOP/s over the peak": UnitBug(
+        Mutation(_SPEED, "flops_per_s / peak", "flops_per_s / 1e12 / peak"), _SPEED_TEST
+    ),
+    "the time of a step leaves out the optimizer": UnitBug(
+        Mutation(
+            _SPEED, "sum((phases_s[phase] for phase in PHASES))", "sum((phases_s[phase] for phase in PHASES[:2]))"
+        ),
+        _SPEED_TEST,
     ),
     "HFU has every layer where some recompute": UnitBug(
         Mutation(_FLOPS, "again != spec.n_blocks", "False"),

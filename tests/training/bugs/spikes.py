@@ -27,6 +27,7 @@ STALE: dict[str, AnyBug] = {
     for name in (
         "weights are updated in a step that is a spike",
         "gradients of the first try are in those of the second",
+        "spikes in a row are counted on over steps that are taken",
     )
 }
 RECOMPUTATION: dict[str, AnyBug] = {

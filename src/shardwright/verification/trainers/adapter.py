@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardwright.model.spec import ModelSpec
 from shardwright.system import extensions
 from shardwright.system.errors import ConfigError, InputError, near_path, nearest
+from shardwright.system.files import read_bytes
 
 METHODS = ("load", "step", "gradients", "parameters")
 """The methods that a Trainer class needs."""
@@ -154,8 +155,12 @@ def resolved(trainer: str | Path | type[Any]) -> str:
         return name
     if not name.endswith(".py"):
         raise InputError(f"trainer {name!r}: a Python file (.py) or an adapter is needed; {nearest(name, ADAPTERS)}")
-    if not Path(name).is_file():
-        raise InputError(f"trainer {name}: no such file{near_path(name, '*.py')}")
+    try:
+        read_bytes(Path(name))
+    except FileNotFoundError:
+        raise InputError(f"trainer {name}: no such file{near_path(name, '*.py')}") from None
+    except OSError as error:
+        raise InputError(f"trainer {name}: cannot be read: {error.strerror}") from None
     return extensions.resolve(name)
 
 

@@ -183,8 +183,9 @@ class TrainerJob:
         """Return the case and the trainer to run; with `every`, one for each distribution of the ranks over axes, and
         the layouts that the trainer refuses, with its reason."""
         config, options = config_of(self.run_file, self.world_size, self.overrides)
-        layouts = layouts_of(resolved(self.trainer), self.world_size, options, self.timeout_s, every)
-        alone = layouts_of(resolved(self.reference or self.trainer), 1, dict(layouts[0].options), self.timeout_s)[0]
+        trainer, reference = resolved(self.trainer), resolved(self.reference or self.trainer)
+        layouts = layouts_of(trainer, self.world_size, options, self.timeout_s, every)
+        alone = layouts_of(reference, 1, dict(layouts[0].options), self.timeout_s)[0]
         kept = {override.partition("=")[0].strip() for override in self.overrides}
         case = trainer_case(
             config,
