@@ -6,7 +6,8 @@ for the plain optimizer), start (the folder of a step, or null), save (step -> f
 more), and AdamW's settings. `batches.pt`: for each step the inputs and the targets of all ranks.
 
 The library has no path for a CPU. The patches below replace the device "cuda" by "cpu" wherever it is named, and the
-type names of CUDA's tensors. Model, tensor and pipeline parallelism, DDP, optimizer and checkpoints are the library's.
+type names of CUDA's tensors, and mend places that fail without Transformer Engine. Model, tensor and pipeline
+parallelism, DDP, optimizer and checkpoints are the library's.
 """
 
 import json
@@ -27,6 +28,7 @@ from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
@@ -54,6 +56,15 @@ def run_without_cuda() -> None:
     for name in ("synchronize", "set_device", "empty_cache", "current_stream", "Stream"):
         setattr(torch.cuda, name, partial(nothing, name))
     tensor_parallel.random.CudaRNGStatesTracker.fork = nullcontext  # no dropout
+    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def set_with_counter(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
+        """The library expects AdamW's counter among the tensors of a parameter, and stores it with the groups."""
+        group, place = self.model_param_group_index_map[parameter]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
+        set_states(self, parameter, {**tensors, "step": state["step"]})
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_with_counter
     moe_utils.te_general_gemm = None  # the library reads the name without having defined it
     Tensor.cuda = lambda self, *_, **__: self
     plain_type = Tensor.type
@@ -221,10 +232,15 @@ class Trainer:
             (folder.parent / "latest_checkpointed_iteration.txt").write_text(str(self.step))
 
     def load(self, folder: Path) -> None:
+        self.set_rate(0.0)
+        self.optimizer.step()  # without Transformer Engine the library only loads states into existing ones
         loaded = dist_checkpointing.load(self.state(True), folder, strict="assume_ok_unexpected")
         for chunk, key in zip(self.chunks, [key for key in loaded if key.startswith("model")], strict=True):
             chunk.module.load_state_dict(loaded[key])
         self.optimizer.load_state_dict(loaded["optimizer"])
+        for optimizer in self.optimizer.chained_optimizers:
+            for state in optimizer.optimizer.state.values():  # the library gives all parameters one counter
+                state["step"] = state["step"].clone()
         self.schedule.load_state_dict(loaded["opt_param_scheduler"])
         self.step = loaded["iteration"]
         assert self.schedule.num_steps == loaded["args"].consumed_train_samples == self.step * self.job["samples"]
