@@ -13,6 +13,7 @@ import argparse
 import json
 import re
 from collections.abc import Iterator, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -311,6 +312,11 @@ def write_megatron_state(state: TrainingState, out: Path) -> list[str]:
     for module in (*_MODULES, *(_DENSE_MODULES if spec.moe is None else ())):
         for layer in range(spec.n_layers):
             writer.write_object((f"{MEGATRON_LAYERS}{module}._extra_state/shard_{layer}_{spec.n_layers}",), [None])
+    experts = 0 if spec.moe is None else spec.moe.n_experts
+    for module in ("linear_fc1", "linear_fc2") if experts else ():
+        for layer, expert in product(range(spec.n_layers), range(experts)):
+            place = f"_extra_state/shard_{layer}.{expert}_{spec.n_layers}.{experts}"
+            writer.write_object((f"{MEGATRON_LAYERS}mlp.experts.experts.{module}.{place}",), [None])
     writer.finish()
     (folder / COMMON).write_bytes(file_of(_common_of(state, tensors)))
     versions = {"sharded_backend": _BACKEND, "sharded_backend_version": 1, "common_backend": "torch"}
