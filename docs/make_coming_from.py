@@ -80,6 +80,16 @@ PAGES: dict[str, tuple[str, System, str, str]] = {
 """Name of a page -> title, system, command of the example, and what is read."""
 
 CHECKPOINTS = {
+    "coming-from-megatron-lm": """\
+[`shardwright convert`](convert.md) takes a checkpoint of `--ckpt-format torch_dist` to a run here and back: weights,
+AdamW's moments, step, number of samples and learning rate. The distributed optimizer has to save with
+`--dist-ckpt-optim-fully-reshardable`.
+
+```text
+shardwright convert checkpoints moved --to shardwright --model llama-3.1-8b --run run.toml
+shardwright train run.toml --set checkpoint.resume=moved
+shardwright convert runs/debug back --to megatron
+```""",
     "coming-from-deepspeed": """\
 [`shardwright convert`](convert.md) takes checkpoints of ZeRO-1, 2 and 3 and universal checkpoints to a run here, and a
 run here to a universal checkpoint: weights, AdamW's moments, step and learning rate.

@@ -170,3 +170,75 @@ def test_wrong_yaml_of_nemo_is_refused_with_its_line(tmp_path: Path, before: str
     assert before in NEMO
     with pytest.raises(InputError, match=message):
         read(tmp_path, "llama.yaml", NEMO.replace(before, after, 1))
+
+
+GB300 = """\
+# Values: Llama 3.1 405B of MLPerf training 5.1 on 512 GB300 (Datacrunch, config_GB300_128x4x72xtp2pp8cp2_cg_fp4.sh).
+export MINIBS=72
+export TENSOR_MODEL_PARALLEL=2
+export PIPELINE_MODEL_PARALLEL=8
+export INTERLEAVED_PIPELINE=8
+export CONTEXT_PARALLEL=2
+export MICRO_BATCH_SIZE=1
+export ASYM_PP_EMBED=True
+export ASYM_PP_LOSS=True
+export USE_DIST_OPTIMIZER=True
+export FP8=True
+export DGXNNODES=128
+export DGXNGPU=4
+"""
+XD670 = """\
+# Values: Llama 3.1 8B of MLPerf training 5.1 on 64 H200 (HPE, config_XD670_8x8x1xtp1pp1cp2_8b.sh).
+export MINIBS=1
+export TENSOR_MODEL_PARALLEL=1
+export SEQ_PARALLEL=False
+export PIPELINE_MODEL_PARALLEL=1
+export INTERLEAVED_PIPELINE=null
+export CONTEXT_PARALLEL=2 #1
+export TP_COMM_OVERLAP=False
+export MICRO_BATCH_SIZE=1
+export OPT_LR_DECAY_STEPS=$((MAX_STEPS-WARMUP_STEPS))
+export DGXNNODES=8
+export DGXNGPU=8
+"""
+FIRST_BRIDGE = """\
+# Values: examples/llm/llama3_8b of the first Megatron-Bridge.
+model_config: {tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2, context_parallel_size: 1}
+train_config: {train_iters: 500000, global_batch_size: 256, micro_batch_size: 4}
+ddp_config: {grad_reduce_in_fp32: true}
+profiling_config: {use_nsys_profiler: false, profile_ranks: [0, 1]}
+"""
+QWEN = """\
+# Values: examples/recipes/qwen3_moe of Megatron-Bridge.
+model:
+  tensor_model_parallel_size: 4
+  pipeline_model_parallel_size: 2
+  seq_length: 4096
+  sequence_parallel: true
+  expert_model_parallel_size: 4
+  expert_tensor_parallel_size: 1
+train: {train_iters: 100000, global_batch_size: 256, micro_batch_size: 2}
+scheduler: {min_lr: 0.00003, lr_warmup_iters: 1000}
+mixed_precision: {dtype: bf16}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "model", "ranks", "expected", "batch"),
+    [
+        ("config_GB300.sh", GB300, "llama-3.1-405b", 512, (2, 8, 8, 2, 1, 16, 1), 1152),
+        ("config_XD670.sh", XD670, "llama-3.1-8b", 64, (1, 1, 1, 2, 1, 32, 1), 32),
+        ("first.yaml", FIRST_BRIDGE, "llama-3.1-8b", 32, (2, 2, 1, 1, 1, 8, 1), 256),
+        ("qwen.yaml", QWEN, "qwen3-30b-a3b", 32, (4, 2, 1, 1, 4, 4, 1), 256),
+    ],
+)
+def test_published_files_have_their_layout_and_every_option_is_read_or_named(
+    tmp_path: Path, name: str, text: str, model: str, ranks: int, expected: tuple[int, ...], batch: int
+) -> None:
+    length = None if "seq_length" in text else 8192
+    run = read(tmp_path, name, text, model=PRESETS[model], seq_len=length, world_size=ranks)
+    layout, given = run.described.layout, run.described
+    degrees = (layout.tp, layout.pp, layout.virtual_stages, layout.cp, layout.ep, layout.dp_shard, layout.zero)
+    assert degrees == expected
+    assert (given.global_batch, given.precision) == (batch, "fp8" if "FP8" in text else "bf16")
+    assert len(run.records) >= text.count("export ")

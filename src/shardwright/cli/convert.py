@@ -13,7 +13,9 @@ from shardwright.system.units import format_count
 def convert(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="the folder of a checkpoint, of any of the formats")],
     out: Annotated[Path, typer.Argument(metavar="DST", help="the new folder that is written")],
-    to: Annotated[str, typer.Option(metavar="FORMAT", help="shardwright, torchtitan, dcp, deepspeed-universal or hf")],
+    to: Annotated[
+        str, typer.Option(metavar="FORMAT", help="shardwright, megatron, torchtitan, dcp, deepspeed-universal or hf")
+    ],
     model: Annotated[
         str | None, typer.Option(help="the model, if SRC has no config.json: a preset, or a folder with one")
     ] = None,
@@ -27,9 +29,9 @@ def convert(
 ) -> None:
     """Write a training checkpoint, weights and AdamW's states, in the format of another system.
 
-    The formats are checkpoints of Shardwright, PyTorch's distributed checkpoints (DCP) with the names of torchtitan or
-    of transformers, universal checkpoints of DeepSpeed (and of its ZeRO-1, 2 and 3, as SRC), and folders of
-    transformers. Any number of ranks may have written SRC, and any layout loads DST.
+    The formats are checkpoints of Shardwright, Megatron's torch_dist, PyTorch's distributed checkpoints (DCP) with the
+    names of torchtitan or of transformers, universal checkpoints of DeepSpeed (and of its ZeRO-1, 2 and 3, as SRC), and
+    folders of transformers. Any number of ranks may have written SRC, and any layout loads DST.
     Nothing in SRC is executed.
 
     shardwright convert outputs/checkpoint/step-1000 runs/moved --to shardwright --model llama-3.1-8b --run run.toml

@@ -31,7 +31,8 @@ from shardwright.training.checkpoint.manifest import ShardRecord, TensorRecord
 from shardwright.training.weights import ShardedTensors, Weights
 
 _PREFIXES, _OPTIMIZERS = ("", "model."), ("optimizer.", "optim.")
-_STEPS, _TOKENS = ("train_state.step", "lr_scheduler.last_epoch"), "train_state.ntokens_seen"
+_STEPS = ("train_state.step", "lr_scheduler.last_epoch")
+TOKENS, SAMPLES = "train_state.ntokens_seen", "train_state.samples_seen"
 _DATA = "dataloader."
 _NOT_TENSORS = (_DATA, "lr_scheduler.", "train_state.")
 _GROUP = ("lr", "betas", "eps", "weight_decay", "initial_lr")
@@ -103,11 +104,14 @@ def read_dcp_state(path: Path, spec: ModelSpec) -> TrainingState:
     return state_of_folder(read_dcp(path), spec)
 
 
-def state_of_folder(folder: TensorFolder, spec: ModelSpec, format: str | None = None) -> TrainingState:
+def state_of_folder(
+    folder: TensorFolder, spec: ModelSpec, format: str | None = None, namings: Sequence[str] = NAMINGS
+) -> TrainingState:
     """Return the training state of a checkpoint of a trainer. `format`: its name; None: the format of a distributed
-    checkpoint with its names. Raises CheckpointError with all problems."""
+    checkpoint with its names. `namings`: the names that its tensors can have. Raises CheckpointError with all
+    problems."""
     path = folder.path
-    prefix, naming, tensors = _naming(folder, spec)
+    prefix, naming, tensors = _naming(folder, spec, namings)
     shards = ShardedTensors(folder.tensors, folder.read_shard)
     weights = TrainerWeights(folder, shards, spec, tensors, prefix + "{}")
     names = folder.names
@@ -137,16 +141,17 @@ def state_of_folder(folder: TensorFolder, spec: ModelSpec, format: str | None = 
         moments={kind: TrainerWeights(folder, shards, spec, updated, of_parameter + kind) for kind in MOMENTS},
         settings=_settings(folder, f"{optimizer}param_groups.", updated),
         step=_step(folder, of_parameter + STEP, updated),
-        tokens=folder.value(_TOKENS),
+        tokens=folder.value(TOKENS),
+        samples=folder.value(SAMPLES),
     )
 
 
-def _naming(folder: TensorFolder, spec: ModelSpec) -> tuple[str, str, list[FileTensor]]:
+def _naming(folder: TensorFolder, spec: ModelSpec, namings: Sequence[str]) -> tuple[str, str, list[FileTensor]]:
     """Return the prefix of parameters, the naming and the tensors that most names of a checkpoint belong to. Raises
     CheckpointError if none does."""
     best: tuple[int, str, str, list[FileTensor]] = (0, "", "", [])
     misfits = []
-    for naming in NAMINGS:
+    for naming in namings:
         try:
             tensors = named_tensors_of(naming, spec)
         except ConfigError as error:
@@ -158,8 +163,7 @@ def _naming(folder: TensorFolder, spec: ModelSpec) -> tuple[str, str, list[FileT
     if not best[0]:
         some = ", ".join(sorted(folder.tensors)[:3]) or "no tensors"
         raise CheckpointError(
-            f"{folder.path} has other names of tensors ({some}); supported: torchtitan's of Llama 3, and the names of "
-            f"transformers, both also after model.",
+            f"{folder.path} has other names of tensors ({some}); supported: the names of {', '.join(namings)}",
             *misfits,
         )
     return best[1:]
@@ -231,7 +235,7 @@ def write_dcp_state(state: TrainingState, out: Path, naming: str) -> None:
         for name in _STEPS:
             writer.write_object(tuple(name.split(".")), state.step)
     if state.tokens is not None:
-        writer.write_object(tuple(_TOKENS.split(".")), state.tokens)
+        writer.write_object(tuple(TOKENS.split(".")), state.tokens)
     writer.finish()
     (out / CONFIG).write_text(json.dumps(architecture_of(spec).config(spec), indent=2) + "\n")
 

@@ -11,9 +11,8 @@ parameter into equal parts, the last one padded. Files are loaded with `weights_
 
 import json
 import math
-import pickle
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from shardwright.conversion.dcp import file_of
 from shardwright.conversion.names import TRANSFORMERS, named_tensors_of
+from shardwright.conversion.pickled import InertObject, StandIn, load_pickled
 from shardwright.conversion.state import MOMENTS, STEP, TrainingState
 from shardwright.hugging_face.architecture import architecture_of
 from shardwright.hugging_face.files import CONFIG, said_shortly
@@ -38,17 +38,10 @@ _PARTS, _SHAPES, _WHOLE = "zero_pp_rank_*_mp_rank_*_optim_states.pt", "mp_rank_*
 _WEIGHT = "fp32"
 
 
-class _Inert:
-    """An object of a class of DeepSpeed: its attributes, without the code of the class."""
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__dict__.update(state)
-
-
-_CLASSES: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
-    (_Inert, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
-    (_Inert, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
-    (_Inert, "deepspeed.utils.tensor_fragment.fragment_address"),
+_CLASSES: list[StandIn] = [
+    (InertObject, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (InertObject, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    (InertObject, "deepspeed.utils.tensor_fragment.fragment_address"),
     (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
 ]
 """The classes that are read besides PyTorch's own, each with the class that is constructed here."""
@@ -78,27 +71,7 @@ def _number_of(tag: str) -> str:
 
 
 def _load(path: Path) -> Any:
-    """Return the content of a file. Raises CheckpointError if it needs other classes, DamagedError if it is damaged or
-    a link out of its folder."""
-    path = inside(path.parent, path.name, DamagedError)
-    try:
-        open_regular(path).close()
-        with torch.serialization.safe_globals(_CLASSES):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except FileNotFoundError:
-        raise DamagedError(f"{path} is missing: copy the files of all ranks") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    except pickle.UnpicklingError as error:
-        needed = next(
-            (line for line in str(error).splitlines() if "GLOBAL" in line or "nsupported" in line), str(error)
-        )
-        raise CheckpointError(
-            f"{path} needs other classes than DeepSpeed's and PyTorch's, which are not constructed, because they can "
-            f"run any code; nothing of it has been run: {needed.strip()[:200]}"
-        ) from None
-    except Exception as error:  # a damaged pickle raises errors of any type
-        raise DamagedError(f"{path} is damaged: {type(error).__name__}: {str(error).strip()[:200]}") from None
+    return load_pickled(path, _CLASSES, "DeepSpeed")
 
 
 class DeepSpeedFolder:

@@ -12,7 +12,9 @@ from shardwright.config.sections import spec_of_folder
 from shardwright.conversion.dcp import METADATA
 from shardwright.conversion.dcp_state import read_dcp_state, state_of_folder, write_dcp_state
 from shardwright.conversion.deepspeed import DeepSpeedFolder, step_folder, write_universal_state
-from shardwright.conversion.names import TORCHTITAN, TRANSFORMERS
+from shardwright.conversion.megatron import MegatronFolder, write_megatron_state
+from shardwright.conversion.megatron import step_folder as megatron_step_folder
+from shardwright.conversion.names import MEGATRON, TORCHTITAN, TRANSFORMERS, named_tensors_of
 from shardwright.conversion.own import read_own_state, write_own_state
 from shardwright.conversion.prove import compare
 from shardwright.conversion.state import TrainingState
@@ -128,6 +130,18 @@ def _read_deepspeed(path: Path, spec: ModelSpec) -> TrainingState:
     return replace(state, left_out={**state.left_out, **folder.remarks})
 
 
+def _read_megatron(path: Path, spec: ModelSpec) -> TrainingState:
+    named_tensors_of(MEGATRON, spec)  # raises ConfigError if its names are not known
+    folder = MegatronFolder(megatron_step_folder(path) or path, spec)
+    state = state_of_folder(folder, spec, MEGATRON, (MEGATRON,))
+    return replace(state, left_out={**state.left_out, **folder.remarks})
+
+
+def _write_megatron(state: TrainingState, out: Path, config: RunConfig | None) -> list[str]:
+    with new_folder(out, is_free, CheckpointError) as fresh:
+        return write_megatron_state(state, fresh)
+
+
 def _write_deepspeed(state: TrainingState, out: Path, config: RunConfig | None) -> list[str]:
     with new_folder(out, is_free, CheckpointError) as fresh:
         return write_universal_state(state, fresh)
@@ -168,6 +182,12 @@ FORMATS: Mapping[str, CheckpointFormat] = {
         lambda path: (path / FILE_NAME).is_file() or (path / CHECKPOINTS).is_dir(),
         lambda path, spec: read_own_state(path),
         _write_own,
+    ),
+    MEGATRON: CheckpointFormat(
+        "a checkpoint of Megatron in its format torch_dist",
+        lambda path: megatron_step_folder(path) is not None,
+        _of_model(_read_megatron),
+        _write_megatron,
     ),
     TORCHTITAN: CheckpointFormat(
         "a distributed checkpoint (DCP) with torchtitan's names, Llama 3",

@@ -77,6 +77,7 @@ def read_own_state(path: Path) -> TrainingState:
         settings=settings_of_run(config, step),
         step=step,
         tokens=manifest.progress.samples * config.batch.schedule.longest.seq_len,
+        samples=manifest.progress.samples,
         left_out={name: reason for name, reason in left_out.items() if there[name]},
     )
 

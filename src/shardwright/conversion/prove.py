@@ -2,7 +2,7 @@
 
 Each side is evaluated in float64 on the CPU: logits, loss and gradient of a fixed batch, and the next update of AdamW.
 Shardwright's names are evaluated with its `Transformer`, the names of `transformers` with that library, and the names
-of torchtitan with a function of this file. Both results are then compared under Shardwright's names.
+of torchtitan and of Megatron with functions of this file. Both results are then compared under Shardwright's names.
 """
 
 import sys
@@ -15,7 +15,7 @@ from torch.func import functional_call
 from torch.optim.adamw import AdamW
 
 from shardwright.conversion.dcp_state import TrainerWeights
-from shardwright.conversion.names import TORCHTITAN, TRANSFORMERS
+from shardwright.conversion.names import MEGATRON, TORCHTITAN, TRANSFORMERS
 from shardwright.conversion.state import STEP, TrainingState, trained_parameters
 from shardwright.hugging_face.architecture import architecture_of
 from shardwright.hugging_face.float64 import Float64
@@ -165,6 +165,8 @@ def _logits(state: TrainingState, values: Mapping[str, Tensor], tokens_BT: Tenso
         return logits
     if state.naming == TRANSFORMERS:
         return _logits_of_transformers(state, values, tokens_BT)
+    if state.naming == MEGATRON:
+        return _logits_of_megatron(state.spec, values, tokens_BT)
     return _logits_of_torchtitan(state.spec, values, tokens_BT, state.naming)
 
 
@@ -219,3 +221,53 @@ def _logits_of_torchtitan(spec: ModelSpec, values: Mapping[str, Tensor], tokens_
         gated = F.silu(multiplied(y_BTD, f"{layer}feed_forward.w1")) * multiplied(y_BTD, f"{layer}feed_forward.w3")
         x_BTD = x_BTD + multiplied(gated, f"{layer}feed_forward.w2")
     return multiplied(normed(x_BTD, "norm"), head)
+
+
+def _logits_of_megatron(spec: ModelSpec, values: Mapping[str, Tensor], tokens_BT: Tensor) -> Tensor:
+    """Return the logits of Megatron's GPTModel: queries, key and value of a kv head are one block of linear_qkv, and
+    element i of a head is rotated with element i + C / 2."""
+    angles_TC = torch.arange(tokens_BT.shape[1], dtype=torch.float64)[:, None] * frequencies(spec)
+    cos_TC, sin_TC = (wave.repeat(1, 2) for wave in (angles_TC.cos(), angles_TC.sin()))
+
+    def normed(x_BTD: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x_BTD, x_BTD.shape[-1:], values[name], spec.norm_eps) if name in values else x_BTD
+
+    def multiplied(x_BTD: Tensor, name: str) -> Tensor:
+        return F.linear(x_BTD, values[f"{name}.weight"], values.get(f"{name}.bias"))
+
+    def rotated(x_BHTC: Tensor) -> Tensor:
+        low, high = x_BHTC.chunk(2, -1)
+        return x_BHTC * cos_TC + torch.cat((-high, low), -1) * sin_TC
+
+    def attention(y_BTD: Tensor, name: str) -> Tensor:
+        qkv_BTKGC = multiplied(y_BTD, f"{name}.linear_qkv").unflatten(-1, (spec.n_kv_heads, -1, spec.head_dim))
+        q_BTHC, k_BTHC, v_BTHC = qkv_BTKGC[..., :-2, :].flatten(2, 3), qkv_BTKGC[..., -2, :], qkv_BTKGC[..., -1, :]
+        q, k = normed(q_BTHC, f"{name}.q_layernorm.weight"), normed(k_BTHC, f"{name}.k_layernorm.weight")
+        heads = (rotated(q.transpose(1, 2)), rotated(k.transpose(1, 2)), v_BTHC.transpose(1, 2))
+        mixed_BHTC = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+        return multiplied(mixed_BHTC.transpose(1, 2).flatten(2), f"{name}.linear_proj")
+
+    def gated(x_BTD: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        gate, up = F.linear(x_BTD, first).chunk(2, -1)
+        return F.linear(F.silu(gate) * up, second)
+
+    def network(y_BTD: Tensor, name: str) -> Tensor:
+        if spec.moe is None:
+            return gated(y_BTD, values[f"{name}.linear_fc1.weight"], values[f"{name}.linear_fc2.weight"])
+        scores_BTE = multiplied(y_BTD, f"{name}.router").softmax(-1)
+        top_BTE, chosen_BTE = scores_BTE.topk(spec.moe.top_k)
+        if spec.moe.normalise:
+            top_BTE = top_BTE / top_BTE.sum(-1, keepdim=True)
+        weights_BTE = torch.zeros_like(scores_BTE).scatter(-1, chosen_BTE, top_BTE)
+        first, second = (values[f"{name}.experts.experts.linear_fc{n}.weight"] for n in (1, 2))
+        outputs = [gated(y_BTD, first[n], second[n]) * weights_BTE[..., n : n + 1] for n in range(len(first))]
+        return torch.stack(outputs).sum(0)
+
+    x_BTD = F.embedding(tokens_BT, values["embedding.word_embeddings.weight"])
+    for layer in (f"decoder.layers.{number}." for number in range(spec.n_layers)):
+        y_BTD = normed(x_BTD, f"{layer}self_attention.linear_qkv.layer_norm_weight")
+        x_BTD = x_BTD + attention(y_BTD, f"{layer}self_attention")
+        norm = "mlp.linear_fc1.layer_norm_weight" if spec.moe is None else "pre_mlp_layernorm.weight"
+        x_BTD = x_BTD + network(normed(x_BTD, layer + norm), f"{layer}mlp")
+    x_BTD = normed(x_BTD, "decoder.final_layernorm.weight")
+    return F.linear(x_BTD, values["embedding.word_embeddings.weight" if spec.tied_embedding else "output_layer.weight"])

@@ -43,7 +43,8 @@ class TrainingState:
 
     `format`: its name in `formats.FORMATS`; `naming`: the names of its tensors (`names.NAMINGS`), if there are several.
     `moments`: kind -> the moments of all trained parameters; empty without an optimizer. `settings`: parameter ->
-    settings of its next update. `step`: steps taken. `tokens`: tokens trained on, if the checkpoint has their number.
+    settings of its next update. `step`: steps taken. `tokens`, `samples`: those trained on, if the checkpoint has their
+    number.
     `left_out`: content that no other format has a place for -> the reason.
     """
 
@@ -54,6 +55,7 @@ class TrainingState:
     settings: Mapping[str, AdamWSettings] = field(default_factory=dict)
     step: int | None = None
     tokens: int | None = None
+    samples: int | None = None
     left_out: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -31,12 +31,15 @@ class Stored:
     `interleaved`: the rotated elements of a head are paired 2i with 2i + 1 in the file, and i with i + C/2 here. The
     rotated elements are the first `rope_dim` of each head, or in latent attention the parts of the row whose name ends
     with `_rope`. The bias has the same order.
+    `by_kv_head`: for stacked queries, keys and values, the rows of a file are, for each kv head, its query heads, its
+    key and its value, as in Megatron's linear_qkv.
     """
 
     name: str
     transposed: bool = False
     interleaved: bool = False
     alternating: bool = False
+    by_kv_head: bool = False
 
 
 Table = dict[str | tuple[str, ...], str | Stored]

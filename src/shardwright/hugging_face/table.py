@@ -117,8 +117,21 @@ def _tensor(spec: ModelSpec, stored: str | Stored, rows: list[Row], ours: str, t
     order = tuple(_interleaved(spec, rows[0])) if stored.interleaved else None
     if stored.alternating:
         order = tuple(len(parts) * row + part for part in range(len(parts)) for row in range(n_out))
+    if stored.by_kv_head:
+        order = tuple(_by_kv_head(spec))
     shape = (*lead, *(last[::-1] if transposed else last))
     return FileTensor(theirs + stored.name + suffix, parts, shape, transposed, order, stacks_experts=of_experts)
+
+
+def _by_kv_head(spec: ModelSpec) -> Iterator[int]:
+    """Yield for each row of stacked queries, keys and values the row in a file that has them by kv head."""
+    n_queries, c = spec.n_heads // spec.n_kv_heads, spec.head_dim
+    places = [(kv, query) for kv in range(spec.n_kv_heads) for query in range(n_queries)]
+    places += [(kv, n_queries) for kv in range(spec.n_kv_heads)]
+    places += [(kv, n_queries + 1) for kv in range(spec.n_kv_heads)]
+    for kv, place in places:
+        begin = (kv * (n_queries + 2) + place) * c
+        yield from range(begin, begin + c)
 
 
 def _interleaved(spec: ModelSpec, row: Row) -> Iterator[int]:

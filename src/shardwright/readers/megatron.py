@@ -29,7 +29,7 @@ def describe(values: Values) -> DescribedRun:
     seq_len = values["seq_length"] or values["encoder_seq_length"] or values.needed("seq_length")
     model = model_of(values, seq_len)
     world_size, node_size = _world(values)
-    settings = _degrees(values, world_size) | _recompute(values)
+    settings = _degrees(values, world_size, has_experts=model.moe is not None) | _recompute(values)
     micro_batch = values["micro_batch_size"] or values["batch_size"] or values.needed("micro_batch_size")
     if values.problems:
         raise InputError(*values.problems)
@@ -77,7 +77,7 @@ def _world(values: Values) -> tuple[int, int | None]:
     return stated or 1, local
 
 
-def _degrees(values: Values, world_size: int) -> dict[str, Any]:
+def _degrees(values: Values, world_size: int, has_experts: bool) -> dict[str, Any]:
     """Return the degrees and the ZeRO stage."""
     tp = values["model_parallel_size"] or values["tensor_model_parallel_size"]
     pp, cp = values["pipeline_model_parallel_size"], values["context_parallel_size"]
@@ -93,7 +93,7 @@ def _degrees(values: Values, world_size: int) -> dict[str, Any]:
         )
         dp = max(dp, 1)
     experts = 1
-    if values["num_experts"] or values["num_moe_experts"]:
+    if has_experts:
         cut = values["expert_tensor_parallel_size"]
         experts = values["expert_model_parallel_size"] * (tp if cut is None else cut)
     elif values["expert_model_parallel_size"] > 1:

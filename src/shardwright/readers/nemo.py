@@ -43,6 +43,7 @@ _VALUES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "trainer.precision": _PRECISIONS,
     "model.precision": _PRECISIONS,
     "mixed_precision": _PRECISIONS,
+    "mixed_precision.dtype": _PRECISIONS,
     "model.fp8": {"true": {"fp8_format": "hybrid"}, "false": {}},
     "model.normalization": {
         "rmsnorm": {"normalization": "RMSNorm"},
@@ -99,6 +100,8 @@ def yaml_settings(settings: Sequence[Setting]) -> list[Setting]:
     result: list[Setting] = []
     for given in settings:
         setting = _interpolated(given, by_name)
+        # Sections of the first versions of Megatron-Bridge, such as model_config.
+        setting = replace(setting, option=re.sub(r"^(\w+)_config\.", r"\1.", setting.option))
         section, _, leaf = setting.option.rpartition(".")
         choices = _VALUES.get(setting.option)
         if choices is not None and setting.value is not None:
@@ -147,6 +150,8 @@ def write(described: DescribedRun, choice: Choice) -> dict[str, Any]:
     return options | {"virtual_pipeline_model_parallel_size": virtual}
 
 
+_BY_TRAINER = ("bf16", "use_distributed_optimizer")
+"""Options that trainers set if a file does not have them."""
 _OF_NEMO = {
     "recompute_granularity": "activations_checkpoint_granularity",
     "recompute_method": "activations_checkpoint_method",
@@ -171,9 +176,23 @@ NEMO = replace(
     spell=_spell({option: key for key, option in _RENAMED.items() if key.startswith("trainer.")}),
     write=_write_nemo,
 )
+
+
+def _describe_bridge(values: Values) -> DescribedRun:
+    """Return the run; files of Megatron-Bridge change a recipe, and its recipes set what a file does not."""
+    absent = [name for name in _BY_TRAINER if not values.given(name)]
+    if values.given("fp16"):
+        absent = [name for name in absent if name != "bf16"]
+    values.settings = {name: Setting(name, True, values.source) for name in absent} | dict(values.settings)
+    if absent:
+        values.assumed.append(f"{' and '.join(absent)}, as the recipes of Megatron-Bridge set them")
+    return MEGATRON_LM.describe(values)
+
+
 MEGATRON_BRIDGE = replace(
     NEMO,
     name="Megatron-Bridge",
+    describe=_describe_bridge,
     spell=_spell(
         {
             "micro_batch_size": "train.micro_batch_size",
@@ -198,11 +217,15 @@ _VARIABLES = {
     "DGXNGPU": "nproc_per_node",
     "TP_COMM_OVERLAP": "tp_comm_overlap",
     "FP8": "fp8_hybrid",
+    "ASYM_PP_EMBED": "account_for_embedding_in_pipeline_split",
+    "ASYM_PP_LOSS": "account_for_loss_in_pipeline_split",
+    "USE_DIST_OPTIMIZER": "use_distributed_optimizer",
+    "DEFER_EMBEDDING_WGRAD_COMPUTE": "defer_embedding_wgrad_compute",
 }
 """Variable of MLPerf's config_*.sh -> option of Megatron-LM."""
 MINIBS = "MINIBS"
 """Samples of a data-parallel rank in a step."""
-_WRITTEN = set(_VARIABLES.values())
+_WRITTEN = set(_VARIABLES.values()) - {"use_distributed_optimizer"}
 
 
 def is_mlperf(variables: Iterable[str]) -> bool:
@@ -219,7 +242,7 @@ def mlperf_settings(variables: Sequence[Setting]) -> list[Setting]:
 def _describe_mlperf(values: Values) -> DescribedRun:
     """Return the run; MLPerf's trainer sets bf16 and the distributed optimizer, and the samples of a data rank."""
     values.assumed.append("bf16 and the distributed optimizer, as MLPerf's trainers with NeMo set them")
-    own = {name: Setting(name, True, values.source) for name in ("bf16", "use_distributed_optimizer")}
+    own = {name: Setting(name, True, values.source) for name in _BY_TRAINER}
     values.settings = own | dict(values.settings)
     described = MEGATRON_LM.describe(values)
     if samples := values["samples_per_data_rank"]:
@@ -257,7 +280,7 @@ MLPERF = replace(
 def yaml_system(settings: Sequence[Setting]) -> System | None:
     """Return the system of a YAML file, if it is NeMo or Megatron-Bridge."""
     names = {normalised(each.option) for each in settings}
-    sections = {name.partition(".")[0] for name in names if "." in name}
+    sections = {name.partition(".")[0].removesuffix("_config") for name in names if "." in name}
     if "model" in sections and "trainer" in sections:
         return NEMO
     return MEGATRON_BRIDGE if "model" in sections or "train" in sections else None

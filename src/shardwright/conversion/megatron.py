@@ -1,0 +1,412 @@
+"""Checkpoints of Megatron in its format torch_dist (megatron-core 0.16.1), read and written.
+
+FOLDER/latest_checkpointed_iteration.txt     the number of the step
+FOLDER/iter_0000005/metadata.json            the name of the format
+FOLDER/iter_0000005/common.pt                the number of the step, the run's arguments, AdamW's settings
+FOLDER/iter_0000005/.metadata, *.distcp      a distributed checkpoint: NAME, and optimizer.state.KIND.NAME
+
+All layers are one tensor with a first dim (decoder.layers.mlp.linear_fc2.weight), or each has its own
+(decoder.layers.3.mlp.linear_fc2.weight), and so have experts. Gate and up are one tensor, or weight_w and weight_v.
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Iterator, Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.conversion.dcp import DcpWriter, file_of, read_dcp
+from shardwright.conversion.dcp_state import SAMPLES, TOKENS
+from shardwright.conversion.names import MEGATRON, MEGATRON_LAYERS, named_tensors_of
+from shardwright.conversion.pickled import InertObject, StandIn, load_pickled
+from shardwright.conversion.state import STEP, AdamWSettings, TrainingState
+from shardwright.hugging_face.architecture import architecture_of
+from shardwright.hugging_face.files import CONFIG
+from shardwright.hugging_face.table import FileTensor
+from shardwright.hugging_face.writer import tensor_of_file
+from shardwright.model.spec import ModelSpec
+from shardwright.system.errors import CheckpointError, DamagedError, InputError
+from shardwright.system.files import inside, open_regular
+from shardwright.training.checkpoint.manifest import ShardRecord, TensorRecord
+from shardwright.training.weights import ShardedTensors, Weights
+
+LATEST, COMMON, FORMAT = "latest_checkpointed_iteration.txt", "common.pt", "metadata.json"
+_BACKEND = "torch_dist"
+_SHARDING = "fully_reshardable"
+"""The form of the distributed optimizer's states that has a tensor for each parameter."""
+_MASTERS = ("param", "fp32_param")
+"""The names of the float32 copies of weights that an optimizer trains."""
+_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+_MODULES = ("self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.core_attention")
+_DENSE_MODULES = ("mlp.linear_fc1", "mlp.linear_fc2")
+"""Modules that have an entry `_extra_state`, empty without fp8; Megatron does not load a checkpoint without it."""
+_CLASSES = (
+    "argparse.Namespace", "types.SimpleNamespace", "pathlib.PosixPath", "pathlib._local.PosixPath", "signal.Signals",
+)  # fmt: skip
+_SIZES = {
+    "num_layers": "n_layers", "hidden_size": "d_model", "num_attention_heads": "n_heads", "kv_channels": "head_dim",
+    "norm_epsilon": "norm_eps", "rotary_base": "rope_theta",
+}  # fmt: skip
+"""Argument of a run -> the field of ModelSpec that has its value."""
+_FIXED = {
+    "normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope", "rotary_percent": 1.0,
+    "rotary_interleaved": False, "apply_layernorm_1p": False, "optimizer": "adam", "decoupled_weight_decay": True,
+}  # fmt: skip
+"""Argument of a run -> the value with which its tensors have the meaning that they have here."""
+
+
+_Places = dict[str, dict[tuple[int, int], tuple[str, tuple[int, ...]]]]
+
+
+def step_folder(path: Path) -> Path | None:
+    """Return the folder of a step in a checkpoint folder of Megatron, or the folder itself if it is one; None if there
+    is none."""
+    if (path / LATEST).is_file():
+        with open_regular(inside(path, LATEST, DamagedError)) as file:
+            tag = file.read(100).decode("utf-8", "replace").strip()
+        return inside(path, f"iter_{int(tag):07d}" if tag.isdecimal() else tag, DamagedError)
+    return path if (path / FORMAT).is_file() or (path / COMMON).is_file() else None
+
+
+class MegatronFolder:
+    """A checkpoint of Megatron under the names of `dcp_state`, each layer a tensor of its own: NAME,
+    optimizer.state.NAME.exp_avg, optimizer.param_groups.NAME.lr and train_state.step. Weights are the float32 copies of
+    the optimizer, if there are any. `remarks`: left-out content -> the reason."""
+
+    def __init__(self, path: Path, spec: ModelSpec) -> None:
+        """`path`: the folder of a step. Raises CheckpointError or DamagedError with the file."""
+        self.path, self._spec = path, spec
+        self.remarks: dict[str, str] = {}
+        self._values: dict[str, Any] = {}
+        common = self._common()
+        dcp = read_dcp(path)
+        self._stored = ShardedTensors(dcp.tensors, dcp.read_shard)
+        try:
+            self._places = self._places_of(dcp.tensors)
+            self.tensors = {name: self._record(name) for name in self._places}
+            self._read_common(common)
+        except InputError:
+            raise
+        except Exception as error:  # a damaged file has values of any type
+            raise DamagedError(
+                f"{path} is damaged, or of a version of Megatron with other files: {type(error).__name__}: {error}"
+            ) from None
+
+    @property
+    def names(self) -> list[str]:
+        """The names of tensors and of other values."""
+        return [*self.tensors, *self._values]
+
+    def value(self, name: str) -> Any:
+        """Return a value that is no tensor, or None."""
+        return self._values.get(name)
+
+    def read_shard(self, name: str, record: ShardRecord) -> Tensor:
+        """Return a whole tensor of one layer, without the rows that pad the vocabulary."""
+        by_expert: dict[int, list[Tensor]] = {}
+        for (expert, _), (stored, first) in sorted(self._places[name].items()):
+            whole = self._stored.shapes[stored]
+            low = (*first, *(0,) * (len(whole) - len(first)))
+            shape = (*(1,) * len(first), *whole[len(first) :])
+            by_expert.setdefault(expert, []).append(self._stored.read(stored, low, shape).view(whole[len(first) :]))
+        experts = [torch.cat(halves) for halves in by_expert.values()]
+        return experts[0][: record.shape[0]] if next(iter(by_expert)) < 0 else torch.stack(experts)
+
+    def read_all(self, places: Mapping[str, str]) -> dict[str, Tensor]:
+        """Return the whole tensors of some places."""
+        return {name: self.read_shard(place, self.tensors[place].shards[0]) for name, place in places.items()}
+
+    def _places_of(self, tensors: Mapping[str, TensorRecord]) -> _Places:
+        """Return, for each tensor of one layer, (expert or -1, half) -> (stored tensor, index of the layer in it)."""
+        weights: _Places = {}
+        masters: _Places = {}
+        states: _Places = {}
+        for stored, record in tensors.items():
+            state = re.fullmatch(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)", stored)
+            kind, name = (state[1], state[2]) if state else ("", stored)
+            half, expert = int(name.endswith(".weight_v")), -1
+            name = re.sub(r"\.weight_[wv]$", ".weight", name)
+            if of_expert := re.fullmatch(r"(.*\.experts)\.(\d+)\.(.+)", name):
+                name, expert = f"{of_expert[1]}.{of_expert[3]}", int(of_expert[2])
+            if self._spec.moe is not None:  # the specs of layers without Transformer Engine name it as a dense layer's
+                name = name.replace("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
+            rest = name.removeprefix(MEGATRON_LAYERS)
+            layers: dict[str, tuple[int, ...]] = {name: ()}
+            if rest != name and not rest[0].isdigit():
+                layers = {f"{MEGATRON_LAYERS}{number}.{rest}": (number,) for number in range(record.shape[0])}
+            group = weights if not kind else masters if kind in _MASTERS else states
+            for layer, index in layers.items():
+                key = f"optimizer.state.{layer}.{kind}" if group is states else layer
+                group.setdefault(key, {})[expert, half] = stored, index
+        return weights | masters | states
+
+    def _record(self, name: str) -> TensorRecord:
+        places = self._places[name]
+        experts = sorted({expert for expert, _ in places})
+        shapes = {}
+        for (expert, half), (stored, first) in places.items():
+            shapes[expert, half] = self._stored.shapes[stored][len(first) :]
+        rows = {expert: sum(shape[0] for (one, _), shape in shapes.items() if one == expert) for expert in experts}
+        if len(set(rows.values())) > 1 or experts not in ([-1], [*range(len(experts))]):
+            raise DamagedError(f"{self.path}: {name} has the rows {rows} for its experts; they must be equal")
+        shape = (rows[experts[0]], *next(iter(shapes.values()))[1:])
+        shape = shape if experts == [-1] else (len(experts), *shape)
+        vocabulary = self._spec.vocab_size
+        if any(each in name for each in _VOCABULARY) and shape[0] > vocabulary:
+            self.remarks[f"{shape[0] - vocabulary} rows of the vocabulary"] = (
+                f"the model has {vocabulary:,}; Megatron's softmax includes the padding, so its loss is a little "
+                f"larger; a config.json with vocab_size={shape[0]} keeps it"
+            )
+            shape = (vocabulary, *shape[1:])
+        dtype = self._stored.dtypes[next(iter(places.values()))[0]]
+        return TensorRecord(shape, dtype, (ShardRecord((0,) * len(shape), shape, name, ""),))
+
+    def _common(self) -> Mapping[str, Any]:
+        """Return the content of common.pt. Raises CheckpointError for another format."""
+        if (self.path / FORMAT).is_file():
+            with open_regular(inside(self.path, FORMAT, DamagedError)) as file:
+                text = file.read(10_000)
+            try:
+                backend = json.loads(text)["sharded_backend"]
+            except (ValueError, KeyError, TypeError):
+                raise DamagedError(f"{self.path / FORMAT} is damaged: it names no sharded_backend") from None
+            if backend != _BACKEND:
+                raise CheckpointError(f"{self.path} is of sharded_backend={backend!r}; supported: {_BACKEND}")
+        elif not (self.path / COMMON).is_file():
+            raise CheckpointError(
+                f"{self.path} has no {FORMAT} and no {COMMON}: it is not complete, or of Megatron's older format; "
+                f"supported: --ckpt-format {_BACKEND}"
+            )
+        path = inside(self.path, COMMON, DamagedError)
+        theirs: list[StandIn] = [(InertObject, name) for name in (*_CLASSES, *_classes_of_megatron(path))]
+        common = load_pickled(path, theirs, "Megatron")
+        if not isinstance(common, Mapping):
+            raise DamagedError(f"{path} is damaged: it is no table of values")
+        return common
+
+    def _read_common(self, common: Mapping[str, Any]) -> None:
+        iteration = int(common["iteration"])
+        named = re.fullmatch(r"iter_(\d+)", self.path.name)
+        if named and int(named[1]) != iteration:
+            raise CheckpointError(
+                f"{self.path}: its parts are of different steps ({COMMON} is of step {iteration}); copy all files of "
+                f"one step"
+            )
+        arguments = getattr(common.get("args"), "__dict__", {})
+        if problems := list(_other_arguments(arguments, self._spec)):
+            raise CheckpointError(*(f"{self.path / COMMON}: {problem}" for problem in problems))
+        if not arguments:
+            self.remarks["arguments"] = f"{COMMON} has none, so rotary base, eps and sizes are not compared"
+        self._values["train_state.step"] = iteration
+        if "optimizer" not in common:
+            return
+        if samples := arguments.get("consumed_train_samples"):
+            self._values[SAMPLES] = samples
+            if length := arguments.get("seq_length"):
+                self._values[TOKENS] = samples * length
+        groups = list(_groups(common["optimizer"]))
+        steps = {int(step) for _, step in groups}
+        if len(steps) == 1 and (skipped := iteration - next(iter(steps))) > 0:
+            self.remarks[f"{skipped} steps without an update"] = "AdamW has not counted them"
+            self._values["train_state.step"] = next(iter(steps))
+        for name, record in self.tensors.items():
+            if not name.startswith("optimizer."):
+                group, step = self._group_of(name, record, groups)
+                self._values[f"optimizer.state.{name}.{STEP}"] = int(step)
+                for key, value in group.items():
+                    self._values[f"optimizer.param_groups.{name}.{key}"] = value
+
+    def _group_of(
+        self, name: str, record: TensorRecord, groups: list[tuple[dict[str, Any], Any]]
+    ) -> tuple[dict[str, Any], Any]:
+        """Return the settings and the number of updates of a parameter. Megatron does not store the parameters of a
+        group; it makes the groups by these rules. Raises CheckpointError if several groups fit."""
+        rules = {
+            "is_expert_parallel": ".experts.experts." in name,
+            "is_decoupled_lr": name in _VOCABULARY,
+            "without_decay": len(record.shape) == 1 or name.endswith(".bias"),
+        }
+        fitting = groups
+        for key, value in rules.items():
+            fitting = [each for each in fitting if each[0][key] == value] or fitting
+        if any(each != fitting[0] for each in fitting):
+            raise CheckpointError(
+                f"{self.path / COMMON}: {name} fits {len(fitting)} groups of the optimizer with other settings; "
+                f"supported: groups by weight decay, by experts and by --decoupled-lr"
+            )
+        return fitting[0]
+
+
+def _classes_of_megatron(path: Path) -> list[str]:
+    """Return the names of Megatron's classes in a file, such as enums in the run's arguments."""
+    try:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except Exception:  # damaged, missing: loading it reports it
+        return []
+    return [name for name in names if name.startswith("megatron.")]
+
+
+def _other_arguments(arguments: Mapping[str, Any], spec: ModelSpec) -> Iterator[str]:
+    """Yield the arguments of a run that differ from the model, or with which tensors have another meaning."""
+    for key, field in _SIZES.items():
+        if (there := arguments.get(key)) is not None and there != getattr(spec, field):
+            yield f"the run has {key}={there!r}, and the model has {field}={getattr(spec, field)!r}"
+    for key, valid in _FIXED.items():
+        if (there := arguments.get(key)) is not None and there != valid:
+            yield f"the run has {key}={there!r}; supported: {valid!r}"
+
+
+def _groups(stored: Mapping[Any, Any]) -> Iterator[tuple[dict[str, Any], Any]]:
+    """Yield the settings and the number of updates of each group of an optimizer, or of several. Raises CheckpointError
+    for states whose tensors are not of one parameter each."""
+    sharding = stored.get("param_state_sharding_type", _SHARDING)
+    if sharding != _SHARDING:
+        raise CheckpointError(
+            f"the distributed optimizer's states are in the form {sharding}, whose files do not name the parameters in "
+            f"a bucket; supported: {_SHARDING} (save a step with --dist-ckpt-optim-fully-reshardable)"
+        )
+    if "param_groups" not in stored:
+        for key, value in stored.items():
+            if isinstance(value, Mapping) and (isinstance(key, int) or key == "optimizer"):
+                yield from _groups(value)
+        return
+    for group in stored["param_groups"]:
+        multipliers = {key: group.get(key, group.get(f"pre_{key}", 1.0)) for key in ("wd_mult", "lr_mult")}
+        settings = {key: value for key, value in group.items() if key != "params"}
+        settings["without_decay"] = multipliers["wd_mult"] == 0
+        settings["weight_decay"] = 0.0 if settings["without_decay"] else group["weight_decay"]
+        settings["is_expert_parallel"] = bool(group.get("is_expert_parallel"))
+        settings["is_decoupled_lr"] = bool(group.get("is_decoupled_lr"))
+        if group.get("max_lr") is not None:
+            settings["initial_lr"] = group["max_lr"] * multipliers["lr_mult"]
+        yield settings, group.get(STEP, stored.get("state", {}).get("common_step"))
+
+
+def write_megatron_state(state: TrainingState, out: Path) -> list[str]:
+    """Write a training state as a checkpoint that Megatron loads on any number of ranks, with one tensor of a layer in
+    memory at a time. Return remarks."""
+    spec, tensors = state.spec, named_tensors_of(MEGATRON, state.spec)
+    folder = out / f"iter_{state.step or 0:07d}"
+    folder.mkdir()
+    writer = DcpWriter(folder)
+    by_name: dict[str, list[FileTensor]] = {}
+    for tensor in tensors:
+        by_name.setdefault(re.sub(rf"^{re.escape(MEGATRON_LAYERS)}\d+\.", MEGATRON_LAYERS, tensor.name), []).append(
+            tensor
+        )
+    kinds: dict[str, Weights] = {"": state.weights}
+    if state.moments:
+        kinds |= {f"optimizer.state.{_MASTERS[0]}.": state.weights}
+        kinds |= {f"optimizer.state.{kind}.": each for kind, each in state.moments.items()}
+    for prefix, values in kinds.items():
+        for name, layers in by_name.items():
+            layers.sort(key=lambda each: _layer(each.name))
+            stacked = name.startswith(MEGATRON_LAYERS)
+            shape = (len(layers), *layers[0].shape) if stacked else layers[0].shape
+            writer.write_tensor((prefix + name,), shape, _chunks(layers, values, stacked))
+    for module in (*_MODULES, *(_DENSE_MODULES if spec.moe is None else ())):
+        for layer in range(spec.n_layers):
+            writer.write_object((f"{MEGATRON_LAYERS}{module}._extra_state/shard_{layer}_{spec.n_layers}",), [None])
+    experts = 0 if spec.moe is None else spec.moe.n_experts
+    for module in ("linear_fc1", "linear_fc2") if experts else ():
+        for layer, expert in product(range(spec.n_layers), range(experts)):
+            place = f"_extra_state/shard_{layer}.{expert}_{spec.n_layers}.{experts}"
+            writer.write_object((f"{MEGATRON_LAYERS}mlp.experts.experts.{module}.{place}",), [None])
+    writer.finish()
+    (folder / COMMON).write_bytes(file_of(_common_of(state, tensors)))
+    versions = {"sharded_backend": _BACKEND, "sharded_backend_version": 1, "common_backend": "torch"}
+    (folder / FORMAT).write_text(json.dumps(versions | {"common_backend_version": 1}))
+    (out / LATEST).write_text(str(state.step or 0))
+    (out / CONFIG).write_text(json.dumps(architecture_of(spec).config(spec), indent=2) + "\n")
+    if not state.moments:
+        return ["Megatron loads it with --no-load-optim"]
+    remarks = ["Megatron loads it with --override-opt_param-scheduler: its schedule is not in the checkpoint"]
+    if state.samples is None:
+        remarks.append("Megatron begins its data and its schedule anew: the number of samples is not known")
+    return remarks
+
+
+def _common_of(state: TrainingState, tensors: list[FileTensor]) -> dict[str, Any]:
+    """Return the content of common.pt."""
+    spec, samples = state.spec, state.samples or 0
+    arguments = argparse.Namespace(
+        **{key: getattr(spec, field) for key, field in _SIZES.items()},
+        **_FIXED,
+        num_query_groups=spec.n_kv_heads,
+        group_query_attention=spec.n_kv_heads != spec.n_heads,
+        ffn_hidden_size=spec.d_ffn,
+        max_position_embeddings=spec.max_seq_len,
+        padded_vocab_size=spec.vocab_size,
+        untie_embeddings_and_output_weights=not spec.tied_embedding,
+        consumed_train_samples=samples,
+    )
+    common: dict[str, Any] = {
+        "args": arguments,
+        "checkpoint_version": 3.0,
+        "iteration": state.step or 0,
+        "content_metadata": {"distrib_optim_sharding_type": _SHARDING, "chained_optim_avoid_prefix": True},
+    }
+    if state.moments:
+        common["optimizer"] = _optimizer(state, tensors)
+        peak, decay = (
+            max(getattr(each, key) for each in state.settings.values()) for key in ("peak_lr", "weight_decay")
+        )
+        common["opt_param_scheduler"] = {
+            "max_lr": peak, "min_lr": 0.0, "lr_warmup_steps": 0, "lr_decay_steps": samples, "num_steps": samples,
+            "lr_decay_style": "constant", "start_wd": decay, "end_wd": decay, "wd_incr_style": "constant",
+            "wd_incr_steps": 0,
+        }  # fmt: skip
+    return common
+
+
+def _layer(name: str) -> int:
+    rest = name.removeprefix(MEGATRON_LAYERS)
+    return int(rest.partition(".")[0]) if rest != name else -1
+
+
+def _chunks(layers: list[FileTensor], values: Weights, stacked: bool) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    for number, tensor in enumerate(layers):
+        whole = tensor_of_file(tensor, values.read, getattr(torch, values.dtypes[tensor.parts[0].name]))
+        yield ((number, *(0,) * whole.dim()), whole[None]) if stacked else ((0,) * whole.dim(), whole)
+
+
+def _optimizer(state: TrainingState, tensors: list[FileTensor]) -> dict[Any, Any]:
+    """Return the entry of the optimizer in common.pt; with experts, of two optimizers. Raises CheckpointError if
+    parameters of a group differ in their settings."""
+    groups: dict[tuple[bool, bool], AdamWSettings] = {}
+    for tensor in tensors:
+        is_flat = len(tensor.shape) == 1 or tensor.name.endswith(".bias")
+        settings = groups.setdefault(
+            (".experts.experts." in tensor.name, is_flat), state.settings[tensor.parts[0].name]
+        )
+        if any(state.settings[part.name] != settings for part in tensor.parts):
+            raise CheckpointError(
+                f"{state.weights.path}: AdamW's settings of {tensor.name} differ from the settings of others; Megatron "
+                f"has one group for matrices, one for norms and biases, and both again for experts"
+            )
+        if is_flat and settings.weight_decay:
+            raise CheckpointError(
+                f"{state.weights.path}: weight decay of {tensor.name} is {settings.weight_decay:g}; Megatron has none "
+                f"for norms and biases"
+            )
+    optimizers = [
+        {
+            "optimizer": {
+                "param_groups": [
+                    settings.group()
+                    | {"wd_mult": float(not is_flat), "lr_mult": 1.0, "is_expert_parallel": experts, STEP: state.step}
+                    | {"is_decoupled_lr": False, "default_config": True, "max_lr": settings.peak_lr, "min_lr": None}
+                    for (experts, is_flat), settings in sorted(groups.items(), key=lambda item: item[0])
+                    if experts == of_experts
+                ]
+            },
+            "param_state_sharding_type": _SHARDING,
+        }
+        for of_experts in sorted({experts for experts, _ in groups})
+    ]
+    return dict(enumerate(optimizers)) if len(optimizers) > 1 else optimizers[0]
