@@ -375,12 +375,9 @@ def test_a_file_of_a_fixed_name_that_is_a_link_out_of_the_folder_is_not_read(fol
     assert f"{name!r} is a link out of this folder" in refused(open_weights, folder)
 
 
-def test_an_adapter_next_to_weights_or_without_them_is_named(folder: Path, tmp_path: Path):
-    (folder / "adapter_config.json").write_text("{}")
-    assert "has a LoRA adapter (adapter_config.json), which is not read; merge it" in refused(open_weights, folder)
-    (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
-    assert "has a LoRA adapter" in refused(open_any_weights, tmp_path / "adapter")
+def test_an_adapter_without_its_base_is_named(tmp_path: Path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert "without the weights of its base" in refused(open_any_weights, tmp_path)
 
 
 def test_a_pipe_in_place_of_weights_does_not_block(folder: Path):

@@ -220,14 +220,9 @@ def held_tensors(path: Path) -> dict[str, TensorInFile]:
     otherwise of the files in the index, as `transformers` chooses them. The index's entries of single tensors are not
     read, because an older index may name tensors that no longer exist.
 
-    Raises CheckpointError if there is none or an adapter is next to them, and DamagedError for a shard that is missing
-    or shorter than its header says.
+    Raises CheckpointError if there is none, and DamagedError for a shard that is missing or shorter than its header
+    says.
     """
-    if (path / ADAPTER).is_file():
-        raise CheckpointError(
-            f"{path} has a LoRA adapter ({ADAPTER}), which is not read; merge it with the merge_and_unload of peft and "
-            f"save the result, or move {ADAPTER} away to take the weights without it"
-        )
     if (path / WHOLE).is_file():
         return read_header(inside(path, WHOLE, DamagedError))
     if (path / INDEX).is_file():

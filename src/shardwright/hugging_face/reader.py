@@ -9,7 +9,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shardwright.hugging_face.files import MXFP4, ModelFolder, TensorInFile, held_tensors, read_folder, said_shortly
+from shardwright.hugging_face.adapter import MergedAdapter
+from shardwright.hugging_face.files import (
+    ADAPTER,
+    MXFP4,
+    ModelFolder,
+    TensorInFile,
+    held_tensors,
+    read_folder,
+    said_shortly,
+)
 from shardwright.hugging_face.table import FileTensor, ParameterPart, file_tensors, reasons_to_ignore
 from shardwright.model.modules import rows
 from shardwright.model.spec import ModelSpec
@@ -116,6 +125,21 @@ class HuggingFaceWeights(MappedTensors):
         dtypes = {name: stored.dtype for name, stored in self._held.items()} | dict.fromkeys(self._halves, "bfloat16")
         super().__init__(folder.spec, self._tensors, dtypes, self._slice)
         self._open: dict[Path, safe_open] = {}
+        self._adapter = self._read_adapter()
+
+    def _read_adapter(self) -> MergedAdapter | None:
+        """Return the LoRA adapter in the folder, which `transformers` with peft adds to the weights, too."""
+        if not (self.path / ADAPTER).is_file():
+            return None
+        if self._halves:
+            raise CheckpointError(
+                f"{self.path}: an adapter ({ADAPTER}) cannot be merged into weights in mxfp4; save the base in bf16 "
+                f"with transformers first"
+            )
+        matrices = {
+            t.name: t.shape for t in self._tensors if len(t.shape) == 2 and t.parts[0].name != "embedding.weight"
+        }
+        return MergedAdapter(self.path, matrices, {t.name for t in self._tensors if t.transposed})
 
     def _as_stored(self, tensor: FileTensor) -> FileTensor:
         """Return a tensor as the files have it: as (..., out, in) if it is in mxfp4, even if it is transposed in bf16.
@@ -165,7 +189,7 @@ class HuggingFaceWeights(MappedTensors):
             box: Tensor = self._open[stored.file].get_slice(name)[tuple(slice(*span) for span in spans)]
         except (SafetensorError, OSError) as error:
             raise DamagedError(f"{stored.file}: {name} cannot be read: {error}") from None
-        return box
+        return self._adapter.merged(name, box, spans) if self._adapter and name in self._adapter else box
 
     def describe(self) -> str:
         return f"{self.folder.architecture.class_name} of {self.path}"

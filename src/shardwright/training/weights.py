@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.config import load, spec_of_folder, table_of
-from shardwright.hugging_face.files import ADAPTER, held_tensors, is_folder_of_transformers
+from shardwright.hugging_face.files import ADAPTER, is_folder_of_transformers
 from shardwright.hugging_face.reader import open_weights as open_folder_of_transformers
 from shardwright.model.init import Box, whole
 from shardwright.model.modules import row_of
@@ -164,7 +164,10 @@ def open_weights(path: str | Path) -> Weights:
     if is_folder_of_transformers(folder):
         return open_folder_of_transformers(folder)
     if (folder / ADAPTER).is_file():
-        held_tensors(folder)  # which says what to do with an adapter
+        raise CheckpointError(
+            f"{folder} has a LoRA adapter ({ADAPTER}) without the weights of its base; copy the files of the base "
+            f"model next to it"
+        )
     raise CheckpointError(f"{folder} holds no weights; give {WHAT}")
 
 
