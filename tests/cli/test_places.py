@@ -102,6 +102,7 @@ READ = {
         "--draft": "generate hf --prompt a --draft PLACE",
     },
     "eval": {"model": "eval PLACE", "--data": "eval hf --data PLACE"},
+    "score": {"model": "score PLACE texts.jsonl", "file": "score hf PLACE"},
     "import": {"source": "import PLACE --out made"},
     "export": {"source": "export PLACE --out made", "--tokenizer": "export hf --out made --tokenizer PLACE"},
     "merge": {"sources": "merge PLACE hf --out made"},
@@ -150,12 +151,13 @@ WRITTEN = {
 EXTENSION = "schedule --extension PLACE.py"
 """One for all verbs, because `verb` of shardwright.cli.common adds the option."""
 WORDS = {
-    "--accelerator", "--activate", "--against", "--architecture", "--claim", "--clock", "--cluster", "--compare",
-    "--count-as", "--device", "--device-memory", "--dtype", "--engine", "--explain", "--fix", "--glob", "--host",
-    "--host-memory", "--image", "--kv-precision", "--layout", "--link", "--max-shard-size", "--mount", "--name",
-    "--network", "--on", "--operations", "--other-cluster", "--precision", "--prefer", "--price", "--prompt", "--ranks",
-    "--rate", "--schedule", "--separator", "--sequences", "--set", "--set-b", "--shares", "--sort", "--split",
-    "--stack", "--stop", "--text-key", "--time", "--times", "--to", "--tpot", "--ttft", "target",
+    "--accelerator", "--activate", "--against", "--architecture", "--batch-stages", "--claim", "--clock",
+    "--cluster", "--compare", "--count-as", "--device", "--device-memory", "--dtype", "--engine", "--explain",
+    "--fix", "--glob", "--host", "--host-memory", "--image", "--kv-precision", "--layout", "--link",
+    "--max-shard-size", "--mount", "--name", "--network", "--on", "--operations", "--other-cluster", "--precision",
+    "--prefer", "--price", "--prompt", "--ranks", "--rate", "--schedule", "--separator", "--sequences", "--set",
+    "--set-b", "--shares", "--sort", "--split", "--stack", "--stop", "--text-key", "--time", "--times", "--to",
+    "--tpot", "--ttft", "target",
 }  # fmt: skip
 """Options whose value is a word and names no place of this machine, except the options above."""
 
@@ -259,6 +261,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_model(folder / "hf")
     (folder / "hf/tokenizer.json").write_bytes(train_bpe(["a b c " * 50], 300).json_bytes)
     (folder / "trainer.py").write_text("class Trainer: ...\n")
+    (folder / "texts.jsonl").write_text('{"text": "a b"}\n')
     monkeypatch.chdir(folder)
     return folder
 

@@ -17,7 +17,9 @@ COEFFICIENTS = {"base": 0.1, "outside": 0.2, "experts": 0.3, "narrow": 0.05, "at
 
 def test_the_width_is_that_of_the_formula():
     the_job = job("mixtral-8x7b", precision="fp8")
-    time = StepTime({"matmuls": np.array([6.0]), "attention": np.array([2.0]), "pipeline": np.array([2.0])})
+    time = StepTime(
+        {"matmuls": np.array([6.0]), "attention": np.array([2.0]), "pipeline": np.array([2.0])}, np.array([0])
+    )
     by = replace(CALIBRATED, interval=COEFFICIENTS)
     low, high = interval_s(the_job, time, by)
     width = exp(0.1 + 0.2 * 0.2 + 0.3 + 0.05 + 0.4 * 0.2)

@@ -78,7 +78,7 @@ def test_a_page_of_a_matrix_has_a_line_for_each_layout():
     rows = re.findall(r"<tr>.*?</tr>", text)
     assert len(rows) == 4, "a heading and three layouts"
     assert '<td class="left">equal</td>' in rows[1]
-    assert '<td class="left">loss</td>' in rows[1]
+    assert '<td class="left long">loss</td>' in rows[1]
     assert "not equal" in rows[2]
     assert "1 differ" in rows[2]
     assert "rank 1 failed: TypeError: &lt;a&gt;</td>" in rows[3]

@@ -249,9 +249,12 @@ BUGS = {
     "eps is not handed to the optimizer": Bug([Mutation(ADAMW, "options['eps']", "1e-8")], "weights"),
     "the warm-up is a step late": Bug([Mutation(RATE, "step + 1", "step")], "lr"),
     "the cosine ends a step late": Bug(
-        [Mutation(RATE, "steps - 1 - schedule.warmup_steps", "steps - schedule.warmup_steps")], "lr"
+        [Mutation(RATE, "warm, end = schedule.warmup_steps, steps - 1", "warm, end = schedule.warmup_steps, steps")],
+        "lr",
     ),
-    "the linear fall ends a step late": Bug([Mutation(RATE, "steps - 1 - step", "steps - step")], "lr", WSD),
+    "the linear fall ends a step late": Bug(
+        [Mutation(RATE, "progress(end) - progress(step)", "progress(steps) - progress(step)")], "lr", WSD
+    ),
     "the rate that is logged is that of the next step": Bug(
         [Mutation(TAKE, TAKEN_STEP, TAKEN_STEP.replace("rate", LATER_RATE))], "lr"
     ),

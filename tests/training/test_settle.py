@@ -134,6 +134,8 @@ def test_the_job_of_a_run_file_follows_each_key_that_a_job_has():
         ("optimizer", {"optimizer.name": "adafactor"}),
         ("narrow_states", {"optimizer.state_dtype": "bf16"}),
         ("optimizer_options", {"optimizer.beta1": 0.8}),
+        ("averages", {"average.kind": "ema"}),
+        ("averages_on_host", {"average.device": "cpu"}),
     ]
 
     def job(settings: dict[str, Any]) -> Job:

@@ -52,11 +52,12 @@ def mfu(**precision: Any) -> float:
     phases = {"data": 0.0, "forward_backward": 1.5, "optimizer": 0.5}
     clock: Any = SimpleNamespace(read=lambda: phases)
     nothing: Any = SimpleNamespace()
-    samples: Any = SimpleNamespace(sources=SimpleNamespace(attended_tokens=lambda step: 16.0))
+    sources = SimpleNamespace(attended_tokens=lambda step, seq_len: 16.0, schedule=config.batch.schedule)
+    samples: Any = SimpleNamespace(sources=sources)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
         patch.setattr(torch.cuda, "max_memory_allocated", lambda device: 0)
-        found = LogNumbers(config, nothing, samples, torch.device("cuda"), clock, nothing)._speed(0, 1)
+        found = LogNumbers(config, nothing, samples, torch.device("cuda"), clock, nothing)._speed(1, 1)
     assert found["tokens_per_s"] == 64
     return float(found["mfu"]) / float(found["tflops_per_s_per_device"])
 

@@ -311,6 +311,8 @@ def case_of(
 
 def _every_step(average: AverageSection) -> AverageSection:
     """Return the section of a run of a few steps: an update after each, with several weights in the average."""
+    if average.kind == "none":
+        return average
     return average.model_copy(update={"every": 1, "last": 2, "decay": min(average.decay, 0.7)})
 
 

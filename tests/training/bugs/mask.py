@@ -52,12 +52,14 @@ MASK: dict[str, AnyBug] = {
         Mutation(LOSS, "factor * counted_N[:, None]", "factor * torch.ones_like(counted_N)[:, None]"), [TP]
     ),
     "masked targets count in the loss": Bug(
-        Mutation(LOSS, "((sum_N.log() - target_N) * counted_N).sum()", "(sum_N.log() - target_N).sum()"),
+        Mutation(LOSS, "(sum_N.log() - target_N) * counted_N", "sum_N.log() - target_N"),
         [TP],
     ),
     "an evaluation is divided by the number of all tokens": Bug(
         Mutation(
-            f"{TRAINER}.evaluation_sums", "(targets_BT != IGNORE).sum((-2, -1))", "torch.tensor(targets_BT.numel())"
+            f"{TRAINER}._n_losses",
+            "(microbatch.targets_BT != IGNORE).sum((-2, -1))",
+            "torch.tensor(microbatch.targets_BT.numel())",
         ),
         [ONE],
     ),

@@ -25,8 +25,6 @@ def write_static(directory: Path, states: Sequence[PageState], hardware: Path | 
     plans = [(f"plan-{at}", f"{each.model} on {each.job.cluster.name}: {each.choice}") for at, each in
              enumerate(states, 1)]  # fmt: skip
     own = {"index.html", *STYLES, *(folder for folder, _ in plans)}
-    if directory.exists() and not directory.is_dir():
-        raise InputError(f"{directory}: a file, and a site is a folder; name a folder that is new or empty")
     if others := sorted({each.name for each in directory.iterdir()} - own if directory.is_dir() else ()):
         raise InputError(f"{directory}: the folder has other files, such as {others[0]}; name one that is new or empty")
     shared = {"static": True, "styles": STYLES, "topics": TOPICS}
