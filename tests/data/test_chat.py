@@ -256,6 +256,9 @@ def test_only_the_answers_of_a_pair_count_in_every_form_of_a_record():
     asked, yes, no = TALK[:4], TALK[4], {"role": "assistant", "content": "No."}
     whole = pair_format(CHATML).documents({"chosen": [*asked, yes], "rejected": [*asked, no]})
     assert pair_format(CHATML).documents({"prompt": asked, "chosen": [yes], "rejected": [no]}) == whole
+    question = {"role": "user", "content": "Is it?"}
+    short = pair_format(CHATML).documents({"prompt": [question], "chosen": [yes], "rejected": [no]})
+    assert pair_format(CHATML).documents({"prompt": "Is it?", "chosen": [yes], "rejected": [no]}) == short
     for pieces, answer in zip(whole, (yes, no), strict=True):
         assert "".join(piece.text for piece in pieces if piece.trained) == answer["content"] + "<|im_end|>"
         assert "4.<|im_end|>" in "".join(piece.text for piece in pieces if not piece.trained), "an earlier answer"
@@ -271,8 +274,16 @@ def test_only_the_answers_of_a_pair_count_in_every_form_of_a_record():
         ({"prompt": "a", "chosen": "b", "rejected": TALK}, "is a text, and the other a list of messages"),
         ({"chosen": TALK, "rejected": TALK[:3]}, "begins with the whole other one; both need an answer"),
         ({"prompt": "a", "chosen": 1, "rejected": 2}, "the field 'chosen' is a int, neither"),
+        (
+            {"prompt": "a", "chosen": TALK, "rejected": TALK[:4] + TALK[2:3]},
+            "messages and a prompt that is none of them",
+        ),
+        (
+            {"chosen": TALK[1:3], "rejected": [{"role": "user", "content": "b"}, TALK[2]]},
+            "message 1, the first that differs in 'chosen' and 'rejected', has the role 'user'; a pair has two answers",
+        ),
     ],
-    ids=["no rejected", "equal", "empty", "no prompt", "mixed", "prefix", "number"],
+    ids=["no rejected", "equal", "empty", "no prompt", "mixed", "prefix", "number", "prompt", "other prompts"],
 )
 def test_a_record_that_is_no_pair_is_told(record: dict[str, Any], words: str):
     with pytest.raises(BadConversation, match=words):

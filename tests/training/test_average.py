@@ -59,7 +59,7 @@ def test_weights_are_their_own_again_after_their_average_was_applied():
     assert torch.equal(parameter.detach(), values(5))
 
 
-def check_an_average_goes_on_after_a_resume():
+def check_an_average_is_in_checkpoints():
     """Every tensor of the average is one of a checkpoint, by which a resumed run continues."""
     average, _ = trained(AverageSection(kind="lawa", last=2), 3)
     model = SimpleNamespace(named_parameters={}, compression_state={})
@@ -68,8 +68,8 @@ def check_an_average_goes_on_after_a_resume():
     assert saved == {"average/0/w": average.tensors["0/w"], "average/1/w": average.tensors["1/w"]}
 
 
-def test_an_average_goes_on_after_a_resume():
-    check_an_average_goes_on_after_a_resume()
+def test_an_average_is_in_checkpoints():
+    check_an_average_is_in_checkpoints()
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from shardwright.config import load
 from shardwright.run_folder import CHECKPOINTS, checkpoint_name
+from shardwright.system.errors import CheckpointError
 from shardwright.training.exporting import export
+from shardwright.training.start import start
 from shardwright.training.weights import AveragedWeights, open_weights
 from tests.marks import prove
 from tests.training.runs import records, train
@@ -109,6 +112,20 @@ def test_a_run_resumed_on_another_layout_goes_on_as_if_nothing_had_happened(
     for name in open_weights(last[0]).shapes:
         ours, theirs = (averages(folder)[name] for folder in last)
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("change", "said"), [("every=3", "average.every=2"), ("kind='none'", "average.kind='ema'")])
+def test_a_run_with_another_average_is_refused(whole: Path, tmp_path: Path, change: str, said: str):
+    path = tmp_path / "run.toml"
+    path.write_text(whole.read_text().replace(str(whole.parent / "out"), str(tmp_path / "out")))
+    checkpoint = whole.parent / "out" / CHECKPOINTS / checkpoint_name(4)
+    changes = [f"checkpoint.resume={checkpoint}", f"average.{change}"]
+    if "none" in change:
+        changes += ["average.decay=0.999"]
+    with pytest.raises(
+        CheckpointError, match=f"its average of the weights has .*{said}.*, and the average of this run"
+    ):
+        start(load(path, changes), quiet=True)
 
 
 def averages(checkpoint: Path) -> dict[str, torch.Tensor]:

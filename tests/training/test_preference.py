@@ -2,11 +2,13 @@
 whole runs whose reference is computed before the first step and read when they are resumed."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.numpy import load_file
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 
 from shardwright.config import load
 from shardwright.data.prepare import prepare
@@ -14,6 +16,7 @@ from shardwright.layout.layout import Layout
 from shardwright.system.errors import ConfigError, InputError
 from shardwright.training.start import start
 from shardwright.verification import Verifier
+from shardwright.verification.case import CaseStage
 from tests.marks import prove
 from tests.mutation import Mutation
 from tests.training.bugs.bug import (
@@ -48,18 +51,28 @@ SETTINGS: dict[str, tuple[Layout, str, dict[str, Any]]] = {
     "dpo over stages of both ends": (DUALPIPE, "dpo", {"n_layers": 5, "tied_embedding": True}),
     "ipo, first and last stage on one rank": (ZB_V, "ipo", {"n_layers": 4}),
     "dpo with experts": (Layout(dp_shard=2, zero=2, ep=2), "dpo", {"moe": EXPERTS}),
+    "ipo, a batch that changes": (ZERO_2, "ipo", {}),
     "dpo over stages, tp and cp": (Layout(pp=2, tp=2, cp=2, sequence_parallel=True), "dpo", {}),
 }
 QUICK = {"dpo on token shards", "ipo over zigzag"}
 
 
 @pytest.mark.parametrize(
-    ("layout", "kind", "spec"),
-    [pytest.param(*each, id=name, marks=() if name in QUICK else prove) for name, each in SETTINGS.items()],
+    ("layout", "kind", "spec", "changes"),
+    [
+        pytest.param(*each, "changes" in name, id=name, marks=() if name in QUICK else prove)
+        for name, each in SETTINGS.items()
+    ],
 )
-def test_a_layout_computes_what_one_process_does(layout: Layout, kind: str, spec: dict[str, Any], verifier: Verifier):
+def test_a_layout_computes_what_one_process_does(
+    layout: Layout, kind: str, spec: dict[str, Any], changes: bool, verifier: Verifier
+):
     nothing = Bug(Mutation("", "", ""), [layout], spec=spec, preference=kind)
-    report = verifier.parity(nothing.case(layout), layout)
+    case = nothing.case(layout)
+    if changes:
+        stages = tuple(CaseStage(n * case.global_batch, case.micro_batch, case.seq_len) for n in (1, 2))
+        case = replace(case, stages=stages)
+    report = verifier.parity(case, layout)
     assert report.equal, report.worst
     assert {"loss", "gradient", "evaluation"} <= {row.quantity.kind for row in report.rows}
 
@@ -122,7 +135,7 @@ def test_a_run_learns_the_pairs_and_is_the_same_on_two_ranks(folder: Path):
         for key in set(KEYS) & one.keys():
             assert other[key] == pytest.approx(one[key], rel=2e-4, abs=2e-5), (one["step"], key)
     values, other_values = (load_file(folder / out / "reference.safetensors") for out in ("run", "pipeline"))
-    assert values.keys() == {"train/tokens", "validation/tokens"} == other_values.keys()
+    assert values.keys() == {"train/0", "validation/0"} == other_values.keys()
     for name, expected in values.items():
         assert expected.max() < 0
         assert other_values[name] == pytest.approx(expected, abs=1e-4)
@@ -141,8 +154,18 @@ def test_a_resumed_run_reads_the_reference_that_was_computed_before_its_first_st
     reference.write_bytes(content[:-9])
     with pytest.raises(InputError, match=r"reference.safetensors is damaged"):
         train(folder, "stopped", *resumed)
+    with safe_open(folder / "whole" / "reference.safetensors", "np") as file:
+        metadata = file.metadata()
+    values = load_file(folder / "whole" / "reference.safetensors")
+    save_file({"train/0": values["train/0"]}, reference, metadata)
+    with pytest.raises(
+        InputError, match=r"has 0 log-probabilities for the 26 answers of the validation split: .* set "
+    ):
+        train(folder, "stopped", *resumed)
     reference.write_bytes(content)
-    train(folder, "stopped", *resumed)
+    (folder / "tokens").rename(folder / "moved")
+    train(folder, "stopped", *resumed, f"data.path={folder / 'moved'}")
+    (folder / "moved").rename(folder / "tokens")
     last, expected = numbers(run_file)[-1], numbers(folder / "whole.toml")[-1]
     assert last["loss"] == expected["loss"]
 
@@ -156,8 +179,12 @@ def test_a_resumed_run_reads_the_reference_that_was_computed_before_its_first_st
         (("preference.gamma=0.7",), "preference.gamma=0.7 is not used with preference.kind='dpo'"),
         (("layout.loss_chunk_tokens=16",), "set loss_chunk_tokens=0"),
         (("model.mtp_modules=1",), "set model.mtp_modules=0"),
+        (
+            ("batch.stages=[{from_step=2, seq_len=32}]",),
+            "seq_len 32 and 64: a pair is not cut; give every stage the same",
+        ),
     ],
-    ids=["no kind", "a long pair", "attention", "gamma", "chunks", "mtp"],
+    ids=["no kind", "a long pair", "attention", "gamma", "chunks", "mtp", "stages"],
 )
 def test_what_cannot_be_trained_is_told(folder: Path, changes: tuple[str, ...], words: str):
     with pytest.raises((InputError, ConfigError), match=words):

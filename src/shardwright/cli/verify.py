@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from shardwright.config import RunConfig
     from shardwright.layout.layout import Layout
     from shardwright.verification import Case, Report, Verifier
+    from shardwright.verification.case import CaseStage
     from shardwright.verification.compare import RankedLayout
 
 
@@ -238,12 +239,21 @@ def _sides(configs: "Sequence[RunConfig]", options: VerifyOptions) -> "list[tupl
         replace(
             case,
             micro_batch=each.batch.micro_batch if options.full else min(each.batch.micro_batch, case.micro_batch),
+            stages=_stages(case, _true_case(each, options), options),
         )
         for each in configs
     ]
     if not options.full:
         chosen = [cut_layout(layout, true, case) for layout in chosen]
     return list(zip(cases, chosen, strict=True))
+
+
+def _stages(case: "Case", own: "Case", options: VerifyOptions) -> "tuple[CaseStage, ...]":
+    """Return the stages of the batch of one side: the stages of `case` with the micro-batches of its own run file."""
+    if options.full or len(case.stages) != len(own.stages):
+        return own.stages
+    pairs = zip(case.stages, own.stages, strict=True)
+    return tuple(cut._replace(micro_batch=min(cut.micro_batch, true.micro_batch)) for cut, true in pairs)
 
 
 def _true_case(config: "RunConfig", options: VerifyOptions) -> "Case":

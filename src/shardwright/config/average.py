@@ -1,7 +1,7 @@
 """The section `[average]`: averages of the weights over the steps of a run."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -31,6 +31,12 @@ class AverageSection(RunFileSection):
         if self.kind == "lawa":
             return tuple(str(n) for n in range(self.last))
         return () if self.kind == "none" else ("mean",)
+
+    @property
+    def identity(self) -> dict[str, Any] | None:
+        """Return the values that a resumed run must have, too; None without an average."""
+        names = ("kind", "every", *(name for name, kinds in _USED.items() if self.kind in kinds))
+        return None if self.kind == "none" else {name: getattr(self, name) for name in names}
 
     def update(self, step: int, steps: int) -> tuple[str, float] | None:
         """Return the slot that changes after `step` steps of `steps` and the weight of the parameters in it: the slot

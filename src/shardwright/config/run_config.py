@@ -1,6 +1,6 @@
 """The configuration of a whole run, and the rules between its sections."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -113,6 +113,7 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
     found: list[str] = []
     model, batch, data, lr_schedule = (valid.get(name) for name in ("model", "batch", "data", "lr_schedule"))
     spec, layout = None, None
+    lengths: list[int] = []
     if REMOTE in (out := str(valid.get("out", ""))):
         found.append(f"out={out!r} is a URL; it is a folder of this machine: checkpoint.durable takes URLs")
     try:
@@ -128,6 +129,7 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
     if batch:
         found += (wrong := stage_problems(batch, valid.get("steps")))
         stages = [batch] if wrong else [batch.of_stage(stage) for stage in batch.schedule.stages]
+        lengths = [stage.seq_len for stage in stages]
         for number, stage in enumerate(stages):
             problems = _batch_problems(stage, spec, bool(spec_problems), layout, valid.get("precision"))
             found += [
@@ -160,7 +162,7 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
     if data:
         found += mixture_problems(data, valid.get("steps"))
         found += _document_problems(data, None if spec_problems else spec)
-    found += _preference_problems(valid.get("preference") or PreferenceSection(), data, spec, layout)
+    found += _preference_problems(valid.get("preference") or PreferenceSection(), data, spec, layout, lengths)
     return found
 
 
@@ -377,8 +379,13 @@ def _document_problems(data: DataSection, spec: ModelSpec | None) -> Iterator[st
 
 
 def _preference_problems(
-    preference: PreferenceSection, data: DataSection | None, spec: ModelSpec | None, layout: Layout | None
+    preference: PreferenceSection,
+    data: DataSection | None,
+    spec: ModelSpec | None,
+    layout: Layout | None,
+    lengths: Sequence[int],
 ) -> Iterator[str]:
+    """Yield the broken rules of a loss on pairs. `lengths`: the seq_len of each stage of the batch."""
     kind = preference.kind
     for name in ("beta", "gamma"):
         if getattr(preference, name) == PreferenceSection.model_fields[name].default:
@@ -395,6 +402,11 @@ def _preference_problems(
         yield (
             f"preference.kind={kind!r} with data.attention={data.attention!r} and data.positions={data.positions!r}: "
             f"the two answers of a pair are documents of one sequence; set both to 'document'"
+        )
+    if len(different := sorted(set(lengths))) > 1:
+        yield (
+            f"preference.kind={kind!r} with batch.stages of seq_len {' and '.join(map(str, different))}: a pair is not "
+            f"cut; give every stage the same seq_len"
         )
     if spec and spec.mtp_modules:
         yield (

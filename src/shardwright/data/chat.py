@@ -217,11 +217,20 @@ class PairFormat(ChatFormat):
         if isinstance(chosen, str) or isinstance(rejected, str):
             raise BadConversation("one of 'chosen' and 'rejected' is a text, and the other a list of messages")
         prompt = record.get("prompt")
+        if isinstance(prompt, str) and all(_role(each[0]) == ANSWER for each in (chosen, rejected)):
+            prompt = [{"role": "user", "content": prompt}]
         if isinstance(prompt, list):
             chosen, rejected = [*prompt, *chosen], [*prompt, *rejected]
+        elif prompt is not None:
+            rest["prompt"] = prompt
         n_shared = next((n for n, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
         if n_shared is None:
             raise BadConversation("one of 'chosen' and 'rejected' begins with the whole other one; both need an answer")
+        if roles := [role for each in (chosen, rejected) if (role := _role(each[n_shared])) not in (None, ANSWER)]:
+            raise BadConversation(
+                f"message {n_shared + 1}, the first that differs in 'chosen' and 'rejected', has the role "
+                f"{roles[0]!r}; a pair has two answers to the same messages"
+            )
         conversations = [[*map(_untrained, each[:n_shared]), *each[n_shared:]] for each in (chosen, rejected)]
         return [self.pieces(rest | {"messages": messages}) for messages in conversations]
 
@@ -234,6 +243,10 @@ class PairFormat(ChatFormat):
         if isinstance(answer, str) and not isinstance(record.get("prompt"), str):
             raise BadConversation(f"the field {name!r} is a text, and there is no text 'prompt' that it answers")
         return answer
+
+
+def _role(message: Any) -> Any:
+    return message.get("role") if isinstance(message, dict) else None
 
 
 def _untrained(message: Any) -> Any:

@@ -96,7 +96,7 @@ def _run(
     if start.checkpoint is None and config.init.weights is not None:
         remarks += begin_with(trainer, config.init)
     log = RunLog(config, place.rank, quiet, start.step)
-    references = run_references(config, trainer, sources, start, log)
+    references = run_references(config, trainer, sources, start, log, phases)
     samples = RunSamples(config, sources, place.rank, device, start, references)
     saving = SaveCheckpoints(config, checkpoints, trainer, samples, log, phases)
     hooks = build_hooks(config, place, device, trainer, samples, log, clock, phases, saving)

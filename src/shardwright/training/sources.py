@@ -165,27 +165,29 @@ class Sources:
 
 
 class RunReferences:
-    """The reference's log-probability of each document of the sources of a run, by SPLIT/SOURCE; zeros for a loss
-    without a reference."""
+    """The reference's log-probability of each document of the sources of a run, by SPLIT/N for source N; `values` is
+    None for a loss without a reference."""
 
-    def __init__(self, sources: Sources, values: Mapping[str, np.ndarray]) -> None:
+    def __init__(self, sources: Sources, values: Mapping[str, np.ndarray] | None) -> None:
         self.sources, self.values = sources, values
 
     def train(self, i: int) -> Sequence[float]:
         """Return the log-probability of each answer of training sample i, over all sources."""
         source, inside = self.sources.train.located(i)
         [number] = [n for n, each in enumerate(self.sources.train.sources) if each is source]
-        return self._values(f"train/{self.sources.names[number]}", source, inside)
+        return self._values(f"train/{number}", source, inside)
 
     def validation(self, samples: Samples, i: int) -> Sequence[float]:
         """Return the log-probability of each answer of validation sample i of a source."""
-        [name] = [name for name, each in self.sources.validation.items() if each is samples]
-        return self._values(f"validation/{name}", samples, i)
+        [number] = [n for n, each in enumerate(self.sources.validation.values()) if each is samples]
+        return self._values(f"validation/{number}", samples, i)
 
     def _values(self, name: str, samples: Samples, i: int) -> Sequence[float]:
         assert isinstance(samples, PairSamples), samples
-        answers, values = samples.answers(i), self.values.get(name)
-        result: list[float] = [0.0] * len(answers) if values is None else values[answers.start : answers.stop].tolist()
+        answers = samples.answers(i)
+        if self.values is None:
+            return [0.0] * len(answers)
+        result: list[float] = self.values[name][answers.start : answers.stop].tolist()
         return result
 
 

@@ -439,6 +439,8 @@ class Trainer(ForwardBackward):
         if self.spikes is not None and self.spikes.doubts:
             result = self._try(batch, step, rate)
         if self.average is not None:
+            for act in self._before_change:  # also after a step without targets, which changes no weights
+                act()
             self.average.update(step + 1)
         return result
 

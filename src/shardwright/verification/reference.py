@@ -207,23 +207,24 @@ class _Answers:
             return
         model.eval()
         for step in range(case.steps + 1):
-            tokens_BT, _, ids_B = case.batch(step)
-            lengths = case.documents(step)
+            tokens_BT, _, ids_B = case.at(step).batch(step)
+            lengths = case.at(step).documents(step)
             assert lengths is not None
             keys_B = sample_keys(case.seed, EVALUATION, ids_B) if case.spec.draws else None
-            documents = Documents.from_lengths(lengths, case.seq_len, restart=case.positions == "document")
+            documents = Documents.from_lengths(lengths, tokens_BT.shape[1], restart=case.positions == "document")
             with torch.no_grad():
                 logits_BTV = functional_call(
                     model, _weights(case, parameters), (tokens_BT,), {"random_keys_B": keys_B, "documents": documents}
                 )
-            values = self._log_probs(logits_BTV, step, slice(0, case.global_batch))
+            values = self._log_probs(logits_BTV, step, slice(0, len(tokens_BT)))
             scale = 1.0 if case.preference.kind in ("dpo", "ipo") else 0.0
             self.reference.append([[scale * value for value, _ in answers] for answers in values])
         model.train()
 
     def _log_probs(self, logits_BTV: Tensor, step: int, rows: slice) -> list[list[tuple[Tensor, int]]]:
         """Return the log-probability of each answer of each sequence, and its number of targets."""
-        lengths, targets_BT = self.case.documents(step), self.case.batch(step)[1][rows]
+        case = self.case.at(step)
+        lengths, targets_BT = case.documents(step), case.batch(step)[1][rows]
         assert lengths is not None
         result = []
         for logits_TV, targets_T, of_row in zip(logits_BTV, targets_BT, lengths[rows], strict=True):

@@ -66,6 +66,6 @@ RESUME: dict[str, AnyBug] = {
             "{} if trainer.average is None else trainer.average.tensors",
             "{}",
         ),
-        "tests/training/test_average.py:check_an_average_goes_on_after_a_resume",
+        "tests/training/test_average.py:check_an_average_is_in_checkpoints",
     ),
 }

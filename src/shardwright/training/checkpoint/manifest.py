@@ -172,6 +172,8 @@ class CheckpointManifest:
     """Present only for a run in fp16."""
     spikes: SpikeState | None = None
     """Present only for a run with `faults.spike`."""
+    average: dict[str, str | int | float] | None = None
+    """Present only for a run with an average of the weights (`AverageSection.identity`)."""
 
     def text(self) -> str:
         """Return the content of manifest.json."""

@@ -226,6 +226,7 @@ class Saver:
             files={RUN_FILE: sha256_of_text(run_toml)},
             loss_scale=None if trainer.scaler is None else copy.deepcopy(trainer.scaler.state),
             spikes=None if trainer.spikes is None else copy.deepcopy(trainer.spikes.state),
+            average=None if trainer.average is None else trainer.average.section.identity,
         )
 
     def _begin_beside(

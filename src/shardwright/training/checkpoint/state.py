@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -142,6 +143,10 @@ def files_needed(folder: Path, manifest: CheckpointManifest, trainer: Trainer) -
     return SafetensorsReader(folder, manifest, tensors, {}).files
 
 
+def _words(average: dict[str, Any] | None) -> str:
+    return ", ".join(f"average.{key}={value!r}" for key, value in (average or {"kind": "none"}).items())
+
+
 def _differences(
     manifest: CheckpointManifest, tensors: dict[str, Tensor], trainer: Trainer, data: DataRecord | None
 ) -> list[str]:
@@ -162,12 +167,11 @@ def _differences(
     if data is not None:
         found += _other_samples(manifest, data)
     differing = []
-    slots = [{name.split("/")[1] for name in each if name.startswith(AVERAGE)} for each in (manifest.tensors, tensors)]
-    if slots[0] != slots[1]:
-        copies = [f"{len(each)} copies for averages" if each else "no average" for each in slots]
+    average = None if trainer.average is None else trainer.average.section.identity
+    if manifest.average != average:
         found.append(
-            f"it has {copies[0]} of the weights, and this run has {copies[1]}; give the section [average] that it was "
-            f"trained with"
+            f"its average of the weights has {_words(manifest.average)}, and the average of this run has "
+            f"{_words(average)}; give the section [average] that it was trained with"
         )
         return found
     for name in sorted(tensors.keys() | manifest.tensors.keys()):
