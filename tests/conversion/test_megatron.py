@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from shardwright.config import load
-from shardwright.conversion.dcp import DcpWriter
+from shardwright.conversion.dcp import DcpWriter, read_dcp
 from shardwright.conversion.formats import convert, read_state
+from shardwright.conversion.megatron import step_folder
 from shardwright.model.spec import ModelSpec
 from shardwright.system.errors import InputError, ProofError
 from tests.conversion import torchtitan_loop
@@ -217,6 +218,21 @@ def change_argument(folder: Path) -> None:
     _change(folder, lambda content: content.update(args=Namespace(rotary_base=10000, rotary_interleaved=True)))
 
 
+def scale_positions(folder: Path) -> None:
+    _change(folder, lambda content: content.update(args=Namespace(use_rope_scaling=True, rotary_interleaved=True)))
+
+
+def pipe_for_common(folder: Path) -> None:
+    leave_out_common(folder)
+    os.mkfifo(folder / "common.pt")
+
+
+def many_layers(folder: Path) -> None:
+    name = "decoder.layers.mlp.linear_fc2.weight"
+    tensors = contents_of_tensors(folder)
+    write_again(folder, tensors | {name: torch.cat((tensors[name], tensors[name]))})
+
+
 def split_group(folder: Path) -> None:
     def change(content: dict[str, Any]) -> None:
         groups = content["optimizer"]["optimizer"]["param_groups"]
@@ -253,6 +269,10 @@ def latest_in_words(folder: Path) -> None:
         (change_sharding, "in the form dp_reshardable, whose files do not name .*supported: fully_reshardable"),
         (change_format, "sharded_backend='zarr'; supported: torch_dist"),
         (change_argument, "the run has rotary_base=10000, and the model has rope_theta=100.0"),
+        (scale_positions, "the run has use_rope_scaling=True; supported: False"),
+        (scale_positions, "the run has rotary_interleaved=True; supported: False"),
+        (pipe_for_common, "common.pt"),
+        (many_layers, r"linear_fc2.weight has the shape \[4, .*, and the model has 2 layers; give the model of the"),
         (split_group, "fits 2 groups of the optimizer with other settings"),
         (leave_out_groups, "is damaged, or of a version of Megatron with other files"),
         (leave_out_layer, "decoder.layers.1.mlp.linear_fc2.weight is missing"),
@@ -279,6 +299,24 @@ def test_padding_and_steps_without_an_update_are_reported(saved: Path, run_file:
     assert result.state.step == 4
     assert any("20 rows of the vocabulary" in remark for remark in result.remarks)
     assert any("1 steps without an update" in remark for remark in result.remarks)
+
+
+def test_weights_alone_are_a_release_that_is_read_again(saved: Path, run_file: Path) -> None:
+    folder = run_file.parent
+    convert(saved, folder / "hf", "hf", run=run_file)
+    convert(folder / "hf", folder / "alone", "megatron")
+    assert (folder / "alone/latest_checkpointed_iteration.txt").read_text() == "release"
+    assert (folder / "alone/release/common.pt").is_file()
+    result = convert(folder / "alone", folder / "again", "hf")
+    assert result.state.moments == {}
+
+
+def test_a_checkpoint_of_pytorch_has_no_class_of_megatron_and_a_metadata_json_of_others_is_none(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(b"cmegatron.core.dist_checkpointing.strategies.torch\nMCoreMetadata\n.")
+    with pytest.raises(InputError, match=r"its \.metadata needs megatron\.core"):
+        read_dcp(tmp_path)
+    (tmp_path / "metadata.json").write_text('{"license": "mit"}')
+    assert step_folder(tmp_path) is None
 
 
 def test_models_whose_names_in_megatron_are_unknown_are_refused(saved: Path, tmp_path: Path) -> None:

@@ -95,7 +95,12 @@ def test_an_adapter_for_another_base_is_refused(tmp_path: Path):
     with_adapter(folder, module.replace("q_proj", "q_prj"), (n_out, n_in))
     with pytest.raises(CheckpointError, match="q_proj"):
         open_weights(folder)
+    with_adapter(folder, module, (n_out, n_in))
     one = dict(list(load_file(folder / "adapter_model.safetensors").items())[:1])
     save_file(one, folder / "adapter_model.safetensors")
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match="has only one of A and B"):
+        open_weights(folder)
+    (folder / "adapter_config.json").unlink()
+    (folder / "adapter_config.json").symlink_to(tmp_path / "elsewhere.json")
+    with pytest.raises(CheckpointError, match=r"adapter_config.json"):
         open_weights(folder)

@@ -7,7 +7,7 @@ FOLDER/__0_0.distcp    chunks, each one a file of `torch.save`
 import io
 import pickle
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ _CLASSES = {
     ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch.distributed.checkpoint.planner": ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"),
-    "megatron.core.dist_checkpointing.strategies.torch": ("MCoreSavePlan", "MCoreMetadata"),
     "pathlib": ("PosixPath", "PurePosixPath"),
     "pathlib._local": ("PosixPath", "PurePosixPath"),
 }  # fmt: skip
@@ -55,10 +54,15 @@ class DcpRecord:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Reads a `.metadata` and constructs the classes of `_CLASSES` only, each as a new class without code."""
+    """Reads a `.metadata` and constructs the classes of `_CLASSES` and `more_classes` only, each as a new class without
+    code."""
+
+    def __init__(self, file: io.BytesIO, more_classes: Mapping[str, Sequence[str]]) -> None:
+        super().__init__(file)
+        self.more_classes = more_classes
 
     def find_class(self, module: str, name: str) -> Any:
-        if name in _CLASSES.get(module, ()):
+        if name in (*_CLASSES.get(module, ()), *self.more_classes.get(module, ())):
             return type(name, (DcpRecord,), {})
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return name
@@ -137,8 +141,9 @@ class DcpFolder:
             raise CheckpointError(f"{path}: {name} needs classes that are not constructed: {needed}") from None
 
 
-def read_dcp(path: Path) -> DcpFolder:
-    """Read and check the `.metadata` of a distributed checkpoint; tensors are not read.
+def read_dcp(path: Path, more_classes: Mapping[str, Sequence[str]] | None = None) -> DcpFolder:
+    """Read and check the `.metadata` of a distributed checkpoint; tensors are not read. `more_classes`: module -> the
+    classes of another system that it may have, too; then `DcpFolder.read_all` must not be called.
 
     Raises CheckpointError if it needs other classes than DCP's, and DamagedError, with all problems, if files are
     missing or too short, or if the chunks of a tensor do not cover it once.
@@ -150,7 +155,7 @@ def read_dcp(path: Path) -> DcpFolder:
         )
     content = read_bytes(inside(path, METADATA, DamagedError), LONGEST_MANIFEST)
     try:
-        folder = _folder_of(path, _MetadataUnpickler(io.BytesIO(content)).load())
+        folder = _folder_of(path, _MetadataUnpickler(io.BytesIO(content), more_classes or {}).load())
     except CheckpointError as error:
         raise type(error)(*(f"{path}: {problem}" for problem in error.problems)) from None
     except Exception as error:  # a damaged pickle raises errors of any type

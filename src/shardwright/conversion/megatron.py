@@ -29,6 +29,7 @@ from shardwright.hugging_face.architecture import architecture_of
 from shardwright.hugging_face.files import CONFIG
 from shardwright.hugging_face.table import FileTensor
 from shardwright.hugging_face.writer import tensor_of_file
+from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.system.errors import CheckpointError, DamagedError, InputError
 from shardwright.system.files import inside, open_regular
@@ -48,6 +49,8 @@ _DENSE_MODULES = ("mlp.linear_fc1", "mlp.linear_fc2")
 _CLASSES = (
     "argparse.Namespace", "types.SimpleNamespace", "pathlib.PosixPath", "pathlib._local.PosixPath", "signal.Signals",
 )  # fmt: skip
+_PLAN_CLASSES = {"megatron.core.dist_checkpointing.strategies.torch": ("MCoreSavePlan", "MCoreMetadata")}
+"""Classes of Megatron in a `.metadata`, read as the classes of PyTorch."""
 _SIZES = {
     "num_layers": "n_layers", "hidden_size": "d_model", "num_attention_heads": "n_heads", "kv_channels": "head_dim",
     "norm_epsilon": "norm_eps", "rotary_base": "rope_theta",
@@ -70,7 +73,15 @@ def step_folder(path: Path) -> Path | None:
         with open_regular(inside(path, LATEST, DamagedError)) as file:
             tag = file.read(100).decode("utf-8", "replace").strip()
         return inside(path, f"iter_{int(tag):07d}" if tag.isdecimal() else tag, DamagedError)
-    return path if (path / FORMAT).is_file() or (path / COMMON).is_file() else None
+    return path if (path / COMMON).is_file() or _names_a_backend(path) else None
+
+
+def _names_a_backend(path: Path) -> bool:
+    """Return whether a folder has a metadata.json of Megatron; other systems have files with this name, too."""
+    if not (path / FORMAT).is_file():
+        return False
+    with open_regular(inside(path, FORMAT, DamagedError)) as file:
+        return b"sharded_backend" in file.read(10_000)
 
 
 class MegatronFolder:
@@ -84,7 +95,7 @@ class MegatronFolder:
         self.remarks: dict[str, str] = {}
         self._values: dict[str, Any] = {}
         common = self._common()
-        dcp = read_dcp(path)
+        dcp = read_dcp(path, _PLAN_CLASSES)
         self._stored = ShardedTensors(dcp.tensors, dcp.read_shard)
         try:
             self._places = self._places_of(dcp.tensors)
@@ -138,6 +149,11 @@ class MegatronFolder:
             rest = name.removeprefix(MEGATRON_LAYERS)
             layers: dict[str, tuple[int, ...]] = {name: ()}
             if rest != name and not rest[0].isdigit():
+                if record.shape[:1] != (self._spec.n_layers,):
+                    raise CheckpointError(
+                        f"{self.path}: {stored} has the shape {list(record.shape)}, and the model has "
+                        f"{self._spec.n_layers} layers; give the model of the checkpoint"
+                    )
                 layers = {f"{MEGATRON_LAYERS}{number}.{rest}": (number,) for number in range(record.shape[0])}
             group = weights if not kind else masters if kind in _MASTERS else states
             for layer, index in layers.items():
@@ -205,15 +221,17 @@ class MegatronFolder:
         self._values["train_state.step"] = iteration
         if "optimizer" not in common:
             return
-        if samples := arguments.get("consumed_train_samples"):
-            self._values[SAMPLES] = samples
-            if length := arguments.get("seq_length"):
-                self._values[TOKENS] = samples * length
         groups = list(_groups(common["optimizer"]))
         steps = {int(step) for _, step in groups}
         if len(steps) == 1 and (skipped := iteration - next(iter(steps))) > 0:
-            self.remarks[f"{skipped} steps without an update"] = "AdamW has not counted them"
+            self.remarks[f"{skipped} steps without an update"] = (
+                "AdamW has not counted them, so the position in the data is not known"
+            )
             self._values["train_state.step"] = next(iter(steps))
+        elif samples := arguments.get("consumed_train_samples"):
+            self._values[SAMPLES] = samples
+            if length := arguments.get("seq_length"):
+                self._values[TOKENS] = samples * length
         for name, record in self.tensors.items():
             if not name.startswith("optimizer."):
                 group, step = self._group_of(name, record, groups)
@@ -245,7 +263,8 @@ class MegatronFolder:
 def _classes_of_megatron(path: Path) -> list[str]:
     """Return the names of Megatron's classes in a file, such as enums in the run's arguments."""
     try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        with open_regular(path) as file:
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
     except Exception:  # damaged, missing: loading it reports it
         return []
     return [name for name in names if name.startswith("megatron.")]
@@ -256,9 +275,23 @@ def _other_arguments(arguments: Mapping[str, Any], spec: ModelSpec) -> Iterator[
     for key, field in _SIZES.items():
         if (there := arguments.get(key)) is not None and there != getattr(spec, field):
             yield f"the run has {key}={there!r}, and the model has {field}={getattr(spec, field)!r}"
-    for key, valid in _FIXED.items():
+    fixed: dict[str, Any] = _FIXED | {
+        "use_rope_scaling": spec.rope_scaling is not None, "qk_l2_norm": False, "window_size": None,
+        "rotary_seq_len_interpolation_factor": None,
+    }  # fmt: skip
+    if spec.moe is not None:
+        fixed |= _router_arguments(spec.moe)
+    for key, valid in fixed.items():
         if (there := arguments.get(key)) is not None and there != valid:
             yield f"the run has {key}={there!r}; supported: {valid!r}"
+
+
+def _router_arguments(moe: MoESpec) -> dict[str, Any]:
+    return {
+        "moe_router_topk": moe.top_k,
+        "moe_router_score_function": moe.score,
+        "moe_router_pre_softmax": not moe.normalise,
+    }
 
 
 def _groups(stored: Mapping[Any, Any]) -> Iterator[tuple[dict[str, Any], Any]]:
@@ -291,7 +324,8 @@ def write_megatron_state(state: TrainingState, out: Path) -> list[str]:
     """Write a training state as a checkpoint that Megatron loads on any number of ranks, with one tensor of a layer in
     memory at a time. Return remarks."""
     spec, tensors = state.spec, named_tensors_of(MEGATRON, state.spec)
-    folder = out / f"iter_{state.step or 0:07d}"
+    tag = str(state.step) if state.step else "release"  # Megatron takes no step 0
+    folder = out / (f"iter_{state.step:07d}" if state.step else tag)
     folder.mkdir()
     writer = DcpWriter(folder)
     by_name: dict[str, list[FileTensor]] = {}
@@ -321,13 +355,16 @@ def write_megatron_state(state: TrainingState, out: Path) -> list[str]:
     (folder / COMMON).write_bytes(file_of(_common_of(state, tensors)))
     versions = {"sharded_backend": _BACKEND, "sharded_backend_version": 1, "common_backend": "torch"}
     (folder / FORMAT).write_text(json.dumps(versions | {"common_backend_version": 1}))
-    (out / LATEST).write_text(str(state.step or 0))
+    (out / LATEST).write_text(tag)
     (out / CONFIG).write_text(json.dumps(architecture_of(spec).config(spec), indent=2) + "\n")
     if not state.moments:
         return ["Megatron loads it with --no-load-optim"]
     remarks = ["Megatron loads it with --override-opt_param-scheduler: its schedule is not in the checkpoint"]
     if state.samples is None:
-        remarks.append("Megatron begins its data and its schedule anew: the number of samples is not known")
+        remarks.append(
+            "Megatron starts its schedule anew, and computes its position in the data from the step: the number of "
+            "samples is not known"
+        )
     return remarks
 
 
@@ -344,6 +381,8 @@ def _common_of(state: TrainingState, tensors: list[FileTensor]) -> dict[str, Any
         padded_vocab_size=spec.vocab_size,
         untie_embeddings_and_output_weights=not spec.tied_embedding,
         consumed_train_samples=samples,
+        use_rope_scaling=spec.rope_scaling is not None,
+        **({} if spec.moe is None else _router_arguments(spec.moe)),
     )
     common: dict[str, Any] = {
         "args": arguments,

@@ -88,6 +88,12 @@ def _megatron(spec: ModelSpec) -> Architecture:
         *([] if name in _IN_MEGATRON else [f"its architecture is {name}"]),
         *(["some of its layers are dense and others have experts"] if mixed else []),
         *(["it attends to windows"] if spec.window else []),
+        *(["it has modules of multi-token prediction"] if spec.mtp_modules else []),
+        *(
+            [f"its rope_scaling is {scaling.kind}"]
+            if (scaling := spec.rope_scaling) and scaling.kind != "llama3"
+            else []
+        ),
     ]
     if unlike:
         raise ConfigError(

@@ -184,6 +184,11 @@ def _samples(state: TrainingState, config: RunConfig) -> tuple[int, list[str]]:
     remarks, schedule = [], config.batch.schedule
     samples, tokens = schedule.samples(0, state.step), schedule.tokens(state.step)
     batches = ", then ".join(f"{stage.global_batch} x {stage.seq_len}" for stage, _ in schedule.parts(0, state.step))
+    if state.samples is not None and state.tokens is None and state.samples != samples:
+        raise CheckpointError(
+            f"{state.weights.path} was trained on {state.samples:,} samples in {state.step:,} steps, and the run file "
+            f"makes {samples:,}; set batch.global_batch as it was"
+        )
     if state.tokens is not None and state.tokens != tokens:
         raise CheckpointError(
             f"{state.weights.path} was trained on {state.tokens:,} tokens in {state.step:,} steps, and {batches} "

@@ -253,7 +253,8 @@ def _logits_of_megatron(spec: ModelSpec, values: Mapping[str, Tensor], tokens_BT
 
     def network(y_BTD: Tensor, name: str) -> Tensor:
         if spec.moe is None:
-            return gated(y_BTD, values[f"{name}.linear_fc1.weight"], values[f"{name}.linear_fc2.weight"])
+            gate, up = multiplied(y_BTD, f"{name}.linear_fc1").chunk(2, -1)
+            return multiplied(F.silu(gate) * up, f"{name}.linear_fc2")
         scores_BTE = multiplied(y_BTD, f"{name}.router").softmax(-1)
         top_BTE, chosen_BTE = scores_BTE.topk(spec.moe.top_k)
         if spec.moe.normalise:

@@ -23,7 +23,7 @@ from shardwright.hugging_face.table import FileTensor, ParameterPart, file_tenso
 from shardwright.model.modules import rows
 from shardwright.model.spec import ModelSpec
 from shardwright.system.errors import CheckpointError, DamagedError
-from shardwright.system.files import open_regular
+from shardwright.system.files import find_inside, open_regular
 
 Spans = Sequence[tuple[int, int]]
 """The first index and the end of a box in each dim."""
@@ -129,7 +129,7 @@ class HuggingFaceWeights(MappedTensors):
 
     def _read_adapter(self) -> MergedAdapter | None:
         """Return the LoRA adapter in the folder, which `transformers` with peft adds to the weights, too."""
-        if not (self.path / ADAPTER).is_file():
+        if find_inside(self.path, ADAPTER, CheckpointError) is None:
             return None
         if self._halves:
             raise CheckpointError(
