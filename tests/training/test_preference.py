@@ -50,7 +50,7 @@ SETTINGS: dict[str, tuple[Layout, str, dict[str, Any]]] = {
     "dpo with experts": (Layout(dp_shard=2, zero=2, ep=2), "dpo", {"moe": EXPERTS}),
     "dpo over stages, tp and cp": (Layout(pp=2, tp=2, cp=2, sequence_parallel=True), "dpo", {}),
 }
-QUICK = {"dpo on token shards", "ipo over zigzag"}
+QUICK = {"dpo on token shards"}
 
 
 @pytest.mark.parametrize(
