@@ -20,7 +20,7 @@ from shardwright.data.batches import PADDING_ID, Batch, evaluation_batches
 from shardwright.data.samples import PairSamples, Samples
 from shardwright.run_folder import REFERENCE
 from shardwright.system.errors import DataError
-from shardwright.system.files import write_whole
+from shardwright.system.files import inside, write_whole
 from shardwright.training.hooks import RunStart
 from shardwright.training.run_log import RunLog
 from shardwright.training.sources import RunReferences, Sources
@@ -41,7 +41,7 @@ def run_references(
     path = Path(config.out) / REFERENCE
     fingerprint = " ".join(sources.fingerprints)
     if start.checkpoint is not None:
-        return RunReferences(sources, _read(path, fingerprint, start.step))
+        return RunReferences(sources, _read(inside(path.parent, path.name, DataError), fingerprint, start.step))
     splits: dict[str, Samples] = dict(zip((f"train/{n}" for n in sources.names), sources.train.sources, strict=True))
     splits |= {f"validation/{name}": samples for name, samples in sources.validation.items()}
     values = {
