@@ -367,6 +367,7 @@ class Links(HTMLParser):
 
 @prove
 def test_a_static_site_has_plans_and_pages_whose_links_lead_to_files(tmp_path: Path) -> None:
+    write_static(tmp_path / "site", [state_of(DENSE)])
     files = write_static(tmp_path / "site", [state_of(DENSE), state_of(MIXTURE)])
     assert files[0] == tmp_path / "site" / "index.html"
     assert len(files) == 3 + 2 * (1 + len(TOPICS))
