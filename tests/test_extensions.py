@@ -176,6 +176,7 @@ def test_a_folder_that_is_only_read_has_no_code_run(tmp_path: Path, monkeypatch:
         assert f"look at them, and if you trust them, add --extension {folder}/evil.py" in result.output
 
 
+@pytest.mark.prove
 def test_an_extension_that_the_user_has_named_is_trusted_until_it_changes(tmp_path: Path):
     folder = strangers(tmp_path)
     read = ["plan", str(folder / "run.toml"), "--cluster", "h100:8", "--json"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.run_folder import LOCK, LOGS, METRICS, wrong_kinds
+from shardwright.run_folder import LOCK, LOGS, METRICS, REFERENCE, wrong_kinds
 from shardwright.system.errors import InputError, cleaning_up
 from shardwright.system.files import (
     find_inside,
@@ -169,7 +169,11 @@ def test_a_link_to_itself_is_a_path_like_every_other(tmp_path: Path):
 def test_what_a_run_cannot_write_to_is_named_before_it_starts(tmp_path: Path):
     (tmp_path / LOCK).symlink_to("/etc/hostname")
     os.mkfifo(tmp_path / METRICS)
-    assert len(wrong_kinds(tmp_path)) == 2
+    os.mkfifo(tmp_path / REFERENCE)
+    assert [each.split()[0] for each in wrong_kinds(tmp_path)] == [
+        str(tmp_path / name) for name in (METRICS, REFERENCE, LOCK)
+    ]
+    (tmp_path / REFERENCE).unlink()
     (tmp_path / LOGS).mkdir()
     (tmp_path / LOGS / "rank-0.log").symlink_to("/etc/hostname")
     (tmp_path / LOGS / "rank-1.log").symlink_to("rank-2.log")

@@ -60,6 +60,10 @@ def test_numbers_times_and_texts_that_cannot_be_shown_are_read_as_what_can(tmp_p
     assert (first.device, first.checkpoint, first.time) == ("\\x1b[31m\\u202e", "s3://***@b/x", None)
     assert evaluations == [EvaluationRecord(1, math.inf, None, {"\\x07": -math.inf})] * 2
     assert read_events(tmp_path)[0].text == "https://***@h/x \\x1b[2J"
+    foreign = {**event, "text": "TEXT"}
+    for written, shown in ((r"a\b\f\rb", r"a\x08\x0c\x0db"), (r"s3:\/\/KEY:SECRET@bucket", "s3://***@bucket")):
+        (tmp_path / EVENTS).write_text(json.dumps(foreign).replace("TEXT", written) + "\n")
+        assert read_events(tmp_path)[0].text == shown
 
 
 def test_published_checkpoints_are_in_the_order_of_their_steps(tmp_path: Path):

@@ -107,7 +107,7 @@ def wrong_kinds(out: Path) -> list[str]:
     """Return the entries of a folder that have the name of a run's file or folder but are of another kind, or a run
     file that no run wrote."""
     folders = [out / name for name in (CHECKPOINTS, LOGS, TENSORBOARD, TIMELINES)]
-    files = [out / name for name in (RUN_FILE, METRICS, EVENTS, LOCK)]
+    files = [out / name for name in (RUN_FILE, METRICS, EVENTS, REFERENCE, LOCK)]
     found = [f"{path} is a file, and a run keeps a folder there" for path in folders if path.is_file()]
     found += [f"{path} is a folder, and a run keeps a file there" for path in files if path.is_dir()]
     others = [path for path in files if os.path.lexists(path) and not path.is_dir()]
@@ -456,7 +456,7 @@ class GrowingFile:
 
 def _with_visible_texts(line: str) -> str:
     """Return a line of JSON whose texts can be shown in a terminal, a page and a picture (`visible`)."""
-    if "\\u" not in line and ":/" not in line and visible(line) == line:
+    if "\\" not in line and ":/" not in line and visible(line) == line:
         return line
     return json.dumps(_visible_texts(parse_json(line)))
 

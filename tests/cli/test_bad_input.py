@@ -45,7 +45,10 @@ def refused(arguments: list[Any], *said: str) -> None:
             "--top 1,000,000,000: at most 2,000 is possible",
         ),
         (["export", ".", "--out", "out", "--max-shard-size", "9" * 5000], "give a number and a unit, such as 5GB"),
-        (["generate", ".", "--prompt", "\udcff\udcfe"], ": the bytes given are not UTF-8 text"),
+        (
+            ["generate", ".", "--prompt", "\udcff\udcfe"],
+            "--prompt '\\udcff\\udcfe': the bytes given are not UTF-8 text",
+        ),
         (["train", "/dev/zero"], "/dev/zero: cannot be read: a device, a pipe or a socket, and no regular file"),
         (["train", "a" * 300 + ".toml"], "File name too long"),
     ],

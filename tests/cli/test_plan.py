@@ -83,6 +83,7 @@ def test_the_layouts_to_choose_from_are_in_the_first_ten_lines_and_a_gap_beyond_
     assert 1.05 < told["simplest"]["step_s"] / told["recommended"]["step_s"] < 1.1
 
 
+@pytest.mark.prove
 def test_the_preference_decides_what_is_recommended_and_written(tmp_path: Path):
     for prefer, name in (("fastest", "best"), ("simplest", "simplest")):
         path = tmp_path / f"{prefer}.toml"
@@ -102,6 +103,7 @@ def test_the_written_run_file_is_for_the_device_of_the_cluster(tmp_path: Path):
         assert load(path).device == device
 
 
+@pytest.mark.prove
 def test_the_cheapest_plan_takes_fewer_accelerator_hours_on_a_part_of_the_cluster(tmp_path: Path):
     asked = ("--model", "gpt2", "--cluster", "h100:4", "--global-batch", 4, "--seq-len", 256, "--top", 1)
     whole, part = document(*asked), document(*asked, "--prefer", "cheapest", "--write", tmp_path / "run.toml")
@@ -202,6 +204,7 @@ def test_a_run_file_says_how_it_is_saved_and_evaluated():
     assert (other["save"], other["every_steps"], other["parts_days"]["evaluation"]) == ("async", 7, 0)
 
 
+@pytest.mark.prove
 def test_the_layout_of_a_run_file_is_held_against_the_best():
     found = document(EXAMPLES / "llama-3.1-8b.toml", "--cluster", "h100:32")
     own = found["run_file"]
@@ -243,6 +246,7 @@ def test_the_list_of_verbs_tells_what_their_own_help_tells():
         assert own == told
 
 
+@pytest.mark.prove
 def test_a_batch_that_does_not_divide_has_better_ones_beside_it():
     asked = ("--model", "debug", "--cluster", "h100:4", "--seq-len", 128, "--top", 1, "--global-batch", 11)
     near = document(*asked)["near_batches"]
@@ -276,6 +280,7 @@ def test_the_memory_of_the_host_that_an_offload_needs_is_a_row():
     assert "memory of the host: 120 GiB (128 GB) for each node of 8, by the plan; 5.8% of 2 TiB" in plan(*asked).output
 
 
+@pytest.mark.prove
 def test_an_offload_that_needs_more_memory_than_the_host_of_a_node_has_does_not_fit():
     """Of 70.6 billion parameters 16 bytes, in one node; what a node with RTX 4090 has is not published."""
     asked = ("--model", "llama-3.1-70b", "--cluster", "rtx4090:8", "--global-batch", 64, "--seq-len", 4096)

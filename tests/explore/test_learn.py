@@ -310,6 +310,18 @@ def test_a_name_of_a_model_is_escaped_and_a_cluster_of_a_hardware_file_is_priced
     assert "<b>" not in page
 
 
+def test_dispatch_is_drawn_where_the_busiest_rank_has_dense_blocks_and_a_missing_figure_has_the_pages_title() -> None:
+    state = state_of(
+        "model=n_layers=2,d_model=64,n_heads=2,d_ffn=999936,vocab_size=128,moe.n_experts=8,moe.top_k=2,moe.d_ffn=64,"
+        "moe.first_dense=1&count=8&pp=2&ep=4&global_batch=512&seq_len=4096"
+    )
+    topic = ALL_TOPICS["expert-parallel"]
+    assert state.priced.time.busiest[0] == 0
+    assert "the busiest rank of pp has only dense blocks" in next(drawings(topic, state)).svg
+    topic = replace(topic, figures=["serving"])
+    assert {each.title for each in drawings(topic, state_of(LARGE))} >= {topic.title}
+
+
 @prove
 @pytest.mark.parametrize("query", [MIXTURE, LARGE])
 def test_mixtures_and_thousands_of_ranks_have_pages_of_bounded_size(query: str) -> None:
@@ -367,6 +379,7 @@ class Links(HTMLParser):
 
 @prove
 def test_a_static_site_has_plans_and_pages_whose_links_lead_to_files(tmp_path: Path) -> None:
+    write_static(tmp_path / "site", [state_of(DENSE)])
     files = write_static(tmp_path / "site", [state_of(DENSE), state_of(MIXTURE)])
     assert files[0] == tmp_path / "site" / "index.html"
     assert len(files) == 3 + 2 * (1 + len(TOPICS))

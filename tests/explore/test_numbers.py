@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -120,9 +121,23 @@ def test_exposed_messages_are_parts_of_the_step_and_not_longer_than_all_messages
         assert work == "pipeline" or 0 < exposed <= 1.001 * alone
     assert sum(alone for alone, _ in rows.values()) == pytest.approx(sum(each.seconds for each in messages))
     found = {group.name: group for group in groups(state.priced, messages)}
-    assert "network between nodes" in found["pipeline"].link
-    assert found["tensor parallel"].link == found["expert parallel"].link == "links inside a node"
-    assert (found["tensor parallel"].size, found["expert parallel"].size) == (2, 8)
+    assert "network between nodes" in found["pipeline, pp"].link
+    assert found["tensor parallel, tp"].link == found["expert parallel, ep"].link == "links inside a node"
+    assert (found["tensor parallel, tp"].size, found["expert parallel, ep"].size) == (2, 8)
+
+
+def test_groups_of_one_size_have_names_and_messages_alone_take_as_long_as_in_a_step():
+    state = parse("model=llama-3.1-8b&count=64&dp_shard=8&dp_replicate=8&zero=2&global_batch=64").state
+    assert {group.name for group in groups(state.priced, sent_messages(state.priced))} == {
+        "data parallel, dp_shard",
+        "data parallel, dp_replicate",
+    }
+    before = {row[0]: row[1] for row in overlap_table(state.priced, sent_messages(state.priced)).rows}
+    job = state.priced.job
+    slower = replace(job.stack, speed=replace(job.stack.speed, in_step={"data parallel": 3.0}))
+    priced = replace(state.priced, job=replace(job, stack=slower))
+    ((work, alone, _, _),) = overlap_table(priced, sent_messages(priced)).rows
+    assert alone == pytest.approx(3 * before[work] / job.stack.speed.slowdown(work))
 
 
 def test_the_pinned_layout_itself_takes_as_long():

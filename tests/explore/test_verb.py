@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 
 from shardwright.cli.explore import _open_browser, _state_of_run
 from shardwright.cli.main import app
+from shardwright.explore.learn.site import MARKER
 from shardwright.explore.server import ExplorerServer
 from shardwright.explore.state import parse, query_of
 from tests.cli.imports import help_imports_nothing_heavy
@@ -139,6 +140,25 @@ def test_a_static_site_replaces_only_a_site(tmp_path: Path):
         assert result.output.count("\n") == 1
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
     assert file.read_text() == "kept"
+
+
+def test_a_folder_with_the_names_of_a_site_is_replaced_only_if_a_site_is_in_it(tmp_path: Path):
+    site, mine = tmp_path / "site", tmp_path / "mine"
+    site.mkdir()
+    mine.mkdir()
+    (site / "plan-1").symlink_to(mine)
+    result = explore("--static", site)
+    assert (result.exit_code, "plan-1 is not of a site that" in result.output) == (2, True)
+    (site / "index.html").write_text("<title>mine</title>")
+    result = explore("--static", site)
+    assert (result.exit_code, "index.html is not of a site that" in result.output) == (2, True)
+    (site / "index.html").write_bytes(b"\xff")
+    result = explore("--static", site)
+    assert (result.exit_code, "index.html cannot be read: not UTF-8" in result.output) == (2, True)
+    (site / "index.html").write_text(MARKER)
+    result = explore("--static", site)
+    assert (result.exit_code, "'plan-1' is a link out of this folder" in result.output) == (2, True)
+    assert not [*mine.iterdir()]
 
 
 def test_the_server_starts_without_torch():

@@ -212,6 +212,7 @@ def test_where_nothing_fits_the_nearest_is_the_least_of_all_and_every_remedy_wor
         assert search(changed, fixed=offloaded).best, what
 
 
+@prove
 def test_smaller_optimizer_states_are_offered_where_they_make_a_layout_fit():
     asked = job(resolve("llama-3.1-8b"), "h100:2/2", 64, 16384)
     assert not search(asked).best
@@ -249,6 +250,7 @@ def test_where_logits_are_most_of_the_memory_the_loss_is_chunked_and_the_run_fil
     assert "loss_chunk_tokens = 4096" in run_file(asked, "llama-3.2-1b", best.choice, "plan")
 
 
+@prove
 def test_no_layout_of_a_search_needs_more_of_the_host_than_there_is():
     """Fewer layers that recompute leave more activations, which are on the host, so both limits bound them."""
     roomy = job(DEEP, "h100:4/4", 16, 4096)
@@ -310,6 +312,7 @@ def test_of_layouts_that_cost_the_same_the_simplest_is_listed_and_the_others_are
     assert also_fast(first, [same]) == "zero=3"
 
 
+@prove
 def test_how_many_layouts_are_listed_does_not_change_the_recommended_one():
     """The fastest recomputes in 10 layers of 32."""
     asked = job(resolve("llama-3.1-8b"), "h100:8", 128, 7168)

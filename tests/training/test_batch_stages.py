@@ -7,6 +7,7 @@ checkpoints of every step.
 """
 
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from safetensors.torch import load_file
 
 from shardwright.config import load
 from shardwright.run_folder import CHECKPOINTS, checkpoint_name
-from shardwright.system.errors import CheckpointError
+from shardwright.run_folder import RUN_FILE as KEPT
+from shardwright.system.errors import CheckpointError, ConfigError
 from shardwright.training.exporting import export
 from shardwright.training.start import start
 from shardwright.training.weights import AveragedWeights, open_weights
@@ -146,6 +148,15 @@ def test_the_average_is_of_the_weights_of_the_steps_and_is_exported(whole: Path,
     export(whole.parent / "out", tmp_path / "hf", average=True)
     written = load_file(tmp_path / "hf" / "model.safetensors")
     assert torch.equal(written["model.norm.weight"], found["norm.weight"])
+
+
+def test_the_run_file_of_an_average_is_no_link_out_of_its_checkpoint(whole: Path, tmp_path: Path):
+    checkpoint = copytree(whole.parent / "out" / CHECKPOINTS / checkpoint_name(9), tmp_path / "checkpoint")
+    weights = open_weights(checkpoint)
+    (checkpoint / KEPT).rename(tmp_path / "other")
+    (checkpoint / KEPT).symlink_to("../other")
+    with pytest.raises(ConfigError, match="link out of this folder"):
+        AveragedWeights(weights)
 
 
 def test_validation_is_on_the_same_sequences_in_every_stage_with_the_weights_and_with_their_average(whole: Path):

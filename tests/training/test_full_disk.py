@@ -11,7 +11,7 @@ import pytest
 from shardwright.run_folder import read_events
 from shardwright.system.errors import FullError
 from shardwright.training.metrics import JsonLines
-from tests.marks import prove
+from tests.marks import prove, rest_prove
 from tests.training.runs import checkpoints, records, train, trajectory, write_run_file
 
 
@@ -76,7 +76,7 @@ def disk_stays_full_from_step_8(out: Path, rank: int) -> None:
     Trainer.step = limited
 
 
-@pytest.mark.parametrize("every", [5, 20])
+@pytest.mark.parametrize("every", rest_prove([5, 20], 5))
 def test_a_disk_that_stays_full_ends_a_run_at_its_next_checkpoint_with_that_error_and_no_restart(
     every, tmp_path, tokens
 ):

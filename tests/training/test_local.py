@@ -266,6 +266,7 @@ def on_two_hosts(run_file: Path, folder: Path, *arguments: str, fault=None) -> t
         return [run.wait() for run in runs], "".join(run.stdout + run.stderr for run in runs)
 
 
+@prove
 def test_a_run_of_two_hosts_of_which_one_is_lost_goes_on_from_the_copy_to_the_same_last_bit(
     run_file, uninterrupted, tmp_path
 ):

@@ -112,6 +112,7 @@ def test_two_processes_that_srun_has_started_train_together(tokens, tmp_path):
     assert [step for step, _, _ in trajectory(run_file)] == [1, 2]
 
 
+@prove
 def test_a_port_that_is_taken_is_an_error_that_says_so(tokens, tmp_path):
     run_file = write_run_file(tmp_path, tokens)
     with socket.create_server(("127.0.0.1", 0)) as taken:

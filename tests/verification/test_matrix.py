@@ -96,7 +96,7 @@ def with_every_value(layout: Layout) -> Iterator[Layout]:
             continue
 
 
-@pytest.mark.parametrize(("world_size", "experts"), [(2, False), (2, True), (4, False)])
+@pytest.mark.parametrize(("world_size", "experts"), rest_prove([(2, False), (2, True), (4, False)], (2, False)))
 def test_every_two_values_that_a_layout_can_have_meet_in_one(world_size: int, experts: bool):
     moe = MoESpec(n_experts=4, top_k=2, d_ffn=16) if experts else None
     found = layouts(replace(DEEP, moe=moe), world_size, 48)

@@ -4,8 +4,10 @@ import io
 import re
 from html import unescape
 
+import pytest
 from rich.console import Console
 
+from shardwright.explore.page import style
 from shardwright.view.document import (
     BYTES,
     CODE,
@@ -21,7 +23,7 @@ from shardwright.view.document import (
     Table,
     VerbDocument,
 )
-from shardwright.view.html import page
+from shardwright.view.html import MOST_SHORT, narrow_style, page
 from shardwright.view.terminal import TableStream, print_parts
 
 TABLE = Table(
@@ -54,6 +56,16 @@ def test_a_column_of_long_texts_has_lines_of_its_own_on_a_narrow_screen_and_line
     assert '<p class="quiet">one\ntwo</p>' in text
     assert "white-space: pre-line" in text
     assert 'class="long short' not in page(VerbDocument("", {}, [Table(columns, [(long, 1, short)])]))
+
+
+@pytest.mark.parametrize("n", [13, MOST_SHORT, MOST_SHORT + 1])
+def test_every_table_with_lines_for_long_texts_has_a_style_for_its_columns(n: int):
+    columns = [*(Column(f"{at}", BYTES) for at in range(n)), Column("layout", CODE)]
+    text = page(VerbDocument("", {}, [Table(columns, [(*range(n), "dp_shard=64,zero=3,recompute=full")])]))
+    assert ('class="long short-' in text) is (n <= MOST_SHORT)
+    for shown in (text, narrow_style(), style()):
+        assert (f".short-{n} {{ --short: {n}; }}" in shown) is (n <= MOST_SHORT)
+        assert ".long :is(td, th).long" in shown
 
 
 def printed(width: int = 40) -> tuple[Console, io.StringIO]:

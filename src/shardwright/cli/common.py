@@ -173,8 +173,12 @@ def _check_values(given: Mapping[str, Any]) -> None:
         for name, value in given.items()
         if isinstance(value, int | float) and abs(value) >= 10**LONGEST_NUMBER
     ]
-    words = [word for value in given.values() for word in (value if isinstance(value, list | tuple) else [value])]
-    wrong += [f"{word!r}: the bytes given are not UTF-8 text" for word in words if _is_broken_text(word)]
+    wrong += [
+        f"--{name.replace('_', '-')} {word!r}: the bytes given are not UTF-8 text"
+        for name, value in given.items()
+        for word in (value if isinstance(value, list | tuple) else [value])
+        if _is_broken_text(word)
+    ]
     if wrong:
         raise InputError(*wrong)
 

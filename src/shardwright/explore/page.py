@@ -52,7 +52,7 @@ from shardwright.view.document import (
     Table,
     VerbDocument,
 )
-from shardwright.view.html import fragment, templates_in
+from shardwright.view.html import fragment, narrow_style, templates_in
 from shardwright.view.style import COLOURS, DARK_COLOURS
 
 MOVE, TO = "move", "to"
@@ -84,7 +84,8 @@ def style() -> str:
         for side, common in enumerate((COLOURS, DARK_COLOURS))
     ]
     dark = f"@media (prefers-color-scheme: dark) {{ :root {{ {colours[1]} }} }}"
-    return f":root {{ {colours[0]} }}\n{dark}\n" + (PAGES / "style.css").read_text(encoding="utf-8")
+    own = (PAGES / "style.css").read_text(encoding="utf-8")
+    return f":root {{ {colours[0]} }}\n{dark}\n{own}{narrow_style()}\n"
 
 
 @dataclass(frozen=True)

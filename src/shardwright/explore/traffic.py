@@ -1,5 +1,6 @@
 """The messages of the busiest rank in a step: by the ranks that communicate, and how much of them overlaps."""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -7,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.cost.collectives import PricedMessage, named
+from shardwright.cost.collectives import named
+from shardwright.cost.speed import EXPERT
 from shardwright.cost.step import PIPELINE
 from shardwright.cost.traffic import step_messages
+from shardwright.layout.box import DENSE_AXES
 from shardwright.planner.choice import PricedLayout
 from shardwright.system.units import percent
 from shardwright.view.document import BYTES, NUMBER, SECONDS, Column, Quantity, Table
@@ -20,7 +23,8 @@ COUNT = Quantity("{:,.0f}".format)
 @dataclass(frozen=True)
 class SentMessage:
     """The calls of one message in a step. `work`: the part of the step time that it belongs to; `size`, `stride`: ranks
-    of its group and their distance; `n_bytes`: of the buffer of a call; `seconds`: of all calls, one after another."""
+    of its group and their distance; `n_bytes`: of the buffer of a call; `seconds`: of all calls in a step, one after
+    another."""
 
     what: str
     collective: str
@@ -49,13 +53,13 @@ def sent_messages(priced: PricedLayout) -> list[SentMessage]:
     """Return the messages of the rank of pp with the most work, with equal messages of its layers added up."""
     found: dict[tuple[Any, ...], SentMessage] = {}
     for message in step_messages(priced.job, priced.candidates, int(priced.time.busiest[0])):
-        key = message.what, named(message.collective), message.work, int(_first(message.size)), _bytes(message)
+        size, stride = int(_first(message.size)), int(_first(message.stride))
+        key = message.what, named(message.collective), message.work, size, stride, _first(message.n_bytes)
         before = found.get(key)
-        calls, seconds = _first(message.calls), _first(message.seconds(priced.job.cluster))
+        slower = priced.job.stack.speed.slowdown(message.work)
+        calls, seconds = _first(message.calls), _first(message.seconds(priced.job.cluster, slower))
         found[key] = SentMessage(
-            *key[:4],
-            int(_first(message.stride)),
-            key[4],
+            *key,
             calls + (before.calls if before else 0.0),
             seconds + (before.seconds if before else 0.0),
         )
@@ -68,15 +72,31 @@ def groups(priced: PricedLayout, messages: Iterable[SentMessage]) -> list[GroupT
     found: dict[tuple[str, int, int], list[SentMessage]] = {}
     for each in messages:
         found.setdefault((each.work, each.size, each.stride), []).append(each)
-    works = [work for work, _, _ in found]
     result = []
     for (work, size, stride), sent in found.items():
         inside = size * stride <= cluster.node_size or (size == 2 and stride < cluster.node_size)
         link = "links inside a node" if inside else f"network between nodes ({cluster.across.name})"
-        name = work if works.count(work) == 1 else f"{work}, {size:,} ranks"
+        name = f"{work}, {_axes(priced, work, size, stride)}"
         n_bytes = sum(each.calls * each.n_bytes for each in sent)
         result.append(GroupTraffic(name, size, stride, link, n_bytes, sum(each.seconds for each in sent)))
     return sorted(result, key=lambda each: -each.seconds)
+
+
+def _axes(priced: PricedLayout, work: str, size: int, stride: int) -> str:
+    """Return the axes whose ranks form groups of `size` ranks, `stride` apart, else these two numbers."""
+    layout, heads = priced.layout, priced.job.model.n_kv_heads
+    dense, inner_first = {}, DENSE_AXES[::-1]
+    for at, first in enumerate(inner_first):
+        apart = math.prod(map(layout.degree, inner_first[:at]))
+        for end in range(len(inner_first), at, -1):
+            axes = inner_first[at:end]
+            shared = [axis for axis in axes if layout.degree(axis) > 1]
+            dense[math.prod(map(layout.degree, axes)), apart] = " and ".join(shared) or first
+    experts = {(layout.ep, 1): "ep", (layout.expert_dp_shard, layout.ep): "dp_shard of experts"}
+    next_stage = {(2, layout.world_size // layout.pp): "pp"} if work == PIPELINE else {}
+    copies = {(layout.tp // heads, 1): "copies of kv heads in tp"} if layout.tp > heads else {}
+    names = dense | experts if work == EXPERT else experts | dense
+    return (copies | names | next_stage).get((size, stride), f"{size:,} ranks, {stride:,} apart")
 
 
 def overlap_table(priced: PricedLayout, messages: Sequence[SentMessage]) -> Table:
@@ -85,8 +105,8 @@ def overlap_table(priced: PricedLayout, messages: Sequence[SentMessage]) -> Tabl
     rows: list[Sequence[Any]] = []
     for work in dict.fromkeys(each.work for each in messages):
         alone = sum(each.seconds for each in messages if each.work == work)
-        exposed = None if work == PIPELINE else priced.parts_s.get(work, 0.0)
-        overlapped = None if exposed is None else percent(max(0.0, 1 - exposed / alone))
+        exposed = None if work == PIPELINE else priced.parts_s[work]
+        overlapped = None if exposed is None or not alone else percent(max(0.0, 1 - exposed / alone))
         rows.append((work, alone, exposed, overlapped))
     columns = Column("messages"), Column("one after another", SECONDS), Column("exposed", SECONDS)
     return Table((*columns, Column("overlapped", NUMBER)), rows)
@@ -104,10 +124,6 @@ def _rows(messages: Iterable[SentMessage], patterns: Sequence[str]) -> Iterator[
     for each in messages:
         if any(fnmatchcase(each.what, pattern) for pattern in patterns):
             yield each.what, each.collective, each.size, each.calls, each.n_bytes, each.seconds
-
-
-def _bytes(message: PricedMessage) -> float:
-    return _first(message.n_bytes)
 
 
 def _first(value: Any) -> float:

@@ -20,7 +20,7 @@ from shardwright.data.batches import PADDING_ID, Batch, evaluation_batches
 from shardwright.data.samples import PairSamples, Samples
 from shardwright.run_folder import REFERENCE
 from shardwright.system.errors import DataError
-from shardwright.system.files import write_whole
+from shardwright.system.files import inside, write_whole
 from shardwright.training.clock import Phases
 from shardwright.training.hooks import RunStart
 from shardwright.training.run_log import RunLog
@@ -45,6 +45,7 @@ def run_references(
     splits = {f"train/{n}": samples for n, samples in enumerate(sources.train.sources)}
     splits |= {f"validation/{n}": samples for n, samples in enumerate(sources.validation.values())}
     if start.checkpoint is not None:
+        path = inside(path.parent, path.name, DataError)
         return RunReferences(sources, _read(path, fingerprint, start.step, splits))
     values = {name: reference_log_probs(config, work, each, phases) for name, each in splits.items()}
     if dist.get_rank() == 0:

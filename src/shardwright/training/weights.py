@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from shardwright.config import load, spec_of_folder, table_of
+from shardwright.config import load_kept, spec_of_folder, table_of
 from shardwright.hugging_face.files import ADAPTER, is_folder_of_transformers
 from shardwright.hugging_face.reader import open_weights as open_folder_of_transformers
 from shardwright.model.init import Box, whole
@@ -126,7 +126,7 @@ class AveragedWeights(CheckpointWeights):
             raise CheckpointError(
                 f"{weights.path} is no checkpoint of a run, and only a run makes averages of its weights"
             )
-        config, step = load(weights.path / RUN_FILE), weights.manifest.progress.step
+        config, step = load_kept(weights.path), weights.manifest.progress.step
         average = config.average
         if not (parts := average.parts(step, config.steps)):
             begins = f"the average begins after step {average.first_step(config.steps):,} of the run"
@@ -141,7 +141,12 @@ class AveragedWeights(CheckpointWeights):
 
     def read(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Return a box of the average of a parameter, as `Weights.read`."""
-        return torch.stack([weight * slot.read(name, offsets, shape) for weight, slot in self._slots]).sum(0)
+        total = None
+        for weight, slot in self._slots:
+            part = slot.read(name, offsets, shape).mul_(weight)
+            total = part if total is None else total.add_(part)
+        assert total is not None
+        return total
 
     def describe(self) -> str:
         """Return a description in one line."""

@@ -1,6 +1,7 @@
 """A document as a page: one HTML file that needs no network, no script and no other file.
 
-`page.html` is the template of a page, `parts.html` of the parts of a document.
+`page.html` is the template of a page, `parts.html` of the parts of a document. `narrow.css` is the style of tables on
+narrow screens.
 """
 
 import re
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 _SHORT = 24
 """The longest text, in letters, of a cell that is never wrapped, such as a number with its unit."""
+
+MOST_SHORT = 32
+"""Most short columns of a table whose long cells have lines of their own on a narrow screen; a wider table scrolls."""
 
 
 class PageCell(NamedTuple):
@@ -70,8 +74,15 @@ def page(document: VerbDocument) -> str:
             (DARK_COLOURS, _joined(roles[1] for roles in own)),
         )
     )
-    template = _templates().get_template("page.html")
-    return template.render(title=document.title, parts=parts, light=light, dark=dark, version=PACKAGE_VERSION) + "\n"
+    template, narrow = _templates().get_template("page.html"), Markup(narrow_style())
+    colours = {"light": light, "dark": dark}
+    return template.render(colours, title=document.title, parts=parts, narrow=narrow, version=PACKAGE_VERSION) + "\n"
+
+
+def narrow_style() -> str:
+    """Return the style of tables on narrow screens, for style sheets of pages with a `fragment`."""
+    columns = " ".join(f".short-{n} {{ --short: {n}; }}" for n in range(1, MOST_SHORT + 1))
+    return f"{columns}\n{(Path(__file__).parent / 'narrow.css').read_text(encoding='utf-8')}".rstrip()
 
 
 def fragment(parts: Sequence[Part]) -> str:
@@ -88,10 +99,11 @@ def _long(table: Table) -> list[bool]:
     """Return for each column whether it has long texts. On a narrow screen such a cell has a line of its own, below the
     other cells of its row; the first column never has, because it names the row."""
     texts = [[cell.text for cell in table.cells(row)] for row in table.rows]
-    return [
+    found = [
         at > 0 and column.quantity.left and any(len(row[at]) > _SHORT for row in texts)
         for at, column in enumerate(table.columns)
     ]
+    return found if found.count(False) <= MOST_SHORT else [False] * len(found)
 
 
 def _head(table: Table) -> list[PageCell]:

@@ -19,7 +19,7 @@ SCALE = {
         f"{_NUMBERS}test_a_pinned_layout_is_compared_term_by_term",
     ),
     "the explorer shows the whole step as exposed messages": UnitBug(
-        Mutation(f"{_EXPLORE}traffic:overlap_table", "priced.parts_s.get(work, 0.0)", "priced.step_s"),
+        Mutation(f"{_EXPLORE}traffic:overlap_table", "priced.parts_s[work]", "priced.step_s"),
         f"{_NUMBERS}test_exposed_messages_are_parts_of_the_step_and_not_longer_than_all_messages",
     ),
     "the explorer says that links inside a node are between nodes": UnitBug(

@@ -180,12 +180,13 @@ def dispatch(state: PageState) -> Figure:
     layout, moe = state.layout, state.job.model.moe
     assert moe is not None
     n, each = min(layout.ep, MOST_RANKS), moe.n_experts // layout.ep
-    sent = _buffers(state)["tokens of experts, all-to-all"]
+    sent = _buffers(state).get("tokens of experts, all-to-all")
+    buffer = f"its buffer has {sent}" if sent else "the busiest rank of pp has only dense blocks, and sends no token"
     figure = Figure(
         "dispatch",
         f"Dispatch of tokens to experts over ep {layout.ep}",
         f"{some(n, layout.ep)} send each of their tokens to the ranks of its {moe.top_k} of {moe.n_experts} experts, "
-        f"and receive the results back. A rank has {each} experts of a layer; its buffer has {sent}.",
+        f"and receive the results back. A rank has {each} experts of a layer; {buffer}.",
         "Left: tokens. Right: experts. Dots go to the experts (dispatch) and return (combine).",
     )
     names = [f"rank {rank}" for rank in range(n)]

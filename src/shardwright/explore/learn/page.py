@@ -85,15 +85,15 @@ def learn_page(topic: str, state: PageState, *, static: bool = False, hardware: 
 
 
 def drawings(page: LearnTopic, state: PageState, hardware: Path | None = None) -> Iterator[PagePicture]:
-    """Yield each figure, or the reason why there is none as its caption."""
-    drawn = [(each, getattr(figures, each, None) or getattr(charts, each)) for each in page.figures]
+    """Yield each figure, or the reason why there is none below the title of the page."""
+    drawn = [getattr(figures, each, None) or getattr(charts, each) for each in page.figures]
     if page.bars is not None:
-        drawn.append(("bars", lambda state: charts.tried_bars(state, page.bars, hardware)))
-    for name, draw in drawn:
+        drawn.append(lambda state: charts.tried_bars(state, page.bars, hardware))
+    for draw in drawn:
         try:
             found = draw(state)
         except InputError as error:
-            found = PagePicture(name, Markup(), caption=str(error))
+            found = PagePicture(page.title, Markup(), caption=str(error))
         yield found.picture() if isinstance(found, Figure) else found
 
 
