@@ -120,4 +120,6 @@ def test_greedy_tokens_are_those_of_transformers(family: str, tmp_path: Path):
             logits_TV = theirs(torch.tensor([PROMPTS[index] + new[:-1]])).logits[0, -len(new) :]
         theirs_T = logits_TV.log_softmax(-1).gather(1, torch.tensor(new)[:, None])[:, 0]
         own_T = torch.tensor(scores[index].log_probs, dtype=torch.float64)
-        torch.testing.assert_close(own_T, theirs_T, rtol=0, atol=3e-5)  # norms and angles are float32 in transformers
+        # In transformers norms and angles are float32, and the delta rule, whose rounding adds up over the tokens.
+        atol = 3e-5 if source.spec.linear_attention is None else 3e-4
+        torch.testing.assert_close(own_T, theirs_T, rtol=0, atol=atol)

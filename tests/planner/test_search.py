@@ -305,7 +305,7 @@ def test_of_layouts_that_cost_the_same_the_simplest_is_listed_and_the_others_are
     assert len(alike) > 5
     for choice, others in alike:
         assert (choice.layout.zero, {other.layout.zero for other in others}) == (1, {3}), choice
-    assert "also with zero=3" in left_out(found.best, found.equals)
+    assert "also with zero=3" in left_out([*enumerate(found.best, 1)], found.equals)
     first, others = next((each, others) for each, others in zip(found.best, found.equals, strict=True) if others)
     same = Alternative("another zero", PricedLayout.from_choice(found.job, others[0]), None)
     assert same.as_fast(first)
