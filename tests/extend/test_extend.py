@@ -4,6 +4,7 @@ verified and trained. The three files beside this one import public modules alon
 import ast
 import json
 import re
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,8 @@ def where(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[str, ..
 
 
 def shardwright(*arguments: object, exit_code: int = 0) -> str:
-    """Return the output of a command. The registries are afterwards as they were before."""
+    """Return the output of a command. The registries are afterwards as they were before, and what was computed with
+    the extensions is forgotten."""
     registries: list[dict[str, Any]] = [FAMILIES, OPTIMIZERS, ARCHITECTURES, schedules._KINDS]
     before = [dict(registry) for registry in registries]
     with pytest.MonkeyPatch.context() as patch:
@@ -55,6 +57,10 @@ def shardwright(*arguments: object, exit_code: int = 0) -> str:
     for registry, contents in zip(registries, before, strict=True):
         registry.clear()
         registry.update(contents)
+    for name, module in sorted(sys.modules.items()):
+        if name.startswith("shardwright.") and not name.startswith("shardwright.system."):
+            for cached in [value for value in vars(module).values() if hasattr(value, "cache_clear")]:
+                cached.cache_clear()
     assert result.exit_code == exit_code, result.output
     return result.output
 
