@@ -113,3 +113,23 @@ def test_what_is_written_is_run_dry_without_another_option(tmp_path: Path):
     result = CliRunner().invoke(app, ["dryrun", str(path), "--json"])
     assert result.exit_code == 0, result.output
     assert CliRunner().invoke(app, ["dryrun", str(path), "--json", "--cluster", "h100:2"]).exit_code == 0
+
+
+def test_a_written_run_has_the_steps_of_its_stages_and_no_stage_that_it_does_not_reach(tmp_path: Path):
+    path = tmp_path / "run.toml"
+    asked = ("--model", "debug", "--cluster", "h100:2/2", "--global-batch", 16, "--seq-len", 64, "--top", 1)
+    stages = ("--budget-tokens", "1e6", "--batch-stages", "0:4,1e5:8,5e5:16,2e6:32")
+    assert plan(*asked, *stages, "--write", path).exit_code == 0
+    config = load(path)
+    assert [stage.global_batch for stage in config.batch.schedule.stages] == [4, 8, 16]
+    assert config.batch.schedule.tokens(config.steps) == pytest.approx(1e6, abs=16 * 64)
+
+
+def test_nothing_is_written_for_a_layout_that_cannot_run_a_stage(tmp_path: Path):
+    path = tmp_path / "run.toml"
+    asked = ("--model", "debug", "--cluster", "h100:8/8", "--global-batch", 64, "--seq-len", 64)
+    stages = ("--budget-tokens", "1e6", "--batch-stages", "0:4,1e5:64")
+    refused = plan(*asked, *stages, "--fix", "dp_replicate=8", "--write", path)
+    assert refused.exit_code == 2
+    assert "the stage of 4 sequences of 64 tokens on" in refused.output
+    assert not path.exists()

@@ -113,7 +113,10 @@ def _state_of_run(
     parsed = parse(query_of(PageState(model, job, choice)), hardware)
     if parsed.state is None:
         raise InputError(*(f"{run}: {problem}" for problem in parsed.problems))
-    if left_out := _left_out(job, parsed.state.job):
+    left_out = _left_out(job, parsed.state.job)
+    if asked.given is not None and asked.given.batch.stages:
+        left_out.append("batch.stages but the one that needs most memory")
+    if left_out:
         error_console.print(f"{run}: the page leaves out {', '.join(left_out)}", markup=False, soft_wrap=True)
     return parsed.state
 

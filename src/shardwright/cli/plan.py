@@ -124,13 +124,14 @@ def _search(asked: PlanRequest, options: PlanOptions) -> None:
         others = [] if taken is None else [*runners_up(result), *well_known(result)]
         batches = near_batches(result, margin, processes)
         instead = [] if taken is not None else remedies(asked.job, options.memory_margin, asked.fixed)
-    # The reader of the output may close it early (`| head`), so files are written before anything is printed.
-    if taken is not None:
-        _write(asked, result.job, taken.choice, options)
     near = [{"global_batch": each.global_batch, "saved": each.saved} for each in batches]
     data = plan_document(result, asked.name, own, others, instead, asked.goal) | {"near_batches": near}
     searched = SearchedPlan(result, whole, asked.name, own, others, batches, instead, margin, asked.goal, took_s)
-    show(plan_view(searched, data), options.json, options.html)
+    view = plan_view(searched, data)
+    # The reader of the output may close it early (`| head`), so files are written before anything is printed.
+    if taken is not None:
+        _write(asked, result.job, taken.choice, options)
+    show(view, options.json, options.html)
     if taken is None:
         raise typer.Exit(1)
     _tell_written(asked, options)
@@ -178,16 +179,20 @@ def _write(asked: PlanRequest, job: "Job", choice: "Choice", options: PlanOption
     file."""
     if options.write is None:
         return
+    from shardwright.config.batch import BatchSection
     from shardwright.planner.run_file import batch_keys, run_file
     from shardwright.system.files import write_whole
 
     command = shlex.join(["shardwright", *sys.argv[1:]])
     stages = () if asked.goal is None else asked.goal.stages
-    batch = batch_keys(job, choice, stages)
+    batch, tokens = batch_keys(job, choice, stages), options.budget_tokens
+    if tokens is not None and "stages" in batch:
+        batch["stages"] = [stage for stage in batch["stages"] if stage["from_tokens"] < tokens]
+    steps = None if tokens is None else BatchSection(**batch).schedule.steps(tokens)
     if asked.given is None:
-        text = run_file(job, asked.name, choice, command, options.budget_tokens, batch)
+        text = run_file(job, asked.name, choice, command, tokens, batch, steps)
     else:
-        text = _replanned(asked.given, job, choice, batch, options.write, command)
+        text = _replanned(asked.given, job, choice, batch | {"steps": steps}, options.write, command)
     write_whole(options.write, text.encode("utf-8"))
 
 
@@ -206,7 +211,8 @@ def _replanned(
     if job.cluster.accelerator.is_cpu != (config.device == "cpu"):
         table["device"] = "auto"
     layout.pop("micro_batch")
-    table["batch"] = batch
+    steps = batch.pop("steps")
+    table |= {"batch": batch} | ({} if steps is None else {"steps": steps})
     table["layout"] = layout
     if config.precision.planned != job.precision:
         table["precision"] = precision_keys(job)

@@ -82,10 +82,17 @@ def state_in_words(run: FollowedRun) -> str:
     told = f"step {step:,} of {steps:,}"
     if runs is False:
         return f"stopped after {told}: its process is gone; written last {_ago(run)}; {_way_on(run)}"
-    left = f", {format_seconds(run.train[-1].step_s * (steps - step))} of steps left" if run.train else ""
+    left = f", {format_seconds(_left_s(run))} of steps left" if run.train else ""
     if runs is None:
         return f"{told}{left}; not a process of this machine, written last {_ago(run)}"
     return f"{told}{left}; written last {_ago(run)}"
+
+
+def _left_s(run: FollowedRun) -> float:
+    """Return the seconds of the steps that are left, each as long for a token as the last logged step."""
+    last, schedule = run.train[-1], run.config.batch.schedule
+    tokens = schedule.tokens(run.config.steps) - schedule.tokens(run.step)
+    return last.step_s * tokens / schedule.at(max(0, last.step - 1)).tokens
 
 
 def _way_on(run: FollowedRun) -> str:

@@ -74,6 +74,11 @@ class BatchSchedule:
         stage = self.at(steps)
         return stage.tokens_before + (steps - stage.from_step) * stage.tokens
 
+    def steps(self, tokens: float) -> int:
+        """Return the steps, at least one, whose tokens are nearest to `tokens`; it is after the last stage begins."""
+        last = self.stages[-1]
+        return last.from_step + max(1, round((tokens - last.tokens_before) / last.tokens))
+
     def parts(self, first: int, end: int) -> Iterator[tuple[BatchStage, int]]:
         """Yield each stage of the steps `first` to `end` - 1 with its number of these steps, which is above 0."""
         for stage, after in zip(self.stages, [*self._begins[1:], end], strict=True):

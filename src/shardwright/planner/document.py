@@ -11,7 +11,7 @@ from shardwright.planner.choice import PricedLayout, shortage
 from shardwright.planner.headline import headline
 from shardwright.planner.nearest import PlanRemedy
 from shardwright.planner.search import Plan
-from shardwright.planner.whole_run import TrainingGoal, whole_run_on
+from shardwright.planner.whole_run import StageError, TrainingGoal, whole_run_on
 from shardwright.planner.words import expert_load_in_words, remarks, warnings
 
 
@@ -52,7 +52,10 @@ def layout_document(priced: PricedLayout, limit_bytes: float, goal: TrainingGoal
     if load := expert_load_in_words(priced):
         found["expert_load"] = load
     if goal is not None:
-        run = whole_run_on(priced, found["interval_s"], goal)
+        try:
+            run = whole_run_on(priced, found["interval_s"], goal)
+        except StageError as error:
+            return found | {"days": None, "accelerator_hours": None, "whole_run": None, "stage_problem": str(error)}
         found |= {"days": run.days, "accelerator_hours": run.accelerator_hours, "whole_run": asdict(run)}
     return found
 

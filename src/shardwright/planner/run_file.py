@@ -63,21 +63,23 @@ def run_file(
     command: str,
     budget_tokens: float | None = None,
     batch: dict[str, Any] | None = None,
+    steps: int | None = None,
 ) -> str:
     """Return the text of a run file.
 
     `name`: the preset of the model, its sizes (`model.by_sizes`), or its folder. `command`: the command that found the
-    layout, for the first line. `budget_tokens`: the tokens of the whole run. `batch`: its section, if not of the job.
-    Raises InputError for a job that `train` cannot run.
+    layout, for the first line. `budget_tokens`: the tokens of the whole run. `batch`: its section, if not of the
+    job, and `steps`: the steps of these tokens with its stages. Raises InputError for a job that `train` cannot run.
     """
     if wrong := untrained(job.precision):
         raise InputError(*wrong)
-    steps = STEPS if budget_tokens is None else max(1, round(budget_tokens / job.tokens))
-    tokens = steps * job.tokens
     layout = choice.settings()
     layout.pop("micro_batch")
-    batch = batch or batch_keys(job, choice)
+    batch = dict(batch or batch_keys(job, choice))
     stages = batch.pop("stages", [])
+    if steps is None:
+        steps = STEPS if budget_tokens is None else max(1, round(budget_tokens / job.tokens))
+    tokens = f"{steps * job.tokens:,}" if not stages else f"about {budget_tokens:,.0f}"
     sections: dict[str, dict[str, Any]] = {
         "model": _model_keys(job, name),
         "data": {"path": "data/tokens"} | ({} if job.document_tokens is None else {"attention": "document"}),
@@ -92,7 +94,7 @@ def run_file(
         sections["optimizer"] = optimizer
     remarks = {
         "data.path": "fill in: a folder written by `shardwright data prepare`, with this model's tokenizer",
-        "steps": f"fill in: {steps:,} steps are {tokens:,} tokens",
+        "steps": f"fill in: {steps:,} steps are {tokens} tokens",
         "out": "fill in: where the run is kept",
     }
     lines = [

@@ -141,13 +141,17 @@ class WholeRun:
     stages: tuple[PricedStage, ...] = ()
 
 
+class StageError(InputError):
+    """A layout cannot run the batch of a stage."""
+
+
 def whole_run_on(priced: PricedLayout, interval_s: tuple[float, float], goal: TrainingGoal) -> WholeRun:
     """Return `whole_run` on a layout, whose stages, if the goal has any, are priced one by one."""
     return whole_run(priced.job, priced.step_s, interval_s, goal, tuple(_priced_stages(priced, goal)))
 
 
 def _priced_stages(priced: PricedLayout, goal: TrainingGoal) -> Iterator[PricedStage]:
-    """Yield the stages that the tokens of the goal reach. Raises InputError for a batch that the layout cannot run."""
+    """Yield the stages that the tokens of the goal reach. Raises StageError for a batch that the layout cannot run."""
     ends = [*(stage.from_tokens for stage in goal.stages[1:]), goal.tokens]
     for stage, end in zip(goal.stages, ends, strict=False):
         tokens = min(end, goal.tokens) - stage.from_tokens
@@ -158,7 +162,7 @@ def _priced_stages(priced: PricedLayout, goal: TrainingGoal) -> Iterator[PricedS
             step_s = estimate(job, layout, micro_batch_of(stage, priced.choice)).step_s
         except LayoutError as error:
             what = f"the stage of {stage.global_batch:,} sequences of {stage.seq_len:,} tokens"
-            raise InputError(*(f"{what} on {layout}: {problem}" for problem in error.problems)) from None
+            raise StageError(*(f"{what} on {layout}: {problem}" for problem in error.problems)) from None
         yield PricedStage(stage, tokens / job.tokens, step_s)
 
 

@@ -1,11 +1,12 @@
 """A finished run next to its plan, term by term."""
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from shardwright.config import RunConfig
+from shardwright.config.batch import BatchStage
 from shardwright.config.settle import needs_memory
 from shardwright.cost.hardware import Cluster
 from shardwright.layout.key import written
@@ -130,7 +131,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
     spec = config.model.spec()
     return {
         **{f"model.{each.name}": getattr(spec, each.name) for each in fields(spec)},
-        **{f"batch.{name}": getattr(config.batch, name) for name in ("seq_len", "global_batch", "micro_batch")},
+        **{f"batch.{name}": getattr(config.batch, name) for name in type(config.batch).model_fields},
         "optimizer.name": config.optimizer.name,
         "optimizer.state_dtype": config.optimizer.state_dtype,
         "precision.compute": config.precision.planned,
@@ -145,7 +146,16 @@ def compare_run(run: RunRecord, priced: PricedLayout) -> PlanComparison:
     The plan has no time for reading data. Memory is rank 0's: the bytes from the allocator on a GPU, the resident set
     size of the process on a CPU.
     """
-    segment = run.segments[-1]
+    segment, schedule = run.segments[-1], run.config.batch.schedule
+    size = priced.job.global_batch, priced.job.seq_len
+    segment = replace(
+        segment,
+        train=tuple(each for each in segment.train if _size(schedule.at(max(0, each.step - 1))) == size),
+    )
+    if not segment.train:
+        raise InputError(
+            f"--measured: no step of {size[0]:,} sequences of {size[1]:,} tokens is logged yet; wait for one"
+        )
     planned, memory = headline(priced), priced.memory
     on_device = bool(priced.job.cluster.accelerator.host_bytes_per_s)
     bytes_of_rank = memory.rank_bytes if on_device else memory.rank_bytes + memory.lost_bytes
@@ -166,6 +176,10 @@ def compare_run(run: RunRecord, priced: PricedLayout) -> PlanComparison:
     return PlanComparison(
         terms, parts, segment.steps, len(segment.train), run.starts[-1].device if run.starts else None
     )
+
+
+def _size(stage: BatchStage) -> tuple[int, int]:
+    return stage.global_batch, stage.seq_len
 
 
 def _median(segment: RunSegment, name: str) -> float | None:
