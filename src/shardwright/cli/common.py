@@ -177,14 +177,10 @@ def _check_values(given: Mapping[str, Any]) -> None:
         f"--{name.replace('_', '-')} {word!r}: the bytes given are not UTF-8 text"
         for name, value in given.items()
         for word in (value if isinstance(value, list | tuple) else [value])
-        if _is_broken_text(word)
+        if isinstance(word, str) and not is_text(word)
     ]
     if wrong:
         raise InputError(*wrong)
-
-
-def _is_broken_text(word: Any) -> bool:
-    return isinstance(word, str) and not is_text(word)
 
 
 def print_text(text: str) -> None:

@@ -22,6 +22,7 @@ from shardwright.cli.common import (
 )
 from shardwright.system.console import visible
 from shardwright.system.errors import InputError
+from shardwright.system.files import is_text
 from shardwright.system.units import format_bytes, percent
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ def _prompts(options: GenerateOptions) -> tuple[tuple[str, ...], list[str]]:
     for number, record in records.items():
         if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
             problems.append(f'{name}, line {number}: not an object with a text "prompt": {str(record)[:60]}')
-        elif any("\ud800" <= char <= "\udfff" for char in record["prompt"]):
+        elif not is_text(record["prompt"]):
             problems.append(f"{name}, line {number}: half a surrogate pair is no text: {str(record)[:60]!r}")
         else:
             given.append(record["prompt"])

@@ -192,15 +192,16 @@ def _write(asked: PlanRequest, job: "Job", choice: "Choice", options: PlanOption
     if asked.given is None:
         text = run_file(job, asked.name, choice, command, tokens, batch, steps)
     else:
-        text = _replanned(asked.given, job, choice, batch | {"steps": steps}, options.write, command)
+        text = _replanned(asked.given, job, choice, {"batch": batch, "steps": steps}, options.write, command)
     write_whole(options.write, text.encode("utf-8"))
 
 
 def _replanned(
-    config: "RunConfig", job: "Job", choice: "Choice", batch: dict[str, Any], path: Path, command: str
+    config: "RunConfig", job: "Job", choice: "Choice", planned: dict[str, Any], path: Path, command: str
 ) -> str:
-    """Return the planned run file with this layout. Its run starts anew in its own folder: `out` is a new folder next
-    to the old one, named after the file, and checkpoint.resume is left out."""
+    """Return the planned run file with this layout. `planned`: its `batch`, and its `steps` or None. Its run starts
+    anew in its own folder: `out` is a new folder next to the old one, named after the file, and checkpoint.resume is
+    left out."""
     from shardwright.config import parse, resolved_toml
     from shardwright.planner.run_file import memory_gib, precision_keys
 
@@ -211,8 +212,7 @@ def _replanned(
     if job.cluster.accelerator.is_cpu != (config.device == "cpu"):
         table["device"] = "auto"
     layout.pop("micro_batch")
-    steps = batch.pop("steps")
-    table |= {"batch": batch} | ({} if steps is None else {"steps": steps})
+    table |= {key: value for key, value in planned.items() if value is not None}
     table["layout"] = layout
     if config.precision.planned != job.precision:
         table["precision"] = precision_keys(job)

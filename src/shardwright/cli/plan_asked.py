@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class PlanRequest:
     """The job to plan. `job`: with the rates of its machine if they were measured; `anywhere`: the same without them;
     `name`: the name of the model for people; `given`: the run file, if there is one; `config`: with the stage of its
-    batch that needs most memory; `explained`: the layout of
-    --explain; `fixed`: the values of --fix; `goal`: the whole run of --budget-tokens."""
+    batch that needs most memory; `explained`: the layout of --explain; `fixed`: the values of --fix; `goal`: the whole
+    run of --budget-tokens."""
 
     job: "Job"
     anywhere: "Job"

@@ -48,14 +48,12 @@ class AverageSection(RunFileSection):
             return "mean", 1.0 if n == 1 else 1 - self.decay
         if self.kind == "lawa":
             return str((n - 1) % self.last), 1.0
-        n -= max(0, steps // self.every - self.last)
+        n -= self._skipped(steps)
         return ("mean", 1 / n) if n > 0 else None
 
     def parts(self, step: int, steps: int) -> dict[str, float]:
         """Return the weight of each slot in the average after `step` steps; empty before the first update."""
-        n = step // self.every
-        if self.kind == "last-k":
-            n -= max(0, steps // self.every - self.last)
+        n = step // self.every - self._skipped(steps)
         if self.kind == "none" or n < 1:
             return {}
         slots = self.slots[:n]
@@ -63,8 +61,11 @@ class AverageSection(RunFileSection):
 
     def first_step(self, steps: int) -> int:
         """Return the step after which there is an average."""
-        skipped = max(0, steps // self.every - self.last) if self.kind == "last-k" else 0
-        return self.every * (1 + skipped)
+        return self.every * (1 + self._skipped(steps))
+
+    def _skipped(self, steps: int) -> int:
+        """Return the updates before the first one that is part of the average."""
+        return max(0, steps // self.every - self.last) if self.kind == "last-k" else 0
 
 
 def average_problems(average: AverageSection, steps: int | None) -> Iterator[str]:

@@ -10,6 +10,7 @@ from typing import Annotated
 from pydantic import Field
 
 from shardwright.config.sections import Counted, DataSection, Positive, RunFileSection
+from shardwright.system.units import divisors
 
 _SIZES = ("global_batch", "micro_batch", "seq_len")
 
@@ -176,8 +177,9 @@ def _length_problems(batch: BatchSection) -> Iterator[str]:
 
 def _nearest_divisors(n: int, near: int) -> list[int]:
     """Return the largest divisor of `n` below `near` and the smallest above it."""
-    below = next(d for d in range(near, 0, -1) if n % d == 0)
-    return [below, next(d for d in range(near, n + 1) if n % d == 0)]
+    found = divisors(n)
+    after = bisect_right(found, near)
+    return found[after - 1 : after + 1]
 
 
 def data_problems(batch: BatchSection, data: DataSection) -> Iterator[str]:

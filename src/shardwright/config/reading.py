@@ -243,7 +243,8 @@ def keys_named(name: str) -> list[str]:
     """Return the keys of a run file whose last part is `name`, with their sections: `tp` -> [`layout.tp`]; keys of the
     items of a list only if no other key has the name."""
     found = [key for key in _paths(RunConfig) if key.split(".")[-1] == name]
-    return [key for key in found if key.count(".") == min(key.count(".") for key in found)]
+    depth = min((key.count(".") for key in found), default=0)
+    return [key for key in found if key.count(".") == depth]
 
 
 def _paths(section: Any, prefix: str = "") -> Iterator[str]:

@@ -1,8 +1,9 @@
 """Implements `shardwright score`: the log-probabilities of given texts and answers under a model, on any layout."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ from shardwright.data.chat import BadConversation, ChatFormat
 from shardwright.data.encoding import answer_sections, encode_sections
 from shardwright.generation.generate import layout_problems, without_training
 from shardwright.generation.score import ScoreRequest, score
-from shardwright.generation.source import Source, Text, open_source
+from shardwright.generation.source import Text, open_source
 from shardwright.layout.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.system.errors import InputError
+from shardwright.system.files import is_text
 from shardwright.training.ranks import place_from_environment
 from shardwright.view.document import COUNT, NUMBER, WORDS, Column, Note, Quantity, Table, VerbDocument
 
@@ -70,7 +72,7 @@ def score_texts(request: TextScoreRequest) -> list[TextScore] | None:
     source = open_source(request.model)
     layout = without_training(request.layout, source.spec)
     problems = layout_problems(source.spec, layout, place)
-    text, chat = source.text(), _LazyChat(source)
+    text, chat = source.text(), cache(source.chat)  # read when the first record needs it
     ids: dict[int, list[int]] = {}
     counted: dict[int, list[bool]] = {}
     for line, record in request.records.items():
@@ -81,7 +83,7 @@ def score_texts(request: TextScoreRequest) -> list[TextScore] | None:
             problems.append(f"line {line}: {error}")
     if problems:
         raise InputError(*problems)
-    firsts = {line: max(1, scored.index(True, 1)) for line, scored in counted.items()}
+    firsts = {line: scored.index(True, 1) for line, scored in counted.items()}
     sequences = {line: (tokens, len(tokens) - firsts[line]) for line, tokens in ids.items()}
     scores = score(ScoreRequest(request.model, sequences, layout, request.batch_size, request.device))
     if place is not None and place.rank != 0:
@@ -92,21 +94,9 @@ def score_texts(request: TextScoreRequest) -> list[TextScore] | None:
     ]
 
 
-class _LazyChat:
-    """The chat format of a model, read when the first record needs it."""
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-        self._format: ChatFormat | None = None
-
-    def __call__(self) -> ChatFormat:
-        if self._format is None:
-            self._format = self.source.chat()
-        return self._format
-
-
-def _tokens_of(record: Any, text: Text, chat: _LazyChat) -> tuple[list[int], list[bool]]:
-    """Return the token ids of a record, and which of them are scored. Raises BadConversation."""
+def _tokens_of(record: Any, text: Text, chat: Callable[[], ChatFormat]) -> tuple[list[int], list[bool]]:
+    """Return the token ids of a record, and which of them are scored. `chat`: called for a record that needs the chat
+    format. Raises BadConversation."""
     if not isinstance(record, dict):
         raise BadConversation("not an object with a text, or a prompt and a completion")
     if "tokens" in record:
@@ -131,10 +121,8 @@ def _tokens_of(record: Any, text: Text, chat: _LazyChat) -> tuple[list[int], lis
 
 
 def _encodable(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise BadConversation("half a surrogate pair is no text") from None
+    if not is_text(text):
+        raise BadConversation("half a surrogate pair is no text")
     return text
 
 

@@ -411,6 +411,10 @@ class Trainer(ForwardBackward):
         """Register `act` to be called each time before weights and optimizer states change."""
         self._before_change.append(act)
 
+    def _announce_change(self) -> None:
+        for act in self._before_change:
+            act()
+
     def take_steps_if(self, rule: Callable[[Tensor], bool]) -> None:
         """Register a rule: a step changes weights and optimizer states only if `rule` returns true for the norm of
         its gradients, which are in `.grad`. The result must be equal on every rank."""
@@ -439,8 +443,7 @@ class Trainer(ForwardBackward):
         if self.spikes is not None and self.spikes.doubts:
             result = self._try(batch, step, rate)
         if self.average is not None:
-            for act in self._before_change:  # also after a step without targets, which changes no weights
-                act()
+            self._announce_change()  # also after a step without targets, which changes no weights
             self.average.update(step + 1)
         return result
 
@@ -469,8 +472,7 @@ class Trainer(ForwardBackward):
         if self.spikes is not None:
             taken = self.spikes.takes(overflowed=not taken) and taken
         taken = taken and all(rule(norm) for rule in self._rules)
-        for act in self._before_change:
-            act()
+        self._announce_change()
         if taken:
             set_learning_rate(self.optimizer, rate)
             self.optimizer.step()
