@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 
 from shardwright.cli.main import app
 from shardwright.data import chat as module
-from shardwright.data.chat import BadConversation, ChatFormat, PairFormat, TextPiece
+from shardwright.data.chat import BadConversation, ChatFormat, TextPiece
 from shardwright.data.inspect import inspect
+from shardwright.data.pairs import PairFormat
 from shardwright.data.prepare import prepare
 from shardwright.data.samples import PackedSamples, PairSamples
 from shardwright.data.shards import DataManifest, open_split, verify_checksums

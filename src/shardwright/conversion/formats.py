@@ -12,8 +12,9 @@ from shardwright.config.sections import spec_of_folder
 from shardwright.conversion.dcp import METADATA
 from shardwright.conversion.dcp_state import read_dcp_state, state_of_folder, write_dcp_state
 from shardwright.conversion.deepspeed import DeepSpeedFolder, step_folder, write_universal_state
-from shardwright.conversion.megatron import MegatronFolder, write_megatron_state
+from shardwright.conversion.megatron import MegatronFolder
 from shardwright.conversion.megatron import step_folder as megatron_step_folder
+from shardwright.conversion.megatron_writer import write_megatron_state
 from shardwright.conversion.names import MEGATRON, TORCHTITAN, TRANSFORMERS, named_tensors_of
 from shardwright.conversion.own import read_own_state, write_own_state
 from shardwright.conversion.prove import compare

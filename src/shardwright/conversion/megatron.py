@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron in its format torch_dist (megatron-core 0.16.1), read and written.
+"""Reads checkpoints of Megatron in its format torch_dist (megatron-core 0.16.1); `megatron_writer` writes them.
 
 FOLDER/latest_checkpointed_iteration.txt     the number of the step
 FOLDER/iter_0000005/metadata.json            the name of the format
@@ -9,54 +9,45 @@ All layers are one tensor with a first dim (decoder.layers.mlp.linear_fc2.weight
 (decoder.layers.3.mlp.linear_fc2.weight), and so have experts. Gate and up are one tensor, or weight_w and weight_v.
 """
 
-import argparse
 import json
 import re
 from collections.abc import Iterator, Mapping
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwright.conversion.dcp import DcpWriter, file_of, read_dcp
+from shardwright.conversion.dcp import read_dcp
 from shardwright.conversion.dcp_state import SAMPLES, TOKENS
-from shardwright.conversion.names import MEGATRON, MEGATRON_LAYERS, named_tensors_of
+from shardwright.conversion.names import MEGATRON_LAYERS
 from shardwright.conversion.pickled import InertObject, StandIn, load_pickled
-from shardwright.conversion.state import STEP, AdamWSettings, TrainingState
-from shardwright.hugging_face.architecture import architecture_of
-from shardwright.hugging_face.files import CONFIG
-from shardwright.hugging_face.table import FileTensor
-from shardwright.hugging_face.writer import tensor_of_file
+from shardwright.conversion.state import STEP
 from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.system.errors import CheckpointError, DamagedError, InputError
 from shardwright.system.files import inside, open_regular
 from shardwright.training.checkpoint.manifest import ShardRecord, TensorRecord
-from shardwright.training.weights import ShardedTensors, Weights
+from shardwright.training.weights import ShardedTensors
 
 LATEST, COMMON, FORMAT = "latest_checkpointed_iteration.txt", "common.pt", "metadata.json"
-_BACKEND = "torch_dist"
-_SHARDING = "fully_reshardable"
+BACKEND = "torch_dist"
+SHARDING = "fully_reshardable"
 """The form of the distributed optimizer's states that has a tensor for each parameter."""
-_MASTERS = ("param", "fp32_param")
+MASTERS = ("param", "fp32_param")
 """The names of the float32 copies of weights that an optimizer trains."""
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
-_MODULES = ("self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.core_attention")
-_DENSE_MODULES = ("mlp.linear_fc1", "mlp.linear_fc2")
-"""Modules that have an entry `_extra_state`, empty without fp8; Megatron does not load a checkpoint without it."""
 _CLASSES = (
     "argparse.Namespace", "types.SimpleNamespace", "pathlib.PosixPath", "pathlib._local.PosixPath", "signal.Signals",
 )  # fmt: skip
 _PLAN_CLASSES = {"megatron.core.dist_checkpointing.strategies.torch": ("MCoreSavePlan", "MCoreMetadata")}
 """Classes of Megatron in a `.metadata`, read as the classes of PyTorch."""
-_SIZES = {
+SIZES = {
     "num_layers": "n_layers", "hidden_size": "d_model", "num_attention_heads": "n_heads", "kv_channels": "head_dim",
     "norm_epsilon": "norm_eps", "rotary_base": "rope_theta",
 }  # fmt: skip
 """Argument of a run -> the field of ModelSpec that has its value."""
-_FIXED = {
+FIXED = {
     "normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope", "rotary_percent": 1.0,
     "rotary_interleaved": False, "apply_layernorm_1p": False, "optimizer": "adam", "decoupled_weight_decay": True,
 }  # fmt: skip
@@ -155,7 +146,7 @@ class MegatronFolder:
                         f"{self._spec.n_layers} layers; give the model of the checkpoint"
                     )
                 layers = {f"{MEGATRON_LAYERS}{number}.{rest}": (number,) for number in range(record.shape[0])}
-            group = weights if not kind else masters if kind in _MASTERS else states
+            group = weights if not kind else masters if kind in MASTERS else states
             for layer, index in layers.items():
                 key = f"optimizer.state.{layer}.{kind}" if group is states else layer
                 group.setdefault(key, {})[expert, half] = stored, index
@@ -191,12 +182,12 @@ class MegatronFolder:
                 backend = json.loads(text)["sharded_backend"]
             except (ValueError, KeyError, TypeError):
                 raise DamagedError(f"{self.path / FORMAT} is damaged: it names no sharded_backend") from None
-            if backend != _BACKEND:
-                raise CheckpointError(f"{self.path} is of sharded_backend={backend!r}; supported: {_BACKEND}")
+            if backend != BACKEND:
+                raise CheckpointError(f"{self.path} is of sharded_backend={backend!r}; supported: {BACKEND}")
         elif not (self.path / COMMON).is_file():
             raise CheckpointError(
                 f"{self.path} has no {FORMAT} and no {COMMON}: it is not complete, or of Megatron's older format; "
-                f"supported: --ckpt-format {_BACKEND}"
+                f"supported: --ckpt-format {BACKEND}"
             )
         path = inside(self.path, COMMON, DamagedError)
         theirs: list[StandIn] = [(InertObject, name) for name in (*_CLASSES, *_classes_of_megatron(path))]
@@ -272,21 +263,22 @@ def _classes_of_megatron(path: Path) -> list[str]:
 
 def _other_arguments(arguments: Mapping[str, Any], spec: ModelSpec) -> Iterator[str]:
     """Yield the arguments of a run that differ from the model, or with which tensors have another meaning."""
-    for key, field in _SIZES.items():
+    for key, field in SIZES.items():
         if (there := arguments.get(key)) is not None and there != getattr(spec, field):
             yield f"the run has {key}={there!r}, and the model has {field}={getattr(spec, field)!r}"
-    fixed: dict[str, Any] = _FIXED | {
+    fixed: dict[str, Any] = FIXED | {
         "use_rope_scaling": spec.rope_scaling is not None, "qk_l2_norm": False, "window_size": None,
         "rotary_seq_len_interpolation_factor": None,
     }  # fmt: skip
     if spec.moe is not None:
-        fixed |= _router_arguments(spec.moe)
+        fixed |= router_arguments(spec.moe)
     for key, valid in fixed.items():
         if (there := arguments.get(key)) is not None and there != valid:
             yield f"the run has {key}={there!r}; supported: {valid!r}"
 
 
-def _router_arguments(moe: MoESpec) -> dict[str, Any]:
+def router_arguments(moe: MoESpec) -> dict[str, Any]:
+    """Return the arguments of a run with which its router computes as the router of a model."""
     return {
         "moe_router_topk": moe.top_k,
         "moe_router_score_function": moe.score,
@@ -297,11 +289,11 @@ def _router_arguments(moe: MoESpec) -> dict[str, Any]:
 def _groups(stored: Mapping[Any, Any]) -> Iterator[tuple[dict[str, Any], Any]]:
     """Yield the settings and the number of updates of each group of an optimizer, or of several. Raises CheckpointError
     for states whose tensors are not of one parameter each."""
-    sharding = stored.get("param_state_sharding_type", _SHARDING)
-    if sharding != _SHARDING:
+    sharding = stored.get("param_state_sharding_type", SHARDING)
+    if sharding != SHARDING:
         raise CheckpointError(
             f"the distributed optimizer's states are in the form {sharding}, whose files do not name the parameters in "
-            f"a bucket; supported: {_SHARDING} (save a step with --dist-ckpt-optim-fully-reshardable)"
+            f"a bucket; supported: {SHARDING} (save a step with --dist-ckpt-optim-fully-reshardable)"
         )
     if "param_groups" not in stored:
         for key, value in stored.items():
@@ -318,134 +310,3 @@ def _groups(stored: Mapping[Any, Any]) -> Iterator[tuple[dict[str, Any], Any]]:
         if group.get("max_lr") is not None:
             settings["initial_lr"] = group["max_lr"] * multipliers["lr_mult"]
         yield settings, group.get(STEP, stored.get("state", {}).get("common_step"))
-
-
-def write_megatron_state(state: TrainingState, out: Path) -> list[str]:
-    """Write a training state as a checkpoint that Megatron loads on any number of ranks, with one tensor of a layer in
-    memory at a time. Return remarks."""
-    spec, tensors = state.spec, named_tensors_of(MEGATRON, state.spec)
-    tag = str(state.step) if state.step else "release"  # Megatron takes no step 0
-    folder = out / (f"iter_{state.step:07d}" if state.step else tag)
-    folder.mkdir()
-    writer = DcpWriter(folder)
-    by_name: dict[str, list[FileTensor]] = {}
-    for tensor in tensors:
-        by_name.setdefault(re.sub(rf"^{re.escape(MEGATRON_LAYERS)}\d+\.", MEGATRON_LAYERS, tensor.name), []).append(
-            tensor
-        )
-    kinds: dict[str, Weights] = {"": state.weights}
-    if state.moments:
-        kinds |= {f"optimizer.state.{_MASTERS[0]}.": state.weights}
-        kinds |= {f"optimizer.state.{kind}.": each for kind, each in state.moments.items()}
-    for prefix, values in kinds.items():
-        for name, layers in by_name.items():
-            layers.sort(key=lambda each: _layer(each.name))
-            stacked = name.startswith(MEGATRON_LAYERS)
-            shape = (len(layers), *layers[0].shape) if stacked else layers[0].shape
-            writer.write_tensor((prefix + name,), shape, _chunks(layers, values, stacked))
-    for module in (*_MODULES, *(_DENSE_MODULES if spec.moe is None else ())):
-        for layer in range(spec.n_layers):
-            writer.write_object((f"{MEGATRON_LAYERS}{module}._extra_state/shard_{layer}_{spec.n_layers}",), [None])
-    experts = 0 if spec.moe is None else spec.moe.n_experts
-    for module in ("linear_fc1", "linear_fc2") if experts else ():
-        for layer, expert in product(range(spec.n_layers), range(experts)):
-            place = f"_extra_state/shard_{layer}.{expert}_{spec.n_layers}.{experts}"
-            writer.write_object((f"{MEGATRON_LAYERS}mlp.experts.experts.{module}.{place}",), [None])
-    writer.finish()
-    (folder / COMMON).write_bytes(file_of(_common_of(state, tensors)))
-    versions = {"sharded_backend": _BACKEND, "sharded_backend_version": 1, "common_backend": "torch"}
-    (folder / FORMAT).write_text(json.dumps(versions | {"common_backend_version": 1}))
-    (out / LATEST).write_text(tag)
-    (out / CONFIG).write_text(json.dumps(architecture_of(spec).config(spec), indent=2) + "\n")
-    if not state.moments:
-        return ["Megatron loads it with --no-load-optim"]
-    remarks = ["Megatron loads it with --override-opt_param-scheduler: its schedule is not in the checkpoint"]
-    if state.samples is None:
-        remarks.append(
-            "Megatron starts its schedule anew, and computes its position in the data from the step: the number of "
-            "samples is not known"
-        )
-    return remarks
-
-
-def _common_of(state: TrainingState, tensors: list[FileTensor]) -> dict[str, Any]:
-    """Return the content of common.pt."""
-    spec, samples = state.spec, state.samples or 0
-    arguments = argparse.Namespace(
-        **{key: getattr(spec, field) for key, field in _SIZES.items()},
-        **_FIXED,
-        num_query_groups=spec.n_kv_heads,
-        group_query_attention=spec.n_kv_heads != spec.n_heads,
-        ffn_hidden_size=spec.d_ffn,
-        max_position_embeddings=spec.max_seq_len,
-        padded_vocab_size=spec.vocab_size,
-        untie_embeddings_and_output_weights=not spec.tied_embedding,
-        consumed_train_samples=samples,
-        use_rope_scaling=spec.rope_scaling is not None,
-        **({} if spec.moe is None else _router_arguments(spec.moe)),
-    )
-    common: dict[str, Any] = {
-        "args": arguments,
-        "checkpoint_version": 3.0,
-        "iteration": state.step or 0,
-        "content_metadata": {"distrib_optim_sharding_type": _SHARDING, "chained_optim_avoid_prefix": True},
-    }
-    if state.moments:
-        common["optimizer"] = _optimizer(state, tensors)
-        peak, decay = (
-            max(getattr(each, key) for each in state.settings.values()) for key in ("peak_lr", "weight_decay")
-        )
-        common["opt_param_scheduler"] = {
-            "max_lr": peak, "min_lr": 0.0, "lr_warmup_steps": 0, "lr_decay_steps": samples, "num_steps": samples,
-            "lr_decay_style": "constant", "start_wd": decay, "end_wd": decay, "wd_incr_style": "constant",
-            "wd_incr_steps": 0,
-        }  # fmt: skip
-    return common
-
-
-def _layer(name: str) -> int:
-    rest = name.removeprefix(MEGATRON_LAYERS)
-    return int(rest.partition(".")[0]) if rest != name else -1
-
-
-def _chunks(layers: list[FileTensor], values: Weights, stacked: bool) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    for number, tensor in enumerate(layers):
-        whole = tensor_of_file(tensor, values.read, getattr(torch, values.dtypes[tensor.parts[0].name]))
-        yield ((number, *(0,) * whole.dim()), whole[None]) if stacked else ((0,) * whole.dim(), whole)
-
-
-def _optimizer(state: TrainingState, tensors: list[FileTensor]) -> dict[Any, Any]:
-    """Return the entry of the optimizer in common.pt; with experts, of two optimizers. Raises CheckpointError if
-    parameters of a group differ in their settings."""
-    groups: dict[tuple[bool, bool], AdamWSettings] = {}
-    for tensor in tensors:
-        is_flat = len(tensor.shape) == 1 or tensor.name.endswith(".bias")
-        settings = groups.setdefault(
-            (".experts.experts." in tensor.name, is_flat), state.settings[tensor.parts[0].name]
-        )
-        if any(state.settings[part.name] != settings for part in tensor.parts):
-            raise CheckpointError(
-                f"{state.weights.path}: AdamW's settings of {tensor.name} differ from the settings of others; Megatron "
-                f"has one group for matrices, one for norms and biases, and both again for experts"
-            )
-        if is_flat and settings.weight_decay:
-            raise CheckpointError(
-                f"{state.weights.path}: weight decay of {tensor.name} is {settings.weight_decay:g}; Megatron has none "
-                f"for norms and biases"
-            )
-    optimizers = [
-        {
-            "optimizer": {
-                "param_groups": [
-                    settings.group()
-                    | {"wd_mult": float(not is_flat), "lr_mult": 1.0, "is_expert_parallel": experts, STEP: state.step}
-                    | {"is_decoupled_lr": False, "default_config": True, "max_lr": settings.peak_lr, "min_lr": None}
-                    for (experts, is_flat), settings in sorted(groups.items(), key=lambda item: item[0])
-                    if experts == of_experts
-                ]
-            },
-            "param_state_sharding_type": _SHARDING,
-        }
-        for of_experts in sorted({experts for experts, _ in groups})
-    ]
-    return dict(enumerate(optimizers)) if len(optimizers) > 1 else optimizers[0]

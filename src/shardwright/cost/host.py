@@ -8,6 +8,7 @@ from shardwright.cost import memory
 from shardwright.cost.data_parallel import rank_parameters
 from shardwright.cost.job import Candidates, Floats, Job
 from shardwright.cost.states import averages_on_host
+from shardwright.layout.layout import Layout
 
 
 def host_bytes(job: Job, candidates: Candidates, pp_rank: int) -> dict[str, Floats]:
@@ -54,8 +55,12 @@ def node_host_bytes(job: Job, candidates: Candidates) -> Floats:
 def host_share(job: Job, candidates: Candidates) -> Floats:
     """Return `node_host_bytes` as a share of the memory of a node's host, (n,); 0 if nothing is offloaded, or if that
     memory is unknown. A layout does not fit if it is above 1."""
-    layout, memory_bytes = candidates.shared, job.cluster.host_memory_bytes
-    offloads = "cpu" in (layout.offload_optimizer, layout.offload_parameters, layout.offload_activations)
-    if not memory_bytes or not (offloads or averages_on_host(job, candidates)):
+    memory_bytes = job.cluster.host_memory_bytes
+    if not memory_bytes or not uses_host(candidates.shared, averages_on_host(job, candidates)):
         return np.zeros(len(candidates))
     return node_host_bytes(job, candidates) / memory_bytes
+
+
+def uses_host(layout: Layout, averages: bool) -> bool:
+    """Return whether a layout keeps tensors in host memory. `averages`: the run averages its weights."""
+    return averages or "cpu" in (layout.offload_optimizer, layout.offload_parameters, layout.offload_activations)

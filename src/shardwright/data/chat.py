@@ -91,7 +91,7 @@ class ChatFormat:
             raise BadConversation(f"no field {fields}; there are: {there}")
         for name in ("prompt", "completion"):
             if not isinstance(record[name], str) or not record[name]:
-                raise BadConversation(f"the field {name!r} is {_kind(record[name])}, not a text")
+                raise BadConversation(f"the field {name!r} is {kind_in_words(record[name])}, not a text")
         if given := [name for name in ("tools", "documents", "chat_template_kwargs") if record.get(name)]:
             raise BadConversation(
                 f"the field {given[0]!r} is for messages, and the record has a prompt and a completion"
@@ -198,64 +198,6 @@ class ChatFormat:
         )
 
 
-class PairFormat(ChatFormat):
-    """The rendering of records with a `chosen` and a `rejected` answer to the same prompt, as two documents in which
-    only the answers count. The answers are texts after a `prompt`, or lists of messages: whole conversations, or the
-    messages after a `prompt` of messages."""
-
-    per_record = 2
-
-    def documents(self, record: dict[str, Any]) -> list[list[TextPiece]]:
-        """Return the documents of the chosen and of the rejected answer."""
-        chosen, rejected = (self._answer(record, name) for name in ("chosen", "rejected"))
-        if chosen == rejected:
-            raise BadConversation("the chosen and the rejected answer are equal, so the pair prefers neither")
-        rest = {key: value for key, value in record.items() if key not in ("prompt", "chosen", "rejected")}
-        if isinstance(chosen, str) and isinstance(rejected, str):
-            records = [{"prompt": record.get("prompt"), "completion": answer} for answer in (chosen, rejected)]
-            return [self.pieces(rest | each) for each in records]
-        if isinstance(chosen, str) or isinstance(rejected, str):
-            raise BadConversation("one of 'chosen' and 'rejected' is a text, and the other a list of messages")
-        prompt = record.get("prompt")
-        if isinstance(prompt, str) and all(_role(each[0]) == ANSWER for each in (chosen, rejected)):
-            prompt = [{"role": "user", "content": prompt}]
-        if isinstance(prompt, list):
-            chosen, rejected = [*prompt, *chosen], [*prompt, *rejected]
-        elif prompt is not None:
-            rest["prompt"] = prompt
-        n_shared = next((n for n, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
-        if n_shared is None:
-            raise BadConversation("one of 'chosen' and 'rejected' begins with the whole other one; both need an answer")
-        if roles := [role for each in (chosen, rejected) if (role := _role(each[n_shared])) not in (None, ANSWER)]:
-            raise BadConversation(
-                f"message {n_shared + 1}, the first that differs in 'chosen' and 'rejected', has the role "
-                f"{roles[0]!r}; a pair has two answers to the same messages"
-            )
-        conversations = [[*map(_untrained, each[:n_shared]), *each[n_shared:]] for each in (chosen, rejected)]
-        return [self.pieces(rest | {"messages": messages}) for messages in conversations]
-
-    def _answer(self, record: dict[str, Any], name: str) -> str | list[Any]:
-        answer = record.get(name)
-        if answer is None:
-            raise BadConversation(f"no field {name!r}; there are: {', '.join(record) or 'none'}")
-        if not isinstance(answer, str | list) or not answer:
-            raise BadConversation(f"the field {name!r} is {_kind(answer)}, neither a text nor a list of messages")
-        if isinstance(answer, str) and not isinstance(record.get("prompt"), str):
-            raise BadConversation(f"the field {name!r} is a text, and there is no text 'prompt' that it answers")
-        return answer
-
-
-def _role(message: Any) -> Any:
-    return message.get("role") if isinstance(message, dict) else None
-
-
-def _untrained(message: Any) -> Any:
-    """Return a message before the answer; an earlier answer is not trained on."""
-    if not isinstance(message, dict) or message.get("role") != ANSWER:
-        return message
-    return {key: value for key, value in message.items() if key not in TRAINED_KEYS} | {"train": False}
-
-
 def without_nulls(value: Any) -> Any:
     """Return a value of Arrow without its null keys: Arrow fills every key of a column into every row."""
     if isinstance(value, dict):
@@ -282,11 +224,11 @@ def _given(record: dict[str, Any], reads: frozenset[str]) -> dict[str, Any]:
         if value is None:
             continue
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-            raise BadConversation(f"the field {name!r} is {_kind(value)}, not a list of objects")
+            raise BadConversation(f"the field {name!r} is {kind_in_words(value)}, not a list of objects")
         given[name] = value
     extra = record.get("chat_template_kwargs") or {}
     if not isinstance(extra, dict):
-        raise BadConversation(f"the field 'chat_template_kwargs' is {_kind(extra)}, not an object")
+        raise BadConversation(f"the field 'chat_template_kwargs' is {kind_in_words(extra)}, not an object")
     for name in [*(name for name, value in given.items() if value), *extra]:
         if reads and name not in reads:
             raise BadConversation(f"the chat template does not read {name!r}; remove it, or choose another template")
@@ -298,7 +240,7 @@ def _given(record: dict[str, Any], reads: frozenset[str]) -> dict[str, Any]:
 def _checked(messages: Any, template: str, special_tokens: tuple[str, ...]) -> list[dict[str, Any]]:
     """Return `messages`, without nulls, if they are a conversation with an answer. Raises BadConversation."""
     if not isinstance(messages, list) or not messages:
-        raise BadConversation(f"the field 'messages' is {_kind(messages)}, not a list of messages")
+        raise BadConversation(f"the field 'messages' is {kind_in_words(messages)}, not a list of messages")
     checked = []
     for number, given in enumerate(messages, start=1):
         if not isinstance(given, dict):
@@ -427,7 +369,7 @@ def _templates(given: Any, path: Path) -> tuple[str | None, str | None]:
     if isinstance(given, list) and all(isinstance(item, dict) for item in given):
         given = {item.get("name"): item.get("template") for item in given}
     if not isinstance(given, dict) or not all(isinstance(item, str) for pair in given.items() for item in pair):
-        raise DataError(f"{path}: chat_template is {_kind(given)}, and neither a text nor texts with names")
+        raise DataError(f"{path}: chat_template is {kind_in_words(given)}, and neither a text nor texts with names")
     return given.get("default"), given.get("tool_use")
 
 
@@ -448,5 +390,6 @@ def _read(path: Path) -> str:
         raise DataError(f"{path}: cannot be read: {reason(error)}") from None
 
 
-def _kind(value: Any) -> str:
+def kind_in_words(value: Any) -> str:
+    """Return the kind of a value of a record for errors: `a list`, or `empty`."""
     return "empty" if value in ("", []) else f"a {type(value).__name__}"

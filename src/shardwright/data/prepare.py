@@ -18,9 +18,10 @@ from typing import Any, Literal
 import numpy as np
 
 from shardwright.data import blocks
-from shardwright.data.chat import MOST_NAMES, TEMPLATE, ChatFormat, PairFormat, read_chat_format
+from shardwright.data.chat import MOST_NAMES, TEMPLATE, ChatFormat, read_chat_format
 from shardwright.data.encoding import Joiner, TextSection, TextWindow, answer_sections, encode, windows
 from shardwright.data.order import keyed_fractions
+from shardwright.data.pairs import PairFormat
 from shardwright.data.remote import size_bytes
 from shardwright.data.shards import MANIFEST, TOKENIZER, DataManifest
 from shardwright.data.sources import HUB, Document, EncodingErrors, Meter, documents, source_files
@@ -149,7 +150,7 @@ def prepare(
 
     `tokenizer` is a tokenizer.json; without one a BPE of `vocab_size` is trained on up to `tokenizer_sample` bytes of
     the text, spread over the corpus if its size is known. With `format` "chat" each record is a conversation (see
-    `chat`) whose answers are trained on, with "preference" a chosen and a rejected answer (see `chat.PairFormat`);
+    `chat`) whose answers are trained on, with "preference" a chosen and a rejected answer (see `pairs.PairFormat`);
     `chat_template` is a file with a template instead of the tokenizer's. About
     the fraction `validation` of the documents, chosen by a hash of (seed, document number), goes to the split
     "validation"; with two or more documents both splits have one. The same call writes the same bytes.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shardwright.config import RunConfig, load_kept, resolved_toml
 from shardwright.config.settle import job_of, needs_memory, of_fullest_stage, settled, with_recomputation
-from shardwright.cost.host import host_bytes
+from shardwright.cost.host import host_bytes, uses_host
 from shardwright.cost.job import Candidates
 from shardwright.parallel.objects import gathered
 from shardwright.run_folder import RUN_FILE
@@ -79,8 +79,7 @@ def require_host_memory(config: RunConfig) -> None:
     """Raise InputError, on every rank, unless each machine has, and its control groups allow, the host memory that its
     ranks need by the formulas of the plan. A collective; every rank calls it."""
     layout = config.layout.layout()
-    offloads = "cpu" in (layout.offload_optimizer, layout.offload_parameters, layout.offload_activations)
-    if not offloads and not (config.average.slots and config.average.device == "cpu"):
+    if not uses_host(layout, bool(config.average.slots) and config.average.device == "cpu"):
         return
     if config.precision.compute == "fp64":
         return  # the plan has no formulas for this run

@@ -4,6 +4,7 @@ from tests.mutation import Mutation
 from tests.training.bugs.bug import AnyBug, UnitBug
 
 MEGATRON = "shardwright.conversion.megatron"
+WRITER = f"{MEGATRON}_writer"
 SEEN = "tests/conversion/test_megatron.py:test_a_bug_of_reading_or_writing_megatron_is_refused_or_changes_bits"
 FILES: dict[str, AnyBug] = {
     name: UnitBug(Mutation(f"{module}:{function}", before, after), SEEN, put_in_there=True)
@@ -22,15 +23,15 @@ FILES: dict[str, AnyBug] = {
             'int(name.endswith(".weight_v"))', 'int(name.endswith(".weight_w"))',
         ),
         (
-            "Megatron: weights are written for the moments", MEGATRON, "write_megatron_state",
+            "Megatron: weights are written for the moments", WRITER, "write_megatron_state",
             "_chunks(layers, values, stacked)", "_chunks(layers, state.weights, stacked)",
         ),
         (
-            "Megatron: layers are written in the order of their names as text", MEGATRON, "write_megatron_state",
+            "Megatron: layers are written in the order of their names as text", WRITER, "write_megatron_state",
             "layers.sort(key=lambda each: _layer(each.name))", "layers.sort(key=lambda each: -_layer(each.name))",
         ),
         (
-            "Megatron: a step too few is written", MEGATRON, "_optimizer",
+            "Megatron: a step too few is written", WRITER, "_optimizer",
             '{"wd_mult": float(not is_flat), "lr_mult": 1.0, "is_expert_parallel": experts, STEP: state.step}',
             '{"wd_mult": float(not is_flat), "lr_mult": 1.0, "is_expert_parallel": experts, STEP: state.step - 1}',
         ),
