@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REFERENCES = Path(__file__).parent / "references"
-"""One process: the loop and the loss are plain PyTorch; for transformers the model is the library's."""
+"""One process: the loop and the loss are plain PyTorch; for transformers the model is the library's. The reference of
+Megatron Core is the library in one process."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Case:
 _OLD = "accelerate==1.0.1 tokenizers==0.20.3 huggingface_hub==0.25.2 datasets==3.0.1 psutil"
 _TWO = "transformers --world 2 --steps 1"
 _PIPELINE = "deepspeed --world 2 --steps 1 --set pp=2 --dtype float32"
+_CORE = "megatron-core==0.16.1 einops"
+_MEGATRON = "megatron --world 2 --steps 1 --set"
 _RAGGED = "it is equal without dp=2 and without ragged masks"
 CASES = {
     "transformers-4.45.2": Case(
@@ -45,6 +48,21 @@ CASES = {
     "transformers-5.23.0": Case("transformers==5.23.0 accelerate==1.15.0", _TWO),
     "deepspeed-0.19.2-pipeline": Case("deepspeed==0.19.2", _PIPELINE, "without pp=2 and without accumulation"),
     "deepspeed-0.19.8-pipeline": Case("deepspeed==0.19.8", _PIPELINE),
+    "megatron-0.16.1-sinks": Case(_CORE, f"{_MEGATRON} tp=2 --set sinks=true", "without tp=2 and without sinks=True"),
+    "megatron-0.16.1-interleaved": Case(
+        _CORE,
+        f"{_MEGATRON} pp=2 --set virtual_stages=2 --set model.n_layers=4 --set overlap_p2p=false",
+        "it is equal without overlap_p2p=False",
+    ),
+    "megatron-0.16.1-balance": Case(
+        _CORE,
+        f"{_MEGATRON} tp=2 --set sequence_parallel=true --set experts=4 --set aux_loss=0.1 --set batch.global_batch=2 "
+        f"--set batch.micro_batch=2",
+        "it is equal without tp=2 and without experts=4 and without aux_loss=0.1",
+    ),
+    "megatron-0.16.1-experts": Case(
+        _CORE, f"{_MEGATRON} tp=2 --set ep=2 --set experts=4 --set sequence_parallel=true --world 4"
+    ),
 }
 
 
@@ -63,10 +81,11 @@ def main() -> int:
 def _run(name: str, case: Case, folder: Path) -> int:
     """Verify a release. Returns 1 if the result is not the listed one."""
     python = _environment(case, folder)
-    reference = REFERENCES / ("llama.py" if case.arguments.startswith("transformers") else "decoder.py")
+    file = {"transformers": "llama.py", "deepspeed": "decoder.py"}.get(case.arguments.partition(" ")[0])
+    reference = ["--reference", REFERENCES / file] if file else []
     began_s = time.monotonic()
     result = subprocess.run(
-        [python, "-m", "shardwright", "verify", "--trainer", *case.arguments.split(), "--reference", reference],
+        [python, "-m", "shardwright", "verify", "--trainer", *case.arguments.split(), *reference],
         env=os.environ | {"DS_ACCELERATOR": "cpu"},
         capture_output=True,
         text=True,

@@ -1,81 +1,34 @@
 """A trainer with the library megatron-core; tests/conversion/test_megatron.py starts it on CPU ranks with gloo.
 
-It needs torch, megatron-core, numpy and einops, and nothing of this package. `job.json` in the folder that is its
-argument: config (TransformerConfig), model (GPTModel), tp, pp, sharding (of the distributed optimizer's states, or null
-for the plain optimizer), start (the folder of a step, or null), save (step -> folder), rates (of each step, and one
-more), and AdamW's settings. `batches.pt`: for each step the inputs and the targets of all ranks.
-
-The library has no path for a CPU. The patches below replace the device "cuda" by "cpu" wherever it is named, and the
-type names of CUDA's tensors, and mend places that fail without Transformer Engine. Model, tensor and pipeline
-parallelism, DDP, optimizer and checkpoints are the library's.
+It needs torch, megatron-core, numpy and einops, and of this package the file `megatron_cpu.py`, whose folder is in
+PYTHONPATH. `job.json` in the folder that is its argument: config (TransformerConfig), model (GPTModel), tp, pp,
+sharding (of the distributed optimizer's states, or null for the plain optimizer), start (the folder of a step, or
+null), save (step -> folder), rates (of each step, and one more), and AdamW's settings. `batches.pt`: for each step the
+inputs and the targets of all ranks.
 """
 
 import json
 import sys
 import warnings
 from argparse import Namespace
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed import finalize_model_grads as finalize
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.moe import moe_utils
+from megatron_cpu import run_without_cuda
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-
-
-class OnCpu(TorchFunctionMode):
-    """Replaces the device "cuda" in calls of torch."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if "cuda" in str(kwargs.get("device", "")):
-            kwargs["device"] = "cpu"
-        return func(*args, **kwargs)
-
-
-def nothing(*arguments: Any, **options: Any) -> None:
-    """Stands for a call of torch.cuda that a CPU does not need."""
-
-
-def run_without_cuda() -> None:
-    torch.cuda.current_device = lambda: torch.device("cpu")
-    for name in ("synchronize", "set_device", "empty_cache", "current_stream", "Stream"):
-        setattr(torch.cuda, name, partial(nothing, name))
-    tensor_parallel.random.CudaRNGStatesTracker.fork = nullcontext  # no dropout
-    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
-
-    def set_with_counter(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
-        """The library expects AdamW's counter among the tensors of a parameter, and stores it with the groups."""
-        group, place = self.model_param_group_index_map[parameter]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
-        set_states(self, parameter, {**tensors, "step": state["step"]})
-
-    DistributedOptimizer._set_main_param_and_optimizer_states = set_with_counter
-    moe_utils.te_general_gemm = None  # the library reads the name without having defined it
-    Tensor.cuda = lambda self, *_, **__: self
-    plain_type = Tensor.type
-
-    def type_of(self: Tensor, *arguments: Any, **options: Any) -> Any:
-        name = plain_type(self, *arguments, **options)
-        return f"torch.cuda.{name.rpartition('.')[2]}" if isinstance(name, str) else name
-
-    Tensor.type = type_of
-    OnCpu().__enter__()
-
 
 MICRO_BATCH = 1
 warnings.simplefilter("ignore")

@@ -24,6 +24,7 @@ from shardwright.conversion.formats import convert, read_state
 from shardwright.conversion.megatron import step_folder
 from shardwright.model.spec import ModelSpec
 from shardwright.system.errors import InputError, ProofError
+from shardwright.verification import trainers
 from tests.conversion import torchtitan_loop
 from tests.conversion.test_convert import Intruder, contents
 from tests.conversion.torchtitan_loop import batches
@@ -363,6 +364,7 @@ def run_megatron(
     assert LIBRARY is not None
     arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(sizes["ranks"])]
     environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
+    environment["PYTHONPATH"] = str(Path(trainers.__file__).parent)
     result = subprocess.run(
         [LIBRARY, *arguments, str(program), str(folder)],
         env=os.environ | environment, capture_output=True, text=True, timeout=600,

@@ -380,8 +380,11 @@ class Old:
     output_dir: str
 
 
-def test_an_adapter_whose_package_is_missing_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "accelerate", None)
-    monkeypatch.delitem(sys.modules, "shardwright.verification.trainers.accelerate", raising=False)
-    with pytest.raises(InputError, match=r"--trainer accelerate: .*; install it: pip install accelerate$"):
-        trainer_class("accelerate")
+@pytest.mark.parametrize(("name", "package"), [("accelerate", "accelerate"), ("megatron", "megatron-core")])
+def test_an_adapter_whose_package_is_missing_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, name: str, package: str
+):
+    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, f"shardwright.verification.trainers.{name}", raising=False)
+    with pytest.raises(InputError, match=rf"--trainer {name}: .*; install it: pip install {package}$"):
+        trainer_class(name)

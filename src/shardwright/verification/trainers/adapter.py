@@ -26,8 +26,10 @@ from shardwright.system.files import read_bytes
 
 METHODS = ("load", "step", "gradients", "parameters")
 """The methods that a Trainer class needs."""
-ADAPTERS = ("accelerate", "deepspeed", "shardwright", "torch", "transformers")
+ADAPTERS = ("accelerate", "deepspeed", "megatron", "shardwright", "torch", "transformers")
 """The adapters of this folder, by name."""
+PACKAGES = {"megatron": "megatron-core"}
+"""The package of a module of another name."""
 
 
 class Options(Mapping[str, Any]):
@@ -200,7 +202,8 @@ def trainer_class(name: str) -> type[Any]:
 
 def _not_installed(name: str, error: ModuleNotFoundError) -> InputError:
     """Return one sentence about a package that an adapter needs, with the command that installs it."""
-    return InputError(f"--trainer {name}: {error}; install it: pip install {(error.name or name).partition('.')[0]}")
+    module = (error.name or name).partition(".")[0]
+    return InputError(f"--trainer {name}: {error}; install it: pip install {PACKAGES.get(module, module)}")
 
 
 _NEEDS_CUDA = re.compile(r"\b(cuda|nvidia|nccl|hip|gpus?)\b", re.IGNORECASE)

@@ -253,7 +253,8 @@ _ORDER = ("initial", "loss", "gradient", "grad norm", "parameter")
 
 
 def _first_difference(report: Report, trace: Trace, expected: Trace) -> str:
-    """Return a sentence about the first results of a training that differ: a loss, and the gradient or parameter."""
+    """Return a sentence about the first results of a training that differ: a loss, and the gradient, or else the norm,
+    or else a parameter."""
 
     def order(row: ReportRow) -> tuple[int, int, int, float]:
         kind, training, step = row.quantity
@@ -265,8 +266,8 @@ def _first_difference(report: Report, trace: Trace, expected: Trace) -> str:
     same_step = [row for row in failing if row.quantity[1:] == failing[0].quantity[1:]]
     by_kind = {row.quantity.kind: row for row in reversed(same_step)}
     parts: list[str] = []
-    for kind in [kind for kind in _ORDER if kind in by_kind and kind != "grad norm"]:
-        if kind == "parameter" and parts:
+    for kind in [kind for kind in _ORDER if kind in by_kind]:
+        if parts and (kind == "parameter" or (kind == "grad norm" and "gradient" in by_kind)):
             break
         row = by_kind[kind]
         alike = [other for other in same_step if other.quantity.kind == kind]
@@ -280,7 +281,8 @@ def _sentence(row: ReportRow, alike: list[ReportRow], trace: Trace, expected: Tr
     """Return a sentence about the difference of a result. `alike`: the rows of its kind and step that differ."""
     if not row.name:
         ours, theirs = trace.scalars.get(row.quantity, math.nan), expected.scalars[row.quantity]
-        return f"{_place(row)} is {ours:.6g}, and {theirs:.6g} in the reference"
+        digits = next((n for n in (6, 9, 12) if f"{ours:.{n}g}" != f"{theirs:.{n}g}"), 17)
+        return f"{_place(row)} is {ours:.{digits}g}, and {theirs:.{digits}g} in the reference"
     if not math.isfinite(row.error):
         whole = trace.tensor(row.quantity, row.name)
         return f"{_place(row)} {'has shards that overlap or leave a hole' if whole is None else 'is NaN or infinite'}"
