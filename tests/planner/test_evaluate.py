@@ -244,15 +244,17 @@ HOSTILE = (
 
 @pytest.mark.parametrize("base", rest_prove([PIPED, EXPERTS]), ids=["dense", "experts"])
 def test_no_cell_of_a_table_ends_it_with_a_traceback(tmp_path: Path, base: dict[str, str]):
-    """Rows with one strange cell each: some are named as errors; without those, the others are predicted or skipped."""
+    """Rows with one strange cell each: some are named as errors; without those, the others are predicted or skipped. Of
+    a model with experts the cells that the dense one has too are left out."""
     path = tmp_path / "runs.csv"
-    rows = [base | {column: value} for column in base if column != "id" for value in HOSTILE]
+    columns = [column for column in base if column != "id" and (base is PIPED or base[column] != PIPED.get(column))]
+    rows = [base | {column: value} for column in columns for value in HOSTILE]
     with pytest.raises(InputError) as error:
         evaluate(write(path, *rows))
     named = re.compile(r"row (\d+): ")
     bad = {int(found[1]) for problem in error.value.problems if (found := named.search(problem))}
     good = [row for line, row in enumerate(rows, start=2) if line not in bad]
-    assert len(bad) > len(good) > len(base)
+    assert len(bad) > len(good) > len(columns)
     found = evaluate(write(path, *good))
     assert len(found.rows) + len(found.skipped) == len(good)
     json.dumps(found.as_json(), allow_nan=False)

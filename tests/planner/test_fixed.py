@@ -1,11 +1,14 @@
 """Proves that a search with fixed values finds what evaluating every layout with those values would find."""
 
+from functools import cache
+
 import pytest
 
 from shardwright.cost.job import Candidates
 from shardwright.layout.keys import KEYS
 from shardwright.layout.layout import Layout
 from shardwright.planner.alternatives import runners_up, well_known
+from shardwright.planner.choice import Choice
 from shardwright.planner.nearest import remedies
 from shardwright.planner.search import MARGIN, limit_bytes, search
 from shardwright.planner.space import FixedChoices, fixed_values, read_fixed
@@ -22,11 +25,17 @@ FIXED = {
 }
 
 
+@cache
+def every_layout() -> list[tuple[float, Choice]]:
+    asked = job(DEEP, "h100:8/4", 16, 256)
+    return brute_force(asked, limit_bytes(asked, MARGIN))
+
+
 @pytest.mark.parametrize("text", rest_prove(FIXED, "tp=2,pp=1"))
 def test_with_fixed_values_the_fastest_of_such_layouts_is_found(text):
     asked = job(DEEP, "h100:8/4", 16, 256)
     found = search(asked, top=1, fixed=read_fixed(text))
-    all_ = brute_force(asked, limit_bytes(asked, MARGIN))
+    all_ = every_layout()
     such = [(seconds, each) for seconds, each in all_ if FIXED[text](each.layout, each.micro_batch)]
     assert 0 < len(such) < len(all_)
     assert len(found.pool) == len(such)
