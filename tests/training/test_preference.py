@@ -21,11 +21,12 @@ from tests.marks import prove
 from tests.mutation import Mutation
 from tests.training.bugs.bug import (
     DUALPIPE,
-    EXPERTS,
+    FEW_PLACES,
     HYBRID,
     ONE,
     PP,
     SP,
+    SP_EP,
     ULYSSES,
     ZB_V,
     ZERO_0,
@@ -36,6 +37,9 @@ from tests.training.bugs.bug import (
     Bug,
 )
 from tests.training.runs import records
+
+OF_SEQUENCES = replace(FEW_PLACES, aux_scope="sequence")
+"""Experts whose balance loss, z-loss and capacity count the tokens of each sequence."""
 
 SETTINGS: dict[str, tuple[Layout, str, dict[str, Any]]] = {
     "dpo on one rank": (ONE, "dpo", {}),
@@ -50,11 +54,13 @@ SETTINGS: dict[str, tuple[Layout, str, dict[str, Any]]] = {
     "dpo over stages": (PP, "dpo", {}),
     "dpo over stages of both ends": (DUALPIPE, "dpo", {"n_layers": 5, "tied_embedding": True}),
     "ipo, first and last stage on one rank": (ZB_V, "ipo", {"n_layers": 4}),
-    "dpo with experts": (Layout(dp_shard=2, zero=2, ep=2), "dpo", {"moe": EXPERTS}),
+    "dpo with experts on token shards": (SP_EP, "dpo", {"moe": OF_SEQUENCES}),
+    "dpo with experts": (Layout(dp_shard=2, zero=2, ep=2), "dpo", {"moe": OF_SEQUENCES}),
+    "simpo with experts over zigzag, token shards and ep": (Layout(cp=2, tp=2, ep=2), "simpo", {"moe": OF_SEQUENCES}),
     "ipo, a batch that changes": (ZERO_2, "ipo", {}),
     "dpo over stages, tp and cp": (Layout(pp=2, tp=2, cp=2, sequence_parallel=True), "dpo", {}),
 }
-QUICK = {"dpo on token shards"}
+QUICK = {"dpo with experts on token shards"}
 
 
 @pytest.mark.parametrize(
