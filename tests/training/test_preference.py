@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from shardwright.config import load
+from shardwright.config.sections import PreferenceSection
 from shardwright.data.prepare import prepare
 from shardwright.layout.layout import Layout
+from shardwright.parallel.preference import METRICS, pair_losses
 from shardwright.system.errors import ConfigError, InputError
 from shardwright.training.start import start
 from shardwright.verification import Verifier
@@ -81,6 +84,13 @@ def test_a_layout_computes_what_one_process_does(
     report = verifier.parity(case, layout)
     assert report.equal, report.worst
     assert {"loss", "gradient", "evaluation"} <= {row.quantity.kind for row in report.rows}
+
+
+def test_a_pair_without_a_margin_is_not_accurate():
+    answers_D = torch.tensor([-3.0, -3.0, -1.0, -2.0, -2.0, -1.0], dtype=torch.float64)
+    section = PreferenceSection.model_validate({"kind": "dpo"})
+    _, metrics_4P = pair_losses(section, answers_D, torch.zeros(6), torch.ones(6))
+    assert metrics_4P[METRICS.index("accuracy")].tolist() == [0, 1, 0]
 
 
 RUN = """
@@ -167,6 +177,9 @@ def test_a_resumed_run_reads_the_reference_that_was_computed_before_its_first_st
     with pytest.raises(
         InputError, match=r"has 0 log-probabilities for the 26 answers of the validation split: .* set "
     ):
+        train(folder, "stopped", *resumed)
+    save_file(values, reference, {"fingerprint": "of other data"})
+    with pytest.raises(InputError, match=r"reference.safetensors is of other data than the run trains on now"):
         train(folder, "stopped", *resumed)
     reference.write_bytes(content)
     (folder / "tokens").rename(folder / "moved")
