@@ -48,6 +48,18 @@ def test_the_document_holds_what_the_page_tells(tmp_path: Path, monkeypatch: pyt
     assert users == sorted(users, reverse=True)
 
 
+def test_a_published_config_is_served_in_the_format_of_its_weights(tmp_path: Path):
+    sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+    config = {"model_type": "llama", **dict(zip(sizes, (64, 2, 4, 96, 64), strict=True)), "max_position_embeddings": 64,
+              "quantization_config": {"quant_method": "fp8"}}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    lengths = ("--input-len", 32, "--output-len", 8)
+    assert "weights fp8, cache fp8" in serve("--model", tmp_path, "--cluster", "h100:1", *lengths).output
+    refused = serve("--model", tmp_path / "config.json", "--cluster", "a100:1", *lengths)
+    assert refused.exit_code == 2
+    assert "--precision (of the published weights) fp8: a100-80gb has no fp8" in refused.output
+
+
 def test_where_no_layout_fits_it_says_what_would():
     result = serve("--model", "llama-3.1-405b", "--cluster", "a100:8", "--input-len", 1000, "--output-len", 100)
     assert result.exit_code == 1

@@ -32,7 +32,7 @@ from tests.data.conftest import as_version_1
 class Numbered:
     """n samples; sample i is the token i, five times over."""
 
-    seq_len = 4
+    seq_len, padded = 4, False
 
     def __init__(self, n: int, fails_at: int = -1) -> None:
         self.n, self.fails_at, self.reads = n, fails_at, 0
@@ -207,7 +207,7 @@ class Places:
     """n samples of `seq_len` tokens of one text of the tokens 0, 1, 2, ..."""
 
     def __init__(self, n: int, seq_len: int) -> None:
-        self.n, self.seq_len = n, seq_len
+        self.n, self.seq_len, self.padded = n, seq_len, False
 
     def read(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         return i * self.seq_len + np.arange(self.seq_len + 1), np.ones(self.seq_len, bool)

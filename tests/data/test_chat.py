@@ -1,6 +1,7 @@
 """Proves that of prompts and answers the tokens of the answers, and no others, are trained on."""
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 from shardwright.cli.main import app
 from shardwright.data import chat as module
+from shardwright.data.batches import evaluation_batches
 from shardwright.data.chat import BadConversation, ChatFormat, TextPiece
 from shardwright.data.inspect import inspect
 from shardwright.data.pairs import PairFormat
@@ -291,15 +293,19 @@ def test_a_record_that_is_no_pair_is_told(record: dict[str, Any], words: str):
         pair_format(CHATML).documents(record)
 
 
-def test_samples_of_pairs_have_whole_pairs_of_which_the_answers_count(tmp_path: Path):
+def test_samples_of_pairs_have_whole_pairs_of_which_the_answers_count():
     lines = [{"prompt": "a" * (n % 3 + 1), "chosen": "bc", "rejected": "d" * (n % 4 + 1)} for n in range(9)]
-    prepare(written(tmp_path / "pairs.jsonl", *lines), tmp_path / "tokens", vocab_size=257, format="preference",
+    folder = Path(tempfile.mkdtemp())
+    prepare(written(folder / "pairs.jsonl", *lines), folder / "tokens", vocab_size=257, format="preference",
             validation=0)  # fmt: skip
-    split = open_split(tmp_path / "tokens", "train")
+    split = open_split(folder / "tokens", "train")
     samples = PairSamples(split, 29)
     seen: list[int] = []
-    for i in range(len(samples)):
+    ahead = evaluation_batches(samples, micro_batch=1, data_rank=0, data_ranks=1, vocab_size=257)
+    for i, batch in zip(range(len(samples)), ahead, strict=True):
         tokens, mask = samples.read(i)
+        assert batch.n_real_AB is not None
+        assert int(batch.n_real_AB) == sum(len(split.document(answer)) for answer in samples.answers(i)) - 1
         lengths, answers = samples.documents(i), samples.answers(i)
         assert len(lengths) - len(answers) in (0, 1)
         assert sum(lengths) == 29

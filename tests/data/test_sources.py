@@ -251,6 +251,7 @@ def test_records_are_read_as_records_whatever_the_name(tmp_path: Path, name: str
         (LINES.replace(b"\n", b"\r"), "more than one object on a line"),
         (LINES.replace(b"{", b"\x1e{"), "more than one object on a line"),
         (LINES.replace(b"}\n{", b"},\n{"), "more than one object on a line"),
+        (b"# a comment\n\n" + LINES, "one JSON object a line, from line 3; remove the lines before"),
         (json.dumps({"data": RECORDS}).encode(), "an object whose field 'data' has the records"),
         (json.dumps({"data": RECORDS}, indent=1).encode(), "an object whose field 'data' has the records"),
     ],

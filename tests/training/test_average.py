@@ -6,10 +6,13 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.config.average import AverageSection, average_problems
 from shardwright.training.average import WeightAverage
 from shardwright.training.checkpoint.state import named_tensors
+from shardwright.training.step import Trainer
 
 STEPS = 11
 
@@ -70,6 +73,53 @@ def check_an_average_is_in_checkpoints():
 
 def test_an_average_is_in_checkpoints():
     check_an_average_is_in_checkpoints()
+
+
+def test_a_step_that_changes_nothing_has_a_part_in_the_average():
+    seen: list[int] = []
+    result = object()
+    stub = SimpleNamespace(
+        _try=lambda *_: result, spikes=None, lacks_targets=True, _announce_change=lambda: None,
+        average=SimpleNamespace(update=seen.append),
+    )  # fmt: skip
+    assert [Trainer.step(cast(Any, stub), cast(Any, None), step, 0.1) for step in (0, 1)] == [result] * 2
+    assert seen == [1, 2]
+
+
+def test_a_run_goes_on_with_no_other_value_of_a_key_that_its_average_reads():
+    changed = {"every": 7, "decay": 0.3, "last": 4}
+    for kind, keys in (("ema", {"every", "decay"}), ("last-k", {"every", "last"}), ("lawa", {"every", "last"})):
+        identity = AverageSection.model_validate({"kind": kind}).identity
+        others = {key: AverageSection.model_validate({"kind": kind, key: changed[key]}).identity for key in changed}
+        assert {key for key, other in others.items() if other != identity} == keys
+        assert AverageSection.model_validate({"kind": kind, "device": "cpu"}).identity == identity
+
+
+def test_an_average_on_the_host_is_pinned_and_is_not_read_before_the_copy_has_ended():
+    copies: list[tuple[torch.device, bool]] = []
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._to_copy.default:
+                copies.append((kwargs["device"], kwargs.get("non_blocking", False)))
+            return func(*args, **(kwargs or {}))
+
+    pinned: list[bool] = []
+    with FakeTensorMode(), pytest.MonkeyPatch.context() as patch:
+        parameter = nn.Parameter(torch.ones(4, device="cuda"))
+        zeros = torch.zeros_like
+        patch.setattr(
+            torch, "zeros_like", lambda x, pin_memory=False, **how: pinned.append(pin_memory) or zeros(x, **how)
+        )
+        model = SimpleNamespace(named_parameters={"w": parameter}, after_change=lambda: None)
+        section = AverageSection(kind="ema", device="cpu")
+        average = WeightAverage(cast(Any, model), section, STEPS)
+        on_device = WeightAverage(cast(Any, model), AverageSection(kind="ema"), STEPS)
+        with Noted():
+            average.update(1)
+    assert (average.tensors["mean/w"].device.type, pinned[0]) == ("cpu", True)
+    assert on_device.tensors["mean/w"].device.type == "cuda"
+    assert [(device.type, later) for device, later in copies] == [("cpu", False)]
 
 
 @pytest.mark.parametrize(

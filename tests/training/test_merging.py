@@ -11,10 +11,18 @@ from torch import Tensor
 from typer.testing import CliRunner, Result
 
 from shardwright.cli.main import app
+from shardwright.training import importing
 from shardwright.training.exporting import export
 from shardwright.training.merging import merge
 from shardwright.training.weights import open_weights
 from tests.mutation import Mutation, mutated
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights in several blocks each, and in several files."""
+    monkeypatch.setattr(importing, "BLOCK_BYTES", 256)
+    monkeypatch.setattr(importing, "FILE_BYTES", 2048)
 
 
 @pytest.fixture
@@ -62,20 +70,30 @@ def test_shares_outside_0_to_1_reach_beyond_the_two_checkpoints(checkpoints: lis
     assert [each["share"] for each in json.loads(told.stdout)["sources"]] == [0.25, 0.75]
 
 
+READ = "shardwright.training.merging:MergedWeights.read"
+WRITE = "shardwright.training.importing:write_weights_folder"
+
+
 @pytest.mark.parametrize(
-    ("right", "wrong"),
+    ("function", "right", "wrong"),
     [
         (
+            READ,
             "total.add_(source.read(name, offsets, shape), alpha=share)",
             "total.add_(source.read(name, offsets, shape), alpha=1 / len(self.shares))",
         ),
-        ("source.read(name, offsets, shape)", "self.sources[0].read(name, offsets, shape)"),
-        ("torch.float64", "torch.bfloat16"),
+        (READ, "source.read(name, offsets, shape)", "self.sources[0].read(name, offsets, shape)"),
+        (READ, "torch.float64", "torch.bfloat16"),
+        (
+            WRITE,
+            "weights.read(name, block.offsets, entry.shape)",
+            "weights.read(name, (0, 0)[: len(entry.shape)], entry.shape)",
+        ),
     ],
-    ids=["equal shares", "one source", "sums in 16 bits"],
+    ids=["equal shares", "one source", "sums in 16 bits", "the first block again"],
 )
-def test_a_wrong_mean_is_seen(right: str, wrong: str, checkpoints: list[Path], tmp_path: Path):
-    with mutated(Mutation("shardwright.training.merging:MergedWeights.read", right, wrong)):
+def test_a_wrong_mean_is_seen(function: str, right: str, wrong: str, checkpoints: list[Path], tmp_path: Path):
+    with mutated(Mutation(function, right, wrong)):
         merge(checkpoints, tmp_path / "out", [0.3, 0.7])
     assert not is_mean(tmp_path / "out", checkpoints, [0.3, 0.7])
 

@@ -6,11 +6,13 @@ import re
 import shutil
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from shardwright.config import load
+from shardwright.config import load, parse
 from shardwright.model.presets import resolve
 from shardwright.model.sections import MoESpec
 from shardwright.parallel.model import ExpertLoad
@@ -18,7 +20,7 @@ from shardwright.run_folder import PHASES
 from shardwright.system.errors import InputError, ShardwrightError
 from shardwright.training.device import peak_flops_per_s, peak_of_name
 from shardwright.training.metrics import JsonLines, _numbers, line
-from shardwright.training.numbers import expert_numbers, speed_numbers, tokens_by_expert
+from shardwright.training.numbers import LogNumbers, expert_numbers, speed_numbers, tokens_by_expert
 from tests.marks import prove
 from tests.training.metric_records import RECORD
 from tests.training.runs import lines, records, train, training, trajectory, write_run_file
@@ -111,6 +113,21 @@ def test_a_run_with_experts_records_their_load_and_what_is_sent_and_one_without_
     flops = load(run_file).model.spec().train_flops_per_token(16)
     assert dense["tflops_per_s_per_device"] == pytest.approx(dense["tokens_per_s_per_device"] * flops / 1e12)
     assert not dense.keys() & {"load_max_over_mean", "load_by_layer", "expert_sent_bytes", "balance_loss"}
+
+
+def test_the_flops_of_logged_steps_are_those_of_their_stages():
+    text = {"out": "x", "steps": 9, "model": {"preset": "debug"}, "data": {"path": "none"}}
+    stages = [{"from_step": 2, "global_batch": 8}, {"from_step": 4, "seq_len": 64, "global_batch": 2}]
+    config = parse(text | {"batch": {"seq_len": 16, "global_batch": 4, "stages": stages}})
+    clock: Any = SimpleNamespace(read=lambda: {"data": 0.0, "forward_backward": 15.0, "optimizer": 0.0})
+    sources = SimpleNamespace(attended_tokens=lambda step, seq_len: seq_len, schedule=config.batch.schedule)
+    samples: Any = SimpleNamespace(sources=sources)
+    nothing: Any = SimpleNamespace()
+    found = LogNumbers(config, nothing, samples, torch.device("cpu"), clock, nothing)._speed(6, 5)
+    # Step 2 has 4 x 16 tokens, steps 3 and 4 have 8 x 16, and steps 5 and 6 have 2 x 64; 3 s each.
+    assert found["tokens_per_s"] == (64 + 2 * 128 + 2 * 128) / 15
+    flops = [config.model.spec().train_flops_per_token(seq_len) for seq_len in (16, 64)]
+    assert found["tflops_per_s_per_device"] == pytest.approx((320 * flops[0] + 256 * flops[1]) / 15 / 1e12)
 
 
 def test_the_speed_is_that_of_a_step_and_of_a_device():

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from shardwright.config import load
+from shardwright.config.sections import PreferenceSection
 from shardwright.data.prepare import prepare
 from shardwright.layout.layout import Layout
+from shardwright.parallel.preference import METRICS, pair_losses
 from shardwright.system.errors import ConfigError, InputError
 from shardwright.training.start import start
 from shardwright.verification import Verifier
@@ -21,11 +24,12 @@ from tests.marks import prove
 from tests.mutation import Mutation
 from tests.training.bugs.bug import (
     DUALPIPE,
-    EXPERTS,
+    FEW_PLACES,
     HYBRID,
     ONE,
     PP,
     SP,
+    SP_EP,
     ULYSSES,
     ZB_V,
     ZERO_0,
@@ -36,6 +40,9 @@ from tests.training.bugs.bug import (
     Bug,
 )
 from tests.training.runs import records
+
+OF_SEQUENCES = replace(FEW_PLACES, aux_scope="sequence")
+"""Experts whose balance loss, z-loss and capacity count the tokens of each sequence."""
 
 SETTINGS: dict[str, tuple[Layout, str, dict[str, Any]]] = {
     "dpo on one rank": (ONE, "dpo", {}),
@@ -50,11 +57,13 @@ SETTINGS: dict[str, tuple[Layout, str, dict[str, Any]]] = {
     "dpo over stages": (PP, "dpo", {}),
     "dpo over stages of both ends": (DUALPIPE, "dpo", {"n_layers": 5, "tied_embedding": True}),
     "ipo, first and last stage on one rank": (ZB_V, "ipo", {"n_layers": 4}),
-    "dpo with experts": (Layout(dp_shard=2, zero=2, ep=2), "dpo", {"moe": EXPERTS}),
+    "dpo with experts on token shards": (SP_EP, "dpo", {"moe": OF_SEQUENCES}),
+    "dpo with experts": (Layout(dp_shard=2, zero=2, ep=2), "dpo", {"moe": OF_SEQUENCES}),
+    "simpo with experts over zigzag, token shards and ep": (Layout(cp=2, tp=2, ep=2), "simpo", {"moe": OF_SEQUENCES}),
     "ipo, a batch that changes": (ZERO_2, "ipo", {}),
     "dpo over stages, tp and cp": (Layout(pp=2, tp=2, cp=2, sequence_parallel=True), "dpo", {}),
 }
-QUICK = {"dpo on token shards"}
+QUICK = {"dpo with experts on token shards"}
 
 
 @pytest.mark.parametrize(
@@ -75,6 +84,13 @@ def test_a_layout_computes_what_one_process_does(
     report = verifier.parity(case, layout)
     assert report.equal, report.worst
     assert {"loss", "gradient", "evaluation"} <= {row.quantity.kind for row in report.rows}
+
+
+def test_a_pair_without_a_margin_is_not_accurate():
+    answers_D = torch.tensor([-3.0, -3.0, -1.0, -2.0, -2.0, -1.0], dtype=torch.float64)
+    section = PreferenceSection.model_validate({"kind": "dpo"})
+    _, metrics_4P = pair_losses(section, answers_D, torch.zeros(6), torch.ones(6))
+    assert metrics_4P[METRICS.index("accuracy")].tolist() == [0, 1, 0]
 
 
 RUN = """
@@ -161,6 +177,9 @@ def test_a_resumed_run_reads_the_reference_that_was_computed_before_its_first_st
     with pytest.raises(
         InputError, match=r"has 0 log-probabilities for the 26 answers of the validation split: .* set "
     ):
+        train(folder, "stopped", *resumed)
+    save_file(values, reference, {"fingerprint": "of other data"})
+    with pytest.raises(InputError, match=r"reference.safetensors is of other data than the run trains on now"):
         train(folder, "stopped", *resumed)
     reference.write_bytes(content)
     (folder / "tokens").rename(folder / "moved")

@@ -3,6 +3,7 @@
 import os.path
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from shardwright.model.spec import ModelSpec
 from shardwright.system.errors import ConfigError, near_path
@@ -32,3 +33,14 @@ def find_model(text: str, seq_len: int | None, named: Callable[[str], tuple[str,
         config = inside(path, CONFIG) if is_folder else path
         return str(config.parent if config.name == CONFIG else config), read_sizes(config)
     return named(text)
+
+
+def published_config(text: str) -> dict[str, Any] | None:
+    """Return the config.json that a `--model` names, after `find_model` has read it; None if it names none."""
+    from shardwright.hugging_face.files import CONFIG, is_folder_of_transformers
+    from shardwright.hugging_face.schema import ConfigFile, read_object
+
+    path = Path(text)
+    if os.path.isdir(text) and is_folder_of_transformers(path):
+        path = inside(path, CONFIG)
+    return read_object(path, ConfigFile) if path.suffix == ".json" and os.path.exists(path) else None

@@ -66,7 +66,8 @@ class PlanServeOptions:
         typer.Option(
             metavar="NAME",
             help="of weights and matmuls: bf16, fp16, fp8, fp32, nvfp4; or of weights alone, computed in 16 bits: "
-            "mxfp4, int4 (AWQ, GPTQ), int8; if not given bf16, and fp32 for generate",
+            "mxfp4, int4 (AWQ, GPTQ), int8; if not given that of the published weights (quantization_config of "
+            "config.json, or the end of a name such as Qwen3-235B-A22B-FP8), otherwise bf16, and fp32 for generate",
         ),
     ] = None
     kv_precision: Annotated[
@@ -156,12 +157,16 @@ def read_task(options: PlanServeOptions) -> "tuple[ServingTask, str]":
     name, model = _model(options, wrong)
     machine = _machine(options, wrong)
     engine = _engine(options, machine, wrong)
-    precision = options.precision or ("fp32" if machine is not None and machine.accelerator.on_host else "bf16")
+    precision, of_weights = options.precision or "bf16", "--precision"
+    if options.precision is None and machine is not None and machine.accelerator.on_host:
+        precision = "fp32"
+    elif options.precision is None and model is not None:
+        precision, of_weights = _published(options, wrong), "--precision (of the published weights)"
     # Weights in blocks or in int8 say nothing about the cache, which is then in 16 bits.
     own = {"fp32", "bf16", "fp16", "fp8"}
     narrow = "bf16" if machine is None or "bf16" in machine.accelerator.flops_per_s else "fp16"
     kv = options.kv_precision or (precision if precision in own else narrow)
-    asked = {"--precision": precision} | ({"--kv-precision": kv} if options.kv_precision else {})
+    asked = {of_weights: precision} | ({"--kv-precision": kv} if options.kv_precision else {})
     wrong += _wrong_precisions(asked, machine)
     if engine is GENERATE and options.separate:
         wrong.append("--separate: generate reads prompts and decodes on the same ranks; leave it out")
@@ -178,6 +183,25 @@ def read_task(options: PlanServeOptions) -> "tuple[ServingTask, str]":
         speculation=speculation, price_per_hour=options.price,
     )  # fmt: skip
     return task, name
+
+
+def _published(options: PlanServeOptions, wrong: list[str]) -> str:
+    """Return the format in which the weights of the model were published. Adds problems to `wrong`."""
+    from shardwright.cli.plan_model import published_config
+    from shardwright.serving.formats import FORMATS, format_of_config, format_of_name
+
+    if options.model is None:
+        return "bf16"
+    config = published_config(options.model)
+    if config is None:
+        return format_of_name(options.model) or "bf16"
+    found = format_of_config(config)
+    if found is None:
+        wrong.append(
+            f"--model {options.model}: its quantization_config is of no format that is planned for; give --precision; "
+            f"valid: {', '.join(FORMATS)}"
+        )
+    return found or "bf16"
 
 
 def _engine(options: PlanServeOptions, machine: "Cluster | None", wrong: list[str]) -> "ServingEngine":

@@ -94,9 +94,8 @@ class Batches:
     batches are read ahead by a thread (0 reads in the caller); `close`, or leaving a `with` block, stops it. An error
     in the thread is raised by the `next` that would have returned that batch.
 
-    `within_documents`: batches have the documents of their sequences, within which attention stays. `padded`: batches
-    have the numbers of real tokens of their sequences. `references`: batches have the references of pairs of answers.
-    `left_out`: ranges of running samples that no batch has.
+    `within_documents`: batches have the documents of their sequences, within which attention stays. `references`:
+    batches have the references of pairs of answers. `left_out`: ranges of running samples that no batch has.
 
     Raises LayoutError for a batch that does not divide. A token id of vocab_size or more, which only damaged or foreign
     data has, raises DataError from `next`.
@@ -112,7 +111,6 @@ class Batches:
         data_ranks: int,
         vocab_size: int,
         within_documents: bool = False,
-        padded: bool = False,
         references: References | None = None,
         start_step: int = 0,
         start_sample: int = 0,
@@ -142,7 +140,6 @@ class Batches:
                     vocab_size,
                     pin_memory,
                     within_documents,
-                    padded,
                     references,
                 )
 
@@ -217,7 +214,6 @@ def evaluation_batches(
     data_ranks: int,
     vocab_size: int,
     within_documents: bool = False,
-    padded: bool = False,
     references: References | None = None,
     max_samples: int | None = None,
 ) -> Iterator[Batch]:
@@ -231,7 +227,7 @@ def evaluation_batches(
     for first in range(0, n, micro_batch * data_ranks):
         ids = first + data_rank * micro_batch + np.arange(micro_batch)
         indices_B = np.where(ids < n, ids * len(samples) // n, PADDING_ID)
-        yield _read(samples, indices_B[None], indices_B[None], vocab_size, False, within_documents, padded, references)
+        yield _read(samples, indices_B[None], indices_B[None], vocab_size, False, within_documents, references)
 
 
 def _read(
@@ -241,7 +237,6 @@ def _read(
     vocab_size: int,
     pin_memory: bool,
     within_documents: bool,
-    padded: bool,
     references: References | None,
 ) -> Batch:
     shape = (*indices_AB.shape, samples.seq_len)
@@ -264,14 +259,14 @@ def _read(
         tokens_ABT[place] = tokens[:-1]
         targets_ABT[place][mask] = tokens[1:][mask]
         n_targets += int(mask.sum())
-        if padded:
+        if samples.padded:
             n_real_AB[place] = samples.span(i)[1] - 1
 
     def tensor(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).pin_memory() if pin_memory else torch.from_numpy(array)
 
     documents_AB = _in_microbatches(documents, shape[1]) if within_documents else None
-    n_real = tensor(n_real_AB) if padded else None
+    n_real = tensor(n_real_AB) if samples.padded else None
     of_answers = None if references is None else _in_microbatches(values, shape[1])
     ids = tensor(ids_AB.copy())
     return Batch(tensor(tokens_ABT), tensor(targets_ABT), ids, n_targets, documents_AB, n_real, of_answers)

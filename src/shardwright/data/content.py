@@ -25,6 +25,8 @@ _PACKED = (".gz", ".gzip", ".zst", ".bz2", ".xz")
 _LINES = (".jsonl", ".ndjson")
 STRUCTURED = (".json", ".csv", ".tsv")
 """Suffixes of files that may have records in a form that is not read; such a file is one document of text."""
+MOST_BEFORE_RECORDS = 3
+"""Lines, such as comments, that are passed over to find records."""
 _BEFORE_RECORDS = "\ufeff\x1e \t\r\n"
 """Characters that may precede the first record: U+001E precedes each record of a JSON text sequence (RFC 7464)."""
 
@@ -77,6 +79,11 @@ def kind_of(path: File, text_key: str | None) -> Kind:
             return "parquet"
         begin = head.removeprefix(b"\xef\xbb\xbf").lstrip(_BEFORE_RECORDS.encode()[3:])[:1]
         if begin not in (b"{", b"["):
+            if (n_before := _lines_before_records(head, text_key)) is not None:
+                raise DataError(
+                    f"{path}: it has records, one JSON object a line, from line {n_before + 1}; remove the lines "
+                    f"before, or leave the file out with --glob if it is not data"
+                )
             return "text"
         if begin == b"[":
             first = next(array_items(io.BytesIO(head), str(path), lenient=True), None)
@@ -90,6 +97,19 @@ def kind_of(path: File, text_key: str | None) -> Kind:
     if objects[1] is None:
         return "lines" if _is_record(objects[0], text_key) else "text"
     return _checked(path, "lines", objects, text_key)
+
+
+def _lines_before_records(head: bytes, text_key: str | None) -> int | None:
+    """Return the number of lines before the records of a file that starts with other lines, such as a comment; None
+    unless every other whole line of its start `head` is a record."""
+    lines = head.split(b"\n")[:-1]
+    n_before = next((n for n, line in enumerate(lines[: MOST_BEFORE_RECORDS + 1]) if line.lstrip()[:1] == b"{"), None)
+    records = lines[n_before:] if n_before else []
+    return (
+        n_before
+        if len(records) > 1 and all(_is_record(_object(line), text_key) for line in records if line.strip())
+        else None
+    )
 
 
 def _kind_of_object(path: File, text_key: str | None) -> Kind:

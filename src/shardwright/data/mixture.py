@@ -142,6 +142,7 @@ class MixedSamples:
     def __init__(self, sources: Sequence[Samples], sizes: Sequence[int] | None = None) -> None:
         self.sources, self.seq_len = tuple(sources), sources[0].seq_len
         self.sizes = [len(source) for source in sources] if sizes is None else list(sizes)
+        self.padded = any(source.padded for source in sources)
         self._ends = np.cumsum(self.sizes)
 
     def __len__(self) -> int:

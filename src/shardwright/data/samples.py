@@ -24,6 +24,8 @@ class Samples(Protocol):
     """Splits seen as `len(samples)` samples of `seq_len` predictions."""
 
     seq_len: int
+    padded: bool
+    """Whether samples may end with padding."""
 
     def __len__(self) -> int: ...
 
@@ -56,7 +58,7 @@ class PackedSamples:
 
     def __init__(self, split: TokenSplit, seq_len: int, *, mask_boundaries: bool = False) -> None:
         _check_seq_len(seq_len)
-        self.split, self.seq_len, self.mask_boundaries = split, seq_len, mask_boundaries
+        self.split, self.seq_len, self.mask_boundaries, self.padded = split, seq_len, mask_boundaries, False
         self._n = (split.n_tokens - 1) // seq_len
         if self._n < 1:
             way_out = "prepare more text" if split.name == "train" else "prepare with a larger --validation"
@@ -100,7 +102,7 @@ class DocumentSamples:
 
     def __init__(self, split: TokenSplit, seq_len: int) -> None:
         _check_seq_len(seq_len)
-        self.split, self.seq_len = split, seq_len
+        self.split, self.seq_len, self.padded = split, seq_len, True
         self._sample_ends = np.cumsum((split.document_lengths() - 1 + seq_len - 1) // seq_len)
         if not len(self):
             raise DataError(
@@ -145,7 +147,7 @@ class PairSamples:
 
     def __init__(self, split: TokenSplit, seq_len: int) -> None:
         _check_seq_len(seq_len)
-        self.split, self.seq_len = split, seq_len
+        self.split, self.seq_len, self.padded = split, seq_len, True
         lengths = split.document_lengths().reshape(-1, 2).sum(1)
         if not len(lengths):
             raise DataError(f"{split.folder}: the {split.name} split has no pairs; prepare more records")

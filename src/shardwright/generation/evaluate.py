@@ -174,7 +174,6 @@ def _sums(request: EvalRequest, task: _EvaluationTask, device: torch.device) -> 
             data_ranks=layout.data_ranks,
             vocab_size=source.spec.vocab_size,
             within_documents=task.data.attention == "document",
-            padded=task.data.sequences == "documents",
             max_samples=request.samples,
         )
         sums = work.evaluation_sums(batches)

@@ -158,8 +158,9 @@ class Architecture:
                     yield f"{key}={value} is not positive; it is model.{ours} here"
 
     def _problems(self, config: Config) -> Iterator[str]:
-        method = config.get("quantization_config", {}).get("quant_method", "some method")
-        if "quantization_config" in config and method not in self.quantised:
+        quantised = config.get("quantization_config")
+        method = None if quantised is None else quantised.get("quant_method", "some method")
+        if quantised is not None and method not in self.quantised:
             yield f"the weights are quantised ({method}); convert them to bf16 or fp32 with transformers first"
         if config.get("transformers_weights") is not None:
             yield f"transformers_weights={config['transformers_weights']!r} names other files of weights; leave it out"

@@ -13,8 +13,10 @@ weights are cast to 16 bits while they are read, so that only reading them is fa
 Ignored: the work of these casts, and the scale of each row in int8.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from shardwright.cost.hardware import Accelerator
 
@@ -63,3 +65,43 @@ def caches_on(chip: Accelerator) -> list[str]:
     """Return the formats of the cache that an accelerator can have."""
     cast = () if chip.on_host else CAST_WHEN_READ
     return [name for name in CACHE_BYTES if name in cast or name in chip.flops_per_s]
+
+
+_METHODS = {"fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp4": "mxfp4", "awq": "int4", "gptq": "int4", "auto-round": "int4"}
+"""Values of `quantization_config.quant_method` of transformers; the last three state their `bits`."""
+_OF_BITS = {"int4": "int4", "int8": "int8", "float8": "fp8", "float4": "nvfp4"}
+"""Formats by the type and the number of bits of an element."""
+_NAMES = r"fp8|nvfp4|mxfp4|awq|gptq|int4|int8"
+
+
+def format_of_config(config: Mapping[str, Any]) -> str | None:
+    """Return the format of the weights of a checkpoint by its config.json: the published quantisation, or fp16 if they
+    were saved in fp16, otherwise bf16. Return None for a quantisation that no format has.
+
+    Sources: quantization_config of transformers, compressed-tensors (`config_groups`, with `weights` of a `type` and
+    `num_bits`) and ModelOpt (`quant_algo`). Every quantised layer is taken to have the format of the first group.
+    """
+    config = {**(config.get("text_config") or {}), **{key: value for key, value in config.items() if value is not None}}
+    quantised = config.get("quantization_config")
+    if quantised is None:
+        return "fp16" if (config.get("dtype") or config.get("torch_dtype")) == "float16" else "bf16"
+    method = str(quantised.get("quant_method", "")).lower()
+    if method == "bitsandbytes":
+        return "int8" if quantised.get("load_in_8bit") else None
+    if method == "modelopt" or "quant_algo" in quantised:
+        return {"FP8": "fp8", "NVFP4": "nvfp4"}.get(str(quantised.get("quant_algo")).upper())
+    if method == "compressed-tensors":
+        groups = quantised.get("config_groups")
+        first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
+        weights = first.get("weights") if isinstance(first, dict) else None
+        if not isinstance(weights, dict):
+            return None
+        return _OF_BITS.get(f"{weights.get('type')}{weights.get('num_bits')}")
+    found = _METHODS.get(method)
+    return _OF_BITS.get(f"int{quantised.get('bits', 4)}") if found == "int4" else found
+
+
+def format_of_name(name: str) -> str | None:
+    """Return the format that the name of a published checkpoint ends with, as in Qwen3-235B-A22B-FP8, or None."""
+    found = re.search(rf"[-_ ]({_NAMES})$", name.lower())
+    return None if found is None else {"awq": "int4", "gptq": "int4"}.get(found[1], found[1])

@@ -22,7 +22,11 @@ from shardwright.system.units import GiB
 BLOCK_TOKENS = 32
 """Tokens of a block of the cache: 16 to 64 in the engines."""
 CONTEXT_BYTES = 1.0 * GiB
-"""CUDA's context, libraries and communication buffers on an accelerator; about the value of vLLM and TensorRT-LLM."""
+"""CUDA's context and libraries on an accelerator; about the value of vLLM and TensorRT-LLM."""
+COMMUNICATION_BYTES = 1.0 * GiB
+"""Buffers of the communication libraries on an accelerator of an instance with several. Qwen3-235B in fp8 on 4 H100
+(vllm-project/vllm#21348) has 8.11 GiB of cache under vLLM and 16.46 GiB under SGLang with a static share of 0.93, which
+leave 0.9 and 1.2 GiB for them. Llama-3-8B (vllm-project/vllm#10511) needs 1.8 GiB more on 2 GPUs than on one."""
 _SECTION = "memory of a rank"
 
 
@@ -91,13 +95,16 @@ def _working(serving: Serving, settings: Settings, engine: ServingEngine) -> Flo
     )
     rates = serving.cluster.accelerator.rates
     context_bytes = rates.process_gib * GiB if serving.on_host and rates is not None else CONTEXT_BYTES
+    several = settings.size > 1
+    communication_bytes = several * (0.0 if serving.on_host else COMMUNICATION_BYTES)
     f = Formulas(
-        "B", context_bytes=context_bytes, max_tokens=engine.max_tokens, dp=settings.dp, e=serving.wide_bytes,
-        h=model.d_model, inner=inner, tp=settings.tp, vocabulary=model.vocab_size, logit_bytes=engine.logit_bytes,
+        "B", context_bytes=context_bytes, communication_bytes=communication_bytes, max_tokens=engine.max_tokens,
+        dp=settings.dp, e=serving.wide_bytes, h=model.d_model, inner=inner, tp=settings.tp,
+        vocabulary=model.vocab_size, logit_bytes=engine.logit_bytes,
         sampled=engine.sampled_requests(serving.cluster.accelerator),
     )  # fmt: skip
     of_a_pass = f.max_tokens / f.dp * f.e * (4 * f.h + 3 * f.inner / f.tp)
-    working = f.context_bytes + np.maximum(of_a_pass, f.sampled * f.vocabulary * f.logit_bytes)
+    working = f.context_bytes + f.communication_bytes + np.maximum(of_a_pass, f.sampled * f.vocabulary * f.logit_bytes)
     return f("working memory", working, "a pass, or its sampler; serving/engines.py")
 
 

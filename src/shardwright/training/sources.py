@@ -207,7 +207,6 @@ class RunSamples:
         self.config, self.sources, self.layout = config, sources, config.layout.layout()
         self.rank, self.device, self.vocab_size = rank, device, config.model.spec().vocab_size
         self.within_documents = config.data.attention == "document"
-        self.padded = config.data.sequences == "documents"
         self.references = references
         self.left_out = merged(start.left_out)
         """Ranges of running samples that the run does not train on, from rollbacks after spikes."""
@@ -242,7 +241,6 @@ class RunSamples:
             data_ranks=self.layout.data_ranks,
             vocab_size=self.vocab_size,
             within_documents=self.within_documents,
-            padded=self.padded,
             start_step=start.step,
             references=None if self.references is None else self.references.train,
             start_sample=start.samples,
@@ -261,7 +259,6 @@ class RunSamples:
             data_ranks=self.layout.data_ranks,
             vocab_size=self.vocab_size,
             within_documents=self.within_documents,
-            padded=self.padded,
             references=None if self.references is None else partial(self.references.validation, samples),
             max_samples=config.evaluation.samples,
         )

@@ -231,6 +231,7 @@ class ForwardBackward:
         """Return micro-batches as `_microbatches`, for sequences with documents, each with its own sharding over cp."""
         found = []
         ahead_AKBT, targets_ABT = self._ahead(batch)
+        real_A = self._real_tokens(batch, training=step is not None)
         for i, (tokens_BT, targets_BT, ids_B, lengths) in enumerate(
             zip(batch.tokens_ABT, targets_ABT, batch.sample_ids_AB, documents_AB, strict=True)
         ):
@@ -244,6 +245,7 @@ class ForwardBackward:
                     self._random_keys(step, ids_B),
                     Documents(lengths, within_BT),
                     None if ahead_AKBT is None else self._on_device(_taken(ahead_AKBT[i], held_BT)),
+                    real=real_A[i],
                     pairs=None
                     if batch.references_AB is None
                     else self._pairs(lengths, targets_BT, held_BT, batch.references_AB[i]),

@@ -86,7 +86,7 @@ class Case:
     positions: Scope = "sequence"
     """`document`: positions restart with each document."""
     padded: bool = False
-    """Whether sequences have padding, which mixtures of experts must leave out."""
+    """Whether sequences have padding, which nothing may depend on."""
     overflow_step: int | None = None
     """The step, 0-based, in which a gradient on the first rank is infinite; all ranks have to skip it."""
     fp8: Fp8 | None = None
@@ -97,7 +97,7 @@ class Case:
     are sharded, and whether experts' weights are rounded; None: weights are not rounded."""
 
     preference: PreferenceSection = NO_PREFERENCE
-    """The loss of pairs of answers; each sequence has some pairs, as documents, and padding."""
+    """The loss of pairs of answers; each sequence has some pairs, as documents."""
 
     powersgd_rank: int = 0
     """The rank of the products that replace gradients of matrices; 0: none."""
@@ -211,10 +211,14 @@ class Case:
         """Return the tokens of each sequence of a step before its padding, (B,), from the seed; None without padding.
 
         Of every four sequences, in an order made from the seed, one has no padding, one has a single token, and two
-        have any number of tokens.
+        have any number of tokens. With pairs the tokens of their documents.
         """
         if not self.padded:
             return None
+        if self.preference.kind != "none":
+            lengths = self.documents(step)
+            assert lengths is not None
+            return torch.tensor([sum(of_row[: len(of_row) // 2 * 2]) for of_row in lengths])
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step + 250_007)
         lengths_B = torch.randint(1, self.seq_len + 1, (self.global_batch,), generator=generator)
         kinds_B = torch.randperm(self.global_batch, generator=generator) % 4
@@ -244,8 +248,8 @@ class Case:
 
     def _pairs(self, row: int, generator: torch.Generator) -> list[int]:
         """Return the lengths of the documents of a sequence: one pair or, in the first third of the sequences, two, if
-        they fit; and in every second sequence padding. A document has two tokens or more."""
-        n_parts = (4 if 3 * row < self.global_batch and self.seq_len >= 10 else 2) + row % 2
+        they fit; and in every second sequence padding, if `padded`. A document has two tokens or more."""
+        n_parts = (4 if 3 * row < self.global_batch and self.seq_len >= 10 else 2) + row % 2 * self.padded
         places = torch.randperm(self.seq_len - n_parts - 1, generator=generator)
         cuts = places[: n_parts - 1].sort().values
         ends = [int(cut) + 1 + number for number, cut in enumerate(cuts.tolist(), start=1)]
@@ -303,7 +307,8 @@ def case_of(
         attention=config.data.attention,
         positions=config.data.positions,
         # With fp8 a scale depends on all values of a tensor, and the reference has no padding.
-        padded=config.data.sequences == "documents" and spec.moe is not None and fp8 is None,
+        padded=(config.preference.kind != "none" or (config.data.sequences == "documents" and spec.moe is not None))
+        and fp8 is None,
         fp8=fp8,
         preference=config.preference,
     )

@@ -8,6 +8,7 @@ the product of two thin ones, and the remainder is added to the next gradient.
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,12 @@ class _RouterLosses:
         )
 
 
+def _without_padding(lengths: Sequence[Sequence[int]], n_real: int) -> list[list[int]]:
+    """Return the lengths of the documents of each sequence that are in its first `n_real` tokens."""
+    ends = [list(accumulate(row)) for row in lengths]
+    return [[n for n, end in zip(row, at, strict=True) if end <= n_real] for row, at in zip(lengths, ends, strict=True)]
+
+
 def _n_sequences(case: Case) -> int:
     """Return the sequences of a forward pass: all; with fp8 a micro-batch's, because each micro-batch has its own
     scales; and with padding one, from which it is removed."""
@@ -182,7 +189,7 @@ def _passes(
             "random_keys_B": None if keys_B is None else keys_B[rows],
             "documents": None
             if lengths is None
-            else Documents.from_lengths(lengths[rows], case.seq_len, restart=restart),
+            else Documents.from_lengths(_without_padding(lengths[rows], n_real), n_real, restart=restart),
         }
         if case.spec.mtp_modules:
             also["ahead_KBT"] = _tokens_ahead(case, tokens_BT[rows, :n_real])
@@ -209,25 +216,34 @@ class _Answers:
         for step in range(case.steps + 1):
             tokens_BT, _, ids_B = case.at(step).batch(step)
             lengths = case.at(step).documents(step)
+            n_real_B = case.at(step).n_real(step)
             assert lengths is not None
             keys_B = sample_keys(case.seed, EVALUATION, ids_B) if case.spec.draws else None
-            documents = Documents.from_lengths(lengths, tokens_BT.shape[1], restart=case.positions == "document")
-            with torch.no_grad():
-                logits_BTV = functional_call(
-                    model, _weights(case, parameters), (tokens_BT,), {"random_keys_B": keys_B, "documents": documents}
-                )
-            values = self._log_probs(logits_BTV, step, slice(0, len(tokens_BT)))
             scale = 1.0 if case.preference.kind in ("dpo", "ipo") else 0.0
-            self.reference.append([[scale * value for value, _ in answers] for answers in values])
+            of_step: list[list[Tensor]] = []
+            for first in range(0, len(tokens_BT), _n_sequences(case)):
+                rows = slice(first, first + _n_sequences(case))
+                n_real = tokens_BT.shape[1] if n_real_B is None else int(n_real_B[first])
+                documents = Documents.from_lengths(
+                    _without_padding(lengths[rows], n_real), n_real, restart=case.positions == "document"
+                )
+                also = {"random_keys_B": None if keys_B is None else keys_B[rows], "documents": documents}
+                with torch.no_grad():
+                    weights = _weights(case, parameters)
+                    logits_BTV = functional_call(model, weights, (tokens_BT[rows, :n_real],), also)
+                values = self._log_probs(logits_BTV, step, rows)
+                of_step += [[scale * value for value, _ in answers] for answers in values]
+            self.reference.append(of_step)
         model.train()
 
     def _log_probs(self, logits_BTV: Tensor, step: int, rows: slice) -> list[list[tuple[Tensor, int]]]:
         """Return the log-probability of each answer of each sequence, and its number of targets."""
         case = self.case.at(step)
-        lengths, targets_BT = case.documents(step), case.batch(step)[1][rows]
+        n_tokens, lengths = logits_BTV.shape[1], case.documents(step)
         assert lengths is not None
+        lengths, targets_BT = _without_padding(lengths[rows], n_tokens), case.batch(step)[1][rows, :n_tokens]
         result = []
-        for logits_TV, targets_T, of_row in zip(logits_BTV, targets_BT, lengths[rows], strict=True):
+        for logits_TV, targets_T, of_row in zip(logits_BTV, targets_BT, lengths, strict=True):
             answers, parts = [], zip(logits_TV.split(of_row), targets_T.split(of_row), strict=True)
             for part_TV, part_T in list(parts)[: len(of_row) // 2 * 2]:
                 chosen = part_T != IGNORE

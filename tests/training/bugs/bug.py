@@ -99,7 +99,7 @@ class Bug:
             else cut_optimizer(OptimizerSection(name=self.optimizer)),
             attention=scope,
             positions=scope,
-            padded=self.padded,
+            padded=self.padded or self.preference != "none",
             preference=preference,
             fp8=self.fp8,
             stages=self.stages,

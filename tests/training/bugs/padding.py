@@ -13,12 +13,14 @@ from tests.training.bugs.bug import (
     SP,
     SP_EP,
     STAGES,
+    STEP,
     TENSOR,
     TRAINER,
     ZERO_2,
     ZIGZAG,
     AnyBug,
     Bug,
+    UnitBug,
 )
 
 _ANY_ROUTER, _DECODER = "shardwright.model.moe:Router", "shardwright.model.transformer:Transformer"
@@ -78,6 +80,16 @@ MASK: dict[str, AnyBug] = {
         "self._read_by_blocks(x_BTD, positions_T, documents, None)",
         ONE,
         mtp_modules=1,
+    ),
+    "experts do not know which tokens are the padding after pairs of answers": Bug(
+        Mutation(f"{STEP}:ForwardBackward._of_documents", "real_A[i]", "None"),
+        [ONE, SP_EP],
+        spec={"moe": _MOE},
+        preference="dpo",
+    ),
+    "sequences of pairs of answers are taken for full": UnitBug(
+        Mutation("shardwright.data.samples:PairSamples.__init__", "(split, seq_len, True)", "(split, seq_len, False)"),
+        "tests/data/test_chat.py:test_samples_of_pairs_have_whole_pairs_of_which_the_answers_count",
     ),
     "modules of multi-token prediction read padding": _bug(
         f"{TRAINER}._ahead", "tokens_ABT.masked_fill(padding_ABT, BEYOND)", "tokens_ABT", ONE, mtp_modules=1

@@ -1,7 +1,7 @@
 """Bugs of preference training: of the loss of a pair, of its reference, and of its sums over ranks."""
 
 from tests.mutation import Mutation
-from tests.training.bugs.bug import ONE, PP, SP, TRAINER, ULYSSES, ZERO_0, ZERO_3, ZIGZAG, AnyBug, Bug
+from tests.training.bugs.bug import ONE, PP, SP, TRAINER, ULYSSES, ZERO_0, ZERO_3, ZIGZAG, AnyBug, Bug, UnitBug
 
 _LOSS = "shardwright.parallel.preference:pair_losses"
 _PAIRS = "shardwright.parallel.preference:PairLoss"
@@ -21,6 +21,10 @@ SCALE: dict[str, AnyBug] = {
     ),
     "the log-probability of an answer is a sum where it is a mean": Bug(
         Mutation(_LOSS, "section.kind != 'dpo'", "False"), [ONE, ZERO_3], preference="simpo"
+    ),
+    "a pair whose answers are equally probable is accurate": UnitBug(
+        Mutation(_LOSS, "margin_P > 0", "margin_P >= 0"),
+        "tests/training/test_preference.py:test_a_pair_without_a_margin_is_not_accurate",
     ),
     "the loss of pairs is averaged per rank": Bug(
         Mutation(f"{TRAINER}._loss", "self.model.sum_over_samples(n_pairs)", "2 * n_pairs"),

@@ -17,6 +17,22 @@ SCALE: dict[str, AnyBug] = {
     "the FLOP/s of a device are those of all devices": UnitBug(
         Mutation(_SPEED, "tokens_per_s / world_size * flops_per_token", "tokens_per_s * flops_per_token"), _SPEED_TEST
     ),
+    "the FLOPs of every logged step are those of the longest stage": UnitBug(
+        Mutation(
+            "shardwright.training.numbers:LogNumbers._speed",
+            "self.spec.train_flops_per_token(sources.attended_tokens(step, stage.seq_len))",
+            "self.spec.train_flops_per_token(sources.attended_tokens(step, sources.schedule.longest.seq_len))",
+        ),
+        "tests/training/test_metrics.py:test_the_flops_of_logged_steps_are_those_of_their_stages",
+    ),
+    "the steps of a record have the tokens of the last one": UnitBug(
+        Mutation(
+            "shardwright.training.numbers:LogNumbers._speed",
+            "sources.schedule.parts(step - n_steps, step)",
+            "[(sources.schedule.at(step), n_steps)]",
+        ),
+        "tests/training/test_metrics.py:test_the_flops_of_logged_steps_are_those_of_their_stages",
+    ),
     "MFU is the TFLOP/s over the peak": UnitBug(
         Mutation(_SPEED, "flops_per_s / peak", "flops_per_s / 1e12 / peak"), _SPEED_TEST
     ),

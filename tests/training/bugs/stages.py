@@ -7,6 +7,8 @@ from tests.training.bugs.bug import PP, ZERO_3, AnyBug, Bug, UnitBug
 
 _AVERAGE = "shardwright.training.average:WeightAverage"
 _EMA = AverageSection(kind="ema", decay=0.7)
+_OF_AVERAGE = "tests/training/test_average.py"
+_ON_HOST = "test_an_average_on_the_host_is_pinned_and_is_not_read_before_the_copy_has_ended"
 _CUT = "tests/data/test_batches.py:test_stages_cut_the_samples_in_their_order_and_take_each_once"
 _SHARD = "local_part(parameter.detach()).to(kept.device)"
 
@@ -20,9 +22,29 @@ STALE: dict[str, AnyBug] = {
         [PP],
         stages=(CaseStage(12, 4, 6), CaseStage(24, 4, 10), CaseStage(24, 4, 10)),
     ),
+    "a step without targets has no part in the average of the weights": UnitBug(
+        Mutation(
+            "shardwright.training.step:Trainer.step",
+            "self.average is not None",
+            "self.average is not None and not self.lacks_targets",
+        ),
+        f"{_OF_AVERAGE}:test_a_step_that_changes_nothing_has_a_part_in_the_average",
+    ),
+    "the host reads weights for their average before their copy has ended": UnitBug(
+        Mutation(
+            f"{_AVERAGE}.update",
+            "local_part(parameter.detach()).to(kept.device)",
+            "local_part(parameter.detach()).to(kept.device, non_blocking=True)",
+        ),
+        f"{_OF_AVERAGE}:{_ON_HOST}",
+    ),
+    "an average on the host is kept on the device": UnitBug(
+        Mutation("shardwright.training.average:_zeros", "not on_host or parameter.device.type == 'cpu'", "True"),
+        f"{_OF_AVERAGE}:{_ON_HOST}",
+    ),
     "the weights are not their own again after an evaluation of their average": UnitBug(
         Mutation(f"{_AVERAGE}.applied", "own.items()", "()"),
-        "tests/training/test_average.py:test_weights_are_their_own_again_after_their_average_was_applied",
+        f"{_OF_AVERAGE}:test_weights_are_their_own_again_after_their_average_was_applied",
     ),
 }
 SCALE: dict[str, AnyBug] = {
@@ -66,6 +88,6 @@ RESUME: dict[str, AnyBug] = {
             "{} if trainer.average is None else trainer.average.tensors",
             "{}",
         ),
-        "tests/training/test_average.py:check_an_average_is_in_checkpoints",
+        f"{_OF_AVERAGE}:check_an_average_is_in_checkpoints",
     ),
 }
