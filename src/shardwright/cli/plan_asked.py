@@ -251,18 +251,16 @@ def _document_tokens(
     if config is None or config.data.attention != "document" or seq_len is None or seq_len < 1:
         return None
     from shardwright.config.mixture import mixtures_of, sources_of
-    from shardwright.data.samples import attended_tokens, packed_lengths
+    from shardwright.data.samples import attended_tokens, samples_of
     from shardwright.data.shards import open_split
 
     try:
         splits = [open_split(source.path, "train") for source in sources_of(config.data)]
+        lengths = [samples_of(split, config.data, seq_len).document_lengths() for split in splits]
     except InputError as error:
         wrong += [
             f"{problem}; or give the mean length of a document by --document-tokens" for problem in error.problems
         ]
-        return None
-    lengths = [packed_lengths(split.document_lengths(), seq_len) for split in splits]
-    if not all(map(len, lengths)):
         return None
     weights = mixtures_of(config.data)[0].weights
     parts = zip(weights, map(attended_tokens, lengths), strict=True)

@@ -87,7 +87,7 @@ def _names(runs: Sequence[RunRecord]) -> list[str]:
 
 
 _QUANTITIES = (
-    *("steps", "tokens", "training loss", "validation loss", "perplexity"),
+    *("steps", "tokens", "training loss", "validation loss", "of the average", "perplexity"),
     *("tokens/s", "MFU", "peak memory", "time in steps"),
 )
 
@@ -107,6 +107,7 @@ def _values(numbers: RunHeadline) -> tuple[str, ...]:
         format_count(numbers.tokens),
         text(numbers.train_loss, "{:.4f}".format),
         text(numbers.validation_loss, "{:.4f}".format),
+        text(numbers.average_loss, "{:.4f}".format),
         text(numbers.validation_perplexity, "{:,.4g}".format),
         text(speed, format_count),
         text(mfu, "{:.1%}".format),
@@ -149,6 +150,7 @@ def _losses(ax: "Axes", runs: Sequence[RunRecord]) -> None:
         remark(ax, "no finite loss was logged")
     ax.xaxis.set_major_formatter(lambda value, _: format_count(value))
     name_axis(ax, "tokens")
-    ax.set_title("Loss, nats a token", pad=7)
+    units = dict.fromkeys(run.config.preference.loss_unit for run in runs)
+    ax.set_title(f"Loss, {' or '.join(units)}", pad=7)
     handles, labels = ax.get_legend_handles_labels()
     ax.legend(handles, labels, ncols=4, loc="lower right", bbox_to_anchor=(1, 1.02))

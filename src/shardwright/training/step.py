@@ -306,16 +306,17 @@ class ForwardBackward:
 
     def evaluate(self, batches: Iterable[Batch]) -> Tensor:
         """Return losses per target token over batches sharded over the data ranks, equal on every rank, as (1 + K,):
-        next-token loss, then each MTP module's loss. NaN if there is no target token."""
+        next-token loss, then each MTP module's loss; of pairs their loss and `METRICS`. NaN without targets."""
         losses, counts = self.evaluation_sums(batches)
         return losses / counts
 
     @torch.no_grad()
     def evaluation_sums(self, batches: Iterable[Batch]) -> Tensor:
-        """Return the sums of the losses of `evaluate` and the numbers of their target tokens, of shape (2, 1 + K)."""
+        """Return the sums of the losses of `evaluate` and the numbers of their target tokens, of shape (2, 1 + K); of
+        pairs the sums of their losses and of `METRICS`, and the numbers of pairs, (2, 1 + 4)."""
         self.model.train(False)
-        n_modules = self.model.spec.mtp_modules
-        losses = self._ahead_sums if n_modules else self.loss_sum if self.pair_loss is None else self._pair_sums
+        n_modules = self.model.spec.mtp_modules if self.pair_loss is None else len(METRICS)
+        losses = self._pair_sums if self.pair_loss is not None else self._ahead_sums if n_modules else self.loss_sum
         sums = torch.zeros(2, 1 + n_modules, dtype=torch.float64, device=self.device)
         each = (microbatch for batch in batches for microbatch in self._microbatches(batch, None))
         while microbatches := list(islice(each, EVALUATED_TOGETHER)):
@@ -337,7 +338,7 @@ class ForwardBackward:
 
     def _pair_sums(self, logits_BTV: Tensor, targets_BT: Tensor, pairs: PairTargets) -> Tensor:
         assert self.pair_loss is not None
-        return self.pair_loss(logits_BTV, targets_BT, pairs, torch.ones((), device=self.device))[0]
+        return self.pair_loss(logits_BTV, targets_BT, pairs, torch.ones((), device=self.device))
 
     @torch.no_grad()
     def document_log_probs(self, batches: Iterable[Batch]) -> list[Tensor]:
