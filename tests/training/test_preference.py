@@ -2,16 +2,25 @@
 whole runs whose reference is computed before the first step and read when they are resumed."""
 
 import json
+import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
+from typer.testing import CliRunner
 
+import shardwright
+from shardwright.cli.main import app
 from shardwright.config import load
+from shardwright.data.inspect import inspect
 from shardwright.data.prepare import prepare
+from shardwright.data.samples import DocumentSamples, PairSamples
+from shardwright.data.shards import open_split
 from shardwright.layout.layout import Layout
 from shardwright.system.errors import ConfigError, InputError
 from shardwright.training.start import start
@@ -196,3 +205,87 @@ def test_data_without_pairs_is_told(folder: Path, tmp_path: Path):
     prepare(tmp_path / "text.txt", tmp_path / "tokens", vocab_size=300, validation=0)
     with pytest.raises(InputError, match=r"needs pairs of answers, and .* has none; prepare records with 'chosen'"):
         train(folder, "refused", f"data.path={tmp_path / 'tokens'}", "evaluation.samples=0")
+
+
+def evaluated(*arguments: object, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, ["eval", *map(str, arguments)])
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout) if "--json" in arguments else result.output
+
+
+def plain_losses(folder: Path) -> list[float]:
+    """The margin of each validation pair of the run, by one forward pass for each answer in plain PyTorch."""
+    split = open_split(folder / "tokens", "validation")
+    model = shardwright.load_run(folder / "run").model()
+    reference = load_file(folder / "run" / "reference.safetensors")["validation/0"]
+    rewards = []
+    for document in range(split.n_documents):
+        start, end = split.document_start(document), split.document_start(document + 1)
+        tokens = torch.from_numpy(split.tokens(start, end - start).astype("int64"))
+        trained = torch.from_numpy(split.trained(start, end - start))[1:]
+        with torch.no_grad():
+            log_probs = model(tokens[None, :-1])[0].double().log_softmax(-1)
+        taken = log_probs.gather(-1, tokens[1:, None])[:, 0]
+        rewards.append(float(taken[trained].sum()) - reference[document])
+    return [0.5 * (chosen - rejected) for chosen, rejected in zip(rewards[::2], rewards[1::2], strict=True)]
+
+
+def test_eval_of_a_run_on_pairs_measures_the_pairs_and_their_tokens_on_request(folder: Path):
+    last = [each for each in numbers(folder / "run.toml") if each["kind"] == "evaluation"][-1]
+    margins = plain_losses(folder)
+    expected = {
+        "loss": sum(math.log1p(math.exp(-margin)) for margin in margins) / len(margins),
+        "margin": sum(margins) / len(margins),
+        "accuracy": sum(margin > 0 for margin in margins) / len(margins),
+    }
+    for layout in ("", "tp=2"):
+        found = evaluated(folder / "run", "--json", "--layout", layout, "--micro-batch", 3)
+        for key, value in expected.items():
+            assert found[key] == pytest.approx(value, abs=2e-5), key
+            assert last[key] == pytest.approx(value, abs=2e-5), key
+        assert (found["n_pairs"], found["unit"], found["perplexity"]) == (len(margins), "nats a pair", None)
+    text = evaluated(folder / "run")
+    assert "dpo loss " in text
+    assert "--loss tokens measures the next token" in text
+    tokens = evaluated(folder / "run", "--loss", "tokens", "--json")
+    assert tokens["perplexity"] == pytest.approx(math.exp(tokens["loss"]))
+    assert tokens["n_tokens"] > len(margins)
+
+
+def test_the_reference_of_another_run_is_refused(folder: Path):
+    train(folder, "seed", "seed=5", "steps=1")
+    kept = folder / "run" / "reference.safetensors"
+    content = kept.read_bytes()
+    with safe_open(folder / "pipeline" / kept.name, "np") as file, safe_open(kept, "np") as ours:
+        assert file.metadata() == ours.metadata(), "the digest of the weights depends on the layout"
+    kept.write_bytes((folder / "seed" / kept.name).read_bytes())
+    try:
+        words = r"is of the weights [0-9a-f]{16}, and the reference of the run .* has"
+        assert re.search(words, " ".join(evaluated(folder / "run", code=2).split()))
+        with pytest.raises(InputError, match=words):
+            train(folder, "run", "steps=5", "checkpoint.resume=auto")
+    finally:
+        kept.write_bytes(content)
+
+
+def test_inspect_shows_whole_pairs_as_samples(folder: Path):
+    found = inspect(folder / "tokens", n=1, seq_len=64)
+    split = open_split(folder / "tokens", "train")
+    samples = PairSamples(split, 64)
+    assert found["packing"]["sequences"] == len(samples)
+    assert found["documents"][0]["tokens"] == samples.span(0)[1]
+    lengths = [length for i in range(len(samples)) for length in samples.documents(i)]
+    assert sorted(samples.document_lengths().tolist()) == sorted(lengths)
+    assert found["packing"]["attended_tokens"] == pytest.approx(sum(n * n for n in lengths) / sum(lengths))
+    whole = DocumentSamples(split, 7)
+    lengths = [length for i in range(len(whole)) for length in whole.documents(i)]
+    assert sorted(whole.document_lengths().tolist()) == sorted(lengths)
+
+
+def test_plan_prices_the_pass_of_the_reference(folder: Path):
+    options = ("plan", folder / "run.toml", "--cluster", "h100:1", "--json")
+    result = CliRunner().invoke(app, [str(each) for each in options])
+    assert result.exit_code == 0, result.output
+    best = json.loads(result.stdout)["best"][0]
+    n_sequences = sum(len(PairSamples(open_split(folder / "tokens", name), 64)) for name in ("train", "validation"))
+    assert best["reference_s"] == pytest.approx(best["step_s"] * n_sequences / 4 / 3)

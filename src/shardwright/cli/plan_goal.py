@@ -13,14 +13,17 @@ if TYPE_CHECKING:
     from shardwright.planner.whole_run import PlannedStage, TrainingGoal
 
 
-def training_goal(options: PlanOptions, config: "RunConfig | None" = None) -> "TrainingGoal | None":
-    """Return the goal, None without --budget-tokens and stages of the run file. Raises InputError for stages, prices
+def training_goal(
+    options: PlanOptions, config: "RunConfig | None" = None, stages: "tuple[PlannedStage, ...]" = ()
+) -> "TrainingGoal | None":
+    """Return the goal, None without --budget-tokens and stages of the run file. `stages`: of a configuration of another
+    system. Raises InputError for stages, prices
     and operations that are not valid, and for those without --budget-tokens."""
     from shardwright.planner.operations import read_operations
     from shardwright.planner.whole_run import TrainingGoal
 
-    tokens, stages = options.budget_tokens, _stages_of(config, options)
-    if tokens is None and stages and config is not None:
+    tokens, stages = options.budget_tokens, stages or _stages_of(config, options)
+    if tokens is None and config is not None and stages:
         tokens = float(config.batch.schedule.tokens(config.steps))
     if tokens is None:
         names = ("batch_stages", "price", "operations")

@@ -41,7 +41,8 @@ class Job:
     document, which is sum L^2 / sum L over documents of L tokens (`data.samples`); None: attention is over
     sequences. `expert_load`: the loads of experts; None: they are even. `averages`: copies of the weights that an
     average of them keeps, in the memory of the device or, with `averages_on_host`, of the host. `pairs`: the loss is of
-    pairs of answers, and is not chunked.
+    pairs of answers, and is not chunked; `reference_sequences`: sequences that the reference scores
+    before the first step.
     """
 
     model: ModelSpec
@@ -59,6 +60,7 @@ class Job:
     averages: int = 0
     averages_on_host: bool = False
     pairs: bool = False
+    reference_sequences: int = 0
 
     @property
     def attended(self) -> tuple[str, float]:

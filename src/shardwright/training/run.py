@@ -61,7 +61,7 @@ def run(config: RunConfig, place: ProcessRank, quiet: bool = False) -> bool:
                 return _run(config, place, device, quiet, monitor, [said] if said else [])
         except torch.OutOfMemoryError as error:
             raise WorkerError(
-                f"rank {place.rank}: {str(error).splitlines()[0]}; to need less: {_for_less_memory(config)}"
+                f"rank {place.rank}: {str(error).splitlines()[0]}; to need less: {for_less_memory(config)}"
             ) from None
 
 
@@ -110,7 +110,7 @@ def _run(
     return done < config.steps
 
 
-def _for_less_memory(config: RunConfig) -> str:
+def for_less_memory(config: RunConfig) -> str:
     """Return the changes of the run file with which a rank needs less memory."""
     layout, most = config.layout.layout(), max(stage.micro_batch for stage in config.batch.schedule.stages)
     chunked = layout.loss_chunk_tokens or config.preference.kind != "none"
