@@ -17,7 +17,7 @@ from shardwright.model.init import initialise
 from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.boxes import gather_whole
-from shardwright.system.errors import InputError
+from shardwright.system.errors import InputError, WorkerError
 from tests.distributed import run_ranks
 from tests.marks import prove, rest_prove
 from tests.mutation import Mutation, mutated
@@ -175,7 +175,7 @@ def test_a_bug_is_seen(bug: str, expected: PolicyStep):
     layout, mutation = BUGS[bug]
     try:
         found = run_ranks(on_layout, layout.world_size, DEEP, layout, (mutation,))
-    except (RuntimeError, AssertionError, StopIteration):
+    except WorkerError:
         return  # what generation left in the model cannot be run
     assert difference(found, layout, expected) > 1e-6
 
@@ -204,7 +204,7 @@ def test_what_cannot_be_generated_or_weighted_is_refused():
             "prompt 0 has 0 tokens; needed: 1 to",
             "prompt 1 has 1 tokens; needed: 1 to",
             "max_tokens=0 and batch_size=64: both have to be 1 or more",
-            "weights of shape (4, 4) and type torch.int64: floats of the shape of tokens, (4, 4), are needed",
+            "weights of shape (4, 5) and type torch.int64: floats of the shape of tokens, (4, 5), are needed",
         ),
         strict=True,
     ):
