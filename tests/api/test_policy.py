@@ -2,6 +2,7 @@
 every layout; that generation changes nothing of training; and that the reward of examples/grpo.py rises."""
 
 import importlib.util
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -229,3 +230,9 @@ def test_the_reward_of_the_example_rises_on_two_ranks():
     means = [sum(rewards) / 2 for rewards in zip(*run_ranks(rewarded, 2), strict=True)]
     assert means[0] < 0.3
     assert means[-1] > 0.8
+
+
+def test_the_page_shows_the_loop_of_the_example():
+    loop = EXAMPLE.read_text(encoding="utf-8")
+    loop = textwrap.dedent(loop[loop.index("        # Generate a group") : loop.index("        history.append")])
+    assert f"```python\n{loop.rstrip()}\n```" in (EXAMPLE.parents[1] / "docs" / "python.md").read_text(encoding="utf-8")
