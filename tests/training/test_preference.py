@@ -22,12 +22,15 @@ from shardwright.data.prepare import prepare
 from shardwright.data.samples import DocumentSamples, PairSamples
 from shardwright.data.shards import open_split
 from shardwright.layout.layout import Layout
+from shardwright.parallel.apply import apply
 from shardwright.system.errors import ConfigError, InputError
+from shardwright.training.references import weights_digest
 from shardwright.training.start import start
 from shardwright.verification import Verifier
 from shardwright.verification.case import CaseStage
+from tests.distributed import run_ranks
 from tests.marks import prove
-from tests.mutation import Mutation
+from tests.mutation import Mutation, mutated
 from tests.training.bugs.bug import (
     DUALPIPE,
     EXPERTS,
@@ -45,6 +48,7 @@ from tests.training.bugs.bug import (
     Bug,
 )
 from tests.training.runs import records
+from tests.training.worlds import SPEC
 
 SETTINGS: dict[str, tuple[Layout, str, dict[str, Any]]] = {
     "dpo on one rank": (ONE, "dpo", {}),
@@ -289,3 +293,49 @@ def test_plan_prices_the_pass_of_the_reference(folder: Path):
     best = json.loads(result.stdout)["best"][0]
     n_sequences = sum(len(PairSamples(open_split(folder / "tokens", name), 64)) for name in ("train", "validation"))
     assert best["reference_s"] == pytest.approx(best["step_s"] * n_sequences / 4 / 3)
+
+
+@prove
+@pytest.mark.parametrize(
+    ("function", "before", "after"),
+    [
+        (
+            "training.step:ForwardBackward._n_losses",
+            "len(microbatch.pairs.counts_D) // 2",
+            "len(microbatch.pairs.counts_D)",
+        ),
+        ("generation.evaluate:_sums", "None if task.references is None else task.references[name]", "None"),
+        ("training.sources:values_of_answers", "answers.start : answers.stop", "answers.start + 1 : answers.stop + 1"),
+    ],
+    ids=["answers for pairs", "no reference", "the reference of the next answer"],
+)
+def test_a_wrong_loss_of_validation_pairs_would_be_seen(folder: Path, function: str, before: str, after: str):
+    margins = plain_losses(folder)
+    with mutated(Mutation(f"shardwright.{function}", before, after)):
+        found = CliRunner().invoke(app, ["eval", str(folder / "run"), "--json", "--micro-batch", "1"])
+    expected = sum(math.log1p(math.exp(-margin)) for margin in margins) / len(margins)
+    assert found.exit_code or abs(json.loads(found.stdout)["loss"] - expected) > 1e-4
+
+
+@prove
+def test_the_digest_of_weights_is_of_their_names_and_values():
+    found = set()
+    for spec_seed, swapped in ((3, False), (4, False), (3, True)):
+        (digest,) = run_ranks(digest_of, 1, Layout(), spec_seed, swapped)
+        found.add(digest)
+    assert len(found) == 3
+    for layout in (Layout(tp=2), Layout(pp=2), Layout(dp_shard=2, zero=3), Layout(dp_replicate=2)):
+        assert set(run_ranks(digest_of, 2, layout, 3, False)) <= found
+        assert len({*run_ranks(digest_of, 2, layout, 3, False), *run_ranks(digest_of, 1, Layout(), 3, False)}) == 1
+
+
+def digest_of(layout: Layout, seed: int, swapped: bool) -> str:
+    """The digest of a model; `swapped`: with the values of two tensors of one shape exchanged."""
+    spec = replace(SPEC, n_layers=2, n_heads=4, n_kv_heads=2)
+    model = apply(spec, layout, torch.device("cpu"), seed=seed, param_dtype=torch.float32, compute_dtype=torch.float32)
+    if swapped:
+        one, other = (model.named_parameters[f"layers.{n}.attention.q.weight"].data for n in (0, 1))
+        held = one.clone()
+        one.copy_(other)
+        other.copy_(held)
+    return weights_digest(model)
