@@ -149,7 +149,7 @@ class DistributedModel:
         seed: int = 0,
         ends: Collection[int] = (),
         batch_size: int = 64,
-    ) -> list["Continuation"]:
+    ) -> list[Continuation]:
         """Continue prompts with the current parameters, token by token with a cache, on the layout of training.
 
         `prompts`: token ids, the prompts of this data rank; another data rank may have another number of them. A
