@@ -257,11 +257,14 @@ def _document_tokens(
 
     try:
         splits = [open_split(source.path, "train") for source in sources_of(config.data)]
-        lengths = [samples_of(split, config.data, seq_len).document_lengths() for split in splits]
     except InputError as error:
         wrong += [
             f"{problem}; or give the mean length of a document by --document-tokens" for problem in error.problems
         ]
+        return None
+    try:
+        lengths = [samples_of(split, config.data, seq_len).document_lengths() for split in splits]
+    except InputError:  # too little data for a sequence
         return None
     weights = mixtures_of(config.data)[0].weights
     parts = zip(weights, map(attended_tokens, lengths), strict=True)

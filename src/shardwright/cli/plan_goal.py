@@ -17,8 +17,8 @@ def training_goal(
     options: PlanOptions, config: "RunConfig | None" = None, stages: "tuple[PlannedStage, ...]" = ()
 ) -> "TrainingGoal | None":
     """Return the goal, None without --budget-tokens and stages of the run file. `stages`: of a configuration of another
-    system. Raises InputError for stages, prices
-    and operations that are not valid, and for those without --budget-tokens."""
+    system. Raises InputError for stages, prices and operations that are not valid, and for those without
+    --budget-tokens."""
     from shardwright.planner.operations import read_operations
     from shardwright.planner.whole_run import TrainingGoal
 
