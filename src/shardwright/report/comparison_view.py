@@ -52,7 +52,8 @@ def comparison_document(runs: Sequence[RunRecord], files: Mapping[str, Path]) ->
     each_run = [
         {"run": str(run.folder), **dataclasses.asdict(of_run)} for run, of_run in zip(runs, numbers, strict=True)
     ]
-    rows = zip(_QUANTITIES, *map(_values, numbers), strict=True)
+    averaged = any(of_run.average_loss is not None for of_run in numbers)
+    rows = [row for row in zip(_QUANTITIES, *map(_values, numbers), strict=True) if averaged or row[0] != _OF_AVERAGE]
     parts: list[Part] = [
         *(Note(title_of(run), name) for name, run in zip(names, runs, strict=True)),
         Picture(
@@ -64,7 +65,7 @@ def comparison_document(runs: Sequence[RunRecord], files: Mapping[str, Path]) ->
         ),
         Table(
             (Column(""), *(Column(name, NUMBER) for name in names)),
-            list(rows),
+            rows,
             rest="Speed and MFU are medians of the steps, of a run on several layouts the mean speed.",
         ),
     ]
@@ -86,8 +87,9 @@ def _names(runs: Sequence[RunRecord]) -> list[str]:
     return names if len(set(names)) == len(names) else [str(run.folder) for run in runs]
 
 
+_OF_AVERAGE = "of the average"
 _QUANTITIES = (
-    *("steps", "tokens", "training loss", "validation loss", "of the average", "perplexity"),
+    *("steps", "tokens", "training loss", "validation loss", _OF_AVERAGE, "perplexity"),
     *("tokens/s", "MFU", "peak memory", "time in steps"),
 )
 
