@@ -30,6 +30,7 @@ ORDER = (
     "preset",
     "parallelize",
     "DistributedModel",
+    "Continuation",
     "extend",
 )
 """Functions before the classes that they return. ModelSpec and Transformer follow."""

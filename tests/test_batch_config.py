@@ -5,8 +5,12 @@ from pathlib import Path
 import pytest
 
 from shardwright.config import RunConfig, load
-from shardwright.config.settle import of_fullest_stage
-from shardwright.system.errors import ConfigError
+from shardwright.config.settle import job_of, of_fullest_stage, settled
+from shardwright.dry_run.run import _changed, _changes
+from shardwright.layout.layout import Layout
+from shardwright.planner.space import CandidateRows, _group, _rows
+from shardwright.system.errors import ConfigError, LayoutError
+from shardwright.training.run import for_less_memory
 
 RUN_FILE = """
 out = "run"
@@ -67,3 +71,37 @@ def test_the_stage_that_needs_most_memory_has_the_longest_micro_batch_and_of_equ
     stages = "from_step = 4, seq_len = 128", "from_step = 6, global_batch = 16", "from_step = 8, seq_len = 32"
     batch = of_fullest_stage(config_of(tmp_path, *stages)).batch
     assert (batch.seq_len, batch.global_batch, batch.micro_batch, batch.stages) == (128, 16, 2, [])
+
+
+def test_a_micro_batch_is_lowered_by_the_keys_that_set_it(tmp_path: Path):
+    config = config_of(tmp_path, "from_step = 4, micro_batch = 4", "from_step = 8, global_batch = 16")
+    assert config.batch.lowered("micro_batch", 3) == {"batch.stages.0.micro_batch": 3}
+    assert config.batch.lowered("micro_batch", 1) == {"batch.micro_batch": 1, "batch.stages.0.micro_batch": 1}
+    said = for_less_memory(config)
+    assert said.startswith("batch.stages.0.micro_batch below 4, a larger layout.dp_shard")
+    assert "layout.loss_chunk_tokens, " in said
+    proposed = list(_changes(config))
+    assert {"batch.stages.0.micro_batch": 2} in proposed
+    lowered = _changed(config, {"batch.stages.0.micro_batch": 2, "layout.recompute": "full"})
+    assert [stage.micro_batch for stage in lowered.batch.schedule.stages] == [2, 2, 2]
+    assert config_of(tmp_path, "from_step = 4, micro_batch = 4", overrides=("batch.stages.0.micro_batch=2",)) == (
+        config_of(tmp_path, "from_step = 4, micro_batch = 2")
+    )
+    with pytest.raises(ConfigError, match=r"there is no 1; numbers of the list: 0 to 0"):
+        config_of(tmp_path, "from_step = 4, micro_batch = 4", overrides=("batch.stages.1.micro_batch=2",))
+
+
+def test_no_remedy_chunks_the_loss_of_pairs(tmp_path: Path):
+    pairs = ("preference.kind=dpo", "data.attention=document", "data.positions=document")
+    config = config_of(tmp_path, "from_step = 4, global_batch = 16", overrides=pairs)
+    assert "loss_chunk_tokens" not in for_less_memory(config)
+    for changes in _changes(config):
+        assert "layout.loss_chunk_tokens" not in changes
+    with pytest.raises(LayoutError) as error:
+        settled(config_of(tmp_path, "from_step = 4, micro_batch = 4", overrides=(*pairs, "layout.recompute=auto")), 1e6)
+    assert "loss_chunk_tokens" not in str(error.value)
+    job = job_of(of_fullest_stage(config))
+    assert job.pairs
+    for shared in (Layout(loss_chunk_tokens=16), Layout()):
+        rows = CandidateRows.from_columns(job, _rows(job, 1, "zigzag", False))
+        assert _group(job, shared, rows)[1].any() == (not shared.loss_chunk_tokens)

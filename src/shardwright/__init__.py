@@ -15,13 +15,14 @@ from shardwright.layout.layout import Layout
 from shardwright.system.version import PACKAGE_VERSION
 
 if TYPE_CHECKING:
-    from shardwright.api.distributed import DistributedModel, parallelize
+    from shardwright.api.distributed import Continuation, DistributedModel, parallelize
     from shardwright.api.verbs import Run, dryrun, extend, load_run, plan, preset, train, verify
     from shardwright.model.spec import ModelSpec
     from shardwright.model.transformer import Transformer
 
 __version__ = PACKAGE_VERSION
 __all__ = [
+    "Continuation",
     "DistributedModel",
     "Layout",
     "ModelSpec",
@@ -37,6 +38,7 @@ __all__ = [
     "verify",
 ]
 _FROM = {
+    "Continuation": "api.distributed",
     "DistributedModel": "api.distributed",
     "ModelSpec": "model.spec",
     "Run": "api.verbs",

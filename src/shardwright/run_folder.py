@@ -134,6 +134,12 @@ def timeline_path(out: Path, rank: int) -> Path:
     return inside(out / TIMELINES, f"rank-{rank}.jsonl")
 
 
+def run_of_checkpoint(checkpoint: Path) -> Path | None:
+    """Return the folder of the run that contains a checkpoint, or None."""
+    inside = checkpoint.absolute().parent
+    return inside.parent if inside.name == CHECKPOINTS else None
+
+
 def checkpoint_name(step: int) -> str:
     """Return the name of the checkpoint after `step` steps."""
     return f"step-{step:08d}"
@@ -239,7 +245,8 @@ class TrainRecord:
 class EvaluationRecord:
     """An `evaluation` record: the loss on the validation split after `step` steps. For a mixture, `sources` has the
     loss on each source's validation split, and `loss` is their mean, weighted by the mixture of that step. `mtp_loss`
-    as in `TrainRecord`. `average_loss`: the loss of the average of the weights (`[average]`)."""
+    as in `TrainRecord`. `average_loss`: the loss of the average of the weights (`[average]`). `margin` to
+    `rejected_reward`: of a run on pairs, means over the pairs of the split."""
 
     step: Step
     loss: Loss
@@ -247,6 +254,10 @@ class EvaluationRecord:
     sources: dict[str, Loss] | None = None
     mtp_loss: Loss | None = None
     average_loss: Loss | None = None
+    margin: Loss | None = None
+    accuracy: Amount | None = None
+    chosen_reward: Loss | None = None
+    rejected_reward: Loss | None = None
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """`dryrun --from` and `verify --from` read configurations of other systems as `plan --from` does."""
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,16 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from shardwright.cli.main import app
-from shardwright.cli.plan_from import load_run, read_run
+from shardwright.cli.plan_from import load_run, read_run, run_file_text
 from shardwright.cli.plan_options import FromOptions
 from shardwright.cli.verify import VerifyOptions, _configs
+from shardwright.config import parse
+from shardwright.cost.hardware import cluster
 from shardwright.model.presets import PRESETS
+from shardwright.readers.foreign_run import Request, read_configuration
 from shardwright.system.errors import InputError
 from tests.cost.test_measured import MINE
+from tests.readers import scripts
 from tests.readers.scripts import MIXTRAL
 from tests.readers.test_files import ACCELERATE, ARGUMENTS, DEEPSPEED, LLAMA_405B, LLAMA_PYTHON
 
@@ -116,3 +121,15 @@ def test_dryrun_and_verify_run_the_layout_of_a_script_of_megatron(tmp_path: Path
     equal = invoke("verify", "--from", file, "--cluster", "h100:4", "--steps", "1", "--json")
     assert equal.exit_code == 0, equal.output
     assert json.loads(equal.stdout)["equal"] is True
+
+
+def test_a_run_file_has_the_stages_of_a_ramp(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    ramp = "--global-batch-size 1536 --rampup-batch-size 512 512 1000000"
+    script.write_text(scripts.GPT_175B.replace("--global-batch-size 1536", ramp).replace("--fp16", "--bf16"))
+    run = read_configuration([script], Request())
+    for tokens, n_stages in ((None, 3), (1.5e9, 2)):
+        text = run_file_text(run, run.job(cluster("a100-80gb:1024")), "plan", tokens)
+        schedule = parse(tomllib.loads(text)).batch.schedule
+        expected = [(stage.from_tokens, stage.global_batch) for stage in run.described.stages[:n_stages]]
+        assert [(stage.tokens_before, stage.global_batch) for stage in schedule.stages] == expected

@@ -23,7 +23,8 @@ from shardwright.system.errors import DataError
 from shardwright.training.exporting import export
 from shardwright.training.sources import Sources
 from shardwright.training.start import start
-from tests.marks import prove
+from tests.marks import prove, rest_prove
+from tests.mutation import Mutation, mutated
 
 RUN_FILE = """
 out = "{folder}/run"
@@ -345,3 +346,42 @@ def test_a_folder_without_a_model_or_a_tokenizer_is_told(folder: Path, tmp_path:
     finally:
         (tmp_path / "tokens").rename(folder / "tokens")
     assert "a run uses the tokenizer of its data: prepare" in told
+
+
+def compared(folder: Path, layout: str = "", code: int = 0) -> dict[str, Any]:
+    lines = [{"text": "import json, sys"}, {"prompt": "def f(", "completion": "x): return"}, {"text": "class A:"}]
+    path = folder / "compared.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = ["score", str(folder / "run"), str(path), "--check", "--json", "--layout", layout]
+    result = CliRunner().invoke(app, options)
+    assert result.exit_code == code, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+@pytest.mark.parametrize("layout", rest_prove(["", "dp_replicate=2", "pp=2", "cp=2"], ""), ids=str)
+def test_training_score_and_generation_agree_within_the_stated_bound(folder: Path, layout: str):
+    found = compared(folder, layout)
+    assert found["holds"]
+    assert [each["path"] for each in found["paths"]] == ["score", "generate"]
+    assert all(each["largest"] <= found["bound"] < 1e-4 for each in found["paths"])
+    assert found["n_tokens"] > 20
+
+
+@pytest.mark.parametrize(
+    ("function", "before", "after"),
+    [
+        ("score:decoded", "sequence.tokens[-n]", "sequence.tokens[-1]"),
+        (
+            "cache:LayerCache.attend",
+            "x[batch.rows, :, : batch.longest]",
+            "x[batch.rows, :, : batch.longest].roll(1, 2)",
+        ),
+        ("agreement:trainer_log_probs", "tokens[-n:]", "tokens[-n - 1 : -1]"),
+    ],
+    ids=["the last token each time", "keys of another position", "the token before"],
+)
+def test_log_probabilities_that_differ_are_seen(folder: Path, function: str, before: str, after: str):
+    with mutated(Mutation(f"shardwright.generation.{function}", before, after)):
+        found = compared(folder, code=1)
+    assert not found["holds"]

@@ -56,3 +56,15 @@ def test_what_cannot_be_compared_is_said(options: tuple[str, ...], told: str):
     result = plan(*JOB, *options, columns=400)
     assert result.exit_code == 2
     assert told in result.output
+
+
+def test_a_cluster_whose_layout_cannot_run_a_stage_is_a_row_with_the_reason():
+    stages = ("--budget-tokens", "1e10", "--batch-stages", "0:2,1e9:64")
+    compared = document(*JOB, "--compare", "h100:64", *stages)["compared"]
+    first, second = (each["recommended"] for each in compared)
+    assert first["days"] > 0
+    assert second["days"] is None
+    assert "batch.global_batch=2 is not a multiple of" in second["stage_problem"]
+    result = plan(*JOB, "--compare", "h100:64", *stages, columns=400)
+    assert result.exit_code == 0, result.output
+    assert "not the whole run: the stage of 2 sequences of 2,048 tokens on" in result.output

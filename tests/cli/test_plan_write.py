@@ -133,3 +133,20 @@ def test_nothing_is_written_for_a_layout_that_cannot_run_a_stage(tmp_path: Path)
     assert refused.exit_code == 2
     assert "the stage of 4 sequences of 64 tokens on" in refused.output
     assert not path.exists()
+
+
+def test_every_wrong_stage_is_told_and_a_stage_has_the_length_of_the_run_file(tmp_path: Path) -> None:
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(
+        'out = "out"\nsteps = 9\ndata = { path = "tokens" }\nbatch = { seq_len = 64, global_batch = 8 }\n'
+    )
+    options = (run_file, "--cluster", "h100:8", "--budget-tokens", "1e6", "--batch-stages")
+    result = plan(*options, "1:8,nonsense,2e5:0", columns=400)
+    assert result.exit_code == 2
+    for said in (
+        "'1:8': the first stage begins at 0",
+        "'nonsense': write TOKENS:BATCH",
+        "'2e5:0': a batch and a length",
+    ):
+        assert said in result.output
+    assert plan(*options, "0:8,1e5:16").exit_code == 0

@@ -166,3 +166,43 @@ def _exit_code(arguments: list[str]) -> int:
     with pytest.raises(SystemExit) as end:
         app(arguments)
     return int(end.value.code or 0)
+
+
+def megatron_batches(start: int, increment: int, samples: int, last: int) -> list[tuple[int, int]]:
+    """The first sample and the batch of each stage, as Megatron's calculator computes them before each step."""
+    per_increment = samples / ((last - start) // increment)
+    consumed, found = 0, list[tuple[int, int]]()
+    while not found or found[-1][1] != last:
+        batch = last if consumed > samples else start + int(consumed / per_increment) * increment
+        if not found or found[-1][1] != batch:
+            found.append((consumed, batch))
+        consumed += batch
+    return found
+
+
+@pytest.mark.parametrize(("start", "increment", "samples"), [(512, 256, 1000000), (8, 8, 4000)])
+def test_a_batch_that_ramps_up_is_read_as_stages(tmp_path: Path, start: int, increment: int, samples: int) -> None:
+    ramp = f"--global-batch-size 1536 --rampup-batch-size {start} {increment} {samples}"
+    run = read(scripts.GPT_175B.replace("--global-batch-size 1536", ramp), tmp_path)
+    stages = [(stage.from_tokens // 2048, stage.global_batch) for stage in run.described.stages]
+    assert stages == megatron_batches(start, increment, samples, 1536)
+    assert {record.key for record in run.records if "rampup" in record.option} == {"batch.stages"}
+    assert run.described.global_batch == 1536
+    assert not read(
+        scripts.GPT_175B.replace("--global-batch-size 1536", ramp), tmp_path, global_batch=64
+    ).described.stages
+
+
+@pytest.mark.parametrize(
+    ("ramp", "problem"),
+    [
+        ("512 300 1000", "the batch grows from 512 by 300, and not to the global batch of 1536"),
+        ("512 256", "three whole numbers are needed: start, increment and samples"),
+        ("4 4 1000", "a step of 4 sequences is no multiple of micro-batch x data ranks, 8; "),
+    ],
+)
+def test_a_ramp_that_megatron_refuses_is_refused(tmp_path: Path, ramp: str, problem: str) -> None:
+    text = scripts.GPT_175B.replace("--fp16", f"--rampup-batch-size {ramp} --fp16")
+    with pytest.raises(InputError) as error:
+        read(text, tmp_path)
+    assert problem in str(error.value)

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from shardwright.layout.layout import Layout
+from shardwright.report.curves import curves_svg
 from shardwright.report.headline import headline, title_of
+from shardwright.report.panel import first_to_last
 from shardwright.report.run_record import read_run
 from shardwright.report.words import held_in_words, layout_in_words, model_in_words
 from shardwright.system.errors import InputError
@@ -206,3 +208,21 @@ def test_reading_and_preparing_to_draw_import_neither_torch_nor_matplotlib() -> 
     code = "import sys, shardwright.report.run_view; print({'torch', 'matplotlib', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_a_loss_is_shown_in_its_unit_and_next_to_the_loss_of_the_average_of_the_weights(tmp_path: Path) -> None:
+    averaged = [{**evaluation(step, 5.0), "average_loss": 5.0 - 0.01 * step} for step in (20, 50)]
+    records = [evaluation(0, 6.2), train_record(10), *averaged]
+    run = read_run(write_run(tmp_path / "tokens", records))
+    assert run.average_losses == [(20, 4.8), (50, 4.5)]
+    told = headline(run)
+    assert Fact("of the average", "4.5000", "validation loss of the average of the weights") in list(told.facts())
+    assert "Loss, nats a token" in curves_svg(run)
+    assert f"validation, average of the weights: {first_to_last([4.8, 4.5])}" in curves_svg(run)
+    documents = ("data.attention=document", "data.positions=document")
+    records[-1] |= {"accuracy": 0.75}
+    pairs = read_run(write_run(tmp_path / "pairs", records, "preference.kind=dpo", *documents))
+    assert "Loss, nats a pair" in curves_svg(pairs)
+    assert headline(pairs).validation_perplexity is None
+    (fact,) = (fact for fact in headline(pairs).facts() if fact.name == "validation loss")
+    assert "the chosen answer leads in 75.0% of the pairs" in str(fact)

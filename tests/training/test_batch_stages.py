@@ -148,6 +148,10 @@ def test_the_average_is_of_the_weights_of_the_steps_and_is_exported(whole: Path,
     export(whole.parent / "out", tmp_path / "hf", average=True)
     written = load_file(tmp_path / "hf" / "model.safetensors")
     assert torch.equal(written["model.norm.weight"], found["norm.weight"])
+    last = numbers(whole, "evaluation")[9]
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert f"| validation loss | {last['average_loss']:.4f} nats a token |" in card
+    assert "training loss" not in card
 
 
 def test_the_run_file_of_an_average_is_no_link_out_of_its_checkpoint(whole: Path, tmp_path: Path):

@@ -129,7 +129,7 @@ RATE_OF_STEP = "learning_rate(self.step - skipped, config.steps, config.optimize
 TAKEN_STEP = "TakenStep(step, samples, rate, result, overflowed, due_after(config, step))"
 LATER_RATE = "learning_rate(step, config.steps, config.optimizer.lr, config.lr_schedule, config.clock)"
 DUE_TO_LOG = "due(step, config.metrics.every) or last"
-RESUMED = "RunStart(progress.step, progress.samples, path, past_stages(manifest), progress.left_out)"
+RESUMED = "RunStart(progress.step, progress.samples, path, past_stages(manifest), progress.left_out, reference)"
 DATA_RANK = "self.layout.data_rank(self.rank)"
 
 
@@ -163,10 +163,16 @@ BUGS = {
         [Mutation(f"{SAMPLES}.batches", DATA_RANK, "0")], "loss", SHARDED
     ),
     "every rank evaluates the samples of data rank 0": Bug(
-        [Mutation(f"{SAMPLES}.evaluation_batches", DATA_RANK, "0")], "validation loss", SHARDED
+        [Mutation("shardwright.training.sources:split_batches", "layout.data_rank(rank)", "0")],
+        "validation loss",
+        SHARDED,
     ),
     "one sample less is evaluated": Bug(
-        [Mutation(f"{SAMPLES}.evaluation_batches", "config.evaluation.samples", "config.evaluation.samples - 1")],
+        [
+            Mutation(
+                f"{SAMPLES}.evaluation_batches", "self.config.evaluation.samples", "self.config.evaluation.samples - 1"
+            )
+        ],
         "validation loss",
     ),
     "evaluation comes before the step": Bug(

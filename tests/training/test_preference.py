@@ -2,6 +2,8 @@
 whole runs whose reference is computed before the first step and read when they are resumed."""
 
 import json
+import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,18 +12,27 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
+from typer.testing import CliRunner
 
+import shardwright
+from shardwright.cli.main import app
 from shardwright.config import load
 from shardwright.config.sections import PreferenceSection
+from shardwright.data.inspect import inspect
 from shardwright.data.prepare import prepare
+from shardwright.data.samples import DocumentSamples, PairSamples
+from shardwright.data.shards import open_split
 from shardwright.layout.layout import Layout
+from shardwright.parallel.apply import apply
 from shardwright.parallel.preference import METRICS, pair_losses
 from shardwright.system.errors import ConfigError, InputError
+from shardwright.training.references import weights_digest
 from shardwright.training.start import start
 from shardwright.verification import Verifier
 from shardwright.verification.case import CaseStage
+from tests.distributed import run_ranks
 from tests.marks import prove
-from tests.mutation import Mutation
+from tests.mutation import Mutation, mutated
 from tests.training.bugs.bug import (
     DUALPIPE,
     FEW_PLACES,
@@ -40,6 +51,7 @@ from tests.training.bugs.bug import (
     Bug,
 )
 from tests.training.runs import records
+from tests.training.worlds import SPEC
 
 OF_SEQUENCES = replace(FEW_PLACES, aux_scope="sequence")
 """Experts whose balance loss, z-loss and capacity count the tokens of each sequence."""
@@ -150,7 +162,10 @@ def test_a_run_learns_the_pairs_and_is_the_same_on_two_ranks(folder: Path):
     for one, other in zip(alone, others, strict=True):
         for key in set(KEYS) & one.keys():
             assert other[key] == pytest.approx(one[key], rel=2e-4, abs=2e-5), (one["step"], key)
-    values, other_values = (load_file(folder / out / "reference.safetensors") for out in ("run", "pipeline"))
+    kept = [folder / out / "reference.safetensors" for out in ("run", "pipeline")]
+    with safe_open(kept[0], "np") as ours, safe_open(kept[1], "np") as other:
+        assert ours.metadata() == other.metadata(), "the digest of the weights depends on the layout"
+    values, other_values = map(load_file, kept)
     assert values.keys() == {"train/0", "validation/0"} == other_values.keys()
     for name, expected in values.items():
         assert expected.max() < 0
@@ -215,3 +230,135 @@ def test_data_without_pairs_is_told(folder: Path, tmp_path: Path):
     prepare(tmp_path / "text.txt", tmp_path / "tokens", vocab_size=300, validation=0)
     with pytest.raises(InputError, match=r"needs pairs of answers, and .* has none; prepare records with 'chosen'"):
         train(folder, "refused", f"data.path={tmp_path / 'tokens'}", "evaluation.samples=0")
+
+
+def evaluated(*arguments: object, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, ["eval", *map(str, arguments)])
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout) if "--json" in arguments else result.output
+
+
+def plain_losses(folder: Path) -> list[float]:
+    """The margin of each validation pair of the run, by one forward pass for each answer in plain PyTorch."""
+    split = open_split(folder / "tokens", "validation")
+    model = shardwright.load_run(folder / "run").model()
+    reference = load_file(folder / "run" / "reference.safetensors")["validation/0"]
+    rewards = []
+    for document in range(split.n_documents):
+        start, end = split.document_start(document), split.document_start(document + 1)
+        tokens = torch.from_numpy(split.tokens(start, end - start).astype("int64"))
+        trained = torch.from_numpy(split.trained(start, end - start))[1:]
+        with torch.no_grad():
+            log_probs = model(tokens[None, :-1])[0].double().log_softmax(-1)
+        taken = log_probs.gather(-1, tokens[1:, None])[:, 0]
+        rewards.append(float(taken[trained].sum()) - reference[document])
+    return [0.5 * (chosen - rejected) for chosen, rejected in zip(rewards[::2], rewards[1::2], strict=True)]
+
+
+def test_eval_of_a_run_on_pairs_measures_the_pairs_and_their_tokens_on_request(folder: Path):
+    last = [each for each in numbers(folder / "run.toml") if each["kind"] == "evaluation"][-1]
+    margins = plain_losses(folder)
+    expected = {
+        "loss": sum(math.log1p(math.exp(-margin)) for margin in margins) / len(margins),
+        "margin": sum(margins) / len(margins),
+        "accuracy": sum(margin > 0 for margin in margins) / len(margins),
+    }
+    for layout in ("", "tp=2"):
+        found = evaluated(folder / "run", "--json", "--layout", layout, "--micro-batch", 3)
+        for key, value in expected.items():
+            assert found[key] == pytest.approx(value, abs=2e-5), key
+            assert last[key] == pytest.approx(value, abs=2e-5), key
+        assert (found["n_pairs"], found["unit"], found["perplexity"]) == (len(margins), "nats a pair", None)
+    text = evaluated(folder / "run")
+    assert "dpo loss " in text
+    assert "--loss tokens measures the next token" in text
+    tokens = evaluated(folder / "run", "--loss", "tokens", "--json")
+    assert tokens["perplexity"] == pytest.approx(math.exp(tokens["loss"]))
+    assert tokens["n_tokens"] > len(margins)
+
+
+def test_the_reference_of_another_run_is_refused(folder: Path):
+    train(folder, "seed", "seed=5", "steps=1")
+    kept = folder / "run" / "reference.safetensors"
+    content = kept.read_bytes()
+    kept.write_bytes((folder / "seed" / kept.name).read_bytes())
+    try:
+        words = r"is of the weights [0-9a-f]{16}, and the reference of the run .* has"
+        assert re.search(words, " ".join(evaluated(folder / "run", code=2).split()))
+        with pytest.raises(InputError, match=words):
+            train(folder, "run", "steps=5", "checkpoint.resume=auto")
+    finally:
+        kept.write_bytes(content)
+
+
+def test_inspect_shows_whole_pairs_as_samples(folder: Path):
+    found = inspect(folder / "tokens", n=1, seq_len=64)
+    split = open_split(folder / "tokens", "train")
+    samples = PairSamples(split, 64)
+    assert found["packing"]["sequences"] == len(samples)
+    assert found["documents"][0]["tokens"] == samples.span(0)[1]
+    lengths = [length for i in range(len(samples)) for length in samples.documents(i)]
+    assert sorted(samples.document_lengths().tolist()) == sorted(lengths)
+    assert found["packing"]["attended_tokens"] == pytest.approx(sum(n * n for n in lengths) / sum(lengths))
+    whole = DocumentSamples(split, 7)
+    lengths = [length for i in range(len(whole)) for length in whole.documents(i)]
+    assert sorted(whole.document_lengths().tolist()) == sorted(lengths)
+
+
+def test_plan_prices_the_pass_of_the_reference(folder: Path):
+    options = ("plan", folder / "run.toml", "--cluster", "h100:1", "--json")
+    result = CliRunner().invoke(app, [str(each) for each in options])
+    assert result.exit_code == 0, result.output
+    best = json.loads(result.stdout)["best"][0]
+    n_sequences = sum(len(PairSamples(open_split(folder / "tokens", name), 64)) for name in ("train", "validation"))
+    assert best["reference_s"] == pytest.approx(best["step_s"] * n_sequences / 4 / 3)
+
+
+@prove
+@pytest.mark.parametrize(
+    ("function", "before", "after"),
+    [
+        (
+            "training.step:ForwardBackward._n_losses",
+            "len(microbatch.pairs.counts_D) // 2",
+            "len(microbatch.pairs.counts_D)",
+        ),
+        ("generation.evaluate:_sums", "None if task.references is None else task.references[name]", "None"),
+        (
+            "training.sources:values_of_answers",
+            "values[answers.start : answers.stop]",
+            "values[answers.start : answers.stop][::-1]",
+        ),
+    ],
+    ids=["answers for pairs", "no reference", "the reference of the other answer"],
+)
+def test_a_wrong_loss_of_validation_pairs_would_be_seen(folder: Path, function: str, before: str, after: str):
+    margins = plain_losses(folder)
+    with mutated(Mutation(f"shardwright.{function}", before, after)):
+        found = CliRunner().invoke(app, ["eval", str(folder / "run"), "--json", "--micro-batch", "1"])
+    expected = sum(math.log1p(math.exp(-margin)) for margin in margins) / len(margins)
+    assert found.exit_code or abs(json.loads(found.stdout)["loss"] - expected) > 1e-4
+
+
+@prove
+def test_the_digest_of_weights_is_of_their_names_and_values():
+    found = set()
+    for spec_seed, swapped in ((3, False), (4, False), (3, True)):
+        (digest,) = run_ranks(digest_of, 1, Layout(), spec_seed, swapped)
+        found.add(digest)
+    assert len(found) == 3
+    for layout in (Layout(tp=2), Layout(pp=2), Layout(dp_shard=2, zero=3), Layout(dp_replicate=2)):
+        assert set(run_ranks(digest_of, 2, layout, 3, False)) <= found
+        assert len({*run_ranks(digest_of, 2, layout, 3, False), *run_ranks(digest_of, 1, Layout(), 3, False)}) == 1
+
+
+def digest_of(layout: Layout, seed: int, swapped: bool) -> str:
+    """The digest of a model; `swapped`: with the values of two tensors of one shape exchanged."""
+    spec = replace(SPEC, n_layers=2, n_heads=4, n_kv_heads=2)
+    model = apply(spec, layout, torch.device("cpu"), seed=seed, param_dtype=torch.float32, compute_dtype=torch.float32)
+    if swapped:
+        one, other = (model.named_parameters[f"layers.{n}.attention.q.weight"].data for n in (0, 1))
+        held = one.clone()
+        one.copy_(other)
+        other.copy_(held)
+    return weights_digest(model)

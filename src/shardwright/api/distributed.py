@@ -2,8 +2,8 @@
 
 import atexit
 import os
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from shardwright.api.arguments import as_spec, check_layout
 from shardwright.config import OptimizerSection
 from shardwright.data.batches import Batch
+from shardwright.generation.continuous import Batcher
+from shardwright.generation.engine import LayoutEngine
+from shardwright.generation.sampling import Sampling
 from shardwright.layout.layout import Layout
 from shardwright.model.modules import row_of
 from shardwright.model.spec import ModelSpec
@@ -24,6 +27,14 @@ from shardwright.system.errors import InputError, LayoutError, checked_call
 from shardwright.training.optimizer import parameter_groups
 from shardwright.training.ranks import ProcessRank, join, pick_device, place_from_environment
 from shardwright.training.step import ForwardBackward
+
+
+class Continuation(NamedTuple):
+    """The tokens after a prompt, and the log-probability of each in nats, by the model itself, before temperature,
+    top-k and top-p."""
+
+    tokens: tuple[int, ...]
+    log_probs: tuple[float, ...]
 
 
 class DistributedModel:
@@ -44,6 +55,8 @@ class DistributedModel:
         self._work, self._model = work, work.model
         self.spec, self.layout, self.device = self._model.spec, self._model.layout, work.device
         self._steps = 0
+        self._replica: dist.ProcessGroup | None = None
+        """The ranks that generate the same sequences, after the first `generate`."""
         self._checked: set[tuple[int, int, int]] = set()
         """Valid combinations of the number of sequences, the number of tokens and the micro-batch size."""
 
@@ -76,20 +89,23 @@ class DistributedModel:
         return [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups]
 
     @checked_call
-    def forward_backward(self, tokens: Tensor, targets: Tensor, *, micro_batch: int | None = None) -> Tensor:
+    def forward_backward(
+        self, tokens: Tensor, targets: Tensor, *, weights: Tensor | None = None, micro_batch: int | None = None
+    ) -> Tensor:
         """Compute the loss and the gradients of one global batch, with gradient accumulation over micro-batches.
 
         `tokens`, `targets`: integers of shape (B, T), the B sequences of T tokens of this data rank. B is the same on
         every rank, and the global batch is B x `layout.data_ranks` sequences. Ranks of cp select their own tokens. A
-        target of -100 is not counted. `micro_batch`: sequences that a rank runs at a time; by default B, or 1 with pp.
+        target of -100 is not counted. `weights`: floats of shape (B, T) that multiply the cross-entropy of each target,
+        for instance its advantage; the sum is still divided by the number of targets. `micro_batch`: sequences that a
+        rank runs at a time; by default B, or 1 with pp.
         `.grad` of the parameters is replaced, not added to: `zero_grad` is not needed.
 
         Returns the loss of the global batch per target token, a scalar, equal on every rank. Raises InputError for
         invalid shapes, LayoutError if the layout cannot split T or its schedule cannot run B / micro_batch
         micro-batches.
         """
-        micro_batch = micro_batch or (1 if self.layout.pp > 1 else len(tokens))
-        batch = self._batch(tokens, targets, micro_batch)
+        batch = self._batch(tokens, targets, self._default(micro_batch, tokens), weights)
         self._model.after_change()  # parameters that the optimizer has changed since
         self._model.forget_gradients()
         loss_part, *_ = self._work.forward_backward(batch, self._steps)
@@ -113,6 +129,61 @@ class DistributedModel:
         return self._work.evaluate([batch])[0]
 
     @checked_call
+    def log_probs(self, tokens: Tensor, targets: Tensor, *, micro_batch: int | None = None) -> Tensor:
+        """Return the log-probability of each target given the tokens before it, by the forward pass of training without
+        dropout: float64 of shape (B, T), in nats, 0 for a target of -100. Arguments and errors as in
+        `forward_backward`. Ranks of one data rank have equal results."""
+        batch = self._batch(tokens, targets, self._default(micro_batch, tokens))
+        self._model.after_change()
+        return self._work.token_log_probs(batch)
+
+    @checked_call
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        *,
+        temperature: float | None = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        ends: Collection[int] = (),
+        batch_size: int = 64,
+    ) -> list[Continuation]:
+        """Continue prompts with the current parameters, token by token with a cache, on the layout of training.
+
+        `prompts`: token ids, the prompts of this data rank; another data rank may have another number of them. A
+        continuation has `max_tokens` tokens, fewer if one of `ends` is drawn, which it then contains, or the sequence
+        reaches `max_seq_len`. `temperature` None: the most probable token; `top_k`, `top_p`: draw from the most
+        probable ones. A draw depends on `seed`, the data rank, the number of the prompt and the position alone.
+        `batch_size`: sequences that this data rank runs at a time.
+
+        Raises InputError for a prompt that is empty, too long or has other ids than the model. Every rank calls this.
+        """
+        most, n_ids = self.spec.max_seq_len - 1, self.spec.vocab_size
+        for number, prompt in enumerate(prompts):
+            if not 0 < len(prompt) <= most or not 0 <= min(prompt) <= max(prompt) < n_ids:
+                raise InputError(
+                    f"prompt {number} has {len(prompt)} tokens; needed: 1 to {most} (max_seq_len - 1), with ids of 0 "
+                    f"to {n_ids - 1}"
+                )
+        if max_tokens < 1 or batch_size < 1:
+            raise InputError(f"max_tokens={max_tokens} and batch_size={batch_size}: both have to be 1 or more")
+        self._model.after_change()
+        longest = min(self.spec.max_seq_len, max(map(len, prompts), default=1) + max_tokens)
+        n_slots = max(1, min(batch_size, len(prompts)))
+        engine = LayoutEngine(self._model, self.device, n_slots, longest, replica=self._replica)
+        self._replica = engine.replica
+        try:
+            sampling = Sampling(temperature, top_k, top_p, seed)
+            batcher = Batcher(engine, sampling, self.spec.max_seq_len, frozenset(ends), log_probs={})
+            numbered = {n * self.layout.data_ranks + self.data_rank: prompt for n, prompt in enumerate(prompts)}
+            tokens, log_probs = batcher.complete(numbered, max_tokens), batcher.log_probs or {}
+        finally:
+            engine.close()
+        return [Continuation(tuple(tokens[n]), tuple(log_probs[n])) for n in numbered]
+
+    @checked_call
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return every parameter of the whole model by name, on this rank's device, to load into a `Transformer` of one
@@ -133,17 +204,29 @@ class DistributedModel:
             found[name] = tensor
         return found
 
-    def _batch(self, tokens: Tensor, targets: Tensor, micro_batch: int) -> Batch:
+    def _default(self, micro_batch: int | None, tokens: Tensor) -> int:
+        return micro_batch or (1 if self.layout.pp > 1 else len(tokens))
+
+    def _batch(self, tokens: Tensor, targets: Tensor, micro_batch: int, weights: Tensor | None = None) -> Batch:
         if tokens.dim() != 2 or tokens.shape != targets.shape:
             raise InputError(
                 f"tokens of shape {tuple(tokens.shape)} and targets of shape {tuple(targets.shape)}: both have to be "
                 f"(sequences, tokens of a sequence)"
             )
+        if weights is not None and (weights.shape != tokens.shape or not weights.is_floating_point()):
+            raise InputError(
+                f"weights of shape {tuple(weights.shape)} and type {weights.dtype}: floats of the shape of tokens, "
+                f"{tuple(tokens.shape)}, are needed"
+            )
+        if weights is not None and (self.layout.loss_chunk_tokens or self.spec.mtp_modules):
+            raise InputError("weights go with layout.loss_chunk_tokens=0 and a model without mtp_modules")
         n_sequences, seq_len = tokens.shape
         if (n_sequences, seq_len, micro_batch) not in self._checked:
             self._check(n_sequences, seq_len, micro_batch)
         first = (self._steps * self.layout.data_ranks + self.data_rank) * n_sequences
-        return Batch.from_sequences(tokens, targets, torch.arange(first, first + n_sequences), micro_batch)
+        return Batch.from_sequences(
+            tokens, targets, torch.arange(first, first + n_sequences), micro_batch, weights_BT=weights
+        )
 
     def _check(self, n_sequences: int, seq_len: int, micro_batch: int) -> None:
         """Raise InputError or LayoutError for sizes that the layout cannot run."""

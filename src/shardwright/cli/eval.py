@@ -42,6 +42,10 @@ class EvalOptions:
     sequences: Annotated[str | None, typer.Option(help="packed or documents [default: as in the run, or packed]")] = (
         None
     )
+    loss: Annotated[
+        str,
+        typer.Option(help="pairs: as in [preference] of the run; tokens: the next token [default: the run's loss]"),
+    ] = "auto"
     json: AsJson = False
 
 
@@ -51,7 +55,8 @@ def eval(options: EvalOptions) -> None:
 
     shardwright eval quickstart/run
 
-    Perplexity is the exponential of the mean cross-entropy of a token. It does not depend on the layout.
+    Perplexity is the exponential of the mean cross-entropy of a token. It does not depend on the layout. Of a run on
+    pairs of answers, the loss, margin and accuracy of the pairs are measured.
     """
     from shardwright.generation.evaluate import EvalRequest, evaluate
 
@@ -62,6 +67,8 @@ def eval(options: EvalOptions) -> None:
         problems.append(f"--sequences {options.sequences}: not one of packed, documents")
     if options.split not in ("validation", "train"):
         problems.append(f"--split {options.split}: not one of validation, train")
+    if options.loss not in ("auto", "tokens", "pairs"):
+        problems.append(f"--loss {options.loss}: not one of tokens, pairs")
     problems += wrong_device(options.device)
     try:
         layout = layout_of(options.layout)
@@ -80,6 +87,7 @@ def eval(options: EvalOptions) -> None:
             options.micro_batch,
             options.device,
             cast(Any, options.sequences),
+            cast(Any, options.loss),
         )
     )
     if found is None:
@@ -87,9 +95,14 @@ def eval(options: EvalOptions) -> None:
     if options.json:
         print_json(dataclasses.asdict(found))
     else:
-        print_text(f"perplexity {found.perplexity:.4f}, loss {found.loss:.5f} a token")
+        if found.n_pairs is None:
+            print_text(f"perplexity {found.perplexity:.4f}, loss {found.loss:.5f} {found.unit}")
+        else:
+            leads = f"the chosen answer leads in {found.accuracy:.1%} of the pairs"
+            print_text(f"{found.kind} loss {found.loss:.5f} {found.unit}, margin {found.margin:.5f}; {leads}")
+        counted = f"{format_count(found.n_tokens or 0)} tokens" if found.n_pairs is None else f"{found.n_pairs:,} pairs"
         print_text(
-            f"{format_count(found.n_tokens)} tokens: {found.n_samples} sequences of {found.seq_len} of the "
+            f"{counted}: {found.n_samples} sequences of {found.seq_len} of the "
             f"{options.split} split in {', '.join(found.data)}"
         )
         for remark in found.remarks:

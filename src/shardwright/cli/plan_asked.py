@@ -1,5 +1,6 @@
 """The request of `shardwright plan`, from options and a run file, and its problems."""
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -125,7 +126,7 @@ def read_request(options: PlanOptions) -> PlanRequest:
     else:
         from shardwright.config.settle import job_of
 
-        job = replace(job_of(config), **values)
+        job = replace(job_of(config), **values, reference_sequences=_reference_sequences(config, seq_len))
     if options.expert_load is not None:
         from shardwright.cost.expert_load import read_expert_load
 
@@ -251,7 +252,7 @@ def _document_tokens(
     if config is None or config.data.attention != "document" or seq_len is None or seq_len < 1:
         return None
     from shardwright.config.mixture import mixtures_of, sources_of
-    from shardwright.data.samples import attended_tokens, packed_lengths
+    from shardwright.data.samples import attended_tokens, samples_of
     from shardwright.data.shards import open_split
 
     try:
@@ -261,12 +262,30 @@ def _document_tokens(
             f"{problem}; or give the mean length of a document by --document-tokens" for problem in error.problems
         ]
         return None
-    lengths = [packed_lengths(split.document_lengths(), seq_len) for split in splits]
-    if not all(map(len, lengths)):
+    try:
+        lengths = [samples_of(split, config.data, seq_len).document_lengths() for split in splits]
+    except InputError:  # too little data for a sequence
         return None
     weights = mixtures_of(config.data)[0].weights
     parts = zip(weights, map(attended_tokens, lengths), strict=True)
     return sum(weight * tokens for weight, tokens in parts) / sum(weights)
+
+
+def _reference_sequences(config: "RunConfig", seq_len: int) -> int:
+    """Return the number of sequences that the reference scores before the first step; 0 if there is no reference, or
+    the data cannot be read."""
+    if not config.preference.has_reference:
+        return 0
+    from shardwright.config.mixture import sources_of
+    from shardwright.data.samples import samples_of
+    from shardwright.data.shards import open_split
+
+    n = 0
+    for split in ("train", "validation") if config.evaluation.samples else ("train",):
+        for source in sources_of(config.data):
+            with suppress(InputError):
+                n += len(samples_of(open_split(source.path, split), config.data, seq_len))
+    return n
 
 
 def _model_name(config: "RunConfig | None", spec: Any) -> str:

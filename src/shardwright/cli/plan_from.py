@@ -43,11 +43,12 @@ def plan_from(options: PlanOptions) -> None:
     _check(options)
     run, cluster, assumed = read_run(options.from_ or [], options)
     job = run.job(cluster)
-    goal = training_goal(options)
+    goal = training_goal(options, stages=run.described.stages)
     check_goal(goal, job)
     limit = limit_bytes(job, options.memory_margin)
     priced = PricedLayout.from_choice(job, run.choice)
-    text = None if options.write is None else run_file_text(run, job, shlex.join(["shardwright", *sys.argv[1:]]))
+    command = shlex.join(["shardwright", *sys.argv[1:]])
+    text = None if options.write is None else run_file_text(run, job, command, options.budget_tokens)
     with error_console.status("evaluating the layouts of the system"):
         others = alternatives(run, job, options.memory_margin, min(options.top, SHOWN), usable_cores())
     if options.write is not None and text is not None:
@@ -137,17 +138,25 @@ def run_reader(
     return lambda overrides: parse(parse_toml(text), overrides, source=f"{run.files[0]}, as a run file")
 
 
-def run_file_text(run: "ForeignRun", job: "Job", command: str) -> str:
-    """Return the run file of the layout, for this system's software. Raises InputError if `train` cannot run it."""
+def run_file_text(run: "ForeignRun", job: "Job", command: str, budget_tokens: float | None = None) -> str:
+    """Return the run file of the layout, for this system's software. `budget_tokens`: of the whole run. Raises
+    InputError if `train` cannot run it."""
     from shardwright.config import parse
+    from shardwright.config.batch import BatchSection
     from shardwright.cost.stack import SHARDWRIGHT
-    from shardwright.planner.run_file import DEFAULT_PRESET, run_file
+    from shardwright.planner.run_file import DEFAULT_PRESET, STEPS, batch_keys, run_file
     from shardwright.split.rules import problems
     from shardwright.system.files import parse_toml
 
     if broken := list(problems(job.model, run.described.layout, job.seq_len)):
         raise LayoutError(*(f"{run.files[0]}: as a run file: {problem}" for problem in broken))
     own = replace(job, stack=SHARDWRIGHT)
-    text = run_file(own, DEFAULT_PRESET, run.choice, command)
+    tokens, stages = budget_tokens, run.described.stages
+    if stages and tokens is None:
+        tokens = stages[-1].from_tokens + STEPS * job.tokens
+    reached = [stage for stage in stages if tokens is None or stage.from_tokens < tokens]
+    batch = batch_keys(own, run.choice, reached)
+    steps = None if tokens is None else BatchSection(**batch).schedule.steps(tokens)
+    text = run_file(own, DEFAULT_PRESET, run.choice, command, tokens, batch, steps)
     parse(parse_toml(text), source=f"{run.files[0]}, as a run file")
     return text

@@ -13,14 +13,17 @@ if TYPE_CHECKING:
     from shardwright.planner.whole_run import PlannedStage, TrainingGoal
 
 
-def training_goal(options: PlanOptions, config: "RunConfig | None" = None) -> "TrainingGoal | None":
-    """Return the goal, None without --budget-tokens and stages of the run file. Raises InputError for stages, prices
-    and operations that are not valid, and for those without --budget-tokens."""
+def training_goal(
+    options: PlanOptions, config: "RunConfig | None" = None, stages: "tuple[PlannedStage, ...]" = ()
+) -> "TrainingGoal | None":
+    """Return the goal, None without --budget-tokens and stages of the run file. `stages`: of a configuration of another
+    system. Raises InputError for stages, prices and operations that are not valid, and for those without
+    --budget-tokens."""
     from shardwright.planner.operations import read_operations
     from shardwright.planner.whole_run import TrainingGoal
 
-    tokens, stages = options.budget_tokens, _stages_of(config, options)
-    if tokens is None and stages and config is not None:
+    tokens, stages = options.budget_tokens, stages or _stages_of(config, options)
+    if tokens is None and config is not None and stages:
         tokens = float(config.batch.schedule.tokens(config.steps))
     if tokens is None:
         names = ("batch_stages", "price", "operations")
@@ -40,7 +43,7 @@ def training_goal(options: PlanOptions, config: "RunConfig | None" = None) -> "T
             problems.append(f"--price {text}: the price of {name or 'all accelerators'} is given twice; leave one out")
         prices[name] = price
     try:
-        stages = stages or _read_stages(options)
+        stages = stages or _read_stages(options, config)
     except InputError as error:
         problems += error.problems
     try:
@@ -63,24 +66,30 @@ def _stages_of(config: "RunConfig | None", options: PlanOptions) -> "tuple[Plann
     return tuple(PlannedStage(each.tokens_before, each.global_batch, each.seq_len) for each in stages)
 
 
-def _read_stages(options: PlanOptions) -> "tuple[PlannedStage, ...]":
-    """Return the stages of --batch-stages. Raises InputError."""
+def _read_stages(options: PlanOptions, config: "RunConfig | None") -> "tuple[PlannedStage, ...]":
+    """Return the stages of --batch-stages, whose length is, if not given, of --seq-len or else of the run file. Raises
+    InputError with every wrong stage."""
     from shardwright.planner.whole_run import PlannedStage
 
     found: list[PlannedStage] = []
-    for text in (options.batch_stages or "").split(",") if options.batch_stages is not None else ():
+    problems: list[str] = []
+    seq_len = options.seq_len or (config.batch.schedule.longest.seq_len if config is not None else 0)
+    for number, text in enumerate(options.batch_stages.split(",") if options.batch_stages is not None else ()):
         match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]+)?(?:e[0-9]{1,2})?):([0-9]{1,9})(?:x([0-9]{1,9}))?", text.strip())
-        where, seq_len = f"--batch-stages {text.strip()!r}", options.seq_len or 0
+        where = f"--batch-stages {text.strip()!r}"
         if match is None:
-            raise InputError(f"{where}: write TOKENS:BATCH or TOKENS:BATCHxSEQ_LEN, such as 469e9:15360")
+            problems.append(f"{where}: write TOKENS:BATCH or TOKENS:BATCHxSEQ_LEN, such as 469e9:15360")
+            continue
         stage = PlannedStage(float(match[1]), int(match[2]), int(match[3] or seq_len))
-        if stage.from_tokens != 0 and not found:
-            raise InputError(f"{where}: the first stage begins at 0 tokens; write 0:BATCH first")
+        if stage.from_tokens != 0 and not number:
+            problems.append(f"{where}: the first stage begins at 0 tokens; write 0:BATCH first")
         if found and stage.from_tokens <= found[-1].from_tokens:
-            raise InputError(f"{where} is not after the stage before, {found[-1].from_tokens:,.0f} tokens")
+            problems.append(f"{where} is not after the stage before, {found[-1].from_tokens:,.0f} tokens")
         if min(stage.global_batch, stage.seq_len) < 1:
-            raise InputError(f"{where}: a batch and a length of 1 or more are needed; --seq-len gives the length")
+            problems.append(f"{where}: a batch and a length of 1 or more are needed; --seq-len gives the length")
         found.append(stage)
+    if problems:
+        raise InputError(*problems)
     return tuple(found)
 
 

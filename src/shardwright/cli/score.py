@@ -39,6 +39,13 @@ class ScoreOptions:
     ] = ""
     batch_size: Annotated[int, typer.Option(help="sequences that a replica of the model runs at once")] = 16
     device: Device = "auto"
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="compare the log-probabilities of the trainer's forward pass, score, and token-by-token generate",
+        ),
+    ] = False
     json: AsJson = False
 
 
@@ -50,8 +57,11 @@ def score(options: ScoreOptions) -> None:
 
     --json has the log-probability of each token. Texts are data to dp_shard and dp_replicate; ranks are started here as
     local processes on the CPU, or by torchrun or srun.
+
+    With --check, exit codes: 0 the log-probabilities agree within the stated bound, 1 they do not, 2 bad input.
     """
-    from shardwright.generation.texts import TextScoreRequest, score_texts, scores_view
+    from shardwright.generation.agreement import agreement_view
+    from shardwright.generation.texts import TextScoreRequest, compare_texts, score_texts, scores_view
 
     problems = wrong_sizes({"--batch-size": options.batch_size}) + wrong_device(options.device)
     try:
@@ -62,11 +72,17 @@ def score(options: ScoreOptions) -> None:
     problems += unread
     if problems:
         raise InputError(*problems)
+    request = TextScoreRequest(options.model, records, layout, options.batch_size, options.device)
     try:
-        scores = score_texts(TextScoreRequest(options.model, records, layout, options.batch_size, options.device))
+        compared = compare_texts(request) if options.check else None
+        scores = None if options.check else score_texts(request)
     except InputError as error:
         raise InputError(
             *(f"{options.file}, {each}" if each.startswith("line ") else each for each in error.problems)
         ) from None
+    if compared is not None:
+        show(agreement_view(compared), options.json, None)
+        if not compared.holds:
+            raise typer.Exit(1)
     if scores is not None:
         show(scores_view(scores), options.json, None)

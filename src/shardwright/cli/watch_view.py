@@ -127,6 +127,9 @@ def _numbers(run: FollowedRun) -> Table:
     if evaluated:
         losses = [record.loss for record in evaluated]
         add("validation loss", f"{losses[-1]:.4f}", losses, f"step {evaluated[-1].step:,}")
+        averaged = [record.average_loss for record in evaluated if record.average_loss is not None]
+        if averaged:
+            add("of the average", f"{averaged[-1]:.4f}", averaged, "of the weights")
     add("gradient norm", f"{last.grad_norm:.3g}", [record.grad_norm for record in train])
     add("learning rate", f"{last.lr:.2e}", [record.lr for record in train])
     mfu = "n/a" if last.mfu is None else f"{last.mfu:.1%}"

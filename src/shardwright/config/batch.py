@@ -66,6 +66,12 @@ class BatchSchedule:
         """The first stage with the longest sequences. Every validation loss is of its sequences."""
         return max(self.stages, key=lambda stage: stage.seq_len)
 
+    @property
+    def global_batches(self) -> str:
+        """Return the sizes of the steps in order, for errors: `batch.global_batch=16`, `... then 32`."""
+        sizes = dict.fromkeys(stage.global_batch for stage in self.stages)
+        return f"batch.global_batch={', then '.join(map(str, sizes))}"
+
     def at(self, step: int) -> BatchStage:
         """Return the stage of step number `step` (0-based)."""
         return self.stages[bisect_right(self._begins, step) - 1]
@@ -107,6 +113,13 @@ class BatchSection(RunFileSection):
     def schedule(self) -> BatchSchedule:
         """The batch of every step. The stages must be valid (`stage_problems`)."""
         return _schedule(self.global_batch, self.micro_batch, self.seq_len, tuple(self.stages))
+
+    def lowered(self, size: str, most: int) -> dict[str, int]:
+        """Return the keys to set, as --set names them, with their values, so that in no stage global_batch or
+        micro_batch, whichever `size` is, is above `most`."""
+        keys = {f"batch.{size}": getattr(self, size)}
+        keys |= {f"batch.stages.{n}.{size}": getattr(each, size) or 1 for n, each in enumerate(self.stages)}
+        return {key: most for key, value in keys.items() if value > most}
 
     def of_stage(self, stage: BatchStage) -> "BatchSection":
         """Return the section of a run that has the batch of one stage in every step."""

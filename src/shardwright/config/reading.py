@@ -162,8 +162,9 @@ def _valid_part(table: dict[str, Any], error: ValidationError) -> dict[str, Any]
     return result
 
 
-def apply_override(table: dict[str, Any], override: str) -> list[str]:
-    """Set a key of a table as `--set key=value` does, and return the problems."""
+def apply_override(table: Any, override: str) -> list[str]:
+    """Set a key of a table as `--set key=value` does, and return the problems. A section of a list is named by its
+    number: `batch.stages.0.micro_batch`."""
     path, equals, text = override.partition("=")
     if not equals:
         return [f"--set {override}: write key=value, such as --set layout.dp_shard=2"]
@@ -177,13 +178,22 @@ def apply_override(table: dict[str, Any], override: str) -> list[str]:
     if not all([*sections, key]):
         return [f"--set {override}: the key is {path.strip()!r}; write key=value, such as --set layout.dp_shard=2"]
     for section in sections:
-        below = table.setdefault(section, {})
-        if not isinstance(below, dict):
+        below = table.setdefault(section, {}) if isinstance(table, dict) else _item(table, section)
+        if below is None:
+            return [f"--set {override}: there is no {section}; numbers of the list: 0 to {len(table) - 1}"]
+        if not isinstance(below, dict | list):
             return [f"--set {override}: {section} is a value, not a section"]
         table = below
+    if isinstance(table, list):
+        return [f"--set {override}: {sections[-1]} is a list; name an entry and its key, {'.'.join(sections)}.0.KEY"]
     table[key] = value
     table.pop(INSTEAD.get(path.strip(), ""), None)
     return []
+
+
+def _item(items: list[Any], number: str) -> Any:
+    """Return an item of a list of sections by its number, such as 0 of batch.stages.0.micro_batch, or None."""
+    return items[int(number)] if number.isdecimal() and int(number) < len(items) else None
 
 
 INSTEAD = {"model.from": "preset", "model.preset": "from"}

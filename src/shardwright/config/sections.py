@@ -400,6 +400,11 @@ class PreferenceSection(RunFileSection):
         """Whether the loss compares with the log-probabilities of a reference model."""
         return self.kind in ("dpo", "ipo")
 
+    @property
+    def loss_unit(self) -> str:
+        """The unit of the loss of a run: of its records, its validation loss and its curves."""
+        return {"none": "nats a token", "ipo": "squared distance to its target, a pair"}.get(self.kind, "nats a pair")
+
 
 NO_PREFERENCE = PreferenceSection()
 

@@ -71,6 +71,7 @@ def job_of(config: RunConfig, accelerator: str = "h100") -> "Job":
         optimizer_options=tuple(config.optimizer.options.items()),
         averages=len(config.average.slots),
         averages_on_host=config.average.device == "cpu",
+        pairs=config.preference.kind != "none",
         stack=SHARDWRIGHT_COMPILED if config.precision.compile else SHARDWRIGHT,
     )
 

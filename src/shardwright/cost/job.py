@@ -40,7 +40,9 @@ class Job:
     option that is not at its default. `document_tokens`: with attention within documents, the mean length of a token's
     document, which is sum L^2 / sum L over documents of L tokens (`data.samples`); None: attention is over
     sequences. `expert_load`: the loads of experts; None: they are even. `averages`: copies of the weights that an
-    average of them keeps, in the memory of the device or, with `averages_on_host`, of the host.
+    average of them keeps, in the memory of the device or, with `averages_on_host`, of the host. `pairs`: the loss is of
+    pairs of answers, and is not chunked; `reference_sequences`: sequences that the reference scores
+    before the first step.
     """
 
     model: ModelSpec
@@ -57,6 +59,8 @@ class Job:
     expert_load: UnevenLoad | None = None
     averages: int = 0
     averages_on_host: bool = False
+    pairs: bool = False
+    reference_sequences: int = 0
 
     @property
     def attended(self) -> tuple[str, float]:

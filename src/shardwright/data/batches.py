@@ -46,7 +46,7 @@ class Batch:
     which add up to T; None if attention covers whole sequences. n_real_AB: the tokens of each sequence before its
     padding, int64; None if no sequence of the run has padding. references_AB: for pairs of answers, the log-probability
     under the reference of each document of each sequence that is an answer: all, or all but the last, which is padding.
-    They come in pairs, the chosen answer first.
+    They come in pairs, the chosen answer first. weights_ABT: floats that multiply the loss of each target; None: 1.
     """
 
     tokens_ABT: torch.Tensor
@@ -56,6 +56,7 @@ class Batch:
     documents_AB: DocumentsAB | None = None
     n_real_AB: torch.Tensor | None = None
     references_AB: ReferencesAB | None = None
+    weights_ABT: torch.Tensor | None = None
 
     @property
     def n_pairs(self) -> int:
@@ -71,6 +72,7 @@ class Batch:
         documents_B: Sequence[Sequence[int]] | None = None,
         n_real_B: torch.Tensor | None = None,
         references_B: Sequence[Sequence[float]] | None = None,
+        weights_BT: torch.Tensor | None = None,
     ) -> "Batch":
         """Return a batch of the sequences of one data rank, in micro-batches that divide their number."""
         shape_AB = (len(ids_B) // micro_batch, micro_batch)
@@ -82,6 +84,7 @@ class Batch:
             None if documents_B is None else _in_microbatches(documents_B, micro_batch),
             None if n_real_B is None else n_real_B.reshape(shape_AB),
             None if references_B is None else _in_microbatches(references_B, micro_batch),
+            None if weights_BT is None else weights_BT.reshape(*shape_AB, -1),
         )
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.data.samples import PackedSamples, attended_tokens, packed_lengths
+from shardwright.config.sections import DataSection
+from shardwright.data.samples import Samples, attended_tokens, samples_of
 from shardwright.data.shards import DataManifest, TokenSplit, open_split
 from shardwright.data.tokenizer import TextTokenizer, load_tokenizer
 from shardwright.split.documents import Lengths, imbalance, plan
@@ -19,8 +20,8 @@ RINGS = (2, 4, 8)
 
 def inspect(directory: str | Path, split: str = "train", n: int = 3, seq_len: int | None = None) -> dict[str, Any]:
     """Return the manifest's totals, the lengths of `split`'s documents, and its first `n` documents decoded; with
-    `seq_len` instead the first `n` packed samples of that many tokens, and the effect of attention within documents in
-    such samples (`packing`).
+    `seq_len` instead the first `n` samples of that many tokens, packed or of whole pairs of answers, and the effect of
+    attention within documents in such samples (`packing`).
 
     A document's text is decoded from its first SHOWN_TOKENS tokens. For conversations, `segments` are the pieces of
     text with whether their tokens are trained on. Raises DataError for a folder or split that is missing or damaged.
@@ -36,7 +37,7 @@ def inspect(directory: str | Path, split: str = "train", n: int = 3, seq_len: in
         n_there, most = tokens.n_documents, SHOWN_TOKENS
         spans = [(tokens.document_start(i), tokens.document_start(i + 1)) for i in range(min(n, n_there))]
     else:
-        samples = PackedSamples(tokens, seq_len)
+        samples = _samples(tokens, seq_len)
         n_there, most = len(samples), seq_len + 1
         spans = [(start, start + length) for start, length in map(samples.span, range(min(n, n_there)))]
     return {
@@ -83,7 +84,7 @@ def _shown(tokens: TokenSplit, tokenizer: TextTokenizer, i: int, span: tuple[int
 
 
 def packing(tokens: TokenSplit, seq_len: int) -> dict[str, Any]:
-    """Return the statistics of attention within documents in packed sequences of `seq_len` tokens: the mean length of a
+    """Return the statistics of attention within documents in the sequences of `_samples`: the mean length of a
     token's document, the scores as a fraction of the scores over whole sequences, and for each ring the imbalance of
     its ranks.
 
@@ -93,10 +94,10 @@ def packing(tokens: TokenSplit, seq_len: int) -> dict[str, Any]:
     that a ring over whole sequences sends. Computed for SHOWN_SEQUENCES sequences, spread evenly, and for the RINGS
     whose zig-zag chunks divide `seq_len`. Raises DataError if the split has fewer tokens.
     """
-    samples = PackedSamples(tokens, seq_len)
+    samples = _samples(tokens, seq_len)
     n = min(len(samples), SHOWN_SEQUENCES)
     sequences = [tuple(samples.documents(i * len(samples) // n)) for i in range(n)]
-    mean = attended_tokens(packed_lengths(tokens.document_lengths(), seq_len))
+    mean = attended_tokens(samples.document_lengths())
     return {
         "seq_len": seq_len,
         "sequences": len(samples),
@@ -106,6 +107,11 @@ def packing(tokens: TokenSplit, seq_len: int) -> dict[str, Any]:
         "shown": n,
         "rings": [{"cp": ring} | _balance(sequences, ring) for ring in RINGS if seq_len % (2 * ring) == 0],
     }
+
+
+def _samples(tokens: TokenSplit, seq_len: int) -> Samples:
+    """Return the samples of a run with attention within documents: packed sequences, or whole pairs of answers."""
+    return samples_of(tokens, DataSection(attention="document", positions="document"), seq_len)
 
 
 def _balance(sequences: Sequence[Lengths], ring: int) -> dict[str, Any]:

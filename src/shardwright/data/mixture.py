@@ -168,3 +168,6 @@ class MixedSamples:
     def documents(self, i: int) -> list[int]:
         source, inside = self.located(i)
         return source.documents(inside)
+
+    def document_lengths(self) -> np.ndarray:
+        return np.concatenate([source.document_lengths() for source in self.sources])

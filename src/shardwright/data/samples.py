@@ -47,6 +47,10 @@ class Samples(Protocol):
         to the document that it ends; tokens that the sample cuts off on either side are not counted."""
         ...
 
+    def document_lengths(self) -> np.ndarray:
+        """Return `documents` of all samples, in any order, int64."""
+        ...
+
 
 class PackedSamples:
     """The split as one sequence of tokens, split every seq_len: no padding, and a sample may span documents.
@@ -90,6 +94,9 @@ class PackedSamples:
         ends = np.concatenate([[0], begins[begins > 0], [self.seq_len]])
         lengths: list[int] = np.diff(ends).tolist()
         return lengths
+
+    def document_lengths(self) -> np.ndarray:
+        return packed_lengths(self.split.document_lengths(), self.seq_len)
 
 
 class DocumentSamples:
@@ -136,6 +143,11 @@ class DocumentSamples:
         """Return the numbers of tokens of sample i's document and, if there is any, of its padding."""
         length = min(self.span(i)[1], self.seq_len)
         return [n for n in (length, self.seq_len - length) if n]
+
+    def document_lengths(self) -> np.ndarray:
+        whole, rest = np.divmod(self.split.document_lengths().astype(np.int64) - 1, self.seq_len)
+        last = np.minimum(rest[rest > 0] + 1, self.seq_len)
+        return _present(np.full(int(whole.sum()), self.seq_len), last, self.seq_len - last)
 
 
 class PairSamples:
@@ -199,6 +211,12 @@ class PairSamples:
         start, length = self.span(i)
         ends = [*(begin - start for begin in starts), min(length, self.seq_len), self.seq_len]
         return [n for n in np.diff(ends).tolist() if n]
+
+    def document_lengths(self) -> np.ndarray:
+        lengths = self.split.document_lengths().astype(np.int64)
+        used = np.add.reduceat(lengths, [0, *(2 * self._ends[:-1])])
+        lengths[2 * self._ends - 1] -= used > self.seq_len  # the last token of a full sequence is only a target
+        return _present(lengths, np.maximum(self.seq_len - used, 0))
 
 
 def open_sources(config: RunConfig, name: str) -> list[Samples]:
@@ -287,6 +305,11 @@ def _tokenizer_problems(manifests: dict[str, DataManifest]) -> Iterator[str]:
 def _check_seq_len(seq_len: int) -> None:
     if seq_len < 1:
         raise DataError(f"seq_len={seq_len} must be at least 1")
+
+
+def _present(*lengths: np.ndarray) -> np.ndarray:
+    whole = np.concatenate(lengths)
+    return whole[whole > 0]
 
 
 def packed_lengths(document_lengths: np.ndarray, seq_len: int) -> np.ndarray:

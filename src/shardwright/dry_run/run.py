@@ -3,6 +3,7 @@
 Every rank runs in its own process, since PyTorch caches results for the device meshes of a world.
 """
 
+import json
 import tomllib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from typing import Any
 
 from shardwright.config import RunConfig, parse, resolved_toml
 from shardwright.config.batch import BatchStage
+from shardwright.config.reading import apply_override
 from shardwright.config.settle import MARGIN, job_of, needs_memory, of_fullest_stage, settled
 from shardwright.cost.stack import SHARDWRIGHT
 from shardwright.dry_run.agreement import Disagreement, disagreements
@@ -149,16 +151,16 @@ def dry_run(
     for a rank outside of the world, or if recompute='auto' finds nothing that fits; InputError for a run file that
     cannot be run.
     """
-    whole = config.batch.schedule.stages
-    config = of_fullest_stage(config)
     if needs_memory(config):
         config, _ = settled(config, how.memory_bytes)
+    given = config
+    config = of_fullest_stage(config)
     layout = config.layout.layout()
     if rank is not None and not 0 <= rank < layout.world_size:
         raise LayoutError(f"rank {rank} is not in the world of the layout; valid: 0 to {layout.world_size - 1}")
     compiles = config.precision.compile
     if compiles:
-        config = config.model_copy(update={"precision": config.precision.model_copy(update={"compile": False})})
+        config, given = map(_not_compiled, (config, given))
     ranks = one_of_each_class(layout, how.imbalance) if rank is None else [rank]
     records = _run(config, how, ranks, tell)
     found = DryRun(
@@ -167,12 +169,12 @@ def dry_run(
         tuple(records),
         {each: planned(config, each) for each in ranks},
         tuple(disagreements(records)) if rank is None else (),
-        stages=whole,
+        stages=given.batch.schedule.stages,
         compile_left_out=compiles,
     )
     if found.fits or not remedies:
         return found
-    tried = tuple(_remedies(config, how, found.fullest.rank, tell))
+    tried = tuple(_remedies(given, how, found.fullest.rank, tell))
     return replace(found, remedies=tried)
 
 
@@ -228,13 +230,18 @@ def _in_process(text: str, rank: int, how: DryRunSettings, progress: str) -> Ran
         )
 
 
+def _not_compiled(config: RunConfig) -> RunConfig:
+    return config.model_copy(update={"precision": config.precision.model_copy(update={"compile": False})})
+
+
 def _remedies(config: RunConfig, how: DryRunSettings, rank: int, tell: Tell) -> Iterator[DryRunRemedy]:
-    """Yield changes after which the rank fits: changes that fit by the plan, each confirmed by a dry run."""
+    """Yield changes of the run file after which the rank fits with the stage of the batch that needs most memory:
+    changes that fit by the plan, each confirmed by a dry run."""
     found = 0
-    seen = [config]
+    seen = [of_fullest_stage(config)]
     for changes in _changes(config):
         try:
-            changed = _changed(config, changes)
+            changed = of_fullest_stage(_changed(config, changes))
         except InputError:
             continue
         if changed in seen:
@@ -254,10 +261,11 @@ def _remedies(config: RunConfig, how: DryRunSettings, rank: int, tell: Tell) -> 
 
 def _changes(config: RunConfig) -> Iterator[dict[str, Any]]:
     """Yield changes that need less memory, cheapest in time first: on the same number of ranks, then on more."""
-    layout, micro_batch = config.layout.layout(), config.batch.micro_batch
+    layout, micro_batch = config.layout.layout(), of_fullest_stage(config).batch.micro_batch
     single: list[dict[str, Any]] = []
-    if not layout.loss_chunk_tokens:
-        single.append({"layout.loss_chunk_tokens": 4096})
+    chunks = {} if layout.loss_chunk_tokens or config.preference.kind != "none" else {"layout.loss_chunk_tokens": 4096}
+    if chunks:
+        single.append(chunks)
     if layout.tp > 1 and not layout.sequence_parallel:
         single.append({"layout.sequence_parallel": True})
     single += [{"layout.zero": zero} for zero in range(max(1, layout.zero + 1), 4)]
@@ -265,15 +273,13 @@ def _changes(config: RunConfig) -> Iterator[dict[str, Any]]:
         every = layout.dp_replicate * layout.dp_shard
         single.append({"layout.dp_shard": every, "layout.dp_replicate": 1, "layout.zero": max(1, layout.zero)})
     if micro_batch > 1:
-        single.append({"batch.micro_batch": micro_batch // 2})
+        single.append(config.batch.lowered("micro_batch", micro_batch // 2))
     if layout.recompute == "none":
         single.append({"layout.recompute": "selective"})
     if layout.recompute != "full":
         single.append({"layout.recompute": "full"})
     yield from single
-    together: dict[str, Any] = {"batch.micro_batch": 1, "layout.recompute": "full"}
-    if not layout.loss_chunk_tokens:
-        together["layout.loss_chunk_tokens"] = 4096
+    together: dict[str, Any] = {**config.batch.lowered("micro_batch", 1), "layout.recompute": "full", **chunks}
     yield together
     data_ranks = layout.dp_shard * layout.dp_replicate
     most = {"layout.dp_shard": data_ranks, "layout.dp_replicate": 1, "layout.zero": 3}
@@ -288,8 +294,7 @@ def _changed(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
     """Return the run file with other values. Raises InputError if they are not valid."""
     table = tomllib.loads(resolved_toml(config))
     for path, value in changes.items():
-        section, _, key = path.partition(".")
-        table.setdefault(section, {})[key] = value
+        apply_override(table, f"{path}={json.dumps(value)}")
     if "layout.recompute" in changes:
         table["layout"].pop("recompute_modules", None)
         table["layout"].pop("recompute_layers", None)

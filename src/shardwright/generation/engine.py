@@ -73,8 +73,9 @@ class WholeEngine:
         self.cache = Cache(n_slots, n_positions, n_ahead)
         if model.embedding.weight.device.type == "cpu":
             configure_malloc()
-        _attach(model, self.cache, lambda x: x, lambda x: x)
-        _set_sequence_len(model, n_positions)
+        changes = Replacements()
+        _attach(changes, model, self.cache, lambda x: x, lambda x: x)
+        _set_sequence_len(changes, model, n_positions)
 
     @torch.inference_mode()
     def run(self, batches: Sequence[RaggedBatch]) -> list[Tensor]:
@@ -96,7 +97,28 @@ class WholeEngine:
         return self.model.logits(self.model.norm(x_1ND))[0]
 
 
-def _set_sequence_len(model: Transformer, n_positions: int) -> None:
+class Replacements:
+    """Attributes of modules that are replaced, and set back by `undo`."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute of an object."""
+        self._before.append((owner, name, vars(owner).get(name, _ABSENT)))
+        setattr(owner, name, value)
+
+    def undo(self) -> None:
+        """Give every attribute its value before `set`."""
+        for owner, name, value in reversed(self._before):
+            delattr(owner, name) if value is _ABSENT else setattr(owner, name, value)
+        self._before.clear()
+
+
+_ABSENT = object()
+
+
+def _set_sequence_len(changes: Replacements, model: Transformer, n_positions: int) -> None:
     """Make the model rotate keys by one set of frequencies, by the longest sequence that fits in the cache: keys
     in the cache stay as they are when a sequence grows. Raises InputError if sequences of both sets would be mixed."""
     scaling = model.spec.rope_scaling
@@ -106,7 +128,7 @@ def _set_sequence_len(model: Transformer, n_positions: int) -> None:
             f"rope_scaling.original_max_seq_len={scaling.original_max_seq_len}, and the keys in the cache would keep "
             f"the old ones; valid: prompt and new tokens of at most {scaling.original_max_seq_len} together"
         )
-    model.sequence_len = lambda n_tokens: n_positions
+    changes.set(model, "sequence_len", lambda n_tokens: n_positions)
 
 
 class LayoutEngine:
@@ -114,9 +136,16 @@ class LayoutEngine:
     as many passes."""
 
     def __init__(
-        self, model: ParallelModel, device: torch.device, n_slots: int, n_positions: int, n_ahead: int = 0
+        self,
+        model: ParallelModel,
+        device: torch.device,
+        n_slots: int,
+        n_positions: int,
+        n_ahead: int = 0,
+        replica: dist.ProcessGroup | None = None,
     ) -> None:
-        """Sizes of the cache: see `cache.Cache`."""
+        """Sizes of the cache: see `cache.Cache`. `replica`: of an earlier engine of this model, so that no further
+        process group is made."""
         self.model, self.device, self.layout = model, device, model.layout
         self.cache = Cache(n_slots, n_positions, n_ahead)
         if device.type == "cpu":
@@ -124,21 +153,30 @@ class LayoutEngine:
         layout, rank = self.layout, dist.get_rank()
         self.n_batches, self.one_prompt, self.in_step = layout.pp, layout.cp > 1, layout.data_ranks > 1
         # Ranks of one replica run the same sequences; one rank with the head chooses their tokens.
-        replicas = layout.groups("pp", "cp", "tp")
-        self._replica, _ = dist.new_subgroups_by_enumeration([list(replica) for replica in replicas])
+        replicas = [list(ranks) for ranks in layout.groups("pp", "cp", "tp")]
+        self.replica = dist.new_subgroups_by_enumeration(replicas)[0] if replica is None else replica
         data_axes = {axis: layout.coordinates(rank)[axis] for axis in ("dp_replicate", "dp_shard")}
         self._chooser = layout.rank_at(data_axes | {"pp": layout.pp - 1})
         self._upcoming: Iterator[RaggedBatch] = iter(())
         self._logits: list[Tensor] = []
         model.train(False)
+        self._changes = Replacements()
+        self._hooks = []
         for part in model.parts:
-            _attach(part, self.cache, self._gather_shards, self._gather_context)
-            _set_sequence_len(part, n_positions)
-            part.register_forward_pre_hook(self._begin)
+            _attach(self._changes, part, self.cache, self._gather_shards, self._gather_context)
+            _set_sequence_len(self._changes, part, n_positions)
+            self._hooks.append(part.register_forward_pre_hook(self._begin))
             if part.norm is not None:
-                part.norm.register_forward_pre_hook(self._select)
+                self._hooks.append(part.norm.register_forward_pre_hook(self._select))
                 if isinstance(part.head, VocabularyHead):  # it reads the wanted tokens, which are not sharded
-                    part.head.axis = replace(part.head.axis, token_shards=False)
+                    self._changes.set(part.head, "axis", replace(part.head.axis, token_shards=False))
+
+    def close(self) -> None:
+        """Give the model its own attention again, without a cache."""
+        for hook in self._hooks:
+            hook.remove()
+        self._changes.undo()
+        self.model.runner.release()
 
     @torch.no_grad()
     def run(self, batches: Sequence[RaggedBatch]) -> list[Tensor]:
@@ -152,12 +190,12 @@ class LayoutEngine:
         return [self._whole_vocabulary(logits_Wv) for logits_Wv in self._logits]
 
     def agree(self, choose: Callable[[], Tensor], shape: tuple[int, ...]) -> Tensor:
-        if self._replica.size() == 1:
+        if self.replica.size() == 1:
             return choose().cpu()
         chosen = torch.empty(shape, dtype=torch.int64, device=self.device)
         if dist.get_rank() == self._chooser:
             chosen.copy_(choose())
-        dist.broadcast(chosen, self._chooser, group=self._replica)
+        dist.broadcast(chosen, self._chooser, group=self.replica)
         return chosen.cpu()
 
     def anywhere(self, left: bool) -> bool:
@@ -238,6 +276,7 @@ class LayoutEngine:
 
 
 def _attach(
+    changes: Replacements,
     model: nn.Module,
     cache: Cache,
     gather_shards: Callable[[Tensor], Tensor],
@@ -247,12 +286,14 @@ def _attach(
     for module in model.modules():
         if isinstance(module, GatedDeltaNet):
             net: Any = module
-            net.mix = CachedDeltaNet(module, cache, gather_context)
+            changes.set(net, "mix", CachedDeltaNet(module, cache, gather_context))
     for module in attend_modules(model):
         prefill = PrefillAttention(cache, module.attend)
         if isinstance(module, LatentAttention):
             whole: Any = module
-            whole.over_latents = CachedLatentAttention(module, cache.layer(), gather_shards, gather_context)
-            module.attend = prefill
+            latents = CachedLatentAttention(module, cache.layer(), gather_shards, gather_context)
+            changes.set(whole, "over_latents", latents)
+            changes.set(module, "attend", prefill)
         else:
-            module.attend = CachedAttention(cache.layer(getattr(module, "rule", None)), prefill, gather_context)
+            layer = cache.layer(getattr(module, "rule", None))
+            changes.set(module, "attend", CachedAttention(layer, prefill, gather_context))

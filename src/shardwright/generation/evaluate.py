@@ -1,27 +1,33 @@
-"""Implements `shardwright eval`: the loss and perplexity of a model on prepared data, on any layout."""
+"""Implements `shardwright eval`: the loss and perplexity of a model on prepared data, on any layout; of a run on pairs
+of answers, the loss of the pairs and their metrics."""
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from shardwright.config import load_kept
 from shardwright.config.mixture import mixtures_of, name_of, sources_of
-from shardwright.config.sections import DataSection
+from shardwright.config.sections import NO_PREFERENCE, DataSection, PreferenceSection
 from shardwright.data.batches import evaluation_batches
-from shardwright.data.samples import Samples, samples_of
+from shardwright.data.samples import PairSamples, Samples, samples_of
 from shardwright.data.shards import open_split
 from shardwright.generation.generate import layout_problems
 from shardwright.generation.source import Source, open_source
 from shardwright.layout.layout import Layout
-from shardwright.run_folder import RUN_FILE
+from shardwright.parallel.preference import METRICS
+from shardwright.run_folder import REFERENCE, RUN_FILE, run_of_checkpoint
 from shardwright.system.errors import DataError, InputError
 from shardwright.system.files import is_text
 from shardwright.training.ranks import ProcessRank, pick_device, place_from_environment, process_group
-from shardwright.training.sources import tokenizer_problems, unchecked_tokenizers, weighted_mean
+from shardwright.training.references import read_references
+from shardwright.training.sources import tokenizer_problems, unchecked_tokenizers, values_of_answers, weighted_mean
 from shardwright.training.step import ForwardBackward
 from shardwright.training.weights import CheckpointWeights
 from shardwright.verification.ranks import run_ranks
@@ -32,6 +38,7 @@ class EvalRequest:
     """The options of an evaluation. `model`: a run, a checkpoint or a folder of transformers; `data`: a prepared
     folder, whose `split` is evaluated; `samples` None: all sequences. For a run, data (all sources), seq_len and the
     way of making sequences come from its run file unless they are given; otherwise sequences of max_seq_len are packed.
+    `loss`: "tokens", the next token; "pairs", the loss of a run on pairs; "auto": the loss of the run, or tokens.
     """
 
     model: Path
@@ -43,29 +50,45 @@ class EvalRequest:
     micro_batch: int = 4
     device: str = "auto"
     sequences: Literal["packed", "documents"] | None = None
+    loss: Literal["auto", "tokens", "pairs"] = "auto"
 
 
 @dataclass(frozen=True)
 class LossEvaluation:
     """`loss`: mean cross-entropy of a predicted token, in nats; several sources are weighted as the run mixes them.
-    `perplexity`: its exponential; `n_tokens`: predicted tokens that count; `data`: folders. `remarks`: for the user."""
+    `perplexity`: its exponential; `n_tokens`: predicted tokens that count; `data`: folders. `remarks`: for the user.
+
+    Of pairs, `loss` is the mean loss of the run's `kind` over `n_pairs`, in `unit`, `margin` and `accuracy` are the
+    means of the other numbers of a step (`parallel.preference.METRICS`), and there are no perplexity and `n_tokens`."""
 
     loss: float
-    perplexity: float
+    perplexity: float | None
     n_samples: int
     seq_len: int
-    n_tokens: int
+    n_tokens: int | None
     data: tuple[str, ...]
     remarks: tuple[str, ...] = ()
+    unit: str = NO_PREFERENCE.loss_unit
+    kind: str = NO_PREFERENCE.kind
+    n_pairs: int | None = None
+    margin: float | None = None
+    accuracy: float | None = None
 
 
 @dataclass(frozen=True)
 class _EvaluationTask:
-    """The data of an evaluation, and the step of the run at which the model was saved."""
+    """The data of an evaluation, and the step of the run at which the model was saved. For the loss of pairs, its kind
+    and the reference's values by source."""
 
     data: DataSection
     seq_len: int
     step: int = 0
+    preference: PreferenceSection = NO_PREFERENCE
+    references: Mapping[str, np.ndarray] | None = None
+
+    @property
+    def of_pairs(self) -> bool:
+        return self.preference.kind != "none"
 
     @property
     def folders(self) -> dict[str, Path]:
@@ -102,7 +125,42 @@ def _task(request: EvalRequest, source: Source) -> _EvaluationTask:
         data = data.model_copy(update={"sequences": request.sequences, **packed})
     seq_len = request.seq_len or (source.spec.max_seq_len if run is None else run.batch.schedule.longest.seq_len)
     step = source.weights.manifest.progress.step if isinstance(source.weights, CheckpointWeights) else 0
-    return _EvaluationTask(data, seq_len, step)
+    preference = NO_PREFERENCE if run is None or request.loss == "tokens" else run.preference
+    if request.loss == "pairs" and preference.kind == "none":
+        what = "is no run" if run is None else "is a run with preference.kind='none'"
+        raise InputError(
+            f"--loss pairs: {request.model} {what}; valid: the folder or a checkpoint of a run with [preference]"
+        )
+    return _EvaluationTask(data, seq_len, step, preference)
+
+
+def _for_data(task: _EvaluationTask, request: EvalRequest, samples: dict[str, Samples]) -> _EvaluationTask:
+    """Return the task, of the next token if the data are no pairs. Raises DataError if the loss of pairs was asked."""
+    others = [name for name, each in samples.items() if not isinstance(each, PairSamples)]
+    if not task.of_pairs or not others:
+        return task
+    if request.loss == "pairs":
+        raise DataError(f"--loss pairs: {task.folders[others[0]]} has no pairs; prepare them with --format preference")
+    return replace(task, preference=NO_PREFERENCE)
+
+
+def _with_references(task: _EvaluationTask, split: str, source: Source, samples: dict[str, Samples]) -> _EvaluationTask:
+    """Return the task with the reference's values of the samples, from the folder of the run. Raises DataError."""
+    if not task.preference.has_reference:
+        return task
+    assert isinstance(source.weights, CheckpointWeights)
+    run, data = run_of_checkpoint(source.weights.path), source.weights.manifest.data
+    fingerprint = " ".join(each.origin(0)[0].manifest.fingerprint for each in samples.values())
+    splits = {f"{split}/{n}": each for n, each in enumerate(samples.values())}
+    digest = None if data is None else data.get("reference")
+    way_out = "measure the next token with --loss tokens"
+    if run is None:
+        raise DataError(
+            f"{source.weights.path} is in no folder of a run, where {REFERENCE} would be; name the run, or {way_out}"
+        )
+    values = read_references(run / REFERENCE, fingerprint, digest, splits, task.step, way_out)
+    by_source = dict(zip(samples, map(values.__getitem__, splits), strict=True))
+    return replace(task, references=by_source)
 
 
 def evaluate(request: EvalRequest) -> LossEvaluation | None:
@@ -124,6 +182,7 @@ def evaluate(request: EvalRequest) -> LossEvaluation | None:
         samples = task.samples(request.split)
         for source_samples in samples.values():
             source_samples.origin(0)[0].manifest.check_vocabulary(source.spec.vocab_size)
+        task = _with_references(_for_data(task, request, samples), request.split, source, samples)
         if request.data is not None:
             data = {f"--data {request.data}": request.data}
             problems += tokenizer_problems(data, {"the model": source.weights.path})
@@ -142,31 +201,52 @@ def evaluate(request: EvalRequest) -> LossEvaluation | None:
             return None
     n_samples = sum(min(len(s), request.samples or len(s)) for s in samples.values())
     folders = tuple(map(str, task.folders.values()))
-    losses = {name: total / n for name, (total, n) in zip(samples, sums, strict=True) if n}
-    if not losses:
+    means = {name: [total / n for total, n in each] for name, each in zip(samples, sums, strict=True) if each[0][1]}
+    if not means:
         raise InputError(
             f"none of the {n_samples:,} sequences of the {request.split} split in {', '.join(folders)} has a token "
             f"that counts in the loss, so there is no perplexity"
         )
-    loss = weighted_mean(mixtures_of(task.data), list(samples), task.step, losses)
-    n_tokens = int(sum(n for _, n in sums))
+    mixtures = mixtures_of(task.data)
+    loss, *metrics = (
+        weighted_mean(mixtures, list(samples), task.step, {name: of_source[at] for name, of_source in means.items()})
+        for at in range(len(sums[0]))
+    )
+    counted = int(sum(each[0][1] for each in sums))
     remarks = unchecked_tokenizers({f"{request.model}": source.weights.path}) if request.data is not None else []
-    perplexity = math.exp(min(loss, 700.0))
-    return LossEvaluation(loss, perplexity, n_samples, task.seq_len, n_tokens, folders, tuple(remarks))
+    if not task.of_pairs:
+        perplexity = math.exp(min(loss, 700.0))
+        return LossEvaluation(loss, perplexity, n_samples, task.seq_len, counted, folders, tuple(remarks))
+    named = dict(zip(METRICS, metrics, strict=True))
+    return LossEvaluation(
+        *(loss, None, n_samples, task.seq_len, None, folders),
+        remarks=(*remarks, "--loss tokens measures the next token of the answers instead, with their perplexity"),
+        unit=task.preference.loss_unit,
+        kind=task.preference.kind,
+        n_pairs=counted,
+        margin=named["margin"],
+        accuracy=named["accuracy"],
+    )
 
 
-def _on_cpu(request: EvalRequest, task: _EvaluationTask) -> list[tuple[float, float]]:
+Sums = list[list[tuple[float, float]]]
+"""For each source, the sums of `ForwardBackward.evaluation_sums`, each with its number of tokens or pairs."""
+
+
+def _on_cpu(request: EvalRequest, task: _EvaluationTask) -> Sums:
     """Compute `_sums` on one rank that was forked here."""
     return _sums(request, task, torch.device("cpu"))
 
 
-def _sums(request: EvalRequest, task: _EvaluationTask, device: torch.device) -> list[tuple[float, float]]:
-    """Return the summed loss and the number of target tokens of each source, equal on every rank."""
+def _sums(request: EvalRequest, task: _EvaluationTask, device: torch.device) -> Sums:
+    """Return the sums of each source, equal on every rank."""
     source, layout = open_source(request.model), request.layout
     model = source.on_rank(layout, device, task.seq_len)
-    work = ForwardBackward(model, device=device, seed=0, restart_positions=task.data.positions == "document")
+    restarts = task.data.positions == "document"
+    work = ForwardBackward(model, device=device, seed=0, restart_positions=restarts, preference=task.preference)
     result = []
-    for samples in task.samples(request.split).values():
+    for name, samples in task.samples(request.split).items():
+        values = None if task.references is None else task.references[name]
         batches = evaluation_batches(
             samples,
             micro_batch=request.micro_batch,
@@ -174,8 +254,10 @@ def _sums(request: EvalRequest, task: _EvaluationTask, device: torch.device) -> 
             data_ranks=layout.data_ranks,
             vocab_size=source.spec.vocab_size,
             within_documents=task.data.attention == "document",
+            references=partial(values_of_answers, values, samples) if task.of_pairs else None,
             max_samples=request.samples,
         )
-        sums = work.evaluation_sums(batches)
-        result.append((float(sums[0, 0]), float(sums[1, 0])))
+        sums, counts = work.evaluation_sums(batches).tolist()
+        n_losses = len(sums) if task.of_pairs else 1
+        result.append([*zip(sums, counts, strict=True)][:n_losses])
     return result

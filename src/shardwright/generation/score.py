@@ -68,7 +68,7 @@ def score(request: ScoreRequest) -> list[SequenceScore]:
         scores = run_ranks(_on_cpu, request.layout.world_size, request)[0]
     else:
         device = pick_device(request.device, ProcessRank())
-        engine = WholeEngine(open_source(request.model).whole(device), *_cache_sizes(request, request.sequences))
+        engine = WholeEngine(open_source(request.model).whole(device), *cache_sizes(request, request.sequences))
         scores = scored(engine, request.sequences)
     return [scores[index] for index in sorted(scores)]
 
@@ -96,6 +96,36 @@ def scored(engine: GenerationEngine, sequences: Sequences) -> dict[int, Sequence
     return scores
 
 
+def decoded(engine: GenerationEngine, sequences: Sequences) -> dict[int, SequenceScore]:
+    """Score the sequences of this rank as `generate` computes new tokens: the tokens before the scored ones in a
+    prefill pass, then a pass for each scored token, with the cache."""
+    batcher = Batcher(engine, Sampling(), engine.cache.n_positions)
+    most = min(engine.cache.n_slots, engine.n_batches) if engine.one_prompt else engine.cache.n_slots
+    waiting = deque(sorted(sequences.items()))
+    values: dict[int, list[float]] = {index: [] for index in sequences}
+    greedy = dict.fromkeys(sequences, True)
+    running: list[tuple[RunningSequence, int]] = []
+    while engine.anywhere(bool(waiting or running)):
+        new: list[tuple[int, int]]
+        if not running:
+            for slot in range(min(most, len(waiting))):
+                index, (tokens, n) = waiting.popleft()
+                running.append((RunningSequence(index, list(tokens), len(tokens) - n, len(tokens), slot), n))
+            new = [(0, sequence.n_prompt) for sequence, _ in running]
+        else:
+            new = [(len(sequence.tokens) - n - 1, 1) for sequence, n in running]
+        _, logits = batcher.run([sequence for sequence, _ in running], new)
+        if not running:
+            continue
+        targets = torch.tensor([sequence.tokens[-n] for sequence, n in running])
+        rows = engine.agree(lambda logits=logits, targets=targets: _rows(logits, targets), (len(targets), 2))  # type: ignore[misc]
+        for (sequence, _), value, best in zip(running, from_bits(rows[:, 0]), rows[:, 1].tolist(), strict=True):
+            values[sequence.prompt].append(value)
+            greedy[sequence.prompt] &= bool(best)
+        running = [(sequence, n - 1) for sequence, n in running if n > 1]
+    return {index: SequenceScore(tuple(values[index]), greedy[index]) for index in sequences}
+
+
 def _rows(logits: Sequence[Tensor], targets_W: Tensor) -> Tensor:
     """Return (W, 2) int64: the bits of each target's log-probability, and whether it is the most probable token."""
     greedy_W = torch.cat([logits_WV.argmax(-1) for logits_WV in logits]) == targets_W.to(logits[0].device)
@@ -113,11 +143,11 @@ def _on_rank(request: ScoreRequest, device: torch.device) -> dict[int, SequenceS
     rank = layout.data_rank(dist.get_rank())
     sequences = {i: sequence for i, sequence in request.sequences.items() if i % layout.data_ranks == rank}
     model = open_source(request.model).on_rank(layout, device)
-    local_scores = scored(LayoutEngine(model, device, *_cache_sizes(request, sequences)), sequences)
+    local_scores = scored(LayoutEngine(model, device, *cache_sizes(request, sequences)), sequences)
     return {index: value for part in gathered(local_scores, dict[int, SequenceScore]) for index, value in part.items()}
 
 
-def _cache_sizes(request: ScoreRequest, sequences: Sequences) -> tuple[int, int]:
+def cache_sizes(request: ScoreRequest, sequences: Sequences) -> tuple[int, int]:
     """Return the rows of the cache, and the positions of each."""
     longest = max(len(tokens) for tokens, _ in request.sequences.values()) - 1
     return max(1, min(request.batch_size, len(sequences))), longest

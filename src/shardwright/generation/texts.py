@@ -9,6 +9,7 @@ from typing import Any
 
 from shardwright.data.chat import BadConversation, ChatFormat
 from shardwright.data.encoding import answer_sections, encode_sections
+from shardwright.generation.agreement import PathAgreement, compare_paths
 from shardwright.generation.generate import layout_problems, without_training
 from shardwright.generation.score import ScoreRequest, score
 from shardwright.generation.source import Text, open_source
@@ -68,10 +69,28 @@ def score_texts(request: TextScoreRequest) -> list[TextScore] | None:
 
     Raises InputError, with every problem at once, before anything is computed.
     """
-    place = place_from_environment()
+    place, text = place_from_environment(), open_source(request.model).text()
+    asked, counted = _score_request(request)
+    scores = score(asked)
+    if place is not None and place.rank != 0:
+        return None
+    return [
+        _text_score(line, tokens, counted[line], len(tokens) - n, result.log_probs, result.greedy, text)
+        for (line, (tokens, n)), result in zip(sorted(asked.sequences.items()), scores, strict=True)
+    ]
+
+
+def compare_texts(request: TextScoreRequest) -> PathAgreement | None:
+    """Compare the ways to score the records, as `agreement.compare_paths`. Raises InputError as `score_texts`."""
+    asked, _ = _score_request(request)
+    return compare_paths(asked)
+
+
+def _score_request(request: TextScoreRequest) -> tuple[ScoreRequest, dict[int, list[bool]]]:
+    """Return the tokens to score by line, and which tokens of each line count. Raises InputError with every problem."""
     source = open_source(request.model)
     layout = without_training(request.layout, source.spec)
-    problems = layout_problems(source.spec, layout, place)
+    problems = layout_problems(source.spec, layout, place_from_environment())
     text, chat = source.text(), cache(source.chat)  # read when the first record needs it
     ids: dict[int, list[int]] = {}
     counted: dict[int, list[bool]] = {}
@@ -85,13 +104,7 @@ def score_texts(request: TextScoreRequest) -> list[TextScore] | None:
         raise InputError(*problems)
     firsts = {line: scored.index(True, 1) for line, scored in counted.items()}
     sequences = {line: (tokens, len(tokens) - firsts[line]) for line, tokens in ids.items()}
-    scores = score(ScoreRequest(request.model, sequences, layout, request.batch_size, request.device))
-    if place is not None and place.rank != 0:
-        return None
-    return [
-        _text_score(line, ids[line], counted[line], firsts[line], result.log_probs, result.greedy, text)
-        for line, result in zip(sorted(sequences), scores, strict=True)
-    ]
+    return ScoreRequest(request.model, sequences, layout, request.batch_size, request.device), counted
 
 
 def _tokens_of(record: Any, text: Text, chat: Callable[[], ChatFormat]) -> tuple[list[int], list[bool]]:

@@ -47,11 +47,14 @@ class Microbatch(NamedTuple):
 
     pairs: PairTargets | None = None
     """The pairs of answers of preference training."""
+    weights_BT: Tensor | None = None
+    """The factors of the targets' losses."""
 
     @property
     def read_by_loss(self) -> tuple[Any, ...]:
         """The arguments of a loss after the output of the model."""
-        return (self.targets_BT,) if self.pairs is None else (self.targets_BT, self.pairs)
+        more = (each for each in (self.pairs, self.weights_BT) if each is not None)
+        return (self.targets_BT, *more)
 
     @property
     def read_by_model(self) -> tuple[Any, ...]:

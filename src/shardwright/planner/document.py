@@ -11,7 +11,7 @@ from shardwright.planner.choice import PricedLayout, shortage
 from shardwright.planner.headline import headline
 from shardwright.planner.nearest import PlanRemedy
 from shardwright.planner.search import Plan
-from shardwright.planner.whole_run import StageError, TrainingGoal, whole_run_on
+from shardwright.planner.whole_run import StageError, TrainingGoal, reference_s, whole_run_on
 from shardwright.planner.words import expert_load_in_words, remarks, warnings
 
 
@@ -51,6 +51,8 @@ def layout_document(priced: PricedLayout, limit_bytes: float, goal: TrainingGoal
     }
     if load := expert_load_in_words(priced):
         found["expert_load"] = load
+    if priced.job.reference_sequences:
+        found["reference_s"] = reference_s(priced.job, priced.step_s)
     if goal is not None:
         try:
             run = whole_run_on(priced, found["interval_s"], goal)

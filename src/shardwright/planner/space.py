@@ -12,7 +12,7 @@
 | micro_batch         | every divisor of a data rank's share of the batch                                          |
 | recompute           | none, selective with the default parts, and full, each in all layers; afterwards in as     |
 |                     | few layers as fit, for the layouts that are found (`recomputation.fewest_layers`)          |
-| loss_chunk_tokens   | 0, and 4096 where a rank has more tokens of a micro-batch                                  |
+| loss_chunk_tokens   | 0, and 4096 where a rank has more tokens of a micro-batch, not of pairs of answers         |
 | zero_secondary_ranks | 1; with zero 3 over several nodes and no pipeline also the ranks of dp_shard x cp in a node |
 | compress_gradients, compress_weights | none: the others change the numerical results of the training             |
 
@@ -146,7 +146,7 @@ def _group(job: Job, shared: Layout, rows: CandidateRows) -> tuple[Candidates, M
     if shared.zero_secondary_ranks > 1:
         kept &= shared.zero_secondary_ranks * found.tp == job.cluster.node_size  # fewer add network bytes
     if shared.loss_chunk_tokens:
-        kept &= found.tokens(job.seq_len) > shared.loss_chunk_tokens
+        kept &= (found.tokens(job.seq_len) > shared.loss_chunk_tokens) & (not job.pairs)
     for name, key in KEYS.items():
         if name not in COLUMNS and getattr(shared, name) != key.default_in(shared):
             kept &= key.used(found)

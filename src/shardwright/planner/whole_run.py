@@ -190,7 +190,7 @@ def whole_run(
         interval_s = interval_s[0] * step_s / evaluated_s, interval_s[1] * step_s / evaluated_s
     best = {name: _best_interval(each, down_s, step_s, steps, between_s) for name, each in ways.items()}
     every = min(operations.save_every or best[way.save].every_steps, max(1, ceil(steps)))
-    evaluation_s = _evaluation_share(job, operations) * evaluated_s * steps
+    evaluation_s = _evaluation_share(job, operations) * evaluated_s * steps + reference_s(job, evaluated_s)
     work_s = step_s * steps + evaluation_s
     whole_s = work_s * way.slowdown_at(every * step_s, down_s, between_s)
     if whole_s > LARGEST_SLOWDOWN * work_s:
@@ -322,6 +322,12 @@ def _ways_to_save(job: Job, operations: Operations) -> Iterator[SavingTime]:
     yield SavingTime("async", copy_s, stored_s, stored_s)
     if chip.disk_bytes_per_s and job.cluster.nodes > 1:
         yield SavingTime("local", copy_s, 2 * own / chip.disk_bytes_per_s, own / chip.disk_bytes_per_s)
+
+
+def reference_s(job: Job, step_s: float) -> float:
+    """Return the seconds of the reference's forward pass over its sequences, before the first step of `step_s` seconds.
+    Forward passes take a third of a step."""
+    return step_s * job.reference_sequences / job.global_batch / 3
 
 
 def _evaluation_share(job: Job, operations: Operations) -> float:

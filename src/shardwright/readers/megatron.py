@@ -1,5 +1,7 @@
 """Megatron-LM: the layout and the software that its options describe, and the options of a layout."""
 
+import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +13,7 @@ from shardwright.layout.key import MOST_LAYERS
 from shardwright.layout.layout import Layout
 from shardwright.planner.choice import Choice
 from shardwright.planner.measured_run import ELEMENT_BYTES, PERMUTED_BY_RANK
+from shardwright.planner.whole_run import PlannedStage
 from shardwright.readers.megatron_model import model_of
 from shardwright.readers.megatron_options import FAMILIES, OPTIONS
 from shardwright.readers.table import DescribedRun, System, Values
@@ -38,6 +41,7 @@ def describe(values: Values) -> DescribedRun:
     if global_batch is None:
         global_batch = micro_batch * data_ranks
         values.assumed.append(f"{values.spell('global_batch_size')} {global_batch}: one micro-batch a data rank")
+    stages = _stages(values, seq_len, global_batch, micro_batch * data_ranks)
     settings |= _pipeline(values, model.n_layers)
     if values["optimizer_cpu_offload"]:
         settings["offload_optimizer"] = "cpu"
@@ -58,7 +62,59 @@ def describe(values: Values) -> DescribedRun:
     return DescribedRun(
         *(model, seq_len, global_batch, layout, micro_batch, precision, stack, world_size, node_size),
         optimizer=str(optimizer),
+        stages=stages,
     )
+
+
+_MOST_INCREMENTS = 1000
+
+
+def _stages(values: Values, seq_len: int, global_batch: int, unit: int) -> tuple[PlannedStage, ...]:
+    """Return the stages of --rampup-batch-size START INCREMENT SAMPLES, none without it.
+
+    Over the first SAMPLES samples the batch grows from START by INCREMENT to the global batch, after equal numbers of
+    samples (`megatron/core/num_microbatches_calculator.py`). A batch that no step has is left out. `unit`: a batch is a
+    multiple of it, micro-batch x data ranks.
+    """
+    ramp = values["rampup_batch_size"]
+    if not ramp:
+        return ()
+    if values.given("global_batch_size") and values.settings["global_batch_size"].where.startswith("--"):
+        values.changes["rampup_batch_size"] = "--global-batch replaces the batches of all steps"
+        return ()
+    if len(ramp) != 3 or not all(re.fullmatch(r"[0-9]{1,15}", each) for each in ramp):
+        values.wrong("rampup_batch_size", "three whole numbers are needed: start, increment and samples")
+        return ()
+    start, increment, samples = map(int, ramp)
+    if min(start, increment, samples) < 1 or start >= global_batch or (global_batch - start) % increment:
+        values.wrong(
+            "rampup_batch_size",
+            f"the batch grows from {start} by {increment}, and not to the global batch of {global_batch}; valid: a "
+            f"start below it, and an increment that divides the difference, {max(0, global_batch - start)}",
+        )
+        return ()
+    n = (global_batch - start) // increment
+    if n > _MOST_INCREMENTS:
+        values.wrong("rampup_batch_size", f"{n:,} increments; at most {_MOST_INCREMENTS:,} are read")
+        return ()
+    rounds = values["decrease_batch_size_if_needed"]
+    found: list[PlannedStage] = []
+    consumed = 0
+    for stage in range(n + 1):
+        batch = start + stage * increment
+        batch = batch // unit * unit if rounds else batch
+        if not batch or batch % unit:
+            values.wrong(
+                "rampup_batch_size",
+                f"a step of {start + stage * increment} sequences is no multiple of micro-batch x data ranks, {unit}; "
+                f"give multiples of it, or {values.spell('decrease_batch_size_if_needed')}",
+            )
+            return ()
+        n_steps = max(0, math.ceil(((stage + 1) * samples / n - consumed) / batch))
+        if (n_steps or stage == n) and (not found or found[-1].global_batch != batch):
+            found.append(PlannedStage(consumed * seq_len, batch, seq_len))
+        consumed += n_steps * batch
+    return tuple(found)
 
 
 def _world(values: Values) -> tuple[int, int | None]:

@@ -11,6 +11,7 @@ from shardwright.cost.stack import Stack
 from shardwright.layout.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.planner.choice import Choice
+from shardwright.planner.whole_run import PlannedStage
 from shardwright.system.errors import InputError, nearest
 
 SIMILAR = 0.9
@@ -196,7 +197,8 @@ def shown(value: Any) -> str:
 class DescribedRun:
     """What a configuration describes: the job's parts and the layout. `node_size`: ranks of a node, or None. `dialect`:
     the vocabulary that the files use, of a system with several. `stated`: the options of the files with their values,
-    which `System.write` keeps or removes where they set the same as others."""
+    which `System.write` keeps or removes where they set the same as others. `stages`: the batches of the run, if they
+    change; `global_batch` is of the last."""
 
     model: ModelSpec
     seq_len: int
@@ -211,6 +213,7 @@ class DescribedRun:
     narrow_states: bool = False
     dialect: str = ""
     stated: Mapping[str, Any] = field(default_factory=dict)
+    stages: tuple[PlannedStage, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from shardwright.planner.choice import PricedLayout, shortage
 from shardwright.planner.document import job_document, layout_document
 from shardwright.planner.headline import headline
 from shardwright.planner.search import Plan
-from shardwright.planner.whole_run import TrainingGoal, WholeRun, whole_run_on
+from shardwright.planner.whole_run import StageError, TrainingGoal, WholeRun, whole_run_on
 from shardwright.report.whole_run_view import days_in_words
 from shardwright.system.units import GiB, format_count
 from shardwright.view.document import CODE, COUNT, Column, Note, Part, Quantity, Table, VerbDocument
@@ -36,10 +36,14 @@ def compare_view(name: str, plans: Sequence[Plan], goal: TrainingGoal | None) ->
             rows.append((plan.job.cluster.name, *[None] * (len(columns) - 1), f"nothing fits: {lacks}"))
             continue
         cells: tuple[Any, ...] = ()
+        choice = str(taken.choice)
         if goal is not None:
-            run = runs[plan.job.cluster.name] = _run(taken, goal)
-            cells = run.days, round(run.accelerator_hours), None if run.cost is None else round(run.cost)
-        rows.append((*_cells(taken, first), *cells, taken.choice))
+            try:
+                run = runs[plan.job.cluster.name] = _run(taken, goal)
+                cells = run.days, round(run.accelerator_hours), None if run.cost is None else round(run.cost)
+            except StageError as error:
+                cells, choice = (None, None, None), f"{choice}; not the whole run: {error}"
+        rows.append((*_cells(taken, first), *cells, choice))
     parts: list[Part] = [
         Note(f"{name}: {job.global_batch:,} sequences of {job.seq_len:,} tokens a step, {job.precision}"),
         Table((*columns, Column("recommended", CODE)), rows),

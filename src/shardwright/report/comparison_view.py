@@ -52,7 +52,8 @@ def comparison_document(runs: Sequence[RunRecord], files: Mapping[str, Path]) ->
     each_run = [
         {"run": str(run.folder), **dataclasses.asdict(of_run)} for run, of_run in zip(runs, numbers, strict=True)
     ]
-    rows = zip(_QUANTITIES, *map(_values, numbers), strict=True)
+    averaged = any(of_run.average_loss is not None for of_run in numbers)
+    rows = [row for row in zip(_QUANTITIES, *map(_values, numbers), strict=True) if averaged or row[0] != _OF_AVERAGE]
     parts: list[Part] = [
         *(Note(title_of(run), name) for name, run in zip(names, runs, strict=True)),
         Picture(
@@ -64,7 +65,7 @@ def comparison_document(runs: Sequence[RunRecord], files: Mapping[str, Path]) ->
         ),
         Table(
             (Column(""), *(Column(name, NUMBER) for name in names)),
-            list(rows),
+            rows,
             rest="Speed and MFU are medians of the steps, of a run on several layouts the mean speed.",
         ),
     ]
@@ -86,8 +87,9 @@ def _names(runs: Sequence[RunRecord]) -> list[str]:
     return names if len(set(names)) == len(names) else [str(run.folder) for run in runs]
 
 
+_OF_AVERAGE = "of the average"
 _QUANTITIES = (
-    *("steps", "tokens", "training loss", "validation loss", "perplexity"),
+    *("steps", "tokens", "training loss", "validation loss", _OF_AVERAGE, "perplexity"),
     *("tokens/s", "MFU", "peak memory", "time in steps"),
 )
 
@@ -107,6 +109,7 @@ def _values(numbers: RunHeadline) -> tuple[str, ...]:
         format_count(numbers.tokens),
         text(numbers.train_loss, "{:.4f}".format),
         text(numbers.validation_loss, "{:.4f}".format),
+        text(numbers.average_loss, "{:.4f}".format),
         text(numbers.validation_perplexity, "{:,.4g}".format),
         text(speed, format_count),
         text(mfu, "{:.1%}".format),
@@ -149,6 +152,7 @@ def _losses(ax: "Axes", runs: Sequence[RunRecord]) -> None:
         remark(ax, "no finite loss was logged")
     ax.xaxis.set_major_formatter(lambda value, _: format_count(value))
     name_axis(ax, "tokens")
-    ax.set_title("Loss, nats a token", pad=7)
+    units = dict.fromkeys(run.config.preference.loss_unit for run in runs)
+    ax.set_title(f"Loss, {' or '.join(units)}", pad=7)
     handles, labels = ax.get_legend_handles_labels()
     ax.legend(handles, labels, ncols=4, loc="lower right", bbox_to_anchor=(1, 1.02))

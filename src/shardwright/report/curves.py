@@ -171,6 +171,11 @@ def _loss(ax: "Axes", run: RunRecord) -> None:
             zorder=4,
             label=f"validation: {first_to_last([record.loss for record in validation])}",
         )
+    averaged = run.average_losses
+    if averaged:
+        steps, of_average = zip(*averaged, strict=True)
+        label = f"validation, average of the weights: {first_to_last(of_average)}"
+        ax.plot(*thinned(steps, of_average), color=COLOURS["validation"], linewidth=1.2, label=label, zorder=4)
     ahead = [(record.step, record.mtp_loss) for record in run.train if math.isfinite(record.mtp_loss or math.nan)]
     if ahead:
         steps, of_modules = zip(*ahead, strict=True)
@@ -189,11 +194,15 @@ def _loss(ax: "Axes", run: RunRecord) -> None:
             markersize=5,
             label=f"not finite: {len(lost)} of {len(run.losses)} records, first at step {lost[0]:,}",
         )
-    shown = [*finite, *(record.loss for record in validation), *(loss for _, loss in ahead if loss is not None)]
+    shown = [
+        *finite,
+        *(record.loss for record in validation),
+        *(loss for _, loss in [*ahead, *averaged] if loss is not None),
+    ]
     choose_scale(ax, shown)
     if not shown:
         remark(ax, "no finite loss was logged")
-    header(ax, "Loss, nats a token", pad_pt=20)
+    header(ax, f"Loss, {run.config.preference.loss_unit}", pad_pt=20)
     import numpy as np  # matplotlib needs it, and reading a run does not
 
     knots = [stage.from_step for stage in run.config.batch.schedule.stages]

@@ -66,6 +66,8 @@ class RunHeadline:
     first_validation_loss: float | None
     validation_loss: float | None
     validation_perplexity: float | None
+    validation_accuracy: float | None
+    average_loss: float | None
     first_non_finite_step: int | None
     median_tokens_per_s: float | None
     median_mfu: float | None
@@ -112,10 +114,14 @@ class RunHeadline:
         first, last = self.first_validation_loss, self.validation_loss
         if last is not None:
             words = [f"from {first:.4f}, {last / first:.0%} of it"] if first else []
-            if self.margin is None:
+            if self.validation_accuracy is not None:
+                words.append(f"the chosen answer leads in {self.validation_accuracy:.1%} of the pairs")
+            elif self.margin is None:
                 known = self.validation_perplexity
                 words.insert(0, "with no finite perplexity" if known is None else f"at perplexity {known:,.4g}")
             yield Fact("validation loss", f"{last:.4f}", "; ".join(words))
+        if self.average_loss is not None:
+            yield Fact("of the average", f"{self.average_loss:.4f}", "validation loss of the average of the weights")
         if self.train_loss is not None:
             yield Fact("training loss", f"{self.train_loss:.4f}", "at the last logged step")
         if self.mtp_loss is not None:
@@ -164,6 +170,8 @@ def headline(run: RunRecord) -> RunHeadline:
         first_validation_loss=_finite(run.validation[0].loss) if run.validation else None,
         validation_loss=validation_loss,
         validation_perplexity=None if validation_loss is None or of_pairs else _exp(validation_loss),
+        validation_accuracy=run.validation[-1].accuracy if run.validation else None,
+        average_loss=run.average_losses[-1][1] if run.average_losses else None,
         first_non_finite_step=bad[0] if bad else None,
         median_tokens_per_s=segments[-1].median_tokens_per_s,
         median_mfu=segments[-1].median_mfu,

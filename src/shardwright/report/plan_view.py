@@ -16,7 +16,7 @@ from shardwright.planner.headline import headline, unmeasured
 from shardwright.planner.nearest import PlanRemedy
 from shardwright.planner.search import Plan
 from shardwright.planner.sweep import by_length, by_size
-from shardwright.planner.whole_run import TrainingGoal, whole_run_on
+from shardwright.planner.whole_run import TrainingGoal, reference_s, whole_run_on
 from shardwright.planner.words import (
     ALIKE,
     also_fast,
@@ -209,6 +209,13 @@ def layout_parts(priced: PricedLayout, limit_bytes: float, goal: TrainingGoal | 
     yield Facts([*_speed(priced), *_memory_facts(priced, limit_bytes)])
     if load := expert_load_in_words(priced):
         yield Note(load)
+    if job.reference_sequences:
+        seconds = format_seconds(reference_s(job, priced.step_s))
+        yield Note(
+            f"before the first step, a forward pass over the {job.reference_sequences:,} sequences of the data takes "
+            f"{seconds}, in less memory than a step: no second model is loaded",
+            "reference",
+        )
     yield _time(priced)
     yield _memory(priced, limit_bytes)
     yield from (Note(warning, "warning", "bad") for warning in warnings(priced))

@@ -1,6 +1,7 @@
 """A run read from its folder: the resolved run file, the logged records, the kept checkpoints and, with pipeline
 parallelism, one step of the pipeline."""
 
+import math
 import shlex
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -73,6 +74,12 @@ class RunRecord:
         """Return step and loss of every train and validation record, in the order of steps."""
         records: list[TrainRecord | EvaluationRecord] = [*self.train, *self.validation]
         return sorted(((record.step, record.loss) for record in records), key=lambda pair: pair[0])
+
+    @property
+    def average_losses(self) -> list[tuple[int, float]]:
+        """Return step and validation loss of the average of the weights, of each evaluation with a finite one."""
+        pairs = ((record.step, record.average_loss) for record in self.validation)
+        return [(step, loss) for step, loss in pairs if loss is not None and math.isfinite(loss)]
 
     @cached_property
     def segments(self) -> tuple[RunSegment, ...]:

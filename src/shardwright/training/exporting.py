@@ -25,7 +25,14 @@ from shardwright.hugging_face.table import FileTensor, file_tensors
 from shardwright.hugging_face.writer import write_weights
 from shardwright.model.modules import rows
 from shardwright.report.words import learning_rate_in_words
-from shardwright.run_folder import CHECKPOINTS, METRICS, RUN_FILE, EvaluationRecord, TrainRecord, read_metrics
+from shardwright.run_folder import (
+    METRICS,
+    RUN_FILE,
+    EvaluationRecord,
+    TrainRecord,
+    read_metrics,
+    run_of_checkpoint,
+)
 from shardwright.system.errors import CheckpointError, DataError, InputError
 from shardwright.system.files import LONGEST_TOKENIZER, inside, new_folder, read_bytes
 from shardwright.system.units import format_count
@@ -228,14 +235,8 @@ def model_card(weights: Weights, architecture: Architecture, dtype: str) -> str:
     return text
 
 
-def _run_folder(checkpoint: Path) -> Path | None:
-    """Return the folder of the run that contains a checkpoint, or None."""
-    inside = checkpoint.absolute().parent
-    return inside.parent if inside.name == CHECKPOINTS else None
-
-
 def _name(path: Path) -> str:
-    return (_run_folder(path) or path.absolute()).name
+    return (run_of_checkpoint(path) or path.absolute()).name
 
 
 def _facts(weights: CheckpointWeights) -> Iterator[tuple[str, str]]:
@@ -257,9 +258,16 @@ def _facts(weights: CheckpointWeights) -> Iterator[tuple[str, str]]:
     )
     yield "precision", config.precision.in_words
     yield "seed", str(config.seed)
-    folder = _run_folder(weights.path)
+    folder = run_of_checkpoint(weights.path)
     records = [] if folder is None else list(read_metrics(inside(folder, METRICS)))
-    for what, kind in (("training loss", TrainRecord), ("validation loss", EvaluationRecord)):
-        losses = [each.loss for each in records if isinstance(each, kind) and each.step <= progress.step]
-        if losses:
-            yield what, f"{losses[-1]:.4f}"
+    done = [each for each in records if each.step <= progress.step]
+    evaluated = [each for each in done if isinstance(each, EvaluationRecord)]
+    losses = {
+        "training loss": [each.loss for each in done if isinstance(each, TrainRecord)],
+        "validation loss": [each.loss for each in evaluated],
+    }
+    if isinstance(weights, AveragedWeights):  # the other losses are of the weights that are not exported
+        losses = {"validation loss": [each.average_loss for each in evaluated if each.average_loss is not None]}
+    for what, values in losses.items():
+        if values:
+            yield what, f"{values[-1]:.4f} {config.preference.loss_unit}"

@@ -21,13 +21,14 @@ from shardwright.training.step import StepResult, Trainer
 @dataclass(frozen=True)
 class RunStart:
     """The start of a run: number of completed steps and samples, the loaded checkpoint, the mixture stages that had
-    started, and the ranges of samples that rollbacks excluded."""
+    started, the ranges of samples that rollbacks excluded, and the digest of the weights of the reference."""
 
     step: int = 0
     samples: int = 0
     checkpoint: Path | None = None
     past: Sequence[MixtureStage] = ()
     left_out: tuple[tuple[int, int], ...] = ()
+    reference: str | None = None
 
 
 @dataclass(frozen=True)

@@ -133,30 +133,40 @@ class Evaluate(Hook):
         if not sources.validation:
             return
         self.phases.begin("evaluation", step)
-        losses, ahead = self._losses()
-        averaged: dict[str, float] = {}
-        if self.trainer.average is not None:
+        means = self._means()
+        for name in sources.validation.keys() - means.keys():
+            self.log.say(f"no validation loss of {name}: none of the sequences has a token that counts")
+        averaged: dict[str, list[float]] = {}
+        if self.trainer.average is not None and means:
             with self.trainer.average.applied(step) as applied:
-                averaged = self._losses()[0] if applied else {}
+                averaged = self._means() if applied else {}
         self.phases.end("evaluation")
-        if losses:
-            by_source = losses if sources.mixed else None
-            mtp_loss = sources.mean(step, ahead) if ahead else None
-            average_loss = sources.mean(step, averaged) if averaged else None
-            self.log.write(EvaluationRecord(step, sources.mean(step, losses), now(), by_source, mtp_loss, average_loss))
+        if not means:
+            return
+        loss, *others = self._mixed(step, means)
+        losses = {name: of_source[0] for name, of_source in means.items()}
+        more: Record = {}
+        if self.trainer.pair_loss is not None:
+            more |= dict(zip(METRICS, others, strict=True))
+        elif others:
+            more["mtp_loss"] = sum(others) / len(others)
+        if averaged:
+            more["average_loss"] = self._mixed(step, averaged)[0]
+        self.log.write(EvaluationRecord(step, loss, now(), losses if sources.mixed else None, **more))
 
-    def _losses(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the validation loss and the MTP loss of each source that has a token that counts."""
-        losses, ahead = {}, {}
+    def _means(self) -> dict[str, list[float]]:
+        """Return the means of `evaluation_sums` of each source that has a token that counts."""
+        means = {}
         for name, samples in self.samples.sources.validation.items():
             sums, counts = self.trainer.evaluation_sums(self.samples.evaluation_batches(samples)).tolist()
-            if not counts[0]:
-                self.log.say(f"no validation loss of {name}: none of the sequences has a token that counts")
-                continue
-            losses[name], *of_modules = (total / max(n, 1) for total, n in zip(sums, counts, strict=True))
-            if of_modules:
-                ahead[name] = sum(of_modules) / len(of_modules)
-        return losses, ahead
+            if counts[0]:
+                means[name] = [total / max(n, 1) for total, n in zip(sums, counts, strict=True)]
+        return means
+
+    def _mixed(self, step: int, means: Mapping[str, list[float]]) -> list[float]:
+        """Return the mean of each number over the sources, weighted as the run mixes them at `step`."""
+        places = range(len(next(iter(means.values()))))
+        return [self.samples.sources.mean(step, {name: of[at] for name, of in means.items()}) for at in places]
 
 
 def speed_numbers(

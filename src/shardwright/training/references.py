@@ -2,9 +2,11 @@
 
 They are computed once, on the run's layout, in one forward pass over all pairs of the splits that the run reads, and
 kept in OUT/reference.safetensors: a tensor SPLIT/N for each source N, with a number for each document. A run that is
-resumed reads them.
+resumed reads them. The file has the fingerprint of the data and the digest of the weights, which each checkpoint of the
+run has, too.
 """
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -16,16 +18,21 @@ from safetensors.numpy import save
 from torch import Tensor
 
 from shardwright.config import RunConfig
-from shardwright.data.batches import PADDING_ID, Batch, evaluation_batches
+from shardwright.data.batches import PADDING_ID, Batch
 from shardwright.data.samples import PairSamples, Samples
+from shardwright.parallel.model import ParallelModel
 from shardwright.run_folder import REFERENCE
 from shardwright.system.errors import DataError
 from shardwright.system.files import inside, write_whole
+from shardwright.training.checkpoint.plan import plan_of
 from shardwright.training.clock import Phases
 from shardwright.training.hooks import RunStart
 from shardwright.training.run_log import RunLog
-from shardwright.training.sources import RunReferences, Sources
+from shardwright.training.sources import RunReferences, Sources, split_batches, values_of_answers
 from shardwright.training.step import ForwardBackward
+
+_DIGESTED_TOGETHER = 2**20
+"""Elements of a tensor that are digested at a time, with 8 bytes each."""
 
 
 def run_references(
@@ -34,7 +41,7 @@ def run_references(
     """Return the references of a run that begins at `start`; None for a run on the next token. Every rank calls this.
 
     The forward pass over the pairs is reported to `phases` as evaluation. Raises DataError for a resumed run whose file
-    is missing, damaged, of other data or without a split.
+    is missing, damaged, of other data or weights, or without a split.
     """
     if config.preference.kind == "none":
         return None
@@ -45,31 +52,23 @@ def run_references(
     splits = {f"train/{n}": samples for n, samples in enumerate(sources.train.sources)}
     splits |= {f"validation/{n}": samples for n, samples in enumerate(sources.validation.values())}
     if start.checkpoint is not None:
-        path = inside(path.parent, path.name, DataError)
-        return RunReferences(sources, _read(path, fingerprint, start.step, splits))
+        values = read_references(path, fingerprint, start.reference, splits, start.step)
+        return RunReferences(sources, values, start.reference)
+    digest = weights_digest(work.model)
     values = {name: reference_log_probs(config, work, each, phases) for name, each in splits.items()}
     if dist.get_rank() == 0:
-        write_whole(path, save(values, {"fingerprint": fingerprint}))
+        write_whole(path, save(values, {"fingerprint": fingerprint, "weights": digest}))
     n_answers = sum(map(len, values.values()))
     log.say(f"log-probabilities of {n_answers:,} answers under the reference, written to {path}")
-    return RunReferences(sources, values)
+    return RunReferences(sources, values, digest)
 
 
 def reference_log_probs(config: RunConfig, work: ForwardBackward, samples: Samples, phases: Phases) -> np.ndarray:
     """Return the log-probability of each document of a split of pairs under the current weights, float64, equal on all
     ranks."""
     assert isinstance(samples, PairSamples), samples
-    layout = config.layout.layout()
     total = torch.zeros(samples.split.n_documents, dtype=torch.float64, device=work.device)
-    batches = evaluation_batches(
-        samples,
-        micro_batch=config.batch.schedule.longest.micro_batch,
-        data_rank=layout.data_rank(dist.get_rank()),
-        data_ranks=layout.data_ranks,
-        vocab_size=config.model.spec().vocab_size,
-        within_documents=True,
-        references=lambda i: [0.0] * len(samples.answers(i)),
-    )
+    batches = split_batches(config, dist.get_rank(), samples, lambda i: values_of_answers(None, samples, i))
     documents: list[list[int]] = []
 
     def noted() -> Iterator[Batch]:
@@ -87,21 +86,58 @@ def reference_log_probs(config: RunConfig, work: ForwardBackward, samples: Sampl
     return log_probs
 
 
-def _read(path: Path, fingerprint: str, step: int, splits: Mapping[str, Samples]) -> dict[str, np.ndarray]:
+@torch.no_grad()
+def weights_digest(model: ParallelModel) -> str:
+    """Return a digest of the weights of a model, equal on all ranks and layouts: 16 hexadecimal digits. A collective.
+
+    The sum, modulo 2^64, over all elements of a hash of the tensor's name and the element's bits. It does not depend on
+    the order of the elements of a tensor.
+    """
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters.items()}
+    total = torch.zeros((), dtype=torch.int64, device=next(iter(tensors.values())).device)
+    for piece in plan_of(tensors).pieces:
+        bits_of = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensors[piece.name].element_size()]
+        key = int.from_bytes(hashlib.sha256(piece.name.encode()).digest()[:7], "big")
+        for values in piece.view(tensors).flatten().split(_DIGESTED_TOGETHER):
+            hashed = (values.view(bits_of).to(torch.int64) + key) * 0x1E3779B97F4A7C15
+            hashed = (hashed ^ (hashed >> 29)) * 0x3F58476D1CE4E5B9
+            total += (hashed ^ (hashed >> 32)).sum().to(total.device)
+    dist.all_reduce(total)
+    return f"{int(total) % 2**64:016x}"
+
+
+def read_references(
+    path: Path,
+    fingerprint: str,
+    digest: str | None,
+    splits: Mapping[str, Samples],
+    step: int,
+    way_out: str = "start anew",
+) -> dict[str, np.ndarray]:
+    """Return the values of a run's reference.safetensors, by SPLIT/N.
+
+    `fingerprint`, `digest`: of the data and of the weights that the file has to be of; `splits`: the splits that it has
+    to contain; `step`: of the checkpoint; `way_out`: what else the user can do, for errors. Raises DataError for a file
+    that is missing, damaged, or of others.
+    """
+    path = inside(path.parent, path.name, DataError)
     try:
         with safe_open(path, "np") as file:
-            found = (file.metadata() or {}).get("fingerprint")
+            metadata = file.metadata() or {}
             values = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no dict
     except FileNotFoundError:
         raise DataError(
             f"{path} is missing: it has the log-probabilities of the model before the first step, and the checkpoint "
-            f"is of step {step}; copy it from the folder of the run that wrote the checkpoint, or start anew"
+            f"is of step {step}; copy it from the folder of the run that wrote the checkpoint, or {way_out}"
         ) from None
     except (OSError, SafetensorError) as error:
-        raise DataError(f"{path} is damaged ({error}); copy it again, or start the run anew") from None
-    if found != fingerprint:
+        raise DataError(f"{path} is damaged ({error}); copy it again, or {way_out}") from None
+    if metadata.get("fingerprint") != fingerprint:
+        raise DataError(f"{path} is of other data than is read now; prepare the data as before, or {way_out}")
+    if metadata.get("weights") != digest:
         raise DataError(
-            f"{path} is of other data than the run trains on now; prepare the data as before, or start anew"
+            f"{path} is of the weights {metadata.get('weights')}, and the reference of the run that wrote the "
+            f"checkpoint of step {step} has {digest}; copy it from the folder of this run, or {way_out}"
         )
     for name, samples in splits.items():
         n_answers, n_there = samples.origin(0)[0].n_documents, len(values.get(name, ()))
@@ -110,6 +146,6 @@ def _read(path: Path, fingerprint: str, step: int, splits: Mapping[str, Samples]
             raise DataError(
                 f"{path} has {n_there:,} log-probabilities for the {n_answers:,} answers of the {split} split: the run "
                 f"that wrote it did not read the split; "
-                + ("set evaluation.samples=0, or start anew" if split == "validation" else "start anew")
+                + (f"set evaluation.samples=0, or {way_out}" if split == "validation" else way_out)
             )
     return values

@@ -83,7 +83,8 @@ class RunCheckpoints:
             raise CheckpointError(
                 f"{path} is at step {progress.step}, beyond the steps={self.config.steps} of this run; raise steps"
             )
-        return RunStart(progress.step, progress.samples, path, past_stages(manifest), progress.left_out)
+        reference = None if manifest.data is None else manifest.data.get("reference")
+        return RunStart(progress.step, progress.samples, path, past_stages(manifest), progress.left_out, reference)
 
 
 def newest_first(

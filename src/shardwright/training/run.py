@@ -60,13 +60,8 @@ def run(config: RunConfig, place: ProcessRank, quiet: bool = False) -> bool:
             with monitored(Path(config.out), place.rank, layout, device, after_s) as monitor:
                 return _run(config, place, device, quiet, monitor, [said] if said else [])
         except torch.OutOfMemoryError as error:
-            micro_batch = max(stage.micro_batch for stage in config.batch.schedule.stages)
             raise WorkerError(
-                f"rank {place.rank}: {str(error).splitlines()[0]}; to need less: batch.micro_batch below "
-                f"{micro_batch}, layout.zero above {layout.zero}, a larger layout.dp_shard, "
-                f"tp or cp, layout.recompute='selective' or 'full', layout.loss_chunk_tokens, "
-                f"layout.offload_optimizer='cpu' or 'disk', with zero above 0 layout.offload_parameters='cpu', "
-                f"layout.offload_activations='cpu', or precision.compute='bf16'"
+                f"rank {place.rank}: {str(error).splitlines()[0]}; to need less: {for_less_memory(config)}"
             ) from None
 
 
@@ -113,6 +108,24 @@ def _run(
         stop.settle()
     _report_end(config, start, done, checkpoints, log)
     return done < config.steps
+
+
+def for_less_memory(config: RunConfig) -> str:
+    """Return the changes of the run file with which a rank needs less memory."""
+    layout, most = config.layout.layout(), max(stage.micro_batch for stage in config.batch.schedule.stages)
+    chunked = layout.loss_chunk_tokens or config.preference.kind != "none"
+    smaller = " and ".join(config.batch.lowered("micro_batch", most - 1))
+    return ", ".join(
+        [
+            *([f"{smaller} below {most}"] if most > 1 else []),
+            *([f"layout.zero above {layout.zero}"] if layout.zero < 3 else []),
+            "a larger layout.dp_shard, tp or cp",
+            *(["layout.recompute='selective' or 'full'"] if layout.recompute == "none" else []),
+            *([] if chunked else ["layout.loss_chunk_tokens"]),
+            "layout.offload_optimizer='cpu' or 'disk', with zero above 0 layout.offload_parameters='cpu'",
+            "layout.offload_activations='cpu', or precision.compute='bf16'",
+        ]
+    )
 
 
 def build_hooks(

@@ -1,6 +1,6 @@
 """The data of a run: its sources, the order of its samples, and the records of both in a checkpoint."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -11,9 +11,9 @@ import torch
 from shardwright.config import RunConfig, load_kept
 from shardwright.config.mixture import Mixture, mixtures_of, name_of, sources_of, tokenizer_folder
 from shardwright.config.sections import DataSection
-from shardwright.data.batches import Batch, Batches, evaluation_batches, merged
+from shardwright.data.batches import Batch, Batches, References, evaluation_batches, merged
 from shardwright.data.mixture import MixedSamples, MixtureOrder, MixtureStage, stages_of
-from shardwright.data.samples import PairSamples, Samples, attended_tokens, open_sources, packed_lengths, samples_of
+from shardwright.data.samples import PairSamples, Samples, attended_tokens, open_sources, samples_of
 from shardwright.data.shards import TOKENIZER, DataManifest
 from shardwright.data.tokenizer import tokenizer_difference
 from shardwright.run_folder import CHECKPOINTS, RUN_FILE, SamplePlace, published
@@ -93,7 +93,7 @@ class Sources:
     def _attended_tokens(self, samples: Samples, seq_len: int) -> float:
         if self.config.data.attention == "sequence":
             return float(seq_len)
-        return attended_tokens(packed_lengths(samples.origin(0)[0].document_lengths(), seq_len))
+        return attended_tokens(samples_of(samples.origin(0)[0], self.config.data, seq_len).document_lengths())
 
     @property
     def mixed(self) -> bool:
@@ -168,8 +168,9 @@ class RunReferences:
     """The reference's log-probability of each document of the sources of a run, by SPLIT/N for source N; `values` is
     None for a loss without a reference."""
 
-    def __init__(self, sources: Sources, values: Mapping[str, np.ndarray] | None) -> None:
-        self.sources, self.values = sources, values
+    def __init__(self, sources: Sources, values: Mapping[str, np.ndarray] | None, digest: str | None = None) -> None:
+        """`digest`: of the weights of the reference."""
+        self.sources, self.values, self.digest = sources, values, digest
 
     def train(self, i: int) -> Sequence[float]:
         """Return the log-probability of each answer of training sample i, over all sources."""
@@ -183,12 +184,33 @@ class RunReferences:
         return self._values(f"validation/{number}", samples, i)
 
     def _values(self, name: str, samples: Samples, i: int) -> Sequence[float]:
-        assert isinstance(samples, PairSamples), samples
-        answers = samples.answers(i)
-        if self.values is None:
-            return [0.0] * len(answers)
-        result: list[float] = self.values[name][answers.start : answers.stop].tolist()
-        return result
+        return values_of_answers(None if self.values is None else self.values[name], samples, i)
+
+
+def values_of_answers(values: np.ndarray | None, samples: Samples, i: int) -> Sequence[float]:
+    """Return the values of the answers of sample i from the values of all documents of its split; zeros for None."""
+    assert isinstance(samples, PairSamples), samples
+    answers = samples.answers(i)
+    result: list[float] = [0.0] * len(answers) if values is None else values[answers.start : answers.stop].tolist()
+    return result
+
+
+def split_batches(
+    config: RunConfig, rank: int, samples: Samples, references: References | None, max_samples: int | None = None
+) -> Iterator[Batch]:
+    """Return the batches of a rank of the samples of a split, of the whole split without `max_samples`: the same for
+    every stage of the batch."""
+    layout = config.layout.layout()
+    return evaluation_batches(
+        samples,
+        micro_batch=config.batch.schedule.longest.micro_batch,
+        data_rank=layout.data_rank(rank),
+        data_ranks=layout.data_ranks,
+        vocab_size=config.model.spec().vocab_size,
+        within_documents=config.data.attention == "document",
+        references=references,
+        max_samples=max_samples,
+    )
 
 
 class RunSamples:
@@ -227,7 +249,10 @@ class RunSamples:
 
     def described(self, step: int) -> DataRecord:
         """Return the sources and the stages that started before `step` steps, as recorded in a checkpoint."""
-        return self.sources.described([stage for stage in self.order.stages if stage.from_step < step])
+        data = self.sources.described([stage for stage in self.order.stages if stage.from_step < step])
+        if self.references is not None and self.references.digest is not None:
+            data["reference"] = self.references.digest
+        return data
 
     def batches(self, start: RunStart) -> Batches:
         """Return the training batches of this rank after `start`."""
@@ -251,17 +276,8 @@ class RunSamples:
 
     def evaluation_batches(self, samples: Samples) -> Iterable[Batch]:
         """Return the batches of this rank of the validation samples of a source: the same for every stage."""
-        config = self.config
-        return evaluation_batches(
-            samples,
-            micro_batch=self.sources.schedule.longest.micro_batch,
-            data_rank=self.layout.data_rank(self.rank),
-            data_ranks=self.layout.data_ranks,
-            vocab_size=self.vocab_size,
-            within_documents=self.within_documents,
-            references=None if self.references is None else partial(self.references.validation, samples),
-            max_samples=config.evaluation.samples,
-        )
+        references = None if self.references is None else partial(self.references.validation, samples)
+        return split_batches(self.config, self.rank, samples, references, self.config.evaluation.samples)
 
 
 def past_stages(manifest: CheckpointManifest) -> list[MixtureStage]:

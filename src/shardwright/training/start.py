@@ -120,7 +120,7 @@ def _on_fewer_ranks(config: RunConfig, world_size: int) -> RunConfig:
     if found is None:
         raise LayoutError(
             f"{world_size} processes were started for a layout of {wanted} ranks, and with fewer ranks along dp alone "
-            f"none uses all {world_size} of them and trains batch.global_batch={config.batch.global_batch}; start "
+            f"none uses all {world_size} of them and trains {config.batch.schedule.global_batches}; start "
             f"another number of them, {least} (faults.min_ranks) to {wanted}"
         )
     return found
@@ -252,10 +252,11 @@ def _batch_problems(config: RunConfig) -> list[str]:
     needed = sequences * batch.seq_len * batches * TOKEN_BYTES
     if needed <= (there := machine_memory()).n_bytes:
         return []
+    large = config.batch.lowered("global_batch", batch.global_batch - 1)
     return [
-        f"a rank reads {sequences:,} sequences of batch.seq_len={batch.seq_len:,} tokens for a step and holds "
+        f"a rank reads {sequences:,} sequences of seq_len={batch.seq_len:,} tokens for a step and holds "
         f"{batches} such batches (data.prefetch={config.data.prefetch}), with {TOKEN_BYTES} bytes a token "
-        f"{format_bytes(needed)}; this machine {there}; lower batch.global_batch, or raise "
+        f"{format_bytes(needed)}; this machine {there}; lower {' and '.join(large)}, or raise "
         f"layout.dp_shard or dp_replicate"
     ]
 

@@ -25,7 +25,7 @@ from shardwright.model.balance import RealTokens
 from shardwright.model.device_type import to_device
 from shardwright.model.documents import Documents, restarted
 from shardwright.model.random import EVALUATION, sample_keys
-from shardwright.parallel.loss import ChunkedLoss, bound, loss_sum
+from shardwright.parallel.loss import ChunkedLoss, bound, loss_sum, token_losses
 from shardwright.parallel.microbatch_runner import Loss, Microbatch, PairTargets
 from shardwright.parallel.model import ParallelModel
 from shardwright.parallel.norm import LocalNorms, clip_gradients, gradient_norm
@@ -91,8 +91,9 @@ class ForwardBackward:
         self.seed = seed
         self.restart_positions = restart_positions
         self.scaler = scaler
+        self.cross_entropy = bound(self.model.vocabulary, IGNORE, self.model.groups.tp, compile_loss)
         self.loss_sum = self._loss_sum(compile_loss)
-        self.pair_loss = None if preference.kind == "none" else self._pair_loss(preference, compile_loss)
+        self.pair_loss = None if preference.kind == "none" else self._pair_loss(preference)
         self.local_norms: LocalNorms = []
         """Norms of this rank's shards of the gradients at the last `clip`."""
         self.lacks_targets = False
@@ -135,6 +136,10 @@ class ForwardBackward:
             n_pairs = torch.full((), batch.n_pairs, dtype=torch.float64, device=self.device)
             return partial(self.pair_loss, factor=self.loss_scale / self.model.sum_over_samples(n_pairs))
         factor = self.loss_scale / n_targets.to(torch.float64)
+        if batch.weights_ABT is not None:
+            assert not self.model.spec.mtp_modules
+            assert not self.model.layout.loss_chunk_tokens
+            return partial(self._weighted_loss, factor=factor)
 
         def loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
             return self.loss_sum(logits_BTV, targets_BT, factor) * factor
@@ -153,6 +158,10 @@ class ForwardBackward:
             return torch.stack([loss(logits[0], targets_PBT[0]), torch.stack(ahead_K).sum()])
 
         return losses
+
+    def _weighted_loss(self, logits_BTV: Tensor, targets_BT: Tensor, weights_BT: Tensor, factor: Tensor) -> Tensor:
+        losses_BT = token_losses(self.cross_entropy, logits_BTV, targets_BT)
+        return (losses_BT * weights_BT).sum(dtype=torch.float64) * factor
 
     def _ahead(self, batch: Batch) -> tuple[Tensor | None, Tensor]:
         """Return the tokens that MTP modules read (A, K, B, T), and all targets (A, 1 + K, B, T). Without modules,
@@ -207,9 +216,11 @@ class ForwardBackward:
             return self._of_documents(batch, batch.documents_AB, step)
         ahead_AKBT, targets_ABT = self._ahead(batch)
         tokens_ABT, n_tokens = batch.tokens_ABT, batch.tokens_ABT.shape[-1]
+        weights_ABT = batch.weights_ABT
         positions_T = self.model.positions(n_tokens)
         if len(positions_T) < n_tokens:
             tokens_ABT, targets_ABT = tokens_ABT[..., positions_T], targets_ABT[..., positions_T]
+            weights_ABT = None if weights_ABT is None else weights_ABT[..., positions_T]
             ahead_AKBT = None if ahead_AKBT is None else ahead_AKBT[..., positions_T]
         positions_T = self._on_device(positions_T)
         real_A = self._real_tokens(batch, training=step is not None)
@@ -221,6 +232,7 @@ class ForwardBackward:
                 self._random_keys(step, ids_B),
                 ahead_KBT=None if ahead_AKBT is None else self._on_device(ahead_AKBT[i]),
                 real=real_A[i],
+                weights_BT=None if weights_ABT is None else self._on_device(weights_ABT[i]),
             )
             for i, (tokens_BT, targets_BT, ids_B) in enumerate(
                 zip(tokens_ABT, targets_ABT, batch.sample_ids_AB, strict=True)
@@ -289,14 +301,13 @@ class ForwardBackward:
         if layout.loss_chunk_tokens and last:
             axis = None if tp is None else TensorAxis(tp, layout.token_shards)
             return ChunkedLoss(last[0], rows, axis, layout.loss_chunk_tokens, IGNORE, compiled)
-        return partial(loss_sum, bound(rows, IGNORE, tp, compiled))
+        return partial(loss_sum, self.cross_entropy)
 
-    def _pair_loss(self, preference: PreferenceSection, compiled: bool) -> PairLoss:
+    def _pair_loss(self, preference: PreferenceSection) -> PairLoss:
         groups, layout = self.model.groups, self.model.layout
         context = [group for group in (groups.cp_ring, groups.cp_ulysses) if group is not None]
-        of = bound(self.model.vocabulary, IGNORE, groups.tp, compiled)
         at = layout.coordinates(dist.get_rank())
-        return PairLoss(preference, of, context, counts=at["cp_ring"] == at["cp_ulysses"] == 0)
+        return PairLoss(preference, self.cross_entropy, context, counts=at["cp_ring"] == at["cp_ulysses"] == 0)
 
     def _random_keys(self, step: int | None, sample_ids_B: Tensor) -> Tensor | None:
         """Return the keys of random numbers. In evaluation, which has no step, only the choice of drawn experts uses
@@ -308,16 +319,17 @@ class ForwardBackward:
 
     def evaluate(self, batches: Iterable[Batch]) -> Tensor:
         """Return losses per target token over batches sharded over the data ranks, equal on every rank, as (1 + K,):
-        next-token loss, then each MTP module's loss. NaN if there is no target token."""
+        next-token loss, then each MTP module's loss; of pairs their loss and `METRICS`. NaN without targets."""
         losses, counts = self.evaluation_sums(batches)
         return losses / counts
 
     @torch.no_grad()
     def evaluation_sums(self, batches: Iterable[Batch]) -> Tensor:
-        """Return the sums of the losses of `evaluate` and the numbers of their target tokens, of shape (2, 1 + K)."""
+        """Return the sums of the losses of `evaluate` and the numbers of their target tokens, of shape (2, 1 + K); of
+        pairs the sums of their losses and of `METRICS`, and the numbers of pairs, (2, 1 + 4)."""
         self.model.train(False)
-        n_modules = self.model.spec.mtp_modules
-        losses = self._ahead_sums if n_modules else self.loss_sum if self.pair_loss is None else self._pair_sums
+        n_modules = self.model.spec.mtp_modules if self.pair_loss is None else len(METRICS)
+        losses = self._pair_sums if self.pair_loss is not None else self._ahead_sums if n_modules else self.loss_sum
         sums = torch.zeros(2, 1 + n_modules, dtype=torch.float64, device=self.device)
         each = (microbatch for batch in batches for microbatch in self._microbatches(batch, None))
         while microbatches := list(islice(each, EVALUATED_TOGETHER)):
@@ -339,7 +351,7 @@ class ForwardBackward:
 
     def _pair_sums(self, logits_BTV: Tensor, targets_BT: Tensor, pairs: PairTargets) -> Tensor:
         assert self.pair_loss is not None
-        return self.pair_loss(logits_BTV, targets_BT, pairs, torch.ones((), device=self.device))[0]
+        return self.pair_loss(logits_BTV, targets_BT, pairs, torch.ones((), device=self.device))
 
     @torch.no_grad()
     def document_log_probs(self, batches: Iterable[Batch]) -> list[Tensor]:
@@ -365,6 +377,29 @@ class ForwardBackward:
             results += flat.split(counts)
         self.model.runner.release()
         return results
+
+    @torch.no_grad()
+    def token_log_probs(self, batch: Batch) -> Tensor:
+        """Return the log-probability of each target of a batch, (A B, T) float64 in nats, without dropout; 0 where a
+        target does not count. Equal on the ranks that have the same samples."""
+        self.model.train(False)
+        microbatches, parts = self._microbatches(batch, None), list[Tensor]()
+
+        def collect(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+            parts.append(-token_losses(self.cross_entropy, logits_BTV, targets_BT).double())
+            return logits_BTV.new_zeros(())
+
+        for first in range(0, len(microbatches), EVALUATED_TOGETHER):
+            self.model.runner.evaluate(microbatches[first : first + EVALUATED_TOGETHER], collect)
+        self.model.runner.release()
+        n_tokens = batch.tokens_ABT.shape[-1]
+        whole_NT = torch.zeros(batch.sample_ids_AB.numel(), n_tokens, dtype=torch.float64, device=self.device)
+        if parts:
+            whole_NT[:, self._on_device(self.model.positions(n_tokens))] = torch.cat(parts)
+        for group in (self.model.groups.cp_ring, self.model.groups.cp_ulysses, self.model.groups.pp):
+            if group is not None:
+                dist.all_reduce(whole_NT, group=group)
+        return whole_NT
 
     def _ahead_sums(self, logits: Sequence[Tensor], targets_PBT: Tensor) -> Tensor:
         return torch.stack([self.loss_sum(*each) for each in zip(logits, targets_PBT, strict=True)])

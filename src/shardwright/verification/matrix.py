@@ -27,8 +27,9 @@ _IN_TURN = {name: (*key.in_turn, key.default) for name, key in KEYS.items() if k
 """The values of the keys that are compatible with every axis but not in every layout, the default last."""
 
 
-def layouts(spec: ModelSpec, world_size: int, seq_len: int) -> list[Layout]:
-    """Return layouts of this model over exactly `world_size` ranks, with the choices that make a difference.
+def layouts(spec: ModelSpec, world_size: int, *seq_lens: int) -> list[Layout]:
+    """Return layouts of this model over exactly `world_size` ranks for sequences of each length, with the choices that
+    make a difference.
 
     Every combination of degrees is included. Without pp each has every combination of zero, sequence_parallel and
     cp_method, and of ep if the model has experts. With pp each has every schedule, and any two of these choices are
@@ -54,7 +55,7 @@ def layouts(spec: ModelSpec, world_size: int, seq_len: int) -> list[Layout]:
                 layout = Layout(**degrees, **{name: value for choice in chosen for name, value in choice.items()})
             except LayoutError:
                 continue
-            if not problems(spec, layout, seq_len):
+            if not any(problems(spec, layout, seq_len) for seq_len in seq_lens):
                 possible[layout] = numbers
         taken = _covering(possible) if degrees["pp"] > 1 else list(possible)
         result += taken

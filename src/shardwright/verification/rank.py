@@ -107,7 +107,7 @@ def _train(case: Case, layout: Layout, folder: Path) -> RankTrace:
                 sums, counts = trainer.evaluation_sums([batches[case.steps]])
                 mean, *ahead = sums / counts.clamp(min=1)  # a module may have no target in a batch of short sequences
                 recorder.scalar(TracedQuantity("evaluation", training, 1), mean)
-                if ahead:
+                if case.spec.mtp_modules:
                     recorder.scalar(TracedQuantity("mtp evaluation", training, 1), torch.stack(ahead).mean())
         recorder.tensors(TracedQuantity("parameter", training, case.steps), parameters)
         if trainer.average is not None:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired
 
 import torch
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, with_config
@@ -153,6 +153,8 @@ class DataRecord(TypedDict):
     seq_len: Count
     sequences: str
     mixture: MixtureRecord
+    reference: NotRequired[str]
+    """The digest of the weights of the reference of a run on pairs of answers."""
 
 
 @_exact

@@ -102,7 +102,7 @@ class Restarts:
             raise type(error)(
                 f"{error}\nthese were {FAULTS_IN_A_ROW} faults in a row at place {place}, and without it no layout of "
                 f"faults.min_ranks={self.config.faults.min_ranks} to {len(left)} ranks, with fewer along dp alone, "
-                f"trains batch.global_batch={self.config.batch.global_batch}"
+                f"trains {self.config.batch.schedule.global_batches}"
             ).of_rank(error.rank)
         self._usable, self._faulty, self._shrunk_at_s = left, [], time.monotonic()
         self.attempt = Attempt(config, left[: config.layout.layout().world_size])
