@@ -34,6 +34,7 @@ VERBS = {
     "train": "Train a model as a run file says.",
     "launch": "Write the job file of a run for Slurm, Kubernetes, SkyPilot or Ray.",
     "verify": "Prove that a layout computes what one process computes.",
+    "mup-check": "Check that activations change as much in wide models as in narrow ones, which muP is for.",
     "dryrun": "Run the real training program as any rank of any world, without a GPU, data or memory for the weights.",
     "schedule": "Show what a pipeline schedule does and what it costs, without running it.",
     "watch": "Show a run while it trains: loss, speed, memory, ranks, checkpoints and events.",
