@@ -33,6 +33,7 @@ FROM = "--from train.sh --cluster h100:32"
 SERVE = "plan serve --cluster h100:8 --input-len 16 --output-len 16"
 SCHEDULE = "schedule --schedule 1f1b --pp 2 --microbatches 2"
 CHAT = "data prepare text --format chat --out made --tokenizer hf/tokenizer.json"
+MUP_CHECK = "mup-check run.toml --widths 64,128 --steps 1 --seeds 1"
 DRYRUN = "dryrun run.toml --steps 2 --device-memory 1GiB"
 READ = {
     "data inspect": {"directory": "data inspect PLACE"},
@@ -88,6 +89,7 @@ READ = {
         "--model": f"verify {FROM} --model PLACE",
         "--hardware": f"verify {FROM} --hardware PLACE",
     },
+    "mup-check": {"run": "mup-check PLACE"},
     "dryrun": {
         "run_file": DRYRUN.replace("run.toml", "PLACE"),
         "--from": "dryrun --from PLACE --cluster h100:32",
@@ -128,6 +130,10 @@ WRITTEN = {
     },
     "launch": {"--write": "launch run.toml --on slurm --nodes 1 --per-node 1 --overwrite --write PLACE"},
     "verify": {"--html": "verify run.toml --steps 1 --html PLACE.html"},
+    "mup-check": {
+        "--draw": f"{MUP_CHECK} --draw PLACE.svg",
+        "--html": f"{MUP_CHECK} --html PLACE.html",
+    },
     "dryrun": {
         "--html": f"{DRYRUN} --html PLACE.html",
         "--trace": f"{DRYRUN} --trace PLACE.json",
@@ -158,7 +164,7 @@ WORDS = {
     "--max-shard-size", "--mount", "--name", "--network", "--on", "--operations", "--other-cluster", "--precision",
     "--prefer", "--price", "--prompt", "--ranks", "--rate", "--schedule", "--separator", "--sequences", "--set",
     "--set-b", "--shares", "--sort", "--split", "--stack", "--stop", "--text-key", "--time", "--times", "--to",
-    "--tpot", "--ttft", "target",
+    "--tpot", "--ttft", "--widths", "target",
 }  # fmt: skip
 """Options whose value is a word and names no place of this machine, except the options above."""
 

@@ -13,7 +13,7 @@ from shardwright.config.optimizer import LrScaleSection
 from shardwright.hugging_face.architecture import architecture_of
 from shardwright.layout.layout import Layout
 from shardwright.model.init import initialise
-from shardwright.model.modules import rows
+from shardwright.model.modules import end_rows, layer_rows
 from shardwright.model.mup import MupSpec
 from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec
@@ -51,7 +51,9 @@ def check_factors_of_rows():
         "head.weight": (std, 1.0, 0.1, 1e-5 / m),
         "norm.weight": (0.0, 1.0, 0.0, 1e-5 / m),
     }
-    of_model = rows(EXPERTS)
+    layers = range(EXPERTS.n_layers)  # computed again, and not taken from the cache of an earlier test
+    of_model = {f"layers.{n}.{row.name}": row for n in layers for row in layer_rows.__wrapped__(EXPERTS, n)}
+    of_model |= {row.name: row for row in end_rows.__wrapped__(EXPERTS)}
     for name, (std, rate, decay, eps) in expected.items():
         row = of_model[name]
         found = row.std, RUN.lr_scale_of(row), RUN.weight_decay_of(row), RUN.eps_of(row)

@@ -4,7 +4,7 @@ from shardwright.model.mup import MupSpec
 from tests.mutation import Mutation
 from tests.training.bugs.bug import ONE, TP, ZERO_3, AnyBug, Bug, UnitBug
 
-_SIZES, _MODULES = "shardwright.model.sizes:ModelSizes", "shardwright.model.modules"
+_MODULES = "shardwright.model.modules"
 _SECTION = "shardwright.config.optimizer:OptimizerSection"
 _SPEC = {"mup": MupSpec(base_width=8, base_depth=1)}
 _ROWS, _MULTIPLIERS = (f"tests/model/test_mup.py:check_{name}" for name in ("factors_of_rows", "multipliers"))
@@ -42,27 +42,30 @@ SCALE: dict[str, AnyBug] = {
         f"{_MODULES}:_with_mup", "row.std * width ** WIDTH_POWERS.get(row.kind, (0.0, 0.0))[0]", "row.std", _ROWS
     ),
     "muP: a router begins as a hidden matrix": _unit(
-        f"{_MODULES}:_with_mup", "WIDTH_POWERS.get(row.kind, (0.0, 0.0))[0]",
-        "WIDTH_POWERS['matrix' if row.kind == 'router' else row.kind][0] if row.kind in WIDTH_POWERS else 0.0", _ROWS,
+        f"{_MODULES}:_with_mup",
+        "WIDTH_POWERS.get(row.kind, (0.0, 0.0))[0]",
+        "WIDTH_POWERS['matrix' if row.kind == 'router' else row.kind][0] if row.kind in WIDTH_POWERS else 0.0",
+        _ROWS,
     ),
     "muP: branches begin with the depth of the model, and are divided by it": _unit(
         f"{_MODULES}:residual_std", "2 * spec.n_layers / spec.depth_ratio", "2 * spec.n_layers", _ROWS
     ),
     "muP: branches are not divided by the depth": _unit(
-        f"{_SIZES}.branch_scale", "self.residual_scale / self.depth_ratio", "self.residual_scale", _MULTIPLIERS
+        "shardwright.model.transformer:Block.__init__", "spec.branch_scale", "spec.residual_scale", _MULTIPLIERS
     ),
     "muP: logits are not divided by the width": _unit(
-        f"{_SIZES}.logits_divided_by", "self.logit_divisor * self.width_ratio", "self.logit_divisor", _MULTIPLIERS
+        "shardwright.model.norm:last_norm", "y / spec.logits_divided_by", "y / spec.logit_divisor", _MULTIPLIERS
     ),
     "muP: attention scores fall as the root of the width of a head": _unit(
-        f"{_SIZES}.score_scale",
+        "shardwright.model.sizes:ModelSizes.score_scale",
         "(self.attention_scale or 1 / math.sqrt(base)) * base / self.head_dim",
-        "self.attention_scale or 1 / math.sqrt(self.head_dim)",
+        "self.attention_scale",
         _MULTIPLIERS,
     ),
     "muP: an export has no divisor of the logits": _unit(
         "shardwright.model.spec:ModelSpec.folded",
-        "logit_divisor=self.logits_divided_by", "logit_divisor=self.logit_divisor",
+        "self.logits_divided_by",
+        "self.logit_divisor",
         "tests/model/test_mup.py:check_folded_multipliers",
     ),
-}  # fmt: skip
+}
