@@ -1,71 +1,91 @@
 """The best learning rate of narrow and wide models, with muP and without, on the corpus of `make quickstart`.
 
-    python benchmarks/mup.py quickstart/quickstart.toml --out runs/mup
+    python benchmarks/mup.py quickstart/quickstart.toml --out runs/mup --steps 100
 
-Models of each of `--widths`, whose heads and networks grow in proportion, are trained at each of `--rates` from the
-same samples, once with `[mup] base_width` of the narrowest and once without muP. Writes a table and a picture to
-`--out`; a run that is there already is not trained again. `--set` changes keys of the run file.
+Models of each of `--widths`, whose heads and networks grow in proportion, are trained at each of `--rates` on the same
+random windows of the run file's data, once with `[mup] base_width` of the narrowest and once without muP. One process,
+fp32, the optimizer, schedule and batch of the run file. Writes losses (a line of losses.jsonl each), a table and a
+picture to `--out`; a loss that is there already is not computed again. `--set` changes keys of the run file.
 """
 
 import argparse
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from shardwright.config import load
-from shardwright.run_folder import METRICS
-from shardwright.training.start import start
+from shardwright.config import RunConfig, load
+from shardwright.data.shards import TokenSplit, open_split
+from shardwright.model.init import initialise
+from shardwright.model.mup import MupSpec
+from shardwright.model.spec import ModelSpec
+from shardwright.model.transformer import Transformer
+from shardwright.training.optimizer import build_optimizer, set_learning_rate
+from shardwright.training.schedule import learning_rate
 from shardwright.verification.coordinates import at_width
 
-RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
+RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
 WAYS = {True: "muP", False: "without muP"}
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#e69f00")
+VALIDATION = 64
+"""Windows of the validation split over which the loss is averaged."""
 
 Losses = dict[int, dict[float, float]]
-"""Width -> learning rate -> validation loss after the last step; infinite for a run that diverged."""
+"""Width -> learning rate -> validation loss after the last step."""
 
 
-def loss_of(out: Path) -> float | None:
-    """Return the last validation loss of a run, or None if there is none."""
-    if not (out / METRICS).exists():
-        return None
-    records = [json.loads(line) for line in (out / METRICS).read_text().splitlines()]
-    losses = [record["loss"] for record in records if record["kind"] == "evaluation" and record["step"] > 0]
-    return losses[-1] if losses and isinstance(losses[-1], float) and math.isfinite(losses[-1]) else None
+def windows(split: TokenSplit, n_tokens: int, config: RunConfig, count: int, seed: int) -> Tensor:
+    """Return random windows of a split, (count, seq_len + 1)."""
+    length = config.batch.seq_len + 1
+    starts = np.random.default_rng(seed).integers(0, n_tokens - length, count)
+    return torch.from_numpy(np.stack([split.tokens(int(start), length) for start in starts]).astype(np.int64))
 
 
-def trained(run_file: Path, out: Path, changes: list[str]) -> float:
-    """Return the loss of a run, which is trained if it is not there."""
-    if not out.exists():
-        start(load(run_file, [*changes, f"out={out}"]), quiet=True)
-    loss = loss_of(out)
-    return math.inf if loss is None else loss
+def loss_of(model: Transformer, tokens_BT: Tensor) -> Tensor:
+    """Return the mean loss of the next token."""
+    return F.cross_entropy(model(tokens_BT[:, :-1]).flatten(0, 1), tokens_BT[:, 1:].flatten())
 
 
-def changes_of(run_file: Path, changes: list[str], width: int, base: int | None) -> list[str]:
-    """Return the changes of the run file that make its model `width` wide, with muP from `base` if that is given."""
-    spec = at_width(load(run_file, changes).model.spec(), width)
-    sizes = [f"model.{name}={getattr(spec, name)}" for name in ("d_model", "n_heads", "n_kv_heads", "d_ffn")]
-    return [*changes, *sizes, *([] if base is None else [f"mup.base_width={base}"])]
+def trained(config: RunConfig, spec: ModelSpec, rate: float, steps: int) -> float:
+    """Train a model and return its validation loss; infinite if it diverged."""
+    data = config.data.path
+    assert data is not None
+    train, validation = open_split(data, "train"), open_split(data, "validation")
+    sizes = [int(split.document_lengths().sum()) for split in (train, validation)]
+    model = Transformer(spec)
+    initialise(model, spec, config.seed)
+    section = config.optimizer.model_copy(update={"lr": rate})
+    parameters = dict(model.named_parameters())
+    optimizer = build_optimizer(parameters, spec, section)
+    for step in range(steps):
+        loss_of(model, windows(train, sizes[0], config, config.batch.global_batch, step)).backward()
+        if section.clip_norm:
+            torch.nn.utils.clip_grad_norm_(parameters.values(), section.clip_norm)
+        set_learning_rate(optimizer, learning_rate(step, steps, rate, config.lr_schedule))
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        loss = float(loss_of(model, windows(validation, sizes[1], config, VALIDATION, 0)))
+    return loss if math.isfinite(loss) else math.inf
 
 
 def table(found: dict[bool, Losses]) -> str:
     """Return the losses in Markdown, the best of each row in bold."""
     rates = [*next(iter(found[True].values()))]
-    lines = [f"| | d_model | {' | '.join(f'{rate:g}' for rate in rates)} |", "| --- " * (len(rates) + 2) + "|"]
+    lines = [f"| | `d_model` | {' | '.join(f'{rate:g}' for rate in rates)} |", "| --- " * (len(rates) + 2) + "|"]
     for with_mup, losses in found.items():
         for width, by_rate in losses.items():
             best = min(by_rate.values())
-            cells = [
-                "diverged" if math.isinf(loss) else f"**{loss:.3f}**" if loss == best else f"{loss:.3f}"
-                for loss in by_rate.values()
-            ]
+            cells = [f"**{loss:.3f}**" if loss == best else f"{loss:.3f}" for loss in by_rate.values()]
             lines.append(f"| {WAYS[with_mup]} | {width} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -75,10 +95,9 @@ def picture(found: dict[bool, Losses], path: Path) -> None:
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True)
     for axes, (with_mup, losses) in zip(panels, found.items(), strict=True):
         for colour, (width, by_rate) in zip(COLOURS, losses.items(), strict=False):
-            finite = {rate: loss for rate, loss in by_rate.items() if math.isfinite(loss)}
-            axes.plot(list(finite), list(finite.values()), "o-", ms=3, color=colour, label=f"d_model {width}")
-            best = min(finite, key=lambda rate: finite[rate])
-            axes.plot([best], [finite[best]], "o", ms=9, mfc="none", color=colour)
+            axes.plot(list(by_rate), list(by_rate.values()), "o-", ms=3, color=colour, label=f"d_model {width}")
+            best = min(by_rate, key=lambda rate: by_rate[rate])
+            axes.plot([best], [by_rate[best]], "o", ms=9, mfc="none", color=colour)
         axes.set_xscale("log", base=2)
         axes.set_xticks([*by_rate], [f"{rate:g}" for rate in by_rate], fontsize=8)
         axes.set_title(WAYS[with_mup], fontsize=10)
@@ -94,21 +113,27 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/mup"))
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--set", action="append", default=[], dest="changes", metavar="KEY=VALUE")
     given = parser.parse_args()
-    one_process = [*given.changes, "layout.dp_shard=1", "layout.zero=0"]
+    torch.set_num_threads(1)
+    given.out.mkdir(parents=True, exist_ok=True)
+    kept = given.out / "losses.jsonl"
+    there = {tuple(key): loss for key, loss in map(json.loads, kept.read_text().splitlines())} if kept.exists() else {}
+    config = load(given.run_file, [*given.changes, f"steps={given.steps}"])
+    base = min(given.widths)
     found: dict[bool, Losses] = {True: {}, False: {}}
     for width in given.widths:
         for with_mup, losses in found.items():
-            changes = changes_of(given.run_file, one_process, width, min(given.widths) if with_mup else None)
-            by_rate: dict[float, Any] = losses.setdefault(width, {})
+            spec = replace(at_width(config.model.spec(), width), mup=MupSpec(base_width=base) if with_mup else None)
             for rate in given.rates:
-                out = given.out / f"{'mup' if with_mup else 'plain'}-{width}-{rate:g}"
-                if not with_mup and width == min(given.widths):
-                    by_rate[rate] = found[True][width][rate]  # the base model is the same with muP and without
-                else:
-                    by_rate[rate] = trained(given.run_file, out, [*changes, f"optimizer.lr={rate}"])
-                print(WAYS[with_mup], width, f"{rate:g}", f"{by_rate[rate]:.4f}", flush=True)
+                key = (with_mup or width == base, width, rate)  # the base model is the same with muP and without
+                if key not in there:
+                    there[key] = trained(config, spec, rate, given.steps)
+                    with kept.open("a") as file:
+                        file.write(json.dumps([key, there[key]]) + "\n")
+                    print(WAYS[with_mup], width, f"{rate:g}", f"{there[key]:.4f}", flush=True)
+                losses.setdefault(width, {})[rate] = there[key]
     (given.out / "losses.md").write_text(table(found))
     picture(found, given.out / "losses.svg")
 

@@ -100,7 +100,7 @@ def _compiled(tree: Any, owner: Any, name: str, namespace: dict[str, Any]) -> An
     space: dict[str, Any] = {}
     exec(compile(ast.fix_missing_locations(outer), f"<mutated {name}>", "exec"), namespace, space)
     found = space["make"](owner)
-    found.__name__ = name
+    (found.fget if isinstance(found, property) else found).__name__ = name
     return found
 
 

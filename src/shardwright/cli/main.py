@@ -32,6 +32,7 @@ VERBS = {
     "explore": "Plan a run in the browser: move sliders, and see memory, time, schedule and messages at once.",
     "measure": "Measure this machine, so that plan knows its rates.",
     "train": "Train a model as a run file says.",
+    "sweep": "Train a run file with every combination of some values, and fit a power law of loss by FLOPs.",
     "launch": "Write the job file of a run for Slurm, Kubernetes, SkyPilot or Ray.",
     "verify": "Prove that a layout computes what one process computes.",
     "mup-check": "Check that activations change as much in wide models as in narrow ones, which muP is for.",
