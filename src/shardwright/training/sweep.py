@@ -182,7 +182,8 @@ def fit_power_law(best: Mapping[float, float]) -> PowerLaw | None:
             for i in range(len(parameters))
         ]
         error = multiple * math.sqrt(max(0.0, float(np.array(slopes) @ covariance @ np.array(slopes))))
-        band.append((middle * math.exp(value), *(math.exp(central + sign * error) for sign in (0, -1, 1))))
+        low, fitted, high = (math.exp(central + sign * error) for sign in (-1, 0, 1))
+        band.append((middle * math.exp(value), fitted, low, high))
     a = math.exp(float(parameters[0])) * middle**b
     c = float(parameters[2]) if len(parameters) == 3 else 0.0
     return PowerLaw(a, b, c, (b - multiple * b_error, b + multiple * b_error), tuple(band))
