@@ -128,7 +128,8 @@ def test_jobs_of_one_array_have_the_same_number_of_ranks(folder: Path):
 @prove
 def test_a_sweep_trains_every_combination_once_and_continues(folder: Path, monkeypatch: pytest.MonkeyPatch):
     (folder / "text").mkdir()
-    (folder / "text/a.txt").write_text("".join(f"line {n} of some text\n" for n in range(3000)))
+    for n in range(40):
+        (folder / f"text/{n}.txt").write_text("".join(f"line {line} of text {n}\n" for line in range(50)))
     made = CliRunner().invoke(
         app, ["data", "prepare", "text", "--out", "tokens", "--vocab-size", "300", "--validation", "0.2"]
     )

@@ -74,7 +74,7 @@ def at_width(spec: ModelSpec, width: int) -> ModelSpec:
     names = ["d_ffn", "head_dim"] if wide else ["d_ffn", "n_heads", "n_kv_heads"]
     sizes: dict[str, Any] = {name: scaled(name, getattr(spec, name)) for name in names}
     if spec.moe is not None:
-        inner = {name: scaled(f"moe.{name}", getattr(spec.moe, name)) for name in ("d_ffn", "d_shared")}
+        inner: dict[str, Any] = {name: scaled(f"moe.{name}", getattr(spec.moe, name)) for name in ("d_ffn", "d_shared")}
         sizes["moe"] = replace(spec.moe, **inner)
     if spec.latent_attention is not None:
         inner = {name: scaled(name, getattr(spec.latent_attention, name)) for name in ("kv_rank", "q_rank")}

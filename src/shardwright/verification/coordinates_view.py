@@ -12,6 +12,7 @@ from shardwright.view.document import (
     Facts,
     Marked,
     Note,
+    Part,
     Picture,
     Quantity,
     Section,
@@ -34,7 +35,7 @@ def coordinates_document(check: CoordinateCheck, spec: ModelSpec, lr: float) -> 
         for place, changes in check.changes.items()
     ]
     parametrisation = _parametrisation(spec)
-    parts = [
+    parts: list[Part] = [
         Facts([Fact("flat" if check.flat else "not flat", parametrisation, verdict, "good" if check.flat else "bad")]),
         Section(f"Change of an element of each activation after {check.steps} steps, by d_model"),
         Table(columns, rows),
