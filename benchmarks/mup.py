@@ -78,15 +78,27 @@ def trained(config: RunConfig, spec: ModelSpec, rate: float, steps: int) -> floa
     return loss if math.isfinite(loss) else math.inf
 
 
+def best_rate(by_rate: dict[float, float]) -> float:
+    """Return the rate at the vertex of the parabola of loss by log rate through the best rate and its neighbours; the
+    best rate itself if it is the first or the last, or a neighbour diverged."""
+    rates, losses = list(by_rate), list(by_rate.values())
+    at = losses.index(min(losses))
+    if not 0 < at < len(rates) - 1 or not all(map(math.isfinite, losses[at - 1 : at + 2])):
+        return rates[at]
+    a, b, _ = np.polyfit(np.log(rates[at - 1 : at + 2]), losses[at - 1 : at + 2], 2)
+    return math.exp(-b / (2 * a))
+
+
 def table(found: dict[bool, Losses]) -> str:
     """Return the losses in Markdown, the best of each row in bold."""
     rates = [*next(iter(found[True].values()))]
-    lines = [f"| | `d_model` | {' | '.join(f'{rate:g}' for rate in rates)} |", "| --- " * (len(rates) + 2) + "|"]
+    lines = [f"| | `d_model` | {' | '.join(f'{rate:g}' for rate in rates)} | best rate |"]
+    lines.append("| --- " * (len(rates) + 3) + "|")
     for with_mup, losses in found.items():
         for width, by_rate in losses.items():
             best = min(by_rate.values())
             cells = [f"**{loss:.3f}**" if loss == best else f"{loss:.3f}" for loss in by_rate.values()]
-            lines.append(f"| {WAYS[with_mup]} | {width} | {' | '.join(cells)} |")
+            lines.append(f"| {WAYS[with_mup]} | {width} | {' | '.join(cells)} | {best_rate(by_rate):.2g} |")
     return "\n".join(lines) + "\n"
 
 
