@@ -67,8 +67,8 @@ def sweep(options: SweepOptions) -> None:
     Exit codes: 0 all runs ended, 75 stopped by a signal, 2 the input cannot be used, 3 a run failed.
     """
     from shardwright.system.files import write_whole
-    from shardwright.training.sweep import parse_grid, sweep_runs
-    from shardwright.training.sweep_view import sweep_document
+    from shardwright.training.sweep import best_by_flops, fit_power_law, parse_grid, sweep_runs
+    from shardwright.training.sweep_view import sweep_document, sweep_svg
 
     wrong = wrong_place("--draw", options.draw, {".svg": "a picture is named"})
     wrong += wrong_place("--html", options.html, {".html": "a page is named"})
@@ -83,9 +83,10 @@ def sweep(options: SweepOptions) -> None:
         return
     failed = [] if options.show_only else _train(runs)
     document = sweep_document(runs)
-    if options.draw is not None and document.page_parts:
-        write_whole(options.draw, document.page_parts[0].draw().encode())
-    show(document, options.json, options.html, *([options.draw] if options.draw is not None else []))
+    drawn = [options.draw] if options.draw is not None and document.page_parts else []
+    for path in drawn:
+        write_whole(path, sweep_svg(runs, fit_power_law(best_by_flops(runs))).encode())
+    show(document, options.json, options.html, *drawn)
     if failed:
         raise typer.Exit(WorkerError.exit_code)
 
