@@ -58,9 +58,10 @@ def mutated(*mutations: Mutation) -> Iterator[None]:
             scope, _, name = path.rpartition(".")
             owner = resolve_name(f"{module_name}:{scope}" if scope else module_name)
             original = originals.setdefault((owner, name), inspect.getattr_static(owner, name))
-            module = sys.modules[inspect.unwrap(original).__module__]
+            function: Any = original.fget if isinstance(original, property) else original
+            module = sys.modules[inspect.unwrap(function).__module__]
             if original not in trees:  # a function may have a name in several modules, and a bug name each of them
-                trees[original] = ast.parse(textwrap.dedent(inspect.getsource(original)))
+                trees[original] = ast.parse(textwrap.dedent(inspect.getsource(function)))
             if (original, mutation.before) not in applied:
                 trees[original] = mutation.applied_to(trees[original])
             applied.add((original, mutation.before))
@@ -99,7 +100,7 @@ def _compiled(tree: Any, owner: Any, name: str, namespace: dict[str, Any]) -> An
     space: dict[str, Any] = {}
     exec(compile(ast.fix_missing_locations(outer), f"<mutated {name}>", "exec"), namespace, space)
     found = space["make"](owner)
-    found.__name__ = name
+    (found.fget if isinstance(found, property) else found).__name__ = name
     return found
 
 

@@ -70,6 +70,8 @@ class OptimizerKind:
     codes. Another state, NAME_scale, has a number for each block of `block_size` elements (an option) of a row; the
     last block of a row may be shorter (AdamW with 8-bit states).
     `matrix_flops`: (rows, columns) -> FLOPs of the update of a hidden matrix, for the planner.
+    `normalised`: whether an element of an update has about the size of lr, whatever the size of its gradient. The rules
+    of muP (`model.mup`) hold for such optimizers.
     `step_bytes`: bytes of an element that a step reads and writes in addition to gradient, weight and states, for the
     planner.
     `problems`: option values by name -> broken rules between them, one sentence each.
@@ -86,6 +88,7 @@ class OptimizerKind:
     means: tuple[str, str] | None = None
     matrix_state: tuple[str, ...] | None = None
     in_blocks: bool = False
+    normalised: bool = False
     matrix_flops: Callable[[int, int], float] = lambda rows, columns: 0.0
     step_bytes: float = 0.0
     problems: Callable[[Mapping[str, float]], Iterable[str]] = lambda _: ()
@@ -212,6 +215,7 @@ register(
         options=_ADAM_OPTIONS,
         state=("exp_avg", "exp_avg_sq"),
         counters=("step",),
+        normalised=True,
         make="shardwright.training.optimizers.adamw:adamw",
     )
 )
@@ -232,6 +236,7 @@ register(
         state=("exp_avg", "exp_avg_sq"),
         counters=("step",),
         in_blocks=True,
+        normalised=True,
         step_bytes=WIDENING_BYTES,
         make="shardwright.training.optimizers.adamw_8bit:AdamW8bit",
     )
@@ -266,6 +271,7 @@ register(
             "beta2": Option(default=0.99, below=1.0, decay=True, help="decay of the mean of gradients"),
         },
         state=("mean",),
+        normalised=True,
         make="shardwright.training.optimizers.lion:Lion",
     )
 )

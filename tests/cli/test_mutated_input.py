@@ -86,6 +86,8 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("merge", "RUN_DIR", "NOTHING", "--out", "OUT", "--shares", "0.5,0.5"),
     ("merge", "RUN_DIR", "--last", "2", "--out", "OUT"),
     ("train", "RUN", "--set", "steps=2"),
+    ("sweep", "RUN", "--grid", "steps=2", "--grid", "nothing=2", "--out", "OUT", "--per-node", "2", "--cpus", "1"),
+    ("mup-check", "RUN", "--widths", "8", "--steps", "1", "--seeds", "1"),
     (
         "launch",
         "RUN",

@@ -33,6 +33,8 @@ FROM = "--from train.sh --cluster h100:32"
 SERVE = "plan serve --cluster h100:8 --input-len 16 --output-len 16"
 SCHEDULE = "schedule --schedule 1f1b --pp 2 --microbatches 2"
 CHAT = "data prepare text --format chat --out made --tokenizer hf/tokenizer.json"
+SWEEP = "sweep run.toml --grid steps=1,2"
+MUP_CHECK = "mup-check run.toml --widths 64,128 --steps 1 --seeds 1"
 DRYRUN = "dryrun run.toml --steps 2 --device-memory 1GiB"
 READ = {
     "data inspect": {"directory": "data inspect PLACE"},
@@ -79,6 +81,7 @@ READ = {
         "--hardware": "explore run.toml --cluster h100:1 --static made --hardware PLACE",
     },
     "train": {"run_file": "train PLACE"},
+    "sweep": {"run": "sweep PLACE --grid steps=1,2 --out made --show"},
     "launch": {"run": "launch PLACE --on slurm --nodes 1 --per-node 1"},
     "verify": {
         "run_file": "verify PLACE",
@@ -88,6 +91,7 @@ READ = {
         "--model": f"verify {FROM} --model PLACE",
         "--hardware": f"verify {FROM} --hardware PLACE",
     },
+    "mup-check": {"run": "mup-check PLACE"},
     "dryrun": {
         "run_file": DRYRUN.replace("run.toml", "PLACE"),
         "--from": "dryrun --from PLACE --cluster h100:32",
@@ -126,8 +130,17 @@ WRITTEN = {
         "--out": "measure --ranks 1 --budget 0.01 --overwrite --out PLACE.toml",
         "--html": "measure --ranks 1 --budget 0.01 --out made.toml --html PLACE.html",
     },
+    "sweep": {
+        "--out": f"{SWEEP} --on slurm --per-node 1 --out PLACE",
+        "--draw": f"{SWEEP} --out made --show --draw PLACE.svg",
+        "--html": f"{SWEEP} --out made --show --html PLACE.html",
+    },
     "launch": {"--write": "launch run.toml --on slurm --nodes 1 --per-node 1 --overwrite --write PLACE"},
     "verify": {"--html": "verify run.toml --steps 1 --html PLACE.html"},
+    "mup-check": {
+        "--draw": f"{MUP_CHECK} --draw PLACE.svg",
+        "--html": f"{MUP_CHECK} --html PLACE.html",
+    },
     "dryrun": {
         "--html": f"{DRYRUN} --html PLACE.html",
         "--trace": f"{DRYRUN} --trace PLACE.json",
@@ -154,11 +167,11 @@ EXTENSION = "schedule --extension PLACE.py"
 WORDS = {
     "--accelerator", "--activate", "--against", "--architecture", "--batch-stages", "--claim", "--clock",
     "--cluster", "--compare", "--count-as", "--device", "--device-memory", "--dtype", "--engine", "--explain",
-    "--fix", "--glob", "--host", "--host-memory", "--image", "--kv-precision", "--layout", "--link",
+    "--fix", "--glob", "--grid", "--host", "--host-memory", "--image", "--kv-precision", "--layout", "--link",
     "--max-shard-size", "--mount", "--name", "--network", "--on", "--operations", "--other-cluster", "--precision",
     "--prefer", "--price", "--prompt", "--ranks", "--rate", "--schedule", "--separator", "--sequences", "--set",
     "--set-b", "--shares", "--sort", "--split", "--stack", "--stop", "--text-key", "--time", "--times", "--to",
-    "--tpot", "--ttft", "target",
+    "--tpot", "--ttft", "--widths", "target",
 }  # fmt: skip
 """Options whose value is a word and names no place of this machine, except the options above."""
 

@@ -1,6 +1,7 @@
 """The section [optimizer] of the run file. Its options are the options of the optimizer's row."""
 
 import math
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import ConfigDict, Field, create_model, model_validator
@@ -125,11 +126,24 @@ class OptimizerSection(RunFileSection):
         return {key: float(value) for key, value in (self.model_extra or {}).items()}
 
     def lr_scale_of(self, row: Row) -> float:
-        """Return the learning rate of a parameter divided by `lr`."""
+        """Return the learning rate of a parameter divided by `lr`, with muP's factor."""
         given: float | None = getattr(self.lr_scale, row.kind)
-        return 1.0 if given is None else given
+        return row.lr_factor * (1.0 if given is None else given)
 
     def weight_decay_of(self, row: Row) -> float:
-        """Return the weight decay of a parameter."""
+        """Return the weight decay of a parameter, with muP's factor."""
         given: float | None = getattr(self.weight_decay_by_kind, row.kind)
-        return given if given is not None else self.weight_decay if row.decays else 0.0
+        return row.decay_factor * (given if given is not None else self.weight_decay if row.decays else 0.0)
+
+    def eps_of(self, row: Row) -> float | None:
+        """Return the `eps` of a parameter, with muP's factor; None for an optimizer without it."""
+        return self.options["eps"] * row.eps_factor if "eps" in self.options else None
+
+    def mup_problems(self) -> Iterator[str]:
+        """Yield why the learning rates of a model with muP are not known for this optimizer."""
+        if not self.kind.normalised:
+            able = ", ".join(name for name, kind in OPTIMIZERS.items() if kind.normalised)
+            yield (
+                f"model.mup with optimizer.name={self.name!r}: the rule for learning rates holds for updates whose "
+                f"elements have about the size of lr (Tensor Programs V, Table 8, Adam); valid: {able}"
+            )

@@ -95,6 +95,7 @@ def parse(
         change_paths(table, lambda path: located(path, folder))
     for override in overrides:
         problems += apply_override(table, override)
+    problems += _move_mup(table)
     change_paths(table, os.path.expanduser)
     problems += [f"{key}={n}: a number of at most 64 bits is needed" for key, n in _beyond_64_bits(table)]
     if problems:
@@ -114,6 +115,15 @@ def parse(
     if problems:
         raise ConfigError(*(f"{source}: {problem}" for problem in problems))
     return config
+
+
+def _move_mup(table: dict[str, Any]) -> Iterator[str]:
+    """Move the section [mup] to where the model is described, [model.mup]; yield a problem if both are given."""
+    model = table.setdefault("model", {}) if "mup" in table else {}
+    if isinstance(model, dict) and "mup" in table:
+        if "mup" in model:
+            yield "[mup] and [model.mup] are two names of one section; give one"
+        model["mup"] = table.pop("mup")
 
 
 def change_paths(table: dict[str, Any], change: Callable[[str], str], section: Any = RunConfig) -> None:

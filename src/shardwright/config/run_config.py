@@ -121,6 +121,8 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
     except ConfigError as error:
         found += error.problems
     spec_problems = spec.problems() if spec else []
+    if spec and spec.mup and (section := valid.get("optimizer")):
+        found += section.mup_problems()
     found += [f"model.{problem}" for problem in spec_problems]
     try:
         layout = valid["layout"].layout() if "layout" in valid else None

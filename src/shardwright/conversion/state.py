@@ -73,10 +73,11 @@ def settings_of_run(config: RunConfig, step: int) -> dict[str, AdamWSettings]:
     """Return the settings of AdamW's update number `step` (0-based) in a run of Shardwright."""
     spec, section = config.model.spec(), config.optimizer
     lr, options = learning_rate(step, config.steps, section.lr, config.lr_schedule, config.clock), section.options
-    betas, eps = (options["beta1"], options["beta2"]), options["eps"]
+    betas = options["beta1"], options["beta2"]
     settings = {}
     for name in trained_parameters(spec):
         row = row_of(spec, name)
-        scale, decay = section.lr_scale_of(row), section.weight_decay_of(row)
-        settings[name] = AdamWSettings(lr * scale, betas, eps, decay, section.lr * scale)
+        scale, eps = section.lr_scale_of(row), section.eps_of(row)
+        assert eps is not None, "AdamW has eps"
+        settings[name] = AdamWSettings(lr * scale, betas, eps, section.weight_decay_of(row), section.lr * scale)
     return settings

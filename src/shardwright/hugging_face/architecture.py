@@ -170,7 +170,9 @@ class Architecture:
                 yield f"{key}={config[key]!r} is not supported for {self.model_type}; valid: {valid[0]!r}"
 
     def config(self, spec: ModelSpec) -> Config:
-        """Return the config.json of a model, without the ids of tokens and the type of its weights."""
+        """Return the config.json of a model, without the ids of tokens and the type of its weights. Multipliers of muP
+        become its constant factors."""
+        spec = spec.folded()
         written: Config = {"architectures": [self.class_name], "model_type": self.model_type}
         for ours, keys in self.sizes.items():
             for key in _keys(keys):
@@ -195,6 +197,7 @@ class Architecture:
         """Return why a model is not of this architecture: fields that change by writing and reading config.json."""
         if self.text_defaults is not None:
             return [f"only the text part of a {self.model_type} is written; leave --architecture out"]
+        spec = spec.folded()
         try:
             if absent := [ours for ours in self.sizes if _value(spec, ours) is _ABSENT]:
                 return [f"it has no {ours}" for ours in absent]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from shlex import join
+from shlex import join, quote
 from typing import Any
 
 import yaml
@@ -35,6 +35,7 @@ class LaunchJob:
     `gpus`: a rank uses a GPU. `overrides`: keys of the run file, as `key=value`. `cpus`: cores of a rank. `grace_s`:
     seconds between SIGTERM and the end. `activate`: a shell line before the command. For Kubernetes `image`: of the
     container, `claim`: the volume claim, `mount`: where it is mounted. `accelerator`: for SkyPilot, such as H100.
+    `array`: for Slurm, the number of runs, whose run files 0.toml, 1.toml, ... are in the folder `run_file`; 0: a run.
     """
 
     name: str
@@ -52,6 +53,7 @@ class LaunchJob:
     claim: str | None
     mount: str
     accelerator: str | None
+    array: int = 0
 
     @property
     def train(self) -> list[str]:
@@ -81,7 +83,15 @@ def _rendered(template: str, job: LaunchJob) -> str:
         loader=PackageLoader("shardwright", "launching"), undefined=StrictUndefined, trim_blocks=True,
         keep_trailing_newline=True,
     )  # fmt: skip
-    return environment.get_template(template).render(job=job, train=join(job.train), resources=_resources(job))
+    return environment.get_template(template).render(job=job, train=_train(job), resources=_resources(job))
+
+
+def _train(job: LaunchJob) -> str:
+    """Return the command after `python -m` for a shell; in an array its run file is the task's."""
+    if not job.array:
+        return join(job.train)
+    at = job.train.index(job.run_file)
+    return f'{join(job.train[:at])} {quote(job.run_file)}/"$SLURM_ARRAY_TASK_ID".toml {join(job.train[at + 1 :])}'
 
 
 def _resources(job: LaunchJob) -> dict[str, int]:

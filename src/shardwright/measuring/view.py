@@ -2,20 +2,12 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from shardwright.measuring.fit import copy_bytes_per_s, fit_link, fit_matmuls
 from shardwright.measuring.points import MachineMeasurements, MessagePoint
 from shardwright.system.units import format_bytes, format_seconds
 from shardwright.view.document import NUMBER, Column, Fact, Facts, Note, Part, Picture, Quantity, Table, VerbDocument
-from shardwright.view.style import plain_log_ticks, rendered
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-Line = tuple[str, list[float], list[float]]
-"""The name of a line, and the x and y of its points."""
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#e69f00", "#b3356b", "#6b5b95")
+from shardwright.view.log_lines import Line, log_lines_svg
 
 
 def machine_document(machine: MachineMeasurements) -> VerbDocument:
@@ -74,6 +66,10 @@ def _pictures(machine: MachineMeasurements) -> Iterator[Picture]:
             yield Picture(name, title, partial(_svg, drawn), "")
 
 
+def _svg(lines: Sequence[Line]) -> str:
+    return log_lines_svg(lines).decode("utf-8")
+
+
 def _matmuls(machine: MachineMeasurements) -> Iterator[Line]:
     for each in machine.ranks:
         for precision in dict.fromkeys(point.precision for point in each.matmuls):
@@ -101,19 +97,3 @@ def _messages(points: Iterable[MessagePoint]) -> Iterator[Line]:
     for name in dict.fromkeys(point.collective for point in points):
         these = [point for point in points if point.collective == name]
         yield name.replace("_", "-"), [point.n_bytes for point in these], [1e3 * point.seconds for point in these]
-
-
-def _svg(lines: Sequence[Line]) -> str:
-    def compose(figure: "Figure") -> None:
-        ax = figure.add_axes((0.06, 0.13, 0.74, 0.82))
-        for at, (name, x, y) in enumerate(lines):
-            # Matmuls of different shapes may have equally many FLOPs; a line through them would mean nothing.
-            joined = "-" if len(set(x)) == len(x) else ""
-            ax.plot(x, y, f"o{joined}", ms=3, lw=1, color=COLOURS[at % len(COLOURS)], label=name)
-        ax.set_xscale("log")
-        ax.set_yscale("log")
-        plain_log_ticks(ax)
-        ax.grid(True, which="major", lw=0.4)
-        figure.legend(*ax.get_legend_handles_labels(), loc="upper left", bbox_to_anchor=(0.81, 0.95))
-
-    return rendered((10, 3.4), compose, "svg", transparent=True).decode("utf-8")

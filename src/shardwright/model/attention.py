@@ -26,7 +26,7 @@ argument."""
 
 
 class Attention(nn.Module):
-    """softmax(q k^T / sqrt(C)) v, or with `attention_scale` instead of 1 / sqrt(C), over the tokens up to each
+    """softmax(q k^T / sqrt(C)) v, or with `score_scale` instead of 1 / sqrt(C), over the tokens up to each
     position.
 
     The number of heads follows from the output of the projections, so the module also works with a shard of the heads.

@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
+from shardwright.model.mup import WIDTH_POWERS
 from shardwright.model.sizes import ModelSizes
 from shardwright.system import extensions
 from shardwright.system.errors import ConfigError
@@ -57,6 +58,8 @@ class Row:
     is repeated (the K and V rows of every head in latent attention).
     `every_head`: the number of last outputs that the heads of all tp ranks read (the rotated key of latent attention).
     `counted`: whether published parameter counts include it.
+    `width_ratio`, `depth_ratio`: of the model to the base model of muP (`model.mup`), the second in layers only; `std`
+    follows the width already.
     """
 
     name: str
@@ -72,6 +75,8 @@ class Row:
     heads: int = 1
     every_head: int = 0
     counted: bool = True
+    width_ratio: float = 1.0
+    depth_ratio: float = 1.0
 
     def __post_init__(self) -> None:
         if self.parts:
@@ -101,6 +106,21 @@ class Row:
     def hidden(self) -> bool:
         """Whether it is a matrix, or a stack of matrices, inside the layers; not a router, embedding or head."""
         return self.kind in ("matrix", "expert")
+
+    @property
+    def lr_factor(self) -> float:
+        """The learning rate with muP / the learning rate of the base model."""
+        return self.width_ratio ** WIDTH_POWERS.get(self.kind, (0.0, 0.0))[1]
+
+    @property
+    def decay_factor(self) -> float:
+        """The weight decay with muP / the weight decay of the base model: learning rate x decay stays."""
+        return 1 / self.lr_factor
+
+    @property
+    def eps_factor(self) -> float:
+        """The `eps` of Adam with muP / the `eps` of the base model, as sizes of gradients."""
+        return 1 / (self.width_ratio * self.depth_ratio)
 
     @property
     def decays(self) -> bool:
@@ -310,8 +330,9 @@ def _expert(name: str, shape: tuple[int, int, int], input: str, std: float, bias
 
 def residual_std(spec: ModelSizes) -> float:
     """Return the initial standard deviation of projections that add to the residual stream: init_std / sqrt(2 L), L
-    layers. The variance of the sum of all 2 L does not grow with L (GPT-2, Radford et al. 2019, section 2.3)."""
-    return spec.init_std / math.sqrt(2 * spec.n_layers)
+    layers. The variance of the sum of all 2 L does not grow with L (GPT-2, Radford et al. 2019, section 2.3). With a
+    `base_depth` of muP, whose branches are divided by the depth, L is that."""
+    return spec.init_std / math.sqrt(2 * spec.n_layers / spec.depth_ratio)
 
 
 def decoder_layer(spec: ModelSizes, layer: int) -> Iterator[Row]:
@@ -392,12 +413,21 @@ def mtp_module(spec: ModelSizes, layer: int) -> Iterator[Row]:
     yield from residual_norm(spec, "norm")
 
 
+def _with_mup(spec: ModelSizes, of_base: Iterable[Row], in_layer: bool = True) -> Iterator[Row]:
+    """Yield rows whose initial values and factors follow the width and the depth, from rows of the base model's."""
+    width, depth = spec.width_ratio, spec.depth_ratio if in_layer else 1.0
+    for row in of_base:
+        std = row.std * width ** WIDTH_POWERS.get(row.kind, (0.0, 0.0))[0]
+        yield replace(row, std=std, width_ratio=width, depth_ratio=depth) if spec.mup else row
+
+
 @cache
 def layer_rows(spec: ModelSizes, layer: int) -> tuple[Row, ...]:
     """Return the parameters of layer number `layer`, with names within the layer; from number `spec.n_layers` on, of a
     multi-token prediction module. Raises ConfigError if column-parallel rows read the same tensor and differ in
     `ordered`."""
-    in_layer = tuple((mtp_module if layer >= spec.n_layers else FAMILIES[spec.family].layer)(spec, layer))
+    of_base = (mtp_module if layer >= spec.n_layers else FAMILIES[spec.family].layer)(spec, layer)
+    in_layer = tuple(_with_mup(spec, of_base))
     ordered: dict[str, Row] = {}
     for row in (row for row in in_layer if row.split in ("column", "kv_column") and row.input):
         first = ordered.setdefault(row.input, row)
@@ -421,12 +451,13 @@ def end_rows(spec: ModelSizes) -> tuple[Row, ...]:
         embedding, name="head.weight", kind="head", matmul="all", input="norm", parts=(("head", vocabulary),)
     )
     learned = Row(name="position_embedding.weight", shape=(spec.max_seq_len, h), kind="embedding", std=std)
-    return (
+    ends = (
         replace(embedding, matmul="all", input="norm") if spec.tied_embedding else embedding,
         *([learned] if spec.positions == "learned" else []),
         *residual_norm(spec, "norm"),
         *([] if spec.tied_embedding else [head]),
     )
+    return tuple(_with_mup(spec, ends, in_layer=False))
 
 
 @cache

@@ -31,11 +31,11 @@ def head_norm(spec: ModelSpec, width: int) -> nn.Module:
 
 
 def last_norm(spec: ModelSpec) -> nn.Module:
-    """Return the norm before the head. It divides its output by `logit_divisor`, so that all code that applies the head
-    computes divided logits."""
+    """Return the norm before the head. It divides its output by the divisor of the logits, so that all code that
+    applies the head computes divided logits."""
     norm = residual_norm(spec)
-    if spec.logit_divisor != 1:
-        norm.register_forward_hook(lambda module, inputs, y: y / spec.logit_divisor)
+    if spec.logits_divided_by != 1:
+        norm.register_forward_hook(lambda module, inputs, y: y / spec.logits_divided_by)
     return norm
 
 

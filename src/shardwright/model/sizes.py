@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shardwright.model.linear_sizes import LinearAttentionSpec
+from shardwright.model.mup import MupSpec
 from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling
 
 Norm = Literal["rmsnorm", "layernorm"]
@@ -212,6 +213,13 @@ class ModelSizes:
         },
     )
     init_std: float = field(default=0.02, metadata={"help": "Standard deviation of the initial values of matrices."})
+    mup: MupSpec | None = field(
+        default=None,
+        metadata={
+            "help": "muP: initial values, learning rates and multipliers follow width and depth from a base model, or "
+            "none. A run file may also have it as the section [mup]."
+        },
+    )
 
     def __post_init__(self) -> None:
         for name in ("nope_layers", "global_layers"):  # files have lists
@@ -300,9 +308,38 @@ class ModelSizes:
         return self.activation in GATED
 
     @property
+    def width_ratio(self) -> float:
+        """d_model / base_width; 1 without muP."""
+        return self.d_model / self.mup.base_width if self.mup and self.mup.base_width else 1.0
+
+    @property
+    def depth_ratio(self) -> float:
+        """n_layers / base_depth; 1 without muP."""
+        return self.n_layers / self.mup.base_depth if self.mup and self.mup.base_depth else 1.0
+
+    @property
+    def branch_scale(self) -> float:
+        """The factor of a branch's output: `residual_scale`, and with muP 1 / d."""
+        return self.residual_scale / self.depth_ratio
+
+    @property
+    def logits_divided_by(self) -> float:
+        """The divisor of the logits: `logit_divisor`, and with muP m."""
+        return self.logit_divisor * self.width_ratio
+
+    @property
+    def score_scale(self) -> float:
+        """The factor of attention scores; 0: 1 / sqrt(width of a query head). With `base_head_dim` it falls as 1 /
+        head_dim, from its value in the base model."""
+        if self.mup is None or not self.mup.base_head_dim:
+            return self.attention_scale
+        base = self.mup.base_head_dim
+        return (self.attention_scale or 1 / math.sqrt(base)) * base / self.head_dim
+
+    @property
     def query_scale(self) -> float:
-        """The factor of queries with which kernels that divide scores by sqrt(qk_dim) apply `attention_scale`."""
-        return self.attention_scale * math.sqrt(self.qk_dim) if self.attention_scale else 1.0
+        """The factor of queries with which kernels that divide scores by sqrt(qk_dim) apply `score_scale`."""
+        return self.score_scale * math.sqrt(self.qk_dim) if self.score_scale else 1.0
 
     @property
     def n_blocks(self) -> int:

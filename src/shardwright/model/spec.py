@@ -7,11 +7,12 @@ attention r widths of the latent vectors, n and p unrotated and rotated elements
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, get_args
 
 from shardwright.model.linear_sizes import LinearAttentionSpec
 from shardwright.model.modules import FAMILIES, Row, layer_rows, rows
+from shardwright.model.mup import MupSpec
 from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling, too_large
 from shardwright.model.sizes import Activation, ModelSizes, Norm, NormPosition, Positions
 from shardwright.system.errors import ConfigError, checked_constructor, nearest
@@ -85,6 +86,27 @@ class ModelSpec(ModelSizes):
         yield from self._training_problems()
         yield from self._norm_and_scale_problems()
         yield from self._window_problems()
+        if self.mup is not None:
+            yield from self._mup_problems(self.mup)
+
+    def _mup_problems(self, mup: MupSpec) -> Iterator[str]:
+        yield from mup.problems()
+        if mup.base_depth and self.family != "decoder":
+            yield f"mup.base_depth goes with family='decoder', whose branches are scaled; family is {self.family!r}"
+        for name in ("latent_attention", "linear_attention"):
+            if mup.base_head_dim and getattr(self, name) is not None:
+                yield f"mup.base_head_dim goes with plain attention in every layer; leave it out, or {name}"
+
+    def folded(self) -> "ModelSpec":
+        """Return the model without muP that computes the same from the same weights: other fields have its multipliers,
+        and its initial values and learning rates differ."""
+        return replace(
+            self,
+            mup=None,
+            residual_scale=self.branch_scale,
+            logit_divisor=self.logits_divided_by,
+            attention_scale=self.score_scale,
+        )
 
     def _nope_problems(self) -> Iterator[str]:
         if not 0 <= self.nope_interval <= self.n_layers:
@@ -307,6 +329,7 @@ TABLES: dict[str, Any] = {
     "moe": MoESpec,
     "latent_attention": LatentAttentionSpec,
     "linear_attention": LinearAttentionSpec,
+    "mup": MupSpec,
 }
 """The optional parts of a model with a table of their own."""
 

@@ -61,7 +61,7 @@ class Block(nn.Module):
         self.ffn_norm = residual_norm(spec) if before and not spec.parallel_branches else None
         self.ffn = MoE(spec) if spec.has_experts(layer) else FeedForward(spec, spec.d_ffn)
         self.ffn_post_norm = residual_norm(spec) if after else None
-        self.residual_scale, self.rotates = spec.residual_scale, spec.rotates(layer)
+        self.branch_scale, self.rotates = spec.branch_scale, spec.rotates(layer)
         self.table = int(spec.layer_window(layer) > 0) if spec.window_rope_theta else None
         self.tempered = spec if spec.temperature_scale and not self.rotates else None
         self.dropout = KeyedDropout(spec.dropout)
@@ -99,7 +99,7 @@ class Block(nn.Module):
     def branch(self, post_norm: nn.Module | None, y_BTD: Tensor) -> Tensor:
         """Return the output of a branch as it is added to the residual stream, before dropout."""
         y_BTD = _normed(post_norm, y_BTD)
-        return y_BTD if self.residual_scale == 1 else y_BTD * self.residual_scale
+        return y_BTD if self.branch_scale == 1 else y_BTD * self.branch_scale
 
 
 def _attention(spec: ModelSpec, layer: int) -> nn.Module:

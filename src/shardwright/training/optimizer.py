@@ -80,22 +80,23 @@ def _zero_means(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
 def parameter_groups(
     parameters: Mapping[str, nn.Parameter], spec: ModelSpec, config: OptimizerSection
 ) -> list[dict[str, Any]]:
-    """Return groups of parameters with equal weight decay and `lr_scale` on the same mesh, as required for one call of
-    a fused update.
+    """Return groups of parameters with equal weight decay, `lr_scale` and `eps` on the same mesh, as required for one
+    call of a fused update.
 
     `rows`: the parameters' rows. Hidden matrices are in separate groups, with `hidden` set.
     """
-    groups: dict[tuple[float, float, bool, DeviceMesh | None], dict[str, Any]] = {}
+    groups: dict[tuple[float, float, float | None, bool, DeviceMesh | None], dict[str, Any]] = {}
     for name, parameter in parameters.items():
         row = row_of(spec, name)
         if not row.trained:
             continue
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         hidden = row.hidden and config.kind.matrix_state is not None
-        decay, scale = config.weight_decay_of(row), config.lr_scale_of(row)
+        decay, scale, eps = config.weight_decay_of(row), config.lr_scale_of(row), config.eps_of(row)
         group = groups.setdefault(
-            (decay, scale, hidden, mesh),
-            {"params": [], "rows": [], "weight_decay": decay, "lr_scale": scale, "hidden": hidden},
+            (decay, scale, eps, hidden, mesh),
+            {"params": [], "rows": [], "weight_decay": decay, "lr_scale": scale, "hidden": hidden}
+            | ({} if eps is None else {"eps": eps}),
         )
         group["params"].append(parameter)
         group["rows"].append(row)

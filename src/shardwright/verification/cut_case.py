@@ -13,6 +13,7 @@ from itertools import accumulate, count
 
 from shardwright.layout.layout import Layout
 from shardwright.model.linear_sizes import LinearAttentionSpec
+from shardwright.model.mup import MupSpec
 from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling
 from shardwright.model.spec import ModelSpec
 from shardwright.split.stages import most_layers, problems, schedule_problems
@@ -124,6 +125,7 @@ def cut_spec(spec: ModelSpec, world_size: int, n_layers: int = _LAYERS) -> Model
     square = spec.d_model == spec.n_heads * spec.head_dim
     d_model = n_heads * head_dim if square else size_like(spec.d_model, (n_heads + 1) * head_dim, world_size)
     small = replace(spec, head_dim=head_dim, rope_fraction=_cut_fraction(spec, head_dim), latent_attention=latent)
+    mup = None if spec.mup is None else _cut_mup(spec, spec.mup, d_model, min(n_layers, spec.n_layers), head_dim)
     return replace(
         small,
         rope_scaling=_cut_scaling(spec.rope_scaling, small.rope_dim // 2),
@@ -144,7 +146,21 @@ def cut_spec(spec: ModelSpec, world_size: int, n_layers: int = _LAYERS) -> Model
         vocab_size=min(_VOCABULARY, spec.vocab_size),
         linear_attention=_cut_linear(spec.linear_attention, world_size, min(n_layers, spec.n_layers)),
         moe=_cut_experts(spec.moe, world_size, min(n_layers, spec.n_layers)) if spec.moe else None,
-        init_std=_INIT_GAIN / math.sqrt(d_model),
+        init_std=_INIT_GAIN / math.sqrt(d_model if mup is None or not mup.base_width else mup.base_width),
+        mup=mup,
+    )
+
+
+def _cut_mup(spec: ModelSpec, mup: MupSpec, d_model: int, n_layers: int, head_dim: int) -> MupSpec:
+    """Return a base model at test size, about as much narrower and shallower than the model as the true one is."""
+
+    def base(true: int, size: int, small: int) -> int:
+        return max(1, round(true * small / size)) if true else 0
+
+    return MupSpec(
+        base_width=base(mup.base_width, spec.d_model, d_model),
+        base_depth=base(mup.base_depth, spec.n_layers, n_layers),
+        base_head_dim=base(mup.base_head_dim, spec.head_dim, head_dim),
     )
 
 

@@ -24,6 +24,7 @@ from shardwright.model.init import initialise
 from shardwright.model.modules import row_of
 from shardwright.model.moe import Routing, expert_layers, learn_from_load, take_load
 from shardwright.model.random import EVALUATION, normal, sample_keys
+from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
 from shardwright.training.optimizer import make_optimizer, set_learning_rate
 from shardwright.verification.case import DTYPES, PLAIN_SGD, Case
@@ -345,8 +346,20 @@ def _optimizer(training: str, parameters: dict[str, nn.Parameter], case: Case) -
             row = row_of(case.spec, name)
             decay = decays.get(row.kind, config.weight_decay if parameter.dim() >= 2 and row.kind != "bias" else 0.0)
             of_one = {"params": [parameter], "rows": [row], "hidden": row.kind in ("matrix", "expert")}
-            groups.append(of_one | {"weight_decay": decay, "lr_scale": rates.get(row.kind, 1.0)})
+            scale, eps = _factors_of_mup(case.spec, name, row.kind)
+            of_one |= {"eps": config.options["eps"] * eps} if "eps" in config.options else {}
+            groups.append(of_one | {"weight_decay": decay / scale, "lr_scale": rates.get(row.kind, 1.0) * scale})
     return make_optimizer(groups, config)
+
+
+def _factors_of_mup(spec: ModelSpec, name: str, kind: str) -> tuple[float, float]:
+    """Return muP's factors of a parameter's learning rate and of its eps (the table of `model.mup`)."""
+    if spec.mup is None:
+        return 1.0, 1.0
+    width = spec.d_model / (spec.mup.base_width or spec.d_model)
+    depth = spec.n_layers / (spec.mup.base_depth or spec.n_layers)
+    rate = 1 / width if kind in ("matrix", "expert", "router") else 1.0
+    return rate, 1 / (width * depth) if name.startswith("layers.") else 1 / width
 
 
 class Products:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardwright.layout.layout import Layout
+from shardwright.model.modules import rows
 from shardwright.split.compression import gradient_roundings
 from shardwright.verification.case import PLAIN_SGD, Case
 from shardwright.verification.compare import FLOORS, Errors, ReportRow
@@ -127,8 +128,8 @@ def one_process_tolerance(case: Case, alone: Errors, sides: int = 1) -> Toleranc
 def _all_steps(case: Case) -> float:
     """Return the error of a parameter whose every element Adam steps the other way: by 2 lr more after each step, with
     the largest learning rate of a kind of parameter, over the floor of the error."""
-    scales = case.optimizer.lr_scale.model_dump(exclude_none=True).values()
-    return 2 * case.optimizer.lr * max([1.0, *scales]) * case.steps / (FLOORS["parameter"] * case.spec.init_std)
+    scales = map(case.optimizer.lr_scale_of, rows(case.spec).values())
+    return 2 * case.optimizer.lr * max(1.0, *scales) * case.steps / (FLOORS["parameter"] * case.spec.init_std)
 
 
 def _follows_load(name: str) -> bool:

@@ -167,7 +167,9 @@ SCALE: dict[str, AnyBug] = {
     ),
     "a kind of parameter has the learning rate of another": UnitBug(
         Mutation(
-            "shardwright.training.optimizer:parameter_groups", "(decay, scale, hidden, mesh)", "(decay, hidden, mesh)"
+            "shardwright.training.optimizer:parameter_groups",
+            "(decay, scale, eps, hidden, mesh)",
+            "(decay, eps, hidden, mesh)",
         ),
         _FORMULA,
         ("by kind", _PLAIN),

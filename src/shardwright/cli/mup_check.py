@@ -1,0 +1,76 @@
+"""shardwright mup-check: do activations change as much in wide models as in narrow ones?"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwright.cli.common import AsJson, Overrides, progress, reading_verb, show, wrong_place
+from shardwright.system.errors import InputError
+
+MOST_WIDTH = 2**16
+
+
+@dataclass(frozen=True)
+class MupCheckOptions:
+    """Arguments and options of `mup-check`."""
+
+    run: Annotated[Path, typer.Argument(metavar="RUN.toml", help="the run file; its data is not read")]
+    overrides: Overrides = None
+    widths: Annotated[
+        str, typer.Option(metavar="N,N,...", help="values of d_model; heads and d_ffn grow in proportion")
+    ] = "64,128,256,512"
+    steps: Annotated[int, typer.Option(min=1, max=1000, help="optimizer steps of each model")] = 4
+    seeds: Annotated[int, typer.Option(min=1, max=100, help="models of each width, whose changes are averaged")] = 2
+    draw: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="write the picture")] = None
+    html: Annotated[Path | None, typer.Option(metavar="FILE.html", help="write a page with the table and picture")] = (
+        None
+    )
+    json: AsJson = False
+
+
+@reading_verb
+def mup_check(options: MupCheckOptions) -> None:
+    """Check the parametrisation of a model: do activations change as much in wide models as in narrow ones?
+
+    Models of the given widths, otherwise as the run file has them, take a few steps on the CPU with the run's optimizer
+    and its peak learning rate. With muP ([mup] of the run file) the change of each activation does not depend on the
+    width, and the best learning rate of a narrow model is the best of a wide one.
+
+    shardwright mup-check run.toml --set mup.base_width=64 --draw changes.svg
+
+    Exit codes: 0 flat, 1 not flat, 2 the input cannot be used.
+    """
+    from shardwright.config import load
+    from shardwright.system.files import write_whole
+
+    widths = _widths(options.widths)
+    wrong = wrong_place("--draw", options.draw, {".svg": "a picture is named"})
+    wrong += wrong_place("--html", options.html, {".html": "a page is named"})
+    if wrong:
+        raise InputError(*wrong)
+    config = load(options.run, options.overrides or ())
+    from shardwright.verification.coordinates import check_coordinates
+    from shardwright.verification.coordinates_view import coordinates_document, coordinates_svg
+
+    spec = config.model.spec()
+    with progress("widths") as update:
+        found = check_coordinates(spec, config.optimizer, widths, options.steps, options.seeds, update)
+    if options.draw is not None:
+        write_whole(options.draw, coordinates_svg(found).encode())
+    others = () if options.draw is None else (options.draw,)
+    show(coordinates_document(found, spec, config.optimizer.lr), options.json, options.html, *others)
+    if not found.flat:
+        raise typer.Exit(1)
+
+
+def _widths(text: str) -> tuple[int, ...]:
+    """Return the widths of an option in ascending order. Raises InputError."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and len(part) < 9 and 0 < int(part) <= MOST_WIDTH for part in parts):
+        raise InputError(f"--widths {text}: whole numbers from 1 to {MOST_WIDTH:,} are needed, such as 64,128,256,512")
+    widths = tuple(sorted({int(part) for part in parts}))
+    if len(widths) < 2:
+        raise InputError(f"--widths {text}: two different widths or more are needed, for a slope")
+    return widths

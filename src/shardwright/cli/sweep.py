@@ -1,0 +1,160 @@
+"""shardwright sweep: run a run file over a grid of values, and fit a power law of loss by FLOPs."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardwright.cli.common import (
+    AsJson,
+    Overrides,
+    error_console,
+    fail,
+    print_text,
+    reading_verb,
+    show,
+    wrong_place,
+    wrong_sizes,
+)
+from shardwright.system.errors import InputError, ShardwrightError, WorkerError
+
+if TYPE_CHECKING:
+    from shardwright.training.sweep import SweepRun
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """Arguments and options of `sweep`."""
+
+    run: Annotated[Path, typer.Argument(metavar="RUN.toml", help="the run file")]
+    grid: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=V,V,...", help="a key of the run file with its values; may be repeated, for all combinations"
+        ),
+    ] = None
+    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="for the runs, a folder each")] = None
+    overrides: Overrides = None
+    show_only: Annotated[
+        bool, typer.Option("--show", help="start nothing; show the results of the runs that ended")
+    ] = False
+    on: Annotated[str | None, typer.Option(metavar="slurm", help="start nothing; write an array job of Slurm")] = None
+    per_node: Annotated[int, typer.Option(metavar="N", help="with --on: ranks of a machine, which are its GPUs")] = 8
+    cpus: Annotated[int, typer.Option(metavar="N", help="with --on: cores of a rank")] = 8
+    time: Annotated[str, typer.Option(metavar="HH:MM:SS", help="with --on: longest time of one run")] = "24:00:00"
+    activate: Annotated[
+        str, typer.Option(metavar="COMMAND", help="with --on: a shell line that makes shardwright available")
+    ] = "source .venv/bin/activate"
+    draw: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="write the picture")] = None
+    html: Annotated[Path | None, typer.Option(metavar="FILE.html", help="write a page with table and picture")] = None
+    json: AsJson = False
+
+
+@reading_verb
+def sweep(options: SweepOptions) -> None:
+    """Train a run file with every combination of some values, one run after another, and compare the results.
+
+    The table has the last loss and the FLOPs of each run. With three or more numbers of FLOPs, a power law
+    L = a C^-b + c is fitted to the lowest loss of each. A sweep that was interrupted continues where it stopped when
+    the same command is given again. --on slurm writes the run files and an array job instead, and --show reads the
+    results afterwards.
+
+    shardwright sweep run.toml --grid lr=1e-3,3e-3 --grid model.d_model=64,128 --out runs/sweep
+
+    Exit codes: 0 all runs ended, 75 stopped by a signal, 2 the input cannot be used, 3 a run failed.
+    """
+    from shardwright.system.files import write_whole
+    from shardwright.training.sweep import best_by_flops, fit_power_law, parse_grid, sweep_runs
+    from shardwright.training.sweep_view import sweep_document, sweep_svg
+
+    wrong = wrong_place("--draw", options.draw, {".svg": "a picture is named"})
+    wrong += wrong_place("--html", options.html, {".html": "a page is named"})
+    wrong += ["--out is missing; give a folder for the runs"] * (options.out is None)
+    wrong += [f"--on {options.on}: valid: slurm, whose jobs have arrays"] * (options.on not in (None, "slurm"))
+    wrong += wrong_sizes({"--per-node": options.per_node, "--cpus": options.cpus})
+    if wrong or options.out is None:
+        raise InputError(*wrong)
+    runs = sweep_runs(options.run, options.overrides or (), parse_grid(options.grid or ()), options.out)
+    if options.on is not None:
+        _write_array(runs, options, options.out)
+        return
+    failed = [] if options.show_only else _train(runs)
+    document = sweep_document(runs)
+    drawn = [options.draw] if options.draw is not None and document.page_parts else []
+    for path in drawn:
+        write_whole(path, sweep_svg(runs, fit_power_law(best_by_flops(runs))).encode())
+    show(document, options.json, options.html, *drawn)
+    if failed:
+        raise typer.Exit(WorkerError.exit_code)
+
+
+def _train(runs: "Sequence[SweepRun]") -> list["SweepRun"]:
+    """Train the runs that have not ended, and return the runs that failed. Exits with 75 if a signal stopped one."""
+    from shardwright.training.start import start
+
+    failed = []
+    for number, run in enumerate(runs, start=1):
+        said = ", ".join(f"{key}={value}" for key, value in run.values.items())
+        if run.ended:
+            error_console.print(f"run {number} of {len(runs)}: {said}: ended already", markup=False)
+            continue
+        error_console.print(f"run {number} of {len(runs)}: {said}", markup=False)
+        try:
+            stopped = start(run.config, quiet=True).stopped
+        except InputError:
+            raise
+        except ShardwrightError as error:
+            fail(error)
+            failed.append(run)
+            continue
+        if stopped:
+            error_console.print("stopped; the same command continues from here")
+            raise typer.Exit(os.EX_TEMPFAIL)
+    return failed
+
+
+def _write_array(runs: "Sequence[SweepRun]", options: SweepOptions, out: Path) -> None:
+    """Write the run file of each run and the array job that trains them."""
+    from shardwright.config import resolved_toml
+    from shardwright.launching.jobs import JOB_FORMATS, LaunchJob, job_problems
+    from shardwright.system.files import write_whole
+
+    layouts = {run.config.layout.layout() for run in runs}
+    sizes = sorted({layout.world_size for layout in layouts})
+    if len(sizes) > 1:
+        raise InputError(
+            f"--on {options.on}: the runs have {' and '.join(map(str, sizes))} ranks, and all jobs of an array have "
+            "the same machines; give a sweep for each number of ranks"
+        )
+    folder, job_file = out / "points", out / "sweep.sbatch"
+    job = LaunchJob(
+        name="sweep",
+        nodes=max(1, sizes[0] // options.per_node),
+        per_node=min(options.per_node, sizes[0]),
+        gpus=runs[0].config.device != "cpu",
+        run_file=str(folder.absolute()),
+        overrides=(),
+        cpus=options.cpus,
+        time=options.time,
+        grace_s=600,
+        max_restarts=0,
+        activate=options.activate,
+        image=None,
+        claim=None,
+        mount="/runs",
+        accelerator=None,
+        array=len(runs),
+    )
+    if problems := list(job_problems(job, sizes[0], str(next(iter(layouts))))):
+        raise InputError(*problems)
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, run in enumerate(runs):
+        write_whole(folder / f"{number}.toml", resolved_toml(run.config, absolute=True).encode())
+    format = JOB_FORMATS["slurm"]
+    write_whole(job_file, format.text(job).encode())
+    print_text(f"{len(runs)} runs of {job.nodes} x {job.per_node} ranks -> {job_file}")
+    print_text(f"  {format.submit.format(job_file)}")
+    print_text(f"  then the same command with --show instead of --on {options.on}")
