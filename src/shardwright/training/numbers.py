@@ -3,12 +3,14 @@
 The load of experts, as recorded in metrics.jsonl.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from itertools import takewhile
 
 import torch
 
 from shardwright.config import RunConfig
+from shardwright.data.batches import Batch
 from shardwright.model.balance import entropy, max_over_mean
 from shardwright.model.sections import MoESpec
 from shardwright.parallel.expert import take_sent_bytes
@@ -119,10 +121,19 @@ class LogNumbers(Hook):
 
 
 class Evaluate(Hook):
-    """Writes an `evaluation` record before the first step of a run and whenever one is due."""
+    """Writes an `evaluation` record before the first step of a run and whenever one is due. `asked_to_stop`: as in
+    `TrainLoop`; an evaluation during which it becomes True ends at once, without a record, so that the run can save."""
 
-    def __init__(self, trainer: Trainer, samples: RunSamples, log: RunLog, phases: Phases) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        samples: RunSamples,
+        log: RunLog,
+        phases: Phases,
+        asked_to_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.trainer, self.samples, self.log, self.phases = trainer, samples, log, phases
+        self.asked_to_stop, self._stopped = asked_to_stop, False
 
     def on_start(self, start: RunStart) -> None:
         if start.step == 0:
@@ -135,21 +146,31 @@ class Evaluate(Hook):
         self.phases.begin("evaluation", step)
         losses, ahead = self._losses()
         averaged: dict[str, float] = {}
-        if self.trainer.average is not None:
+        if self.trainer.average is not None and not self._stopped:
             with self.trainer.average.applied(step) as applied:
                 averaged = self._losses()[0] if applied else {}
         self.phases.end("evaluation")
-        if losses:
+        if self._stopped:
+            self.log.say(f"evaluation after step {step} not finished: the run was asked to stop")
+        elif losses:
             by_source = losses if sources.mixed else None
             mtp_loss = sources.mean(step, ahead) if ahead else None
             average_loss = sources.mean(step, averaged) if averaged else None
             self.log.write(EvaluationRecord(step, sources.mean(step, losses), now(), by_source, mtp_loss, average_loss))
 
+    def _goes_on(self, batch: Batch) -> bool:
+        """Return whether the evaluation continues with a batch, equal on every rank, which all have as many."""
+        self._stopped = self._stopped or self.asked_to_stop()
+        return not self._stopped
+
     def _losses(self) -> tuple[dict[str, float], dict[str, float]]:
         """Return the validation loss and the MTP loss of each source that has a token that counts."""
         losses, ahead = {}, {}
         for name, samples in self.samples.sources.validation.items():
-            sums, counts = self.trainer.evaluation_sums(self.samples.evaluation_batches(samples)).tolist()
+            batches = takewhile(self._goes_on, self.samples.evaluation_batches(samples))
+            sums, counts = self.trainer.evaluation_sums(batches).tolist()
+            if self._stopped:
+                break
             if not counts[0]:
                 self.log.say(f"no validation loss of {name}: none of the sequences has a token that counts")
                 continue

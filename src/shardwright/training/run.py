@@ -1,7 +1,7 @@
 """A run on one rank, from its resolved run file to its last checkpoint: builds the parts and starts the train loop."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -99,8 +99,8 @@ def _run(
     references = run_references(config, trainer, sources, start, log, phases)
     samples = RunSamples(config, sources, place.rank, device, start, references)
     saving = SaveCheckpoints(config, checkpoints, trainer, samples, log, phases)
-    hooks = build_hooks(config, place, device, trainer, samples, log, clock, phases, saving)
     stop = StopRequest()
+    hooks = build_hooks(config, place, device, trainer, samples, log, clock, phases, saving, stop.everyone)
     loop = TrainLoop(config, trainer, hooks, samples.batches, phases, stop.everyone)
     with log.screen, stop.listening():
         _report_start(config, start, checkpoints, log)
@@ -125,6 +125,7 @@ def build_hooks(
     clock: PhaseClock,
     phases: RunPhases,
     saving: SaveCheckpoints,
+    asked_to_stop: Callable[[], bool],
 ) -> Sequence[Hook]:
     """Return the hooks of the run, in the order in which they are called."""
     layout = config.layout.layout()
@@ -139,7 +140,7 @@ def build_hooks(
         LogNumbers(config, trainer, samples, device, clock, log),
         StopAtNotFinite(trainer, after_spike),
         *([WatchStragglers(layout, trainer, clock, log)] if compared else []),
-        Evaluate(trainer, samples, log, phases),
+        Evaluate(trainer, samples, log, phases, asked_to_stop),
         CompareCopies(config.faults.check_copies_every, trainer, log),
         *(kind.make(RunParts(config, trainer, log)) for kind in HOOKS.values()),
         saving,
