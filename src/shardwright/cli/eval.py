@@ -18,7 +18,7 @@ from shardwright.cli.common import (
     wrong_sizes,
 )
 from shardwright.system.errors import InputError
-from shardwright.system.units import format_count
+from shardwright.system.units import counted, format_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ def eval(options: EvalOptions) -> None:
     else:
         print_text(f"perplexity {found.perplexity:.4f}, loss {found.loss:.5f} a token")
         print_text(
-            f"{format_count(found.n_tokens)} tokens: {found.n_samples} sequences of {found.seq_len} of the "
+            f"{format_count(found.n_tokens)} tokens: {counted(found.n_samples, 'sequence')} of {found.seq_len} of the "
             f"{options.split} split in {', '.join(found.data)}"
         )
         for remark in found.remarks:

@@ -16,6 +16,7 @@ from shardwright.layout.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.system.errors import InputError
 from shardwright.system.files import is_text
+from shardwright.system.units import counted
 from shardwright.training.ranks import place_from_environment
 from shardwright.view.document import COUNT, NUMBER, WORDS, Column, Note, Quantity, Table, VerbDocument
 
@@ -129,10 +130,10 @@ def _encodable(text: str) -> str:
 def _check(ids: Sequence[int], counted: Sequence[bool], spec: ModelSpec) -> None:
     """Raise BadConversation for tokens that the model cannot score."""
     if not any(counted[1:]):
-        raise BadConversation(f"it has {len(ids)} tokens and none to score: the first token follows nothing")
+        raise BadConversation(f"it has {counted(len(ids), 'token')} and none to score: the first token follows nothing")
     if len(ids) > spec.max_seq_len + 1:
         raise BadConversation(
-            f"it has {len(ids)} tokens, and max_seq_len={spec.max_seq_len} of the model allows "
+            f"it has {counted(len(ids), 'token')}, and max_seq_len={spec.max_seq_len} of the model allows "
             f"{spec.max_seq_len + 1} at most; shorten it"
         )
     if max(ids) >= spec.vocab_size:
@@ -173,7 +174,7 @@ def scores_view(scores: Sequence[TextScore]) -> VerbDocument:
         (each.line, each.n_tokens, each.log_prob, each.log_prob_per_token, _beginning(each.tokens)) for each in scores
     ]
     total, n_tokens = math.fsum(each.log_prob for each in scores), sum(each.n_tokens for each in scores)
-    note = Note(f"{n_tokens:,} tokens, log-probability {total / n_tokens:.5f} a token (natural logarithm)")
+    note = Note(f"{counted(n_tokens, 'token')}, log-probability {total / n_tokens:.5f} a token (natural logarithm)")
     data = {
         "texts": [
             {

@@ -11,6 +11,7 @@ from shardwright.config import RunConfig
 from shardwright.run_folder import RUN_FILE
 from shardwright.system.errors import WorkerError, cleaning_up
 from shardwright.system.files import sole_owner, write_whole
+from shardwright.system.units import counted
 from shardwright.training.build import build_model, build_trainer
 from shardwright.training.checkpoint.state import checkpoint_bytes
 from shardwright.training.clock import PhaseClock, RunPhases
@@ -152,7 +153,7 @@ def _report_start(config: RunConfig, start: RunStart, checkpoints: RunCheckpoint
     for remark in checkpoints.take_remarks():
         log.say(remark)
     if start.checkpoint is not None:
-        begins = f"resumed from {start.checkpoint}: step {start.step}, {start.samples} samples seen"
+        begins = f"resumed from {start.checkpoint}: step {start.step}, {counted(start.samples, 'sample')} seen"
         log.say(begins)
         if changed := changes_since(start.checkpoint, kept_run_file(config)):
             log.say(f"changed since then: {', '.join(changed)}")
@@ -161,7 +162,7 @@ def _report_start(config: RunConfig, start: RunStart, checkpoints: RunCheckpoint
     elif config.checkpoint.resume == "auto":
         log.say(f"no checkpoint in {checkpoints.store.folder} to resume from: starting from step 0")
     again, n = restarts_of_torchrun(), config.layout.layout().world_size
-    text = f"{f'restart {again} by torchrun: ' if again else ''}{begins}, on {n} rank{'s' * (n > 1)}"
+    text = f"{f'restart {again} by torchrun: ' if again else ''}{begins}, on {counted(n, 'rank')}"
     log.event("restart" if again else "start", start.step, text)
 
 
