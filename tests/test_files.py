@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from shardwright.run_folder import LOCK, LOGS, METRICS, REFERENCE, wrong_kinds
-from shardwright.system.errors import InputError, cleaning_up
+from shardwright.system.errors import FullError, InputError, cleaning_up
 from shardwright.system.files import (
     find_inside,
     inside,
     new_folder,
     open_regular,
+    problem_of_place,
     read_lines,
     read_text,
     real_path,
@@ -76,7 +77,7 @@ def test_a_device_and_a_pipe_are_written_to_and_stay_what_they_are(tmp_path: Pat
     write_whole(device, b"page")
     assert device.is_char_device()
     os.mkfifo(pipe)
-    with pytest.raises(InputError, match="cannot be written"):
+    with pytest.raises(InputError, match="no program reads this pipe"):
         write_whole(pipe, b"page")  # nobody reads it, and it does not wait for someone
     descriptor = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     write_whole(pipe, b"page")
@@ -217,6 +218,19 @@ def test_a_folder_replaces_another_when_its_block_ends_and_never_when_the_block_
 
 def test_a_folder_that_finds_no_room_is_gone_and_the_error_says_how_much_there_is(tmp_path: Path):
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    with pytest.raises(InputError, match=r"no room to write it \(.*free now .* choose another --out"):
+    with pytest.raises(FullError, match=r"no room to write it \(.*free now .* choose another --out"):
         write_folder(tmp_path / "out", "half", full)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_pipe_is_opened_when_it_is_checked_and_its_reader_gets_the_content(tmp_path: Path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    assert problem_of_place(path) == f"{path}: no program reads this pipe; start one before, or choose another place"
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    assert problem_of_place(path) is None
+    with pytest.raises(BlockingIOError):  # not the end of the file
+        os.read(reader, 1)
+    write_whole(path, b"whole")
+    assert (os.read(reader, 9), os.read(reader, 9)) == (b"whole", b"")
+    os.close(reader)

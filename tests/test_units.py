@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwright.system.units import divisors, format_bytes, format_count, format_seconds
+from shardwright.system.units import counted, divisors, format_bytes, format_count, format_seconds
 
 
 @pytest.mark.parametrize(
@@ -29,3 +29,13 @@ def test_a_number_is_shown_as_people_read_it(shown: str, text: str):
 def test_divisors_are_the_numbers_that_divide_in_ascending_order():
     for n in range(-2, 400):
         assert divisors(n) == [d for d in range(1, n + 1) if n % d == 0]
+
+
+def test_a_number_has_its_noun_in_the_singular_only_if_it_is_one():
+    assert [counted(n, "document") for n in (0, 1, 2000)] == ["0 documents", "1 document", "2,000 documents"]
+    assert [counted(2, noun) for noun in ("micro-batch", "entry", "key", "pass")] == [
+        "2 micro-batches",
+        "2 entries",
+        "2 keys",
+        "2 passes",
+    ]

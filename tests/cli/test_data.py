@@ -103,7 +103,7 @@ def test_a_source_in_which_everything_is_bad_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text("{\n[]\n")
     done = run("prepare", tmp_path / "x.jsonl", "--out", tmp_path / "o", "--vocab-size", 300, "--skip-bad")
     assert done.exit_code == 2
-    assert "there is no text in it (2 documents were skipped; the first: " in done.output
+    assert "there is no text in it (2 documents skipped; the first: " in done.output
     assert not (tmp_path / "o").exists()
 
 

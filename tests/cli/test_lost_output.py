@@ -7,12 +7,15 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
-from shardwright.cli.common import PIPE_CLOSED, print_text
-from shardwright.system.errors import FullError, system_limit
+from shardwright.cli.common import PIPE_CLOSED, print_text, verb
+from shardwright.system.errors import FullError, InputError, system_limit
+from shardwright.system.files import new_folder
 from shardwright.system.forks import FEWEST_FILES
 
 VERBS = [
@@ -69,6 +72,30 @@ def test_too_few_file_descriptors_are_one_sentence_with_the_limit(most: int):
     assert ended.returncode == FullError.exit_code
     assert ended.stderr.splitlines()[-1].endswith(f"the limit is {most}); raise the limit with `ulimit -n 65536`")
     assert "Traceback" not in ended.stderr
+
+
+def test_too_few_file_descriptors_end_a_verb_that_writes_a_folder_and_leave_nothing_of_it(tmp_path: Path):
+    (tmp_path / "weights").write_text("")
+
+    @verb
+    def write() -> None:
+        with new_folder(tmp_path / "out") as fresh:
+            (fresh / "part").write_text("half of it")
+            files = []
+            try:
+                while True:
+                    files.append((tmp_path / "weights").open())
+            except OSError as error:
+                raise InputError(f"weights cannot be read: {error}") from None
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, limits[1]))
+    try:
+        with pytest.raises(typer.Exit) as ended:
+            write()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert (ended.value.exit_code, os.listdir(tmp_path)) == (FullError.exit_code, ["weights"])
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE])

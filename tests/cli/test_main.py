@@ -4,8 +4,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import suppress
+from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,6 +18,7 @@ from typer.testing import CliRunner
 
 from shardwright.cli.common import verb
 from shardwright.cli.main import app
+from shardwright.system import processes
 from shardwright.system.files import new_folder
 from shardwright.system.processes import STOPPING
 
@@ -90,6 +95,52 @@ def test_a_signal_while_a_verb_is_imported_ends_it_in_one_word(number: int):
     command = [sys.executable, "-c", SIGNAL_IN_AN_IMPORT, "train", "no.toml", str(number)]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr.strip()) == (130, "", "interrupted")
+
+
+def test_a_signal_while_c_code_imports_a_module_ends_the_verb_after_the_import(monkeypatch: pytest.MonkeyPatch):
+    """PyTorch's C code imports numpy and ignores the error; half of numpy then fails in other imports."""
+
+    class Extension(ExtensionFileLoader):
+        def create_module(self, spec: ModuleSpec) -> ModuleType:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return ModuleType("whole")
+
+    monkeypatch.setattr(processes, "_POLL_S", 0.01)
+    imported = []
+
+    @verb
+    def imports() -> None:
+        imported.append(Extension("whole", "").create_module(ModuleSpec("whole", None)))
+        while True:
+            time.sleep(0.01)
+
+    with pytest.raises(typer.Exit) as ended:
+        imports()
+    assert (ended.value.exit_code, len(imported)) == (130, 1)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+def test_an_interrupt_that_a_library_swallows_is_raised_again_but_not_in_the_cleanup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(processes, "_AGAIN_S", 0.02)
+    cleaned = []
+
+    @verb
+    def swallow() -> None:
+        try:
+            with suppress(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGTERM)
+            while True:
+                time.sleep(0.01)
+        finally:
+            for _ in range(10):
+                time.sleep(0.01)
+            cleaned.append(True)
+
+    with pytest.raises(typer.Exit) as ended:
+        swallow()
+    assert (ended.value.exit_code, cleaned) == (130, [True])
 
 
 @pytest.mark.parametrize("code", [0, 1, None, "a text"])

@@ -225,15 +225,13 @@ def terabyte(path: Path) -> None:
 
 def commands(table: dict[str, dict[str, str]], kinds: tuple[Callable[[Path], None], ...]) -> list[Any]:
     """Return each command with the first kind of place, which `make test` runs, and with two others for `make prove`.
-    These rotate over the commands, so that every kind is covered. A pipe that nobody reads is found when it is opened:
-    `plan calibrate` writes nothing here, as its log determines nothing, and `measure` measures for 50 s before."""
+    These rotate over the commands, so that every kind is covered."""
     first, *others = kinds
     every = [(verb, option, table[verb][option]) for verb in table for option in table[verb]]
     return [
         pytest.param(command, kind, id=f"{verb} {option} {kind.__name__}", marks=[prove] * (kind is not first))
         for at, (verb, option, command) in enumerate(every)
         for kind in (first, *(others[(at + turn) % len(others)] for turn in (0, 1)))
-        if table is READ or kind is not pipe or verb not in ("plan calibrate", "measure")
     ]
 
 

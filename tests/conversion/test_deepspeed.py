@@ -20,7 +20,7 @@ from shardwright.config import load
 from shardwright.conversion.deepspeed import DeepSpeedFolder, step_folder
 from shardwright.conversion.formats import convert
 from shardwright.model.spec import ModelSpec
-from shardwright.system.errors import InputError
+from shardwright.system.errors import FullError, InputError
 from tests.conversion import torchtitan_loop
 from tests.conversion.test_convert import Intruder
 from tests.conversion.torchtitan_loop import batches
@@ -302,7 +302,7 @@ def test_a_full_disk_ends_with_a_sentence_and_no_folder(tmp_path: Path, run_file
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (9000, limits[1]))  # smaller than the embedding
     try:
-        with pytest.raises(InputError, match="universal: no room to write it"):
+        with pytest.raises(FullError, match="universal: no room to write it"):
             convert(tmp_path / "own", tmp_path / "universal", "deepspeed-universal")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

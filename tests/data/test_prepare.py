@@ -18,7 +18,7 @@ import pytest
 from shardwright.data.prepare import PrepareProgress, prepare
 from shardwright.data.shards import DataManifest, TokenSplit, open_split, verify_checksums
 from shardwright.data.tokenizer import load_tokenizer, train_bpe
-from shardwright.system.errors import DataError
+from shardwright.system.errors import DataError, FullError
 from tests.marks import prove
 
 
@@ -189,7 +189,7 @@ def test_a_full_disk_is_a_clear_error_and_leaves_nothing(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(DataError, match=r"no room to write it \(No space left on device; .* free now"):
+    with pytest.raises(FullError, match=r"no room to write it \(No space left on device; .* free now"):
         prepare(corpus, tmp_path / "out", glob="*.py", tokenizer=tokenizer)
     assert os.listdir(tmp_path) == []
 

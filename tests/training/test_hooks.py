@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import shardwright
-from tests.training.runs import checksums, events, records, train
+from tests.training.runs import checkpoints, checksums, events, lines, records, train, write_run_file
 
 EXTEND = Path(__file__).parents[1] / "extend"
 
@@ -22,6 +22,28 @@ def test_a_users_hooks_add_a_metric_and_skip_steps_on_every_rank(run_file: Path)
     assert first != second == third == fourth
     assert [event.step for event in events(run_file) if event.kind == "skip"] == [3, 4]
     assert "step 3 skipped: its gradient norm is " in run.stdout
+
+
+STOPS = """
+import os, signal
+from shardwright.training.hooks import Hook, HookKind, register
+
+class Stops(Hook):
+    def on_log(self, taken, numbers):
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+register(HookKind("stops", lambda run: Stops()))
+"""
+
+
+def test_a_run_that_is_asked_to_stop_saves_without_finishing_the_evaluation_before(ragged_tokens: Path, tmp_path: Path):
+    run_file = write_run_file(tmp_path, ragged_tokens)
+    (run_file.parent / "stops.py").write_text(STOPS)
+    settings = (f"extensions={[str(run_file.parent / 'stops.py')]!r}", "evaluation.every=1", "evaluation.samples=16")
+    run = train(run_file, *(word for setting in settings for word in ("--set", setting)), expect=75)
+    assert "evaluation after step 1 not finished: the run was asked to stop" in run.stdout
+    assert checkpoints(run_file) == ["step-00000001"]
+    assert [line["step"] for line in lines(run_file) if line["kind"] == "evaluation"] == [0]
 
 
 PARTS = {

@@ -111,7 +111,7 @@ def test_what_cannot_be_merged_is_one_sentence_each(checkpoints: list[Path], tmp
         ([run, run, "--last", 2], "--last 2 takes the checkpoints of one run, and 2 sources are named"),
         ([*checkpoints, "--shares", "0.5,0.6"], "they add up to 1.1; they have to add up to 1"),
         ([*checkpoints, "--shares", "0.3333333,0.6666666"], "they add up to 0.9999999; they have to add up to 1"),
-        ([*checkpoints, "--shares", "1"], "1 shares for 2 checkpoints; give one for each"),
+        ([*checkpoints, "--shares", "1"], "1 share for 2 checkpoints; give one for each"),
         ([*checkpoints, "--shares", "nan,nan"], "a share is a finite number"),
         ([*checkpoints, "--shares", "a,b"], "numbers separated by commas are needed"),
         ([checkpoints[0], other], f"{other} is of another model than {checkpoints[0]}: norm_eps=0.001 and "),

@@ -21,9 +21,18 @@ from shardwright.layout.keys import KEYS
 from shardwright.layout.layout import Layout
 from shardwright.system import extensions
 from shardwright.system.console import LossyStream, PlainConsole, discard_output
-from shardwright.system.errors import InputError, LayoutError, QuietExit, ShardwrightError, nearest, system_limit
+from shardwright.system.errors import (
+    FullError,
+    InputError,
+    LayoutError,
+    QuietExit,
+    ShardwrightError,
+    nearest,
+    system_limit,
+    too_many_files,
+)
 from shardwright.system.files import is_text, parse_json, parse_toml, problem_of_place, read_text, reason
-from shardwright.system.processes import in_one_sentence, on_signals
+from shardwright.system.processes import in_one_sentence, interrupts
 from shardwright.view import terminal
 from shardwright.view.document import VerbDocument
 
@@ -116,7 +125,7 @@ def verb(function: Callable[..., None], extends: bool = False, hears_signals: bo
     def run(**given: Any) -> None:
         given = {name: _with_home(value) for name, value in given.items()}
         try:
-            with nullcontext() if hears_signals else on_signals(signal.default_int_handler):
+            with nullcontext() if hears_signals else interrupts():
                 _check_values(given)
                 if extends:
                     extensions.load_trusted(given.pop("extension") or ())
@@ -125,6 +134,8 @@ def verb(function: Callable[..., None], extends: bool = False, hears_signals: bo
                 else:
                     function(options(**given))
         except ShardwrightError as error:
+            if (limit := too_many_files(error)) is not None:
+                error = FullError(limit)
             fail(error)
             raise typer.Exit(error.exit_code) from None
         except BrokenPipeError:  # the reader of stdout has ended, as in `| head`

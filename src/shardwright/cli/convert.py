@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from shardwright.cli.common import AsJson, print_json, print_text, reading_verb
-from shardwright.system.units import format_count
+from shardwright.system.units import counted, format_count
 
 
 @reading_verb
@@ -52,7 +52,7 @@ def convert(
             }
         )
         return
-    optimizer = "" if state.step is None else f", AdamW after {state.step:,} steps"
+    optimizer = "" if state.step is None else f", AdamW after {counted(state.step, 'step')}"
     print_text(f"{state.format}: {format_count(state.spec.n_parameters)} parameters{optimizer} -> {to}: {out}")
     for remark in result.remarks:
         print_text(remark)

@@ -18,7 +18,7 @@ from shardwright.data.prepare import PrepareProgress
 from shardwright.data.prepare import prepare as prepare_folder
 from shardwright.data.readers import EncodingErrors
 from shardwright.data.shards import DataManifest, verify_checksums
-from shardwright.system.units import format_bytes, format_count, format_seconds, percent
+from shardwright.system.units import counted, format_bytes, format_count, format_seconds, percent
 
 app = typer.Typer(
     help="Turn text into token shards for training, and look at what is in them.",
@@ -182,8 +182,8 @@ class _Display(Progress):
 def _print_summary(out: Path, manifest: DataManifest, elapsed_s: float) -> None:
     for name, split in manifest.splits.items():
         console.print(
-            f"{name}: {format_count(split.tokens)} tokens, {format_count(split.documents)} documents, "
-            f"{len(split.shards)} shard{'s' if len(split.shards) != 1 else ''}"
+            f"{name}: {format_count(split.tokens)} tokens, {_documents(split.documents)}, "
+            f"{counted(len(split.shards), 'shard')}"
         )
     if "validation" in manifest.splits and not manifest.splits["validation"].documents:
         console.print(
@@ -202,7 +202,7 @@ def _print_summary(out: Path, manifest: DataManifest, elapsed_s: float) -> None:
             console.print(f"  {escape(reason)}", soft_wrap=True)
     if structured := manifest.source.get("structured"):
         console.print(
-            f"[yellow]note:[/] {structured:,} file{'s' * (structured > 1)} of JSON or tables without records that can "
+            f"[yellow]note:[/] {counted(structured, 'file')} of JSON or tables without records that can "
             f"be read, each of which is one document, brackets and commas included; the first: "
             f"{escape(manifest.source['structured_first'])}; convert records to JSON lines, one object a line",
             soft_wrap=True,
@@ -212,17 +212,24 @@ def _print_summary(out: Path, manifest: DataManifest, elapsed_s: float) -> None:
     for marker, n_tokens in manifest.source.get("plain_markers", {}).items():
         console.print(
             f"[yellow]warning:[/] {escape(marker)} of the chat template is no token of the tokenizer, and becomes "
-            f"{n_tokens} tokens of text; take the tokenizer that belongs to the template, or add the token to it",
+            f"{counted(n_tokens, 'token')} of text; take the tokenizer that belongs to the template, or add "
+            "the token to it",
             soft_wrap=True,
         )
     if replaced := manifest.source["replaced"]:
-        console.print(f"[yellow]note:[/] bytes that are not UTF-8 were replaced by U+FFFD in {replaced:,} places")
+        console.print(
+            f"[yellow]note:[/] bytes that are not UTF-8 were replaced by U+FFFD in {counted(replaced, 'place')}"
+        )
     read_bytes = manifest.source["read_bytes"]
     console.print(
         f"{escape(str(out))}: vocabulary of {manifest.vocab_size}, read {format_bytes(read_bytes)} "
         f"in {format_seconds(elapsed_s)} ({format_bytes(read_bytes / elapsed_s)}/s)",
         soft_wrap=True,
     )
+
+
+def _documents(n: int) -> str:
+    return counted(n, "document") if n < 1000 else f"{format_count(n)} documents"
 
 
 def _validation_note(manifest: DataManifest) -> str:
@@ -232,14 +239,14 @@ def _validation_note(manifest: DataManifest) -> str:
     if not asked or asked / 2 <= (share := splits["validation"].documents / n_documents) <= 2 * asked:
         return ""
     return (
-        f"the validation split holds {splits['validation'].documents:,} of {n_documents:,} documents "
+        f"the validation split holds {splits['validation'].documents:,} of {counted(n_documents, 'document')} "
         f"({percent(share)}), and --validation asks for {percent(asked)}; it takes whole documents, at least one"
     )
 
 
 def _print_packing(packing: dict[str, Any]) -> None:
     console.print(
-        f"packed to {packing['sequences']:,} sequences of {packing['seq_len']:,} tokens: "
+        f"packed to {counted(packing['sequences'], 'sequence')} of {packing['seq_len']:,} tokens: "
         f"{packing['documents_a_sequence']:.1f} documents a sequence; sum L^2 / sum L = "
         f"{packing['attended_tokens']:,.0f} tokens, so attention within documents has "
         f"{percent(packing['scores_share'])} of the scores",
@@ -289,7 +296,8 @@ def _print_folder(answer: dict[str, Any]) -> None:
         _print_packing(packing)
     for document in answer["documents"]:
         trained = f", {document['trained_tokens']:,} trained on" if "segments" in document else ""
-        title = f"{answer['split']} {answer['shown']} {document['document']}: {document['tokens']:,} tokens{trained}"
+        size = counted(document["tokens"], "token")
+        title = f"{answer['split']} {answer['shown']} {document['document']}: {size}{trained}"
         console.rule(title, align="left")
         console.print(_text_of(document), soft_wrap=True)
 

@@ -18,7 +18,7 @@ from shardwright.cli.common import (
     wrong_sizes,
 )
 from shardwright.system.errors import InputError
-from shardwright.system.units import format_count
+from shardwright.system.units import counted, format_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,9 +100,11 @@ def eval(options: EvalOptions) -> None:
         else:
             leads = f"the chosen answer leads in {found.accuracy:.1%} of the pairs"
             print_text(f"{found.kind} loss {found.loss:.5f} {found.unit}, margin {found.margin:.5f}; {leads}")
-        counted = f"{format_count(found.n_tokens or 0)} tokens" if found.n_pairs is None else f"{found.n_pairs:,} pairs"
+        size = (
+            f"{format_count(found.n_tokens or 0)} tokens" if found.n_pairs is None else counted(found.n_pairs, "pair")
+        )
         print_text(
-            f"{counted}: {found.n_samples} sequences of {found.seq_len} of the "
+            f"{size}: {counted(found.n_samples, 'sequence')} of {found.seq_len} of the "
             f"{options.split} split in {', '.join(found.data)}"
         )
         for remark in found.remarks:

@@ -23,7 +23,7 @@ from shardwright.cli.common import (
 from shardwright.system.console import visible
 from shardwright.system.errors import InputError
 from shardwright.system.files import is_text
-from shardwright.system.units import format_bytes, percent
+from shardwright.system.units import counted, format_bytes, percent
 
 if TYPE_CHECKING:
     from shardwright.generation.sampling import Sampling
@@ -135,7 +135,8 @@ def generate(options: GenerateOptions) -> None:
         print_text(visible(each.text if options.chat else each.prompt + each.text))
     n_tokens = sum(each.n_tokens for each in answer.completions)
     error_console.print(
-        f"[dim]{n_tokens} tokens, {answer.tokens_per_s:.3g} a second; cache {format_bytes(answer.cache_bytes)}"
+        f"[dim]{counted(n_tokens, 'token')}, {answer.tokens_per_s:.3g} a second; "
+        f"cache {format_bytes(answer.cache_bytes)}"
         + (f"; {answer.accepted} of {answer.proposed} proposals accepted" if options.draft else "")
         + (f" ({percent(answer.accepted / answer.proposed)})" if answer.proposed else "")
     )

@@ -5,7 +5,6 @@ import inspect
 import keyword
 import os
 import re
-import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,7 +19,7 @@ import shardwright
 from shardwright.system.console import LossyStream, discard_output
 from shardwright.system.errors import FullError, InputError, system_limit
 from shardwright.system.openmp import brief_waiting
-from shardwright.system.processes import on_signals
+from shardwright.system.processes import interrupts, raise_deferred
 
 _USAGE_ERROR: Any = typer.BadParameter.__base__
 """The error that click raises for an unknown word or option or an invalid value; typer does not export it."""
@@ -120,12 +119,16 @@ class Verbs(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] in RENAMED:
             ctx.fail(f"{args[0]} is called {RENAMED[args[0]]} now; see shardwright {RENAMED[args[0]]} --help")
+        name: str | None
         try:
             if (two := " ".join(args[:2])) in OF_TWO_WORDS:
-                return two, _command(two), args[2:]
-            name, _, rest = super().resolve_command(ctx, args)
-            assert name is not None
-            return name, self.commands[name], rest
+                name, command, rest = two, _command(two), args[2:]
+            else:
+                name, _, rest = super().resolve_command(ctx, args)
+                assert name is not None
+                command = self.commands[name]
+            raise_deferred()
+            return name, command, rest
         except KeyboardInterrupt:  # a signal while the verb is imported
             LossyStream("stderr").write("interrupted\n")
             raise
@@ -197,5 +200,5 @@ def shardwright_(
 def main() -> None:
     """Entry point of the installed command."""
     os.environ.update(brief_waiting())  # this process computes too, while ranks need the cores
-    with on_signals(signal.default_int_handler, last=True):  # while modules are imported too
+    with interrupts(last=True):  # while modules are imported too
         app()

@@ -17,7 +17,7 @@ from shardwright.config import RunConfig, load
 from shardwright.run_folder import CHECKPOINTS, CURVES, METRICS, PAGE
 from shardwright.system.errors import DataError
 from shardwright.system.files import new_folder
-from shardwright.system.units import format_bytes, format_count, format_seconds
+from shardwright.system.units import counted, format_bytes, format_count, format_seconds
 
 CORPUS_BYTES = 10_000_000
 STEPS = 340
@@ -142,7 +142,7 @@ def _gather(corpus: Path, say: Any) -> None:
                 f"{format_bytes(CORPUS_BYTES)}; prepare any text of your own with `shardwright data prepare SRC --out "
                 f"DIR` and train on it with `shardwright train examples/debug.toml --set data.path=DIR`"
             )
-    say(f"1 corpus      {n_files} files, {format_bytes(n_bytes)} of Python source -> {corpus}")
+    say(f"1 corpus      {counted(n_files, 'file')}, {format_bytes(n_bytes)} of Python source -> {corpus}")
 
 
 def _sources() -> Iterator[Path]:
@@ -170,7 +170,7 @@ def _tokenise(places: QuickstartPaths, say: Any) -> int:
         manifest = prepare(places.corpus, places.data, vocab_size=VOCAB_SIZE, validation=0.05, glob="*.py")
         say(f"2 tokens      tokenizer trained, corpus encoded in {format_seconds(time.monotonic() - began)}")
     for name, split in manifest.splits.items():
-        say(f"              {name}: {format_count(split.tokens)} tokens of {split.documents} files")
+        say(f"              {name}: {format_count(split.tokens)} tokens of {counted(split.documents, 'file')}")
     return manifest.vocab_size
 
 

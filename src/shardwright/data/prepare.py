@@ -31,7 +31,7 @@ from shardwright.system.control_groups import usable_cores
 from shardwright.system.errors import DataError, without_secrets
 from shardwright.system.files import new_folder, real_path
 from shardwright.system.remote import REMOTE
-from shardwright.system.units import MiB
+from shardwright.system.units import MiB, counted
 from shardwright.system.version import PACKAGE_VERSION
 
 DataFormat = Literal["text", "chat", "preference"]
@@ -312,7 +312,9 @@ def _write_tokens(
                 write(*waiting)
         if written < 0:
             n_left_out = meter.n_skipped + meter.n_bad
-            left_out = f" ({n_left_out} documents were skipped; the first: {meter.skipped[0]})" if n_left_out else ""
+            left_out = (
+                f" ({counted(n_left_out, 'document')} skipped; the first: {meter.skipped[0]})" if n_left_out else ""
+            )
             raise DataError(f"{corpus.source}: there is no text in it{left_out}")
         writers[_split_of(written // per_record, validation, seed)].end_document(ends_trained)
     finally:

@@ -16,6 +16,7 @@ from shardwright.config.mixture import name_of, sources_of
 from shardwright.config.sections import DataSection
 from shardwright.data.shards import DataManifest, TokenSplit, open_split
 from shardwright.system.errors import DataError
+from shardwright.system.units import counted
 
 IGNORE = -100
 
@@ -69,7 +70,8 @@ class PackedSamples:
             if split.n_tokens > 1:
                 way_out = f"use seq_len <= {split.n_tokens - 1}, or {way_out}"
             raise DataError(
-                f"the {split.name} split has {split.n_tokens} tokens, fewer than seq_len + 1 = {seq_len + 1}; {way_out}"
+                f"the {split.name} split has {counted(split.n_tokens, 'token')}, fewer than "
+                f"seq_len + 1 = {seq_len + 1}; {way_out}"
             )
 
     def __len__(self) -> int:
@@ -113,8 +115,8 @@ class DocumentSamples:
         self._sample_ends = np.cumsum((split.document_lengths() - 1 + seq_len - 1) // seq_len)
         if not len(self):
             raise DataError(
-                f"the {split.name} split has {split.n_tokens} tokens in {split.n_documents} documents, "
-                "nothing to predict; prepare more documents"
+                f"the {split.name} split has {counted(split.n_tokens, 'token')} in "
+                f"{counted(split.n_documents, 'document')}, nothing to predict; prepare more documents"
             )
 
     def __len__(self) -> int:

@@ -20,6 +20,7 @@ from shardwright.parallel.objects import gathered
 from shardwright.split.rules import problems as split_problems
 from shardwright.split.rules import sequence_cuts
 from shardwright.system.errors import InputError
+from shardwright.system.units import counted
 from shardwright.training.ranks import ProcessRank, pick_device, place_from_environment, process_group
 from shardwright.training.sources import tokenizer_file
 from shardwright.verification.ranks import run_ranks
@@ -180,8 +181,8 @@ def _prompt_problems(ids: Mapping[int, Sequence[int]], spec: ModelSpec) -> list[
             problems.append(f"prompt {index + 1} is empty; give it at least one character to continue from")
         elif len(tokens) >= spec.max_seq_len:
             problems.append(
-                f"prompt {index + 1} has {len(tokens)} tokens, and max_seq_len={spec.max_seq_len} of the model leaves "
-                f"no room for another; shorten it to {spec.max_seq_len - 1} tokens or fewer"
+                f"prompt {index + 1} has {counted(len(tokens), 'token')}, and max_seq_len={spec.max_seq_len} of the "
+                f"model leaves no room for another; shorten it to {spec.max_seq_len - 1} tokens or fewer"
             )
         elif max(tokens) >= spec.vocab_size:
             problems.append(

@@ -17,6 +17,7 @@ from shardwright.layout.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.system.errors import InputError
 from shardwright.system.files import is_text
+from shardwright.system.units import counted
 from shardwright.training.ranks import place_from_environment
 from shardwright.view.document import COUNT, NUMBER, WORDS, Column, Note, Quantity, Table, VerbDocument
 
@@ -70,12 +71,12 @@ def score_texts(request: TextScoreRequest) -> list[TextScore] | None:
     Raises InputError, with every problem at once, before anything is computed.
     """
     place, text = place_from_environment(), open_source(request.model).text()
-    asked, counted = _score_request(request)
+    asked, is_scored = _score_request(request)
     scores = score(asked)
     if place is not None and place.rank != 0:
         return None
     return [
-        _text_score(line, tokens, counted[line], len(tokens) - n, result.log_probs, result.greedy, text)
+        _text_score(line, tokens, is_scored[line], len(tokens) - n, result.log_probs, result.greedy, text)
         for (line, (tokens, n)), result in zip(sorted(asked.sequences.items()), scores, strict=True)
     ]
 
@@ -93,18 +94,18 @@ def _score_request(request: TextScoreRequest) -> tuple[ScoreRequest, dict[int, l
     problems = layout_problems(source.spec, layout, place_from_environment())
     text, chat = source.text(), cache(source.chat)  # read when the first record needs it
     ids: dict[int, list[int]] = {}
-    counted: dict[int, list[bool]] = {}
+    is_scored: dict[int, list[bool]] = {}
     for line, record in request.records.items():
         try:
-            ids[line], counted[line] = _tokens_of(record, text, chat)
-            _check(ids[line], counted[line], source.spec)
+            ids[line], is_scored[line] = _tokens_of(record, text, chat)
+            _check(ids[line], is_scored[line], source.spec)
         except BadConversation as error:
             problems.append(f"line {line}: {error}")
     if problems:
         raise InputError(*problems)
-    firsts = {line: scored.index(True, 1) for line, scored in counted.items()}
+    firsts = {line: scored.index(True, 1) for line, scored in is_scored.items()}
     sequences = {line: (tokens, len(tokens) - firsts[line]) for line, tokens in ids.items()}
-    return ScoreRequest(request.model, sequences, layout, request.batch_size, request.device), counted
+    return ScoreRequest(request.model, sequences, layout, request.batch_size, request.device), is_scored
 
 
 def _tokens_of(record: Any, text: Text, chat: Callable[[], ChatFormat]) -> tuple[list[int], list[bool]]:
@@ -129,8 +130,8 @@ def _tokens_of(record: Any, text: Text, chat: Callable[[], ChatFormat]) -> tuple
     if any(apart) and text.begins:  # a prompt starts as in `generate`
         begin = text.encode("")
     sections = answer_sections(0, [_encodable(each) for each in texts], trained, any(apart), text, closed=True)
-    ids, counted = encode_sections(text, sections)
-    return begin + ids.tolist(), [False] * len(begin) + counted.tolist()
+    ids, is_scored = encode_sections(text, sections)
+    return begin + ids.tolist(), [False] * len(begin) + is_scored.tolist()
 
 
 def _encodable(text: str) -> str:
@@ -139,13 +140,13 @@ def _encodable(text: str) -> str:
     return text
 
 
-def _check(ids: Sequence[int], counted: Sequence[bool], spec: ModelSpec) -> None:
+def _check(ids: Sequence[int], is_scored: Sequence[bool], spec: ModelSpec) -> None:
     """Raise BadConversation for tokens that the model cannot score."""
-    if not any(counted[1:]):
-        raise BadConversation(f"it has {len(ids)} tokens and none to score: the first token follows nothing")
+    if not any(is_scored[1:]):
+        raise BadConversation(f"it has {counted(len(ids), 'token')} and none to score: the first token follows nothing")
     if len(ids) > spec.max_seq_len + 1:
         raise BadConversation(
-            f"it has {len(ids)} tokens, and max_seq_len={spec.max_seq_len} of the model allows "
+            f"it has {counted(len(ids), 'token')}, and max_seq_len={spec.max_seq_len} of the model allows "
             f"{spec.max_seq_len + 1} at most; shorten it"
         )
     if max(ids) >= spec.vocab_size:
@@ -158,7 +159,7 @@ def _check(ids: Sequence[int], counted: Sequence[bool], spec: ModelSpec) -> None
 def _text_score(
     line: int,
     ids: Sequence[int],
-    counted: Sequence[bool],
+    is_scored: Sequence[bool],
     first: int,
     log_probs: Sequence[float],
     greedy: bool,
@@ -166,7 +167,7 @@ def _text_score(
 ) -> TextScore:
     values = [
         value if counts else None
-        for value, counts in zip([None] * first + list(log_probs), [False] + list(counted[1:]), strict=True)
+        for value, counts in zip([None] * first + list(log_probs), [False] + list(is_scored[1:]), strict=True)
     ]
     scored = [value for value in values if value is not None]
     tokens = tuple(TokenScore(token, text.decode([token]), value) for token, value in zip(ids, values, strict=True))
@@ -186,7 +187,7 @@ def scores_view(scores: Sequence[TextScore]) -> VerbDocument:
         (each.line, each.n_tokens, each.log_prob, each.log_prob_per_token, _beginning(each.tokens)) for each in scores
     ]
     total, n_tokens = math.fsum(each.log_prob for each in scores), sum(each.n_tokens for each in scores)
-    note = Note(f"{n_tokens:,} tokens, log-probability {total / n_tokens:.5f} a token (natural logarithm)")
+    note = Note(f"{counted(n_tokens, 'token')}, log-probability {total / n_tokens:.5f} a token (natural logarithm)")
     data = {
         "texts": [
             {

@@ -19,7 +19,7 @@ from shardwright.planner.distinct import CHOICES, differing, value
 from shardwright.planner.recommendation import MEMORY_ERROR, difference_error, ties, with_headroom
 from shardwright.planner.search import Plan
 from shardwright.planner.simplicity import MODEL_AXES, SETTINGS, leaves_nodes
-from shardwright.system.units import format_bytes, format_host_bytes, format_seconds
+from shardwright.system.units import counted, format_bytes, format_host_bytes, format_seconds
 
 OFF = (None, "none", 0, False)
 """Values of keys that switch nothing on, and get no row."""
@@ -53,12 +53,8 @@ def choices_in_words(job: Job, choice: Choice) -> list[tuple[str, str, str]]:
         if value not in OFF and not value == KEYS[name].default == 1 and KEYS[name].used(layout)
     ]
     m = accumulation(job.global_batch, choice.micro_batch, layout.data_ranks)
-    batch = f"{_count(layout.data_ranks, 'data rank')} x {_count(m, 'micro-batch')} x {choice.micro_batch}"
+    batch = f"{counted(layout.data_ranks, 'data rank')} x {counted(m, 'micro-batch')} x {choice.micro_batch}"
     return [*rows, ("batch", str(job.global_batch), batch)]
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n:,} {what}" + ("" if n == 1 else "es" if what.endswith("ch") else "s")
 
 
 def merged(found: Sequence[Alternative]) -> list[tuple[str, Alternative]]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from shardwright.schedule.actions import OPS, Action, Op
 from shardwright.schedule.simulate import KEPT_FOR_WEIGHT, Simulation, count_microbatches
 from shardwright.system.files import write_whole
+from shardwright.system.units import counted
 
 Spans = Sequence[Sequence[tuple[Action, float, float]]]
 
@@ -110,7 +111,7 @@ def planned(simulation: Simulation, kept_for_weight: float = KEPT_FOR_WEIGHT) ->
     times = simulation.times
     given = {"F": times.forward, "I": times.backward_input, "W": times.weight, "message": times.comm}
     words = ", ".join(f"{name} {time:g}" for name, time in given.items() if not isinstance(time, tuple) and time)
-    sizes = f"{_count(schedule.n_ranks, 'rank')}{stages}, {_count(schedule.n_microbatches, 'micro-batch')}"
+    sizes = f"{counted(schedule.n_ranks, 'rank')}{stages}, {counted(schedule.n_microbatches, 'micro-batch')}"
     return ScheduleTimeline(
         f"{schedule.name}: {sizes}",
         simulation.spans,
@@ -121,10 +122,6 @@ def planned(simulation: Simulation, kept_for_weight: float = KEPT_FOR_WEIGHT) ->
         staggered=schedule.staggered,
         kept_for_weight=kept_for_weight,
     )
-
-
-def _count(n: int, word: str) -> str:
-    return f"{n} {word}" if n == 1 else f"{n} {word}{'es' if word.endswith('ch') else 's'}"
 
 
 def draw(timelines: Sequence[ScheduleTimeline], path: str | Path, curves: bool = True) -> None:

@@ -249,6 +249,16 @@ def system_limit(error: BaseException) -> str | None:
     return None
 
 
+def too_many_files(error: BaseException | None) -> str | None:
+    """Return the sentence of `system_limit` for an error that too few file descriptors have caused: the error quotes
+    the system's words, or another error that was being handled does. None for other errors."""
+    while error is not None:
+        if any(os.strerror(each) in str(error) for each in TOO_MANY_FILES):
+            return system_limit(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
+        error = error.__cause__ or error.__context__
+    return None
+
+
 def near_path(path: str | Path, pattern: str) -> str:
     """Return `; did you mean x?` for a misspelt path, where x is an existing path that matches `pattern`, or ""."""
     path = Path(path)

@@ -39,6 +39,10 @@ _MOST_DOTS = 1000
 _STRING = re.compile(r"\"(?:[^\"\\]|\\.)*\"|'[^']*'")
 # The folders that this process is writing. A pid in a folder's name may belong to an earlier process.
 _in_use: set[Path] = set()
+_OF_RMTREE = 4
+"""File descriptors that are kept to remove a folder in when there are no others."""
+_pipes: dict[Path, int] = {}
+"""Pipes that are open to be written to, and their file descriptors."""
 
 
 def open_regular(path: Path) -> io.BufferedReader:
@@ -228,13 +232,28 @@ def problem_of_place(path: Path) -> str | None:
         return f"{path} cannot be written: {error.strerror}; choose another place"
     if stat.S_ISDIR(mode):
         return f"{path}: that is a folder; name a file in it"
-    if stat.S_ISCHR(mode) or stat.S_ISFIFO(mode):
+    if stat.S_ISFIFO(mode):
+        return _problem_of_pipe(path)
+    if stat.S_ISCHR(mode):
         return None
     if not stat.S_ISREG(mode):
         return f"{path}: that is a disk or a socket; name a file"
     target = real_path(path)
     if path.is_symlink() and not target.is_relative_to(real_path(path.parent)):
         return f"{path}: that is a link out of its folder, to {target}, and is not followed; name {target} itself"
+    return None
+
+
+def _problem_of_pipe(path: Path) -> str | None:
+    """Open a pipe for `write_whole`, and return why that is not possible, or None. The pipe stays open, because its
+    reader would take closing it for the end of the file."""
+    if path not in _pipes:
+        try:
+            _pipes[path] = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno == errno.ENXIO:
+                return f"{path}: no program reads this pipe; start one before, or choose another place"
+            return f"{path} cannot be written: {error.strerror}; choose another place"
     return None
 
 
@@ -267,8 +286,9 @@ def write_whole(path: Path, content: bytes, required: bool = True) -> None:
 
 
 def _write_through(path: Path, content: bytes) -> None:
-    """Write to a device or a pipe without replacing it. A pipe without a reader raises an error instead of blocking."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    """Write to a device or a pipe without replacing it."""
+    flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+    descriptor = _pipes.pop(path) if path in _pipes else os.open(path, flags)
     os.set_blocking(descriptor, True)
     with open(descriptor, "wb") as file:
         file.write(content)
@@ -286,13 +306,14 @@ def new_folder(
 
     `check` raises if the existing `out` may not be replaced. It is called before the block and again before the rename.
     Partial folders that dead processes of this machine left are removed first. Raises `error` for a path that cannot be
-    written and for a full disk, then with `no_room_hint` at the end.
+    written, and FullError for a full disk, with `no_room_hint` at the end.
     """
     out, owner = Path(os.path.abspath(out)), f"{os.getpid()}-{socket.gethostname()}"
     fresh = out.with_name(f"{out.name}.partial-{owner}")
     if fresh in _in_use:
         raise error(f"{out}: this process is already writing it")
     _in_use.add(fresh)
+    spare: list[int] = []
     try:
         if out.is_symlink() or (out.exists() and not out.is_dir()):
             raise error(f"{out}: that is a link or a file, and is not replaced by a folder; name another place")
@@ -302,21 +323,29 @@ def new_folder(
         _clear_leftovers(out)
         check(out)
         fresh.mkdir()
+        spare += [os.open(os.devnull, os.O_RDONLY) for _ in range(_OF_RMTREE)]
         yield fresh
         check(out)
         publish_folder(fresh, out, out.with_name(f"{out.name}.replaced-{owner}"))
     except OSError as cause:
+        _close_all(spare)
         shutil.rmtree(fresh, ignore_errors=True)
         if cause.errno not in NO_ROOM:
             raise error(f"{out}: cannot be written: {cause.strerror or cause}") from cause
         free = format_bytes(shutil.disk_usage(out.parent).free)
-        raise error(
+        raise FullError(
             f"{out}: no room to write it ({cause.strerror}; {free} free now that what was written is gone again); "
             f"free some, or choose another --out{no_room_hint}"
         ) from cause
     finally:
+        _close_all(spare)
         _in_use.discard(fresh)
         shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _close_all(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
 
 
 def publish_folder(fresh: Path, final: Path, aside: Path) -> None:

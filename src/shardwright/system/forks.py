@@ -75,10 +75,23 @@ def undisturbed() -> Iterator[None]:
         sys.modules["__main__"] = ModuleType("__main__")
         try:
             forkserver.ensure_running()
+            _end_server_at_exit()
             yield
         finally:
             sys.modules["__main__"] = main
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@functools.cache
+def _end_server_at_exit() -> None:
+    """Kill the server when this process ends; by itself a server ends only after its imports."""
+
+    def end() -> None:
+        if (pid := forkserver._forkserver._forkserver_pid) is not None:  # type: ignore[attr-defined]
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    util.Finalize(None, end, exitpriority=-99)  # before the folders of `_new_folder` are removed
 
 
 @contextmanager

@@ -12,12 +12,14 @@ import queue
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.machinery import ExtensionFileLoader
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -34,6 +36,8 @@ _POLL_S = 0.25  # interval between checks of processes that send no message
 _LAST_WORDS_S = 1.0  # wait for the report of the failed rank after other ranks lost their connection to it
 _OTHER_WORDS_S = 0.2  # wait for reports of other ranks, which may have failed before the rank that reported first
 _STACKS_S = 2.0  # time that hung ranks have to write their stacks
+_LONGEST_IMPORT_S = 5.0
+_AGAIN_S = 1.0
 PROCESS_BYTES = 0.3 * GiB
 """Memory of a rank without a model, in bytes: Python, PyTorch and its libraries."""
 STACKS_SHOWN = 8
@@ -213,6 +217,68 @@ def on_signals(handler: Callable[[int, FrameType | None], None], *, last: bool =
     finally:
         for number, earlier in before.items():
             signal.signal(number, signal.SIG_IGN if last and number == signal.SIGUSR1 else earlier)
+
+
+_asked_s: float | None = None
+
+
+@contextmanager
+def interrupts(*, last: bool = False) -> Iterator[None]:
+    """Raise KeyboardInterrupt for the signals in STOPPING during the block. `last`: as in `on_signals`.
+
+    C code may ignore an error of the Python code that it calls: PyTorch imports numpy, and continues without it. So a
+    signal while an extension module is imported is raised when that import has ended (`raise_deferred`), or
+    `_LONGEST_IMPORT_S` later, or at the second signal, and is raised again every `_AGAIN_S` until the block is left,
+    except during the cleanup that it has caused.
+    """
+    before = signal.getsignal(signal.SIGALRM)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        global _asked_s
+        again, now_s = _asked_s is not None, time.monotonic()
+        if _asked_s is None:
+            _asked_s = now_s
+            signal.signal(signal.SIGALRM, interrupt)
+        importing = _loads_extension(frame) and now_s - _asked_s < _LONGEST_IMPORT_S
+        signal.setitimer(signal.ITIMER_REAL, _POLL_S if importing else _AGAIN_S)
+        cleaning = again and _handles_interrupt(sys.exc_info()[1])
+        if not (importing or cleaning) or (again and number != signal.SIGALRM):
+            raise KeyboardInterrupt
+
+    with on_signals(interrupt, last=last):
+        try:
+            yield
+        finally:
+            _forget(before)
+
+
+def _forget(handler: Any) -> None:
+    """Raise no signal of the past again, and restore the handler of SIGALRM."""
+    global _asked_s
+    if _asked_s is not None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        _asked_s = None
+
+
+def raise_deferred() -> None:
+    """Raise KeyboardInterrupt if a signal of `interrupts` has waited for the end of an import."""
+    if _asked_s is not None:
+        raise KeyboardInterrupt
+
+
+def _handles_interrupt(error: BaseException | None) -> bool:
+    """Return whether an error that is being handled is a KeyboardInterrupt, or came up while one was handled."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
+
+
+def _loads_extension(frame: FrameType | None) -> bool:
+    """Return whether a frame runs below the initialisation of an extension module in C."""
+    while frame is not None and not isinstance(frame.f_locals.get("self"), ExtensionFileLoader):
+        frame = frame.f_back
+    return frame is not None
 
 
 def formatted(error: BaseException) -> str:

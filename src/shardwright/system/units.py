@@ -44,6 +44,15 @@ def format_count(n: float) -> str:
     return f"{n:.3g}" if isinstance(n, float) else str(n)
 
 
+def counted(n: int, noun: str) -> str:
+    """Return `1 document`, `2,000 documents`, `3 batches`, `2 entries`. `noun`: in the singular."""
+    if n == 1:
+        return f"1 {noun}"
+    if noun.endswith("y") and noun[-2:-1] not in "aeiou":
+        return f"{n:,} {noun[:-1]}ies"
+    return f"{n:,} {noun}{'es' if noun.endswith(('ch', 's')) else 's'}"
+
+
 def format_seconds(seconds: float) -> str:
     """Return `12.3 ms` for 0.0123, `1 min 15 s` for 75, `2 h 05 min` for 7500."""
     if seconds < 1e-3:

@@ -19,6 +19,7 @@ from shardwright.data.tokenizer import tokenizer_difference
 from shardwright.model.spec import differences
 from shardwright.run_folder import CHECKPOINTS, published
 from shardwright.system.errors import CheckpointError, InputError
+from shardwright.system.units import counted
 from shardwright.training.exporting import write_tokenizer
 from shardwright.training.importing import write_weights_folder
 from shardwright.training.sources import tokenizer_file
@@ -96,7 +97,7 @@ def _last_checkpoints(sources: Sequence[str | Path], last: int) -> list[Path]:
     if not 2 <= last <= len(saved):
         valid = ", ".join(map(str, range(2, len(saved) + 1))) or "none, as two or more are needed"
         raise CheckpointError(
-            f"--last {last}: {sources[0]} has {len(saved)} checkpoint{'s' * (len(saved) != 1)}; valid: {valid} "
+            f"--last {last}: {sources[0]} has {counted(len(saved), 'checkpoint')}; valid: {valid} "
             f"(checkpoint.keep_last sets how many a run keeps)"
         )
     return saved[-last:]
@@ -105,7 +106,7 @@ def _last_checkpoints(sources: Sequence[str | Path], last: int) -> list[Path]:
 def _share_problems(shares: Sequence[float], n_sources: int) -> Iterator[str]:
     text = ",".join(f"{share:.12g}" for share in shares)
     if len(shares) != n_sources:
-        yield f"--shares {text}: {len(shares)} shares for {n_sources} checkpoints; give one for each"
+        yield f"--shares {text}: {counted(len(shares), 'share')} for {n_sources} checkpoints; give one for each"
     elif not all(map(math.isfinite, shares)):
         yield f"--shares {text}: a share is a finite number"
     elif abs(math.fsum(shares) - 1) > ROUNDING:

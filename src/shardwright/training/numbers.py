@@ -3,12 +3,14 @@
 The load of experts, as recorded in metrics.jsonl.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from itertools import takewhile
 
 import torch
 
 from shardwright.config import RunConfig
+from shardwright.data.batches import Batch
 from shardwright.model.balance import entropy, max_over_mean
 from shardwright.model.sections import MoESpec
 from shardwright.parallel.expert import take_sent_bytes
@@ -119,10 +121,19 @@ class LogNumbers(Hook):
 
 
 class Evaluate(Hook):
-    """Writes an `evaluation` record before the first step of a run and whenever one is due."""
+    """Writes an `evaluation` record before the first step of a run and whenever one is due. `asked_to_stop`: as in
+    `TrainLoop`; an evaluation during which it becomes True ends at once, without a record, so that the run can save."""
 
-    def __init__(self, trainer: Trainer, samples: RunSamples, log: RunLog, phases: Phases) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        samples: RunSamples,
+        log: RunLog,
+        phases: Phases,
+        asked_to_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.trainer, self.samples, self.log, self.phases = trainer, samples, log, phases
+        self.asked_to_stop, self._stopped = asked_to_stop, False
 
     def on_start(self, start: RunStart) -> None:
         if start.step == 0:
@@ -134,13 +145,16 @@ class Evaluate(Hook):
             return
         self.phases.begin("evaluation", step)
         means = self._means()
-        for name in sources.validation.keys() - means.keys():
-            self.log.say(f"no validation loss of {name}: none of the sequences has a token that counts")
         averaged: dict[str, list[float]] = {}
-        if self.trainer.average is not None and means:
+        if self.trainer.average is not None and means and not self._stopped:
             with self.trainer.average.applied(step) as applied:
                 averaged = self._means() if applied else {}
         self.phases.end("evaluation")
+        if self._stopped:
+            self.log.say(f"evaluation after step {step} not finished: the run was asked to stop")
+            return
+        for name in sources.validation.keys() - means.keys():
+            self.log.say(f"no validation loss of {name}: none of the sequences has a token that counts")
         if not means:
             return
         loss, *others = self._mixed(step, means)
@@ -154,11 +168,20 @@ class Evaluate(Hook):
             more["average_loss"] = self._mixed(step, averaged)[0]
         self.log.write(EvaluationRecord(step, loss, now(), losses if sources.mixed else None, **more))
 
+    def _goes_on(self, batch: Batch) -> bool:
+        """Return whether the evaluation continues with a batch, equal on every rank, which all have as many."""
+        self._stopped = self._stopped or self.asked_to_stop()
+        return not self._stopped
+
     def _means(self) -> dict[str, list[float]]:
-        """Return the means of `evaluation_sums` of each source that has a token that counts."""
-        means = {}
+        """Return the means of `evaluation_sums` of each source that has a token that counts, until the run is asked to
+        stop."""
+        means: dict[str, list[float]] = {}
         for name, samples in self.samples.sources.validation.items():
-            sums, counts = self.trainer.evaluation_sums(self.samples.evaluation_batches(samples)).tolist()
+            batches = takewhile(self._goes_on, self.samples.evaluation_batches(samples))
+            sums, counts = self.trainer.evaluation_sums(batches).tolist()
+            if self._stopped:
+                break
             if counts[0]:
                 means[name] = [total / max(n, 1) for total, n in zip(sums, counts, strict=True)]
         return means

@@ -1,7 +1,7 @@
 """A run on one rank, from its resolved run file to its last checkpoint: builds the parts and starts the train loop."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from shardwright.config import RunConfig
 from shardwright.run_folder import RUN_FILE
 from shardwright.system.errors import WorkerError, cleaning_up
 from shardwright.system.files import sole_owner, write_whole
+from shardwright.system.units import counted
 from shardwright.training.build import build_model, build_trainer
 from shardwright.training.checkpoint.state import checkpoint_bytes
 from shardwright.training.clock import PhaseClock, RunPhases
@@ -94,8 +95,8 @@ def _run(
     references = run_references(config, trainer, sources, start, log, phases)
     samples = RunSamples(config, sources, place.rank, device, start, references)
     saving = SaveCheckpoints(config, checkpoints, trainer, samples, log, phases)
-    hooks = build_hooks(config, place, device, trainer, samples, log, clock, phases, saving)
     stop = StopRequest()
+    hooks = build_hooks(config, place, device, trainer, samples, log, clock, phases, saving, stop.everyone)
     loop = TrainLoop(config, trainer, hooks, samples.batches, phases, stop.everyone)
     with log.screen, stop.listening():
         _report_start(config, start, checkpoints, log)
@@ -138,6 +139,7 @@ def build_hooks(
     clock: PhaseClock,
     phases: RunPhases,
     saving: SaveCheckpoints,
+    asked_to_stop: Callable[[], bool],
 ) -> Sequence[Hook]:
     """Return the hooks of the run, in the order in which they are called."""
     layout = config.layout.layout()
@@ -152,7 +154,7 @@ def build_hooks(
         LogNumbers(config, trainer, samples, device, clock, log),
         StopAtNotFinite(trainer, after_spike),
         *([WatchStragglers(layout, trainer, clock, log)] if compared else []),
-        Evaluate(trainer, samples, log, phases),
+        Evaluate(trainer, samples, log, phases, asked_to_stop),
         CompareCopies(config.faults.check_copies_every, trainer, log),
         *(kind.make(RunParts(config, trainer, log)) for kind in HOOKS.values()),
         saving,
@@ -164,7 +166,7 @@ def _report_start(config: RunConfig, start: RunStart, checkpoints: RunCheckpoint
     for remark in checkpoints.take_remarks():
         log.say(remark)
     if start.checkpoint is not None:
-        begins = f"resumed from {start.checkpoint}: step {start.step}, {start.samples} samples seen"
+        begins = f"resumed from {start.checkpoint}: step {start.step}, {counted(start.samples, 'sample')} seen"
         log.say(begins)
         if changed := changes_since(start.checkpoint, kept_run_file(config)):
             log.say(f"changed since then: {', '.join(changed)}")
@@ -173,7 +175,7 @@ def _report_start(config: RunConfig, start: RunStart, checkpoints: RunCheckpoint
     elif config.checkpoint.resume == "auto":
         log.say(f"no checkpoint in {checkpoints.store.folder} to resume from: starting from step 0")
     again, n = restarts_of_torchrun(), config.layout.layout().world_size
-    text = f"{f'restart {again} by torchrun: ' if again else ''}{begins}, on {n} rank{'s' * (n > 1)}"
+    text = f"{f'restart {again} by torchrun: ' if again else ''}{begins}, on {counted(n, 'rank')}"
     log.event("restart" if again else "start", start.step, text)
 
 

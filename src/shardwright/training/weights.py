@@ -17,6 +17,7 @@ from shardwright.model.spec import ModelSpec, with_defaults
 from shardwright.parallel.boxes import overlap
 from shardwright.run_folder import CHECKPOINTS, RUN_FILE, published
 from shardwright.system.errors import CheckpointError, DamagedError
+from shardwright.system.units import counted
 from shardwright.training.average import AVERAGE
 from shardwright.training.checkpoint.manifest import (
     FILE_NAME,
@@ -112,7 +113,7 @@ class CheckpointWeights(ShardedTensors):
     def describe(self) -> str:
         """Return a description in one line."""
         step = self.manifest.progress.step
-        return f"{self.path}" + (f", after {step:,} steps" if step else "")
+        return f"{self.path}" + (f", after {counted(step, 'step')}" if step else "")
 
 
 class AveragedWeights(CheckpointWeights):

@@ -15,6 +15,7 @@ from shardwright.config import RunConfig
 from shardwright.config.shrink import shrunk
 from shardwright.run_folder import EventRecord, step_of
 from shardwright.system.errors import CopiesError, FullError, WorkerError
+from shardwright.system.units import counted
 
 FAULTS_IN_A_ROW = 2
 """Number of consecutive faults at the same place after which the place is no longer used."""
@@ -85,7 +86,7 @@ class Restarts:
         self.attempt = Attempt(config.model_copy(update={"checkpoint": section}), self.attempt.places)
         begin = newest.name if newest is not None else "where the run began, as nothing was saved yet"
         n = len(self.attempt.places)
-        text = f"{what}, from {begin}, on {n} rank{'s' * (n > 1)}{why}"
+        text = f"{what}, from {begin}, on {counted(n, 'rank')}{why}"
         return EventRecord("restart", 0 if newest is None else step_of(newest), text, rank)
 
     def _use_places(self, error: WorkerError | CopiesError) -> str:
