@@ -99,7 +99,7 @@ def read_request(options: PlanOptions) -> PlanRequest:
         wrong += error.problems
     try:
         if config is not None:
-            spec = config.model.spec()
+            spec = config.spec()
         elif model is not None:
             model, spec = find_model(model, seq_len, lambda name: (name, resolve(name)))
     except InputError as error:

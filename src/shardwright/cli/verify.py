@@ -211,7 +211,7 @@ def _of_matrix(config: "RunConfig", world_size: int, options: VerifyOptions) -> 
     from shardwright.verification.cut_case import cut_each
     from shardwright.verification.matrix import layouts
 
-    chosen, true = layouts(config.model.spec(), world_size, config.batch.seq_len), _true_case(config, options)
+    chosen, true = layouts(config.spec(), world_size, config.batch.seq_len), _true_case(config, options)
     if true.fp8 is not None:
         chosen = [each.changed(compress_gradients="none", compress_weights="none") for each in chosen]
     chosen = [each for each in chosen if not [*replica_problems(true.spec, each, true.fp8)]]

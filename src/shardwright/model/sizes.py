@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shardwright.model.linear_sizes import LinearAttentionSpec
+from shardwright.model.lora_sizes import LoraSpec
 from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling
 
 Norm = Literal["rmsnorm", "layernorm"]
@@ -212,6 +213,9 @@ class ModelSizes:
         },
     )
     init_std: float = field(default=0.02, metadata={"help": "Standard deviation of the initial values of matrices."})
+    lora: LoraSpec | None = field(
+        default=None, metadata={"help": "Adapters of matrices, with all other parameters frozen, or none."}
+    )
 
     def __post_init__(self) -> None:
         for name in ("nope_layers", "global_layers"):  # files have lists

@@ -11,7 +11,8 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, get_args
 
 from shardwright.model.linear_sizes import LinearAttentionSpec
-from shardwright.model.modules import FAMILIES, Row, layer_rows, rows
+from shardwright.model.lora_sizes import GROUPS, LoraSpec, names
+from shardwright.model.modules import FAMILIES, Row, can_adapt, layer_rows, rows
 from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling, too_large
 from shardwright.model.sizes import Activation, ModelSizes, Norm, NormPosition, Positions
 from shardwright.system.errors import ConfigError, checked_constructor, nearest
@@ -85,6 +86,35 @@ class ModelSpec(ModelSizes):
         yield from self._training_problems()
         yield from self._norm_and_scale_problems()
         yield from self._window_problems()
+
+    def lora_problems(self) -> list[str]:
+        """Return every broken rule of the adapters, for a model without other problems, one sentence each."""
+        return [] if self.lora is None else list(self._lora_problems(self.lora))
+
+    def _lora_problems(self, lora: LoraSpec) -> Iterator[str]:
+        if lora.rank < 1:
+            yield f"lora.rank={lora.rank} is not positive; valid: 1 or more, or 0 for no adapters"
+            return
+        if not 0 < lora.alpha < math.inf:
+            yield f"lora.alpha={lora.alpha:g} is not a positive number; usual: lora.rank to 2 lora.rank"
+        matrices: dict[str, Row] = {}
+        for layer in range(self.n_blocks):
+            matrices |= {row.module: row for row in layer_rows(self, layer) if can_adapt(row) and not row.adapter}
+        if not lora.targets:
+            yield f"lora.targets=[] names no matrix; {nearest('', [*GROUPS, *matrices])}"
+        for target in lora.targets:
+            if not any(names(target, module) for module in matrices):
+                yield (
+                    f"lora.targets has {target!r}, which names no matrix of this model; "
+                    f"{nearest(target, [*GROUPS, *_endings(matrices)])}"
+                )
+        for module, row in matrices.items():
+            if lora.takes(module) and lora.rank > min(row.shape):
+                size = " x ".join(map(str, row.shape))
+                yield (
+                    f"lora.rank={lora.rank} is above the smaller side of {module}.weight, {size}; valid: 1 "
+                    f"to {min(row.shape)}, or other lora.targets"
+                )
 
     def _nope_problems(self) -> Iterator[str]:
         if not 0 <= self.nope_interval <= self.n_layers:
@@ -261,6 +291,11 @@ class ModelSpec(ModelSizes):
         """Return the parameters in the matmuls of one token in layer number `layer`."""
         return sum(self._met(row) for row in layer_rows(self, layer) if row.matmul)
 
+    @property
+    def n_trained_parameters(self) -> int:
+        """Parameters with a gradient: all of them, or with `lora` the adapters."""
+        return sum(row.numel for row in rows(self).values() if row.counted and row.trained)
+
     def _met(self, row: Row) -> int:
         """Return the elements of a parameter that one token uses: for experts, only its top_k ones."""
         if row.split != "experts":
@@ -287,6 +322,12 @@ class ModelSpec(ModelSizes):
         return float(6 * self.n_matmul_parameters + (square / 2 if causal else square) + 3 * self.scan_flops)
 
 
+def _endings(modules: Iterable[str]) -> list[str]:
+    """Return every last part of the names of modules: `q` and `attention.q` for `attention.q`."""
+    parts = [module.split(".") for module in modules]
+    return list(dict.fromkeys(".".join(each[at:]) for each in parts for at in reversed(range(len(each)))))
+
+
 def spec_as_json(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a model as a JSON file gives them back, with lists for tuples."""
     return asdict(spec, dict_factory=lambda pairs: {k: [*v] if isinstance(v, tuple) else v for k, v in pairs})
@@ -295,7 +336,7 @@ def spec_as_json(spec: ModelSpec) -> dict[str, Any]:
 def with_defaults(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a model in JSON with the defaults of fields that the version which saved them did not have;
     a new field's default changes nothing."""
-    tables = {"rope_scaling": RopeScaling, **TABLES}
+    tables = {"rope_scaling": RopeScaling, "lora": LoraSpec, **TABLES}
     filled = _defaults(ModelSpec) | dict(saved)
     for name, table in tables.items():
         if filled[name] is not None:
@@ -354,7 +395,7 @@ def _flat(spec: ModelSpec) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key in fields(spec):
         value: Any = getattr(spec, key.name)
-        if key.name in TABLES and value is not None:
+        if isinstance(value, LoraSpec) or (key.name in TABLES and value is not None):
             values |= {f"{key.name}.{inner.name}": getattr(value, inner.name) for inner in fields(value)}
             if isinstance(value, MoESpec):  # several fields can say the same
                 for name in ("n_shared", "first_dense", "interval"):

@@ -33,7 +33,7 @@ def build_model(
     """Return this rank's part of a run's model; every rank calls this. `compiled`, `fill`, `read`: as in `apply`."""
     compute = DTYPES[config.precision.compute]
     return apply(
-        config.model.spec(),
+        config.spec(),
         config.layout.layout(),
         device,
         seed=config.seed,

@@ -22,10 +22,10 @@ def initial_weights_problems(config: RunConfig) -> list[str]:
         weights = open_weights(config.init.weights)
     except InputError as error:
         return [f"init.weights: {problem}" for problem in error.problems]
-    found = _problems(weights, config.model.spec(), config.init)
+    found = _problems(weights, config.spec(), config.init)
     if config.init.optimizer and isinstance(weights, CheckpointWeights) and weights.optimizer is not None:
         kinds = {name.partition("/")[0] for name in weights.optimizer.shapes}
-        wanted = config.optimizer.kind.names(rows(config.model.spec()).values(), config.optimizer.options)
+        wanted = config.optimizer.kind.names(rows(config.spec()).values(), config.optimizer.options)
         if kinds != wanted:
             found.append(
                 f"init.optimizer=true: {weights.path} has {', '.join(sorted(kinds))}, and optimizer.name="

@@ -66,7 +66,7 @@ def reference_log_probs(config: RunConfig, work: ForwardBackward, samples: Sampl
         micro_batch=config.batch.schedule.longest.micro_batch,
         data_rank=layout.data_rank(dist.get_rank()),
         data_ranks=layout.data_ranks,
-        vocab_size=config.model.spec().vocab_size,
+        vocab_size=config.spec().vocab_size,
         within_documents=True,
         references=lambda i: [0.0] * len(samples.answers(i)),
     )

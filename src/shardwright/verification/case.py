@@ -286,7 +286,7 @@ def case_of(
 ) -> Case:
     """Return the case of a run file with its true sizes. `lr_schedule`: with the learning rates of its schedule,
     shortened to `steps`."""
-    spec, fp8 = config.model.spec(), config.precision.fp8_settings
+    spec, fp8 = config.spec(), config.precision.fp8_settings
     stages = [CaseStage(each.global_batch, each.micro_batch, each.seq_len) for each in config.batch.schedule.stages]
     return Case(
         spec=spec,
