@@ -287,6 +287,13 @@ class ModelSpec(ModelSizes):
         once = sum(self._met(row) for row in rows(self).values() if row.matmul)
         return once + self.mtp_modules * self.vocab_size * self.d_model
 
+    @property
+    def n_frozen_matmul_parameters(self) -> int:
+        """Parameters of `n_matmul_parameters` that are frozen: with adapters all except theirs."""
+        if self.lora is None:
+            return 0
+        return self.n_matmul_parameters - sum(self._met(row) for row in rows(self).values() if row.adapter)
+
     def layer_matmul_parameters(self, layer: int) -> int:
         """Return the parameters in the matmuls of one token in layer number `layer`."""
         return sum(self._met(row) for row in layer_rows(self, layer) if row.matmul)
@@ -306,20 +313,22 @@ class ModelSpec(ModelSizes):
     def train_flops_per_token(self, seq_len: float, *, causal: bool = False) -> float:
         """Return the model FLOPs of forward and backward for one token, without recomputation.
 
-        flops = 6 N + 6 L H (q + c) s + 3 F, or 6 N + 3 L H (q + c) s + 3 F with `causal`
+        flops = 6 N + 6 L H (q + c) s + 3 F, or 6 N + 3 L H (q + c) s + 3 F with `causal`; with adapters minus 2 Z
 
-        N `n_matmul_parameters`, L `n_blocks`, H query heads, q `qk_dim`, c head_dim (equal to q except in latent
-        attention), s `seq_len` in tokens; if attention stays within documents, the mean length of a token's document
-        (`data.samples.attended_tokens`); with windows or linear layers the mean of `attended` over layers; F
-        `scan_flops` of linear layers. A multiply-add is 2 FLOPs, and the backward pass costs two forward passes. The
-        second term is QK^T and the matmul with V: 2 H (q + c) s a token forward over the full square of positions;
-        `causal` counts the half that is not masked. Source: PaLM (arXiv 2204.02311) appendix B; torchtitan reports MFU
-        by the full square, Megatron-LM today by half of it.
+        N `n_matmul_parameters`, Z `n_frozen_matmul_parameters`, L `n_blocks`, H query heads, q `qk_dim`, c head_dim
+        (equal to q except in latent attention), s `seq_len` in tokens; if attention stays within documents, the mean
+        length of a token's document (`data.samples.attended_tokens`); with windows or linear layers the mean of
+        `attended` over layers; F `scan_flops` of linear layers. A multiply-add is 2 FLOPs, and the backward pass costs
+        two forward passes. The second term is QK^T and the matmul with V: 2 H (q + c) s a token forward over the full
+        square of positions; `causal` counts the half that is not masked. Source: PaLM (arXiv 2204.02311) appendix B;
+        torchtitan reports MFU by the full square, Megatron-LM today by half of it.
         Ignored: softmax, norms, activations, rotation, embedding lookup, optimizer, the weighted sum of experts'
-        outputs, and the recomputation inside a fused attention's backward pass.
+        outputs, the recomputation inside a fused attention's backward pass, and that nothing before the first adapter
+        has a gradient: the first layer does not compute the gradient of the input of its attention.
         """
         square = 6 * self.n_blocks * self.n_heads * (self.qk_dim + self.head_dim) * self.mean_attended(seq_len)
-        return float(6 * self.n_matmul_parameters + (square / 2 if causal else square) + 3 * self.scan_flops)
+        matmuls = 6 * self.n_matmul_parameters - 2 * self.n_frozen_matmul_parameters
+        return float(matmuls + (square / 2 if causal else square) + 3 * self.scan_flops)
 
 
 def _endings(modules: Iterable[str]) -> list[str]:
