@@ -94,7 +94,8 @@ def layer(job: Job, candidates: Candidates, block: BlockShape, name: str | None 
             parts.append("experts")
         if block.adapters:
             f("kept of adapters", f.T * f.ranks_of_adapters * f.e)
-            f.add(listed_of_adapters=0, adapters_for_W=f.kept_of_adapters, working_of_adapters=0)
+            for what in ("listed of adapters", "adapters for W", "working of adapters"):
+                f(what, 1 * f.kept_of_adapters)
             parts.append("adapters")
         norms_and_masks = f.T_shard * f.h * (f.norms * f.e + f.branches * f.mask)
         f("kept around them", norms_and_masks + f.inputs * f.T_read * f.h * f.e_input)

@@ -145,11 +145,13 @@ RANK = 16
 
 def _adapters(job: Job) -> Iterator[PlanRemedy]:
     """Yield adapters of all matrices of attention and of networks, with all other parameters frozen."""
-    model = replace(job.model, lora=LoraSpec(rank=RANK))
     own = job.stack.name in (SHARDWRIGHT.name, SHARDWRIGHT_COMPILED.name)
-    if own and job.model.lora is None and not model.lora_problems():
-        what = f"adapters instead of all weights (LoRA): --lora rank={RANK}, {adapters_in_words(model)}"
-        yield PlanRemedy(what, replace(job, model=model))
+    for targets in (LoraSpec(rank=RANK).targets, ("attention",)):  # a mixture of experts has no matrices of networks
+        model = replace(job.model, lora=LoraSpec(rank=RANK, targets=targets))
+        if own and job.model.lora is None and not model.lora_problems():
+            option = f"--lora rank={RANK}" + (f",targets={'+'.join(targets)}" if len(targets) == 1 else "")
+            what = f"adapters instead of all weights (LoRA): {option}, {adapters_in_words(model)}"
+            yield PlanRemedy(what, replace(job, model=model))
 
 
 def adapters_in_words(model: ModelSpec) -> str:
