@@ -156,10 +156,11 @@ def linear(
 
 def with_adapters(spec: ModelSizes, in_order: Iterable[Row]) -> Iterator[Row]:
     """Yield rows as the model has them: with `spec.lora` they are frozen, and after each target come the rows of its
-    adapter, `lora_a` (r, in) and `lora_b` (out, r). A has the variance of PEFT's initial values, 1 / (3 in)."""
+    adapter, `lora_a` (r, in) and `lora_b` (out, r). A has the variance of PEFT's initial values, 1 / (3 in). The load
+    of the experts, a statistic of the last step, is not frozen."""
     lora = spec.lora
     for row in in_order:
-        yield row if lora is None else replace(row, frozen=True)
+        yield row if lora is None else replace(row, frozen=row.counted)
         if lora is None or not can_adapt(row) or not lora.takes(row.module):
             continue
         (n_out, n_in), r = row.shape, lora.rank

@@ -49,6 +49,10 @@ by it. This detects clipping that depends on the size of the norm, not on whethe
 change no digit."""
 
 
+ADAPTER_STD = 0.1
+"""The standard deviation of the B of adapters at first. With the zeros of a run, no result would depend on A."""
+
+
 class CaseStage(NamedTuple):
     """The batch of some steps, in the order of `[[batch.stages]]`."""
 
