@@ -187,6 +187,8 @@ def groups(job: Job, candidates: Candidates, held: RankParameters) -> list[Param
     frozen_experts = held.frozen_experts + held.frozen_expert_padding
     frozen = held.frozen + held.frozen_padding + np.where(apart, 0, frozen_experts)
     reduced, experts_reduced = dense - frozen, np.where(apart, experts - frozen_experts, 0)
+    shards_base = candidates.zero == 3
+    dense, experts = np.where(shards_base, dense, reduced), np.where(shards_base, experts, experts_reduced)
     ranks = candidates.gradient_ranks
     expert_ranks = np.maximum(ranks * candidates.tp // candidates.ep, 1)
     whole = ~apart & (candidates.zero == 0) & (job.element_bytes == 4)
@@ -206,10 +208,10 @@ def groups(job: Job, candidates: Candidates, held: RankParameters) -> list[Param
             return calls
         return np.where(whole, calls, -(-count * 4 // (shards * REPLICA_BUCKET_BYTES)))
 
-    both, layers = held.blocks + held.end_groups, dense - held.ends - held.end_padding
+    trains_ends = (held.ends > held.frozen_ends) | shards_base
+    both, layers = held.blocks + held.end_groups * trains_ends, dense - held.ends - held.end_padding
     dense_calls, expert_calls = calls(dense, both), calls(experts, held.expert_blocks)
-    trains_ends = held.ends > held.frozen_ends
-    dense_reduced = calls(reduced, held.blocks + held.end_groups * trains_ends)
+    dense_reduced = calls(reduced, held.blocks + held.end_groups * (held.ends > held.frozen_ends))
     expert_reduced = calls(experts_reduced, held.expert_blocks)
     shards = np.where(candidates.zero == 0, 1, candidates.shards)
     expert_shards = np.where(candidates.zero == 0, 1, candidates.expert_shards)

@@ -18,8 +18,7 @@ If a stack keeps no buffer for gradients (`Stack.keeps_gradients`), the gradient
 backward pass of a step on; after its last one they are sharded with zero 1 too (`stage_state_bytes`).
 
 With adapters (`model.lora`) g, w and m count for the A parameters of the adapters alone. The base is frozen: it has
-e bytes for each of its parameters, which ZeRO-3 shards, and no gradients or optimizer states. With ZeRO 1 and 2 FSDP2
-has shards of it in addition to the gathered base.
+e bytes for each of its parameters, which ZeRO-3 alone shards, and no gradients or optimizer states.
 
 Source: ZeRO, arXiv 1910.02054, section 5, with 2, 2 and 12 bytes; Megatron-LM's distributed optimizer is stage 1 with
 2, 4 and 12. If a stack gathers from the master weights, zero 3 has no working weights except the gathered ones. A
@@ -116,19 +115,17 @@ def _shards_beside(candidates: Candidates, f: Formulas) -> Floats:
     _share(f, candidates, np.ones_like(gathered))
     f.add(beside=(gathered & (candidates.shards > 1))[:, None] + 0)
     f.add(experts_beside=(gathered & (candidates.expert_shards > 1))[:, None] + 0)
-    shards = f.beside * f.P / f.ranks + f.experts_beside * f.Q / f.expert_ranks
+    P, Q = _trained(f)
+    shards = f.beside * P / f.ranks + f.experts_beside * Q / f.expert_ranks
     return f("master", f.e * shards, "FSDP2 gathers a copy")
 
 
 def _frozen_shards(job: Job, candidates: Candidates, f: Formulas) -> Floats:
-    """Return the bytes of the shards of the frozen base in the type of the matmuls, where these are not counted as
-    weights: with ZeRO-3, if working weights exist only while gathered, and in 16 bits with ZeRO 1 and 2, in addition to
-    the weights gathered from them."""
+    """Return the bytes of ZeRO-3's shards of the frozen base, in the type of the matmuls. The weights of other stages
+    include the base."""
     gone = (candidates.zero == 3) & job.stack.gathers_master & (job.precision != "fp32")
-    copied = (candidates.zero == 1) | (candidates.zero == 2)
-    has_shards = gone | (copied & (candidates.shards > 1) & job.stack.gathers_master & (job.precision != "fp32"))
-    _share(f, candidates, np.ones_like(has_shards))
-    f.add(keeps_base=has_shards[:, None] + 0)
+    _share(f, candidates, gone)
+    f.add(keeps_base=gone[:, None] + 0)
     frozen = (f.P - f.A) / f.ranks + (f.Q - f.A_in_experts) / f.expert_ranks
     return f.e * f.keeps_base * frozen
 

@@ -306,13 +306,18 @@ def shard(
     are copied to the device for each gather, and reduced gradients to the host. `secondary`: the groups from which
     layers are gathered in backward passes (parallel/secondary.py), instead of from all ranks. Experts form their own
     group if they have their own mesh. The balance of experts stays replicated, in its own type. Frozen parameters are
-    stored in `compute_dtype` and have no gradient. `model` is on the meta device, without values.
+    stored in `compute_dtype` and have no gradient; only ZeRO-3 shards them, since with the other stages a rank has all
+    of them anyway. `model` is on the meta device, without values.
     """
     # FSDP2 does not cast inputs: the model makes rotary tables and activations in the type of its weights.
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=param_dtype, cast_forward_inputs=False)
     on_host = layout.offload_parameters == "cpu"
     offload = CPUOffloadPolicy(pin_memory=pins(torch.device(mesh.device_type))) if on_host else OffloadPolicy()
-    balance = {p for name, p in model.named_parameters() if row_of(model.spec, name).kind == "balance"}
+    whole = {
+        parameter
+        for name, parameter in model.named_parameters()
+        if (row := row_of(model.spec, name)).kind == "balance" or (row.frozen and layout.zero < 3 and not on_host)
+    }
 
     def group_of(module: nn.Module, along: DeviceMesh, prefix: str, reshard: bool, dim: int = 0) -> FSDPModule:
         replicas = f"{prefix}replicas"
@@ -326,7 +331,7 @@ def shard(
             offload_policy=offload,
             reshard_after_forward=reshard,
             shard_placement_fn=(lambda _: Shard(dim)) if dim else None,
-            ignored_params=balance,
+            ignored_params=whole,
         )
         group.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         if over.size() > 1:  # a single rank has the sum already, and FSDP2 would divide it by 1 into a new tensor
