@@ -181,6 +181,11 @@ def _lora_problems(lora: LoraSection, spec: ModelSpec | None, init: InitSection 
             yield f"lora.{name}={getattr(lora, name)!r} is not used with lora.rank=0; set lora.rank, or leave it out"
     if spec is not None:
         yield from spec.lora_problems()
+    if lora.rank and init is not None and init.optimizer:
+        yield (
+            f"init.optimizer=true with lora.rank={lora.rank}: new adapters have no moments yet; "
+            f"leave init.optimizer out"
+        )
     if lora.rank and init is not None and init.weights is None:
         yield (
             f"lora.rank={lora.rank} trains adapters of weights that stay as they are, and init.weights names none; set "

@@ -121,7 +121,7 @@ class ModelSection(_ModelOverrides):
             raise ConfigError(
                 f"model.preset={self.preset!r} and model.from={self.folder!r} both name a model; give one"
             )
-        saved = spec_of_folder(Path(self.folder))
+        saved = dataclasses.replace(spec_of_folder(Path(self.folder)), lora=None)
         wanted = self._changed(saved, f"model.from={self.folder!r}")
         if problems := contradictions(saved, wanted, f"model.from={self.folder!r}"):
             raise ConfigError(*problems)
@@ -192,7 +192,8 @@ def spec_of_folder(path: Path) -> ModelSpec:
                         continue  # a run file next to the config.json of the model that it trains
                 if problems := extensions.load_named(table, path, started=False):
                     raise ConfigError(*problems)
-                return ModelSection.model_validate(model).spec()
+                lora = LoraSection.model_validate(table.get("lora", {})).spec
+                return dataclasses.replace(ModelSection.model_validate(model).spec(), lora=lora)
             except (ValueError, ValidationError) as error:
                 if isinstance(error, ConfigError):
                     raise
