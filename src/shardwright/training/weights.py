@@ -129,12 +129,12 @@ def frozen_names(spec: ModelSpec) -> list[str]:
     return [name for name, row in rows(spec).items() if row.frozen]
 
 
-def fingerprint(weights: Weights, names: Iterable[str]) -> str:
+def fingerprint(weights: Weights, names: Iterable[str], *, of_values: bool = False) -> str:
     """Return the sha256 of shape, type and first elements of some tensors, or of the checksums of their shards.
 
     Training changes the first row of every matrix, so another model has another fingerprint. A changed byte elsewhere
     in a file is not detected: a whole base would have to be read twice. The fingerprint of the same weights differs
-    between a folder of transformers and a checkpoint.
+    between a folder of transformers and a checkpoint, unless it is `of_values` in both.
     """
     digest = hashlib.sha256()
     for name in sorted(names):
@@ -143,8 +143,8 @@ def fingerprint(weights: Weights, names: Iterable[str]) -> str:
         shape = weights.shapes[name]
         digest.update(f"{name} {list(shape)} {weights.dtypes[name]}\n".encode())
         if isinstance(weights, AdaptedWeights):
-            digest.update(fingerprint(weights.base, [name]).encode())
-        elif isinstance(weights, CheckpointWeights):
+            digest.update(fingerprint(weights.base, [name], of_values=of_values).encode())
+        elif isinstance(weights, CheckpointWeights) and not of_values:
             digest.update(weights.checksums(name).encode())
         else:
             box = (*[1] * (len(shape) - 1), min(shape[-1], _SAMPLED))
