@@ -1,5 +1,6 @@
 """shardwright import: weights of Hugging Face transformers in the format of Shardwright's checkpoints."""
 
+from json import dumps
 from pathlib import Path
 from typing import Annotated
 
@@ -76,5 +77,6 @@ def _adapter(source: str, base: Path, out: Path, json: bool) -> None:
         print_json({"out": str(out), "base": str(base), "rank": lora.rank, "parameters": n})
         return
     print_text(f"adapters of rank {lora.rank}, {format_count(n)} parameters, for {base} -> {out}")
-    keys = f"lora.rank={lora.rank} --set lora.alpha={lora.alpha:g} --set 'lora.targets={[*lora.targets]}'"
+    targets = dumps([*lora.targets])
+    keys = f"lora.rank={lora.rank} --set lora.alpha={lora.alpha:g} --set 'lora.targets={targets}'"
     print_text(f"  shardwright train RUN.toml --set model.from={base} --set init.weights={out} --set {keys}")

@@ -209,7 +209,7 @@ def groups(job: Job, candidates: Candidates, held: RankParameters) -> list[Param
         return np.where(whole, calls, -(-count * 4 // (shards * REPLICA_BUCKET_BYTES)))
 
     trains_ends = (held.ends > held.frozen_ends) | shards_base
-    both, layers = held.blocks + held.end_groups * trains_ends, dense - held.ends - held.end_padding
+    both, layers = held.blocks + held.end_groups * trains_ends, np.maximum(dense - held.ends - held.end_padding, 0)
     dense_calls, expert_calls = calls(dense, both), calls(experts, held.expert_blocks)
     dense_reduced = calls(reduced, held.blocks + held.end_groups * (held.ends > held.frozen_ends))
     expert_reduced = calls(experts_reduced, held.expert_blocks)
