@@ -108,13 +108,14 @@ class ModelSpec(ModelSizes):
                     f"lora.targets has {target!r}, which names no matrix of this model; "
                     f"{nearest(target, [*GROUPS, *_endings(matrices)])}"
                 )
-        for module, row in matrices.items():
-            if lora.takes(module) and lora.rank > min(row.shape):
-                size = " x ".join(map(str, row.shape))
-                yield (
-                    f"lora.rank={lora.rank} is above the smaller side of {module}.weight, {size}; valid: 1 "
-                    f"to {min(row.shape)}, or other lora.targets"
-                )
+        small = [(min(row.shape), name) for name, row in matrices.items() if lora.takes(name)]
+        if small and lora.rank > min(small)[0]:
+            side, name = min(small)
+            size = " x ".join(map(str, matrices[name].shape))
+            yield (
+                f"lora.rank={lora.rank} is above the smaller side of {name}.weight, {size}; valid: 1 to {side}, or "
+                f"other lora.targets"
+            )
 
     def _nope_problems(self) -> Iterator[str]:
         if not 0 <= self.nope_interval <= self.n_layers:

@@ -415,10 +415,10 @@ class _RowProduct(torch.autograd.Function):
         x_BTF, weight_DF = ctx.saved_tensors
         if ctx.axis.token_shards:
             dy_BTD = ctx.axis.start_gather(dy_BTD).wait()
-        wanted, trained, *_ = ctx.needs_input_grad
+        wanted, trained, has_also, *_ = ctx.needs_input_grad
         dweight = matmul.weight_gradient_or_defer(ctx.weight, dy_BTD, x_BTF, fp8=ctx.fp8) if trained else None
         dx_BTF = matmul.input_gradient(dy_BTD, weight_DF, fp8=ctx.fp8) if wanted else None
-        return dx_BTF, dweight, dy_BTD, None, None, None
+        return dx_BTF, dweight, dy_BTD if has_also else None, None, None, None
 
 
 def _row_product(
