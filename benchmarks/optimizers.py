@@ -122,7 +122,7 @@ def main() -> None:
     config = load(given.run_file, given.changes)
     described = (
         f"{config.steps} steps of {config.batch.global_batch} x {config.batch.seq_len} tokens of the corpus of `make "
-        f"quickstart`, a model of {config.model.spec().n_parameters / 1e6:.2f}M parameters, one process, fp32, torch "
+        f"quickstart`, a model of {config.spec().n_parameters / 1e6:.2f}M parameters, one process, fp32, torch "
         f"{torch.__version__}, seed {config.seed}."
         + (f" Changed of the quickstart: {', '.join(given.changes)}." if given.changes else "")
     )

@@ -88,7 +88,7 @@ def predicted(hardware: Path, model: str, number: int) -> Estimate:
     config = parse(run_file(model, number))
     name, ranks = next(iter(parse_toml(hardware.read_text())["accelerators"])), ranks_of(number)
     job = Job(
-        model=config.model.spec(),
+        model=config.spec(),
         cluster=cluster(f"{name}:{ranks}/{ranks}", hardware),
         seq_len=SEQ_LEN,
         global_batch=GLOBAL_BATCH,

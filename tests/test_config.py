@@ -48,7 +48,7 @@ def refused(folder: Path, text: str, *overrides: str) -> list[str]:
 
 def test_the_smallest_run_file_gives_a_whole_configuration(tmp_path: Path):
     config = load(written(tmp_path, SMALLEST))
-    assert config.model.spec().n_layers > 0
+    assert config.spec().n_layers > 0
     assert config.layout.layout().world_size == 1
     assert config.accumulation == 8
 
@@ -298,7 +298,7 @@ def test_a_table_of_the_model_changes_that_of_the_preset_or_is_given_whole():
         table = {"out": "x", "steps": 1, "data": {"path": "x"}, "batch": {"seq_len": 4, "global_batch": 4}}
         config = parse(table | {"model": {"preset": preset, **model}})
         assert parse(tomllib.loads(resolved_toml(config))).model == config.model
-        return config.model.spec()
+        return config.spec()
 
     moe = resolve("mixtral-8x7b").moe
     assert moe is not None

@@ -74,7 +74,7 @@ def test_a_configuration_of_each_kind_becomes_a_run_file_with_its_layout(
     assert config.optimizer.lr == 0.5
     assert config.batch.seq_len == given.get("seq_len", config.batch.seq_len)
     if "model" in given:
-        assert config.model.spec() == PRESETS["llama-3.1-8b"]
+        assert config.spec() == PRESETS["llama-3.1-8b"]
 
 
 def test_a_second_layout_of_a_configuration_is_announced_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

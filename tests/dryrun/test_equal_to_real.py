@@ -107,7 +107,7 @@ def test_messages_and_live_bytes_are_those_of_the_real_run(name: str, tmp_path: 
         config = parse(table)
         matmul_flops = sum(count for real in reals for op, count in real.flops.items() if "attention" not in op)
         tokens = config.batch.global_batch * config.batch.seq_len
-        assert matmul_flops == 6 * config.model.spec().n_matmul_parameters * tokens
+        assert matmul_flops == 6 * config.spec().n_matmul_parameters * tokens
 
 
 def differences(dry: RankRecord, real: RankRecord) -> Iterator[tuple[str, int, int]]:

@@ -37,7 +37,7 @@ def test_the_sizes_are_those_of_the_folder_and_are_kept_with_the_run(family: str
     expected = open_weights(kept(family)).spec
     for folder in (kept(family), tmp_path / "weights"):
         config = section(**{"from": str(folder)})
-        assert config.model.spec() == expected
+        assert config.spec() == expected
         text = resolved_toml(config)
         assert "from =" not in text
         assert parse(tomllib.loads(text)).model.spec() == expected

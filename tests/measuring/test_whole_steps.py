@@ -29,7 +29,7 @@ def steps_of(text: str, folder: Path, ranks: int) -> tuple[WholeStep, ...]:
         config = parse(table_of(layout, ranks, micro_batch))
         there = cluster(f"mine:{ranks}/{ranks}", path)
         sizes = {"seq_len": SEQ_LEN, "global_batch": config.batch.global_batch}
-        job = Job(model=config.model.spec(), cluster=there, precision="fp32", **sizes)
+        job = Job(model=config.spec(), cluster=there, precision="fp32", **sizes)
         found = estimate(on_machine(job), config.layout.layout(), micro_batch)
         steps.append(WholeStep(ranks, layout, micro_batch, found.step_s, int(found.peak_bytes)))
     return tuple(steps)

@@ -261,7 +261,7 @@ def test_a_matrix_shows_the_axis_of_a_trainer_that_is_wrong(tmp_path: Path):
 @pytest.mark.parametrize("n_ranks", [2, 3, 4, 8])
 def test_the_model_of_a_run_file_is_cut_to_sizes_that_the_axes_partition_like_the_true_ones(n_ranks: int):
     config = load(Path("examples/llama-3.1-8b.toml"))
-    true, small = config.model.spec(), trainer_case(config, n_ranks, ()).spec
+    true, small = config.spec(), trainer_case(config, n_ranks, ()).spec
     for size in ("n_layers", "n_heads", "n_kv_heads", "d_ffn", "vocab_size", "max_seq_len"):
         for degree in range(1, n_ranks + 1):
             assert (getattr(small, size) % degree == 0) == (getattr(true, size) % degree == 0), (size, degree)

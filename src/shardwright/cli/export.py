@@ -36,6 +36,12 @@ def export(
     average: Annotated[
         bool, typer.Option("--average", help="write the average of the weights that the run made ([average])")
     ] = False,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="of a run with [lora], write the adapters alone, as peft reads them")
+    ] = False,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="of a run with [lora], write the base with the adapters merged into it")
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Write weights as a folder that transformers loads with AutoModelForCausalLM.from_pretrained.
@@ -45,11 +51,17 @@ def export(
 
     shardwright export runs/debug --out hf/debug --dtype bf16
     """
+    if adapter:
+        given = {"--dtype": dtype, "--tokenizer": tokenizer, "--merge": merge, "--average": average}
+        if others := " and ".join(name for name, value in given.items() if value):
+            raise InputError(f"--adapter writes the adapters as they are; leave out {others}")
+        _adapter(source, out, architecture, json)
+        return
     from shardwright.training.exporting import export as write
 
     done = write(
         source, out, dtype=dtype, max_shard_bytes=_bytes(max_shard_size), tokenizer=tokenizer, allow_nan=allow_nan,
-        architecture=architecture, average=average,
+        architecture=architecture, average=average, merge=merge,
     )  # fmt: skip
     if json:
         answer = {"out": str(out), "architecture": done.architecture.class_name, "dtype": done.dtype}
@@ -58,6 +70,16 @@ def export(
     print_text(f"{done.architecture.class_name}, {done.dtype}, {format_bytes(done.n_bytes)} -> {out}")
     for remark in done.remarks:
         print_text(remark)
+
+
+def _adapter(source: Path, out: Path, architecture: str | None, json: bool) -> None:
+    from shardwright.training.adapters import export_adapter
+
+    n_bytes = export_adapter(source, out, architecture)
+    if json:
+        print_json({"out": str(out), "bytes": n_bytes})
+        return
+    print_text(f"adapters for peft, {format_bytes(n_bytes)} -> {out}")
 
 
 def _bytes(text: str) -> int:

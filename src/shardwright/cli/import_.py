@@ -1,5 +1,6 @@
 """shardwright import: weights of Hugging Face transformers in the format of Shardwright's checkpoints."""
 
+from json import dumps
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,13 @@ def import_(
         str, typer.Argument(metavar="HF_DIR_OR_ID", help="a folder of transformers, or an id of the hub (OWNER/NAME)")
     ],
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="the new folder that is written")],
+    base: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="HF_DIR has an adapter of peft alone; take it as adapters of these weights, for [lora]",
+        ),
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Write the weights of a Hugging Face model as a folder that runs begin with.
@@ -24,6 +32,9 @@ def import_(
 
     shardwright import smollm2/ --out weights/smollm2
     """
+    if base is not None:
+        _adapter(source, base, out, json)
+        return
     from shardwright.training.importing import bytes_of, import_weights
     from shardwright.training.weights import by_reason
 
@@ -54,3 +65,18 @@ def import_(
     if weights.folder.tokenizer is None:
         print_text("no tokenizer.json in it: data has to be prepared with a tokenizer of the same vocabulary")
     print_text(f"  shardwright train RUN.toml --set model.from={out} --set init.weights={out}")
+
+
+def _adapter(source: str, base: Path, out: Path, json: bool) -> None:
+    from shardwright.training.adapters import import_adapter
+
+    given = import_adapter(source, base, out)
+    lora, n = given.spec.lora, given.spec.n_trained_parameters
+    assert lora is not None
+    if json:
+        print_json({"out": str(out), "base": str(base), "rank": lora.rank, "parameters": n})
+        return
+    print_text(f"adapters of rank {lora.rank}, {format_count(n)} parameters, for {base} -> {out}")
+    targets = dumps([*lora.targets])
+    keys = f"lora.rank={lora.rank} --set lora.alpha={lora.alpha:g} --set 'lora.targets={targets}'"
+    print_text(f"  shardwright train RUN.toml --set model.from={base} --set init.weights={out} --set {keys}")

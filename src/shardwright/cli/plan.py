@@ -203,7 +203,7 @@ def _replanned(
     anew in its own folder: `out` is a new folder next to the old one, named after the file, and checkpoint.resume is
     left out."""
     from shardwright.config import parse, resolved_toml
-    from shardwright.planner.run_file import memory_gib, precision_keys
+    from shardwright.planner.run_file import lora_keys, memory_gib, precision_keys
 
     layout = choice.settings()
     table = config.model_dump(exclude_unset=True)
@@ -214,6 +214,8 @@ def _replanned(
     layout.pop("micro_batch")
     table |= {key: value for key, value in planned.items() if value is not None}
     table["layout"] = layout
+    if job.model.lora != config.lora.spec:
+        table["lora"] = lora_keys(job)
     if config.precision.planned != job.precision:
         table["precision"] = precision_keys(job)
     table["precision"] = table.get("precision", {}) | {"compile": job.compiled}

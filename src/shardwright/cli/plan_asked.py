@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from shardwright.config import RunConfig
     from shardwright.cost.hardware import Cluster
     from shardwright.cost.job import Job
+    from shardwright.model.spec import ModelSpec
     from shardwright.planner.choice import Choice, PricedLayout
     from shardwright.planner.space import FixedChoices
     from shardwright.planner.whole_run import TrainingGoal
@@ -100,7 +101,7 @@ def read_request(options: PlanOptions) -> PlanRequest:
         wrong += error.problems
     try:
         if config is not None:
-            spec = config.model.spec()
+            spec = config.spec()
         elif model is not None:
             model, spec = find_model(model, seq_len, lambda name: (name, resolve(name)))
     except InputError as error:
@@ -110,6 +111,10 @@ def read_request(options: PlanOptions) -> PlanRequest:
     except InputError as error:
         wrong += error.problems
     wrong += [] if found is None or precision not in PRECISIONS else no_peak(found, precision)
+    try:
+        spec = None if spec is None else _with_adapters(spec, options.lora)
+    except InputError as error:
+        wrong += error.problems
     if wrong or spec is None or found is None or global_batch is None or seq_len is None:
         raise InputError(*wrong)
     name = model if model is not None else _model_name(config, spec)
@@ -143,6 +148,18 @@ def read_request(options: PlanOptions) -> PlanRequest:
     if options.budget_tokens is not None:  # not for stages of a run file, whose plan nobody may have asked for
         check_goal(goal, machine)
     return PlanRequest(machine, job, name, config, given, explained, fixed, goal)
+
+
+def _with_adapters(spec: "ModelSpec", lora: str | None) -> "ModelSpec":
+    """Return the model with the adapters of --lora. Raises InputError for adapters that the model cannot have."""
+    if lora is None:
+        return spec
+    from shardwright.model.by_sizes import lora_of_text
+
+    spec = replace(spec, lora=lora_of_text(lora))
+    if problems := spec.lora_problems():
+        raise InputError(*(f"--lora: {problem}" for problem in problems))
+    return spec
 
 
 def _choice_of_file(path: str, config: "RunConfig | None", job: "Job", options: PlanOptions) -> "Choice":
@@ -293,4 +310,4 @@ def _model_name(config: "RunConfig | None", spec: Any) -> str:
 
     assert config is not None
     preset = config.model.preset
-    return preset if spec == PRESETS[preset] else f"{preset}, changed"
+    return preset if replace(spec, lora=None) == PRESETS[preset] else f"{preset}, changed"

@@ -109,6 +109,14 @@ class PlanOptions:
         str | None,
         typer.Option(metavar="NAME", help=f"type of the matmuls: {', '.join(PRECISIONS)}; bf16 if not given"),
     ] = None
+    lora: Annotated[
+        str | None,
+        typer.Option(
+            metavar="rank=N[,KEY=VALUE]",
+            help="train adapters instead of all weights, such as rank=16 or rank=8,targets=q+v; keys of a run file's "
+            "section [lora], which it replaces",
+        ),
+    ] = None
     stack: Annotated[
         str | None,
         typer.Option(

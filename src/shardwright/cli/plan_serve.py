@@ -278,7 +278,7 @@ def _of_run(path: Path) -> "tuple[str, ModelSpec]":
     if not file.exists():
         way_out = f"it has no {RUN_FILE}" if path.is_dir() else "there is no such file or folder"
         raise InputError(f"{path}: {way_out}; name a run file, the folder of a run, or a preset with --model")
-    return str(path), (load_kept(path) if path.is_dir() else load(file)).model.spec()
+    return str(path), (load_kept(path) if path.is_dir() else load(file)).spec()
 
 
 def _machine(options: PlanServeOptions, wrong: list[str]) -> "Cluster | None":

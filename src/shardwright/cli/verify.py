@@ -212,7 +212,7 @@ def _of_matrix(config: "RunConfig", world_size: int, options: VerifyOptions) -> 
     from shardwright.verification.matrix import layouts
 
     lengths = dict.fromkeys(stage.seq_len for stage in config.batch.schedule.stages)
-    chosen, true = layouts(config.model.spec(), world_size, *lengths), _true_case(config, options)
+    chosen, true = layouts(config.spec(), world_size, *lengths), _true_case(config, options)
     if true.fp8 is not None:
         chosen = [each.changed(compress_gradients="none", compress_weights="none") for each in chosen]
     chosen = [each for each in chosen if not [*replica_problems(true.spec, each, true.fp8)]]

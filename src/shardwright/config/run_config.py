@@ -1,6 +1,7 @@
 """The configuration of a whole run, and the rules between its sections."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -20,6 +21,7 @@ from shardwright.config.sections import (
     EvaluationSection,
     InitSection,
     LayoutSection,
+    LoraSection,
     MetricsSection,
     ModelSection,
     NotNegative,
@@ -71,6 +73,7 @@ class RunConfig(RunFileSection):
     )
     model: ModelSection = Field(default_factory=ModelSection)
     init: InitSection = Field(default_factory=InitSection)
+    lora: LoraSection = Field(default_factory=LoraSection)
     data: DataSection
     batch: BatchSection
     layout: LayoutSection = Field(default_factory=LayoutSection)
@@ -83,6 +86,10 @@ class RunConfig(RunFileSection):
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
     average: AverageSection = Field(default_factory=AverageSection)
     faults: FaultsSection = Field(default_factory=FaultsSection)
+
+    def spec(self) -> ModelSpec:
+        """Return the model that is trained, with its adapters. Raises ConfigError as `ModelSection.spec`."""
+        return replace(self.model.spec(), lora=self.lora.spec)
 
     @property
     def accumulation(self) -> int:
@@ -116,14 +123,16 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
     lengths: list[int] = []
     if REMOTE in (out := str(valid.get("out", ""))):
         found.append(f"out={out!r} is a URL; it is a folder of this machine: checkpoint.durable takes URLs")
+    lora = valid.get("lora") or LoraSection()
     try:
-        spec = model and model.spec()
+        spec = model and replace(model.spec(), lora=lora.spec)
     except ConfigError as error:
         found += error.problems
     spec_problems = spec.problems() if spec else []
     if spec and spec.mup and (section := valid.get("optimizer")):
         found += section.mup_problems()
     found += [f"model.{problem}" for problem in spec_problems]
+    found += _lora_problems(lora, spec if not spec_problems else None, valid.get("init"))
     try:
         layout = valid["layout"].layout() if "layout" in valid else None
     except LayoutError as error:
@@ -166,6 +175,24 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
         found += _document_problems(data, None if spec_problems else spec)
     found += _preference_problems(valid.get("preference") or PreferenceSection(), data, spec, layout, lengths)
     return found
+
+
+def _lora_problems(lora: LoraSection, spec: ModelSpec | None, init: InitSection | None) -> Iterator[str]:
+    for name, field in LoraSection.model_fields.items():
+        if not lora.rank and getattr(lora, name) != field.default:
+            yield f"lora.{name}={getattr(lora, name)!r} is not used with lora.rank=0; set lora.rank, or leave it out"
+    if spec is not None:
+        yield from spec.lora_problems()
+    if lora.rank and init is not None and init.optimizer:
+        yield (
+            f"init.optimizer=true with lora.rank={lora.rank}: new adapters have no moments yet; "
+            f"leave init.optimizer out"
+        )
+    if lora.rank and init is not None and init.weights is None:
+        yield (
+            f"lora.rank={lora.rank} trains adapters of weights that stay as they are, and init.weights names none; set "
+            f"init.weights, or leave [lora] out"
+        )
 
 
 def _batch_problems(

@@ -20,8 +20,9 @@ from shardwright.hugging_face.files import is_folder_of_transformers, read_folde
 from shardwright.layout.key import LayoutKey
 from shardwright.layout.keys import KEYS as LAYOUT_KEYS
 from shardwright.layout.layout import Layout
+from shardwright.model.lora_sizes import LoraSpec
 from shardwright.model.presets import resolve
-from shardwright.model.sections import Described, RopeScaling
+from shardwright.model.sections import Described, RopeScaling, descriptions
 from shardwright.model.spec import TABLES, ModelSpec, differences, spec_as_json
 from shardwright.run_folder import MODEL_FILE, RUN_FILE
 from shardwright.system import extensions
@@ -82,7 +83,7 @@ def _overrides(name: str, spec: type[Described]) -> Any:
             kind = Annotated[kind, Strict(False)]
         return (kind | None, Field(None, description=field.metadata["help"]))
 
-    changes = {field.name: override(field) for field in dataclasses.fields(spec)}
+    changes = {field.name: override(field) for field in dataclasses.fields(spec) if field.name != "lora"}
     return create_model(name, __base__=RunFileSection, __doc__=spec.__doc__, **changes | _SOURCES.get(spec, {}))
 
 
@@ -120,7 +121,7 @@ class ModelSection(_ModelOverrides):
             raise ConfigError(
                 f"model.preset={self.preset!r} and model.from={self.folder!r} both name a model; give one"
             )
-        saved = spec_of_folder(Path(self.folder))
+        saved = dataclasses.replace(spec_of_folder(Path(self.folder)), lora=None)
         wanted = self._changed(saved, f"model.from={self.folder!r}")
         if problems := contradictions(saved, wanted, f"model.from={self.folder!r}"):
             raise ConfigError(*problems)
@@ -191,7 +192,8 @@ def spec_of_folder(path: Path) -> ModelSpec:
                         continue  # a run file next to the config.json of the model that it trains
                 if problems := extensions.load_named(table, path, started=False):
                     raise ConfigError(*problems)
-                return ModelSection.model_validate(model).spec()
+                lora = LoraSection.model_validate(table.get("lora", {})).spec
+                return dataclasses.replace(ModelSection.model_validate(model).spec(), lora=lora)
             except (ValueError, ValidationError) as error:
                 if isinstance(error, ConfigError):
                     raise
@@ -378,6 +380,20 @@ class InitSection(RunFileSection):
     optimizer: bool = Field(
         False, description="also take the moments of the optimizer and their step counts, which a checkpoint has"
     )
+
+
+class LoraSection(RunFileSection):
+    """Low-rank adapters: the base weights are frozen, and only adapters of some matrices are trained."""
+
+    rank: NotNegative = Field(0, description=descriptions(LoraSpec)["rank"])
+    alpha: Annotated[float, Field(gt=0)] = Field(16.0, description=descriptions(LoraSpec)["alpha"])
+    targets: list[str] = Field(["attention", "ffn"], description=descriptions(LoraSpec)["targets"])
+    rslora: bool = Field(False, description=descriptions(LoraSpec)["rslora"])
+
+    @property
+    def spec(self) -> LoraSpec | None:
+        """The adapters, or None if all weights are trained."""
+        return LoraSpec(**self.model_dump()) if self.rank else None
 
 
 class PreferenceSection(RunFileSection):

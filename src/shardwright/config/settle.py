@@ -61,7 +61,7 @@ def job_of(config: RunConfig, accelerator: str = "h100") -> "Job":
 
     size = config.layout.layout().world_size
     return Job(
-        model=config.model.spec(),
+        model=config.spec(),
         cluster=cluster(f"{accelerator}:{size}/{size}"),
         seq_len=config.batch.seq_len,
         global_batch=config.batch.global_batch,

@@ -95,7 +95,7 @@ def read_state(source: str | Path, model: str | None = None, config: RunConfig |
     path = Path(source)
     if not path.is_dir():
         raise CheckpointError(f"{path}: there is no such folder; give one of: {_SUPPORTED}")
-    spec = _spec_of(model) if model is not None else None if config is None else config.model.spec()
+    spec = _spec_of(model) if model is not None else None if config is None else config.spec()
     for each in FORMATS.values():
         if each.is_here(path):
             return each.read(path, spec)

@@ -136,7 +136,7 @@ def write_own_state(state: TrainingState, out: Path, config: RunConfig) -> list[
 
 def _misfits(state: TrainingState, config: RunConfig) -> Iterator[str]:
     """Yield why a run cannot continue from a training state, each with the key of the run file to set."""
-    spec, section = config.model.spec(), config.optimizer
+    spec, section = config.spec(), config.optimizer
     for key, there, here in differences(state.spec, spec):
         yield f"it is of another model: {key}={there!r}, and the run file has {here!r}"
     if config.average.kind != "none":

@@ -71,7 +71,7 @@ def trained_parameters(spec: ModelSpec) -> list[str]:
 
 def settings_of_run(config: RunConfig, step: int) -> dict[str, AdamWSettings]:
     """Return the settings of AdamW's update number `step` (0-based) in a run of Shardwright."""
-    spec, section = config.model.spec(), config.optimizer
+    spec, section = config.spec(), config.optimizer
     lr, options = learning_rate(step, config.steps, section.lr, config.lr_schedule, config.clock), section.options
     betas = options["beta1"], options["beta2"]
     settings = {}

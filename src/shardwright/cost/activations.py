@@ -18,6 +18,9 @@ A layer keeps the product of elements a token and tokens:
 | shared    | output of shared experts, if a gate multiplies it              | h                        | T'     |
 | mixture   | scores of the router, fp32; inputs, inner activations and      | k (2 h + 3 g)            | T'     |
 |           | outputs of k experts                                           |                          |        |
+| adapters  | outputs of A, rank r                                           | r for each adapter       | T      |
+
+With adapters the input of a matmul is kept only if an adapter reads it too, or another operation of the backward pass.
 
 For GPT this is Table 2 of Korthikanti et al. (arXiv 2205.05198), T (10 + 24 / t + 5 H s / (h t)) h bytes, and the part
 that weight gradients need is 32 T h, as in Qi et al. (arXiv 2401.10241, section 2.3).
@@ -83,12 +86,17 @@ def layer(job: Job, candidates: Candidates, block: BlockShape, name: str | None 
     with ledger.section(f"Kept of a microbatch by {name}"):
         f = Formulas("B", _symbols(job, candidates) | features(job, candidates, block))
         _attention(job, candidates, f, block)
-        _networks(job, f, gated=block.gates_shared)
+        _networks(job, f, gated=block.gates_shared, frozen=block.frozen)
         parts = ["attention", "networks"]
         rows: Floats | float = 0.0
         if block.experts:
-            rows = _experts(f, shared=block.inner > 0)
+            rows = _experts(f, shared=block.inner > 0, frozen=block.frozen)
             parts.append("experts")
+        if block.adapters:
+            f("kept of adapters", f.T * f.ranks_of_adapters * f.e)
+            for what in ("listed of adapters", "adapters for W", "working of adapters"):
+                f(what, 1 * f.kept_of_adapters)
+            parts.append("adapters")
         norms_and_masks = f.T_shard * f.h * (f.norms * f.e + f.branches * f.mask)
         f("kept around them", norms_and_masks + f.inputs * f.T_read * f.h * f.e_input)
         f("everything", plus(f.kept_around_them, *(f[f"kept of {part}"] for part in parts)))
@@ -197,7 +205,9 @@ def _logit_features(job: Job, candidates: Candidates) -> Floats:
 def _chunked_loss(job: Job, candidates: Candidates, f: Formulas) -> tuple[Floats, ...]:
     """Return `logits` and the fields after it in `EndActivations`."""
     f.add(C=np.minimum(candidates.tokens(job.seq_len), candidates.shared.loss_chunk_tokens))
-    gradients = f.T_shard * f.h * f.e + f.vocabulary_rows * f.h * f.sum_bytes
+    gradients = f.T_shard * f.h * f.e
+    if job.model.lora is None:  # else the matrix is frozen
+        gradients = gradients + f.vocabulary_rows * f.h * f.sum_bytes
     if job.model.mtp_modules:
         gradients = f.predictions * gradients
     kept = f("gradients kept by the loss", gradients, "parallel/loss.py")
@@ -259,6 +269,8 @@ def features(job: Job, candidates: Candidates, block: BlockShape) -> ledger.Inpu
         "inputs": block.inputs,
         "normed_inputs": block.normed_inputs,
         "inner": block.inner,
+        "inner_read": block.inner_read,
+        "ranks_of_adapters": sum(row.shape[0] for row in block.adapters if row.adapter == "a"),
         "gated_outputs": int(block.gates_shared),
         # Gate, up and, unless fused, silu(gate).
         "made": 2 + (not (stack.fused_gate or model.activation == "swiglu_clamped")) if block.gated else 1,
@@ -268,7 +280,13 @@ def features(job: Job, candidates: Candidates, block: BlockShape) -> ledger.Inpu
         "frees_inputs": int(stack.frees_inputs),
         "expert_inner": block.expert_inner,
         # The normed input of a router in 16 bits is kept only in fp32 if no shared experts read it.
-        "copied_alone": int(bool(block.experts) and block.inner == 0 and stack.wide_router and job.element_bytes < 4),
+        "copied_alone": int(
+            bool(block.experts)
+            and block.inner == 0
+            and stack.wide_router
+            and job.element_bytes < 4
+            and not block.frozen
+        ),
     }
     found |= recompute.features(model, block, heads, kv_heads)
     if block.linear and model.linear_attention is not None:
@@ -280,7 +298,8 @@ def features(job: Job, candidates: Candidates, block: BlockShape) -> ledger.Inpu
             "exchanged": (candidates.ep > 1) + 0,
             "weighed": int(stack.weighs_outputs and not moe.scale_input),
             "unweighted": int(not stack.weighs_outputs and not block.gated),
-            "copied": int(stack.wide_router and job.element_bytes < 4),
+            "copied": int(stack.wide_router and job.element_bytes < 4 and not block.frozen),
+            "reads_rows": int(not block.frozen),
         }
     return found
 
@@ -344,10 +363,13 @@ def _capped_scores(job: Job, candidates: Candidates, f: Formulas, block: BlockSh
     f("capped scores", three, "scores, slope and gradient in fp32; model/blocks.py")
 
 
-def _networks(job: Job, f: Formulas, *, gated: bool) -> None:
-    """Add the networks that compute all tokens: a feed-forward network, or shared experts, possibly `gated`."""
+def _networks(job: Job, f: Formulas, *, gated: bool, frozen: bool) -> None:
+    """Add the networks that compute all tokens: a feed-forward network, or shared experts, possibly `gated`. If their
+    matrices are `frozen`, their last input is kept only for an adapter."""
     inner = f.T * f.inner / f.tp
     kept = inner * (f.made * f.e + f.e_input)
+    if frozen:
+        kept = inner * f.made * f.e + f.T * f.inner_read / f.tp * f.e_input
     if gated:
         kept = kept + f.T_shard * f.h * f.e * f.gated_outputs
     f("kept of networks", kept)
@@ -358,14 +380,16 @@ def _networks(job: Job, f: Formulas, *, gated: bool) -> None:
     f("working of networks", gradients * f.e, "gradients, inputs")
 
 
-def _experts(f: Formulas, *, shared: bool) -> Floats:
-    """Add the router and the routed experts, never sharded over tp. Return the bytes of rows sent to experts."""
-    sent = f("rows sent", f.T_shard * f.top_k * f.h * (f.e_input + f.e * f.weighed))
+def _experts(f: Formulas, *, shared: bool, frozen: bool) -> Floats:
+    """Add the router and the routed experts, never sharded over tp. Return the bytes of rows sent to experts. `frozen`
+    matrices keep no inputs."""
+    e_input = f.reads_rows * f.e_input if frozen else f.e_input
+    sent = f("rows sent", f.T_shard * f.top_k * f.h * (e_input + f.e * f.weighed))
     router = f.T_shard * (f.constant(2) * 4 * f.n_experts + 4 * f.h * f.copied)
-    if not shared:  # the router's input is kept in fp32, and no other matmul keeps it in 16 bits
+    if not shared and not frozen:  # the router's input is kept in fp32, and no other matmul keeps it in 16 bits
         router = router - f.T_read * f.h * f.e_input * f.copied
     f("router", router, "scores in fp32")
-    made = f.T_shard * f.top_k * f.expert_inner * ((f.made + f.eager_gate + f.unweighted) * f.e + f.e_input)
+    made = f.T_shard * f.top_k * f.expert_inner * ((f.made + f.eager_gate + f.unweighted) * f.e + e_input)
     f("kept of experts", f.rows_sent + f.router + made)
     f("listed of experts", 2 * f.T_shard * f.top_k * f.h * f.e * f.exchanged, "outputs of both all-to-alls")
     f("experts for W", f.T_shard * f.top_k * (2 * f.h + f.tensors * f.expert_inner) * f.e)

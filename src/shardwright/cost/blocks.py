@@ -5,7 +5,7 @@ A module of multi-token prediction is a kind of its own.
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from shardwright.model.modules import MTP_BLOCK, Row, Split, layer_rows
@@ -41,8 +41,9 @@ class Region:
 
 @dataclass(frozen=True)
 class BlockShape:
-    """A layer of one kind. `d_model`: width of the residual stream. `window`: of its attention; 0: none. `chunked`:
-    the window is a chunk. `norms_heads`: its queries and keys have norms, possibly without weights."""
+    """A layer of one kind. `rows`: its parameters, with the matrices of adapters. `d_model`: width of the residual
+    stream. `window`: of its attention; 0: none. `chunked`: the window is a chunk. `norms_heads`: its queries and keys
+    have norms, possibly without weights."""
 
     rows: tuple[Row, ...]
     d_model: int
@@ -66,6 +67,26 @@ class BlockShape:
         return f"{what} with {' and '.join(with_parts)}" if with_parts else what
 
     @cached_property
+    def base(self) -> tuple[Row, ...]:
+        """Return the parameters that are not of adapters."""
+        return tuple(row for row in self.rows if not row.adapter)
+
+    @cached_property
+    def adapters(self) -> tuple[Row, ...]:
+        """Return the matrices of adapters."""
+        return tuple(row for row in self.rows if row.adapter)
+
+    @cached_property
+    def trained(self) -> "BlockShape":
+        """Return the same layer without its frozen parameters, to count the parameters that have gradients."""
+        return replace(self, rows=tuple(row for row in self.rows if not row.frozen))
+
+    @property
+    def frozen(self) -> bool:
+        """Return whether only adapters are trained."""
+        return any(row.frozen for row in self.rows)
+
+    @cached_property
     def matmuls(self) -> tuple[FusedRows, ...]:
         """Return the matmuls, in the order of the forward pass."""
         found: dict[tuple[str, ...], list[Row]] = {}
@@ -78,12 +99,12 @@ class BlockShape:
     @cached_property
     def linear(self) -> bool:
         """Whether its attention is linear."""
-        return any(row.module.endswith("attention.qkvz") for row in self.rows)
+        return any(row.module.endswith("attention.qkvz") for row in self.base)
 
     @property
     def gates_shared(self) -> bool:
         """Whether a gate multiplies the output of shared experts."""
-        return any(row.module.endswith("shared_gate") for row in self.rows)
+        return any(row.module.endswith("shared_gate") for row in self.base)
 
     @property
     def tensors(self) -> int:
@@ -97,7 +118,7 @@ class BlockShape:
         seen: set[str] = set()
         inputs: list[int] = []
         every_head: list[int] = []
-        for row in self.rows:
+        for row in self.base:
             if row.every_head:
                 every_head.append(row.every_head)
             if row.split in ("column", "kv_column") and row.matmul and row.input not in seen:
@@ -111,34 +132,34 @@ class BlockShape:
     @cached_property
     def experts(self) -> tuple[Row, ...]:
         """Return the matrices of experts."""
-        return tuple(row for row in self.rows if row.kind == "expert")
+        return tuple(row for row in self.base if row.kind == "expert")
 
     @cached_property
     def norms(self) -> int:
         """Return the number of norms of the residual stream."""
-        return sum(row.kind == "norm" and row.shape == (self.d_model,) and row.split_dim is None for row in self.rows)
+        return sum(row.kind == "norm" and row.shape == (self.d_model,) and row.split_dim is None for row in self.base)
 
     @cached_property
     def norms_after(self) -> bool:
         """Return whether the outputs of branches have norms."""
-        return any(row.module.endswith("_post_norm") for row in self.rows)
+        return any(row.module.endswith("_post_norm") for row in self.base)
 
     @cached_property
     def sharded_norms(self) -> tuple[str, ...]:
         """Return the names of the norms over features that are sharded over tp, for example `attention q norm`."""
-        sharded = [row for row in self.rows if row.kind == "norm" and row.split_dim is not None]
+        sharded = [row for row in self.base if row.kind == "norm" and row.split_dim is not None]
         return tuple(row.module.replace(".", " ").replace("_", " ") for row in sharded)
 
     @cached_property
     def branches(self) -> int:
         """Return the number of outputs added to the residual stream; experts with shared experts count once."""
-        added = (row.name.removeprefix(MTP_BLOCK) for row in self.rows if row.split in ("row", "experts"))
+        added = (row.name.removeprefix(MTP_BLOCK) for row in self.base if row.split in ("row", "experts"))
         return len({name.partition(".")[0] for name in added})
 
     @cached_property
     def inputs(self) -> int:
-        """Return the number of tensors of width d_model that the matmuls of all tokens read; each is kept once. A
-        tensor of twice that width (of the projection of multi-token prediction) counts as two."""
+        """Return the number of tensors of width d_model that matmuls of all tokens with a trained matrix read; each is
+        kept once. A tensor of twice that width (of the projection of multi-token prediction) counts as two."""
         return sum(self._input_widths.values())
 
     @cached_property
@@ -149,8 +170,13 @@ class BlockShape:
     @cached_property
     def _input_widths(self) -> dict[str, int]:
         """Return for each input of matmuls its width as a multiple of d_model, if it is one."""
-        widths = {row.input: row.shape[-1] for row in self._dense if row.split != "row"}
+        widths = {row.input: row.shape[-1] for row in self._read if row.split != "row"}
         return {name: width // self.d_model for name, width in widths.items() if width % self.d_model == 0}
+
+    @cached_property
+    def _read(self) -> list[Row]:
+        """Return the trained matrices of all tokens that read a tensor of the layer itself; with adapters only A."""
+        return [row for row in self.rows if row.matmul == "all" and row.trained and row.adapter != "b"]
 
     @cached_property
     def networks(self) -> dict[Row, tuple[Row, ...]]:
@@ -173,6 +199,12 @@ class BlockShape:
     def inner(self) -> int:
         """Return the inner features of the networks of all tokens."""
         return sum(last.shape[-1] for last in self.networks)
+
+    @cached_property
+    def inner_read(self) -> int:
+        """Return the inner features of the networks of all tokens that a trained matrix reads."""
+        read = {row.input for row in self._read}
+        return sum(last.shape[-1] for last in self.networks if last.input in read)
 
     @cached_property
     def expert_inner(self) -> int:
@@ -215,7 +247,7 @@ class BlockShape:
 
     @property
     def _dense(self) -> list[Row]:
-        return [row for row in self.rows if row.matmul == "all"]
+        return [row for row in self.base if row.matmul == "all"]
 
 
 def _path(row: Row) -> str:

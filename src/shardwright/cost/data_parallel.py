@@ -151,16 +151,19 @@ GATHERED, GATHERED_AGAIN = "weights, all-gather", "weights of layers, all-gather
 @dataclass(frozen=True)
 class ParameterGroup:
     """Parameters of a rank that are communicated over the same process groups: `count` of them, in `calls` messages.
-    `again`: the part of `count` in layers, in `calls_again` messages. Gradients are reduced over `reduce_ranks`,
-    `stride` apart; ZeRO shards over `shards` of these. `calls_over_replicas`: messages in which gradients, or shards of
-    them, are summed over replicas. `node_ranks`: ranks of a node (`layout.node_ranks`). `again_ranks`: ranks from which
-    layers are gathered for the backward pass."""
+    `again`: the part of `count` in layers, in `calls_again` messages. `reduced`: the part of `count` with
+    gradients, in `calls_reduced` messages. Gradients are reduced over `reduce_ranks`, `stride` apart; ZeRO shards
+    over `shards` of these. `calls_over_replicas`: messages in which gradients, or shards of them, are summed over
+    replicas. `node_ranks`: ranks of a node (`layout.node_ranks`). `again_ranks`: ranks from which layers are
+    gathered for the backward pass."""
 
     name: str
     count: Ints
     again: Ints
+    reduced: Ints
     calls: Ints
     calls_again: Ints
+    calls_reduced: Ints
     reduce_ranks: Ints
     shards: Ints
     stride: Ints
@@ -181,6 +184,11 @@ def groups(job: Job, candidates: Candidates, held: RankParameters) -> list[Param
     of_experts, filled = held.experts + held.expert_padding, held.layer_padding + held.end_padding
     dense = held.dense - held.untrained - held.factored + filled + np.where(apart, 0, of_experts)
     experts = np.where(apart, of_experts, 0)
+    frozen_experts = held.frozen_experts + held.frozen_expert_padding
+    frozen = held.frozen + held.frozen_padding + np.where(apart, 0, frozen_experts)
+    reduced, experts_reduced = dense - frozen, np.where(apart, experts - frozen_experts, 0)
+    shards_base = candidates.zero == 3
+    dense, experts = np.where(shards_base, dense, reduced), np.where(shards_base, experts, experts_reduced)
     ranks = candidates.gradient_ranks
     expert_ranks = np.maximum(ranks * candidates.tp // candidates.ep, 1)
     whole = ~apart & (candidates.zero == 0) & (job.element_bytes == 4)
@@ -200,17 +208,21 @@ def groups(job: Job, candidates: Candidates, held: RankParameters) -> list[Param
             return calls
         return np.where(whole, calls, -(-count * 4 // (shards * REPLICA_BUCKET_BYTES)))
 
-    both, layers = held.blocks + held.end_groups, dense - held.ends - held.end_padding
+    trains_ends = (held.ends > held.frozen_ends) | shards_base
+    both, layers = held.blocks + held.end_groups * trains_ends, np.maximum(dense - held.ends - held.end_padding, 0)
     dense_calls, expert_calls = calls(dense, both), calls(experts, held.expert_blocks)
+    dense_reduced = calls(reduced, held.blocks + held.end_groups * (held.ends > held.frozen_ends))
+    expert_reduced = calls(experts_reduced, held.expert_blocks)
     shards = np.where(candidates.zero == 0, 1, candidates.shards)
     expert_shards = np.where(candidates.zero == 0, 1, candidates.expert_shards)
     expert_node_ranks = np.maximum(layout.node_ranks * candidates.tp // candidates.ep, 1)
     found = [
-        ParameterGroup("dense", dense, layers, dense_calls, calls(layers, held.blocks), ranks, candidates.shards,
-               candidates.tp, over_replicas(dense, dense_calls, shards), layout.node_ranks,
+        ParameterGroup("dense", dense, layers, reduced, dense_calls, calls(layers, held.blocks), dense_reduced, ranks,
+               candidates.shards, candidates.tp, over_replicas(reduced, dense_reduced, shards), layout.node_ranks,
                again_ranks(job, candidates)),
-        ParameterGroup("experts", experts, experts, expert_calls, expert_calls, expert_ranks, candidates.expert_shards,
-               candidates.ep, over_replicas(experts, expert_calls, expert_shards), expert_node_ranks,
+        ParameterGroup("experts", experts, experts, experts_reduced, expert_calls, expert_calls, expert_reduced,
+               expert_ranks, candidates.expert_shards, candidates.ep,
+               over_replicas(experts_reduced, expert_reduced, expert_shards), expert_node_ranks,
                again_ranks(job, candidates, experts=True)),
     ]  # fmt: skip
     return [group for group in found if np.any(group.count)]
@@ -317,7 +329,8 @@ def over_link(layout: Layout, what: str, group: ParameterGroup) -> tuple[Ints, F
     if what in (SCATTERED, ACROSS):
         across = waits_for_replicas(layout) & (group.reduce_ranks > group.shards)
         copied = across if what == ACROSS else ~across
-    return np.where(copied, group.calls, 0), np.where(copied, group.count / group.shards, 0.0)
+    count, calls = (group.count, group.calls) if what == GATHERED else (group.reduced, group.calls_reduced)
+    return np.where(copied, calls, 0), np.where(copied, count / group.shards, 0.0)
 
 
 def stage_collectives(job: Job, candidates: Candidates, zero: int) -> list[tuple[str, tuple[str, ...], str]]:
@@ -342,9 +355,11 @@ def data_messages(job: Job, layout: Layout, what: str, group: ParameterGroup) ->
     """Return one of the collectives of a step for a group of parameters: messages for each block or bucket. `layout`: a
     layout with the same compression as all candidates."""
     name, sums = f"{what}, {group.name}", GradientSums.from_layout(job, layout, group.node_ranks)
-    count = group.again if what == GATHERED_AGAIN else group.count
-    over_replicas = what in (SUMMED, ACROSS)
-    most = group.calls_over_replicas if over_replicas else group.calls_again if what == GATHERED_AGAIN else group.calls
+    count, most = {
+        GATHERED: (group.count, group.calls),
+        GATHERED_AGAIN: (group.again, group.calls_again),
+        SCATTERED: (group.reduced, group.calls_reduced),
+    }.get(what, (group.reduced, group.calls_over_replicas))
     elements, calls = count / np.maximum(most, 1), np.where(count > 0, np.maximum(most, 1), 0)
     match what:
         case "gradients, all-reduce":
@@ -382,12 +397,15 @@ def replica_messages(
         PricedMessage("gradients of kv heads, all-reduce", all_reduce, held.kv_replicas * n_bytes / shares, kv_ranks, 1,
                 (held.kv_replicas > 0).astype(np.int64)),
     ]  # fmt: skip
-    if candidates.pp > 1 and (spec.tied_embedding or spec.mtp_modules):
+    if candidates.pp > 1 and (spec.tied_embedding or spec.mtp_modules) and spec.lora is None:
         matrix_bytes = spec.vocab_size * spec.d_model / candidates.tp * n_bytes / shares
         what = "tied matrix of the first and last stage, all-reduce"
         found.append(PricedMessage(what, all_reduce, matrix_bytes, 2, (candidates.pp - 1) * stride, end))
     if candidates.pp > 1 and len(candidates.shared.ways) > 1:
-        what, of_each = "both copies of a stage, all-reduce", (held.dense + held.experts) * n_bytes / shares
+        what, of_each = (
+            "both copies of a stage, all-reduce",
+            (held.trained_dense + held.trained_experts) * n_bytes / shares,
+        )
         found.append(PricedMessage(what, all_reduce, of_each, 2, stride))
     return [each for each in found if np.any(np.asarray(each.size * each.calls) > 1)]
 
@@ -401,13 +419,16 @@ def rank_parameters(job: Job, candidates: Candidates, rank: int | None = None) -
     expert_blocks = sum((n for block, n in cut.of_kind.items() if block.experts), np.zeros_like(blocks))
     shape = held.dense.shape
     untrained = sum((_untrained(block) * n for block, n in cut.of_kind.items()), np.zeros_like(blocks))
-    parts = [held.dense, held.expert, held.ends, held.hidden, replicas, kv_replicas]
+    of_trained = held.trained
+    frozen = [held.dense - of_trained.dense, held.expert - of_trained.expert, held.ends - of_trained.ends]
+    frozen[0] = frozen[0] - untrained * (job.model.lora is not None)
+    parts = [held.dense, held.expert, held.ends, of_trained.hidden, *frozen, replicas, kv_replicas]
     parts += [np.broadcast_to(blocks, shape), np.broadcast_to(expert_blocks, shape), (held.ends > 0).astype(np.int64)]
     parts.append(np.broadcast_to(untrained, shape))
     factored = compression.counts(cut, candidates.shared)
     parts += [np.broadcast_to(part, shape) for part in (*factored, (factored[0] > 0).astype(np.int64))]
     parts += (
-        list(parameters.padding(job.model, cut, candidates)) if job.stack.pads_rows else [np.zeros_like(parts[0])] * 3
+        list(parameters.padding(job.model, cut, candidates)) if job.stack.pads_rows else [np.zeros_like(parts[0])] * 5
     )
     # If matrices are sent as products, a formula estimates the buckets of the other parameters.
     counted = job.element_bytes == 4 and bool((candidates.zero == 0).any()) and not np.any(factored[0])
@@ -422,7 +443,7 @@ def rank_parameters(job: Job, candidates: Candidates, rank: int | None = None) -
 
 
 def _untrained(block: BlockShape) -> int:
-    return sum(row.numel for row in block.rows if row.counted and not row.trained)
+    return sum(row.numel for row in block.rows if row.counted and row.kind == "balance")
 
 
 def again_ranks(job: Job, candidates: Candidates, experts: bool = False) -> Ints:

@@ -22,9 +22,9 @@ def model_flops(job: Job) -> TokenFlops:
     """Return the model FLOPs, the same for every layout: `ModelSpec.train_flops_per_token` by both conventions.
 
     full = 6 N + 6 L H (q + c) s + 3 F, causal = 6 N + 3 L H (q + c) s + 3 F, with F `ModelSpec.scan_flops` of linear
-    layers, for which s is 0 in the mean over layers. N parameters in the matmuls of a token, with top_k of
-    the experts; L layers, H heads, q and c width of a query and of a value head, s tokens of a sequence, or within
-    documents the mean length of a token's document: each is a square of its own.
+    layers, for which s is 0 in the mean over layers. N parameters in the matmuls of a token, with top_k of the experts;
+    with adapters 2 N_frozen is subtracted. L layers, H heads, q and c width of a query and of a value head, s tokens of
+    a sequence, or within documents the mean length of a token's document: each is a square of its own.
     Sources: PaLM (arXiv 2204.02311) appendix B; by the full square count Narayanan et al. (2104.04473), Korthikanti et
     al. (2205.05198), torchtitan and llm-foundry, by the half Megatron-LM today.
     """
@@ -36,12 +36,15 @@ def model_flops(job: Job) -> TokenFlops:
     )
     for what, factor, flops in (("full square", 6, found.full), ("causal half", 3, found.causal)):
         scan = " + 3 * scan_flops" if spec.scan_flops else ""
+        frozen = " - 2 * N_frozen" if spec.lora is not None else ""
         ledger.note(
-            f"model FLOPs, {what}", f"6 * N_matmul + {factor} * n_layers * heads * (qk_dim + c) * {symbol}{scan}",
+            f"model FLOPs, {what}",
+            f"6 * N_matmul{frozen} + {factor} * n_layers * heads * (qk_dim + c) * {symbol}{scan}",
             flops, "FLOP",
             "PaLM, arXiv 2204.02311, appendix B", SECTION, N_matmul=spec.n_matmul_parameters,
             n_layers=spec.n_blocks, heads=spec.n_heads, qk_dim=spec.qk_dim, c=spec.head_dim,
             **{symbol: tokens}, **({"scan_flops": spec.scan_flops} if scan else {}),
+            **({"N_frozen": spec.n_frozen_matmul_parameters} if frozen else {}),
         )  # fmt: skip
     return found
 

@@ -24,10 +24,11 @@ def host_bytes(job: Job, candidates: Candidates, pp_rank: int) -> dict[str, Floa
     shards, expert_shards = (
         np.where(candidates.zero > 0, ranks, 1) for ranks in (candidates.shards, candidates.expert_shards)
     )
-    n_parameters = held.dense / shards + held.experts / expert_shards
+    n_parameters = held.trained_dense / shards + held.trained_experts / expert_shards
     result: dict[str, Floats] = {}
     if layout.offload_parameters == "cpu":
-        result["parameters and gradients"] = 8 * n_parameters
+        frozen = held.frozen / shards + held.frozen_experts / expert_shards
+        result["parameters and gradients"] = 8 * n_parameters + job.element_bytes * frozen
     elif layout.offload_optimizer == "cpu":
         result["copies of weights"] = 4 * n_parameters
     if layout.offload_optimizer == "cpu":

@@ -16,6 +16,7 @@ from shardwright.cost.job import FULL, RECOMPUTE, Candidates, Floats, Job
 from shardwright.cost.ledger import Formulas, plus
 from shardwright.cost.matmuls import Matmul, fp32_or_wide, head_matmul, layer_matmuls, reached_flops_per_s
 from shardwright.cost.messages import context, dispatch, head_over_tp, loss_sums, over_tp, states, tensor
+from shardwright.cost.parameters import tp_shards
 from shardwright.cost.passes import Passes, kernel_symbols, reached_bytes_per_s
 from shardwright.cost.speed import ELEMENTWISE, HOST, MATMULS, TENSOR
 from shardwright.model.pieces import ROWS_TOGETHER
@@ -115,7 +116,8 @@ def _chunked_head(job: Job, candidates: Candidates) -> Passes:
         tokens, spec = candidates.tokens(job.seq_len), job.model
         chunk = np.minimum(tokens, candidates.shared.loss_chunk_tokens)
         one, e = head_matmul(job, candidates, chunk), job.element_bytes
-        inside = {each.name: each.seconds(job) for each in (one, one.for_input, one.for_weight)}
+        matmuls = [one, one.for_input] + [one.for_weight] * (not one.frozen)
+        inside = {each.name: each.seconds(job) for each in matmuls}
         f = Formulas(
             "s", T=tokens, C=chunk, V=spec.vocab_size, tp=candidates.tp, h=spec.d_model, e=e, sum_bytes=max(4, e),
             loss_bytes=_loss_bytes(job, candidates), element_rate=reached_bytes_per_s(job),
@@ -123,10 +125,12 @@ def _chunked_head(job: Job, candidates: Candidates) -> Passes:
         )  # fmt: skip
         passes.add(MATMULS, f(f"{MATMULS}, F", np.ceil(f.T / f.C) * f.matmuls_of_a_chunk), 0.0)
         added = 2 * f.sum_bytes + 2 * f.e if e < 4 else 2 * f.sum_bytes
-        moved = f.loss_bytes * (f.T * f.V / f.tp) + np.ceil(f.T / f.C) * added * (f.V / f.tp * f.h)
+        moved = f.loss_bytes * (f.T * f.V / f.tp)
         source = "cost/speed.py; sum of the gradients over chunks"
+        if not one.frozen:
+            moved = moved + np.ceil(f.T / f.C) * added * (f.V / f.tp * f.h)
         forward = f(f"{ELEMENTWISE}, F", moved / f.element_rate, source)
-        moved = (2 * f.sum_bytes + f.e) * (f.V / f.tp * f.h)
+        moved = (2 * f.sum_bytes + f.e) * (f.V / f.tp * f.h) if not one.frozen else 0 * f.T
         backward = f(f"{ELEMENTWISE}, I", moved / f.element_rate, "gradients times that of the loss")
         passes.add(ELEMENTWISE, forward, backward)
         given = tokens * spec.d_model * e
@@ -161,13 +165,14 @@ def _multiply(passes: Passes, job: Job, candidates: Candidates, matmuls: Iterabl
     cast first. Inputs that are gathered over tp are cast before the gather if the format and the stack allow it, and
     weights once a step if the casts are kept."""
     those = list(matmuls)
-    in_each_pass = (those, [each.for_input for each in those], [each.for_weight for each in those])
+    trained = [each for each in those if not each.frozen]
+    in_each_pass = (those, [each.for_input for each in those], [each.for_weight for each in trained])
     seconds = (
         ledger.total(f"{MATMULS}, {name}", {each.name: each.seconds(job) for each in inside})
         for name, inside in zip("FIW", in_each_pass, strict=True)
     )
     passes.add(MATMULS, *seconds)
-    weights = sum((np.asarray(each.batch * each.k * each.n) for each in those), np.zeros(1))
+    weights = sum((np.asarray(each.batch * each.k * each.n) for each in trained), np.zeros(1))
     if sum_bytes := job.stack.speed.sum_bytes:
         f = Formulas("s", sum_bytes=sum_bytes, elements=weights, element_rate=reached_bytes_per_s(job))
         summed = f(f"{ELEMENTWISE}, W", f.sum_bytes * f.elements / f.element_rate, "sums of gradients in fp32")
@@ -315,6 +320,11 @@ def _elementwise(passes: Passes, job: Job, candidates: Candidates, block: BlockS
         formulas["rotation"] = f.T * f.qk_dim * (f.heads + f.kv_heads) / f.tp * f.rope_bytes * rotating
     inner = f.T / f.tp * f.top_k * f.expert_inner + f.T * f.inner / f.tp
     formulas["activation"] = inner * f.activation_bytes
+    if block.adapters:
+        f.add(outputs_of_adapters=sum(
+            row.shape[0] / tp_shards(spec, row.split, candidates.tp) for row in block.adapters if row.adapter == "b"
+        ), residual_bytes=job.stack.speed.residual_bytes)  # fmt: skip
+        formulas["adding adapters"] = f.T * f.outputs_of_adapters * f.residual_bytes
     if block.experts:
         formulas["sorting by expert"] = f.T / f.tp * f.top_k * f.h * f.permute_bytes
     source = "of F, for elements of 2 bytes"

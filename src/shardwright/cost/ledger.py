@@ -318,8 +318,8 @@ _SYMBOLS = (
     ("inner expert_inner", "", "features between the matmuls of networks for all tokens, of an expert"),
     ("norms branches inputs", "", "of a layer: norms, results added to the residual stream, tensors that matmuls read"),
     ("normed_inputs", "", "of these tensors the outputs of norms, not the residual stream itself"),
-    ("N_matmul N_last", "", "elements of the matrices that a token is multiplied by; of the last of layers, which full "
-     "recomputation leaves out"),
+    ("N_matmul N_frozen N_last", "", "elements of the matrices that a token is multiplied by; of these, without "
+     "gradients; of the last of layers, which full recomputation leaves out"),
     ("column kv_column row replicated per_head vocabulary", "", "parameters of a layer, by how tp splits them"),
     ("expert_elements ends largest_layer largest_matmul head", "", "parameters: of all experts of a layer; outside the "
      "layers; of the largest layer, of the largest matmul of a network, of the head, on a rank"),
@@ -361,6 +361,10 @@ _SYMBOLS = (
     ("square", "FLOP", "of attention forward, all layers"),
     ("n_bytes gradient_bytes reduced_bytes weight_gradient_bytes fp8_weight_bytes", "B", "a parameter; cost/stack.py"),
     ("Q", "", "parameters in experts on a rank"),
+    ("A A_in_experts", "", "of the parameters on a rank those of adapters, which are trained; of these, in experts"),
+    ("keeps_base", "", "1 where the weights are shards of the frozen base, as with ZeRO-3 in 16 bits"),
+    ("inner_read ranks_of_adapters outputs_of_adapters reads_rows", "", "inner features that an adapter reads; sum of "
+     "the ranks of a layer's adapters, and of the features that they add to; 0 where experts are frozen"),
     ("ranks expert_ranks", "", "over which ZeRO shards it, 1 where each has all; the same of experts"),
     ("beside experts_beside", "", "1 where shards of weights stand beside what is gathered from them; of experts"),
     ("kept_weights gathers gathers_all messages", "", "1 where weights are kept, where layers are gathered, where a "

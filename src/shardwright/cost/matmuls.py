@@ -25,7 +25,8 @@ matmuls."""
 class Matmul:
     """m, k, n, batch: arrays of shape (n,) or numbers. `precision`: of its inputs; by default the job's.
     `input_shards`, `output_shards`: ranks over which its input, and the gradient of its output, are token shards before
-    they are gathered. `apart`: the matmuls of the batch are separate kernels, each with its last wave."""
+    they are gathered. `apart`: the matmuls of the batch are separate kernels, each with its last wave. `frozen`: its
+    weights have no gradient."""
 
     name: str
     m: Floats | float
@@ -36,6 +37,7 @@ class Matmul:
     input_shards: Ints | int = 1
     output_shards: Ints | int = 1
     apart: bool = False
+    frozen: bool = False
 
     @property
     def flops(self) -> Floats:
@@ -116,10 +118,12 @@ def layer_matmuls(job: Job, candidates: Candidates, block: BlockShape, tokens: F
             assert job.model.moe is not None
             experts = first.shape[0] / candidates.ep
             rows = tokens / candidates.tp * job.model.moe.top_k / experts * job.busiest_load(candidates.ep)
-            yield Matmul(group.name, rows, first.shape[-1], n_out, experts, apart=not job.stack.speed.groups_matmuls)
+            apart = not job.stack.speed.groups_matmuls
+            yield Matmul(group.name, rows, first.shape[-1], n_out, experts, apart=apart, frozen=first.frozen)
         elif first.kind == "router":
             wide = fp32_or_wide(job) if job.stack.wide_router else job.wide_precision
-            yield Matmul(group.name, tokens / candidates.tp, first.shape[-1], n_out, precision=wide)
+            rows = tokens / candidates.tp
+            yield Matmul(group.name, rows, first.shape[-1], n_out, precision=wide, frozen=first.frozen)
         else:
             n_in = first.shape[-1] / candidates.tp if first.split == "row" else first.shape[-1]
             # With a replicated matrix each rank of tp computes its own tokens.
@@ -127,7 +131,7 @@ def layer_matmuls(job: Job, candidates: Candidates, block: BlockShape, tokens: F
             yield Matmul(
                 group.name, rows, n_in, n_out,
                 input_shards=candidates.token_shards if first.split in ("column", "kv_column") else 1,
-                output_shards=candidates.token_shards if first.split == "row" else 1,
+                output_shards=candidates.token_shards if first.split == "row" else 1, frozen=first.frozen,
             )  # fmt: skip
 
 
@@ -142,4 +146,5 @@ def _outputs(job: Job, candidates: Candidates, group: FusedRows) -> Floats | flo
 def head_matmul(job: Job, candidates: Candidates, tokens: Floats) -> Matmul:
     """Return the matmul of a micro-batch's logits, for the rank's shard of the vocabulary; always 16 bits or more."""
     n_out = job.model.vocab_size / candidates.tp
-    return Matmul("logits", tokens, job.model.d_model, n_out, precision=job.wide_precision)
+    frozen = job.model.lora is not None
+    return Matmul("logits", tokens, job.model.d_model, n_out, precision=job.wide_precision, frozen=frozen)

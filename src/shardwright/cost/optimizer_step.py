@@ -29,14 +29,14 @@ def optimizer_step(job: Job, candidates: Candidates, held: RankParameters) -> Fl
     stack, kind = job.stack, job.optimizer_kind
     n_states = 0 if kind.means is not None else job.n_optimizer_states
     of_states = n_states * 2 * job.state_bytes - 2 * 8 if job.narrow_states or kind.in_blocks else 8 * (n_states - 2)
-    f = Formulas("s", P=held.dense, Q=held.experts)
+    f = Formulas("s", P=held.trained_dense, Q=held.trained_experts)
     f.add(shards=np.where(candidates.zero > 0, candidates.shards, 1))
     f.add(expert_shards=np.where(candidates.zero > 0, candidates.expert_shards, 1))
     f.add(state_bytes=job.n_optimizer_states * job.state_bytes, step_s=stack.speed.step_s)
     changed, experts = f.P, f.Q
     if np.any(candidates.zero > 0):
         changed, experts = changed / f.shards, experts / f.expert_shards
-    if np.any(held.experts):
+    if np.any(held.trained_experts):
         changed = changed + experts
     where, sent = candidates.shared.offload_optimizer, candidates.shared.offload_parameters == "none"
     if where == "cpu" or not sent:
@@ -49,7 +49,7 @@ def optimizer_step(job: Job, candidates: Candidates, held: RankParameters) -> Fl
         return _on_disk(job, f, changed, by_element)
     if kind.matrix_state is None:
         return by_element
-    f.add(updates_of_matrices=matrix_updates(job, candidates, held.hidden, held.experts))
+    f.add(updates_of_matrices=matrix_updates(job, candidates, held.hidden, held.trained_experts))
     return f("optimizer of all parameters", f.optimizer + f.updates_of_matrices)
 
 

@@ -5,7 +5,7 @@ Shapes: n candidates, S stages.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -33,7 +33,7 @@ class Parameters:
     gathers at once; `matrix`, (n,): of the largest matmul of a feed-forward network, or of all experts together.
     `head`, (n,): of the matrix of the logits. `ends`, (n, S): embedding, positions, last norm and head. `hidden`, (n,
     S): hidden matrices. Both are included in `dense`. `of_block`: dense and expert elements of a layer of each kind,
-    (n,).
+    (n,). `trained`: the same without frozen parameters; if none is frozen, this object.
     """
 
     dense: Ints
@@ -45,11 +45,20 @@ class Parameters:
     matrix: Ints
     head: Ints
     of_block: Mapping[BlockShape, tuple[Ints, Ints]]
+    of_trained: "Parameters | None" = None
+
+    @property
+    def trained(self) -> "Parameters":
+        return self if self.of_trained is None else self.of_trained
 
     def note(self, stages: Stages, rank: int) -> None:
-        """Record the parameters of a rank of `pp` of one candidate: P dense parameters and Q in experts."""
+        """Record the parameters of a rank of `pp` of one candidate: P dense parameters and Q in experts, and if some
+        are frozen the A parameters of adapters, which are trained."""
         if not ledger.recording():
             return
+        if self.of_trained is not None:
+            adapters = self.of_trained.dense[:, stages.of_rank[rank]].sum(1)
+            ledger.note("A", "", adapters, "", f"parameters of adapters, rank {rank} of pp")
         mine = stages.of_rank[rank]
         layers = {block: int(counts[mine].sum()) for block, counts in stages.of_kind.items()}
         layers = {block: count for block, count in layers.items() if count}
@@ -66,18 +75,23 @@ class Parameters:
 
 class RankParameters(NamedTuple):
     """Parameters on a rank of `pp`, each (n,). `ends`: embedding, last norm and head; `hidden`: hidden matrices; both
-    are included in `dense`. `replicas`: parameters replicated over tp with partial gradients on all tp ranks;
-    `kv_replicas`: with partial gradients on the ranks with the same kv heads. `blocks`: layers of the rank;
-    `expert_blocks`: layers with experts; `end_groups`: its stages with parameters outside of the layers. `untrained`:
-    dense parameters without gradients, which every rank keeps. `factored`: parameters whose gradients are sent as
-    products, with the rows and the columns of their logical matrices and the number of stages with some.
-    `layer_padding`, `end_padding`, `expert_padding`: elements that pad rows (`parameters.padding`). `buckets`: number
-    of buckets of fp32 gradients without ZeRO, 0 if they are not counted."""
+    are included in `dense`. `frozen`, `frozen_experts`, `frozen_ends`: the parts of `dense`, `experts` and `ends`
+    without gradients, which ZeRO shards; `hidden` has none. `replicas`: parameters replicated over tp with partial
+    gradients on all tp ranks; `kv_replicas`: with partial gradients on the ranks with the same kv heads. `blocks`:
+    layers of the rank; `expert_blocks`: layers with experts; `end_groups`: its stages with parameters outside of the
+    layers. `untrained`: dense parameters without gradients, which every rank keeps. `factored`: parameters whose
+    gradients are sent as products, with the rows and the columns of their logical matrices and the number of stages
+    with some. `layer_padding`, `end_padding`, `expert_padding`, `frozen_padding`, `frozen_expert_padding`: elements
+    that pad rows (`parameters.padding`), the last two of frozen parameters. `buckets`: number of buckets of fp32
+    gradients without ZeRO, 0 if they are not counted."""
 
     dense: Ints
     experts: Ints
     ends: Ints
     hidden: Ints
+    frozen: Ints
+    frozen_experts: Ints
+    frozen_ends: Ints
     replicas: Ints
     kv_replicas: Ints
     blocks: Ints
@@ -91,7 +105,19 @@ class RankParameters(NamedTuple):
     layer_padding: Ints
     end_padding: Ints
     expert_padding: Ints
+    frozen_padding: Ints
+    frozen_expert_padding: Ints
     buckets: Ints
+
+    @property
+    def trained_dense(self) -> Ints:
+        """Return the dense parameters that are not frozen."""
+        return self.dense - self.frozen
+
+    @property
+    def trained_experts(self) -> Ints:
+        """Return the parameters in experts that are not frozen."""
+        return self.experts - self.frozen_experts
 
 
 def tp_rank_parameters(
@@ -106,11 +132,22 @@ def tp_rank_parameters(
     Ignored: rows that no published number counts, such as the load of the experts.
     """
     matrix_rows = vocabulary_rows(model, tp, tp_rank, vocabulary_multiple)
-    ends = _ends(model, len(stages.layers), matrix_rows)
+    whole = _parameters(model, stages, tp, ep, matrix_rows, trained=False)
+    if model.lora is None:
+        return whole
+    return replace(whole, of_trained=_parameters(model, stages, tp, ep, matrix_rows, trained=True))
+
+
+def _parameters(
+    model: ModelSpec, stages: Stages, tp: Ints, ep: Ints, matrix_rows: Ints, *, trained: bool
+) -> Parameters:
+    """Return the parameters of a rank with `matrix_rows` of the vocabulary; with `trained` without frozen ones."""
+    ends = _ends(model, len(stages.layers), matrix_rows, trained=trained)
     dense, expert, hidden = ends.copy(), np.zeros_like(ends), np.zeros_like(ends)
     of_block: dict[BlockShape, tuple[Ints, Ints]] = {}
     layer_dense, layer_expert, matrix = np.zeros_like(tp), np.zeros_like(tp), np.zeros_like(tp)
-    for block, layers in stages.of_kind.items():
+    for kind, layers in stages.of_kind.items():
+        block = kind.trained if trained else kind
         of_plain = np.zeros_like(tp)
         for split, numel in block.dense_numel.items():
             of_plain += numel // tp_shards(model, split, tp)
@@ -118,14 +155,17 @@ def tp_rank_parameters(
         for split, numel in block.hidden_numel.items():
             of_hidden += numel // tp_shards(model, split, tp)
         of_experts = block.expert_numel // ep
-        _note_block(model, block, tp, ep, of_plain, of_experts)
-        of_block[block] = (of_plain, of_experts)
+        if not trained:
+            _note_block(model, block, tp, ep, of_plain, of_experts)
+        of_block[kind] = (of_plain, of_experts)
         dense += of_plain[:, None] * layers
         expert += of_experts[:, None] * layers
         hidden += of_hidden[:, None] * layers
         layer_dense, layer_expert = np.maximum(layer_dense, of_plain), np.maximum(layer_expert, of_experts)
         matrix = np.maximum(matrix, np.maximum(block.network_numel // tp, block.expert_matmul_numel // ep))
-    head = matrix_rows * model.d_model
+        for row in block.adapters:
+            matrix = np.maximum(matrix, row.numel // tp_shards(model, row.split, tp))
+    head = matrix_rows * model.d_model * (not trained)
     return Parameters(dense, expert, ends, hidden, layer_dense, layer_expert, matrix, head, of_block)
 
 
@@ -141,7 +181,7 @@ def with_partial_gradients(model: ModelSpec, stages: Stages, candidates: Candida
             if row.trained and row.split in by_split:
                 by_split[row.split] += row.numel * layers
     for row in end_rows(model):
-        if row.split == "replicated":
+        if row.trained and row.split == "replicated":
             of_shards[_stages_of_end(model, row, n_stages)] += row.numel
     several = (tp > 1)[:, None]
     found = several * (of_heads + np.broadcast_to(candidates.sequence_parallel[:, None], shape) * of_shards)
@@ -211,17 +251,23 @@ def _buckets(model: ModelSpec, layers: tuple[tuple[int, ...], ...], tp: int, ep:
 
 def padding(model: ModelSpec, stages: Stages, candidates: Candidates) -> Ints:
     """Return the elements with which FSDP2 pads the rows of parameters that its ranks do not divide, on rank 0 of tp,
-    (3, n, S): of dense parameters in layers, of other dense parameters, and of experts."""
+    (5, n, S): of dense parameters in layers, of other dense parameters, and of experts; and of these sums the parts of
+    frozen parameters that are dense, and in experts."""
     tp, ep = candidates.tp, candidates.ep
-    found = np.zeros((3, len(tp), len(stages.layers)), np.int64)
+    found = np.zeros((5, len(tp), len(stages.layers)), np.int64)
     for block, layers in stages.of_kind.items():
         for row in block.rows:
-            if row.counted and row.trained:
-                over = candidates.expert_shards if row.split == "experts" else candidates.shards
-                found[2 if row.split == "experts" else 0] += _padding_of(model, row, tp, ep, over)[:, None] * layers
+            if row.counted and row.kind != "balance":
+                in_experts = row.split == "experts"
+                over = candidates.expert_shards if in_experts else candidates.shards
+                n = _padding_of(model, row, tp, ep, over)[:, None] * layers
+                found[2 * in_experts] += n
+                found[3 + in_experts] += n * row.frozen
     for row in end_rows(model):
         for stage in _stages_of_end(model, row, found.shape[2]):
-            found[1, :, stage] += _padding_of(model, row, tp, ep, candidates.shards)
+            n_of_end = _padding_of(model, row, tp, ep, candidates.shards)
+            found[1, :, stage] += n_of_end
+            found[3, :, stage] += n_of_end * row.frozen
     return found
 
 
@@ -309,12 +355,14 @@ def tp_shards(model: ModelSpec, split: Split, tp: Ints) -> Ints | int:
     return tp if split in SPLIT_DIM else 1
 
 
-def _ends(model: ModelSpec, n_stages: int, matrix_rows: Ints) -> Ints:
+def _ends(model: ModelSpec, n_stages: int, matrix_rows: Ints, *, trained: bool = False) -> Ints:
     """Return embedding and learned positions in the first stage, norm and head in the last, (n, S). A tied embedding,
     or an embedding that modules of multi-token prediction read, counts in both stages, or once if there is one stage.
-    `matrix_rows`: rows of the vocabulary on a rank."""
+    `matrix_rows`: rows of the vocabulary on a rank. `trained`: leave out frozen parameters."""
     found = np.zeros((len(matrix_rows), n_stages), dtype=np.int64)
     for row in end_rows(model):
+        if trained and row.frozen:
+            continue
         count: Ints | int = matrix_rows * model.d_model if row.split == "vocabulary" else row.numel
         for stage in _stages_of_end(model, row, n_stages):
             found[:, stage] += count

@@ -66,7 +66,10 @@ def stage_pools(job: Job, candidates: Candidates, stages: Stages, held: Paramete
     block = block + np.where(candidates.expert_shards > 1, held.layer_expert, 0)[:, None]
     ends = np.where(ranks > 1, held.ends, 0)
     gathered = job.element_bytes * (block + ends + np.maximum(block, ends) / ranks)
-    sent = job.stack.reduced_bytes * np.stack([np.broadcast_to(block, ends.shape), ends])
+    of = held.trained
+    block = np.where(ranks > 1, of.layer_dense[:, None], 0)
+    block = block + np.where(candidates.expert_shards > 1, of.layer_expert, 0)[:, None]
+    sent = job.stack.reduced_bytes * np.stack([np.broadcast_to(block, ends.shape), np.where(ranks > 1, of.ends, 0)])
     return Pools(apart, apart * shared, fsdp * gathered, fsdp * sent)
 
 
@@ -140,8 +143,9 @@ def small_share(job: Job, candidates: Candidates) -> Floats:
     def add_parameter(row: Row, count: float) -> None:
         n_bytes = np.asarray(e * parameters.elements(model, row, tp, ep), dtype=np.float64)
         shards = candidates.expert_shards if row.split == "experts" else candidates.shards
-        add(n_bytes, 2 * count)
-        add(n_bytes / np.where(sharded, shards, 1), job.n_optimizer_states * count)
+        add(n_bytes, (1 if row.frozen else 2) * count)
+        if not row.frozen:
+            add(n_bytes / np.where(sharded, shards, 1), job.n_optimizer_states * count)
 
     tokens = candidates.tokens(job.seq_len)
     outside = tokens / candidates.token_shards

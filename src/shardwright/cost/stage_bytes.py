@@ -83,7 +83,7 @@ def microbatch_bytes(
     logits, waiting_logits, loss = (zeros.copy() for _ in range(3))
     logits[:, -1], waiting_logits[:, -1] = around.logits, around.waiting_logits
     # The head's backward pass has the gradients of the logits and of its matrix.
-    head = held.head * states.weight_gradient_bytes(job)
+    head = held.trained.head * states.weight_gradient_bytes(job)
     loss[:, -1] = np.maximum(around.loss, head + around.to_head - around.freed)
     if candidates.shared.offload_activations == "cpu":
         # The layer that runs, and the layer whose activations are being copied.
@@ -98,7 +98,7 @@ def microbatch_bytes(
     if ledger.recording():
         _note_stages(stages, kept, around, layers)
     embedding = zeros.copy()
-    embedding[:, 0] = held.head * states.weight_gradient_bytes(job) * (not job.stack.keeps_gradients)
+    embedding[:, 0] = held.trained.head * states.weight_gradient_bytes(job) * (not job.stack.keeps_gradients)
     last_norm = zeros.copy()
     if not candidates.kind.splits_backward:  # else W reads it
         last_norm[:, -1] = around.last

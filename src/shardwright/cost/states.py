@@ -17,6 +17,9 @@ in addition to the gathered weights with zero 1 and 2 too.
 If a stack keeps no buffer for gradients (`Stack.keeps_gradients`), the gradients of a stage exist from its first
 backward pass of a step on; after its last one they are sharded with zero 1 too (`stage_state_bytes`).
 
+With adapters (`model.lora`) g, w and m count for the A parameters of the adapters alone. The base is frozen: it has
+e bytes for each of its parameters, which ZeRO-3 alone shards, and no gradients or optimizer states.
+
 Source: ZeRO, arXiv 1910.02054, section 5, with 2, 2 and 12 bytes; Megatron-LM's distributed optimizer is stage 1 with
 2, 4 and 12. If a stack gathers from the master weights, zero 3 has no working weights except the gathered ones. A
 pipeline that gathers once a step (`Layout.zero_pp_gather`) has unsharded weights and gradients until the end of the
@@ -58,13 +61,18 @@ def rank_state_bytes(job: Job, candidates: Candidates, stages: Stages, held: Par
     weights = _sharded(f, candidates, sharded, job.element_bytes)
     if job.precision == "fp8":
         weights = weights + (f.P + f.Q - f.ends) * f.fp8_weight_bytes
-    weights = f("weights", weights * f.kept_weights, _ZERO)
+    weights = weights * f.kept_weights
+    if job.model.lora is not None:
+        weights = weights + _frozen_shards(job, candidates, f)
+    weights = f("weights", weights, _ZERO)
     if has_master or not stack.gathers_master:
-        master = f("master", _sharded(f, candidates, candidates.zero >= 1, stack.master_bytes * has_master), _ZERO)
+        master_bytes = stack.master_bytes * has_master
+        master = f("master", _sharded(f, candidates, candidates.zero >= 1, master_bytes, trained=True), _ZERO)
     else:
         master = _shards_beside(candidates, f)
     of_gradient = stack.reduced_bytes if stack.accumulates_whole else stack.gradient_bytes
-    gradients = _sharded(f, candidates, shares_gradients(job, candidates), of_gradient) * f.always
+    shares = shares_gradients(job, candidates)
+    gradients = _sharded(f, candidates, shares, of_gradient, trained=True) * f.always
     gradients = f("gradients kept", gradients, _ZERO)
     found = {
         "weights": weights,
@@ -107,8 +115,19 @@ def _shards_beside(candidates: Candidates, f: Formulas) -> Floats:
     _share(f, candidates, np.ones_like(gathered))
     f.add(beside=(gathered & (candidates.shards > 1))[:, None] + 0)
     f.add(experts_beside=(gathered & (candidates.expert_shards > 1))[:, None] + 0)
-    shards = f.beside * f.P / f.ranks + f.experts_beside * f.Q / f.expert_ranks
+    P, Q = _trained(f)
+    shards = f.beside * P / f.ranks + f.experts_beside * Q / f.expert_ranks
     return f("master", f.e * shards, "FSDP2 gathers a copy")
+
+
+def _frozen_shards(job: Job, candidates: Candidates, f: Formulas) -> Floats:
+    """Return the bytes of ZeRO-3's shards of the frozen base, in the type of the matmuls. The weights of other stages
+    include the base."""
+    gone = (candidates.zero == 3) & job.stack.gathers_master & (job.precision != "fp32")
+    _share(f, candidates, gone)
+    f.add(keeps_base=gone[:, None] + 0)
+    frozen = (f.P - f.A) / f.ranks + (f.Q - f.A_in_experts) / f.expert_ranks
+    return f.e * f.keeps_base * frozen
 
 
 def _gathered(job: Job, candidates: Candidates, f: Formulas) -> Floats:
@@ -141,17 +160,26 @@ def _with_errors(candidates: Candidates, stages: Stages, f: Formulas, kept: Floa
 def optimizer_step(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> Floats:
     """Return the temporary buffers of the optimizer, in bytes, (n, R)."""
     f = _formulas(job, candidates, stages, held)
-    return f("working", _sharded(f, candidates, candidates.zero >= 1, job.stack.step_bytes), _ZERO)
+    return f("working", _sharded(f, candidates, candidates.zero >= 1, job.stack.step_bytes, trained=True), _ZERO)
 
 
 def _formulas(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> Formulas:
     """Return formulas with the parameters of each rank as inputs, (n, R): P dense ones, Q in experts. Of P, `ends` are
-    in no layer and `hidden` in hidden matrices."""
-    dense, expert, ends, hidden = (
-        part[:, stages.of_rank].sum(2) for part in (held.dense, held.expert, held.ends, held.hidden)
+    in no layer. With adapters A and `A_in_experts` of them are trained; `hidden` are in trained hidden matrices."""
+    of = held.trained
+    dense, expert, ends, hidden, trained, trained_experts = (
+        part[:, stages.of_rank].sum(2).astype(np.float64)
+        for part in (held.dense, held.expert, held.ends, of.hidden, of.dense, of.expert)
     )
-    P, Q = dense.astype(np.float64), expert.astype(np.float64)
-    return Formulas("B", P=P, Q=Q, ends=ends, e=job.element_bytes, h=job.model.d_model, hidden=hidden)
+    f = Formulas("B", P=dense, Q=expert, ends=ends, e=job.element_bytes, h=job.model.d_model, hidden=hidden)
+    if held.of_trained is not None:
+        f.add(A=trained, A_in_experts=trained_experts)
+    return f
+
+
+def _trained(f: Formulas) -> tuple[Floats, Floats]:
+    """Return the symbols of the dense parameters and of the parameters in experts that are trained."""
+    return (f.A, f.A_in_experts) if hasattr(f, "A") else (f.P, f.Q)
 
 
 def _optimizer(job: Job, candidates: Candidates, stages: Stages, f: Formulas) -> Floats:
@@ -166,10 +194,10 @@ def _optimizer(job: Job, candidates: Candidates, stages: Stages, f: Formulas) ->
         return _means(job, candidates, stages, f)
     if job.optimizer_kind.in_blocks:
         return _in_blocks(job, candidates, stages, f)
-    states = _sharded(f, candidates, sharded, n_bytes)
+    states = _sharded(f, candidates, sharded, n_bytes, trained=True)
     if job.n_matrix_states != job.n_optimizer_states:
         f.add(matrix_bytes=job.n_matrix_states * job.state_bytes)
-        matrices = f.hidden / f.ranks + f.Q / f.expert_ranks
+        matrices = f.hidden / f.ranks + _trained(f)[1] / f.expert_ranks
         states = states - f.n_bytes * matrices + f.matrix_bytes * matrices
     return f("optimizer", states, _ZERO)
 
@@ -194,8 +222,9 @@ def _in_blocks(job: Job, candidates: Candidates, stages: Stages, f: Formulas) ->
     f.add({name: each[:, stages.of_rank].sum(2) for name, each in zip(names, counts, strict=True)})
     _share(f, candidates, candidates.zero >= 1)
     f.add(states=job.n_optimizer_states, element=job.stack.state_bytes)
-    dense = (f.P - f.coded) * f.element + f.coded + f.scales * f.element
-    expert = (f.Q - f.expert_coded) * f.element + f.expert_coded + f.expert_scales * f.element
+    P, Q = _trained(f)
+    dense = (P - f.coded) * f.element + f.coded + f.scales * f.element
+    expert = (Q - f.expert_coded) * f.element + f.expert_coded + f.expert_scales * f.element
     states = f.states * (dense / f.ranks + expert / f.expert_ranks)
     return f("optimizer", states, "arXiv 2110.02861, section 2")
 
@@ -208,7 +237,7 @@ def _averages(job: Job, candidates: Candidates, f: Formulas) -> Floats:
     if not job.averages or averages_on_host(job, candidates):
         return np.zeros((1, 1))
     n_bytes = job.averages * max(job.stack.master_bytes, job.stack.state_bytes)
-    return f("averages", _sharded(f, candidates, candidates.zero >= 1, n_bytes), _ZERO)
+    return f("averages", _sharded(f, candidates, candidates.zero >= 1, n_bytes, trained=True), _ZERO)
 
 
 def averages_on_host(job: Job, candidates: Candidates) -> bool:
@@ -216,11 +245,14 @@ def averages_on_host(job: Job, candidates: Candidates) -> bool:
     return job.averages > 0 and (job.averages_on_host or candidates.shared.offload_parameters == "cpu")
 
 
-def _sharded(f: Formulas, candidates: Candidates, shared: NDArray[np.bool_], n_bytes: float) -> Floats:
-    """Return `n_bytes` for each parameter, sharded for the candidates in `shared`."""
+def _sharded(
+    f: Formulas, candidates: Candidates, shared: NDArray[np.bool_], n_bytes: float, *, trained: bool = False
+) -> Floats:
+    """Return `n_bytes` for each parameter, or each trained one, sharded for the candidates in `shared`."""
     _share(f, candidates, shared)
     f.add(n_bytes=n_bytes)
-    return f.n_bytes * (f.P / f.ranks + f.Q / f.expert_ranks)
+    P, Q = _trained(f) if trained else (f.P, f.Q)
+    return f.n_bytes * (P / f.ranks + Q / f.expert_ranks)
 
 
 def _share(f: Formulas, candidates: Candidates, shared: NDArray[np.bool_]) -> None:
@@ -244,6 +276,7 @@ def moving_gradients(
     running block do not exist yet; the gradient of a tied head waits, in 16 bits, until the embedding adds its own.
     Ignored with activations on the host: their copies take some 0.8 of a layer more than is counted for them.
     """
+    held = held.trained
     stack, layer = job.stack, held.layer_dense + held.layer_expert
     f = Formulas(
         "B", e=job.element_bytes, largest_layer=layer, largest_matmul=held.matrix, reduced_bytes=stack.reduced_bytes,
@@ -290,7 +323,7 @@ def stage_state_bytes(job: Job, candidates: Candidates, stages: Stages, held: Pa
         ranks, expert_ranks = (
             np.where(sharded, over, 1)[:, None] for over in (candidates.shards, candidates.expert_shards)
         )
-        found.append(each * (held.dense / ranks + held.expert / expert_ranks))
+        found.append(each * (held.trained.dense / ranks + held.trained.expert / expert_ranks))
     if candidates.shared.offload_parameters == "cpu":
         # Shards go to the host once they are reduced: over replicas in the last micro-batch.
         waits = waits_for_replicas(candidates.shared) & (candidates.dp_replicate > 1)

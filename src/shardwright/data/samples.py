@@ -237,7 +237,7 @@ def open_sources(config: RunConfig, name: str) -> list[Samples]:
         try:
             split = open_split(source.path, name)
             manifests[called] = split.manifest
-            split.manifest.check_vocabulary(config.model.spec().vocab_size)
+            split.manifest.check_vocabulary(config.spec().vocab_size)
             _check_pairs(split, config.preference.kind)
             samples[called] = samples_of(split, config.data, config.batch.schedule.longest.seq_len)
         except DataError as error:

@@ -46,7 +46,7 @@ def step_length(config: RunConfig) -> ShortenedStep:
         )
 
     def lists(n_microbatches: int) -> list[list[Entry]]:
-        return with_messages(step_schedule(config.model.spec(), layout, n_microbatches, config.batch.seq_len))
+        return with_messages(step_schedule(config.spec(), layout, n_microbatches, config.batch.seq_len))
 
     def length(n_run: int, entries: Sequence[Sequence[Entry]], repeats: Sequence[dict[str, int]]) -> ShortenedStep:
         return ShortenedStep(

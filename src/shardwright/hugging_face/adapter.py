@@ -23,7 +23,7 @@ from shardwright.system.errors import CheckpointError, DamagedError, nearest
 from shardwright.system.files import inside
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-_PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+PREFIX, SUFFIX_A, SUFFIX_B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 _UNUSED = {
     "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "exclude_modules", "fan_in_fan_out",
     "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout",
@@ -69,19 +69,19 @@ class MergedAdapter:
         """Name in the files of a matrix -> the begin of the names of its A and B."""
         problems = []
         for name in sorted(self._tensors):
-            module = name.removeprefix(_PREFIX).removesuffix(_A).removesuffix(_B)
+            module = name.removeprefix(PREFIX).removesuffix(SUFFIX_A).removesuffix(SUFFIX_B)
             matrix = next((n for n in (f"{module}.weight", f"{module}.weight".partition(".")[2]) if n in shapes), None)
-            if not name.endswith((_A, _B)) or matrix is None:
+            if not name.endswith((SUFFIX_A, SUFFIX_B)) or matrix is None:
                 problems.append(f"{name} is not of a matrix of this model; {nearest(f'{module}.weight', shapes)}")
                 continue
-            begin = name.removesuffix(_A).removesuffix(_B)
+            begin = name.removesuffix(SUFFIX_A).removesuffix(SUFFIX_B)
             self._modules[matrix] = begin
             problems += self._shape_problems(begin, matrix, shapes[matrix])
         if problems:
             raise CheckpointError(*(f"{path}: {problem}" for problem in dict.fromkeys(problems)))
 
     def _shape_problems(self, begin: str, matrix: str, shape: tuple[int, ...]) -> list[str]:
-        a, b = self._tensors.get(begin + _A), self._tensors.get(begin + _B)
+        a, b = self._tensors.get(begin + SUFFIX_A), self._tensors.get(begin + SUFFIX_B)
         if a is None or b is None:
             return [f"{begin} has only one of A and B"]
         n_out, n_in = reversed(shape) if matrix in self._transposed else shape
@@ -95,9 +95,24 @@ class MergedAdapter:
     def __contains__(self, matrix: str) -> bool:
         return matrix in self._modules
 
+    @property
+    def settings(self) -> tuple[float, bool]:
+        """Return alpha, and whether it is divided by the square root of the rank."""
+        return self._alpha, self._rslora
+
+    @property
+    def matrices(self) -> list[str]:
+        """Return the names in the files of the matrices that have an adapter."""
+        return list(self._modules)
+
+    def factors(self, matrix: str) -> tuple[Tensor, Tensor]:
+        """Return A, (rank, in), and B, (out, rank), of a matrix, with the rows of B as in the files."""
+        begin = self._modules[matrix]
+        return self._tensors[begin + SUFFIX_A], self._tensors[begin + SUFFIX_B]
+
     def merged(self, matrix: str, box: Tensor, spans: Any) -> Tensor:
         """Return the box `spans` of a matrix, given without the adapter, with the adapter, in the type of the box."""
-        a_RD, b_FR = (self._tensors[self._modules[matrix] + end] for end in (_A, _B))
+        a_RD, b_FR = self.factors(matrix)
         wide = torch.promote_types(torch.promote_types(a_RD.dtype, box.dtype), torch.float32)
         scale = self._alpha / (math.sqrt(len(a_RD)) if self._rslora else len(a_RD))
         rows, columns = (slice(*span) for span in (reversed(spans) if matrix in self._transposed else spans))

@@ -127,6 +127,11 @@ class HuggingFaceWeights(MappedTensors):
         self._open: dict[Path, safe_open] = {}
         self._adapter = self._read_adapter()
 
+    @property
+    def quantised(self) -> bool:
+        """Return whether some tensors are in mxfp4."""
+        return bool(self._halves)
+
     def _read_adapter(self) -> MergedAdapter | None:
         """Return the LoRA adapter in the folder, which `transformers` with peft adds to the weights, too."""
         if find_inside(self.path, ADAPTER, CheckpointError) is None:

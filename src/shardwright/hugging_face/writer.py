@@ -36,9 +36,14 @@ class TensorToWrite:
         return torch.Size(self.shape).numel() * getattr(torch, self.dtype).itemsize
 
 
-def write_safetensors(path: Path, entries: Sequence[TensorToWrite], make: Callable[[TensorToWrite], Tensor]) -> None:
-    """Write a safetensors file; `make` returns the tensor of an entry when it is written."""
-    header: dict[str, object] = {"__metadata__": FILE_METADATA}
+def write_safetensors(
+    path: Path,
+    entries: Sequence[TensorToWrite],
+    make: Callable[[TensorToWrite], Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write a safetensors file; `make` returns the tensor of an entry when it is written. `metadata`: more of it."""
+    header: dict[str, object] = {"__metadata__": FILE_METADATA | dict(metadata or {})}
     begin = 0
     for entry in entries:
         offsets = [begin, begin := begin + entry.n_bytes]

@@ -76,7 +76,7 @@ def passes_of(spec: ModelSpec, kind: Kind, tp: int, sequences: int, prompt: int,
 def small_passes(kind: Kind, cases: Sequence[tuple[int, int]], tp: int) -> list[tuple[float, float]]:
     """Return `pass_seconds` of small models, by (layers, sequences), on this rank of tp."""
     batch = {"seq_len": 16, "global_batch": 1, "micro_batch": 1}
-    specs = [parse(run_file(small_model(layers), batch, {}, "fp32")).model.spec() for layers, _ in cases]
+    specs = [parse(run_file(small_model(layers), batch, {}, "fp32")).spec() for layers, _ in cases]
     return [
         passes_of(spec, kind, tp, sequences, PROMPT, NEW) for spec, (_, sequences) in zip(specs, cases, strict=True)
     ]

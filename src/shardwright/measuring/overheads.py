@@ -76,7 +76,7 @@ def _batch(sequences: int) -> dict[str, int]:
 
 def backward_share(device: str) -> float:
     """Return the time of a small layer's backward pass relative to its forward pass, in one thread's CPU-seconds."""
-    spec = parse(run_file(small_model(FEW), _batch(FEW), {}, "fp32")).model.spec()
+    spec = parse(run_file(small_model(FEW), _batch(FEW), {}, "fp32")).spec()
     block = Block(spec, 0).to(device)
     x = torch.randn(1, 16, spec.d_model, device=device, requires_grad=True)
     positions = torch.arange(16, device=device)
@@ -117,7 +117,7 @@ def update_seconds(device: str, clock: Kind) -> list[tuple[int, float]]:
             begin = _now(clock, device)
             trainer.update(1e-4)
             seconds.append(_now(clock, device) - begin)
-        found.append((config.model.spec().n_parameters, statistics.median(seconds)))
+        found.append((config.spec().n_parameters, statistics.median(seconds)))
         del trainer, model
         gc.collect()
     return found

@@ -78,7 +78,7 @@ def selected(device: str) -> torch.device:
 def random_batch(config: RunConfig) -> Batch:
     """Return a random batch of one data rank."""
     shape_AB = (config.accumulation, config.batch.micro_batch)
-    tokens_ABT = torch.randint(0, config.model.spec().vocab_size, (*shape_AB, config.batch.seq_len + 1))
+    tokens_ABT = torch.randint(0, config.spec().vocab_size, (*shape_AB, config.batch.seq_len + 1))
     ids_AB = torch.arange(shape_AB[0] * shape_AB[1]).view(shape_AB)
     targets_ABT = tokens_ABT[..., 1:].contiguous()
     return Batch(tokens_ABT[..., :-1].contiguous(), targets_ABT, ids_AB, targets_ABT.numel())

@@ -149,7 +149,7 @@ def _estimate(text: str, name: str, step: WholeStep) -> Estimate:
         file.flush()
         machine = cluster(f"{name}:{step.ranks}/{step.ranks}", Path(file.name))
     job = Job(
-        model=config.model.spec(),
+        model=config.spec(),
         cluster=machine,
         seq_len=SEQ_LEN,
         global_batch=config.batch.global_batch,

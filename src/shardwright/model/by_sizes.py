@@ -1,9 +1,11 @@
 """Builds a decoder from a few sizes, for
-`plan --model n_layers=32,d_model=4096,n_heads=32,d_ffn=11008,vocab_size=32000`; no torch."""
+`plan --model n_layers=32,d_model=4096,n_heads=32,d_ffn=11008,vocab_size=32000`, and its adapters, for
+`plan --lora rank=16`; no torch."""
 
 from dataclasses import MISSING, Field, fields, replace
 from typing import Any, get_args, get_origin
 
+from shardwright.model.lora_sizes import LoraSpec
 from shardwright.model.spec import TABLES, ModelSpec
 from shardwright.system.errors import ConfigError, nearest
 
@@ -12,7 +14,7 @@ NEEDED = ("n_layers", "d_model", "n_heads", "d_ffn", "vocab_size")
 
 def _keys() -> dict[str, Field[Any]]:
     """Return every key with a single value; keys of a table have its name as prefix."""
-    keys = {key.name: key for key in fields(ModelSpec) if key.name not in (*TABLES, "rope_scaling")}
+    keys = {key.name: key for key in fields(ModelSpec) if key.name not in (*TABLES, "rope_scaling", "lora")}
     for table, spec in TABLES.items():
         keys |= {f"{table}.{key.name}": key for key in fields(spec)}
     return {name: key for name, key in keys.items() if get_origin(key.type) is not tuple}
@@ -27,20 +29,8 @@ def spec_of_sizes(text: str, seq_len: int) -> ModelSpec:
 
     Raises ConfigError with every problem at once.
     """
-    problems: list[str] = []
-    values: dict[str, Any] = {}
-    known = _keys()
-    for pair in filter(None, map(str.strip, text.split(","))):
-        key, _, value = (part.strip() for part in pair.partition("="))
-        if key not in known:
-            problems.append(f"--model {pair}: no such size; {nearest(key, known)}")
-        elif key in values:
-            problems.append(f"--model {pair}: given twice; leave one out")
-        else:
-            try:
-                values[key] = _read(value, known[key].type)
-            except ValueError as error:
-                problems.append(f"--model {pair}: {error}")
+    known, values, problems = _keys(), dict[str, Any](), list[str]()
+    _read_pairs(text, "--model", "size", known, values, problems)
     needed = [*NEEDED, *(f"{table}.{name}" for table in TABLES for name in _needed_of(table, values))]
     for key in needed:
         if key not in values and not (key == "d_ffn" and "moe.d_ffn" in values):
@@ -65,7 +55,7 @@ def sizes_of_spec(spec: ModelSpec) -> str:
             pairs.append(f"{name}={str(value).lower() if isinstance(value, bool) else value}")
     text = ",".join(pairs)
     try:
-        same = spec_of_sizes(text, spec.max_seq_len) == replace(spec, rope_scaling=None)
+        same = spec_of_sizes(text, spec.max_seq_len) == replace(spec, rope_scaling=None, lora=None)
     except ConfigError:  # a key that goes with a list, which is left out
         same = False
     if not same:
@@ -73,8 +63,40 @@ def sizes_of_spec(spec: ModelSpec) -> str:
     return text
 
 
+def lora_of_text(text: str) -> LoraSpec:
+    """Return the adapters of `key=value` pairs, separated by commas, with the keys of [lora] in a run file, such as
+    `rank=16,targets=q+v`. Raises ConfigError with every problem at once, without the rules of a model."""
+    values, problems = dict[str, Any](), list[str]()
+    _read_pairs(text, "--lora", "key", {key.name: key for key in fields(LoraSpec)}, values, problems)
+    if not problems and "rank" not in values:
+        problems.append(f"--lora {text}: rank is missing; give it, such as --lora rank=16")
+    if problems:
+        raise ConfigError(*problems)
+    return LoraSpec(**values)
+
+
+def _read_pairs(
+    text: str, option: str, what: str, known: dict[str, Field[Any]], values: dict[str, Any], problems: list[str]
+) -> None:
+    """Add the values of `key=value` pairs, separated by commas, to `values`, and the problems of others to `problems`.
+    `option`, `what`: for the messages, the option of the command line and the word for a key."""
+    for pair in filter(None, map(str.strip, text.split(","))):
+        key, _, value = (part.strip() for part in pair.partition("="))
+        if key not in known:
+            problems.append(f"{option} {pair}: no such {what}; {nearest(key, known)}")
+        elif key in values:
+            problems.append(f"{option} {pair}: given twice; leave one out")
+        else:
+            try:
+                values[key] = _read(value, known[key].type)
+            except ValueError as error:
+                problems.append(f"{option} {pair}: {error}")
+
+
 def _read(text: str, kind: Any) -> Any:
     """Return a value of a type, or one of its words. Raises ValueError with the values that are valid."""
+    if kind == tuple[str, ...]:
+        return tuple(filter(None, text.split("+")))
     if kind is bool:
         if text not in ("true", "false"):
             raise ValueError("true or false is needed")

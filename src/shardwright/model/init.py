@@ -19,15 +19,18 @@ def initial_values(
     shape: Sequence[int],
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
+    b_std: float = 0.0,
 ) -> Tensor:
     """Return the box [offsets, offsets + shape) of the initial values of the whole parameter `name`.
 
-    Values are constant or normal, as the parameter's row says, and bit-equal for every partition into boxes.
+    Values are constant or normal, as the parameter's row says, and bit-equal for every partition into boxes. `b_std`:
+    the standard deviation of the B of adapters, with which a gradient of A is not zero in the first step.
     """
     row = row_of(spec, name)
-    if row.std == 0:
+    std = b_std if row.adapter == "b" else row.std
+    if std == 0:
         return torch.full(tuple(shape), row.fill, dtype=dtype, device=device)
-    return normal(seed, name, global_shape, offsets, shape, row.std, dtype, device)
+    return normal(seed, name, global_shape, offsets, shape, std, dtype, device)
 
 
 Box = tuple[Tensor, Sequence[int]]
@@ -40,9 +43,17 @@ def whole(parameter: nn.Parameter) -> Box:
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, spec: ModelSpec, seed: int, box: Callable[[nn.Parameter], Box] = whole) -> None:
-    """Fill every parameter of a model, or this rank's `box` of it, with its initial values, in place."""
+def initialise(
+    model: nn.Module,
+    spec: ModelSpec,
+    seed: int,
+    box: Callable[[nn.Parameter], Box] = whole,
+    b_std: float = 0.0,
+) -> None:
+    """Fill every parameter of a model, or this rank's `box` of it, with its initial values, in place. `b_std`: as for
+    `initial_values`."""
     for name, parameter in model.named_parameters():
         local, offsets = box(parameter)
         shape = tuple(parameter.shape)
-        local.copy_(initial_values(spec, seed, name, shape, offsets, tuple(local.shape), local.dtype, local.device))
+        own = initial_values(spec, seed, name, shape, offsets, tuple(local.shape), local.dtype, local.device, b_std)
+        local.copy_(own)

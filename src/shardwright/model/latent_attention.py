@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from shardwright.model.attention import Attend, attend
 from shardwright.model.documents import Documents
 from shardwright.model.fp8 import Fp8Linear
-from shardwright.model.matmul import Linear, linear
+from shardwright.model.matmul import Adaptable, Linear, linear
 from shardwright.model.norm import RMSNorm
 from shardwright.model.recompute import part
 from shardwright.model.rotary import rotate
@@ -91,7 +91,7 @@ class LatentAttention(nn.Module):
         return k_BTHC, F.pad(v_BTHV, (0, sum(self.widths) - v_BTHV.shape[-1]))
 
 
-class LatentAndKey(nn.Module):
+class LatentAndKey(Adaptable):
     """The matmul with two outputs that all heads read: (B, T, D) -> the latent vector of keys and values (B, T, L), and
     the rotated part of the key (B, T, P)."""
 
@@ -104,5 +104,6 @@ class LatentAndKey(nn.Module):
         self.weight = nn.Parameter(torch.empty(kv_rank + rope_dim, d_model))
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        latent_BTL, k_BTP = linear(x_BTD, self.weight, fp8=self.fp8).split(self.widths, -1)
+        also_BTX, y_BTX = self.low_rank(x_BTD), linear(x_BTD, self.weight, fp8=self.fp8)
+        latent_BTL, k_BTP = (y_BTX if also_BTX is None else y_BTX + also_BTX).split(self.widths, -1)
         return latent_BTL, k_BTP

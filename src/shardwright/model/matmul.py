@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwright.model.fp8 import FORWARD, Fp8Linear
 from shardwright.system.torch_private import grouped_mm
@@ -145,8 +146,9 @@ class _LinearFunction(torch.autograd.Function):
         fp8: Fp8Linear | None,
     ) -> Tensor:
         # The weight itself, next to the saved tensor: activation checkpointing replaces the saved tensor.
-        ctx.weight, ctx.has_bias, ctx.fp8 = weight, bias_F is not None, fp8
-        ctx.save_for_backward(x, weight, counts_E)
+        ctx.weight, ctx.fp8 = weight, fp8
+        # A frozen weight needs no gradient, so its input is not kept for it.
+        ctx.save_for_backward(x if weight.requires_grad else None, weight, counts_E)
         if saves_first:
             return x.new_empty(*x.shape[:-1], weight.shape[0])
         return forward(x, weight, bias_F, counts_E, fp8=fp8)
@@ -158,7 +160,7 @@ class _LinearFunction(torch.autograd.Function):
         dx = input_gradient(dy, weight, counts_E, fp8=ctx.fp8) if ctx.needs_input_grad[0] else None
         wanted = ctx.needs_input_grad[1]
         dweight = weight_gradient_or_defer(ctx.weight, dy, x, counts_E, ctx.fp8) if wanted else None
-        dbias = _bias_gradient(dy, counts_E) if ctx.has_bias else None
+        dbias = _bias_gradient(dy, counts_E) if ctx.needs_input_grad[2] else None
         return dx, dweight, dbias, None, None, None
 
 
@@ -174,7 +176,39 @@ def rows_of_experts(bias_EF: Tensor, counts_E: Tensor, n_rows: int) -> Tensor:
     return F.pad(bias_EF, (0, 0, 0, 1)).index_select(0, expert_R)
 
 
-class Linear(nn.Linear):
+class Adaptable(nn.Module):
+    """A module with a matmul y = x W^T that may have a low-rank adapter: y + s (x A^T) B^T, with A (r, D) and B (F, r)
+    (`model/lora_sizes.py`)."""
+
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
+    lora_scale = 0.0
+    """The factor s; 0: there is no adapter."""
+
+    def set_adapter(self, lora_a: nn.Parameter, lora_b: nn.Parameter, scale: float) -> None:
+        """Give the module an adapter."""
+        self.lora_a, self.lora_b, self.lora_scale = lora_a, lora_b, scale
+
+    def take_adapter(self, other: "Adaptable") -> None:
+        """Take the adapter of a module that this one replaces, if it has one."""
+        if other.lora_scale:
+            self.set_adapter(other.lora_a, other.lora_b, other.lora_scale)
+
+    def low_rank(self, x: Tensor) -> Tensor | None:
+        """Return the adapter's output s (x A^T) B^T, or None if there is no adapter."""
+        return self.widen(linear(x, _local(self.lora_a))) if self.lora_scale else None
+
+    def widen(self, z: Tensor) -> Tensor:
+        """Return s z B^T for z = x A^T."""
+        return linear(z * self.lora_scale, _local(self.lora_b))
+
+
+def _local(weight: Tensor) -> Tensor:
+    """Return this rank's shard of a weight, differentiable."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+class Linear(Adaptable, nn.Linear):
     """`nn.Linear` that uses the matmuls of this file."""
 
     saves_first = False
@@ -184,7 +218,9 @@ class Linear(nn.Linear):
     """The fp8 recipe of the matmuls, or None."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, saves_first=self.saves_first, fp8=self.fp8)
+        also = self.low_rank(x)
+        y = linear(x, self.weight, self.bias, saves_first=self.saves_first, fp8=self.fp8)
+        return y if also is None else y + also
 
 
 def has_grouped_mm(x: Tensor, *widths: int) -> bool:

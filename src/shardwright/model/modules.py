@@ -15,6 +15,10 @@ yields the rows of a layer, and the module that runs the layer; `register` adds 
 | per_head   | none                          | the rank's heads                    | the rank's heads                |
 | experts    | none; dim 0 is split over ep  | rows of the tokens routed to them   | rows of the same tokens         |
 
+An adapter (`model/lora_sizes.py`) follows the matrix W: column: A is per_head, as every rank has the gradient from its
+own output features, and B is sharded as W; row: A is sharded as W, and B is per_head, as every rank has the gradient
+from its own input features; replicated: both are replicated.
+
 Sources: Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3; Korthikanti et al., arXiv 2205.05198, section 4.2
 for token shards. No torch.
 """
@@ -60,6 +64,7 @@ class Row:
     `counted`: whether published parameter counts include it.
     `width_ratio`, `depth_ratio`: of the model to the base model of muP (`model.mup`), the second in layers only; `std`
     follows the width already.
+    `adapter`: "a" or "b" for the two matrices of an adapter. `frozen`: only adapters are trained, and it is none.
     """
 
     name: str
@@ -77,6 +82,8 @@ class Row:
     counted: bool = True
     width_ratio: float = 1.0
     depth_ratio: float = 1.0
+    adapter: Literal["", "a", "b"] = ""
+    frozen: bool = False
 
     def __post_init__(self) -> None:
         if self.parts:
@@ -100,7 +107,7 @@ class Row:
     @property
     def trained(self) -> bool:
         """Whether it has a gradient."""
-        return self.kind != "balance"
+        return self.kind != "balance" and not self.frozen
 
     @property
     def hidden(self) -> bool:
@@ -165,6 +172,41 @@ def linear(
     )
     if bias:
         yield Row(name=f"{name}.bias", shape=(n_out,), kind="bias", split="replicated" if split == "row" else split)
+
+
+def with_adapters(spec: ModelSizes, in_order: Iterable[Row]) -> Iterator[Row]:
+    """Yield rows as the model has them: with `spec.lora` they are frozen, and after each target come the rows of its
+    adapter, `lora_a` (r, in) and `lora_b` (out, r). A has the variance of PEFT's initial values, 1 / (3 in). The load
+    of the experts, a statistic of the last step, is not frozen."""
+    lora = spec.lora
+    for row in in_order:
+        yield row if lora is None else replace(row, frozen=row.counted)
+        if lora is None or not can_adapt(row) or not lora.takes(row.module):
+            continue
+        (n_out, n_in), r = row.shape, lora.rank
+        split_a, split_b = _ADAPTER_SPLITS[row.split]
+        yield replace(
+            row, name=f"{row.module}.lora_a", shape=(r, n_in), split=split_a, std=(3 * n_in) ** -0.5, adapter="a",
+            parts=(("lora_a", r),), heads=1, every_head=0,
+        )  # fmt: skip
+        yield replace(
+            row, name=f"{row.module}.lora_b", shape=(n_out, r), split=split_b, std=0.0, adapter="b",
+            input=f"{row.module}.lora_a", every_head=0,
+        )  # fmt: skip
+
+
+_ADAPTER_SPLITS: dict[Split, tuple[Split, Split]] = {
+    "column": ("per_head", "column"),
+    "kv_column": ("per_head", "kv_column"),
+    "row": ("row", "per_head"),
+    "replicated": ("replicated", "replicated"),
+}
+"""How A and B are split over tp, by the split of the matrix."""
+
+
+def can_adapt(row: Row) -> bool:
+    """Return whether a parameter can have an adapter: a hidden matrix that all tokens are multiplied by."""
+    return row.kind == "matrix" and row.matmul == "all"
 
 
 def norm(
@@ -421,15 +463,20 @@ def _with_mup(spec: ModelSizes, of_base: Iterable[Row], in_layer: bool = True) -
         yield replace(row, std=std, width_ratio=width, depth_ratio=depth) if spec.mup else row
 
 
+def _of_base(spec: ModelSizes, layer: int) -> Iterator[Row]:
+    """Return the parameters of a layer without adapters."""
+    in_layer = (mtp_module if layer >= spec.n_layers else FAMILIES[spec.family].layer)(spec, layer)
+    return _with_mup(spec, in_layer)
+
+
 @cache
 def layer_rows(spec: ModelSizes, layer: int) -> tuple[Row, ...]:
     """Return the parameters of layer number `layer`, with names within the layer; from number `spec.n_layers` on, of a
     multi-token prediction module. Raises ConfigError if column-parallel rows read the same tensor and differ in
     `ordered`."""
-    of_base = (mtp_module if layer >= spec.n_layers else FAMILIES[spec.family].layer)(spec, layer)
-    in_layer = tuple(_with_mup(spec, of_base))
+    in_layer = tuple(with_adapters(spec, _of_base(spec, layer)))
     ordered: dict[str, Row] = {}
-    for row in (row for row in in_layer if row.split in ("column", "kv_column") and row.input):
+    for row in (row for row in _of_base(spec, layer) if row.split in ("column", "kv_column") and row.input):
         first = ordered.setdefault(row.input, row)
         if row.ordered != first.ordered:
             raise ConfigError(
@@ -451,13 +498,13 @@ def end_rows(spec: ModelSizes) -> tuple[Row, ...]:
         embedding, name="head.weight", kind="head", matmul="all", input="norm", parts=(("head", vocabulary),)
     )
     learned = Row(name="position_embedding.weight", shape=(spec.max_seq_len, h), kind="embedding", std=std)
-    ends = (
+    in_order = (
         replace(embedding, matmul="all", input="norm") if spec.tied_embedding else embedding,
         *([learned] if spec.positions == "learned" else []),
         *residual_norm(spec, "norm"),
         *([] if spec.tied_embedding else [head]),
     )
-    return tuple(_with_mup(spec, ends, in_layer=False))
+    return tuple(with_adapters(spec, _with_mup(spec, in_order, in_layer=False)))
 
 
 @cache

@@ -152,7 +152,7 @@ class Router(nn.Module):
     def learn(self, counts_E: Tensor) -> None:
         """Update the selection bias and the stored load after a step; `counts_E`: tokens of the whole global batch that
         picked each expert."""
-        if self.bias is not None:
+        if self.bias is not None and self.weight.requires_grad:  # with adapters the bias is frozen as the weight is
             update_bias(self.bias, counts_E, self.moe.bias_rate)
         if self.load is not None:
             self.load.copy_(relative_load(counts_E))

@@ -44,14 +44,15 @@ class Fp8:
         assert not (self.weight_gradient and self.recipe == "blockwise")
 
     def rows(self, spec: ModelSpec, layer: int) -> list[Row]:
-        """Return the rows of a layer's hidden matrices whose matmuls are in fp8; routed experts only with `experts`."""
+        """Return the rows of a layer's hidden matrices whose matmuls are in fp8, without adapters; routed experts only
+        with `experts`."""
         if self.skip_layers and not self.skip_layers <= layer < spec.n_layers - self.skip_layers:
             return []
         routed = ("expert",) if self.experts else ()
         return [
             row
             for row in layer_rows(spec, layer)
-            if (row.kind == "matrix" and row.matmul == "all") or row.kind in routed
+            if not row.adapter and ((row.kind == "matrix" and row.matmul == "all") or row.kind in routed)
         ]
 
     def linears(self, spec: ModelSpec) -> Iterator[tuple[int, Row]]:

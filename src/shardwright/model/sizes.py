@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shardwright.model.linear_sizes import LinearAttentionSpec
+from shardwright.model.lora_sizes import LoraSpec
 from shardwright.model.mup import MupSpec
 from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling
 
@@ -219,6 +220,9 @@ class ModelSizes:
             "help": "muP: initial values, learning rates and multipliers follow width and depth from a base model, or "
             "none. A run file may also have it as the section [mup]."
         },
+    )
+    lora: LoraSpec | None = field(
+        default=None, metadata={"help": "Adapters of matrices, with all other parameters frozen, or none."}
     )
 
     def __post_init__(self) -> None:

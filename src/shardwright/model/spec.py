@@ -11,7 +11,8 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, get_args
 
 from shardwright.model.linear_sizes import LinearAttentionSpec
-from shardwright.model.modules import FAMILIES, Row, layer_rows, rows
+from shardwright.model.lora_sizes import GROUPS, LoraSpec, names
+from shardwright.model.modules import FAMILIES, Row, can_adapt, layer_rows, rows
 from shardwright.model.mup import MupSpec
 from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling, too_large
 from shardwright.model.sizes import Activation, ModelSizes, Norm, NormPosition, Positions
@@ -107,6 +108,38 @@ class ModelSpec(ModelSizes):
             logit_divisor=self.logits_divided_by,
             attention_scale=self.score_scale,
         )
+
+    def lora_problems(self) -> list[str]:
+        """Return every broken rule of the adapters, for a model without other problems, one sentence each."""
+        return [] if self.lora is None else list(self._lora_problems(self.lora))
+
+    def _lora_problems(self, lora: LoraSpec) -> Iterator[str]:
+        if lora.rank < 1:
+            yield f"lora.rank={lora.rank} is not positive; valid: 1 or more, or 0 for no adapters"
+            return
+        if self.mup is not None:
+            yield "lora goes with a model without muP: no rule scales the learning rate of adapters; leave one out"
+        if not 0 < lora.alpha < math.inf:
+            yield f"lora.alpha={lora.alpha:g} is not a positive number; usual: lora.rank to 2 lora.rank"
+        matrices: dict[str, Row] = {}
+        for layer in range(self.n_blocks):
+            matrices |= {row.module: row for row in layer_rows(self, layer) if can_adapt(row) and not row.adapter}
+        if not lora.targets:
+            yield f"lora.targets=[] names no matrix; {nearest('', [*GROUPS, *matrices])}"
+        for target in lora.targets:
+            if not any(names(target, module) for module in matrices):
+                yield (
+                    f"lora.targets has {target!r}, which names no matrix of this model; "
+                    f"{nearest(target, [*GROUPS, *_endings(matrices)])}"
+                )
+        small = [(min(row.shape), name) for name, row in matrices.items() if lora.takes(name)]
+        if small and lora.rank > min(small)[0]:
+            side, name = min(small)
+            size = " x ".join(map(str, matrices[name].shape))
+            yield (
+                f"lora.rank={lora.rank} is above the smaller side of {name}.weight, {size}; valid: 1 to {side}, or "
+                f"other lora.targets"
+            )
 
     def _nope_problems(self) -> Iterator[str]:
         if not 0 <= self.nope_interval <= self.n_layers:
@@ -279,9 +312,21 @@ class ModelSpec(ModelSizes):
         once = sum(self._met(row) for row in rows(self).values() if row.matmul)
         return once + self.mtp_modules * self.vocab_size * self.d_model
 
+    @property
+    def n_frozen_matmul_parameters(self) -> int:
+        """Parameters of `n_matmul_parameters` that are frozen: with adapters all except theirs."""
+        if self.lora is None:
+            return 0
+        return self.n_matmul_parameters - sum(self._met(row) for row in rows(self).values() if row.adapter)
+
     def layer_matmul_parameters(self, layer: int) -> int:
         """Return the parameters in the matmuls of one token in layer number `layer`."""
         return sum(self._met(row) for row in layer_rows(self, layer) if row.matmul)
+
+    @property
+    def n_trained_parameters(self) -> int:
+        """Parameters with a gradient: all of them, or with `lora` the adapters."""
+        return sum(row.numel for row in rows(self).values() if row.counted and row.trained)
 
     def _met(self, row: Row) -> int:
         """Return the elements of a parameter that one token uses: for experts, only its top_k ones."""
@@ -293,20 +338,28 @@ class ModelSpec(ModelSizes):
     def train_flops_per_token(self, seq_len: float, *, causal: bool = False) -> float:
         """Return the model FLOPs of forward and backward for one token, without recomputation.
 
-        flops = 6 N + 6 L H (q + c) s + 3 F, or 6 N + 3 L H (q + c) s + 3 F with `causal`
+        flops = 6 N + 6 L H (q + c) s + 3 F, or 6 N + 3 L H (q + c) s + 3 F with `causal`; with adapters minus 2 Z
 
-        N `n_matmul_parameters`, L `n_blocks`, H query heads, q `qk_dim`, c head_dim (equal to q except in latent
-        attention), s `seq_len` in tokens; if attention stays within documents, the mean length of a token's document
-        (`data.samples.attended_tokens`); with windows or linear layers the mean of `attended` over layers; F
-        `scan_flops` of linear layers. A multiply-add is 2 FLOPs, and the backward pass costs two forward passes. The
-        second term is QK^T and the matmul with V: 2 H (q + c) s a token forward over the full square of positions;
-        `causal` counts the half that is not masked. Source: PaLM (arXiv 2204.02311) appendix B; torchtitan reports MFU
-        by the full square, Megatron-LM today by half of it.
+        N `n_matmul_parameters`, Z `n_frozen_matmul_parameters`, L `n_blocks`, H query heads, q `qk_dim`, c head_dim
+        (equal to q except in latent attention), s `seq_len` in tokens; if attention stays within documents, the mean
+        length of a token's document (`data.samples.attended_tokens`); with windows or linear layers the mean of
+        `attended` over layers; F `scan_flops` of linear layers. A multiply-add is 2 FLOPs, and the backward pass costs
+        two forward passes. The second term is QK^T and the matmul with V: 2 H (q + c) s a token forward over the full
+        square of positions; `causal` counts the half that is not masked. Source: PaLM (arXiv 2204.02311) appendix B;
+        torchtitan reports MFU by the full square, Megatron-LM today by half of it.
         Ignored: softmax, norms, activations, rotation, embedding lookup, optimizer, the weighted sum of experts'
-        outputs, and the recomputation inside a fused attention's backward pass.
+        outputs, the recomputation inside a fused attention's backward pass, and that nothing before the first adapter
+        has a gradient: the first layer does not compute the gradient of the input of its attention.
         """
         square = 6 * self.n_blocks * self.n_heads * (self.qk_dim + self.head_dim) * self.mean_attended(seq_len)
-        return float(6 * self.n_matmul_parameters + (square / 2 if causal else square) + 3 * self.scan_flops)
+        matmuls = 6 * self.n_matmul_parameters - 2 * self.n_frozen_matmul_parameters
+        return float(matmuls + (square / 2 if causal else square) + 3 * self.scan_flops)
+
+
+def _endings(modules: Iterable[str]) -> list[str]:
+    """Return every last part of the names of modules: `q` and `attention.q` for `attention.q`."""
+    parts = [module.split(".") for module in modules]
+    return list(dict.fromkeys(".".join(each[at:]) for each in parts for at in reversed(range(len(each)))))
 
 
 def spec_as_json(spec: ModelSpec) -> dict[str, Any]:
@@ -317,7 +370,7 @@ def spec_as_json(spec: ModelSpec) -> dict[str, Any]:
 def with_defaults(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a model in JSON with the defaults of fields that the version which saved them did not have;
     a new field's default changes nothing."""
-    tables = {"rope_scaling": RopeScaling, **TABLES}
+    tables = {"rope_scaling": RopeScaling, "lora": LoraSpec, **TABLES}
     filled = _defaults(ModelSpec) | dict(saved)
     for name, table in tables.items():
         if filled[name] is not None:
@@ -377,7 +430,7 @@ def _flat(spec: ModelSpec) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key in fields(spec):
         value: Any = getattr(spec, key.name)
-        if key.name in TABLES and value is not None:
+        if isinstance(value, LoraSpec) or (key.name in TABLES and value is not None):
             values |= {f"{key.name}.{inner.name}": getattr(value, inner.name) for inner in fields(value)}
             if isinstance(value, MoESpec):  # several fields can say the same
                 for name in ("n_shared", "first_dense", "interval"):

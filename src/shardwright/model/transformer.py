@@ -19,7 +19,8 @@ Shapes: B batch, T tokens, D model, V vocab, C width of one head, K MTP modules.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from functools import partial
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ from shardwright.model.feed_forward import FeedForward
 from shardwright.model.latent_attention import LatentAttention
 from shardwright.model.linear_attention import GatedDeltaNet
 from shardwright.model.matmul import Linear, linear
-from shardwright.model.modules import FAMILIES
+from shardwright.model.modules import FAMILIES, row_of, rows
 from shardwright.model.moe import MoE
 from shardwright.model.norm import last_norm, residual_norm
 from shardwright.model.random import site_keys
@@ -145,6 +146,29 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleDict({str(number): block for number, block in enumerate(blocks)})
         self.norm = last_norm(spec)
         self.head = None if spec.tied_embedding else Linear(spec.d_model, spec.vocab_size, bias=False)
+        if spec.lora is not None:
+            self._adapt(spec.lora.scale)
+
+    def of_types(self, trained: torch.dtype, frozen: torch.dtype) -> Self:
+        """Convert the parameters, frozen ones to `frozen`, in place."""
+        self.to(trained)
+        for name, parameter in self.named_parameters():
+            if row_of(self.spec, name).frozen and row_of(self.spec, name).kind != "balance":
+                parameter.data = parameter.data.to(frozen)
+        return self
+
+    def _adapt(self, scale: float) -> None:
+        """Add the adapters, without values, and freeze all other parameters."""
+        for name, row in rows(self.spec).items():
+            if row.adapter == "a":
+                module: Any = self.get_submodule(name.rpartition(".")[0])
+                n_out, n_in = module.weight.shape
+                empty = partial(torch.empty, dtype=module.weight.dtype, device=module.weight.device)
+                rank = row.shape[0]
+                module.set_adapter(nn.Parameter(empty(rank, n_in)), nn.Parameter(empty(n_out, rank)), scale)
+        for name, parameter in self.named_parameters():
+            if row_of(self.spec, name).frozen:
+                parameter.requires_grad_(False)
 
     def forward(
         self,

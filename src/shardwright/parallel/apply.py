@@ -83,7 +83,7 @@ def apply(
     """
     mesh = build_mesh(layout, device.type, spec.n_kv_heads)
     groups = build_groups(layout, mesh)
-    parts, held_on = _parts(spec, layout, groups, param_dtype, seq_len or spec.max_seq_len)
+    parts, held_on = _parts(spec, layout, groups, param_dtype, compute_dtype, seq_len or spec.max_seq_len)
     experts_apart = spec.moe is not None and layout.ep * layout.tp > 1
     expert_mesh = build_expert_mesh(layout, device.type) if experts_apart else None
     sharded = experts_apart or needs_sharding(layout, compute_dtype, param_dtype)
@@ -191,15 +191,20 @@ def _replicated(part: nn.Module, groups: Groups, compression: Compression, produ
 
 
 def _parts(
-    spec: ModelSpec, layout: Layout, groups: Groups, dtype: torch.dtype, seq_len: int
+    spec: ModelSpec,
+    layout: Layout,
+    groups: Groups,
+    dtype: torch.dtype,
+    frozen_dtype: torch.dtype,
+    seq_len: int,
 ) -> tuple[list[Transformer] | list[StageModel], dict[str, tuple[int, ...]]]:
     """Return the whole model, or with pp this rank's stages, on the meta device, and for each parameter of the whole
     model the ranks of `pp` that hold it."""
+    with torch.device("meta"):
+        whole = Transformer(spec).of_types(dtype, frozen_dtype)
     if groups.pp is None:
-        with torch.device("meta"):
-            whole = Transformer(spec).to(dtype)
         return [whole], {name: (0,) for name, _ in whole.named_parameters()}
-    stages = cut_stages(spec, stage_layers(spec, layout, seq_len), dtype)
+    stages = cut_stages(whole, stage_layers(spec, layout, seq_len))
     local = dict.fromkeys(layout.held_by(groups.pp.rank()))
     return [stages[number] for number in local], holders(stages, layout.ways)
 

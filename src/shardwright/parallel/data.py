@@ -51,7 +51,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 
 from shardwright.layout.layout import Layout
+from shardwright.model.modules import row_of
 from shardwright.model.moe import MoE
+from shardwright.model.transformer import Transformer
 from shardwright.parallel import collectives
 from shardwright.parallel.collectives import StartedCollective
 from shardwright.parallel.compressed import Compression, OverReplicas
@@ -193,7 +195,7 @@ class Sharded:
                 # Gradients from I have been cast to the reduction type; those from W have not.
                 for parameter in parameters.fsdp_params:
                     none = parameter.unsharded_accumulated_grad is None and parameter.unsharded_param.grad is None
-                    if none and self.partial_sums:
+                    if none and self.partial_sums and parameter.unsharded_param.requires_grad:
                         # Until the last micro-batch FSDP2 accumulates one flat tensor, which needs all parameters.
                         parameter.unsharded_param.grad = torch.zeros_like(parameter.unsharded_param)
                     parameter.accumulate_unsharded_grad_if_needed()
@@ -286,7 +288,7 @@ class MasterWeights:
 
 
 def shard(
-    model: nn.Module,
+    model: Transformer,
     blocks: Iterable[nn.Module],
     layout: Layout,
     mesh: DeviceMesh,
@@ -303,14 +305,19 @@ def shard(
     `param_dtype`. With `layout.offload_parameters` shards of parameters and gradients are in host memory: parameters
     are copied to the device for each gather, and reduced gradients to the host. `secondary`: the groups from which
     layers are gathered in backward passes (parallel/secondary.py), instead of from all ranks. Experts form their own
-    group if they have their own mesh. Tensors that are not trained stay replicated, in their own type. `model` is on
-    the meta device, without values.
+    group if they have their own mesh. The balance of experts stays replicated, in its own type. Frozen parameters are
+    stored in `compute_dtype` and have no gradient; only ZeRO-3 shards them, since with the other stages a rank has all
+    of them anyway. `model` is on the meta device, without values.
     """
     # FSDP2 does not cast inputs: the model makes rotary tables and activations in the type of its weights.
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=param_dtype, cast_forward_inputs=False)
     on_host = layout.offload_parameters == "cpu"
     offload = CPUOffloadPolicy(pin_memory=pins(torch.device(mesh.device_type))) if on_host else OffloadPolicy()
-    untrained = {parameter for parameter in model.parameters() if not parameter.requires_grad}
+    whole = {
+        parameter
+        for name, parameter in model.named_parameters()
+        if (row := row_of(model.spec, name)).kind == "balance" or (row.frozen and layout.zero < 3 and not on_host)
+    }
 
     def group_of(module: nn.Module, along: DeviceMesh, prefix: str, reshard: bool, dim: int = 0) -> FSDPModule:
         replicas = f"{prefix}replicas"
@@ -324,7 +331,7 @@ def shard(
             offload_policy=offload,
             reshard_after_forward=reshard,
             shard_placement_fn=(lambda _: Shard(dim)) if dim else None,
-            ignored_params=untrained,
+            ignored_params=whole,
         )
         group.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         if over.size() > 1:  # a single rank has the sum already, and FSDP2 would divide it by 1 into a new tensor

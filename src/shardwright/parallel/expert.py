@@ -82,7 +82,7 @@ class ExpertPart(nn.Module):
         self._all = [experts]  # in a list, so that its parameters, which stay on the meta device, are not registered
         for name, whole in experts.named_parameters():
             part = torch.empty(whole.shape[0] // mesh.size(), *whole.shape[1:], dtype=whole.dtype, device=whole.device)
-            self.register_parameter(name, nn.Parameter(as_part(part, whole, mesh, [Shard(0)])))
+            self.register_parameter(name, nn.Parameter(as_part(part, whole, mesh, [Shard(0)]), whole.requires_grad))
 
     def forward(self, rows_SD: Tensor, counts_e: Tensor) -> Tensor:
         """Compute `Experts.forward` with rows for each of this rank's experts."""

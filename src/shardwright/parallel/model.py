@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwright.layout.layout import Layout
+from shardwright.model.modules import row_of
 from shardwright.model.moe import expert_layers, learn_from_load, take_load
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
@@ -88,6 +89,12 @@ class ParallelModel:
         """The load of the experts in the last step; None before the first step and without experts."""
 
     @property
+    def saved_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters of `named_parameters` that a checkpoint contains: all except frozen ones."""
+        named = self.named_parameters
+        return {name: named[name] for name in named if not row_of(self.spec, name).frozen}
+
+    @property
     def module(self) -> Transformer:
         """The whole model; only without pipeline parallelism."""
         (whole,) = self.parts
@@ -136,6 +143,8 @@ class ParallelModel:
         for name, plain in self.plain_parameters.items():
             whole = self.named_parameters[name]
             assert isinstance(whole, DTensor)
+            if not plain.requires_grad:
+                continue
             assert plain.grad is not None
             whole.grad = as_part(plain.grad, whole, whole.device_mesh, whole.placements)
         self.tied.sum_on_rank()

@@ -43,6 +43,7 @@ from shardwright.layout.layout import Layout
 from shardwright.model import matmul
 from shardwright.model.dropout import KeyedDropout
 from shardwright.model.fp8 import Fp8Linear
+from shardwright.model.matmul import Adaptable, Linear
 from shardwright.model.modules import Row, layer_rows, row_of
 from shardwright.model.norm import OffsetRMSNorm, RMSNorm
 from shardwright.model.transformer import Transformer
@@ -110,7 +111,8 @@ def split_model(model: Transformer, layout: Layout, mesh: DeviceMesh, group: dis
 def _split_block(block: nn.Module, rows: Sequence[Row], axis: TensorAxis, copies: int) -> None:
     """Replace the sharded linears and norms of a block; add a hook to linears whose output the heads of all ranks read.
     `copies`: the number of ranks that have the same key and value heads."""
-    linears = [row for row in rows if row.matmul is not None and row.split in ("column", "kv_column", "row")]
+    splits = ("column", "kv_column", "row")
+    linears = [row for row in rows if row.matmul is not None and row.split in splits and not row.adapter]
     unordered = replace(axis, by_rank=axis.token_shards)
     inputs: dict[str, SharedInput] = {}
     for row in linears:
@@ -146,7 +148,7 @@ def _shard(parameter: nn.Parameter, row: Row, mesh: DeviceMesh, flat: DeviceMesh
     assert coordinates is not None
     _, shape, _ = box_of(parameter.shape, line.shape, coordinates, placements)
     part = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
-    return nn.Parameter(as_part(part, parameter, line, placements))
+    return nn.Parameter(as_part(part, parameter, line, placements), parameter.requires_grad)
 
 
 def _narrow_positions(model: Transformer, axis: TensorAxis) -> None:
@@ -168,7 +170,7 @@ def plain_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     for name, parameter in list(model.named_parameters()):
         if isinstance(parameter, DTensor):
             owner, _, attribute = name.rpartition(".")
-            plain[name] = nn.Parameter(parameter.to_local().detach())
+            plain[name] = nn.Parameter(parameter.to_local().detach(), parameter.requires_grad)
             setattr(model.get_submodule(owner), attribute, plain[name])
     return plain
 
@@ -185,44 +187,56 @@ class SharedInput:
         self.fp8: Fp8Linear | None = None
         """The fp8 recipe of the matmuls, or None."""
         self._input: Tensor | None = None
-        self._outputs: dict[int, Tensor] = {}
+        self._outputs: dict[int, tuple[Tensor, Tensor | None]] = {}
 
-    def output(self, index: int, x_BTD: Tensor) -> Tensor:
-        """Return the output of linear number `index`."""
+    def output(self, index: int, x_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the output of linear number `index`, and of its adapter's A, (B, T, r), if it has one."""
         if self._input is not x_BTD or index not in self._outputs:
-            weights = [local_part(linear.weight) for linear in self.linears]
-            biases = [None if linear.bias is None else local_part(linear.bias) for linear in self.linears]
-            self._input = x_BTD
-            self._outputs = dict(enumerate(_ColumnProducts.apply(x_BTD, self.axis, self.fp8, *weights, *biases)))
+            self._input, self._outputs = x_BTD, self._computed(x_BTD)
         output = self._outputs.pop(index)
         if not self._outputs:
             self._input = None
         return output
 
+    def _computed(self, x_BTD: Tensor) -> dict[int, tuple[Tensor, Tensor | None]]:
+        """Return the outputs of all linears. Each rank has the gradient of z = x A^T from its own output features, so A
+        is one more weight that reads the input."""
+        adapted = [number for number, linear in enumerate(self.linears) if linear.lora_scale]
+        weights = [local_part(linear.weight) for linear in self.linears]
+        weights += [local_part(self.linears[number].lora_a) for number in adapted]
+        biases = [None if linear.bias is None else local_part(linear.bias) for linear in self.linears]
+        fp8 = [self.fp8] * len(self.linears) + [None] * len(adapted)
+        outputs = _ColumnProducts.apply(x_BTD, self.axis, fp8, *weights, *biases, *[None] * len(adapted))
+        narrow = dict(zip(adapted, outputs[len(self.linears) :], strict=True))
+        return {number: (outputs[number], narrow.get(number)) for number in range(len(self.linears))}
 
-class ColumnLinear(nn.Module):
+
+class ColumnLinear(Adaptable):
     """A column-parallel linear, whose output features are sharded; (B, T, D) or, on token shards, (B, t, D) ->
     (B, T, F)."""
 
-    def __init__(self, linear: nn.Linear, shared: SharedInput) -> None:
+    def __init__(self, linear: Linear, shared: SharedInput) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
+        self.take_adapter(linear)
         self.shared = shared
         self.index = len(shared.linears)
         shared.linears.append(self)
 
     @torch.compiler.disable
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.shared.output(self.index, x_BTD)
+        y_BTF, z_BTr = self.shared.output(self.index, x_BTD)
+        return y_BTF if z_BTr is None else y_BTF + self.widen(z_BTr)
 
 
-class RowLinear(nn.Module):
+class RowLinear(Adaptable):
     """A row-parallel linear, whose input features are sharded; (B, T, F) -> (B, T, D) or, on token shards,
     (B, t, D)."""
 
-    def __init__(self, linear: nn.Linear, axis: TensorAxis) -> None:
+    def __init__(self, linear: Linear, axis: TensorAxis) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
+        self.take_adapter(linear)
         self.axis = axis
         self.saves_first = False
         """See `matmul.Linear`: recomputation skips the last matmul of a block, and its reduction."""
@@ -232,10 +246,11 @@ class RowLinear(nn.Module):
     def forward(self, x_BTF: Tensor) -> Tensor:
         weight = local_part(self.weight)
         saves_first = self.saves_first and torch.is_grad_enabled()
-        y_BTD: Tensor = _RowProduct.apply(x_BTF, weight, self.axis, saves_first, self.fp8)
+        also_BTD = self.low_rank(x_BTF)  # of this rank's features, so the reduction sums it too
+        y_BTD: Tensor = _RowProduct.apply(x_BTF, weight, also_BTD, self.axis, saves_first, self.fp8)
         if saves_first:
             with torch.no_grad():
-                y_BTD.copy_(_row_product(x_BTF, weight, self.axis, self.fp8))
+                y_BTD.copy_(_row_product(x_BTF, weight, also_BTD, self.axis, self.fp8))
         return y_BTD if self.bias is None else y_BTD + self.bias
 
 
@@ -325,7 +340,7 @@ class VocabularyHead(nn.Module):
 
     @torch.compiler.disable
     def forward(self, x_BTD: Tensor) -> Tensor:
-        (logits_BTv,) = _ColumnProducts.apply(x_BTD, self.axis, None, local_part(self.matrix), None)
+        (logits_BTv,) = _ColumnProducts.apply(x_BTD, self.axis, [None], local_part(self.matrix), None)
         return logits_BTv
 
 
@@ -334,71 +349,84 @@ class _ColumnProducts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_BTD: Tensor, axis: TensorAxis, fp8: Fp8Linear | None, *weights_then_biases: Tensor | None
+        ctx: Any, x_BTD: Tensor, axis: TensorAxis, fp8: Sequence[Fp8Linear | None], *weights_then_biases: Tensor | None
     ) -> tuple[Tensor, ...]:
         n = len(weights_then_biases) // 2
         weights, biases = weights_then_biases[:n], weights_then_biases[n:]
-        ctx.axis, ctx.fp8 = axis, fp8
-        ctx.has_bias = [bias is not None for bias in biases]
-        ctx.weights = weights
-        ctx.save_for_backward(x_BTD, *weights)
+        ctx.axis, ctx.fp8, ctx.weights = axis, fp8, weights
+        trained = any(ctx.needs_input_grad[3 : 3 + n])
+        ctx.save_for_backward(x_BTD if trained else None, *weights)
         if axis.token_shards:
             x_BTD = axis.start_gather(x_BTD).wait()
-        pairs: Any = zip(weights, biases, strict=True)
-        return tuple(matmul.forward(x_BTD, w, b, fp8=fp8) for w, b in pairs)
+        each: Any = zip(weights, biases, fp8, strict=True)
+        return tuple(matmul.forward(x_BTD, w, b, fp8=recipe) for w, b, recipe in each)
 
     @staticmethod
     def backward(ctx: Any, *dys_BTF: Tensor) -> tuple[Tensor | None, ...]:
         axis: TensorAxis = ctx.axis
         x_BTD, *weights = ctx.saved_tensors
-        gathering = axis.start_gather(x_BTD) if axis.token_shards else None
-        summing = axis.start_sum(_input_gradient(dys_BTF, weights, ctx.fp8))
+        gathering = axis.start_gather(x_BTD) if axis.token_shards and x_BTD is not None else None
+        # Nothing before the first adapter is trained, so there the input needs no gradient.
+        wanted, *_ = ctx.needs_input_grad
+        summing = axis.start_sum(_input_gradient(dys_BTF, weights, ctx.fp8)) if wanted else None
         if gathering is not None:
             x_BTD = gathering.wait()
         # The weight gradients overlap with the reduction of the input's gradient.
+        trained, has_bias = ctx.needs_input_grad[3 : 3 + len(weights)], ctx.needs_input_grad[3 + len(weights) :]
         dweights = [
-            matmul.weight_gradient_or_defer(weight, dy_BTF, x_BTD, fp8=ctx.fp8)
-            for weight, dy_BTF in zip(ctx.weights, dys_BTF, strict=True)
+            matmul.weight_gradient_or_defer(weight, dy_BTF, x_BTD, fp8=fp8) if needed else None
+            for weight, dy_BTF, fp8, needed in zip(ctx.weights, dys_BTF, ctx.fp8, trained, strict=True)
         ]
-        dbiases = [dy.sum((0, 1)) if has else None for dy, has in zip(dys_BTF, ctx.has_bias, strict=True)]
-        return summing.wait(), None, None, *dweights, *dbiases
+        dbiases = [dy.sum((0, 1)) if has else None for dy, has in zip(dys_BTF, has_bias, strict=True)]
+        return None if summing is None else summing.wait(), None, None, *dweights, *dbiases
 
 
-def _input_gradient(dys_BTF: Sequence[Tensor], weights: Sequence[Tensor], fp8: Fp8Linear | None) -> Tensor:
+def _input_gradient(dys_BTF: Sequence[Tensor], weights: Sequence[Tensor], fp8: Sequence[Fp8Linear | None]) -> Tensor:
     """Return the sum of dy W over the linears that read the input; (B, T, D)."""
-    first, *rest = zip(dys_BTF, weights, strict=True)
-    dx_BTD = matmul.input_gradient(*first, fp8=fp8)
-    for dy_BTF, weight in rest:
-        matmul.input_gradient(dy_BTF, weight, add_to=dx_BTD, fp8=fp8)
+    (dy_BTF, weight, recipe), *rest = zip(dys_BTF, weights, fp8, strict=True)
+    dx_BTD = matmul.input_gradient(dy_BTF, weight, fp8=recipe)
+    for dy_BTF, weight, recipe in rest:
+        matmul.input_gradient(dy_BTF, weight, add_to=dx_BTD, fp8=recipe)
     return dx_BTD
 
 
 class _RowProduct(torch.autograd.Function):
-    """The matmul of a row-parallel linear: x W^T of this rank's features, summed over the ranks; for all tokens or a
-    token shard."""
+    """The matmul of a row-parallel linear: x W^T of this rank's features, plus `also_BTD` if given, summed over the
+    ranks; for all tokens or a token shard."""
 
     @staticmethod
     def forward(
-        ctx: Any, x_BTF: Tensor, weight_DF: Tensor, axis: TensorAxis, saves_first: bool, fp8: Fp8Linear | None
+        ctx: Any,
+        x_BTF: Tensor,
+        weight_DF: Tensor,
+        also_BTD: Tensor | None,
+        axis: TensorAxis,
+        saves_first: bool,
+        fp8: Fp8Linear | None,
     ) -> Tensor:
         ctx.axis, ctx.weight, ctx.fp8 = axis, weight_DF, fp8
-        ctx.save_for_backward(x_BTF, weight_DF)
+        ctx.save_for_backward(x_BTF if ctx.needs_input_grad[1] else None, weight_DF)
         if saves_first:
             return x_BTF.new_empty(axis.summed_shape(x_BTF, weight_DF.shape[0]))
-        return _row_product(x_BTF, weight_DF, axis, fp8)
+        return _row_product(x_BTF, weight_DF, also_BTD, axis, fp8)
 
     @staticmethod
     def backward(ctx: Any, dy_BTD: Tensor) -> tuple[Tensor | None, ...]:
         x_BTF, weight_DF = ctx.saved_tensors
         if ctx.axis.token_shards:
             dy_BTD = ctx.axis.start_gather(dy_BTD).wait()
-        dweight = matmul.weight_gradient_or_defer(ctx.weight, dy_BTD, x_BTF, fp8=ctx.fp8)
-        return matmul.input_gradient(dy_BTD, weight_DF, fp8=ctx.fp8), dweight, None, None, None
+        wanted, trained, has_also, *_ = ctx.needs_input_grad
+        dweight = matmul.weight_gradient_or_defer(ctx.weight, dy_BTD, x_BTF, fp8=ctx.fp8) if trained else None
+        dx_BTF = matmul.input_gradient(dy_BTD, weight_DF, fp8=ctx.fp8) if wanted else None
+        return dx_BTF, dweight, dy_BTD if has_also else None, None, None, None
 
 
-def _row_product(x_BTF: Tensor, weight_DF: Tensor, axis: TensorAxis, fp8: Fp8Linear | None) -> Tensor:
-    """Return x W^T of this rank's features, summed over the ranks."""
-    return axis.start_sum(matmul.forward(x_BTF, weight_DF, fp8=fp8)).wait()
+def _row_product(
+    x_BTF: Tensor, weight_DF: Tensor, also_BTD: Tensor | None, axis: TensorAxis, fp8: Fp8Linear | None
+) -> Tensor:
+    """Return x W^T of this rank's features, plus `also_BTD`, summed over the ranks."""
+    y_BTD = matmul.forward(x_BTF, weight_DF, fp8=fp8)
+    return axis.start_sum(y_BTD if also_BTD is None else y_BTD.add_(also_BTD)).wait()
 
 
 class _SharedByHeads(torch.autograd.Function):

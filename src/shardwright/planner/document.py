@@ -20,6 +20,8 @@ def job_document(job: Job, name: str, limit_bytes: float) -> dict[str, Any]:
     return {
         "model": name,
         "parameters": job.model.n_parameters,
+        "trained_parameters": job.model.n_trained_parameters,
+        "lora": None if job.model.lora is None else asdict(job.model.lora),
         "cluster": job.cluster.name,
         "accelerators": job.cluster.size,
         "accelerator": job.cluster.accelerator.name,

@@ -6,10 +6,13 @@ from math import ceil, gcd
 from typing import Any
 
 from shardwright.cost.job import Job
+from shardwright.cost.stack import SHARDWRIGHT, SHARDWRIGHT_COMPILED
+from shardwright.model.lora_sizes import LoraSpec
+from shardwright.model.spec import ModelSpec
 from shardwright.planner.search import fits, least_host_bytes, limit_bytes
 from shardwright.planner.space import OFFLOADS, OPTION, FixedChoices
 from shardwright.system.errors import LayoutError
-from shardwright.system.units import GiB, format_host_bytes
+from shardwright.system.units import GiB, format_count, format_host_bytes
 
 MOST_TIMES = 256
 """Largest factor by which the number of accelerators is multiplied."""
@@ -51,7 +54,7 @@ def remedies(job: Job, memory_margin: float, fixed: FixedChoices | None = None) 
         except LayoutError:
             return False
 
-    kinds = (_larger(job), _even(job), _shorter(job), _narrower(job), _lighter(job))
+    kinds = (_larger(job), _even(job), _shorter(job), _narrower(job), _lighter(job), _adapters(job))
     found = [next((each for each in kind if works(each.job)), None) for kind in kinds]
     remedies = [each for each in found if each is not None]
     if fixed is not None and works(job, condition=None):
@@ -134,6 +137,27 @@ def _narrower(job: Job) -> Iterator[PlanRemedy]:
     """Yield matmuls in 16 bits."""
     if job.element_bytes == 4:
         yield PlanRemedy("--precision bf16", replace(job, precision="bf16"))
+
+
+RANK = 16
+"""Rank of adapters that are tried instead of training all weights."""
+
+
+def _adapters(job: Job) -> Iterator[PlanRemedy]:
+    """Yield adapters of all matrices of attention and of networks, with all other parameters frozen."""
+    own = job.stack.name in (SHARDWRIGHT.name, SHARDWRIGHT_COMPILED.name)
+    for targets in (LoraSpec(rank=RANK).targets, ("attention",)):  # a mixture of experts has no matrices of networks
+        model = replace(job.model, lora=LoraSpec(rank=RANK, targets=targets))
+        if own and job.model.lora is None and not model.lora_problems():
+            option = f"--lora rank={RANK}" + (f",targets={'+'.join(targets)}" if len(targets) == 1 else "")
+            what = f"adapters instead of all weights (LoRA): {option}, {adapters_in_words(model)}"
+            yield PlanRemedy(what, replace(job, model=model))
+
+
+def adapters_in_words(model: ModelSpec) -> str:
+    """Return the number of trained parameters of a model with adapters, and its share, as text."""
+    n = model.n_trained_parameters
+    return f"{format_count(n)} trained parameters ({n / model.n_parameters:.2%} of all)"
 
 
 def _lighter(job: Job) -> Iterator[PlanRemedy]:

@@ -28,6 +28,14 @@ def precision_keys(job: Job) -> dict[str, Any]:
     return TRAINED[job.precision] | {"compile": job.compiled}
 
 
+def lora_keys(job: Job) -> dict[str, Any]:
+    """Return the section [lora] of the job, without defaults; empty if all weights are trained."""
+    lora = job.model.lora
+    if lora is None:
+        return {}
+    return {each.name: value for each in fields(lora) if (value := getattr(lora, each.name)) != each.default}
+
+
 def memory_gib(job: Job) -> float:
     """Return the memory of one accelerator in GiB for the run file, so that `dryrun` compares with it."""
     return round(job.cluster.accelerator.memory_bytes / GiB, 2)
@@ -87,12 +95,15 @@ def run_file(
         "layout": layout,
         "precision": precision_keys(job),
     }
+    if adapters := lora_keys(job):
+        sections |= {"init": {"weights": "weights"}, "lora": adapters}
     optimizer = ({"name": job.optimizer} if job.optimizer != Job.optimizer else {}) | (
         {"state_dtype": "bf16"} if job.narrow_states else {}
     )
     if optimizer:
         sections["optimizer"] = optimizer
     remarks = {
+        "init.weights": "fill in: the weights of the frozen base, such as a folder of Hugging Face transformers",
         "data.path": "fill in: a folder written by `shardwright data prepare`, with this model's tokenizer",
         "steps": f"fill in: {steps:,} steps are {tokens} tokens",
         "out": "fill in: where the run is kept",
@@ -140,6 +151,8 @@ def _changes(job: Job, name: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     preset = PRESETS[name]
     for each in fields(preset):
+        if each.name == "lora":  # a section of its own
+            continue
         value = getattr(job.model, each.name)
         if value != getattr(preset, each.name):
             found[each.name] = value

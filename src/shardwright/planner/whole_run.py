@@ -298,8 +298,8 @@ def spare_nodes(in_repair: float) -> int:
 
 
 def checkpoint_bytes(job: Job) -> float:
-    """Return the bytes of a checkpoint: master weights in fp32 and the states of the optimizer."""
-    return job.model.n_parameters * (4.0 + job.n_optimizer_states * job.state_bytes)
+    """Return the bytes of a checkpoint: trained weights in fp32 and the states of the optimizer."""
+    return job.model.n_trained_parameters * (4.0 + job.n_optimizer_states * job.state_bytes)
 
 
 def _best_interval(way: SavingTime, down_s: float, step_s: float, steps: float, between_s: float) -> SavingTime:

@@ -161,7 +161,7 @@ def headline(run: RunRecord) -> RunHeadline:
         steps=run.last_step,
         planned_steps=run.config.steps,
         tokens=run.tokens(run.last_step),
-        parameters=run.config.model.spec().n_parameters,
+        parameters=run.config.spec().n_parameters,
         world_size=run.config.layout.layout().world_size,
         train_loss=_finite(last.loss) if last else None,
         mtp_loss=_finite(last.mtp_loss) if last and last.mtp_loss is not None else None,

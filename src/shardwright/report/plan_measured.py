@@ -128,7 +128,7 @@ def run_of(folder: Path, config: RunConfig, run_file: str, cluster: Cluster) -> 
 def _settings(config: RunConfig) -> dict[str, Any]:
     """Return the keys of a run file that its plan depends on."""
     layout = config.layout.layout()
-    spec = config.model.spec()
+    spec = config.spec()
     return {
         **{f"model.{each.name}": getattr(spec, each.name) for each in fields(spec)},
         **{f"batch.{name}": getattr(config.batch, name) for name in type(config.batch).model_fields},

@@ -13,7 +13,7 @@ from shardwright.planner.choice import PricedLayout, shortage
 from shardwright.planner.document import job_document, layout_document
 from shardwright.planner.explain import explain, lines
 from shardwright.planner.headline import headline, unmeasured
-from shardwright.planner.nearest import PlanRemedy
+from shardwright.planner.nearest import PlanRemedy, adapters_in_words
 from shardwright.planner.search import Plan
 from shardwright.planner.sweep import by_length, by_size
 from shardwright.planner.whole_run import TrainingGoal, reference_s, whole_run_on
@@ -132,11 +132,18 @@ def job_note(job: Job, name: str) -> Note:
     tokens = job.document_tokens
     within = "" if tokens is None else f", attention within documents (sum L^2 / sum L = {tokens:,.0f} tokens)"
     return Note(
-        f"{name}, {format_count(job.model.n_parameters)} parameters, on {job.cluster.name}: "
+        f"{name}, {format_count(job.model.n_parameters)} parameters{_adapters(job)}, on {job.cluster.name}: "
         f"{job.global_batch:,} {'sequence' if job.global_batch == 1 else 'sequences'} of {job.seq_len:,} "
         f"{'token' if job.seq_len == 1 else 'tokens'} a step, {job.precision}, "
         f"{_software(job)}{within}"
     )
+
+
+def _adapters(job: Job) -> str:
+    lora = job.model.lora
+    if lora is None:
+        return ""
+    return f" with adapters of rank {lora.rank} on {', '.join(lora.targets)}, {adapters_in_words(job.model)}"
 
 
 def _software(job: Job) -> str:

@@ -214,7 +214,7 @@ def read_pipeline(folder: Path, config: RunConfig) -> PipelineRecord | None:
     for step in sorted(steps, reverse=True):
         stage = batches.at(step - 1)
         n_microbatches = accumulation(stage.global_batch, stage.micro_batch, layout.data_ranks)
-        schedule = step_schedule(config.model.spec(), layout, n_microbatches, batches.longest.seq_len)
+        schedule = step_schedule(config.spec(), layout, n_microbatches, batches.longest.seq_len)
         spans = [_spans(each[step], actions) for each, actions in zip(recorded, schedule.ranks, strict=True)]
         whole = [each for each in spans if each is not None]
         if len(whole) == layout.pp and _at_once(whole):

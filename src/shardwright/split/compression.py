@@ -25,7 +25,7 @@ def powersgd_rank(layout: Layout) -> int:
 
 def factored(row: Row, rank: int) -> bool:
     """Return whether a parameter's gradient is sent as products of this rank: all its logical matrices are, or none."""
-    if not row.hidden:
+    if not (row.hidden and row.trained):
         return False
     columns = row.shape[-1]
     return all(rank * (row.heads * n + columns) < row.heads * n * columns for _, n in row.parts)

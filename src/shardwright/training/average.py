@@ -32,7 +32,7 @@ class WeightAverage:
 
     @property
     def _parameters(self) -> Mapping[str, nn.Parameter]:
-        return self.model.named_parameters
+        return self.model.saved_parameters
 
     @torch.no_grad()
     def update(self, step: int) -> None:

@@ -12,6 +12,7 @@ from shardwright.parallel.initialise import materialise
 from shardwright.parallel.model import ParallelModel
 from shardwright.run_folder import OFFLOADED
 from shardwright.training.average import WeightAverage
+from shardwright.training.checkpoint.manifest import BaseRecord
 from shardwright.training.clock import Phases
 from shardwright.training.device import DTYPES
 from shardwright.training.loss_scale import loss_scaler
@@ -33,7 +34,7 @@ def build_model(
     """Return this rank's part of a run's model; every rank calls this. `compiled`, `fill`, `read`: as in `apply`."""
     compute = DTYPES[config.precision.compute]
     return apply(
-        config.model.spec(),
+        config.spec(),
         config.layout.layout(),
         device,
         seed=config.seed,
@@ -57,9 +58,10 @@ def build_trainer(
     opened: Callable[[Path, int], OffloadFile] = scratch_file,
     spikes: SpikeGuard | None = None,
     phases: Phases | None = None,
+    base: BaseRecord | None = None,
 ) -> Trainer:
     """Return the trainer of a run. `compiled`: whether the loss is compiled. `opened`: as for
-    `training.offload.states.Disk`. `spikes`, `phases`: as for `Trainer`."""
+    `training.offload.states.Disk`. `spikes`, `phases`, `base`: as for `Trainer`."""
     return Trainer(
         model,
         build_optimizer(model.named_parameters, model.spec, config.optimizer, states_of(config, opened)),
@@ -73,6 +75,7 @@ def build_trainer(
         spikes=spikes,
         phases=phases,
         average=None if config.average.kind == "none" else WeightAverage(model, config.average, config.steps),
+        base=base,
     )
 
 

@@ -56,7 +56,7 @@ def accelerator_of_name(name: str) -> Accelerator | None:
 def attention_kernels(config: RunConfig, device: torch.device) -> str | None:
     """Describe the kernels that PyTorch selects for the attention of a run. None if it does not choose: on a CPU,
     over ranks of cp, and within documents."""
-    layout, spec = config.layout.layout(), config.model.spec()
+    layout, spec = config.layout.layout(), config.spec()
     if device.type != "cuda" or layout.cp > 1 or config.data.attention == "document":
         return None
     dtype = DTYPES[config.precision.compute]

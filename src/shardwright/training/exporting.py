@@ -37,9 +37,11 @@ from shardwright.system.errors import CheckpointError, DataError, InputError
 from shardwright.system.files import LONGEST_TOKENIZER, inside, new_folder, read_bytes
 from shardwright.system.units import format_count
 from shardwright.system.version import PACKAGE_VERSION
+from shardwright.training.adapters import BaseWithAdapters
 from shardwright.training.importing import copy_tokenizer, is_free
 from shardwright.training.sources import ends_of_text, readable_sources, tokenizer_file
 from shardwright.training.weights import (
+    AdaptedWeights,
     AveragedWeights,
     CheckpointWeights,
     Weights,
@@ -74,6 +76,7 @@ def export(
     allow_nan: bool = False,
     architecture: str | None = None,
     average: bool = False,
+    merge: bool = False,
 ) -> ExportResult:
     """Write weights to the new folder `out` in the format of `transformers`, with one tensor in memory at a time.
 
@@ -82,7 +85,8 @@ def export(
     `dtype`: bf16, fp16, fp32 or fp64; default: the stored types. `tokenizer`: a folder with the tokenizer to write;
     default: the tokenizer of the weights or of the run's data. `allow_nan`: also write NaN and infinite values, which
     otherwise raise InputError. `architecture`: the model_type to write, if several fit; default: the first. `average`:
-    write the average of the weights instead of the weights (`[average]`). Raises ConfigError with the reason for a
+    write the average of the weights instead of the weights (`[average]`). `merge`: of a run with adapters, write the
+    base with the adapters merged into it. Raises ConfigError with the reason for a
     model without an architecture in `transformers`, and CheckpointError for missing or damaged weights and for
     weights without an average.
     """
@@ -91,7 +95,18 @@ def export(
         problems.append(f"--max-shard-size of {max_shard_bytes} bytes: 1 or more is needed")
     try:
         weights = open_weights(source) if isinstance(source, str | Path) else source
+        if average and weights.spec.lora is not None:
+            raise CheckpointError(f"{weights.path} has adapters, whose average cannot be written; leave --average out")
         weights = AveragedWeights(weights) if average else weights
+        if isinstance(weights, AdaptedWeights):
+            if not merge:
+                raise CheckpointError(
+                    f"{weights.path} has adapters; give --adapter to write them alone, or --merge to write the base "
+                    f"with them merged into it"
+                )
+            weights = BaseWithAdapters(weights)
+        elif merge:
+            raise CheckpointError(f"{weights.path} has no adapters to merge; leave --merge out")
         written = architecture_of(weights.spec, architecture)
     except InputError as error:
         raise (InputError(*problems, *error.problems) if problems else error) from None

@@ -59,7 +59,7 @@ def gpu_problems(gpu: GpuFacts, config: RunConfig) -> list[str]:
             f"precision.fp8={precision.fp8!r} needs compute capability {_dotted(FP8)} (H100, RTX 4090), and {has}; set "
             f"precision.fp8='none'"
         )
-    layout, n_parameters = config.layout.layout(), config.model.spec().n_parameters
+    layout, n_parameters = config.layout.layout(), config.spec().n_parameters
     in_host = layout.offload_parameters != "none"
     states_bytes = 0 if in_host else 8 * n_parameters // layout.world_size  # weights and gradients in fp32, at least
     if (needed := CONTEXT_BYTES + states_bytes) > gpu.free_bytes:

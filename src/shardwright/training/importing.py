@@ -23,6 +23,7 @@ from shardwright.system.errors import CheckpointError, InputError
 from shardwright.system.files import LONGEST_TOKENIZER, find_inside, new_folder, read_bytes
 from shardwright.system.units import GiB, in_groups
 from shardwright.training.checkpoint.manifest import (
+    BaseRecord,
     CheckpointManifest,
     ShardRecord,
     TensorRecord,
@@ -57,12 +58,13 @@ def write_weights_folder(
     out: Path,
     add_tokenizer: Callable[[Path], dict[str, int | list[int]]] | None = None,
     verb: str = "import",
+    base: BaseRecord | None = None,
 ) -> None:
     """Write weights, which come from `source`, to the new folder `out`. Raises as `import_weights`.
 
     `add_tokenizer`: writes the tokenizer into a folder and returns the ids of the tokens that start and end a text; by
-    default the files next to the weights are copied. `verb`: of the command, for a comment in model.toml.
-    """
+    default the files next to the weights are copied. `verb`: of the command, for a comment in model.toml. `base`: the
+    weights that these adapters are for."""
     not_finite: dict[str, int] = defaultdict(int)
     with new_folder(out, is_free, CheckpointError) as fresh:
         blocks = [
@@ -93,7 +95,10 @@ def write_weights_folder(
             if n
         ]:
             raise InputError(*problems)
-        lines = [f"{key} = {as_toml(value)}" for key, value in table_of(weights.spec).items()]
+        sizes = table_of(weights.spec)
+        lora = sizes.pop("lora", {})
+        lines = [f"{key} = {as_toml(value)}" for key, value in sizes.items()]
+        lines += ["", "[lora]", *(f"{key} = {as_toml(value)}" for key, value in lora.items())] if lora else []
         text = "\n".join([f"# written by `shardwright {verb} {source}`", "[model]", *lines]) + "\n"
         (fresh / MODEL_FILE).write_text(text, encoding="utf-8")
         manifest = CheckpointManifest(
@@ -106,6 +111,7 @@ def write_weights_folder(
                 for name, shards in sorted(records.items())
             },
             files={MODEL_FILE: sha256_of_text(text)},
+            base=base,
         )
         write_token_ids(fresh, (add_tokenizer or partial(_add_tokenizer, weights.path))(fresh))
         manifest.write(fresh)

@@ -1,5 +1,7 @@
 """`[init] weights`: a new run that starts with existing weights, on any layout."""
 
+from dataclasses import replace
+
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -22,10 +24,10 @@ def initial_weights_problems(config: RunConfig) -> list[str]:
         weights = open_weights(config.init.weights)
     except InputError as error:
         return [f"init.weights: {problem}" for problem in error.problems]
-    found = _problems(weights, config.model.spec(), config.init)
+    found = _problems(weights, config.spec(), config.init)
     if config.init.optimizer and isinstance(weights, CheckpointWeights) and weights.optimizer is not None:
         kinds = {name.partition("/")[0] for name in weights.optimizer.shapes}
-        wanted = config.optimizer.kind.names(rows(config.model.spec()).values(), config.optimizer.options)
+        wanted = config.optimizer.kind.names(rows(config.spec()).values(), config.optimizer.options)
         if kinds != wanted:
             found.append(
                 f"init.optimizer=true: {weights.path} has {', '.join(sorted(kinds))}, and optimizer.name="
@@ -35,12 +37,17 @@ def initial_weights_problems(config: RunConfig) -> list[str]:
 
 
 def _problems(weights: Weights, spec: ModelSpec, init: InitSection) -> list[str]:
-    found = contradictions(weights.spec, spec, f"init.weights={init.weights!r}")
+    given, wanted = weights.spec, spec
+    if given.lora is None:  # a base, for which the adapters of the run are new
+        wanted = replace(spec, lora=None)
+    elif spec.lora is None:
+        return [f"init.weights={init.weights!r} has adapters, and this run has none; merge them, or give [lora] too"]
+    found = contradictions(given, wanted, f"init.weights={init.weights!r}")
     if found:
         return found
     for name, row in rows(spec).items():
         saved = weights.shapes.get(name)
-        if saved is None and row.kind != "balance":
+        if saved is None and row.kind != "balance" and not row.adapter:
             found.append(f"init.weights={init.weights!r} has no {name}")
         elif saved is not None and saved != row.shape:
             found.append(f"init.weights={init.weights!r}: {name} is {list(saved)}, and this model's {list(row.shape)}")
@@ -86,7 +93,7 @@ def _said(trainer: Trainer, weights: Weights, init: InitSection) -> list[str]:
     held = next(iter(trainer.model.named_parameters.values()))
     dtype = str((held.to_local() if isinstance(held, DTensor) else held).dtype).removeprefix("torch.")
     kept = ", with the moments of the optimizer" if init.optimizer else ""
-    absent = [name for name in rows(spec) if name not in weights.shapes]
+    absent = [name for name, row in rows(spec).items() if name not in weights.shapes and not row.adapter]
     left_out = {
         name: reason
         for name, reason in weights.left_out.items()
@@ -96,6 +103,11 @@ def _said(trainer: Trainer, weights: Weights, init: InitSection) -> list[str]:
         f"weights from {weights.describe()}: {len(weights.shapes):,} tensors, {format_count(spec.n_parameters)} "
         f"parameters, {', '.join(types)} to {dtype}{kept}; step, samples and learning rate begin anew"
     ]
+    if spec.lora is not None:
+        lines.append(
+            f"adapters of rank {spec.lora.rank}: {format_count(spec.n_trained_parameters)} of "
+            f"{format_count(spec.n_parameters)} parameters are trained"
+        )
     lines += [f"not taken: {line}" for line in by_reason(left_out)]
     lines += [f"not there, as in a new model: {absent[0]} and {len(absent) - 1} more"] if absent else []
     return lines

@@ -41,7 +41,7 @@ class LogNumbers(Hook):
     ) -> None:
         self.config, self.trainer, self.samples, self.device = config, trainer, samples, device
         self.clock, self.log = clock, log
-        self.layout, self.spec = config.layout.layout(), config.model.spec()
+        self.layout, self.spec = config.layout.layout(), config.spec()
         self.compute_dtype = DTYPES[config.precision.compute]
         self._logged = 0
         """Number of completed steps at the last record."""

@@ -12,6 +12,7 @@ from shardwright.run_folder import RUN_FILE
 from shardwright.system.errors import WorkerError, cleaning_up
 from shardwright.system.files import sole_owner, write_whole
 from shardwright.system.units import counted
+from shardwright.training.base_weights import base_record, fill_base
 from shardwright.training.build import build_model, build_trainer
 from shardwright.training.checkpoint.state import checkpoint_bytes
 from shardwright.training.clock import PhaseClock, RunPhases
@@ -80,7 +81,10 @@ def _run(
     clock = PhaseClock(device)
     phases = RunPhases(clock, monitor.enter)
     guard = spike_guard(config.faults, model, device)
-    trainer = build_trainer(config, model, device, compiled=compiled, spikes=guard, phases=phases)
+    base = base_record(config)
+    if base is not None:
+        fill_base(model, base)
+    trainer = build_trainer(config, model, device, compiled=compiled, spikes=guard, phases=phases, base=base)
     checkpoints = RunCheckpoints(config, trainer, sources, remarks)
     start = checkpoints.start()
     # A collective on the disk's state would be another possible failure: only rank 0 checks, and its error ends the

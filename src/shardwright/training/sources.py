@@ -103,7 +103,7 @@ class Sources:
     @property
     def remarks(self) -> list[str]:
         """Remarks about the data folders, printed at the start of a run."""
-        rows = self.config.model.spec().vocab_size
+        rows = self.config.spec().vocab_size
         manifests = {source.origin(0)[0].folder: source.origin(0)[0].manifest for source in self.train.sources}
         remarks = [f"{folder}: {remark}" for folder, data in manifests.items() for remark in data.remarks(rows)]
         given = {"init.weights": self.config.init.weights, "model.from": self.config.model.folder}
@@ -227,7 +227,7 @@ class RunSamples:
     ) -> None:
         """`references`: of a run on pairs of answers."""
         self.config, self.sources, self.layout = config, sources, config.layout.layout()
-        self.rank, self.device, self.vocab_size = rank, device, config.model.spec().vocab_size
+        self.rank, self.device, self.vocab_size = rank, device, config.spec().vocab_size
         self.within_documents = config.data.attention == "document"
         self.references = references
         self.left_out = merged(start.left_out)

@@ -222,7 +222,7 @@ def _machine_problems(config: RunConfig) -> list[str]:
             f"and at most {RANKS_PER_CORE} are started; start them on several machines with torchrun or srun, or look "
             f"at the layout here with shardwright plan"
         ]
-    spec, element = config.model.spec(), 8 if config.precision.compute == "fp64" else 4
+    spec, element = config.spec(), 8 if config.precision.compute == "fp64" else 4
     where = config.layout.layout().offload_optimizer
     offloads = where == "disk"
     n_parameters = spec.n_parameters

@@ -33,6 +33,7 @@ from shardwright.parallel.preference import METRICS, PairLoss
 from shardwright.parallel.tensor import TensorAxis
 from shardwright.training.ahead import BEYOND, look_ahead
 from shardwright.training.average import WeightAverage
+from shardwright.training.checkpoint.manifest import BaseRecord
 from shardwright.training.clock import NoPhases, Phases
 from shardwright.training.loss_scale import LossScaler
 from shardwright.training.optimizer import set_learning_rate
@@ -423,9 +424,10 @@ class Trainer(ForwardBackward):
         spikes: SpikeGuard | None = None,
         phases: Phases | None = None,
         average: WeightAverage | None = None,
+        base: BaseRecord | None = None,
     ) -> None:
         """`average` takes in the weights after each `step`. `spikes` judges each step before weights change. `phases`
-        receives the start and end of each phase of a step."""
+        receives the start and end of each phase of a step. `base`: the frozen weights of a run with adapters."""
         super().__init__(
             model,
             device=device,
@@ -439,7 +441,7 @@ class Trainer(ForwardBackward):
         self.clip_norm = clip_norm
         self.spikes = spikes
         self.phases: Phases = phases or NoPhases()
-        self.average = average
+        self.average, self.base = average, base
         self._before_change: list[Callable[[], None]] = []
         self._rules: list[Callable[[Tensor], bool]] = []
         self._loss_part: Tensor | None = None

@@ -1,6 +1,7 @@
 """The weights of a model from a folder of `transformers` or of `shardwright import`, a checkpoint, or a run. Any box
 of any parameter can be read, so each rank reads only its own part."""
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -12,11 +13,11 @@ from shardwright.config import load_kept, spec_of_folder, table_of
 from shardwright.hugging_face.files import ADAPTER, is_folder_of_transformers
 from shardwright.hugging_face.reader import open_weights as open_folder_of_transformers
 from shardwright.model.init import Box, whole
-from shardwright.model.modules import row_of
+from shardwright.model.modules import row_of, rows
 from shardwright.model.spec import ModelSpec, with_defaults
 from shardwright.parallel.boxes import overlap
 from shardwright.run_folder import CHECKPOINTS, RUN_FILE, published
-from shardwright.system.errors import CheckpointError, DamagedError
+from shardwright.system.errors import CheckpointError, DamagedError, InputError
 from shardwright.system.units import counted
 from shardwright.training.average import AVERAGE
 from shardwright.training.checkpoint.manifest import (
@@ -110,10 +111,78 @@ class CheckpointWeights(ShardedTensors):
         self.optimizer = CheckpointWeights(path, manifest, spec, OPTIMIZER) if has_moments else None
         self.left_out = {f"{moments} tensors of the optimizer": self.WHY_NO_MOMENTS} if has_moments else {}
 
+    def checksums(self, name: str) -> str:
+        """Return the positions and checksums of the shards of a tensor as text."""
+        return str([(shard.offsets, shard.shape, shard.xxh3_128) for shard in self._held[name].shards])
+
     def describe(self) -> str:
         """Return a description in one line."""
         step = self.manifest.progress.step
         return f"{self.path}" + (f", after {counted(step, 'step')}" if step else "")
+
+
+_SAMPLED = 1024
+"""Elements of each tensor that are part of a fingerprint."""
+
+
+def frozen_names(spec: ModelSpec) -> list[str]:
+    """Return the names of the parameters that are not trained because of adapters."""
+    return [name for name, row in rows(spec).items() if row.frozen]
+
+
+def fingerprint(weights: Weights, names: Iterable[str], *, of_values: bool = False) -> str:
+    """Return the sha256 of shape, type and first elements of some tensors, or of the checksums of their shards.
+
+    Training changes the first row of every matrix, so another model has another fingerprint. A changed byte elsewhere
+    in a file is not detected: a whole base would have to be read twice. The fingerprint of the same weights differs
+    between a folder of transformers and a checkpoint, unless it is `of_values` in both.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(names):
+        if name not in weights.shapes:
+            continue
+        shape = weights.shapes[name]
+        digest.update(f"{name} {list(shape)} {weights.dtypes[name]}\n".encode())
+        if isinstance(weights, AdaptedWeights):
+            digest.update(fingerprint(weights.base, [name], of_values=of_values).encode())
+        elif isinstance(weights, CheckpointWeights) and not of_values:
+            digest.update(weights.checksums(name).encode())
+        else:
+            box = (*[1] * (len(shape) - 1), min(shape[-1], _SAMPLED))
+            first = weights.read(name, (0,) * len(shape), box).contiguous().flatten()
+            digest.update(first.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+class AdaptedWeights(CheckpointWeights):
+    """The weights of a checkpoint of a run with adapters: its adapters, and the frozen weights of the base that it
+    names.
+
+    Raises CheckpointError if the base is missing, is of another model, or has changed.
+    """
+
+    def __init__(self, path: Path, manifest: CheckpointManifest, spec: ModelSpec) -> None:
+        super().__init__(path, manifest, spec)
+        assert manifest.base is not None
+        of = f"{path} has adapters for the weights in {manifest.base.path}"
+        try:
+            self.base = open_weights(manifest.base.path)
+        except InputError as error:
+            raise CheckpointError(*(f"{of}: {problem}" for problem in error.problems)) from None
+        frozen = frozen_names(spec)
+        if fingerprint(self.base, frozen) != manifest.base.fingerprint:
+            raise CheckpointError(f"{of}, and that folder has other weights now; put the weights back")
+        self._adapters = self.shapes
+        self.shapes = {name: self.base.shapes[name] for name in frozen if name in self.base.shapes} | self.shapes
+        self.dtypes = {name: self.base.dtypes[name] for name in frozen if name in self.base.dtypes} | self.dtypes
+
+    def read(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Return a box of a tensor, as `Weights.read`."""
+        return super().read(name, offsets, shape) if name in self._adapters else self.base.read(name, offsets, shape)
+
+    def describe(self) -> str:
+        """Return a description in one line."""
+        return f"{super().describe()}, adapters of {self.base.describe()}"
 
 
 class AveragedWeights(CheckpointWeights):
@@ -143,7 +212,7 @@ class AveragedWeights(CheckpointWeights):
     def read(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Return a box of the average of a parameter, as `Weights.read`."""
         total = None
-        for weight, slot in self._slots:
+        for weight, slot in self._slots if name in self._slots[0][1].shapes else ():
             part = slot.read(name, offsets, shape).mul_(weight)
             total = part if total is None else total.add_(part)
         assert total is not None
@@ -191,7 +260,9 @@ def weights_of_checkpoint(folder: Path) -> CheckpointWeights:
             f"{saved[differing[0]]!r}: either the presets are those of another version of shardwright, "
             f"or one file is of another checkpoint"
         )
-    return CheckpointWeights(folder, manifest, spec)
+    return (
+        CheckpointWeights(folder, manifest, spec) if manifest.base is None else AdaptedWeights(folder, manifest, spec)
+    )
 
 
 WHAT = "a folder of transformers, one that `shardwright import` wrote, a checkpoint, or a run that has one"
@@ -216,7 +287,8 @@ def fill(
 ) -> None:
     """Copy weights into parameters of a model `spec`, by name, or into the `box` of each parameter on this rank.
 
-    An expert balance that is missing from `weights` is initialized as in a new model. Values are converted to the
+    An expert balance that is missing from `weights` is initialized as in a new model, and adapters that are missing
+    keep their values. Values are converted to the
     parameters' types. Raises CheckpointError for weights that are NaN or infinite.
     """
     for name, parameter in parameters:
@@ -229,7 +301,6 @@ def fill(
                     f"be NaN; take an earlier checkpoint, or weights that are whole"
                 )
             held.copy_(read)
-        else:
-            row = row_of(spec, name)
+        elif not (row := row_of(spec, name)).adapter:
             assert row.kind == "balance", f"{name} is not in {weights.path}"
             held.fill_(row.fill)

@@ -49,6 +49,10 @@ by it. This detects clipping that depends on the size of the norm, not on whethe
 change no digit."""
 
 
+ADAPTER_STD = 0.1
+"""The standard deviation of the B of adapters at first. With the zeros of a run, no result would depend on A."""
+
+
 class CaseStage(NamedTuple):
     """The batch of some steps, in the order of `[[batch.stages]]`."""
 
@@ -290,7 +294,7 @@ def case_of(
 ) -> Case:
     """Return the case of a run file with its true sizes. `lr_schedule`: with the learning rates of its schedule,
     shortened to `steps`."""
-    spec, fp8 = config.model.spec(), config.precision.fp8_settings
+    spec, fp8 = config.spec(), config.precision.fp8_settings
     stages = [CaseStage(each.global_batch, each.micro_batch, each.seq_len) for each in config.batch.schedule.stages]
     return Case(
         spec=spec,

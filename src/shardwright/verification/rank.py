@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from shardwright.layout.layout import Layout
 from shardwright.model.transformer import Transformer
 from shardwright.parallel import compressed, data, loss, whole_matrices
 from shardwright.parallel.apply import apply
+from shardwright.parallel.initialise import materialise
 from shardwright.parallel.norm import local_part
 from shardwright.system.units import KiB
 from shardwright.training import on_shards
@@ -30,7 +32,7 @@ from shardwright.training.on_shards import OptimizerOnShards
 from shardwright.training.optimizer import build_optimizer
 from shardwright.training.optimizers import adamw_8bit
 from shardwright.training.step import Trainer
-from shardwright.verification.case import DTYPES, PLAIN_SGD, Case
+from shardwright.verification.case import ADAPTER_STD, DTYPES, PLAIN_SGD, Case
 from shardwright.verification.trace import RankTrace, TracedQuantity, TraceRecorder
 
 BUCKETS = (
@@ -139,6 +141,7 @@ def build_trainer(case: Case, layout: Layout, training: str, folder: Path | None
         compile_blocks=case.compiled,
         seq_len=case.seq_len,
         fp8=case.fp8,
+        fill=partial(materialise, b_std=ADAPTER_STD),
     )
     optimizer: torch.optim.Optimizer
     if training == PLAIN_SGD:

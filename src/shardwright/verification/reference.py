@@ -27,17 +27,17 @@ from shardwright.model.random import EVALUATION, normal, sample_keys
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
 from shardwright.training.optimizer import make_optimizer, set_learning_rate
-from shardwright.verification.case import DTYPES, PLAIN_SGD, Case
+from shardwright.verification.case import ADAPTER_STD, DTYPES, PLAIN_SGD, Case
 from shardwright.verification.trace import RankTrace, TracedQuantity, TraceRecorder
 
 
 def train_alone(case: Case, folder: Path) -> RankTrace:
     """Take the steps of a case with each optimizer, in a world of one rank."""
     recorder = TraceRecorder(folder)
-    kept = DTYPES[case.dtype][0]
+    kept, compute = DTYPES[case.dtype]
     for training in case.trainings:
-        model = Transformer(case.spec).to(kept)
-        initialise(model, case.spec, case.seed)
+        model = Transformer(case.spec).of_types(kept, compute)
+        initialise(model, case.spec, case.seed, b_std=ADAPTER_STD)
         model.train()
         parameters = dict(model.named_parameters())
         optimizer = _optimizer(training, parameters, case)
@@ -367,7 +367,9 @@ class Products:
 
     def __init__(self, parameters: dict[str, nn.Parameter], case: Case) -> None:
         self.rank = case.powersgd_rank
-        self.parameters = {name: p for name, p in parameters.items() if row_of(case.spec, name).hidden}
+        self.parameters = {
+            name: p for name, p in parameters.items() if (row := row_of(case.spec, name)).hidden and row.trained
+        }
         self.rows = {name: row_of(case.spec, name) for name in self.parameters}
         self.errors: dict[str, Tensor] = {}
         self.bases: dict[str, Tensor] = {}

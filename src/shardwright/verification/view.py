@@ -35,7 +35,7 @@ MULTIPLE = Quantity(short)
 
 def sizes(config: RunConfig, case: Case) -> str:
     """Return the sizes of model and batch, and how they differ from the run file's."""
-    spec, whole = case.spec, config.model.spec()
+    spec, whole = case.spec, config.spec()
     sizes = batch_sizes(case)
     if case.attention == "document":
         restarted = ", positions restarted" * (case.positions == "document")

@@ -191,8 +191,8 @@ DTYPE: dict[str, AnyBug] = {
     "the partial sums of a row-parallel linear are added in bf16": Bug(
         Mutation(
             f"{TENSOR}:_row_product",
-            "axis.start_sum(matmul.forward(x_BTF, weight_DF, fp8=fp8)).wait()",
-            "axis.start_sum(matmul.forward(x_BTF, weight_DF).bfloat16()).wait().to(x_BTF.dtype)",
+            "axis.start_sum(y_BTD if also_BTD is None else y_BTD.add_(also_BTD)).wait()",
+            "axis.start_sum(y_BTD.bfloat16()).wait().to(x_BTF.dtype)",
         ),
         [TP],
     ),

@@ -24,7 +24,7 @@ _LESS = (
 ON_RANKS: dict[str, tuple[str, Mutation]] = {
     "tensors that are not trained go to the host with the shards": (
         _PLACES,
-        Mutation(f"{_HERE}:allocate", "shards_on if tensor.requires_grad else device", "shards_on"),
+        Mutation(f"{_HERE}:allocate", "shards_on if isinstance(tensor, DTensor) else device", "shards_on"),
     ),
     "shards on the host are gathered without a copy to the device": (
         _PLACES,

@@ -26,7 +26,6 @@ from shardwright.model import matmul
 from shardwright.model.balance import RealTokens
 from shardwright.model.documents import Documents
 from shardwright.model.fp8 import Fp8Linear
-from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
 
 
@@ -69,10 +68,8 @@ class StageModel(Transformer):
         return self.finish(x_BTD, positions_T, random_keys_B, documents, ahead_KBT, real) if self.last else x_BTD
 
 
-def cut_stages(spec: ModelSpec, layers: tuple[range, ...], dtype: torch.dtype) -> list[StageModel]:
-    """Return all stages of a model on the meta device; stage i has the layers `layers[i]`."""
-    with torch.device("meta"):
-        whole = Transformer(spec).to(dtype)
+def cut_stages(whole: Transformer, layers: tuple[range, ...]) -> list[StageModel]:
+    """Return all stages of a model; stage i has the layers `layers[i]`."""
     return [StageModel(whole, number, own, len(layers)) for number, own in enumerate(layers)]
 
 

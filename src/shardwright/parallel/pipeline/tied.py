@@ -59,6 +59,8 @@ class TiedParameters:
     def sum_on_rank(self) -> None:
         """Add the gradients of the duplicates to the gradients of the first replicas."""
         for first, second in self._pairs:
+            if not first.requires_grad:
+                continue
             assert first.grad is not None
             assert second.grad is not None
             local_part(first.grad).add_(local_part(second.grad))

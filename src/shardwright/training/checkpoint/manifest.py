@@ -159,6 +159,16 @@ class DataRecord(TypedDict):
 
 @_exact
 @dataclass(frozen=True)
+class BaseRecord:
+    """The frozen weights of a run with adapters: the folder, and the fingerprint of the weights
+    (`training/base_weights.py`)."""
+
+    path: str
+    fingerprint: Sha256
+
+
+@_exact
+@dataclass(frozen=True)
 class CheckpointManifest:
     """Everything about a checkpoint except the bytes of its shards and files."""
 
@@ -176,6 +186,8 @@ class CheckpointManifest:
     """Present only for a run with `faults.spike`."""
     average: dict[str, str | int | float] | None = None
     """Present only for a run with an average of the weights (`AverageSection.identity`)."""
+    base: BaseRecord | None = None
+    """Present only for a run with adapters, whose checkpoints do not contain the frozen weights."""
 
     def text(self) -> str:
         """Return the content of manifest.json."""

@@ -227,6 +227,7 @@ class Saver:
             loss_scale=None if trainer.scaler is None else copy.deepcopy(trainer.scaler.state),
             spikes=None if trainer.spikes is None else copy.deepcopy(trainer.spikes.state),
             average=None if trainer.average is None else trainer.average.section.identity,
+            base=trainer.base,
         )
 
     def _begin_beside(

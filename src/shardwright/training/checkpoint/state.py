@@ -33,7 +33,7 @@ def named_tensors(trainer: Trainer) -> dict[str, Tensor]:
     """Return all tensors of a checkpoint: `model/NAME`, `optimizer/KIND/NAME`, for averages of the weights
     `average/SLOT/NAME` and, for compressed gradients, `compression/KIND/NAME`. They are the training tensors; tensors
     of `stored_tensors` are on the meta device."""
-    parameters = trainer.model.named_parameters
+    parameters = trainer.model.saved_parameters
     state = named_state(trainer.optimizer, parameters.items())
     kept = trainer.model.compression_state
     found = {f"model/{k}": v for k, v in parameters.items()} | {f"optimizer/{k}": v for k, v in state.items()}
@@ -52,8 +52,9 @@ def checkpoint_bytes(trainer: Trainer) -> int:
     """Size of a checkpoint in bytes: each whole tensor once, over all ranks. Assumes that all pipeline stages have
     the same number of bytes per parameter."""
     held = sum(tensor.numel() * tensor.element_size() for tensor in named_tensors(trainer).values())
-    here = sum(parameter.numel() for parameter in trainer.model.named_parameters.values())
-    return held * trainer.model.spec.n_parameters // here
+    here = sum(parameter.numel() for parameter in trainer.model.saved_parameters.values())
+    spec = trainer.model.spec
+    return held * (spec.n_parameters if spec.lora is None else spec.n_trained_parameters) // max(here, 1)
 
 
 def load(folder: Path, trainer: Trainer, data: DataRecord | None) -> CheckpointManifest:
@@ -151,12 +152,20 @@ def _differences(
     manifest: CheckpointManifest, tensors: dict[str, Tensor], trainer: Trainer, data: DataRecord | None
 ) -> list[str]:
     """Return the reasons why a run cannot continue from a checkpoint. Types and shapes are never converted."""
-    ours = spec_as_json(trainer.model.spec)
+    ours, theirs = spec_as_json(trainer.model.spec), with_defaults(manifest.model)
+    if differing_adapters := _adapter_differences(theirs["lora"], ours["lora"]):
+        return differing_adapters
     found = [
         f"it is of another model: {key}={saved!r}, and this run has {ours.get(key)!r}"
-        for key, saved in with_defaults(manifest.model).items()
+        for key, saved in theirs.items()
         if key not in ("dropout", "init_std", "max_seq_len") and saved != ours.get(key)
     ]
+    base = trainer.base
+    if manifest.base is not None and base is not None and manifest.base.fingerprint != base.fingerprint:
+        found.append(
+            f"it has adapters for the weights in {manifest.base.path}, and init.weights={base.path!r} of this run has "
+            f"other weights; give the weights that it was trained with"
+        )
     if found:
         return found
     if manifest.progress.seed != trainer.seed:
@@ -191,6 +200,19 @@ def _differences(
     if len(differing) > 3:
         differing = [*differing[:2], f"and {len(differing) - 2} more tensors differ"]
     return found + differing
+
+
+def _adapter_differences(saved: dict[str, Any] | None, ours: dict[str, Any] | None) -> list[str]:
+    """Return the reasons why the adapters of a checkpoint do not fit a run's, one sentence each."""
+    if saved is None or ours is None:
+        none, some = "no adapters", "adapters"
+        given = (none, some) if saved is None else (some, none)
+        return [] if saved == ours else [f"it was trained with {given[0]}, and this run has {given[1]} ([lora])"]
+    return [
+        f"its adapters have lora.{key}={there!r}, and this run has {ours[key]!r}"
+        for key, there in saved.items()
+        if there != ours[key]
+    ]
 
 
 def _other_samples(manifest: CheckpointManifest, data: DataRecord) -> list[str]:

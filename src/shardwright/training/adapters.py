@@ -1,0 +1,183 @@
+"""Adapters of a run in the files of peft, merged into their base, and adapters of peft as the start of a run."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from shardwright.hugging_face.adapter import ADAPTER_WEIGHTS, MergedAdapter
+from shardwright.hugging_face.architecture import architecture_of
+from shardwright.hugging_face.files import ADAPTER
+from shardwright.hugging_face.peft import adapted_matrices, adapter_files
+from shardwright.hugging_face.reader import HuggingFaceWeights
+from shardwright.hugging_face.writer import TensorToWrite, tensor_of_file, write_safetensors
+from shardwright.model.lora_sizes import LoraSpec
+from shardwright.model.modules import rows
+from shardwright.model.spec import ModelSpec
+from shardwright.system.errors import CheckpointError, InputError
+from shardwright.system.files import inside, new_folder
+from shardwright.training.checkpoint.manifest import BaseRecord
+from shardwright.training.importing import is_free, write_weights_folder
+from shardwright.training.weights import (
+    AdaptedWeights,
+    Weights,
+    count_not_finite,
+    fingerprint,
+    frozen_names,
+    not_finite_in_words,
+    open_weights,
+)
+
+BASE = "shardwright_base"
+"""Key of the file's metadata with the fingerprint of the base's values."""
+
+
+class BaseWithAdapters:
+    """The weights W + s B A of a run with adapters, in the type of the base, computed in 32 bits or wider.
+
+    Raises CheckpointError if the base is quantised.
+    """
+
+    def __init__(self, weights: AdaptedWeights) -> None:
+        assert weights.spec.lora is not None
+        base = weights.base
+        if isinstance(base, HuggingFaceWeights) and base.quantised:
+            raise CheckpointError(
+                f"{base.path} has weights in mxfp4, into which adapters cannot be merged; write the adapters alone "
+                f"with --adapter"
+            )
+        self.path, self.spec = weights.path, replace(weights.spec, lora=None)
+        self._weights, self._scale = weights, weights.spec.lora.scale
+        here = rows(self.spec)
+        self.shapes = {name: shape for name, shape in weights.shapes.items() if name in here}
+        self.dtypes = {name: weights.dtypes[name] for name in self.shapes}
+        self.left_out = weights.left_out
+
+    def read(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Return a box of a parameter, as `Weights.read`."""
+        box, begin = self._weights.read(name, offsets, shape), name.rpartition(".")[0]
+        if not name.endswith(".weight") or f"{begin}.lora_a" not in self._weights.shapes:
+            return box
+        rank = self._weights.shapes[f"{begin}.lora_a"][0]
+        a_RD = self._weights.read(f"{begin}.lora_a", (0, offsets[1]), (rank, shape[1]))
+        b_FR = self._weights.read(f"{begin}.lora_b", (offsets[0], 0), (shape[0], rank))
+        wide = torch.promote_types(torch.promote_types(a_RD.dtype, box.dtype), torch.float32)
+        return (box.to(wide) + self._scale * (b_FR.to(wide) @ a_RD.to(wide))).to(box.dtype)
+
+    def describe(self) -> str:
+        """Return a description in one line."""
+        return f"{self._weights.describe()}, merged"
+
+
+def adapted(source: str | Path) -> AdaptedWeights:
+    """Return the weights of a run with adapters, or of one of its checkpoints. Raises CheckpointError for others."""
+    weights = open_weights(source)
+    if not isinstance(weights, AdaptedWeights):
+        raise CheckpointError(f"{weights.path} has no adapters; leave --adapter and --merge out to write its weights")
+    return weights
+
+
+def export_adapter(source: str | Path, out: Path, architecture: str | None = None) -> int:
+    """Write the adapters of a run to the new folder `out` as peft reads them, and return their bytes.
+
+    `architecture`: as for `training.exporting.export`. Raises ConfigError for a model without an architecture in
+    `transformers`, and for matrices that are parts of larger ones there; CheckpointError for a run without adapters.
+    """
+    weights = adapted(source)
+    path = str(weights.base.path)
+    files = adapter_files(architecture_of(replace(weights.spec, lora=None), architecture), weights.spec, path)
+    named = {tensor.name: tensor for tensor in files.tensors}
+    entries = [
+        TensorToWrite(name, weights.dtypes[tensor.parts[0].name], tensor.shape)
+        for name, tensor in sorted(named.items())
+    ]
+
+    def make(entry: TensorToWrite) -> Tensor:
+        tensor = tensor_of_file(named[entry.name], weights.read, getattr(torch, entry.dtype))
+        if n := count_not_finite(tensor):
+            raise InputError(
+                f"{not_finite_in_words(weights.path, n, tensor.numel(), entry.name)}; take an earlier checkpoint"
+            )
+        return tensor
+
+    with new_folder(out, is_free, CheckpointError) as fresh:
+        (fresh / ADAPTER).write_text(json.dumps(files.config, indent=2, sort_keys=True) + "\n")
+        of_base = fingerprint(weights.base, frozen_names(weights.spec), of_values=True)
+        write_safetensors(fresh / ADAPTER_WEIGHTS, entries, make, {BASE: of_base})
+    return sum(entry.n_bytes for entry in entries)
+
+
+class ImportedAdapter:
+    """An adapter of peft under our names, for a base. `spec`: the model with these adapters.
+
+    Raises CheckpointError for an adapter of another base, and for one whose targets or ranks differ between layers.
+    """
+
+    def __init__(self, folder: Path, base: Weights) -> None:
+        self.path, self.left_out = folder, dict[str, str]()
+        plain = replace(base.spec, lora=None)
+        matrices = adapted_matrices(architecture_of(plain), plain)
+        of_file = {tensor.name: (name, tensor) for name, tensor in matrices.items() if len(tensor.shape) == 2}
+        transposed = {name for name, (_, tensor) in of_file.items() if tensor.transposed}
+        given = MergedAdapter(folder, {name: tensor.shape for name, (_, tensor) in of_file.items()}, transposed)
+        self._tensors: dict[str, Tensor] = {}
+        for matrix in given.matrices:
+            name, tensor = of_file[matrix]
+            a_RD, b_FR = given.factors(matrix)
+            begin = name.rpartition(".")[0]
+            self._tensors[f"{begin}.lora_a"] = a_RD
+            self._tensors[f"{begin}.lora_b"] = b_FR if tensor.order is None else b_FR[list(tensor.order)]
+        self.spec = replace(plain, lora=_lora(folder, plain, self._tensors, *given.settings))
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+        self.dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in self._tensors.items()}
+        with safe_open(inside(folder, ADAPTER_WEIGHTS), framework="pt") as file:
+            stated = (file.metadata() or {}).get(BASE)
+        if stated not in (None, fingerprint(base, frozen_names(self.spec), of_values=True)):
+            raise CheckpointError(
+                f"{folder} is an adapter for other weights than {base.path}; give its base with --base"
+            )
+
+    def read(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Return a box of an adapter's matrix, as `Weights.read`."""
+        spans = zip(offsets, shape, strict=True)
+        return self._tensors[name][tuple(slice(first, first + n) for first, n in spans)]
+
+    def describe(self) -> str:
+        """Return a description in one line."""
+        return f"the adapter in {self.path}"
+
+
+def _lora(folder: Path, spec: ModelSpec, tensors: Mapping[str, Tensor], alpha: float, rslora: bool) -> LoraSpec:
+    """Return the section [lora] of the adapters of a base."""
+    ranks = {len(tensor) for name, tensor in tensors.items() if name.endswith(".lora_a")}
+    if len(ranks) != 1:
+        raise CheckpointError(
+            f"{folder}: its adapters have the ranks {', '.join(map(str, sorted(ranks)))}, and all of a run have one "
+            f"rank; merge the adapter with the merge_and_unload of peft"
+        )
+    modules = {name.rpartition(".")[0].partition(".")[2].partition(".")[2] for name in tensors}
+    lora = LoraSpec(rank=ranks.pop(), alpha=float(alpha), targets=tuple(sorted(modules)), rslora=rslora)
+    wanted = {name for name, row in rows(replace(spec, lora=lora)).items() if row.adapter}
+    if missing := sorted(wanted - set(tensors)):
+        raise CheckpointError(
+            f"{folder}: there is no adapter for {missing[0].rpartition('.')[0]}, and all layers of a run have the same "
+            f"targets; merge the adapter with the merge_and_unload of peft"
+        )
+    return lora
+
+
+def import_adapter(folder: str | Path, base: str | Path, out: Path) -> ImportedAdapter:
+    """Write an adapter of peft for the weights `base` to the new folder `out`, with which a run with [lora] starts.
+
+    Raises InputError with all problems of an adapter that is not supported, damaged, or of another base.
+    """
+    weights = open_weights(base)
+    given = ImportedAdapter(Path(folder), weights)
+    record = BaseRecord(os.path.abspath(base), fingerprint(weights, frozen_names(given.spec)))
+    write_weights_folder(given, folder, out, base=record)
+    return given

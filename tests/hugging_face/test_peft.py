@@ -1,0 +1,146 @@
+"""Proves that adapters pass between peft and runs: equal logits of peft's model, of the exported adapter and of the
+merged export, and that an adapter of another base is refused."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shardwright.system.errors import CheckpointError, InputError
+from shardwright.training.adapters import export_adapter, import_adapter
+from shardwright.training.exporting import export
+from shardwright.training.weights import open_weights
+
+pytest.importorskip("transformers")
+
+from tests.hugging_face.models import FAMILIES, saved
+
+RANK, ALPHA = 4, 6.0
+TARGETS = {
+    "llama": ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj"),
+    "gpt2": ("mlp.c_fc", "mlp.c_proj"),
+}
+BEGIN = {"llama": "model.layers", "gpt2": "transformer.h"}
+
+
+def adapter(folder: Path, base: Path, family: str, **keys: Any) -> Path:
+    """Write the files that peft writes for an adapter of `base` with random values."""
+    folder.mkdir()
+    tensors, held = {}, load_file(base / "model.safetensors")
+    for name, matrix in held.items():
+        module = name.removesuffix(".weight")
+        if name.endswith(".weight") and module.endswith(TARGETS[family]):
+            n_out, n_in = matrix.shape if family == "llama" else matrix.shape[::-1]
+            full = module if module.startswith(BEGIN[family]) else f"transformer.{module}"
+            begin = f"base_model.model.{full}"
+            tensors[f"{begin}.lora_A.weight"] = torch.randn(RANK, n_in) / 5
+            tensors[f"{begin}.lora_B.weight"] = torch.randn(n_out, RANK) / 5
+    assert tensors
+    save_file(tensors, folder / "adapter_model.safetensors")
+    targets = sorted({each.rpartition(".")[2] for each in TARGETS[family]})
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": targets, "bias": "none"}
+    config |= {"task_type": "CAUSAL_LM", "fan_in_fan_out": family == "gpt2"} | keys
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(params=TARGETS)
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def test_an_adapter_of_peft_is_exported_as_it_was_imported_and_merged_as_it_is_read(family: str, tmp_path: Path):
+    base = saved(tmp_path / "base", FAMILIES[family])
+    given = adapter(tmp_path / "given", base, family)
+    start = tmp_path / "start"
+    imported = import_adapter(given, base, start)
+    assert imported.spec.lora is not None
+    assert imported.spec.lora.scale == ALPHA / RANK
+    export_adapter(start, tmp_path / "out")
+    ours, theirs = (load_file(tmp_path / at / "adapter_model.safetensors") for at in ("out", "given"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    export(start, tmp_path / "merged", merge=True)
+    for file in given.iterdir():
+        shutil.copy(file, base / file.name)  # a base with its adapter is read merged
+    merged, read = open_weights(tmp_path / "merged"), open_weights(base)
+    for name, shape in read.shapes.items():
+        torch.testing.assert_close(
+            merged.read(name, (0,) * len(shape), shape), read.read(name, (0,) * len(shape), shape)
+        )
+
+
+@pytest.mark.prove
+def test_peft_loads_an_exported_adapter_with_the_logits_of_the_merged_weights(family: str, tmp_path: Path):
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    base = saved(tmp_path / "base", FAMILIES[family])
+    import_adapter(adapter(tmp_path / "given", base, family), base, tmp_path / "start")
+    export_adapter(tmp_path / "start", tmp_path / "out")
+    export(tmp_path / "start", tmp_path / "merged", merge=True)
+    tokens_BT = torch.arange(12).reshape(2, 6)
+
+    def load(folder: Path) -> Any:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    with torch.no_grad():
+        plain = load(base)(tokens_BT).logits
+        adapted = peft.PeftModel.from_pretrained(load(base), tmp_path / "out").eval()(tokens_BT).logits
+        merged = load(tmp_path / "merged")(tokens_BT).logits
+    assert (adapted - plain).abs().max() > 0.01
+    torch.testing.assert_close(merged, adapted, rtol=1e-4, atol=1e-5)
+
+
+def test_an_adapter_of_another_base_is_refused(tmp_path: Path):
+    base, family = saved(tmp_path / "base", FAMILIES["llama"]), "llama"
+    given = adapter(tmp_path / "given", base, family)
+    import_adapter(given, base, tmp_path / "start")
+    export_adapter(tmp_path / "start", tmp_path / "out")
+    held = load_file(base / "model.safetensors")
+    changed = {name: tensor + 1 for name, tensor in held.items()}
+    save_file(changed, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="is an adapter for other weights than"):
+        import_adapter(tmp_path / "out", base, tmp_path / "again")
+    with pytest.raises(CheckpointError, match="that folder has other weights now"):
+        export_adapter(tmp_path / "start", tmp_path / "more")
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"peft_type": "IA3"}, "peft_type='IA3' is not supported"),
+        ({"use_dora": True}, "use_dora=True is not supported"),
+    ],
+)
+def test_adapters_that_no_run_can_have_are_refused(keys: dict[str, Any], said: str, tmp_path: Path):
+    base = saved(tmp_path / "base", FAMILIES["llama"])
+    with pytest.raises(InputError, match=said):
+        import_adapter(adapter(tmp_path / "given", base, "llama", **keys), base, tmp_path / "start")
+
+
+def test_adapters_of_some_layers_or_of_several_ranks_are_refused(tmp_path: Path):
+    base = saved(tmp_path / "base", FAMILIES["llama"])
+    given = adapter(tmp_path / "given", base, "llama")
+    tensors = load_file(given / "adapter_model.safetensors")
+    save_file({n: t for n, t in tensors.items() if ".layers.0." in n}, given / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match=r"there is no adapter for layers\.1\."):
+        import_adapter(given, base, tmp_path / "start")
+    first = next(name for name in tensors if name.endswith("lora_A.weight"))
+    narrow = {first: tensors[first][:2], first.replace("_A", "_B"): tensors[first.replace("_A", "_B")][:, :2]}
+    save_file({n: t.contiguous() for n, t in (tensors | narrow).items()}, given / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match="have the ranks 2, 4"):
+        import_adapter(given, base, tmp_path / "start")
+
+
+def test_weights_without_adapters_are_not_exported_as_adapters(tmp_path: Path):
+    base = saved(tmp_path / "base", FAMILIES["llama"])
+    with pytest.raises(CheckpointError, match="has no adapters"):
+        export_adapter(base, tmp_path / "out")
+    import_adapter(adapter(tmp_path / "given", base, "llama"), base, tmp_path / "start")
+    with pytest.raises(CheckpointError, match="give --adapter to write them alone, or --merge"):
+        export(tmp_path / "start", tmp_path / "merged")

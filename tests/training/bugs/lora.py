@@ -1,0 +1,86 @@
+"""Bugs of adapters: of their sums over tp, of their scale, of frozen weights, and of checkpoints that have adapters
+alone."""
+
+from dataclasses import replace
+from typing import Any
+
+from shardwright.layout.layout import Layout
+from shardwright.model.lora_sizes import LoraSpec
+from tests.mutation import Mutation
+from tests.training.bugs.bug import ONE, SP, STATE, TENSOR, TP, ZERO_3, AnyBug, Bug, ResumeBug, UnitBug
+from tests.training.worlds import SPEC
+
+_LORA: dict[str, Any] = {"lora": LoraSpec(rank=3, alpha=6.0)}
+_SPLIT, _TESTS = "shardwright.split.tensor:summed_over", "tests/training/test_lora.py"
+
+SCALE: dict[str, AnyBug] = {
+    "the adapter of a row-parallel matrix is counted twice": Bug(
+        Mutation(f"{TENSOR}:_row_product", "y_BTD.add_(also_BTD)", "y_BTD.add_(2 * also_BTD)"), [TP, SP], spec=_LORA
+    ),
+    "the output of an adapter has no scale": UnitBug(
+        Mutation("shardwright.model.matmul:Adaptable.widen", "z * self.lora_scale", "z"),
+        f"{_TESTS}:test_an_adapter_computes_as_the_sum_of_base_and_product",
+    ),
+    "the input's gradient lacks the part through an adapter": Bug(
+        Mutation(
+            f"{TENSOR}:_input_gradient",
+            "zip(dys_BTF, weights, fp8, strict=True)",
+            "[each for each in zip(dys_BTF, weights, fp8, strict=True) if not each[1].requires_grad]",
+        ),
+        [TP, SP],
+        spec=_LORA,
+    ),
+}
+REDUCTION: dict[str, AnyBug] = {
+    "the gradients of replicated matrices of adapters are not summed over tp": Bug(
+        Mutation(_SPLIT, "row.split == 'per_head'", "row.split == 'per_head' and not row.adapter"), [TP, SP], spec=_LORA
+    ),
+    "the gradient of B of replicated kv heads is not summed": Bug(
+        Mutation(_SPLIT, "kv_replicas(n_kv_heads, layout.tp) > 1", "not row.adapter"),
+        [Layout(tp=4, sequence_parallel=True)],
+        spec=_LORA,
+    ),
+    "the adapter of a row-parallel matrix is left out of the sum": Bug(
+        Mutation(f"{TENSOR}:_row_product", "y_BTD if also_BTD is None else y_BTD.add_(also_BTD)", "y_BTD"),
+        [TP],
+        spec=_LORA,
+    ),
+}
+STALE: dict[str, AnyBug] = {
+    "frozen weights have gradients": Bug(
+        Mutation(f"{TENSOR}:plain_parameters", "parameter.requires_grad", "True"), [TP], spec=_LORA
+    ),
+}
+RECOMPUTATION: dict[str, AnyBug] = {
+    "the matmul that the recomputation skips lacks its adapter": Bug(
+        Mutation(
+            f"{TENSOR}:RowLinear.forward",
+            "_row_product(x_BTF, weight, also_BTD, self.axis, self.fp8)",
+            "_row_product(x_BTF, weight, None, self.axis, self.fp8)",
+        ),
+        [TP.changed(recompute="full")],
+        spec=_LORA,
+    ),
+}
+FILES: dict[str, AnyBug] = {
+    "adapters are added to another base": UnitBug(
+        Mutation(
+            "shardwright.training.weights:AdaptedWeights.__init__",
+            "fingerprint(self.base, frozen) != manifest.base.fingerprint",
+            "False",
+        ),
+        f"{_TESTS}:check_that_another_base_is_refused",
+    ),
+}
+RESUME: dict[str, AnyBug] = {
+    "the B of adapters is not taken up": ResumeBug(
+        Mutation(
+            f"{STATE}:load",
+            "read_into(folder, manifest, tensors, stored_tensors(trainer))",
+            "read_into(folder, manifest, {k: v for k, v in tensors.items() if not k.endswith('lora_b')}, "
+            "stored_tensors(trainer))",
+        ),
+        (ONE, ZERO_3),
+        replace(SPEC, **_LORA),
+    ),
+}

@@ -1,0 +1,170 @@
+"""Proves that adapters train on every layout as in one process, in float64, and that the base weights stay as they are.
+
+`verify` begins with a B that is not zero: with the zeros of a run, no gradient would depend on A or on B's sharding.
+"""
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwright.config import parse, resolved_toml
+from shardwright.layout.layout import Layout
+from shardwright.model.init import initialise
+from shardwright.model.lora_sizes import LoraSpec
+from shardwright.model.spec import ModelSpec
+from shardwright.model.transformer import Transformer
+from shardwright.system.errors import CheckpointError, ConfigError
+from shardwright.training.base_weights import base_record, fill_base
+from shardwright.training.build import build_model, build_trainer
+from shardwright.training.checkpoint.manifest import TrainingProgress, read_manifest
+from shardwright.training.checkpoint.saver import save
+from shardwright.training.checkpoint.store import CheckpointStore
+from shardwright.training.weights import open_weights
+from shardwright.verification import Case, Verifier
+from shardwright.verification.case import ADAPTER_STD
+from tests.distributed import run_ranks
+from tests.hugging_face.models import FAMILIES, saved
+from tests.marks import rest_prove
+from tests.training.checkpoints import DATA, Logical, equal, hop
+from tests.training.worlds import CASE, EVEN, LONG, SPEC, whole
+
+LORA = LoraSpec(rank=3, alpha=6.0)
+LAYOUTS = {
+    "tp": Layout(tp=2, sequence_parallel=False),
+    "sp": Layout(tp=2, sequence_parallel=True),
+    "zero 3": Layout(dp_shard=2, zero=3),
+    "pp": Layout(pp=2, pp_schedule="zb-h1"),
+    "one rank": Layout(),
+    "zero 0": Layout(dp_replicate=2),
+    "zero 1": Layout(dp_shard=2, zero=1),
+    "zero 2, hybrid": Layout(dp_replicate=2, dp_shard=2, zero=2),
+    "cp": Layout(cp=2),
+    "ulysses": Layout(cp=2, cp_method="ulysses"),
+    "kv heads on two ranks": Layout(tp=4, sequence_parallel=True),
+    "zero 3 of sp": Layout(tp=2, sequence_parallel=True, dp_shard=2, zero=3),
+    "pp of sp": Layout(tp=2, sequence_parallel=True, pp=2, pp_schedule="1f1b"),
+    "dualpipe": Layout(pp=2, pp_schedule="dualpipe"),
+    "recompute": Layout(recompute="full"),
+    "recompute of sp": Layout(tp=2, sequence_parallel=True, recompute="full"),
+    "selective recompute": Layout(recompute="selective"),
+    "parameters on the host": Layout(dp_shard=2, zero=3, offload_parameters="cpu", offload_optimizer="cpu"),
+    "optimizer on the host": Layout(offload_optimizer="cpu"),
+    "activations on the host": Layout(offload_activations="cpu"),
+    "compressed": Layout(dp_replicate=2, compress_gradients="powersgd-2"),
+}
+QUICK = ("sp", "zero 3", "pp")
+
+
+def case_of(layout: Layout, spec: ModelSpec | None = None, lora: LoraSpec = LORA) -> Case:
+    base = CASE if layout.cp * layout.tp == 1 else LONG
+    accumulation = 4 if layout.pp > 1 else 3
+    micro_batch = base.global_batch // (accumulation * layout.data_ranks)
+    return replace(base, spec=replace(spec or base.spec, lora=lora), micro_batch=micro_batch)
+
+
+@pytest.mark.parametrize("name", rest_prove(LAYOUTS, *QUICK))
+def test_adapters_train_as_in_one_process(verifier: Verifier, name: str):
+    report = verifier.parity(case_of(LAYOUTS[name]), LAYOUTS[name])
+    assert report.equal, report.differing or report.worst
+    assert report.worst_error < 1e-12, report.worst
+
+
+def test_an_adapter_computes_as_the_sum_of_base_and_product():
+    spec = replace(EVEN, lora=replace(LORA, rslora=True))
+    adapted, merged = Transformer(spec).double(), Transformer(EVEN).double()
+    initialise(adapted, spec, 0, b_std=ADAPTER_STD)
+    values = dict(adapted.named_parameters())
+    with torch.no_grad():
+        for name, parameter in merged.named_parameters():
+            module = name.rpartition(".")[0]
+            parameter.copy_(values[name])
+            if f"{module}.lora_a" in values:
+                parameter.add_(6.0 / 3**0.5 * values[f"{module}.lora_b"] @ values[f"{module}.lora_a"])
+    tokens_BT = torch.randint(0, spec.vocab_size, (2, 12))
+    torch.testing.assert_close(adapted(tokens_BT), merged(tokens_BT), rtol=1e-12, atol=1e-12)
+
+
+def test_a_checkpoint_has_adapters_alone_and_is_taken_up_bit_by_bit_on_another_layout(tmp_path: Path):
+    spec, before = replace(SPEC, lora=LORA), None
+    for step, layout in enumerate((Layout(), Layout(dp_shard=2, zero=3))):
+        outcomes = run_ranks(hop, layout.world_size, tmp_path, layout, step, spec)
+        assert all(loaded is None or equal(loaded, before) for loaded, _ in outcomes)
+        before = outcomes[0][1]
+        manifest = read_manifest(CheckpointStore(tmp_path).path_of(step + 1))
+        assert manifest.tensors
+        assert all(name.endswith(("lora_a", "lora_b")) for name in manifest.tensors)
+
+
+def run_file(base: Path, out: Path, **changed: object) -> dict[str, object]:
+    """A run of one step that adapts the weights in `base`."""
+    table = {"out": str(out), "steps": 1, "device": "cpu", "data": {"path": "none"}, "lora": {"rank": 3}}
+    table |= {"batch": {"seq_len": 16, "global_batch": 8}, "model": {"from": str(base)}}
+    return table | {"init": {"weights": str(base)}} | changed
+
+
+def save_adapted(base: Path, folder: Path) -> Logical:
+    """To be run on every rank: save a run's first checkpoint, and return the values of all its parameters."""
+    config = parse(run_file(base, folder, layout={"tp": 2}))
+    model, record = build_model(config, torch.device("cpu"), compiled=False), base_record(config)
+    assert record is not None
+    fill_base(model, record)
+    trainer = build_trainer(config, model, torch.device("cpu"), compiled=False, base=record)
+    save(CheckpointStore(folder), trainer, TrainingProgress(1, 8, config.seed), DATA, resolved_toml(config))
+    return {name: whole(parameter) for name, parameter in model.named_parameters.items()}
+
+
+def adapted(folder: Path) -> tuple[Path, Path, Logical]:
+    """A base, a checkpoint of a run that adapts it, and the values of the parameters."""
+    base = saved(folder / "base", FAMILIES["llama"])
+    values, _ = run_ranks(save_adapted, 2, base, folder / "run")
+    return base, CheckpointStore(folder / "run").path_of(1), values
+
+
+def test_the_weights_of_a_checkpoint_are_its_adapters_and_the_base_that_it_names(tmp_path: Path):
+    base, checkpoint, values = adapted(tmp_path)
+    weights, whole_base = open_weights(checkpoint), open_weights(base)
+    assert weights.shapes.keys() == values.keys()
+    assert weights.spec.lora == LoraSpec(rank=3)
+    for name, value in values.items():
+        box = (0,) * value.dim(), tuple(value.shape)
+        assert torch.equal(weights.read(name, *box), value)
+        assert name not in whole_base.shapes or torch.equal(whole_base.read(name, *box), value)
+
+
+def test_a_base_that_has_changed_is_refused():
+    check_that_another_base_is_refused()
+
+
+def check_that_another_base_is_refused() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        base, checkpoint, _ = adapted(Path(name))
+        (other,) = base.glob("*.safetensors")
+        other.write_bytes(other.read_bytes()[:-4096] + bytes(4096))
+        refusal = None
+        try:
+            open_weights(checkpoint)
+        except CheckpointError as error:
+            refusal = str(error)
+        assert refusal == (
+            f"{checkpoint} has adapters for the weights in {base}, and that folder has other weights now; put the "
+            f"weights back"
+        )
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"lora": {"rank": 3, "targets": ["atention"]}}, "no matrix of this model; did you mean 'attention'?"),
+        ({"lora": {"rank": 33}}, "lora.rank=33 is above the smaller side of attention.k.weight, 24 x 32; valid: 1 to"),
+        ({"lora": {"rank": 3}, "init": {}}, "init.weights names none; set init.weights, or leave [lora] out"),
+        ({"lora": {"alpha": 8.0}}, "lora.alpha=8.0 is not used with lora.rank=0; set lora.rank, or leave it out"),
+    ],
+)
+def test_adapters_that_fit_no_model_are_refused(tmp_path: Path, changed: dict[str, object], said: str):
+    base = saved(tmp_path / "base", FAMILIES["llama"])
+    with pytest.raises(ConfigError) as refused:
+        parse(run_file(base, tmp_path, **changed))
+    assert any(said in problem for problem in refused.value.problems), refused.value.problems
