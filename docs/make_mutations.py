@@ -83,6 +83,8 @@ FEATURES = {
     "attention_sinks": "sinks of attention",
     "attention_softcap": "soft caps",
     "logit_softcap": "soft caps",
+    "lora": "adapters",
+    "mup": "muP",
 }
 """What a run file has to have, by the key of `ModelSpec` that a bug changes."""
 

@@ -54,7 +54,7 @@ def mup_check(options: MupCheckOptions) -> None:
     from shardwright.verification.coordinates import check_coordinates
     from shardwright.verification.coordinates_view import coordinates_document, coordinates_svg
 
-    spec = config.model.spec()
+    spec = config.spec()
     with progress("widths") as update:
         found = check_coordinates(spec, config.optimizer, widths, options.steps, options.seeds, update)
     if options.draw is not None:

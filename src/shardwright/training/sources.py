@@ -206,7 +206,7 @@ def split_batches(
         micro_batch=config.batch.schedule.longest.micro_batch,
         data_rank=layout.data_rank(rank),
         data_ranks=layout.data_ranks,
-        vocab_size=config.model.spec().vocab_size,
+        vocab_size=config.spec().vocab_size,
         within_documents=config.data.attention == "document",
         references=references,
         max_samples=max_samples,

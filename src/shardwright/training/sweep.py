@@ -46,7 +46,7 @@ class SweepRun:
     @property
     def flops(self) -> float:
         """The model FLOPs of the whole run."""
-        spec, schedule = self.config.model.spec(), self.config.batch.schedule
+        spec, schedule = self.config.spec(), self.config.batch.schedule
         ends = [stage.from_step for stage in schedule.stages[1:]] + [self.config.steps]
         tokens = [schedule.tokens(min(end, self.config.steps)) for end in ends]
         per_token = [spec.train_flops_per_token(stage.seq_len) for stage in schedule.stages]

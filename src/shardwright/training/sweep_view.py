@@ -42,7 +42,7 @@ def sweep_document(runs: Sequence[SweepRun]) -> VerbDocument:
         loss = run.loss
         said = str(run.out) if loss is not None else f"{run.out}: {'diverged' if run.ended else 'not ended'}"
         shown = None if loss is None else Marked(loss, "good" if loss == best[run.flops] else "")
-        rows.append((*run.values.values(), run.config.model.spec().n_parameters, run.flops, shown, said))
+        rows.append((*run.values.values(), run.config.spec().n_parameters, run.flops, shown, said))
     ended = sum(run.ended for run in runs)
     parts: list[Part] = [Facts(_facts(len(runs), ended, fit)), Table(columns, rows)]
     if fit is None:
@@ -52,7 +52,7 @@ def sweep_document(runs: Sequence[SweepRun]) -> VerbDocument:
             {
                 "values": dict(run.values),
                 "out": str(run.out),
-                "parameters": run.config.model.spec().n_parameters,
+                "parameters": run.config.spec().n_parameters,
                 "flops": run.flops,
                 "loss": run.loss,
                 "ended": run.ended,
