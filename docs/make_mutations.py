@@ -109,7 +109,8 @@ def page() -> str:
 
 def _room(bug: Any) -> str:
     """The file that holds the code which is changed."""
-    found = inspect.unwrap(resolve_name(bug.mutation.function))
+    found = resolve_name(bug.mutation.function)
+    found = inspect.unwrap(found.fget if isinstance(found, property) else found)
     module = found.__module__.replace(".", "/")
     return f"src/{module}.py"
 
