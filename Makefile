@@ -4,6 +4,8 @@ BIN := .venv/bin
 # Modules are compiled when they are first imported; all of them would take a minute, and most are never imported.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 QUICKSTART ?=
+# Arguments of the proofs: `--mutations 0/2` runs half of the mutations.
+PROVE ?=
 # Arguments of `make fuzz`: how many settings, and the options that `python -m tests.fuzz --help` lists.
 FUZZ ?= 20
 # One test runner a core, four at most: tests start processes of their own. Tests that share a fixture stay together.
@@ -73,7 +75,7 @@ test-oldest: .venv-oldest/.dev
 
 prove: .venv/.prove
 	@echo "matrices of layouts, mutations, kill trials, planner accuracy: about 40 minutes on 2 cores"
-	$(PYTEST) -m prove
+	$(PYTEST) -m prove $(PROVE)
 
 fuzz: .venv/.dev
 	@echo "random models and layouts, each compared with one process: 20 take 3 minutes on 2 cores, more if some fail"

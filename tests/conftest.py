@@ -5,6 +5,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 # Matrices of tests are small, and several threads of every rank would take turns on the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -28,6 +29,22 @@ BUILT_IN: list[tuple[dict[str, Any], tuple[str, ...]]] = []
 # A busy machine is no reason for a property to fail; pytest's own timeout ends what hangs.
 settings.register_profile("house", deadline=None)
 settings.load_profile("house")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--mutations", default="0/1", metavar="K/N", help="of the tests of mutations only part K of N")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests of mutations of other parts. The part of a test depends on its name alone."""
+    part, parts = map(int, config.getoption("--mutations").split("/"))
+    others = [
+        item for item in items if item.path.name == "test_mutations.py" and crc32(item.nodeid.encode()) % parts != part
+    ]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        left_out = set(others)
+        items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_collectstart() -> None:
