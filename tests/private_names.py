@@ -24,8 +24,10 @@ PUBLIC_CLASSES = (
 )
 """Our own classes may use the names of their private attributes for other things, but on `self` alone."""
 NOT_OF_TORCH = {"_asdict", "_config", "_current_frames", "_exit", "_fields", "_getframe", "_replace"}
+NOT_OF_TORCH |= {"_forkserver", "_forkserver_pid"}
 NOT_OF_TORCH |= {"_grid", "_take_model_step"}
-"""Of named tuples, os, sys and multiprocessing, and of DeepSpeed."""
+NOT_OF_TORCH |= {"_set_main_param_and_optimizer_states"}
+"""Of named tuples, os, sys and multiprocessing, of DeepSpeed and of Megatron Core."""
 BY_NAME = ("getattr", "hasattr", "setattr")
 """Functions that take the name of an attribute as their second argument."""
 

@@ -93,6 +93,7 @@ def check_command(arguments: list[str]) -> None:
     axes = "".join(path.read_text() for path in ROOT.glob("examples/trainers/*.py")) if "--trainer" in rest else ""
     for override in context.params.get("overrides") or ():
         key = override.partition("=")[0]
+        key = f"model.{key}" if key.startswith("mup.") else key  # [mup] is another name of [model.mup]
         assert key in known_keys() or f'"{key}"' in axes, f"--set {override}: there is no such key"
 
 

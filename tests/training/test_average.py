@@ -25,7 +25,7 @@ def values(step: int) -> torch.Tensor:
 def trained(section: AverageSection, steps: int) -> tuple[WeightAverage, nn.Parameter]:
     """An average after some of STEPS steps, and the parameter."""
     parameter = nn.Parameter(values(0))
-    model = SimpleNamespace(named_parameters={"w": parameter}, after_change=lambda: None)
+    model = SimpleNamespace(saved_parameters={"w": parameter}, after_change=lambda: None)
     average = WeightAverage(cast(Any, model), section, STEPS)
     for step in range(1, steps + 1):
         parameter.data.copy_(values(step))
@@ -65,7 +65,7 @@ def test_weights_are_their_own_again_after_their_average_was_applied():
 def check_an_average_is_in_checkpoints():
     """Every tensor of the average is one of a checkpoint, by which a resumed run continues."""
     average, _ = trained(AverageSection(kind="lawa", last=2), 3)
-    model = SimpleNamespace(named_parameters={}, compression_state={})
+    model = SimpleNamespace(saved_parameters={}, named_parameters={}, compression_state={})
     trainer = SimpleNamespace(model=model, optimizer=SimpleNamespace(state={}), average=average)
     saved = named_tensors(cast(Any, trainer))
     assert saved == {"average/0/w": average.tensors["0/w"], "average/1/w": average.tensors["1/w"]}
@@ -111,7 +111,7 @@ def test_an_average_on_the_host_is_pinned_and_is_not_read_before_the_copy_has_en
         patch.setattr(
             torch, "zeros_like", lambda x, pin_memory=False, **how: pinned.append(pin_memory) or zeros(x, **how)
         )
-        model = SimpleNamespace(named_parameters={"w": parameter}, after_change=lambda: None)
+        model = SimpleNamespace(saved_parameters={"w": parameter}, after_change=lambda: None)
         section = AverageSection(kind="ema", device="cpu")
         average = WeightAverage(cast(Any, model), section, STEPS)
         on_device = WeightAverage(cast(Any, model), AverageSection(kind="ema"), STEPS)

@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 from shardwright.layout.layout import Layout
 from shardwright.model.linear_sizes import LinearAttentionSpec
+from shardwright.model.lora_sizes import LoraSpec
+from shardwright.model.mup import MupSpec
 from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling
 from shardwright.model.spec import ModelSpec
 from shardwright.system.errors import CheckpointError
@@ -213,6 +215,8 @@ OTHERS = {
     "moe": MoESpec(n_experts=4, top_k=2, d_ffn=16),
     "latent_attention": LATENT,
     "linear_attention": LinearAttentionSpec(n_k_heads=1, n_v_heads=1, k_dim=4, v_dim=4, full_interval=0),
+    "mup": MupSpec(base_width=16),
+    "lora": LoraSpec(rank=2, targets=("attention",)),
     "nope_layers": (0,),
     "global_layers": (0,),
 }
@@ -239,6 +243,7 @@ def test_a_run_whose_model_differs_in_any_one_field_does_not_go_on(tmp_path: Pat
     run_ranks(save_ranks, 1, tmp_path, ONE)
     (found,) = run_ranks(load_with_each_field_changed, 1, tmp_path)
     assert [name for name, said in found.items() if not said] == [each for each in found if each in FREE]
+    assert "lora" in found.pop("lora")
     assert all(f"it is of another model: {name}=" in said for name, said in found.items() if said)
 
 

@@ -194,7 +194,7 @@ def test_a_resumed_run_reads_the_reference_that_was_computed_before_its_first_st
     ):
         train(folder, "stopped", *resumed)
     save_file(values, reference, {"fingerprint": "of other data"})
-    with pytest.raises(InputError, match=r"reference.safetensors is of other data than the run trains on now"):
+    with pytest.raises(InputError, match=r"reference.safetensors is of other data than is read now"):
         train(folder, "stopped", *resumed)
     reference.write_bytes(content)
     (folder / "tokens").rename(folder / "moved")

@@ -122,8 +122,13 @@ def errors_of_a_beginning(folder: Path, tokens: Path, *bugs: Mutation) -> dict[s
     for name in ("before", "after"):
         (folder / name).mkdir()
     before, after = (write_run_file(folder / name, tokens, "cosine") for name in ("before", "after"))
-    # A step is over before the next one knows of the signal.
-    train_with(before, "layout.tp=2", fault=functools.partial(disturb, (), (), BEFORE - 1), expect=os.EX_TEMPFAIL)
+    # A step is over before the next one knows of the signal; an evaluation before it would know of it too.
+    train_with(
+        before,
+        "layout.tp=2 evaluation.every=0",
+        fault=functools.partial(disturb, (), (), BEFORE - 1),
+        expect=os.EX_TEMPFAIL,
+    )
     assert checkpoints(before) == [f"step-{BEFORE:08d}"]
     weights = before.parent / "out" / "checkpoints" / f"step-{BEFORE:08d}"
     train_with(after, f"init.weights={weights} init.optimizer=true", fault=functools.partial(disturb, bugs, (), None))

@@ -136,6 +136,7 @@ def test_the_job_of_a_run_file_follows_each_key_that_a_job_has():
         ("optimizer_options", {"optimizer.beta1": 0.8}),
         ("averages", {"average.kind": "ema"}),
         ("averages_on_host", {"average.device": "cpu"}),
+        ("pairs", {"preference.kind": "simpo", "data.attention": "document", "data.positions": "document"}),
     ]
 
     def job(settings: dict[str, Any]) -> Job:
@@ -148,5 +149,5 @@ def test_the_job_of_a_run_file_follows_each_key_that_a_job_has():
         assert name in differing, name
         assert differing <= {name, "optimizer_options"}
     assert len({changed.precision for _, changed in jobs}) == 4
-    not_in_a_run_file = {"calibration", "document_tokens", "expert_load"}
+    not_in_a_run_file = {"reference_sequences", "calibration", "document_tokens", "expert_load"}
     assert {each.name for each in fields(Job)} == {name for name, _ in changes} | not_in_a_run_file

@@ -3,7 +3,8 @@
 import atexit
 import os
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,13 +24,15 @@ from shardwright.parallel.apply import apply
 from shardwright.parallel.boxes import gather_whole, local_box
 from shardwright.split.rules import problems as split_problems
 from shardwright.split.stages import schedule_problems
-from shardwright.system.errors import InputError, LayoutError, checked_call
+from shardwright.system.errors import InputError, LayoutError, checked_call, checked_constructor
 from shardwright.training.optimizer import parameter_groups
 from shardwright.training.ranks import ProcessRank, join, pick_device, place_from_environment
 from shardwright.training.step import ForwardBackward
 
 
-class Continuation(NamedTuple):
+@checked_constructor(InputError)
+@dataclass(frozen=True)
+class Continuation:
     """The tokens after a prompt, and the log-probability of each in nats, by the model itself, before temperature,
     top-k and top-p."""
 

@@ -32,7 +32,7 @@ class MupCheckOptions:
 
 @reading_verb
 def mup_check(options: MupCheckOptions) -> None:
-    """Check the parametrisation of a model: do activations change as much in wide models as in narrow ones?
+    """Check a parametrisation: do activations change as much in wide models as in narrow ones?
 
     Models of the given widths, otherwise as the run file has them, take a few steps on the CPU with the run's optimizer
     and its peak learning rate. With muP ([mup] of the run file) the change of each activation does not depend on the

@@ -73,6 +73,10 @@ class ParallelModel:
         self.named_parameters = first_of_each(named)
         """The parameters that are optimised and saved, by their names in the whole model. With FSDP these are the
         shards; `named_parameters()` of a part returns gathered tensors while a block is gathered."""
+        self.saved_parameters = {
+            name: parameter for name, parameter in self.named_parameters.items() if not row_of(spec, name).frozen
+        }
+        """The entries of `named_parameters` that a checkpoint contains: all except frozen ones."""
         self.plain_parameters = first_of_each(plain)
         """The plain tensors that the parts use instead of DTensors, by name; they share memory with the DTensors."""
         self.held_on = holders
@@ -87,12 +91,6 @@ class ParallelModel:
         """The factor of the step's losses."""
         self.load: ExpertLoad | None = None
         """The load of the experts in the last step; None before the first step and without experts."""
-
-    @property
-    def saved_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters of `named_parameters` that a checkpoint contains: all except frozen ones."""
-        named = self.named_parameters
-        return {name: named[name] for name in named if not row_of(self.spec, name).frozen}
 
     @property
     def module(self) -> Transformer:

@@ -52,7 +52,7 @@ def least_recomputation(job: Job, layout: Layout, micro_batch: int, limit_bytes:
     chunks = "" if layout.loss_chunk_tokens or job.pairs else "set layout.loss_chunk_tokens, "
     raise LayoutError(
         f"layout.recompute='auto': even with full recomputation of every layer a rank needs {format_bytes(needed)} of "
-        f"the {format_bytes(limit_bytes)} that it may; lower micro_batch={micro_batch} or raise tp, pp, cp or "
+        f"the {format_bytes(limit_bytes)} that it may; lower batch.micro_batch={micro_batch} or raise tp, pp, cp or "
         f"dp_shard, shard more with layout.zero, {chunks}or raise memory_gib if there is more"
     )
 

@@ -122,7 +122,8 @@ class LogNumbers(Hook):
 
 class Evaluate(Hook):
     """Writes an `evaluation` record before the first step of a run and whenever one is due. `asked_to_stop`: as in
-    `TrainLoop`; an evaluation during which it becomes True ends at once, without a record, so that the run can save."""
+    `TrainLoop`; an evaluation during which it becomes True ends at once, without a record, so that the run can save.
+    The evaluation after the last step, `steps`, is always finished."""
 
     def __init__(
         self,
@@ -130,10 +131,11 @@ class Evaluate(Hook):
         samples: RunSamples,
         log: RunLog,
         phases: Phases,
+        steps: int,
         asked_to_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.trainer, self.samples, self.log, self.phases = trainer, samples, log, phases
-        self.asked_to_stop, self._stopped = asked_to_stop, False
+        self.steps, self.asked_to_stop, self._stopped = steps, asked_to_stop, False
 
     def on_start(self, start: RunStart) -> None:
         if start.step == 0:
@@ -144,16 +146,18 @@ class Evaluate(Hook):
         if not sources.validation:
             return
         self.phases.begin("evaluation", step)
-        means = self._means()
-        averaged: dict[str, list[float]] = {}
-        if self.trainer.average is not None and means and not self._stopped:
+        means = self._means(step)
+        averaged: dict[str, list[float]] | None = {}
+        if self.trainer.average is not None and means:
             with self.trainer.average.applied(step) as applied:
-                averaged = self._means() if applied else {}
+                averaged = self._means(step) if applied else {}
         self.phases.end("evaluation")
-        if self._stopped:
-            self.log.say(f"evaluation after step {step} not finished: the run was asked to stop")
+        if means is None or averaged is None:
+            what = "evaluation" if means is None else "evaluation of the averaged weights"
+            self.log.say(f"{what} after step {step} not finished: the run was asked to stop")
+        if means is None:
             return
-        for name in sources.validation.keys() - means.keys():
+        for name in [name for name in sources.validation if name not in means]:
             self.log.say(f"no validation loss of {name}: none of the sequences has a token that counts")
         if not means:
             return
@@ -173,15 +177,17 @@ class Evaluate(Hook):
         self._stopped = self._stopped or self.asked_to_stop()
         return not self._stopped
 
-    def _means(self) -> dict[str, list[float]]:
-        """Return the means of `evaluation_sums` of each source that has a token that counts, until the run is asked to
-        stop."""
+    def _means(self, step: int) -> dict[str, list[float]] | None:
+        """Return the means of `evaluation_sums` of each source that has a token that counts; None if the run is asked
+        to stop before its last step."""
         means: dict[str, list[float]] = {}
         for name, samples in self.samples.sources.validation.items():
-            batches = takewhile(self._goes_on, self.samples.evaluation_batches(samples))
-            sums, counts = self.trainer.evaluation_sums(batches).tolist()
-            if self._stopped:
-                break
+            batches = self.samples.evaluation_batches(samples)
+            sums, counts = self.trainer.evaluation_sums(
+                takewhile(self._goes_on, batches) if step < self.steps else batches
+            ).tolist()
+            if self._stopped and step < self.steps:
+                return None
             if counts[0]:
                 means[name] = [total / max(n, 1) for total, n in zip(sums, counts, strict=True)]
         return means

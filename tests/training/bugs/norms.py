@@ -41,7 +41,7 @@ SCALE = {
         Mutation(NORM, "squares_BT1 / self.width", "squares_BT1 / x_BTF.shape[-1]"), [TP], spec=WHOLE
     ),
     "branches are divided by residual_scale": UnitBug(
-        Mutation(BLOCK, "y_BTD * self.residual_scale", "y_BTD / self.residual_scale"), LOGITS, ("granite",)
+        Mutation(BLOCK, "y_BTD * self.branch_scale", "y_BTD / self.branch_scale"), LOGITS, ("granite",)
     ),
     "the embedding is not scaled": UnitBug(
         Mutation(

@@ -106,7 +106,7 @@ SCALE = {
     "the plan copies shards of all ranks from the host for each gather": UnitBug(
         Mutation(
             f"{_COST}.data_parallel:over_link",
-            "np.where(copied, group.count / group.shards, 0.0)",
+            "np.where(copied, count / group.shards, 0.0)",
             "np.where(copied, group.count, 0.0)",
         ),
         _PLANNED,

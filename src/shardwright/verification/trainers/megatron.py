@@ -61,11 +61,14 @@ class MegatronTrainer:
         """Return why the degrees do not fit the model, or None."""
         experts, stages = options.get("experts", 0), axes["pp"] * _chunks(axes, options)
         sizes = [("n_kv_heads", spec.n_kv_heads, axes["tp"]), ("n_layers", spec.n_layers, stages)]
-        for name, size, parts in [*sizes, ("d_ffn", spec.d_ffn, axes["tp"])]:
+        sizes += [("d_ffn", spec.d_ffn, axes["tp"]), ("vocab_size", spec.vocab_size, axes["tp"])]
+        for name, size, parts in sizes:
             if size % parts:
                 return f"{parts} parts do not divide {name}={size}; --set model.{name}={parts}"
         if axes["ep"] > 1 and (experts == 0 or experts % axes["ep"]):
             return f"ep={axes['ep']} does not divide experts={experts}; --set experts={2 * axes['ep']}"
+        if experts == 1 or (options.get("aux_loss", 0.0) and not experts):
+            return f"experts={experts}: a token takes two experts, and aux_loss balances them; --set experts=4"
         if axes["tp"] > 1 and experts and not options.get("sequence_parallel", False):
             return "Megatron Core trains experts over tp only with --set sequence_parallel=true"
         return None
