@@ -76,55 +76,13 @@ class MegatronTrainer:
     def __init__(self, spec: ModelSpec, world: World) -> None:
         options, self.axes = world.options, world.axes
         self.mode = Float64 if world.dtype == torch.float64 else nullcontext
-        self.is_zero = options.get("distributed_optimizer", False)
-        self.per_token = options.get("per_token", True)
-        self.n_experts, aux_loss = options.get("experts", 0), options.get("aux_loss", 0.0)
-        virtual = _chunks(world.axes, options)
+        self.is_zero, self.n_experts = options.get("distributed_optimizer", False), options.get("experts", 0)
         self.expert_tp = 1 if world.axes["ep"] > 1 else world.axes["tp"]  # gloo has no all-gather of uneven shards
+        virtual = _chunks(world.axes, options)
         self._initialise(virtual)
         self.data_ranks = parallel_state.get_data_parallel_world_size()
         self.data_rank = parallel_state.get_data_parallel_rank()
-        overlaps = virtual > 1 and options.get("overlap_p2p", True)
-        tp, tied, sinks = world.axes["tp"], options.get("tied", False), options.get("sinks", False)
-        mixture: dict[str, Any] = {
-            "num_moe_experts": self.n_experts,
-            "moe_ffn_hidden_size": spec.d_ffn,
-            "moe_router_topk": 2,
-            "moe_token_dispatcher_type": "alltoall",
-            "moe_router_load_balancing_type": "aux_loss" if aux_loss else "none",
-            "moe_aux_loss_coeff": aux_loss,
-        }
-        config = TransformerConfig(
-            num_layers=spec.n_layers,
-            hidden_size=spec.d_model,
-            num_attention_heads=spec.n_heads,
-            num_query_groups=spec.n_kv_heads,
-            ffn_hidden_size=spec.d_ffn,
-            normalization="RMSNorm",
-            gated_linear_unit=True,
-            activation_func=torch.nn.functional.silu,
-            add_bias_linear=False,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            softmax_type="learnable" if sinks else "vanilla",
-            tensor_model_parallel_size=tp,
-            sequence_parallel=options.get("sequence_parallel", False) and tp > 1,
-            pipeline_model_parallel_size=world.axes["pp"],
-            virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
-            expert_model_parallel_size=world.axes["ep"],
-            expert_tensor_parallel_size=self.expert_tp,
-            pipeline_dtype=world.dtype,
-            params_dtype=world.dtype,
-            use_cpu_initialization=True,
-            gradient_accumulation_fusion=False,
-            finalize_model_grads_func=finalize_model_grads,
-            deallocate_pipeline_outputs=False,
-            overlap_p2p_comm=overlaps,
-            batch_p2p_comm=not overlaps,
-            bias_activation_fusion=False,
-            calculate_per_token_loss=self.per_token,
-            **(mixture if self.n_experts else {}),
-        )
+        tied, config = options.get("tied", False), _config(spec, world, self.expert_tp)
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=self.is_zero)
         layer = get_gpt_layer_local_spec(
             num_experts=self.n_experts or None, moe_grouped_gemm=False, normalization="RMSNorm"
@@ -143,18 +101,17 @@ class MegatronTrainer:
                 post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **of_chunk),
                 **of_chunk,
             )
-            if sinks:
-                for block in model.decoder.layers:
-                    torch.nn.init.normal_(block.self_attention.core_attention.softmax_offset)
+            for block in model.decoder.layers if config.softmax_type == "learnable" else ():
+                torch.nn.init.normal_(block.self_attention.core_attention.softmax_offset)
             self.chunks.append(DistributedDataParallel(config, ddp, model))
-        adam = OptimizerConfig(
+        settings = OptimizerConfig(
             optimizer="adam" if self.is_zero else "sgd",
             lr=0.01,
             weight_decay=0.0,
             params_dtype=world.dtype,
             use_distributed_optimizer=self.is_zero,
         )
-        self.optimizer: Any = get_megatron_optimizer(adam, self.chunks)
+        self.optimizer: Any = get_megatron_optimizer(settings, self.chunks)
 
     def _initialise(self, virtual: int) -> None:
         """Make the library's process groups, which live as long as the process or until others are needed."""
@@ -260,6 +217,52 @@ class MegatronTrainer:
 
     def parameters(self) -> dict[str, Any]:
         return dict(self._shards({parameter: parameter.detach() for _, parameter in self._named()}))
+
+
+def _config(spec: ModelSpec, world: World, expert_tp: int) -> TransformerConfig:
+    """Return the library's configuration of a model and the degrees of the axes."""
+    options, tp = world.options, world.axes["tp"]
+    virtual, n_experts, aux_loss = _chunks(world.axes, options), options.get("experts", 0), options.get("aux_loss", 0.0)
+    overlaps = options.get("overlap_p2p", True) and virtual > 1
+    mixture: dict[str, Any] = {
+        "num_moe_experts": n_experts,
+        "moe_ffn_hidden_size": spec.d_ffn,
+        "moe_router_topk": 2,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "aux_loss" if aux_loss else "none",
+        "moe_aux_loss_coeff": aux_loss,
+    }
+    return TransformerConfig(
+        num_layers=spec.n_layers,
+        hidden_size=spec.d_model,
+        num_attention_heads=spec.n_heads,
+        num_query_groups=spec.n_kv_heads,
+        ffn_hidden_size=spec.d_ffn,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        softmax_type="learnable" if options.get("sinks", False) else "vanilla",
+        tensor_model_parallel_size=tp,
+        sequence_parallel=options.get("sequence_parallel", False) and tp > 1,
+        pipeline_model_parallel_size=world.axes["pp"],
+        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+        expert_model_parallel_size=world.axes["ep"],
+        expert_tensor_parallel_size=expert_tp,
+        pipeline_dtype=world.dtype,
+        params_dtype=world.dtype,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        finalize_model_grads_func=finalize_model_grads,
+        deallocate_pipeline_outputs=False,
+        overlap_p2p_comm=overlaps,
+        batch_p2p_comm=not overlaps,
+        bias_activation_fusion=False,
+        calculate_per_token_loss=options.get("per_token", True),
+        **(mixture if n_experts else {}),
+    )
 
 
 def _chunks(axes: Mapping[str, int], options: Mapping[str, Any]) -> int:
