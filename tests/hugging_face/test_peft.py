@@ -147,7 +147,7 @@ def test_an_imported_adapter_is_trained_exported_and_imported_for_the_same_base(
     base = saved(tmp_path / "base", FAMILIES["llama"])
     lora = import_adapter(adapter(tmp_path / "given", base, "llama"), base, tmp_path / "start").spec.lora
     assert lora is not None
-    save_adapted(tmp_path / "start", tmp_path / "run", tp=1, lora=asdict(lora))
+    save_adapted(tmp_path / "start", tmp_path / "run", tp=1, lora=asdict(lora) | {"targets": [*lora.targets]})
     export_adapter(tmp_path / "run", tmp_path / "out")
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(base)
@@ -162,7 +162,7 @@ def test_an_adapter_of_a_matrix_that_is_several_in_a_run_is_refused(tmp_path: Pa
         import_adapter(adapter(tmp_path / "given", base, "phi3"), base, tmp_path / "start")
     spec = replace(open_weights(base).spec, lora=LoraSpec(rank=2, targets=("k",)))
     with pytest.raises(ConfigError, match=r"layers.0.attention.k is a part of model.layers.0.self_attn.qkv_proj"):
-        adapter_files(architecture_of(replace(spec, lora=None)), spec, "base")
+        adapter_files(architecture_of(replace(spec, lora=None), "phi3"), spec, "base")
 
 
 def test_multi_token_prediction_modules_need_no_adapter_of_peft(tmp_path: Path):

@@ -155,7 +155,8 @@ def test_a_run_is_a_base_by_the_checkpoint_that_was_read(alone: None, tmp_path: 
     first, second = (base / CHECKPOINTS / checkpoint_name(step) for step in (1, 2))
     first.parent.mkdir(parents=True)
     import_weights(files, first)
-    save_adapted(base, out, tp=1)
+    model = {"from": str(files)}
+    save_adapted(base, out, tp=1, model=model)
     (file,) = files.glob("*.safetensors")
     save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file)
     import_weights(files, second)
@@ -164,9 +165,9 @@ def test_a_run_is_a_base_by_the_checkpoint_that_was_read(alone: None, tmp_path: 
     weights = open_weights(checkpoint)
     assert isinstance(weights, AdaptedWeights)
     assert weights.base.path == first
-    resumed = base_record(parse(run_file(base, out, checkpoint={"resume": "auto"})))
+    resumed = base_record(parse(run_file(base, out, checkpoint={"resume": "auto"}, model=model)))
     assert resumed == weights.manifest.base
-    other = base_record(parse(run_file(base, tmp_path / "new")))
+    other = base_record(parse(run_file(base, tmp_path / "new", model=model)))
     assert other is not None
     assert other.path == str(second)
 

@@ -114,8 +114,9 @@ def export_adapter(source: str | Path, out: Path, architecture: str | None = Non
 
 def _architecture_of(base: Weights, spec: ModelSpec, model_type: str | None = None) -> Architecture:
     """Return the architecture whose names the adapters of a base have: of files of `transformers` their own."""
-    own = isinstance(base, HuggingFaceWeights) and model_type is None
-    return base.folder.architecture if own else architecture_of(spec, model_type)
+    if isinstance(base, HuggingFaceWeights) and model_type is None:
+        return base.folder.architecture
+    return architecture_of(spec, model_type)
 
 
 class ImportedAdapter:

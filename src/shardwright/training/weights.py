@@ -5,6 +5,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from math import isclose
 from pathlib import Path
 from typing import Protocol
 
@@ -295,7 +296,7 @@ def adapter_differences(saved: LoraSpec | None, ours: ModelSpec) -> list[str]:
         given = (none, some) if saved is None else (some, none)
         return [] if saved == wanted else [f"it was trained with {given[0]}, and this run has {given[1]} ([lora])"]
     keys = [] if saved.rank == wanted.rank else ["rank"]
-    if keys or saved.scale != wanted.scale:
+    if keys or not isclose(saved.scale, wanted.scale):
         keys += [key for key in ("alpha", "rslora") if getattr(saved, key) != getattr(wanted, key)]
     if rows(replace(ours, lora=replace(wanted, targets=saved.targets))).keys() != rows(ours).keys():
         keys.append("targets")
