@@ -80,3 +80,13 @@ def verifier() -> "Iterator[Verifier]":
 
     with Verifier() as verifier:
         yield verifier
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A world of this process."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -3,6 +3,7 @@ merged export, and that an adapter of another base is refused."""
 
 import json
 import shutil
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shardwright.system.errors import CheckpointError, InputError
-from shardwright.training.adapters import export_adapter, import_adapter
+from shardwright.hugging_face.architecture import architecture_of
+from shardwright.hugging_face.peft import adapter_files
+from shardwright.model.lora_sizes import LoraSpec
+from shardwright.system.errors import CheckpointError, ConfigError, InputError
+from shardwright.training.adapters import ImportedAdapter, export_adapter, import_adapter
 from shardwright.training.exporting import export
 from shardwright.training.weights import open_weights
 
 pytest.importorskip("transformers")
 
 from tests.hugging_face.models import FAMILIES, saved
+from tests.training.test_lora import save_adapted
 
 RANK, ALPHA = 4, 6.0
+FUSED = ("self_attn.qkv_proj",)
 TARGETS = {
     "llama": ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj"),
     "gpt2": ("mlp.c_fc", "mlp.c_proj"),
@@ -33,15 +39,15 @@ def adapter(folder: Path, base: Path, family: str, **keys: Any) -> Path:
     tensors, held = {}, load_file(base / "model.safetensors")
     for name, matrix in held.items():
         module = name.removesuffix(".weight")
-        if name.endswith(".weight") and module.endswith(TARGETS[family]):
-            n_out, n_in = matrix.shape if family == "llama" else matrix.shape[::-1]
-            full = module if module.startswith(BEGIN[family]) else f"transformer.{module}"
+        if name.endswith(".weight") and module.endswith(TARGETS.get(family, FUSED)):
+            n_out, n_in = matrix.shape if family != "gpt2" else matrix.shape[::-1]
+            full = module if module.startswith(BEGIN.get(family, "model")) else f"transformer.{module}"
             begin = f"base_model.model.{full}"
             tensors[f"{begin}.lora_A.weight"] = torch.randn(RANK, n_in) / 5
             tensors[f"{begin}.lora_B.weight"] = torch.randn(n_out, RANK) / 5
     assert tensors
     save_file(tensors, folder / "adapter_model.safetensors")
-    targets = sorted({each.rpartition(".")[2] for each in TARGETS[family]})
+    targets = sorted({each.rpartition(".")[2] for each in TARGETS.get(family, FUSED)})
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": targets, "bias": "none"}
     config |= {"task_type": "CAUSAL_LM", "fan_in_fan_out": family == "gpt2"} | keys
     (folder / "adapter_config.json").write_text(json.dumps(config))
@@ -135,6 +141,40 @@ def test_adapters_of_some_layers_or_of_several_ranks_are_refused(tmp_path: Path)
     save_file({n: t.contiguous() for n, t in (tensors | narrow).items()}, given / "adapter_model.safetensors")
     with pytest.raises(CheckpointError, match="have the ranks 2, 4"):
         import_adapter(given, base, tmp_path / "start")
+
+
+def test_an_imported_adapter_is_trained_exported_and_imported_for_the_same_base(alone: None, tmp_path: Path):
+    base = saved(tmp_path / "base", FAMILIES["llama"])
+    lora = import_adapter(adapter(tmp_path / "given", base, "llama"), base, tmp_path / "start").spec.lora
+    assert lora is not None
+    save_adapted(tmp_path / "start", tmp_path / "run", tp=1, lora=asdict(lora) | {"targets": [*lora.targets]})
+    export_adapter(tmp_path / "run", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(base)
+    import_adapter(tmp_path / "out", base, tmp_path / "again")
+    with pytest.raises(CheckpointError, match=f"has adapters itself; give their base with --base {base}"):
+        import_adapter(tmp_path / "out", tmp_path / "run", tmp_path / "other")
+
+
+def test_an_adapter_of_a_matrix_that_is_several_in_a_run_is_refused(tmp_path: Path):
+    base = saved(tmp_path / "base", FAMILIES["phi3"])
+    with pytest.raises(CheckpointError, match=r"qkv_proj.weight is layers.0.attention.q.weight and .* in a run"):
+        import_adapter(adapter(tmp_path / "given", base, "phi3"), base, tmp_path / "start")
+    spec = replace(open_weights(base).spec, lora=LoraSpec(rank=2, targets=("k",)))
+    with pytest.raises(ConfigError, match=r"layers.0.attention.k is a part of model.layers.0.self_attn.qkv_proj"):
+        adapter_files(architecture_of(replace(spec, lora=None), "phi3"), spec, "base")
+
+
+def test_multi_token_prediction_modules_need_no_adapter_of_peft(tmp_path: Path):
+    base = saved(tmp_path / "base", FAMILIES["llama"])
+    given = adapter(tmp_path / "given", base, "llama")
+    weights = open_weights(base)
+    weights.spec = replace(weights.spec, mtp_modules=1)  # as of a run that trained one beside the layers
+    imported = ImportedAdapter(given, weights)
+    assert imported.spec.lora is not None
+    assert not any(name.startswith("layers.2.") for name in imported.shapes)
+    with pytest.raises(ConfigError, match=r"layers.2.block.attention.q is not in the files of LlamaForCausalLM"):
+        adapter_files(architecture_of(weights.spec), imported.spec, "base")
 
 
 def test_weights_without_adapters_are_not_exported_as_adapters(tmp_path: Path):

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from shardwright.config import parse
 from shardwright.system.errors import InputError
 from shardwright.system.units import GiB
+from shardwright.training.device import least_state_bytes
 from shardwright.training.gpu import GpuFacts, check_gpu, claim_gpu, gpu_problems, interface_problems
 from shardwright.training.ranks import ProcessRank, pick_device
 
@@ -63,6 +64,26 @@ def test_a_gpu_that_is_nearly_full_is_refused_with_what_is_free():
     (problem,) = problems(replace(H100, free_bytes=GiB // 2))
     assert "512 MiB are free" in problem
     assert "nvidia-smi" in problem
+
+
+def test_the_frozen_base_of_adapters_is_counted_in_its_type_and_without_gradients():
+    card = replace(H100, name="RTX 4090", capability=(8, 9), free_bytes=23 * GiB, total_bytes=24 * GiB)
+    run = {"model": {"preset": "llama-3.1-8b"}, "precision": {"compute": "bf16"}, "data": {"path": "tokens"}}
+    run |= BATCH | {"out": "run", "init": {"weights": "base"}}
+    batch = BATCH["batch"] | {"global_batch": 8}
+    adapted = run | {"lora": {"rank": 16}, "batch": batch}
+    assert gpu_problems(card, parse(adapted)) == []
+    (problem,) = gpu_problems(card, parse(run))
+    assert "a rank needs 60.8 GiB or more" in problem
+    trained = 16 * 32 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
+    base_bytes = 2 * 8_030_261_248
+    for layout, frozen in (
+        ({"dp_shard": 8, "zero": 2}, base_bytes),
+        ({"dp_shard": 8, "zero": 3}, base_bytes / 8),
+        ({"dp_shard": 4, "zero": 3, "dp_replicate": 2}, base_bytes / 4),
+        ({"tp": 2, "dp_replicate": 4}, base_bytes / 2),
+    ):
+        assert least_state_bytes(parse(adapted | {"layout": layout}), 8) == trained + frozen
 
 
 @pytest.mark.parametrize(

@@ -9,20 +9,28 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from shardwright.config import parse, resolved_toml
+from shardwright.config import RunConfig, parse, resolved_toml
+from shardwright.conversion.own import read_own_state
 from shardwright.layout.layout import Layout
 from shardwright.model.init import initialise
 from shardwright.model.lora_sizes import LoraSpec
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
-from shardwright.system.errors import CheckpointError, ConfigError
+from shardwright.run_folder import CHECKPOINTS, checkpoint_name
+from shardwright.system.errors import CheckpointError, ConfigError, InputError
 from shardwright.training.base_weights import base_record, fill_base
 from shardwright.training.build import build_model, build_trainer
 from shardwright.training.checkpoint.manifest import TrainingProgress, read_manifest
 from shardwright.training.checkpoint.saver import save
+from shardwright.training.checkpoint.state import load
 from shardwright.training.checkpoint.store import CheckpointStore
-from shardwright.training.weights import open_weights
+from shardwright.training.importing import import_weights, write_weights_folder
+from shardwright.training.initial_weights import initial_weights_problems
+from shardwright.training.merging import merge
+from shardwright.training.step import Trainer
+from shardwright.training.weights import AdaptedWeights, open_weights
 from shardwright.verification import Case, Verifier
 from shardwright.verification.case import ADAPTER_STD
 from tests.distributed import run_ranks
@@ -105,14 +113,22 @@ def run_file(base: Path, out: Path, **changed: object) -> dict[str, object]:
     return table | {"init": {"weights": str(base)}} | changed
 
 
-def save_adapted(base: Path, folder: Path) -> Logical:
-    """To be run on every rank: save a run's first checkpoint, and return the values of all its parameters."""
-    config = parse(run_file(base, folder, layout={"tp": 2}))
+def adapting(config: RunConfig) -> Trainer:
+    """Return the trainer of a run with adapters, with the weights of its base. Every rank calls this."""
     model, record = build_model(config, torch.device("cpu"), compiled=False), base_record(config)
     assert record is not None
     fill_base(model, record)
-    trainer = build_trainer(config, model, torch.device("cpu"), compiled=False, base=record)
-    save(CheckpointStore(folder), trainer, TrainingProgress(1, 8, config.seed), DATA, resolved_toml(config))
+    return build_trainer(config, model, torch.device("cpu"), compiled=False, base=record)
+
+
+def save_adapted(base: Path, folder: Path, tp: int = 2, **changed: object) -> Logical:
+    """To be run on every rank: save a run's first checkpoint, and return the values of all its parameters."""
+    config = parse(run_file(base, folder, layout={"tp": tp}, **changed))
+    trainer = adapting(config)
+    model = trainer.model
+    save(
+        CheckpointStore(folder / CHECKPOINTS), trainer, TrainingProgress(1, 8, config.seed), DATA, resolved_toml(config)
+    )
     return {name: whole(parameter) for name, parameter in model.named_parameters.items()}
 
 
@@ -120,7 +136,7 @@ def adapted(folder: Path) -> tuple[Path, Path, Logical]:
     """A base, a checkpoint of a run that adapts it, and the values of the parameters."""
     base = saved(folder / "base", FAMILIES["llama"])
     values, _ = run_ranks(save_adapted, 2, base, folder / "run")
-    return base, CheckpointStore(folder / "run").path_of(1), values
+    return base, CheckpointStore(folder / "run" / CHECKPOINTS).path_of(1), values
 
 
 def test_the_weights_of_a_checkpoint_are_its_adapters_and_the_base_that_it_names(tmp_path: Path):
@@ -132,6 +148,63 @@ def test_the_weights_of_a_checkpoint_are_its_adapters_and_the_base_that_it_names
         box = (0,) * value.dim(), tuple(value.shape)
         assert torch.equal(weights.read(name, *box), value)
         assert name not in whole_base.shapes or torch.equal(whole_base.read(name, *box), value)
+
+
+def test_a_run_is_a_base_by_the_checkpoint_that_was_read(alone: None, tmp_path: Path):
+    files, base, out = saved(tmp_path / "files", FAMILIES["llama"]), tmp_path / "base", tmp_path / "out"
+    first, second = (base / CHECKPOINTS / checkpoint_name(step) for step in (1, 2))
+    first.parent.mkdir(parents=True)
+    import_weights(files, first)
+    model = {"from": str(files)}
+    save_adapted(base, out, tp=1, model=model)
+    (file,) = files.glob("*.safetensors")
+    save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file)
+    import_weights(files, second)
+    assert str(open_weights(base).path) == str(second)
+    checkpoint = CheckpointStore(out / CHECKPOINTS).path_of(1)
+    weights = open_weights(checkpoint)
+    assert isinstance(weights, AdaptedWeights)
+    assert weights.base.path == first
+    resumed = base_record(parse(run_file(base, out, checkpoint={"resume": "auto"}, model=model)))
+    assert resumed == weights.manifest.base
+    other = base_record(parse(run_file(base, tmp_path / "new", model=model)))
+    assert other is not None
+    assert other.path == str(second)
+
+
+def test_adapters_are_compared_by_matrices_rank_and_scale(alone: None, tmp_path: Path):
+    base, out = saved(tmp_path / "base", FAMILIES["llama"]), tmp_path / "out"
+    save_adapted(base, out, tp=1)
+    checkpoint = CheckpointStore(out / CHECKPOINTS).path_of(1)
+    alike = {"rank": 3, "alpha": 16 / 3**0.5, "rslora": True, "targets": ["ffn", "q", "k", "v", "attention.o"]}
+    load(checkpoint, adapting(parse(run_file(base, out, lora=alike))), None)
+    start = {"weights": str(checkpoint)}
+    assert initial_weights_problems(parse(run_file(base, out, lora=alike, init=start))) == []
+    other = {"rank": 4, "alpha": 8.0, "targets": ["attention"]}
+    wanted = [
+        "its adapters have lora.rank=3, and this run has 4; set lora.rank=3",
+        "its adapters have lora.alpha=16.0, and this run has 8.0; set lora.alpha=16.0",
+        'its adapters have lora.targets=["attention", "ffn"], and this run has ["attention"]; '
+        'set lora.targets=["attention", "ffn"]',
+    ]
+    config = parse(run_file(base, out, lora=other, init=start))
+    assert initial_weights_problems(config) == [f"init.weights='{checkpoint}': {each}" for each in wanted]
+    with pytest.raises(CheckpointError) as refused:
+        load(checkpoint, adapting(config), None)
+    assert refused.value.problems[:3] == [f"{checkpoint}: {each}" for each in wanted]
+
+
+def test_what_cannot_have_adapters_names_the_way_out(alone: None, tmp_path: Path):
+    base, out = saved(tmp_path / "base", FAMILIES["llama"]), tmp_path / "out"
+    save_adapted(base, out, tp=1)
+    checkpoint = CheckpointStore(out / CHECKPOINTS).path_of(1)
+    with pytest.raises(InputError, match=f"adapters have no mean: {checkpoint}; export each with --merge first"):
+        merge([base, checkpoint], tmp_path / "merged")
+    with pytest.raises(CheckpointError, match="has adapters, which no other format has; export it with --merge first"):
+        read_own_state(out)
+    write_weights_folder(open_weights(checkpoint), "x", tmp_path / "imported")
+    with pytest.raises(CheckpointError, match=r"has adapters, and its manifest\.json names no base"):
+        open_weights(tmp_path / "imported")
 
 
 def test_a_base_that_has_changed_is_refused():

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from shardwright.config import OptimizerSection, RunConfig, parse
 from shardwright.data.samples import IGNORE
 from shardwright.layout.layout import Layout
-from shardwright.model.presets import PRESETS
+from shardwright.model.lora_sizes import LoraSpec
+from shardwright.model.presets import PRESETS, resolve
 from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.split import stages
@@ -352,3 +353,13 @@ def test_a_module_without_a_target_in_the_evaluated_batch_is_equal_on_both_sides
     report = verifier.parity(case, Layout())
     assert report.equal, report.worst
     assert 0.0 in {row.error for row in report.rows if row.quantity.kind == "mtp evaluation"}
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_adapters_have_a_lower_rank_with_the_same_scale(rslora: bool):
+    lora = LoraSpec(rank=64, alpha=32.0, rslora=rslora)
+    small = cut_spec(replace(resolve("llama-3.1-8b"), lora=lora), 2)
+    assert small.lora is not None
+    assert small.lora.rank == 3
+    assert small.lora.scale == pytest.approx(lora.scale)
+    assert small.lora_problems() == []

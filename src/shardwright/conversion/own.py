@@ -38,11 +38,13 @@ from shardwright.training.weights import MODEL, OPTIMIZER, CheckpointWeights, we
 def read_own_state(path: Path) -> TrainingState:
     """Return the training state of a checkpoint, of a run (its newest checkpoint) or of a folder of imported weights.
 
-    Raises CheckpointError if it is damaged, or of another optimizer than AdamW.
+    Raises CheckpointError if it is damaged, has adapters, or is of another optimizer than AdamW.
     """
     saved = published(path / CHECKPOINTS)
     weights = weights_of_checkpoint(saved[-1] if saved else path)
     manifest, folder = weights.manifest, weights.path
+    if weights.spec.lora is not None:
+        raise CheckpointError(f"{folder} has adapters, which no other format has; export it with --merge first")
     state = TrainingState(format="shardwright", weights=weights)
     kinds = {name.removeprefix(OPTIMIZER).split("/")[0] for name in manifest.tensors if name.startswith(OPTIMIZER)}
     if not kinds:
@@ -137,6 +139,9 @@ def write_own_state(state: TrainingState, out: Path, config: RunConfig) -> list[
 def _misfits(state: TrainingState, config: RunConfig) -> Iterator[str]:
     """Yield why a run cannot continue from a training state, each with the key of the run file to set."""
     spec, section = config.spec(), config.optimizer
+    if spec.lora is not None:
+        yield f"it has no adapters, and the run file has lora.rank={spec.lora.rank}; leave [lora] out"
+        return
     for key, there, here in differences(state.spec, spec):
         yield f"it is of another model: {key}={there!r}, and the run file has {here!r}"
     if config.average.kind != "none":

@@ -4,6 +4,7 @@ peft names A of a linear `base_model.model.LINEAR.lora_A.weight`, (r, in), and B
 names of linears of `transformers`. Our A and B have these shapes, and B has our order of rows.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,17 +37,16 @@ def adapter_files(architecture: Architecture, spec: ModelSpec, base_path: str) -
     """Return the files of the adapters of `spec`. `base_path`: the folder of the base, for adapter_config.json.
 
     Raises ConfigError if a matrix with an adapter is a part of a larger one in the files of `transformers`, such as
-    Phi-3's qkv_proj: peft has one adapter for all of it.
+    Phi-3's qkv_proj, because peft has one adapter for it, and if the files do not have the matrix.
     """
     lora = spec.lora
     assert lora is not None
     matrices = adapted_matrices(architecture, replace(spec, lora=None))
     modules = {name: name.rpartition(".")[0] for name, row in rows(spec).items() if row.adapter == "a"}
-    if fused := [module for module in modules.values() if f"{module}.weight" not in matrices]:
-        raise ConfigError(
-            f"{fused[0]} is a part of a larger matrix in the files of {architecture.class_name}, and peft has one "
-            f"adapter for all of it; write the merged weights with --merge"
-        )
+    if problems := list(
+        _without_matrix(architecture, spec, [m for m in modules.values() if f"{m}.weight" not in matrices])
+    ):
+        raise ConfigError(*problems)
     tensors: list[FileTensor] = []
     for module in modules.values():
         matrix = matrices[f"{module}.weight"]
@@ -74,6 +74,30 @@ def adapter_files(architecture: Architecture, spec: ModelSpec, base_path: str) -
         "inference_mode": True,
     }
     return AdapterFiles(tuple(tensors), config)
+
+
+def fused_matrices(architecture: Architecture, base: ModelSpec) -> dict[str, FileTensor]:
+    """Return the tensor in the files of `transformers` of each matrix that is only a part of it, by our name."""
+    return {
+        part.name: tensor
+        for tensor in file_tensors(architecture, base)
+        for part in (tensor.parts if len(tensor.parts) > 1 and len(tensor.shape) == 2 else ())
+    }
+
+
+def _without_matrix(architecture: Architecture, spec: ModelSpec, modules: Sequence[str]) -> Iterator[str]:
+    """Yield the reason why peft cannot have the adapters of `modules`, for the first module of each reason."""
+    fused = fused_matrices(architecture, replace(spec, lora=None))
+    for module in [m for m in modules if f"{m}.weight" in fused][:1]:
+        yield (
+            f"{module} is a part of {fused[f'{module}.weight'].name} in the files of {architecture.class_name}, and "
+            f"peft has one adapter for all of it; write the merged weights with --merge"
+        )
+    for module in [m for m in modules if f"{m}.weight" not in fused][:1]:
+        yield (
+            f"{module} is not in the files of {architecture.class_name}, so peft has no adapter for it; --merge writes "
+            f"the merged weights of all matrices that are in the files"
+        )
 
 
 def _targets(adapted: set[str], matrices: dict[str, FileTensor]) -> list[str]:

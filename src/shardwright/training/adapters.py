@@ -1,7 +1,6 @@
 """Adapters of a run in the files of peft, merged into their base, and adapters of peft as the start of a run."""
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,17 +10,16 @@ from safetensors import safe_open
 from torch import Tensor
 
 from shardwright.hugging_face.adapter import ADAPTER_WEIGHTS, MergedAdapter
-from shardwright.hugging_face.architecture import architecture_of
+from shardwright.hugging_face.architecture import Architecture, architecture_of
 from shardwright.hugging_face.files import ADAPTER
-from shardwright.hugging_face.peft import adapted_matrices, adapter_files
+from shardwright.hugging_face.peft import adapted_matrices, adapter_files, fused_matrices
 from shardwright.hugging_face.reader import HuggingFaceWeights
 from shardwright.hugging_face.writer import TensorToWrite, tensor_of_file, write_safetensors
 from shardwright.model.lora_sizes import LoraSpec
-from shardwright.model.modules import rows
+from shardwright.model.modules import layer_rows, rows
 from shardwright.model.spec import ModelSpec
 from shardwright.system.errors import CheckpointError, InputError
 from shardwright.system.files import inside, new_folder
-from shardwright.training.checkpoint.manifest import BaseRecord
 from shardwright.training.importing import is_free, write_weights_folder
 from shardwright.training.weights import (
     AdaptedWeights,
@@ -31,6 +29,7 @@ from shardwright.training.weights import (
     frozen_names,
     not_finite_in_words,
     open_weights,
+    record_of_base,
 )
 
 BASE = "shardwright_base"
@@ -90,7 +89,8 @@ def export_adapter(source: str | Path, out: Path, architecture: str | None = Non
     """
     weights = adapted(source)
     path = str(weights.base.path)
-    files = adapter_files(architecture_of(replace(weights.spec, lora=None), architecture), weights.spec, path)
+    written = _architecture_of(weights.base, replace(weights.spec, lora=None), architecture)
+    files = adapter_files(written, weights.spec, path)
     named = {tensor.name: tensor for tensor in files.tensors}
     entries = [
         TensorToWrite(name, weights.dtypes[tensor.parts[0].name], tensor.shape)
@@ -112,6 +112,13 @@ def export_adapter(source: str | Path, out: Path, architecture: str | None = Non
     return sum(entry.n_bytes for entry in entries)
 
 
+def _architecture_of(base: Weights, spec: ModelSpec, model_type: str | None = None) -> Architecture:
+    """Return the architecture whose names the adapters of a base have: of files of `transformers` their own."""
+    if isinstance(base, HuggingFaceWeights) and model_type is None:
+        return base.folder.architecture
+    return architecture_of(spec, model_type)
+
+
 class ImportedAdapter:
     """An adapter of peft under our names, for a base. `spec`: the model with these adapters.
 
@@ -121,10 +128,21 @@ class ImportedAdapter:
     def __init__(self, folder: Path, base: Weights) -> None:
         self.path, self.left_out = folder, dict[str, str]()
         plain = replace(base.spec, lora=None)
-        matrices = adapted_matrices(architecture_of(plain), plain)
+        architecture = _architecture_of(base, plain)
+        matrices = adapted_matrices(architecture, plain)
         of_file = {tensor.name: (name, tensor) for name, tensor in matrices.items() if len(tensor.shape) == 2}
         transposed = {name for name, (_, tensor) in of_file.items() if tensor.transposed}
-        given = MergedAdapter(folder, {name: tensor.shape for name, (_, tensor) in of_file.items()}, transposed)
+        fused = {tensor.name: tensor for tensor in fused_matrices(architecture, plain).values()}
+        shapes = {name: tensor.shape for name, (_, tensor) in of_file.items()}
+        shapes |= {name: tensor.shape for name, tensor in fused.items()}
+        transposed |= {name for name, tensor in fused.items() if tensor.transposed}
+        given = MergedAdapter(folder, shapes, transposed)
+        if several := next((fused[matrix] for matrix in given.matrices if matrix in fused), None):
+            parts = " and ".join(part.name for part in several.parts)
+            raise CheckpointError(
+                f"{folder}: {several.name} is {parts} in a run, and one adapter for all of it cannot be trained; "
+                f"merge the adapter with the merge_and_unload of peft"
+            )
         self._tensors: dict[str, Tensor] = {}
         for matrix in given.matrices:
             name, tensor = of_file[matrix]
@@ -162,7 +180,13 @@ def _lora(folder: Path, spec: ModelSpec, tensors: Mapping[str, Tensor], alpha: f
         )
     modules = {name.rpartition(".")[0].partition(".")[2].partition(".")[2] for name in tensors}
     lora = LoraSpec(rank=ranks.pop(), alpha=float(alpha), targets=tuple(sorted(modules)), rslora=rslora)
-    wanted = {name for name, row in rows(replace(spec, lora=lora)).items() if row.adapter}
+    # transformers has no multi-token prediction modules, which come after the layers: their adapters are new.
+    wanted = {
+        f"layers.{layer}.{row.name}"
+        for layer in range(spec.n_layers)
+        for row in layer_rows(replace(spec, lora=lora), layer)
+        if row.adapter
+    }
     if missing := sorted(wanted - set(tensors)):
         raise CheckpointError(
             f"{folder}: there is no adapter for {missing[0].rpartition('.')[0]}, and all layers of a run have the same "
@@ -177,7 +201,11 @@ def import_adapter(folder: str | Path, base: str | Path, out: Path) -> ImportedA
     Raises InputError with all problems of an adapter that is not supported, damaged, or of another base.
     """
     weights = open_weights(base)
+    if isinstance(weights, AdaptedWeights):
+        raise CheckpointError(
+            f"{base} has adapters itself; give their base with --base {weights.base.path}, or export it with --merge "
+            f"first"
+        )
     given = ImportedAdapter(Path(folder), weights)
-    record = BaseRecord(os.path.abspath(base), fingerprint(weights, frozen_names(given.spec)))
-    write_weights_folder(given, folder, out, base=record)
+    write_weights_folder(given, folder, out, base=record_of_base(weights, given.spec))
     return given

@@ -1,10 +1,11 @@
 """The frozen base weights of a run with adapters.
 
-Checkpoints of the run contain the adapters alone, and name the base by folder and fingerprint. Several runs may have
-one base folder.
+Checkpoints of the run contain the adapters alone, and name the base by folder and fingerprint; if a run is the base,
+by its checkpoint. Several runs may have one base folder.
 """
 
-import os
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,10 +14,12 @@ from shardwright.config import RunConfig
 from shardwright.parallel.boxes import local_box
 from shardwright.parallel.model import ParallelModel
 from shardwright.parallel.objects import gathered
+from shardwright.run_folder import CHECKPOINTS, published, run_of_checkpoint
 from shardwright.system.errors import CheckpointError, InputError
-from shardwright.training.checkpoint.manifest import BaseRecord
+from shardwright.system.files import real_path
+from shardwright.training.checkpoint.manifest import BaseRecord, read_manifest
 from shardwright.training.checkpoint.state import raise_first
-from shardwright.training.weights import fill, fingerprint, frozen_names, open_weights
+from shardwright.training.weights import fill, open_weights, record_of_base
 
 
 def base_record(config: RunConfig) -> BaseRecord | None:
@@ -27,13 +30,29 @@ def base_record(config: RunConfig) -> BaseRecord | None:
     source, spec = config.init.weights, config.spec()
     if spec.lora is None or source is None:
         return None
-    found, error = "", None
+    found, error = ("", ""), None
     try:
-        found = fingerprint(open_weights(source), frozen_names(spec)) if dist.get_rank() == 0 else ""
+        if dist.get_rank() == 0:
+            record = record_of_base(open_weights(_resumed(config) or source), spec)
+            found = record.path, record.fingerprint
     except InputError as caught:
         error = CheckpointError(*caught.problems)
     raise_first(error)
-    return BaseRecord(os.path.abspath(source), gathered(found, str)[0])
+    return BaseRecord(*gathered(found, tuple[str, str])[0])
+
+
+def _resumed(config: RunConfig) -> str | None:
+    """Return the base of the checkpoint that a run resumes from, if it is a checkpoint of the run `init.weights`, which
+    may have newer ones by now."""
+    resume = config.checkpoint.resume
+    saved = published(Path(config.out) / CHECKPOINTS) if resume == "auto" else [Path(resume)]
+    for path in reversed(saved if resume != "no" else []):
+        with suppress(CheckpointError):
+            base = read_manifest(path).base
+            run = None if base is None else run_of_checkpoint(Path(base.path))
+            same = run is not None and real_path(run) == real_path(config.init.weights or "")
+            return base.path if base is not None and same else None
+    return None
 
 
 @torch.no_grad()

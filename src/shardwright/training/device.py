@@ -24,6 +24,23 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 _FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
+def least_state_bytes(config: RunConfig, trained_bytes: float) -> float:
+    """Return a lower bound of the bytes of a run's parameters and states on a rank.
+
+    T / N trained_bytes + F / (N / c) e
+
+    T parameters with a gradient, `trained_bytes` for each; N ranks; F frozen parameters of a run with adapters, e bytes
+    of the type of matmuls. c copies of the frozen base: one for each data rank, or with ZeRO-3 for each replica.
+    Ignored: copies of the trained parameters, uneven stages, and that experts alone are partitioned over ep.
+    """
+    layout, spec = config.layout.layout(), config.spec()
+    trained = spec.n_trained_parameters
+    frozen_bytes = DTYPES[config.precision.compute].itemsize * (spec.n_parameters - trained)
+    parts = layout.tp * layout.pp * layout.ep  # ep may use ranks of tp
+    copies = layout.dp_replicate if layout.zero == 3 else max(1, layout.world_size // parts)
+    return (trained_bytes * trained + frozen_bytes * copies) / layout.world_size
+
+
 def peak_flops_per_s(device: torch.device, compute_dtype: torch.dtype, tf32: bool = False) -> float | None:
     """Return the dense peak of a device in FLOP/s, or None if unknown; never the peak of another device."""
     if device.type != "cuda":

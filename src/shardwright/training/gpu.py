@@ -12,6 +12,7 @@ import torch.distributed as dist
 from shardwright.config import RunConfig
 from shardwright.system.errors import InputError
 from shardwright.system.units import GiB, format_bytes
+from shardwright.training.device import least_state_bytes
 
 BF16, FP8 = (8, 0), (8, 9)
 """The oldest compute capabilities with matmuls in these formats."""
@@ -59,9 +60,8 @@ def gpu_problems(gpu: GpuFacts, config: RunConfig) -> list[str]:
             f"precision.fp8={precision.fp8!r} needs compute capability {_dotted(FP8)} (H100, RTX 4090), and {has}; set "
             f"precision.fp8='none'"
         )
-    layout, n_parameters = config.layout.layout(), config.spec().n_parameters
-    in_host = layout.offload_parameters != "none"
-    states_bytes = 0 if in_host else 8 * n_parameters // layout.world_size  # weights and gradients in fp32, at least
+    in_host = config.layout.layout().offload_parameters != "none"
+    states_bytes = 0 if in_host else least_state_bytes(config, 8)  # weights and gradients in fp32
     if (needed := CONTEXT_BYTES + states_bytes) > gpu.free_bytes:
         problems.append(
             f"a rank needs {format_bytes(needed)} or more, and of the {format_bytes(gpu.total_bytes)} of {gpu.name} "

@@ -14,7 +14,7 @@ from shardwright.system.errors import CheckpointError, InputError
 from shardwright.system.units import format_count
 from shardwright.training.optimizer import named_state, stored_state
 from shardwright.training.step import Trainer
-from shardwright.training.weights import CheckpointWeights, Weights, by_reason, fill, open_weights
+from shardwright.training.weights import CheckpointWeights, Weights, adapter_differences, by_reason, fill, open_weights
 
 
 def initial_weights_problems(config: RunConfig) -> list[str]:
@@ -37,20 +37,22 @@ def initial_weights_problems(config: RunConfig) -> list[str]:
 
 
 def _problems(weights: Weights, spec: ModelSpec, init: InitSection) -> list[str]:
-    given, wanted = weights.spec, spec
-    if given.lora is None:  # a base, for which the adapters of the run are new
-        wanted = replace(spec, lora=None)
-    elif spec.lora is None:
-        return [f"init.weights={init.weights!r} has adapters, and this run has none; merge them, or give [lora] too"]
-    found = contradictions(given, wanted, f"init.weights={init.weights!r}")
-    if found:
+    of = f"init.weights={init.weights!r}"
+    if weights.spec.lora is not None and spec.lora is None:
+        return [f"{of} has adapters, and this run has none; merge them, or give [lora] too"]
+    given, wanted = (replace(each, lora=None) for each in (weights.spec, spec))
+    if found := contradictions(given, wanted, of):
         return found
+    if weights.spec.lora is not None:  # else it is a base, for which the adapters of the run are new
+        found = [f"{of}: {problem}" for problem in adapter_differences(weights.spec.lora, spec)]
+        if found:
+            return found
     for name, row in rows(spec).items():
         saved = weights.shapes.get(name)
         if saved is None and row.kind != "balance" and not row.adapter:
-            found.append(f"init.weights={init.weights!r} has no {name}")
+            found.append(f"{of} has no {name}")
         elif saved is not None and saved != row.shape:
-            found.append(f"init.weights={init.weights!r}: {name} is {list(saved)}, and this model's {list(row.shape)}")
+            found.append(f"{of}: {name} is {list(saved)}, and this model's {list(row.shape)}")
     if init.optimizer and (not isinstance(weights, CheckpointWeights) or weights.optimizer is None):
         found.append(
             f"init.optimizer=true: {weights.path} has no moments of an optimizer, only a checkpoint of a run has; set "

@@ -67,12 +67,15 @@ def merge(
 
     `sources`: checkpoints, runs (the newest checkpoint), or folders of weights. `last`: take the last N checkpoints of
     the only source, which is a run. `shares`: one for each source, which add up to 1; default: equal. Raises InputError
-    with every problem: fewer than two sources, other models or tokenizers, shares that do not fit, damaged weights.
+    with every problem: fewer than two sources, weights with adapters (the mean of B A is not the product of the means),
+    other models or tokenizers, shares that do not fit, damaged weights.
     """
     paths = _last_checkpoints(sources, last) if last is not None else list(sources)
     if len(paths) < 2:
         raise InputError(f"{len(paths)} checkpoint to merge; name two or more, or a run with --last N")
     opened = [open_weights(path) for path in paths]
+    if adapted := [str(each.path) for each in opened if each.spec.lora is not None]:
+        raise InputError(f"adapters have no mean: {', '.join(adapted)}; export each with --merge first")
     given = [1 / len(paths)] * len(paths) if shares is None else list(shares)
     if problems := [*_share_problems(given, len(paths)), *_misfits(opened)]:
         raise InputError(*problems)

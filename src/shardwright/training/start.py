@@ -47,6 +47,7 @@ from shardwright.system.remote import REMOTE
 from shardwright.system.units import format_bytes, format_count
 from shardwright.training.checkpoint.durable import durable_copy, durable_folder
 from shardwright.training.checkpoint.local import claim
+from shardwright.training.device import least_state_bytes
 from shardwright.training.initial_weights import initial_weights_problems
 from shardwright.training.launch import launch
 from shardwright.training.metrics import missing_extras, port_problems
@@ -225,23 +226,23 @@ def _machine_problems(config: RunConfig) -> list[str]:
     spec, element = config.spec(), 8 if config.precision.compute == "fp64" else 4
     where = config.layout.layout().offload_optimizer
     offloads = where == "disk"
-    n_parameters = spec.n_parameters
+    n_trained = spec.n_trained_parameters
     optimizer, state_element = config.optimizer, 2 if config.optimizer.state_dtype == "bf16" else element
     states = 0 if offloads else optimizer.kind.n_bytes(rows(spec).values(), state_element, optimizer.options)
-    held = 2 * element + states / n_parameters  # weights, gradients and the optimizer's states
+    held = 2 * element + states / n_trained  # weights, gradients and the optimizer's states
     held += element * (where == "cpu")  # a second copy of the weights
     if config.checkpoint.async_mode != "disabled" or config.checkpoint.local is not None:
-        held += element + states / n_parameters  # the copies for background writes
-    needed = round(held * n_parameters) + PROCESS_BYTES * world_size
+        held += element + states / n_trained  # the copies for background writes
+    needed = round((least_state_bytes(config, held) + PROCESS_BYTES) * world_size)
     there = machine_memory()
     if needed <= there.n_bytes:
         return []
     less = "" if offloads or not config.optimizer.kind.can_offload else ", with layout.offload_optimizer='disk'"
+    of = "a parameter" if spec.lora is None else "a trained parameter, beside the frozen base"
     return [
-        f"{world_size} ranks of a model of {format_count(n_parameters)} parameters need {format_bytes(needed)} or more "
-        f"({held:.3g} bytes a parameter, {format_bytes(PROCESS_BYTES)} a process), and this machine {there} "
-        f"and no GPU that is used; train it on a cluster with torchrun or srun{less}, or a "
-        f"smaller model here"
+        f"{world_size} ranks of a model of {format_count(spec.n_parameters)} parameters need {format_bytes(needed)} or "
+        f"more ({held:.3g} bytes {of}, {format_bytes(PROCESS_BYTES)} a process), and this machine {there} and no GPU "
+        f"that is used; train it on a cluster with torchrun or srun{less}, or a smaller model here"
     ]
 
 

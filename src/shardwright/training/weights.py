@@ -2,7 +2,10 @@
 of any parameter can be read, so each rank reads only its own part."""
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from math import isclose
 from pathlib import Path
 from typing import Protocol
 
@@ -10,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.config import load_kept, spec_of_folder, table_of
+from shardwright.config.reading import as_toml
 from shardwright.hugging_face.files import ADAPTER, is_folder_of_transformers
 from shardwright.hugging_face.reader import open_weights as open_folder_of_transformers
 from shardwright.model.init import Box, whole
+from shardwright.model.lora_sizes import LoraSpec
 from shardwright.model.modules import row_of, rows
 from shardwright.model.spec import ModelSpec, with_defaults
 from shardwright.parallel.boxes import overlap
@@ -22,6 +27,7 @@ from shardwright.system.units import counted
 from shardwright.training.average import AVERAGE
 from shardwright.training.checkpoint.manifest import (
     FILE_NAME,
+    BaseRecord,
     CheckpointManifest,
     ShardRecord,
     TensorRecord,
@@ -130,28 +136,39 @@ def frozen_names(spec: ModelSpec) -> list[str]:
     return [name for name, row in rows(spec).items() if row.frozen]
 
 
+def frozen_weights(weights: Weights) -> Weights:
+    """Return the base of weights with adapters, which has no adapters itself, and other weights as they are."""
+    return weights.base if isinstance(weights, AdaptedWeights) else weights
+
+
 def fingerprint(weights: Weights, names: Iterable[str], *, of_values: bool = False) -> str:
-    """Return the sha256 of shape, type and first elements of some tensors, or of the checksums of their shards.
+    """Return the sha256 of shape, type and first elements of some tensors that no adapter trains, or of the checksums
+    of their shards.
 
     Training changes the first row of every matrix, so another model has another fingerprint. A changed byte elsewhere
     in a file is not detected: a whole base would have to be read twice. The fingerprint of the same weights differs
     between a folder of transformers and a checkpoint, unless it is `of_values` in both.
     """
-    digest = hashlib.sha256()
+    digest, weights = hashlib.sha256(), frozen_weights(weights)
     for name in sorted(names):
         if name not in weights.shapes:
             continue
         shape = weights.shapes[name]
         digest.update(f"{name} {list(shape)} {weights.dtypes[name]}\n".encode())
-        if isinstance(weights, AdaptedWeights):
-            digest.update(fingerprint(weights.base, [name], of_values=of_values).encode())
-        elif isinstance(weights, CheckpointWeights) and not of_values:
+        if isinstance(weights, CheckpointWeights) and not of_values:
             digest.update(weights.checksums(name).encode())
         else:
             box = (*[1] * (len(shape) - 1), min(shape[-1], _SAMPLED))
             first = weights.read(name, (0,) * len(shape), box).contiguous().flatten()
             digest.update(first.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def record_of_base(weights: Weights, spec: ModelSpec) -> BaseRecord:
+    """Return the record of the frozen weights of a model `spec` that starts with `weights`: of a run, the checkpoint
+    that was opened; of weights with adapters, their base."""
+    base = frozen_weights(weights)
+    return BaseRecord(os.path.abspath(base.path), fingerprint(base, frozen_names(spec)))
 
 
 class AdaptedWeights(CheckpointWeights):
@@ -166,7 +183,7 @@ class AdaptedWeights(CheckpointWeights):
         assert manifest.base is not None
         of = f"{path} has adapters for the weights in {manifest.base.path}"
         try:
-            self.base = open_weights(manifest.base.path)
+            self.base = frozen_weights(open_weights(manifest.base.path))
         except InputError as error:
             raise CheckpointError(*(f"{of}: {problem}" for problem in error.problems)) from None
         frozen = frozen_names(spec)
@@ -260,12 +277,34 @@ def weights_of_checkpoint(folder: Path) -> CheckpointWeights:
             f"{saved[differing[0]]!r}: either the presets are those of another version of shardwright, "
             f"or one file is of another checkpoint"
         )
-    return (
-        CheckpointWeights(folder, manifest, spec) if manifest.base is None else AdaptedWeights(folder, manifest, spec)
-    )
+    if spec.lora is None:
+        return CheckpointWeights(folder, manifest, spec)
+    if manifest.base is None:
+        raise CheckpointError(f"{folder} has adapters, and its {FILE_NAME} names no base that they are for")
+    return AdaptedWeights(folder, manifest, spec)
 
 
 WHAT = "a folder of transformers, one that `shardwright import` wrote, a checkpoint, or a run that has one"
+
+
+def adapter_differences(saved: LoraSpec | None, ours: ModelSpec) -> list[str]:
+    """Return the reasons why adapters do not fit a run's, one sentence each. Targets that name the same matrices, and
+    keys that make the same scale, are equal."""
+    wanted = ours.lora
+    if saved is None or wanted is None:
+        none, some = "no adapters", "adapters"
+        given = (none, some) if saved is None else (some, none)
+        return [] if saved == wanted else [f"it was trained with {given[0]}, and this run has {given[1]} ([lora])"]
+    keys = [] if saved.rank == wanted.rank else ["rank"]
+    if keys or not isclose(saved.scale, wanted.scale):
+        keys += [key for key in ("alpha", "rslora") if getattr(saved, key) != getattr(wanted, key)]
+    if rows(replace(ours, lora=replace(wanted, targets=saved.targets))).keys() != rows(ours).keys():
+        keys.append("targets")
+    there, here = ({key: as_toml(value) for key, value in asdict(each).items()} for each in (saved, wanted))
+    return [
+        f"its adapters have lora.{key}={there[key]}, and this run has {here[key]}; set lora.{key}={there[key]}"
+        for key in keys
+    ]
 
 
 def count_not_finite(tensor: Tensor) -> int:

@@ -13,6 +13,7 @@ from itertools import accumulate, count
 
 from shardwright.layout.layout import Layout
 from shardwright.model.linear_sizes import LinearAttentionSpec
+from shardwright.model.lora_sizes import LoraSpec
 from shardwright.model.mup import MupSpec
 from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling
 from shardwright.model.spec import ModelSpec
@@ -27,6 +28,7 @@ _FFN = 24  # minimum
 _TOKENS = 12  # minimum
 _EXPERT_FFN = 16  # minimum; a multiple of the alignment of grouped matmuls, if the true width is
 _TOP_K = 2
+_RANK = 3  # of adapters; prime, as the vocabulary
 _GROUPS = 4
 _LATENT = 12  # of keys and values; the latent vector of queries is narrower, so that the two differ
 _NOPE_DIM, _ROPE_DIM = 8, 4
@@ -148,7 +150,14 @@ def cut_spec(spec: ModelSpec, world_size: int, n_layers: int = _LAYERS) -> Model
         moe=_cut_experts(spec.moe, world_size, min(n_layers, spec.n_layers)) if spec.moe else None,
         init_std=_INIT_GAIN / math.sqrt(d_model if mup is None or not mup.base_width else mup.base_width),
         mup=mup,
+        lora=None if spec.lora is None else _cut_lora(spec.lora),
     )
+
+
+def _cut_lora(lora: LoraSpec) -> LoraSpec:
+    """Return adapters of a lower rank with the same scale, so that the rank stays below the sides of matrices."""
+    rank = min(lora.rank, _RANK)
+    return replace(lora, rank=rank, alpha=lora.scale / replace(lora, rank=rank, alpha=1.0).scale)
 
 
 def _cut_mup(spec: ModelSpec, mup: MupSpec, d_model: int, n_layers: int, head_dim: int) -> MupSpec:

@@ -55,10 +55,11 @@ def sizes(config: RunConfig, case: Case) -> str:
 def batch_sizes(case: Case) -> str:
     """Return the sizes of the model and of the batch."""
     spec = case.spec
+    adapters = "" if spec.lora is None else f", adapters of rank {spec.lora.rank}"
     return (
         f"{spec.n_layers} layers, d_model {spec.d_model}, {spec.n_heads} query and {spec.n_kv_heads} kv heads, "
-        f"d_ffn {spec.d_ffn}, vocabulary {spec.vocab_size}; {case.global_batch} sequences of {case.seq_len} tokens a "
-        f"step{_stages(case)}, {case.steps} step{'s' * (case.steps > 1)}, {case.dtype}"
+        f"d_ffn {spec.d_ffn}, vocabulary {spec.vocab_size}{adapters}; {case.global_batch} sequences of "
+        f"{case.seq_len} tokens a step{_stages(case)}, {case.steps} step{'s' * (case.steps > 1)}, {case.dtype}"
     )
 
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
+from shardwright.model.lora_sizes import LoraSpec
 from shardwright.model.spec import spec_as_json, with_defaults
 from shardwright.parallel.objects import gathered
 from shardwright.system.errors import CheckpointError, DamagedError, WorkerError
@@ -24,6 +25,7 @@ from shardwright.training.offload.states import StoredTensor
 from shardwright.training.optimizer import named_state, stored_state
 from shardwright.training.sources import past_problems
 from shardwright.training.step import Trainer
+from shardwright.training.weights import adapter_differences
 
 COMPRESSION = "compression/"
 """Name prefix of the state of compressed gradients."""
@@ -153,12 +155,13 @@ def _differences(
 ) -> list[str]:
     """Return the reasons why a run cannot continue from a checkpoint. Types and shapes are never converted."""
     ours, theirs = spec_as_json(trainer.model.spec), with_defaults(manifest.model)
-    if differing_adapters := _adapter_differences(theirs["lora"], ours["lora"]):
+    adapters = None if theirs["lora"] is None else LoraSpec(**theirs["lora"])
+    if differing_adapters := adapter_differences(adapters, trainer.model.spec):
         return differing_adapters
     found = [
         f"it is of another model: {key}={saved!r}, and this run has {ours.get(key)!r}"
         for key, saved in theirs.items()
-        if key not in ("dropout", "init_std", "max_seq_len") and saved != ours.get(key)
+        if key not in ("dropout", "init_std", "max_seq_len", "lora") and saved != ours.get(key)
     ]
     base = trainer.base
     if manifest.base is not None and base is not None and manifest.base.fingerprint != base.fingerprint:
@@ -200,19 +203,6 @@ def _differences(
     if len(differing) > 3:
         differing = [*differing[:2], f"and {len(differing) - 2} more tensors differ"]
     return found + differing
-
-
-def _adapter_differences(saved: dict[str, Any] | None, ours: dict[str, Any] | None) -> list[str]:
-    """Return the reasons why the adapters of a checkpoint do not fit a run's, one sentence each."""
-    if saved is None or ours is None:
-        none, some = "no adapters", "adapters"
-        given = (none, some) if saved is None else (some, none)
-        return [] if saved == ours else [f"it was trained with {given[0]}, and this run has {given[1]} ([lora])"]
-    return [
-        f"its adapters have lora.{key}={there!r}, and this run has {ours[key]!r}"
-        for key, there in saved.items()
-        if there != ours[key]
-    ]
 
 
 def _other_samples(manifest: CheckpointManifest, data: DataRecord) -> list[str]:
