@@ -265,7 +265,7 @@ def write_universal_state(state: TrainingState, out: Path) -> list[str]:
     if len(groups) > 1:
         remarks.append(
             "DeepSpeed's ZeRO-3 gives all groups the settings of the first, and one shared counter of steps: set "
-            "weight_decay and lr of each group after load_checkpoint, and copy its step"
+            "weight_decay, eps and lr of each group after load_checkpoint, and copy its step"
         )
     return remarks
 
