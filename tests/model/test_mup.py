@@ -18,7 +18,7 @@ from shardwright.model.lora_sizes import LoraSpec
 from shardwright.model.modules import end_rows, layer_rows
 from shardwright.model.mup import MupSpec
 from shardwright.model.sections import MoESpec
-from shardwright.model.spec import ModelSpec
+from shardwright.model.spec import ModelSpec, spec_as_json
 from shardwright.model.transformer import Transformer
 from shardwright.system.errors import ConfigError, InputError
 from shardwright.system.files import parse_toml
@@ -246,14 +246,17 @@ def test_an_activation_that_does_not_change_is_refused_with_its_cause():
 
 
 @prove
-@pytest.mark.parametrize("moe", [None, MoESpec(n_experts=4, top_k=2, d_ffn=24)], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "moe", [None, MoESpec(n_experts=4, top_k=2, d_ffn=24, bias_rate=0.0)], ids=["dense", "experts"]
+)
 def test_transformers_computes_the_logits_of_an_exported_run(tmp_path: Path, moe: MoESpec | None):
     pytest.importorskip("transformers")
     from tests.hugging_face.models import logits_error
     from tests.hugging_face.test_families import TOLERANCES
 
     spec = replace(WIDE, head_dim=8, vocab_size=96, max_seq_len=64, init_std=0.3, moe=moe)
-    run_ranks(hop, 1, tmp_path, Layout(), 0, spec, ())
+    given = {key: value for key, value in spec_as_json(spec).items() if value is not None}
+    run_ranks(hop, 1, tmp_path, Layout(), 0, spec, (), resolved_toml(parse(run_file(model=given))))
     trained = tmp_path / "step-00000001"
     export(trained, tmp_path / "hf")
     config = json.loads((tmp_path / "hf/config.json").read_text())

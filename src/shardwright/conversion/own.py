@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from shardwright.config import RunConfig, load_kept
-from shardwright.conversion.state import MOMENTS, STEP, AdamWSettings, TrainingState, settings_of_run, trained_parameters
+from shardwright.conversion.state import (
+    MOMENTS,
+    STEP,
+    AdamWSettings,
+    TrainingState,
+    settings_of_run,
+    trained_parameters,
+)
 from shardwright.hugging_face.files import said_shortly
 from shardwright.hugging_face.writer import TensorToWrite
 from shardwright.model.modules import row_of, rows
@@ -29,8 +36,8 @@ from shardwright.training.checkpoint.shards import records_of, tensor_records, w
 from shardwright.training.checkpoint.storage import name_of
 from shardwright.training.checkpoint.store import WRITTEN
 from shardwright.training.device import DTYPES
-from shardwright.training.kept import kept_run_file
 from shardwright.training.importing import FILE_BYTES, row_blocks
+from shardwright.training.kept import kept_run_file
 from shardwright.training.sources import Sources
 from shardwright.training.weights import MODEL, OPTIMIZER, CheckpointWeights, weights_of_checkpoint
 
@@ -175,7 +182,7 @@ def _misfits(state: TrainingState, config: RunConfig) -> Iterator[str]:
             f"{_eps_in_words(here, by_eps.values())}; no optimizer.eps makes these with this model.mup"
         )
     elif other_eps:
-        (eps, name), = by_eps.items()
+        ((eps, name),) = by_eps.items()
         yield (
             f"AdamW has {_eps_in_words(state.settings, [name])} there, and the run file has "
             f"{_eps_in_words(here, [name])}; set optimizer.eps={eps!r}"

@@ -222,7 +222,11 @@ def job_problems(job: LaunchJob, world_size: int, layout: str) -> Iterator[str]:
             f"longer --time{'' if job.array else ' or a shorter --grace'}"
         )
     texts = {f"--{name}": getattr(job, name) for name in ("activate", "image", "claim", "mount", "accelerator")}
-    given = [*texts.items(), ("--out" if job.array else "RUN.toml", job.run_file), *(("--set", each) for each in job.overrides)]
+    given = [
+        *texts.items(),
+        ("--out" if job.array else "RUN.toml", job.run_file),
+        *(("--set", each) for each in job.overrides),
+    ]
     for option, value in given:
         if value and SINGLE_LINE.fullmatch(value) is None:
             yield f"{option} {value!r}: one line without control characters is needed"

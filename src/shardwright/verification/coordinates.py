@@ -106,8 +106,8 @@ def check_coordinates(
 ) -> CoordinateCheck:
     """Train models of each of `widths`, as `at_width` has them, for `steps` updates with the optimizer's peak learning
     rate, from `seeds` seeds, and return the changes of their activations. `report` is called with a line for each
-    width. Raises InputError for a width to which the model does not scale, if training diverges, and if an activation does not
-    change."""
+    width. Raises InputError for a width to which the model does not scale, if training diverges, and if an activation
+    does not change."""
     specs = [at_width(spec, width) for width in widths]
     changes: dict[str, list[float]] = defaultdict(list)
     for each in specs:
