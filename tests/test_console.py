@@ -10,7 +10,7 @@ from shardwright.run_folder import EventRecord, append_event
 from shardwright.system.console import PlainConsole, visible
 from shardwright.system.errors import InputError, WorkerError, without_secrets
 from shardwright.system.remote import file_system
-from shardwright.training.header import kept_run_file
+from shardwright.training.kept import kept_run_file
 
 URLS = (
     "s3://KEY:SECRET@bucket/run",

@@ -108,7 +108,7 @@ READ = {
     },
     "eval": {"model": "eval PLACE", "--data": "eval hf --data PLACE"},
     "score": {"model": "score PLACE texts.jsonl", "file": "score hf PLACE"},
-    "import": {"source": "import PLACE --out made"},
+    "import": {"source": "import PLACE --out made", "--base": "import hf --base PLACE --out made"},
     "export": {"source": "export PLACE --out made", "--tokenizer": "export hf --out made --tokenizer PLACE"},
     "merge": {"sources": "merge PLACE hf --out made"},
     "convert": {
@@ -168,10 +168,10 @@ WORDS = {
     "--accelerator", "--activate", "--against", "--architecture", "--batch-stages", "--claim", "--clock",
     "--cluster", "--compare", "--count-as", "--device", "--device-memory", "--dtype", "--engine", "--explain",
     "--fix", "--glob", "--grid", "--host", "--host-memory", "--image", "--kv-precision", "--layout", "--link",
-    "--max-shard-size", "--mount", "--name", "--network", "--on", "--operations", "--other-cluster", "--precision",
-    "--prefer", "--price", "--prompt", "--ranks", "--rate", "--schedule", "--separator", "--sequences", "--set",
-    "--set-b", "--shares", "--sort", "--split", "--stack", "--stop", "--text-key", "--time", "--times", "--to",
-    "--tpot", "--ttft", "--widths", "target",
+    "--lora", "--loss", "--max-shard-size", "--mount", "--name", "--network", "--on", "--operations",
+    "--other-cluster", "--precision", "--prefer", "--price", "--prompt", "--ranks", "--rate", "--schedule",
+    "--separator", "--sequences", "--set", "--set-b", "--shares", "--sort", "--split", "--stack", "--stop",
+    "--text-key", "--time", "--times", "--to", "--tpot", "--ttft", "--widths", "target",
 }  # fmt: skip
 """Options whose value is a word and names no place of this machine, except the options above."""
 

@@ -1,7 +1,9 @@
 import os
 import pickle
+import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwright.config import load
 from shardwright.conversion.dcp import DcpWriter, read_dcp
 from shardwright.conversion.formats import convert
+from shardwright.conversion.own import read_own_state, write_own_state
 from shardwright.system.errors import CheckpointError, InputError, ProofError
+from shardwright.training.checkpoint.manifest import read_manifest
 from shardwright.training.weights import ShardedTensors
 from tests.conversion.conftest import SAVED
 from tests.conversion.torchtitan_loop import RUN_FILE, Llama, train_ranks
 from tests.distributed import run_ranks
 from tests.mutation import mutated
 from tests.training.bugs.conversion import FILES as BUGS
-from tests.training.plain_loop import SEQ_LEN
+from tests.training.plain_loop import EPS, SEQ_LEN, WEIGHT_DECAY
 from tests.training.runs import records, train
 
 TOLERANCE = 1e-10  # of sums in another order in float64
@@ -221,6 +226,28 @@ def test_a_run_file_of_another_run_is_refused_with_the_key_to_set(
     with pytest.raises(InputError, match=message):
         convert(two_ranks[0], tmp_path / "moved", "shardwright", run=run_file)
     assert not (tmp_path / "moved").exists()
+
+
+@pytest.mark.prove
+def test_the_values_to_set_for_a_run_with_mup_are_of_the_base_model(ragged_tokens: Path, tmp_path: Path) -> None:
+    run_file = write_run_file(tmp_path, ragged_tokens, "mup = { base_width = 8, base_depth = 1 }\n")
+    train(run_file, "--set", "steps=3")
+    convert(tmp_path / "out", tmp_path / "dcp", "dcp")
+    convert(tmp_path / "dcp", tmp_path / "own", "shardwright", run=run_file)
+    saved, back = (read_manifest(at) for at in (tmp_path / "out/checkpoints/step-00000003", tmp_path / "own"))
+    assert back.tensors.keys() == saved.tensors.keys()
+    state = read_own_state(tmp_path / "out")
+    assert len({each.eps for each in state.settings.values()}) == 2
+    others = ["optimizer.eps=1e-5", "optimizer.weight_decay=0.2"]
+    with pytest.raises(InputError) as refused:
+        write_own_state(state, tmp_path / "other", load(run_file, others))
+    to_set = dict(re.findall(r"set optimizer\.(eps|weight_decay_by_kind\.\w+)=(\S+)", str(refused.value)))
+    assert {float(to_set.pop("eps")), *map(float, to_set.values())} == {EPS, WEIGHT_DECAY}
+    assert "weight_decay_by_kind.matrix" in to_set
+    equal = {name: replace(each, eps=EPS) for name, each in state.settings.items()}
+    message = f"AdamW has eps={EPS:g} for .* and eps={EPS:g} for .* there, .*; no optimizer.eps makes these"
+    with pytest.raises(InputError, match=message):
+        write_own_state(replace(state, settings=equal), tmp_path / "other", load(run_file))
 
 
 def test_every_format_is_proven_to_compute_the_logits_gradients_and_the_update_of_its_source(

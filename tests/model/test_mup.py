@@ -1,6 +1,7 @@
 """Proves muP by numbers: values, rates and multipliers of a model follow width and depth as its table says, one process
 and layouts agree, a resume is exact, and activations change as much in wide models as in narrow ones."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +14,15 @@ from shardwright.config.optimizer import LrScaleSection
 from shardwright.hugging_face.architecture import architecture_of
 from shardwright.layout.layout import Layout
 from shardwright.model.init import initialise
+from shardwright.model.lora_sizes import LoraSpec
 from shardwright.model.modules import end_rows, layer_rows
 from shardwright.model.mup import MupSpec
 from shardwright.model.sections import MoESpec
-from shardwright.model.spec import ModelSpec
+from shardwright.model.spec import ModelSpec, spec_as_json
 from shardwright.model.transformer import Transformer
 from shardwright.system.errors import ConfigError, InputError
 from shardwright.system.files import parse_toml
+from shardwright.training.exporting import export
 from shardwright.training.optimizer import build_optimizer
 from shardwright.verification import Verifier
 from shardwright.verification.coordinates import at_width, check_coordinates
@@ -228,6 +231,41 @@ def check_flatness(widths: tuple[int, ...], optimizer: str = "adamw", seeds: int
 def test_widths_to_which_a_model_does_not_scale_are_refused():
     with pytest.raises(InputError, match=r"n_kv_heads=2 x 40 / 32 = 2.5 is not a whole number; valid: multiples of 16"):
         at_width(EVEN, 40)
+
+
+def test_adapters_take_no_part_in_a_coordinate_check():
+    adapted = replace(EVEN, lora=LoraSpec(rank=2))
+    assert at_width(adapted, 64) == at_width(EVEN, 64)
+    found = check_coordinates(adapted, RUN, (32, 64), 1, 1)
+    assert found.changes["embedding"][0] > 0
+
+
+def test_an_activation_that_does_not_change_is_refused_with_its_cause():
+    with pytest.raises(InputError, match=r"the change of embedding at d_model 32 is 0 .* fp32 rounds the updates away"):
+        check_coordinates(EVEN, OptimizerSection(lr=1e-30), (32, 64), 1, 1)
+
+
+@prove
+@pytest.mark.parametrize(
+    "moe", [None, MoESpec(n_experts=4, top_k=2, d_ffn=24, bias_rate=0.0)], ids=["dense", "experts"]
+)
+def test_transformers_computes_the_logits_of_an_exported_run(tmp_path: Path, moe: MoESpec | None):
+    pytest.importorskip("transformers")
+    from tests.hugging_face.models import logits_error
+    from tests.hugging_face.test_families import TOLERANCES
+
+    spec = replace(WIDE, head_dim=8, vocab_size=96, max_seq_len=64, init_std=0.3, moe=moe)
+    given = {key: value for key, value in spec_as_json(spec).items() if value is not None}
+    run_ranks(hop, 1, tmp_path, Layout(), 0, spec, (), resolved_toml(parse(run_file(model=given))))
+    trained = tmp_path / "step-00000001"
+    export(trained, tmp_path / "hf")
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    assert config["model_type"] == ("granite" if moe is None else "granitemoe")
+    for dtype, tolerance in TOLERANCES.items():
+        assert logits_error(tmp_path / "hf", trained, dtype) < tolerance
+    changed = config | {"attention_multiplier": config["attention_multiplier"] * 2}
+    (tmp_path / "hf/config.json").write_text(json.dumps(changed))
+    assert logits_error(tmp_path / "hf", trained, torch.float64) > 1e-3
 
 
 def at(spec: ModelSpec, width: int) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Proves that a sweep runs every combination once, continues where it stopped, and finds a power law in its losses."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,7 +11,8 @@ from typer.testing import CliRunner, Result
 
 from shardwright.cli.main import app
 from shardwright.system.errors import InputError
-from shardwright.training.sweep import SweepRun, best_by_flops, fit_power_law, parse_grid
+from shardwright.training.kept import kept_run_file
+from shardwright.training.sweep import SweepRun, best_by_flops, fit_power_law, parse_grid, sweep_runs
 from tests.marks import prove
 
 RUN = """
@@ -119,6 +121,70 @@ def test_an_array_job_trains_the_run_file_of_its_task(folder: Path):
     assert f'out = "{folder}/it\'s/lr-3e-3_dp_shard-2"' in written[1]
 
 
+def test_an_array_job_has_machines_of_equally_many_ranks(folder: Path):
+    more = ("--set", "batch.global_batch=12", "--on", "slurm", "--per-node", "4")
+    result = sweep("--grid", "layout.dp_shard=6", "--out", "sweep", *more)
+    assert result.exit_code == 0, result.output
+    text = (folder / "sweep/sweep.sbatch").read_text()
+    assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=3\n" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--time", "5"), "--time 5 (300 s) is not longer than the 600 s that a job has to save"),
+        (("--out", "a\nb"), "--out '"),
+    ],
+)
+def test_errors_of_an_array_job_name_options_of_sweep(folder: Path, options: tuple[str, ...], said: str):
+    result = sweep("--grid", "seed=1", "--out", "sweep", "--on", "slurm", *options)
+    assert result.exit_code == 2
+    text = " ".join(result.output.split())
+    assert said in text
+    assert set(re.findall(r"--[a-z-]+", text)) <= {"--out", "--time"}
+
+
+def test_two_runs_of_one_folder_are_refused(folder: Path):
+    result = sweep("--grid", "data.path=a/b,a-b", "--out", "sweep")
+    assert result.exit_code == 2
+    said = "sweep/path-a-b would be the folder of data.path=a/b and of data.path=a-b"
+    assert said in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("more", [(), ("--show",), ("--on", "slurm")])
+def test_a_folder_with_a_run_of_another_configuration_is_refused_with_the_keys(folder: Path, more: tuple[str, ...]):
+    given = ("--grid", "lr=1e-3,3e-3", "--out", "sweep")
+    kept = folder / "sweep/lr-3e-3/run.toml"
+    kept.parent.mkdir(parents=True)
+    (run,) = sweep_runs(folder / "run.toml", (), {"optimizer.lr": ["3e-3"]}, folder / "sweep")
+    kept.write_text(kept_run_file(run.config))
+    same = sweep(*given, "--show")
+    assert same.exit_code == 0, same.output
+    other = sweep(*given, *more, "--set", "seed=7", "--set", "data.path=other")
+    assert other.exit_code == 2, other.output
+    text = " ".join(other.output.split())
+    assert "lr-3e-3 holds a run of another configuration: " in text
+    assert re.search("seed 0 to 7.*; give another --out", text)
+    assert 'tokens" to "' in text
+
+
+def test_a_run_whose_recomputation_was_chosen_is_of_the_same_configuration(folder: Path):
+    chosen = 'layout.recompute="full"'
+    (began,) = sweep_runs(folder / "run.toml", [chosen], {"seed": ["1"]}, folder / "sweep")
+    began.out.mkdir(parents=True)
+    (began.out / "run.toml").write_text(kept_run_file(began.config))
+    for asked, code in (("auto", 0), ("none", 2)):
+        found = sweep("--grid", "seed=1", "--out", "sweep", "--show", "--set", f"layout.recompute={asked}")
+        assert found.exit_code == code, found.output
+
+
+def test_no_run_starts_if_the_data_of_another_is_missing(folder: Path, ragged_tokens: Path):
+    result = sweep("--grid", f"data.path={ragged_tokens},nowhere", "--out", "sweep")
+    assert result.exit_code == 2
+    assert "nowhere" in result.output
+    assert not (folder / "sweep").exists()
+
+
 def test_jobs_of_one_array_have_the_same_number_of_ranks(folder: Path):
     result = sweep("--grid", "layout.dp_shard=1,2", "--out", "sweep", "--on", "slurm")
     assert result.exit_code == 2
@@ -151,3 +217,7 @@ def test_a_sweep_trains_every_combination_once_and_continues(folder: Path, monke
     assert all(run["ended"] and 4 < run["loss"] < 7 for run in document["runs"])
     assert document["fit"]["b_interval"][0] < document["fit"]["b"] < document["fit"]["b_interval"][1]
     assert json.loads(sweep(*given, "--show").stdout) == document
+    changed = sweep(*given, "--set", "optimizer.weight_decay=0.2")
+    assert changed.exit_code == 2
+    assert "optimizer.weight_decay 0.1 to 0.2" in " ".join(changed.output.split())
+    assert len(started) == 3

@@ -42,7 +42,7 @@ class SweepOptions:
         bool, typer.Option("--show", help="start nothing; show the results of the runs that ended")
     ] = False
     on: Annotated[str | None, typer.Option(metavar="slurm", help="start nothing; write an array job of Slurm")] = None
-    per_node: Annotated[int, typer.Option(metavar="N", help="with --on: ranks of a machine, which are its GPUs")] = 8
+    per_node: Annotated[int, typer.Option(metavar="N", help="with --on: most ranks of a machine, such as its GPUs")] = 8
     cpus: Annotated[int, typer.Option(metavar="N", help="with --on: cores of a rank")] = 8
     time: Annotated[str, typer.Option(metavar="HH:MM:SS", help="with --on: longest time of one run")] = "24:00:00"
     activate: Annotated[
@@ -92,20 +92,27 @@ def sweep(options: SweepOptions) -> None:
 
 
 def _train(runs: "Sequence[SweepRun]") -> list["SweepRun"]:
-    """Train the runs that have not ended, and return the runs that failed. Exits with 75 if a signal stopped one."""
-    from shardwright.training.start import start
+    """Train the runs that have not ended, and return the runs that failed. Exits with 75 if a signal stopped one.
+    Raises InputError before the first starts if one of them cannot be started."""
+    from shardwright.training.start import check_run, start
 
+    problems: dict[str, None] = {}
+    for run in runs:
+        if not run.ended:
+            try:
+                check_run(run.config)
+            except InputError as error:
+                problems |= dict.fromkeys(error.problems)
+    if problems:
+        raise InputError(*problems)
     failed = []
     for number, run in enumerate(runs, start=1):
-        said = ", ".join(f"{key}={value}" for key, value in run.values.items())
         if run.ended:
-            error_console.print(f"run {number} of {len(runs)}: {said}: ended already", markup=False)
+            error_console.print(f"run {number} of {len(runs)}: {run.in_words}: ended already", markup=False)
             continue
-        error_console.print(f"run {number} of {len(runs)}: {said}", markup=False)
+        error_console.print(f"run {number} of {len(runs)}: {run.in_words}", markup=False)
         try:
             stopped = start(run.config, quiet=True).stopped
-        except InputError:
-            raise
         except ShardwrightError as error:
             fail(error)
             failed.append(run)
@@ -119,7 +126,7 @@ def _train(runs: "Sequence[SweepRun]") -> list["SweepRun"]:
 def _write_array(runs: "Sequence[SweepRun]", options: SweepOptions, out: Path) -> None:
     """Write the run file of each run and the array job that trains them."""
     from shardwright.config import resolved_toml
-    from shardwright.launching.jobs import JOB_FORMATS, LaunchJob, job_problems
+    from shardwright.launching.jobs import JOB_FORMATS, LaunchJob, job_problems, ranks_of_node
     from shardwright.system.files import write_whole
 
     layouts = {run.config.layout.layout() for run in runs}
@@ -130,10 +137,11 @@ def _write_array(runs: "Sequence[SweepRun]", options: SweepOptions, out: Path) -
             "the same machines; give a sweep for each number of ranks"
         )
     folder, job_file = out / "points", out / "sweep.sbatch"
+    per_node = ranks_of_node(sizes[0], options.per_node)
     job = LaunchJob(
         name="sweep",
-        nodes=max(1, sizes[0] // options.per_node),
-        per_node=min(options.per_node, sizes[0]),
+        nodes=sizes[0] // per_node,
+        per_node=per_node,
         gpus=runs[0].config.device != "cpu",
         run_file=str(folder.absolute()),
         overrides=(),

@@ -260,12 +260,16 @@ def write_universal_state(state: TrainingState, out: Path) -> list[str]:
         (out / tag / f"{name}_model_states.pt").write_bytes(content)
     (out / LATEST[0]).write_text(tag)
     (out / CONFIG).write_text(json.dumps(architecture_of(state.spec).config(state.spec), indent=2) + "\n")
-    order = ", then ".join(f"{len(shapes[n])} with weight_decay={g.weight_decay:g}" for n, g in enumerate(groups))
+    differing = ["weight_decay", *(key for key in ("eps", "lr") if len({getattr(g, key) for g in groups}) > 1)]
+    order = ", then ".join(
+        f"{len(shapes[n])} with {', '.join(f'{key}={getattr(g, key):g}' for key in differing)}"
+        for n, g in enumerate(groups)
+    )
     remarks = [f'DeepSpeed loads it with "checkpoint": {{"load_universal": true}}; groups of the optimizer: {order}']
     if len(groups) > 1:
         remarks.append(
             "DeepSpeed's ZeRO-3 gives all groups the settings of the first, and one shared counter of steps: set "
-            "weight_decay and lr of each group after load_checkpoint, and copy its step"
+            "weight_decay, eps and lr of each group after load_checkpoint, and copy its step"
         )
     return remarks
 

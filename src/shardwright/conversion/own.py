@@ -2,7 +2,7 @@
 
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from shardwright.config import RunConfig, load_kept
-from shardwright.conversion.state import MOMENTS, STEP, TrainingState, settings_of_run, trained_parameters
+from shardwright.conversion.state import (
+    MOMENTS,
+    STEP,
+    AdamWSettings,
+    TrainingState,
+    settings_of_run,
+    trained_parameters,
+)
 from shardwright.hugging_face.files import said_shortly
 from shardwright.hugging_face.writer import TensorToWrite
 from shardwright.model.modules import row_of, rows
@@ -29,8 +36,8 @@ from shardwright.training.checkpoint.shards import records_of, tensor_records, w
 from shardwright.training.checkpoint.storage import name_of
 from shardwright.training.checkpoint.store import WRITTEN
 from shardwright.training.device import DTYPES
-from shardwright.training.header import kept_run_file
 from shardwright.training.importing import FILE_BYTES, row_blocks
+from shardwright.training.kept import kept_run_file
 from shardwright.training.sources import Sources
 from shardwright.training.weights import MODEL, OPTIMIZER, CheckpointWeights, weights_of_checkpoint
 
@@ -167,20 +174,47 @@ def _misfits(state: TrainingState, config: RunConfig) -> Iterator[str]:
     for key, theirs, ours in (
         ("beta1", first.betas[0], section.options["beta1"]),
         ("beta2", first.betas[1], section.options["beta2"]),
-        ("eps", first.eps, section.options["eps"]),
     ):
         if theirs != ours:
             yield f"AdamW has {key}={theirs:g} there, and the run file has {ours:g}; set optimizer.{key}={theirs!r}"
+    of_rows = [(name, row_of(spec, name), each) for name, each in state.settings.items()]
+    # Factors of muP are divided out of the values to set, so equality is up to rounding.
+    by_eps = {_rounded(each.eps / row.eps_factor): name for name, row, each in reversed(of_rows)}
+    other_eps = [name for name in by_eps.values() if not _equal(state.settings[name].eps, here[name].eps)]
+    if len(by_eps) > 1 and other_eps:
+        yield (
+            f"AdamW has {_eps_in_words(state.settings, by_eps.values())} there, and the run file has "
+            f"{_eps_in_words(here, by_eps.values())}; no optimizer.eps makes these with this model.mup"
+        )
+    elif other_eps:
+        ((eps, name),) = by_eps.items()
+        yield (
+            f"AdamW has {_eps_in_words(state.settings, [name])} there, and the run file has "
+            f"{_eps_in_words(here, [name])}; set optimizer.eps={eps!r}"
+        )
     kinds = {
-        row_of(spec, name).kind: (name, each)
-        for name, each in state.settings.items()
-        if each.weight_decay != here[name].weight_decay
+        row.kind: (name, row, each)
+        for name, row, each in of_rows
+        if not _equal(each.weight_decay, here[name].weight_decay)
     }
-    for kind, (name, each) in kinds.items():
+    for kind, (name, row, each) in kinds.items():
         yield (
             f"weight decay of {name} is {each.weight_decay:g} there, and {here[name].weight_decay:g} in the run; set "
-            f"optimizer.weight_decay_by_kind.{kind}={each.weight_decay!r}"
+            f"optimizer.weight_decay_by_kind.{kind}={_rounded(each.weight_decay / row.decay_factor)!r}"
         )
+
+
+def _equal(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-9)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.12g}")
+
+
+def _eps_in_words(settings: Mapping[str, AdamWSettings], names: Iterable[str]) -> str:
+    """Return the eps of some parameters in words."""
+    return " and ".join(f"eps={settings[name].eps:g} for {name}" for name in names)
 
 
 def _samples(state: TrainingState, config: RunConfig) -> tuple[int, list[str]]:

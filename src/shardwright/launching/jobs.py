@@ -195,11 +195,16 @@ JOB_FORMATS = {
 }  # fmt: skip
 
 
+def ranks_of_node(world_size: int, most: int) -> int:
+    """Return the largest number of ranks per machine, up to `most`, with which all machines have as many."""
+    return max(n for n in divisors(world_size) if n <= most)
+
+
 def job_problems(job: LaunchJob, world_size: int, layout: str) -> Iterator[str]:
     """Yield the reasons why a job cannot run a layout of `world_size` ranks, which is described by `layout`."""
     ranks = job.nodes * job.per_node
     if ranks != world_size:
-        per_node = max(n for n in divisors(world_size) if n <= job.per_node)
+        per_node = ranks_of_node(world_size, job.per_node)
         yield (
             f"--nodes {job.nodes} x --per-node {job.per_node} = {ranks} ranks, and {job.run_file} has {world_size} "
             f"({layout}); give --nodes {world_size // per_node} --per-node {per_node}, or change the layout"
@@ -211,12 +216,17 @@ def job_problems(job: LaunchJob, world_size: int, layout: str) -> Iterator[str]:
     if TIME.fullmatch(job.time) is None:
         yield f"--time {job.time}: give Slurm's form, such as 24:00:00 or 2-00:00:00"
     elif 0 < (time_s := _seconds(job.time)) <= job.grace_s:
+        grace = f"the {job.grace_s} s that a job has to save" if job.array else f"--grace {job.grace_s}"
         yield (
-            f"--time {job.time} ({time_s} s) is not longer than --grace {job.grace_s}, so the job is stopped when it "
-            f"starts; give a longer --time or a shorter --grace"
+            f"--time {job.time} ({time_s} s) is not longer than {grace}, so the job is stopped when it starts; give a "
+            f"longer --time{'' if job.array else ' or a shorter --grace'}"
         )
     texts = {f"--{name}": getattr(job, name) for name in ("activate", "image", "claim", "mount", "accelerator")}
-    given = [*texts.items(), ("RUN.toml", job.run_file), *(("--set", each) for each in job.overrides)]
+    given = [
+        *texts.items(),
+        ("--out" if job.array else "RUN.toml", job.run_file),
+        *(("--set", each) for each in job.overrides),
+    ]
     for option, value in given:
         if value and SINGLE_LINE.fullmatch(value) is None:
             yield f"{option} {value!r}: one line without control characters is needed"

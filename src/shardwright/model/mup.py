@@ -1,14 +1,8 @@
 """muP: how initial values, learning rates and multipliers follow the width and the depth of a model; no torch.
 
-With m = d_model / base_width and d = n_layers / base_depth, for optimizers whose update of an element has about the
-size of the learning rate (`OptimizerKind.normalised`):
-
-| kind of parameter        | initial std | learning rate | weight decay | eps of Adam      | multiplier            |
-| ------------------------ | ----------- | ------------- | ------------ | ---------------- | --------------------- |
-| matrix, expert           | 1 / sqrt(m) | 1 / m         | m            | 1 / m, in layers | output of a branch:   |
-| router                   | 1 / m       | 1 / m         | m            | 1 / (m d)        | 1 / d                 |
-| embedding, norm, bias    | 1           | 1             | 1            |                  |                       |
-| head, or tied embedding  | 1           | 1             | 1            |                  | logits: 1 / m         |
+docs/mup.md has the rules as a table. They are for optimizers whose update of an element has about the size of the
+learning rate (`OptimizerKind.normalised`). `WIDTH_POWERS` has the powers of the width by kind of parameter,
+`modules._with_mup` and `Row` apply them, and `ModelSizes` has the multipliers.
 
 Sources: Yang et al., Tensor Programs V, arXiv 2203.03466, Table 8 for Adam (a router, whose outputs do not grow with
 the width, is an output matrix of Table 3, which has no multiplier); Dey et al., CompleteP, arXiv 2505.01618, Table 1

@@ -1,24 +1,19 @@
 """The lines and the record of a run's start on rank 0: model, layout, data, device and versions."""
 
-import math
 import platform
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from shardwright.config import RunConfig, as_toml, flat, load_kept, resolved_toml
+from shardwright.config import RunConfig
 from shardwright.config.batch import BatchStage
 from shardwright.data.mixture import MixtureOrder
 from shardwright.report.words import batch_in_words, layout_in_words, learning_rate_in_words, model_in_words
-from shardwright.run_folder import RUN_FILE, StartRecord, now
-from shardwright.system.errors import CheckpointError, InputError, without_secrets
-from shardwright.system.files import inside, parse_toml, read_text, reason
+from shardwright.run_folder import StartRecord, now
 from shardwright.system.units import format_count, percent
 from shardwright.system.version import PACKAGE_VERSION
 from shardwright.training.device import attention_kernels
-from shardwright.training.schedule import learning_rate
 from shardwright.training.sources import Sources
 
 _GIT_TIMEOUT_S = 5.0
@@ -109,47 +104,3 @@ def _git_commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None if done.returncode == 0 else None
-
-
-def changes_since(checkpoint: Path, now_toml: str) -> list[str]:
-    """Return the keys of a run that differ from the run file saved with the resumed checkpoint, such as `steps 100
-    to 200`. Empty if that file does not exist."""
-    saved = inside(checkpoint, RUN_FILE, CheckpointError)
-    try:
-        before = flat(parse_toml(read_text(saved)))
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{saved} cannot be read: {reason(error)}") from None
-    after = flat(parse_toml(now_toml))
-    keys = [key for key in (before | after) if before.get(key) != after.get(key) and key != "checkpoint.resume"]
-    return [f"{key} {_said(before.get(key))} to {_said(after.get(key))}" for key in keys]
-
-
-def rate_change(checkpoint: Path, config: RunConfig, step: int) -> str | None:
-    """Describe the change of the learning rate after `step` steps if a run resumes with another schedule than in the
-    run file saved with its checkpoint. None if the rate is unchanged, or if that file cannot be read."""
-    try:
-        before = load_kept(checkpoint)
-    except (OSError, InputError):
-        return None
-    then, now = (
-        learning_rate(min(step, each.steps - 1), each.steps, each.optimizer.lr, each.lr_schedule, each.clock)
-        for each in (before, config)
-    )
-    return None if math.isclose(then, now) else f"learning rate of step {step + 1}: {now:.3g}, and not {then:.3g}"
-
-
-def _said(value: Any) -> str:
-    return "unset" if value is None else as_toml(value)
-
-
-def kept_run_file(config: RunConfig) -> str:
-    """Return the resolved run file that is written to `out` and into checkpoints, with secrets in URLs masked.
-
-    `--resume` is not kept in it: a user who trains from the file must request it again.
-    """
-    if config.checkpoint.resume == "auto":
-        checkpoint = config.checkpoint.model_copy(update={"resume": "no"})
-        config = config.model_copy(update={"checkpoint": checkpoint})
-    return without_secrets(resolved_toml(config, absolute=True))

@@ -18,9 +18,10 @@ from shardwright.training.checkpoint.state import checkpoint_bytes
 from shardwright.training.clock import PhaseClock, RunPhases
 from shardwright.training.device import configure_malloc
 from shardwright.training.gpu import check_gpu
-from shardwright.training.header import changes_since, header, kept_run_file, rate_change, started
+from shardwright.training.header import header, started
 from shardwright.training.hooks import HOOKS, Hook, RunParts, RunStart
 from shardwright.training.initial_weights import begin_with
+from shardwright.training.kept import changes_since, kept_run_file, rate_change
 from shardwright.training.loop import StopRequest, TrainLoop
 from shardwright.training.numbers import Evaluate, LogNumbers
 from shardwright.training.ranks import ProcessRank, pick_device, process_group, restarts_of_torchrun

@@ -13,8 +13,8 @@ from shardwright.training.checkpoint.durable import Copier
 from shardwright.training.checkpoint.manifest import DataRecord, TrainingProgress
 from shardwright.training.checkpoint.saver import Saver
 from shardwright.training.clock import Phases
-from shardwright.training.header import kept_run_file
 from shardwright.training.hooks import Due, Hook, RunStart, TakenStep, due
+from shardwright.training.kept import kept_run_file
 from shardwright.training.resuming import RunCheckpoints, from_first
 from shardwright.training.run_log import RunLog
 from shardwright.training.sources import RunSamples

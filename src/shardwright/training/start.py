@@ -90,12 +90,7 @@ def start(config: RunConfig, quiet: bool = False, max_restarts: int = 0) -> RunE
             )
         if place is not None and config.faults.min_ranks is not None:
             config = _on_fewer_ranks(config, place.world_size)
-        if config.faults.spares and not max_restarts:
-            way_out = "give --max-restarts N, too" if place is None else "torchrun and srun have none: leave it out"
-            raise InputError(
-                f"faults.spares={config.faults.spares} are places for ranks that are started again here; {way_out}"
-            )
-        _prepare(config, place)
+        _prepare(config, place, max_restarts)
         in_training = True
         return _train(config, place, quiet, max_restarts)
     except BaseException as error:
@@ -127,11 +122,22 @@ def _on_fewer_ranks(config: RunConfig, world_size: int) -> RunConfig:
     return found
 
 
-def _prepare(config: RunConfig, place: ProcessRank | None) -> None:
-    """Check the run and create its folder. Raises InputError for every problem that can be found without training."""
+def check_run(config: RunConfig, place: ProcessRank | None = None, max_restarts: int = 0) -> None:
+    """Raise InputError for every problem of a run that can be found without training. `place`: of this process among
+    the ranks that torchrun or srun started; None: all ranks start here."""
+    if config.faults.spares and not max_restarts:
+        way_out = "give --max-restarts N, too" if place is None else "torchrun and srun have none: leave it out"
+        raise InputError(
+            f"faults.spares={config.faults.spares} are places for ranks that are started again here; {way_out}"
+        )
     layout = config.layout.layout()
     layout.check_world(layout.world_size if place is None else place.world_size)
     _check(config, alone=place is None, serves=place is None or place.rank == 0)
+
+
+def _prepare(config: RunConfig, place: ProcessRank | None, max_restarts: int) -> None:
+    """Check the run and create its folder. Raises InputError."""
+    check_run(config, place, max_restarts)
     try:
         Path(config.out).mkdir(parents=True, exist_ok=True)
     except OSError as error:

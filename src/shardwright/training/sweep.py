@@ -1,7 +1,7 @@
 """Runs of one run file over a grid of values: their configurations, their results, and a power law of loss by FLOPs."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -13,6 +13,7 @@ from scipy.stats import t as student
 
 from shardwright.config import RunConfig, load
 from shardwright.config.reading import keys_named
+from shardwright.hugging_face.files import said_shortly
 from shardwright.run_folder import (
     CHECKPOINTS,
     METRICS,
@@ -23,6 +24,7 @@ from shardwright.run_folder import (
     read_metrics,
 )
 from shardwright.system.errors import ConfigError, InputError
+from shardwright.training.kept import changes_of_run
 
 MOST_POINTS = 1000
 CONFIDENCE = 0.9
@@ -42,6 +44,11 @@ class SweepRun:
     def out(self) -> Path:
         """The folder of the run."""
         return Path(self.config.out)
+
+    @property
+    def in_words(self) -> str:
+        """The values, such as `optimizer.lr=1e-3, seed=2`."""
+        return ", ".join(f"{key}={value}" for key, value in self.values.items())
 
     @property
     def flops(self) -> float:
@@ -107,7 +114,8 @@ def sweep_runs(
     run_file: Path, overrides: Sequence[str], grid: Mapping[str, Sequence[str]], out: Path
 ) -> list[SweepRun]:
     """Return the runs of a grid, the values of its last key varying fastest, each with a folder of its own in `out`.
-    Raises ConfigError with the problems of every run that cannot be started."""
+    Raises ConfigError with the problems of every run that cannot be started, and InputError if two runs have one
+    folder, or if a folder holds a run of another configuration."""
     runs, problems = [], []
     for chosen in product(*grid.values()):
         values = dict(zip(grid, chosen, strict=True))
@@ -120,7 +128,23 @@ def sweep_runs(
             problems += [problem for problem in error.problems if problem not in problems]
     if problems:
         raise ConfigError(*problems)
+    if problems := [*_folder_problems(runs)]:
+        raise InputError(*said_shortly(problems))
     return runs
+
+
+def _folder_problems(runs: Sequence[SweepRun]) -> Iterator[str]:
+    """Yield why runs cannot have their folders."""
+    of_folders: dict[Path, SweepRun] = {}
+    for run in runs:
+        other = of_folders.setdefault(run.out, run)
+        if other is not run:
+            yield (
+                f"{run.out} would be the folder of {other.in_words} and of {run.in_words}, because / is written as - "
+                "in the name of a folder; sweep them one after another, each with an --out of its own"
+            )
+        elif changed := changes_of_run(run.config):
+            yield f"{run.out} holds a run of another configuration: {', '.join(changed)}; give another --out"
 
 
 @dataclass(frozen=True)

@@ -57,8 +57,8 @@ class CoordinateCheck:
 
 
 def at_width(spec: ModelSpec, width: int) -> ModelSpec:
-    """Return a model whose widths are all multiplied by width / d_model. Heads grow in number or, with
-    `mup.base_head_dim`, in width. Raises InputError if a size would not be a whole number."""
+    """Return a model without dropout and adapters whose widths are all multiplied by width / d_model. Heads grow in
+    number or, with `mup.base_head_dim`, in width. Raises InputError if a size would not be a whole number."""
     problems: list[str] = []
 
     def scaled(name: str, size: int) -> int:
@@ -84,7 +84,7 @@ def at_width(spec: ModelSpec, width: int) -> ModelSpec:
         sizes["linear_attention"] = replace(spec.linear_attention, **inner)
     if problems:
         raise InputError(*problems[:1])
-    changed = replace(spec, d_model=width, dropout=0.0, **sizes)
+    changed = replace(spec, d_model=width, dropout=0.0, lora=None, **sizes)
     if problems := changed.problems():
         raise InputError(*(f"--widths {width}: {problem}" for problem in problems))
     return changed
@@ -106,7 +106,8 @@ def check_coordinates(
 ) -> CoordinateCheck:
     """Train models of each of `widths`, as `at_width` has them, for `steps` updates with the optimizer's peak learning
     rate, from `seeds` seeds, and return the changes of their activations. `report` is called with a line for each
-    width. Raises InputError for a width to which the model does not scale, and if training diverges."""
+    width. Raises InputError for a width to which the model does not scale, if training diverges, and if an activation
+    does not change."""
     specs = [at_width(spec, width) for width in widths]
     changes: dict[str, list[float]] = defaultdict(list)
     for each in specs:
@@ -115,9 +116,14 @@ def check_coordinates(
         for place in per_seed[0]:
             change = statistics.fmean(found[place] for found in per_seed)
             if not 0 < change < math.inf:
+                cause = (
+                    "training diverged; give a lower one by --set optimizer.lr=VALUE"
+                    if change
+                    else "fp32 rounds the updates away, or optimizer.lr_scale is 0; give higher values"
+                )
                 raise InputError(
                     f"the change of {place} at d_model {each.d_model} is {change:g} after {steps} steps with "
-                    f"optimizer.lr={optimizer.lr:g}; give a lower one by --set optimizer.lr=VALUE"
+                    f"optimizer.lr={optimizer.lr:g}: {cause}"
                 )
             changes[place].append(change)
     return CoordinateCheck(tuple(widths), steps, {place: tuple(each) for place, each in changes.items()})
