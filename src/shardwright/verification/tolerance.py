@@ -128,7 +128,7 @@ def one_process_tolerance(case: Case, alone: Errors, sides: int = 1) -> Toleranc
 def _all_steps(case: Case) -> float:
     """Return the error of a parameter whose every element Adam steps the other way: by 2 lr more after each step, with
     the largest learning rate of a kind of parameter, over the floor of the error."""
-    scales = map(case.optimizer.lr_scale_of, rows(case.spec).values())
+    scales = [case.optimizer.lr_scale_of(row) for row in rows(case.spec).values() if row.trained]
     return 2 * case.optimizer.lr * max(1.0, *scales) * case.steps / (FLOORS["parameter"] * case.spec.init_std)
 
 
