@@ -28,7 +28,7 @@ from shardwright.verification import Case, Verifier
 from shardwright.verification.case import ADAPTER_STD
 from tests.distributed import run_ranks
 from tests.hugging_face.models import FAMILIES, saved
-from tests.marks import rest_prove
+from tests.marks import prove, rest_prove
 from tests.training.bugs.bug import EXPERTS, LATENT
 from tests.training.checkpoints import DATA, Logical, equal, hop
 from tests.training.test_switches import (
@@ -84,6 +84,42 @@ def test_adapters_train_as_in_one_process(verifier: Verifier, name: str):
     report = verifier.parity(case_of(LAYOUTS[name]), LAYOUTS[name])
     assert report.equal, report.differing or report.worst
     assert report.worst_error < 1e-12, report.worst
+
+
+@prove
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        (Layout(), "bfloat16"),
+        (Layout(dp_replicate=2), "bfloat16"),
+        (Layout(dp_shard=2, zero=3), "bfloat16"),
+        (Layout(dp_shard=2, zero=3), "float16"),
+    ],
+    ids=str,
+)
+def test_a_base_in_16_bits_trains_with_adapters_in_32(verifier: Verifier, layout: Layout, dtype: str):
+    micro_batch = CASE.global_batch // (4 * layout.data_ranks)
+    overflow = 1 if dtype == "float16" else None
+    report = verifier.parity(
+        replace(case_of(layout), micro_batch=micro_batch, dtype=dtype, overflow_step=overflow), layout
+    )
+    assert report.equal, report.differing or report.worst
+
+
+@prove
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp_shard=2, zero=3, compress_gradients="int8"),
+        Layout(dp_shard=2, zero=1, compress_gradients="int8"),
+        Layout(tp=2, dp_shard=2, zero=3, compress_weights="int8"),
+        Layout(dp_shard=2, zero=1, compress_weights="int8"),
+    ],
+    ids=str,
+)
+def test_adapters_train_with_integers_in_messages(verifier: Verifier, layout: Layout):
+    report = verifier.parity(case_of(layout), layout)
+    assert report.equal, report.differing or report.worst
 
 
 SP, TP, ZERO_3 = LAYOUTS["sp"], LAYOUTS["tp"], LAYOUTS["zero 3"]
