@@ -182,7 +182,7 @@ def overflow_once(parts: Sequence[Transformer]) -> None:
     Only the shard of the embedding that has that token's row, on the ranks that hold it, then has an infinite gradient.
     A frozen embedding has no gradient: the first block of each stage with a gradient takes its place.
     """
-    spoilt: list[nn.Module] = [part.embedding for part in parts if part.embedding is not None][:1]
+    spoilt: Sequence[nn.Module] = [part.embedding for part in parts if part.embedding is not None][:1]
     if any(part.spec.lora is not None for part in parts):
         spoilt = [block for part in parts for block in part.layers.values()]
 
