@@ -130,7 +130,6 @@ ROUTED = {"moe": EXPERTS}
 TIED = {"mtp_modules": 1, "tied_embedding": True}
 LAST_ROUTED = {"n_layers": 4, "moe": replace(EXPERTS, first_dense=2)}
 """With adapters of ffn, the last two layers have no adapter, and so with pp = 2 the second stage has none."""
-FIRST_ROUTED = {"n_layers": 4, "moe": replace(EXPERTS, dense_layers=(2, 3))}
 MODELS: dict[str, tuple[dict[str, Any], Layout, LoraSpec]] = {
     "experts, tp, ep": (ROUTED, Layout(tp=2, sequence_parallel=True, ep=2), OF_ATTENTION),
     "experts, zero 2, ep": (ROUTED, Layout(dp_shard=2, zero=2, ep=2), OF_ATTENTION),
@@ -176,9 +175,8 @@ MODELS: dict[str, tuple[dict[str, Any], Layout, LoraSpec]] = {
     ),
     "chunks and scaled experts, tp, ep": (LLAMA4, Layout(tp=2, sequence_parallel=True, ep=2), LORA),
     "no adapter in the last stage": (LAST_ROUTED, Layout(pp=2), OF_FFN),
-    "no adapter in the first stage": (FIRST_ROUTED, ZERO_BUBBLE, OF_FFN),
     "no adapter in a stage, zero 3": (LAST_ROUTED, Layout(pp=2, dp_shard=2, zero=3), OF_FFN),
-    "no adapter in a stage, zero 1, ep": (FIRST_ROUTED, Layout(pp=2, dp_shard=2, zero=1, ep=2), OF_FFN),
+    "no adapter in a stage, zero 1, ep": (LAST_ROUTED, Layout(pp=2, dp_shard=2, zero=1, ep=2), OF_FFN),
     "no adapter in a stage, zero 0": (LAST_ROUTED, Layout(pp=2, dp_replicate=2), OF_FFN),
     "no adapter in a stage, on the host": (
         LAST_ROUTED,
