@@ -6,6 +6,7 @@
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,8 +36,21 @@ from shardwright.verification import Case, Verifier
 from shardwright.verification.case import ADAPTER_STD
 from tests.distributed import run_ranks
 from tests.hugging_face.models import FAMILIES, saved
-from tests.marks import rest_prove
+from tests.marks import prove, rest_prove
+from tests.training.bugs.bug import EXPERTS, LATENT
 from tests.training.checkpoints import DATA, Logical, equal, hop
+from tests.training.test_switches import (
+    BIASED_BOTH,
+    COHERE,
+    DEEPSEEK_V2,
+    DENSE,
+    EVERY_SECOND,
+    LINEAR,
+    LLAMA4,
+    OFFSET,
+    STARCODER,
+    WINDOWS,
+)
 from tests.training.worlds import CASE, EVEN, LONG, SPEC, whole
 
 LORA = LoraSpec(rank=3, alpha=6.0)
@@ -67,7 +81,7 @@ QUICK = ("sp", "zero 3", "pp")
 
 
 def case_of(layout: Layout, spec: ModelSpec | None = None, lora: LoraSpec = LORA) -> Case:
-    base = CASE if layout.cp * layout.tp == 1 else LONG
+    base = CASE if layout.cp * layout.tp == 1 and spec is None else LONG
     accumulation = 4 if layout.pp > 1 else 3
     micro_batch = base.global_batch // (accumulation * layout.data_ranks)
     return replace(base, spec=replace(spec or base.spec, lora=lora), micro_batch=micro_batch)
@@ -76,6 +90,117 @@ def case_of(layout: Layout, spec: ModelSpec | None = None, lora: LoraSpec = LORA
 @pytest.mark.parametrize("name", rest_prove(LAYOUTS, *QUICK))
 def test_adapters_train_as_in_one_process(verifier: Verifier, name: str):
     report = verifier.parity(case_of(LAYOUTS[name]), LAYOUTS[name])
+    assert report.equal, report.differing or report.worst
+    assert report.worst_error < 1e-12, report.worst
+
+
+@prove
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        (Layout(), "bfloat16"),
+        (Layout(dp_replicate=2), "bfloat16"),
+        (Layout(dp_shard=2, zero=3), "bfloat16"),
+        (Layout(dp_shard=2, zero=3), "float16"),
+    ],
+    ids=str,
+)
+def test_a_base_in_16_bits_trains_with_adapters_in_32(verifier: Verifier, layout: Layout, dtype: str):
+    micro_batch = CASE.global_batch // (4 * layout.data_ranks)
+    overflow = 1 if dtype == "float16" else None
+    report = verifier.parity(
+        replace(case_of(layout), micro_batch=micro_batch, dtype=dtype, overflow_step=overflow), layout
+    )
+    assert report.equal, report.differing or report.worst
+
+
+@prove
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp_shard=2, zero=3, compress_gradients="int8"),
+        Layout(dp_shard=2, zero=1, compress_gradients="int8"),
+        Layout(tp=2, dp_shard=2, zero=3, compress_weights="int8"),
+        Layout(dp_shard=2, zero=1, compress_weights="int8"),
+    ],
+    ids=str,
+)
+def test_adapters_train_with_integers_in_messages(verifier: Verifier, layout: Layout):
+    report = verifier.parity(case_of(layout), layout)
+    assert report.equal, report.differing or report.worst
+
+
+SP, TP, ZERO_3 = LAYOUTS["sp"], LAYOUTS["tp"], LAYOUTS["zero 3"]
+ZERO_BUBBLE = LAYOUTS["pp"]
+LATENT_HEADS = {"latent_attention": LATENT, "n_kv_heads": 4}
+OF_ATTENTION, OF_FFN = replace(LORA, targets=("attention",)), replace(LORA, targets=("ffn",))
+ROUTED = {"moe": EXPERTS}
+TIED = {"mtp_modules": 1, "tied_embedding": True}
+LAST_ROUTED = {"n_layers": 4, "moe": replace(EXPERTS, first_dense=2)}
+"""With adapters of ffn, the last two layers have no adapter, and so with pp = 2 the second stage has none."""
+MODELS: dict[str, tuple[dict[str, Any], Layout, LoraSpec]] = {
+    "experts, tp, ep": (ROUTED, Layout(tp=2, sequence_parallel=True, ep=2), OF_ATTENTION),
+    "experts, zero 2, ep": (ROUTED, Layout(dp_shard=2, zero=2, ep=2), OF_ATTENTION),
+    "shared experts, zero 3, ep": (DENSE, Layout(dp_shard=4, zero=3, ep=2), LORA),
+    "shared experts, tp, ep": (DENSE, Layout(tp=2, sequence_parallel=True, ep=2), LORA),
+    "shared experts, replicas of kv heads, selective": (
+        DENSE,
+        Layout(tp=4, sequence_parallel=True, recompute="selective"),
+        LORA,
+    ),
+    "shared experts, MTP, pp": (EVERY_SECOND, ZERO_BUBBLE, LORA),
+    "biases of experts, pp, cp, ep, full": (BIASED_BOTH, Layout(pp=2, cp=2, ep=2, recompute="full"), LORA),
+    "latent attention and shared experts, tp, ep": (DEEPSEEK_V2, Layout(tp=2, sequence_parallel=True, ep=2), LORA),
+    "latent attention, tp": (LATENT_HEADS, TP, LORA),
+    "latent attention, sp": (LATENT_HEADS, SP, LORA),
+    "latent attention, kv_down alone, sp": (LATENT_HEADS, SP, replace(LORA, targets=("kv_down",))),
+    "latent attention, zero 3": (LATENT_HEADS, ZERO_3, LORA),
+    "latent attention, pp": (LATENT_HEADS, ZERO_BUBBLE, LORA),
+    "MTP and a tied embedding, pp": (TIED, Layout(pp=2), LORA),
+    "MTP and a tied embedding, dualpipe": (TIED | {"n_layers": 5}, LAYOUTS["dualpipe"], LORA),
+    "MTP, sp": ({"mtp_modules": 2}, SP, LORA),
+    "linear attention, tp": (LINEAR, TP, LORA),
+    "linear attention, ring, tp": (LINEAR, Layout(cp=2, cp_method="ring", tp=2, sequence_parallel=False), LORA),
+    "linear attention, ulysses, zero 3, pp": (
+        LINEAR,
+        Layout(cp=2, cp_method="ulysses", zero=3, pp=2, pp_schedule="zb-h1"),
+        LORA,
+    ),
+    "windows, sinks, tp": (WINDOWS, TP, LORA),
+    "windows, sinks, zigzag, full": (WINDOWS, Layout(cp=2, cp_method="zigzag", recompute="full"), LORA),
+    "parallel branches, tp": (COHERE, TP, LORA),
+    "parallel branches, sp, ring, full": (
+        COHERE,
+        Layout(tp=2, sequence_parallel=True, cp=2, cp_method="ring", recompute="full"),
+        LORA,
+    ),
+    "parallel branches, ffn alone, sp": (COHERE, SP, OF_FFN),
+    "biases, replicas of kv heads": (STARCODER, Layout(tp=4, sequence_parallel=True), LORA),
+    "norms over all heads, replicas of kv heads, full": (
+        OFFSET,
+        Layout(tp=4, sequence_parallel=True, recompute="full"),
+        LORA,
+    ),
+    "chunks and scaled experts, tp, ep": (LLAMA4, Layout(tp=2, sequence_parallel=True, ep=2), LORA),
+    "no adapter in the last stage": (LAST_ROUTED, Layout(pp=2), OF_FFN),
+    "no adapter in a stage, zero 3": (LAST_ROUTED, Layout(pp=2, dp_shard=2, zero=3), OF_FFN),
+    "no adapter in a stage, zero 1, ep": (LAST_ROUTED, Layout(pp=2, dp_shard=2, zero=1, ep=2), OF_FFN),
+    "no adapter in a stage, zero 0": (LAST_ROUTED, Layout(pp=2, dp_replicate=2), OF_FFN),
+    "no adapter in a stage, on the host": (
+        LAST_ROUTED,
+        Layout(pp=2, dp_shard=2, zero=3, offload_parameters="cpu", offload_optimizer="cpu"),
+        OF_FFN,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", rest_prove(MODELS, "no adapter in the last stage"))
+def test_adapters_of_every_kind_of_model_train_as_in_one_process(verifier: Verifier, name: str):
+    changes, layout, lora = MODELS[name]
+    case = replace(case_of(layout, replace(EVEN, **changes), lora), steps=2)
+    assert not case.spec.problems()
+    assert not case.spec.lora_problems()
+    report = verifier.parity(case, layout)
     assert report.equal, report.differing or report.worst
     assert report.worst_error < 1e-12, report.worst
 
@@ -225,6 +350,15 @@ def check_that_another_base_is_refused() -> None:
             f"{checkpoint} has adapters for the weights in {base}, and that folder has other weights now; put the "
             f"weights back"
         )
+
+
+def test_a_model_of_routed_experts_alone_has_no_adapters_of_ffn():
+    """Without this sentence 'ffn', a default target, was refused with "did you mean 'ffn'?"."""
+    refused = replace(EVEN, moe=EXPERTS, lora=LORA).lora_problems()
+    assert refused == [
+        "lora.targets has 'ffn', and the feed-forward networks of this model are routed experts, which have no "
+        "adapters; leave 'ffn' out, such as lora.targets=['attention']"
+    ]
 
 
 @pytest.mark.parametrize(

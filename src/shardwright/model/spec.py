@@ -124,13 +124,22 @@ class ModelSpec(ModelSizes):
         matrices: dict[str, Row] = {}
         for layer in range(self.n_blocks):
             matrices |= {row.module: row for row in layer_rows(self, layer) if can_adapt(row) and not row.adapter}
+        groups = [group for group in GROUPS if any(names(group, module) for module in matrices)]
         if not lora.targets:
-            yield f"lora.targets=[] names no matrix; {nearest('', [*GROUPS, *matrices])}"
+            yield f"lora.targets=[] names no matrix; {nearest('', [*groups, *matrices])}"
         for target in lora.targets:
-            if not any(names(target, module) for module in matrices):
+            if any(names(target, module) for module in matrices):
+                continue
+            if target == "ffn" and self.moe is not None:
+                others = [other for other in lora.targets if other != target] or groups
+                yield (
+                    f"lora.targets has 'ffn', and the feed-forward networks of this model are routed experts, which "
+                    f"have no adapters; leave 'ffn' out, such as lora.targets={others}"
+                )
+            else:
                 yield (
                     f"lora.targets has {target!r}, which names no matrix of this model; "
-                    f"{nearest(target, [*GROUPS, *_endings(matrices)])}"
+                    f"{nearest(target, [*groups, *_endings(matrices)])}"
                 )
         small = [(min(row.shape), name) for name, row in matrices.items() if lora.takes(name)]
         if small and lora.rank > min(small)[0]:

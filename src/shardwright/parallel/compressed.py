@@ -8,6 +8,7 @@ the gradient shards over `replicas`, once a step, after the last backward pass.
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -56,15 +57,12 @@ class Compression:
     def apply(self, module: FSDPModule, prefix: str) -> None:
         """Replace the collectives of an FSDP2 parameter group."""
         # A middle stage of a pipeline has no parameters outside its blocks, so `groups` may be empty.
-        groups = parameter_groups(module)
-        parts = [
-            BufferPart.from_shape(parameter.padded_sharded_param_size)
-            for group in groups
-            for parameter in group.fsdp_params
-        ]
+        parameters = [parameter for group in parameter_groups(module) for parameter in group.fsdp_params]
+        parts = [BufferPart.from_shape(parameter.padded_sharded_param_size) for parameter in parameters]
         collective: Any
         if self.gradients is not None:
-            collective = _ReduceScatter(self.gradients, self.hops[prefix], parts)
+            trained = [parameter.sharded_param.requires_grad for parameter in parameters]
+            collective = _ReduceScatter(self.gradients, self.hops[prefix], [*compress(parts, trained)])
             module.set_custom_reduce_scatter(collective)
             # Missing gradients become zeros, so that every reduction has all of these parts.
             reduce_unused_parameters(module)

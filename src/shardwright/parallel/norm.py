@@ -27,8 +27,10 @@ def gradient_norm(
     Squares are summed over the mesh axes along which a gradient is sharded, not over the axes along which it is
     replicated; gradients on different meshes are added after the sum over each mesh. `stages` is the process group of
     pp, over which the squares are summed last. `holders`: for each parameter, the number of ranks of pp that hold it;
-    each of them adds that fraction of its square. `local_norms` is filled with this rank's norms.
+    each of them adds that fraction of its square. `local_norms` is filled with this rank's norms. A stage whose layers
+    have no adapter has no gradients; its norm is zero.
     """
+    parameters = list(parameters)
     groups: dict[tuple[DeviceMesh | None, tuple[int, ...], int], dict[int, Tensor]] = defaultdict(dict)
     for position, (parameter, shared_by) in enumerate(zip(parameters, holders or repeat(1), strict=False)):
         gradient = parameter.grad
@@ -48,10 +50,17 @@ def gradient_norm(
             for axis in sharded:
                 dist.all_reduce(square, group=mesh.get_group(axis))
         squares.append(square)
-    total = torch.stack(squares).sum()
+    total = torch.stack(squares).sum() if squares else _no_square(parameters)
     if stages is not None:
         dist.all_reduce(total, group=stages)
     return total.sqrt()
+
+
+def _no_square(parameters: Sequence[Tensor]) -> Tensor:
+    """Return the sum of squares of no gradients, in the type and on the device of other stages' sums: frozen parameters
+    are in the type of matmuls, gradients in float32 or a wider type."""
+    frozen = local_part(parameters[0])
+    return torch.zeros((), dtype=torch.promote_types(frozen.dtype, torch.float32), device=frozen.device)
 
 
 def clip_gradients(parameters: Iterable[Tensor], norm: Tensor, max_norm: float, loss_scale: float = 1.0) -> None:
@@ -60,7 +69,8 @@ def clip_gradients(parameters: Iterable[Tensor], norm: Tensor, max_norm: float, 
     `norm`: the result of `gradient_norm`, divided by `loss_scale`. If it is NaN the gradients stay as they are,
     so that their source can still be found."""
     gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
-    foreach_mul_(gradients, ((max_norm / (norm + 1e-6)).clamp(max=1.0) / loss_scale).nan_to_num(nan=1.0))
+    if gradients:  # a stage may have no adapter
+        foreach_mul_(gradients, ((max_norm / (norm + 1e-6)).clamp(max=1.0) / loss_scale).nan_to_num(nan=1.0))
 
 
 def local_part(tensor: Tensor) -> Tensor:

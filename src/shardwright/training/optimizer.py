@@ -83,7 +83,8 @@ def parameter_groups(
     """Return groups of parameters with equal weight decay, `lr_scale` and `eps` on the same mesh, as required for one
     call of a fused update.
 
-    `rows`: the parameters' rows. Hidden matrices are in separate groups, with `hidden` set.
+    `rows`: the parameters' rows. Hidden matrices are in separate groups, with `hidden` set. PyTorch's optimizers need a
+    group, so a stage whose layers have no adapter has one group without parameters.
     """
     groups: dict[tuple[float, float, float | None, bool, DeviceMesh | None], dict[str, Any]] = {}
     for name, parameter in parameters.items():
@@ -100,6 +101,8 @@ def parameter_groups(
         )
         group["params"].append(parameter)
         group["rows"].append(row)
+    if not groups:
+        return [{"params": [], "rows": [], "weight_decay": 0.0, "lr_scale": 1.0, "hidden": False}]
     return list(groups.values())
 
 

@@ -61,6 +61,15 @@ class CaseStage(NamedTuple):
     seq_len: int
 
 
+class IntegerWeights(NamedTuple):
+    """The weights that matmuls use rounded: the number of tp ranks over which columns are sharded, and whether experts
+    and frozen weights, which not every layout gathers, are rounded."""
+
+    tp: int
+    experts: bool
+    frozen: bool
+
+
 @dataclass(frozen=True)
 class Case:
     """A training of a few steps that every layout has to agree on.
@@ -96,9 +105,8 @@ class Case:
     fp8: Fp8 | None = None
     """The fp8 recipe of matmuls, or None; the reference uses it too, on the same micro-batches."""
 
-    integer_weights: tuple[int, bool] | None = None
-    """Whether matmuls use weights rounded as by `layout.compress_weights`: the number of tp ranks over which columns
-    are sharded, and whether experts' weights are rounded; None: weights are not rounded."""
+    integer_weights: IntegerWeights | None = None
+    """The rounding of weights by `layout.compress_weights`; None: weights are not rounded."""
 
     preference: PreferenceSection = NO_PREFERENCE
     """The loss of pairs of answers; each sequence has some pairs, as documents."""
@@ -280,7 +288,8 @@ def with_choices_of(layout: Layout, case: Case) -> Case:
     if layout.compress_weights == "none":
         return case
     experts = layout.expert_dp_shard > 1 or layout.ep * layout.tp == 1
-    return replace(case, integer_weights=(layout.tp, experts))
+    frozen = layout.zero == 3 or layout.offload_parameters != "none"
+    return replace(case, integer_weights=IntegerWeights(layout.tp, experts, frozen))
 
 
 def case_of(

@@ -180,16 +180,19 @@ def overflow_once(parts: Sequence[Transformer]) -> None:
     """Make one element of the gradient of the embedding's next output infinite, on this rank, if it has the embedding.
 
     Only the shard of the embedding that has that token's row, on the ranks that hold it, then has an infinite gradient.
+    A frozen embedding has no gradient: the first block of each stage with a gradient takes its place.
     """
-    embedding = next((part.embedding for part in parts if part.embedding is not None), None)
-    if embedding is None:
-        return
+    spoilt: Sequence[nn.Module] = [part.embedding for part in parts if part.embedding is not None][:1]
+    if any(part.spec.lora is not None for part in parts):
+        spoilt = [block for part in parts for block in part.layers.values()]
 
     def spoil(_: nn.Module, inputs: object, output_BTD: Tensor) -> None:
-        handle.remove()
-        output_BTD.register_hook(_with_infinity)
+        if output_BTD.requires_grad:
+            for handle in handles:
+                handle.remove()
+            output_BTD.register_hook(_with_infinity)
 
-    handle = embedding.register_forward_hook(spoil)
+    handles = [module.register_forward_hook(spoil) for module in spoilt]
 
 
 def _with_infinity(gradient_BTD: Tensor) -> Tensor:

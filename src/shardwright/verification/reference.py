@@ -279,11 +279,12 @@ def _weights(case: Case, parameters: dict[str, nn.Parameter]) -> dict[str, Tenso
     weights = {name: p.to(compute) if p.requires_grad else p for name, p in parameters.items()}
     if case.integer_weights is None:
         return weights
-    tp, experts = case.integer_weights
+    rounded = case.integer_weights
     for name, weight in weights.items():
         row = row_of(case.spec, name)
-        if weight.dim() > 1 and weight.requires_grad and (experts or row.split != "experts"):
-            columns = weight.shape[-1] // (tp if row.split == "row" else 1)
+        gathered = weight.dim() > 1 and (rounded.experts or row.split != "experts")
+        if gathered and (rounded.frozen or weight.requires_grad):
+            columns = weight.shape[-1] // (rounded.tp if row.split == "row" else 1)
             weights[name] = weight + (_as_integers(weight.detach(), columns) - weight.detach())
     return weights
 

@@ -4,10 +4,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from shardwright.layout.layout import Layout
-from shardwright.model.modules import rows
+from shardwright.model.modules import row_of, rows
 from shardwright.split.compression import gradient_roundings
-from shardwright.verification.case import PLAIN_SGD, Case
+from shardwright.verification.case import DTYPES, PLAIN_SGD, Case
 from shardwright.verification.compare import FLOORS, Errors, ReportRow
 from shardwright.verification.trace import Trace, TracedQuantity
 
@@ -86,7 +88,8 @@ def one_process_tolerance(case: Case, alone: Errors, sides: int = 1) -> Toleranc
     takes a full step for an element that is mostly rounding: the largest error of its kind and step, or the error if
     `_NOISE` of the elements step the other way. A number (loss, norm, evaluation), which is often right by luck: the
     largest error of its kind in any step; for a norm at least `_OF_NORM` of the median gradient's error. Initial values
-    are float64's, rounded once. Gradients are never allowed `MOST` or more, where a missing or doubled gradient passes.
+    are float64's, rounded once: frozen ones to the type of matmuls. Gradients are never allowed `MOST` or more, where a
+    missing or doubled gradient passes.
     """
     multiple = MULTIPLE * sides
     tensors: dict[TracedQuantity, list[float]] = {}
@@ -104,7 +107,8 @@ def one_process_tolerance(case: Case, alone: Errors, sides: int = 1) -> Toleranc
 
     def limit(quantity: TracedQuantity, name: str) -> float:
         if quantity.kind == "initial":
-            return EPS["float32"]
+            kept, compute = DTYPES[case.dtype]
+            return torch.finfo(compute if row_of(case.spec, name).frozen else kept).eps
         if _follows_load(name):
             return _OF_COUNTS * EPS["float32"]
         if not name:
@@ -128,7 +132,7 @@ def one_process_tolerance(case: Case, alone: Errors, sides: int = 1) -> Toleranc
 def _all_steps(case: Case) -> float:
     """Return the error of a parameter whose every element Adam steps the other way: by 2 lr more after each step, with
     the largest learning rate of a kind of parameter, over the floor of the error."""
-    scales = map(case.optimizer.lr_scale_of, rows(case.spec).values())
+    scales = [case.optimizer.lr_scale_of(row) for row in rows(case.spec).values() if row.trained]
     return 2 * case.optimizer.lr * max(1.0, *scales) * case.steps / (FLOORS["parameter"] * case.spec.init_std)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from shardwright.layout.layout import Layout
 from shardwright.model.lora_sizes import LoraSpec
 from tests.mutation import Mutation
-from tests.training.bugs.bug import ONE, SP, STATE, TENSOR, TP, ZERO_3, AnyBug, Bug, ResumeBug, UnitBug
+from tests.training.bugs.bug import EXPERTS, ONE, PP, SP, STATE, TENSOR, TP, ZERO_3, AnyBug, Bug, ResumeBug, UnitBug
 from tests.training.worlds import SPEC
 
 _LORA: dict[str, Any] = {"lora": LoraSpec(rank=3, alpha=6.0)}
@@ -44,6 +44,17 @@ REDUCTION: dict[str, AnyBug] = {
         Mutation(f"{TENSOR}:_row_product", "y_BTD if also_BTD is None else y_BTD.add_(also_BTD)", "y_BTD"),
         [TP],
         spec=_LORA,
+    ),
+    "a stage without adapters adds to the norm of the gradients": Bug(
+        Mutation("shardwright.parallel.norm:_no_square", "torch.zeros", "torch.ones"),
+        [PP],
+        spec={"lora": replace(_LORA["lora"], targets=("ffn",)), "moe": replace(EXPERTS, first_dense=1)},
+    ),
+    "the parts of compressed gradients include those of frozen weights": Bug(
+        Mutation("shardwright.parallel.compressed:Compression.apply", "[*compress(parts, trained)]", "parts"),
+        [Layout(dp_shard=2, zero=3, compress_gradients="int8")],
+        spec=_LORA,
+        crashes=True,
     ),
 }
 STALE: dict[str, AnyBug] = {
