@@ -223,14 +223,14 @@ class DistributedModel:
         by_rank = gathered((problems, n_tokens), tuple[list[str], int])
         by_data_rank = {self.layout.data_rank(rank): of_rank for rank, (of_rank, _) in enumerate(by_rank)}
         if any(by_data_rank.values()):
-            named = len(by_data_rank) > 1
-            raise InputError(
-                *(
-                    f"data rank {data_rank}: {problem}" if named else problem
-                    for data_rank, of_rank in by_data_rank.items()
-                    for problem in of_rank
-                )
-            )
+            shared = [problem for problem in problems if all(problem in each for each in by_data_rank.values())]
+            own = [
+                f"data rank {data_rank}: {problem}"
+                for data_rank, of_rank in by_data_rank.items()
+                for problem in of_rank
+                if problem not in shared
+            ]
+            raise InputError(*shared, *own)
         return min(self.spec.max_seq_len, max(n for _, n in by_rank))
 
     def _check_call(self, call: TokenCall) -> None:
