@@ -15,9 +15,10 @@ from torch import Tensor
 from shardwright import Layout, Transformer, parallelize
 from shardwright.generation.sampling import DRAWN, Sampling, draw
 from shardwright.model.init import initialise
-from shardwright.model.sections import MoESpec
+from shardwright.model.sections import MoESpec, RopeScaling
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.boxes import gather_whole
+from shardwright.split.rules import token_call_problems
 from shardwright.system.errors import InputError, WorkerError
 from tests.distributed import run_ranks
 from tests.marks import prove, rest_prove
@@ -184,8 +185,18 @@ def test_a_bug_is_seen(bug: str, expected: PolicyStep):
 def refusals() -> list[str]:
     said = []
     model = parallelize(DEEP, Layout(), seq_len=12, device="cpu")
+    chunked = parallelize(DEEP, Layout(loss_chunk_tokens=4), seq_len=12, device="cpu")
+    dropping = parallelize(
+        replace(EXPERTS, moe=replace(EXPERTS.moe, capacity_factor=1.0, force_balance=True)), seq_len=12, device="cpu"
+    )
     tokens = prompts()
     for call in (
+        lambda: model.generate([[1]], 3, temperature=-1.0, top_k=-2, top_p=0.0, ends=[-1, 2]),
+        lambda: chunked.generate([[1]], 3),
+        lambda: chunked.log_probs(tokens, tokens),
+        lambda: chunked.forward_backward(tokens, tokens, weights=tokens.double()),
+        lambda: dropping.generate([[1]], 3),
+        lambda: dropping.log_probs(tokens, tokens),
         lambda: model.generate([[]], 3),
         lambda: model.generate([[1], [SPEC.vocab_size]], 3),
         lambda: model.generate([[1]], 0),
@@ -202,6 +213,15 @@ def test_what_cannot_be_generated_or_weighted_is_refused():
     for text, words in zip(
         said,
         (
+            "temperature=-1: 0 (the most probable token) or more is needed\n"
+            "top_p=0: a probability above 0 and up to 1 is needed; 1 keeps all tokens\n"
+            "top_k=-2: 0 (all tokens) or a number of tokens is needed\n"
+            "ends=[-1]: ids of 0 to 30 are needed",
+            "generate needs the logits of each token, and layout.loss_chunk_tokens=4",
+            "log_probs needs the logits of each token, and layout.loss_chunk_tokens=4",
+            "weights needs the logits of each token, and layout.loss_chunk_tokens=4",
+            "generate with model.moe.capacity_factor=1: an expert would drop",
+            "log_probs with model.moe.force_balance: the experts of a token are drawn",
             "prompt 0 has 0 tokens; needed: 1 to",
             "prompt 1 has 1 tokens; needed: 1 to",
             "max_tokens=0 and batch_size=64: both have to be 1 or more",
@@ -210,6 +230,100 @@ def test_what_cannot_be_generated_or_weighted_is_refused():
         strict=True,
     ):
         assert words in text
+
+
+@pytest.mark.parametrize(
+    ("schedule", "n_stages"), [("interleaved-1f1b", 2), ("zb-v", 2), ("dualpipe", 2), ("dualpipe-v", 2)], ids=str
+)
+def test_a_schedule_with_several_stages_on_a_rank_cannot_generate(schedule: str, n_stages: int):
+    layout = Layout(pp=2, pp_schedule=schedule, virtual_stages=2 if schedule == "interleaved-1f1b" else None)
+    (said,) = token_call_problems(DEEP, layout, "generate")
+    assert f"layout.pp_schedule={schedule!r} has {n_stages} on a rank; valid: afab, 1f1b, zb-h1" in said
+    assert not token_call_problems(DEEP, layout, "log_probs")
+    assert not token_call_problems(DEEP, Layout(pp=2), "generate")
+
+
+LONGROPE = replace(
+    SPEC,
+    rope_scaling=RopeScaling(
+        kind="longrope", factor=2.0, original_max_seq_len=12, short_factor=(1.0,) * 4, long_factor=(2.0,) * 4
+    ),
+)
+
+
+def after_errors(spec: ModelSpec) -> tuple[list[str], bool]:
+    """What a data rank says if one has a bad prompt or too long sequences, and whether the model is as before."""
+    model = parallelize(spec, Layout(dp_replicate=2), seq_len=12, param_dtype=torch.float64, device="cpu")
+    tokens, said = prompts(), []
+    before = model.log_probs(tokens[:, :-1], tokens[:, 1:])
+    for asked, n_new in (([[1], [2, 99]][model.data_rank], 3), ([[1], [1] * 10][model.data_rank], 3)):
+        with pytest.raises(InputError) as error:
+            model.generate([asked], n_new)
+        said.append(str(error.value))
+    return said, torch.equal(model.log_probs(tokens[:, :-1], tokens[:, 1:]), before)
+
+
+def test_every_rank_raises_the_error_of_one_and_the_model_is_as_before():
+    for said, is_as_before in run_ranks(after_errors, 2, LONGROPE):
+        assert said[0] == "data rank 1: prompt 0 has 2 tokens; needed: 1 to 15 (max_seq_len - 1), with ids of 0 to 30"
+        assert said[1].startswith("sequences of up to 13 tokens: longrope has other frequencies")
+        assert is_as_before
+
+
+def attached_in_part() -> bool:
+    """Whether a model is as before after an error while a cache is attached to it."""
+    model = parallelize(SPEC, Layout(), seq_len=12, param_dtype=torch.float64, device="cpu")
+    tokens = prompts()
+    before = model.log_probs(tokens[:, :-1], tokens[:, 1:])
+    fails = Mutation("shardwright.generation.engine:LayoutEngine._attach_to_parts", "part.norm is not None", "1 / 0")
+    with mutated(fails), pytest.raises(ZeroDivisionError):
+        model.generate([[1]], 3)
+    return torch.equal(model.log_probs(tokens[:, :-1], tokens[:, 1:]), before)
+
+
+def test_an_error_while_the_cache_is_attached_leaves_nothing_of_it():
+    assert run_ranks(attached_in_part, 1) == [True]
+
+
+def greedy() -> list[bool]:
+    model = parallelize(SPEC, Layout(), seq_len=12, param_dtype=torch.float64, device="cpu")
+    return [model.generate([[1]], 5, temperature=t) == model.generate([[1]], 5, top_k=1) for t in (0, 0.0, None)]
+
+
+def test_a_temperature_of_0_is_greedy():
+    assert run_ranks(greedy, 1) == [[True, True, True]]
+
+
+def with_modules(layout: Layout) -> list[float]:
+    model = parallelize(
+        replace(DEEP, mtp_modules=1), layout, seq_len=12, seed=SEED, param_dtype=torch.float64, device="cpu"
+    )
+    (drawn,) = model.generate([[1, 2, 3]], 6)
+    tokens = torch.tensor([[1, 2, 3, *drawn.tokens]])
+    scored = model.log_probs(tokens[:, :-1], tokens[:, 1:])[0, 2:].tolist()
+    with pytest.raises(InputError, match=r"weights with model.mtp_modules=1: the losses of later tokens have no"):
+        model.forward_backward(tokens[:, :-1], tokens[:, 1:], weights=torch.ones(1, 8))
+    return [max(abs(a - b) for a, b in zip(scored, drawn.log_probs, strict=True))]
+
+
+@pytest.mark.parametrize("layout", rest_prove([Layout(), Layout(pp=2), Layout(tp=2)], Layout()), ids=str)
+def test_a_model_with_mtp_modules_scores_the_next_token_as_it_generates(layout: Layout):
+    assert max(difference for (difference,) in run_ranks(with_modules, layout.world_size, layout)) < 1e-12
+
+
+def scored_by_schedule(layout: Layout) -> list[list[float]]:
+    model = parallelize(DEEP, layout, seq_len=12, seed=SEED, param_dtype=torch.float64, device="cpu")
+    tokens = prompts()
+    scores: list[list[float]] = model.log_probs(tokens[:, :-1], tokens[:, 1:], micro_batch=1).tolist()
+    return scores
+
+
+@prove
+@pytest.mark.parametrize("schedule", ["zb-v", "dualpipe", "dualpipe-v"])
+def test_log_probs_do_not_depend_on_the_schedule(schedule: str):
+    (expected,) = run_ranks(scored_by_schedule, 1, Layout())
+    for scored in run_ranks(scored_by_schedule, 2, Layout(pp=2, pp_schedule=schedule)):
+        assert float((torch.tensor(scored) - torch.tensor(expected)).abs().max()) < 1e-12
 
 
 def example() -> ModuleType:

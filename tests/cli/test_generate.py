@@ -14,9 +14,11 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from typer.testing import CliRunner
 
+import shardwright
 from shardwright.cli.main import app
 from shardwright.config import load
 from shardwright.data.prepare import prepare
+from shardwright.generation.agreement import PathAgreement, PathDifference, largest_of, rounding_bound
 from shardwright.generation.source import Text, open_source
 from shardwright.system.console import visible
 from shardwright.system.errors import DataError
@@ -359,7 +361,7 @@ def compared(folder: Path, layout: str = "", code: int = 0) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("layout", rest_prove(["", "dp_replicate=2", "pp=2", "cp=2"], ""), ids=str)
+@pytest.mark.parametrize("layout", rest_prove(["", "dp_replicate=2", "tp=2", "pp=2", "cp=2"], "", "tp=2"), ids=str)
 def test_training_score_and_generation_agree_within_the_stated_bound(folder: Path, layout: str):
     found = compared(folder, layout)
     assert found["holds"]
@@ -378,10 +380,33 @@ def test_training_score_and_generation_agree_within_the_stated_bound(folder: Pat
             "x[batch.rows, :, : batch.longest].roll(1, 2)",
         ),
         ("agreement:trainer_log_probs", "tokens[-n:]", "tokens[-n - 1 : -1]"),
+        (
+            "agreement:trainer_log_probs",
+            "values_T[counted_T].tolist()",
+            "[*values_T[counted_T].tolist()[:-1], float('nan')]",
+        ),
+        (
+            "score:decoded",
+            "values[sequence.prompt].append(value)",
+            "values[sequence.prompt].append(value if values[sequence.prompt] else -math.inf)",
+        ),
     ],
-    ids=["the last token each time", "keys of another position", "the token before"],
+    ids=["the last token each time", "keys of another position", "the token before", "no number", "infinite"],
 )
 def test_log_probabilities_that_differ_are_seen(folder: Path, function: str, before: str, after: str):
     with mutated(Mutation(f"shardwright.generation.{function}", before, after)):
         found = compared(folder, code=1)
     assert not found["holds"]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_numbers_that_are_not_finite_do_not_agree(value: float):
+    largest = largest_of([0.1, value, 0.2])
+    assert not PathAgreement((PathDifference("score", largest, largest, 0),), 3, "float32", 1e-4).holds
+    bound = rounding_bound(shardwright.preset("debug"), torch.float32, largest_of([1.0, value]))
+    assert not PathAgreement((PathDifference("score", 0.0, 0.0, 3),), 3, "float32", bound).holds
+
+
+def test_a_largest_difference_that_drops_nan_would_be_seen():
+    with mutated(Mutation("shardwright.generation.agreement:largest_of", "any(map(math.isnan, values))", "False")):
+        assert largest_of([0.1, math.nan]) == 0.1

@@ -14,7 +14,7 @@ import pytest
 import typer
 
 from shardwright.cli.common import PIPE_CLOSED, print_text, verb
-from shardwright.system.errors import FullError, InputError, system_limit
+from shardwright.system.errors import FullError, InputError, system_limit, too_many_files
 from shardwright.system.files import new_folder
 from shardwright.system.forks import FEWEST_FILES
 
@@ -96,6 +96,32 @@ def test_too_few_file_descriptors_end_a_verb_that_writes_a_folder_and_leave_noth
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert (ended.value.exit_code, os.listdir(tmp_path)) == (FullError.exit_code, ["weights"])
+
+
+def raised_after(error: Exception, how: str) -> InputError:
+    """An error that is raised from `error`, while it is handled, or `from None` while it is handled."""
+    try:
+        try:
+            raise error
+        except OSError as handled:
+            if how == "cause":
+                raise InputError("the tokenizer cannot be read") from handled
+            if how == "context":
+                raise InputError("the tokenizer cannot be read")  # noqa: B904
+            raise InputError("the tokenizer cannot be read") from None
+    except InputError as raised:
+        return raised
+
+
+def test_an_error_is_of_too_few_file_descriptors_if_its_traceback_would_show_them():
+    few = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    for how in ("cause", "context"):
+        said = too_many_files(raised_after(few, how))
+        assert said is not None
+        assert "raise the limit with `ulimit -n 65536`" in said
+        assert said.endswith("; it led to: the tokenizer cannot be read")
+    assert too_many_files(raised_after(few, "suppressed")) is None
+    assert too_many_files(raised_after(OSError(errno.ENOENT, "no such file"), "cause")) is None
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE])

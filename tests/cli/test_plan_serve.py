@@ -54,10 +54,15 @@ def test_a_published_config_is_served_in_the_format_of_its_weights(tmp_path: Pat
               "quantization_config": {"quant_method": "fp8"}}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     lengths = ("--input-len", 32, "--output-len", 8)
-    assert "weights fp8, cache fp8" in serve("--model", tmp_path, "--cluster", "h100:1", *lengths).output
+    published = ("--model", tmp_path, "--cluster", "h100:1", *lengths)
+    assert "weights fp8, cache bf16" in serve(*published).output
+    assert "weights fp8, cache fp8" in serve(*published, "--precision", "fp8").output
     refused = serve("--model", tmp_path / "config.json", "--cluster", "a100:1", *lengths)
     assert refused.exit_code == 2
     assert "--precision (of the published weights) fp8: a100-80gb has no fp8" in refused.output
+    assert "give --precision bf16" in refused.output
+    remedied = serve("--model", tmp_path, "--cluster", "a100:1", *lengths, "--precision", "bf16")
+    assert (remedied.exit_code, "weights bf16, cache bf16" in remedied.output) == (0, True)
 
 
 def test_where_no_layout_fits_it_says_what_would():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import threading
@@ -17,6 +18,7 @@ from shardwright.cli.followed import FollowedRun
 from shardwright.cli.watch import watch
 from shardwright.cli.watch_view import drawn, state_in_words
 from shardwright.run_folder import EventRecord, append_event
+from shardwright.system import processes
 from tests.report.runs import evaluation, train_record, usual, write_run
 
 app = typer.Typer()
@@ -245,6 +247,22 @@ def test_ctrl_c_ends_it_without_a_word(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(module.time, "sleep", interrupted)
     done = run(folder)
     assert (done.exit_code, done.stderr) == (0, "")
+
+
+def test_ctrl_c_is_not_repeated_while_the_last_page_is_printed(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(processes, "_AGAIN_S", 0.02)
+    folder, shown, sleep = usual(tmp_path), [], time.sleep
+    owned_by(folder, os.getppid())
+
+    def show(*arguments: object, **named: object) -> None:
+        for _ in range(10):
+            sleep(0.01)
+        shown.append(True)
+
+    monkeypatch.setattr(module, "show", show)
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(module, "_lines", lambda run, news, every: module._live(run, every))
+    assert (run(folder).exit_code, shown) == (0, [True])
 
 
 def test_a_terminal_shows_a_page_that_changes(tmp_path: Path) -> None:

@@ -1,8 +1,11 @@
 """Proves that `shardwright explore` starts where it is told to, or says why it cannot."""
 
+import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 import webbrowser
 from pathlib import Path
 from threading import Event
@@ -15,6 +18,7 @@ from shardwright.cli.main import app
 from shardwright.explore.learn.site import MARKER
 from shardwright.explore.server import ExplorerServer
 from shardwright.explore.state import parse, query_of
+from shardwright.system import processes
 from tests.cli.imports import help_imports_nothing_heavy
 from tests.cli.plans import EXAMPLES
 
@@ -115,6 +119,22 @@ def test_the_pages_are_served_while_a_browser_of_the_terminal_runs(monkeypatch: 
         assert CliRunner().invoke(app, ["explore", "--port", "0"]).exit_code == 0
     finally:
         ended.set()
+
+
+def test_ctrl_c_ends_it_normally_and_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(processes, "_AGAIN_S", 0.02)
+    closed = []
+
+    def close(server: ExplorerServer) -> None:
+        for _ in range(10):
+            time.sleep(0.01)
+        close_server(server)
+        closed.append(True)
+
+    close_server = ExplorerServer.server_close
+    monkeypatch.setattr(ExplorerServer, "server_close", close)
+    monkeypatch.setattr(ExplorerServer, "serve_forever", lambda server: os.kill(os.getpid(), signal.SIGTERM))
+    assert (explore("--port", 0).exit_code, closed) == (0, [True])
 
 
 def test_a_machine_without_a_browser_is_told_the_address(

@@ -26,6 +26,7 @@ from shardwright.layout.layout import Layout
 from shardwright.parallel.apply import apply
 from shardwright.parallel.preference import METRICS, pair_losses
 from shardwright.system.errors import ConfigError, InputError
+from shardwright.training.exporting import export
 from shardwright.training.references import weights_digest
 from shardwright.training.start import start
 from shardwright.verification import Verifier
@@ -275,6 +276,23 @@ def test_eval_of_a_run_on_pairs_measures_the_pairs_and_their_tokens_on_request(f
     tokens = evaluated(folder / "run", "--loss", "tokens", "--json")
     assert tokens["perplexity"] == pytest.approx(math.exp(tokens["loss"]))
     assert tokens["n_tokens"] > len(margins)
+
+
+def test_eval_of_a_base_model_on_pairs_measures_the_tokens_of_the_answers(folder: Path):
+    base = folder / "base"
+    export(folder / "run", base)
+    tokens = evaluated(base, "--data", folder / "tokens", "--seq-len", 64, "--json")
+    assert tokens["n_pairs"] is None
+    assert tokens["loss"] == pytest.approx(evaluated(folder / "run", "--loss", "tokens", "--json")["loss"], rel=1e-6)
+    said = " ".join(evaluated(base, "--data", folder / "tokens", "--sequences", "packed", code=2).split())
+    assert "--sequences packed: the data are pairs of answers, which are documents of one sequence" in said
+
+
+def test_eval_of_pairs_refuses_the_layouts_that_training_on_pairs_refuses(folder: Path):
+    said = " ".join(evaluated(folder / "run", "--layout", "loss_chunk_tokens=16", code=2).split())
+    assert "preference.kind='dpo' with layout.loss_chunk_tokens=16" in said
+    assert "set loss_chunk_tokens=0" in said
+    evaluated(folder / "run", "--layout", "loss_chunk_tokens=16", "--loss", "tokens")
 
 
 def test_the_reference_of_another_run_is_refused(folder: Path):

@@ -15,13 +15,15 @@ from shardwright.config import OptimizerSection
 from shardwright.data.batches import Batch
 from shardwright.generation.continuous import Batcher
 from shardwright.generation.engine import LayoutEngine
-from shardwright.generation.sampling import Sampling
+from shardwright.generation.sampling import Sampling, sampling_problems
 from shardwright.layout.layout import Layout
 from shardwright.model.modules import row_of
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.apply import apply
 from shardwright.parallel.boxes import gather_whole, local_box
+from shardwright.parallel.objects import gathered
+from shardwright.split.rules import TokenCall, token_call_problems
 from shardwright.split.rules import problems as split_problems
 from shardwright.split.stages import schedule_problems
 from shardwright.system.errors import InputError, LayoutError, checked_call, checked_constructor
@@ -135,7 +137,9 @@ class DistributedModel:
     def log_probs(self, tokens: Tensor, targets: Tensor, *, micro_batch: int | None = None) -> Tensor:
         """Return the log-probability of each target given the tokens before it, by the forward pass of training without
         dropout: float64 of shape (B, T), in nats, 0 for a target of -100. Arguments and errors as in
-        `forward_backward`. Ranks of one data rank have equal results."""
+        `forward_backward`, and LayoutError for loss_chunk_tokens above 0 and for experts that are drawn
+        (moe.force_balance). Ranks of one data rank have equal results."""
+        self._check_call("log_probs")
         batch = self._batch(tokens, targets, self._default(micro_batch, tokens))
         self._model.after_change()
         return self._work.token_log_probs(batch)
@@ -157,23 +161,23 @@ class DistributedModel:
 
         `prompts`: token ids, the prompts of this data rank; another data rank may have another number of them. A
         continuation has `max_tokens` tokens, fewer if one of `ends` is drawn, which it then contains, or the sequence
-        reaches `max_seq_len`. `temperature` None: the most probable token; `top_k`, `top_p`: draw from the most
-        probable ones. A draw depends on `seed`, the data rank, the number of the prompt and the position alone.
+        reaches `max_seq_len`. `temperature` 0 or None: the most probable token; `top_k`, `top_p`: draw from the
+        most probable ones. A draw depends on `seed`, the data rank, the number of the prompt and the position alone.
         `batch_size`: sequences that this data rank runs at a time.
 
-        Raises InputError for a prompt that is empty, too long or has other ids than the model. Every rank calls this.
+        Raises InputError on every rank, with the problems of all data ranks: a prompt that is empty, too long or has
+        ids beyond the vocabulary, and numbers that nothing can be drawn with. Raises LayoutError for a layout or model
+        without this call: loss_chunk_tokens above 0, a schedule with several stages on a rank (virtual_stages above 1,
+        zb-v, dualpipe, dualpipe-v), moe.capacity_factor above 0, moe.force_balance. Every rank calls this.
         """
-        most, n_ids = self.spec.max_seq_len - 1, self.spec.vocab_size
-        for number, prompt in enumerate(prompts):
-            if not 0 < len(prompt) <= most or not 0 <= min(prompt) <= max(prompt) < n_ids:
-                raise InputError(
-                    f"prompt {number} has {len(prompt)} tokens; needed: 1 to {most} (max_seq_len - 1), with ids of 0 "
-                    f"to {n_ids - 1}"
-                )
+        self._check_call("generate")
+        problems = self._prompt_problems(prompts) + sampling_problems(temperature, top_k, top_p)
         if max_tokens < 1 or batch_size < 1:
-            raise InputError(f"max_tokens={max_tokens} and batch_size={batch_size}: both have to be 1 or more")
+            problems.append(f"max_tokens={max_tokens} and batch_size={batch_size}: both have to be 1 or more")
+        if beyond := [end for end in ends if not 0 <= end < self.spec.vocab_size]:
+            problems.append(f"ends={beyond}: ids of 0 to {self.spec.vocab_size - 1} are needed")
+        longest = self._longest(problems, max(map(len, prompts), default=1) + max_tokens)
         self._model.after_change()
-        longest = min(self.spec.max_seq_len, max(map(len, prompts), default=1) + max_tokens)
         n_slots = max(1, min(batch_size, len(prompts)))
         engine = LayoutEngine(self._model, self.device, n_slots, longest, replica=self._replica)
         self._replica = engine.replica
@@ -207,6 +211,36 @@ class DistributedModel:
             found[name] = tensor
         return found
 
+    def _prompt_problems(self, prompts: Sequence[Sequence[int]]) -> list[str]:
+        most, n_ids = self.spec.max_seq_len - 1, self.spec.vocab_size
+        return [
+            f"prompt {number} has {len(prompt)} tokens; needed: 1 to {most} (max_seq_len - 1), with ids of 0 to "
+            f"{n_ids - 1}"
+            for number, prompt in enumerate(prompts)
+            if not 0 < len(prompt) <= most or not 0 <= min(prompt) <= max(prompt) < n_ids
+        ]
+
+    def _longest(self, problems: list[str], n_tokens: int) -> int:
+        """Return the tokens of the longest sequence of any data rank, at most max_seq_len. Raises InputError on every
+        rank if one has `problems`: the others would wait for it. A collective."""
+        by_rank = gathered((problems, n_tokens), tuple[list[str], int])
+        by_data_rank = {self.layout.data_rank(rank): of_rank for rank, (of_rank, _) in enumerate(by_rank)}
+        if any(by_data_rank.values()):
+            shared = [problem for problem in problems if all(problem in each for each in by_data_rank.values())]
+            own = [
+                f"data rank {data_rank}: {problem}"
+                for data_rank, of_rank in by_data_rank.items()
+                for problem in of_rank
+                if problem not in shared
+            ]
+            raise InputError(*shared, *own)
+        return min(self.spec.max_seq_len, max(n for _, n in by_rank))
+
+    def _check_call(self, call: TokenCall) -> None:
+        """Raise LayoutError for a call that this model or layout does not have."""
+        if problems := token_call_problems(self.spec, self.layout, call):
+            raise LayoutError(*problems)
+
     def _default(self, micro_batch: int | None, tokens: Tensor) -> int:
         return micro_batch or (1 if self.layout.pp > 1 else len(tokens))
 
@@ -221,8 +255,8 @@ class DistributedModel:
                 f"weights of shape {tuple(weights.shape)} and type {weights.dtype}: floats of the shape of tokens, "
                 f"{tuple(tokens.shape)}, are needed"
             )
-        if weights is not None and (self.layout.loss_chunk_tokens or self.spec.mtp_modules):
-            raise InputError("weights go with layout.loss_chunk_tokens=0 and a model without mtp_modules")
+        if weights is not None:
+            self._check_call("weights")
         n_sequences, seq_len = tokens.shape
         if (n_sequences, seq_len, micro_batch) not in self._checked:
             self._check(n_sequences, seq_len, micro_batch)

@@ -76,7 +76,7 @@ def eval(options: EvalOptions) -> None:
         problems += error.problems
     if problems:
         raise InputError(*problems)
-    found = evaluate(
+    evaluation = evaluate(
         EvalRequest(
             options.model,
             options.data,
@@ -90,22 +90,25 @@ def eval(options: EvalOptions) -> None:
             cast(Any, options.loss),
         )
     )
-    if found is None:
+    if evaluation is None:
         return
     if options.json:
-        print_json(dataclasses.asdict(found))
+        print_json(dataclasses.asdict(evaluation))
     else:
-        if found.n_pairs is None:
-            print_text(f"perplexity {found.perplexity:.4f}, loss {found.loss:.5f} {found.unit}")
+        if evaluation.n_pairs is None:
+            print_text(f"perplexity {evaluation.perplexity:.4f}, loss {evaluation.loss:.5f} {evaluation.unit}")
         else:
-            leads = f"the chosen answer leads in {found.accuracy:.1%} of the pairs"
-            print_text(f"{found.kind} loss {found.loss:.5f} {found.unit}, margin {found.margin:.5f}; {leads}")
+            leads = f"the chosen answer leads in {evaluation.accuracy:.1%} of the pairs"
+            loss = f"{evaluation.kind} loss {evaluation.loss:.5f} {evaluation.unit}"
+            print_text(f"{loss}, margin {evaluation.margin:.5f}; {leads}")
         size = (
-            f"{format_count(found.n_tokens or 0)} tokens" if found.n_pairs is None else counted(found.n_pairs, "pair")
+            f"{format_count(evaluation.n_tokens or 0)} tokens"
+            if evaluation.n_pairs is None
+            else counted(evaluation.n_pairs, "pair")
         )
         print_text(
-            f"{size}: {counted(found.n_samples, 'sequence')} of {found.seq_len} of the "
-            f"{options.split} split in {', '.join(found.data)}"
+            f"{size}: {counted(evaluation.n_samples, 'sequence')} of {evaluation.seq_len} of the "
+            f"{options.split} split in {', '.join(evaluation.data)}"
         )
-        for remark in found.remarks:
+        for remark in evaluation.remarks:
             print_text(f"note: {remark}")

@@ -14,6 +14,7 @@ import typer
 from shardwright.cli.common import error_console, print_text, reading_verb
 from shardwright.system.errors import InputError
 from shardwright.system.files import problem_above
+from shardwright.system.processes import interrupt_is_handled
 
 if TYPE_CHECKING:
     from shardwright.cost.job import Job
@@ -150,8 +151,11 @@ def _serve(address: tuple[str, int], start: str, hardware: Path | None, browser:
     print_text(f"explore at {where} (Ctrl-C ends it)")
     if browser:  # in a thread, because a browser of the terminal runs until the user ends it
         Thread(target=_open_browser, args=(where,), daemon=True).start()
-    with server, suppress(KeyboardInterrupt):
-        server.serve_forever()
+    with server:
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            interrupt_is_handled()
 
 
 def _open_browser(where: str) -> None:

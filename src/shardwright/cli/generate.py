@@ -175,7 +175,7 @@ def _sampling(options: GenerateOptions) -> "Sampling":
 
     temperature = 0.8 if options.temperature is None else options.temperature
     return Sampling(
-        None if options.greedy or temperature == 0 else temperature,
+        None if options.greedy else temperature,
         40 if options.top_k is None else options.top_k,
         1.0 if options.top_p is None else options.top_p,
         options.seed,
@@ -183,16 +183,14 @@ def _sampling(options: GenerateOptions) -> "Sampling":
 
 
 def _sampling_problems(options: GenerateOptions) -> list[str]:
+    from shardwright.generation.sampling import sampling_problems
+
     problems = []
     drawing = {"--temperature": options.temperature, "--top-p": options.top_p, "--top-k": options.top_k}
     if options.greedy and (given := [name for name, value in drawing.items() if value is not None]):
         problems.append(
             f"--greedy draws nothing, so {', '.join(given)} would mean nothing; leave out the one or the other"
         )
-    if options.temperature is not None and not 0 <= options.temperature < float("inf"):
-        problems.append(f"--temperature {options.temperature:g}: 0 (the most probable token) or more is needed")
-    if options.top_p is not None and not 0 < options.top_p <= 1:
-        problems.append(f"--top-p {options.top_p:g}: a probability above 0 and up to 1 is needed; 1 keeps all tokens")
-    if options.top_k is not None and options.top_k < 0:
-        problems.append(f"--top-k {options.top_k}: 0 (all tokens) or a number of tokens is needed")
-    return problems
+    return problems + sampling_problems(
+        options.temperature, options.top_k, options.top_p, lambda name, value: f"--{name.replace('_', '-')} {value}"
+    )

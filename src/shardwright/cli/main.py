@@ -19,7 +19,7 @@ import shardwright
 from shardwright.system.console import LossyStream, discard_output
 from shardwright.system.errors import FullError, InputError, system_limit
 from shardwright.system.openmp import brief_waiting
-from shardwright.system.processes import interrupts, raise_deferred
+from shardwright.system.processes import interrupts, raise_postponed_interrupt
 
 _USAGE_ERROR: Any = typer.BadParameter.__base__
 """The error that click raises for an unknown word or option or an invalid value; typer does not export it."""
@@ -127,7 +127,7 @@ class Verbs(TyperGroup):
                 name, _, rest = super().resolve_command(ctx, args)
                 assert name is not None
                 command = self.commands[name]
-            raise_deferred()
+            raise_postponed_interrupt()
             return name, command, rest
         except KeyboardInterrupt:  # a signal while the verb is imported
             LossyStream("stderr").write("interrupted\n")

@@ -74,8 +74,8 @@ class PlanServeOptions:
         str | None,
         typer.Option(
             metavar="NAME",
-            help="of the cache of keys and values: bf16, fp16, fp8, fp32, int8; if not given that of the weights, and "
-            "16 bits with weights in nvfp4, mxfp4, int4 and int8",
+            help="of the cache of keys and values: bf16, fp16, fp8, fp32, int8; if not given that of --precision, and "
+            "16 bits with --precision nvfp4, mxfp4, int4 or int8, or with the format of published weights",
         ),
     ] = None
     engine: Annotated[
@@ -162,12 +162,13 @@ def read_task(options: PlanServeOptions) -> "tuple[ServingTask, str]":
         precision = "fp32"
     elif options.precision is None and model is not None:
         precision, of_weights = _published(options, wrong), "--precision (of the published weights)"
-    # Weights in blocks or in int8 say nothing about the cache, which is then in 16 bits.
-    own = {"fp32", "bf16", "fp16", "fp8"}
+    # Weights in blocks, in int8 or published in fp8 say nothing about the cache, which engines keep in 16 bits.
+    own = {"fp32", "bf16", "fp16", *({"fp8"} if options.precision else ())}
     narrow = "bf16" if machine is None or "bf16" in machine.accelerator.flops_per_s else "fp16"
     kv = options.kv_precision or (precision if precision in own else narrow)
-    asked = {of_weights: precision} | ({"--kv-precision": kv} if options.kv_precision else {})
-    wrong += _wrong_precisions(asked, machine)
+    precisions = {of_weights: precision} | ({"--kv-precision": kv} if options.kv_precision else {})
+    way_out = "" if options.precision else f"; give --precision {narrow} to plan for weights converted to {narrow}"
+    wrong += [problem + way_out * problem.startswith(of_weights) for problem in _wrong_precisions(precisions, machine)]
     if engine is GENERATE and options.separate:
         wrong.append("--separate: generate reads prompts and decodes on the same ranks; leave it out")
     if wrong or model is None or machine is None or options.input_len is None or options.output_len is None:
@@ -295,12 +296,12 @@ def _machine(options: PlanServeOptions, wrong: list[str]) -> "Cluster | None":
         return None
 
 
-def _wrong_precisions(asked: dict[str, str], machine: "Cluster | None") -> list[str]:
-    """Return the problems of `asked`, option -> precision."""
+def _wrong_precisions(precisions: dict[str, str], machine: "Cluster | None") -> list[str]:
+    """Return the problems of `precisions`, option -> precision."""
     from shardwright.serving.formats import CACHE_BYTES, FORMATS, caches_on, weights_on
 
     wrong = []
-    for option, precision in asked.items():
+    for option, precision in precisions.items():
         of_cache = option == "--kv-precision"
         planned = CACHE_BYTES if of_cache else FORMATS
         if precision not in planned:

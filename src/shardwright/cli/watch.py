@@ -15,6 +15,7 @@ from shardwright.cli.watch_view import state_in_words, watch_document
 from shardwright.run_folder import RUN_NAMES, as_record
 from shardwright.system.errors import InputError
 from shardwright.system.files import LOCK
+from shardwright.system.processes import interrupt_is_handled
 from shardwright.training.metrics import line
 from shardwright.view.terminal import renderables
 
@@ -57,7 +58,7 @@ def watch(
         else:
             _lines(run, news, every)
     except KeyboardInterrupt:
-        pass
+        interrupt_is_handled()
 
 
 def _started(folder: Path) -> FollowedRun:
@@ -87,6 +88,8 @@ def _live(run: FollowedRun, every: float) -> None:
                 time.sleep(every)
                 run.look()
                 live.update(_screen(run), refresh=True)
+    except KeyboardInterrupt:
+        interrupt_is_handled()
     finally:
         show(watch_document(run), as_json=False, html=None)
 

@@ -437,6 +437,11 @@ def _preference_problems(
             f"preference.kind={kind!r} with batch.stages of seq_len {' and '.join(map(str, different))}: a pair is not "
             f"cut; give every stage the same seq_len"
         )
+    yield from pair_loss_problems(kind, spec, layout)
+
+
+def pair_loss_problems(kind: str, spec: ModelSpec | None, layout: Layout | None) -> Iterator[str]:
+    """Yield the reasons why a model or a layout cannot compute the loss of pairs, in training and in evaluation."""
     if spec and spec.mtp_modules:
         yield (
             f"preference.kind={kind!r} with model.mtp_modules={spec.mtp_modules}: a pair has no loss of later tokens; "

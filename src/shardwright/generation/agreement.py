@@ -1,4 +1,4 @@
-"""Whether the trainer's forward pass, `score` and token-by-token `generate` give the same log-probabilities.
+"""Compares the log-probabilities of the trainer's forward pass, of `score` and of token-by-token `generate`.
 
 In reinforcement learning the sampler's log-probabilities are the denominator of the ratio whose numerator is the
 trainer's. The three ways compute the same numbers with other shapes of matmuls and attention, so sums are rounded in
@@ -13,6 +13,7 @@ sequence each, u the unit of rounding of the parameters' type and m the largest 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -58,26 +59,34 @@ class PathAgreement:
 
     @property
     def holds(self) -> bool:
-        """Whether every difference is within the bound; false for a number that is not finite."""
-        return all(each.largest <= self.bound for each in self.paths)
+        """Whether every log-probability is finite and every difference is within the bound."""
+        return math.isfinite(self.bound) and all(each.largest <= self.bound for each in self.paths)
 
 
 def rounding_bound(spec: ModelSpec, dtype: torch.dtype, largest: float) -> float:
-    """Return the bound of the module's docstring. `largest`: the largest absolute log-probability, in nats."""
+    """Return the bound of the module's docstring. `largest`: the largest absolute log-probability, in nats. If it is
+    not finite, the bound is not finite either."""
+    if not math.isfinite(largest):
+        return largest
     return 4 * torch.finfo(dtype).eps / 2 * math.sqrt(8 * spec.n_layers) * max(1.0, largest)
+
+
+def largest_of(values: Sequence[float]) -> float:
+    """Return the largest value; NaN if any is NaN, which `max` may drop."""
+    return math.nan if any(map(math.isnan, values)) else max(values)
 
 
 def compare_paths(request: ScoreRequest) -> PathAgreement | None:
     """Score sequences in the three ways on the layout; None on every rank of torchrun or srun except the first."""
     place = place_from_environment()
     if place is None and request.layout.world_size > 1:
-        found: PathAgreement = run_ranks(_on_cpu, request.layout.world_size, request)[0]
-        return found
+        of_first: PathAgreement = run_ranks(_on_cpu, request.layout.world_size, request)[0]
+        return of_first
     request.layout.check_world(place.world_size if place else 1)
     device = pick_device(request.device, place or ProcessRank())
     with process_group(place or ProcessRank(), device):
-        found = _on_rank(request, device)
-    return found if place is None or place.rank == 0 else None
+        agreement = _on_rank(request, device)
+    return agreement if place is None or place.rank == 0 else None
 
 
 def _on_cpu(request: ScoreRequest) -> PathAgreement:
@@ -98,9 +107,10 @@ def _on_rank(request: ScoreRequest, device: torch.device) -> PathAgreement:
         pairs = [pair for i in trainer for pair in zip(values[i], trainer[i], strict=True)]
         differences = [abs(a - b) for a, b in pairs]
         n_equal = sum(a == b for a, b in pairs)
-        paths.append(PathDifference(name, max(differences), math.fsum(differences) / len(pairs), n_equal))
+        mean = math.fsum(differences) / len(pairs)
+        paths.append(PathDifference(name, largest_of(differences), mean, n_equal))
     engine.close()
-    largest = max(abs(value) for values in trainer.values() for value in values)
+    largest = largest_of([abs(value) for values in trainer.values() for value in values])
     n_tokens = sum(map(len, trainer.values()))
     bound = rounding_bound(source.spec, source.dtype, largest)
     return PathAgreement(tuple(paths), n_tokens, str(source.dtype).removeprefix("torch."), bound)
@@ -122,23 +132,23 @@ def trainer_log_probs(model: ParallelModel, device: torch.device, sequences: Seq
     return {index: values_T[counted_T].tolist() for index, values_T, counted_T in rows}
 
 
-def agreement_view(found: PathAgreement) -> VerbDocument:
+def agreement_view(agreement: PathAgreement) -> VerbDocument:
     """Return the document of `score --check`."""
     columns = [Column("path"), Column("largest difference", _DIFFERENCE), Column("mean", _DIFFERENCE)]
     columns += [Column("equal in each bit", COUNT)]
-    verdict = "within" if found.holds else "beyond"
+    verdict = "within" if agreement.holds else "beyond"
     parts: list[Part] = [
-        Table(columns, [tuple(each) for each in found.paths], "Differences from the trainer's forward pass, in nats."),
+        Table(columns, list(agreement.paths), "Differences from the trainer's forward pass, in nats."),
         Note(
-            f"{found.n_tokens:,} tokens in {found.dtype}: {verdict} the bound of {found.bound:.3g} nats",
-            tone="" if found.holds else "bad",
+            f"{agreement.n_tokens:,} tokens in {agreement.dtype}: {verdict} the bound of {agreement.bound:.3g} nats",
+            tone="" if agreement.holds else "bad",
         ),
     ]
     data = {
-        "paths": [each._asdict() for each in found.paths],
-        "n_tokens": found.n_tokens,
-        "dtype": found.dtype,
-        "bound": found.bound,
-        "holds": found.holds,
+        "paths": [each._asdict() for each in agreement.paths],
+        "n_tokens": agreement.n_tokens,
+        "dtype": agreement.dtype,
+        "bound": agreement.bound,
+        "holds": agreement.holds,
     }
     return VerbDocument("log-probabilities of training and generation", data, parts)

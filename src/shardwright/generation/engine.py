@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from shardwright.generation.batch import RaggedBatch
 from shardwright.generation.cache import (
@@ -28,6 +29,7 @@ from shardwright.generation.cache import (
 )
 from shardwright.model.latent_attention import LatentAttention
 from shardwright.model.linear_attention import GatedDeltaNet
+from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.collectives import start_gather_tokens
 from shardwright.parallel.microbatch_runner import Microbatch
@@ -73,6 +75,7 @@ class WholeEngine:
         self.cache = Cache(n_slots, n_positions, n_ahead)
         if model.embedding.weight.device.type == "cpu":
             configure_malloc()
+        check_sequence_len(model.spec, n_positions)
         changes = Replacements()
         _attach(changes, model, self.cache, lambda x: x, lambda x: x)
         _set_sequence_len(changes, model, n_positions)
@@ -118,16 +121,21 @@ class Replacements:
 _ABSENT = object()
 
 
-def _set_sequence_len(changes: Replacements, model: Transformer, n_positions: int) -> None:
-    """Make the model rotate keys by one set of frequencies, by the longest sequence that fits in the cache: keys
-    in the cache stay as they are when a sequence grows. Raises InputError if sequences of both sets would be mixed."""
-    scaling = model.spec.rope_scaling
+def check_sequence_len(spec: ModelSpec, n_positions: int) -> None:
+    """Raise InputError if keys of two sets of frequencies would be mixed in a cache of sequences of up to `n_positions`
+    tokens."""
+    scaling = spec.rope_scaling
     if scaling is not None and scaling.kind == "longrope" and n_positions > scaling.original_max_seq_len:
         raise InputError(
             f"sequences of up to {n_positions} tokens: longrope has other frequencies beyond "
             f"rope_scaling.original_max_seq_len={scaling.original_max_seq_len}, and the keys in the cache would keep "
             f"the old ones; valid: prompt and new tokens of at most {scaling.original_max_seq_len} together"
         )
+
+
+def _set_sequence_len(changes: Replacements, model: Transformer, n_positions: int) -> None:
+    """Make the model rotate keys by one set of frequencies, by the longest sequence that fits in the cache: keys
+    in the cache stay as they are when a sequence grows."""
     changes.set(model, "sequence_len", lambda n_tokens: n_positions)
 
 
@@ -145,7 +153,8 @@ class LayoutEngine:
         replica: dist.ProcessGroup | None = None,
     ) -> None:
         """Sizes of the cache: see `cache.Cache`. `replica`: of an earlier engine of this model, so that no further
-        process group is made."""
+        process group is made. After an error the model is as before."""
+        check_sequence_len(model.spec, n_positions)
         self.model, self.device, self.layout = model, device, model.layout
         self.cache = Cache(n_slots, n_positions, n_ahead)
         if device.type == "cpu":
@@ -161,8 +170,16 @@ class LayoutEngine:
         self._logits: list[Tensor] = []
         model.train(False)
         self._changes = Replacements()
-        self._hooks = []
-        for part in model.parts:
+        self._hooks: list[RemovableHandle] = []
+        try:
+            self._attach_to_parts(n_positions)
+        except BaseException:
+            self.close()
+            raise
+
+    def _attach_to_parts(self, n_positions: int) -> None:
+        """Give every part of the model the cache, and hooks that start a pass and select the wanted tokens."""
+        for part in self.model.parts:
             _attach(self._changes, part, self.cache, self._gather_shards, self._gather_context)
             _set_sequence_len(self._changes, part, n_positions)
             self._hooks.append(part.register_forward_pre_hook(self._begin))

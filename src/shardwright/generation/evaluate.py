@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from shardwright.config import load_kept
 from shardwright.config.mixture import mixtures_of, name_of, sources_of
+from shardwright.config.run_config import pair_loss_problems
 from shardwright.config.sections import NO_PREFERENCE, DataSection, PreferenceSection
 from shardwright.data.batches import evaluation_batches
 from shardwright.data.samples import PairSamples, Samples, samples_of
@@ -120,6 +121,14 @@ def _task(request: EvalRequest, source: Source) -> _EvaluationTask:
         if not is_text(str(request.data)):
             raise InputError(f"--data {request.data}: the name of the folder is not UTF-8 text; rename it")
         data = data.model_copy(update={"path": str(request.data), "sources": [], "stages": []})
+    if any(_has_pairs(Path(each.path), request.split) for each in sources_of(data)):
+        if request.sequences is not None:
+            raise InputError(
+                f"--sequences {request.sequences}: the data are pairs of answers, which are documents of one sequence; "
+                f"leave it out"
+            )
+        within_documents = {"attention": "document", "positions": "document", "mask_boundaries": False}
+        data = data.model_copy(update={"sequences": "packed", **within_documents})
     if request.sequences is not None:
         packed = {"attention": "sequence", "positions": "sequence", "mask_boundaries": False}
         data = data.model_copy(update={"sequences": request.sequences, **packed})
@@ -132,6 +141,15 @@ def _task(request: EvalRequest, source: Source) -> _EvaluationTask:
             f"--loss pairs: {request.model} {what}; valid: the folder or a checkpoint of a run with [preference]"
         )
     return _EvaluationTask(data, seq_len, step, preference)
+
+
+def _has_pairs(folder: Path, split: str) -> bool:
+    """Return whether a prepared folder has pairs; False for a folder that cannot be read, whose problems are reported
+    with the others."""
+    try:
+        return bool(open_split(folder, split).manifest.pairs)
+    except DataError:
+        return False
 
 
 def _for_data(task: _EvaluationTask, request: EvalRequest, samples: dict[str, Samples]) -> _EvaluationTask:
@@ -188,6 +206,8 @@ def evaluate(request: EvalRequest) -> LossEvaluation | None:
             problems += tokenizer_problems(data, {"the model": source.weights.path})
     except DataError as error:
         problems += error.problems
+    if task.of_pairs:
+        problems += pair_loss_problems(task.preference.kind, source.spec, layout)
     if problems:
         raise InputError(*problems)
     if place is None and layout.world_size > 1:

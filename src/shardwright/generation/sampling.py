@@ -6,7 +6,7 @@ the batch, or on the other prompts.
 Shapes: N tokens to choose, V vocab.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,8 @@ its acceptance, and its replacement if it is rejected."""
 
 @dataclass(frozen=True)
 class Sampling:
-    """The parameters of drawing tokens. `temperature` None: the most probable token (greedy); the rest is not used.
+    """The parameters of drawing tokens. `temperature` None or 0: the most probable token (greedy); the other parameters
+    are not used then.
 
     `top_k`: draw from this many most probable tokens; 0: all. `top_p`: from the most probable tokens whose
     probabilities together reach it (nucleus sampling, Holtzman et al., arXiv 1904.09751).
@@ -31,6 +32,10 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature == 0:
+            object.__setattr__(self, "temperature", None)
 
     def probabilities(self, logits_NV: Tensor) -> Tensor:
         """Return the distribution of each token in float64, (N, V); greedy choice has 1 for the most probable one."""
@@ -60,6 +65,26 @@ class Sampling:
             return logits_NV.argmax(-1)
         p_NV = self.probabilities(logits_NV)
         return draw(p_NV, self.uniform(prompts, positions)[:, DRAWN].to(p_NV.device))
+
+
+def sampling_problems(
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    written: Callable[[str, object], str] = "{}={}".format,
+) -> list[str]:
+    """Return one sentence for each value that `Sampling` cannot draw with. `written`: (name, value) -> the argument as
+    the caller writes it; None is an argument that was not given."""
+    problems = []
+    if temperature is not None and not 0 <= temperature < float("inf"):
+        which = written("temperature", f"{temperature:g}")
+        problems.append(f"{which}: 0 (the most probable token) or more is needed")
+    if top_p is not None and not 0 < top_p <= 1:
+        which = written("top_p", f"{top_p:g}")
+        problems.append(f"{which}: a probability above 0 and up to 1 is needed; 1 keeps all tokens")
+    if top_k is not None and top_k < 0:
+        problems.append(f"{written('top_k', top_k)}: 0 (all tokens) or a number of tokens is needed")
+    return problems
 
 
 def draw(p_NV: Tensor, u_N: Tensor) -> Tensor:

@@ -71,20 +71,20 @@ def score_texts(request: TextScoreRequest) -> list[TextScore] | None:
     Raises InputError, with every problem at once, before anything is computed.
     """
     place, text = place_from_environment(), open_source(request.model).text()
-    asked, is_scored = _score_request(request)
-    scores = score(asked)
+    to_score, is_scored = _score_request(request)
+    scores = score(to_score)
     if place is not None and place.rank != 0:
         return None
     return [
         _text_score(line, tokens, is_scored[line], len(tokens) - n, result.log_probs, result.greedy, text)
-        for (line, (tokens, n)), result in zip(sorted(asked.sequences.items()), scores, strict=True)
+        for (line, (tokens, n)), result in zip(sorted(to_score.sequences.items()), scores, strict=True)
     ]
 
 
 def compare_texts(request: TextScoreRequest) -> PathAgreement | None:
     """Compare the ways to score the records, as `agreement.compare_paths`. Raises InputError as `score_texts`."""
-    asked, _ = _score_request(request)
-    return compare_paths(asked)
+    to_score, _ = _score_request(request)
+    return compare_paths(to_score)
 
 
 def _score_request(request: TextScoreRequest) -> tuple[ScoreRequest, dict[int, list[bool]]]:

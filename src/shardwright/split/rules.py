@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from math import lcm
-from typing import Any
+from typing import Any, Literal
 
 from shardwright.layout.keys import RECOMPUTE_MODULES
 from shardwright.layout.layout import Layout
 from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec
+from shardwright.schedule.registry import find, names
 from shardwright.split import stages
 from shardwright.split.tensor import vocabulary_rows
 from shardwright.system.units import divisors
@@ -21,6 +22,40 @@ def problems(spec: ModelSpec, layout: Layout, seq_len: int) -> list[str]:
     found += of_stages or _recomputation(spec, layout, seq_len)
     # The sequence length is only checked for a valid tp.
     return found + list(_sequence(layout if tp_divides(spec, layout.tp) else replace(layout, tp=1, ep=1), seq_len))
+
+
+TokenCall = Literal["generate", "log_probs", "weights"]
+"""A call that needs the logits of each token; `weights`: of `forward_backward`."""
+
+
+def token_call_problems(spec: ModelSpec, layout: Layout, call: TokenCall) -> list[str]:
+    """Return one sentence for each reason why a model on a layout that fits it (`problems`) cannot run `call`."""
+    found = []
+    if layout.loss_chunk_tokens:
+        found.append(
+            f"{call} needs the logits of each token, and layout.loss_chunk_tokens={layout.loss_chunk_tokens} computes "
+            f"them within the loss; set loss_chunk_tokens=0"
+        )
+    if call == "weights" and spec.mtp_modules:
+        found.append(
+            f"weights with model.mtp_modules={spec.mtp_modules}: the losses of later tokens have no weights; set "
+            f"mtp_modules=0"
+        )
+    if call == "generate":
+        if layout.ways != (in_order := (tuple(range(layout.pp)),)):
+            valid = [name for name in names() if find(name).ways(layout.pp, find(name).virtual_stages) == in_order]
+            found.append(
+                f"generate runs one stage on each rank of pp, and layout.pp_schedule={layout.pp_schedule!r} has "
+                f"{len(layout.held_by(0))} on a rank; valid: {', '.join(valid)}"
+            )
+        if spec.moe is not None and spec.moe.capacity_factor:
+            found.append(
+                f"generate with model.moe.capacity_factor={spec.moe.capacity_factor:g}: an expert would drop tokens "
+                f"of a prompt because of the other prompts; set capacity_factor=0"
+            )
+    if call != "weights" and spec.moe is not None and spec.moe.force_balance:
+        found.append(f"{call} with model.moe.force_balance: the experts of a token are drawn; set force_balance=False")
+    return found
 
 
 def _tensor(spec: ModelSpec, tp: int) -> Iterator[str]:

@@ -250,12 +250,15 @@ def system_limit(error: BaseException) -> str | None:
 
 
 def too_many_files(error: BaseException | None) -> str | None:
-    """Return the sentence of `system_limit` for an error that too few file descriptors have caused: the error quotes
-    the system's words, or another error that was being handled does. None for other errors."""
-    while error is not None:
-        if any(os.strerror(each) in str(error) for each in TOO_MANY_FILES):
-            return system_limit(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
-        error = error.__cause__ or error.__context__
+    """Return the sentence of `system_limit`, then the error's own text, for an error that too few file descriptors have
+    caused: the error quotes the system's words, or its cause does, as a traceback shows causes. None for other
+    errors."""
+    cause = error
+    while cause is not None:
+        if any(os.strerror(each) in str(cause) for each in TOO_MANY_FILES):
+            limit = system_limit(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
+            return str(error) if str(limit) in str(error) else f"{limit}; it led to: {error}"
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return None
 
 

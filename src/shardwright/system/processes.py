@@ -219,7 +219,8 @@ def on_signals(handler: Callable[[int, FrameType | None], None], *, last: bool =
             signal.signal(number, signal.SIG_IGN if last and number == signal.SIGUSR1 else earlier)
 
 
-_asked_s: float | None = None
+_signal_s: float | None = None
+"""When the first signal that is not handled yet came; None if there is none."""
 
 
 @contextmanager
@@ -227,19 +228,22 @@ def interrupts(*, last: bool = False) -> Iterator[None]:
     """Raise KeyboardInterrupt for the signals in STOPPING during the block. `last`: as in `on_signals`.
 
     C code may ignore an error of the Python code that it calls: PyTorch imports numpy, and continues without it. So a
-    signal while an extension module is imported is raised when that import has ended (`raise_deferred`), or
-    `_LONGEST_IMPORT_S` later, or at the second signal, and is raised again every `_AGAIN_S` until the block is left,
-    except during the cleanup that it has caused.
+    signal while an extension module is imported is raised when that import has ended
+    (`raise_postponed_interrupt`), or `_LONGEST_IMPORT_S` later, or at the second signal, and is raised again every
+    `_AGAIN_S` until the block is left or `interrupt_is_handled` is called, except during the cleanup that it has
+    caused.
     """
     before = signal.getsignal(signal.SIGALRM)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        global _asked_s
-        again, now_s = _asked_s is not None, time.monotonic()
-        if _asked_s is None:
-            _asked_s = now_s
+        global _signal_s
+        if number == signal.SIGALRM and _signal_s is None:  # it was on its way when the signal was handled
+            return
+        again, now_s = _signal_s is not None, time.monotonic()
+        if _signal_s is None:
+            _signal_s = now_s
             signal.signal(signal.SIGALRM, interrupt)
-        importing = _loads_extension(frame) and now_s - _asked_s < _LONGEST_IMPORT_S
+        importing = _loads_extension(frame) and now_s - _signal_s < _LONGEST_IMPORT_S
         signal.setitimer(signal.ITIMER_REAL, _POLL_S if importing else _AGAIN_S)
         cleaning = again and _handles_interrupt(sys.exc_info()[1])
         if not (importing or cleaning) or (again and number != signal.SIGALRM):
@@ -249,21 +253,23 @@ def interrupts(*, last: bool = False) -> Iterator[None]:
         try:
             yield
         finally:
-            _forget(before)
+            interrupt_is_handled()
+            if signal.getsignal(signal.SIGALRM) is interrupt:
+                signal.signal(signal.SIGALRM, before)
 
 
-def _forget(handler: Any) -> None:
-    """Raise no signal of the past again, and restore the handler of SIGALRM."""
-    global _asked_s
-    if _asked_s is not None:
+def interrupt_is_handled() -> None:
+    """Raise the signals of `interrupts` that have come until now no more. A verb that ends normally at Ctrl-C calls it
+    before its last work, so that this is not interrupted again."""
+    global _signal_s
+    if _signal_s is not None:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-        _asked_s = None
+        _signal_s = None
 
 
-def raise_deferred() -> None:
+def raise_postponed_interrupt() -> None:
     """Raise KeyboardInterrupt if a signal of `interrupts` has waited for the end of an import."""
-    if _asked_s is not None:
+    if _signal_s is not None:
         raise KeyboardInterrupt
 
 

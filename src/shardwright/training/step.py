@@ -385,6 +385,8 @@ class ForwardBackward:
         target does not count. Equal on the ranks that have the same samples."""
         self.model.train(False)
         microbatches, parts = self._microbatches(batch, None), list[Tensor]()
+        if self.model.spec.mtp_modules:  # only the next token is scored
+            microbatches = [each._replace(ahead_KBT=None, targets_BT=each.targets_BT[0]) for each in microbatches]
 
         def collect(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
             parts.append(-token_losses(self.cross_entropy, logits_BTV, targets_BT).double())
