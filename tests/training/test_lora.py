@@ -17,9 +17,11 @@ from shardwright.conversion.own import read_own_state
 from shardwright.layout.layout import Layout
 from shardwright.model.init import initialise
 from shardwright.model.lora_sizes import LoraSpec
+from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
 from shardwright.run_folder import CHECKPOINTS, checkpoint_name
+from shardwright.split.rules import problems
 from shardwright.system.errors import CheckpointError, ConfigError, InputError
 from shardwright.training.base_weights import base_record, fill_base
 from shardwright.training.build import build_model, build_trainer
@@ -375,3 +377,11 @@ def test_adapters_that_fit_no_model_are_refused(tmp_path: Path, changed: dict[st
     with pytest.raises(ConfigError) as refused:
         parse(run_file(base, tmp_path, **changed))
     assert any(said in problem for problem in refused.value.problems), refused.value.problems
+
+
+def test_a_first_stage_without_adapters_is_refused():
+    first_routed = MoESpec(n_experts=4, top_k=2, d_ffn=16, dense_layers=(2, 3))
+    spec = replace(EVEN, n_layers=4, moe=first_routed, lora=LoraSpec(rank=3, targets=("ffn",)))
+    (problem,) = problems(spec, Layout(pp=2), 16)
+    assert "the first pipeline stage has layers 0 to 1, and the first layer with an adapter is 2" in problem
+    assert problems(spec, Layout(), 16) == []

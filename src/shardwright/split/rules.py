@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from shardwright.layout.keys import RECOMPUTE_MODULES
 from shardwright.layout.layout import Layout
+from shardwright.model.modules import layer_rows
 from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.schedule.registry import find, names
@@ -19,7 +20,7 @@ def problems(spec: ModelSpec, layout: Layout, seq_len: int) -> list[str]:
     """Return one sentence for each rule that `layout` breaks for this model and sequence length; empty if it fits."""
     found = [*_tensor(spec, layout.tp), *_linear(spec, layout), *_context(spec, layout), *_experts(spec, layout)]
     of_stages = list(stages.problems(spec, layout))
-    found += of_stages or _recomputation(spec, layout, seq_len)
+    found += of_stages or [*_recomputation(spec, layout, seq_len), *_adapters(spec, layout, seq_len)]
     # The sequence length is only checked for a valid tp.
     return found + list(_sequence(layout if tp_divides(spec, layout.tp) else replace(layout, tp=1, ep=1), seq_len))
 
@@ -179,6 +180,19 @@ def _recomputation(spec: ModelSpec, layout: Layout, seq_len: int) -> Iterator[st
         yield (
             f"layout.recompute_modules={list(layout.recompute_modules)}: the model has none of these parts, so nothing "
             f"would be recomputed; valid: {valid}"
+        )
+
+
+def _adapters(spec: ModelSpec, layout: Layout, seq_len: int) -> Iterator[str]:
+    """Yield the reason why the backward pass would not begin a stage: its output has no gradient."""
+    if spec.lora is None or layout.pp == 1:
+        return
+    adapted = [layer for layer in range(spec.n_blocks) if any(row.adapter for row in layer_rows(spec, layer))]
+    first = stages.stage_layers(spec, layout, seq_len)[0]
+    if adapted and adapted[0] >= first.stop:
+        yield (
+            f"layout.pp={layout.pp}: the first pipeline stage has layers 0 to {first.stop - 1}, and the first layer "
+            f"with an adapter is {adapted[0]}; add a target to lora.targets that layer 0 has, or lower pp"
         )
 
 
