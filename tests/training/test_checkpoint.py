@@ -288,8 +288,8 @@ def test_fields_that_an_earlier_version_did_not_save_have_their_defaults(tmp_pat
 def test_a_field_that_is_not_compared_is_seen(tmp_path: Path, field: str):
     mutation = Mutation(
         "shardwright.training.checkpoint.state:_differences",
-        "('dropout', 'init_std', 'max_seq_len')",
-        f"('dropout', 'init_std', 'max_seq_len', {field!r})",
+        "('dropout', 'init_std', 'max_seq_len', 'lora')",
+        f"('dropout', 'init_std', 'max_seq_len', 'lora', {field!r})",
     )
     run_ranks(save_ranks, 1, tmp_path, ONE)
     (found,) = run_ranks(load_with_a_bug, 1, tmp_path, mutation)
