@@ -71,6 +71,7 @@ def test_the_recommended_layout_of_8b_on_a_node_has_no_axis_but_zero(told: Any):
     assert complexity(read(told["recommended"]["text"]).candidates, 8)[0] == 0
 
 
+@pytest.mark.prove
 def test_the_layouts_to_choose_from_are_in_the_first_ten_lines_and_a_gap_beyond_the_error_is_no_tie():
     """Tensor and pipeline parallelism gain 6 %, and the difference is known to 3 %."""
     result, told = plan(*TIED), document(*TIED)

@@ -76,7 +76,7 @@ SETTINGS: dict[str, tuple[Layout, str, dict[str, Any]]] = {
     "ipo, a batch that changes": (ZERO_2, "ipo", {}),
     "dpo over stages, tp and cp": (Layout(pp=2, tp=2, cp=2, sequence_parallel=True), "dpo", {}),
 }
-QUICK = {"dpo with experts on token shards"}
+QUICK = {"dpo, ZeRO-0"}
 
 
 @pytest.mark.parametrize(
