@@ -57,7 +57,6 @@ CASES = [
     *(("mixtral", name, layout) for name, layout in EXPERTS.items()),
     *((family, "ep over tp", EXPERTS["ep over tp"]) for family in ("qwen3-moe", "deepseek-v3")),
 ]
-IDS = [f"{family}, {name}" for family, name, _ in CASES]
 
 
 def case_of(path: Path, layout: Layout):
