@@ -66,7 +66,7 @@ class PlanServeOptions:
         typer.Option(
             metavar="NAME",
             help="of weights and matmuls: bf16, fp16, fp8, fp32, nvfp4; or of weights alone, computed in 16 bits: "
-            "mxfp4, int4 (AWQ, GPTQ), int8; if not given that of the published weights (quantization_config of "
+            "mxfp4, int4 (AWQ, GPTQ), int8; if not given the format of the published weights (quantization_config of "
             "config.json, or the end of a name such as Qwen3-235B-A22B-FP8), otherwise bf16, and fp32 for generate",
         ),
     ] = None
@@ -74,8 +74,8 @@ class PlanServeOptions:
         str | None,
         typer.Option(
             metavar="NAME",
-            help="of the cache of keys and values: bf16, fp16, fp8, fp32, int8; if not given that of --precision, and "
-            "16 bits with --precision nvfp4, mxfp4, int4 or int8, or with the format of published weights",
+            help="of the cache of keys and values: bf16, fp16, fp8, fp32, int8; if not given the format of "
+            "--precision, and 16 bits with --precision nvfp4, mxfp4, int4 or int8, or with the format of published weights",
         ),
     ] = None
     engine: Annotated[

@@ -361,7 +361,7 @@ _SYMBOLS = (
     ("square", "FLOP", "of attention forward, all layers"),
     ("n_bytes gradient_bytes reduced_bytes weight_gradient_bytes fp8_weight_bytes", "B", "a parameter; cost/stack.py"),
     ("Q", "", "parameters in experts on a rank"),
-    ("A A_in_experts", "", "of the parameters on a rank those of adapters, which are trained; of these, in experts"),
+    ("A A_in_experts", "", "trained parameters of adapters on a rank; of these, in experts"),
     ("keeps_base", "", "1 where the weights are shards of the frozen base, as with ZeRO-3 in 16 bits"),
     ("inner_read ranks_of_adapters outputs_of_adapters reads_rows", "", "inner features that an adapter reads; sum of "
      "the ranks of a layer's adapters, and of the features that they add to; 0 where experts are frozen"),

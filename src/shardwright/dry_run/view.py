@@ -14,7 +14,7 @@ from shardwright.dry_run.record import KINDS, WAIT, RankRecord
 from shardwright.dry_run.run import DryRun
 from shardwright.report.plan_pictures import KINDS as COLOURS_OF_KINDS
 from shardwright.report.plan_pictures import ROLES
-from shardwright.system.units import GiB, MiB, format_bytes
+from shardwright.system.units import GiB, MiB, counted, format_bytes
 from shardwright.view.document import (
     BYTES,
     COUNT,
@@ -180,7 +180,7 @@ def _ranks(result: DryRun) -> Iterator[Part]:
     counts, world_size = checked(result.records), result.config.layout.layout().world_size
     of = "all ranks" if counts.ranks == world_size else f"{counts.ranks} of {world_size:,} ranks, one of each class"
     rules = "same collectives, order, counts and types; a receive for each send; no cycle if every call blocks"
-    communicators = f"{counts.communicators:,} communicator{'s' * (counts.communicators != 1)}"
+    communicators = counted(counts.communicators, "communicator")
     yield Note(
         f"NCCL's rules {'are broken' if result.disagreements else 'hold'} over {counts.calls:,} calls of {of}, in "
         f"{communicators}, {counts.matched_sends:,} sends among them: {rules}"

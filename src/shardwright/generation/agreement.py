@@ -24,15 +24,15 @@ from torch import Tensor
 from shardwright.data.batches import Batch
 from shardwright.data.samples import IGNORE
 from shardwright.generation.engine import LayoutEngine
+from shardwright.generation.ranks import run_on_layout
 from shardwright.generation.score import ScoreRequest, Sequences, cache_sizes, decoded, scored
 from shardwright.generation.source import open_source
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.model import ParallelModel
 from shardwright.parallel.objects import gathered
 from shardwright.split.rules import sequence_cuts
-from shardwright.training.ranks import ProcessRank, pick_device, place_from_environment, process_group
+from shardwright.training.ranks import place_from_environment
 from shardwright.training.step import ForwardBackward
-from shardwright.verification.ranks import run_ranks
 from shardwright.view.document import COUNT, Column, Note, Part, Quantity, Table, VerbDocument
 
 _DIFFERENCE = Quantity("{:.3g}".format)
@@ -78,19 +78,9 @@ def largest_of(values: Sequence[float]) -> float:
 
 def compare_paths(request: ScoreRequest) -> PathAgreement | None:
     """Score sequences in the three ways on the layout; None on every rank of torchrun or srun except the first."""
+    agreement: PathAgreement = run_on_layout(request.layout, request.device, _on_rank, request)
     place = place_from_environment()
-    if place is None and request.layout.world_size > 1:
-        of_first: PathAgreement = run_ranks(_on_cpu, request.layout.world_size, request)[0]
-        return of_first
-    request.layout.check_world(place.world_size if place else 1)
-    device = pick_device(request.device, place or ProcessRank())
-    with process_group(place or ProcessRank(), device):
-        agreement = _on_rank(request, device)
     return agreement if place is None or place.rank == 0 else None
-
-
-def _on_cpu(request: ScoreRequest) -> PathAgreement:
-    return _on_rank(request, torch.device("cpu"))
 
 
 def _on_rank(request: ScoreRequest, device: torch.device) -> PathAgreement:

@@ -20,18 +20,18 @@ from shardwright.data.batches import evaluation_batches
 from shardwright.data.samples import PairSamples, Samples, samples_of
 from shardwright.data.shards import open_split
 from shardwright.generation.generate import layout_problems
+from shardwright.generation.ranks import run_on_layout
 from shardwright.generation.source import Source, open_source
 from shardwright.layout.layout import Layout
 from shardwright.parallel.preference import METRICS
 from shardwright.run_folder import REFERENCE, RUN_FILE, run_of_checkpoint
 from shardwright.system.errors import DataError, InputError
 from shardwright.system.files import is_text
-from shardwright.training.ranks import ProcessRank, pick_device, place_from_environment, process_group
+from shardwright.training.ranks import place_from_environment
 from shardwright.training.references import read_references
 from shardwright.training.sources import tokenizer_problems, unchecked_tokenizers, values_of_answers, weighted_mean
 from shardwright.training.step import ForwardBackward
 from shardwright.training.weights import CheckpointWeights
-from shardwright.verification.ranks import run_ranks
 
 
 @dataclass(frozen=True)
@@ -210,15 +210,9 @@ def evaluate(request: EvalRequest) -> LossEvaluation | None:
         problems += pair_loss_problems(task.preference.kind, source.spec, layout)
     if problems:
         raise InputError(*problems)
-    if place is None and layout.world_size > 1:
-        sums = run_ranks(_on_cpu, layout.world_size, request, task)[0]
-    else:
-        layout.check_world(place.world_size if place else 1)
-        device = pick_device(request.device, place or ProcessRank())
-        with process_group(place or ProcessRank(), device):
-            sums = _sums(request, task, device)
-        if place is not None and place.rank != 0:
-            return None
+    sums: Sums = run_on_layout(layout, request.device, _sums, request, task)
+    if place is not None and place.rank != 0:
+        return None
     n_samples = sum(min(len(s), request.samples or len(s)) for s in samples.values())
     folders = tuple(map(str, task.folders.values()))
     means = {name: [total / n for total, n in each] for name, each in zip(samples, sums, strict=True) if each[0][1]}
@@ -251,11 +245,6 @@ def evaluate(request: EvalRequest) -> LossEvaluation | None:
 
 Sums = list[list[tuple[float, float]]]
 """For each source, the sums of `ForwardBackward.evaluation_sums`, each with its number of tokens or pairs."""
-
-
-def _on_cpu(request: EvalRequest, task: _EvaluationTask) -> Sums:
-    """Compute `_sums` on one rank that was forked here."""
-    return _sums(request, task, torch.device("cpu"))
 
 
 def _sums(request: EvalRequest, task: _EvaluationTask, device: torch.device) -> Sums:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from shardwright.data.chat import BadConversation, ChatFormat
 from shardwright.generation.continuous import Batcher
 from shardwright.generation.engine import GenerationEngine, LayoutEngine, WholeEngine
+from shardwright.generation.ranks import run_on_layout
 from shardwright.generation.sampling import Sampling
 from shardwright.generation.source import Source, Text, open_source
 from shardwright.generation.speculative import Speculative
@@ -21,9 +22,8 @@ from shardwright.split.rules import problems as split_problems
 from shardwright.split.rules import sequence_cuts
 from shardwright.system.errors import InputError
 from shardwright.system.units import counted
-from shardwright.training.ranks import ProcessRank, pick_device, place_from_environment, process_group
+from shardwright.training.ranks import ProcessRank, pick_device, place_from_environment
 from shardwright.training.sources import tokenizer_file
-from shardwright.verification.ranks import run_ranks
 from shardwright.verification.reduce import most_ranks
 
 
@@ -123,16 +123,12 @@ def generate(request: GenerationRequest) -> GenerationResult | None:
     if problems:
         raise InputError(*problems)
     task = _GenerationTask(request, ids, text.ends)
-    if place is not None:
-        layout.check_world(place.world_size)
-        device = pick_device(request.device, place)
-        with process_group(place, device):
-            done = _on_rank(task, device)
-        return _answer(request, text, done, ids, source.spec) if place.rank == 0 else None
-    if layout.world_size == 1:
-        done = _alone(task, pick_device(request.device, ProcessRank()))
+    if place is not None or layout.world_size > 1:
+        done = run_on_layout(layout, request.device, _on_rank, task)
     else:
-        done = run_ranks(_on_cpu, layout.world_size, task)[0]
+        done = _alone(task, pick_device(request.device, ProcessRank()))
+    if place is not None and place.rank != 0:
+        return None
     return _answer(request, text, done, ids, source.spec)
 
 
@@ -213,11 +209,6 @@ def _draft_problems(draft: Path, spec: ModelSpec, text: Text) -> list[str]:
         f"--draft {draft}: {n_tokens} tokens, such as {other[0][0]!r}, have another id or none in its tokenizer or in "
         f"the model's; a draft model needs the same tokenizer"
     ]
-
-
-def _on_cpu(task: _GenerationTask) -> _RankGeneration:
-    """Run `_on_rank` on one rank that was forked here."""
-    return _on_rank(task, torch.device("cpu"))
 
 
 def _on_rank(task: _GenerationTask, device: torch.device) -> _RankGeneration:

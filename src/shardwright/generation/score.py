@@ -7,6 +7,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,12 +16,12 @@ from torch import Tensor
 
 from shardwright.generation.continuous import Batcher, RunningSequence
 from shardwright.generation.engine import GenerationEngine, LayoutEngine, WholeEngine
+from shardwright.generation.ranks import run_on_layout
 from shardwright.generation.sampling import Sampling, as_bits, from_bits, log_probabilities
 from shardwright.generation.source import open_source
 from shardwright.layout.layout import Layout
 from shardwright.parallel.objects import gathered
-from shardwright.training.ranks import ProcessRank, pick_device, place_from_environment, process_group
-from shardwright.verification.ranks import run_ranks
+from shardwright.training.ranks import ProcessRank, pick_device, place_from_environment
 
 
 @dataclass(frozen=True)
@@ -56,16 +57,10 @@ class ScoreRequest:
 
 def score(request: ScoreRequest) -> list[SequenceScore]:
     """Score each sequence, in the order of the indices. No sequence may have more than max_seq_len + 1 tokens."""
-    place = place_from_environment()
     if not request.sequences:
         return []
-    if place is not None:
-        request.layout.check_world(place.world_size)
-        device = pick_device(request.device, place)
-        with process_group(place, device):
-            scores = _on_rank(request, device)
-    elif request.layout.world_size > 1:
-        scores = run_ranks(_on_cpu, request.layout.world_size, request)[0]
+    if place_from_environment() is not None or request.layout.world_size > 1:
+        scores = run_on_layout(request.layout, request.device, _on_rank, request)
     else:
         device = pick_device(request.device, ProcessRank())
         engine = WholeEngine(open_source(request.model).whole(device), *cache_sizes(request, request.sequences))
@@ -90,7 +85,7 @@ def scored(engine: GenerationEngine, sequences: Sequences) -> dict[int, Sequence
         if not running:
             continue
         targets = torch.tensor([token for _, (tokens, n) in taken for token in tokens[-n:]])
-        rows = engine.agree(lambda logits=logits, targets=targets: _rows(logits, targets), (len(targets), 2))  # type: ignore[misc]
+        rows = engine.agree(partial(_rows, logits, targets), (len(targets), 2))
         for (index, _), part in zip(taken, rows.split(n_scored), strict=True):
             scores[index] = SequenceScore(tuple(from_bits(part[:, 0])), bool(part[:, 1].all()))
     return scores
@@ -118,7 +113,7 @@ def decoded(engine: GenerationEngine, sequences: Sequences) -> dict[int, Sequenc
         if not running:
             continue
         targets = torch.tensor([sequence.tokens[-n] for sequence, n in running])
-        rows = engine.agree(lambda logits=logits, targets=targets: _rows(logits, targets), (len(targets), 2))  # type: ignore[misc]
+        rows = engine.agree(partial(_rows, logits, targets), (len(targets), 2))
         for (sequence, _), value, best in zip(running, from_bits(rows[:, 0]), rows[:, 1].tolist(), strict=True):
             values[sequence.prompt].append(value)
             greedy[sequence.prompt] &= bool(best)
@@ -130,11 +125,6 @@ def _rows(logits: Sequence[Tensor], targets_W: Tensor) -> Tensor:
     """Return (W, 2) int64: the bits of each target's log-probability, and whether it is the most probable token."""
     greedy_W = torch.cat([logits_WV.argmax(-1) for logits_WV in logits]) == targets_W.to(logits[0].device)
     return torch.stack([as_bits(log_probabilities(logits, targets_W)), greedy_W.to(torch.int64)], dim=1)
-
-
-def _on_cpu(request: ScoreRequest) -> dict[int, SequenceScore]:
-    """Run `_on_rank` on one rank that was forked here."""
-    return _on_rank(request, torch.device("cpu"))
 
 
 def _on_rank(request: ScoreRequest, device: torch.device) -> dict[int, SequenceScore]:

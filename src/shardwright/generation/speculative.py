@@ -14,6 +14,7 @@ Shapes: k proposals of a sequence, V vocab.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -91,7 +92,7 @@ class Speculative:
             _, (logits_NV,) = self.draft.run(sequences, new)
             q_NV = self.sampling.probabilities(logits_NV)
             u_N = self._uniform(sequences)[:, PROPOSED]
-            tokens = self.batcher.engine.agree(lambda q_NV=q_NV, u_N=u_N: draw(q_NV, u_N), (len(now),))  # type: ignore[misc]
+            tokens = self.batcher.engine.agree(partial(draw, q_NV, u_N), (len(now),))
             for i, token, q_V in zip(now, tokens.tolist(), q_NV, strict=True):
                 proposals[i].tokens.append(token)
                 proposals[i].q.append(q_V)

@@ -6,7 +6,6 @@ A is (rank, in), B is (out, rank). Sources: Hu et al., LoRA, arXiv 2106.09685, s
 2312.03732, for the square root. Only the box of B A that is read is computed, in 32 bits or wider.
 """
 
-import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from shardwright.hugging_face.files import ADAPTER, read_header
 from shardwright.hugging_face.schema import read_object
+from shardwright.model.lora_sizes import LoraSpec
 from shardwright.system.errors import CheckpointError, DamagedError, nearest
 from shardwright.system.files import inside
 
@@ -113,11 +113,18 @@ class MergedAdapter:
     def merged(self, matrix: str, box: Tensor, spans: Any) -> Tensor:
         """Return the box `spans` of a matrix, given without the adapter, with the adapter, in the type of the box."""
         a_RD, b_FR = self.factors(matrix)
-        wide = torch.promote_types(torch.promote_types(a_RD.dtype, box.dtype), torch.float32)
-        scale = self._alpha / (math.sqrt(len(a_RD)) if self._rslora else len(a_RD))
-        rows, columns = (slice(*span) for span in (reversed(spans) if matrix in self._transposed else spans))
-        update = scale * (b_FR[rows].to(wide) @ a_RD[:, columns].to(wide))
-        return (box.to(wide) + (update.T if matrix in self._transposed else update)).to(box.dtype)
+        scale = LoraSpec(rank=len(a_RD), alpha=self._alpha, rslora=self._rslora).scale
+        if matrix not in self._transposed:
+            rows, columns = (slice(*span) for span in spans)
+            return with_low_rank(box, a_RD[:, columns], b_FR[rows], scale)
+        columns, rows = (slice(*span) for span in spans)
+        return with_low_rank(box.T, a_RD[:, columns], b_FR[rows], scale).T
+
+
+def with_low_rank(w_FD: Tensor, a_RD: Tensor, b_FR: Tensor, scale: float) -> Tensor:
+    """Return W + s B A in the type of W, computed in 32 bits or wider."""
+    wide = torch.promote_types(torch.promote_types(a_RD.dtype, w_FD.dtype), torch.float32)
+    return (w_FD.to(wide) + scale * (b_FR.to(wide) @ a_RD.to(wide))).to(w_FD.dtype)
 
 
 def _unsupported(config: Mapping[str, Any]) -> list[str]:

@@ -474,16 +474,16 @@ def layer_rows(spec: ModelSizes, layer: int) -> tuple[Row, ...]:
     """Return the parameters of layer number `layer`, with names within the layer; from number `spec.n_layers` on, of a
     multi-token prediction module. Raises ConfigError if column-parallel rows read the same tensor and differ in
     `ordered`."""
-    in_layer = tuple(with_adapters(spec, _of_base(spec, layer)))
+    of_base = tuple(_of_base(spec, layer))
     ordered: dict[str, Row] = {}
-    for row in (row for row in _of_base(spec, layer) if row.split in ("column", "kv_column") and row.input):
+    for row in (row for row in of_base if row.split in ("column", "kv_column") and row.input):
         first = ordered.setdefault(row.input, row)
         if row.ordered != first.ordered:
             raise ConfigError(
                 f"model family {spec.family!r}: {first.name} and {row.name} read {row.input!r} and are computed "
                 f"together, but ordered={first.ordered} and {row.ordered}; valid: the same for both"
             )
-    return in_layer
+    return tuple(with_adapters(spec, of_base))
 
 
 @cache

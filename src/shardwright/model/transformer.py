@@ -153,7 +153,8 @@ class Transformer(nn.Module):
         """Convert the parameters, frozen ones to `frozen`, in place."""
         self.to(trained)
         for name, parameter in self.named_parameters():
-            if row_of(self.spec, name).frozen and row_of(self.spec, name).kind != "balance":
+            row = row_of(self.spec, name)
+            if row.frozen and row.kind != "balance":
                 parameter.data = parameter.data.to(frozen)
         return self
 

@@ -38,7 +38,7 @@ from shardwright.planner.words import (
 )
 from shardwright.report.plan_pictures import ROLES, length_svg, memory_svg, scaling_svg, time_svg
 from shardwright.report.whole_run_view import whole_run_parts
-from shardwright.system.units import GiB, MiB, format_bytes, format_count, format_seconds
+from shardwright.system.units import GiB, MiB, counted, format_bytes, format_count, format_seconds
 from shardwright.view.document import (
     CODE,
     NUMBER,
@@ -133,7 +133,7 @@ def job_note(job: Job, name: str) -> Note:
     within = "" if tokens is None else f", attention within documents (sum L^2 / sum L = {tokens:,.0f} tokens)"
     return Note(
         f"{name}, {format_count(job.model.n_parameters)} parameters{_adapters(job)}, on {job.cluster.name}: "
-        f"{job.global_batch:,} {'sequence' if job.global_batch == 1 else 'sequences'} of {job.seq_len:,} "
+        f"{counted(job.global_batch, 'sequence')} of {job.seq_len:,} "
         f"{'token' if job.seq_len == 1 else 'tokens'} a step, {job.precision}, "
         f"{_software(job)}{within}"
     )

@@ -19,7 +19,7 @@ from shardwright.report.words import batch_in_words, held_in_words, layout_in_wo
 from shardwright.run_folder import CHECKPOINTS, EVENTS, METRICS
 from shardwright.schedule.draw import svg as timelines_svg
 from shardwright.system.files import real_path
-from shardwright.system.units import format_count, format_seconds, percent
+from shardwright.system.units import counted, format_count, format_seconds, percent
 from shardwright.view.document import (
     CODE,
     COUNT,
@@ -80,7 +80,7 @@ def _alarm(numbers: RunHeadline) -> Iterator[Note]:
 
 def _events_in_short(run: RunRecord) -> Iterator[Fact]:
     if kinds := Counter(event.kind for event in run.faults):
-        counts = ", ".join(f"{n:,} {kind}{'s' * (n > 1)}" for kind, n in sorted(kinds.items()))
+        counts = ", ".join(counted(n, kind) for kind, n in sorted(kinds.items()))
         yield Fact("events", counts, f"(the last: {_first_line(run.faults[-1].text)})")
 
 

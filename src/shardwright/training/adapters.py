@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from shardwright.hugging_face.adapter import ADAPTER_WEIGHTS, MergedAdapter
+from shardwright.hugging_face.adapter import ADAPTER_WEIGHTS, MergedAdapter, with_low_rank
 from shardwright.hugging_face.architecture import Architecture, architecture_of
 from shardwright.hugging_face.files import ADAPTER
 from shardwright.hugging_face.peft import adapted_matrices, adapter_files, fused_matrices
@@ -65,8 +65,7 @@ class BaseWithAdapters:
         rank = self._weights.shapes[f"{begin}.lora_a"][0]
         a_RD = self._weights.read(f"{begin}.lora_a", (0, offsets[1]), (rank, shape[1]))
         b_FR = self._weights.read(f"{begin}.lora_b", (offsets[0], 0), (shape[0], rank))
-        wide = torch.promote_types(torch.promote_types(a_RD.dtype, box.dtype), torch.float32)
-        return (box.to(wide) + self._scale * (b_FR.to(wide) @ a_RD.to(wide))).to(box.dtype)
+        return with_low_rank(box, a_RD, b_FR, self._scale)
 
     def describe(self) -> str:
         """Return a description in one line."""

@@ -72,7 +72,7 @@ def begin_with(trainer: Trainer, init: InitSection) -> list[str]:
     weights, model = open_weights(init.weights), trainer.model
     if problems := _problems(weights, model.spec, init):
         raise CheckpointError(*problems)
-    fill(model.named_parameters.items(), model.spec, weights, local_box)
+    fill(model.saved_parameters.items(), model.spec, weights, local_box)  # `fill_base` has read the frozen ones
     if init.optimizer:
         assert isinstance(weights, CheckpointWeights)
         assert weights.optimizer is not None

@@ -181,12 +181,13 @@ class Evaluate(Hook):
         """Return the means of `evaluation_sums` of each source that has a token that counts; None if the run is asked
         to stop before its last step."""
         means: dict[str, list[float]] = {}
+        may_stop = step < self.steps
         for name, samples in self.samples.sources.validation.items():
             batches = self.samples.evaluation_batches(samples)
             sums, counts = self.trainer.evaluation_sums(
-                takewhile(self._goes_on, batches) if step < self.steps else batches
+                takewhile(self._goes_on, batches) if may_stop else batches
             ).tolist()
-            if self._stopped and step < self.steps:
+            if may_stop and self._stopped:
                 return None
             if counts[0]:
                 means[name] = [total / max(n, 1) for total, n in zip(sums, counts, strict=True)]

@@ -244,7 +244,7 @@ def _machine_problems(config: RunConfig) -> list[str]:
     if needed <= there.n_bytes:
         return []
     less = "" if offloads or not config.optimizer.kind.can_offload else ", with layout.offload_optimizer='disk'"
-    of = "a parameter" if spec.lora is None else "a trained parameter, beside the frozen base"
+    of = "a parameter" if spec.lora is None else "a trained parameter, and the frozen base"
     return [
         f"{world_size} ranks of a model of {format_count(spec.n_parameters)} parameters need {format_bytes(needed)} or "
         f"more ({held:.3g} bytes {of}, {format_bytes(PROCESS_BYTES)} a process), and this machine {there} and no GPU "

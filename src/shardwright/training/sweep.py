@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -65,10 +66,10 @@ class SweepRun:
         last = checkpoint_name(self.config.steps)
         return any(saved.name == last for saved in published(self.out / CHECKPOINTS))
 
-    @property
+    @cached_property
     def loss(self) -> float | None:
         """The last validation loss of an ended run, or without evaluations its last training loss; None if the run has
-        not ended, or diverged."""
+        not ended, or diverged. Read from its records once, after the sweep."""
         if not self.ended:
             return None
         records = [*read_metrics(self.out / METRICS)]

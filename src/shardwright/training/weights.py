@@ -327,8 +327,8 @@ def fill(
     """Copy weights into parameters of a model `spec`, by name, or into the `box` of each parameter on this rank.
 
     An expert balance that is missing from `weights` is initialized as in a new model, and adapters that are missing
-    keep their values. Values are converted to the
-    parameters' types. Raises CheckpointError for weights that are NaN or infinite.
+    keep their values. Values are converted to the parameters' types. Raises CheckpointError for weights that are NaN or
+    infinite.
     """
     for name, parameter in parameters:
         held, offsets = box(parameter)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 from shardwright.config import RunConfig
+from shardwright.system.units import counted
 from shardwright.verification.case import Case
 from shardwright.verification.compare import RankedLayout, Report, ReportRow
 from shardwright.verification.pictures import ROLES, errors_svg, short
@@ -59,7 +60,7 @@ def batch_sizes(case: Case) -> str:
     return (
         f"{spec.n_layers} layers, d_model {spec.d_model}, {spec.n_heads} query and {spec.n_kv_heads} kv heads, "
         f"d_ffn {spec.d_ffn}, vocabulary {spec.vocab_size}{adapters}; {case.global_batch} sequences of "
-        f"{case.seq_len} tokens a step{_stages(case)}, {case.steps} step{'s' * (case.steps > 1)}, {case.dtype}"
+        f"{case.seq_len} tokens a step{_stages(case)}, {counted(case.steps, 'step')}, {case.dtype}"
     )
 
 
@@ -167,7 +168,7 @@ def matrix_document(
     tried, and why."""
     n_ranks, n = reports[0].layout.world_size, len(reports)
     bad = [report for report in reports if not report.equal]
-    layouts = f"layouts of {n_ranks} rank{'s' * (n_ranks > 1)}"
+    layouts = f"layouts of {counted(n_ranks, 'rank')}"
     n_equal = f"{n - len(bad):,} of {n:,}" if bad else f"all {n:,}"
     facts = [Fact("equal", n_equal, layouts, "" if bad else "good")]
     for verdict in ("not equal", "failed"):

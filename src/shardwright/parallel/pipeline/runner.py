@@ -176,8 +176,7 @@ class _RankStep:
         with self._running(action), torch.profiler.record_function(str(action)):
             engine.before_backward(split=op == "I", last=last)
             with model.gradients.hold() if op == "I" else nullcontext():
-                if output.requires_grad:  # a first stage may have no adapter
-                    torch.autograd.backward(output, gradient)
+                torch.autograd.backward(output, gradient)
             if op == "I":
                 self.weights[stage, i] = model.gradients.take()
             else:

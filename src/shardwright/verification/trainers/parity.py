@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardwright.system.errors import InputError, ShardwrightError, checked_call
 from shardwright.system.forks import temporary_folder
-from shardwright.system.units import divisors
+from shardwright.system.units import counted, divisors
 from shardwright.verification import compare
 from shardwright.verification.case import Case
 from shardwright.verification.compare import RankedLayout, Report, ReportRow
@@ -137,11 +137,10 @@ class TrainerVerifier(Verifier):
         assert isinstance(report.case, TrainerCase)
         assert isinstance(report.layout, TrainerLayout)
         setting, needed = smallest((report.case, report.layout), switched_off, fails)
-        n_ranks = setting[1].world_size
         ends = f"it is equal without {' and without '.join(needed)}" if needed else "nothing is left to switch off"
         return (
-            f"the smallest configuration that still differs: {described(setting)} ({n_ranks} "
-            f"rank{'s' * (n_ranks > 1)}): {first}; {ends}"
+            f"the smallest configuration that still differs: {described(setting)} "
+            f"({counted(setting[1].world_size, 'rank')}): {first}; {ends}"
         )
 
     def _alone(self, case: Case) -> Trace:
