@@ -152,7 +152,7 @@ BUGS = {
         Layout(dp_replicate=2),
         Mutation(f"{API}.generate", "n * self.layout.data_ranks + self.data_rank", "n"),
     ),
-    "the weights of tokens are those of the first rank of cp": (
+    "every rank of cp takes the first rank's weights of tokens": (
         Layout(cp=2),
         Mutation(f"{STEP}._microbatches", "weights_ABT[..., positions_T]", "weights_ABT[..., : len(positions_T)]"),
     ),

@@ -75,7 +75,8 @@ class PlanServeOptions:
         typer.Option(
             metavar="NAME",
             help="of the cache of keys and values: bf16, fp16, fp8, fp32, int8; if not given the format of "
-            "--precision, and 16 bits with --precision nvfp4, mxfp4, int4 or int8, or with the format of published weights",
+            "--precision, and 16 bits with --precision nvfp4, mxfp4, int4 or int8, or with the format of published "
+            "weights",
         ),
     ] = None
     engine: Annotated[

@@ -50,7 +50,7 @@ REDUCTION: dict[str, AnyBug] = {
         [PP],
         spec={"lora": replace(_LORA["lora"], targets=("ffn",)), "moe": replace(EXPERTS, first_dense=1)},
     ),
-    "the parts of compressed gradients include those of frozen weights": Bug(
+    "compressed gradients have parts for frozen weights": Bug(
         Mutation("shardwright.parallel.compressed:Compression.apply", "[*compress(parts, trained)]", "parts"),
         [Layout(dp_shard=2, zero=3, compress_gradients="int8")],
         spec=_LORA,

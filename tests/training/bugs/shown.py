@@ -17,7 +17,7 @@ SCALE: dict[str, AnyBug] = {
     "the FLOP/s of a device are those of all devices": UnitBug(
         Mutation(_SPEED, "tokens_per_s / world_size * flops_per_token", "tokens_per_s * flops_per_token"), _SPEED_TEST
     ),
-    "the FLOPs of every logged step are those of the longest stage": UnitBug(
+    "every logged step counts the FLOPs of the longest stage": UnitBug(
         Mutation(
             "shardwright.training.numbers:LogNumbers._speed",
             "self.spec.train_flops_per_token(sources.attended_tokens(step, stage.seq_len))",
