@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.parallel.norm import local_part
-from shardwright.training.step import ForwardBackward, LossParts
+from shardwright.training.forward_backward import ForwardBackward, LossParts
 
 FOLDER = Path(os.environ["CHAOS_FOLDER"])
 _forward_backward = ForwardBackward.forward_backward

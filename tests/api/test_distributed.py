@@ -143,7 +143,7 @@ BUGS = {
     "the norm counts an embedding once for each rank of pp that holds it": (
         Layout(pp=2),
         Mutation(
-            "shardwright.training.step:ForwardBackward.clip",
+            "shardwright.training.forward_backward:ForwardBackward.clip",
             "self.model.holders",
             "None",
         ),

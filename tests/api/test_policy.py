@@ -137,7 +137,7 @@ def test_experts_draw_and_score_as_plain_pytorch_does():
     assert difference(run_ranks(on_layout, 2, EXPERTS, layout), layout, plain(EXPERTS)) < 1e-12
 
 
-ENGINE, STEP = "shardwright.generation.engine", "shardwright.training.step:ForwardBackward"
+ENGINE, STEP = "shardwright.generation.engine", "shardwright.training.forward_backward:ForwardBackward"
 API = "shardwright.api.distributed:DistributedModel"
 BUGS = {
     "the attention of generation is left in the model": (

@@ -113,6 +113,7 @@ def test_a_run_takes_the_steps_of_a_plain_loop(case, ragged_tokens, tmp_path):
 
 
 LOOP, STEP, OPTIMIZER = (f"shardwright.training.{name}" for name in ("loop", "step", "optimizer"))
+FORWARD = "shardwright.training.forward_backward"
 ADAMW = "shardwright.training.optimizers.adamw:adamw"
 TAKE, STOP, LOAD = (
     f"{LOOP}:TrainLoop._take",
@@ -121,7 +122,7 @@ TAKE, STOP, LOAD = (
 )
 SAMPLES, DUE_AFTER = "shardwright.training.sources:RunSamples", f"{LOOP}:due_after"
 UPDATE, RATE, FOLLOW = f"{STEP}:Trainer.update", f"{LOOP}:learning_rate", f"{STEP}:set_learning_rate"
-PASSES, VALIDATE = f"{STEP}:ForwardBackward.forward_backward", f"{STEP}:ForwardBackward.evaluation_sums"
+PASSES, VALIDATE = f"{FORWARD}:ForwardBackward.forward_backward", f"{FORWARD}:ForwardBackward.evaluation_sums"
 CLIP = "max_norm / (norm + 1e-6)"
 TAKEN = "result = trainer.step(batch, self.step, rate)"
 DUE = "due(step, config.evaluation.every) or last"
@@ -154,10 +155,10 @@ BUGS = {
         [Mutation("shardwright.training.run:build_trainer", "config.optimizer.clip_norm", "0.0")], "weights"
     ),
     "the norm is logged after clipping": Bug(
-        [Mutation(f"{STEP}:ForwardBackward.clip", "return norm", "return norm.clamp(max=max_norm)")], "grad_norm"
+        [Mutation(f"{FORWARD}:ForwardBackward.clip", "return norm", "return norm.clamp(max=max_norm)")], "grad_norm"
     ),
     "gradients below clip_norm are scaled up to it": Bug(
-        [Mutation(f"{STEP}:clip_gradients", f"({CLIP}).clamp(max=1.0)", CLIP)], "weights"
+        [Mutation(f"{FORWARD}:clip_gradients", f"({CLIP}).clamp(max=1.0)", CLIP)], "weights"
     ),
     "every rank trains on the samples of data rank 0": Bug(
         [Mutation(f"{SAMPLES}.batches", DATA_RANK, "0")], "loss", SHARDED

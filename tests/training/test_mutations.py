@@ -39,7 +39,12 @@ QUICK = (
 )
 
 
-OF_LAYOUTS = ("shardwright.parallel.", "shardwright.training.step", "shardwright.training.offload.")
+OF_LAYOUTS = (
+    "shardwright.parallel.",
+    "shardwright.training.step",
+    "shardwright.training.forward_backward",
+    "shardwright.training.offload.",
+)
 OF_THE_REFERENCE_TOO = {
     f"shardwright.parallel.{each}"
     for each in ("boxes", "initialise", "norm", "objects", "over_shards", "whole_matrices")

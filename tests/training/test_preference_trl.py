@@ -15,7 +15,7 @@ from shardwright.data.samples import IGNORE
 from shardwright.generation.source import open_source
 from shardwright.layout.layout import Layout
 from shardwright.parallel.boxes import gather_whole
-from shardwright.training.step import ForwardBackward
+from shardwright.training.forward_backward import ForwardBackward
 from shardwright.verification.rank import with_references
 from tests.distributed import run_ranks
 from tests.marks import rest_prove

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from shardwright.config.faults import FaultsSection
 from shardwright.data.batches import Batch
 from shardwright.layout.layout import Layout
+from shardwright.training.forward_backward import LossParts
 from shardwright.training.resilience.spikes import Recheck, Spike, SpikeGuard, SpikeState, suspects
-from shardwright.training.step import LossParts, Trainer
+from shardwright.training.step import Trainer
 from shardwright.verification import rank as verify_rank
 from tests.distributed import run_ranks
 from tests.marks import prove, rest_prove
@@ -97,7 +98,7 @@ def test_what_two_tries_of_a_step_tell():
 
 def nan_in_tries(number: int, times: int, rank: int) -> None:
     """The loss of rank 1 is not a number in the first `times` tries of step `number`."""
-    from shardwright.training.step import ForwardBackward
+    from shardwright.training.forward_backward import ForwardBackward
 
     forward_backward, calls = ForwardBackward.forward_backward, []
 

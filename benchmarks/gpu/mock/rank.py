@@ -21,7 +21,8 @@ from shardwright.parallel import expert
 from shardwright.parallel.model import ExpertLoad
 from shardwright.system.processes import UsableMemory
 from shardwright.training import numbers, settle
-from shardwright.training.step import ForwardBackward, Trainer
+from shardwright.training.forward_backward import ForwardBackward
+from shardwright.training.step import Trainer
 
 WARM_UP = 2
 """Steps that may wait: the allocators, the compiler and the optimizer prepare what later steps use."""

@@ -27,9 +27,9 @@ from shardwright.split.rules import TokenCall, token_call_problems
 from shardwright.split.rules import problems as split_problems
 from shardwright.split.stages import schedule_problems
 from shardwright.system.errors import InputError, LayoutError, checked_call, checked_constructor
+from shardwright.training.forward_backward import ForwardBackward
 from shardwright.training.optimizer import parameter_groups
 from shardwright.training.ranks import ProcessRank, join, pick_device, place_from_environment
-from shardwright.training.step import ForwardBackward
 
 
 @checked_constructor(InputError)

@@ -31,8 +31,8 @@ from shardwright.model.spec import ModelSpec
 from shardwright.parallel.model import ParallelModel
 from shardwright.parallel.objects import gathered
 from shardwright.split.rules import sequence_cuts
+from shardwright.training.forward_backward import ForwardBackward
 from shardwright.training.ranks import place_from_environment
-from shardwright.training.step import ForwardBackward
 from shardwright.view.document import COUNT, Column, Note, Part, Quantity, Table, VerbDocument
 
 _DIFFERENCE = Quantity("{:.3g}".format)

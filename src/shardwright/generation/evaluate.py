@@ -27,10 +27,10 @@ from shardwright.parallel.preference import METRICS
 from shardwright.run_folder import REFERENCE, RUN_FILE, run_of_checkpoint
 from shardwright.system.errors import DataError, InputError
 from shardwright.system.files import is_text
+from shardwright.training.forward_backward import ForwardBackward
 from shardwright.training.ranks import place_from_environment
 from shardwright.training.references import read_references
 from shardwright.training.sources import tokenizer_problems, unchecked_tokenizers, values_of_answers, weighted_mean
-from shardwright.training.step import ForwardBackward
 from shardwright.training.weights import CheckpointWeights
 
 

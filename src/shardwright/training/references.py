@@ -26,10 +26,10 @@ from shardwright.system.errors import DataError
 from shardwright.system.files import inside, write_whole
 from shardwright.training.checkpoint.plan import plan_of
 from shardwright.training.clock import Phases
+from shardwright.training.forward_backward import ForwardBackward
 from shardwright.training.hooks import RunStart
 from shardwright.training.run_log import RunLog
 from shardwright.training.sources import RunReferences, Sources, split_batches, values_of_answers
-from shardwright.training.step import ForwardBackward
 
 _DIGESTED_TOGETHER = 2**20
 """Elements of a tensor that are digested at a time, with 8 bytes each."""

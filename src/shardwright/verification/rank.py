@@ -23,8 +23,7 @@ from shardwright.parallel.apply import apply
 from shardwright.parallel.initialise import materialise
 from shardwright.parallel.norm import local_part
 from shardwright.system.units import KiB
-from shardwright.training import on_shards
-from shardwright.training import step as training_step
+from shardwright.training import forward_backward, on_shards
 from shardwright.training.average import WeightAverage
 from shardwright.training.loss_scale import loss_scaler
 from shardwright.training.offload.states import where_of
@@ -56,7 +55,7 @@ def several_of_each(case: Case, layout: Layout) -> Iterator[None]:
     sizes[whole_matrices, "BUCKET_BYTES"] = 3 * matrix * element_bytes  # several owners in each
     sizes[loss, "LOGITS_TOGETHER"] = max(1, case.micro_batch * case.seq_len // 5) * case.spec.vocab_size
     n_microbatches = case.global_batch // (layout.data_ranks * case.micro_batch)
-    sizes[training_step, "EVALUATED_TOGETHER"] = max(1, n_microbatches - 1)
+    sizes[forward_backward, "EVALUATED_TOGETHER"] = max(1, n_microbatches - 1)
     before = {(module, name): getattr(module, name) for module, name in sizes}
     try:
         for (module, name), size in sizes.items():

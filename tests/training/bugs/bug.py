@@ -21,9 +21,10 @@ from tests.training.worlds import CASE, LONG, SPEC
 from tests.training.worlds import EVEN as EVEN
 
 STEP, TRAINER = "shardwright.training.step", "shardwright.training.step:Trainer"
+PASSES = "shardwright.training.forward_backward"
 APPLY, DATA = "shardwright.parallel.apply", "shardwright.parallel.data"
 MODEL, EXCHANGE = "shardwright.parallel.model:ParallelModel", "shardwright.parallel.expert:ExpertExchange"
-ROUTER, NORM = "shardwright.parallel.routing:ShardedRouter", "shardwright.training.step:gradient_norm"
+ROUTER, NORM = "shardwright.parallel.routing:ShardedRouter", "shardwright.training.forward_backward:gradient_norm"
 TENSOR, LOSS = "shardwright.parallel.tensor", "shardwright.parallel.loss:cross_entropy"
 REPLICAS, RING = "shardwright.parallel.replicas", "shardwright.parallel.ring"
 CONTEXT, ULYSSES_ROOM = "shardwright.parallel.context", "shardwright.parallel.ulysses"

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from tests.mutation import Mutation
-from tests.training.bugs.bug import ONE, PP, SP, STEP, TP, ZB, ZERO_3, AnyBug, Bug, UnitBug
+from tests.training.bugs.bug import ONE, PASSES, PP, SP, TP, ZB, ZERO_3, AnyBug, Bug, UnitBug
 
 FORWARD, BACKWARD = (f"shardwright.parallel.loss:_ChunkedLossFunction.{name}" for name in ("forward", "backward"))
 CHUNKS = {"loss_chunk_tokens": 3}
@@ -51,7 +51,7 @@ CHUNKS: dict[str, AnyBug] = {
     ),
     "targets of a chunk are those of other tokens on token shards": Bug(
         Mutation(
-            f"{STEP}:ForwardBackward._loss_sum",
+            f"{PASSES}:ForwardBackward._loss_sum",
             "TensorAxis(tp, layout.token_shards)",
             "TensorAxis(tp, layout.token_shards, True)",
         ),

@@ -5,7 +5,7 @@ from dataclasses import replace
 from shardwright.layout.layout import Layout
 from tests.mutation import Mutation
 from tests.training import test_loss_scale
-from tests.training.bugs.bug import DUALPIPE, EXPERTS, ONE, PP, STEP, TRAINER, ZERO_2, AnyBug, Bug, UnitBug
+from tests.training.bugs.bug import DUALPIPE, EXPERTS, ONE, PASSES, PP, TRAINER, ZERO_2, AnyBug, Bug, UnitBug
 
 _SCALER = "shardwright.training.loss_scale:LossScaler.takes"
 _RULE = "tests/training/test_loss_scale.py:test_the_scale_changes_by_the_rule"
@@ -34,7 +34,9 @@ def _of_rule(before: str, after: str) -> UnitBug:
 REDUCTION: dict[str, AnyBug] = {
     "an overflow is seen by the ranks alone that hold it": _in_fp16(
         Mutation(
-            f"{STEP}:ForwardBackward.clip", _NORM, f"(lambda norm: norm if norm.isfinite() else {_LOCAL})({_NORM})"
+            f"{PASSES}:ForwardBackward.clip",
+            _NORM,
+            f"(lambda norm: norm if norm.isfinite() else {_LOCAL})({_NORM})",
         ),
         PP,
         ZERO_2,
@@ -43,14 +45,17 @@ REDUCTION: dict[str, AnyBug] = {
 SCALE: dict[str, AnyBug] = {
     "gradients are clipped before they are divided by the loss scale": _in_fp16(
         Mutation(
-            f"{STEP}:ForwardBackward.clip",
+            f"{PASSES}:ForwardBackward.clip",
             f"{_NORM} / self.loss_scale",
             _NORM,
         ),
         ONE,
     ),
     "gradients are not divided by the loss scale": _in_fp16(
-        Mutation("shardwright.training.step:clip_gradients", _FACTOR, _FACTOR.removesuffix(" / loss_scale")), ONE
+        Mutation(
+            "shardwright.training.forward_backward:clip_gradients", _FACTOR, _FACTOR.removesuffix(" / loss_scale")
+        ),
+        ONE,
     ),
     "losses of routers are not multiplied by the loss scale": _there(
         "losses of routers are not multiplied by the loss scale"
@@ -80,7 +85,9 @@ SCALE: dict[str, AnyBug] = {
         (True,),
     ),
     "the loss of a step has the loss scale in it": _in_fp16(
-        Mutation(f"{STEP}:ForwardBackward.forward_backward", "loss_part / self.loss_scale", "loss_part"), ONE, PP
+        Mutation(f"{PASSES}:ForwardBackward.forward_backward", "loss_part / self.loss_scale", "loss_part"),
+        ONE,
+        PP,
     ),
     "steps before an overflow count for the window after it": _of_rule(
         "state.clean, state.left, state.skipped = (0, state.left - 1, state.skipped + 1)",

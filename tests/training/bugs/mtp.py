@@ -3,9 +3,9 @@
 from tests.mutation import Mutation
 from tests.training.bugs.bug import (
     ONE,
+    PASSES,
     PP,
     SP,
-    STEP,
     TIED,
     TRAINER,
     ZB_V,
@@ -15,7 +15,7 @@ from tests.training.bugs.bug import (
     UnitBug,
 )
 
-AHEAD = f"{STEP}:look_ahead"
+AHEAD = f"{PASSES}:look_ahead"
 READ, PREDICTED = (
     "F.pad(tokens_ABT[..., k:], (0, k), value=BEYOND)",
     "F.pad(targets_ABT[..., k:], (0, k), value=IGNORE)",

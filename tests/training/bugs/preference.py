@@ -54,7 +54,7 @@ REDUCTION: dict[str, AnyBug] = {
 MASK: dict[str, AnyBug] = {
     "the targets of an answer are counted on one rank alone": Bug(
         Mutation(
-            "shardwright.training.step:ForwardBackward._pairs",
+            "shardwright.training.forward_backward:ForwardBackward._pairs",
             "(targets_BT != IGNORE).flatten().double()",
             "(targets_BT != IGNORE).flatten().double() * (torch.arange(targets_BT.numel()) % targets_BT.shape[1]"
             " < held_BT.shape[1])",

@@ -12,10 +12,10 @@ from tests.training.bugs.bug import (
     MODEL,
     NORM,
     ONE,
+    PASSES,
     PP,
     SP_EP,
     STAGE,
-    STEP,
     TENSOR,
     TP,
     TRAINER,
@@ -112,17 +112,22 @@ SCALE: dict[str, AnyBug] = {
         spec={"moe": EXPERTS},
     ),
     "clipping happens only above a limit of 5": Bug(
-        Mutation(f"{STEP}:ForwardBackward.clip", "0 < max_norm < math.inf", "5 < max_norm < math.inf"), [ONE]
+        Mutation(f"{PASSES}:ForwardBackward.clip", "0 < max_norm < math.inf", "5 < max_norm < math.inf"),
+        [ONE],
     ),
     "clipping never happens above a limit of 5": Bug(
-        Mutation(f"{STEP}:ForwardBackward.clip", "0 < max_norm < math.inf", "0 < max_norm <= 5"), [ONE]
+        Mutation(f"{PASSES}:ForwardBackward.clip", "0 < max_norm < math.inf", "0 < max_norm <= 5"), [ONE]
     ),
     "small gradients are scaled up to the limit": Bug(
-        Mutation(f"{STEP}:clip_gradients", "(max_norm / (norm + 1e-6)).clamp(max=1.0)", "max_norm / (norm + 1e-6)"),
+        Mutation(
+            f"{PASSES}:clip_gradients",
+            "(max_norm / (norm + 1e-6)).clamp(max=1.0)",
+            "max_norm / (norm + 1e-6)",
+        ),
         [ONE],
     ),
     "each rank clips by the norm of its own shards": Bug(
-        Mutation(f"{STEP}:clip_gradients", "norm + 1e-6", "torch.stack(foreach_norm(gradients)).norm() + 1e-6"),
+        Mutation(f"{PASSES}:clip_gradients", "norm + 1e-6", "torch.stack(foreach_norm(gradients)).norm() + 1e-6"),
         [ZERO_2, TP],
     ),
     "the norm counts every replica": Bug(
