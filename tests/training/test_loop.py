@@ -253,7 +253,9 @@ BUGS = {
         [Mutation(f"{OPTIMIZER}:parameter_groups", "config.weight_decay_of(row)", "0.1 * row.decays")], "weights"
     ),
     "beta2 is not handed to the optimizer": Bug([Mutation(ADAMW, "options['beta2']", "0.95")], "weights"),
-    "eps is not handed to the optimizer": Bug([Mutation(ADAMW, "options['eps']", "1e-8")], "weights"),
+    "eps is not handed to the optimizer": Bug(
+        [Mutation("shardwright.config.optimizer:OptimizerSection.eps_of", "self.options['eps']", "1e-8")], "weights"
+    ),
     "the warm-up is a step late": Bug([Mutation(RATE, "step + 1", "step")], "lr"),
     "the cosine ends a step late": Bug(
         [Mutation(RATE, "warm, end = schedule.warmup_steps, steps - 1", "warm, end = schedule.warmup_steps, steps")],
