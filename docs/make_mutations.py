@@ -71,6 +71,7 @@ FEATURES = {
     "qk_norm": "norms of queries and keys",
     "positions": "{} positions",
     "qk_norm_whole": "over all heads",
+    "qk_norm_heads": "with weights of each head",
     "norm_position": "norms of branches ({})",
     "parallel_branches": "parallel branches",
     "rope_fraction": "a rotated fraction of heads",

@@ -144,6 +144,7 @@ def with_experts(**changes: object) -> ModelSpec:
 SMALL = {
     "llama": debug(),
     "gpt": debug(n_kv_heads=4, activation="gelu_tanh", positions="learned", bias=True),
+    "norms of heads": debug(norm_bias=False, qk_norm=True, qk_norm_heads=True),
     "parallel branches": debug(norm_bias=False, parallel_branches=True),
     "mixture": replace(resolve("debug-moe"), norm="layernorm"),
     "gated shared experts": with_experts(n_shared=1, shared_gate=True),
@@ -187,6 +188,7 @@ def test_a_layer_keeps_less_by_what_autograd_saves_less(name: str, parts: tuple[
     copies = 128 * (48 + 32) * (4 if precision == "fp32" else 6) if norms else 0
     # A mean and a deviation of a token and norm, which are not in the formula.
     statistics = 128 * 4 * 6 if "norms" in parts else 0
+    statistics += 128 * 8 * (spec.n_heads + spec.n_kv_heads) if spec.qk_norm_heads and "rope" in parts else 0
     assert kept - less == pytest.approx(every - some - copies, abs=statistics)
 
 

@@ -162,6 +162,7 @@ def _with_chunks(rng: Random, case: Case, layout: Layout) -> Case:
     spec, layer = case.spec, rng.randrange(case.spec.n_layers)
     changes: list[dict[str, Any]] = [
         {"qk_norm_weight": False},
+        {"qk_norm_heads": True},
         {"window_chunked": True},
         {"global_layers": (layer,)},
         {"nope_layers": (layer,)},

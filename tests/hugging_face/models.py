@@ -320,6 +320,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     ),
     "cohere2, no windows": lambda: cohere(layer_types=["full_attention"] * 4),
     "cohere": lambda: cohere("Cohere", sliding_window=None),
+    "cohere, norms of heads": lambda: cohere("Cohere", sliding_window=None, use_qk_norm=True),
     "phi3, windows": lambda: phi3(9),
     "qwen2": qwen2,
     "gemma": gemma,

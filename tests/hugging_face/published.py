@@ -96,7 +96,7 @@ def _glm4(*sizes: int, attention_bias: bool) -> Config:
 
 
 def _cohere(*sizes: int, windows: bool, **more: Any) -> Config:
-    """The keys of c4ai-command-r7b-12-2024 and c4ai-command-r-v01."""
+    """The keys of c4ai-command-r7b-12-2024, c4ai-command-r-v01 and c4ai-command-r-plus."""
     name = "cohere2" if windows else "cohere"
     common = {"layer_norm_eps": 1e-05, "model_max_length": sizes[-1], "use_qk_norm": False}
     with_windows = {
@@ -199,6 +199,13 @@ PUBLISHED: dict[str, tuple[Config, int]] = {
     "command-r": (
         _cohere(40, 8192, 64, 64, 22528, 256000, 131072, windows=False, rope_theta=8000000.0, logit_scale=0.0625),
         34_980_831_232,
+    ),
+    "command-r-plus": (
+        _cohere(
+            *(64, 12288, 96, 8, 33792, 256000, 131072), windows=False, rope_theta=75000000.0,
+            logit_scale=0.8333333333333334, use_qk_norm=True,
+        ),
+        103_810_674_688,
     ),
     "aya-23-8b": (
         _cohere(32, 4096, 32, 8, 14336, 256000, 8192, windows=False, rope_theta=10000, logit_scale=0.0625),

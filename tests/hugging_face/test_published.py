@@ -201,7 +201,7 @@ WRONG = {
     ("qwen2-57b-a14b", "mlp_only_layers", ("3",)): "mlp_only_layers=['3'] is not a list of whole numbers",
     ("qwen2-57b-a14b", "mlp_only_layers", 3): "mlp_only_layers=3 is not a list of whole numbers",
     ("command-r7b", "head_dim", 64): "head_dim=64: transformers takes hidden_size / num_attention_heads = 128",
-    ("command-r", "use_qk_norm", True): "use_qk_norm=True is not supported for cohere; valid: False",
+    ("command-r", "use_qk_norm", 2): "use_qk_norm",
     ("command-r", "logit_scale", 1e-320): "logit_divisor=inf is not a positive number",
     ("smollm3-3b", "no_rope_layers", (1, 0) * 17): "is not a list of 0 and 1, one for each of 36 layers",
     ("smollm3-3b", "no_rope_layers", 3): "is not a list of 0 and 1",

@@ -41,7 +41,14 @@ LLAMA4 |= {"moe": SCALED}
 TWO_SCALED = LLAMA4 | {"moe": replace(SCALED, top_k=2, capacity_factor=1.0)}
 COHERE = {"norm": "layernorm", "norm_bias": False, "parallel_branches": True, "nope_interval": 2, "dropout": 0.1}
 COHERE |= {"window": 5, "global_interval": 2, "logit_divisor": 4.0, "tied_embedding": True, "qkv_bias": True}
+HEAD_NORMS = COHERE | {"qk_norm": True, "qk_norm_heads": True, "n_kv_heads": 2, "dropout": 0.0}
 CASES = {
+    "norms of heads, tp with replicated kv heads": (HEAD_NORMS, Layout(tp=4, sequence_parallel=True)),
+    "norms of heads, tp, ZeRO 3, selective": (
+        HEAD_NORMS,
+        Layout(tp=2, sequence_parallel=True, dp_shard=2, zero=3, recompute="selective"),
+    ),
+    "norms of heads, pp, zigzag": (HEAD_NORMS, Layout(cp=2, cp_method="zigzag", pp=2, pp_schedule="zb-h1")),
     "chunks, scaled experts, tp, ep": (LLAMA4, Layout(tp=2, sequence_parallel=True, ep=2)),
     "chunks, scaled experts, tp 4, selective": (LLAMA4, Layout(tp=4, sequence_parallel=True, recompute="selective")),
     "chunks, scaled experts, ring, tp": (LLAMA4, Layout(tp=2, sequence_parallel=True, cp=2, cp_method="ring")),

@@ -63,6 +63,7 @@ def test_every_choice_of_the_model_is_kept(preset: str):
         "rope_fraction",
         "qk_norm",
         "qk_norm_whole",
+        "qk_norm_heads",
         "norm_position",
         "parallel_branches",
         "norm_offset",

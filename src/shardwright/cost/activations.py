@@ -259,9 +259,10 @@ def features(job: Job, candidates: Candidates, block: BlockShape) -> ledger.Inpu
         "v": kv_heads * model.head_dim,
         "out": heads * model.head_dim,
         "narrow": 0 if latent is None else 2 * (latent.q_rank + latent.kv_rank) + latent.rope_dim,
-        # Normed queries and keys; the kernel's padded values and outputs, and the unpadded outputs that o reads; with
-        # gates their sigmoid, the output before them, and next to raw queries the raw gates.
-        "padding": (heads + kv_heads) * model.qk_dim * (block.norms_heads and latent is None)
+        # Normed queries and keys, also before weights of each head; the kernel's padded values and outputs, and the
+        # unpadded outputs that o reads; with gates their sigmoid, the output before them, and next to raw queries the
+        # raw gates.
+        "padding": (heads + kv_heads) * model.qk_dim * block.norms_heads * (1 + model.qk_norm_heads) * (latent is None)
         + heads * (2 * model.qk_dim - model.head_dim) * (stack.pads_values and model.qk_dim > model.head_dim)
         + heads * model.head_dim * (2 + block.norms_heads) * model.attention_gate,
         "norms": block.norms,

@@ -91,7 +91,7 @@ def features(model: ModelSpec, block: BlockShape, heads: Floats, kv_heads: Float
     """Return the symbols of `not_kept` for the heads of a rank, in elements a token."""
     latent, wide = model.latent_attention, max(model.qk_dim, model.head_dim)
     if latent is None:
-        placed = (heads + kv_heads) * model.qk_dim * block.norms_heads
+        placed = (heads + kv_heads) * model.qk_dim * block.norms_heads * (1 + model.qk_norm_heads)
         return {"rotated": placed, "keys_and_values": 0, "padded_out": 0, "narrow_norms": 0}
     both = heads * (model.qk_dim + wide) - latent.rope_dim
     return {

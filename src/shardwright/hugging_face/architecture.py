@@ -33,6 +33,7 @@ class Stored:
     with `_rope`. The bias has the same order.
     `by_kv_head`: for stacked queries, keys and values, the rows of a file are, for each kv head, its query heads, its
     key and its value, as in Megatron's linear_qkv.
+    `folded`: a vector over all heads is (heads, head_dim) in the file.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Stored:
     interleaved: bool = False
     alternating: bool = False
     by_kv_head: bool = False
+    folded: bool = False
 
 
 Table = dict[str | tuple[str, ...], str | Stored]

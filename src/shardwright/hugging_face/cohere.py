@@ -1,4 +1,4 @@
-"""Cohere: Command R, and Cohere2: Command R7B and Command A, with windows.
+"""Cohere: Command R and Command R+, and Cohere2: Command R7B and Command A, with windows.
 
 Attention and the feed-forward network read one LayerNorm without bias, and both outputs are added together. In Cohere2
 only layers with a window rotate queries and keys."""
@@ -6,7 +6,7 @@ only layers with a window rotate queries and keys."""
 from collections.abc import Iterator
 
 from shardwright.hugging_face import glm4, llama, windows
-from shardwright.hugging_face.architecture import Architecture, Config, Table, register
+from shardwright.hugging_face.architecture import Architecture, Config, Stored, Table, register
 from shardwright.model.spec import ModelSpec
 
 SIZES = llama.SIZES | {
@@ -19,12 +19,16 @@ CHOICES = llama.CHOICES | {"norm": "layernorm", "norm_bias": False, "parallel_br
 LAYER: Table = llama.ATTENTION | glm4.INTERLEAVED | {
     "ffn.gate": "mlp.gate_proj", "ffn.up": "mlp.up_proj", "ffn.down": "mlp.down_proj"
 }  # fmt: skip
+NORMS: Table = {
+    f"attention.{name}_norm": Stored(f"self_attn.{name}_norm", interleaved=True, folded=True) for name in "qk"
+}
 DEFAULT_TOKEN_ID = 255001
 
 
 def complete(config: Config, theta: float) -> Config:
     """Return config.json with the defaults of CohereConfig, and the inverse of `logit_scale` as our divisor."""
     defaults = {"logit_scale": 0.0625, "attention_bias": False, "layer_norm_eps": 1e-5, "rope_theta": theta}
+    defaults |= {"use_qk_norm": False}
     config = llama.complete(defaults | config, tied=True)
     return config | {"_logit_divisor": 1 / config["logit_scale"]}
 
@@ -83,12 +87,12 @@ COHERE = register(
     Architecture(
         model_type="cohere",
         class_name="CohereForCausalLM",
-        sizes=SIZES,
+        sizes=SIZES | {"qk_norm": "use_qk_norm", "qk_norm_heads": "use_qk_norm"},
         choices=CHOICES,
-        fixed={"hidden_act": "silu", "use_qk_norm": False},
+        fixed={"hidden_act": "silu"},
         complete=lambda config: complete(config, 500000.0),
         ends=llama.ENDS,
-        layer=LAYER,
+        layer=LAYER | NORMS,
         ignored=llama.IGNORED,
         default_token_id=DEFAULT_TOKEN_ID,
         problems=problems,

@@ -89,7 +89,9 @@ class MappedTensors:
         places = None if tensor.order is None else tensor.order[first : first + n_rows]
         if places is not None:
             spans[dim] = (min(places), max(places) + 1) if places else (0, 0)
-        if tensor.transposed:
+        if tensor.folded:
+            box = self.read_in_file(tensor.name).flatten()[slice(*spans[0])]
+        elif tensor.transposed:
             box = self._read_slice(tensor.name, [*spans[:-2], spans[-1], spans[-2]]).mT
         else:
             box = self._read_slice(tensor.name, spans)

@@ -30,6 +30,7 @@ class FileTensor:
     `parts`: the parameters stacked in it along the output dim, in order. `shape`: as in the file. `transposed`: (in,
     out). `order`: for a tensor with another order of rows, for each of our rows its row in the file. `copy`: another
     tensor has the same values; this one is written, and never read. `stacks_experts`: the first dim is the expert.
+    `folded`: the file has a vector over all heads as (heads, head_dim).
     """
 
     name: str
@@ -39,6 +40,7 @@ class FileTensor:
     order: tuple[int, ...] | None = None
     copy: bool = False
     stacks_experts: bool = False
+    folded: bool = False
 
     @property
     def out_dim(self) -> int:
@@ -120,7 +122,10 @@ def _tensor(spec: ModelSpec, stored: str | Stored, rows: list[Row], ours: str, t
     if stored.by_kv_head:
         order = tuple(_by_kv_head(spec))
     shape = (*lead, *(last[::-1] if transposed else last))
-    return FileTensor(theirs + stored.name + suffix, parts, shape, transposed, order, stacks_experts=of_experts)
+    if stored.folded:
+        shape = (n_out // spec.head_dim, spec.head_dim)
+    name = theirs + stored.name + suffix
+    return FileTensor(name, parts, shape, transposed, order, stacks_experts=of_experts, folded=stored.folded)
 
 
 def _by_kv_head(spec: ModelSpec) -> Iterator[int]:

@@ -4,6 +4,7 @@ Only one tensor is in memory at a time. The same tensors give the same bytes.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +97,8 @@ def write_weights(
 
 def tensor_of_file(tensor: FileTensor, read: Read, dtype: torch.dtype) -> Tensor:
     """Return a tensor as a file of `transformers` has it, from our parameters."""
-    dim, plain, stack = tensor.out_dim, list(tensor.shape), []
+    dim, stack = tensor.out_dim, []
+    plain = [math.prod(tensor.shape)] if tensor.folded else list(tensor.shape)
     if tensor.transposed:
         plain[-2:] = plain[:-3:-1]
     for part in tensor.parts:
@@ -109,4 +111,4 @@ def tensor_of_file(tensor: FileTensor, read: Read, dtype: torch.dtype) -> Tensor
     whole = torch.cat(stack, dim) if len(stack) > 1 else stack[0]
     if tensor.order is not None:
         whole = torch.empty_like(whole).index_copy_(dim, torch.tensor(tensor.order), whole)
-    return whole.mT if tensor.transposed else whole
+    return whole.view(tensor.shape) if tensor.folded else whole.mT if tensor.transposed else whole

@@ -49,9 +49,8 @@ class Attention(nn.Module):
         self.rule = rule if any(rule) or spec.attention_sinks else None
         self.query_scale = spec.query_scale
         self.norm_whole = spec.qk_norm_whole
-        q_width, k_width = (spec.n_heads * c, spec.n_kv_heads * c) if self.norm_whole else (c, c)
-        self.q_norm = head_norm(spec, q_width) if spec.norms_heads(layer) else None
-        self.k_norm = head_norm(spec, k_width) if spec.norms_heads(layer) else None
+        self.q_norm = head_norm(spec, spec.n_heads) if spec.norms_heads(layer) else None
+        self.k_norm = head_norm(spec, spec.n_kv_heads) if spec.norms_heads(layer) else None
 
     def forward(
         self,

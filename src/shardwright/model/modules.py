@@ -249,8 +249,10 @@ def attention(spec: ModelSizes, input: str | None = None) -> Iterator[Row]:
         )  # fmt: skip
     if spec.qk_norm and spec.qk_norm_weight:
         for name, split, heads in columns[:2]:
-            width, of_norm = (heads * c, split) if spec.qk_norm_whole else (c, "per_head")
-            yield from norm(f"attention.{name}_norm", width, split=of_norm, offset=spec.norm_offset)
+            of_all_heads = spec.qk_norm_whole or spec.qk_norm_heads
+            width, of_norm = (heads * c, split) if of_all_heads else (c, "per_head")
+            offset = spec.norm_offset and not spec.qk_norm_heads
+            yield from norm(f"attention.{name}_norm", width, split=of_norm, offset=offset)
     if spec.attention_sinks:
         yield Row(name="attention.sinks", shape=(spec.n_heads,), kind="bias", split="column")
     yield from linear(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwright.model.device_type import device_type
 from shardwright.model.spec import ModelSpec
@@ -25,8 +26,11 @@ def rms_norm(spec: ModelSpec, width: int) -> "RMSNorm":
     return (OffsetRMSNorm if spec.norm_offset else RMSNorm)(width, eps=spec.norm_eps)
 
 
-def head_norm(spec: ModelSpec, width: int) -> nn.Module:
-    """Return the norm of queries or keys of a spec over `width` features."""
+def head_norm(spec: ModelSpec, heads: int) -> nn.Module:
+    """Return the norm of the queries or keys of `heads` heads: of each head, or of all heads together."""
+    if spec.qk_norm_heads:
+        return HeadLayerNorm(heads, spec.head_dim, spec.norm_eps)
+    width = heads * spec.head_dim if spec.qk_norm_whole else spec.head_dim
     return rms_norm(spec, width) if spec.qk_norm_weight else UnitRMSNorm(width, spec.norm_eps)
 
 
@@ -81,6 +85,23 @@ class UnitRMSNorm(nn.Module):
             return F.rms_norm(x, (self.width,), None, self.eps)
         y: Tensor = _RMSNormFunction.apply(x, x.new_ones(self.width), self.eps)
         return y
+
+
+class HeadLayerNorm(nn.Module):
+    """LayerNorm without bias of each head, with weights of its own: (..., H, C) -> (..., H, C); the weight is (H C,).
+
+    The module also works with the weights of a rank's heads.
+    """
+
+    def __init__(self, heads: int, head_dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads * head_dim))
+        self.head_dim, self.eps = head_dim, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        unit = F.layer_norm(x, (self.head_dim,), eps=self.eps)
+        return unit * weight.view(-1, self.head_dim)
 
 
 class _RMSNormFunction(torch.autograd.Function):

@@ -314,6 +314,9 @@ PRESETS: dict[str, ModelSpec] = {
     ),
     "phi-4": _spec(40, 5120, 40, 10, 128, 17920, 100352, 16384, rope_theta=250000.0),
     "command-r": _cohere(40, 8192, 64, 64, 22528, logit_divisor=16.0, rope_theta=8000000.0),
+    "command-r-plus": _cohere(
+        *(64, 12288, 96, 8, 33792), logit_divisor=1.2, rope_theta=75000000.0, qk_norm=True, qk_norm_heads=True
+    ),
     "command-r7b": _cohere(32, 4096, 32, 8, 14336, logit_divisor=4.0, window=4096, max_seq_len=132096),
     "command-a": _cohere(64, 12288, 96, 8, 36864, logit_divisor=4.0, window=4096),
     "aya-23-8b": _cohere(32, 4096, 32, 8, 14336, logit_divisor=16.0, max_seq_len=8192),

@@ -96,6 +96,13 @@ class ModelSizes:
         default=False,
         metadata={"help": "With qk_norm: one RMSNorm over all heads of a token instead of each head (OLMo 2)."},
     )
+    qk_norm_heads: bool = field(
+        default=False,
+        metadata={
+            "help": "With qk_norm: each head has a LayerNorm without bias and weights of its own (Command R+), instead "
+            "of an RMSNorm with the weights of all heads."
+        },
+    )
     qk_norm_weight: bool = field(
         default=True,
         metadata={

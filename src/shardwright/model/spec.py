@@ -219,6 +219,11 @@ class ModelSpec(ModelSizes):
             yield f"norm_bias=false goes with norm='layernorm'; {self.norm} has no bias, so leave norm_bias out"
         if self.qk_norm_whole and not self.qk_norm:
             yield "qk_norm_whole=true without qk_norm=true would have no effect; set both, or leave qk_norm_whole out"
+        if self.qk_norm_heads and (not self.qk_norm or self.qk_norm_whole or not self.qk_norm_weight):
+            yield (
+                "qk_norm_heads=true is a LayerNorm of each head with weights: set qk_norm=true and leave out "
+                "qk_norm_whole and qk_norm_weight, or leave qk_norm_heads out"
+            )
         if not self.qk_norm_weight and (not self.qk_norm or self.qk_norm_whole):
             yield (
                 "qk_norm_weight=false goes with norms of each head: set qk_norm=true and leave qk_norm_whole out, or "

@@ -126,9 +126,9 @@ def _split_block(block: nn.Module, rows: Sequence[Row], axis: TensorAxis, copies
     for row in rows:
         if row.every_head:
             block.get_submodule(row.module).register_forward_hook(ForEveryHead(axis))
-        if row.kind == "norm" and row.split_dim is not None:
+        norm = block.get_submodule(row.module)
+        if row.kind == "norm" and row.split_dim is not None and isinstance(norm, RMSNorm):
             copied = copies if row.split == "kv_column" else 1
-            norm: Any = block.get_submodule(row.module)
             block.set_submodule(row.module, ShardedRMSNorm(norm, row.shape[0], axis.group, copied))
 
 

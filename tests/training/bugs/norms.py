@@ -40,6 +40,24 @@ SCALE = {
     "a norm over all heads is divided by the features of one rank": Bug(
         Mutation(NORM, "squares_BT1 / self.width", "squares_BT1 / x_BTF.shape[-1]"), [TP], spec=WHOLE
     ),
+    "a norm of each head has the weights of the first head": UnitBug(
+        Mutation(f"{NORMS}:HeadLayerNorm.forward", "weight.view(-1, self.head_dim)", "weight[: self.head_dim]"),
+        LOGITS,
+        ("cohere, norms of heads",),
+    ),
+    "a norm of each head does not subtract the mean": UnitBug(
+        Mutation(f"{NORMS}:HeadLayerNorm.forward", "F.layer_norm", "F.rms_norm"), LOGITS, ("cohere, norms of heads",)
+    ),
+    "the weights of a norm of each head have the file's order of rotated elements": UnitBug(
+        Mutation(
+            "shardwright.hugging_face.reader:MappedTensors._box",
+            "box.index_select(dim, torch.tensor([place - low for place in places], dtype=torch.long))",
+            "box if tensor.folded else box.index_select("
+            "dim, torch.tensor([place - low for place in places], dtype=torch.long))",
+        ),
+        LOGITS,
+        ("cohere, norms of heads",),
+    ),
     "branches are divided by residual_scale": UnitBug(
         Mutation(BLOCK, "y_BTD * self.branch_scale", "y_BTD / self.branch_scale"), LOGITS, ("granite",)
     ),
