@@ -39,6 +39,7 @@ expert.read_counts.__code__ = equal_counts.__code__
 
 _choose, _evaluation_sums = Sampling.choose, ForwardBackward.evaluation_sums
 _numbers, _expert_numbers = numbers.LogNumbers.numbers, numbers.expert_numbers
+_tokens_by_expert = numbers.tokens_by_expert
 
 
 def choose_first(self: Sampling, *args: Any) -> Tensor:
@@ -57,15 +58,25 @@ def numbers_of_ones(self: numbers.LogNumbers, *args: Any) -> dict[str, Any]:
     return logged and logged | {"loss": 1.0, "grad_norm": 1.0}
 
 
-def equal_load(of: ExpertLoad, *args: Any) -> dict[str, Any]:
-    """The numbers of experts that are all picked by one token."""
-    return _expert_numbers(ExpertLoad(*(torch.ones_like(each) for each in of)), *args)
+def ones(load: ExpertLoad) -> ExpertLoad:
+    """The load of experts that are all picked by one token."""
+    return ExpertLoad(*(torch.ones_like(each) for each in load))
+
+
+def equal_load(load: ExpertLoad, *args: Any) -> dict[str, Any]:
+    """The numbers of experts with equal loads."""
+    return _expert_numbers(ones(load), *args)
+
+
+def equal_tokens(load: ExpertLoad, *args: Any) -> list[list[int]]:
+    """The tokens of experts with equal loads."""
+    return _tokens_by_expert(ones(load), *args)
 
 
 Sampling.choose = choose_first  # type: ignore[method-assign]
 ForwardBackward.evaluation_sums = one_each  # type: ignore[method-assign]
 numbers.LogNumbers.numbers = numbers_of_ones  # type: ignore[method-assign]
-numbers.expert_numbers = equal_load
+numbers.expert_numbers, numbers.tokens_by_expert = equal_load, equal_tokens
 settle.machine_memory = lambda: UsableMemory(2**60)
 
 _step = Trainer.step
