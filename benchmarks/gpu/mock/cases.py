@@ -65,6 +65,9 @@ def single_device() -> list[Case]:
         "dropout": BF16 | {"model.dropout": 0.1},
         "tied embeddings": BF16 | {"model.tied_embedding": True},
         "gpt": BF16 | {"model.norm": "layernorm", "model.activation": "gelu_tanh", "model.positions": "learned"},
+        "muP": BF16 | {"mup.base_width": 32, "mup.base_depth": 2},
+        "average on the host": BF16 | {"average.kind": "ema", "average.device": "cpu"},
+        "average": BF16 | {"average.kind": "lawa", "average.last": 2},
         "qk norm": BF16 | {"model.qk_norm": True},
         "latent attention": BF16 | {"model.n_kv_heads": 4, "model.latent_attention": LATENT},
         "multi-token prediction": BF16 | {"model.mtp_modules": 1},
@@ -92,7 +95,7 @@ def single_device() -> list[Case]:
     }
     waits = {"fp16", "spikes", "experts fp32", "offload parameters", "offload optimizer disk"}
     # What writes a checkpoint waits for its copies in a thread of its own, which the check cannot tell from the step's.
-    waits |= {"checkpoints async"}
+    waits |= {"checkpoints async", "average on the host"}
     return [Case(name, each, launched=name == "bf16", may_wait=name in waits) for name, each in settings.items()]
 
 
@@ -149,11 +152,16 @@ def layouts() -> list[Case]:
     ]
 
 
+def _set(*settings: str) -> tuple[str, ...]:
+    return tuple(word for setting in settings for word in ("--set", setting))
+
+
 def verbs() -> list[Case]:
     """The other verbs that use a GPU, on a run that has just been trained."""
     generate = ("generate", "RUN", "--prompt", "import os", "--device", "cuda")
     score = ("eval", "RUN", "--data", "TOKENS", "--samples", "8", "--device", "cuda")
     more = ("train", "RUN/run.toml", "--resume", "--set", "steps=6")
+    adapters = ("train", "RUN/run.toml", *_set("init.weights=RUN", "lora.rank=4", "out=RUN/adapters"))
     commands: dict[str, tuple[int, Settings, tuple[str, ...]]] = {
         "generate": (1, BF16, (*generate, "--max-tokens", "8")),
         "generate greedy": (1, BF16, (*generate, "--max-tokens", "8", "--greedy")),
@@ -164,6 +172,10 @@ def verbs() -> list[Case]:
         "eval": (1, BF16, score),
         "eval documents": (1, BF16 | {"data.attention": "document"}, score),
         "eval tp": (2, BF16, (*score, "--layout", "tp=2")),
+        "adapters": (1, BF16, adapters),
+        "adapters compile": (1, BF16, (*adapters, *_set("precision.compile=true"))),
+        "adapters zero 3": (2, BF16, (*adapters, *_set("layout.zero=3"))),
+        "adapters tp": (2, BF16, (*adapters, *_set("layout.tp=2", "layout.dp_shard=1"))),
         "resume": (1, BF16, more),
         "resume offload": (1, BF16 | {"layout.offload_optimizer": "cpu"}, more),
     }

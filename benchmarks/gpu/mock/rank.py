@@ -20,7 +20,7 @@ from shardwright.generation.sampling import Sampling
 from shardwright.parallel import expert
 from shardwright.parallel.model import ExpertLoad
 from shardwright.system.processes import UsableMemory
-from shardwright.training import numbers, settle
+from shardwright.training import numbers, settle, weights
 from shardwright.training.forward_backward import ForwardBackward
 from shardwright.training.step import Trainer
 
@@ -77,6 +77,7 @@ Sampling.choose = choose_first  # type: ignore[method-assign]
 ForwardBackward.evaluation_sums = one_each  # type: ignore[method-assign]
 numbers.LogNumbers.numbers = numbers_of_ones  # type: ignore[method-assign]
 numbers.expert_numbers, numbers.tokens_by_expert = equal_load, equal_tokens
+weights.count_not_finite = lambda tensor: 0
 settle.machine_memory = lambda: UsableMemory(2**60)
 
 _step = Trainer.step
