@@ -5,8 +5,7 @@ import functools
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from tests.distributed import run_ranks
 from tests.marks import prove
 from tests.mutation import Mutation, mutated
 from tests.training.bugs.durable import STALE
+from tests.training.object_store import s3
 from tests.training.runs import Run, checkpoints, checksums, kill_itself, train, training, trajectory
 
 
@@ -299,29 +299,6 @@ def test_a_place_that_cannot_be_used_is_refused_before_the_run_begins(key, value
     assert told in run.stderr
     assert "Traceback" not in run.stderr
     assert not (out / "metrics.jsonl").exists()
-
-
-@contextmanager
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, dict[str, str]]]:
-    """A local S3 server with a bucket, and the environment in which it is found."""
-    moto, s3fs = pytest.importorskip("moto.server"), pytest.importorskip("s3fs")
-    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    try:
-        host, port = server.get_host_and_port()
-        environment = {
-            "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-            "AWS_ACCESS_KEY_ID": "a",
-            "AWS_SECRET_ACCESS_KEY": "b",
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-        system = s3fs.S3FileSystem(skip_instance_cache=True)
-        system.mkdir("bucket")
-        yield system, environment
-    finally:
-        server.stop()
 
 
 @prove

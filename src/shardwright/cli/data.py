@@ -18,6 +18,8 @@ from shardwright.data.prepare import PrepareProgress
 from shardwright.data.prepare import prepare as prepare_folder
 from shardwright.data.readers import EncodingErrors
 from shardwright.data.shards import DataManifest, verify_checksums
+from shardwright.system.errors import InputError
+from shardwright.system.remote import REMOTE
 from shardwright.system.units import counted, format_bytes, format_count, format_seconds, percent
 
 app = typer.Typer(
@@ -111,7 +113,9 @@ def prepare(options: PrepareOptions) -> None:
 @app.command()
 @verb
 def inspect(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="a folder that `data prepare` made")],
+    directory: Annotated[
+        str, typer.Argument(metavar="DIR", help="a folder that `data prepare` made, here or at a URL of fsspec")
+    ],
     split: Annotated[str, typer.Option(help="the split whose documents are shown")] = "train",
     documents: Annotated[int, typer.Option(help="how many documents or samples to show, decoded")] = 3,
     seq_len: Annotated[
@@ -135,6 +139,8 @@ def inspect(
 
     Example: `shardwright data inspect data/books --split validation --documents 1 --verify`
     """
+    if verify and REMOTE in directory:
+        raise InputError(f"{directory}: --verify reads files of this machine; copy the folder, or leave --verify out")
     damage = verify_checksums(directory) if verify else []
     if damage:
         if json:

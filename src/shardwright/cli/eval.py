@@ -1,7 +1,6 @@
 """shardwright eval: the perplexity of a model on prepared data."""
 
 import dataclasses
-from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
@@ -27,7 +26,8 @@ class EvalOptions:
 
     model: ModelArgument
     data: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="a folder of `shardwright data prepare` [default: the run's]")
+        str | None,
+        typer.Option(metavar="FOLDER", help="a folder of `shardwright data prepare`, or its URL [default: the run's]"),
     ] = None
     split: Annotated[str, typer.Option(help="the split of that folder: validation or train")] = "validation"
     layout: Annotated[

@@ -273,7 +273,7 @@ def _document_tokens(
     from shardwright.data.shards import open_split
 
     try:
-        splits = [open_split(source.path, "train") for source in sources_of(config.data)]
+        splits = [open_split(source.path, "train", config.data.token_cache) for source in sources_of(config.data)]
     except InputError as error:
         wrong += [
             f"{problem}; or give the mean length of a document by --document-tokens" for problem in error.problems
@@ -301,7 +301,7 @@ def _reference_sequences(config: "RunConfig", seq_len: int) -> int:
     for split in ("train", "validation") if config.evaluation.samples else ("train",):
         for source in sources_of(config.data):
             with suppress(InputError):
-                n += len(samples_of(open_split(source.path, split), config.data, seq_len))
+                n += len(samples_of(open_split(source.path, split, config.data.token_cache), config.data, seq_len))
     return n
 
 

@@ -37,11 +37,6 @@ def name_of(source: SourceSection) -> str:
     return source.name or Path(source.path).name
 
 
-def tokenizer_folder(data: DataSection) -> Path:
-    """Return the data folder with the tokenizer of a run, which is the same for all its sources."""
-    return Path(sources_of(data)[0].path)
-
-
 def mixtures_of(data: DataSection) -> list[Mixture]:
     """Return the mixture at the start of a run and of each later stage, in order. The section must be valid."""
     sources = sources_of(data)

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
     AfterValidator,
@@ -29,6 +29,7 @@ from shardwright.system import extensions
 from shardwright.system.errors import ConfigError
 from shardwright.system.files import inside, parse_toml, read_text, real_path
 from shardwright.system.remote import REMOTE
+from shardwright.system.units import GiB
 
 
 class BrokenRules(PydanticCustomError):
@@ -233,6 +234,13 @@ class StageSection(RunFileSection):
 Scope = Literal["sequence", "document"]
 
 
+class TokenCache(NamedTuple):
+    """Where tokens at a URL are mirrored (None: the default folder), and how many bytes of its disk they may occupy."""
+
+    folder: str | None = None
+    n_bytes: int = 20 * GiB
+
+
 class DataSection(RunFileSection):
     """Where the tokens are and how sequences are made of them."""
 
@@ -240,7 +248,8 @@ class DataSection(RunFileSection):
         None,
         min_length=1,
         json_schema_extra=PATH,
-        description="a folder written by `shardwright data prepare`; or give sources",
+        description="a folder written by `shardwright data prepare`, here or at a URL of fsspec (s3://BUCKET/FOLDER, "
+        "gs://, ...); or give sources",
     )
     sources: list[SourceSection] = Field([], description="[[data.sources]]: several folders, mixed by weight")
     stages: list[StageSection] = Field([], description="[[data.stages]]: other weights of the sources, from a step on")
@@ -264,6 +273,21 @@ class DataSection(RunFileSection):
         "sequence", description="where positions restart: with each sequence, or with document also with each document"
     )
     prefetch: Annotated[int, Field(ge=1, le=4096)] = Field(2, description="steps of data that are read ahead")
+    cache: str | None = Field(
+        None,
+        min_length=1,
+        json_schema_extra=PATH,
+        description="folder on a local disk for what is read of tokens at a URL; none: ~/.cache/shardwright/tokens, or "
+        "in XDG_CACHE_HOME",
+    )
+    cache_gib: Annotated[float, Field(gt=0, le=2**40)] = Field(
+        20.0, description="GiB of the disk that the tokens of each URL may occupy; those read first are deleted first"
+    )
+
+    @property
+    def token_cache(self) -> TokenCache:
+        """Return the place and size of the mirrors of tokens at URLs."""
+        return TokenCache(self.cache, int(self.cache_gib * GiB))
 
 
 def _layout_key(key: LayoutKey) -> Any:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from shardwright.config.batch import BatchSchedule
-from shardwright.data.samples import IGNORE, Samples
+from shardwright.data.samples import IGNORE, Samples, fetch_samples
 from shardwright.layout.layout import accumulation
 from shardwright.system.errors import DataError
 
@@ -242,6 +242,7 @@ def _read(
     within_documents: bool,
     references: References | None,
 ) -> Batch:
+    fetch_samples(samples, [int(i) for i in indices_AB.flat if i != PADDING_ID])
     shape = (*indices_AB.shape, samples.seq_len)
     tokens_ABT, targets_ABT = np.zeros(shape, np.int64), np.full(shape, IGNORE, np.int64)
     n_real_AB = np.zeros(indices_AB.shape, np.int64)

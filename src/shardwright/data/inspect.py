@@ -8,7 +8,7 @@ import numpy as np
 
 from shardwright.config.sections import DataSection
 from shardwright.data.samples import Samples, attended_tokens, samples_of
-from shardwright.data.shards import DataManifest, TokenSplit, open_split
+from shardwright.data.shards import TokenSplit, open_split
 from shardwright.data.tokenizer import TextTokenizer, load_tokenizer
 from shardwright.split.documents import Lengths, imbalance, plan
 from shardwright.system.errors import DataError
@@ -28,9 +28,8 @@ def inspect(directory: str | Path, split: str = "train", n: int = 3, seq_len: in
     """
     if n < 0:
         raise DataError(f"documents={n} must be 0 or more")
-    folder = Path(directory)
-    manifest = DataManifest.read(folder)
-    tokens = open_split(folder, split)
+    tokens = open_split(directory, split)
+    folder, manifest = tokens.folder, tokens.manifest
     tokenizer = load_tokenizer(folder / manifest.tokenizer_file, manifest.separator)
     lengths = tokens.document_lengths()
     if seq_len is None:

@@ -6,7 +6,7 @@ loss (its target becomes IGNORE). In conversations only the tokens of answers co
 Lengths of the documents in packed sequences, and their effect on attention; no torch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -51,6 +51,17 @@ class Samples(Protocol):
     def document_lengths(self) -> np.ndarray:
         """Return `documents` of all samples, in any order, int64."""
         ...
+
+
+def fetch_samples(samples: Samples, indices: Iterable[int]) -> None:
+    """Read samples of tokens at a URL, many at once, which makes later reads local; nothing for tokens on this disk."""
+    spans: dict[TokenSplit, list[tuple[int, int]]] = {}
+    for i in indices:
+        split, start = samples.origin(i)
+        if split.mirrored:
+            spans.setdefault(split, []).append((start, samples.span(i)[1]))
+    for split, of_split in spans.items():
+        split.fetch(of_split)
 
 
 class PackedSamples:
@@ -235,7 +246,7 @@ def open_sources(config: RunConfig, name: str) -> list[Samples]:
     for source in sources:
         called = name_of(source)
         try:
-            split = open_split(source.path, name)
+            split = open_split(source.path, name, config.data.token_cache)
             manifests[called] = split.manifest
             split.manifest.check_vocabulary(config.spec().vocab_size)
             _check_pairs(split, config.preference.kind)

@@ -16,7 +16,8 @@ continue in the next.
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,20 +25,24 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from shardwright.config.mixture import sources_of
+from shardwright.config.sections import DataSection, TokenCache
 from shardwright.data.blocks import BLOCK_BYTES, SUM_BYTES, CheckedFile, SumsFile, n_blocks
 from shardwright.data.chat import TEMPLATE
+from shardwright.data.mirror import MANIFEST, Mirror, MirroredFile, warm
 from shardwright.system.errors import DataError, near_path, nearest
 from shardwright.system.files import LONGEST_TOKENIZER, inside, open_regular, parse_json, read_bytes
+from shardwright.system.remote import REMOTE
 from shardwright.system.units import MiB
 
 FORMAT = "shardwright.tokens"
 FORMAT_VERSION = 3
 """Version 2 has masks of conversations. Version 3 has checksums of blocks and the largest token id."""
-MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 INDEX_BYTES = 8
 INDEX_CHECKED_AT_START_BYTES = 256 * MiB
 """Indices of up to this size in total are checked when a split is opened, larger ones when they are first used."""
+DEFAULT_CACHE = TokenCache()
 PREPARE = "shardwright data prepare SRC --out DIR"
 
 
@@ -265,15 +270,17 @@ class DataManifest(_Record):
 class TokenSplit:
     """All shards of a split as one array of `n_tokens` ids and `n_documents` documents, read by memory map."""
 
-    def __init__(self, folder: Path, name: str, manifest: DataManifest) -> None:
+    def __init__(self, folder: Path, name: str, manifest: DataManifest, mirror: Mirror | None = None) -> None:
+        """`mirror`: of tokens that are not on this disk."""
         self.folder, self.name, self.manifest = folder, name, manifest
+        self.mirrored = mirror is not None
         split = manifest.splits[name]
         self.n_tokens, self.n_documents = split.tokens, split.documents
         self.separator_id = manifest.separator_id
         self._tokens, self._indices, self._trained = (
             (
                 list(files)
-                for files in zip(*(_open_files(folder, shard, manifest) for shard in split.shards), strict=True)
+                for files in zip(*(_open_files(folder, shard, manifest, mirror) for shard in split.shards), strict=True)
             )
             if split.shards
             else ([], [], [])
@@ -284,6 +291,11 @@ class TokenSplit:
     def tokens(self, start: int, length: int) -> np.ndarray:
         """Return ids [length] from token `start` of the split on, across shards; uint16 or uint32, read-only."""
         return self._row(self._tokens, start, length)
+
+    def fetch(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Read spans (first token, length) of a mirrored split, many at once, which makes later reads local."""
+        reads = [self.tokens, self.trained] if self.masked else [self.tokens]
+        warm([partial(read, *span) for span in spans for read in reads])
 
     @property
     def masked(self) -> bool:
@@ -374,19 +386,59 @@ class TokenSplit:
         return self._token_ends[shard] - len(self._tokens[shard])
 
 
-def open_split(directory: str | Path, name: str) -> TokenSplit:
-    """Return the split `name` ("train", "validation") of a folder of tokens; raises as DataManifest.read does."""
-    manifest = DataManifest.read(directory)
+def data_folder(path: str | Path, cache: TokenCache = DEFAULT_CACHE) -> Path:
+    """Return the local folder of a folder of tokens: itself, or the mirror of a URL, with its small files. Raises
+    DataError."""
+    return mirror.folder if (mirror := _mirror(path, cache)) else Path(path)
+
+
+def source_folders(data: DataSection) -> dict[str, Path]:
+    """Return the local folder of each source of a run by its path in the run file, as `data_folder` does."""
+    return {source.path: data_folder(source.path, data.token_cache) for source in sources_of(data)}
+
+
+def tokenizer_folder(data: DataSection) -> Path:
+    """Return the data folder with the tokenizer of a run, which is the same for all its sources. Raises DataError."""
+    return data_folder(sources_of(data)[0].path, data.token_cache)
+
+
+def _mirror(path: str | Path, cache: TokenCache) -> Mirror | None:
+    if REMOTE not in str(path):
+        return None
+    mirror = Mirror.of(str(path), *cache)
+    manifest = DataManifest.read(mirror.folder, check_files=False)  # which refuses names of files that lead elsewhere
+    sums = manifest.sha256_of_files
+    for split in manifest.splits.values():
+        for shard in split.shards:
+            if not (shard.sums_file and shard.sums_sha256):
+                raise DataError(
+                    f"{path}: format version {manifest.format_version} has no checksums of blocks, without which "
+                    f"tokens are not read from a URL; prepare the data again, or copy the folder to this machine"
+                )
+            for name in (shard.file, shard.trained_file):
+                if name and sums.pop(name, None):
+                    mirror.reserve(name, manifest._n_bytes_of_files(shard)[name])
+    for name, sha256 in sums.items():
+        mirror.copy(name, sha256)
+    return mirror
+
+
+def open_split(directory: str | Path, name: str, cache: TokenCache = DEFAULT_CACHE) -> TokenSplit:
+    """Return the split `name` ("train", "validation") of a folder of tokens, which may be at a URL; raises as
+    DataManifest.read does."""
+    mirror = _mirror(directory, cache)
+    folder = mirror.folder if mirror else Path(directory)
+    manifest = DataManifest.read(folder)
     if name not in manifest.splits:
         there = nearest(name, manifest.splits) if manifest.splits else "it has none; prepare the data again"
         raise DataError(f"{directory}: no split {name!r}; {there}")
-    split = TokenSplit(Path(directory), name, manifest)
+    split = TokenSplit(folder, name, manifest, mirror)
     split.check_index()
     return split
 
 
 def _open_files(
-    folder: Path, shard: Shard, manifest: DataManifest
+    folder: Path, shard: Shard, manifest: DataManifest, mirror: Mirror | None
 ) -> tuple[CheckedFile, CheckedFile, CheckedFile | None]:
     """Return the tokens, the index and, for conversations, the mask of a shard."""
     size, sums = manifest.block_bytes, None
@@ -395,12 +447,16 @@ def _open_files(
     index_block = n_blocks(shard.bytes, size)
     trained_block = index_block + n_blocks(shard.documents * INDEX_BYTES, size)
     index = folder / shard.index_file
+
+    def opened(name: str, dtype: str, sha256: str, first_block: int) -> CheckedFile:
+        if mirror is not None and sums is not None:
+            return MirroredFile(mirror, folder / name, dtype, shard.tokens, sums, first_block)
+        return CheckedFile(folder / name, dtype, shard.tokens, sha256, sums, first_block)
+
     return (
-        CheckedFile(folder / shard.file, f"<u{manifest.itemsize}", shard.tokens, shard.sha256, sums),
+        opened(shard.file, f"<u{manifest.itemsize}", shard.sha256, 0),
         CheckedFile(index, "<u8", shard.documents, shard.index_sha256, sums, index_block),
-        CheckedFile(folder / shard.trained_file, "u1", shard.tokens, shard.trained_sha256 or "", sums, trained_block)
-        if shard.trained_file
-        else None,
+        opened(shard.trained_file, "u1", shard.trained_sha256 or "", trained_block) if shard.trained_file else None,
     )
 
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from shardwright.config import load_kept
 from shardwright.config.mixture import mixtures_of, name_of, sources_of
 from shardwright.config.run_config import pair_loss_problems
-from shardwright.config.sections import NO_PREFERENCE, DataSection, PreferenceSection
+from shardwright.config.sections import NO_PREFERENCE, DataSection, PreferenceSection, TokenCache
 from shardwright.data.batches import evaluation_batches
 from shardwright.data.samples import PairSamples, Samples, samples_of
-from shardwright.data.shards import open_split
+from shardwright.data.shards import data_folder, open_split
 from shardwright.generation.generate import layout_problems
 from shardwright.generation.ranks import run_on_layout
 from shardwright.generation.source import Source, open_source
@@ -43,7 +43,7 @@ class EvalRequest:
     """
 
     model: Path
-    data: Path | None = None
+    data: str | None = None
     split: str = "validation"
     layout: Layout = field(default_factory=Layout)
     seq_len: int | None = None
@@ -92,15 +92,15 @@ class _EvaluationTask:
         return self.preference.kind != "none"
 
     @property
-    def folders(self) -> dict[str, Path]:
-        return {name_of(source): Path(source.path) for source in sources_of(self.data)}
+    def folders(self) -> dict[str, str]:
+        return {name_of(source): source.path for source in sources_of(self.data)}
 
     def samples(self, split: str) -> dict[str, Samples]:
         """Return the samples of each source. Raises DataError with every problem."""
         problems, result = [], {}
         for name, folder in self.folders.items():
             try:
-                result[name] = samples_of(open_split(folder, split), self.data, self.seq_len)
+                result[name] = samples_of(open_split(folder, split, self.data.token_cache), self.data, self.seq_len)
             except DataError as error:
                 problems += error.problems
         if problems:
@@ -121,7 +121,7 @@ def _task(request: EvalRequest, source: Source) -> _EvaluationTask:
         if not is_text(str(request.data)):
             raise InputError(f"--data {request.data}: the name of the folder is not UTF-8 text; rename it")
         data = data.model_copy(update={"path": str(request.data), "sources": [], "stages": []})
-    if any(_has_pairs(Path(each.path), request.split) for each in sources_of(data)):
+    if any(_has_pairs(each.path, data.token_cache, request.split) for each in sources_of(data)):
         if request.sequences is not None:
             raise InputError(
                 f"--sequences {request.sequences}: the data are pairs of answers, which are documents of one sequence; "
@@ -143,11 +143,11 @@ def _task(request: EvalRequest, source: Source) -> _EvaluationTask:
     return _EvaluationTask(data, seq_len, step, preference)
 
 
-def _has_pairs(folder: Path, split: str) -> bool:
+def _has_pairs(path: str, cache: TokenCache, split: str) -> bool:
     """Return whether a prepared folder has pairs; False for a folder that cannot be read, whose problems are reported
     with the others."""
     try:
-        return bool(open_split(folder, split).manifest.pairs)
+        return bool(open_split(path, split, cache).manifest.pairs)
     except DataError:
         return False
 
@@ -202,7 +202,7 @@ def evaluate(request: EvalRequest) -> LossEvaluation | None:
             source_samples.origin(0)[0].manifest.check_vocabulary(source.spec.vocab_size)
         task = _with_references(_for_data(task, request, samples), request.split, source, samples)
         if request.data is not None:
-            data = {f"--data {request.data}": request.data}
+            data = {f"--data {request.data}": data_folder(request.data, task.data.token_cache)}
             problems += tokenizer_problems(data, {"the model": source.weights.path})
     except DataError as error:
         problems += error.problems
@@ -214,7 +214,7 @@ def evaluate(request: EvalRequest) -> LossEvaluation | None:
     if place is not None and place.rank != 0:
         return None
     n_samples = sum(min(len(s), request.samples or len(s)) for s in samples.values())
-    folders = tuple(map(str, task.folders.values()))
+    folders = tuple(task.folders.values())
     means = {name: [total / n for total, n in each] for name, each in zip(samples, sums, strict=True) if each[0][1]}
     if not means:
         raise InputError(

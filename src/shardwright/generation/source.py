@@ -10,9 +10,8 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from shardwright.config import load_kept
-from shardwright.config.mixture import tokenizer_folder
 from shardwright.data.chat import TEMPLATE, ChatFormat, read_chat_format
-from shardwright.data.shards import TOKENIZER, DataManifest
+from shardwright.data.shards import TOKENIZER, DataManifest, tokenizer_folder
 from shardwright.data.tokenizer import failing_rules, parse_tokenizer
 from shardwright.hugging_face.files import token_ids
 from shardwright.layout.layout import Layout
@@ -131,8 +130,8 @@ def open_source(folder: Path) -> Source:
 
 def _text_of_data(checkpoint: Path) -> Text:
     section = load_kept(checkpoint).data
-    folder = tokenizer_folder(section)
     try:
+        folder = tokenizer_folder(section)
         data = DataManifest.read(folder, check_files=False)
         trained_on = read_manifest(checkpoint).data
         if trained_on is not None and data.fingerprint != trained_on["mixture"]["sources"][0]["fingerprint"]:

@@ -15,9 +15,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from shardwright.config import load_kept
-from shardwright.config.mixture import sources_of, tokenizer_folder
+from shardwright.config.mixture import sources_of
 from shardwright.data.chat import TEMPLATE
-from shardwright.data.shards import TOKENIZER, DataManifest
+from shardwright.data.shards import TOKENIZER, DataManifest, tokenizer_folder
 from shardwright.data.tokenizer import tokenizer_difference
 from shardwright.hugging_face.architecture import Architecture, architecture_of
 from shardwright.hugging_face.files import CONFIG, token_ids, write_token_ids
@@ -186,8 +186,8 @@ def write_tokenizer(
     if not (source / RUN_FILE).is_file():
         return [f"no tokenizer: {source} has none"], token_ids(source)
     section = load_kept(source).data
-    data = tokenizer_folder(section)
     try:
+        data = tokenizer_folder(section)
         manifest = DataManifest.read(data)
         text = read_bytes(inside(data, TOKENIZER, DataError), LONGEST_TOKENIZER)
     except (InputError, OSError) as error:

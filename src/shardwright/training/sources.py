@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from shardwright.config import RunConfig, load_kept
-from shardwright.config.mixture import Mixture, mixtures_of, name_of, sources_of, tokenizer_folder
+from shardwright.config.mixture import Mixture, mixtures_of, name_of, sources_of
 from shardwright.config.sections import DataSection
 from shardwright.data.batches import Batch, Batches, References, evaluation_batches, merged
 from shardwright.data.mixture import MixedSamples, MixtureOrder, MixtureStage, stages_of
 from shardwright.data.samples import PairSamples, Samples, attended_tokens, open_sources, samples_of
-from shardwright.data.shards import TOKENIZER, DataManifest
+from shardwright.data.shards import TOKENIZER, DataManifest, data_folder, tokenizer_folder
 from shardwright.data.tokenizer import tokenizer_difference
 from shardwright.run_folder import CHECKPOINTS, RUN_FILE, SamplePlace, published
 from shardwright.system.errors import DataError
@@ -34,7 +34,8 @@ def readable_sources(data: DataSection) -> dict[Path, DataManifest]:
     found = {}
     for source in sources_of(data):
         with suppress(DataError):
-            found[Path(source.path)] = DataManifest.read(source.path, check_files=False)
+            folder = data_folder(source.path, data.token_cache)
+            found[folder] = DataManifest.read(folder, check_files=False)
     return found
 
 

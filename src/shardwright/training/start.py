@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from shardwright.config import RunConfig
-from shardwright.config.mixture import sources_of
 from shardwright.config.shrink import shrunk
+from shardwright.data.shards import source_folders
 from shardwright.model.modules import rows
 from shardwright.report.headline import headline
 from shardwright.report.run_record import read_run
@@ -318,8 +318,8 @@ def _tokenizer_problems(config: RunConfig) -> list[str]:
     """Return the reasons why the run's data was tokenized for another model than its initial weights."""
     given = {"init.weights": config.init.weights, "model.from": config.model.folder}
     models = {f"{key}={path!r}": Path(path) for key, path in given.items() if path is not None}
-    data = {f"data {source.path!r}": Path(source.path) for source in sources_of(config.data)}
     try:
+        data = {f"data {path!r}": folder for path, folder in source_folders(config.data).items()}
         return tokenizer_problems(data, models, ", or set data.other_tokenizer=true")
     except InputError as error:
         return error.problems

@@ -13,6 +13,30 @@ _LARGER_BATCH = f"{_TESTS}:test_a_stage_begins_at_its_step_when_the_batch_is_lar
 _SAMPLES = "shardwright.data.samples"
 _ANSWERS = "tests/data/test_samples.py:test_only_the_tokens_of_answers_are_predicted"
 
+_MIRRORED = "tests/data/test_mirror.py:test_a_mirror_has_the_tokens_of_the_folder_and_keeps_its_bound"
+
+STALE: dict[str, AnyBug] = {
+    "blocks of a mirror are not compared with their checksums": UnitBug(
+        Mutation(
+            "shardwright.data.mirror:MirroredFile._is_right",
+            "digest == self._of_blocks[self._first_block + number]",
+            "True",
+        ),
+        _MIRRORED,
+    ),
+    "blocks of a mirror are never evicted": UnitBug(
+        Mutation("shardwright.data.mirror:Mirror.fetch", "self._evict()", "pass"),
+        _MIRRORED,
+    ),
+    "a block is kept at another place of the mirror": UnitBug(
+        Mutation(
+            "shardwright.data.mirror:Mirror.fetch",
+            "os.pwrite(file.fileno(), content, first)",
+            "os.pwrite(file.fileno(), content, 0)",
+        ),
+        _MIRRORED,
+    ),
+}
 MASK: dict[str, AnyBug] = {
     "the loss is on prompts too": UnitBug(
         Mutation(
