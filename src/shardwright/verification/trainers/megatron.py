@@ -34,6 +34,7 @@ from shardwright.data.samples import IGNORE
 from shardwright.hugging_face.float64 import Float64
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.boxes import TensorShard
+from shardwright.system.errors import InputError
 from shardwright.verification.trainers.adapter import StepBatch, World
 from shardwright.verification.trainers.megatron_cpu import run_without_cuda
 
@@ -64,7 +65,6 @@ class MegatronTrainer:
         experts, stages = options.get("experts", 0), axes["pp"] * _chunks(axes, options)
         sizes = [("n_kv_heads", spec.n_kv_heads, axes["tp"]), ("n_layers", spec.n_layers, stages)]
         sizes += [("d_ffn", spec.d_ffn, axes["tp"]), ("vocab_size", spec.vocab_size, axes["tp"])]
-        sizes += [("max_seq_len", spec.max_seq_len, 2 * axes["cp"] if axes["cp"] > 1 else 1)]
         for name, size, parts in sizes:
             if size % parts:
                 return f"{parts} parts do not divide {name}={size}; --set model.{name}={parts}"
@@ -177,6 +177,10 @@ class MegatronTrainer:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         n_sequences, n_tokens = batch.micro_batches[0][0].shape
+        if (parts := 2 * self.axes["cp"]) > 2 and n_tokens % parts:
+            raise InputError(
+                f"cp={parts // 2}: {parts} parts do not divide {n_tokens} tokens; --set batch.seq_len={parts}"
+            )
         models = self.chunks if len(self.chunks) > 1 else self.chunks[0]
         samples = [iter(batch.micro_batches) for _ in self.chunks]
         with self.mode():

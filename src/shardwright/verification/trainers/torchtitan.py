@@ -1,5 +1,5 @@
 """torchtitan's Trainer with a Llama 3, on CPUs: `shardwright verify --trainer torchtitan --matrix 4 --set
-batch.seq_len=512`.
+batch.seq_len=512 --set model.max_seq_len=512`.
 
 Axes: dp_replicate, dp_shard, cp, tp, pp. A step is `Trainer.train_step`; loss and norm are the values that it logs, and
 `gradients()` returns the gradients after clipping. The optimizer is AdamW. Options of `--set`: `spmd_backend`
@@ -94,10 +94,6 @@ class TorchtitanTrainer:
         """Return why the degrees do not fit the model, or None."""
         if spec.n_kv_heads % axes["tp"]:
             return f"tp={axes['tp']} does not divide n_kv_heads={spec.n_kv_heads}; --set model.n_kv_heads={axes['tp']}"
-        if axes["cp"] > 1 and spec.max_seq_len % (128 * axes["cp"]):
-            return (
-                f"cp={axes['cp']}: PyTorch shards masks in blocks of 128 tokens; --set batch.seq_len={128 * axes['cp']}"
-            )
         if axes["pp"] > 1 and options.get("tied", False):
             return "torchtitan has no tied embedding with pp; leave pp or tied out"
         if spec.n_layers + 2 < (stages := axes["pp"] * _stages_of_rank(options)):
@@ -142,6 +138,11 @@ class TorchtitanTrainer:
 
     def step(self, batch: StepBatch) -> float | None:
         n_sequences, n_tokens = batch.micro_batches[0][0].shape
+        if (block := 128 * self.world.axes["cp"]) > 128 and n_tokens % block:
+            raise InputError(
+                f"cp={block // 128}: PyTorch shards masks in blocks of 128 tokens, and a sequence has {n_tokens}; "
+                f"--set batch.seq_len={block} --set model.max_seq_len={block}"
+            )
         if (sizes := (n_sequences, n_tokens, len(batch.micro_batches))) != self.sizes:
             self._make(sizes)
             load_weights(self.parameters(), self.weights)
