@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 import shardwright
 from shardwright.system import torch_private
@@ -90,6 +91,9 @@ def lacking(source: str) -> list[str]:
         "_type": torch.ScriptObject,
         "_dump_fr_trace_json": torch._C._distributed_c10d,
     }
+    stage = PipelineStage(nn.Linear(1, 1), 0, 1, torch.device("cpu"))
+    of_schedule = ("_stage", "_has_backward", "_step_microbatches")
+    owners |= dict.fromkeys(of_schedule, Schedule1F1B(stage, 1)) | {"_stages": ScheduleInterleaved1F1B([stage], 1)}
     owners["_should_skip_dynamo"] = torch_private.TorchDispatchMode
     either = [name for name in ("_fsdp_param_group", "_fsdp_param_groups") if hasattr(state, name)]
     owners |= dict.fromkeys(("_fsdp_param_group", "_fsdp_param_groups"), _Either() if either else None)

@@ -1,7 +1,7 @@
 """A trainer with the library megatron-core; tests/conversion/test_megatron.py starts it on CPU ranks with gloo.
 
-It needs torch, megatron-core, numpy and einops, and of this package the file `megatron_cpu.py`, whose folder is in
-PYTHONPATH. `job.json` in the folder that is its argument: config (TransformerConfig), model (GPTModel), tp, pp,
+It needs torch, megatron-core, numpy and einops, and a copy of this package's file `megatron_cpu.py` in the folder that
+is its argument and in PYTHONPATH. `job.json` in that folder: config (TransformerConfig), model (GPTModel), tp, pp,
 sharding (of the distributed optimizer's states, or null for the plain optimizer), start (the folder of a step, or
 null), save (step -> folder), rates (of each step, and one more), and AdamW's settings. `batches.pt`: for each step the
 inputs and the targets of all ranks.

@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import subprocess
 from argparse import Namespace
 from collections.abc import Callable, Mapping
@@ -364,7 +365,9 @@ def run_megatron(
     assert LIBRARY is not None
     arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(sizes["ranks"])]
     environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
-    environment["PYTHONPATH"] = str(Path(trainers.__file__).parent)
+    # The folder of this file has modules with the names of libraries.
+    shutil.copy(Path(trainers.__file__).with_name("megatron_cpu.py"), folder)
+    environment["PYTHONPATH"] = str(folder)
     result = subprocess.run(
         [LIBRARY, *arguments, str(program), str(folder)],
         env=os.environ | environment, capture_output=True, text=True, timeout=600,

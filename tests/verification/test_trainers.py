@@ -338,6 +338,13 @@ def test_accelerate_is_equal_to_one_process():
     assert result.exit_code == 0, result.output
 
 
+@prove
+def test_torchtitan_is_equal_to_one_process():
+    pytest.importorskip("torchtitan")
+    result = verify(Path("torchtitan"), "--world", 2, "--steps", 1, "--set", "tp=2")
+    assert result.exit_code == 0, result.output
+
+
 def break_accelerate(folder: Path) -> None:
     (folder / "accelerate").mkdir()
     (folder / "accelerate/__init__.py").write_text("raise ValueError('ACCELERATOR=cpuu: valid: cpu')\n")
@@ -380,7 +387,11 @@ class Old:
     output_dir: str
 
 
-@pytest.mark.parametrize(("name", "package"), [("accelerate", "accelerate"), ("megatron", "megatron-core")])
+@pytest.mark.parametrize(("name", "package"), [
+    ("accelerate", "accelerate"),
+    ("megatron", "megatron-core"),
+    ("torchtitan", "torchtitan"),
+])  # fmt: skip
 def test_an_adapter_whose_package_is_missing_says_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch, name: str, package: str
 ):

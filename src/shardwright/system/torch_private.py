@@ -10,6 +10,7 @@ notice. No other module of the package may use a private name; it imports the fu
 | 2.11    | an FSDP2 module has one parameter group or None, not a list             | `parameter_groups`          |
 | 2.11    | FSDP2 cannot reduce zeros for parameters without a gradient             | `reduce_unused_parameters`  |
 | 2.11    | `varlen_attn` accepts fewer kv heads than heads without a flag          | `varlen_attention`          |
+| 2.13    | `step` of a pipeline schedule takes a batch, not micro-batches          | `take_micro_batches`        |
 | 2.13    | new names of two collectives, and warnings about the old names          | `all_gather_single` and ... |
 """
 
@@ -277,3 +278,31 @@ def flight_record() -> list[dict[str, Any]]:
     """Return the collectives in the Flight Recorder; empty if this build of PyTorch has no recorder."""
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
     return json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", []) if dump else []
+
+
+# Pipelines
+
+
+def take_micro_batches(schedule: Any) -> None:
+    """Let `step` of a schedule of `torch.distributed.pipelining` take lists of micro-batches, as it does in versions
+    after PyTorch 2.13; there it takes a batch and splits it.
+
+    From then on `schedule.step(arg_mbs, kwarg_mbs, target_mbs, losses, ...)` takes lists with an entry for each
+    micro-batch: positional arguments, named arguments, targets.
+    """
+    if "arg_mbs" in inspect.signature(schedule.step).parameters:
+        return
+
+    def step(
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
+        losses: list[Tensor] | None = None,
+        **options: Any,
+    ) -> None:
+        for stage in getattr(schedule, "_stages", None) or [schedule._stage]:
+            stage.has_backward = schedule._has_backward
+            stage.clear_runtime_states()
+        schedule._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, **options)
+
+    schedule.step = step

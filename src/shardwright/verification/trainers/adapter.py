@@ -26,7 +26,7 @@ from shardwright.system.files import read_bytes
 
 METHODS = ("load", "step", "gradients", "parameters")
 """The methods that a Trainer class needs."""
-ADAPTERS = ("accelerate", "deepspeed", "megatron", "shardwright", "torch", "transformers")
+ADAPTERS = ("accelerate", "deepspeed", "megatron", "shardwright", "torch", "torchtitan", "transformers")
 """The adapters of this folder, by name."""
 PACKAGES = {"megatron": "megatron-core"}
 """The package of a module of another name."""

@@ -48,6 +48,7 @@ class DeepSpeedTrainer:
         os.environ.setdefault("LOCAL_RANK", str(world.rank))
         deepspeed.ops.__compatible_ops__.update(deepspeed_shm_comm=False)  # gloo instead of an extension to compile
         get_accelerator().supported_dtypes = lambda: [torch.float64, torch.float32]  # the CPU's list lacks float64
+        deepspeed.DeepSpeedEngine.get_data_types = lambda engine: (world.dtype,) * 2  # it takes float32 for granted
         deepspeed.init_distributed("gloo", verbose=False)
         if world.axes["pp"] > 1 and world.dtype == torch.float64:
             raise InputError(f"pp={world.axes['pp']}: DeepSpeed's pipeline sends losses in float32; --dtype float32")

@@ -1,12 +1,13 @@
 """Megatron Core with its DDP, tensor and sequence parallelism, pipelines and experts, on CPUs: `shardwright verify
 --trainer megatron --matrix 4`.
 
-Axes: dp, tp, pp, ep. Options of `--set`: `sequence_parallel`, `distributed_optimizer` (ZeRO-1, with Adam; otherwise SGD
-with momentum), `virtual_stages`, `experts` (of each layer, two for a token), `aux_loss` (the factor of the balance loss
-of experts), `tied` (embedding and head), `sinks` (a learned logit of each head, GPT-OSS). Two options leave a default
-of the library as it is: `per_token=false`, with which the loss is the mean of the means of micro-batches and data
-ranks, and `overlap_p2p=false`, without overlap of the messages of virtual stages. The layers are the library's own
-without Transformer Engine; context parallelism needs that library. `megatron_cpu.py` has the stand-ins for CUDA.
+Axes: dp, cp, tp, pp, ep. Options of `--set`: `sequence_parallel`, `distributed_optimizer` (ZeRO-1, with Adam; otherwise
+SGD with momentum), `virtual_stages`, `experts` (of each layer, two for a token), `expert_tp` (the degree of tp in
+experts, tp's by default), `aux_loss` (the factor of the balance loss of experts), `tied` (embedding and head),
+`sinks` (a learned logit of each head, GPT-OSS). Two options leave a default of the library as it is: `per_token=false`,
+with which the loss is the mean of the means of micro-batches and data ranks, and `overlap_p2p=false`, without overlap
+of the messages of virtual stages. The layers are the library's own without Transformer Engine. `megatron_cpu.py` has
+the stand-ins for CUDA and for attention over cp.
 
 Shapes: B sequences, T tokens.
 """
@@ -26,12 +27,14 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
+from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import Tensor
 
 from shardwright.data.samples import IGNORE
 from shardwright.hugging_face.float64 import Float64
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.boxes import TensorShard
+from shardwright.system.errors import InputError
 from shardwright.verification.trainers.adapter import StepBatch, World
 from shardwright.verification.trainers.megatron_cpu import run_without_cuda
 
@@ -54,7 +57,7 @@ _NO_LIMIT = 1e30
 class MegatronTrainer:
     """The chunks of this rank's stage in the library's DDP, and its optimizer."""
 
-    AXES = ("dp", "tp", "pp", "ep")
+    AXES = ("dp", "cp", "tp", "pp", "ep")
 
     @staticmethod
     def problem(spec: ModelSpec, axes: Mapping[str, int], options: Mapping[str, Any]) -> str | None:
@@ -77,7 +80,7 @@ class MegatronTrainer:
         options, self.axes = world.options, world.axes
         self.mode = Float64 if world.dtype == torch.float64 else nullcontext
         self.is_zero, self.n_experts = options.get("distributed_optimizer", False), options.get("experts", 0)
-        self.expert_tp = 1 if world.axes["ep"] > 1 else world.axes["tp"]  # gloo has no all-gather of uneven shards
+        self.expert_tp = options.get("expert_tp", world.axes["tp"]) if world.size > 1 else 1
         virtual = _chunks(world.axes, options)
         self._initialise(virtual)
         self.data_ranks = parallel_state.get_data_parallel_world_size()
@@ -121,6 +124,7 @@ class MegatronTrainer:
             self.axes["tp"],
             self.axes["pp"],
             virtual if virtual > 1 else None,
+            context_parallel_size=self.axes["cp"],
             expert_model_parallel_size=self.axes["ep"],
             expert_tensor_parallel_size=self.expert_tp,
         )
@@ -173,6 +177,10 @@ class MegatronTrainer:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         n_sequences, n_tokens = batch.micro_batches[0][0].shape
+        if (parts := 2 * self.axes["cp"]) > 2 and n_tokens % parts:
+            raise InputError(
+                f"cp={parts // 2}: {parts} parts do not divide {n_tokens} tokens; --set batch.seq_len={parts}"
+            )
         models = self.chunks if len(self.chunks) > 1 else self.chunks[0]
         samples = [iter(batch.micro_batches) for _ in self.chunks]
         with self.mode():
@@ -191,7 +199,7 @@ class MegatronTrainer:
         if not sums:
             return None  # the last stage has the loss
         total = torch.stack(sums).sum()
-        dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         return total.item() / batch.n_targets
 
     def _gradients(self) -> Iterator[tuple[Any, Tensor]]:
@@ -249,6 +257,7 @@ def _config(spec: ModelSpec, world: World, expert_tp: int) -> TransformerConfig:
         sequence_parallel=options.get("sequence_parallel", False) and tp > 1,
         pipeline_model_parallel_size=world.axes["pp"],
         virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+        context_parallel_size=world.axes["cp"],
         expert_model_parallel_size=world.axes["ep"],
         expert_tensor_parallel_size=expert_tp,
         pipeline_dtype=world.dtype,
@@ -275,16 +284,21 @@ def _forward(sums: list[Tensor], samples: Iterator[tuple[Tensor, Tensor]], model
     """Return the output of a chunk of the model, and the function of the loss, which the last stage calls."""
     tokens_BT, targets_BT = next(samples)
     n_tokens = tokens_BT.shape[1]
-    mask_BT = targets_BT != IGNORE
-    hidden_11TT = torch.ones(n_tokens, n_tokens, dtype=torch.bool).triu(1)[None, None]
-    positions_BT = torch.arange(n_tokens).expand_as(tokens_BT)
+    whole = {
+        "tokens": tokens_BT,
+        "labels": targets_BT.clamp(min=0),
+        "loss_mask": targets_BT != IGNORE,
+        "attention_mask": torch.ones(n_tokens, n_tokens, dtype=torch.bool).triu(1)[None, None],
+        "position_ids": torch.arange(n_tokens).expand_as(tokens_BT),
+    }
+    batch = get_batch_on_this_cp_rank(whole)
 
     def loss_of(losses_BT: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        loss = (losses_BT * mask_BT).sum()
+        loss = (losses_BT * batch["loss_mask"]).sum()
         sums.append(loss.detach().clone())
-        return loss, mask_BT.sum().int(), {}
+        return loss, batch["loss_mask"].sum().int(), {}
 
-    return model(tokens_BT, positions_BT, hidden_11TT, labels=targets_BT.clamp(min=0)), loss_of
+    return model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]), loss_of
 
 
 Trainer = MegatronTrainer

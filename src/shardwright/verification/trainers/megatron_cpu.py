@@ -5,27 +5,34 @@ and the names of CUDA's tensor types, and mends what fails without Transformer E
 optimizer and checkpoints stay the library's.
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer import transformer_block
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch import Tensor
+from torch.distributed import all_gather as plain_all_gather
+from torch.distributed.nn.functional import all_gather
 from torch.overrides import TorchFunctionMode
 
 
 class OnCpu(TorchFunctionMode):
-    """Replaces the device "cuda" in calls of torch."""
+    """Replaces the device "cuda" and pinned memory in calls of torch."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if "cuda" in str(kwargs.get("device", "")):
             kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
         return func(*args, **kwargs)
 
 
@@ -50,6 +57,47 @@ class CpuNorm(torch.nn.RMSNorm):
         mark.sequence_parallel = config.sequence_parallel
 
 
+class CpuContextAttention(DotProductAttention):
+    """Stands for attention of Transformer Engine over the ranks of cp, which all-gathers keys and values. Rank r has
+    chunks r and 2 cp - 1 - r of each sequence, as `get_batch_on_this_cp_rank` gives them to it.
+
+    Shapes: (local tokens, batch, heads, head dim); the mask (1, 1, local tokens, tokens).
+    """
+
+    def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
+        super().__init__(replace(config, context_parallel_size=1), *arguments, **options)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> Any:
+        group = parallel_state.get_context_parallel_group()
+        if (n := group.size()) > 1:
+            key, value = (_in_order(all_gather(each.contiguous(), group), n) for each in (key, value))
+        return super().forward(query, key, value, *arguments, **options)
+
+
+def _in_order(parts: Sequence[Tensor], n: int) -> Tensor:
+    """Return whole sequences of the parts of the n ranks of cp."""
+    halves = [part.chunk(2) for part in parts]
+    return torch.cat([*(first for first, _ in halves), *(last for _, last in reversed(halves))])
+
+
+def _all_gather_uneven(outputs: list[Tensor], own: Tensor, group: Any = None, **options: Any) -> None:
+    """Stands for `all_gather` of shards with unequal numbers of rows, which gloo lacks: shards are padded."""
+    most = max(len(each) for each in outputs)
+    padded = [each.new_zeros(most, *each.shape[1:]) for each in outputs]
+    mine = own.new_zeros(most, *own.shape[1:])
+    mine[: len(own)] = own
+    plain_all_gather(padded, mine, group=group, **options)
+    for output, whole in zip(outputs, padded, strict=True):
+        output.copy_(whole[: len(output)])
+
+
+def _reduce_scatter_uneven(output: Tensor, inputs: list[Tensor], group: Any = None, **options: Any) -> None:
+    """Stands for `reduce_scatter` of shards with unequal numbers of rows, which gloo lacks: all are reduced."""
+    whole = torch.cat(inputs)
+    dist.all_reduce(whole, group=group)
+    output.copy_(whole.split([len(each) for each in inputs])[dist.get_rank(group)])
+
+
 def _nothing(*arguments: Any, **options: Any) -> None:
     """Stands for a call of torch.cuda that a CPU does not need."""
 
@@ -67,7 +115,10 @@ def run_without_cuda() -> None:
     for name in ("current_stream", "default_stream", "Stream", "Event"):
         setattr(cuda, name, type(name, (CpuStream,), {}))
     cuda.stream = nullcontext
+    distributed: Any = dist
+    distributed.all_gather, distributed.reduce_scatter = _all_gather_uneven, _reduce_scatter_uneven
     transformer_block.LayerNormImpl = CpuNorm
+    LocalSpecProvider.core_attention = lambda *_, **__: CpuContextAttention
     LocalSpecProvider.layer_norm = lambda *_, **__: CpuNorm
     tensor_parallel.random.CudaRNGStatesTracker.fork = nullcontext  # no dropout
     set_states = DistributedOptimizer._set_main_param_and_optimizer_states
