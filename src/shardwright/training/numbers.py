@@ -3,7 +3,7 @@
 The load of experts, as recorded in metrics.jsonl.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from itertools import takewhile
 
@@ -23,6 +23,7 @@ from shardwright.training.hooks import Hook, RunStart, TakenStep
 from shardwright.training.run_log import RunLog
 from shardwright.training.sources import RunSamples
 from shardwright.training.step import Trainer
+from shardwright.training.writers.writer import StepSpan
 
 _FIELDS = {field.name for field in fields(TrainRecord)}
 
@@ -87,6 +88,8 @@ class LogNumbers(Hook):
             known = {name: value for name, value in numbers.items() if name in _FIELDS}
             more = {name: value for name, value in numbers.items() if name not in _FIELDS}
             self.log.write(TrainRecord(step=taken.step, time=now(), **known), more)
+        if self.log.traces:
+            self.log.trace(step_spans(self._logged, self.clock.spans()))
         self._logged = taken.step
         self.clock.restart()
 
@@ -197,6 +200,16 @@ class Evaluate(Hook):
         """Return the mean of each number over the sources, weighted as the run mixes them at `step`."""
         places = range(len(next(iter(means.values()))))
         return [self.samples.sources.mean(step, {name: of[at] for name, of in means.items()}) for at in places]
+
+
+def step_spans(step: int, spans: Iterable[tuple[str, float, float]]) -> list[StepSpan]:
+    """Return phases in the order of time with the numbers of their steps. `step`: steps done before them. A step starts
+    with data."""
+    numbered = []
+    for phase, start_s, end_s in spans:
+        step += phase == PHASES[0]
+        numbered.append(StepSpan(step, phase, start_s, end_s))
+    return numbered
 
 
 def speed_numbers(
