@@ -329,6 +329,14 @@ def read_metrics(path: Path) -> Iterator[AnyRecord]:
     return metrics_of(whole_lines(path), path)
 
 
+def lacks_evaluation(out: Path, step: int) -> bool:
+    """Return whether the run in `out` logged step `step` without an evaluation after it."""
+    lines = (line for line in whole_lines(out / METRICS) if f'"step": {step}' in line)
+    records = (record for record in map(parse_json, lines) if record["step"] == step)
+    kinds = {record["kind"] for record in records}
+    return "train" in kinds and "evaluation" not in kinds
+
+
 def metrics_of(lines: Iterable[str], path: Path, first: int = 1) -> Iterator[AnyRecord]:
     """Yield the records of some lines of metrics.jsonl. `first`: the line number of the first line."""
     kinds = " or ".join(map(repr, _KINDS))

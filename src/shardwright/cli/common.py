@@ -32,7 +32,7 @@ from shardwright.system.errors import (
     too_many_files,
 )
 from shardwright.system.files import is_text, parse_json, parse_toml, problem_of_place, read_text, reason
-from shardwright.system.processes import in_one_sentence, interrupts
+from shardwright.system.processes import in_one_sentence, interrupts, leaving_is_failure
 from shardwright.view import terminal
 from shardwright.view.document import VerbDocument
 
@@ -125,7 +125,7 @@ def verb(function: Callable[..., None], extends: bool = False, hears_signals: bo
     def run(**given: Any) -> None:
         given = {name: _with_home(value) for name, value in given.items()}
         try:
-            with nullcontext() if hears_signals else interrupts():
+            with nullcontext() if hears_signals else interrupts(), leaving_is_failure():
                 _check_values(given)
                 if extends:
                     extensions.load_trusted(given.pop("extension") or ())

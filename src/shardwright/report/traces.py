@@ -101,9 +101,9 @@ def _events(trace: ProfilerTrace, first_ns: int) -> Iterator[dict[str, Any]]:
     yield _name("process_name", about.rank, 0, f"rank {about.rank}")
     yield _name("process_labels", about.rank, 0, f"{about.host}{f': {axes}' if axes else ''}", "labels")
     yield _name("process_sort_index", about.rank, 0, about.rank, "sort_index")
-    for (process, thread), number in threads.items():
+    for (process, name_of_thread), number in threads.items():
         device = names.get(("process_labels", process, ""), process)
-        name = names.get(("thread_name", process, thread), f"thread {thread}")
+        name = names.get(("thread_name", process, name_of_thread), f"thread {name_of_thread}")
         yield _name("thread_name", about.rank, number, f"{device}: {name}")
         yield _name("thread_sort_index", about.rank, number, number, "sort_index")
 

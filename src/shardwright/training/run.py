@@ -158,7 +158,7 @@ def build_hooks(
         LogNumbers(config, trainer, samples, device, clock, log),
         StopAtNotFinite(trainer, after_spike),
         *([WatchStragglers(layout, trainer, clock, log)] if compared else []),
-        Evaluate(trainer, samples, log, phases, config.steps, asked_to_stop),
+        Evaluate(trainer, samples, log, phases, config, asked_to_stop),
         CompareCopies(config.faults.check_copies_every, trainer, log),
         *(kind.make(RunParts(config, trainer, log)) for kind in HOOKS.values()),
         saving,
