@@ -46,7 +46,11 @@ def many_tensors(folder: Path) -> Path:
     hf = folder / "hf"
     hf.mkdir()
     config = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    (hf / "config.json").write_text(json.dumps(config | {"vocab_size": 258, "intermediate_size": 32}))
+    (hf / "config.json").write_text(
+        json.dumps(
+            config | {"vocab_size": 258, "intermediate_size": 32, "max_position_embeddings": 128, "rms_norm_eps": 1e-5}
+        )
+    )
     (hf / "tokenizer.json").write_bytes((folder / "tokens/tokenizer.json").read_bytes())
     tensors = {
         f"model.layers.{n}.w": {"dtype": "F32", "shape": [1], "data_offsets": [4 * n, 4 * n + 4]}
