@@ -41,9 +41,10 @@ unexport PYTHONDONTWRITEBYTECODE
 	@touch $@
 
 # lm-eval brings 29 packages, 146 MB: only `make prove` runs it; in `make test` tests/generation/lm_eval_interface.py does.
+# MLflow's client, 22 MB, is slow to import: tests/training/test_mlflow.py is part of `make prove`.
 # Playwright, 46 MB, drives the machine's Chromium in tests/explore/test_browser.py; it downloads no browser itself.
 .venv/.prove: .venv/.dev
-	$(PIP) -e '.[lm-eval]' playwright
+	$(PIP) -e '.[lm-eval,mlflow]' playwright
 	@touch $@
 
 quickstart: .venv/.base

@@ -1,6 +1,7 @@
 """Proves that a file of a user's own is imported where the user names it or starts a run file that does, that no folder
 which is only read has its code run, and that what is wrong in an extension is said."""
 
+import json
 import os
 import re
 import shutil
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from shardwright.cli.main import app
+from shardwright.cli.main import OF_TWO_WORDS, VERBS, app
 from shardwright.config import load, resolved_toml
 from shardwright.layout.layout import Layout
 from shardwright.run_folder import MODEL_FILE
@@ -134,6 +135,11 @@ def strangers(folder: Path) -> Path:
     for path in ("run.toml", "run/run.toml", "run/checkpoints/step-00000002/run.toml"):
         (folder / path).write_text(f'extensions = ["{folder}/evil.py"]\n{text}')
     shutil.copytree(folder / "run", folder / "weights")
+    shutil.copytree(folder / "run", folder / "sweep" / "lr-0.1")
+    (folder / "texts.jsonl").write_text('{"text": "a"}\n')
+    (folder / "adapter").mkdir()
+    (folder / "adapter/adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 1, "target_modules": []}))
+    (folder / "adapter/adapter_model.safetensors").write_bytes((folder / "hf/model.safetensors").read_bytes())
     (folder / "weights" / MODEL_FILE).write_text(f'extensions = ["{folder}/evil.py"]\n[model]\npreset = "debug"\n')
     return folder
 
@@ -152,6 +158,19 @@ READING = (
     ("convert", "RUN", "OUT", "--to", "dcp"),
     ("convert", "WEIGHTS", "OUT", "--to", "hf"),
     ("eval", "RUN", "--data", "TOKENS"),
+    ("eval", "WEIGHTS", "--data", "TOKENS"),
+    ("score", "RUN", "TEXTS"),
+    ("score", "WEIGHTS", "TEXTS", "--check"),
+    ("merge", "RUN", "WEIGHTS", "--out", "OUT"),
+    ("merge", "RUN", "RUN/checkpoints/step-00000002", "--out", "OUT"),
+    ("import", "ADAPTER", "--base", "RUN", "--out", "OUT"),
+    ("launch", "RUN/run.toml", "--on", "slurm", "--nodes", "1"),
+    ("mup-check", "RUN/run.toml", "--widths", "16,32"),
+    ("sweep", "MINE", "--grid", "lr=0.1", "--set", 'model.from="RUN"', "--out", "OUT"),
+    ("sweep", "MINE", "--grid", "lr=0.1", "--set", 'init.weights="WEIGHTS"', "--out", "OUT"),
+    ("sweep", "MINE", "--grid", "lr=0.1", "--out", "SWEEP"),
+    ("sweep", "MINE", "--grid", "lr=0.1", "--out", "SWEEP", "--show"),
+    ("explore", "RUN/run.toml", "--static", "OUT"),
     ("verify", "RUN/run.toml"),
     ("dryrun", "RUN/run.toml"),
     ("train", "MINE", "--set", 'model.from="RUN"'),
@@ -162,17 +181,38 @@ READING = (
 )
 
 
+OTHER_PROBLEMS_FIRST = ("train", "generate", "eval", "score", "sweep", "import")
+"""Verbs for which these folders have problems that are found without the run file."""
+
+NOT_READING = {
+    "quickstart": "writes its own run",
+    "data": "reads text, and tokens, whose folders name no extension",
+    "measure": "reads nothing",
+    "schedule": "reads schedules, which name no extension",
+    "plan calibrate": "reads logs, and configurations of other systems, which are not executed",
+    "plan explain-log": "reads logs, and configurations of other systems, which are not executed",
+    "plan evaluate-serving": "reads tables",
+}
+"""Verbs that read no run file and no folder of a run."""
+
+
+def test_every_verb_that_reads_a_run_takes_part():
+    tested = {" ".join(words[:2]) if " ".join(words[:2]) in OF_TWO_WORDS else words[0] for words in READING}
+    assert tested | set(NOT_READING) == {*VERBS, *OF_TWO_WORDS}
+    assert not tested & set(NOT_READING)
+
+
 @pytest.mark.parametrize("words", READING, ids=" ".join)
 def test_a_folder_that_is_only_read_has_no_code_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str]):
     folder = strangers(tmp_path)
     monkeypatch.chdir(folder)
-    places = {"RUN": folder / "run", "MINE": folder / "mine.toml", "WEIGHTS": folder / "weights", "OUT": folder / "o"}
-    places["TOKENS"] = folder / "tokens"
-    given = [re.sub("RUN|MINE|WEIGHTS|OUT|TOKENS", lambda match: str(places[match[0]]), word) for word in words]
+    names = {"RUN": "run", "MINE": "mine.toml", "WEIGHTS": "weights", "OUT": "o", "TOKENS": "tokens"}
+    names |= {"TEXTS": "texts.jsonl", "SWEEP": "sweep", "ADAPTER": "adapter"}
+    given = [re.sub("|".join(names), lambda match: str(folder / names[match[0]]), word) for word in words]
     result = CliRunner().invoke(app, given)
     assert result.exit_code == 2, result.output
     assert not (folder / "ran").exists()
-    if words[0] not in ("train", "generate", "eval"):
+    if words[0] not in OTHER_PROBLEMS_FIRST:
         assert f"look at them, and if you trust them, add --extension {folder}/evil.py" in result.output
 
 

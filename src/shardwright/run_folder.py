@@ -11,6 +11,8 @@ offload/                    empty: the location of nameless files with optimizer
 logs/rank-R.log             stderr of rank R, if `shardwright train` started the ranks; after restart N
                             logs/restart-N/rank-R.log
 tensorboard/                events, if the run file enables them
+profile/steps-A-B/rank-R.json  torch.profiler's trace of steps A to B on rank R, if [profile] requests it
+profile/memory-rank-R.pickle   the newest snapshot of the allocator of rank R's GPU
 report.html curves.png timeline.svg expert_load.json     written by `shardwright report` unless other paths are given
 .lock                       names the process that trains here
 """
@@ -47,12 +49,13 @@ EVENTS = "events.jsonl"
 OFFLOADED = "offload"
 REFERENCE = "reference.safetensors"
 TIMELINES = "timeline"
+PROFILE = "profile"
 MODEL_FILE = "model.toml"
 """In a folder written by `shardwright import`: the section [model] of its weights."""
 RESOLVED = "# resolved by shardwright"
 """The first words of a run file that a run wrote."""
 PAGE, CURVES, TIMELINE, EXPERT_LOAD = "report.html", "curves.png", "timeline.svg", "expert_load.json"
-RUN_NAMES = {RUN_FILE, METRICS, CHECKPOINTS, LOGS, TENSORBOARD, EVENTS, OFFLOADED, REFERENCE, TIMELINES, LOCK}
+RUN_NAMES = {RUN_FILE, METRICS, CHECKPOINTS, LOGS, TENSORBOARD, EVENTS, OFFLOADED, REFERENCE, TIMELINES, PROFILE, LOCK}
 """Files and folders that training creates in the folder of a run."""
 PHASES = ("data", "forward_backward", "optimizer")
 """Parts of the step time; a record has the seconds of each as PHASE_s."""
@@ -61,6 +64,7 @@ MOST_RANKS_LOGGED = 256
 MOST_LOADS_LOGGED = 4096
 """Maximum number of experts of all layers for which a record has the tokens of each, for the same reason."""
 _CHECKPOINT = re.compile(r"step-(\d{8,})")
+_TRACED, _TRACE = re.compile(r"steps-(\d{1,18})-(\d{1,18})"), re.compile(r"rank-(\d{1,9})\.json")
 _KIND_FIRST = re.compile(r'\{"kind": ?"(\w+)"')
 _LARGEST_FP32 = 3.4028235e38
 READ_BYTES = 2**24
@@ -106,7 +110,7 @@ T = TypeVar("T")
 def wrong_kinds(out: Path) -> list[str]:
     """Return the entries of a folder that have the name of a run's file or folder but are of another kind, or a run
     file that no run wrote."""
-    folders = [out / name for name in (CHECKPOINTS, LOGS, TENSORBOARD, TIMELINES)]
+    folders = [out / name for name in (CHECKPOINTS, LOGS, TENSORBOARD, TIMELINES, PROFILE)]
     files = [out / name for name in (RUN_FILE, METRICS, EVENTS, REFERENCE, LOCK)]
     found = [f"{path} is a file, and a run keeps a folder there" for path in folders if path.is_file()]
     found += [f"{path} is a folder, and a run keeps a file there" for path in files if path.is_dir()]
@@ -132,6 +136,26 @@ def wrong_kinds(out: Path) -> list[str]:
 def timeline_path(out: Path, rank: int) -> Path:
     """Return the timeline file of rank `rank` of `pp` in the run folder `out`."""
     return inside(out / TIMELINES, f"rank-{rank}.jsonl")
+
+
+def trace_path(out: Path, steps: tuple[int, int], rank: int) -> Path:
+    """Return the file of rank `rank` with its trace of the first to the last of `steps`, in the run folder `out`."""
+    return inside(out / PROFILE, f"steps-{steps[0]}-{steps[1]}") / f"rank-{rank}.json"
+
+
+def trace_files(out: Path) -> list[Path]:
+    """Return the traces of all ranks of the last steps that were traced, by rank; none if no step was."""
+    folders = {path: match for path in (out / PROFILE).glob("steps-*") if (match := _TRACED.fullmatch(path.name))}
+    if not folders:
+        return []
+    newest = max(folders, key=lambda path: (int(folders[path][2]), int(folders[path][1])))
+    ranks = {path: match for path in newest.iterdir() if (match := _TRACE.fullmatch(path.name))}
+    return [inside(newest, path.name) for path in sorted(ranks, key=lambda path: int(ranks[path][1]))]
+
+
+def snapshot_path(out: Path, rank: int) -> Path:
+    """Return the file with the snapshot of the allocator of rank `rank` in the run folder `out`."""
+    return inside(out / PROFILE, f"memory-rank-{rank}.pickle")
 
 
 def run_of_checkpoint(checkpoint: Path) -> Path | None:
@@ -305,6 +329,14 @@ def read_metrics(path: Path) -> Iterator[AnyRecord]:
     return metrics_of(whole_lines(path), path)
 
 
+def lacks_evaluation(out: Path, step: int) -> bool:
+    """Return whether the run in `out` logged step `step` without an evaluation after it."""
+    lines = (line for line in whole_lines(out / METRICS) if f'"step": {step}' in line)
+    records = (record for record in map(parse_json, lines) if record["step"] == step)
+    kinds = {record["kind"] for record in records}
+    return "train" in kinds and "evaluation" not in kinds
+
+
 def metrics_of(lines: Iterable[str], path: Path, first: int = 1) -> Iterator[AnyRecord]:
     """Yield the records of some lines of metrics.jsonl. `first`: the line number of the first line."""
     kinds = " or ".join(map(repr, _KINDS))
@@ -345,7 +377,7 @@ def read_pipeline_steps(path: Path) -> Iterator[PipelineStep]:
     return _parsed(whole_lines(path), path, 1, lambda line: reader, "a step of a pipeline", way_out)
 
 
-EventKind = Literal["start", "save", "skip", "rollback", "spike", "hang", "fault", "restart", "straggler"]
+EventKind = Literal["start", "save", "skip", "rollback", "spike", "hang", "fault", "restart", "straggler", "metrics"]
 
 
 @dataclass(frozen=True)
@@ -375,7 +407,8 @@ class EventRecord:
     Kinds: start (of all ranks, new or resumed), save (of a checkpoint), skip (of the update of a spike), rollback (from
     a spike), spike (that stopped the run), hang, fault (a rank died or failed, or a device gave another result when a
     step was repeated), restart (of the ranks after a fault; `rank` is at fault), straggler (`rank` computes longer than
-    it should, or no longer does). `samples`: for skip, rollback and spike, the samples of the step that was not taken.
+    it should, or no longer does), metrics (a writer of [metrics] failed, and the run continues). `samples`: for skip,
+    rollback and spike, the samples of the step that was not taken.
     """
 
     kind: EventKind

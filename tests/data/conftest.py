@@ -38,7 +38,7 @@ def as_version_1(folder: Path) -> Path:
     """Make a folder what it was before format version 3: without checksums of blocks and the largest id."""
     path = folder / "manifest.json"
     raw = json.loads(path.read_text()) | {"format_version": 1}
-    del raw["largest_id"], raw["tokenizer_fingerprint"]
+    del raw["largest_id"], raw["tokenizer_fingerprint"], raw["sha256"]
     for split in raw["splits"].values():
         for shard in split["shards"]:
             (folder / shard.pop("sums_file")).unlink()

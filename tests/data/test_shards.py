@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.data import blocks
+from shardwright.data import blocks, shards
 from shardwright.data.prepare import prepare
 from shardwright.data.shards import DataManifest, TokenSplit, open_split, verify_checksums
 from shardwright.system.errors import DataError
@@ -27,6 +27,8 @@ def edit(folder: Path, change: Callable[[dict], None]) -> None:
     path = folder / "manifest.json"
     raw = json.loads(path.read_text())
     change(raw)
+    if "sha256" in raw:
+        raw["sha256"] = shards._digest(raw)
     path.write_text(json.dumps(raw))
 
 
@@ -112,7 +114,7 @@ def test_a_folder_that_is_not_of_tokens_says_what_it_is(tmp_path: Path) -> None:
 
 def test_a_newer_format_names_its_writer(copy: Path) -> None:
     edit(copy, lambda raw: raw.update(format_version=9, created_by="shardwright 7.0"))
-    with pytest.raises(DataError, match=r"format version 9, but .* up to 3; it was written by shardwright 7\.0"):
+    with pytest.raises(DataError, match=r"format version 9, but .* up to 4; it was written by shardwright 7\.0"):
         DataManifest.read(copy)
 
 
@@ -137,8 +139,8 @@ def test_a_newer_format_names_its_writer(copy: Path) -> None:
         (lambda raw: raw.update(largest_id=10**30), "damaged at largest_id"),
         (lambda raw: raw.update(vocab_size=-1), "damaged at vocab_size"),
         (lambda raw: raw.update(block_bytes=10**30), "damaged at block_bytes"),
-        (lambda raw: raw.update(format_version=True), "format version True, but this Shardwright reads up to 3"),
-        (lambda raw: raw.update(format_version=0), "format version 0, but this Shardwright reads up to 3"),
+        (lambda raw: raw.update(format_version=True), "format version True, but this Shardwright reads up to 4"),
+        (lambda raw: raw.update(format_version=0), "format version 0, but this Shardwright reads up to 4"),
     ],
 )
 def test_a_damaged_manifest_is_an_error(copy: Path, change: Callable[[dict], None], message: str) -> None:
@@ -277,3 +279,20 @@ def test_a_file_that_is_cut_short_after_it_was_opened_is_named(copy: Path, patte
     os.truncate(path, 0)
     with pytest.raises(DataError, match=f"{path.name} has 0 bytes, and had [0-9]+ when it was opened"):
         split.document(split.n_documents - 1)
+
+
+def test_a_flipped_byte_of_the_manifest_is_named_or_changes_no_value(prepared: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(prepared, copy)
+    path, whole = copy / "manifest.json", DataManifest.read(prepared)
+    content = path.read_bytes()
+    n_named = 0
+    places = range(0, len(content), 11)
+    for at in places:
+        path.write_bytes(content[:at] + bytes([content[at] ^ (1 << at % 7)]) + content[at + 1 :])
+        try:
+            assert DataManifest.read(copy) == whole, f"byte {at}: {content[max(0, at - 20) : at + 20]!r}"
+        except DataError as error:
+            assert str(copy) in str(error)  # noqa: PT017 - whether there is an error is what differs
+            n_named += 1
+    assert n_named > len(places) / 2

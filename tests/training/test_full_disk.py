@@ -10,7 +10,7 @@ import pytest
 
 from shardwright.run_folder import read_events
 from shardwright.system.errors import FullError
-from shardwright.training.metrics import JsonLines
+from shardwright.training.writers.files import JsonLines
 from tests.marks import prove, rest_prove
 from tests.training.runs import checkpoints, records, train, trajectory, write_run_file
 

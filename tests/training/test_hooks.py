@@ -38,7 +38,7 @@ register(HookKind("stops", lambda run: Stops()))
 """
 
 
-def test_a_run_of_which_one_rank_is_asked_to_stop_saves_without_finishing_the_evaluation(
+def test_a_run_that_a_rank_is_asked_to_stop_saves_without_finishing_the_evaluation_and_a_resume_repeats_it(
     ragged_tokens: Path, tmp_path: Path
 ):
     run_file = write_run_file(tmp_path, ragged_tokens)
@@ -48,6 +48,8 @@ def test_a_run_of_which_one_rank_is_asked_to_stop_saves_without_finishing_the_ev
     assert "evaluation after step 1 not finished: the run was asked to stop" in run.stdout
     assert checkpoints(run_file) == ["step-00000001"]
     assert [line["step"] for line in lines(run_file) if line["kind"] == "evaluation"] == [0]
+    train(run_file, "--resume", *(word for setting in settings[1:] for word in ("--set", setting)), "--set", "steps=2")
+    assert [line["step"] for line in lines(run_file) if line["kind"] == "evaluation"] == [0, 1, 2]
 
 
 PARTS = {

@@ -1,20 +1,25 @@
 """Proves that TensorBoard, Weights & Biases and Prometheus get every number, and what is said where they cannot."""
 
 import dataclasses
+import errno
 import json
 import re
 import socket
 import sys
 import types
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from shardwright.run_folder import CheckpointRecord, EvaluationRecord, TrainRecord
-from shardwright.system.errors import InputError
-from shardwright.training.metrics import missing_extras, open_writers
+from shardwright.run_folder import CheckpointRecord, EvaluationRecord, Record, TrainRecord, read_events
+from shardwright.system.errors import ConfigError, InputError
+from shardwright.training.run_log import RunLog
 from shardwright.training.start import start
+from shardwright.training.writers import table
+from shardwright.training.writers.table import WRITERS, missing_extras, open_writers
+from shardwright.training.writers.writer import MetricsWriter, StepSpan, WriterKind
 from tests.marks import prove
 from tests.training.metric_records import RECORD, config
 from tests.training.runs import records, training, trajectory, write_run_file
@@ -57,6 +62,8 @@ def test_wandb_gets_every_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("tensorboard", {"tensorboard": True}),
         ("wandb", {"wandb_project": "x"}),
         ("prometheus_client", {"prometheus_port": 61234}),
+        ("mlflow", {"mlflow_uri": "http://127.0.0.1:9"}),
+        ("opentelemetry.exporter.otlp.proto.http", {"otlp_endpoint": "http://127.0.0.1:9"}),
     ],
 )
 def test_an_extra_that_is_not_installed_is_named_with_its_command(
@@ -64,14 +71,15 @@ def test_an_extra_that_is_not_installed_is_named_with_its_command(
 ):
     monkeypatch.setitem(sys.modules, module, None)
     assert missing_extras(config(tmp_path)) == []
-    assert f"pip install {module}" in missing_extras(config(tmp_path, **metrics))[0]
-    with pytest.raises(InputError, match=f"{module}, which is not installed"):
+    [kind] = [kind for kind in WRITERS if kind.package == module]
+    assert missing_extras(config(tmp_path, **metrics))[0].endswith(f"pip install {kind.install or module}")
+    with pytest.raises(InputError, match=f"{kind.name}, which is not installed"):
         start(config(tmp_path, **metrics))
     assert list(tmp_path.iterdir()) == [], "nothing is written for a run that is refused"
 
 
 def test_extras_are_not_imported_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for module in ("torch.utils.tensorboard.writer", "tensorboard", "wandb", "prometheus_client"):
+    for module in ("torch.utils.tensorboard.writer", *(kind.package for kind in WRITERS)):
         monkeypatch.setitem(sys.modules, module, None)
     for writer in open_writers(config(tmp_path), 0):
         writer.close()
@@ -124,11 +132,74 @@ def test_a_port_that_is_taken_is_told_before_the_run_starts(tmp_path: Path):
         ):
             start(config(tmp_path, prometheus_port=port))
         assert list(tmp_path.iterdir()) == []
-        with pytest.raises(InputError, match="set another one"):
-            open_writers(config(tmp_path, prometheus_port=port), 0)
+        problem = open_writers(config(tmp_path, prometheus_port=port), 0)[1].take_problem()
+        assert "set another one" in problem
+        assert "the run continues" in problem
     for wrong in (0, 65536, -1):
         with pytest.raises(InputError, match="prometheus_port"):
             config(tmp_path, prometheus_port=wrong)
+
+
+class Failing(MetricsWriter):
+    """Fails in one of its methods, `at`."""
+
+    def __init__(self, at: str, error: BaseException) -> None:
+        self.at, self.error = at, error
+        self._fail("make")
+
+    def _fail(self, here: str) -> None:
+        if here == self.at:
+            raise self.error
+
+    def write(self, record: Record) -> None:
+        self._fail("write")
+
+    def trace(self, spans: Sequence[StepSpan]) -> None:
+        self._fail("trace")
+
+    def rewind(self, step: int) -> None:
+        self._fail("rewind")
+
+    def close(self) -> None:
+        self._fail("close")
+
+
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize("at", ["make", "write", "trace", "rewind", "close"])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "full"), RuntimeError("no http://me:secret@host here"), SystemExit(0)]
+)
+def test_a_failing_writer_does_not_end_a_run_and_is_reported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], at, error, remote
+):
+    kind = WriterKind("Failing", "tensorboard", "json", lambda config, step: Failing(at, error), remote=remote)
+    monkeypatch.setattr(table, "WRITERS", (dataclasses.replace(kind, traces=True),))
+    log = RunLog(config(tmp_path, tensorboard=True), 0, False, 0)
+    for step in (1, 2):
+        record = TrainRecord(**{key: value for key, value in RECORD.items() if key != "kind"} | {"step": step})
+        log.write(record)
+        log.trace([StepSpan(step, "data", 0.0, 1.0)])
+        log.rewind(1)
+    log.close()
+    [event] = read_events(tmp_path)
+    assert event.kind == "metrics"
+    assert event.text.startswith("metrics.tensorboard: Failing failed (")
+    shown = capsys.readouterr().out
+    assert shown.count("Failing failed (") == 1
+    assert "secret" not in shown + event.text
+    assert [json.loads(each)["step"] for each in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1]
+
+
+def test_a_url_that_no_server_has_is_refused_before_the_run(tmp_path: Path):
+    for key in ("mlflow_uri", "otlp_endpoint"):
+        for wrong in ("localhost:4318", "htp://host", "http://", "http://host:99999", "", "//host"):
+            with pytest.raises(ConfigError, match=rf"metrics.{key}='{wrong}' is not the URL of a server; valid: http"):
+                config(tmp_path, **{key: wrong})
+        config(tmp_path, **{key: "https://user:password@host:1/path"})
+    with pytest.raises(ConfigError, match=r"otlp_endpoint='http://\*\*\*@host:0'"):
+        config(tmp_path, otlp_endpoint="http://me:secret@host:0")
+    with pytest.raises(ConfigError, match=r"mlflow_experiment='x' without metrics\.mlflow_uri"):
+        config(tmp_path, mlflow_experiment="x")
 
 
 @prove

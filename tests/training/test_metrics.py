@@ -19,8 +19,10 @@ from shardwright.parallel.model import ExpertLoad
 from shardwright.run_folder import PHASES
 from shardwright.system.errors import InputError, ShardwrightError
 from shardwright.training.device import peak_flops_per_s, peak_of_name
-from shardwright.training.metrics import JsonLines, _numbers, line
 from shardwright.training.numbers import LogNumbers, expert_numbers, speed_numbers, tokens_by_expert
+from shardwright.training.run_log import line
+from shardwright.training.writers.files import JsonLines
+from shardwright.training.writers.writer import numbers_of
 from tests.marks import prove
 from tests.training.metric_records import RECORD
 from tests.training.runs import lines, records, train, training, trajectory, write_run_file
@@ -266,4 +268,4 @@ def test_a_line_of_a_mixture_has_the_epochs_and_losses_of_its_sources():
     assert " | epochs web 0.25, code 1.5 | " in line(RECORD | {"epochs": {"web": 0.25, "code": 1.5}}, 20)
     told = {"kind": "evaluation", "step": 5, "loss": 2.5, "sources": {"web": 2.0, "code": 3.0}}
     assert line(told, 20) == "step     5/20 | validation loss 2.5000 | web 2.0000, code 3.0000"
-    assert _numbers(told) == {"loss": 2.5, "sources/web": 2.0, "sources/code": 3.0}
+    assert numbers_of(told) == {"loss": 2.5, "sources/web": 2.0, "sources/code": 3.0}

@@ -6,6 +6,7 @@ import inspect
 import json
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -32,7 +33,7 @@ from shardwright.system.errors import (
     too_many_files,
 )
 from shardwright.system.files import is_text, parse_json, parse_toml, problem_of_place, read_text, reason
-from shardwright.system.processes import in_one_sentence, interrupts
+from shardwright.system.processes import in_one_sentence, interrupts, leaving_is_failure
 from shardwright.view import terminal
 from shardwright.view.document import VerbDocument
 
@@ -101,7 +102,11 @@ def fail(error: ShardwrightError) -> None:
         problems = [*problems[:MOST_PROBLEMS], f"and {len(problems) - MOST_PROBLEMS:,} more"]
     for problem in problems:
         error_console.print("[bold red]error:[/] ", end="")
-        error_console.print(problem, markup=False)
+        error_console.print(_LONG_WORD.sub(_shortened, problem), markup=False)
+
+
+def _shortened(word: re.Match[str]) -> str:
+    return f"{word[0][:500]}...{word[0][-100:]}"
 
 
 def reading_verb(function: Callable[..., None]) -> Callable[..., None]:
@@ -125,7 +130,7 @@ def verb(function: Callable[..., None], extends: bool = False, hears_signals: bo
     def run(**given: Any) -> None:
         given = {name: _with_home(value) for name, value in given.items()}
         try:
-            with nullcontext() if hears_signals else interrupts():
+            with nullcontext() if hears_signals else interrupts(), leaving_is_failure():
                 _check_values(given)
                 if extends:
                     extensions.load_trusted(given.pop("extension") or ())
@@ -172,6 +177,8 @@ def _with_home(value: Any) -> Any:
     return Path(os.path.expanduser(value)) if isinstance(value, Path) else value
 
 
+_LONG_WORD = re.compile(r"\S{4097,}")
+"""A word of a message that is longer than any path, such as a list of numbers that was given."""
 LONGEST_NUMBER = 18
 """Most digits of a whole number that always fits into 64 bits."""
 

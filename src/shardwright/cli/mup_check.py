@@ -68,8 +68,11 @@ def mup_check(options: MupCheckOptions) -> None:
 def _widths(text: str) -> tuple[int, ...]:
     """Return the widths of an option in ascending order. Raises InputError."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and len(part) < 9 and 0 < int(part) <= MOST_WIDTH for part in parts):
-        raise InputError(f"--widths {text}: whole numbers from 1 to {MOST_WIDTH:,} are needed, such as 64,128,256,512")
+    wrong = [part for part in parts if not (part.isdecimal() and len(part) < 9 and 0 < int(part) <= MOST_WIDTH)]
+    if wrong:
+        raise InputError(
+            f"--widths {wrong[0][:40]}: whole numbers from 1 to {MOST_WIDTH:,} are needed, such as 64,128,256,512"
+        )
     widths = tuple(sorted({int(part) for part in parts}))
     if len(widths) < 2:
         raise InputError(f"--widths {text}: two different widths or more are needed, for a slope")

@@ -12,6 +12,7 @@ from shardwright.report.comparison_view import comparison_document, draw_losses
 from shardwright.report.curves import draw_curves
 from shardwright.report.run_record import RunRecord, read_run
 from shardwright.report.run_view import run_document
+from shardwright.report.traces import merge_traces
 from shardwright.run_folder import CURVES, EXPERT_LOAD, PAGE, TIMELINE
 from shardwright.schedule.draw import draw
 from shardwright.schedule.trace import write_trace
@@ -47,6 +48,13 @@ def report(
             "RUN_DIR/timeline.svg if not given",
         ),
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.json",
+            help="the traces of all ranks that [profile] requested, merged into one file for ui.perfetto.dev",
+        ),
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Show the results of a run: its numbers, its curves, and one HTML page.
@@ -63,17 +71,24 @@ def report(
     Exit codes: 0 written, 2 the folder is not one of a run, or a file cannot be written.
     """
     if len(run_dirs) > 1:
-        _compare([read_run(each) for each in run_dirs], out or Path(COMPARISON), picture, timeline, json)
+        for option, given in (("--timeline", timeline), ("--trace", trace)):
+            if given is not None:
+                raise InputError(f"{option} {given} is for one run, and {len(run_dirs)} are given; leave it out")
+        _compare([read_run(each) for each in run_dirs], out or Path(COMPARISON), picture, json)
         return
     run = read_run(run_dirs[0])
     page, curves = out or run.folder / PAGE, picture or run.folder / CURVES
     drawing = _place_of_timeline(run, timeline)
-    _check_places(page, curves, *filter(None, [drawing]))
+    _check_places(page, curves, *filter(None, [drawing, trace]))
+    if trace is not None:
+        merge_traces(run.folder, trace)
     draw_curves(run, curves)
     files = {"page": page, "picture": curves}
     if run.pipeline is not None and drawing is not None:
         (draw if drawing.suffix.lower() == ".svg" else write_trace)(run.pipeline.timelines, drawing)
         files["timeline"] = drawing
+    if trace is not None:
+        files["trace"] = trace
     if (
         tokens := next((each.tokens_by_expert for each in reversed(run.train) if each.tokens_by_expert), None)
     ) is not None:
@@ -82,10 +97,8 @@ def report(
     show(run_document(run, files), json, *files.values())
 
 
-def _compare(runs: list[RunRecord], page: Path, picture: Path | None, timeline: Path | None, json: bool) -> None:
+def _compare(runs: list[RunRecord], page: Path, picture: Path | None, json: bool) -> None:
     """Write the page and the picture of several runs."""
-    if timeline is not None:
-        raise InputError(f"--timeline {timeline} is for one run, and {len(runs)} are given; leave it out")
     losses = picture or page.with_suffix(".png")
     _check_places(page, losses)
     draw_losses(runs, losses)

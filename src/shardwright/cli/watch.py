@@ -16,7 +16,7 @@ from shardwright.run_folder import RUN_NAMES, as_record
 from shardwright.system.errors import InputError
 from shardwright.system.files import LOCK
 from shardwright.system.processes import interrupt_is_handled
-from shardwright.training.metrics import line
+from shardwright.training.run_log import line
 from shardwright.view.terminal import renderables
 
 LEAST_EVERY_S, MOST_EVERY_S = 0.1, 3600.0

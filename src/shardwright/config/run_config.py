@@ -11,6 +11,7 @@ from pydantic import (
 from shardwright.config.average import AverageSection, average_problems
 from shardwright.config.batch import BatchSection, data_problems, stage_problems
 from shardwright.config.faults import FaultsSection, OnSpike
+from shardwright.config.metrics import MetricsSection, ProfileSection, profile_problems
 from shardwright.config.mixture import mixture_problems
 from shardwright.config.optimizer import OptimizerSection
 from shardwright.config.precision import PrecisionSection
@@ -22,7 +23,6 @@ from shardwright.config.sections import (
     InitSection,
     LayoutSection,
     LoraSection,
-    MetricsSection,
     ModelSection,
     NotNegative,
     Positive,
@@ -83,6 +83,7 @@ class RunConfig(RunFileSection):
     precision: PrecisionSection = Field(default_factory=PrecisionSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     metrics: MetricsSection = Field(default_factory=MetricsSection)
+    profile: ProfileSection = Field(default_factory=ProfileSection)
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
     average: AverageSection = Field(default_factory=AverageSection)
     faults: FaultsSection = Field(default_factory=FaultsSection)
@@ -168,6 +169,11 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
     found += _fault_problems(faults, layout, data, valid.get("checkpoint"), valid.get("precision"))
     if average := valid.get("average"):
         found += average_problems(average, valid.get("steps"))
+    if metrics := valid.get("metrics"):
+        found += metrics.problems()
+    if profile := valid.get("profile"):
+        world_size = layout.world_size if layout else None
+        found += profile_problems(profile, valid.get("steps"), world_size, valid.get("device", "auto"))
     if lr_schedule:
         found += _lr_schedule_problems(lr_schedule, valid.get("steps"))
     if data:

@@ -449,19 +449,6 @@ class PreferenceSection(RunFileSection):
 NO_PREFERENCE = PreferenceSection()
 
 
-class MetricsSection(RunFileSection):
-    """Metrics that are written while training. JSON lines always go to OUT/metrics.jsonl."""
-
-    every: Positive = Field(10, description="steps between logged lines; logging synchronises with the accelerator")
-    tensorboard: bool = Field(False, description="also write TensorBoard events (extra: tensorboard)")
-    wandb_project: str | None = Field(None, description="also log to this W&B project (extra: wandb)")
-    prometheus_port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
-        None,
-        description="also serve the newest numbers to Prometheus, at http://127.0.0.1:PORT/metrics of the machine of "
-        "rank 0 (extra: prometheus)",
-    )
-
-
 class EvaluationSection(RunFileSection):
     """Validation loss."""
 

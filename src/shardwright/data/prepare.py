@@ -28,7 +28,7 @@ from shardwright.data.sources import HUB, Document, EncodingErrors, Meter, docum
 from shardwright.data.tokenizer import TextTokenizer, all_cores, load_tokenizer, train_bpe
 from shardwright.data.writer import SplitWriter
 from shardwright.system.control_groups import usable_cores
-from shardwright.system.errors import DataError, without_secrets
+from shardwright.system.errors import DataError
 from shardwright.system.files import new_folder, real_path
 from shardwright.system.remote import REMOTE
 from shardwright.system.units import MiB, counted
@@ -188,8 +188,7 @@ def prepare(
             source=corpus.described(meter) | _plain_markers(loaded, chat),
             options={"validation": validation, "seed": seed, "shard_tokens": shard_tokens},
         )
-        (folder / MANIFEST).write_bytes(without_secrets(manifest.model_dump_json(indent=2)).encode() + b"\n")
-    return manifest
+        return manifest.written(folder)
 
 
 def _check(validation: float, **least_1: int) -> None:

@@ -15,6 +15,7 @@ continue in the next.
 """
 
 import hashlib
+import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -30,14 +31,16 @@ from shardwright.config.sections import DataSection, TokenCache
 from shardwright.data.blocks import BLOCK_BYTES, SUM_BYTES, CheckedFile, SumsFile, n_blocks
 from shardwright.data.chat import TEMPLATE
 from shardwright.data.mirror import MANIFEST, Mirror, MirroredFile, warm
-from shardwright.system.errors import DataError, near_path, nearest
+from shardwright.system.errors import DataError, near_path, nearest, without_secrets
 from shardwright.system.files import LONGEST_TOKENIZER, inside, open_regular, parse_json, read_bytes
 from shardwright.system.remote import REMOTE
 from shardwright.system.units import MiB
 
 FORMAT = "shardwright.tokens"
-FORMAT_VERSION = 3
-"""Version 2 has masks of conversations. Version 3 has checksums of blocks and the largest token id."""
+FORMAT_VERSION = 4
+"""Version 2 has masks of conversations. Version 3 has checksums of blocks and the largest token id. Version 4 has a
+checksum of the manifest."""
+BLOCKS_VERSION = 3
 TOKENIZER = "tokenizer.json"
 INDEX_BYTES = 8
 INDEX_CHECKED_AT_START_BYTES = 256 * MiB
@@ -105,6 +108,15 @@ class DataManifest(_Record):
     splits: dict[str, DataSplit]
     source: dict[str, Any]
     options: dict[str, Any]
+    sha256: str | None = None
+    """Checksum of all other values; None before version 4."""
+
+    def written(self, folder: Path) -> "DataManifest":
+        """Write the manifest with its checksum to `folder`, without secrets, and return it as it can be read back."""
+        raw = parse_json(without_secrets(self.model_dump_json()))
+        raw["sha256"] = _digest(raw)
+        (folder / MANIFEST).write_bytes(json.dumps(raw, indent=2).encode() + b"\n")
+        return DataManifest.model_validate(raw)
 
     @staticmethod
     def read(directory: str | Path, *, check_files: bool = True) -> "DataManifest":
@@ -131,6 +143,9 @@ class DataManifest(_Record):
         for name in (*manifest._n_bytes_of_all_files(), TEMPLATE):
             inside(folder, name, DataError)
         problems = manifest._contradictions() or (manifest.missing_files(folder) if check_files else [])
+        has_checksum = version > BLOCKS_VERSION or manifest.sha256 is not None
+        if not problems and has_checksum and manifest.sha256 != _digest(raw):
+            problems = [f"{MANIFEST} is damaged: values have changed since it was written; prepare the data again"]
         if check_files and not problems:
             problems = manifest._tokenizer_problems(folder)
         if problems:
@@ -193,7 +208,7 @@ class DataManifest(_Record):
                 f"the tokenizer has {self.vocab_size:,} tokens and the model {model_vocab_size:,} rows; the data fits: "
                 f"its largest token id is {self.largest_id:,}"
             )
-        if self.format_version < FORMAT_VERSION:
+        if self.format_version < BLOCKS_VERSION:
             remarks.append(
                 f"format version {self.format_version} has no checksums of blocks, so damaged tokens are not noticed "
                 f"while training; prepare the data again, or check it with `shardwright data inspect DIR --verify`"
@@ -478,6 +493,12 @@ def verify_checksums(directory: str | Path, progress: Callable[[str], None] | No
         if actual != sha256:
             problems.append(f"{name} has the checksum {actual[:12]}..., the manifest says {sha256[:12]}...: damaged")
     return problems
+
+
+def _digest(raw: dict[str, Any]) -> str:
+    """Return the checksum of the values of a manifest."""
+    values = {name: value for name, value in raw.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def _read_json(folder: Path) -> Any:

@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from shardwright.system import extensions
 from shardwright.system.console import leave_dead_terminal
@@ -302,6 +302,28 @@ def in_one_sentence(error: BaseException) -> ShardwrightError | None:
         place = traceback.extract_tb(error.__traceback__)[-1]
         return WorkerError(f"the command was ended by SystemExit({error.code!r}) at {place.filename}:{place.lineno}")
     return None
+
+
+@contextmanager
+def leaving_is_failure() -> Iterator[None]:
+    """Let `os._exit(0)` end this process with the exit code of a failure and one line on stderr, in any thread of the
+    block: an extension would otherwise end a run as if it were complete. Forked processes may exit."""
+    leave, process = os._exit, os.getpid()
+
+    def fail(code: int) -> NoReturn:
+        if code == 0 and os.getpid() == process:
+            place = traceback.extract_stack()[-2]
+            text = f"error: the command was ended by os._exit(0) at {place.filename}:{place.lineno}\n"
+            with suppress(OSError):
+                os.write(2, text.encode(errors="backslashreplace"))
+            code = WorkerError.exit_code
+        leave(code)
+
+    os._exit = fail  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        os._exit = leave
 
 
 def is_lost_peer(error: BaseException) -> bool:

@@ -52,6 +52,11 @@ __all__ = [
     "tree_map",
 ]
 
+# Memory of GPUs
+
+record_memory_history = torch.cuda.memory._record_memory_history
+dump_memory_snapshot = torch.cuda.memory._dump_snapshot
+
 # Operators
 
 foreach_add_, foreach_copy_, foreach_mul_, foreach_sign_, foreach_zero_ = (

@@ -3,11 +3,13 @@
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Protocol
 
 import torch
+from torch.profiler import record_function
 
-from shardwright.parallel.pipeline.runner import Mark, mark, seconds
+from shardwright.parallel.pipeline.runner import Mark, in_epoch_s, mark, seconds
 from shardwright.system.ranks_at import Phase
 
 
@@ -48,7 +50,7 @@ class PhaseClock:
 
     def restart(self) -> None:
         """Discard all measurements; the next phase starts now."""
-        self._spans: dict[str, list[tuple[Mark, Mark]]] = defaultdict(list)
+        self._spans: list[tuple[str, Mark, Mark]] = []
         self._last = mark(self.device)
         self.own_s = []
         self.begin_step()
@@ -62,7 +64,7 @@ class PhaseClock:
     def mark(self, phase: str) -> None:
         """Assign the time since the last mark to `phase`."""
         now = mark(self.device)
-        self._spans[phase].append((self._last, now))
+        self._spans.append((phase, self._last, now))
         if self.device.type == "cpu":
             cpu_s = time.thread_time()
             if phase == "data":
@@ -75,21 +77,34 @@ class PhaseClock:
         """Return the seconds of each phase since the last `restart`. Synchronizes with the GPU."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        return {phase: sum(seconds(*span) for span in spans) for phase, spans in self._spans.items()}
+        total_s: dict[str, float] = defaultdict(float)
+        for phase, start, end in self._spans:
+            total_s[phase] += seconds(start, end)
+        return dict(total_s)
+
+    def spans(self) -> list[tuple[str, float, float]]:
+        """Return each phase since the last `restart` with its start and end, in seconds since the epoch. Synchronizes
+        with the GPU."""
+        return in_epoch_s(self._spans, self.device)
 
 
 class RunPhases:
-    """The phases of a run: the clock measures them, and `enter` reports the start of each phase to the hang monitor."""
+    """The phases of a run: the clock measures them, `enter` reports the start of each phase to the hang monitor, and a
+    trace of torch.profiler shows them by name."""
 
     def __init__(self, clock: PhaseClock, enter: Callable[[Phase, int], None]) -> None:
         self.clock, self._enter = clock, enter
+        self._traced = ExitStack()
 
     def begin(self, phase: Phase, step: int) -> None:
         """Start a phase. The phase "data" starts a step."""
+        self._traced.close()
         self._enter(phase, step)
+        self._traced.enter_context(record_function(phase))
         if phase == "data":
             self.clock.begin_step()
 
     def end(self, phase: Phase) -> None:
         """Assign the time since the end of the previous phase to this one."""
+        self._traced.close()
         self.clock.mark(phase)

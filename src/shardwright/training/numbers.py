@@ -3,9 +3,10 @@
 The load of experts, as recorded in metrics.jsonl.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from itertools import takewhile
+from pathlib import Path
 
 import torch
 
@@ -16,13 +17,23 @@ from shardwright.model.sections import MoESpec
 from shardwright.parallel.expert import take_sent_bytes
 from shardwright.parallel.model import ExpertLoad
 from shardwright.parallel.preference import METRICS
-from shardwright.run_folder import MOST_LOADS_LOGGED, PHASES, EvaluationRecord, Record, TrainRecord, now
+from shardwright.run_folder import (
+    MOST_LOADS_LOGGED,
+    PHASES,
+    EvaluationRecord,
+    Record,
+    TrainRecord,
+    lacks_evaluation,
+    now,
+)
 from shardwright.training.clock import PhaseClock, Phases
 from shardwright.training.device import DTYPES, peak_flops_per_s, peak_memory_bytes
-from shardwright.training.hooks import Hook, RunStart, TakenStep
+from shardwright.training.hooks import Hook, RunStart, TakenStep, due_after
+from shardwright.training.resuming import from_first
 from shardwright.training.run_log import RunLog
 from shardwright.training.sources import RunSamples
 from shardwright.training.step import Trainer
+from shardwright.training.writers.writer import StepSpan
 
 _FIELDS = {field.name for field in fields(TrainRecord)}
 
@@ -87,6 +98,8 @@ class LogNumbers(Hook):
             known = {name: value for name, value in numbers.items() if name in _FIELDS}
             more = {name: value for name, value in numbers.items() if name not in _FIELDS}
             self.log.write(TrainRecord(step=taken.step, time=now(), **known), more)
+        if self.log.traces:
+            self.log.trace(step_spans(self._logged, self.clock.spans()))
         self._logged = taken.step
         self.clock.restart()
 
@@ -122,8 +135,8 @@ class LogNumbers(Hook):
 
 class Evaluate(Hook):
     """Writes an `evaluation` record before the first step of a run and whenever one is due. `asked_to_stop`: as in
-    `TrainLoop`; an evaluation during which it becomes True ends at once, without a record, so that the run can save.
-    The evaluation after the last step, `steps`, is always finished."""
+    `TrainLoop`; an evaluation during which it becomes True ends at once, without a record, so that the run can save. It
+    is repeated when the run resumes. The evaluation after the last step, `steps`, is always finished."""
 
     def __init__(
         self,
@@ -131,15 +144,18 @@ class Evaluate(Hook):
         samples: RunSamples,
         log: RunLog,
         phases: Phases,
-        steps: int,
+        config: RunConfig,
         asked_to_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.trainer, self.samples, self.log, self.phases = trainer, samples, log, phases
-        self.steps, self.asked_to_stop, self._stopped = steps, asked_to_stop, False
+        self.config, self.asked_to_stop, self._stopped = config, asked_to_stop, False
 
     def on_start(self, start: RunStart) -> None:
-        if start.step == 0:
-            self.on_evaluation(0)
+        if start.step == 0 or (
+            due_after(self.config, start.step).evaluate
+            and from_first(lambda: lacks_evaluation(Path(self.config.out), start.step), bool)
+        ):
+            self.on_evaluation(start.step)
 
     def on_evaluation(self, step: int) -> None:
         sources = self.samples.sources
@@ -154,8 +170,7 @@ class Evaluate(Hook):
         self.phases.end("evaluation")
         if means is None or averaged is None:
             what = "evaluation" if means is None else "evaluation of the averaged weights"
-            self.log.say(f"{what} after step {step} not finished: the run was asked to stop")
-        if means is None:
+            self.log.say(f"{what} after step {step} not finished: the run was asked to stop; a resumed run repeats it")
             return
         for name in [name for name in sources.validation if name not in means]:
             self.log.say(f"no validation loss of {name}: none of the sequences has a token that counts")
@@ -181,7 +196,7 @@ class Evaluate(Hook):
         """Return the means of `evaluation_sums` of each source that has a token that counts; None if the run is asked
         to stop before its last step."""
         means: dict[str, list[float]] = {}
-        may_stop = step < self.steps
+        may_stop = step < self.config.steps
         for name, samples in self.samples.sources.validation.items():
             batches = self.samples.evaluation_batches(samples)
             sums, counts = self.trainer.evaluation_sums(
@@ -197,6 +212,16 @@ class Evaluate(Hook):
         """Return the mean of each number over the sources, weighted as the run mixes them at `step`."""
         places = range(len(next(iter(means.values()))))
         return [self.samples.sources.mean(step, {name: of[at] for name, of in means.items()}) for at in places]
+
+
+def step_spans(step: int, spans: Iterable[tuple[str, float, float]]) -> list[StepSpan]:
+    """Return phases in the order of time with the numbers of their steps. `step`: steps done before them. A step starts
+    with data."""
+    numbered = []
+    for phase, start_s, end_s in spans:
+        step += phase == PHASES[0]
+        numbered.append(StepSpan(step, phase, start_s, end_s))
+    return numbered
 
 
 def speed_numbers(

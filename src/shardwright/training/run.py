@@ -9,7 +9,7 @@ import torch
 
 from shardwright.config import RunConfig
 from shardwright.run_folder import RUN_FILE
-from shardwright.system.errors import WorkerError, cleaning_up
+from shardwright.system.errors import cleaning_up
 from shardwright.system.files import sole_owner, write_whole
 from shardwright.system.units import counted
 from shardwright.training.base_weights import base_record, fill_base
@@ -24,6 +24,7 @@ from shardwright.training.initial_weights import begin_with
 from shardwright.training.kept import changes_since, kept_run_file, rate_change
 from shardwright.training.loop import StopRequest, TrainLoop
 from shardwright.training.numbers import Evaluate, LogNumbers
+from shardwright.training.profiling import ProfileSteps, memory_errors_explained
 from shardwright.training.ranks import ProcessRank, pick_device, process_group, restarts_of_torchrun
 from shardwright.training.references import run_references
 from shardwright.training.resilience.after_spike import AfterSpike, ReportSkipped
@@ -58,14 +59,12 @@ def run(config: RunConfig, place: ProcessRank, quiet: bool = False) -> bool:
     with owned, process_group(place, device):
         config, said = settle(config, device)
         layout = config.layout.layout()
-        try:
-            after_s = config.faults.hang_after
-            with monitored(Path(config.out), place.rank, layout, device, after_s) as monitor:
-                return _run(config, place, device, quiet, monitor, [said] if said else [])
-        except torch.OutOfMemoryError as error:
-            raise WorkerError(
-                f"rank {place.rank}: {str(error).splitlines()[0]}; to need less: {for_less_memory(config)}"
-            ) from None
+        after_s = config.faults.hang_after
+        with (
+            memory_errors_explained(config, place.rank, for_less_memory(config)),
+            monitored(Path(config.out), place.rank, layout, device, after_s) as monitor,
+        ):
+            return _run(config, place, device, quiet, monitor, [said] if said else [])
 
 
 def _run(
@@ -159,10 +158,11 @@ def build_hooks(
         LogNumbers(config, trainer, samples, device, clock, log),
         StopAtNotFinite(trainer, after_spike),
         *([WatchStragglers(layout, trainer, clock, log)] if compared else []),
-        Evaluate(trainer, samples, log, phases, config.steps, asked_to_stop),
+        Evaluate(trainer, samples, log, phases, config, asked_to_stop),
         CompareCopies(config.faults.check_copies_every, trainer, log),
         *(kind.make(RunParts(config, trainer, log)) for kind in HOOKS.values()),
         saving,
+        *([ProfileSteps(config, place.rank, device, log)] if config.profile.requested else []),
     ]
 
 

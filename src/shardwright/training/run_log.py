@@ -13,12 +13,13 @@ from shardwright.config import RunConfig
 from shardwright.run_folder import AnyRecord, EventKind, EventRecord, Record, SamplePlace, append_event, as_record
 from shardwright.system.console import LossyStream, PlainConsole
 from shardwright.system.errors import cleaning_up
-from shardwright.system.units import format_seconds
-from shardwright.training.metrics import MetricsWriter, line, open_writers
+from shardwright.system.units import format_bytes, format_count, format_seconds
+from shardwright.training.writers.table import open_writers
+from shardwright.training.writers.writer import MetricsWriter, OptionalWriter, StepSpan
 
 
-class Screen(Progress):
-    """Prints records and remarks of a run on rank 0; `quiet` prints nothing. A `metrics.MetricsWriter`."""
+class Screen(Progress, MetricsWriter):
+    """Prints records and remarks of a run on rank 0; `quiet` prints nothing."""
 
     def __init__(self, steps: int, first_step: int, rank: int, quiet: bool = False) -> None:
         silent = rank != 0 or quiet
@@ -56,9 +57,6 @@ class Screen(Progress):
         """Set the bar back to `step` steps."""
         self.at(step)
 
-    def close(self) -> None:
-        """Do nothing: the `with` block ends the bar."""
-
     def at(self, step: int) -> None:
         """Set the bar to `step` completed steps."""
         self.update(self._bar, completed=step)
@@ -75,6 +73,8 @@ class RunLog:
         self._out, self._rank = Path(config.out), rank
         self.screen = Screen(config.steps, first_step, rank, quiet)
         self._writers: list[MetricsWriter] = [self.screen, *open_writers(config, first_step)] if rank == 0 else []
+        self._step = first_step
+        """The step of the last record."""
 
     @property
     def writes(self) -> bool:
@@ -104,13 +104,73 @@ class RunLog:
         line = as_record(record) | (more or {})
         for writer in self._writers:
             writer.write(line)
+        self._report_problems(line["step"])
 
     def rewind(self, step: int) -> None:
         """Discard the records after `step` steps in writers that can, because the run takes those steps again."""
         for writer in self._writers:
             writer.rewind(step)
 
+    @property
+    def traces(self) -> bool:
+        """Whether a writer takes spans."""
+        return any(writer.kind.traces for writer in self._optional)
+
+    def trace(self, spans: Sequence[StepSpan]) -> None:
+        """Pass the phases of the last steps to every writer that takes spans."""
+        for writer in self._optional:
+            if writer.kind.traces:
+                writer.trace(spans)
+
     def close(self) -> None:
         """Close every writer."""
-        with cleaning_up(*(writer.close for writer in self._writers)):
+        with cleaning_up(*(writer.close for writer in self._writers), lambda: self._report_problems(self._step)):
             pass
+
+    @property
+    def _optional(self) -> list[OptionalWriter]:
+        return [writer for writer in self._writers if isinstance(writer, OptionalWriter)]
+
+    def _report_problems(self, step: int) -> None:
+        """Print the first failure of each optional writer after `step` steps."""
+        self._step = step
+        for writer in self._optional:
+            if (problem := writer.take_problem()) is not None:
+                self.tell("metrics", step, problem)
+
+
+def line(record: Record, steps: int) -> str:
+    """Format a record as one line of text."""
+    ahead = [f"mtp {record['mtp_loss']:.4f}"] if "mtp_loss" in record else []
+    if "margin" in record:
+        ahead += [f"margin {record['margin']:.4f}", f"accuracy {record['accuracy']:.1%}"]
+    if record["kind"] == "evaluation":
+        sources = [f"{name} {loss:.4f}" for name, loss in (record.get("sources") or {}).items()]
+        told = f"step {record['step']:>5}/{steps} | validation loss {record['loss']:.4f}"
+        average = [f"of the average {record['average_loss']:.4f}"] if "average_loss" in record else []
+        return " | ".join((told, *average, *ahead, *([", ".join(sources)] if sources else [])))
+    mfu = "n/a" if record["mfu"] is None else f"{record['mfu']:.1%}"
+    load = (f"load {record['load_max_over_mean']:.2f}",) if "load_max_over_mean" in record else ()
+    epochs = [f"{name} {done:.3g}" for name, done in (record.get("epochs") or {}).items()]
+    scale = [f"loss scale {record['loss_scale']:g}"] if "loss_scale" in record else []
+    slowest = []
+    if "slowest_rank" in record:
+        slowest = [f"rank {record['slowest_rank']} costs {format_seconds(max(record['slowest_costs_s'], 0.0))}"]
+    return " | ".join(
+        (
+            f"step {record['step']:>5}/{steps}",
+            f"loss {record['loss']:.4f}",
+            *ahead,
+            *load,
+            *([f"epochs {', '.join(epochs)}"] if epochs else []),
+            f"grad_norm {record['grad_norm']:.3g}",
+            f"lr {record['lr']:.2e}",
+            *scale,
+            f"{format_count(record['tokens_per_s'])} tok/s, {format_count(record['tokens_per_s_per_device'])}/device",
+            f"{record['tflops_per_s_per_device']:.3g} TFLOP/s, MFU {mfu}",
+            format_bytes(record["memory_bytes"]),
+            f"data {format_seconds(record['data_s'])}, fwd+bwd {format_seconds(record['forward_backward_s'])}, "
+            f"opt {format_seconds(record['optimizer_s'])}",
+            *slowest,
+        )
+    )

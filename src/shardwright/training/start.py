@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from shardwright.config import RunConfig
+from shardwright.config.metrics import MEMORY_ON_CPU
 from shardwright.config.shrink import shrunk
 from shardwright.data.shards import source_folders
 from shardwright.model.modules import rows
@@ -50,11 +51,11 @@ from shardwright.training.checkpoint.local import claim
 from shardwright.training.device import least_state_bytes
 from shardwright.training.initial_weights import initial_weights_problems
 from shardwright.training.launch import launch
-from shardwright.training.metrics import missing_extras, port_problems
 from shardwright.training.ranks import ProcessRank, pick_device, place_from_environment
 from shardwright.training.settle import settle
 from shardwright.training.sources import Sources, tokenizer_problems
 from shardwright.training.worker import exit_code
+from shardwright.training.writers.table import missing_extras, writer_problems
 
 _LOST_PEER_WAIT_S = 3.0
 FOUND_BY_ALL = (SpikeError, CopiesError)
@@ -271,7 +272,9 @@ def _batch_problems(config: RunConfig) -> list[str]:
 def _check(config: RunConfig, alone: bool, serves: bool) -> None:
     """Raise InputError for data that does not fit the model, for a folder that already contains a run and, if
     `alone` (all ranks start here), for a machine that is too small. `serves`: rank 0 is a process of this machine."""
-    problems = missing_extras(config) + (port_problems(config) if serves else [])
+    problems = missing_extras(config) + (writer_problems(config) if serves else [])
+    if config.profile.memory and config.device != "cpu" and not torch.cuda.is_available():
+        problems.append(MEMORY_ON_CPU.format(device="no GPU here"))
     problems += _batch_problems(config) + (_machine_problems(config) if alone else [])
     try:
         Sources(config)

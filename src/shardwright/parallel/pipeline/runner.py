@@ -9,9 +9,9 @@ Shapes: B batch, T tokens (or a token shard of them), D model.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from shardwright.schedule.messages import PairExchange, with_messages
 Span = tuple[Action, float, float]
 """An action with its start and end, in seconds since the epoch, so that timelines of several ranks can be combined."""
 Mark = float | torch.cuda.Event
+T = TypeVar("T")
 
 
 class StepTimeline(PassObserver):
@@ -50,11 +51,16 @@ class StepTimeline(PassObserver):
 
     def spans(self) -> list[Span]:
         """Return the actions since `begin_step`; synchronises with the device."""
-        now = mark(self.device)
-        if not isinstance(now, float):
-            now.synchronize()
-        now_s = time.time()
-        return [(action, now_s - seconds(start, now), now_s - seconds(end, now)) for action, start, end in self._marks]
+        return in_epoch_s(self._marks, self.device)
+
+
+def in_epoch_s(spans: Iterable[tuple[T, Mark, Mark]], device: torch.device) -> list[tuple[T, float, float]]:
+    """Return spans between marks of `device` in seconds since the epoch; synchronises with the device."""
+    now = mark(device)
+    if not isinstance(now, float):
+        now.synchronize()
+    now_s = time.time()
+    return [(what, now_s - seconds(start, now), now_s - seconds(end, now)) for what, start, end in spans]
 
 
 def mark(device: torch.device) -> Mark:

@@ -1,0 +1,90 @@
+"""Writer of records to an MLflow tracking server."""
+
+import hashlib
+import os
+import re
+import time
+from typing import Any
+
+from shardwright.config import RunConfig
+from shardwright.run_folder import Record
+from shardwright.system.errors import without_secrets
+from shardwright.system.files import real_path
+from shardwright.training.writers.writer import MetricsWriter, WriterKind, numbers_of
+
+FOLDER_TAG = "shardwright.folder"
+"""Tag of an MLflow run with a digest of the path of its folder, by which a resumed run finds it."""
+MOST_PARAMS = 100
+"""Maximum number of parameters in one request (MLflow REST API, `runs/log-batch`)."""
+LONGEST_VALUE = 500
+"""Maximum number of characters of a parameter's value that every version of MLflow accepts."""
+_NOT_IN_NAMES = re.compile(r"[^\w\-./ ]")
+_DEFAULTS = {
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
+"""Settings of MLflow's client. Its own, 120 s and 7 tries, would delay the end of a run whose server is away, and what
+it prints would be mixed with the document of `train --json`."""
+
+
+class MLflow(MetricsWriter):
+    """A run of an MLflow experiment: the keys of the run file as parameters, the numbers of each record as metrics.
+
+    A resumed run continues the MLflow run of its folder. MLflow keeps every value of a step, so steps that are repeated
+    after a rollback have several.
+    """
+
+    def __init__(self, uri: str, config: RunConfig, first_step: int) -> None:
+        for name, value in _DEFAULTS.items():
+            os.environ.setdefault(name, value)
+        from mlflow.entities import Metric, Param
+        from mlflow.tracking import MlflowClient
+
+        self._metric: Any = Metric
+        self._client = MlflowClient(uri)
+        name, folder = config.metrics.mlflow_experiment, real_path(config.out)
+        digest = hashlib.sha256(os.fsencode(folder)).hexdigest()
+        experiment = self._client.get_experiment_by_name(name)
+        number = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
+        earlier = self._client.search_runs([number], f"tags.`{FOLDER_TAG}` = '{digest}'", max_results=1)
+        if first_step and earlier:
+            self._run = earlier[0].info.run_id
+            self._client.update_run(self._run, status="RUNNING")
+            return
+        self._run = self._client.create_run(number, run_name=folder.name, tags={FOLDER_TAG: digest}).info.run_id
+        params = [Param(key, without_secrets(str(value))[:LONGEST_VALUE]) for key, value in _flat(config.model_dump())]
+        for first in range(0, len(params), MOST_PARAMS):
+            self._client.log_batch(self._run, params=params[first : first + MOST_PARAMS])
+
+    def write(self, record: Record) -> None:
+        now_ms = int(time.time() * 1000)
+        values = {f"{record['kind']}/{key}": float(value) for key, value in numbers_of(record).items()}
+        metrics = [
+            self._metric(_NOT_IN_NAMES.sub("_", key), value, now_ms, record["step"]) for key, value in values.items()
+        ]
+        if metrics:
+            self._client.log_batch(self._run, metrics=metrics)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run)
+
+
+def _flat(table: dict[str, Any], above: str = "") -> list[tuple[str, Any]]:
+    """Return the keys of nested tables that have a value, joined by dots, with their values."""
+    return [
+        pair
+        for key, value in table.items()
+        if value is not None
+        for pair in (_flat(value, f"{above}{key}.") if isinstance(value, dict) else [(f"{above}{key}", value)])
+    ]
+
+
+MLFLOW_WRITER = WriterKind(
+    "MLflow",
+    key="mlflow_uri",
+    package="mlflow",
+    install="mlflow-skinny",
+    make=lambda config, first_step: MLflow(str(config.metrics.mlflow_uri), config, first_step),
+    remote=True,
+)
