@@ -49,7 +49,7 @@ FREE: dict[str, tuple[dict[str, Any], str]] = {
 """Changes that leave step and memory as they are, with the reason."""
 NEGLECTED = {
     "rope_fraction": "the rotation of all elements is priced",
-    "qk_norm": "its memory is priced; its time is part of the fitted bytes of a head",
+    "qk_norm": "its memory is priced, its time is not",
     "qk_norm_whole": "as qk_norm",
     "qk_norm_weight": "a vector of head_dim elements",
     "qkv_bias": "its parameters are priced; its time is below 1e-5 of a step",
