@@ -27,6 +27,15 @@ def test_a_token_of_one_request_takes_as_long_as_reading_weights_and_cache():
     assert float(found[0]) == pytest.approx((weights + cache) / bandwidth, rel=0.01)
 
 
+def test_the_soft_cap_of_logits_takes_as_long_as_its_reads_and_writes():
+    there = serving(rates=IDEAL)
+    model, requests = there.model, 64.0
+    capped = replace(there, model=replace(model, logit_softcap=30.0))
+    more = forms.decode_s(capped, ONE, requests, 1000.0) - forms.decode_s(there, ONE, requests, 1000.0)
+    moved = requests * model.vocab_size * 6 * 2
+    assert float(more[0]) == pytest.approx(moved / there.bytes_per_s, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("precision", "bits", "computes"),
     [("nvfp4", 4.5, "nvfp4"), ("mxfp4", 4.25, "bf16"), ("int4", 4 + 20 / 128, "bf16"), ("int8", 8, "bf16")],

@@ -77,6 +77,14 @@ def _copy_activations(passes: Passes, job: Job, candidates: Candidates, block: B
         passes.add(HOST, *((longer, 0.0) if name == "F" else (0.0, longer)))
 
 
+CAP_ACCESSES = 6 + 7
+"""Reads and writes of a capped logit: forward a quotient, a tanh and a product (2 each); backward a product (2), the
+gradient of tanh (3) and a quotient (2)."""
+CHUNK_CAP_ACCESSES = 8 + 9
+"""The same in a chunked loss: forward a quotient, a tanh, its copy and a product (2 each); for the gradient a square, a
+negation and a sum (2 each), and a product (3)."""
+
+
 def head(job: Job, candidates: Candidates) -> Passes:
     """Return the passes of final norm, logits and loss. The loss reads and writes the logits several times in fp32. A
     chunked loss does all of it in F."""
@@ -100,11 +108,13 @@ def head(job: Job, candidates: Candidates) -> Passes:
 
 
 def _loss_bytes(job: Job, candidates: Candidates) -> Floats:
-    """Return the bytes that the loss moves for a logit, forward and backward. Ignored: a chunked loss multiplies no
-    logits by the gradient of the loss."""
+    """Return the bytes that the loss and the soft cap of logits move for a logit, forward and backward. Ignored: a
+    chunked loss multiplies no logits by the gradient of the loss, and a compiled cap is fused."""
     speed, over_tp = job.stack.speed, candidates.tp > 1
     narrow = speed.loss_cast_bytes + speed.loss_over_tp_bytes * over_tp
-    return np.asarray(speed.loss_bytes + narrow * (job.element_bytes < 4), dtype=np.float64)
+    accesses = CHUNK_CAP_ACCESSES if candidates.shared.loss_chunk_tokens else CAP_ACCESSES
+    cap = accesses * job.element_bytes if job.model.logit_softcap else 0
+    return np.asarray(speed.loss_bytes + narrow * (job.element_bytes < 4) + cap, dtype=np.float64)
 
 
 def _chunked_head(job: Job, candidates: Candidates) -> Passes:

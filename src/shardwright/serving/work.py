@@ -76,6 +76,8 @@ def pass_time(serving: Serving, settings: Settings, batch: PassBatch) -> PassTim
     with ledger.section("once in each pass"):
         rows = np.asarray(batch.logits) / settings.dp
         head = _matmul_s(serving, "logits", rows, model.d_model, model.vocab_size / settings.tp, serving.wide)
+        if model.logit_softcap:
+            head = head + _cap_s(serving, settings, rows)
         send = np.asarray(0.0)
         if np.max(settings.pp) > 1:
             n_bytes = batch.tokens / settings.dp * model.d_model * serving.wide_bytes
@@ -91,6 +93,15 @@ def pass_time(serving: Serving, settings: Settings, batch: PassBatch) -> PassTim
         once = f("scheduling and sampling", seconds, "rates.toml")
         layers = _at_least_started(serving, batch, layers)
     return PassTime(layers, head, once, send)
+
+
+def _cap_s(serving: Serving, settings: Settings, rows: Floats) -> Floats:
+    """Return the seconds of the soft cap of logits: a quotient, a tanh and a product, each read and written. The soft
+    cap of attention's scores costs nothing, because the kernels of the engines compute it."""
+    f = Formulas(
+        "s", rows=rows, e=serving.wide_bytes, V=serving.model.vocab_size, tp=settings.tp, bandwidth=serving.bytes_per_s
+    )
+    return f("soft cap of logits", 6 * f.e * f.rows * f.V / f.tp / f.bandwidth)
 
 
 def _at_least_started(serving: Serving, batch: PassBatch, layers_s: Floats) -> Floats:
