@@ -293,6 +293,6 @@ class MeasuredRun:
 
 
 @cache
-def columns(row: type = MeasuredRun) -> dict[str, RunColumn]:
+def columns(row: Any = MeasuredRun) -> dict[str, RunColumn]:
     """Return the columns of a kind of row by name, in the order of a table."""
     return {each.name: each.metadata["column"] for each in fields(row)}

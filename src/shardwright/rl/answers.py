@@ -18,7 +18,7 @@ from shardwright.cost.job import Floats
 from shardwright.system.errors import InputError
 
 SPREAD = 0.6
-"""Standard deviation sigma of the logarithm of a length, if the 95th percentile is not given."""
+"""Standard deviation sigma of the logarithm of a length, if the 95th percentile is not given: assumed, not fitted."""
 TAIL = 0.95
 _WIDEST = NormalDist().inv_cdf(TAIL)
 """The sigma with the largest ratio of the 95th percentile to the mean, e^(sigma z - sigma^2 / 2) with z = sigma."""
