@@ -75,7 +75,7 @@ def test_a_model_that_fits_no_split_ends_with_1():
 
 
 def test_published_steps_are_compared(tmp_path: Path):
-    rows = [each for each in PUBLISHED.read_text().splitlines(keepends=True) if "llama" in each or "swe" in each]
+    rows = [each for each in PUBLISHED.read_text().splitlines(keepends=True) if "llama" in each or "-swe-" in each]
     table = tmp_path / "steps.csv"
     table.write_text("".join([PUBLISHED.read_text().partition("\n")[0] + "\n", *rows]))
     result = CliRunner().invoke(app, ["plan", "evaluate-rl", str(table)])

@@ -24,7 +24,7 @@ class TableKind(Generic[Row]):
     its cells, whether each kind of needed column (`RunColumn.needed`) is needed. `contradictions`: between cells that
     are valid one by one. `page`: where the columns are described."""
 
-    row: type[Row]
+    row: Callable[..., Row]
     needed: Callable[[Row, Mapping[str, str]], Mapping[str, bool]]
     contradictions: Callable[[Row], Iterator[str]]
     page: str
