@@ -14,8 +14,9 @@ from shardwright.cost.calibration import CALIBRATED
 from shardwright.cost.flops import executed_flops, model_flops
 from shardwright.cost.layer import layer
 from shardwright.data.prepare import prepare
-from shardwright.data.samples import attended_tokens, packed_lengths
+from shardwright.data.samples import packed_lengths
 from shardwright.data.shards import open_split
+from shardwright.split.documents import attended_tokens
 from tests.cost.jobs import candidates, job
 
 

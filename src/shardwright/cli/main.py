@@ -50,7 +50,10 @@ VERBS = {
 """Every verb, a module of this package, and the first line of its help, so that listing verbs imports no module."""
 
 
-OF_TWO_WORDS = ("plan diff", "plan serve", "plan evaluate-serving", "plan calibrate", "plan explain-log")
+OF_TWO_WORDS = (
+    *("plan diff", "plan serve", "plan evaluate-serving", "plan rl", "plan evaluate-rl"),
+    *("plan calibrate", "plan explain-log"),
+)
 """Verbs of two words that have their own options and whose first word is also a verb. In the name of the module, an
 underscore joins the words."""
 

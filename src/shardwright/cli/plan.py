@@ -45,8 +45,8 @@ def plan(options: PlanOptions) -> None:
     shardwright plan evaluate runs.csv
 
     Modes with options of their own: plan diff --help, why one run file is slower than another; plan serve --help, how
-    to serve a model; plan evaluate-serving --help; plan calibrate --help, narrow predictions by training logs; plan
-    explain-log --help, a log next to its prediction.
+    to serve a model; plan evaluate-serving --help; plan rl --help, the time of a step of GRPO; plan evaluate-rl --help;
+    plan calibrate --help, narrow predictions by training logs; plan explain-log --help, a log next to its prediction.
 
     Exit codes: 0 found, 1 nothing fits or nothing could be compared, 2 the input cannot be used.
     """

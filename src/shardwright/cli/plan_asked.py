@@ -269,8 +269,9 @@ def _document_tokens(
     if config is None or config.data.attention != "document" or seq_len is None or seq_len < 1:
         return None
     from shardwright.config.mixture import mixtures_of, sources_of
-    from shardwright.data.samples import attended_tokens, samples_of
+    from shardwright.data.samples import samples_of
     from shardwright.data.shards import open_split
+    from shardwright.split.documents import attended_tokens
 
     try:
         splits = [open_split(source.path, "train", config.data.token_cache) for source in sources_of(config.data)]

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from shardwright.config.sections import DataSection
-from shardwright.data.samples import Samples, attended_tokens, samples_of
+from shardwright.data.samples import Samples, samples_of
 from shardwright.data.shards import TokenSplit, open_split
 from shardwright.data.tokenizer import TextTokenizer, load_tokenizer
-from shardwright.split.documents import Lengths, imbalance, plan
+from shardwright.split.documents import Lengths, attended_tokens, imbalance, plan
 from shardwright.system.errors import DataError
 
 SHOWN_TOKENS = 200

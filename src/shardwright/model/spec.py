@@ -356,7 +356,7 @@ class ModelSpec(ModelSizes):
 
         N `n_matmul_parameters`, Z `n_frozen_matmul_parameters`, L `n_blocks`, H query heads, q `qk_dim`, c head_dim
         (equal to q except in latent attention), s `seq_len` in tokens; if attention stays within documents, the mean
-        length of a token's document (`data.samples.attended_tokens`); with windows or linear layers the mean of
+        length of a token's document (`split.documents.attended_tokens`); with windows or linear layers the mean of
         `attended` over layers; F `scan_flops` of linear layers. A multiply-add is 2 FLOPs, and the backward pass costs
         two forward passes. The second term is QK^T and the matmul with V: 2 H (q + c) s a token forward over the full
         square of positions; `causal` counts the half that is not masked. Source: PaLM (arXiv 2204.02311) appendix B;

@@ -46,11 +46,12 @@ def _column(*column: Any) -> Any:
     return field(metadata={"column": RunColumn(*column)})
 
 
-def _text(help: str, needed: str = "") -> Any:
+def text_column(help: str, needed: str = "") -> Any:
+    """Return a column of text."""
     return _column(help, "text", len, str, "", needed)
 
 
-def _choice(
+def choice_column(
     help: str,
     *words: str,
     needed: str = "",
@@ -63,7 +64,8 @@ def _choice(
     return _column(help, rule, lambda cell: cell in words or re.fullmatch(form[1], cell), str, empty, needed, optional)
 
 
-def _decimal(help: str, low: float, high: float, *, empty: float | None = None, optional: bool = False) -> Any:
+def decimal_column(help: str, low: float, high: float, *, empty: float | None = None, optional: bool = False) -> Any:
+    """Return a column of decimals from `low` to `high`."""
     bounds = " to ".join(f"{Decimal(str(end)):f}" for end in (low, high))
     form = r"[0-9]{1,15}(\.[0-9]{1,20})?"
     return _column(
@@ -77,7 +79,8 @@ def _decimal(help: str, low: float, high: float, *, empty: float | None = None, 
     )
 
 
-def _whole(help: str, high: int, needed: str = "", *, low: int = 1, optional: bool = False) -> Any:
+def whole_column(help: str, high: int, needed: str = "", *, low: int = 1, optional: bool = False) -> Any:
+    """Return a column of whole numbers from `low` to `high`."""
     return _column(
         help,
         f"a whole number from {low} to {high:,}",
@@ -89,11 +92,13 @@ def _whole(help: str, high: int, needed: str = "", *, low: int = 1, optional: bo
     )
 
 
-def _flag(help: str, needed: str = "", empty: bool | None = None, *, optional: bool = False) -> Any:
+def flag_column(help: str, needed: str = "", empty: bool | None = None, *, optional: bool = False) -> Any:
+    """Return a column of 0 and 1."""
     return _column(help, "0, 1", ("0", "1").__contains__, "1".__eq__, empty, needed, optional)
 
 
-def _accelerator(help: str) -> Any:
+def accelerator_column(help: str) -> Any:
+    """Return a column of accelerators."""
     return _column(
         help, "a name of hardware.toml; rows with other names are skipped", len, _listed_name, None, "usable"
     )
@@ -111,167 +116,183 @@ def _listed_name(cell: str) -> str:
 class MeasuredRun:
     """A row of a table: one published run."""
 
-    id: str = _text("stable name of the row, which no other row has", "always")
-    source: str = _text("short name of the publication; errors are averaged over the rows of one", "always")
-    family: str = _text("sources that belong together")
-    ref: str = _text("where the numbers stand: file, commit, table")
-    date: str = _text("of the software, YYYY or YYYY-MM")
-    usable: str = _choice("whether the run can be compared with a prediction", "yes", "no", needed="always")
-    why_not: str = _text("why it cannot, where usable is no")
-    model: str = _text("name as published; only printed", "always")
+    id: str = text_column("stable name of the row, which no other row has", "always")
+    source: str = text_column("short name of the publication; errors are averaged over the rows of one", "always")
+    family: str = text_column("sources that belong together")
+    ref: str = text_column("where the numbers stand: file, commit, table")
+    date: str = text_column("of the software, YYYY or YYYY-MM")
+    usable: str = choice_column("whether the run can be compared with a prediction", "yes", "no", needed="always")
+    why_not: str = text_column("why it cannot, where usable is no")
+    model: str = text_column("name as published; only printed", "always")
 
-    model_kind: str = _choice(
+    model_kind: str = choice_column(
         "decoder; hybrid has other layers beside attention. A usable row is a decoder",
         *("decoder", "hybrid", "lora", "vlm"),
         needed="usable",
     )
-    layers: int = _whole("transformer layers", 1000, "usable")
-    d_model: int = _whole("width of the residual stream", 1_000_000, "usable")
-    heads: int = _whole("query heads", 100_000, "usable")
-    kv_heads: int = _whole("key and value heads", 100_000, "usable")
-    head_dim: int = _whole("width of a head; need not be d_model / heads", 100_000, "usable")
-    d_ffn: int = _whole("inner width of a dense feed-forward network", 1_000_000, "usable")
-    gated: bool = _flag("1: a feed-forward network of three matrices (SwiGLU), RMSNorm; 0: two, LayerNorm", "usable")
-    vocab: int = _whole("rows of the embedding, without padding", 10_000_000, "usable")
-    tied: bool = _flag("1: the head uses the embedding's matrix. Empty: 0", empty=False)
-    bias: bool = _flag("1: linear layers have biases. Empty: 0", empty=False)
-    positions: str = _choice("position encoding. Empty: rotary", "learned", "rotary", empty="rotary")
-    dropout: float = _decimal("probability. Empty: 0", 0, 0.99, empty=0.0)
-    window: int | None = _whole("tokens of sliding-window attention. Empty: none", 10_000_000)
-    windowed_layers: int | None = _whole("layers that have it", 1000)
-    experts: int | None = _whole("experts of a layer. Empty: a dense model", 10_000)
-    top_k: int = _whole("experts that a token goes to", 10_000, "experts")
-    expert_ffn: int = _whole("inner width of an expert", 1_000_000, "experts")
-    shared_experts: int = _whole("experts of that width that every token goes through", 1000, "experts", low=0)
-    dense_layers: int = _whole("first layers that have a dense network instead of experts", 1000, "experts", low=0)
-    mtp: bool = _flag("1: a further layer predicts a second token. Empty: 0", empty=False)
-    mla_q_rank: int = _whole(
+    layers: int = whole_column("transformer layers", 1000, "usable")
+    d_model: int = whole_column("width of the residual stream", 1_000_000, "usable")
+    heads: int = whole_column("query heads", 100_000, "usable")
+    kv_heads: int = whole_column("key and value heads", 100_000, "usable")
+    head_dim: int = whole_column("width of a head; need not be d_model / heads", 100_000, "usable")
+    d_ffn: int = whole_column("inner width of a dense feed-forward network", 1_000_000, "usable")
+    gated: bool = flag_column(
+        "1: a feed-forward network of three matrices (SwiGLU), RMSNorm; 0: two, LayerNorm", "usable"
+    )
+    vocab: int = whole_column("rows of the embedding, without padding", 10_000_000, "usable")
+    tied: bool = flag_column("1: the head uses the embedding's matrix. Empty: 0", empty=False)
+    bias: bool = flag_column("1: linear layers have biases. Empty: 0", empty=False)
+    positions: str = choice_column("position encoding. Empty: rotary", "learned", "rotary", empty="rotary")
+    dropout: float = decimal_column("probability. Empty: 0", 0, 0.99, empty=0.0)
+    window: int | None = whole_column("tokens of sliding-window attention. Empty: none", 10_000_000)
+    windowed_layers: int | None = whole_column("layers that have it", 1000)
+    experts: int | None = whole_column("experts of a layer. Empty: a dense model", 10_000)
+    top_k: int = whole_column("experts that a token goes to", 10_000, "experts")
+    expert_ffn: int = whole_column("inner width of an expert", 1_000_000, "experts")
+    shared_experts: int = whole_column("experts of that width that every token goes through", 1000, "experts", low=0)
+    dense_layers: int = whole_column(
+        "first layers that have a dense network instead of experts", 1000, "experts", low=0
+    )
+    mtp: bool = flag_column("1: a further layer predicts a second token. Empty: 0", empty=False)
+    mla_q_rank: int = whole_column(
         "latent attention: rank of queries, 0: none. All five empty: none", 1_000_000, "mla", low=0
     )
-    mla_kv_rank: int | None = _whole("rank of keys and values", 1_000_000, "mla")
-    mla_nope: int = _whole("elements of a query or key head without positions", 100_000, "mla")
-    mla_rope: int = _whole("elements of it with positions", 100_000, "mla")
-    mla_v: int = _whole("width of a value head", 100_000, "mla")
+    mla_kv_rank: int | None = whole_column("rank of keys and values", 1_000_000, "mla")
+    mla_nope: int = whole_column("elements of a query or key head without positions", 100_000, "mla")
+    mla_rope: int = whole_column("elements of it with positions", 100_000, "mla")
+    mla_v: int = whole_column("width of a value head", 100_000, "mla")
 
-    accelerator: str = _accelerator("kind of accelerator")
-    accelerators: int = _whole("how many the run had", 1_000_000, "usable")
-    per_domain: int = _whole(
+    accelerator: str = accelerator_column("kind of accelerator")
+    accelerators: int = whole_column("how many the run had", 1_000_000, "usable")
+    per_domain: int = whole_column(
         "accelerators that one NVLink domain holds. A run is spread evenly over as few as hold it", 100_000, "usable"
     )
-    link_gbs: float | None = _decimal("GB/s that one accelerator reaches inside its domain; not used", 0.01, 100_000)
-    network: str | None = _choice(
+    link_gbs: float | None = decimal_column(
+        "GB/s that one accelerator reaches inside its domain; not used", 0.01, 100_000
+    )
+    network: str | None = choice_column(
         "between domains. Empty: the accelerator's usual", "infiniband", "roce", "efa", "ethernet"
     )
-    network_gbs: float | None = _decimal("GB/s of one accelerator between domains. Empty: as usual", 0.01, 100_000)
+    network_gbs: float | None = decimal_column(
+        "GB/s of one accelerator between domains. Empty: as usual", 0.01, 100_000
+    )
 
-    stack: str = _choice(
+    stack: str = choice_column(
         "training software: megatron is Megatron-LM to 2022, megatron-core what came after, deepspeed "
         "Megatron-DeepSpeed, fsdp PyTorch FSDP in eager mode, automodel FSDP2 with Transformer Engine's kernels",
         *("megatron", "megatron-core", "deepspeed", "fsdp", "fsdp-compiled", "nanotron", "automodel", "other"),
         needed="usable",
     )
-    te: bool | None = _flag("1: kernels of Transformer Engine or equal ones; not used")
-    precision: str = _choice(
+    te: bool | None = flag_column("1: kernels of Transformer Engine or equal ones; not used")
+    precision: str = choice_column(
         "of matmuls; fp8 by what has a scale of its own: a tensor, a row, a block",
         *("fp32", "bf16", "fp16", "fp8-tensor", "fp8-row", "fp8-block", "mxfp8", "nvfp4"),
         needed="usable",
     )
-    flash: bool | None = _flag("1: attention never stores its scores. Empty: as usual with the stack")
-    fused_loss: bool | None = _flag("1: the loss makes no copy of the logits in fp32. Empty: as usual with the stack")
+    flash: bool | None = flag_column("1: attention never stores its scores. Empty: as usual with the stack")
+    fused_loss: bool | None = flag_column(
+        "1: the loss makes no copy of the logits in fp32. Empty: as usual with the stack"
+    )
 
-    attention: str | None = _choice(
+    attention: str | None = choice_column(
         "kernel of fused attention. Empty: by stack and date", "fa1", "fa2", "fa3", "fa4", "cudnn", optional=True
     )
-    cuda_graphs: str | None = _choice(
+    cuda_graphs: str | None = choice_column(
         "parts of a step that are replayed as CUDA graphs; blocks: layers without their experts. Empty: by stack, "
         "accelerator and date",
         *("none", "blocks", "step"),
         optional=True,
     )
-    gather_dtype: str | None = _choice(
+    gather_dtype: str | None = choice_column(
         "type in which ZeRO gathers weights; fp8: the format of the matmuls. Empty: by stack, precision and date",
         *("bf16", "fp8"),
         optional=True,
     )
 
-    tp: int = _whole("tensor parallelism", 100_000, "usable")
-    sp: bool = _flag("1: sequence parallelism over tp; 0 if tp is 1", "usable")
-    cp: int = _whole("context parallelism", 100_000, "usable")
-    cp_method: str | None = _choice(
+    tp: int = whole_column("tensor parallelism", 100_000, "usable")
+    sp: bool = flag_column("1: sequence parallelism over tp; 0 if tp is 1", "usable")
+    cp: int = whole_column("context parallelism", 100_000, "usable")
+    cp_method: str | None = choice_column(
         "ring: in an order that balances causal attention (zigzag). Empty: ring", "ring", "allgather", "ulysses"
     )
-    pp: int = _whole("pipeline parallelism", 128, "usable")
-    virtual_stages: int = _whole("chunks of layers on one rank of pp; 1 without interleaving", 1000, "usable")
-    schedule: str = _choice(
+    pp: int = whole_column("pipeline parallelism", 128, "usable")
+    virtual_stages: int = whole_column("chunks of layers on one rank of pp; 1 without interleaving", 1000, "usable")
+    schedule: str = choice_column(
         f"of the pipeline; {ONE_F_ONE_B.name} if pp is 1",
         *registry.names(),
         needed="usable",
     )
-    layer_split: str | None = _choice(
+    layer_split: str | None = choice_column(
         "even: each chunk has as many layers; ends: the first and the last have one less; uneven: neither divides. "
         "Empty: pp is 1",
         *("even", "ends", "uneven"),
         needed="pp",
     )
-    ep: int = _whole("expert parallelism; 1 for a dense model", 100_000, "usable")
-    etp: int | None = _whole("tensor parallelism inside an expert. Empty: as tp", 1000)
-    dp_replicate: int = _whole("replicas of a group of dp_shard", 1_000_000, "usable")
-    dp_shard: int = _whole("data ranks that shard state, without those of cp", 1_000_000, "usable")
-    zero: int = _whole("ZeRO stage", 3, "usable", low=0)
-    micro_batch: int = _whole("sequences of one pass on one data rank", 10_000_000, "usable")
-    global_batch: int = _whole("sequences of a step", 10_000_000, "usable")
-    seq_len: int = _whole("tokens of a sequence", 10_000_000, "usable")
-    recompute: str = _choice(
+    ep: int = whole_column("expert parallelism; 1 for a dense model", 100_000, "usable")
+    etp: int | None = whole_column("tensor parallelism inside an expert. Empty: as tp", 1000)
+    dp_replicate: int = whole_column("replicas of a group of dp_shard", 1_000_000, "usable")
+    dp_shard: int = whole_column("data ranks that shard state, without those of cp", 1_000_000, "usable")
+    zero: int = whole_column("ZeRO stage", 3, "usable", low=0)
+    micro_batch: int = whole_column("sequences of one pass on one data rank", 10_000_000, "usable")
+    global_batch: int = whole_column("sequences of a step", 10_000_000, "usable")
+    seq_len: int = whole_column("tokens of a sequence", 10_000_000, "usable")
+    recompute: str = choice_column(
         "full: every layer; selective: what the stack calls so; selective:a+b: modules of each layer "
         f"({', '.join(MODULES)}); partial:N: N layers in full",
         *("none", "full", "selective"),
         needed="usable",
         form=("selective:a+b, partial:N", "selective:({0})([+]({0}))*|partial:[0-9]{{1,4}}".format("|".join(MODULES))),
     )
-    offload: str = _choice(
+    offload: str = choice_column(
         "activations:N: those of N layers go to the host. Empty: none",
         *("none", "optimizer"),
         empty="none",
         form=("activations:N", "activations:[0-9]{1,4}"),
     )
-    overlap_tp: bool | None = _flag("1: tp communication runs beside matmuls; 0: not. Empty: as usual with the stack")
-    overlap_dp: bool | None = _flag("the same of data-parallel communication")
-    moe_dispatch: str | None = _choice("priced as alltoall", "alltoall", "deepep", "hybridep")
-    grad_dtype: str | None = _choice(
+    overlap_tp: bool | None = flag_column(
+        "1: tp communication runs beside matmuls; 0: not. Empty: as usual with the stack"
+    )
+    overlap_dp: bool | None = flag_column("the same of data-parallel communication")
+    moe_dispatch: str | None = choice_column("priced as alltoall", "alltoall", "deepep", "hybridep")
+    grad_dtype: str | None = choice_column(
         "type in which gradients are summed over data ranks. Empty: as usual with the stack", "bf16", "fp16", "fp32"
     )
-    optimizer_dtype: str | None = _choice("type of Adam's moments. Empty: fp32", "bf16", "fp16", "fp32")
-    master_dtype: str | None = _choice(
+    optimizer_dtype: str | None = choice_column("type of Adam's moments. Empty: fp32", "bf16", "fp16", "fp32")
+    master_dtype: str | None = choice_column(
         "type of the weights that the optimizer updates. Empty: fp32; with PyTorch's AdamW (fsdp, fsdp-compiled, "
         "automodel) the type of its moments",
         *("bf16", "fp32"),
         optional=True,
     )
-    whole_gradients: bool | None = _flag(
+    whole_gradients: bool | None = flag_column(
         "1: ZeRO-2 and ZeRO-3 reduce gradients after the last micro-batch alone, and keep them whole until then. "
         "Empty: 0; 1 with PyTorch's FSDP, bf16 weights and gradients in fp32",
         optional=True,
     )
-    whole_logits: bool = _flag("1: each rank of tp has the logits of the whole vocabulary", empty=False, optional=True)
-    loss_chunk_tokens: int | None = _whole("tokens whose logits exist at a time. Empty: all", 10_000_000, optional=True)
+    whole_logits: bool = flag_column(
+        "1: each rank of tp has the logits of the whole vocabulary", empty=False, optional=True
+    )
+    loss_chunk_tokens: int | None = whole_column(
+        "tokens whose logits exist at a time. Empty: all", 10_000_000, optional=True
+    )
 
-    step_time_s: float | None = _decimal("seconds of an optimizer step", 1e-6, 10**9)
-    step_time_from: str | None = _choice("what was published", "stated", "tokens_per_s", "tflops", "mfu")
-    peak_mem_gib: float | None = _decimal("peak memory of one accelerator, GiB", 1e-6, 10**9)
-    peak_mem_from: str = _choice("taken by tensors, or by the allocator", "allocated", "reserved", needed="peak")
-    peak_mem_rank: str = _choice("whose peak, by its rank of pp", "most", "first", "last", needed="peak")
-    tokens: float | None = _decimal("tokens of the whole run", 1, 10**15, optional=True)
-    days: float | None = _decimal(
+    step_time_s: float | None = decimal_column("seconds of an optimizer step", 1e-6, 10**9)
+    step_time_from: str | None = choice_column("what was published", "stated", "tokens_per_s", "tflops", "mfu")
+    peak_mem_gib: float | None = decimal_column("peak memory of one accelerator, GiB", 1e-6, 10**9)
+    peak_mem_from: str = choice_column("taken by tensors, or by the allocator", "allocated", "reserved", needed="peak")
+    peak_mem_rank: str = choice_column("whose peak, by its rank of pp", "most", "first", "last", needed="peak")
+    tokens: float | None = decimal_column("tokens of the whole run", 1, 10**15, optional=True)
+    days: float | None = decimal_column(
         "days of the whole run, with its interruptions; accelerator-hours / accelerators / 24 where hours were "
         "published",
         1e-3,
         10**5,
         optional=True,
     )
-    note: str = _text("what is assumed or special; printed")
+    note: str = text_column("what is assumed or special; printed")
 
 
 @cache
-def columns() -> dict[str, RunColumn]:
-    """Return the columns by name, in the order of a table."""
-    return {each.name: each.metadata["column"] for each in fields(MeasuredRun)}
+def columns(row: Any = MeasuredRun) -> dict[str, RunColumn]:
+    """Return the columns of a kind of row by name, in the order of a table."""
+    return {each.name: each.metadata["column"] for each in fields(row)}

@@ -1,8 +1,9 @@
-"""Read a table of measured runs: a CSV with exactly the columns of `planner.run_columns`."""
+"""Read a table of measured runs: a CSV with exactly the columns of `planner.run_columns`, or of another kind of row."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from shardwright.planner.measured_run import PredictableRun, SkippedRun, prepared
 from shardwright.planner.run_columns import MeasuredRun, columns
@@ -14,6 +15,19 @@ from shardwright.system.units import divisors
 LONGEST_QUOTE = 40
 FEW = 3
 """Most missing columns that are explained one by one."""
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True)
+class TableKind(Generic[Row]):
+    """A kind of table. `row`: a dataclass whose fields are columns, with an `id`. `needed`: for a row and the text of
+    its cells, whether each kind of needed column (`RunColumn.needed`) is needed. `contradictions`: between cells that
+    are valid one by one. `page`: where the columns are described."""
+
+    row: Callable[..., Row]
+    needed: Callable[[Row, Mapping[str, str]], Mapping[str, bool]]
+    contradictions: Callable[[Row], Iterator[str]]
+    page: str
 
 
 def read_runs(path: Path) -> list[PredictableRun | SkippedRun]:
@@ -22,31 +36,32 @@ def read_runs(path: Path) -> list[PredictableRun | SkippedRun]:
     Raises InputError with every problem of the file at once: an unknown or missing column, a cell that is not valid,
     and rows whose cells contradict each other.
     """
-    return [prepared(line, row) for line, row in read_table(path)]
+    return [prepared(line, row) for line, row in read_table(path, MEASURED)]
 
 
-def read_table(path: Path) -> list[tuple[int, MeasuredRun]]:
+def read_table(path: Path, kind: TableKind[Row]) -> list[tuple[int, Row]]:
     """Return every row with its line in the file (its last line if it has several). Raises as `read_runs`."""
     try:
         lines = [(line, [cell.strip() for cell in cells]) for line, cells in read_csv(path) if any(cells)]
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read as a CSV: {reason(error)}") from None
     header = lines[0][1] if lines else []
-    if found := list(_header_problems(header)):
+    if found := list(_header_problems(header, kind)):
         raise InputError(*(f"{path}: {problem}" for problem in found))
     if len(lines) == 1:
         raise InputError(f"{path}: no rows below the header")
-    rows: list[tuple[int, MeasuredRun]] = []
+    rows: list[tuple[int, Row]] = []
     problems: list[str] = []
     lines_of_ids: dict[str, int] = {}
     for line, cells in lines[1:]:
         if len(cells) != len(header):
             problems.append(f"row {line}: {len(cells)} cells, and the header has {len(header)} columns")
             continue
-        row, wrong = _read(dict.fromkeys(columns(), "") | dict(zip(header, cells, strict=True)))
-        wrong = wrong or list(_contradictions(row))
-        if row.id and (first := lines_of_ids.setdefault(row.id, line)) != line:
-            wrong.append(f"id={_quoted(row.id)}: row {first} has the same; valid: one that no other row has")
+        texts = dict.fromkeys(columns(kind.row), "") | dict(zip(header, cells, strict=True))
+        row, wrong = _read(texts, kind)
+        wrong = wrong or list(kind.contradictions(row))
+        if texts["id"] and (first := lines_of_ids.setdefault(texts["id"], line)) != line:
+            wrong.append(f"id={_quoted(texts['id'])}: row {first} has the same; valid: one that no other row has")
         problems += (f"row {line}: {problem}" for problem in wrong)
         rows.append((line, row))
     if problems:
@@ -54,50 +69,57 @@ def read_table(path: Path) -> list[tuple[int, MeasuredRun]]:
     return rows
 
 
-def _header_problems(header: list[str]) -> Iterator[str]:
+def _header_problems(header: list[str], kind: TableKind[Any]) -> Iterator[str]:
+    known = columns(kind.row)
     for sign, plural in ((";", "semicolons"), ("\t", "tabs")):
         if len(header) == 1 and sign in header[0]:
             yield f"its columns are separated by {plural}; valid: commas"
             return
     for name in dict.fromkeys(header):
-        if name not in columns():
-            hint = nearest(name, columns())
+        if name not in known:
+            hint = nearest(name, known)
             yield f"column {_quoted(name)!r} is not known" + (f"; {hint}" if hint.startswith("did") else "")
         elif header.count(name) > 1:
             yield f"column {name!r} is there {header.count(name)} times; valid: once"
-    missing = [name for name, column in columns().items() if name not in header and not column.optional]
+    missing = [name for name, column in known.items() if name not in header and not column.optional]
     for name in missing[:FEW]:
-        yield f"column {name!r} is missing; it is: {columns()[name].help}"
+        yield f"column {name!r} is missing; it is: {known[name].help}"
     if missing:
         rest = f"{len(missing) - FEW} more are missing: {', '.join(missing[FEW:])}; " if missing[FEW:] else ""
         yield (
-            f"{rest}a table has all {len(columns())} columns, with empty cells where a row need not say them; "
-            "docs/measured-runs.md says what each is"
+            f"{rest}a table has all {len(known)} columns, with empty cells where a row need not say them; "
+            f"{kind.page} says what each is"
         )
 
 
-def _read(cells: dict[str, str]) -> tuple[MeasuredRun, list[str]]:
+def _read(cells: Mapping[str, str], kind: TableKind[Row]) -> tuple[Row, list[str]]:
     """Read the cells of a row. Return the row, with None for each invalid cell, and the problems of its cells."""
-    values: dict[str, Any] = dict.fromkeys(columns())
+    values: dict[str, Any] = dict.fromkeys(columns(kind.row))
     problems: list[str] = []
-    for name, column in columns().items():
+    for name, column in columns(kind.row).items():
         try:
             values[name] = column.read(cells[name])
         except ValueError as error:
             problems.append(f"{name}={_quoted(cells[name])!r}: {error}")
-    row = MeasuredRun(**values)
-    when = {
-        "always": True,
-        "usable": row.usable == "yes",
-        "experts": row.usable == "yes" and row.experts is not None,
-        "pp": row.usable == "yes" and (row.pp or 1) > 1,
-        "mla": row.usable == "yes" and any(cells[name] for name, each in columns().items() if each.needed == "mla"),
-        "peak": row.usable == "yes" and row.peak_mem_gib is not None,
-    }
-    for name, column in columns().items():
+    row = kind.row(**values)
+    when = kind.needed(row, cells)
+    for name, column in columns(kind.row).items():
         if not cells[name] and when.get(column.needed):
             problems.append(f"{name} is empty, and this row needs it: {column.help}; valid: {column.rule}")
     return row, problems
+
+
+def _needed(row: MeasuredRun, cells: Mapping[str, str]) -> dict[str, bool]:
+    """Return which kinds of columns a row needs."""
+    usable = row.usable == "yes"
+    return {
+        "always": True,
+        "usable": usable,
+        "experts": usable and row.experts is not None,
+        "pp": usable and (row.pp or 1) > 1,
+        "mla": usable and any(cells[name] for name, each in columns().items() if each.needed == "mla"),
+        "peak": usable and row.peak_mem_gib is not None,
+    }
 
 
 def _contradictions(row: MeasuredRun) -> Iterator[str]:
@@ -143,3 +165,6 @@ def _contradictions(row: MeasuredRun) -> Iterator[str]:
 def _quoted(text: str) -> str:
     """Return a cell for use in a message, shortened if it is long."""
     return text if len(text) <= LONGEST_QUOTE else f"{text[: LONGEST_QUOTE - 4]}..."
+
+
+MEASURED = TableKind(MeasuredRun, _needed, _contradictions, "docs/measured-runs.md")

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate, groupby, pairwise
 
+import numpy as np
+
 from shardwright.layout.layout import Layout
 from shardwright.model.pieces import AttentionPiece, chunk_lengths
 from shardwright.model.spec import ModelSpec
@@ -305,3 +307,12 @@ def imbalance(sequences: Sequence[Lengths], method: str, ring: int, deals: bool)
         stepwise += sum(map(max, zip(*pairs, strict=True)))
         mean += sum(map(sum, pairs)) / ring
     return slowest / mean, stepwise / mean
+
+
+def attended_tokens(lengths: np.ndarray | Sequence[int]) -> float:
+    """Return the mean length of a token's document, sum L^2 / sum L.
+
+    Attention within documents has as many scores as attention over sequences of this length.
+    """
+    as_floats = np.asarray(lengths, dtype=np.float64)
+    return float((as_floats**2).sum() / as_floats.sum())

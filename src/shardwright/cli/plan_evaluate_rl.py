@@ -1,0 +1,40 @@
+"""shardwright plan evaluate-rl: compare predictions of steps of GRPO with published ones."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwright.cli.common import AsJson, print_json, print_text, verb
+
+
+@dataclass(frozen=True)
+class EvaluateRLOptions:
+    """Arguments and options of `plan evaluate-rl`."""
+
+    steps: Annotated[
+        Path | None,
+        typer.Argument(metavar="TABLE.csv", help="published steps; those that come with shardwright if not given"),
+    ] = None
+    json: AsJson = False
+
+
+@verb
+def plan_evaluate_rl(options: EvaluateRLOptions) -> None:
+    """Compare predictions of whole steps of GRPO with published ones, by row and by part.
+
+    shardwright plan evaluate-rl --json
+
+    Exit codes: 0 compared, 1 nothing could be compared, 2 the table cannot be used.
+    """
+    from shardwright.rl.measured import PUBLISHED, evaluate, report_lines
+
+    found = evaluate(options.steps or PUBLISHED)
+    if options.json:
+        print_json(found.as_json())
+    else:
+        for line in report_lines(found):
+            print_text(line)
+    if not found.rows:
+        raise typer.Exit(1)

@@ -1,0 +1,204 @@
+"""shardwright plan rl: the time of a step of GRPO, the split of the accelerators and both layouts."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardwright.cli.common import AsJson, error_console, reading_verb, show, wrong_place, wrong_sizes
+from shardwright.cli.plan_options import PRECISIONS
+from shardwright.system.errors import InputError, nearest
+
+if TYPE_CHECKING:
+    from shardwright.rl.answers import AnswerLengths
+    from shardwright.rl.step import RLTask
+
+
+@dataclass(frozen=True)
+class PlanRLOptions:
+    """Options of `plan rl`."""
+
+    model: Annotated[str | None, typer.Option(metavar="NAME|FILE|SIZES", help="as for plan, such as llama-3.1-8b")] = (
+        None
+    )
+    cluster: Annotated[
+        str | None, typer.Option(metavar="NAME:COUNT", help="accelerators and how many, such as h100:8")
+    ] = None
+    prompts: Annotated[int | None, typer.Option(metavar="N", help="prompts of a step")] = None
+    group: Annotated[int | None, typer.Option(metavar="N", help="answers to each prompt")] = None
+    input_len: Annotated[int | None, typer.Option(metavar="N", help="mean tokens of a prompt")] = None
+    output_mean: Annotated[int | None, typer.Option(metavar="N", help="mean tokens of an answer")] = None
+    output_p95: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="tokens that 95 of 100 answers do not exceed; if not given, a usual tail"),
+    ] = None
+    output_max: Annotated[int | None, typer.Option(metavar="N", help="tokens at which an answer is cut")] = None
+    updates: Annotated[int, typer.Option(metavar="N", help="optimizer steps for the answers of a step")] = 1
+    off_policy: Annotated[
+        int, typer.Option(metavar="K", help="steps by which answers may be older than the trained policy; 0: on policy")
+    ] = 0
+    generate_on: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="accelerators that only generate; 0: all train too. If not given, searched"),
+    ] = None
+    no_reference: Annotated[
+        bool, typer.Option("--no-reference", help="no reference model scores the answers (no KL penalty)")
+    ] = False
+    precision: Annotated[str, typer.Option(metavar="NAME", help="of matmuls in training, as for plan")] = "bf16"
+    generation_precision: Annotated[str, typer.Option(metavar="NAME", help="of weights in generation")] = "bf16"
+    engine: Annotated[str, typer.Option(metavar="NAME", help="the engine that generates, as for plan serve")] = "vllm"
+    stack: Annotated[
+        str | None, typer.Option(metavar="NAME", help="the software that trains, as for plan, such as megatron-core")
+    ] = None
+    hardware: Annotated[Path | None, typer.Option(metavar="FILE.toml", help="your accelerators and clusters")] = None
+    html: Annotated[Path | None, typer.Option(metavar="FILE.html", help="write one page")] = None
+    json: AsJson = False
+
+
+@reading_verb
+def plan_rl(options: PlanRLOptions) -> None:
+    """Find the fastest way to run a step of GRPO: which accelerators generate, which train, and both layouts.
+
+    A step generates answers of different lengths, scores them by the policy and a reference, trains the policy, and
+    sends its weights to the engine. All splits of the cluster are priced, on shared and on separate accelerators.
+
+    shardwright plan rl --model llama-3.1-8b --cluster h100:8 --prompts 64 --group 16 --input-len 256 --output-mean 1000
+    --output-max 4096
+
+    Exit codes: 0 found, 1 nothing fits, 2 the input cannot be used.
+    """
+    task, name = read_task(options)
+    from shardwright.rl.search import search
+    from shardwright.rl.view import rl_document
+    from shardwright.system.control_groups import usable_cores
+
+    with error_console.status("pricing every split"):
+        found = search(task, options.generate_on, usable_cores())
+    show(rl_document(found, name), options.json, options.html)
+    if not found.best:
+        raise typer.Exit(1)
+
+
+def read_task(options: PlanRLOptions) -> "tuple[RLTask, str]":
+    """Return the step to price and the model's name. Raises InputError with every problem at once."""
+    from shardwright.cli.plan_asked import no_peak
+    from shardwright.cli.plan_model import find_model
+    from shardwright.cost.hardware import cluster
+    from shardwright.cost.job import Job
+    from shardwright.planner.software import read_stack
+    from shardwright.rl.step import RLTask
+    from shardwright.serving.engines import ENGINES
+    from shardwright.serving.formats import weights_on
+    from shardwright.serving.models import named
+    from shardwright.serving.rates import fitted
+    from shardwright.serving.setting import Serving
+
+    wrong = _wrong_numbers(options)
+    spec = machine = None
+    name = options.model or ""
+    engines = {each.name: each for each in ENGINES}
+    if options.engine not in engines:
+        wrong.append(
+            f"--engine {options.engine}: not one that constants are known for; {nearest(options.engine, engines)}"
+        )
+    if options.precision not in PRECISIONS:
+        wrong.append(
+            f"--precision {options.precision}: not one that is planned for; {nearest(options.precision, PRECISIONS)}"
+        )
+    try:
+        if options.model is None:
+            wrong.append("--model is missing; name a preset, such as llama-3.1-8b")
+        else:
+            name, spec = find_model(options.model, options.input_len, named)
+    except InputError as error:
+        wrong += error.problems
+    try:
+        if options.cluster is None:
+            wrong.append("--cluster is missing; give accelerators and how many, such as h100:8")
+        else:
+            machine = cluster(options.cluster, options.hardware)
+    except InputError as error:
+        wrong += error.problems
+    if machine is not None:
+        if options.precision in PRECISIONS:
+            wrong += no_peak(machine, options.precision)
+        known = weights_on(machine.accelerator)
+        if options.generation_precision not in known:
+            wrong.append(f"--generation-precision {options.generation_precision}: valid here: {', '.join(known)}")
+        wrong += _wrong_split(options, machine.size)
+    length = (options.input_len or 0) + (options.output_max or 0)
+    if spec is not None and length > spec.max_seq_len:
+        wrong.append(
+            f"--input-len {options.input_len} + --output-max {options.output_max} = {length} tokens, and {name} is "
+            f"meant for {spec.max_seq_len} at most"
+        )
+    try:
+        answers = None if wrong else _answers(options)
+    except InputError as error:
+        wrong += error.problems
+    if wrong or spec is None or machine is None or answers is None:
+        raise InputError(*wrong)
+    assert options.prompts is not None
+    assert options.group is not None
+    assert options.input_len is not None
+    job = Job(model=spec, cluster=machine, seq_len=length, global_batch=1, precision=options.precision)
+    if options.stack is not None:
+        job = replace(job, stack=read_stack(options.stack, job))
+    rates = fitted()[0].rates(options.engine, machine.accelerator.die)
+    serving = Serving(model=spec, cluster=machine, rates=rates, precision=options.generation_precision)
+    task = RLTask(
+        job=job, serving=serving, engine=engines[options.engine], prompt_len=options.input_len, answers=answers,
+        n_answers=options.prompts * options.group, n_updates=options.updates, off_policy_steps=options.off_policy,
+        reference=not options.no_reference,
+    )  # fmt: skip
+    return task, name
+
+
+def _answers(options: PlanRLOptions) -> "AnswerLengths":
+    """Return the distribution of lengths. Raises InputError for a tail that it cannot have."""
+    from shardwright.rl.answers import AnswerLengths
+
+    assert options.output_mean is not None
+    assert options.output_max is not None
+    if options.output_p95 is None:
+        return AnswerLengths(options.output_mean, options.output_max)
+    return AnswerLengths.with_tail(options.output_mean, options.output_p95, options.output_max)
+
+
+def _wrong_numbers(options: PlanRLOptions) -> list[str]:
+    sizes = {
+        "--prompts": options.prompts, "--group": options.group, "--input-len": options.input_len,
+        "--output-mean": options.output_mean, "--output-max": options.output_max, "--updates": options.updates,
+        "--output-p95": options.output_p95,
+    }  # fmt: skip
+    wrong = wrong_sizes(sizes, needed=("--prompts", "--group", "--input-len", "--output-mean", "--output-max"))
+    mean, most = options.output_mean, options.output_max
+    if mean is not None and most is not None and mean >= most:
+        wrong.append(f"--output-mean {mean}: not below --output-max {most}; valid: 1 to {most - 1}")
+    n = (options.prompts or 0) * (options.group or 0)
+    if n > MOST_ANSWERS:
+        wrong.append(f"--prompts {options.prompts} x --group {options.group} = {n:,} answers: at most {MOST_ANSWERS:,}")
+    elif n > 0 and options.updates > 0 and n % options.updates:
+        wrong.append(f"--updates {options.updates} does not divide {n:,} answers (--prompts x --group)")
+    if not 0 <= options.off_policy <= MOST_STEPS:
+        wrong.append(f"--off-policy {options.off_policy}: valid: 0 to {MOST_STEPS}")
+    return wrong + wrong_place("--html", options.html, {".html": "it is named"})
+
+
+MOST_ANSWERS = 100_000
+MOST_STEPS = 64
+
+
+def _wrong_split(options: PlanRLOptions, size: int) -> list[str]:
+    """Return the problems of the accelerators that only generate, of `size`."""
+    number = options.generate_on
+    if number is None:
+        one = options.off_policy and size == 1
+        return [f"--off-policy {options.off_policy} needs accelerators for both, and the cluster has 1"] if one else []
+    if not 0 <= number < size:
+        left = min(max(size - number, 0), size)
+        return [f"--generate-on {number}: {left} of {size} accelerators are left to train; valid: 0 to {size - 1}"]
+    if number == 0 and options.off_policy:
+        return [f"--generate-on 0 with --off-policy {options.off_policy}: valid: 1 to {size - 1}, or --off-policy 0"]
+    return []

@@ -1,0 +1,160 @@
+"""Search for the fastest step: the split of the accelerators into generation and training, and the layouts of both.
+
+Each part of the cluster is planned for training by `planner.search`. Layouts of generation are ordered by closed forms,
+and the most promising ones are simulated. A step is priced for each pair of the fastest of both.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, inf
+
+import numpy as np
+
+from shardwright.planner.choice import Choice, PricedLayout
+from shardwright.planner.search import MARGIN
+from shardwright.planner.search import search as search_training
+from shardwright.rl.answers import TAIL
+from shardwright.rl.step import (
+    GENERATION,
+    GenerationPool,
+    RLStep,
+    RLTask,
+    TrainingPool,
+    generation_pool,
+    part,
+    training_pool,
+)
+from shardwright.serving import forms
+from shardwright.serving.memory import largest_batch
+from shardwright.serving.search import layouts
+from shardwright.serving.setting import Settings
+from shardwright.system.errors import LayoutError
+from shardwright.system.units import round_up
+
+SIMULATED = 6
+"""Layouts of generation that are simulated for each number of accelerators."""
+TRAINED = 4
+"""Layouts of training that are paired with them."""
+SPLITS = 8
+"""Most parts into which a cluster is divided; a split gives some of them to generation."""
+WORTH = 0.02
+"""Least share of the step that a change has to save."""
+
+
+@dataclass(frozen=True)
+class RLRemedy:
+    """A change with the step that it gives."""
+
+    what: str
+    total_s: float
+
+
+@dataclass(frozen=True)
+class RLPlan:
+    """The result of a search. `best`: the fastest step of each split, the fastest first, empty if none fits;
+    `unfit`: for each split without a step, the part that does not fit. `remedies`: changes that help."""
+
+    task: RLTask
+    best: list[RLStep]
+    unfit: dict[str, str]
+    remedies: list[RLRemedy]
+
+
+def splits(task: RLTask) -> list[int]:
+    """Return the numbers of accelerators that only generate: 0 for the same accelerators, if the task is on policy."""
+    size, unit = task.cluster.size, task.cluster.node_size if task.cluster.nodes > 1 else 1
+    step = max(unit, round_up(-(-size // SPLITS), unit))
+    return ([] if task.off_policy_steps else [0]) + [*range(step, size, step)]
+
+
+def search(task: RLTask, generate_on: int | None = None, processes: int = 1, remedied: bool = True) -> RLPlan:
+    """Return the fastest step of each split. `generate_on`: only this split. `remedied`: also try changes."""
+    unfit: dict[str, str] = {}
+    best: list[RLStep] = []
+    for number in splits(task) if generate_on is None else [generate_on]:
+        name = f"{number} generate, {task.cluster.size - number} train" if number else "all generate and train"
+        generation = _generation(task, number or task.cluster.size, separate=number > 0)
+        training = _training(task, task.cluster.size - number, processes)
+        if generation and training:
+            steps = (RLStep(task, each, other, number > 0) for each in generation for other in training)
+            best.append(min(steps, key=lambda step: step.total_s))
+        else:
+            unfit[name] = "generation does not fit" if not generation else "training does not fit"
+    best.sort(key=lambda step: step.total_s)
+    remedies = sorted(_remedies(task, best[0], processes), key=lambda each: each.total_s) if best and remedied else []
+    return RLPlan(task, best, unfit, remedies)
+
+
+def _generation(task: RLTask, size: int, separate: bool) -> list[GenerationPool]:
+    """Return the simulated pools of `size` accelerators, the fastest first."""
+    serving = replace(task.serving, cluster=part(task.cluster, size))
+    every = [each for each in layouts(serving.model, serving.cluster) if each.replicas <= task.n_answers]
+    settings = Settings.from_layouts([each.degrees for each in every])
+    share = task.engine.memory_share if separate else min(task.engine.memory_share, task.colocated_share)
+    requests = np.array([ceil(task.n_answers / each.replicas) for each in every], dtype=float)
+    engine = replace(task.engine, memory_share=share, max_batch=min(task.engine.max_batch, int(requests.max())))
+    fits = np.minimum(largest_batch(serving, settings, task.prompt_len + task.answers.mean, engine), requests)
+    decode = forms.decode_s(serving, settings, np.maximum(fits, 1), task.prompt_len + task.answers.mean / 2)
+    cost = np.where(fits >= 1, decode * requests / np.maximum(fits, 1), inf)
+    found = [generation_pool(task, every[at], share) for at in np.argsort(cost)[:SIMULATED] if cost[at] < inf]
+    return sorted((each for each in found if each is not None), key=lambda each: each.seconds)
+
+
+def _training(task: RLTask, size: int, processes: int) -> list[TrainingPool]:
+    """Return the pools of the fastest layouts on `size` accelerators, the fastest first."""
+    unit = size if task.sequences >= size else 2 ** (task.sequences.bit_length() - 1)
+    try:
+        found = search_training(task.training_job(size, unit), memory_margin=MARGIN, top=TRAINED, processes=processes)
+    except LayoutError:
+        return []
+    pools = [_pool(task, size, each.choice) for each in found.best]
+    return sorted(pools, key=lambda each: each.update_s + each.score_s)
+
+
+def _pool(task: RLTask, size: int, choice: Choice) -> TrainingPool:
+    """Return the pool of a layout, with as many sequences as fill its micro-batches."""
+    job = task.training_job(size, choice.micro_batch * choice.layout.data_ranks)
+    return training_pool(task, str(choice), PricedLayout.from_choice(job, choice))
+
+
+def _remedies(task: RLTask, step: RLStep, processes: int) -> Iterator[RLRemedy]:
+    """Yield changes that save a share of the step, each with its price."""
+    for what, changed in _changes(task, step):
+        if task.off_policy_steps != changed.off_policy_steps:
+            steps: Sequence[RLStep] = search(changed, processes=processes, remedied=False).best
+        else:
+            steps = [each] if (each := repriced(changed, step)) is not None else []
+        if steps and steps[0].total_s < (1 - WORTH) * step.total_s:
+            yield RLRemedy(what, steps[0].total_s)
+    saved = step.transfer.seconds - step.transfer.own_s
+    if saved > WORTH * step.total_s:
+        yield RLRemedy("send each rank its own part of the weights alone", step.total_s - saved)
+
+
+def _changes(task: RLTask, step: RLStep) -> Iterator[tuple[str, RLTask]]:
+    if not task.off_policy_steps:
+        yield "--off-policy 1, on separate accelerators", replace(task, off_policy_steps=1)
+    if task.reference:
+        yield "--no-reference: no KL penalty", replace(task, reference=False)
+    shorter = round(task.answers.percentile(TAIL))
+    if task.answers.mean < shorter < task.answers.maximum:
+        answers = replace(task.answers, mean=_cut_mean(task, shorter), maximum=shorter)
+        yield f"--output-max {shorter}, which cuts 5 of 100 answers", replace(task, answers=answers)
+    if "fp8" in task.cluster.accelerator.flops_per_s and task.serving.precision == "bf16":
+        yield "--generation-precision fp8", replace(task, serving=replace(task.serving, precision="fp8"))
+    if step.parts_s[GENERATION] and task.n_updates > 1:
+        yield "--updates 1: one optimizer step", replace(task, n_updates=1)
+
+
+def _cut_mean(task: RLTask, maximum: int) -> float:
+    return float(np.minimum(task.answers.lengths(task.n_answers), maximum).mean())
+
+
+def repriced(task: RLTask, step: RLStep) -> RLStep | None:
+    """Return the step of another task on the same layouts; None if it does not fit."""
+    share = task.engine.memory_share if step.separate else min(task.engine.memory_share, task.colocated_share)
+    generation = generation_pool(task, step.generation.layout, share)
+    priced = step.training.estimate
+    if generation is None or not isinstance(priced, PricedLayout):
+        return None
+    return RLStep(task, generation, _pool(task, step.training.size, priced.choice), step.separate)

@@ -1,0 +1,85 @@
+"""Proves that `shardwright plan rl` and `plan evaluate-rl` find, show and refuse what they should."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from shardwright.cli.main import app
+from shardwright.rl.measured import PUBLISHED
+
+ASKED = {
+    "model": "qwen3-0.6b", "cluster": "h100:2", "prompts": 8, "group": 8, "input-len": 128, "output-mean": 300,
+    "output-max": 1024,
+}  # fmt: skip
+
+
+def rl(*flags: object, **changed: object) -> Result:
+    values = ASKED | {name.replace("_", "-"): value for name, value in changed.items()}
+    options = [str(each) for name, value in values.items() for each in (f"--{name}", value)]
+    return CliRunner().invoke(app, ["plan", "rl", *options, *map(str, flags)], env={"COLUMNS": "300"})
+
+
+def test_the_document_and_the_page_hold_the_fastest_step_of_each_split(tmp_path: Path):
+    page = tmp_path / "step.html"
+    result = rl("--json", "--html", page)
+    assert result.exit_code == 0, result.output
+    found: Any = json.loads(result.stdout)
+    steps = [each["step_s"] for each in found["best"]]
+    assert steps == sorted(steps)
+    assert {each["generation_accelerators"] for each in found["best"]} == {1, 2}
+    assert sum(found["best"][0]["parts_s"].values()) == pytest.approx(steps[0])
+    assert all(each["total_s"] < steps[0] for each in found["remedies"])
+    for part in ("weight transfer", "scoring", "bound", "What would help", found["best"][0]["training"]):
+        assert part in page.read_text(), part
+
+
+def test_off_policy_generation_and_training_overlap_on_separate_accelerators():
+    together = json.loads(rl("--json", generate_on=1).stdout)["best"][0]
+    apart = json.loads(rl("--json", generate_on=1, off_policy=1).stdout)["best"][0]
+    assert apart["separate"]
+    assert apart["hidden"]
+    assert apart["step_s"] < together["step_s"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"output_mean": 2000}, "--output-mean 2000: not below --output-max 1024; valid: 1 to 1023"),
+        (
+            {"output_max": 1000000},
+            "--input-len 128 + --output-max 1000000 = 1000128 tokens, and qwen3-0.6b is",
+        ),
+        ({"generate_on": 2}, "--generate-on 2: 0 of 2 accelerators are left to train; valid: 0 to 1"),
+        ({"cluster": "h1000:8"}, "h1000"),
+        ({"updates": 7}, "--updates 7 does not divide 64 answers"),
+        ({"output_p95": 200}, "--output-p95 200: with a mean of 300"),
+        ({"off_policy": 1, "generate_on": 0}, "--generate-on 0 with --off-policy 1"),
+        ({"engine": "vlm"}, "--engine vlm: not one that constants are known for"),
+        ({"generation_precision": "fp3"}, "--generation-precision fp3: valid here"),
+    ],
+)
+def test_bad_input_is_one_sentence(changed: dict[str, object], sentence: str):
+    result = rl(**changed)
+    assert result.exit_code == 2, result.output
+    assert sentence in result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_model_that_fits_no_split_ends_with_1():
+    result = rl(model="llama-3.1-405b")
+    assert result.exit_code == 1, result.output
+    assert "no split of the accelerators fits" in result.output
+
+
+def test_published_steps_are_compared(tmp_path: Path):
+    rows = [each for each in PUBLISHED.read_text().splitlines(keepends=True) if "llama" in each or "-swe-" in each]
+    table = tmp_path / "steps.csv"
+    table.write_text("".join([PUBLISHED.read_text().partition("\n")[0] + "\n", *rows]))
+    result = CliRunner().invoke(app, ["plan", "evaluate-rl", str(table)])
+    assert result.exit_code == 0, result.output
+    assert "generation" in result.output
+    assert "skipped: an agent with tools" in result.output
+    assert "other versions, not fitted to" in result.output
