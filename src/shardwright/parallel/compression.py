@@ -150,7 +150,7 @@ class Integers:
             if not part.columns:
                 vectors.append(x_nP)
                 continue
-            x_nBE = _in_blocks(x_nP, part.columns)
+            x_nBE = in_blocks(x_nP, part.columns)
             scale_nB = (x_nBE.abs().amax(-1).to(_wide(x_nP.dtype)) / self.largest).float()
             divisor_nB1 = torch.where(scale_nB == 0, 1.0, scale_nB)[..., None]
             scales.append(torch.where(scale_nB.isfinite(), scale_nB, torch.nan))
@@ -163,7 +163,7 @@ class Integers:
     def decode(self, sent: Tensor, parts: Sequence[BufferPart], dtype: torch.dtype) -> Tensor:
         """Return (n, K) in `dtype`, which has to be the type of the encoded elements."""
         matrices = [part for part in parts if part.columns]
-        shapes = [_shape(part) for part in matrices]
+        shapes = [shape_in_blocks(part) for part in matrices]
         of_vectors = sum(part.n_elements for part in parts if not part.columns) * dtype.itemsize
         of_scales = sum(n_blocks for n_blocks, _ in shapes) * _SCALE_BYTES
         cuts = (of_vectors, of_scales, sent.shape[1] - of_vectors - of_scales)
@@ -181,7 +181,7 @@ class Integers:
                 continue
             scale_nB = next(scales_nB)
             x_nBE = next(integers_n).view(*scale_nB.shape, -1) * scale_nB[..., None].to(_wide(dtype))
-            decoded.append(_out_of_blocks(x_nBE.to(dtype), part))
+            decoded.append(out_of_blocks(x_nBE.to(dtype), part))
         return torch.cat(decoded, 1)
 
     def _packed(self, integers_nX: Tensor) -> Tensor:
@@ -203,18 +203,18 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _shape(part: BufferPart) -> tuple[int, int]:
+def shape_in_blocks(part: BufferPart) -> tuple[int, int]:
     """Return the number of blocks of a matrix and the length of each."""
     length = block_length(part.columns)
     return part.n_elements // part.columns * -(-part.columns // length), length
 
 
-def _in_blocks(x_nP: Tensor, columns: int) -> Tensor:
+def in_blocks(x_nP: Tensor, columns: int) -> Tensor:
     """Return the blocks of a matrix, (n, B, E); the last block of a row is padded with zeros."""
     length = block_length(columns)
     return F.pad(x_nP.reshape(len(x_nP), -1, columns), (0, -columns % length)).reshape(len(x_nP), -1, length)
 
 
-def _out_of_blocks(x_nBE: Tensor, part: BufferPart) -> Tensor:
+def out_of_blocks(x_nBE: Tensor, part: BufferPart) -> Tensor:
     n, rows = len(x_nBE), part.n_elements // part.columns
     return x_nBE.view(n, rows, -1)[..., : part.columns].reshape(n, -1)

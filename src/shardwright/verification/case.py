@@ -20,7 +20,7 @@ from shardwright.data.samples import IGNORE
 from shardwright.layout.layout import Layout, accumulation
 from shardwright.model.number_formats import Fp8, block_of
 from shardwright.model.spec import ModelSpec
-from shardwright.split.compression import powersgd_rank
+from shardwright.split.compression import elements_of_block, powersgd_rank
 from shardwright.split.stages import schedule_problems
 from shardwright.system.errors import InputError, nearest
 from shardwright.training.schedule import learning_rate
@@ -70,6 +70,15 @@ class IntegerWeights(NamedTuple):
     frozen: bool
 
 
+class LargestGradients(NamedTuple):
+    """The gradients that are sent as the `k` largest elements of each block, over `replicas` ranks, of matrices whose
+    shards over `tp` ranks have blocks of their own."""
+
+    k: int
+    replicas: int
+    tp: int
+
+
 @dataclass(frozen=True)
 class Case:
     """A training of a few steps that every layout has to agree on.
@@ -113,6 +122,9 @@ class Case:
 
     powersgd_rank: int = 0
     """The rank of the products that replace gradients of matrices; 0: none."""
+
+    largest_gradients: LargestGradients | None = None
+    """The largest elements that replace gradients of matrices; None: gradients are whole."""
 
     average: AverageSection = field(default_factory=AverageSection)
     """The average of the weights that the run's optimizer makes."""
@@ -284,7 +296,9 @@ class Case:
 
 def with_choices_of(layout: Layout, case: Case) -> Case:
     """Return the case with a layout's choices that also change the result of one process."""
-    case = replace(case, powersgd_rank=powersgd_rank(layout))
+    k = elements_of_block(layout)
+    largest = LargestGradients(k, layout.dp_replicate, layout.tp) if k else None
+    case = replace(case, powersgd_rank=powersgd_rank(layout), largest_gradients=largest)
     if layout.compress_weights == "none":
         return case
     experts = layout.expert_dp_shard > 1 or layout.ep * layout.tp == 1
@@ -388,6 +402,15 @@ def no_fp8_in(dtype: str, fp8: Fp8) -> str:
         f"dtype={dtype!r} with precision.fp8={fp8.recipe!r}: a sum in another order is another number in {dtype}, "
         f"which may round to the next number of fp8, so that no bound would tell a bug from rounding; valid: "
         f"dtype='float64', or precision.fp8='none'"
+    )
+
+
+def no_largest_gradients_in(dtype: str, compress_gradients: str) -> str:
+    """Return why gradients sent as their largest elements are compared only in float64, and the valid alternatives."""
+    return (
+        f"dtype={dtype!r} with layout.compress_gradients={compress_gradients!r}: a sum in another order is another "
+        f"number in {dtype}, and another element may be the larger one, so that no bound would tell a bug from "
+        f"rounding; valid: dtype='float64', or layout.compress_gradients='none'"
     )
 
 

@@ -19,7 +19,7 @@ from shardwright.layout.keys import KEYS
 from shardwright.layout.layout import Layout
 from shardwright.model.number_formats import replica_problems
 from shardwright.split import rules, stages
-from shardwright.split.compression import gradient_roundings
+from shardwright.split.compression import elements_of_block, gradient_roundings
 from shardwright.system.errors import LayoutError, ShardwrightError, WorkerError
 from shardwright.system.forks import temporary_folder
 from shardwright.system.units import format_bytes, format_count
@@ -29,6 +29,7 @@ from shardwright.verification.case import (
     PLAIN_SGD,
     Case,
     no_fp8_with,
+    no_largest_gradients_in,
     with_choices_of,
     with_drawn_experts,
 )
@@ -270,6 +271,8 @@ def _check(case: Case, layout: Layout) -> None:
     sizes = [case.at(step) for step in range(case.steps)] + [case]
     problems = [each for one in sizes for each in stages.schedule_problems(layout, one.accumulation(layout))]
     problems += replica_problems(case.spec, layout, case.fp8)
+    if elements_of_block(layout) and case.dtype != "float64":
+        problems.append(no_largest_gradients_in(case.dtype, layout.compress_gradients))
     if case.fp8 is not None and gradient_roundings(layout):
         problems.append(no_fp8_with(layout.compress_gradients, case.fp8))
     problems += [each for one in sizes for each in rules.problems(case.spec, layout, one.seq_len)]

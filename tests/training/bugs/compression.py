@@ -10,6 +10,8 @@ _COMPRESSED, _SUMS = "shardwright.parallel.compressed", "shardwright.parallel.co
 _WEIGHTS = [Layout(dp_shard=2, zero=3, compress_weights="int8"), Layout(dp_shard=2, zero=1, compress_weights="int8")]
 _PRODUCTS = "shardwright.parallel.powersgd:PowerSGD.sum"
 _THIN = [Layout(dp_replicate=2, compress_gradients="powersgd-2")]
+_TOPK = "shardwright.parallel.topk:TopK"
+_LARGEST = [Layout(dp_replicate=2, compress_gradients="topk-2")]
 _FORMULA = "tests/parallel/test_compression.py:test_integers_arrive_within_half_a_scale_of_their_block"
 _SHOWN = "tests/parallel/test_compression.py:test_a_sum_shows_the_bug"
 
@@ -22,6 +24,17 @@ SHARD: dict[str, AnyBug] = {
         ),
         _THIN,
         spec={"latent_attention": LATENT, "n_kv_heads": 3},
+    ),
+    "the largest elements of gradients arrive one place further": Bug(
+        Mutation(
+            f"{_TOPK}._set_gradient",
+            "place_X.view(-1, self.k).long()",
+            "place_X.view(-1, self.k).long().sub(1).relu()",
+        ),
+        _LARGEST,
+    ),
+    "the largest elements of gradients arrive in the next block": Bug(
+        Mutation(f"{_TOPK}._set_gradient", "value_X.view(-1, self.k)", "value_X.view(-1, self.k).roll(1, 0)"), _LARGEST
     ),
     "weights arrive with the scales of other blocks": Bug(
         Mutation(f"{_INTEGERS}.decode", "next(scales_nB)", "next(scales_nB).roll(1, 1)"), _WEIGHTS
@@ -61,6 +74,25 @@ REDUCTION: dict[str, AnyBug] = {
             "found = codec.decode(sent, parts, x_nK.dtype)\nfound[group.rank()] = sums_1K[0]\nreturn found",
         ),
         [Layout(dp_replicate=2, compress_gradients="bf16")],
+    ),
+    "of two ranks' largest elements at one place one arrives": Bug(
+        Mutation(f"{_TOPK}._set_gradient", "sum_BE.scatter_add_", "sum_BE.scatter_"), _LARGEST
+    ),
+    "a rank adds its own largest elements alone": Bug(
+        Mutation(
+            f"{_TOPK}._set_gradient",
+            "zip(value_nX, place_nX, strict=True)",
+            "zip(value_nX[:1], place_nX[:1], strict=True)",
+        ),
+        _LARGEST,
+    ),
+    "the largest elements of gradients are chosen by sign": Bug(
+        Mutation(
+            f"{_TOPK}._take_largest",
+            "blocks_BE.abs().topk(self.k, sorted=False)",
+            "blocks_BE.topk(self.k, sorted=False)",
+        ),
+        _LARGEST,
     ),
     "what goes between nodes has not been summed in them": UnitBug(
         HOPS["what goes between nodes has not been summed in them"], _SHOWN, put_in_there=True
@@ -104,6 +136,12 @@ STALE: dict[str, AnyBug] = {
         Mutation(_PRODUCTS, "member.error.add_(member.parameter.grad)", "member.error.copy_(member.parameter.grad)"),
         _THIN,
     ),
+    "top-k forgets what it has not sent": Bug(
+        Mutation(f"{_TOPK}._take_largest", "member.error.add_(gradient)", "member.error.copy_(gradient)"), _LARGEST
+    ),
+    "top-k keeps what it has sent": Bug(
+        Mutation(f"{_TOPK}._take_largest", "blocks_BE.scatter(1, places_BK, 0.0)", "blocks_BE"), _LARGEST
+    ),
     "PowerSGD takes what all ranks sent from each rank's error": Bug(
         Mutation(_PRODUCTS, "_pairs(p, own_q)", "_pairs(p, q)"), _THIN
     ),
@@ -118,5 +156,9 @@ RESUME: dict[str, AnyBug] = {
     "what PowerSGD has not sent is lost on resume": ResumeBug(
         Mutation(f"{STATE}:named_tensors", "found | {f'{COMPRESSION}{k}': v for k, v in kept.items()}", "found"),
         (_THIN[0], _THIN[0]),
+    ),
+    "what top-k has not sent is lost on resume": ResumeBug(
+        Mutation(f"{STATE}:named_tensors", "found | {f'{COMPRESSION}{k}': v for k, v in kept.items()}", "found"),
+        (_LARGEST[0], _LARGEST[0]),
     ),
 }
