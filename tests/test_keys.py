@@ -46,6 +46,8 @@ LARGE = Layout(
     zero_pp_gather="microbatch",
     compress_gradients="int8",
     compress_weights="int8",
+    compress_dispatch="fp8",
+    compress_pipeline="int8",
     node_ranks=2,
 )
 """No key at its default but those of SECONDARY."""

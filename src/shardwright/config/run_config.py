@@ -239,12 +239,14 @@ def _fp8_problems(
 def _compression_problems(layout: Layout, precision: PrecisionSection) -> Iterator[str]:
     """Yield the data types of matmuls that a layout with compressed communication does not support."""
     how = layout.compress_gradients
-    if precision.compute == "fp64" and how != "none":
-        yield (
-            f"layout.compress_gradients={how!r} rounds gradients to fewer digits than precision.compute='fp64' is for; "
-            f"leave it out, or set precision.compute to 'fp32' or 'bf16'"
-        )
-    elif precision.compute != "fp32" and how in ERROR_FEEDBACK:
+    for key, what in (("gradients", "gradients"), ("dispatch", "tokens"), ("pipeline", "activations")):
+        value = getattr(layout, f"compress_{key}")
+        if precision.compute == "fp64" and value != "none":
+            yield (
+                f"layout.compress_{key}={value!r} rounds {what} to fewer digits than precision.compute='fp64' is for; "
+                f"leave it out, or set precision.compute to 'fp32' or 'bf16'"
+            )
+    if precision.compute not in ("fp32", "fp64") and how in ERROR_FEEDBACK:
         yield (
             f"layout.compress_gradients={how!r} needs matmuls in the type of the parameters, which are fp32, and here "
             f"precision.compute={precision.compute!r}; set precision.compute='fp32', or compress_gradients='bf16'"

@@ -14,6 +14,9 @@ are no multiple of 128 have shorter blocks, and that vectors are sent uncompress
 PowerSGD does not compress are sent as with none.
 Source: parallel/compression.py.
 
+Activations in 8 bits (`layout.compress_dispatch`, `compress_pipeline`) send 1 + 4/128 bytes an element: rows to
+experts in the forward pass, and between stages activations and their gradients. Ignored: the time of rounding.
+
 Gradients of matrices that are sent as products of thin matrices (`layout.compress_gradients` "powersgd-r").
 
 For each logical matrix (n x m) two factors are all-reduced, of r n and r m elements in fp32. The factors of all
@@ -69,6 +72,7 @@ from shardwright.split.compression import (
     factored,
     powersgd_rank,
     sparsified,
+    transit_row_bytes,
 )
 
 _SCALE = 4 / BLOCK
@@ -118,6 +122,13 @@ class GradientSums:
             PricedMessage(f"{what}, all-to-all", all_to_all, n_bytes, size, stride, calls),
             PricedMessage(f"{what}, all-gather", all_gather, n_bytes, size, stride, calls),
         ]
+
+
+def transit_bytes(job: Job, compressed: str) -> float:
+    """Return the bytes of an element of an activation between ranks, for the layout's value of `compress_dispatch` or
+    `compress_pipeline`."""
+    columns = job.model.d_model
+    return job.element_bytes if compressed == "none" else transit_row_bytes(columns) / columns
 
 
 def waits_for_replicas(layout: Layout) -> bool:

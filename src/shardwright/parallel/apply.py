@@ -19,7 +19,7 @@ from shardwright.model.number_formats import Fp8
 from shardwright.model.recompute import checkpointed, recompute_parts
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
-from shardwright.parallel.compressed import Compression
+from shardwright.parallel.compressed import Compression, codec_of
 from shardwright.parallel.context import ContextAttention
 from shardwright.parallel.data import (
     DataEngine,
@@ -104,7 +104,7 @@ def apply(
             use_fp8(part, fp8, layout, groups)
         shard_routers(part, layout, groups)
         if groups.ep is not None and expert_mesh is not None:
-            split_experts(part, expert_mesh, groups.ep, read)
+            split_experts(part, expert_mesh, groups.ep, read, codec_of(layout.compress_dispatch))
         if layout.offload_activations == "cpu":
             stores.append(ActivationsOnHost(device, layout.offload_min_bytes))
         _run_blocks(blocks, layout, stores[-1] if stores else None, compile_blocks, cuda_graphs)
@@ -248,7 +248,8 @@ def _pipeline(
         n_sequences, n_tokens = tokens_BT.shape
         return torch.empty(n_sequences, n_tokens // cuts, spec.d_model, dtype=dtype, device=device)
 
-    return Pipeline(stages, schedule, PipelineMessages(groups.pp.rank(), stage_groups), activation, device)
+    messages = PipelineMessages(groups.pp.rank(), stage_groups, codec_of(layout.compress_pipeline))
+    return Pipeline(stages, schedule, messages, activation, device)
 
 
 def _run_blocks(

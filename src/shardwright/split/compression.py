@@ -18,6 +18,13 @@ def block_length(columns: int) -> int:
     return -(-columns // -(-columns // BLOCK))
 
 
+def transit_row_bytes(columns: int) -> int:
+    """Return the bytes of a row of an activation in 8 bits: a byte for each element of its blocks, the last one padded,
+    and a scale for each block."""
+    length = block_length(columns)
+    return -(-columns // length) * (length + 4)
+
+
 def powersgd_rank(layout: Layout) -> int:
     """Return the rank of the low-rank products that the gradients of matrices are sent as; 0 without PowerSGD."""
     how = layout.compress_gradients

@@ -48,6 +48,7 @@ def train_alone(case: Case, folder: Path) -> RankTrace:
         largest = LargestElements(parameters, case) if case.largest_gradients else None
         loss_scale = 1.0 if case.loss_scaling is None else case.loss_scaling.loss_scale
         routers = _RouterLosses(model, loss_scale)
+        _round_inputs(model, case)
         if case.fp8 is not None:
             use_fp8(model, case.spec, case.fp8)
         if training == PLAIN_SGD:
@@ -278,6 +279,51 @@ class _Answers:
                     losses.append((1 + torch.exp(gamma - beta * (chosen - rejected))).log())
         n_pairs = sum(len(of_row) // 2 for of_row in self.reference[step])
         return torch.stack(losses).sum() / n_pairs
+
+
+def _round_inputs(model: Transformer, case: Case) -> None:
+    """Round the rows of experts, and the inputs of layers with their gradients, as the case's layout sends them."""
+
+    def of_experts(experts: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        rows_RD, *others = inputs
+        return rows_RD + (_in_8_bits(rows_RD.detach(), case.rounded_inputs.experts) - rows_RD.detach()), *others
+
+    def of_layer(block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return _SentToNextStage.apply(inputs[0], case.rounded_inputs.of_layers), *inputs[1:]
+
+    if case.rounded_inputs.experts != "none":
+        for layer in expert_layers(model).values():
+            layer.experts.register_forward_pre_hook(of_experts)
+    for number in case.rounded_inputs.layers:
+        model.layers[str(number)].register_forward_pre_hook(of_layer)
+
+
+class _SentToNextStage(torch.autograd.Function):
+    """Rounds an activation in the forward pass, and its gradient in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BTD: Tensor, kind: str) -> Tensor:
+        ctx.kind = kind
+        return _in_8_bits(x_BTD, kind)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _in_8_bits(gradients[0], ctx.kind), None
+
+
+def _in_8_bits(rows: Tensor, kind: str) -> Tensor:
+    """Round rows in blocks, "int8" as in `_as_integers`, "fp8" to numbers with 4 significant bits, at least 2^-9 apart,
+    times the scale that makes the largest 448."""
+    if kind == "int8":
+        return _as_integers(rows, rows.shape[-1])
+    rounded = torch.zeros_like(rows)
+    per_block = -(-rows.shape[-1] // -(-rows.shape[-1] // 128))
+    for x, result in zip(rows.split(per_block, -1), rounded.split(per_block, -1), strict=True):
+        scale = (x.abs().amax(-1, keepdim=True) / 448).float().to(x.dtype)
+        of_scale = torch.nan_to_num(x / scale).float().to(x.dtype)  # 0 / 0 where all are zero
+        step = 2.0 ** (of_scale.abs().log2().floor().clamp(min=-6) - 3)
+        result.copy_((of_scale / step).round() * step * scale)
+    return rounded
 
 
 def _weights(case: Case, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:

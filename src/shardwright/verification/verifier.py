@@ -28,8 +28,8 @@ from shardwright.verification.case import (
     OVERFLOW_STEP,
     PLAIN_SGD,
     Case,
-    no_fp8_with,
-    no_largest_gradients_in,
+    not_with,
+    only_in_float64,
     with_choices_of,
     with_drawn_experts,
 )
@@ -271,10 +271,15 @@ def _check(case: Case, layout: Layout) -> None:
     sizes = [case.at(step) for step in range(case.steps)] + [case]
     problems = [each for one in sizes for each in stages.schedule_problems(layout, one.accumulation(layout))]
     problems += replica_problems(case.spec, layout, case.fp8)
-    if elements_of_block(layout) and case.dtype != "float64":
-        problems.append(no_largest_gradients_in(case.dtype, layout.compress_gradients))
-    if case.fp8 is not None and gradient_roundings(layout):
-        problems.append(no_fp8_with(layout.compress_gradients, case.fp8))
+    rounding = {f"layout.{key}": getattr(layout, key) for key in ("compress_dispatch", "compress_pipeline")}
+    rounding |= {} if case.fp8 is None else {"precision.fp8": case.fp8.recipe}
+    rounding = {key: value for key, value in rounding.items() if value != "none"}
+    if gradient_roundings(layout):
+        problems += [not_with(layout.compress_gradients, key, value) for key, value in rounding.items()]
+    if elements_of_block(layout):
+        rounding["layout.compress_gradients"] = layout.compress_gradients
+    if case.dtype != "float64":
+        problems += [only_in_float64(case.dtype, key, value) for key, value in rounding.items()]
     problems += [each for one in sizes for each in rules.problems(case.spec, layout, one.seq_len)]
     if problems:
         raise LayoutError(*dict.fromkeys(problems))
