@@ -161,7 +161,8 @@ EXPERTS = (
 
 def test_a_page_names_experts_that_have_collapsed(tmp_path: Path) -> None:
     even, idle, other = [30, 30, 30, 38], [60, 1, 2, 65], [60, 40, 2, 26]
-    records = [moe_record(step, tokens_by_expert=[even, idle]) for step in (10, 20, 30, 40)]
+    alike = {"router_similarity_by_layer": [0.3, 0.97]}
+    records = [moe_record(step, tokens_by_expert=[even, idle], **alike) for step in (10, 20, 30, 40)]
     last = {name: moe_record(50, tokens_by_expert=[even, load]) for name, load in (("idle", idle), ("other", other))}
     found = {
         name: " ".join(" ".join(page_of(write_run(tmp_path / name, each, *EXPERTS))[1].text).split())
@@ -175,6 +176,9 @@ def test_a_page_names_experts_that_have_collapsed(tmp_path: Path) -> None:
     assert f"collapsed experts 2 {rest} 1, 2" in found["idle"]
     assert f"collapsed experts 1 {rest} 2" in found["other"]
     assert "collapsed experts" not in found["few"]
+    said = "similarity of experts 0.970 the largest cosine of two experts' rows of a router; both get nearly the same"
+    assert said in found["few"].replace("&#39;", "'")
+    assert "similarity of experts" not in found["idle"]
 
 
 def test_a_page_without_a_pipeline_does_not_speak_of_one(tmp_path: Path) -> None:

@@ -20,6 +20,9 @@ IDLE_LOAD, COLLAPSE_RECORDS = 0.1, 5
 """An expert is reported as collapsed if it had less than this fraction of its layer's mean load in each of the last
 records, at least this many."""
 
+ALIKE = 0.95
+"""The cosine of two experts' rows of a router above which both get nearly the same tokens."""
+
 
 @dataclass(frozen=True)
 class SegmentNumbers:
@@ -82,6 +85,8 @@ class RunHeadline:
     load_max_over_mean: float | None
     load_of_worst_layer: float | None
     load_entropy: float | None
+    router_similarity: float | None
+    """The largest cosine of two experts' rows of a router."""
     collapsed_experts: dict[int, tuple[int, ...]]
     """By layer, the experts that few tokens have picked in the last records (`collapsed_experts`)."""
     dropped_fraction: float | None
@@ -143,6 +148,10 @@ class RunHeadline:
             yield Fact("load of experts", f"{self.load_max_over_mean:.2f}", worst)
         if self.load_entropy is not None:
             yield Fact("entropy of the load", f"{self.load_entropy:.3f}", "1 is even, 0 is one expert for all tokens")
+        if self.router_similarity is not None:
+            same = "; both get nearly the same tokens" if self.router_similarity > ALIKE else ""
+            rest = f"the largest cosine of two experts' rows of a router{same}"
+            yield Fact("similarity of experts", f"{self.router_similarity:.3f}", rest)
         if self.collapsed_experts:
             by_layer = "; ".join(
                 f"layer {layer}: {', '.join(map(str, experts))}" for layer, experts in self.collapsed_experts.items()
@@ -196,6 +205,7 @@ def headline(run: RunRecord) -> RunHeadline:
         load_max_over_mean=last.load_max_over_mean if last else None,
         load_of_worst_layer=max(last.load_by_layer, default=None) if last else None,
         load_entropy=last.load_entropy if last else None,
+        router_similarity=max(last.router_similarity_by_layer, default=None) if last else None,
         collapsed_experts=collapsed_experts(run),
         dropped_fraction=last.dropped_fraction if last else None,
         expert_sent_bytes=last.expert_sent_bytes if last else None,
