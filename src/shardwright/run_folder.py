@@ -246,6 +246,7 @@ class TrainRecord:
     load_entropy: Load | None = None
     load_by_layer: tuple[Load, ...] = ()
     tokens_by_expert: tuple[tuple[Step, ...], ...] = ()
+    router_similarity_by_layer: tuple[float, ...] = ()
     dropped_fraction: Load | None = None
     balance_loss: float | None = None
     z_loss: float | None = None

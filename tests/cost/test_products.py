@@ -49,9 +49,9 @@ def test_the_flops_and_the_held_bytes_of_products_are_those_of_a_real_step():
         for how in ("none", RANK_4.compress_gradients)
     )
     held = rank_parameters(the_job, products, 0)
-    flops = 8 * 4 * held.factored[0] + 8 * 4 * 4 * held.left_rows[0]
+    flops = 8 * 4 * held.compressed[0] + 8 * 4 * 4 * held.left_rows[0]
     n_bytes = [memory.estimate_memory(the_job, each).kinds["gradients"].item() for each in (products, whole)]
-    assert held.factored[0] > 0.5 * held.dense[0]
+    assert held.compressed[0] > 0.5 * held.dense[0]
     assert set(run_ranks(in_a_step, 2, RANK_4)) == {(flops, n_bytes[0] - n_bytes[1])}
 
 

@@ -64,6 +64,12 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"dp_shard": 2, "compress_gradients": "int8", "compress_weights": "int8"},
     ),
     "gradients as products": ("dense", "fp32", {"dp_replicate": 2, "compress_gradients": "powersgd-2"}),
+    "gradients as their largest elements": ("dense", "fp32", {"dp_replicate": 2, "compress_gradients": "topk-4"}),
+    "tokens and activations in 8 bits": (
+        "mixture",
+        "bf16",
+        {"pp": 2, "dp_shard": 2, "ep": 2, "compress_dispatch": "fp8", "compress_pipeline": "int8"},
+    ),
     "four stages": ("dense", "fp32", {"pp": 4, "pp_schedule": "zb-h1"}),
 } | {
     f"schedule {name}": ("dense", "fp32", {"pp": 2, "pp_schedule": name})

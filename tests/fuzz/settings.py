@@ -30,7 +30,14 @@ from shardwright.verification.case import Case
 WORLDS = {2: 1, 3: 1, 4: 4, 5: 1, 6: 4, 7: 1, 8: 6}
 """World sizes with their weights: sizes that several axes can share are drawn more often."""
 INIT_STD = 0.2  # as of the models that `case.cut` reduces
-NOT_DRAWN = ("compress_gradients", "compress_weights", "node_ranks", "offload_min_bytes")
+NOT_DRAWN = (
+    "compress_gradients",
+    "compress_weights",
+    "compress_dispatch",
+    "compress_pipeline",
+    "node_ranks",
+    "offload_min_bytes",
+)
 """Keys of the layout that stay at their defaults. The tolerances of compression were measured on models as they are
 trained, and random models exceed them; verify offloads tensors of any size."""
 _MOST_STAGES = 12

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from shardwright.cost import memo, memory, reserved
-from shardwright.cost.job import Job
+from shardwright.cost.job import Candidates, Job
 from shardwright.cost.reserved import reserved_bytes
 from shardwright.cost.stack import STACKS
 from shardwright.cost.step import step_time
+from shardwright.layout.layout import Layout
 from shardwright.model.presets import PRESETS
 from shardwright.model.sections import LatentAttentionSpec
 from shardwright.planner.search import limit_bytes, survey
@@ -54,6 +55,18 @@ def differences(asked: Job) -> float:
         for group in pool.groups
     ]
     return float(np.abs(np.stack([pool.bound_s, pool.peak_bytes]) / np.concatenate(alone, axis=1) - 1).max())
+
+
+def test_what_is_kept_of_a_layout_is_not_used_for_other_compression():
+    layout = Layout(pp=2, dp_shard=2, ep=2, zero=1)
+    others = {"compress_dispatch": "fp8", "compress_pipeline": "int8", "compress_gradients": "bf16"}
+    candidates = [
+        Candidates.from_layout(each, 1) for each in (layout, *(layout.changed(**{k: v}) for k, v in others.items()))
+    ]
+    kept = memo.Memo.from_candidates(candidates[0])
+    times = [step_time(WIDE, each, memo=kept).total_s.item() for each in candidates]
+    assert times == [step_time(WIDE, each).total_s.item() for each in candidates]
+    assert all(time < times[0] for time in times[1:])
 
 
 @pytest.mark.parametrize("name", rest_prove(list(JOBS), "mixture"))

@@ -143,7 +143,42 @@ def test_a_page_says_how_even_the_load_of_experts_is(tmp_path: Path) -> None:
     text = " ".join(" ".join(page_of(write_run(tmp_path / "moe", [record]))[1].text).split())
     assert "load of experts 1.15 times the mean for the busiest expert; worst layer 1.20; dropped 1.2%" in text
     assert "3 MiB a step, by rank 0" in text
+    assert "entropy of the load 0.900" in text
     assert "load of experts" not in " ".join(page_of(usual(tmp_path / "dense"))[1].text)
+
+
+EXPERTS = (
+    "model.n_layers=2",
+    "model.n_heads=4",
+    "model.d_model=32",
+    "model.vocab_size=64",
+    "model.moe.n_experts=4",
+    "model.moe.top_k=2",
+    "model.moe.d_ffn=16",
+    "model.moe.first_dense=0",
+)
+
+
+def test_a_page_names_experts_that_have_collapsed(tmp_path: Path) -> None:
+    even, idle, other = [30, 30, 30, 38], [60, 1, 2, 65], [60, 40, 2, 26]
+    alike = {"router_similarity_by_layer": [0.3, 0.97]}
+    records = [moe_record(step, tokens_by_expert=[even, idle], **alike) for step in (10, 20, 30, 40)]
+    last = {name: moe_record(50, tokens_by_expert=[even, load]) for name, load in (("idle", idle), ("other", other))}
+    found = {
+        name: " ".join(" ".join(page_of(write_run(tmp_path / name, each, *EXPERTS))[1].text).split())
+        for name, each in {
+            "idle": [*records, last["idle"]],
+            "other": [*records, last["other"]],
+            "few": records,
+        }.items()
+    }
+    rest = "with less than 10% of the mean load in the last 5 records: layer 1:"
+    assert f"collapsed experts 2 {rest} 1, 2" in found["idle"]
+    assert f"collapsed experts 1 {rest} 2" in found["other"]
+    assert "collapsed experts" not in found["few"]
+    said = "similarity of experts 0.970 the largest cosine of two experts' rows of a router; both get nearly the same"
+    assert said in found["few"].replace("&#39;", "'")
+    assert "similarity of experts" not in found["idle"]
 
 
 def test_a_page_without_a_pipeline_does_not_speak_of_one(tmp_path: Path) -> None:

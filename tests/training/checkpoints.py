@@ -63,9 +63,9 @@ def equal(found: Logical, expected: Logical) -> bool:
     )
 
 
-def save_ranks(folder: Path, layout: Layout, steps: int = 1) -> Logical:
+def save_ranks(folder: Path, layout: Layout, steps: int = 1, spec: ModelSpec = SPEC) -> Logical:
     """To be run on every rank: train, save under FOLDER, and say what was saved."""
-    trainer = build(layout, torch.float32)
+    trainer = build(layout, torch.float32, spec)
     for step in range(steps):
         take_step(trainer, layout, step)
     progress = TrainingProgress(step=steps, samples=12 * steps, seed=SEED)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import shutil
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +14,11 @@ import pytest
 import torch
 
 from shardwright.config import load, parse
+from shardwright.layout.layout import Layout
 from shardwright.model.presets import resolve
 from shardwright.model.sections import MoESpec
 from shardwright.parallel.model import ExpertLoad
+from shardwright.parallel.norm import local_part
 from shardwright.run_folder import PHASES
 from shardwright.system.errors import InputError, ShardwrightError
 from shardwright.training.device import peak_flops_per_s, peak_of_name
@@ -23,9 +26,12 @@ from shardwright.training.numbers import LogNumbers, expert_numbers, speed_numbe
 from shardwright.training.run_log import line
 from shardwright.training.writers.files import JsonLines
 from shardwright.training.writers.writer import numbers_of
+from tests.distributed import run_ranks
 from tests.marks import prove
+from tests.training.bugs.bug import EXPERTS
 from tests.training.metric_records import RECORD
 from tests.training.runs import lines, records, train, training, trajectory, write_run_file
+from tests.training.worlds import SPEC, build
 
 
 def test_a_line_says_all_that_was_asked_for():
@@ -97,6 +103,7 @@ def test_a_run_with_experts_records_their_load_and_what_is_sent_and_one_without_
             [first, second], abs=1e-3
         )
         assert 0 < record["expert_sent_bytes"] <= most_bytes
+        assert all(-1 <= cosine < 1 for cosine in record["router_similarity_by_layer"])
         assert record["balance_loss"] == pytest.approx(2 * 0.01, rel=0.1)  # of two layers, near 1 at first
         assert record["z_loss"] > 0
         assert "dropped_fraction" not in record
@@ -269,3 +276,24 @@ def test_a_line_of_a_mixture_has_the_epochs_and_losses_of_its_sources():
     told = {"kind": "evaluation", "step": 5, "loss": 2.5, "sources": {"web": 2.0, "code": 3.0}}
     assert line(told, 20) == "step     5/20 | validation loss 2.5000 | web 2.0000, code 3.0000"
     assert numbers_of(told) == {"loss": 2.5, "sources/web": 2.0, "sources/code": 3.0}
+
+
+def similarity(layout: Layout, alike: bool) -> list[float]:
+    """Of the routers of a model of four layers; the third has two equal rows, if `alike`."""
+    spec = replace(SPEC, n_heads=4, n_kv_heads=2, d_model=32, n_layers=4, moe=EXPERTS)
+    model = build(layout, torch.float32, spec).model
+    for name, parameter in model.named_parameters.items():
+        if alike and name.startswith("layers.2.") and name.endswith("router.weight"):
+            with torch.no_grad():
+                local_part(parameter).fill_(0.5)
+    found = model.router_similarity()
+    assert found is not None
+    return [round(value, 5) for value in found.tolist()]
+
+
+def test_the_similarity_of_routers_is_the_same_on_every_layout():
+    (whole,) = run_ranks(similarity, 1, Layout(), False)
+    assert all(-0.9 < value < 0.9 for value in whole)
+    for layout in (Layout(pp=2, dp_shard=2, zero=3), Layout(tp=2, dp_shard=2, ep=2, zero=1)):
+        assert run_ranks(similarity, 4, layout, False) == [whole] * 4
+        assert run_ranks(similarity, 4, layout, True) == [[*whole[:2], 1.0, whole[3]]] * 4

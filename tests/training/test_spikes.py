@@ -374,9 +374,12 @@ POWERSGD = [f"layout.{key}" for key in ("dp_shard=1", "dp_replicate=2", "zero=0"
         (["faults.spike=rollback", "checkpoint.every=0"], "needs checkpoints to go back to, and checkpoint.every=0"),
         (["faults.spike_sigma=3.0"], "faults.spike_sigma=3 with faults.spike='off' is not used"),
         (["faults.spike=jump"], "faults.spike"),
-        (["faults.spike=skip", *POWERSGD], "would keep those of a spike"),
+        (["faults.spike=skip", *POWERSGD], "is added to the next one, also after a spike"),
         (["faults.recheck=true"], "no step is judged, so none is run again"),
-        (["faults.spike=stop", "faults.recheck=true", *POWERSGD], "a part of the gradients of the first try"),
+        (
+            ["faults.spike=stop", "faults.recheck=true", *POWERSGD],
+            "gradients that the first try has not sent",
+        ),
         (["faults.spike=stop", "faults.recheck=true", "precision.compute=fp16"], "are left to the loss scale there"),
     ],
 )

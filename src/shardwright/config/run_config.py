@@ -30,7 +30,7 @@ from shardwright.config.sections import (
     RunFileSection,
     ScheduleSection,
 )
-from shardwright.layout.keys import AUTO, POWERSGD
+from shardwright.layout.keys import AUTO, ERROR_FEEDBACK
 from shardwright.layout.layout import Layout, accumulation
 from shardwright.model.modules import FAMILIES
 from shardwright.model.number_formats import problems as fp8_problems
@@ -245,12 +245,14 @@ def _fp8_problems(
 def _compression_problems(layout: Layout, precision: PrecisionSection) -> Iterator[str]:
     """Yield the data types of matmuls that a layout with compressed communication does not support."""
     how = layout.compress_gradients
-    if precision.compute == "fp64" and how != "none":
-        yield (
-            f"layout.compress_gradients={how!r} rounds gradients to fewer digits than precision.compute='fp64' is for; "
-            f"leave it out, or set precision.compute to 'fp32' or 'bf16'"
-        )
-    elif precision.compute != "fp32" and how in POWERSGD:
+    for key, what in (("gradients", "gradients"), ("dispatch", "tokens"), ("pipeline", "activations")):
+        value = getattr(layout, f"compress_{key}")
+        if precision.compute == "fp64" and value != "none":
+            yield (
+                f"layout.compress_{key}={value!r} rounds {what} to fewer digits than precision.compute='fp64' is for; "
+                f"leave it out, or set precision.compute to 'fp32' or 'bf16'"
+            )
+    if precision.compute not in ("fp32", "fp64") and how in ERROR_FEEDBACK:
         yield (
             f"layout.compress_gradients={how!r} needs matmuls in the type of the parameters, which are fp32, and here "
             f"precision.compute={precision.compute!r}; set precision.compute='fp32', or compress_gradients='bf16'"
@@ -342,10 +344,10 @@ def _fault_problems(
             f"faults.spike_sigma={faults.spike_sigma:g} with faults.spike='off' is not used; leave it out, or set "
             f"faults.spike to 'skip', 'rollback' or 'stop'"
         )
-    if spike == "skip" and layout and layout.compress_gradients in POWERSGD:
+    if spike == "skip" and layout and layout.compress_gradients in ERROR_FEEDBACK:
         yield (
-            f"faults.spike='skip' with layout.compress_gradients={layout.compress_gradients!r}: what products of thin "
-            f"matrices keep of the gradients of a step would keep those of a spike; set faults.spike='rollback' or "
+            f"faults.spike='skip' with layout.compress_gradients={layout.compress_gradients!r}: the part of "
+            f"a gradient that is not sent is added to the next one, also after a spike; set faults.spike='rollback' or "
             f"'stop', or compress_gradients='bf16'"
         )
     if spike == "rollback" and checkpoint and not checkpoint.every:
@@ -366,11 +368,11 @@ def _recheck_problems(spike: OnSpike, layout: Layout | None, precision: Precisio
             "faults.recheck=true with faults.spike='off': no step is judged, so none is run again; set faults.spike "
             "to 'skip', 'rollback' or 'stop', or leave faults.recheck out"
         )
-    if layout and layout.compress_gradients in POWERSGD:
+    if layout and layout.compress_gradients in ERROR_FEEDBACK:
         yield (
-            f"faults.recheck=true with layout.compress_gradients={layout.compress_gradients!r}: products of thin "
-            f"matrices keep a part of the gradients of the first try; set compress_gradients='bf16', or leave "
-            f"faults.recheck out"
+            f"faults.recheck=true with layout.compress_gradients={layout.compress_gradients!r}: the second try "
+            f"would add the part of the gradients that the first try has not sent; set compress_gradients='bf16', "
+            f"or leave faults.recheck out"
         )
     if precision and precision.compute == "fp16":
         yield (

@@ -14,6 +14,9 @@ are no multiple of 128 have shorter blocks, and that vectors are sent uncompress
 PowerSGD does not compress are sent as with none.
 Source: parallel/compression.py.
 
+Activations in 8 bits (`layout.compress_dispatch`, `compress_pipeline`) send 1 + 4/128 bytes an element: rows to
+experts in the forward pass, and between stages activations and their gradients. Ignored: the time of rounding.
+
 Gradients of matrices that are sent as products of thin matrices (`layout.compress_gradients` "powersgd-r").
 
 For each logical matrix (n x m) two factors are all-reduced, of r n and r m elements in fp32. The factors of all
@@ -30,6 +33,18 @@ matrices of a rank:
 With r up to 32 the products move more than they compute, so the longer of both counts. Ignored: buffers of factors and
 of one product, and the start of the small operations of Gram and Schmidt, some 6 r of each shape of a matrix. Source:
 Vogels et al., arXiv 1905.13727; parallel/powersgd.py.
+
+Gradients of matrices that are sent as the k largest elements of each block (`layout.compress_gradients` "topk-k").
+
+For C elements in b blocks of all matrices of a rank, n ranks:
+
+    sent       an all-gather of 5 n k b bytes: an element in fp32 and its place, in messages of up to 64 MiB
+    moved      52 C bytes: error and gradient are added (12), padded to blocks (8), made absolute (8), read (4) and
+               copied without the largest elements to the error (20); 4 C for the zeros that elements are added to, 8 C
+               to copy these to the gradient; 26 n k b for the elements that arrive and their places
+    held       4 C bytes: errors
+
+Ignored: the comparisons of the selection. Source: Stich et al., arXiv 1809.07599; parallel/topk.py.
 """
 
 from collections.abc import Iterator
@@ -44,9 +59,21 @@ from shardwright.cost.matmuls import reached_flops_per_s
 from shardwright.cost.parameters import RankParameters
 from shardwright.cost.passes import reached_bytes_per_s
 from shardwright.cost.pipeline import Stages
+from shardwright.layout.keys import ERROR_FEEDBACK
 from shardwright.layout.layout import Layout
 from shardwright.model.modules import Row
-from shardwright.split.compression import BLOCK, POWERSGD, factored, powersgd_rank
+from shardwright.model.spec import ModelSpec
+from shardwright.split.compression import (
+    BLOCK,
+    PLACE_BYTES,
+    REPLICA_BUCKET_BYTES,
+    blocks_of_shard,
+    elements_of_block,
+    factored,
+    powersgd_rank,
+    sparsified,
+    transit_row_bytes,
+)
 
 _SCALE = 4 / BLOCK
 SENT_BYTES = {"bf16": 2.0, "int8": 1 + _SCALE, "int4": 0.5 + _SCALE}
@@ -66,7 +93,7 @@ class GradientSums:
     def from_layout(job: Job, layout: Layout, node_ranks: Ints | int) -> "GradientSums":
         """Return the sums of a layout over groups in which `node_ranks` ranks share a node."""
         given = layout.compress_gradients
-        if given == "none" or given in POWERSGD:
+        if given in ("none", *ERROR_FEEDBACK):
             return GradientSums(job.stack.speed.reduce_bytes, compressed=False)
         return GradientSums(SENT_BYTES[given], compressed=True, node_ranks=node_ranks)
 
@@ -97,6 +124,13 @@ class GradientSums:
         ]
 
 
+def transit_bytes(job: Job, compressed: str) -> float:
+    """Return the bytes of an element of an activation between ranks, for the layout's value of `compress_dispatch` or
+    `compress_pipeline`."""
+    columns = job.model.d_model
+    return job.element_bytes if compressed == "none" else transit_row_bytes(columns) / columns
+
+
 def waits_for_replicas(layout: Layout) -> bool:
     """Return whether shards of gradients that have replicas stay on the device until the last micro-batch of a step, in
     which FSDP2 sums them over replicas. Compressed gradients are summed after the step's last backward pass, wherever
@@ -107,27 +141,40 @@ def waits_for_replicas(layout: Layout) -> bool:
 MOVED_BYTES = 64.0
 """Bytes that are read and written for an element of a matrix."""
 LEFT, RIGHT = "left factors of gradients, all-reduce", "right factors of gradients, all-reduce"
+LARGEST = "largest elements of gradients, all-gather"
+CHOSEN_MOVED_BYTES, ARRIVED_MOVED_BYTES = 64.0, 26.0
+"""Bytes that are read and written for an element of a matrix with top-k, and for an element that arrives."""
 
 
-def counts(stages: Stages, layout: Layout) -> Ints:
-    """Return elements, rows and columns of each stage's logical matrices with gradients sent as products, (3, S)."""
-    rank = powersgd_rank(layout)
-    found = np.zeros((3, len(stages.layers)), np.int64)
+def counts(model: ModelSpec, stages: Stages, candidates: Candidates) -> Ints:
+    """Return elements, rows, columns and blocks of each stage's matrices with gradients that are compressed with error
+    feedback, (4, n, S): of logical matrices sent as products rows and columns, of others blocks; of a rank of tp."""
+    rank, k = powersgd_rank(candidates.shared), elements_of_block(candidates.shared)
+    found = np.zeros((4, len(candidates), len(stages.layers)), np.int64)
     for block, layers in stages.of_kind.items():
-        for row in block.rows if rank else ():
-            if factored(row, rank):
-                found += np.array(_of_row(row))[:, None] * layers
+        for row in block.rows if rank or k else ():
+            if rank and factored(row, rank):
+                found += np.array(_of_row(row))[:, None, None] * layers
+            for tp in np.unique(candidates.tp).tolist() if k else ():
+                if sparsified(row, k, tp, model.n_kv_heads):
+                    of_shard = np.array([row.numel // tp, 0, 0, blocks_of_shard(row, tp)])
+                    found += of_shard[:, None, None] * (candidates.tp == tp)[:, None] * layers
     return found
 
 
-def _of_row(row: Row) -> tuple[int, int, int]:
+def _of_row(row: Row) -> tuple[int, int, int, int]:
     experts = row.shape[0] if len(row.shape) > 2 else 1
-    return row.numel, experts * row.shape[-2], experts * len(row.parts) * row.shape[-1]
+    return row.numel, experts * row.shape[-2], experts * len(row.parts) * row.shape[-1], 0
 
 
 def messages(candidates: Candidates, held: RankParameters) -> list[PricedMessage]:
-    """Return the all-reduces of the factors, once a step for each stage of the rank; empty without products."""
-    rank, calls = powersgd_rank(candidates.shared), np.maximum(held.factored_stages, 1)
+    """Return the messages after the last backward pass: with products the all-reduces of the factors, once for each
+    stage of the rank; with top-k the all-gathers of the largest elements."""
+    rank, calls = powersgd_rank(candidates.shared), np.maximum(held.compressed_stages, 1)
+    if k := elements_of_block(candidates.shared):
+        n_bytes = (4 + PLACE_BYTES) * k * held.blocks_of_gradients * candidates.gradient_ranks
+        calls = np.maximum(calls, -(-n_bytes // REPLICA_BUCKET_BYTES))
+        return [PricedMessage(LARGEST, all_gather, n_bytes / calls, candidates.gradient_ranks, candidates.tp, calls)]
     if not rank:
         return []
     return [
@@ -136,22 +183,33 @@ def messages(candidates: Candidates, held: RankParameters) -> list[PricedMessage
     ]
 
 
-def computed(job: Job, candidates: Candidates, held: RankParameters) -> Floats:
-    """Return the seconds of the products and of the orthonormal columns in a step, (n,)."""
+def computed(job: Job, candidates: Candidates, held: RankParameters) -> dict[str, Floats]:
+    """Return the seconds of the products and of the orthonormal columns in a step, or of choosing and adding the
+    largest elements, (n,), by name."""
+    if k := elements_of_block(candidates.shared):
+        arrived = k * held.blocks_of_gradients * candidates.gradient_ranks
+        f = Formulas(
+            "s", compressed=held.compressed, arrived=arrived, element_rate=reached_bytes_per_s(job),
+            chosen_bytes=CHOSEN_MOVED_BYTES, arrived_bytes=ARRIVED_MOVED_BYTES,
+        )  # fmt: skip
+        moved = f.chosen_bytes * f.compressed + f.arrived_bytes * f.arrived
+        what = "largest elements of gradients"
+        return {what: f(what, moved / f.element_rate, "after the last backward pass; arXiv 1809.07599")}
     f = Formulas(
-        "s", moved_bytes=MOVED_BYTES, r=powersgd_rank(candidates.shared), factored=held.factored,
+        "s", moved_bytes=MOVED_BYTES, r=powersgd_rank(candidates.shared), compressed=held.compressed,
         left_rows=held.left_rows, element_rate=reached_bytes_per_s(job),
         matmul_rate=reached_flops_per_s(job, job.precision),
     )  # fmt: skip
-    moving, multiplying = f.moved_bytes * f.factored / f.element_rate, 8 * f.r * f.factored / f.matmul_rate
+    moving, multiplying = f.moved_bytes * f.compressed / f.element_rate, 8 * f.r * f.compressed / f.matmul_rate
     orthonormal = 8 * f.r * f.r * f.left_rows / f.matmul_rate
     source = "after the last backward pass; arXiv 1905.13727, algorithm 1"
-    return f("products of gradients", np.maximum(moving, multiplying) + orthonormal, source)
+    what = "products of gradients"
+    return {what: f(what, np.maximum(moving, multiplying) + orthonormal, source)}
 
 
 def problems(job: Job, layout: Layout) -> Iterator[str]:
-    """Yield the reasons why gradients of this job cannot be sent as products."""
-    if powersgd_rank(layout) and job.element_bytes != 4:
+    """Yield the reasons why gradients of this job cannot be compressed with error feedback."""
+    if layout.compress_gradients in ERROR_FEEDBACK and job.element_bytes != 4:
         yield (
             f"layout.compress_gradients={layout.compress_gradients!r} needs matmuls in fp32, the type of the "
             f"parameters, and here the precision is {job.precision}; price it with --precision fp32, or "

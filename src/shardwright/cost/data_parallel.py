@@ -93,8 +93,8 @@ def data_parallel(job: Job, candidates: Candidates, held: RankParameters, m: Int
     only with its own pass. Communication longer than that uses the rank's slack first: a rank that waits for others
     sends and receives meanwhile. So the step ends with the pipeline, or with the rank whose passes and messages take
     longest. After a pipeline two all-reduces follow: of the gradient of an embedding that is on two stages, and with
-    two routes of micro-batches, of the gradients of both replicas of each stage. Gradients that are sent as products
-    are all-reduced after the last backward pass, too (`cost.compression`).
+    two routes of micro-batches, of the gradients of both replicas of each stage. Gradients that are compressed with
+    error feedback are summed after the last backward pass, too (`cost.compression`).
     """
     if ledger.recording():
         with ledger.unrecorded():
@@ -105,8 +105,8 @@ def data_parallel(job: Job, candidates: Candidates, held: RankParameters, m: Int
     after = [*replica_messages(job, candidates, held), *compression.messages(candidates, held)]
     slower = job.stack.speed.slowdown(DATA)
     parts = {"weights and gradients": found} | {each.what: each.seconds(job.cluster, slower) for each in after}
-    if np.any(held.factored):
-        parts["products of gradients"] = compression.computed(job, candidates, held)
+    if np.any(held.compressed):
+        parts |= compression.computed(job, candidates, held)
     return ledger.total(DATA, parts)
 
 
@@ -182,7 +182,7 @@ def groups(job: Job, candidates: Candidates, held: RankParameters) -> list[Param
     """Return the parameter groups. Experts are a separate group if ep or tp gives them other ranks."""
     apart = (candidates.ep * candidates.tp > 1) & np.any(held.experts)
     of_experts, filled = held.experts + held.expert_padding, held.layer_padding + held.end_padding
-    dense = held.dense - held.untrained - held.factored + filled + np.where(apart, 0, of_experts)
+    dense = held.dense - held.untrained - held.compressed + filled + np.where(apart, 0, of_experts)
     experts = np.where(apart, of_experts, 0)
     frozen_experts = held.frozen_experts + held.frozen_expert_padding
     frozen = held.frozen + held.frozen_padding + np.where(apart, 0, frozen_experts)
@@ -425,13 +425,13 @@ def rank_parameters(job: Job, candidates: Candidates, rank: int | None = None) -
     parts = [held.dense, held.expert, held.ends, of_trained.hidden, *frozen, replicas, kv_replicas]
     parts += [np.broadcast_to(blocks, shape), np.broadcast_to(expert_blocks, shape), (held.ends > 0).astype(np.int64)]
     parts.append(np.broadcast_to(untrained, shape))
-    factored = compression.counts(cut, candidates.shared)
-    parts += [np.broadcast_to(part, shape) for part in (*factored, (factored[0] > 0).astype(np.int64))]
+    compressed = compression.counts(job.model, cut, candidates)
+    parts += [*compressed, (compressed[0] > 0).astype(np.int64)]
     parts += (
         list(parameters.padding(job.model, cut, candidates)) if job.stack.pads_rows else [np.zeros_like(parts[0])] * 5
     )
-    # If matrices are sent as products, a formula estimates the buckets of the other parameters.
-    counted = job.element_bytes == 4 and bool((candidates.zero == 0).any()) and not np.any(factored[0])
+    # If matrices are compressed with error feedback, a formula estimates the buckets of the other parameters.
+    counted = job.element_bytes == 4 and bool((candidates.zero == 0).any()) and not np.any(compressed[0])
     parts.append(
         parameters.buckets(job.model, cut, candidates.tp, candidates.ep) if counted else np.zeros_like(parts[0])
     )

@@ -408,8 +408,10 @@ _SYMBOLS = (
      "it is compiled, else 1 in 16 bits"),
     ("loss logits_of_a_microbatch", "B", "in the loss on top of logits, or gradient of the head's matrix if that is "
      "larger; what the last stage keeps for its loss"),
-    ("factored left_rows right_columns r moved_bytes", "B", "of matrices whose gradients travel as products of rank r: "
-     "elements, rows, columns; moved for each element"),
+    ("compressed left_rows right_columns r moved_bytes", "B", "of matrices whose gradients are compressed with error "
+     "feedback: elements; with products of rank r rows and columns; moved for each element"),
+    ("arrived chosen_bytes arrived_bytes", "B", "largest elements of gradients from all ranks; moved for each element "
+     "they are chosen from, and for each that arrives"),
     ("states element coded scales expert_coded expert_scales", "B", "optimizer states; bytes of a number; elements of "
      "states of a byte, their scales, of a state; of experts"),
     ("C sum_bytes", "tokens, B", "a chunk of the loss; of an element of the sum of gradients over chunks"),

@@ -25,6 +25,7 @@ OF_STATES = ("tp", "cp", "ep", "dp_shard", "dp_replicate", "zero", "sequence_par
 OF_A_MICROBATCH = (*OF_A_PASS, "zero")
 """The columns on which activations and temporary buffers of a stage depend; zero, as it may shard gradients."""
 NOT_OF_A_PASS = {name for name in KEYS if name.startswith(("pp", "virtual", "stage", "zero", "compress"))}
+NOT_OF_A_PASS -= {"compress_dispatch"}
 NOT_OF_A_STAGE = {"pp_schedule", "virtual_stages"}
 NOT_OF_A_MICROBATCH = NOT_OF_A_STAGE | {"zero_pp_gather", "zero_secondary_ranks"}
 NOT_OF_STATES = NOT_OF_A_STAGE | {"loss_chunk_tokens", "cp_method"}

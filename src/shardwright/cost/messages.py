@@ -18,6 +18,7 @@ from shardwright.cost.collectives import (
     point_to_point,
     reduce_scatter,
 )
+from shardwright.cost.compression import transit_bytes
 from shardwright.cost.formats import FORMATS
 from shardwright.cost.job import Candidates, Floats, Job
 from shardwright.cost.ledger import Formulas
@@ -367,12 +368,15 @@ def dispatch(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -
         busiest_load=job.busiest_load(candidates.ep),
     )  # fmt: skip
     n_bytes = f("bytes to experts", f.T / f.tp * f.top_k * f.h * f.e * f.busiest_load)
+    e_sent = transit_bytes(job, candidates.shared.compress_dispatch)
     by_node = partial(all_to_all_by_node, top_k=spec.moe.top_k)
     collective = by_node if job.stack.speed.copies_by_node else all_to_all
-    message = PricedMessage(what, collective, n_bytes, candidates.ep, np.ones_like(candidates.ep), work=EXPERT)
-    once = passes.send(job, message, EXPERT, EXPERT)
-    passes.record(replace(message, what=f"{what} back"), EXPERT)
+    message = PricedMessage(
+        f"{what} back", collective, n_bytes, candidates.ep, np.ones_like(candidates.ep), work=EXPERT
+    )
+    back = passes.send(job, message, EXPERT, EXPERT)
     passes.record(replace(message, what=f"gradients of {what}", calls=2))
-    sent = {what: once, f"{what} back": once}
-    ledger.total(f"{what} back", {what: once})
-    passes.add(EXPERT, ledger.total(f"{EXPERT}, F", sent), ledger.total(f"{EXPERT}, I", sent))
+    there = passes.send(job, replace(message, what=what, n_bytes=n_bytes * e_sent / job.element_bytes), EXPERT, EXPERT)
+    forward, backward = {what: there, f"{what} back": back}, {f"{what} back": back, f"gradients of {what}": back}
+    ledger.total(f"gradients of {what}", {f"{what} back": back})
+    passes.add(EXPERT, ledger.total(f"{EXPERT}, F", forward), ledger.total(f"{EXPERT}, I", backward))

@@ -79,11 +79,12 @@ class RankParameters(NamedTuple):
     without gradients, which ZeRO shards; `hidden` has none. `replicas`: parameters replicated over tp with partial
     gradients on all tp ranks; `kv_replicas`: with partial gradients on the ranks with the same kv heads. `blocks`:
     layers of the rank; `expert_blocks`: layers with experts; `end_groups`: its stages with parameters outside of the
-    layers. `untrained`: dense parameters without gradients, which every rank keeps. `factored`: parameters whose
-    gradients are sent as products, with the rows and the columns of their logical matrices and the number of stages
-    with some. `layer_padding`, `end_padding`, `expert_padding`, `frozen_padding`, `frozen_expert_padding`: elements
-    that pad rows (`parameters.padding`), the last two of frozen parameters. `buckets`: number of buckets of fp32
-    gradients without ZeRO, 0 if they are not counted."""
+    layers. `untrained`: dense parameters without gradients, which every rank keeps. `compressed`: parameters whose
+    gradients are compressed with error feedback, with the rows and the columns of logical matrices that are sent as
+    products, the blocks of others, and the number of stages with some. `layer_padding`, `end_padding`,
+    `expert_padding`, `frozen_padding`, `frozen_expert_padding`: elements that pad rows (`parameters.padding`), the
+    last two of frozen parameters. `buckets`: number of buckets of fp32 gradients without ZeRO, 0 if they are not
+    counted."""
 
     dense: Ints
     experts: Ints
@@ -98,10 +99,11 @@ class RankParameters(NamedTuple):
     expert_blocks: Ints
     end_groups: Ints
     untrained: Ints
-    factored: Ints
+    compressed: Ints
     left_rows: Ints
     right_columns: Ints
-    factored_stages: Ints
+    blocks_of_gradients: Ints
+    compressed_stages: Ints
     layer_padding: Ints
     end_padding: Ints
     expert_padding: Ints

@@ -37,6 +37,7 @@ from shardwright.cost.job import Candidates, Floats, Job
 from shardwright.cost.ledger import Formulas
 from shardwright.cost.parameters import Parameters
 from shardwright.cost.pipeline import Stages
+from shardwright.layout.keys import ERROR_FEEDBACK
 from shardwright.optimizers import OFFLOAD_CHUNK_BYTES
 from shardwright.split.compression import powersgd_rank
 
@@ -77,7 +78,7 @@ def rank_state_bytes(job: Job, candidates: Candidates, stages: Stages, held: Par
     found = {
         "weights": weights,
         "master": master,
-        "gradients": _with_errors(candidates, stages, f, gradients),
+        "gradients": _with_errors(job, candidates, stages, f, gradients),
         "optimizer": _optimizer(job, candidates, stages, f) + _averages(job, candidates, f),
         "gathered": _gathered(job, candidates, f),
         "buffers": messages(job, candidates, stages),
@@ -148,13 +149,17 @@ def _gathered(job: Job, candidates: Candidates, f: Formulas) -> Floats:
     return f("gathered kept", gathered)
 
 
-def _with_errors(candidates: Candidates, stages: Stages, f: Formulas, kept: Floats) -> Floats:
-    """Return the gradients, and the tensors kept between steps for products of gradients (`cost.compression`)."""
-    if not (rank := powersgd_rank(candidates.shared)):
+def _with_errors(job: Job, candidates: Candidates, stages: Stages, f: Formulas, kept: Floats) -> Floats:
+    """Return the gradients, and the tensors kept between steps for error feedback (`cost.compression`)."""
+    if candidates.shared.compress_gradients not in ERROR_FEEDBACK:
         return kept
-    factored, _, columns = compression.counts(stages, candidates.shared)[:, stages.of_rank].sum(2)
-    f.add(r=rank, factored=factored[None], right_columns=columns[None])
-    return f("gradients and errors", f.gradients_kept + 4 * (f.factored + f.r * f.right_columns), "arXiv 1905.13727")
+    compressed, _, columns, _ = compression.counts(job.model, stages, candidates)[:, :, stages.of_rank].sum(3)
+    f.add(compressed=compressed)
+    errors = f.compressed
+    if rank := powersgd_rank(candidates.shared):
+        f.add(r=rank, right_columns=columns)
+        errors = errors + f.r * f.right_columns
+    return f("gradients and errors", f.gradients_kept + 4 * errors, "arXiv 1905.13727; arXiv 1809.07599")
 
 
 def optimizer_step(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> Floats:
@@ -343,7 +348,7 @@ def stage_state_bytes(job: Job, candidates: Candidates, stages: Stages, held: Pa
 def keeps_gradients(job: Job, candidates: Candidates) -> NDArray[np.bool_]:
     """Return whether gradients have memory for the whole step: in a stack whose buffers exist for the step, or, without
     FSDP, in buckets that are all-reduced (parallel/data.py)."""
-    if job.stack.keeps_gradients or powersgd_rank(candidates.shared):
+    if job.stack.keeps_gradients or candidates.shared.compress_gradients in ERROR_FEEDBACK:
         return np.full(len(candidates), True)
     on_host = candidates.shared.offload_parameters == "cpu"
     bucketed = (candidates.zero == 0) | ((candidates.shards == 1) & (not on_host))

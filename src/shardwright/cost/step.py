@@ -156,7 +156,8 @@ class StagePasses:
         job, candidates, speed = self.job, self.candidates, self.job.stack.speed
         if candidates.pp == 1:
             return np.zeros(len(candidates))
-        n_bytes = candidates.tokens(job.seq_len) * job.model.d_model * job.element_bytes
+        e_sent = compression.transit_bytes(job, candidates.shared.compress_pipeline)
+        n_bytes = candidates.tokens(job.seq_len) * job.model.d_model * e_sent
         cut = candidates.tp if speed.scatters_messages else candidates.token_shards
         with ledger.section(BUSIEST):
             sent = point_to_point(job.cluster, n_bytes / cut, candidates.pp, candidates.world // candidates.pp, "sent")

@@ -74,7 +74,8 @@ def _collectives(
 
 def _between_stages(job: Job, candidates: Candidates, rank: int, m: int) -> Iterator[PricedMessage]:
     """Yield the activations that a rank sends to the next stage, and the gradients sent to the previous one."""
-    n_bytes = candidates.tokens(job.seq_len) * job.model.d_model * job.element_bytes / candidates.token_shards
+    e_sent = compression.transit_bytes(job, candidates.shared.compress_pipeline)
+    n_bytes = candidates.tokens(job.seq_len) * job.model.d_model * e_sent / candidates.token_shards
     stride = candidates.world // candidates.pp
     for route in candidates.shared.ways:
         for here, there in pairwise(route):

@@ -76,7 +76,7 @@ class _DryRunMessages(PipelineMessages):
     ranks."""
 
     def __init__(self, messages: PipelineMessages, recorder: OperationRecorder, in_world: Sequence[int]) -> None:
-        super().__init__(messages.rank, messages.groups)
+        super().__init__(messages.rank, messages.groups, messages.codec)
         self.recorder, self.in_world = recorder, in_world
         self._from: dict[Need, tuple[int, int]] = {}
         """The sender of each message, in the world, and the number of the message among the sender's messages."""

@@ -25,12 +25,25 @@ _GRADIENT_WORDS = {
     "int8": "gradients travel as integers of 8 bits",
     "int4": "gradients travel as integers of 4 bits",
     **{f"powersgd-{rank}": f"gradients of matrices travel as products of rank {rank}" for rank in (1, 2, 4, 8, 16, 32)},
+    **{f"topk-{k}": f"of each 128 elements of a matrix's gradient the {k} largest travel" for k in (1, 2, 4, 8, 16)},
 }
 """Description of each value of `compress_gradients`."""
 INTEGERS = ("int8", "int4")
 """Values of `compress_gradients` that have a scale for each block."""
 POWERSGD = tuple(name for name in _GRADIENT_WORDS if name.startswith("powersgd-"))
 """Values of `compress_gradients` that send products of low-rank matrices, each with its rank."""
+TOPK = tuple(name for name in _GRADIENT_WORDS if name.startswith("topk-"))
+"""Values of `compress_gradients` that send the largest elements of each block, each with their number."""
+ERROR_FEEDBACK = (*POWERSGD, *TOPK)
+"""Values of `compress_gradients` with which a rank adds the part of a gradient that it has not sent to the next one."""
+_TRANSIT_WORDS = {
+    "none": "in the type of the matmuls",
+    "int8": "as integers of 8 bits",
+    "fp8": "in fp8",
+}
+_ROUNDED_APART = (
+    "with compressed gradients no bound would tell a bug from rounding; --set layout.{} verifies it without these"
+)
 
 _ZERO_WORDS = (
     "every rank holds all parameters, gradients and optimizer states of its stage",
@@ -307,7 +320,8 @@ class LayoutKeys:
         help="how gradients travel between the ranks that sum them: none: in the type in which they "
         "accumulate; bf16: rounded to bf16, and summed in the former type on arrival; int8, int4: as integers "
         "with a scale for each block of 128, from zero 1 on (ZeRO++, arXiv 2306.10209); powersgd-R: gradients "
-        "of matrices as products of rank R, with zero 0 (arXiv 1905.13727)",
+        "of matrices as products of rank R, with zero 0 (arXiv 1905.13727); topk-K: of each block of 128 elements of a "
+        "row the K largest with their places, and the rest with later gradients, with zero 0 (arXiv 1809.07599)",
         words=lambda layout, sizes: _GRADIENT_WORDS[layout.compress_gradients],
         choices=lambda: tuple(_GRADIENT_WORDS),
         used=_over_data,
@@ -328,6 +342,31 @@ class LayoutKeys:
         needs="dp_shard x cp above 1 and zero=1, 2 or 3, where parameters are gathered",
         in_turn=("none", "int8"),
         planned=lambda layout: ("none",),  # the other changes the numerics of training
+    )
+    compress_dispatch: str = _key(
+        "none",
+        help="how tokens travel to the experts of other ranks: none: in the type of the matmuls; fp8: in e4m3 with a "
+        "scale for each block of 128 (DeepSeek-V3, arXiv 2412.19437); the experts' outputs and all gradients travel "
+        "in the type of the matmuls",
+        words=lambda layout, sizes: "tokens travel to their experts " + _TRANSIT_WORDS[layout.compress_dispatch],
+        choices=lambda: ("none", "fp8"),
+        used=lambda layout: layout.ep > 1,
+        needs="ep above 1",
+        planned=lambda layout: ("none",),  # the other changes the numerics of training
+        unverified=_ROUNDED_APART.format("compress_dispatch=fp8"),
+    )
+    compress_pipeline: str = _key(
+        "none",
+        help="how activations and their gradients travel between the stages of a pipeline: none: in the type of the "
+        "matmuls; int8, fp8 (e4m3): in 8 bits with a scale for each block of 128 elements of a token",
+        words=lambda layout, sizes: (
+            "activations and their gradients travel between stages " + _TRANSIT_WORDS[layout.compress_pipeline]
+        ),
+        choices=lambda: tuple(_TRANSIT_WORDS),
+        used=_in_pipeline,
+        needs="pp above 1",
+        planned=lambda layout: ("none",),  # the others change the numerics of training
+        unverified=_ROUNDED_APART.format("compress_pipeline=int8"),
     )
     node_ranks: int = _key(
         1,

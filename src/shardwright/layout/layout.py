@@ -27,7 +27,7 @@ from typing import Any
 
 from shardwright.layout.box import DENSE_AXES, NumberedRanks
 from shardwright.layout.key import MOST_RANKS, written
-from shardwright.layout.keys import INTEGERS, KEYS, POWERSGD, LayoutKeys
+from shardwright.layout.keys import INTEGERS, KEYS, POWERSGD, TOPK, LayoutKeys
 from shardwright.schedule import build
 from shardwright.schedule.actions import Ways, stages_of_rank
 from shardwright.schedule.registry import Kind, find, names
@@ -137,6 +137,12 @@ class Layout(LayoutKeys, NumberedRanks):
                 f"layout.compress_gradients={how!r} needs whole gradients of whole matrices, once a rank: zero=0, "
                 f"tp=1, ep=1 and a pp_schedule without replicas of stages, and here zero={self.zero}, tp={self.tp}, "
                 f"ep={self.ep} and {self.pp_schedule!r}; change those, or set compress_gradients='bf16'"
+            )
+        if how in TOPK and (self.zero or self.cp * self.ep > 1 or replicated):
+            yield (
+                f"layout.compress_gradients={how!r} needs the whole gradient of a rank's sequences, once a rank: "
+                f"zero=0, cp=1, ep=1 and a pp_schedule without replicas of stages, and here zero={self.zero}, "
+                f"cp={self.cp}, ep={self.ep} and {self.pp_schedule!r}; change those, or set compress_gradients='bf16'"
             )
         if shards % self.node_ranks:
             yield (

@@ -19,10 +19,11 @@ from shardwright.model.number_formats import Fp8
 from shardwright.model.recompute import checkpointed, recompute_parts
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
-from shardwright.parallel.compressed import Compression
+from shardwright.parallel.compressed import Compression, codec_of
 from shardwright.parallel.context import ContextAttention
 from shardwright.parallel.data import (
     DataEngine,
+    ErrorFeedback,
     MasterWeights,
     Replicated,
     Sharded,
@@ -45,9 +46,10 @@ from shardwright.parallel.powersgd import PowerSGD
 from shardwright.parallel.routing import shard_routers
 from shardwright.parallel.secondary import build_secondary_groups
 from shardwright.parallel.tensor import RowLinear, plain_parameters, split_model
+from shardwright.parallel.topk import TopK
 from shardwright.schedule.actions import Schedule
 from shardwright.schedule.basic import forward_only
-from shardwright.split.compression import powersgd_rank
+from shardwright.split.compression import elements_of_block, powersgd_rank
 from shardwright.split.documents import deals_documents
 from shardwright.split.sequence import SequencePieces
 from shardwright.split.stages import stage_layers, step_schedule
@@ -102,7 +104,7 @@ def apply(
             use_fp8(part, fp8, layout, groups)
         shard_routers(part, layout, groups)
         if groups.ep is not None and expert_mesh is not None:
-            split_experts(part, expert_mesh, groups.ep, read)
+            split_experts(part, expert_mesh, groups.ep, read, codec_of(layout.compress_dispatch))
         if layout.offload_activations == "cpu":
             stores.append(ActivationsOnHost(device, layout.offload_min_bytes))
         _run_blocks(blocks, layout, stores[-1] if stores else None, compile_blocks, cuda_graphs)
@@ -113,10 +115,10 @@ def apply(
     named = [dict(part.named_parameters()) for part in parts]
     plain = [{} if sharded else plain_parameters(part) for part in parts]
     copied = needs_masters(layout, compute_dtype, param_dtype)
-    products = _products(spec, layout, mesh, named, seed, sharded or copied)
+    feedback = _error_feedback(spec, layout, mesh, named, plain, seed, sharded or copied)
     masters = [MasterWeights(part, compute_dtype) for part in parts] if copied else []
     engines: list[DataEngine] = [*shards, *masters] or [
-        _replicated(part, groups, compression, products[i] if products else None) for i, part in enumerate(parts)
+        _replicated(part, groups, compression, feedback[i] if feedback else None) for i, part in enumerate(parts)
     ]
     stages = [
         PipelineStage(part, engine) for part, engine in zip(parts, engines, strict=True) if isinstance(part, StageModel)
@@ -142,7 +144,7 @@ def apply(
         stage_groups,
         masters,
         expert_mesh,
-        {name: tensor for low_rank in products for name, tensor in low_rank.state.items()},
+        {name: tensor for each in feedback for name, tensor in each.state.items()},
         stores,
     )
 
@@ -164,30 +166,37 @@ def _attend_over_cp(
             module.mix = ContextDeltaNet(module, pieces, (groups.cp_ulysses, groups.cp_ring))
 
 
-def _products(
+def _error_feedback(
     spec: ModelSpec,
     layout: Layout,
     mesh: DeviceMesh,
     named: Sequence[dict[str, nn.Parameter]],
+    plain: Sequence[dict[str, nn.Parameter]],
     seed: int,
     sharded: bool,
-) -> list[PowerSGD]:
-    """Return a `PowerSGD` for each part; an empty list if the layout does not use it.
+) -> list[PowerSGD] | list[TopK]:
+    """Return for each part the sums of gradients that are compressed with error feedback; an empty list if the layout
+    has none.
 
     Raises LayoutError if matmuls do not use the type of the parameters.
     """
-    rank = powersgd_rank(layout)
-    if rank and sharded:
+    rank, k = powersgd_rank(layout), elements_of_block(layout)
+    if (rank or k) and sharded:
         raise LayoutError(
             f"layout.compress_gradients={layout.compress_gradients!r} needs matmuls in the type of the parameters; set "
             f"precision.compute='fp32', or compress_gradients='bf16'"
         )
-    return [PowerSGD(parameters, spec, rank, mesh["replicas"], seed) for parameters in named] if rank else []
+    if rank:
+        return [PowerSGD(parameters, spec, rank, mesh["replicas"], seed) for parameters in named]
+    both = zip(named, plain, strict=True)
+    return [TopK(*parameters, spec, k, layout.tp, mesh) for parameters in both] if k else []
 
 
-def _replicated(part: nn.Module, groups: Groups, compression: Compression, products: PowerSGD | None) -> Replicated:
-    others = [parameter for name, parameter in part.named_parameters() if products is None or name not in products]
-    return Replicated(others, groups.tokens, compression.gradients, products)
+def _replicated(
+    part: nn.Module, groups: Groups, compression: Compression, feedback: ErrorFeedback | None
+) -> Replicated:
+    others = [parameter for name, parameter in part.named_parameters() if feedback is None or name not in feedback]
+    return Replicated(others, groups.tokens, compression.gradients, feedback)
 
 
 def _parts(
@@ -239,7 +248,8 @@ def _pipeline(
         n_sequences, n_tokens = tokens_BT.shape
         return torch.empty(n_sequences, n_tokens // cuts, spec.d_model, dtype=dtype, device=device)
 
-    return Pipeline(stages, schedule, PipelineMessages(groups.pp.rank(), stage_groups), activation, device)
+    messages = PipelineMessages(groups.pp.rank(), stage_groups, codec_of(layout.compress_pipeline))
+    return Pipeline(stages, schedule, messages, activation, device)
 
 
 def _run_blocks(

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardwright.layout.layout import Layout
-from shardwright.parallel.compression import BufferPart, Codec, Integers, RoundedCodec, reduce_scatter, sum_over
+from shardwright.parallel.compression import BufferPart, Codec, Floats, Integers, RoundedCodec, reduce_scatter, sum_over
 from shardwright.parallel.mesh import lines_of
 from shardwright.split.compression import REPLICA_BUCKET_BYTES
 from shardwright.system.torch_private import all_gather_single, parameter_groups, reduce_unused_parameters
@@ -27,8 +27,13 @@ from shardwright.system.units import in_groups
 
 
 def codec_of(kind: str) -> Codec | None:
-    """Return the codec for a value of `layout.compress_gradients` or `compress_weights`; None: not compressed."""
-    codecs: dict[str, Codec] = {"bf16": RoundedCodec(torch.bfloat16), "int8": Integers(8), "int4": Integers(4)}
+    """Return the codec for a value of one of the layout's keys `compress_...`; None: not compressed by a codec."""
+    codecs: dict[str, Codec] = {
+        "bf16": RoundedCodec(torch.bfloat16),
+        "int8": Integers(8),
+        "int4": Integers(4),
+        "fp8": Floats(),
+    }
     return codecs.get(kind)
 
 

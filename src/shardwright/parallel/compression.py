@@ -23,6 +23,9 @@ round(x / s) s, with an error of at most s / 2. A block with an infinite element
 
 Vectors (norms and biases) are few and are sent unchanged, first; then come the scales, then the integers.
 
+Activations travel in the same messages, one for each row (a token): as integers or in fp8 (`Floats`), whose 1 x 128
+blocks are DeepSeek-V3's (arXiv 2412.19437, section 3.3).
+
 Source: ZeRO++, arXiv 2306.10209, sections 3.1 and 3.3; its block sizes differ.
 
 Shapes: n ranks of the group, K elements of the sum that a rank keeps; R rows, B blocks of a
@@ -150,11 +153,11 @@ class Integers:
             if not part.columns:
                 vectors.append(x_nP)
                 continue
-            x_nBE = _in_blocks(x_nP, part.columns)
+            x_nBE = in_blocks(x_nP, part.columns)
             scale_nB = (x_nBE.abs().amax(-1).to(_wide(x_nP.dtype)) / self.largest).float()
             divisor_nB1 = torch.where(scale_nB == 0, 1.0, scale_nB)[..., None]
             scales.append(torch.where(scale_nB.isfinite(), scale_nB, torch.nan))
-            integers.append((x_nBE / divisor_nB1).round().to(torch.int8).flatten(1))
+            integers.append(self._rounded(x_nBE / divisor_nB1).flatten(1))
         sent = [torch.cat(vectors, 1).contiguous().view(torch.uint8)] if vectors else []
         if integers:
             sent += [torch.cat(scales, 1).view(torch.uint8), self._packed(torch.cat(integers, 1))]
@@ -163,7 +166,7 @@ class Integers:
     def decode(self, sent: Tensor, parts: Sequence[BufferPart], dtype: torch.dtype) -> Tensor:
         """Return (n, K) in `dtype`, which has to be the type of the encoded elements."""
         matrices = [part for part in parts if part.columns]
-        shapes = [_shape(part) for part in matrices]
+        shapes = [shape_in_blocks(part) for part in matrices]
         of_vectors = sum(part.n_elements for part in parts if not part.columns) * dtype.itemsize
         of_scales = sum(n_blocks for n_blocks, _ in shapes) * _SCALE_BYTES
         cuts = (of_vectors, of_scales, sent.shape[1] - of_vectors - of_scales)
@@ -180,9 +183,14 @@ class Integers:
                 decoded.append(next(vectors_n))
                 continue
             scale_nB = next(scales_nB)
-            x_nBE = next(integers_n).view(*scale_nB.shape, -1) * scale_nB[..., None].to(_wide(dtype))
-            decoded.append(_out_of_blocks(x_nBE.to(dtype), part))
+            x_nBE = next(integers_n).view(*scale_nB.shape, block_length(part.columns)).to(_wide(dtype))
+            x_nBE = x_nBE * scale_nB[..., None].to(_wide(dtype))
+            decoded.append(out_of_blocks(x_nBE.to(dtype), part))
         return torch.cat(decoded, 1)
+
+    def _rounded(self, x_nBE: Tensor) -> Tensor:
+        """Return the integers of elements / scales, int8."""
+        return x_nBE.round().to(torch.int8)
 
     def _packed(self, integers_nX: Tensor) -> Tensor:
         """Return the integers as bytes; integers of 4 bits two in each byte."""
@@ -198,23 +206,52 @@ class Integers:
         return pairs.to(torch.int8) - self.largest
 
 
+class Floats(Integers):
+    """The codec of fp8 in e4m3, up to 448, instead of integers: an element x of a block with scale s is received as s
+    times the number of fp8 next to x / s, with an error of at most 1/16 of x, or s / 1024 if that is larger."""
+
+    def __init__(self) -> None:
+        self.bits, self.largest = 8, 448
+
+    def _rounded(self, x_nBE: Tensor) -> Tensor:
+        """Return the numbers of fp8 of elements / scales, as their bytes. They are rounded from fp32."""
+        return x_nBE.float().to(torch.float8_e4m3fn).view(torch.int8)
+
+    def _unpacked(self, packed: Tensor, n_elements: int) -> Tensor:
+        return packed.view(torch.float8_e4m3fn)
+
+
+def encode_rows(x: Tensor, codec: Codec) -> Tensor:
+    """Return the message of each row of (..., D), (rows, bytes)."""
+    columns = x.shape[-1]
+    return codec.encode(x.reshape(x.numel() // columns, columns), (BufferPart(columns, columns),))
+
+
+def decode_rows(sent: Tensor, codec: Codec, columns: int, dtype: torch.dtype) -> Tensor:
+    """Return the rows of received messages, (rows, D)."""
+    return codec.decode(sent, (BufferPart(columns, columns),), dtype)
+
+
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """Return the type of products with scales."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def _shape(part: BufferPart) -> tuple[int, int]:
+def shape_in_blocks(part: BufferPart) -> tuple[int, int]:
     """Return the number of blocks of a matrix and the length of each."""
     length = block_length(part.columns)
     return part.n_elements // part.columns * -(-part.columns // length), length
 
 
-def _in_blocks(x_nP: Tensor, columns: int) -> Tensor:
+def in_blocks(x_nP: Tensor, columns: int) -> Tensor:
     """Return the blocks of a matrix, (n, B, E); the last block of a row is padded with zeros."""
     length = block_length(columns)
-    return F.pad(x_nP.reshape(len(x_nP), -1, columns), (0, -columns % length)).reshape(len(x_nP), -1, length)
+    n, rows = len(x_nP), x_nP.shape[1] // columns
+    padded = F.pad(x_nP.reshape(n, rows, columns), (0, -columns % length))
+    return padded.reshape(n, rows * (padded.shape[-1] // length), length)
 
 
-def _out_of_blocks(x_nBE: Tensor, part: BufferPart) -> Tensor:
+def out_of_blocks(x_nBE: Tensor, part: BufferPart) -> Tensor:
     n, rows = len(x_nBE), part.n_elements // part.columns
-    return x_nBE.view(n, rows, -1)[..., : part.columns].reshape(n, -1)
+    blocks_of_row = x_nBE.shape[1] // rows
+    return x_nBE.view(n, rows, blocks_of_row * x_nBE.shape[2])[..., : part.columns].reshape(n, part.n_elements)

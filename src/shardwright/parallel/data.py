@@ -59,7 +59,6 @@ from shardwright.parallel.collectives import StartedCollective
 from shardwright.parallel.compressed import Compression, OverReplicas
 from shardwright.parallel.compression import Codec, start_sum_of_vector
 from shardwright.parallel.offload import pins
-from shardwright.parallel.powersgd import PowerSGD
 from shardwright.parallel.secondary import drop_secondary_shards, keep_secondary_shards
 from shardwright.split.compression import BUCKET_BYTES, CONVERTED_BYTES
 from shardwright.system.torch_private import end_backward, foreach_copy_, parameter_groups
@@ -89,6 +88,21 @@ class DataEngine(Protocol):
         """Free the gathered parameters after forward passes without a backward pass, so that only shards remain."""
 
 
+class ErrorFeedback(Protocol):
+    """Sums compressed gradients of some parameters over the ranks that hold replicas of them. The part of a gradient
+    that a rank has not sent is added to the rank's next gradient."""
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether the gradient of a parameter is compressed."""
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """The tensors that are kept between steps, by `KIND/NAME`, for checkpoints."""
+
+    def sum(self) -> None:
+        """Replace every gradient by the compressed sum of all ranks."""
+
+
 class Replicated:
     """ZeRO-0: every rank has all parameters, gradients and optimizer states. Gradients are views of buckets. In the
     last backward pass of a step each bucket is all-reduced as soon as it is complete."""
@@ -98,12 +112,12 @@ class Replicated:
         parameters: Iterable[nn.Parameter],
         group: dist.ProcessGroup | None,
         codec: Codec | None = None,
-        products: PowerSGD | None = None,
+        feedback: ErrorFeedback | None = None,
     ) -> None:
         """`parameters`: plain tensors that have storage. Without a `group` nothing is reduced. `codec`: the encoding of
-        gradients, if they are compressed. `products` sums the gradients of other parameters, after the last backward
+        gradients, if they are compressed. `feedback` sums the gradients of other parameters, after the last backward
         pass."""
-        self.group, self.products = group, products
+        self.group, self.feedback = group, feedback
         self.start_sum = collectives.start_sum if codec is None else partial(start_sum_of_vector, codec=codec)
         # Freed gradients would make the next step accumulate in new tensors and copy those into the buckets: P more.
         self.keeps_gradients = group is not None
@@ -140,8 +154,8 @@ class Replicated:
             work.wait()
         self._works.clear()
         self._missing = []
-        if self.products is not None:
-            self.products.sum()
+        if self.feedback is not None:
+            self.feedback.sum()
 
     def release(self) -> None:
         pass

@@ -15,6 +15,8 @@ arXiv 2211.15841.
 | dispatch         | N K (ep - 1) / ep                   | D                    |
 | combine          | N K (ep - 1) / ep                   | D                    |
 
+With `layout.compress_dispatch` the forward dispatch sends D bytes of a row and a scale for each block.
+
 Shapes: N tokens of this rank, K experts of a token, R = N K rows, S rows received by this rank, E experts, e experts of
 a rank, n ranks of ep, D model.
 """
@@ -31,6 +33,7 @@ from torch.func import functional_call
 
 from shardwright.model.experts import Experts
 from shardwright.model.moe import MoE
+from shardwright.parallel.compression import Codec, decode_rows, encode_rows
 from shardwright.parallel.norm import as_part, local_part
 
 ReadCounts = Callable[[Tensor, int], list[list[int]]]
@@ -44,14 +47,20 @@ def read_counts(rows_2n: Tensor, n_rows: int) -> list[list[int]]:
     return rows
 
 
-def split_experts(model: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup, read: ReadCounts = read_counts) -> None:
+def split_experts(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    group: dist.ProcessGroup,
+    read: ReadCounts = read_counts,
+    codec: Codec | None = None,
+) -> None:
     """Replace every mixture of a model, or of a pipeline stage, on the meta device by one that holds this rank's
-    experts and sends tokens to other ranks' experts."""
+    experts and sends tokens to other ranks' experts, encoded by `codec` if there is one."""
     for name, layer in list(model.named_modules()):
         if isinstance(layer, MoE):
             assert isinstance(layer.experts, Experts)
             part = ExpertPart(layer.experts, mesh["ep"])
-            model.set_submodule(name, ExchangingMoE(layer, part, ExpertExchange(group, read)))
+            model.set_submodule(name, ExchangingMoE(layer, part, ExpertExchange(group, read, codec)))
 
 
 class ExchangingMoE(MoE):
@@ -93,10 +102,12 @@ class ExpertPart(nn.Module):
 
 class ExpertExchange:
     """Sends rows to the ranks of their experts and back: (experts, rows_RD sorted by expert, counts_E) -> a function
-    that waits for the outputs and returns them in the order of the rows, (R, D)."""
+    that waits for the outputs and returns them in the order of the rows, (R, D). With a codec all rows arrive rounded,
+    also rows for this rank's experts; outputs and gradients are sent unchanged, and the gradient of a row is the
+    gradient of the rounded row."""
 
-    def __init__(self, group: dist.ProcessGroup, read: ReadCounts = read_counts) -> None:
-        self.group, self.read = group, read
+    def __init__(self, group: dist.ProcessGroup, read: ReadCounts = read_counts, codec: Codec | None = None) -> None:
+        self.group, self.read, self.codec = group, read, codec
         self.sent_bytes = 0
         """Bytes of rows sent to other ranks in training: dispatch and combine, forward and backward."""
 
@@ -107,13 +118,14 @@ class ExpertExchange:
         dist.all_to_all_single(arriving_ne, counts_ne.contiguous(), group=self.group)
         to, from_ = self.read(torch.stack([counts_ne.sum(1), arriving_ne.sum(1)]), len(rows_RD))
         leaving_RD = rows_RD[: sum(to)]  # rows of dropped pairs are at the end and are not sent
+        sent = leaving_RD.detach() if self.codec is None else encode_rows(leaving_RD.detach(), self.codec)
         if experts.training:
-            self.count(rows_RD, to)
+            self.count(sent, to)
             self.count(rows_RD, from_)
-        under_way = _start(leaving_RD.detach(), to, from_, self.group)
+        under_way = _start(sent, to, from_, self.group)
 
         def finish() -> Tensor:
-            rows_SD = _AwaitAllToAll.apply(leaving_RD, under_way, to, from_, self)
+            rows_SD = _AwaitAllToAll.apply(leaving_RD, under_way, to, from_, self, self.codec)
             # Received rows are sorted by sender, then by expert.
             expert_S = _expert_of_each(arriving_ne, sum(from_))
             order_S = expert_S.argsort(stable=True)
@@ -164,15 +176,16 @@ class _AwaitAllToAll(torch.autograd.Function):
         to: list[int],
         from_: list[int],
         exchange: ExpertExchange,
+        codec: Codec | None = None,
     ) -> Tensor:
         ctx.to, ctx.from_, ctx.exchange = to, from_, exchange
         work, arrived = under_way
         work.wait()
-        return arrived
+        return arrived if codec is None else decode_rows(arrived, codec, rows.shape[1], rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ctx.exchange.count(grads[0], ctx.from_)
         work, gradient = _start(grads[0], ctx.from_, ctx.to, ctx.exchange.group)
         work.wait()
-        return gradient, None, None, None, None
+        return gradient, None, None, None, None, None

@@ -14,7 +14,7 @@
 |                     | few layers as fit, for the layouts that are found (`recomputation.fewest_layers`)          |
 | loss_chunk_tokens   | 0, and 4096 where a rank has more tokens of a micro-batch, not of pairs of answers         |
 | zero_secondary_ranks | 1; with zero 3 over several nodes and no pipeline also the ranks of dp_shard x cp in a node |
-| compress_gradients, compress_weights | none: the others change the numerical results of the training             |
+| compress_gradients and other compression | none: the others change the numerical results of the training         |
 
 A choice that changes nothing is made once: zero is 0 if there is nothing to shard over; pp_schedule and
 zero_pp_gather keep their defaults if they are not used. The rules come from `Layout.problems`,

@@ -16,6 +16,13 @@ from shardwright.view.document import Fact
 SEGMENTS_SHOWN = 8
 """Most layouts of a run whose speed is shown: the newest."""
 
+IDLE_LOAD, COLLAPSE_RECORDS = 0.1, 5
+"""An expert is reported as collapsed if it had less than this fraction of its layer's mean load in each of the last
+records, at least this many."""
+
+ALIKE = 0.95
+"""The cosine of two experts' rows of a router above which both get nearly the same tokens."""
+
 
 @dataclass(frozen=True)
 class SegmentNumbers:
@@ -78,6 +85,10 @@ class RunHeadline:
     load_max_over_mean: float | None
     load_of_worst_layer: float | None
     load_entropy: float | None
+    router_similarity: float | None
+    """The largest cosine of two experts' rows of a router."""
+    collapsed_experts: dict[int, tuple[int, ...]]
+    """By layer, the experts that few tokens have picked in the last records (`collapsed_experts`)."""
     dropped_fraction: float | None
     expert_sent_bytes: float | None
     segments: tuple[SegmentNumbers, ...]
@@ -135,6 +146,18 @@ class RunHeadline:
             dropped = "" if self.dropped_fraction is None else f"; dropped {percent(self.dropped_fraction)}"
             worst = f"times the mean for the busiest expert; worst layer {self.load_of_worst_layer:.2f}{dropped}"
             yield Fact("load of experts", f"{self.load_max_over_mean:.2f}", worst)
+        if self.load_entropy is not None:
+            yield Fact("entropy of the load", f"{self.load_entropy:.3f}", "1 is even, 0 is one expert for all tokens")
+        if self.router_similarity is not None:
+            same = "; both get nearly the same tokens" if self.router_similarity > ALIKE else ""
+            rest = f"the largest cosine of two experts' rows of a router{same}"
+            yield Fact("similarity of experts", f"{self.router_similarity:.3f}", rest)
+        if self.collapsed_experts:
+            by_layer = "; ".join(
+                f"layer {layer}: {', '.join(map(str, experts))}" for layer, experts in self.collapsed_experts.items()
+            )
+            rest = f"with less than {IDLE_LOAD:.0%} of the mean load in the last {COLLAPSE_RECORDS} records: {by_layer}"
+            yield Fact("collapsed experts", str(sum(map(len, self.collapsed_experts.values()))), rest)
         if self.expert_sent_bytes is not None:
             yield Fact("sent for experts", format_bytes(self.expert_sent_bytes), "a step, by rank 0")
 
@@ -182,11 +205,32 @@ def headline(run: RunRecord) -> RunHeadline:
         load_max_over_mean=last.load_max_over_mean if last else None,
         load_of_worst_layer=max(last.load_by_layer, default=None) if last else None,
         load_entropy=last.load_entropy if last else None,
+        router_similarity=max(last.router_similarity_by_layer, default=None) if last else None,
+        collapsed_experts=collapsed_experts(run),
         dropped_fraction=last.dropped_fraction if last else None,
         expert_sent_bytes=last.expert_sent_bytes if last else None,
         segments=segments,
         sources=tuple(_source_numbers(run)) if run.config.data.sources else (),
     )
+
+
+def collapsed_experts(run: RunRecord) -> dict[int, tuple[int, ...]]:
+    """Return for each layer the experts that had less than `IDLE_LOAD` of its mean load in each of the last
+    `COLLAPSE_RECORDS` records; empty with fewer records, or if records have the loads of one layer alone."""
+    spec = run.config.spec()
+    layers = [layer for layer in range(spec.n_layers) if spec.has_experts(layer)]
+    loads = [record.tokens_by_expert for record in run.train[-COLLAPSE_RECORDS:]]
+    if len(loads) < COLLAPSE_RECORDS or any(len(load) != len(layers) for load in loads):
+        return {}
+    result = {}
+    for place, layer in enumerate(layers):
+        idle = [
+            {expert for expert, n in enumerate(load[place]) if n * len(load[place]) < IDLE_LOAD * sum(load[place])}
+            for load in loads
+        ]
+        if always := set.intersection(*idle):
+            result[layer] = tuple(sorted(always))
+    return result
 
 
 def _source_numbers(run: RunRecord) -> Iterator[SourceNumbers]:

@@ -9,6 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from shardwright.config import RunConfig
 from shardwright.data.batches import Batch
@@ -77,6 +78,7 @@ class LogNumbers(Hook):
             model.sum_over_losses(result.pair_parts)
         loss, norm, n_targets = (float(value) for value in (result.loss_part, result.gradient_norm, result.n_targets))
         sent_bytes = sum(take_sent_bytes(part) for part in model.parts)
+        similarity_L = model.router_similarity()
         if not self.log.writes or not n_targets:  # a step without targets has no loss
             return {}
         return {
@@ -85,7 +87,7 @@ class LogNumbers(Hook):
             "lr": taken.rate,
             "target_tokens": int(n_targets),
             **self._speed(taken.step, n_steps),
-            **self._experts(n_steps, sent_bytes),
+            **self._experts(n_steps, sent_bytes, similarity_L),
             "loss_scale": None if self.trainer.scaler is None else self.trainer.loss_scale,
             "skipped_steps": self.trainer.skipped_steps,
             "mtp_loss": None if result.mtp_part is None else float(result.mtp_part),
@@ -120,7 +122,7 @@ class LogNumbers(Hook):
             peak,
         ) | {"memory_bytes": peak_memory_bytes(self.device)}
 
-    def _experts(self, n_steps: int, sent_bytes: int) -> Record:
+    def _experts(self, n_steps: int, sent_bytes: int, similarity_L: Tensor | None) -> Record:
         load, moe = self.trainer.model.load, self.spec.moe
         if load is None or moe is None:
             return {}
@@ -128,6 +130,9 @@ class LogNumbers(Hook):
         on_host = ExpertLoad(*(values.cpu() for values in load))
         experts = expert_numbers(on_host, moe, layers)
         experts["tokens_by_expert"] = tokens_by_expert(on_host, [n for n in layers if n < self.spec.n_layers])
+        if similarity_L is not None:
+            values = similarity_L.tolist()
+            experts["router_similarity_by_layer"] = [round(values[layer], 4) for layer in layers]
         if self.layout.ep > 1:
             experts["expert_sent_bytes"] = sent_bytes // n_steps
         return experts

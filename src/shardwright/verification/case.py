@@ -8,6 +8,7 @@ Shapes: B sequences of the global batch, T tokens of a sequence.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Literal, NamedTuple, Self
 
 import torch
@@ -20,8 +21,8 @@ from shardwright.data.samples import IGNORE
 from shardwright.layout.layout import Layout, accumulation
 from shardwright.model.number_formats import Fp8, block_of
 from shardwright.model.spec import ModelSpec
-from shardwright.split.compression import powersgd_rank
-from shardwright.split.stages import schedule_problems
+from shardwright.split.compression import elements_of_block, powersgd_rank
+from shardwright.split.stages import schedule_problems, stage_layers
 from shardwright.system.errors import InputError, nearest
 from shardwright.training.schedule import learning_rate
 
@@ -70,6 +71,24 @@ class IntegerWeights(NamedTuple):
     frozen: bool
 
 
+class RoundedInputs(NamedTuple):
+    """The activations that are sent in 8 bits, "int8" or "fp8": rows to experts; and, with their gradients, the inputs
+    of `layers`, whose stages are on another rank than the stages before."""
+
+    experts: str = "none"
+    layers: tuple[int, ...] = ()
+    of_layers: str = "none"
+
+
+class LargestGradients(NamedTuple):
+    """The gradients that are sent as the `k` largest elements of each block, over `replicas` ranks, of matrices whose
+    shards over `tp` ranks have blocks of their own."""
+
+    k: int
+    replicas: int
+    tp: int
+
+
 @dataclass(frozen=True)
 class Case:
     """A training of a few steps that every layout has to agree on.
@@ -114,6 +133,12 @@ class Case:
     powersgd_rank: int = 0
     """The rank of the products that replace gradients of matrices; 0: none."""
 
+    rounded_inputs: RoundedInputs = field(default_factory=RoundedInputs)
+    """The activations that a layout sends in 8 bits; none: they are not rounded."""
+
+    largest_gradients: LargestGradients | None = None
+    """The largest elements that replace gradients of matrices; None: gradients are whole."""
+
     average: AverageSection = field(default_factory=AverageSection)
     """The average of the weights that the run's optimizer makes."""
 
@@ -125,7 +150,7 @@ class Case:
         if self.dtype not in DTYPES:
             raise InputError(f"dtype={self.dtype!r} is not one that can be compared; {nearest(self.dtype, DTYPES)}")
         if self.fp8 is not None and self.dtype != "float64":
-            raise InputError(no_fp8_in(self.dtype, self.fp8))
+            raise InputError(only_in_float64(self.dtype, "precision.fp8", self.fp8.recipe))
         if self.steps < 1:
             raise InputError(f"steps={self.steps}: there is nothing to compare; valid: 1 or more")
 
@@ -284,7 +309,15 @@ class Case:
 
 def with_choices_of(layout: Layout, case: Case) -> Case:
     """Return the case with a layout's choices that also change the result of one process."""
-    case = replace(case, powersgd_rank=powersgd_rank(layout))
+    k = elements_of_block(layout)
+    largest = LargestGradients(k, layout.dp_replicate, layout.tp) if k else None
+    rounded = RoundedInputs(layout.compress_dispatch)
+    if layout.compress_pipeline != "none":
+        # The ways of a schedule cross from rank to rank at the same stages.
+        stages = zip(stage_layers(case.spec, layout, case.seq_len)[1:], pairwise(layout.ways[0]), strict=True)
+        first = tuple(layers[0] for layers, (here, there) in stages if here != there)
+        rounded = rounded._replace(layers=first, of_layers=layout.compress_pipeline)
+    case = replace(case, powersgd_rank=powersgd_rank(layout), largest_gradients=largest, rounded_inputs=rounded)
     if layout.compress_weights == "none":
         return case
     experts = layout.expert_dp_shard > 1 or layout.ep * layout.tp == 1
@@ -382,20 +415,20 @@ def cut_optimizer(optimizer: OptimizerSection) -> OptimizerSection:
     return optimizer.model_copy(update=few)
 
 
-def no_fp8_in(dtype: str, fp8: Fp8) -> str:
-    """Return why fp8 is compared only in float64, and the valid alternatives."""
+def only_in_float64(dtype: str, key: str, value: str) -> str:
+    """Return why a choice that rounds, or picks elements, is compared only in float64, and the valid alternatives."""
     return (
-        f"dtype={dtype!r} with precision.fp8={fp8.recipe!r}: a sum in another order is another number in {dtype}, "
-        f"which may round to the next number of fp8, so that no bound would tell a bug from rounding; valid: "
-        f"dtype='float64', or precision.fp8='none'"
+        f"dtype={dtype!r} with {key}={value!r}: a sum in another order is another number in {dtype}, which may round "
+        f"to the next number or make another element the largest, so that no bound would tell a bug from rounding; "
+        f"valid: dtype='float64', or {key}='none'"
     )
 
 
-def no_fp8_with(compress_gradients: str, fp8: Fp8) -> str:
-    """Return why fp8 and compressed gradients are compared separately, and the valid alternatives."""
+def not_with(compress_gradients: str, key: str, value: str) -> str:
+    """Return why a choice that rounds and compressed gradients are compared separately, and the valid alternatives."""
     return (
-        f"layout.compress_gradients={compress_gradients!r} with precision.fp8={fp8.recipe!r}: training can have both, "
-        f"but weights after an update with rounded gradients are other numbers, which may round to the next number of "
-        f"fp8, so that no bound would tell a bug from rounding; verify one, and then the other, with "
-        f"--set precision.fp8=none and --set layout.compress_gradients=none"
+        f"layout.compress_gradients={compress_gradients!r} with {key}={value!r}: training can have both, but weights "
+        f"after an update with rounded gradients are other numbers, which may round to the next number, so that no "
+        f"bound would tell a bug from rounding; verify one, and then the other, with --set {key}=none and --set "
+        f"layout.compress_gradients=none"
     )

@@ -18,7 +18,7 @@ from shardwright.data.batches import Batch
 from shardwright.layout.box import DENSE_AXES
 from shardwright.layout.layout import Layout
 from shardwright.model.transformer import Transformer
-from shardwright.parallel import compressed, data, loss, whole_matrices
+from shardwright.parallel import compressed, data, loss, topk, whole_matrices
 from shardwright.parallel.apply import apply
 from shardwright.parallel.initialise import materialise
 from shardwright.parallel.norm import local_part
@@ -38,6 +38,7 @@ BUCKETS = (
     (data, "BUCKET_BYTES"),
     (data, "CONVERTED_BYTES"),
     (compressed, "REPLICA_BUCKET_BYTES"),
+    (topk, "REPLICA_BUCKET_BYTES"),
     (whole_matrices, "BUCKET_BYTES"),
     (on_shards, "BUCKET_BYTES"),
     (adamw_8bit, "BUCKET_BYTES"),

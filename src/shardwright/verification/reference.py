@@ -4,6 +4,9 @@ clipping are PyTorch's.
 
 PowerSGD as one process computes it on whole gradients (Vogels et al., arXiv 1905.13727): each logical matrix becomes
 the product of two thin ones, and the remainder is added to the next gradient.
+
+Top-k as one process computes it (Stich et al., arXiv 1809.07599): the gradient of each replica's sequences apart, its
+largest elements, and their sum.
 """
 
 import math
@@ -42,8 +45,10 @@ def train_alone(case: Case, folder: Path) -> RankTrace:
         parameters = dict(model.named_parameters())
         optimizer = _optimizer(training, parameters, case)
         products = Products(parameters, case) if case.powersgd_rank else None
+        largest = LargestElements(parameters, case) if case.largest_gradients else None
         loss_scale = 1.0 if case.loss_scaling is None else case.loss_scaling.loss_scale
         routers = _RouterLosses(model, loss_scale)
+        _round_inputs(model, case)
         if case.fp8 is not None:
             use_fp8(model, case.spec, case.fp8)
         if training == PLAIN_SGD:
@@ -55,6 +60,8 @@ def train_alone(case: Case, folder: Path) -> RankTrace:
             for loss, ahead in _passes(model, case, parameters, step, step, routers, answers):
                 ((loss if ahead is None else loss + case.spec.mtp_weight * ahead) * loss_scale).backward()
                 parts.append((loss.detach(), None if ahead is None else ahead.detach()))
+                if largest is not None:
+                    largest.after_pass(len(parts), case.at(step))
             loss, ahead = _summed(parts)
             recorder.scalar(TracedQuantity("loss", training, step + 1), loss)
             if ahead is not None:
@@ -157,9 +164,10 @@ def _without_padding(lengths: Sequence[Sequence[int]], n_real: int) -> list[list
 
 
 def _n_sequences(case: Case) -> int:
-    """Return the sequences of a forward pass: all; with fp8 a micro-batch's, because each micro-batch has its own
-    scales; and with padding one, from which it is removed."""
-    return 1 if case.padded else case.global_batch if case.fp8 is None else case.micro_batch
+    """Return the sequences of a forward pass: all, or all of a replica if replicas choose elements of gradients; with
+    fp8 a micro-batch's, because each micro-batch has its own scales; and with padding one, from which it is removed."""
+    replicas = case.largest_gradients.replicas if case.largest_gradients else 1
+    return 1 if case.padded else case.global_batch // replicas if case.fp8 is None else case.micro_batch
 
 
 def _passes(
@@ -271,6 +279,51 @@ class _Answers:
                     losses.append((1 + torch.exp(gamma - beta * (chosen - rejected))).log())
         n_pairs = sum(len(of_row) // 2 for of_row in self.reference[step])
         return torch.stack(losses).sum() / n_pairs
+
+
+def _round_inputs(model: Transformer, case: Case) -> None:
+    """Round the rows of experts, and the inputs of layers with their gradients, as the case's layout sends them."""
+
+    def of_experts(experts: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        rows_RD, *others = inputs
+        return rows_RD + (_in_8_bits(rows_RD.detach(), case.rounded_inputs.experts) - rows_RD.detach()), *others
+
+    def of_layer(block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return _SentToNextStage.apply(inputs[0], case.rounded_inputs.of_layers), *inputs[1:]
+
+    if case.rounded_inputs.experts != "none":
+        for layer in expert_layers(model).values():
+            layer.experts.register_forward_pre_hook(of_experts)
+    for number in case.rounded_inputs.layers:
+        model.layers[str(number)].register_forward_pre_hook(of_layer)
+
+
+class _SentToNextStage(torch.autograd.Function):
+    """Rounds an activation in the forward pass, and its gradient in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BTD: Tensor, kind: str) -> Tensor:
+        ctx.kind = kind
+        return _in_8_bits(x_BTD, kind)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _in_8_bits(gradients[0], ctx.kind), None
+
+
+def _in_8_bits(rows: Tensor, kind: str) -> Tensor:
+    """Round rows in blocks, "int8" as in `_as_integers`, "fp8" to numbers with 4 significant bits, at least 2^-9 apart,
+    times the scale that makes the largest 448."""
+    if kind == "int8":
+        return _as_integers(rows, rows.shape[-1])
+    rounded = torch.zeros_like(rows)
+    per_block = -(-rows.shape[-1] // -(-rows.shape[-1] // 128))
+    for x, result in zip(rows.split(per_block, -1), rounded.split(per_block, -1), strict=True):
+        scale = (x.abs().amax(-1, keepdim=True) / 448).float().to(x.dtype)
+        of_scale = torch.nan_to_num(x / scale).float().to(x.dtype)  # 0 / 0 where all are zero
+        step = 2.0 ** (of_scale.abs().log2().floor().clamp(min=-6) - 3)
+        result.copy_((of_scale / step).round() * step * scale)
+    return rounded
 
 
 def _weights(case: Case, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -405,6 +458,55 @@ class Products:
         row = self.rows[name]
         of_head = torch.cat([torch.full((n,), part) for part, (_, n) in enumerate(row.parts)]).repeat(row.heads)
         return [(of_head == part).nonzero().flatten() for part in range(len(row.parts))]
+
+
+class LargestElements:
+    """The largest elements of the gradients of each replica, and the errors that replicas have not sent."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter], case: Case) -> None:
+        assert case.largest_gradients is not None
+        self.k, self.replicas, tp = case.largest_gradients
+        self.blocks: dict[str, list[slice]] = {}
+        """The columns of each block of a row."""
+        self.parameters: dict[str, nn.Parameter] = {}
+        for name, parameter in parameters.items():
+            row = row_of(case.spec, name)
+            sharded = row.split in ("row", "column") or (row.split == "kv_column" and tp <= case.spec.n_kv_heads)
+            n_columns = parameter.shape[-1] // (tp if row.split == "row" else 1)
+            per_block = -(-n_columns // -(-n_columns // 128))
+            if row.hidden and row.trained and (sharded or tp == 1) and 5 * self.k < 4 * per_block:
+                self.parameters[name] = parameter
+                self.blocks[name] = [
+                    slice(first, min(first + per_block, shard + n_columns))
+                    for shard in range(0, parameter.shape[-1], n_columns)
+                    for first in range(shard, shard + n_columns, per_block)
+                ]
+        self.errors = [
+            {name: torch.zeros_like(p).detach() for name, p in self.parameters.items()} for _ in range(self.replicas)
+        ]
+        self.sums: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def after_pass(self, number: int, case: Case) -> None:
+        """After forward pass `number` of a step, 1-based, choose from the gradients of a replica if the pass is its
+        last; after the last pass of all replace the gradients by the sums."""
+        per_replica = case.global_batch // _n_sequences(case) // self.replicas
+        if number % per_replica:
+            return
+        replica = number // per_replica - 1
+        for name, parameter in self.parameters.items():
+            whole = self.errors[replica][name]
+            whole += 0.0 if parameter.grad is None else parameter.grad
+            parameter.grad = None
+            for columns in self.blocks[name]:
+                block = whole[..., columns]
+                order = block.abs().argsort(-1, descending=True)
+                largest = order.argsort(-1) < self.k
+                self.sums.setdefault(name, torch.zeros_like(whole))[..., columns] += torch.where(largest, block, 0.0)
+                block[largest] = 0.0
+        if replica == self.replicas - 1:
+            for name, parameter in self.parameters.items():
+                parameter.grad = self.sums.pop(name)
 
 
 def orthonormal(matrix: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from shardwright.layout.keys import KEYS
 from shardwright.layout.layout import Layout
 from shardwright.model.number_formats import replica_problems
 from shardwright.split import rules, stages
-from shardwright.split.compression import gradient_roundings
+from shardwright.split.compression import elements_of_block, gradient_roundings
 from shardwright.system.errors import LayoutError, ShardwrightError, WorkerError
 from shardwright.system.forks import temporary_folder
 from shardwright.system.units import format_bytes, format_count
@@ -28,7 +28,8 @@ from shardwright.verification.case import (
     OVERFLOW_STEP,
     PLAIN_SGD,
     Case,
-    no_fp8_with,
+    not_with,
+    only_in_float64,
     with_choices_of,
     with_drawn_experts,
 )
@@ -270,8 +271,15 @@ def _check(case: Case, layout: Layout) -> None:
     sizes = [case.at(step) for step in range(case.steps)] + [case]
     problems = [each for one in sizes for each in stages.schedule_problems(layout, one.accumulation(layout))]
     problems += replica_problems(case.spec, layout, case.fp8)
-    if case.fp8 is not None and gradient_roundings(layout):
-        problems.append(no_fp8_with(layout.compress_gradients, case.fp8))
+    rounding = {f"layout.{key}": getattr(layout, key) for key in ("compress_dispatch", "compress_pipeline")}
+    rounding |= {} if case.fp8 is None else {"precision.fp8": case.fp8.recipe}
+    rounding = {key: value for key, value in rounding.items() if value != "none"}
+    if gradient_roundings(layout):
+        problems += [not_with(layout.compress_gradients, key, value) for key, value in rounding.items()]
+    if elements_of_block(layout):
+        rounding["layout.compress_gradients"] = layout.compress_gradients
+    if case.dtype != "float64":
+        problems += [only_in_float64(case.dtype, key, value) for key, value in rounding.items()]
     problems += [each for one in sizes for each in rules.problems(case.spec, layout, one.seq_len)]
     if problems:
         raise LayoutError(*dict.fromkeys(problems))

@@ -24,11 +24,14 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.parallel.compression import Codec, decode_rows, encode_rows
 from shardwright.parallel.point_to_point import PendingMessage, TensorMessage, start
 from shardwright.schedule.messages import PairExchange
+from shardwright.split.compression import transit_row_bytes
 
 Need = tuple[int, Literal["F", "B"], int]
 """(stage, op, micro-batch): the input of the stage for F, the gradient of its output for B."""
@@ -37,12 +40,16 @@ Need = tuple[int, Literal["F", "B"], int]
 class PipelineMessages:
     """Sends and receives the messages of this rank, and keeps the incomplete ones."""
 
-    def __init__(self, rank: int, groups: Mapping[tuple[int, ...], dist.ProcessGroup]) -> None:
+    def __init__(
+        self, rank: int, groups: Mapping[tuple[int, ...], dist.ProcessGroup], codec: Codec | None = None
+    ) -> None:
         """`rank`: this rank of `pp`; `groups`: (lower rank, higher rank) of `pp` -> the process group of the two, for
-        every rank that exchanges messages with this one."""
-        self.rank, self.groups = rank, groups
+        every rank that exchanges messages with this one. `codec`: the encoding of messages, if they are compressed."""
+        self.rank, self.groups, self.codec = rank, groups, codec
         self._sending: deque[PendingMessage] = deque()
         self._receiving: dict[Need, PendingMessage] = {}
+        self._shapes: dict[Need, tuple[torch.Size, torch.dtype]] = {}
+        """Of the tensors that arrive encoded."""
 
     def start(self, exchange: PairExchange, results: dict[Need, Tensor], empty: Callable[[], Tensor]) -> None:
         """Start the messages of one exchange: send tensors of `results`, removing them from it, and receive into new
@@ -50,7 +57,10 @@ class PipelineMessages:
         peer, messages = 0 if self.rank == exchange.high else 1, []
         for stage, op, microbatch, sender, _ in exchange.messages:
             sends = sender == self.rank
-            tensor = results.pop((stage, op, microbatch)).contiguous() if sends else empty()
+            need: Need = (stage, op, microbatch)
+            tensor = results.pop(need).contiguous() if sends else self._room(need, empty())
+            if sends and self.codec is not None:
+                tensor = encode_rows(tensor, self.codec)
             messages.append(TensorMessage(sends, tensor, peer, f"the input of {stage}{op}{microbatch}"))
         started = start(messages, self.groups[exchange.low, exchange.high], "pp")
         for (stage, op, microbatch, sender, _), message in zip(exchange.messages, started, strict=True):
@@ -63,7 +73,19 @@ class PipelineMessages:
 
     def receive(self, need: Need) -> Tensor:
         """Wait for a message whose receive was started; return its tensor."""
-        return self._receiving.pop(need).wait()
+        tensor = self._receiving.pop(need).wait()
+        if self.codec is None:
+            return tensor
+        shape, dtype = self._shapes.pop(need)
+        return decode_rows(tensor, self.codec, shape[-1], dtype).view(shape)
+
+    def _room(self, need: Need, tensor: Tensor) -> Tensor:
+        """Return the tensor to receive into: `tensor`, or the bytes of its encoded rows."""
+        if self.codec is None:
+            return tensor
+        self._shapes[need] = tensor.shape, tensor.dtype
+        columns = tensor.shape[-1]
+        return tensor.new_empty(tensor.numel() // columns, transit_row_bytes(columns), dtype=torch.uint8)
 
     def finish(self) -> None:
         """Wait until all sends are complete."""
