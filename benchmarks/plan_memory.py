@@ -157,7 +157,9 @@ class Dry:
     @staticmethod
     def of(record: RankRecord, seconds: float = 0.0) -> "Dry":
         """Of a record, without the numbers of a few bytes and the scores that are computed again."""
-        priced = [each for each in record.messages if each.action not in NOT_PRICED and "int" not in each.dtype]
+        priced = [
+            each for each in record.messages if each.action not in NOT_PRICED and not each.dtype.startswith("int")
+        ]
         large = traffic(priced, record.repeats)
         large |= {key: sums for key, sums in record.sent.items() if key[0] == LINK}
         again = sum(n for op, n in record.flops.items() if "attention" in op and "backward" in op)

@@ -114,7 +114,7 @@ def test_experts_multiply_rounded_rows_by_rounded_matrices():
         of_rows = Fp8Linear(RECIPES["blockwise" if recipe == "blockwise" else "rowwise"])
         of_matrices, computes = Fp8Linear(settings), Fp8Linear(settings)
         x, weight = x_RD.clone().requires_grad_(), weight_EFD.clone().requires_grad_()
-        y = matmul.linear(x, weight, counts_E=counts_E, fp8=computes)
+        y = matmul.linear(x, weight, counts_E=counts_E, recipe=computes)
         dx, dweight = torch.autograd.grad(y, (x, weight), dy_RF)
         for expert, (begin, end) in enumerate(pairwise(starts)):
             rows_RD = of_rows.scaled(x_RD[begin:end], FORWARD, None, None, 1).wide(torch.float64)
@@ -156,7 +156,7 @@ def test_the_matmuls_of_the_layers_are_in_fp8_but_those_that_are_left_out(monkey
         model = Transformer(spec)
         fp8 = Fp8("tensorwise", skip_layers=skip)
         use_fp8(model, spec, fp8)
-        inside = {name for name, module in model.named_modules() if getattr(module, "fp8", None) is not None}
+        inside = {name for name, module in model.named_modules() if getattr(module, "recipe", None) is not None}
         attention = {f"layers.{layer}.attention.{name}" for layer in expected for name in "qkvo"}
         networks = {
             f"layers.{layer}.ffn.{'shared.' * (layer >= 2)}{name}"
@@ -165,7 +165,7 @@ def test_the_matmuls_of_the_layers_are_in_fp8_but_those_that_are_left_out(monkey
         }
         assert inside == attention | networks
         use_fp8(model, spec, replace(fp8, experts=True))
-        inside = {name for name, module in model.named_modules() if getattr(module, "fp8", None) is not None}
+        inside = {name for name, module in model.named_modules() if getattr(module, "recipe", None) is not None}
         assert inside == attention | networks | {f"layers.{layer}.ffn.experts" for layer in expected if layer >= 2}
 
 
@@ -194,7 +194,7 @@ def test_gradients_of_a_linear_are_those_of_its_matmuls():
     x, weight, bias = (torch.randn(shape).requires_grad_() for shape in ((2, 8, 16), (24, 16), (24,)))
     dy = torch.randn(2, 8, 24)
     for saves_first in (False, True):
-        y = matmul.linear(x, weight, bias, fp8=computes, saves_first=saves_first)
+        y = matmul.linear(x, weight, bias, recipe=computes, saves_first=saves_first)
         gradients = torch.autograd.grad(y, (x, weight, bias), dy)
         expected = (computes.input_gradient(dy, weight), computes.weight_gradient(dy, x), dy.sum((0, 1)))
         assert torch.equal(y, computes.forward(x, weight) + bias)

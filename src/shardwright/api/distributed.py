@@ -17,12 +17,14 @@ from shardwright.generation.continuous import Batcher
 from shardwright.generation.engine import LayoutEngine
 from shardwright.generation.sampling import Sampling, sampling_problems
 from shardwright.layout.layout import Layout
-from shardwright.model.modules import row_of
+from shardwright.model.modules import Row, row_of
+from shardwright.model.quantised import fill_box
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.apply import apply
-from shardwright.parallel.boxes import gather_whole, local_box
+from shardwright.parallel.boxes import local_box
 from shardwright.parallel.objects import gathered
+from shardwright.parallel.stored import gather_values
 from shardwright.split.rules import TokenCall, token_call_problems
 from shardwright.split.rules import problems as split_problems
 from shardwright.split.stages import schedule_problems
@@ -197,12 +199,12 @@ class DistributedModel:
         process. A collective: every rank calls it, and needs memory for the whole model."""
         self._model.after_change()
         mine = self._model.named_parameters
-        held = {name: gather_whole(parameter) for name, parameter in mine.items()}
+        dtype = next(parameter.dtype for parameter in mine.values() if parameter.is_floating_point())
+        held = {name: gather_values(row_of(self.spec, name), parameter, dtype) for name, parameter in mine.items()}
         group = self._model.groups.pp
         if group is None:
             return held
         found = {}
-        dtype = next(iter(held.values())).dtype
         for name in sorted(self._model.held_on):
             owner = min(self._model.held_on[name])
             shape = row_of(self.spec, name).shape
@@ -336,7 +338,7 @@ def parallelize(
     if given is not None:
         values = dict(given.named_parameters())
         for name, parameter in parallel.named_parameters.items():
-            _fill(parameter, values[name])
+            _fill(row_of(spec, name), parameter, values[name])
         parallel.after_change()
     return DistributedModel(ForwardBackward(parallel, device=where, seed=seed, compile_loss=compile))
 
@@ -356,8 +358,11 @@ def _leave() -> None:
 
 
 @torch.no_grad()
-def _fill(parameter: nn.Parameter, values: Tensor) -> None:
+def _fill(row: Row, parameter: nn.Parameter, values: Tensor) -> None:
     """Copy this rank's part of the whole tensor `values` into a parameter."""
     held, offsets = local_box(parameter)
-    box = tuple(slice(first, first + size) for first, size in zip(offsets, held.shape, strict=True))
-    held.copy_(values[box])
+
+    def box(at: Sequence[int], shape: Sequence[int]) -> Tensor:
+        return values[tuple(slice(first, first + size) for first, size in zip(at, shape, strict=True))]
+
+    fill_box(row, held, offsets, tuple(parameter.shape), box)

@@ -20,7 +20,7 @@ from shardwright.hugging_face.files import is_folder_of_transformers, read_folde
 from shardwright.layout.key import LayoutKey
 from shardwright.layout.keys import KEYS as LAYOUT_KEYS
 from shardwright.layout.layout import Layout
-from shardwright.model.lora_sizes import LoraSpec
+from shardwright.model.lora_sizes import BaseType, LoraSpec
 from shardwright.model.presets import resolve
 from shardwright.model.sections import Described, RopeScaling, descriptions
 from shardwright.model.spec import TABLES, ModelSpec, differences, spec_as_json
@@ -413,6 +413,7 @@ class LoraSection(RunFileSection):
     alpha: Annotated[float, Field(gt=0)] = Field(16.0, description=descriptions(LoraSpec)["alpha"])
     targets: list[str] = Field(["attention", "ffn"], description=descriptions(LoraSpec)["targets"])
     rslora: bool = Field(False, description=descriptions(LoraSpec)["rslora"])
+    base: BaseType = Field("compute", description=descriptions(LoraSpec)["base"])
 
     @property
     def spec(self) -> LoraSpec | None:

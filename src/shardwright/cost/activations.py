@@ -43,7 +43,7 @@ from shardwright.cost.blocks import BlockShape
 from shardwright.cost.formats import FORMATS
 from shardwright.cost.job import FULL, SELECTIVE, Candidates, Floats, Job
 from shardwright.cost.ledger import Formulas, greatest, plus
-from shardwright.cost.parameters import vocabulary_rows
+from shardwright.cost.parameters import elements, vocabulary_rows
 from shardwright.model.linear_sizes import LinearAttentionSpec
 from shardwright.model.pieces import ROWS_TOGETHER
 from shardwright.split.sequence import chunks_of_ring_rank
@@ -125,6 +125,10 @@ def layer(job: Job, candidates: Candidates, block: BlockShape, name: str | None 
         f.add(rows_of_experts=experts)
         f(f"kept by {name}", f.all_kept - f.rows_of_experts)
         at_once = greatest(*(f[f"working of {part}"] for part in parts))
+        if quantised := [row for row in block.rows if row.stored]:
+            sizes = [elements(job.model, row, candidates.tp, candidates.ep) for row in quantised]
+            f.add(largest_matrix=np.max(sizes, axis=0))
+            at_once = at_once + f("decoded matrix", f.e * f.largest_matrix, "model/quantised.py")
         recomputed = at_once + f.everything - f.all_kept
         not_again = at_once if whole is f.everything else recomputed
         working = f.choose(f"working of {name}", again, [not_again, recomputed, recomputed])

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
+from shardwright.model.lora_sizes import StoredRow
 from shardwright.model.modules import MTP_BLOCK, Row, Split, layer_rows
 from shardwright.model.spec import ModelSpec
 
@@ -80,6 +81,20 @@ class BlockShape:
     def trained(self) -> "BlockShape":
         """Return the same layer without its frozen parameters, to count the parameters that have gradients."""
         return replace(self, rows=tuple(row for row in self.rows if not row.frozen))
+
+    @cache  # noqa: B019 (blocks are few, and equal ones share an entry)
+    def stored(self, element_bytes: int) -> "BlockShape":
+        """Return the same layer with the rows of quantised matrices as elements of `element_bytes` that take as many
+        bytes. Ignored: bytes by which shards over tp are larger."""
+        return replace(
+            self,
+            rows=tuple(
+                replace(row, shape=(*row.shape[:-1], -(-StoredRow(row.stored, row.shape[-1]).n_bytes // element_bytes)))
+                if row.stored
+                else row
+                for row in self.rows
+            ),
+        )
 
     @property
     def frozen(self) -> bool:

@@ -188,7 +188,8 @@ def groups(job: Job, candidates: Candidates, held: RankParameters) -> list[Param
     frozen = held.frozen + held.frozen_padding + np.where(apart, 0, frozen_experts)
     reduced, experts_reduced = dense - frozen, np.where(apart, experts - frozen_experts, 0)
     shards_base = candidates.zero == 3
-    dense, experts = np.where(shards_base, dense, reduced), np.where(shards_base, experts, experts_reduced)
+    dense = np.where(shards_base, dense - held.saved - np.where(apart, 0, held.saved_experts), reduced)
+    experts = np.where(shards_base, experts - np.where(apart, held.saved_experts, 0), experts_reduced)
     ranks = candidates.gradient_ranks
     expert_ranks = np.maximum(ranks * candidates.tp // candidates.ep, 1)
     whole = ~apart & (candidates.zero == 0) & (job.element_bytes == 4)
@@ -413,7 +414,7 @@ def replica_messages(
 def rank_parameters(job: Job, candidates: Candidates, rank: int | None = None) -> RankParameters:
     """Return the parameters of each candidate on a rank of `pp`, by default the rank with the most."""
     cut = pipeline.stages(job, candidates)
-    held = parameters.tp_rank_parameters(job.model, cut, candidates.tp, candidates.ep)
+    held = parameters.tp_rank_parameters(job.model, cut, candidates.tp, candidates.ep, element_bytes=job.element_bytes)
     replicas, kv_replicas = parameters.with_partial_gradients(job.model, cut, candidates)
     blocks = np.array([len(layers) for layers in cut.layers])
     expert_blocks = sum((n for block, n in cut.of_kind.items() if block.experts), np.zeros_like(blocks))
@@ -435,6 +436,7 @@ def rank_parameters(job: Job, candidates: Candidates, rank: int | None = None) -
     parts.append(
         parameters.buckets(job.model, cut, candidates.tp, candidates.ep) if counted else np.zeros_like(parts[0])
     )
+    parts += [held.dense - held.stored.dense, held.expert - held.stored.expert]
     of_ranks = [part[:, cut.of_rank].sum(axis=2) for part in parts]
     most = (of_ranks[0] + of_ranks[1]).argmax(axis=1)[:, None] if rank is None else np.full((len(candidates), 1), rank)
     with ledger.section("Data parallel, rank with most parameters"):

@@ -27,7 +27,7 @@ def host_bytes(job: Job, candidates: Candidates, pp_rank: int) -> dict[str, Floa
     n_parameters = held.trained_dense / shards + held.trained_experts / expert_shards
     result: dict[str, Floats] = {}
     if layout.offload_parameters == "cpu":
-        frozen = held.frozen / shards + held.frozen_experts / expert_shards
+        frozen = (held.frozen - held.saved) / shards + (held.frozen_experts - held.saved_experts) / expert_shards
         result["parameters and gradients"] = 8 * n_parameters + job.element_bytes * frozen
     elif layout.offload_optimizer == "cpu":
         result["copies of weights"] = 4 * n_parameters

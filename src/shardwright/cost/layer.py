@@ -202,6 +202,20 @@ def _multiply(passes: Passes, job: Job, candidates: Candidates, matmuls: Iterabl
             f = Formulas("s", cast_bytes=cast_bytes, elements=elements, element_rate=reached_bytes_per_s(job))
             moved.append(f(f"{CASTS}, {name}", f.cast_bytes * f.elements / f.element_rate, "cost/formats.py"))
         passes.add(ELEMENTWISE, *moved)
+    elif quantised := [each for each in those if each.stored]:
+        moved = []
+        for name in "FI":
+            elements = sum(DECODED_BYTES[each.stored] * each.batch * each.k * each.n for each in quantised)
+            f = Formulas("s", decoded_bytes=elements, element_rate=reached_bytes_per_s(job))
+            moved.append(f(f"{CASTS}, {name}", f.decoded_bytes / f.element_rate, "decoding, model/quantised.py"))
+        passes.add(ELEMENTWISE, *moved)
+
+
+DECODED_BYTES = {"int8": 11.0, "nf4": 22.5}
+"""Bytes that the kernels of `model.quantised.decode` read and write for an element in 16 bits. int8: a code, its
+product with the scale in fp32, which is read again, and the result: 1 + 4 + 4 + 2. nf4: 4 bits of code, their index in
+32 bits for two elements, the value in fp32, its product with the scale, and the result: 0.5 + 2 + 2 + 4 + 4 + 4 + 4 +
+2. No GPU measured it."""
 
 
 def _attend(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, block: BlockShape) -> None:

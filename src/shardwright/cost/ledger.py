@@ -362,6 +362,9 @@ _SYMBOLS = (
     ("n_bytes gradient_bytes reduced_bytes weight_gradient_bytes fp8_weight_bytes", "B", "a parameter; cost/stack.py"),
     ("Q", "", "parameters in experts on a rank"),
     ("A A_in_experts", "", "trained parameters of adapters on a rank; of these, in experts"),
+    ("P_stored Q_stored", "", "P and Q with quantised matrices as the elements of e bytes that take as many bytes"),
+    ("decoded_bytes", "B", "that the kernels which decode quantised matrices read and write in a pass"),
+    ("largest_matrix", "", "elements of a layer's largest quantised matrix on a rank"),
     ("keeps_base", "", "1 where the weights are shards of the frozen base, as with ZeRO-3 in 16 bits"),
     ("inner_read ranks_of_adapters outputs_of_adapters reads_rows", "", "inner features that an adapter reads; sum of "
      "the ranks of a layer's adapters, and of the features that they add to; 0 where experts are frozen"),

@@ -26,7 +26,7 @@ class Matmul:
     """m, k, n, batch: arrays of shape (n,) or numbers. `precision`: of its inputs; by default the job's.
     `input_shards`, `output_shards`: ranks over which its input, and the gradient of its output, are token shards before
     they are gathered. `apart`: the matmuls of the batch are separate kernels, each with its last wave. `frozen`: its
-    weights have no gradient."""
+    weights have no gradient; `stored`: the type in which they are quantised."""
 
     name: str
     m: Floats | float
@@ -38,6 +38,7 @@ class Matmul:
     output_shards: Ints | int = 1
     apart: bool = False
     frozen: bool = False
+    stored: str = ""
 
     @property
     def flops(self) -> Floats:
@@ -119,7 +120,9 @@ def layer_matmuls(job: Job, candidates: Candidates, block: BlockShape, tokens: F
             experts = first.shape[0] / candidates.ep
             rows = tokens / candidates.tp * job.model.moe.top_k / experts * job.busiest_load(candidates.ep)
             apart = not job.stack.speed.groups_matmuls
-            yield Matmul(group.name, rows, first.shape[-1], n_out, experts, apart=apart, frozen=first.frozen)
+            yield Matmul(
+                group.name, rows, first.shape[-1], n_out, experts, apart=apart, frozen=first.frozen, stored=first.stored
+            )
         elif first.kind == "router":
             wide = fp32_or_wide(job) if job.stack.wide_router else job.wide_precision
             rows = tokens / candidates.tp
@@ -132,6 +135,7 @@ def layer_matmuls(job: Job, candidates: Candidates, block: BlockShape, tokens: F
                 group.name, rows, n_in, n_out,
                 input_shards=candidates.token_shards if first.split in ("column", "kv_column") else 1,
                 output_shards=candidates.token_shards if first.split == "row" else 1, frozen=first.frozen,
+                stored=first.stored,
             )  # fmt: skip
 
 

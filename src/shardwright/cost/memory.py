@@ -222,7 +222,12 @@ class StepMemory:
         self.job, self.candidates, self.memo = job, candidates, memo
         self.stages = stages or pipeline.stages(job, candidates)
         self.held = parameters.tp_rank_parameters(
-            job.model, self.stages, candidates.tp, candidates.ep, vocabulary_multiple=job.stack.vocabulary_multiple
+            job.model,
+            self.stages,
+            candidates.tp,
+            candidates.ep,
+            vocabulary_multiple=job.stack.vocabulary_multiple,
+            element_bytes=job.element_bytes,
         )
 
     @cached_property

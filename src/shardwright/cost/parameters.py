@@ -33,7 +33,8 @@ class Parameters:
     gathers at once; `matrix`, (n,): of the largest matmul of a feed-forward network, or of all experts together.
     `head`, (n,): of the matrix of the logits. `ends`, (n, S): embedding, positions, last norm and head. `hidden`, (n,
     S): hidden matrices. Both are included in `dense`. `of_block`: dense and expert elements of a layer of each kind,
-    (n,). `trained`: the same without frozen parameters; if none is frozen, this object.
+    (n,). `trained`: the same without frozen parameters; if none is frozen, this object. `stored`: the same with
+    quantised matrices as the elements that take as many bytes; if none is quantised, this object.
     """
 
     dense: Ints
@@ -46,10 +47,15 @@ class Parameters:
     head: Ints
     of_block: Mapping[BlockShape, tuple[Ints, Ints]]
     of_trained: "Parameters | None" = None
+    of_stored: "Parameters | None" = None
 
     @property
     def trained(self) -> "Parameters":
         return self if self.of_trained is None else self.of_trained
+
+    @property
+    def stored(self) -> "Parameters":
+        return self if self.of_stored is None else self.of_stored
 
     def note(self, stages: Stages, rank: int) -> None:
         """Record the parameters of a rank of `pp` of one candidate: P dense parameters and Q in experts, and if some
@@ -83,8 +89,8 @@ class RankParameters(NamedTuple):
     gradients are compressed with error feedback, with the rows and the columns of logical matrices that are sent as
     products, the blocks of others, and the number of stages with some. `layer_padding`, `end_padding`,
     `expert_padding`, `frozen_padding`, `frozen_expert_padding`: elements that pad rows (`parameters.padding`), the
-    last two of frozen parameters. `buckets`: number of buckets of fp32 gradients without ZeRO, 0 if they are not
-    counted."""
+    last two of frozen parameters. `saved`, `saved_experts`: elements by which a quantised base is smaller. `buckets`:
+    number of buckets of fp32 gradients without ZeRO, 0 if they are not counted."""
 
     dense: Ints
     experts: Ints
@@ -110,6 +116,8 @@ class RankParameters(NamedTuple):
     frozen_padding: Ints
     frozen_expert_padding: Ints
     buckets: Ints
+    saved: Ints
+    saved_experts: Ints
 
     @property
     def trained_dense(self) -> Ints:
@@ -123,9 +131,15 @@ class RankParameters(NamedTuple):
 
 
 def tp_rank_parameters(
-    model: ModelSpec, stages: Stages, tp: Ints, ep: Ints, tp_rank: int = 0, vocabulary_multiple: int = 0
+    model: ModelSpec,
+    stages: Stages,
+    tp: Ints,
+    ep: Ints,
+    tp_rank: int = 0,
+    vocabulary_multiple: int = 0,
+    element_bytes: int = 2,
 ) -> Parameters:
-    """Return the parameters of rank `tp_rank` of each tp group, for n pairs of tp and ep.
+    """Return the parameters of rank `tp_rank` of each tp group, for n pairs of tp and ep. `element_bytes`: of a weight.
 
     Rank 0 has the most: vocabulary shards are rounded up, and the last ranks have the remainder
     (`split.tensor.vocabulary_rows`). `vocabulary_multiple`: for a stack that pads the vocabulary to a multiple of this
@@ -137,19 +151,31 @@ def tp_rank_parameters(
     whole = _parameters(model, stages, tp, ep, matrix_rows, trained=False)
     if model.lora is None:
         return whole
-    return replace(whole, of_trained=_parameters(model, stages, tp, ep, matrix_rows, trained=True))
+    whole = replace(whole, of_trained=_parameters(model, stages, tp, ep, matrix_rows, trained=True))
+    if model.lora.base == "compute":
+        return whole
+    stored = _parameters(model, stages, tp, ep, matrix_rows, trained=False, element_bytes=element_bytes)
+    return replace(whole, of_stored=stored)
 
 
 def _parameters(
-    model: ModelSpec, stages: Stages, tp: Ints, ep: Ints, matrix_rows: Ints, *, trained: bool
+    model: ModelSpec,
+    stages: Stages,
+    tp: Ints,
+    ep: Ints,
+    matrix_rows: Ints,
+    *,
+    trained: bool,
+    element_bytes: int = 0,
 ) -> Parameters:
-    """Return the parameters of a rank with `matrix_rows` of the vocabulary; with `trained` without frozen ones."""
+    """Return the parameters of a rank with `matrix_rows` of the vocabulary; with `trained` without frozen ones; with
+    `element_bytes` as `Parameters.stored`."""
     ends = _ends(model, len(stages.layers), matrix_rows, trained=trained)
     dense, expert, hidden = ends.copy(), np.zeros_like(ends), np.zeros_like(ends)
     of_block: dict[BlockShape, tuple[Ints, Ints]] = {}
     layer_dense, layer_expert, matrix = np.zeros_like(tp), np.zeros_like(tp), np.zeros_like(tp)
     for kind, layers in stages.of_kind.items():
-        block = kind.trained if trained else kind
+        block = kind.trained if trained else kind.stored(element_bytes) if element_bytes else kind
         of_plain = np.zeros_like(tp)
         for split, numel in block.dense_numel.items():
             of_plain += numel // tp_shards(model, split, tp)
@@ -157,7 +183,7 @@ def _parameters(
         for split, numel in block.hidden_numel.items():
             of_hidden += numel // tp_shards(model, split, tp)
         of_experts = block.expert_numel // ep
-        if not trained:
+        if block is kind:
             _note_block(model, block, tp, ep, of_plain, of_experts)
         of_block[kind] = (of_plain, of_experts)
         dense += of_plain[:, None] * layers

@@ -62,8 +62,8 @@ def stage_pools(job: Job, candidates: Candidates, stages: Stages, held: Paramete
     apart = np.where(fsdp, reduced, _outsized(job, candidates, stages) if alone.any() else 0.0)
     shared = shares_gradients(job, candidates)[:, None] | ~fsdp
     ranks = candidates.shards[:, None]
-    block = np.where(ranks > 1, held.layer_dense[:, None], 0)
-    block = block + np.where(candidates.expert_shards > 1, held.layer_expert, 0)[:, None]
+    block = np.where(ranks > 1, held.stored.layer_dense[:, None], 0)
+    block = block + np.where(candidates.expert_shards > 1, held.stored.layer_expert, 0)[:, None]
     ends = np.where(ranks > 1, held.ends, 0)
     gathered = job.element_bytes * (block + ends + np.maximum(block, ends) / ranks)
     of = held.trained

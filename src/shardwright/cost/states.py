@@ -18,7 +18,8 @@ If a stack keeps no buffer for gradients (`Stack.keeps_gradients`), the gradient
 backward pass of a step on; after its last one they are sharded with zero 1 too (`stage_state_bytes`).
 
 With adapters (`model.lora`) g, w and m count for the A parameters of the adapters alone. The base is frozen: it has
-e bytes for each of its parameters, which ZeRO-3 alone shards, and no gradients or optimizer states.
+e bytes for each of its parameters, which ZeRO-3 alone shards, and no gradients or optimizer states. Of a quantised base
+`P_stored` and `Q_stored` count the elements of e bytes that take as many bytes; ZeRO-3 gathers these bytes.
 
 Source: ZeRO, arXiv 1910.02054, section 5, with 2, 2 and 12 bytes; Megatron-LM's distributed optimizer is stage 1 with
 2, 4 and 12. If a stack gathers from the master weights, zero 3 has no working weights except the gathered ones. A
@@ -55,11 +56,11 @@ def rank_state_bytes(job: Job, candidates: Candidates, stages: Stages, held: Par
         always_two=int(stack.gathers_in_loss),
         always=keeps_gradients(job, candidates)[:, None] + 0,
         layers=np.array([len(each) for each in stages.layers])[stages.of_rank].sum(1),
-        largest_layer=(held.layer_dense + held.layer_expert)[:, None],
+        largest_layer=(held.stored.layer_dense + held.stored.layer_expert)[:, None],
     )
     workspace = stack.held_by_libraries(job.cluster.accelerator, experts=job.model.moe is not None)
 
-    weights = _sharded(f, candidates, sharded, job.element_bytes)
+    weights = _sharded(f, candidates, sharded, job.element_bytes, of=_stored(f))
     if job.precision == "fp8":
         weights = weights + (f.P + f.Q - f.ends) * f.fp8_weight_bytes
     weights = weights * f.kept_weights
@@ -68,12 +69,12 @@ def rank_state_bytes(job: Job, candidates: Candidates, stages: Stages, held: Par
     weights = f("weights", weights, _ZERO)
     if has_master or not stack.gathers_master:
         master_bytes = stack.master_bytes * has_master
-        master = f("master", _sharded(f, candidates, candidates.zero >= 1, master_bytes, trained=True), _ZERO)
+        master = f("master", _sharded(f, candidates, candidates.zero >= 1, master_bytes, of=_trained(f)), _ZERO)
     else:
         master = _shards_beside(candidates, f)
     of_gradient = stack.reduced_bytes if stack.accumulates_whole else stack.gradient_bytes
     shares = shares_gradients(job, candidates)
-    gradients = _sharded(f, candidates, shares, of_gradient, trained=True) * f.always
+    gradients = _sharded(f, candidates, shares, of_gradient, of=_trained(f)) * f.always
     gradients = f("gradients kept", gradients, _ZERO)
     found = {
         "weights": weights,
@@ -127,7 +128,8 @@ def _frozen_shards(job: Job, candidates: Candidates, f: Formulas) -> Floats:
     gone = (candidates.zero == 3) & job.stack.gathers_master & (job.precision != "fp32")
     _share(f, candidates, gone)
     f.add(keeps_base=gone[:, None] + 0)
-    frozen = (f.P - f.A) / f.ranks + (f.Q - f.A_in_experts) / f.expert_ranks
+    P, Q = _stored(f)
+    frozen = (P - f.A) / f.ranks + (Q - f.A_in_experts) / f.expert_ranks
     return f.e * f.keeps_base * frozen
 
 
@@ -135,7 +137,8 @@ def _gathered(job: Job, candidates: Candidates, f: Formulas) -> Floats:
     """Return the bytes of gathered parameters: outside of blocks, of the current block and of the next; or all, with
     one gather a step. With secondary ranks also a part of every layer, until its backward pass (not counted)."""
     blocks = f.always_two * np.minimum(f.layers, 2) * f.largest_layer + f.ends
-    gathered = f.e * f.gathers * np.maximum(f.gathers_all * (f.P + f.Q), np.minimum(blocks, f.P + f.Q))
+    P, Q = _stored(f)
+    gathered = f.e * f.gathers * np.maximum(f.gathers_all * (P + Q), np.minimum(blocks, P + Q))
     if candidates.shared.zero_secondary_ranks > 1:
         apart = candidates.ep * candidates.tp > 1
         of_dense = again_ranks(job, candidates)
@@ -144,8 +147,8 @@ def _gathered(job: Job, candidates: Candidates, f: Formulas) -> Floats:
         names = ("again_ranks", "again_expert_ranks", "parts", "expert_parts")
         for name, value in zip(names, (of_dense, of_experts, *kept), strict=True):
             f.add({name: value[:, None] + 0})
-        of_dense_parts = f.parts * (f.P - f.ends) / f.again_ranks
-        gathered = gathered + f.e * (of_dense_parts + f.expert_parts * f.Q / f.again_expert_ranks)
+        of_dense_parts = f.parts * (P - f.ends) / f.again_ranks
+        gathered = gathered + f.e * (of_dense_parts + f.expert_parts * Q / f.again_expert_ranks)
     return f("gathered kept", gathered)
 
 
@@ -165,7 +168,7 @@ def _with_errors(job: Job, candidates: Candidates, stages: Stages, f: Formulas, 
 def optimizer_step(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> Floats:
     """Return the temporary buffers of the optimizer, in bytes, (n, R)."""
     f = _formulas(job, candidates, stages, held)
-    return f("working", _sharded(f, candidates, candidates.zero >= 1, job.stack.step_bytes, trained=True), _ZERO)
+    return f("working", _sharded(f, candidates, candidates.zero >= 1, job.stack.step_bytes, of=_trained(f)), _ZERO)
 
 
 def _formulas(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> Formulas:
@@ -179,7 +182,18 @@ def _formulas(job: Job, candidates: Candidates, stages: Stages, held: Parameters
     f = Formulas("B", P=dense, Q=expert, ends=ends, e=job.element_bytes, h=job.model.d_model, hidden=hidden)
     if held.of_trained is not None:
         f.add(A=trained, A_in_experts=trained_experts)
+    if held.of_stored is not None:
+        of_rank = (
+            part[:, stages.of_rank].sum(2).astype(np.float64) for part in (held.stored.dense, held.stored.expert)
+        )
+        f.add(dict(zip(("P_stored", "Q_stored"), of_rank, strict=True)))
     return f
+
+
+def _stored(f: Formulas) -> tuple[Floats, Floats]:
+    """Return the symbols of dense parameters and of parameters in experts, with quantised matrices as the elements that
+    take as many bytes."""
+    return (f.P_stored, f.Q_stored) if hasattr(f, "P_stored") else (f.P, f.Q)
 
 
 def _trained(f: Formulas) -> tuple[Floats, Floats]:
@@ -199,7 +213,7 @@ def _optimizer(job: Job, candidates: Candidates, stages: Stages, f: Formulas) ->
         return _means(job, candidates, stages, f)
     if job.optimizer_kind.in_blocks:
         return _in_blocks(job, candidates, stages, f)
-    states = _sharded(f, candidates, sharded, n_bytes, trained=True)
+    states = _sharded(f, candidates, sharded, n_bytes, of=_trained(f))
     if job.n_matrix_states != job.n_optimizer_states:
         f.add(matrix_bytes=job.n_matrix_states * job.state_bytes)
         matrices = f.hidden / f.ranks + _trained(f)[1] / f.expert_ranks
@@ -242,7 +256,7 @@ def _averages(job: Job, candidates: Candidates, f: Formulas) -> Floats:
     if not job.averages or averages_on_host(job, candidates):
         return np.zeros((1, 1))
     n_bytes = job.averages * max(job.stack.master_bytes, job.stack.state_bytes)
-    return f("averages", _sharded(f, candidates, candidates.zero >= 1, n_bytes, trained=True), _ZERO)
+    return f("averages", _sharded(f, candidates, candidates.zero >= 1, n_bytes, of=_trained(f)), _ZERO)
 
 
 def averages_on_host(job: Job, candidates: Candidates) -> bool:
@@ -251,12 +265,13 @@ def averages_on_host(job: Job, candidates: Candidates) -> bool:
 
 
 def _sharded(
-    f: Formulas, candidates: Candidates, shared: NDArray[np.bool_], n_bytes: float, *, trained: bool = False
+    f: Formulas, candidates: Candidates, shared: NDArray[np.bool_], n_bytes: float, of: tuple[Floats, Floats]
 ) -> Floats:
-    """Return `n_bytes` for each parameter, or each trained one, sharded for the candidates in `shared`."""
+    """Return `n_bytes` for each of the dense parameters and parameters in experts `of`, sharded for the candidates in
+    `shared`."""
     _share(f, candidates, shared)
     f.add(n_bytes=n_bytes)
-    P, Q = _trained(f) if trained else (f.P, f.Q)
+    P, Q = of
     return f.n_bytes * (P / f.ranks + Q / f.expert_ranks)
 
 
@@ -335,7 +350,7 @@ def stage_state_bytes(job: Job, candidates: Candidates, stages: Stages, held: Pa
         stays = ~shares_gradients(job, candidates) | waits
         found = [found[0] * stays[:, None], 0.0 * found[1]]
     largest = np.max([(dense + expert)[:, None] * (stages.of_kind[block] > 0)
-                      for block, (dense, expert) in held.of_block.items()], axis=0)  # fmt: skip
+                      for block, (dense, expert) in held.stored.of_block.items()], axis=0)  # fmt: skip
     gathers = (candidates.zero == 3) & ~_holds_stage(candidates) & (not job.stack.gathers_in_loss)
     two = np.minimum([len(layers) for layers in stages.layers], 2)
     gathered = job.element_bytes * gathers[:, None] * largest

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.model.feed_forward import ACTIVATIONS
-from shardwright.model.fp8 import Fp8Linear
-from shardwright.model.matmul import linear
+from shardwright.model.matmul import Recipe, linear
 from shardwright.model.recompute import part
 from shardwright.model.sizes import GATED
 from shardwright.model.spec import ModelSpec
@@ -136,8 +135,10 @@ class Experts(nn.Module):
     The number of experts follows from the shapes of the matrices, so the module also works with a shard of the experts.
     """
 
-    fp8: Fp8Linear | None = None
-    """The fp8 recipe of the matmuls, or None."""
+    recipe: Recipe | None = None
+    """The recipe of the matmuls of gate and up, or None."""
+    down_recipe: Recipe | None = None
+    """The recipe of the last matmul, or None."""
 
     def __init__(self, n_experts: int, d_model: int, d_ffn: int, activation: str, bias: bool = False) -> None:
         super().__init__()
@@ -154,18 +155,20 @@ class Experts(nn.Module):
         """(R, D) -> (R, D); rows are sorted by expert, and `counts_E` (integers) counts the rows of each expert. The
         outputs of rows after the last counted one are undefined, and those rows have no gradient."""
         # With expert parallelism the parameters are this rank's during the forward pass only.
-        fp8, activate, gate, up = self.fp8, self.activate, self.gate, self.up
+        recipe, activate, gate, up = self.recipe, self.activate, self.gate, self.up
         gate_bias, up_bias = self.gate_bias, self.up_bias
 
         def inner(x_RD: Tensor) -> Tensor:
-            up_RF = linear(x_RD, up, up_bias, counts_E, fp8=fp8)
+            up_RF = linear(x_RD, up, up_bias, counts_E, recipe=recipe)
             if gate is None:
                 return cast(Tensor, part("activation", activate, up_RF))
-            return cast(Tensor, part("activation", activate, linear(x_RD, gate, gate_bias, counts_E, fp8=fp8), up_RF))
+            return cast(
+                Tensor, part("activation", activate, linear(x_RD, gate, gate_bias, counts_E, recipe=recipe), up_RF)
+            )
 
         weights = [weight for weight in (gate, up, gate_bias, up_bias) if weight is not None]
         inner_RF = part("experts", inner, x_RD, weights=weights)
-        return linear(inner_RF, self.down, self.down_bias, counts_E, fp8=fp8)
+        return linear(inner_RF, self.down, self.down_bias, counts_E, recipe=self.down_recipe)
 
 
 def build_experts(spec: ModelSpec) -> Experts:

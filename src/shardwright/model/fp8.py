@@ -138,7 +138,7 @@ def use_fp8(model: nn.Module, spec: ModelSpec, fp8: Fp8) -> None:
     """Make the linears of a whole `Transformer` compute in fp8."""
     for layer, row in fp8.linears(spec):
         linear: Any = model.get_submodule(f"layers.{layer}.{row.module}")
-        linear.fp8 = Fp8Linear(fp8)
+        setattr(linear, row.recipe, Fp8Linear(fp8))
 
 
 def product(a: Fp8Operand, b: Fp8Operand, dtype: torch.dtype, fast: bool = False) -> Tensor:

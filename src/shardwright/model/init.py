@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.model.modules import row_of
+from shardwright.model.quantised import fill_box
 from shardwright.model.random import normal
 from shardwright.model.spec import ModelSpec
 
@@ -54,6 +55,10 @@ def initialise(
     `initial_values`."""
     for name, parameter in model.named_parameters():
         local, offsets = box(parameter)
-        shape = tuple(parameter.shape)
-        own = initial_values(spec, seed, name, shape, offsets, tuple(local.shape), local.dtype, local.device, b_std)
-        local.copy_(own)
+        row, shape = row_of(spec, name), tuple(parameter.shape)
+        dtype, whole_shape = (torch.float32, row.shape) if row.stored else (local.dtype, shape)
+
+        def values(at: Sequence[int], of: Sequence[int]) -> Tensor:
+            return initial_values(spec, seed, name, whole_shape, at, of, dtype, local.device, b_std)  # noqa: B023
+
+        fill_box(row, local, offsets, shape, values)

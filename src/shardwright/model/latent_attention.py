@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from shardwright.model.attention import Attend, attend
 from shardwright.model.documents import Documents
-from shardwright.model.fp8 import Fp8Linear
-from shardwright.model.matmul import Adaptable, Linear, linear
+from shardwright.model.matmul import Adaptable, Linear, Recipe, linear
 from shardwright.model.norm import RMSNorm
 from shardwright.model.recompute import part
 from shardwright.model.rotary import rotate
@@ -95,7 +94,7 @@ class LatentAndKey(Adaptable):
     """The matmul with two outputs that all heads read: (B, T, D) -> the latent vector of keys and values (B, T, L), and
     the rotated part of the key (B, T, P)."""
 
-    fp8: Fp8Linear | None = None
+    recipe: Recipe | None = None
     """See `matmul.Linear`."""
 
     def __init__(self, d_model: int, kv_rank: int, rope_dim: int) -> None:
@@ -104,6 +103,6 @@ class LatentAndKey(Adaptable):
         self.weight = nn.Parameter(torch.empty(kv_rank + rope_dim, d_model))
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        also_BTX, y_BTX = self.low_rank(x_BTD), linear(x_BTD, self.weight, fp8=self.fp8)
+        also_BTX, y_BTX = self.low_rank(x_BTD), linear(x_BTD, self.weight, recipe=self.recipe)
         latent_BTL, k_BTP = (y_BTX if also_BTX is None else y_BTX + also_BTX).split(self.widths, -1)
         return latent_BTL, k_BTP

@@ -1,4 +1,5 @@
-"""Low-rank adapters (LoRA): their table in the run file, the matrices that have one, and their scale; no torch.
+"""Low-rank adapters (LoRA): their table in the run file, the matrices that have one, their scale, and the bytes of a
+quantised base; no torch.
 
 With an adapter a linear computes y = x W^T + s (x A^T) B^T. W (out, in) is frozen; A (r, in) and B (out, r) are
 trained. B is zero at first, so a run starts with the outputs of the base weights. Sources: Hu et al., LoRA, arXiv
@@ -7,6 +8,12 @@ trained. B is zero at first, so a run starts with the outputs of the base weight
 
 import math
 from dataclasses import dataclass, field
+from typing import Literal
+
+BaseType = Literal["compute", "int8", "nf4"]
+"""The types of the frozen matrices of layers; `model/quantised.py` converts them."""
+BLOCK = 64
+"""Elements of nf4 with one scale (Dettmers et al., QLoRA, arXiv 2305.14314, section 3)."""
 
 GROUPS = {
     "attention": "all matrices of attention",
@@ -36,6 +43,13 @@ class LoraSpec:
         default=False,
         metadata={"help": "Multiply by alpha / sqrt(rank) instead, with which outputs do not fall with the rank."},
     )
+    base: BaseType = field(
+        default="compute",
+        metadata={
+            "help": "Type in which the frozen matrices of layers are stored: compute for the type of matmuls, or int8 "
+            "or nf4 (QLoRA), which are converted to it for each matmul."
+        },
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "targets", tuple(self.targets))  # files have lists
@@ -54,3 +68,42 @@ def names(target: str, module: str) -> bool:
     """Return whether a target names the matrix of a module."""
     parts, last = module.split("."), target.split(".")
     return target in parts[:-1] if target in GROUPS else parts[-len(last) :] == last
+
+
+@dataclass(frozen=True)
+class StoredRow:
+    """The bytes of a row of a quantised matrix, or of one of its equal shards over tp.
+
+    int8: a byte for each element, and the row's scale in fp32.
+    nf4: 4 bits for each element of every block that the shard touches, a byte for the scale of each block, and for all
+    scales of the row a factor and an offset in fp32.
+
+    All numbers follow from the whole row, so that they are the same for every layout. `n_columns`: elements of the
+    whole row; `shards`: shards over tp; `shard`: the number of this one.
+    """
+
+    kind: Literal["int8", "nf4"]
+    n_columns: int
+    shards: int = 1
+    shard: int = 0
+
+    @property
+    def columns(self) -> range:
+        """The columns of the shard."""
+        n = self.n_columns // self.shards
+        return range(self.shard * n, (self.shard + 1) * n)
+
+    @property
+    def blocks(self) -> range:
+        """The blocks of nf4 that the shard touches."""
+        return range(self.columns.start // BLOCK, -(-self.columns.stop // BLOCK))
+
+    @property
+    def n_blocks(self) -> int:
+        """The blocks for which every shard has room: as many as any shard touches."""
+        return max(len(StoredRow(self.kind, self.n_columns, self.shards, shard).blocks) for shard in range(self.shards))
+
+    @property
+    def n_bytes(self) -> int:
+        """The bytes of the shard."""
+        return len(self.columns) + 4 if self.kind == "int8" else self.n_blocks * (BLOCK // 2 + 1) + 8

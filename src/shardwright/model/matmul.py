@@ -5,9 +5,10 @@
 
 With `counts_E` the matmul is grouped (grouped GEMM): rows of x are sorted by expert, counts_E[e] of them (integers)
 belong to expert e and are multiplied by its matrix W_e; the bias is (E, F). Rows after the last counted one have
-undefined outputs and do not contribute to weight gradients. With `fp8` the operands are rounded to fp8
+undefined outputs and do not contribute to weight gradients. With a `recipe` of fp8 the operands are rounded to fp8
 (`model/fp8.py`), except in weight gradients of grouped matmuls, whose scales would depend on which tokens are sent to a
-rank.
+rank. With a `StoredRow` as recipe the weight is quantised, (..., Y) bytes, and is decoded for the matmul
+(`model/quantised.py`); it is frozen, so it has no gradient.
 
 `linear` is the differentiable function that the modules of a model call. Layers with collectives between the matmuls
 (parallel/tensor.py) call the three functions themselves, and `weight_gradient_or_defer` in the backward pass.
@@ -24,7 +25,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.model.fp8 import FORWARD, Fp8Linear
+from shardwright.model.lora_sizes import StoredRow
+from shardwright.model.quantised import decode
 from shardwright.system.torch_private import grouped_mm
+
+Recipe = Fp8Linear | StoredRow
+"""How a matmul takes its operands, other than as they are."""
 
 
 def forward(
@@ -33,9 +39,10 @@ def forward(
     bias_F: Tensor | None = None,
     counts_E: Tensor | None = None,
     out: Tensor | None = None,
-    fp8: Fp8Linear | None = None,
+    recipe: Recipe | None = None,
 ) -> Tensor:
     """Compute y; written into `out` (contiguous, not grouped) if given. The bias of a grouped matmul is (E, F)."""
+    weight, fp8 = _operand(weight, recipe, x.dtype)
     if counts_E is not None:
         y_RF = _grouped(x, weight, counts_E, fp8, FORWARD)
         return y_RF if bias_F is None else y_RF + rows_of_experts(bias_F, counts_E, y_RF.shape[0])
@@ -55,9 +62,10 @@ def input_gradient(
     weight: Tensor,
     counts_E: Tensor | None = None,
     add_to: Tensor | None = None,
-    fp8: Fp8Linear | None = None,
+    recipe: Recipe | None = None,
 ) -> Tensor:
     """Compute dx; added to `add_to` (contiguous, not grouped) in place if given."""
+    weight, fp8 = _operand(weight, recipe, dy.dtype)
     if counts_E is not None:
         return _grouped(dy, weight.mT, counts_E, fp8, FORWARD if fp8 is None else fp8.gradient)
     if fp8 is not None:
@@ -74,19 +82,26 @@ def weight_gradient(
     x: Tensor,
     counts_E: Tensor | None = None,
     add_to: Tensor | None = None,
-    fp8: Fp8Linear | None = None,
+    recipe: Recipe | None = None,
 ) -> Tensor:
     """Compute dW; added in place to `add_to`, which may have a wider type, if given. Without rows an expert gets 0."""
     if counts_E is not None:
         dweight_EFD = grouped_weight_gradient(dy, x, counts_E)
         return dweight_EFD if add_to is None else add_to.add_(dweight_EFD)
-    if fp8 is not None and fp8.settings.weight_gradient:
-        dweight = fp8.weight_gradient(dy, x)
+    if isinstance(recipe, Fp8Linear) and recipe.settings.weight_gradient:
+        dweight = recipe.weight_gradient(dy, x)
         return dweight if add_to is None else add_to.add_(dweight)
     dy_FN, x_ND = dy.flatten(0, -2).T, x.flatten(0, -2)
     if add_to is None:
         return dy_FN @ x_ND
     return add_to.addmm_(dy_FN, x_ND) if add_to.dtype == x_ND.dtype else add_to.add_(dy_FN @ x_ND)
+
+
+def _operand(weight: Tensor, recipe: Recipe | None, dtype: torch.dtype) -> tuple[Tensor, Fp8Linear | None]:
+    """Return the weight as a matmul reads it, and the recipe of fp8, if there is one."""
+    if isinstance(recipe, StoredRow):
+        return decode(weight, recipe, dtype), None
+    return weight, recipe
 
 
 def _grouped(x_RK: Tensor, weight_ENK: Tensor, counts_E: Tensor, fp8: Fp8Linear | None, dtype: torch.dtype) -> Tensor:
@@ -96,21 +111,21 @@ def _grouped(x_RK: Tensor, weight_ENK: Tensor, counts_E: Tensor, fp8: Fp8Linear 
     return grouped_matmul(*fp8.grouped(x_RK, weight_ENK, dtype), counts_E).to(x_RK.dtype)
 
 
-Defer = Callable[[Tensor, Tensor, Tensor, Tensor | None, Fp8Linear | None], None]
-"""Takes (weight, dy, x, counts_E, fp8); computes the weight's gradient later and adds it to its `.grad`."""
+Defer = Callable[[Tensor, Tensor, Tensor, Tensor | None, Recipe | None], None]
+"""Takes (weight, dy, x, counts_E, recipe); computes the weight's gradient later and adds it to its `.grad`."""
 
 defer: Defer | None = None
 """While set, backward passes call it instead of computing the gradients of weights."""
 
 
 def weight_gradient_or_defer(
-    weight: Tensor, dy: Tensor, x: Tensor, counts_E: Tensor | None = None, fp8: Fp8Linear | None = None
+    weight: Tensor, dy: Tensor, x: Tensor, counts_E: Tensor | None = None, recipe: Recipe | None = None
 ) -> Tensor | None:
     """Return dW as the result of a backward pass, or None if it is deferred."""
     # A compiled backward pass cannot be split, so it does not read `defer`, which changes at run time.
     if torch.compiler.is_compiling() or defer is None:
-        return weight_gradient(dy, x, counts_E, fp8=fp8)
-    defer(weight, dy, x, counts_E, fp8)
+        return weight_gradient(dy, x, counts_E, recipe=recipe)
+    defer(weight, dy, x, counts_E, recipe)
     return None
 
 
@@ -121,16 +136,16 @@ def linear(
     counts_E: Tensor | None = None,
     *,
     saves_first: bool = False,
-    fp8: Fp8Linear | None = None,
+    recipe: Recipe | None = None,
 ) -> Tensor:
     """Return y, differentiable. `saves_first`: save the tensors for the backward pass before the matmul, not after."""
     if not torch.is_grad_enabled():
-        return forward(x, weight, bias_F, counts_E, fp8=fp8)
+        return forward(x, weight, bias_F, counts_E, recipe=recipe)
     saves_first = saves_first and not torch.compiler.is_compiling()
-    y: Tensor = _LinearFunction.apply(x, weight, bias_F, counts_E, saves_first, fp8)
+    y: Tensor = _LinearFunction.apply(x, weight, bias_F, counts_E, saves_first, recipe)
     if saves_first:
         with torch.no_grad():
-            forward(x, weight, bias_F, out=y, fp8=fp8)
+            forward(x, weight, bias_F, out=y, recipe=recipe)
     return y
 
 
@@ -143,23 +158,23 @@ class _LinearFunction(torch.autograd.Function):
         bias_F: Tensor | None,
         counts_E: Tensor | None,
         saves_first: bool,
-        fp8: Fp8Linear | None,
+        recipe: Recipe | None,
     ) -> Tensor:
         # The weight itself, next to the saved tensor: activation checkpointing replaces the saved tensor.
-        ctx.weight, ctx.fp8 = weight, fp8
+        ctx.weight, ctx.recipe = weight, recipe
         # A frozen weight needs no gradient, so its input is not kept for it.
         ctx.save_for_backward(x if weight.requires_grad else None, weight, counts_E)
         if saves_first:
             return x.new_empty(*x.shape[:-1], weight.shape[0])
-        return forward(x, weight, bias_F, counts_E, fp8=fp8)
+        return forward(x, weight, bias_F, counts_E, recipe=recipe)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, counts_E = ctx.saved_tensors
         dy = grads[0] if counts_E is None else grads[0].contiguous()
-        dx = input_gradient(dy, weight, counts_E, fp8=ctx.fp8) if ctx.needs_input_grad[0] else None
+        dx = input_gradient(dy, weight, counts_E, recipe=ctx.recipe) if ctx.needs_input_grad[0] else None
         wanted = ctx.needs_input_grad[1]
-        dweight = weight_gradient_or_defer(ctx.weight, dy, x, counts_E, ctx.fp8) if wanted else None
+        dweight = weight_gradient_or_defer(ctx.weight, dy, x, counts_E, ctx.recipe) if wanted else None
         dbias = _bias_gradient(dy, counts_E) if ctx.needs_input_grad[2] else None
         return dx, dweight, dbias, None, None, None
 
@@ -214,12 +229,12 @@ class Linear(Adaptable, nn.Linear):
     saves_first = False
     """Set for blocks under activation checkpointing: recomputation stops when all tensors are saved again, and so skips
     the last matmul."""
-    fp8: Fp8Linear | None = None
-    """The fp8 recipe of the matmuls, or None."""
+    recipe: Recipe | None = None
+    """The recipe of the matmuls, or None."""
 
     def forward(self, x: Tensor) -> Tensor:
         also = self.low_rank(x)
-        y = linear(x, self.weight, self.bias, saves_first=self.saves_first, fp8=self.fp8)
+        y = linear(x, self.weight, self.bias, saves_first=self.saves_first, recipe=self.recipe)
         return y if also is None else y + also
 
 

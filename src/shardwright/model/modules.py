@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
+from shardwright.model.lora_sizes import StoredRow
 from shardwright.model.mup import WIDTH_POWERS
 from shardwright.model.sizes import ModelSizes
 from shardwright.system import extensions
@@ -65,6 +66,7 @@ class Row:
     `width_ratio`, `depth_ratio`: of the model to the base model of muP (`model.mup`), the second in layers only; `std`
     follows the width already.
     `adapter`: "a" or "b" for the two matrices of an adapter. `frozen`: only adapters are trained, and it is none.
+    `stored`: "int8" or "nf4" for a frozen matrix that is stored in this type; "": in the type of matmuls.
     """
 
     name: str
@@ -84,6 +86,7 @@ class Row:
     depth_ratio: float = 1.0
     adapter: Literal["", "a", "b"] = ""
     frozen: bool = False
+    stored: Literal["", "int8", "nf4"] = ""
 
     def __post_init__(self) -> None:
         if self.parts:
@@ -98,6 +101,11 @@ class Row:
     def module(self) -> str:
         """The module that has the parameter: `attention.q` for `attention.q.weight`."""
         return self.name.rpartition(".")[0]
+
+    @property
+    def recipe(self) -> str:
+        """The attribute of the module with the recipe of the parameter's matmul (`model.matmul.Recipe`)."""
+        return "down_recipe" if self.name.endswith("experts.down") else "recipe"
 
     @property
     def split_dim(self) -> int | None:
@@ -133,6 +141,13 @@ class Row:
     def decays(self) -> bool:
         """Whether weight decay applies: to matrices and embeddings, not to norms and biases."""
         return self.kind not in ("norm", "bias", "balance")
+
+
+def stored_bytes(row: Row, element_bytes: int) -> int:
+    """Return the bytes of a parameter of `element_bytes` an element, or of its rows if it is quantised."""
+    if not row.stored:
+        return row.numel * element_bytes
+    return math.prod(row.shape[:-1]) * StoredRow(row.stored, row.shape[-1]).n_bytes
 
 
 def flops_of_matrices(row: Row, flops: Callable[[int, int], float]) -> float:
@@ -175,13 +190,17 @@ def linear(
 
 
 def with_adapters(spec: ModelSizes, in_order: Iterable[Row]) -> Iterator[Row]:
-    """Yield rows as the model has them: with `spec.lora` they are frozen, and after each target come the rows of its
-    adapter, `lora_a` (r, in) and `lora_b` (out, r). A has the variance of PEFT's initial values, 1 / (3 in). The load
-    of the experts, a statistic of the last step, is not frozen."""
+    """Yield rows as the model has them: with `spec.lora` they are frozen, hidden matrices in the type of its base, and
+    after each target come the rows of its adapter, `lora_a` (r, in) and `lora_b` (out, r). A has the variance of PEFT's
+    initial values, 1 / (3 in). The load of the experts, a statistic of the last step, is not frozen."""
     lora = spec.lora
     for row in in_order:
-        yield row if lora is None else replace(row, frozen=row.counted)
-        if lora is None or not can_adapt(row) or not lora.takes(row.module):
+        if lora is None:
+            yield row
+            continue
+        quantises = row.hidden and row.matmul is not None
+        yield replace(row, frozen=row.counted, stored=lora.base if quantises and lora.base != "compute" else "")
+        if not can_adapt(row) or not lora.takes(row.module):
             continue
         (n_out, n_in), r = row.shape, lora.rank
         split_a, split_b = _ADAPTER_SPLITS[row.split]

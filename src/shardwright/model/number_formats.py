@@ -115,6 +115,11 @@ def replica_problems(spec: ModelSpec, layout: Layout, fp8: Fp8 | None) -> Iterat
             f"kv head has a part of its gradient, and rounding parts is not rounding their sum; valid: tp up to "
             f"{spec.n_kv_heads}"
         )
+    if fp8 is not None and spec.lora is not None and spec.lora.base != "compute":
+        yield (
+            f"precision.fp8={fp8.recipe!r} with lora.base={spec.lora.base!r}: frozen matrices would be rounded to "
+            f"{spec.lora.base} and then to fp8; set precision.fp8='none', or lora.base='compute'"
+        )
     if fp8 is not None and layout.compress_weights != "none":
         yield (
             f"precision.fp8={fp8.recipe!r} with layout.compress_weights={layout.compress_weights!r}: weights would be "

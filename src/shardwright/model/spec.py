@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from shardwright.model.linear_sizes import LinearAttentionSpec
 from shardwright.model.lora_sizes import GROUPS, LoraSpec, names
-from shardwright.model.modules import FAMILIES, Row, can_adapt, layer_rows, rows
+from shardwright.model.modules import FAMILIES, Row, can_adapt, layer_rows, rows, stored_bytes
 from shardwright.model.mup import MupSpec
 from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling, too_large
 from shardwright.model.sizes import Activation, ModelSizes, Norm, NormPosition, Positions
@@ -341,6 +341,11 @@ class ModelSpec(ModelSizes):
     def n_trained_parameters(self) -> int:
         """Parameters with a gradient: all of them, or with `lora` the adapters."""
         return sum(row.numel for row in rows(self).values() if row.counted and row.trained)
+
+    def frozen_bytes(self, element_bytes: int) -> int:
+        """Return the bytes of the parameters without a gradient, `element_bytes` each if they are not quantised."""
+        frozen = [row for row in rows(self).values() if row.counted and not row.trained]
+        return sum(stored_bytes(row, element_bytes) for row in frozen)
 
     def _met(self, row: Row) -> int:
         """Return the elements of a parameter that one token uses: for experts, only its top_k ones."""

@@ -45,6 +45,7 @@ from shardwright.parallel.pipeline.stage import StageModel, cut_stages, holders
 from shardwright.parallel.powersgd import PowerSGD
 from shardwright.parallel.routing import shard_routers
 from shardwright.parallel.secondary import build_secondary_groups
+from shardwright.parallel.stored import store_base
 from shardwright.parallel.tensor import RowLinear, plain_parameters, split_model
 from shardwright.parallel.topk import TopK
 from shardwright.schedule.actions import Schedule
@@ -102,6 +103,7 @@ def apply(
             _attend_over_cp(part, layout, groups, device, deals_documents(spec, layout))
         if fp8 is not None:
             use_fp8(part, fp8, layout, groups)
+        store_base(part, layout, groups.tp)
         shard_routers(part, layout, groups)
         if groups.ep is not None and expert_mesh is not None:
             split_experts(part, expert_mesh, groups.ep, read, codec_of(layout.compress_dispatch))

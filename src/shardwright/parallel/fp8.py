@@ -43,9 +43,9 @@ def use_fp8(model: Transformer, fp8: Fp8, layout: Layout, groups: Groups) -> Non
             linear: Any = block.get_submodule(row.module)
             computes = Fp8Linear(fp8, shared[row.split.removeprefix("kv_")])
             if isinstance(linear, ColumnLinear):
-                linear.shared.fp8 = computes
+                linear.shared.recipe = computes
             else:
-                linear.fp8 = computes
+                setattr(linear, row.recipe, computes)
 
 
 def maximum(*groups: dist.ProcessGroup | None) -> Maximum | None:

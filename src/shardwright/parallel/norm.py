@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from itertools import repeat
 
 import torch
@@ -60,7 +61,8 @@ def _no_square(parameters: Sequence[Tensor]) -> Tensor:
     """Return the sum of squares of no gradients, in the type and on the device of other stages' sums: frozen parameters
     are in the type of matmuls, gradients in float32 or a wider type."""
     frozen = local_part(parameters[0])
-    return torch.zeros((), dtype=torch.promote_types(frozen.dtype, torch.float32), device=frozen.device)
+    dtype = reduce(torch.promote_types, (parameter.dtype for parameter in parameters), torch.float32)
+    return torch.zeros((), dtype=dtype, device=frozen.device)
 
 
 def clip_gradients(parameters: Iterable[Tensor], norm: Tensor, max_norm: float, loss_scale: float = 1.0) -> None:

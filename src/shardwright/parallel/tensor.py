@@ -42,8 +42,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from shardwright.layout.layout import Layout
 from shardwright.model import matmul
 from shardwright.model.dropout import KeyedDropout
-from shardwright.model.fp8 import Fp8Linear
-from shardwright.model.matmul import Adaptable, Linear
+from shardwright.model.matmul import Adaptable, Linear, Recipe
 from shardwright.model.modules import Row, layer_rows, row_of
 from shardwright.model.norm import OffsetRMSNorm, RMSNorm
 from shardwright.model.transformer import Transformer
@@ -184,8 +183,8 @@ class SharedInput:
     def __init__(self, axis: TensorAxis) -> None:
         self.axis = axis
         self.linears: list[ColumnLinear] = []
-        self.fp8: Fp8Linear | None = None
-        """The fp8 recipe of the matmuls, or None."""
+        self.recipe: Recipe | None = None
+        """The recipe of the matmuls, or None."""
         self._input: Tensor | None = None
         self._outputs: dict[int, tuple[Tensor, Tensor | None]] = {}
 
@@ -205,8 +204,8 @@ class SharedInput:
         weights = [local_part(linear.weight) for linear in self.linears]
         weights += [local_part(self.linears[number].lora_a) for number in adapted]
         biases = [None if linear.bias is None else local_part(linear.bias) for linear in self.linears]
-        fp8 = [self.fp8] * len(self.linears) + [None] * len(adapted)
-        outputs = _ColumnProducts.apply(x_BTD, self.axis, fp8, *weights, *biases, *[None] * len(adapted))
+        recipes = [self.recipe] * len(self.linears) + [None] * len(adapted)
+        outputs = _ColumnProducts.apply(x_BTD, self.axis, recipes, *weights, *biases, *[None] * len(adapted))
         narrow = dict(zip(adapted, outputs[len(self.linears) :], strict=True))
         return {number: (outputs[number], narrow.get(number)) for number in range(len(self.linears))}
 
@@ -240,17 +239,17 @@ class RowLinear(Adaptable):
         self.axis = axis
         self.saves_first = False
         """See `matmul.Linear`: recomputation skips the last matmul of a block, and its reduction."""
-        self.fp8: Fp8Linear | None = None
+        self.recipe: Recipe | None = None
 
     @torch.compiler.disable
     def forward(self, x_BTF: Tensor) -> Tensor:
         weight = local_part(self.weight)
         saves_first = self.saves_first and torch.is_grad_enabled()
         also_BTD = self.low_rank(x_BTF)  # of this rank's features, so the reduction sums it too
-        y_BTD: Tensor = _RowProduct.apply(x_BTF, weight, also_BTD, self.axis, saves_first, self.fp8)
+        y_BTD: Tensor = _RowProduct.apply(x_BTF, weight, also_BTD, self.axis, saves_first, self.recipe)
         if saves_first:
             with torch.no_grad():
-                y_BTD.copy_(_row_product(x_BTF, weight, also_BTD, self.axis, self.fp8))
+                y_BTD.copy_(_row_product(x_BTF, weight, also_BTD, self.axis, self.recipe))
         return y_BTD if self.bias is None else y_BTD + self.bias
 
 
@@ -349,17 +348,17 @@ class _ColumnProducts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_BTD: Tensor, axis: TensorAxis, fp8: Sequence[Fp8Linear | None], *weights_then_biases: Tensor | None
+        ctx: Any, x_BTD: Tensor, axis: TensorAxis, recipes: Sequence[Recipe | None], *weights_then_biases: Tensor | None
     ) -> tuple[Tensor, ...]:
         n = len(weights_then_biases) // 2
         weights, biases = weights_then_biases[:n], weights_then_biases[n:]
-        ctx.axis, ctx.fp8, ctx.weights = axis, fp8, weights
+        ctx.axis, ctx.recipes, ctx.weights = axis, recipes, weights
         trained = any(ctx.needs_input_grad[3 : 3 + n])
         ctx.save_for_backward(x_BTD if trained else None, *weights)
         if axis.token_shards:
             x_BTD = axis.start_gather(x_BTD).wait()
-        each: Any = zip(weights, biases, fp8, strict=True)
-        return tuple(matmul.forward(x_BTD, w, b, fp8=recipe) for w, b, recipe in each)
+        each: Any = zip(weights, biases, recipes, strict=True)
+        return tuple(matmul.forward(x_BTD, w, b, recipe=recipe) for w, b, recipe in each)
 
     @staticmethod
     def backward(ctx: Any, *dys_BTF: Tensor) -> tuple[Tensor | None, ...]:
@@ -368,25 +367,25 @@ class _ColumnProducts(torch.autograd.Function):
         gathering = axis.start_gather(x_BTD) if axis.token_shards and x_BTD is not None else None
         # Nothing before the first adapter is trained, so there the input needs no gradient.
         wanted, *_ = ctx.needs_input_grad
-        summing = axis.start_sum(_input_gradient(dys_BTF, weights, ctx.fp8)) if wanted else None
+        summing = axis.start_sum(_input_gradient(dys_BTF, weights, ctx.recipes)) if wanted else None
         if gathering is not None:
             x_BTD = gathering.wait()
         # The weight gradients overlap with the reduction of the input's gradient.
         trained, has_bias = ctx.needs_input_grad[3 : 3 + len(weights)], ctx.needs_input_grad[3 + len(weights) :]
         dweights = [
-            matmul.weight_gradient_or_defer(weight, dy_BTF, x_BTD, fp8=fp8) if needed else None
-            for weight, dy_BTF, fp8, needed in zip(ctx.weights, dys_BTF, ctx.fp8, trained, strict=True)
+            matmul.weight_gradient_or_defer(weight, dy_BTF, x_BTD, recipe=recipe) if needed else None
+            for weight, dy_BTF, recipe, needed in zip(ctx.weights, dys_BTF, ctx.recipes, trained, strict=True)
         ]
         dbiases = [dy.sum((0, 1)) if has else None for dy, has in zip(dys_BTF, has_bias, strict=True)]
         return None if summing is None else summing.wait(), None, None, *dweights, *dbiases
 
 
-def _input_gradient(dys_BTF: Sequence[Tensor], weights: Sequence[Tensor], fp8: Sequence[Fp8Linear | None]) -> Tensor:
+def _input_gradient(dys_BTF: Sequence[Tensor], weights: Sequence[Tensor], recipes: Sequence[Recipe | None]) -> Tensor:
     """Return the sum of dy W over the linears that read the input; (B, T, D)."""
-    (dy_BTF, weight, recipe), *rest = zip(dys_BTF, weights, fp8, strict=True)
-    dx_BTD = matmul.input_gradient(dy_BTF, weight, fp8=recipe)
+    (dy_BTF, weight, recipe), *rest = zip(dys_BTF, weights, recipes, strict=True)
+    dx_BTD = matmul.input_gradient(dy_BTF, weight, recipe=recipe)
     for dy_BTF, weight, recipe in rest:
-        matmul.input_gradient(dy_BTF, weight, add_to=dx_BTD, fp8=recipe)
+        matmul.input_gradient(dy_BTF, weight, add_to=dx_BTD, recipe=recipe)
     return dx_BTD
 
 
@@ -402,13 +401,13 @@ class _RowProduct(torch.autograd.Function):
         also_BTD: Tensor | None,
         axis: TensorAxis,
         saves_first: bool,
-        fp8: Fp8Linear | None,
+        recipe: Recipe | None,
     ) -> Tensor:
-        ctx.axis, ctx.weight, ctx.fp8 = axis, weight_DF, fp8
+        ctx.axis, ctx.weight, ctx.recipe = axis, weight_DF, recipe
         ctx.save_for_backward(x_BTF if ctx.needs_input_grad[1] else None, weight_DF)
         if saves_first:
             return x_BTF.new_empty(axis.summed_shape(x_BTF, weight_DF.shape[0]))
-        return _row_product(x_BTF, weight_DF, also_BTD, axis, fp8)
+        return _row_product(x_BTF, weight_DF, also_BTD, axis, recipe)
 
     @staticmethod
     def backward(ctx: Any, dy_BTD: Tensor) -> tuple[Tensor | None, ...]:
@@ -416,16 +415,16 @@ class _RowProduct(torch.autograd.Function):
         if ctx.axis.token_shards:
             dy_BTD = ctx.axis.start_gather(dy_BTD).wait()
         wanted, trained, has_also, *_ = ctx.needs_input_grad
-        dweight = matmul.weight_gradient_or_defer(ctx.weight, dy_BTD, x_BTF, fp8=ctx.fp8) if trained else None
-        dx_BTF = matmul.input_gradient(dy_BTD, weight_DF, fp8=ctx.fp8) if wanted else None
+        dweight = matmul.weight_gradient_or_defer(ctx.weight, dy_BTD, x_BTF, recipe=ctx.recipe) if trained else None
+        dx_BTF = matmul.input_gradient(dy_BTD, weight_DF, recipe=ctx.recipe) if wanted else None
         return dx_BTF, dweight, dy_BTD if has_also else None, None, None, None
 
 
 def _row_product(
-    x_BTF: Tensor, weight_DF: Tensor, also_BTD: Tensor | None, axis: TensorAxis, fp8: Fp8Linear | None
+    x_BTF: Tensor, weight_DF: Tensor, also_BTD: Tensor | None, axis: TensorAxis, recipe: Recipe | None
 ) -> Tensor:
     """Return x W^T of this rank's features, plus `also_BTD`, summed over the ranks."""
-    y_BTD = matmul.forward(x_BTF, weight_DF, fp8=fp8)
+    y_BTD = matmul.forward(x_BTF, weight_DF, recipe=recipe)
     return axis.start_sum(y_BTD if also_BTD is None else y_BTD.add_(also_BTD)).wait()
 
 

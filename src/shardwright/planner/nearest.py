@@ -144,8 +144,12 @@ RANK = 16
 
 
 def _adapters(job: Job) -> Iterator[PlanRemedy]:
-    """Yield adapters of all matrices of attention and of networks, with all other parameters frozen."""
+    """Yield adapters of all matrices of attention and of networks, with all other parameters frozen; for a job with
+    adapters a quantised base."""
     own = job.stack.name in (SHARDWRIGHT.name, SHARDWRIGHT_COMPILED.name)
+    if own and job.model.lora is not None and job.model.lora.base == "compute":
+        model = replace(job.model, lora=replace(job.model.lora, base="nf4"))
+        yield PlanRemedy("the frozen matrices in 4 bits (QLoRA): lora.base='nf4'", replace(job, model=model))
     for targets in (LoraSpec(rank=RANK).targets, ("attention",)):  # a mixture of experts has no matrices of networks
         model = replace(job.model, lora=LoraSpec(rank=RANK, targets=targets))
         if own and job.model.lora is None and not model.lora_problems():

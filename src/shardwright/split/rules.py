@@ -189,7 +189,13 @@ def _recomputation(spec: ModelSpec, layout: Layout, seq_len: int) -> Iterator[st
 
 
 def _adapters(spec: ModelSpec, layout: Layout, seq_len: int) -> Iterator[str]:
-    """Yield the reason why the backward pass would not begin a stage: its output has no gradient."""
+    """Yield the reasons why bytes of a quantised base would be sent as integers of other values, and why the backward
+    pass would not begin a stage: its output has no gradient."""
+    if spec.lora is not None and spec.lora.base != "compute" and layout.compress_weights != "none":
+        yield (
+            f"layout.compress_weights={layout.compress_weights!r} with lora.base={spec.lora.base!r}: the frozen "
+            f"matrices are sent in {spec.lora.base} already; set compress_weights='none'"
+        )
     if spec.lora is None or layout.pp == 1:
         return
     adapted = [layer for layer in range(spec.n_blocks) if any(row.adapter for row in layer_rows(spec, layer))]

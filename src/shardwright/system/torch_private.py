@@ -10,6 +10,7 @@ notice. No other module of the package may use a private name; it imports the fu
 | 2.11    | an FSDP2 module has one parameter group or None, not a list             | `parameter_groups`          |
 | 2.11    | FSDP2 cannot reduce zeros for parameters without a gradient             | `reduce_unused_parameters`  |
 | 2.11    | `varlen_attn` accepts fewer kv heads than heads without a flag          | `varlen_attention`          |
+| 2.12    | and before: FSDP2 cannot shard parameters of integers (issue 185239)    | `shards_bytes`              |
 | 2.13    | `step` of a pipeline schedule takes a batch, not micro-batches          | `take_micro_batches`        |
 | 2.13    | new names of two collectives, and warnings about the old names          | `all_gather_single` and ... |
 """
@@ -143,6 +144,11 @@ def parameter_groups(module: FSDPModule) -> list[FSDPParamGroup]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # PyTorch 2.11
+
+
+def shards_bytes() -> bool:
+    """Return whether FSDP2 shards parameters of integers, which never have a gradient."""
+    return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
 def reduce_unused_parameters(module: FSDPModule) -> None:

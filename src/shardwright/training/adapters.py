@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +17,8 @@ from shardwright.hugging_face.peft import adapted_matrices, adapter_files, fused
 from shardwright.hugging_face.reader import HuggingFaceWeights
 from shardwright.hugging_face.writer import TensorToWrite, tensor_of_file, write_safetensors
 from shardwright.model.lora_sizes import LoraSpec
-from shardwright.model.modules import layer_rows, rows
+from shardwright.model.modules import layer_rows, row_of, rows
+from shardwright.model.quantised import fill_box
 from shardwright.model.spec import ModelSpec
 from shardwright.system.errors import CheckpointError, InputError
 from shardwright.system.files import inside, new_folder
@@ -37,9 +39,10 @@ BASE = "shardwright_base"
 
 
 class BaseWithAdapters:
-    """The weights W + s B A of a run with adapters, in the type of the base, computed in 32 bits or wider.
+    """The weights W + s B A of a run with adapters, in the type of the base, computed in 32 bits or wider. If the run
+    quantises its base (`lora.base`), W are the values that the adapters were trained on.
 
-    Raises CheckpointError if the base is quantised.
+    Raises CheckpointError if the files of the base are quantised.
     """
 
     def __init__(self, weights: AdaptedWeights) -> None:
@@ -59,7 +62,8 @@ class BaseWithAdapters:
 
     def read(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Return a box of a parameter, as `Weights.read`."""
-        box, begin = self._weights.read(name, offsets, shape), name.rpartition(".")[0]
+        box, begin = torch.empty(tuple(shape), dtype=getattr(torch, self.dtypes[name])), name.rpartition(".")[0]
+        fill_box(row_of(self._weights.spec, name), box, offsets, self.shapes[name], partial(self._weights.read, name))
         if not name.endswith(".weight") or f"{begin}.lora_a" not in self._weights.shapes:
             return box
         rank = self._weights.shapes[f"{begin}.lora_a"][0]

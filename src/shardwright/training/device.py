@@ -30,12 +30,13 @@ def least_state_bytes(config: RunConfig, trained_bytes: float) -> float:
     T / N trained_bytes + F / (N / c) e
 
     T parameters with a gradient, `trained_bytes` for each; N ranks; F frozen parameters of a run with adapters, e bytes
-    of the type of matmuls. c copies of the frozen base: one for each data rank, or with ZeRO-3 for each replica.
+    of the type of matmuls, or of a quantised base. c copies of the frozen base: one for each data rank, or with ZeRO-3
+    for each replica.
     Ignored: copies of the trained parameters, uneven stages, and that experts alone are partitioned over ep.
     """
     layout, spec = config.layout.layout(), config.spec()
     trained = spec.n_trained_parameters
-    frozen_bytes = DTYPES[config.precision.compute].itemsize * (spec.n_parameters - trained)
+    frozen_bytes = spec.frozen_bytes(DTYPES[config.precision.compute].itemsize)
     parts = layout.tp * layout.pp * layout.ep  # ep may use ranks of tp
     copies = layout.dp_replicate if layout.zero == 3 else max(1, layout.world_size // parts)
     return (trained_bytes * trained + frozen_bytes * copies) / layout.world_size

@@ -110,6 +110,8 @@ def _said(trainer: Trainer, weights: Weights, init: InitSection) -> list[str]:
             f"adapters of rank {spec.lora.rank}: {format_count(spec.n_trained_parameters)} of "
             f"{format_count(spec.n_parameters)} parameters are trained"
         )
+        if spec.lora.base != "compute":
+            lines.append(f"frozen matrices of layers are stored in {spec.lora.base} and converted for each matmul")
     lines += [f"not taken: {line}" for line in by_reason(left_out)]
     lines += [f"not there, as in a new model: {absent[0]} and {len(absent) - 1} more"] if absent else []
     return lines

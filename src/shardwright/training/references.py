@@ -20,11 +20,13 @@ from torch import Tensor
 from shardwright.config import RunConfig
 from shardwright.data.batches import PADDING_ID, Batch
 from shardwright.data.samples import PairSamples, Samples
+from shardwright.model.modules import Row, row_of
+from shardwright.model.quantised import decode, stored_row
 from shardwright.parallel.model import ParallelModel
 from shardwright.run_folder import REFERENCE
 from shardwright.system.errors import DataError
 from shardwright.system.files import inside, write_whole
-from shardwright.training.checkpoint.plan import plan_of
+from shardwright.training.checkpoint.plan import TensorPiece, plan_of
 from shardwright.training.clock import Phases
 from shardwright.training.forward_backward import ForwardBackward
 from shardwright.training.hooks import RunStart
@@ -86,6 +88,22 @@ def reference_log_probs(config: RunConfig, work: ForwardBackward, samples: Sampl
     return log_probs
 
 
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The integers with the same number of bytes as a type."""
+
+
+def _values_of(piece: TensorPiece, tensors: Mapping[str, Tensor], row: Row) -> Iterator[Tensor]:
+    """Yield the elements of a piece, some at a time; of a quantised matrix, whose bytes differ between layouts, the
+    values that they stand for."""
+    held = piece.view(tensors)
+    if not row.stored:
+        yield from held.flatten().split(_DIGESTED_TOGETHER)
+        return
+    stored = stored_row(row, held, piece.offsets, tuple(tensors[piece.name].shape))
+    for some in held.flatten(0, -2).split(max(1, _DIGESTED_TOGETHER // row.shape[-1])):
+        yield decode(some, stored, torch.float32).flatten()
+
+
 @torch.no_grad()
 def weights_digest(model: ParallelModel) -> str:
     """Return a digest of the weights of a model, equal on all ranks and layouts: 16 hexadecimal digits. A collective.
@@ -96,10 +114,9 @@ def weights_digest(model: ParallelModel) -> str:
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters.items()}
     total = torch.zeros((), dtype=torch.int64, device=next(iter(tensors.values())).device)
     for piece in plan_of(tensors).pieces:
-        bits_of = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensors[piece.name].element_size()]
         key = int.from_bytes(hashlib.sha256(piece.name.encode()).digest()[:7], "big")
-        for values in piece.view(tensors).flatten().split(_DIGESTED_TOGETHER):
-            hashed = (values.view(bits_of).to(torch.int64) + key) * 0x1E3779B97F4A7C15
+        for values in _values_of(piece, tensors, row_of(model.spec, piece.name)):
+            hashed = (values.view(_INTEGERS[values.element_size()]).to(torch.int64) + key) * 0x1E3779B97F4A7C15
             hashed = (hashed ^ (hashed >> 29)) * 0x3F58476D1CE4E5B9
             total += (hashed ^ (hashed >> 32)).sum().to(total.device)
     dist.all_reduce(total)

@@ -5,6 +5,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from math import isclose
 from pathlib import Path
 from typing import Protocol
@@ -19,6 +20,7 @@ from shardwright.hugging_face.reader import open_weights as open_folder_of_trans
 from shardwright.model.init import Box, whole
 from shardwright.model.lora_sizes import LoraSpec
 from shardwright.model.modules import row_of, rows
+from shardwright.model.quantised import fill_box
 from shardwright.model.spec import ModelSpec, with_defaults
 from shardwright.parallel.boxes import overlap
 from shardwright.run_folder import CHECKPOINTS, RUN_FILE, published
@@ -317,6 +319,17 @@ def not_finite_in_words(source: str | Path, n: int, n_values: int, name: str) ->
     return f"{source}: {n:,} of {n_values:,} values of {name} are NaN or infinite"
 
 
+def _read_finite(weights: Weights, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """Return a box of a parameter. Raises CheckpointError if a value is NaN or infinite."""
+    read = weights.read(name, offsets, shape)
+    if n := count_not_finite(read):
+        raise CheckpointError(
+            f"{not_finite_in_words(weights.path, n, read.numel(), name)}, so all that the model computes would "
+            f"be NaN; take an earlier checkpoint, or weights that are whole"
+        )
+    return read
+
+
 @torch.no_grad()
 def fill(
     parameters: Iterable[tuple[str, nn.Parameter]],
@@ -327,19 +340,14 @@ def fill(
     """Copy weights into parameters of a model `spec`, by name, or into the `box` of each parameter on this rank.
 
     An expert balance that is missing from `weights` is initialized as in a new model, and adapters that are missing
-    keep their values. Values are converted to the parameters' types. Raises CheckpointError for weights that are NaN or
-    infinite.
+    keep their values. Values are converted to the parameters' types, and matrices of a quantised base are quantised.
+    Raises CheckpointError for weights that are NaN or infinite.
     """
     for name, parameter in parameters:
         held, offsets = box(parameter)
+        row = row_of(spec, name)
         if name in weights.shapes:
-            read = weights.read(name, offsets, tuple(held.shape))
-            if n := count_not_finite(read):
-                raise CheckpointError(
-                    f"{not_finite_in_words(weights.path, n, read.numel(), name)}, so all that the model computes would "
-                    f"be NaN; take an earlier checkpoint, or weights that are whole"
-                )
-            held.copy_(read)
-        elif not (row := row_of(spec, name)).adapter:
+            fill_box(row, held, offsets, tuple(parameter.shape), partial(_read_finite, weights, name))
+        elif not row.adapter:
             assert row.kind == "balance", f"{name} is not in {weights.path}"
             held.fill_(row.fill)

@@ -4,7 +4,7 @@ Shapes: A micro-batches, B sequences, T tokens.
 """
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,11 +17,14 @@ from torch import Tensor, nn
 from shardwright.data.batches import Batch
 from shardwright.layout.box import DENSE_AXES
 from shardwright.layout.layout import Layout
+from shardwright.model.modules import row_of
 from shardwright.model.transformer import Transformer
 from shardwright.parallel import compressed, data, loss, topk, whole_matrices
 from shardwright.parallel.apply import apply
+from shardwright.parallel.boxes import TensorShard
 from shardwright.parallel.initialise import materialise
 from shardwright.parallel.norm import local_part
+from shardwright.parallel.stored import shard_of_values
 from shardwright.system.units import KiB
 from shardwright.training import forward_backward, on_shards
 from shardwright.training.average import WeightAverage
@@ -79,7 +82,7 @@ def _train(case: Case, layout: Layout, folder: Path) -> RankTrace:
         trainer = build_trainer(case, layout, training, folder)
         parameters = trainer.model.named_parameters
         if training == PLAIN_SGD:
-            recorder.tensors(TracedQuantity("initial", training, 0), parameters)
+            recorder.tensors(TracedQuantity("initial", training, 0), _values(case, parameters))
         batches = [local_batch(case, layout, rank, step) for step in range(case.steps + 1)]
         if case.preference.has_reference:
             batches = [with_references(batch, trainer.document_log_probs([batch])) for batch in batches]
@@ -93,7 +96,10 @@ def _train(case: Case, layout: Layout, folder: Path) -> RankTrace:
                 recorder.scalar(
                     TracedQuantity("mtp loss", training, step + 1), trainer.model.sum_over_losses(parts.mtp_part)
                 )
-            gradients = {n: _without(trainer.loss_scale, p) for n, p in parameters.items()}
+            gradients = {
+                n: _without(trainer.loss_scale, p, values)
+                for (n, p), values in zip(parameters.items(), _values(case, parameters).values(), strict=True)
+            }
             if not overflows:
                 recorder.tensors(TracedQuantity("gradient", training, step + 1), gradients)
             scale = case.scale(training, step)
@@ -111,10 +117,10 @@ def _train(case: Case, layout: Layout, folder: Path) -> RankTrace:
                 recorder.scalar(TracedQuantity("evaluation", training, 1), mean)
                 if case.spec.mtp_modules:
                     recorder.scalar(TracedQuantity("mtp evaluation", training, 1), torch.stack(ahead).mean())
-        recorder.tensors(TracedQuantity("parameter", training, case.steps), parameters)
+        recorder.tensors(TracedQuantity("parameter", training, case.steps), _values(case, parameters))
         if trainer.average is not None:
             with trainer.average.applied(case.steps):
-                recorder.tensors(TracedQuantity("average", training, case.steps), parameters)
+                recorder.tensors(TracedQuantity("average", training, case.steps), _values(case, parameters))
         del trainer, parameters, gradients
     return recorder.trace
 
@@ -145,7 +151,8 @@ def build_trainer(case: Case, layout: Layout, training: str, folder: Path | None
     )
     optimizer: torch.optim.Optimizer
     if training == PLAIN_SGD:
-        optimizer = OptimizerOnShards(torch.optim.SGD(model.named_parameters.values()))
+        trained = [parameter for parameter in model.named_parameters.values() if parameter.requires_grad]
+        optimizer = OptimizerOnShards(torch.optim.SGD([{"params": trained}]))  # a stage may have none
     else:
         states = where_of(layout, folder or Path(tempfile.gettempdir()), CHUNK_BYTES)
         optimizer = build_optimizer(model.named_parameters, case.spec, case.optimizer, states)
@@ -163,8 +170,16 @@ def build_trainer(case: Case, layout: Layout, training: str, folder: Path | None
     )
 
 
-def _without(loss_scale: float, parameter: Tensor) -> Tensor:
-    """Return the gradient of a parameter without the loss scale; zeros if there is none."""
+def _values(case: Case, parameters: Mapping[str, Tensor]) -> dict[str, Tensor | TensorShard]:
+    """Return the parameters, and the values of quantised ones."""
+    compute = DTYPES[case.dtype][1]
+    return {name: shard_of_values(row_of(case.spec, name), p, compute) for name, p in parameters.items()}
+
+
+def _without(loss_scale: float, parameter: Tensor, values: Tensor | TensorShard) -> Tensor | TensorShard:
+    """Return the gradient of a parameter with these values without the loss scale; zeros if there is none."""
+    if isinstance(values, TensorShard):
+        return values._replace(tensor=torch.zeros_like(values.tensor))
     if parameter.grad is None:
         return torch.zeros_like(parameter)
     return parameter.grad if loss_scale == 1 else parameter.grad / loss_scale

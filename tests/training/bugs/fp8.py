@@ -70,7 +70,7 @@ SHARD: dict[str, AnyBug] = {
 DTYPE: dict[str, AnyBug] = {
     "fp8: a gradient of weights that is deferred is not in fp8": _bug(
         "shardwright.parallel.pipeline.stage:_add_gradient",
-        "weight.grad = matmul.weight_gradient(dy, x, counts_E, fp8=fp8)",
+        "weight.grad = matmul.weight_gradient(dy, x, counts_E, recipe=recipe)",
         "weight.grad = matmul.weight_gradient(dy, x, counts_E)",
         ZB,
     ),

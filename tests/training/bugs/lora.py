@@ -11,6 +11,9 @@ from tests.training.bugs.bug import EXPERTS, ONE, PP, SP, STATE, TENSOR, TP, ZER
 from tests.training.worlds import SPEC
 
 _LORA: dict[str, Any] = {"lora": LoraSpec(rank=3, alpha=6.0)}
+_QUANTISED: dict[str, Any] = {"lora": LoraSpec(rank=3, alpha=6.0, base="nf4"), "d_ffn": 160}
+_IN_8_BITS = _QUANTISED | {"lora": LoraSpec(rank=3, alpha=6.0, base="int8")}
+_BASE_TESTS = "tests/training/test_quantised_base.py"
 _SPLIT, _TESTS = "shardwright.split.tensor:summed_over", "tests/training/test_lora.py"
 
 SCALE: dict[str, AnyBug] = {
@@ -24,11 +27,56 @@ SCALE: dict[str, AnyBug] = {
     "the input's gradient lacks the part through an adapter": Bug(
         Mutation(
             f"{TENSOR}:_input_gradient",
-            "zip(dys_BTF, weights, fp8, strict=True)",
-            "[each for each in zip(dys_BTF, weights, fp8, strict=True) if not each[1].requires_grad]",
+            "zip(dys_BTF, weights, recipes, strict=True)",
+            "[each for each in zip(dys_BTF, weights, recipes, strict=True) if not each[1].requires_grad]",
         ),
         [TP, SP],
         spec=_LORA,
+    ),
+}
+DTYPE: dict[str, AnyBug] = {
+    "the columns of a shard of quantised rows begin where its first block does": Bug(
+        Mutation(
+            "shardwright.model.quantised:decode",
+            "stored.columns.start - stored.blocks.start * BLOCK",
+            "0",
+        ),
+        [TP, SP],
+        spec=_QUANTISED,
+    ),
+    "the scale of a quantised row is that of its shard over tp": Bug(
+        Mutation(
+            "shardwright.model.quantised:encode",
+            "wide.abs().amax(-1, keepdim=True)",
+            "wide[..., columns.start : columns.stop].abs().amax(-1, keepdim=True)",
+        ),
+        [TP],
+        spec=_IN_8_BITS,
+    ),
+    "every rank of ZeRO has the first rows of a quantised matrix": Bug(
+        Mutation("shardwright.model.quantised:fill_box", "offsets[0] + begin", "begin"), [ZERO_3], spec=_QUANTISED
+    ),
+    "all ranks of tp decode the first shard of a quantised row": Bug(
+        Mutation("shardwright.parallel.stored:store_base", "tp.rank()", "0"), [TP], spec=_QUANTISED
+    ),
+    "weights are rounded to the next value of nf4 and not to the nearest": UnitBug(
+        Mutation(
+            "shardwright.model.quantised:_tables", "(tables[name][1:] + tables[name][:-1]) / 2", "tables[name][1:]"
+        ),
+        "tests/model/test_quantised.py:check_that_every_weight_is_the_nearest_value",
+    ),
+    "adapters are merged into a base that is not quantised": UnitBug(
+        Mutation(
+            "shardwright.training.adapters:BaseWithAdapters.read",
+            "fill_box(row_of(self._weights.spec, name), box, offsets, self.shapes[name], "
+            "partial(self._weights.read, name))",
+            "box.copy_(self._weights.read(name, offsets, shape))",
+        ),
+        f"{_BASE_TESTS}:check_that_merged_weights_compute_as_the_run",
+    ),
+    "a run continues with another type of its base": UnitBug(
+        Mutation("shardwright.training.checkpoint.state:_differences", "adapters.base != lora.base", "False"),
+        f"{_BASE_TESTS}:check_that_another_type_of_the_base_is_refused",
     ),
 }
 REDUCTION: dict[str, AnyBug] = {
@@ -66,8 +114,8 @@ RECOMPUTATION: dict[str, AnyBug] = {
     "the matmul that the recomputation skips lacks its adapter": Bug(
         Mutation(
             f"{TENSOR}:RowLinear.forward",
-            "_row_product(x_BTF, weight, also_BTD, self.axis, self.fp8)",
-            "_row_product(x_BTF, weight, None, self.axis, self.fp8)",
+            "_row_product(x_BTF, weight, also_BTD, self.axis, self.recipe)",
+            "_row_product(x_BTF, weight, None, self.axis, self.recipe)",
         ),
         [TP.changed(recompute="full")],
         spec=_LORA,

@@ -79,7 +79,7 @@ REDUCTION: dict[str, Bug] = {
         Mutation(
             f"{TENSOR}:_ColumnProducts.backward",
             "summing.wait()",
-            "(summing.wait(), _input_gradient(dys_BTF, weights, ctx.fp8))[1]",
+            "(summing.wait(), _input_gradient(dys_BTF, weights, ctx.recipes))[1]",
         ),
         [TP],
     ),

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from shardwright.model import matmul
 from shardwright.model.balance import RealTokens
 from shardwright.model.documents import Documents
-from shardwright.model.fp8 import Fp8Linear
+from shardwright.model.matmul import Recipe
 from shardwright.model.transformer import Transformer
 
 
@@ -86,7 +86,7 @@ class WeightGradients:
     """The deferred weight gradients (dW) of one pipeline stage."""
 
     def __init__(self) -> None:
-        self._left: list[tuple[Tensor, Tensor, Tensor, Tensor | None, Fp8Linear | None]] = []
+        self._left: list[tuple[Tensor, Tensor, Tensor, Tensor | None, Recipe | None]] = []
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -98,9 +98,9 @@ class WeightGradients:
         finally:
             matmul.defer = None
 
-    def _leave(self, weight: Tensor, dy: Tensor, x: Tensor, counts_E: Tensor | None, fp8: Fp8Linear | None) -> None:
+    def _leave(self, weight: Tensor, dy: Tensor, x: Tensor, counts_E: Tensor | None, recipe: Recipe | None) -> None:
         # Detached: otherwise dy and x would keep the autograd graph alive, with the stage's input and its gradient.
-        self._left.append((weight, dy.detach(), x.detach(), counts_E, fp8))
+        self._left.append((weight, dy.detach(), x.detach(), counts_E, recipe))
 
     def take(self) -> Callable[[], None]:
         """Return a function that computes the gradients deferred since the last call and adds them to `.grad`."""
@@ -114,10 +114,10 @@ class WeightGradients:
 
 
 @torch.no_grad()
-def _add_gradient(weight: Tensor, dy: Tensor, x: Tensor, counts_E: Tensor | None, fp8: Fp8Linear | None) -> None:
+def _add_gradient(weight: Tensor, dy: Tensor, x: Tensor, counts_E: Tensor | None, recipe: Recipe | None) -> None:
     if not weight.is_leaf:  # the local tensor of a DTensor: autograd passes the gradient on to the parameter
-        torch.autograd.backward(weight, matmul.weight_gradient(dy, x, counts_E, fp8=fp8))
+        torch.autograd.backward(weight, matmul.weight_gradient(dy, x, counts_E, recipe=recipe))
     elif weight.grad is None:
-        weight.grad = matmul.weight_gradient(dy, x, counts_E, fp8=fp8)
+        weight.grad = matmul.weight_gradient(dy, x, counts_E, recipe=recipe)
     else:
-        matmul.weight_gradient(dy, x, counts_E, add_to=weight.grad, fp8=fp8)
+        matmul.weight_gradient(dy, x, counts_E, add_to=weight.grad, recipe=recipe)

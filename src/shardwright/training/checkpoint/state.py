@@ -163,7 +163,12 @@ def _differences(
         for key, saved in theirs.items()
         if key not in ("dropout", "init_std", "max_seq_len", "lora") and saved != ours.get(key)
     ]
-    base = trainer.base
+    base, lora = trainer.base, trainer.model.spec.lora
+    if adapters is not None and lora is not None and adapters.base != lora.base:
+        found.append(
+            f"its adapters were trained with lora.base={adapters.base!r}, and this run has {lora.base!r}; set "
+            f"lora.base={adapters.base!r}"
+        )
     if manifest.base is not None and base is not None and manifest.base.fingerprint != base.fingerprint:
         found.append(
             f"it has adapters for the weights in {manifest.base.path}, and init.weights={base.path!r} of this run has "
