@@ -65,6 +65,8 @@ FEATURES = {
     "linear_attention": "linear attention",
     "attention_gate": "gated attention",
     "n_layers": "{} layers",
+    "d_model": "a width of {}",
+    "d_ffn": "a width of networks of {}",
     "mtp_modules": "{} module(s) of multi-token prediction",
     "n_kv_heads": "{} key-value head",
     "bias": "biases",
