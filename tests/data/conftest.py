@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from shardwright.data.prepare import prepare
-from shardwright.data.shards import DataManifest, TokenSplit, open_split
+from shardwright.data.shards import TokenSplit, open_split
+from shardwright.data.token_manifest import DataManifest
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,8 @@ from shardwright.data.inspect import inspect
 from shardwright.data.pairs import PairFormat
 from shardwright.data.prepare import prepare
 from shardwright.data.samples import PackedSamples, PairSamples
-from shardwright.data.shards import DataManifest, open_split, verify_checksums
+from shardwright.data.shards import open_split, verify_checksums
+from shardwright.data.token_manifest import DataManifest
 from shardwright.data.tokenizer import train_bpe
 from shardwright.system.errors import DataError
 

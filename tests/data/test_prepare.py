@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from shardwright.data.prepare import PrepareProgress, prepare
-from shardwright.data.shards import DataManifest, TokenSplit, open_split, verify_checksums
+from shardwright.data.shards import TokenSplit, open_split, verify_checksums
+from shardwright.data.token_manifest import DataManifest
 from shardwright.data.tokenizer import load_tokenizer, train_bpe
 from shardwright.system.errors import DataError, FullError
 from tests.marks import prove

@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from shardwright.data.prepare import prepare
-from shardwright.data.shards import DataManifest
 from shardwright.data.sources import Meter, documents
+from shardwright.data.token_manifest import DataManifest
 from shardwright.system.errors import DataError
 
 LINES = [json.dumps({"text": f"line {i}: " + "word " * (i % 7)}) + "\n" for i in range(3000)]

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from shardwright.data import blocks, shards
 from shardwright.data.prepare import prepare
-from shardwright.data.shards import DataManifest, TokenSplit, open_split, verify_checksums
+from shardwright.data.shards import TokenSplit, open_split, verify_checksums
+from shardwright.data.token_manifest import DataManifest
 from shardwright.system.errors import DataError
 from tests.data.conftest import as_version_1
 

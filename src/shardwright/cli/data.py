@@ -17,7 +17,8 @@ from shardwright.data.inspect import inspect as inspect_folder
 from shardwright.data.prepare import PrepareProgress
 from shardwright.data.prepare import prepare as prepare_folder
 from shardwright.data.readers import EncodingErrors
-from shardwright.data.shards import DataManifest, verify_checksums
+from shardwright.data.shards import verify_checksums
+from shardwright.data.token_manifest import DataManifest
 from shardwright.system.errors import InputError
 from shardwright.system.remote import REMOTE
 from shardwright.system.units import counted, format_bytes, format_count, format_seconds, percent

@@ -160,7 +160,7 @@ def _wanted(path: Path) -> bool:
 def _tokenise(places: QuickstartPaths, say: Any) -> int:
     """Make token shards of the corpus, if there are none, and return the size of their vocabulary."""
     from shardwright.data.prepare import prepare
-    from shardwright.data.shards import DataManifest
+    from shardwright.data.token_manifest import DataManifest
 
     if places.data.is_dir():
         manifest = DataManifest.read(places.data)

@@ -23,8 +23,9 @@ from shardwright.data.encoding import Joiner, TextSection, TextWindow, answer_se
 from shardwright.data.order import keyed_fractions
 from shardwright.data.pairs import PairFormat
 from shardwright.data.remote import size_bytes
-from shardwright.data.shards import MANIFEST, TOKENIZER, DataManifest
+from shardwright.data.shards import MANIFEST
 from shardwright.data.sources import HUB, Document, EncodingErrors, Meter, documents, source_files
+from shardwright.data.token_manifest import TOKENIZER, DataManifest
 from shardwright.data.tokenizer import TextTokenizer, all_cores, load_tokenizer, train_bpe
 from shardwright.data.writer import SplitWriter
 from shardwright.system.control_groups import usable_cores

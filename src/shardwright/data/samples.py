@@ -14,7 +14,8 @@ import numpy as np
 from shardwright.config import RunConfig
 from shardwright.config.mixture import name_of, sources_of
 from shardwright.config.sections import DataSection
-from shardwright.data.shards import DataManifest, TokenSplit, open_split
+from shardwright.data.shards import TokenSplit, open_split
+from shardwright.data.token_manifest import DataManifest
 from shardwright.system.errors import DataError
 from shardwright.system.units import counted
 

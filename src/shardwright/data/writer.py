@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from shardwright.data.blocks import BlockSums
-from shardwright.data.shards import DataSplit, Shard
+from shardwright.data.token_manifest import DataSplit, Shard
 
 
 class _HashedFile:

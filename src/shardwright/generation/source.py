@@ -11,7 +11,8 @@ from torch import nn
 
 from shardwright.config import load_kept
 from shardwright.data.chat import TEMPLATE, ChatFormat, read_chat_format
-from shardwright.data.shards import TOKENIZER, DataManifest, tokenizer_folder
+from shardwright.data.shards import tokenizer_folder
+from shardwright.data.token_manifest import TOKENIZER, DataManifest
 from shardwright.data.tokenizer import failing_rules, parse_tokenizer
 from shardwright.hugging_face.files import token_ids
 from shardwright.layout.layout import Layout

@@ -17,7 +17,8 @@ from torch import Tensor
 from shardwright.config import load_kept
 from shardwright.config.mixture import sources_of
 from shardwright.data.chat import TEMPLATE
-from shardwright.data.shards import TOKENIZER, DataManifest, tokenizer_folder
+from shardwright.data.shards import tokenizer_folder
+from shardwright.data.token_manifest import TOKENIZER, DataManifest
 from shardwright.data.tokenizer import tokenizer_difference
 from shardwright.hugging_face.architecture import Architecture, architecture_of
 from shardwright.hugging_face.files import CONFIG, token_ids, write_token_ids

@@ -14,7 +14,8 @@ from shardwright.config.sections import DataSection
 from shardwright.data.batches import Batch, Batches, References, evaluation_batches, merged
 from shardwright.data.mixture import MixedSamples, MixtureOrder, MixtureStage, stages_of
 from shardwright.data.samples import PairSamples, Samples, open_sources, samples_of
-from shardwright.data.shards import TOKENIZER, DataManifest, data_folder, tokenizer_folder
+from shardwright.data.shards import data_folder, tokenizer_folder
+from shardwright.data.token_manifest import TOKENIZER, DataManifest
 from shardwright.data.tokenizer import tokenizer_difference
 from shardwright.run_folder import CHECKPOINTS, RUN_FILE, SamplePlace, published
 from shardwright.split.documents import attended_tokens
