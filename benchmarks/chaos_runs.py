@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.data.prepare import prepare
-from shardwright.run_folder import CHECKPOINTS, EventRecord, published, read_events
+from shardwright.runs.folder import CHECKPOINTS, published
+from shardwright.runs.records import EventRecord, read_events
 from shardwright.system.ranks_at import RanksFolder, RankState, is_dead
 
 RUN_FILE = """

@@ -20,7 +20,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from shardwright.config import load
-from shardwright.run_folder import METRICS
+from shardwright.runs.folder import METRICS
 from shardwright.training.start import start
 
 ZERO_3, REPLICAS = {"dp_shard": 2, "zero": 3}, {"dp_replicate": 2, "dp_shard": 1, "zero": 0}

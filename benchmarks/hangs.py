@@ -37,7 +37,7 @@ from pathlib import Path
 from chaos_runs import children, wait_for
 from parts import Log, Record
 from shardwright.data.prepare import prepare
-from shardwright.run_folder import EventRecord, read_events
+from shardwright.runs.records import EventRecord, read_events
 from shardwright.system.ranks_at import PHASES_SEEN, RanksFolder, is_dead
 
 PHASES = tuple(phase for phase in PHASES_SEEN if phase != "start")

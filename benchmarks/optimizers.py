@@ -23,7 +23,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from shardwright.config import RunConfig, load
-from shardwright.run_folder import METRICS, RUN_FILE
+from shardwright.runs.folder import METRICS, RUN_FILE
 from shardwright.training.start import start
 
 RATES = {"adamw": 3e-3, "adamw-8bit": 3e-3, "muon": 6e-3, "lion": 1e-3, "adafactor": 3e-2, "sgd": 0.05}

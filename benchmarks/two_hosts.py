@@ -39,7 +39,8 @@ from pathlib import Path
 
 from chaos_runs import TrainRun, wait_for, write_tokens
 from hosts import Link, why_not
-from shardwright.run_folder import read_events, step_of
+from shardwright.runs.folder import step_of
+from shardwright.runs.records import read_events
 
 FAULT_AT = 17
 """Logged steps after which a fault comes."""

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from shardwright.report.run_record import RunRecord, read_run
-from shardwright.run_folder import TrainRecord
+from shardwright.runs.records import TrainRecord
 from shardwright.view.style import COLOURS, SETTINGS
 
 PICTURE = Path(__file__).parent / "experts-load.svg"

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 import shardwright
 from shardwright.model.attention import Attention
 from shardwright.model.feed_forward import FeedForward
-from shardwright.model.modules import Family, Row, attention, feed_forward, norm, register
+from shardwright.model.modules import Family, attention, feed_forward, norm, register
+from shardwright.model.row import Row
 
 
 def layer(spec: shardwright.ModelSpec, number: int) -> Iterator[Row]:

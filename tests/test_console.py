@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.config import load
-from shardwright.run_folder import EventRecord, append_event
+from shardwright.runs.records import EventRecord, append_event
 from shardwright.system.console import PlainConsole, visible
 from shardwright.system.errors import InputError, WorkerError, without_secrets
 from shardwright.system.remote import file_system

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from shardwright.cli.main import OF_TWO_WORDS, VERBS, app
 from shardwright.config import load, resolved_toml
 from shardwright.layout.layout import Layout
-from shardwright.run_folder import MODEL_FILE
+from shardwright.runs.folder import MODEL_FILE
 from shardwright.schedule.registry import names
 from shardwright.system import extensions
 from shardwright.system.errors import ConfigError

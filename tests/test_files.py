@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.run_folder import LOCK, LOGS, METRICS, REFERENCE, wrong_kinds
+from shardwright.runs.folder import LOCK, LOGS, METRICS, REFERENCE, wrong_kinds
 from shardwright.system.errors import FullError, InputError, cleaning_up
 from shardwright.system.files import (
     find_inside,

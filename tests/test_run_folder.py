@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.run_folder import (
-    EVENTS,
+from shardwright.runs.folder import EVENTS, checkpoint_name, now, published
+from shardwright.runs.records import (
     EvaluationRecord,
     EventRecord,
     GrowingFile,
@@ -19,9 +19,6 @@ from shardwright.run_folder import (
     TrainRecord,
     append_event,
     as_record,
-    checkpoint_name,
-    now,
-    published,
     read_events,
     read_metrics,
     read_pipeline_steps,

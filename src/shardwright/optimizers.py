@@ -14,7 +14,7 @@ from shardwright.system import extensions
 from shardwright.system.units import MiB
 
 if TYPE_CHECKING:
-    from shardwright.model.modules import Row
+    from shardwright.model.row import Row
 
 
 OFFLOAD_CHUNK_BYTES = 8 * MiB

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from shardwright.cli.main import app
-from shardwright.run_folder import CHECKPOINTS, LOCK, LOGS, METRICS, RUN_FILE
+from shardwright.runs.folder import CHECKPOINTS, LOCK, LOGS, METRICS, RUN_FILE
 from shardwright.system.files import LONGEST_TEXT, parse_toml
 from shardwright.training.checkpoint.store import CheckpointStore
 

@@ -20,7 +20,8 @@ from typer.testing import CliRunner
 from shardwright.cli.main import OF_TWO_WORDS, VERBS, app
 from shardwright.conversion.dcp import DcpWriter
 from shardwright.planner.evaluate import MEASURED_RUNS
-from shardwright.run_folder import (
+from shardwright.runs.folder import now
+from shardwright.runs.records import (
     CheckpointRecord,
     EvaluationRecord,
     EventRecord,
@@ -28,7 +29,6 @@ from shardwright.run_folder import (
     TrainRecord,
     append_event,
     as_record,
-    now,
 )
 from shardwright.serving.evaluate import MEASUREMENTS
 from shardwright.training.checkpoint.manifest import CheckpointManifest, TrainingProgress

@@ -15,7 +15,7 @@ from shardwright.cost.expert_load import read_expert_load
 from shardwright.model.presets import resolve
 from shardwright.model.sections import MoESpec
 from shardwright.report.comparison_view import DARK_RUN_COLOURS, RUN_COLOURS
-from shardwright.run_folder import EventRecord, append_event
+from shardwright.runs.records import EventRecord, append_event
 from shardwright.view.style import COLOURS
 from tests.report.runs import PIPELINE, moe_record, train_record, usual, usual_pipeline, write_run
 

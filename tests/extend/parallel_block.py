@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from shardwright.model.attention import Attention
 from shardwright.model.feed_forward import FeedForward
-from shardwright.model.modules import Family, Row, attention, feed_forward, norm, register
+from shardwright.model.modules import Family, attention, feed_forward, norm, register
+from shardwright.model.row import Row
 from shardwright.model.spec import ModelSpec
 
 

@@ -1,6 +1,6 @@
 """A metric of one's own: the tokens that the run has read, in every log record."""
 
-from shardwright.run_folder import Record
+from shardwright.runs.records import Record
 from shardwright.training.hooks import Hook, HookKind, RunParts, TakenStep, register
 
 

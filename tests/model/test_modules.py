@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardwright.model.modules import FAMILIES, Family, Row, attention, feed_forward, layer_rows, register, row_of, rows
+from shardwright.model.modules import FAMILIES, Family, attention, feed_forward, layer_rows, register, row_of, rows
 from shardwright.model.presets import PRESETS
+from shardwright.model.row import Row
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
 from shardwright.system.errors import ConfigError

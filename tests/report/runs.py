@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.config import parse, resolved_toml
-from shardwright.run_folder import timeline_path
+from shardwright.runs.folder import timeline_path
 from shardwright.schedule.actions import Action
 from shardwright.schedule.build import build
 from shardwright.schedule.simulate import Simulation, Times, simulate

@@ -15,7 +15,8 @@ from shardwright.report.headline import SEGMENTS_SHOWN, SourceNumbers, headline
 from shardwright.report.ranks import ratios_of
 from shardwright.report.run_record import RunRecord, read_run
 from shardwright.report.run_view import run_document
-from shardwright.run_folder import EventRecord, append_event, checkpoint_name
+from shardwright.runs.folder import checkpoint_name
+from shardwright.runs.records import EventRecord, append_event
 from shardwright.system.errors import InputError
 from shardwright.view import html as html_pages
 from shardwright.view.style import COLOURS, DARK_COLOURS

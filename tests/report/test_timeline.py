@@ -11,7 +11,7 @@ from shardwright.data.prepare import prepare
 from shardwright.report.headline import headline
 from shardwright.report.run_record import read_run
 from shardwright.report.timeline import PipelineRecord
-from shardwright.run_folder import timeline_path
+from shardwright.runs.folder import timeline_path
 from shardwright.schedule.actions import Action
 from shardwright.schedule.build import build
 from shardwright.schedule.simulate import Times, simulate

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwright.run_folder import EventRecord, read_events
+from shardwright.runs.records import EventRecord, read_events
 from shardwright.system.processes import STOPPING
 from tests.distributed import context
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from shardwright.config import parse
 from shardwright.layout.layout import Layout
-from shardwright.run_folder import published
+from shardwright.runs.folder import published
 from shardwright.system.errors import CheckpointError, ConfigError, WorkerError
 from shardwright.training.checkpoint import saver as saver_module
 from shardwright.training.checkpoint.manifest import TrainingProgress, read_manifest

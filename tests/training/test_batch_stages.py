@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from shardwright.config import load
-from shardwright.run_folder import CHECKPOINTS, checkpoint_name
-from shardwright.run_folder import RUN_FILE as KEPT
+from shardwright.runs.folder import CHECKPOINTS, checkpoint_name
+from shardwright.runs.folder import RUN_FILE as KEPT
 from shardwright.system.errors import CheckpointError, ConfigError
 from shardwright.training.exporting import export
 from shardwright.training.start import start

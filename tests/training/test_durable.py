@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from shardwright.config import parse
-from shardwright.run_folder import checkpoint_name, published, read_events
+from shardwright.runs.folder import checkpoint_name, published
+from shardwright.runs.records import read_events
 from shardwright.system.errors import CheckpointError, ConfigError, WorkerError
 from shardwright.training import resuming
 from shardwright.training.checkpoint import durable

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.run_folder import read_events
+from shardwright.runs.records import read_events
 from shardwright.system.errors import FullError
 from shardwright.training.writers.files import JsonLines
 from tests.marks import prove, rest_prove

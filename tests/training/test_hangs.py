@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardwright.layout.layout import Layout
-from shardwright.run_folder import read_events
+from shardwright.runs.records import read_events
 from shardwright.system.ranks_at import (
     JoinedCollective,
     RankDump,

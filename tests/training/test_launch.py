@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.run_folder import read_events
+from shardwright.runs.records import read_events
 from tests.marks import prove
 from tests.training.runs import Run, is_alive, kill_itself, records, train, training, trajectory, write_run_file
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from shardwright.config import parse
 from shardwright.layout.layout import Layout
-from shardwright.run_folder import published
+from shardwright.runs.folder import published
 from shardwright.system.errors import CheckpointError, ConfigError, WorkerError
 from shardwright.training.checkpoint import messages
 from shardwright.training.checkpoint.local import FileTransfer, Hosts, LocalLevel, transfers

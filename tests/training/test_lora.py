@@ -20,7 +20,7 @@ from shardwright.model.lora_sizes import LoraSpec
 from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
-from shardwright.run_folder import CHECKPOINTS, checkpoint_name
+from shardwright.runs.folder import CHECKPOINTS, checkpoint_name
 from shardwright.split.rules import problems
 from shardwright.system.errors import CheckpointError, ConfigError, InputError
 from shardwright.training.base_weights import base_record, fill_base

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.run_folder import CheckpointRecord, EvaluationRecord, Record, TrainRecord, read_events
+from shardwright.runs.records import CheckpointRecord, EvaluationRecord, Record, TrainRecord, read_events
 from shardwright.system.errors import ConfigError, InputError
 from shardwright.training.run_log import RunLog
 from shardwright.training.start import start

@@ -19,7 +19,7 @@ from shardwright.model.presets import resolve
 from shardwright.model.sections import MoESpec
 from shardwright.parallel.model import ExpertLoad
 from shardwright.parallel.norm import local_part
-from shardwright.run_folder import PHASES
+from shardwright.runs.folder import PHASES
 from shardwright.system.errors import InputError, ShardwrightError
 from shardwright.training.device import peak_flops_per_s, peak_of_name
 from shardwright.training.numbers import LogNumbers, expert_numbers, speed_numbers, tokens_by_expert

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.run_folder import EvaluationRecord, TrainRecord, read_events
+from shardwright.runs.records import EvaluationRecord, TrainRecord, read_events
 from shardwright.training.run_log import RunLog
 from tests.marks import prove
 from tests.training.metric_records import RECORD, config

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.run_folder import EvaluationRecord, TrainRecord, read_events
+from shardwright.runs.records import EvaluationRecord, TrainRecord, read_events
 from shardwright.training.numbers import step_spans
 from shardwright.training.run_log import RunLog
 from tests.marks import prove, rest_prove

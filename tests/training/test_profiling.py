@@ -16,7 +16,7 @@ import torch
 
 from shardwright.config import RunConfig, parse
 from shardwright.report.traces import merge_traces
-from shardwright.run_folder import trace_files
+from shardwright.runs.folder import trace_files
 from shardwright.system.errors import ConfigError, InputError, WorkerError
 from shardwright.training import profiling
 from shardwright.training.hooks import RunStart

@@ -15,7 +15,7 @@ from shardwright.config import parse
 from shardwright.layout.layout import Layout
 from shardwright.model.lora_sizes import LoraSpec
 from shardwright.model.transformer import Transformer
-from shardwright.run_folder import CHECKPOINTS
+from shardwright.runs.folder import CHECKPOINTS
 from shardwright.system.errors import CheckpointError, ConfigError
 from shardwright.system.torch_private import shards_bytes
 from shardwright.training.adapters import BaseWithAdapters

@@ -13,7 +13,7 @@ import pytest
 
 from shardwright.config import RunConfig, parse
 from shardwright.config.shrink import shrunk
-from shardwright.run_folder import EventRecord
+from shardwright.runs.records import EventRecord
 from shardwright.system.errors import WorkerError
 from shardwright.training.resilience.restarts import Restarts
 from tests.marks import prove

@@ -12,7 +12,7 @@ import pytest
 from shardwright.config import parse
 from shardwright.data.prepare import prepare
 from shardwright.data.shards import open_split
-from shardwright.run_folder import EventRecord, SamplePlace, append_event, read_events
+from shardwright.runs.records import EventRecord, SamplePlace, append_event, read_events
 from shardwright.training.checkpoint.manifest import TrainingProgress
 from shardwright.training.sources import Sources
 

@@ -13,7 +13,7 @@ import torch
 from shardwright.config import RunConfig, as_toml, parse, resolved_toml
 from shardwright.config.settle import job_of, settled
 from shardwright.cost.job import Job
-from shardwright.run_folder import RUN_FILE
+from shardwright.runs.folder import RUN_FILE
 from shardwright.system.errors import ConfigError, LayoutError
 from shardwright.system.units import GiB, MiB
 from shardwright.training import settle as settling

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardwright.layout.layout import Layout
-from shardwright.run_folder import EventRecord, TrainRecord, read_events, read_metrics
+from shardwright.runs.records import EventRecord, TrainRecord, read_events, read_metrics
 from shardwright.training.clock import PhaseClock
 from shardwright.training.resilience.stragglers import (
     Slowest,

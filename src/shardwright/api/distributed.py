@@ -17,8 +17,9 @@ from shardwright.generation.continuous import Batcher
 from shardwright.generation.engine import LayoutEngine
 from shardwright.generation.sampling import Sampling, sampling_problems
 from shardwright.layout.layout import Layout
-from shardwright.model.modules import Row, row_of
+from shardwright.model.modules import row_of
 from shardwright.model.quantised import fill_box
+from shardwright.model.row import Row
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.apply import apply

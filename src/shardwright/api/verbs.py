@@ -10,7 +10,7 @@ from shardwright.api.arguments import as_spec, check_counts, check_layout
 from shardwright.layout.layout import Layout
 from shardwright.model.presets import resolve
 from shardwright.model.spec import ModelSpec
-from shardwright.run_folder import CHECKPOINTS, published
+from shardwright.runs.folder import CHECKPOINTS, published
 from shardwright.system import extensions
 from shardwright.system.errors import InputError, checked_call, nearest
 

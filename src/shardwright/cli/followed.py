@@ -8,11 +8,8 @@ from pathlib import Path
 
 from shardwright.config import RunConfig, load_kept
 from shardwright.report.run_record import check_folder
-from shardwright.run_folder import (
-    CHECKPOINTS,
-    EVENTS,
-    METRICS,
-    RUN_FILE,
+from shardwright.runs.folder import CHECKPOINTS, EVENTS, METRICS, RUN_FILE, published
+from shardwright.runs.records import (
     AnyRecord,
     CheckpointRecord,
     EvaluationRecord,
@@ -22,7 +19,6 @@ from shardwright.run_folder import (
     TrainRecord,
     events_of,
     metrics_of,
-    published,
 )
 from shardwright.system.files import inside, owner_runs
 from shardwright.system.ranks_at import RankIdentity, RanksFolder, RankState

@@ -274,7 +274,7 @@ def _model(options: PlanServeOptions, wrong: list[str]) -> "tuple[str, ModelSpec
 def _of_run(path: Path) -> "tuple[str, ModelSpec]":
     """Return the model of a run file or of a run folder, named by its path."""
     from shardwright.config import load, load_kept
-    from shardwright.run_folder import RUN_FILE
+    from shardwright.runs.folder import RUN_FILE
 
     file = path / RUN_FILE if path.is_dir() else path
     if not file.exists():

@@ -14,7 +14,7 @@ import typer
 
 from shardwright.cli.common import AsJson, print_json, print_text, verb
 from shardwright.config import RunConfig, load
-from shardwright.run_folder import CHECKPOINTS, CURVES, METRICS, PAGE
+from shardwright.runs.folder import CHECKPOINTS, CURVES, METRICS, PAGE
 from shardwright.system.errors import DataError
 from shardwright.system.files import new_folder
 from shardwright.system.units import counted, format_bytes, format_count, format_seconds

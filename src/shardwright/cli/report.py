@@ -13,7 +13,7 @@ from shardwright.report.curves import draw_curves
 from shardwright.report.run_record import RunRecord, read_run
 from shardwright.report.run_view import run_document
 from shardwright.report.traces import merge_traces
-from shardwright.run_folder import CURVES, EXPERT_LOAD, PAGE, TIMELINE
+from shardwright.runs.folder import CURVES, EXPERT_LOAD, PAGE, TIMELINE
 from shardwright.schedule.draw import draw
 from shardwright.schedule.trace import write_trace
 from shardwright.system.errors import InputError

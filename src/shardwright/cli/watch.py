@@ -12,7 +12,8 @@ from rich.live import Live
 from shardwright.cli.common import AsJson, console, error_console, print_text, reading_verb, show
 from shardwright.cli.followed import SHOWN_LINES, FollowedRun, NewRecords
 from shardwright.cli.watch_view import state_in_words, watch_document
-from shardwright.run_folder import RUN_NAMES, as_record
+from shardwright.runs.folder import RUN_NAMES
+from shardwright.runs.records import as_record
 from shardwright.system.errors import InputError
 from shardwright.system.files import LOCK
 from shardwright.system.processes import interrupt_is_handled

@@ -9,16 +9,8 @@ from typing import Any
 from shardwright.cli.followed import MOST_RANKS, FollowedRun
 from shardwright.report.run_record import resume_command
 from shardwright.report.words import layout_in_words, model_in_words
-from shardwright.run_folder import (
-    CheckpointRecord,
-    EvaluationRecord,
-    EventRecord,
-    TrainRecord,
-    as_record,
-    checkpoint_name,
-    resumable,
-    step_of,
-)
+from shardwright.runs.folder import checkpoint_name, resumable, step_of
+from shardwright.runs.records import CheckpointRecord, EvaluationRecord, EventRecord, TrainRecord, as_record
 from shardwright.system.console import visible
 from shardwright.system.units import format_bytes, format_count, format_seconds, percent
 from shardwright.view.document import (

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import ConfigDict, Field, create_model, model_validator
 
 from shardwright.config.sections import RENAMED, BrokenRules, RunFileSection
-from shardwright.model.modules import Kind, Row
+from shardwright.model.row import Kind, Row
 from shardwright.optimizers import OPTIMIZERS, OptimizerKind
 from shardwright.system.errors import nearest
 from shardwright.system.synonyms import called_here

@@ -16,7 +16,7 @@ from pydantic import (
 from shardwright.config.run_config import RunConfig, broken_rules
 from shardwright.config.sections import PATH, RENAMED, located
 from shardwright.layout.keys import KEYS as LAYOUT_KEYS
-from shardwright.run_folder import METRICS, RESOLVED, RUN_FILE
+from shardwright.runs.folder import METRICS, RESOLVED, RUN_FILE
 from shardwright.system import extensions
 from shardwright.system.errors import ConfigError, near_path, nearest
 from shardwright.system.files import inside, parse_toml, read_text, real_path

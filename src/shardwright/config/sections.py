@@ -24,7 +24,7 @@ from shardwright.model.lora_sizes import BaseType, LoraSpec
 from shardwright.model.presets import resolve
 from shardwright.model.sections import Described, RopeScaling, descriptions
 from shardwright.model.spec import TABLES, ModelSpec, differences, spec_as_json
-from shardwright.run_folder import MODEL_FILE, RUN_FILE
+from shardwright.runs.folder import MODEL_FILE, RUN_FILE
 from shardwright.system import extensions
 from shardwright.system.errors import ConfigError
 from shardwright.system.files import inside, parse_toml, read_text, real_path

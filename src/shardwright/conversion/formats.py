@@ -23,7 +23,7 @@ from shardwright.hugging_face.files import CONFIG, is_folder_of_transformers
 from shardwright.hugging_face.reader import open_weights as open_folder_of_transformers
 from shardwright.model.presets import resolve
 from shardwright.model.spec import ModelSpec
-from shardwright.run_folder import CHECKPOINTS
+from shardwright.runs.folder import CHECKPOINTS
 from shardwright.system.errors import CheckpointError, InputError, nearest
 from shardwright.system.files import new_folder, publish_folder
 from shardwright.training.checkpoint.manifest import FILE_NAME

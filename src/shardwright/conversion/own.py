@@ -22,7 +22,7 @@ from shardwright.hugging_face.files import said_shortly
 from shardwright.hugging_face.writer import TensorToWrite
 from shardwright.model.modules import row_of, rows
 from shardwright.model.spec import differences, spec_as_json
-from shardwright.run_folder import CHECKPOINTS, RUN_FILE, published
+from shardwright.runs.folder import CHECKPOINTS, RUN_FILE, published
 from shardwright.system.errors import CheckpointError
 from shardwright.system.units import in_groups
 from shardwright.training.average import AVERAGE

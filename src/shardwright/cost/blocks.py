@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from shardwright.model.lora_sizes import StoredRow
-from shardwright.model.modules import MTP_BLOCK, Row, Split, layer_rows
+from shardwright.model.modules import MTP_BLOCK, layer_rows
+from shardwright.model.row import Row, Split
 from shardwright.model.spec import ModelSpec
 
 

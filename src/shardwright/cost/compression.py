@@ -61,7 +61,7 @@ from shardwright.cost.passes import reached_bytes_per_s
 from shardwright.cost.pipeline import Stages
 from shardwright.layout.keys import ERROR_FEEDBACK
 from shardwright.layout.layout import Layout
-from shardwright.model.modules import Row
+from shardwright.model.row import Row
 from shardwright.model.spec import ModelSpec
 from shardwright.split.compression import (
     BLOCK,

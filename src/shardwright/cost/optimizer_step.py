@@ -10,7 +10,8 @@ from shardwright.cost.ledger import Formulas
 from shardwright.cost.matmuls import reached_flops_per_s
 from shardwright.cost.parameters import RankParameters
 from shardwright.cost.passes import reached_bytes_per_s
-from shardwright.model.modules import flops_of_matrices, rows
+from shardwright.model.modules import rows
+from shardwright.model.row import flops_of_matrices
 from shardwright.model.spec import ModelSpec
 from shardwright.optimizers import OPTIMIZERS
 

@@ -15,7 +15,8 @@ from shardwright.cost import ledger
 from shardwright.cost.blocks import BlockShape
 from shardwright.cost.job import Candidates, Ints, Job
 from shardwright.cost.pipeline import Stages
-from shardwright.model.modules import SPLIT_DIM, Row, Split, end_rows, rows
+from shardwright.model.modules import end_rows, rows
+from shardwright.model.row import SPLIT_DIM, Row, Split
 from shardwright.model.spec import ModelSpec
 from shardwright.optimizers import n_blocks
 from shardwright.split.compression import BUCKET_BYTES

@@ -34,7 +34,8 @@ from shardwright.cost.job import Candidates, Floats, Job
 from shardwright.cost.parameters import Parameters
 from shardwright.cost.pipeline import Stages
 from shardwright.cost.states import shares_gradients, uses_fsdp
-from shardwright.model.modules import Row, end_rows
+from shardwright.model.modules import end_rows
+from shardwright.model.row import Row
 from shardwright.system.units import MiB
 
 

@@ -24,7 +24,7 @@ from shardwright.generation.ranks import run_on_layout
 from shardwright.generation.source import Source, open_source
 from shardwright.layout.layout import Layout
 from shardwright.parallel.preference import METRICS
-from shardwright.run_folder import REFERENCE, RUN_FILE, run_of_checkpoint
+from shardwright.runs.folder import REFERENCE, RUN_FILE, run_of_checkpoint
 from shardwright.system.errors import DataError, InputError
 from shardwright.system.files import is_text
 from shardwright.training.forward_backward import ForwardBackward

@@ -21,7 +21,7 @@ from shardwright.model.transformer import Transformer
 from shardwright.parallel.apply import apply
 from shardwright.parallel.boxes import local_box
 from shardwright.parallel.model import ParallelModel
-from shardwright.run_folder import RUN_FILE
+from shardwright.runs.folder import RUN_FILE
 from shardwright.system.errors import DataError
 from shardwright.system.files import LONGEST_TOKENIZER, inside, read_bytes
 from shardwright.training.checkpoint.manifest import read_manifest

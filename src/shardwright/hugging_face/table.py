@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from shardwright.hugging_face.architecture import Architecture, Stored, Table
-from shardwright.model.modules import MTP_BLOCK, Row, end_rows, layer_rows
+from shardwright.model.modules import MTP_BLOCK, end_rows, layer_rows
+from shardwright.model.row import Row
 from shardwright.model.spec import ModelSpec
 from shardwright.system.errors import ConfigError
 

@@ -16,7 +16,8 @@ from math import gcd
 from typing import Literal, get_args
 
 from shardwright.layout.layout import Layout
-from shardwright.model.modules import Row, layer_rows
+from shardwright.model.modules import layer_rows
+from shardwright.model.row import Row
 from shardwright.model.spec import ModelSpec
 
 Fp8Recipe = Literal["tensorwise", "rowwise", "blockwise"]

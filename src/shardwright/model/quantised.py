@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwright.model.lora_sizes import BLOCK, StoredRow
-from shardwright.model.modules import Row
+from shardwright.model.row import Row
 
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,

@@ -12,8 +12,9 @@ from typing import Any, get_args
 
 from shardwright.model.linear_sizes import LinearAttentionSpec
 from shardwright.model.lora_sizes import GROUPS, LoraSpec, names
-from shardwright.model.modules import FAMILIES, Row, can_adapt, layer_rows, rows, stored_bytes
+from shardwright.model.modules import FAMILIES, can_adapt, layer_rows, rows
 from shardwright.model.mup import MupSpec
+from shardwright.model.row import Row, stored_bytes
 from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling, too_large
 from shardwright.model.sizes import Activation, ModelSizes, Norm, NormPosition, Positions
 from shardwright.system.errors import ConfigError, checked_constructor, nearest

@@ -29,8 +29,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwright.model.modules import Row, row_of
+from shardwright.model.modules import row_of
 from shardwright.model.random import normal
+from shardwright.model.row import Row
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.replicas import sum_together
 from shardwright.split.compression import factored

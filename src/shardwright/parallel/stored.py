@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.layout.layout import Layout
 from shardwright.model.lora_sizes import StoredRow
-from shardwright.model.modules import Row, row_of
+from shardwright.model.modules import row_of
 from shardwright.model.quantised import decode, stored_row
+from shardwright.model.row import Row
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.boxes import TensorShard, gather_whole, local_box
 from shardwright.parallel.norm import as_part

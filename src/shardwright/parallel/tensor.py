@@ -43,8 +43,9 @@ from shardwright.layout.layout import Layout
 from shardwright.model import matmul
 from shardwright.model.dropout import KeyedDropout
 from shardwright.model.matmul import Adaptable, Linear, Recipe
-from shardwright.model.modules import Row, layer_rows, row_of
+from shardwright.model.modules import layer_rows, row_of
 from shardwright.model.norm import OffsetRMSNorm, RMSNorm
+from shardwright.model.row import Row
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.boxes import box_of
 from shardwright.parallel.collectives import StartedCollective, start_gather_tokens, start_sum, start_sum_tokens

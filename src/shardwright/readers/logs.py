@@ -11,7 +11,7 @@ from statistics import fmean, median
 from typing import Any
 
 from shardwright.cost.job import Job
-from shardwright.run_folder import TrainRecord, read_metrics
+from shardwright.runs.records import TrainRecord, read_metrics
 from shardwright.system.errors import InputError
 from shardwright.system.files import complete_lines, decoded, open_regular, parse_json, reason
 

@@ -29,7 +29,8 @@ from shardwright.report.panel import (
 )
 from shardwright.report.run_record import RunRecord
 from shardwright.report.words import learning_rate_in_words
-from shardwright.run_folder import PHASES, TrainRecord
+from shardwright.runs.folder import PHASES
+from shardwright.runs.records import TrainRecord
 from shardwright.system.errors import InputError
 from shardwright.system.files import write_whole
 from shardwright.system.units import format_bytes, format_count, format_seconds, percent

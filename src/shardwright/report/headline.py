@@ -9,7 +9,7 @@ from shardwright.config.mixture import mixtures_of, name_of, sources_of
 from shardwright.report.run_record import RunRecord, RunSegment
 from shardwright.report.timeline import PipelineNumbers
 from shardwright.report.words import model_in_words
-from shardwright.run_folder import PHASES
+from shardwright.runs.folder import PHASES
 from shardwright.system.units import format_bytes, format_count, format_seconds, percent
 from shardwright.view.document import Fact
 

@@ -15,7 +15,7 @@ from shardwright.planner.choice import PricedLayout
 from shardwright.planner.headline import headline
 from shardwright.report.plan_view import job_note
 from shardwright.report.run_record import RunRecord, RunSegment, read_run
-from shardwright.run_folder import RUN_FILE
+from shardwright.runs.folder import RUN_FILE
 from shardwright.system.errors import InputError
 from shardwright.system.units import format_bytes, format_count, format_seconds
 from shardwright.view.document import NUMBER, WORDS, Column, Note, Table, VerbDocument

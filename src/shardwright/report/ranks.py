@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwright.report.panel import header, name_axis
 from shardwright.report.run_record import RunRecord
-from shardwright.run_folder import TrainRecord
+from shardwright.runs.records import TrainRecord
 from shardwright.view.style import rendered
 
 if TYPE_CHECKING:

@@ -11,18 +11,8 @@ from pathlib import Path
 from shardwright.config import RunConfig, load_kept
 from shardwright.report.timeline import PipelineRecord, read_pipeline
 from shardwright.report.words import layout_in_words
-from shardwright.run_folder import (
-    CHECKPOINTS,
-    METRICS,
-    RUN_FILE,
-    EvaluationRecord,
-    EventRecord,
-    StartRecord,
-    TrainRecord,
-    published,
-    read_events,
-    read_metrics,
-)
+from shardwright.runs.folder import CHECKPOINTS, METRICS, RUN_FILE, published
+from shardwright.runs.records import EvaluationRecord, EventRecord, StartRecord, TrainRecord, read_events, read_metrics
 from shardwright.system.console import visible
 from shardwright.system.errors import InputError
 from shardwright.system.files import inside, read_text, real_path

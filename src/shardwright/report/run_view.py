@@ -16,7 +16,7 @@ from shardwright.report.ranks import has_ranks, ranks_svg
 from shardwright.report.run_record import RunRecord
 from shardwright.report.timeline import READING, PipelineNumbers
 from shardwright.report.words import batch_in_words, held_in_words, layout_in_words
-from shardwright.run_folder import CHECKPOINTS, EVENTS, METRICS
+from shardwright.runs.folder import CHECKPOINTS, EVENTS, METRICS
 from shardwright.schedule.draw import svg as timelines_svg
 from shardwright.system.files import real_path
 from shardwright.system.units import counted, format_count, format_seconds, percent

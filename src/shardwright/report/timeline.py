@@ -9,7 +9,8 @@ from statistics import fmean, median
 
 from shardwright.config import RunConfig
 from shardwright.layout.layout import accumulation
-from shardwright.run_folder import PipelineStep, read_pipeline_steps, timeline_path
+from shardwright.runs.folder import timeline_path
+from shardwright.runs.records import PipelineStep, read_pipeline_steps
 from shardwright.schedule.actions import OPS, Action, Op, Schedule
 from shardwright.schedule.draw import ScheduleTimeline
 from shardwright.schedule.simulate import Simulation, Times, simulate

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from shardwright.run_folder import trace_files
+from shardwright.runs.folder import trace_files
 from shardwright.system.errors import InputError
 from shardwright.system.files import parse_json, read_bytes, write_whole
 from shardwright.system.units import GiB

@@ -5,7 +5,7 @@ Bucket sizes of gradients in their all-reduce, and of logits in the loss.
 
 from shardwright.layout.keys import ERROR_FEEDBACK, POWERSGD, TOPK
 from shardwright.layout.layout import Layout
-from shardwright.model.modules import Row
+from shardwright.model.row import Row
 from shardwright.split.tensor import kv_replicas
 from shardwright.system.units import MiB
 

@@ -6,7 +6,7 @@ The row of a parameter describes how it is split (`model/modules.py`).
 from typing import Literal
 
 from shardwright.layout.layout import Layout
-from shardwright.model.modules import Row
+from shardwright.model.row import Row
 
 
 def summed_over(row: Row, layout: Layout, n_kv_heads: int) -> Literal["tp", "tp_replicas"] | None:

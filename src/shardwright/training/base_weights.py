@@ -14,7 +14,7 @@ from shardwright.config import RunConfig
 from shardwright.parallel.boxes import local_box
 from shardwright.parallel.model import ParallelModel
 from shardwright.parallel.objects import gathered
-from shardwright.run_folder import CHECKPOINTS, published, run_of_checkpoint
+from shardwright.runs.folder import CHECKPOINTS, published, run_of_checkpoint
 from shardwright.system.errors import CheckpointError, InputError
 from shardwright.system.files import real_path
 from shardwright.training.checkpoint.manifest import BaseRecord, read_manifest

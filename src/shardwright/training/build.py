@@ -10,7 +10,7 @@ from shardwright.parallel.apply import Fill, apply
 from shardwright.parallel.expert import ReadCounts, read_counts
 from shardwright.parallel.initialise import materialise
 from shardwright.parallel.model import ParallelModel
-from shardwright.run_folder import OFFLOADED
+from shardwright.runs.folder import OFFLOADED
 from shardwright.training.average import WeightAverage
 from shardwright.training.checkpoint.manifest import BaseRecord
 from shardwright.training.clock import Phases

@@ -26,14 +26,8 @@ from shardwright.hugging_face.table import FileTensor, file_tensors
 from shardwright.hugging_face.writer import write_weights
 from shardwright.model.modules import rows
 from shardwright.report.words import learning_rate_in_words
-from shardwright.run_folder import (
-    METRICS,
-    RUN_FILE,
-    EvaluationRecord,
-    TrainRecord,
-    read_metrics,
-    run_of_checkpoint,
-)
+from shardwright.runs.folder import METRICS, RUN_FILE, run_of_checkpoint
+from shardwright.runs.records import EvaluationRecord, TrainRecord, read_metrics
 from shardwright.system.errors import CheckpointError, DataError, InputError
 from shardwright.system.files import LONGEST_TOKENIZER, inside, new_folder, read_bytes
 from shardwright.system.units import format_count

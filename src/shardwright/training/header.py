@@ -10,7 +10,8 @@ from shardwright.config import RunConfig
 from shardwright.config.batch import BatchStage
 from shardwright.data.mixture import MixtureOrder
 from shardwright.report.words import batch_in_words, layout_in_words, learning_rate_in_words, model_in_words
-from shardwright.run_folder import StartRecord, now
+from shardwright.runs.folder import now
+from shardwright.runs.records import StartRecord
 from shardwright.system.units import format_count, percent
 from shardwright.system.version import PACKAGE_VERSION
 from shardwright.training.device import attention_kernels

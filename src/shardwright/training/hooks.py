@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwright.config import RunConfig
 from shardwright.data.mixture import MixtureStage
-from shardwright.run_folder import Record
+from shardwright.runs.records import Record
 from shardwright.system import extensions
 from shardwright.training.run_log import RunLog
 from shardwright.training.step import StepResult, Trainer

@@ -18,7 +18,7 @@ from shardwright.config import as_toml, table_of
 from shardwright.hugging_face.files import GENERATION, TOKENIZER_FILES, token_ids, write_token_ids
 from shardwright.hugging_face.reader import HuggingFaceWeights, open_weights
 from shardwright.hugging_face.writer import TensorToWrite, write_safetensors
-from shardwright.run_folder import MODEL_FILE
+from shardwright.runs.folder import MODEL_FILE
 from shardwright.system.errors import CheckpointError, InputError
 from shardwright.system.files import LONGEST_TOKENIZER, find_inside, new_folder, read_bytes
 from shardwright.system.units import GiB, in_groups

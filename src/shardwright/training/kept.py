@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwright.config import RunConfig, as_toml, flat, load_kept, resolved_toml
 from shardwright.config.settle import needs_memory, with_recomputation
-from shardwright.run_folder import RUN_FILE
+from shardwright.runs.folder import RUN_FILE
 from shardwright.system.errors import CheckpointError, InputError, without_secrets
 from shardwright.system.files import inside, parse_toml, read_text, reason
 from shardwright.training.schedule import learning_rate

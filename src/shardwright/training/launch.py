@@ -12,7 +12,8 @@ from pathlib import Path
 from types import FrameType
 
 from shardwright.config import RunConfig, resolved_toml
-from shardwright.run_folder import METRICS, EventRecord, append_event, now, resumable
+from shardwright.runs.folder import METRICS, now, resumable
+from shardwright.runs.records import EventRecord, append_event
 from shardwright.system import forks, processes
 from shardwright.system.console import LossyStream, visible
 from shardwright.system.errors import CopiesError, WorkerError, cleaning_up

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from shardwright.config import RunConfig
 from shardwright.data.batches import Batches
-from shardwright.run_folder import Record
+from shardwright.runs.records import Record
 from shardwright.system.processes import on_signals
 from shardwright.training.clock import Phases
 from shardwright.training.hooks import Due, Hook, RunStart, TakenStep, due_after

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardwright.data.tokenizer import tokenizer_difference
 from shardwright.model.spec import differences
-from shardwright.run_folder import CHECKPOINTS, published
+from shardwright.runs.folder import CHECKPOINTS, published
 from shardwright.system.errors import CheckpointError, InputError
 from shardwright.system.units import counted
 from shardwright.training.exporting import write_tokenizer

@@ -18,15 +18,8 @@ from shardwright.model.sections import MoESpec
 from shardwright.parallel.expert import take_sent_bytes
 from shardwright.parallel.model import ExpertLoad
 from shardwright.parallel.preference import METRICS
-from shardwright.run_folder import (
-    MOST_LOADS_LOGGED,
-    PHASES,
-    EvaluationRecord,
-    Record,
-    TrainRecord,
-    lacks_evaluation,
-    now,
-)
+from shardwright.runs.folder import MOST_LOADS_LOGGED, PHASES, now
+from shardwright.runs.records import EvaluationRecord, Record, TrainRecord, lacks_evaluation
 from shardwright.training.clock import PhaseClock, Phases
 from shardwright.training.device import DTYPES, peak_flops_per_s, peak_memory_bytes
 from shardwright.training.hooks import Hook, RunStart, TakenStep, due_after

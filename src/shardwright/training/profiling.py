@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from shardwright.config import RunConfig
-from shardwright.run_folder import snapshot_path, trace_path
+from shardwright.runs.folder import snapshot_path, trace_path
 from shardwright.system.errors import WorkerError
 from shardwright.system.torch_private import dump_memory_snapshot, record_memory_history
 from shardwright.training.hooks import Hook, RunStart, TakenStep

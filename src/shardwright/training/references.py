@@ -20,10 +20,11 @@ from torch import Tensor
 from shardwright.config import RunConfig
 from shardwright.data.batches import PADDING_ID, Batch
 from shardwright.data.samples import PairSamples, Samples
-from shardwright.model.modules import Row, row_of
+from shardwright.model.modules import row_of
 from shardwright.model.quantised import decode, stored_row
+from shardwright.model.row import Row
 from shardwright.parallel.model import ParallelModel
-from shardwright.run_folder import REFERENCE
+from shardwright.runs.folder import REFERENCE
 from shardwright.system.errors import DataError
 from shardwright.system.files import inside, write_whole
 from shardwright.training.checkpoint.plan import TensorPiece, plan_of

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from shardwright.config import RunConfig
 from shardwright.parallel.objects import gathered
-from shardwright.run_folder import CHECKPOINTS, step_of
+from shardwright.runs.folder import CHECKPOINTS, step_of
 from shardwright.system.errors import CheckpointError, DamagedError
 from shardwright.system.remote import REMOTE
 from shardwright.training.checkpoint.durable import DurableFolder, durable_copy, durable_folder, part_of

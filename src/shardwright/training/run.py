@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from shardwright.config import RunConfig
-from shardwright.run_folder import RUN_FILE
+from shardwright.runs.folder import RUN_FILE
 from shardwright.system.errors import cleaning_up
 from shardwright.system.files import sole_owner, write_whole
 from shardwright.system.units import counted

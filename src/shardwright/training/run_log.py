@@ -10,7 +10,7 @@ from typing import IO, cast
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shardwright.config import RunConfig
-from shardwright.run_folder import AnyRecord, EventKind, EventRecord, Record, SamplePlace, append_event, as_record
+from shardwright.runs.records import AnyRecord, EventKind, EventRecord, Record, SamplePlace, append_event, as_record
 from shardwright.system.console import LossyStream, PlainConsole
 from shardwright.system.errors import cleaning_up
 from shardwright.system.units import format_bytes, format_count, format_seconds

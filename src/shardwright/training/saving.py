@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from shardwright.config import RunConfig
-from shardwright.run_folder import step_of
+from shardwright.runs.folder import step_of
 from shardwright.system.errors import CheckpointError, CopiesError, SaveError, SpikeError, cleaning_up
 from shardwright.system.units import format_bytes, format_seconds
 from shardwright.training.checkpoint.durable import Copier

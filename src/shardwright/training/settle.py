@@ -15,7 +15,7 @@ from shardwright.config.settle import job_of, needs_memory, of_fullest_stage, se
 from shardwright.cost.host import host_bytes, uses_host
 from shardwright.cost.job import Candidates
 from shardwright.parallel.objects import gathered
-from shardwright.run_folder import RUN_FILE
+from shardwright.runs.folder import RUN_FILE
 from shardwright.system.errors import ConfigError, InputError
 from shardwright.system.processes import UsableMemory, machine_memory, share_bytes
 from shardwright.system.units import format_bytes

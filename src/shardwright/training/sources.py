@@ -17,7 +17,8 @@ from shardwright.data.samples import PairSamples, Samples, open_sources, samples
 from shardwright.data.shards import data_folder, tokenizer_folder
 from shardwright.data.token_manifest import TOKENIZER, DataManifest
 from shardwright.data.tokenizer import tokenizer_difference
-from shardwright.run_folder import CHECKPOINTS, RUN_FILE, SamplePlace, published
+from shardwright.runs.folder import CHECKPOINTS, RUN_FILE, published
+from shardwright.runs.records import SamplePlace
 from shardwright.split.documents import attended_tokens
 from shardwright.system.errors import DataError
 from shardwright.system.files import find_inside

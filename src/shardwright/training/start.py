@@ -18,18 +18,8 @@ from shardwright.data.shards import source_folders
 from shardwright.model.modules import rows
 from shardwright.report.headline import headline
 from shardwright.report.run_record import read_run
-from shardwright.run_folder import (
-    CHECKPOINTS,
-    LOGS,
-    METRICS,
-    EvaluationRecord,
-    TrainRecord,
-    checkpoint_name,
-    published,
-    read_metrics,
-    resumable,
-    wrong_kinds,
-)
+from shardwright.runs.folder import CHECKPOINTS, LOGS, METRICS, checkpoint_name, published, resumable, wrong_kinds
+from shardwright.runs.records import EvaluationRecord, TrainRecord, read_metrics
 from shardwright.system.console import LossyStream, visible
 from shardwright.system.errors import (
     CheckpointError,

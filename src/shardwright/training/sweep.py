@@ -15,15 +15,8 @@ from scipy.stats import t as student
 from shardwright.config import RunConfig, load
 from shardwright.config.reading import keys_named
 from shardwright.hugging_face.files import said_shortly
-from shardwright.run_folder import (
-    CHECKPOINTS,
-    METRICS,
-    EvaluationRecord,
-    TrainRecord,
-    checkpoint_name,
-    published,
-    read_metrics,
-)
+from shardwright.runs.folder import CHECKPOINTS, METRICS, checkpoint_name, published
+from shardwright.runs.records import EvaluationRecord, TrainRecord, read_metrics
 from shardwright.system.errors import ConfigError, InputError
 from shardwright.training.kept import changes_of_run
 

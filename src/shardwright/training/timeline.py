@@ -7,7 +7,8 @@ from shardwright.config import RunConfig
 from shardwright.layout.box import DENSE_AXES
 from shardwright.parallel.microbatch_runner import Runner
 from shardwright.parallel.pipeline.runner import Pipeline
-from shardwright.run_folder import PipelineStep, Record, timeline_path
+from shardwright.runs.folder import timeline_path
+from shardwright.runs.records import PipelineStep, Record
 from shardwright.system.files import write_whole
 from shardwright.training.hooks import Hook, TakenStep
 
@@ -17,7 +18,7 @@ ops each, a step takes about 25 kB, and a run of a million steps must not fill a
 
 
 class TimelineFile(Hook):
-    """The last logged steps of one rank, as `run_folder.PipelineStep`.
+    """The last logged steps of one rank, as `runs.records.PipelineStep`.
 
     The file is rewritten for each logged step and renamed, so that a reader sees a complete file. A resumed run starts
     with an empty file: its first logged step replaces the previous process's file.

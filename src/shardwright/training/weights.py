@@ -23,7 +23,7 @@ from shardwright.model.modules import row_of, rows
 from shardwright.model.quantised import fill_box
 from shardwright.model.spec import ModelSpec, with_defaults
 from shardwright.parallel.boxes import overlap
-from shardwright.run_folder import CHECKPOINTS, RUN_FILE, published
+from shardwright.runs.folder import CHECKPOINTS, RUN_FILE, published
 from shardwright.system.errors import CheckpointError, DamagedError, InputError
 from shardwright.system.units import counted
 from shardwright.training.average import AVERAGE

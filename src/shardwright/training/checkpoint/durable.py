@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from shardwright.config import RunConfig
 from shardwright.parallel.objects import gathered
-from shardwright.run_folder import checkpoint_name, step_of
+from shardwright.runs.folder import checkpoint_name, step_of
 from shardwright.system.errors import CheckpointError
 from shardwright.system.remote import file_system
 from shardwright.training.checkpoint.background import BackgroundThread

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from shardwright.config import RunConfig
 from shardwright.parallel.objects import gathered
-from shardwright.run_folder import RUN_FILE, published, step_of
+from shardwright.runs.folder import RUN_FILE, published, step_of
 from shardwright.system.errors import CheckpointError
 from shardwright.system.files import parse_json, read_bytes, read_text
 from shardwright.training.checkpoint.manifest import FILE_NAME as MANIFEST

@@ -29,7 +29,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from shardwright.model.spec import spec_as_json
-from shardwright.run_folder import RUN_FILE, CheckpointRecord, now
+from shardwright.runs.folder import RUN_FILE, now
+from shardwright.runs.records import CheckpointRecord
 from shardwright.system.errors import CheckpointError, system_limit
 from shardwright.training.checkpoint.background import BackgroundThread
 from shardwright.training.checkpoint.local import LocalLevel

@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from shardwright.run_folder import checkpoint_name, published, step_of
+from shardwright.runs.folder import checkpoint_name, published, step_of
 from shardwright.system.errors import CheckpointError
 from shardwright.system.files import clear_leftover, publish_folder, remove
 from shardwright.system.units import format_bytes

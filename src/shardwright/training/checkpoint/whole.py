@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from shardwright.model.transformer import Transformer
-from shardwright.run_folder import CHECKPOINTS, published
+from shardwright.runs.folder import CHECKPOINTS, published
 from shardwright.system.errors import CheckpointError
 from shardwright.training.weights import fill, weights_of_checkpoint
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwright.model.modules import Row
+from shardwright.model.row import Row
 from shardwright.parallel.boxes import local_box
 from shardwright.parallel.norm import local_part
 from shardwright.parallel.over_shards import Groups, groups_that_shard, reduce_together

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwright.model.device_type import device_type
-from shardwright.model.modules import Row, flops_of_matrices
+from shardwright.model.row import Row, flops_of_matrices
 from shardwright.optimizers import NEWTON_SCHULZ_ITERATIONS, newton_schulz_flops
 from shardwright.parallel.norm import local_part
 from shardwright.parallel.whole_matrices import WholeMatrices

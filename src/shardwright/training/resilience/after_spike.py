@@ -5,7 +5,8 @@ from typing import NoReturn
 
 from shardwright.config.batch import BatchSchedule
 from shardwright.config.faults import IN_A_ROW, FaultsSection
-from shardwright.run_folder import EVENTS, SamplePlace
+from shardwright.runs.folder import EVENTS
+from shardwright.runs.records import SamplePlace
 from shardwright.system.errors import SpikeError
 from shardwright.system.processes import ranks_in_words
 from shardwright.training.hooks import Hook, RunStart, TakenStep

@@ -31,7 +31,7 @@ from torch import nn
 from shardwright.data.batches import READER
 from shardwright.layout.layout import Layout
 from shardwright.parallel.point_to_point import MessageChannel, begun, waited_for
-from shardwright.run_folder import EventRecord, append_event
+from shardwright.runs.records import EventRecord, append_event
 from shardwright.system.console import LossyStream, visible
 from shardwright.system.errors import cleaning_up
 from shardwright.system.ranks_at import (

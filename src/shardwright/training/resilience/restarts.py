@@ -13,7 +13,8 @@ from pathlib import Path
 
 from shardwright.config import RunConfig
 from shardwright.config.shrink import shrunk
-from shardwright.run_folder import EventRecord, step_of
+from shardwright.runs.folder import step_of
+from shardwright.runs.records import EventRecord
 from shardwright.system.errors import CopiesError, FullError, WorkerError
 from shardwright.system.units import counted
 

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from shardwright.layout.layout import Layout
-from shardwright.run_folder import MOST_RANKS_LOGGED, Record
+from shardwright.runs.folder import MOST_RANKS_LOGGED
+from shardwright.runs.records import Record
 from shardwright.system.processes import ranks_in_words
 from shardwright.system.torch_private import all_gather_single
 from shardwright.system.units import format_seconds

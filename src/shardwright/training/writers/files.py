@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 
-from shardwright.run_folder import TENSORBOARD, Record, whole_lines
+from shardwright.runs.folder import TENSORBOARD
+from shardwright.runs.records import Record, whole_lines
 from shardwright.system.errors import NO_ROOM, InputError, ShardwrightError, without_secrets
 from shardwright.system.files import parse_json, write_whole
 from shardwright.system.units import MiB

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from shardwright.config import RunConfig
-from shardwright.run_folder import Record
+from shardwright.runs.records import Record
 from shardwright.system.errors import without_secrets
 from shardwright.system.files import real_path
 from shardwright.training.writers.writer import MetricsWriter, WriterKind, numbers_of

@@ -10,7 +10,8 @@ from itertools import groupby
 from typing import Any
 
 from shardwright.config import RunConfig
-from shardwright.run_folder import PHASES, Record
+from shardwright.runs.folder import PHASES
+from shardwright.runs.records import Record
 from shardwright.system.errors import ShardwrightError
 from shardwright.system.version import PACKAGE_VERSION
 from shardwright.training.writers.writer import MetricsWriter, StepSpan, WriterKind, values_of

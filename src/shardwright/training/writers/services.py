@@ -5,7 +5,7 @@ import socket
 from typing import Any
 
 from shardwright.config import RunConfig
-from shardwright.run_folder import Record
+from shardwright.runs.records import Record
 from shardwright.system.errors import InputError, without_secrets
 from shardwright.training.writers.writer import MetricsWriter, WriterKind, numbers_of, values_of
 

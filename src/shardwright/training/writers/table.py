@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from shardwright.config import RunConfig
-from shardwright.run_folder import METRICS
+from shardwright.runs.folder import METRICS
 from shardwright.training.writers.files import TENSORBOARD_WRITER, JsonLines
 from shardwright.training.writers.mlflow import MLFLOW_WRITER
 from shardwright.training.writers.opentelemetry import OPENTELEMETRY_WRITER

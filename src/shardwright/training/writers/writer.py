@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardwright.config import RunConfig
-from shardwright.run_folder import Record
+from shardwright.runs.records import Record
 from shardwright.system.errors import without_secrets
 
 QUEUED = 1024

@@ -1,0 +1,1 @@
+"""The folder of a run: the names of its files, and the records in them."""
