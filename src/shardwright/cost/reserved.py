@@ -26,8 +26,8 @@ def reserved_bytes(job: Job, candidates: Candidates, most: float = np.inf, memo:
     candidates. Above `most` the result may be a lower bound. `memo`: of this job.
 
     Parameters, gradients and optimizer states are computed once for candidates that differ only in micro-batch and
-    recomputation. If they need at most `most`, activations and temporary buffers follow, once for candidates that
-    differ only in their data axes.
+    recomputation. If they need at most `most`, micro-batches of the first rank of pp follow, once for candidates with
+    equal micro-batches. If both need at most `most`, the first rank follows, and then other ranks that can need more.
     """
     if not job.stack.keeps_gradients and np.any(candidates.world == 1):
         # A single rank's gradients and pools depend on the micro-batch and on the number of them; it has few layouts.
@@ -49,15 +49,15 @@ def reserved_bytes(job: Job, candidates: Candidates, most: float = np.inf, memo:
             ranks = FIRST if first else _others(job, left)
             if not len(ranks):
                 break
-            moving = _while_running(job, left, memo, ranks)
+            theirs, moving = stages.of_ranks(ranks), _while_running(job, left, memo, ranks)
             always, update = (table.values[name][np.ix_(at[rows], ranks)] for name in ("always", "update"))
             whole = np.maximum(always + moving, update)
-            whole += states.messages(job, left, stages.of_ranks(ranks))
+            whole += states.messages(job, left, theirs)
             if pools.has_pools(job):
-                there, numbers = stages.of_ranks(ranks), stages.stages_of(ranks)
+                numbers = stages.stages_of(ranks)
                 gathered, sent = (table.values[name][:, numbers][at[rows]] for name in ("gathered", "sent"))
                 room = pools.room(job, left, len(stages.layers))[:, numbers]
-                whole += pools.in_passing(gathered, np.moveaxis(sent, 2, 0), room, there)
+                whole += pools.in_passing(gathered, np.moveaxis(sent, 2, 0), room, theirs)
             found[rows] = np.maximum(found[rows], whole.max(1) * (1 + share[rows]) - share[rows] * process)
     return found
 
