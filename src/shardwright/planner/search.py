@@ -229,7 +229,8 @@ def _survey_of(job: Job, limit: float, condition: Condition | None, memo: Memo |
 def _first_guess(job: Job, candidates: Candidates, limit: float, memo: Memo) -> float:
     """Return the bytes that the layout with the least states needs, or if larger, its share of its host's memory as an
     equal share of `limit`. The layout that needs the least memory of all needs no more."""
-    one = candidates.take(reserved_bytes(job, candidates, 0.0, memo).argmin(keepdims=True))
+    at = int(reserved_bytes(job, candidates, 0.0, memo).argmin())
+    one = candidates.take(slice(at, at + 1))
     return float(_with_host(job, one, reserved_bytes(job, one, memo=memo), limit, np.inf)[0])
 
 
