@@ -1,20 +1,23 @@
 """Proves that what a search keeps in tables and leaves out changes no answer: times and memory of all layouts that fit
 are those that each group of layouts has when it is computed alone, and none that fits is missing."""
 
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from shardwright.cost import memo, memory, reserved
-from shardwright.cost.job import Candidates, Job
+from shardwright.cost import memo, memory, pipeline, reserved, step
+from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.reserved import reserved_bytes
 from shardwright.cost.stack import STACKS
 from shardwright.cost.step import step_time
 from shardwright.layout.layout import Layout
 from shardwright.model.presets import PRESETS
 from shardwright.model.sections import LatentAttentionSpec
+from shardwright.planner.pool import rounded
 from shardwright.planner.search import limit_bytes, survey
 from shardwright.planner.space import groups
 from shardwright.system.units import GiB
@@ -123,3 +126,57 @@ def test_bytes_above_what_is_asked_for_are_a_lower_bound_above_it():
         assert found[below] == pytest.approx(whole[below], rel=1e-12)
         assert (found[~below] > most).all()
         assert (found <= whole * (1 + 1e-12)).all()
+
+
+@pytest.mark.parametrize("name", ["mixture", "dense"])
+def test_a_search_computes_the_passes_of_a_layer_once_to_bound_layouts_and_once_to_simulate_them(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
+    rows: list[Hashable] = []
+    compute = step.layer
+
+    def counted(asked: Job, candidates: Candidates, **of: Any) -> Any:
+        columns = [getattr(candidates, each) for each in memo.OF_A_PASS]
+        key = of["name"], candidates.kind.splits_backward, memo.others(candidates, memo.NOT_OF_A_PASS)
+        rows.extend((*key, *values) for values in zip(*(each.tolist() for each in columns), strict=True))
+        return compute(asked, candidates, **of)
+
+    monkeypatch.setattr(step, "layer", counted)
+    found = survey(JOBS[name], limit_bytes(JOBS[name], 0.1))
+    for size in (1, 10, 100):
+        found.pool.fastest(size)
+    assert found.pool.n_simulated > 20
+    assert max(Counter(rows).values()) <= 2
+
+
+def test_most_layouts_that_do_not_fit_cost_no_more_than_a_bound(monkeypatch: pytest.MonkeyPatch):
+    """With many sequences most micro-batches are too large for the memory; ranks with equal layers need no price."""
+    asked = replace(JOBS["dense"], global_batch=1536)
+    priced = 0
+    compute = reserved._while_running
+
+    def counted(of: Job, candidates: Candidates, tables: memo.Memo, ranks: Ints) -> Floats:
+        nonlocal priced
+        priced += len(candidates) * len(ranks)
+        return compute(of, candidates, tables, ranks)
+
+    monkeypatch.setattr(reserved, "_while_running", counted)
+    found = survey(asked, limit_bytes(asked, 0.1))
+    assert len(found.pool) < found.n_layouts / 5
+    assert priced < 0.4 * found.n_layouts, "layouts x ranks"
+
+
+def test_of_the_ranks_of_1f1b_with_equal_layers_only_the_first_can_need_the_most_memory():
+    asked = job(replace(PRESETS["debug"], n_layers=32), "h100:16", 64, 256)
+    group = next(each for each in groups(asked) if (each.pp, each.shared.pp_schedule) == (16, "1f1b"))
+    n_layers = [len(each) for each in pipeline.stages(asked, group).layers]
+    leading = pipeline.leading_ranks(asked, group, 64).tolist()
+    assert leading == [0, *(at for at in range(1, 16) if at == 15 or n_layers[at] not in n_layers[1:at])]
+
+
+def test_times_that_differ_in_the_last_bits_are_equal_times():
+    seconds = np.array([0.1 + 0.2, 0.3, 1e-9, 7.0, 0.0])
+    assert rounded(seconds)[0] == rounded(seconds)[1]
+    assert rounded(seconds) == pytest.approx(seconds, rel=1e-12)
+    more = seconds[:, None] * (1 + np.linspace(0, 1e-9, 1000))
+    assert (np.diff(rounded(more), axis=1) >= 0).all()

@@ -44,7 +44,7 @@ class Stages:
 
     def of_ranks(self, ranks: Ints) -> "Stages":
         """Return the stages of some ranks, with the first and the last stage of all; R is the number of these ranks."""
-        kept = np.unique([0, len(self.layers) - 1, *self.of_rank[ranks].ravel()])
+        kept = self.stages_of(ranks)
         return replace(
             self,
             layers=tuple(self.layers[stage] for stage in kept),
@@ -52,6 +52,10 @@ class Stages:
             of_rank=np.searchsorted(kept, self.of_rank[ranks]),
             key=(*self.key, *ranks.tolist()),
         )
+
+    def stages_of(self, ranks: Ints) -> Ints:
+        """Return the numbers of the stages of some ranks, and of the first and the last stage, in ascending order."""
+        return np.unique([0, len(self.layers) - 1, *self.of_rank[ranks].ravel()])
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,6 +173,12 @@ def moments(job: Job, candidates: Candidates, microbatches: int) -> Moments:
     return _moments(of, microbatches)
 
 
+def leading_ranks(job: Job, candidates: Candidates, microbatches: int) -> Ints:
+    """Return the ranks of `pp`, in ascending order, that can need the most memory in a step of `microbatches`. Every
+    other rank has the layers of a leading rank, and at each moment as many micro-batches or fewer of every stage."""
+    return _leading_ranks(stages(job, candidates), job.model, microbatches)
+
+
 def every_moment(
     job: Job, candidates: Candidates, microbatches: int, rank: int
 ) -> tuple[list[Action], Moments, Moments]:
@@ -207,6 +217,29 @@ def _stages(
 @cache
 def _moments(of: ScheduleInputs, microbatches: int) -> Moments:
     return _as_moments(_largest(np.concatenate(_held(of.schedule(microbatches), range(of.pp)), axis=1)))
+
+
+@cache
+def _leading_ranks(held: Stages, model: ModelSpec, microbatches: int) -> Ints:
+    of, last = held.built_from, len(held.layers) - 1
+    stay = find(of.name).microbatches_stay
+    counts = _moments(of, min(microbatches, 2) if stay else microbatches).counts
+    block_of = {number: block for block, numbers in blocks(model).items() for number in numbers}
+    layers = [
+        [(stage == 0, stage == last, *(block_of[number] for number in held.layers[stage])) for stage in row]
+        for row in held.of_rank.tolist()
+    ]
+
+    def dominates(one: int, other: int) -> bool:
+        """Return whether, at some moment of `one`, at least as much of everything exists, for every one of `other`."""
+        more = (counts[one][None, :] >= counts[other][:, None]).all(2).any(1).all()
+        return bool(layers[one] == layers[other] and more)
+
+    leading: list[int] = []
+    for rank in range(of.pp):
+        if not any(dominates(one, rank) for one in leading):
+            leading = [*(one for one in leading if not dominates(rank, one)), rank]
+    return np.array(leading, dtype=np.int64)
 
 
 def _as_moments(rows_Rkc: Ints) -> Moments:

@@ -11,10 +11,14 @@ from shardwright.cost.memo import (
     NOT_OF_STATES,
     OF_A_MICROBATCH,
     OF_STATES,
+    DistinctRows,
     Memo,
     numbered,
     others,
 )
+
+FIRST = np.zeros(1, dtype=np.int64)
+"""The first rank of pp."""
 
 
 def reserved_bytes(job: Job, candidates: Candidates, most: float = np.inf, memo: Memo | None = None) -> Floats:
@@ -22,8 +26,8 @@ def reserved_bytes(job: Job, candidates: Candidates, most: float = np.inf, memo:
     candidates. Above `most` the result may be a lower bound. `memo`: of this job.
 
     Parameters, gradients and optimizer states are computed once for candidates that differ only in micro-batch and
-    recomputation. If they need at most `most`, activations and temporary buffers follow, once for candidates that
-    differ only in their data axes.
+    recomputation. If they need at most `most`, micro-batches of the first rank of pp follow, once for candidates with
+    equal micro-batches. If both need at most `most`, the first rank follows, and then other ranks that can need more.
     """
     if not job.stack.keeps_gradients and np.any(candidates.world == 1):
         # A single rank's gradients and pools depend on the micro-batch and on the number of them; it has few layouts.
@@ -34,21 +38,35 @@ def reserved_bytes(job: Job, candidates: Candidates, most: float = np.inf, memo:
     at = table.rows(candidates, lambda new: _whole_step(job, new))
     share, process = memory.lost_share(job, candidates), job.stack.of_process * table.values["workspace"].max()
     found: Floats = table.values["most"][at] * (1 + share) - share * process
-    first, every = np.zeros(1, dtype=np.int64), np.arange(candidates.pp)
-    for ranks in (first, every) if candidates.pp > 1 else (first,):  # the first has most in flight, mostly
+    for first in (True, False) if candidates.pp > 1 else (True,):  # the first rank has most in flight, mostly
         rows = np.flatnonzero(found <= most)
+        if first and most < np.inf and len(rows):
+            low = table.values["always"][at[rows], 0] + _of_microbatches_alone(job, candidates.take(rows), memo)
+            found[rows] = np.maximum(found[rows], low * (1 + share[rows]) - share[rows] * process)
+            rows = rows[found[rows] <= most]
         if len(rows):
             left = candidates.take(rows)
-            moving = _while_running(job, left, memo, ranks)
+            ranks = FIRST if first else _others(job, left)
+            if not len(ranks):
+                break
+            theirs, moving = stages.of_ranks(ranks), _while_running(job, left, memo, ranks)
             always, update = (table.values[name][np.ix_(at[rows], ranks)] for name in ("always", "update"))
             whole = np.maximum(always + moving, update)
-            whole += states.messages(job, left, stages.of_ranks(ranks))
+            whole += states.messages(job, left, theirs)
             if pools.has_pools(job):
-                gathered, sent = (table.values[name][at[rows]] for name in ("gathered", "sent"))
-                room = pools.room(job, left, len(stages.layers))
-                whole += pools.in_passing(gathered, np.moveaxis(sent, 2, 0), room, stages)[:, ranks]
+                numbers = stages.stages_of(ranks)
+                gathered, sent = (table.values[name][:, numbers][at[rows]] for name in ("gathered", "sent"))
+                room = pools.room(job, left, len(stages.layers))[:, numbers]
+                whole += pools.in_passing(gathered, np.moveaxis(sent, 2, 0), room, theirs)
             found[rows] = np.maximum(found[rows], whole.max(1) * (1 + share[rows]) - share[rows] * process)
     return found
+
+
+def _others(job: Job, candidates: Candidates) -> Ints:
+    """Return the ranks of pp, except the first, that can need the most memory (`pipeline.leading_ranks`)."""
+    every = numbered(memory.few_microbatches(job, candidates))[0].tolist()
+    leading = np.unique(np.concatenate([pipeline.leading_ranks(job, candidates, m) for m in every]))
+    return leading[leading > 0]
 
 
 def _whole_step(job: Job, candidates: Candidates) -> dict[str, Floats]:
@@ -73,32 +91,54 @@ def _whole_step(job: Job, candidates: Candidates) -> dict[str, Floats]:
     }
 
 
+def _of_microbatches_alone(job: Job, candidates: Candidates, memo: Memo) -> Floats:
+    """Return a lower bound on activations and temporary buffers at the peak of the first rank of pp, (n,): without
+    their parts that depend on the data axes. It is computed once for candidates with equal micro-batches."""
+    table, rows = _of_microbatches(job, candidates, memo, FIRST)
+    parts, few = table.values["parts"], memory.few_microbatches(job, candidates)
+    distinct, back = numbered(few * len(parts) + rows)
+    low = np.zeros(len(distinct))
+    for m in numbered(few)[0].tolist():
+        alike = np.flatnonzero(distinct // len(parts) == m)
+        counts = pipeline.moments(job, candidates, m).counts_of(FIRST)
+        low[alike] = stage_bytes.sizes_of(parts[distinct[alike] % len(parts)], counts).max((1, 2))
+    return low[back]
+
+
+def _of_microbatches(job: Job, candidates: Candidates, memo: Memo, ranks: Ints) -> tuple[DistinctRows, Ints]:
+    """Return the table of the parts of a micro-batch on some ranks of pp, (u, ranks, c), and each candidate's row."""
+    whole = pipeline.stages(job, candidates)
+    stages = whole.of_ranks(ranks)
+    no_loss = len(whole.layers) - 1 not in whole.of_rank[ranks]
+    shared = others(candidates, NOT_OF_A_MICROBATCH | ({"loss_chunk_tokens"} if no_loss else set()))
+    splits = candidates.kind.splits_backward and not no_loss
+    table = memo.table(OF_A_MICROBATCH, "parts of a microbatch", stages.key, splits, shared)
+    # The ZeRO stage matters only for whether gradients are accumulated in shards.
+    alike = replace(candidates, zero=np.where(states.shares_gradients(job, candidates), 2, 0))
+
+    def compute(new: Candidates) -> dict[str, Floats]:
+        of_microbatch = memory.StepMemory(job, new, stages, memo).of_microbatch
+        return {"parts": stage_bytes.parts_of_microbatch(of_microbatch, stages)}
+
+    return table, table.rows(alike, compute)
+
+
 def _while_running(job: Job, candidates: Candidates, memo: Memo, ranks: Ints) -> Floats:
     """Return activations and temporary buffers at the peak of some ranks of pp, (n, ranks). One part depends on the
     micro-batch, and one on the data axes; each is computed once, and a peak is the largest sum at one moment."""
     whole = pipeline.stages(job, candidates)
     stages = whole.of_ranks(ranks)
     no_loss = len(whole.layers) - 1 not in whole.of_rank[ranks]
-    shared = others(candidates, NOT_OF_A_MICROBATCH | ({"loss_chunk_tokens"} if no_loss else set()))
-    splits = candidates.kind.splits_backward and not no_loss
-    of_microbatches = memo.table(OF_A_MICROBATCH, "parts of a microbatch", stages.key, splits, shared)
+    of_microbatches, passing = _of_microbatches(job, candidates, memo, ranks)
     whole_loss = not (no_loss or candidates.shared.loss_chunk_tokens)
     sharded = memo.table(OF_STATES, "sharded parts", stages.key, whole_loss, others(candidates, NOT_OF_STATES))
-    # The ZeRO stage matters only for whether gradients are accumulated in shards.
-    alike = replace(candidates, zero=np.where(states.shares_gradients(job, candidates), 2, 0))
-
     apart = pools.has_pools(job)
-
-    def parts_of_microbatch(new: Candidates) -> dict[str, Floats]:
-        return {
-            "parts": stage_bytes.parts_of_microbatch(memory.StepMemory(job, new, stages, memo).of_microbatch, stages)
-        }
 
     def parts_sharded(new: Candidates) -> dict[str, Floats]:
         step = memory.StepMemory(job, new, stages)
         return {"parts": stage_bytes.parts_sharded(step.pooled_shards if apart else step.sharded, stages)}
 
-    passing, lasting = of_microbatches.rows(alike, parts_of_microbatch), sharded.rows(candidates, parts_sharded)
+    lasting = sharded.rows(candidates, parts_sharded)
     theirs, own = of_microbatches.values["parts"], sharded.values["parts"]
     few = memory.few_microbatches(job, candidates)
     found = np.zeros((len(candidates), len(ranks)))

@@ -20,12 +20,12 @@ import numpy as np
 
 from shardwright.cost.host import host_share, node_host_bytes
 from shardwright.cost.job import Candidates, Floats, Job
-from shardwright.cost.memo import EVERY, Memo
+from shardwright.cost.memo import Memo
 from shardwright.cost.reserved import reserved_bytes
 from shardwright.cost.step import step_time
 from shardwright.planner.choice import Choice, PricedLayout, choice_at
 from shardwright.planner.distinct import distinct
-from shardwright.planner.pool import LayoutPool
+from shardwright.planner.pool import LayoutPool, memo_of
 from shardwright.planner.recommendation import candidates, recommend, with_fewest_layers
 from shardwright.planner.simplicity import simplest, simplest_near
 from shardwright.planner.space import OFFLOADS, Condition, FixedChoices, groups, groups_of, no_layout, none_searched
@@ -208,8 +208,9 @@ def _survey_of(job: Job, limit: float, condition: Condition | None, memo: Memo |
     for whole in groups_of(job, pp, _offload(condition), condition):
         exists = True
         for group in _parts(whole):
-            on_device = reserved_bytes(job, group, max(limit, least), memo)
-            needed = _with_host(job, group, on_device, limit, max(limit, least))
+            most = max(limit, least if nearest else _first_guess(job, group, limit, memo))
+            on_device = reserved_bytes(job, group, most, memo)
+            needed = _with_host(job, group, on_device, limit, most)
             n_layouts += len(group)
             at = int(needed.argmin())
             if needed[at] < least:
@@ -225,14 +226,12 @@ def _survey_of(job: Job, limit: float, condition: Condition | None, memo: Memo |
     return Survey(n_layouts, pool, nearest, nearest_bytes, least)
 
 
-def memo_of(job: Job) -> Memo:
-    """Return an empty memo for the layouts of the space of a job."""
-    degrees, experts = divisors(job.cluster.size), 1 if job.model.moe is None else job.model.moe.n_experts
-    values = dict.fromkeys(("tp", "cp", "dp_shard", "dp_replicate"), degrees)
-    return Memo({
-        **EVERY, **values, "ep": divisors(experts), "sequence_parallel": (False, True),
-        "micro_batch": divisors(job.global_batch),
-    })  # fmt: skip
+def _first_guess(job: Job, candidates: Candidates, limit: float, memo: Memo) -> float:
+    """Return the bytes that the layout with the least states needs, or if larger, its share of its host's memory as an
+    equal share of `limit`. The layout that needs the least memory of all needs no more."""
+    at = int(reserved_bytes(job, candidates, 0.0, memo).argmin())
+    one = candidates.take(slice(at, at + 1))
+    return float(_with_host(job, one, reserved_bytes(job, one, memo=memo), limit, np.inf)[0])
 
 
 def _with_host(job: Job, candidates: Candidates, on_device: Floats, limit: float, most: float) -> Floats:
