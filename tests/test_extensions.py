@@ -192,6 +192,8 @@ NOT_READING = {
     "plan calibrate": "reads logs, and configurations of other systems, which are not executed",
     "plan explain-log": "reads logs, and configurations of other systems, which are not executed",
     "plan evaluate-serving": "reads tables",
+    "plan evaluate-rl": "reads tables",
+    "plan rl": "reads models of transformers, which are not executed, and tables of hardware",
 }
 """Verbs that read no run file and no folder of a run."""
 

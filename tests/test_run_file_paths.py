@@ -132,5 +132,5 @@ def test_every_key_that_names_a_folder_is_marked_as_a_path():
         for key in keys()
         if "folder" in key.description.split(";")[0].split(",")[0] and key.type.startswith("text")
     }
-    assert named <= {*PATHS, "data.path", "checkpoint.resume"}
+    assert named <= {*PATHS, "data.path", "data.cache", "checkpoint.resume"}
     assert {"out", "offload_path", "data.path", "init.weights", "model.from", "checkpoint.local"} <= named

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from shardwright.cli.main import OF_TWO_WORDS, VERBS, app
 from shardwright.conversion.dcp import DcpWriter
 from shardwright.planner.evaluate import MEASURED_RUNS
+from shardwright.rl.measured import PUBLISHED
 from shardwright.runs.folder import now
 from shardwright.runs.records import (
     CheckpointRecord,
@@ -54,6 +55,8 @@ NUMBERS = (
 PLAN = ("plan", "--model", "debug", "--cluster", "h100:8", "--global-batch", "16", "--seq-len", "64")
 MIXTURE_PLAN = ("plan", "--model", "debug-moe", "--cluster", "h100:2", "--global-batch", "4", "--seq-len", "64")
 SERVE = ("plan", "serve", "--model", "llama-3.1-8b", "--cluster", "h100:8", "--input-len", "16", "--output-len", "16")
+RL = ("plan", "rl", "--model", "debug", "--cluster", "h100:2", "--input-len", "16", "--output-mean", "8",
+      "--output-max", "32", "--prompts", "2", "--group", "2")  # fmt: skip
 COMMANDS: tuple[tuple[str, ...], ...] = (
     ("schedule", "--schedule", "1f1b", "--pp", "4", "--microbatches", "8"),
     (
@@ -74,6 +77,7 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     (*PLAN, "--top", "1", "--budget-tokens", "1e9", "--price", "h100=2.5", "--operations", "failures=2,save_every=9"),
     (*PLAN, "--explain", "dp_shard=8,micro_batch=1"),
     (*PLAN, "--fix", "offload_optimizer=cpu", "--host-memory", "1GB", "--top", "1"),
+    (*RL, "--updates", "2", "--output-p95", "24", "--generate-on", "1", "--off-policy", "1"),
     (*SERVE, "--top", "3", "--draft-tokens", "2", "--acceptance", "0.5", "--price", "2"),
     ("verify", "RUN", "--steps", "1", "--timeout", "0", "--matrix", "99"),
     ("data", "inspect", "TOKENS", "--documents", "1", "--seq-len", "8"),
@@ -131,6 +135,7 @@ READERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("tokens/manifest.json", ("eval", "RUN_DIR", "--data", "TOKENS")),
     ("runs.csv", ("plan", "evaluate", "RUNS", "--json")),
     ("serving.csv", ("plan", "evaluate-serving", "SERVED", "--json")),
+    ("steps.csv", ("plan", "evaluate-rl", "STEPS", "--json")),
     ("hf/config.json", ("import", "HF", "--out", "OUT")),
     ("hf/generation_config.json", ("import", "HF", "--out", "OUT")),
     ("hf/model.safetensors", ("import", "HF", "--out", "OUT")),
@@ -216,6 +221,7 @@ def answers(folder: Path, arguments: list[str]) -> None:
         "RUN_DIR": "run",
         "RUNS": "runs.csv",
         "SERVED": "serving.csv",
+        "STEPS": "steps.csv",
         "HF": "hf",
         "DCP": "dcp",
         "HARDWARE": "hardware.toml",
@@ -259,7 +265,7 @@ def write_files(folder: Path) -> None:
     append_event(run, EventRecord("save", 2, "saved"))
     progress, model = TrainingProgress(2, 8, 0), {"n_layers": 2}
     CheckpointManifest(progress, model, None, 1, {}).write(last)
-    for name, path in (("runs.csv", MEASURED_RUNS), ("serving.csv", MEASUREMENTS)):
+    for name, path in (("runs.csv", MEASURED_RUNS), ("serving.csv", MEASUREMENTS), ("steps.csv", PUBLISHED)):
         (folder / name).write_text("".join(path.read_text().splitlines(keepends=True)[:4]))
     (folder / "hf").mkdir()
     config = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -367,4 +373,4 @@ def test_damaged_files_are_answered(folder):
 def test_every_verb_takes_part():
     given = {command[0] for command in COMMANDS} | {command[0] for _, command in READERS}
     assert given == set(VERBS) - {"explore"}  # which ends when it is told to; tests/explore damages its input
-    assert {" ".join(command[:2]) for _, command in READERS} | {" ".join(SERVE[:2])} >= set(OF_TWO_WORDS)
+    assert {" ".join(command[:2]) for _, command in READERS} | {"plan serve", "plan rl"} >= set(OF_TWO_WORDS)

@@ -31,6 +31,7 @@ HANGS_S = 120
 PLAN = "plan --model debug --cluster h100:1 --global-batch 8 --seq-len 64 --top 1"
 FROM = "--from train.sh --cluster h100:32"
 SERVE = "plan serve --cluster h100:8 --input-len 16 --output-len 16"
+RL = "plan rl --cluster h100:1 --input-len 16 --output-mean 8 --output-max 16 --prompts 2 --group 2"
 SCHEDULE = "schedule --schedule 1f1b --pp 2 --microbatches 2"
 CHAT = "data prepare text --format chat --out made --tokenizer hf/tokenizer.json"
 SWEEP = "sweep run.toml --grid steps=1,2"
@@ -63,7 +64,9 @@ READ = {
         "--model": f"{SERVE} --model PLACE",
         "--hardware": f"{SERVE} --model debug --hardware PLACE",
     },
+    "plan rl": {"--model": f"{RL} --model PLACE", "--hardware": f"{RL} --model debug --hardware PLACE"},
     "plan evaluate-serving": {"runs": "plan evaluate-serving PLACE"},
+    "plan evaluate-rl": {"steps": "plan evaluate-rl PLACE"},
     "plan calibrate": {
         "logs": f"plan calibrate PLACE {FROM}",
         "--from": "plan calibrate train.log --from PLACE --cluster h100:32",
@@ -124,6 +127,7 @@ WRITTEN = {
     "plan": {"--write": f"{PLAN} --write PLACE.toml", "--html": f"{PLAN} --html PLACE.html"},
     "plan diff": {"--html": "plan diff run.toml run.toml --cluster h100:1 --html PLACE.html"},
     "plan serve": {"--html": f"{SERVE} --model debug --html PLACE.html"},
+    "plan rl": {"--html": f"{RL} --model debug --html PLACE.html"},
     "plan calibrate": {"--write": f"plan calibrate train.log {FROM} --write PLACE.toml"},
     "explore": {"--static": "explore run.toml --cluster h100:1 --static PLACE"},
     "measure": {
@@ -155,6 +159,7 @@ WRITTEN = {
         "--out": "report run --out PLACE.html",
         "--picture": "report run --picture PLACE.png",
         "--timeline": "report run --timeline PLACE.svg",
+        "--trace": "report run --trace PLACE.json",
     },
     "import": {"--out": "import hf --out PLACE"},
     "export": {"--out": "export hf --out PLACE"},
@@ -167,7 +172,8 @@ EXTENSION = "schedule --extension PLACE.py"
 WORDS = {
     "--accelerator", "--activate", "--against", "--architecture", "--batch-stages", "--claim", "--clock",
     "--cluster", "--compare", "--count-as", "--device", "--device-memory", "--dtype", "--engine", "--explain",
-    "--fix", "--glob", "--grid", "--host", "--host-memory", "--image", "--kv-precision", "--layout", "--link",
+    "--fix", "--generation-precision", "--glob", "--grid",
+    "--host", "--host-memory", "--image", "--kv-precision", "--layout", "--link",
     "--lora", "--loss", "--max-shard-size", "--mount", "--name", "--network", "--on", "--operations",
     "--other-cluster", "--precision", "--prefer", "--price", "--prompt", "--ranks", "--rate", "--schedule",
     "--separator", "--sequences", "--set", "--set-b", "--shares", "--sort", "--split", "--stack", "--stop",

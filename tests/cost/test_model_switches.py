@@ -51,6 +51,7 @@ NEGLECTED = {
     "rope_fraction": "the rotation of all elements is priced",
     "qk_norm": "its memory is priced, its time is not",
     "qk_norm_whole": "as qk_norm",
+    "qk_norm_heads": "as qk_norm",
     "qk_norm_weight": "a vector of head_dim elements",
     "qkv_bias": "its parameters are priced; its time is below 1e-5 of a step",
     "o_bias": "as qkv_bias",

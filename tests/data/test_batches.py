@@ -29,6 +29,12 @@ from shardwright.system.errors import DataError, InputError, LayoutError
 from tests.data.conftest import as_version_1
 
 
+class Here:
+    """A split whose tokens are on this disk."""
+
+    mirrored = False
+
+
 class Numbered:
     """n samples; sample i is the token i, five times over."""
 
@@ -39,6 +45,9 @@ class Numbered:
 
     def __len__(self) -> int:
         return self.n
+
+    def origin(self, i: int) -> tuple[Here, int]:
+        return Here(), i * 4
 
     def span(self, i: int) -> tuple[int, int]:
         return i * 4, 5
@@ -208,6 +217,9 @@ class Places:
 
     def __init__(self, n: int, seq_len: int) -> None:
         self.n, self.seq_len, self.padded = n, seq_len, False
+
+    def origin(self, i: int) -> tuple[Here, int]:
+        return Here(), i * self.seq_len
 
     def read(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         return i * self.seq_len + np.arange(self.seq_len + 1), np.ones(self.seq_len, bool)

@@ -29,6 +29,7 @@ from shardwright.training.resilience.finite import FiniteCheck
 from shardwright.training.resilience.spikes import SpikeGuard, SpikeState, in_words
 from shardwright.training.step import Trainer
 from shardwright.verification import rank as verify_rank
+from tests.data.test_batches import Here
 from tests.distributed import run_ranks
 from tests.marks import prove, rest_prove
 from tests.mutation import Mutation, mutated
@@ -178,6 +179,9 @@ def test_samples_that_are_left_out_are_in_no_batch_wherever_a_run_begins():
 
         def __len__(self) -> int:
             return 1000
+
+        def origin(self, i: int):
+            return Here(), i
 
         def read(self, i: int):
             return np.array([i, i]), np.ones(1, bool)

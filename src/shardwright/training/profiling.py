@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from shardwright.config import RunConfig
+from shardwright.parallel.objects import gathered
 from shardwright.runs.folder import snapshot_path, trace_path
 from shardwright.system.errors import WorkerError
 from shardwright.system.torch_private import dump_memory_snapshot, record_memory_history
@@ -76,13 +77,24 @@ class ProfileSteps(Hook):
                 self._write(taken.step)
 
     def on_stop(self, taken: TakenStep) -> None:
-        if self._left:
+        if self._left and taken.step >= self._first:
             self._left = 0
             self._write(taken.step)
+        self._abandon()
 
-    def close(self) -> None:
+    def on_rollback(self, start: RunStart) -> None:
+        """Begin anew when the run comes to the first step again, unless the steps have been traced."""
+        if self._left:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """End a trace without a file."""
         if self._profiler is not None:
             self._profiler.stop()
+        self._profiler, self._first, self._left = None, 0, 0
+
+    def close(self) -> None:
+        self._abandon()
         if self.section.memory:
             record_memory_history(None)
 
@@ -94,8 +106,7 @@ class ProfileSteps(Hook):
             self._profiler = None
             if self.section.memory:
                 problem = problem or _problem_of(lambda: write_snapshot(self.out, self.rank))
-        problems: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
+        problems = gathered(problem, str | None)
         failed = [f"rank {rank}: {each}" for rank, each in enumerate(problems) if each is not None]
         if failed:
             self.log.tell("metrics", last, f"the profile of steps {self._first} to {last} is incomplete: {failed[0]}")
@@ -140,9 +151,7 @@ def clock_ahead_ns(host: str | None = None, now_ns: Callable[[], int] = time.tim
         dist.barrier()
         readings.append(now_ns())
     mine = (host or socket.gethostname(), readings[1:])  # the first barrier connects the ranks
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return _ahead_ns(everyone, mine[0])
+    return _ahead_ns(gathered(mine, tuple[str, list[int]]), mine[0])
 
 
 def _ahead_ns(everyone: Sequence[tuple[str, list[int]]], host: str) -> int:

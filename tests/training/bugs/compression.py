@@ -206,8 +206,4 @@ RESUME: dict[str, AnyBug] = {
         Mutation(f"{STATE}:named_tensors", "found | {f'{COMPRESSION}{k}': v for k, v in kept.items()}", "found"),
         (_THIN[0], _THIN[0]),
     ),
-    "what top-k has not sent is lost on resume": ResumeBug(
-        Mutation(f"{STATE}:named_tensors", "found | {f'{COMPRESSION}{k}': v for k, v in kept.items()}", "found"),
-        (_LARGEST[0], _LARGEST[0]),
-    ),
 }
