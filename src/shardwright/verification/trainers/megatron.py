@@ -70,6 +70,10 @@ class MegatronTrainer:
                 return f"{parts} parts do not divide {name}={size}; --set model.{name}={parts}"
         if axes["ep"] > 1 and (experts == 0 or experts % axes["ep"]):
             return f"ep={axes['ep']} does not divide experts={experts}; --set experts={2 * axes['ep']}"
+        if (over := options.get("expert_tp", 1)) != 1:
+            ranks = axes["dp"] * axes["cp"] * axes["tp"]
+            if not experts or type(over) is not int or over < 1 or ranks % (over * axes["ep"]):
+                return f"expert_tp={over} goes with experts, and expert_tp x ep divides the {ranks} ranks of a stage"
         if experts == 1 or (options.get("aux_loss", 0.0) and not experts):
             return f"experts={experts}: a token takes two experts, and aux_loss balances them; --set experts=4"
         if axes["tp"] > 1 and experts and not options.get("sequence_parallel", False):
