@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Modules are compiled when they are first imported; all of them would take a minute, and most are never imported.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 QUICKSTART ?=
-# Arguments of the proofs: `--mutations 0/2` runs half of the mutations.
+# Arguments of the proofs: `--part 0/2` runs half of them.
 PROVE ?=
 # Arguments of `make fuzz`: how many settings, and the options that `python -m tests.fuzz --help` lists.
 FUZZ ?= 20
