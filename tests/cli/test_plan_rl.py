@@ -45,12 +45,42 @@ def test_off_policy_generation_and_training_overlap_on_separate_accelerators():
 
 
 @pytest.mark.parametrize(
+    "changed",
+    [
+        {"cluster": "h100:1", "output_p95": 800},
+        pytest.param({"generate_on": 1, "updates": 2}, marks=pytest.mark.prove),
+        pytest.param({"generate_on": 0}, marks=pytest.mark.prove),
+        pytest.param({}, marks=pytest.mark.prove),
+    ],
+)
+def test_the_options_of_a_change_plan_the_step_that_is_shown(changed: dict[str, object]):
+    remedies = json.loads(rl("--json", **changed).stdout)["remedies"]
+    assert remedies
+    for each in remedies:
+        if each["options"]:
+            again = rl("--json", *each["options"].split(), **changed)
+            assert again.exit_code == 0, again.output
+            assert json.loads(again.stdout)["best"][0]["step_s"] == pytest.approx(each["total_s"]), each
+
+
+def test_a_model_by_its_sizes_is_as_long_as_prompt_and_answer():
+    result = rl("--json", model="n_layers=4,d_model=512,n_heads=8,d_ffn=2048,vocab_size=32000", cluster="h100:1")
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
     ("changed", "sentence"),
     [
         ({"output_mean": 2000}, "--output-mean 2000: not below --output-max 1024; valid: 1 to 1023"),
         (
             {"output_max": 1000000},
             "--input-len 128 + --output-max 1000000 = 1000128 tokens, and qwen3-0.6b is",
+        ),
+        ({"output_max": 1, "output_mean": 1}, "not below --output-max 1; valid: an --output-max of 2 or more"),
+        ({"generate_on": -1}, "--generate-on -1: a number of accelerators is needed; valid: 0 to 1"),
+        (
+            {"cluster": "h100:1", "generate_on": 0, "off_policy": 1},
+            "needs accelerators for both, and the cluster has 1",
         ),
         ({"generate_on": 2}, "--generate-on 2: 0 of 2 accelerators are left to train; valid: 0 to 1"),
         ({"cluster": "h1000:8"}, "h1000"),
