@@ -1,7 +1,9 @@
 """Proves that steps of GRPO are priced as published ones were measured, and that their parts follow their formulas."""
 
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 
@@ -11,8 +13,29 @@ from shardwright.layout.layout import Layout
 from shardwright.planner.runs import read_table
 from shardwright.rl.answers import AnswerLengths, packed
 from shardwright.rl.measured import FITTED, PUBLISHED, STEPS, PredictedStep, evaluate
-from shardwright.rl.step import ANSWERS, GENERATION, MOVING, OTHER, RATES, SCORING, TRAINING, WEIGHTS
+from shardwright.rl.search import split_text, splits
+from shardwright.rl.step import (
+    ANSWERS,
+    GENERATION,
+    MOVING,
+    OTHER,
+    RATES,
+    SCORING,
+    TRAINING,
+    WEIGHTS,
+    GenerationPool,
+    RLStep,
+    RLTask,
+    generation_pool,
+    training_pool,
+)
 from shardwright.rl.transfer import weight_transfer
+from shardwright.serving import forms
+from shardwright.serving.engines import engine_of
+from shardwright.serving.rates import fitted
+from shardwright.serving.search import ServingLayout
+from shardwright.serving.setting import Degrees, PassBatch, Serving, Settings
+from shardwright.serving.work import period_s
 from shardwright.system.errors import InputError
 from tests.cost.jobs import job
 
@@ -163,3 +186,73 @@ def test_the_constants_are_those_that_the_fit_prints(
 
     fit_rl.main()
     assert capsys.readouterr().out.splitlines()[0] == str(vars(RATES))
+
+
+def task(on: str = "h100:2", model: str = "llama-3.2-1b", **changes: Any) -> RLTask:
+    """A step of 128 answers of 300 tokens on average."""
+    training, engine = job(model, on, seq_len=1024, global_batch=1), engine_of("vllm")
+    assert engine is not None
+    rates = fitted()[0].rates(engine.name, training.cluster.accelerator.die)
+    serving = Serving(model=training.model, cluster=training.cluster, rates=rates)
+    values = {"prompt_len": 100, "answers": AnswerLengths(300, 924), "n_answers": 128} | changes
+    return RLTask(job=training, serving=serving, engine=engine, **values)
+
+
+def test_answers_of_equal_length_take_the_passes_of_closed_forms_and_a_longer_tail_takes_longer():
+    def pool(**answers: Any) -> GenerationPool:
+        found = generation_pool(task(n_answers=64, answers=AnswerLengths(**answers)), ServingLayout(Degrees(1), 2), 0.9)
+        assert found is not None
+        return found
+
+    equal = pool(mean=600, maximum=924, spread=1e-6)
+    decoding = PassBatch(requests=32.0, context=forms.middle(100, 600), logits=32.0)
+    counted_s = 600 * float(period_s(task().serving, Settings.from_layouts([Degrees(1)]), decoding)[0])
+    assert equal.seconds / RATES.generation == pytest.approx(counted_s, rel=0.05)
+    assert equal.tail_s == pytest.approx(0, abs=0.02 * equal.seconds)
+    short, longer = (pool(mean=300, maximum=924, spread=spread).seconds for spread in (0.1, 0.8))
+    assert longer > 1.5 * short
+
+
+def test_weights_cross_each_link_as_counted():
+    given = task("h100:16", "llama-3.1-8b")
+    whole = 2.0 * given.job.model.n_parameters
+    halves = estimate(given.training_job(16, 8), Layout(pp=2, dp_shard=8, zero=1), 1)
+    sent = weight_transfer(given.cluster, halves, whole / 2, whole, separate=False, link_share=0.5)
+    assert (sent.between_nodes_bytes, sent.inside_bytes, sent.broadcast_bytes) == (whole / 2, 0.0, 0.0)
+    assert sent.seconds == pytest.approx(whole / 2 / (0.5 * given.cluster.across.bytes_per_s))
+    sharded = estimate(given.training_job(16, 16), Layout(dp_shard=16, zero=3), 1)
+    sent = weight_transfer(given.cluster, sharded, whole / 16, whole, separate=True, link_share=0.5)
+    assert (sent.between_nodes_bytes, sent.inside_bytes) == (whole / 2, pytest.approx(whole * 7 / 16))
+    assert sent.broadcast_bytes == whole
+    assert sent.seconds == pytest.approx(whole / (0.5 * given.cluster.across.bytes_per_s))
+
+
+def test_parts_add_up_on_policy_and_the_shorter_side_is_hidden_off_policy():
+    given = task("h100:4")
+    pool = generation_pool(given, ServingLayout(Degrees(1), 2), 0.9)
+    assert pool is not None
+    training = training_pool(given, "", estimate(given.training_job(2, 2), Layout(dp_shard=2, zero=1), 1))
+    step = RLStep(given, pool, training, separate=True)
+    parts = step.parts_s
+    assert step.total_s == pytest.approx(sum(parts.values()))
+    sides = parts[GENERATION] + parts[ANSWERS], parts[SCORING] + parts[TRAINING] + parts[MOVING]
+    behind = replace(step, task=replace(given, off_policy_steps=1))
+    assert behind.total_s == pytest.approx(max(sides) + parts[WEIGHTS] + parts[OTHER])
+    alone = replace(step, task=replace(given, reference=False)).parts_s
+    assert alone[SCORING] == pytest.approx(parts[SCORING] / 2)
+    assert alone[MOVING] == 0 < parts[MOVING]
+
+
+def test_an_engine_without_room_for_the_longest_answer_is_no_choice():
+    assert generation_pool(task(model="llama-3.1-8b"), ServingLayout(Degrees(1), 2), 0.2) is None
+
+
+@pytest.mark.parametrize(
+    ("on", "numbers"), [("h100:1", [0]), ("h100:3", [0, 1, 2]), ("h100:64", [0, *range(8, 64, 8)])]
+)
+def test_splits_are_at_most_8_in_whole_nodes(on: str, numbers: list[int]):
+    assert splits(task(on)) == numbers
+    assert splits(task(on, off_policy_steps=1)) == numbers[1:]
+    assert split_text(numbers[-1], 1) == (
+        f"{numbers[-1]} generate, 1 train" if numbers[-1] else "1 accelerator generates and trains"
+    )
