@@ -120,6 +120,7 @@ REFUSED = (
     (LLAMA, "h100,bf16", "h1000,bf16", "h1000"),
     (LLAMA, "1060", "", "mean_output_len is empty, and this row needs it"),
     (LLAMA, ",0.6,", ",,", "generation_memory_share is empty, and this row needs it"),
+    (LLAMA, ",0.6,", ",0.1,", "the cache has no room for the longest answer"),
     (LLAMA, "2,1562,97.7", "2,,97.7", "tokens_per_s_per_accelerator is empty, and this row needs it"),
     (LLAMA, ",97.7,", ",,", "step_time_s is empty, and this row needs it"),
 )

@@ -221,8 +221,16 @@ def evaluate(path: Path = PUBLISHED, rates: RLRates = RATES) -> RLEvaluation:
     """Predict every row of a table. Raises InputError with every cell that is not valid, as `planner.runs`, or with
     every row that no prediction can be made for."""
     rows = [row for _, row in read_table(path, STEPS)]
-    predicted = tuple(PredictedStep(row, predict(row, rates)) for row in rows if not row.why_not)
-    return RLEvaluation(path, predicted, tuple(row for row in rows if row.why_not))
+    predicted: list[PredictedStep] = []
+    problems: list[str] = []
+    for row in rows:
+        try:
+            predicted += [] if row.why_not else [PredictedStep(row, predict(row, rates))]
+        except InputError as error:
+            problems += [f"{path}, {problem}" for problem in error.problems]
+    if problems:
+        raise InputError(*problems)
+    return RLEvaluation(path, tuple(predicted), tuple(row for row in rows if row.why_not))
 
 
 def predict(row: PublishedStep, rates: RLRates = RATES) -> RLStep:
